@@ -18,25 +18,20 @@ from unfog.checks.run.loss_checks import (
     held_out_history,
     measure_losses,
 )
-from unfog.checks.run.run_checks import _check_trends
 from unfog.checks.run.run_record import FRESH_START_SETTINGS, RunRecord
 from unfog.checks.run.status_checks import (
+    _check_data_wait,
+    _check_memory,
+    _check_noise_scale,
+    _check_overhead,
+    _check_speed,
+    _check_state,
+    _check_unused_images,
     _round_down,
     _round_up,
-    check_data_wait,
-    check_memory,
-    check_overhead,
-    check_speed,
-    check_state,
-    check_unused_images,
+    check_progress,
 )
-from unfog.checks.run.trend_checks import (
-    _loss_trend,
-    check_learning_rate,
-    check_loss,
-    check_noise_scale,
-    check_stability,
-)
+from unfog.checks.run.trend_checks import _check_learning_rate, _check_loss, _check_stability, _loss_trend, check_trends
 from unfog.config import resume_rules
 from unfog.config.presets import preset
 from unfog.config.schema import Config
@@ -52,7 +47,7 @@ LR = 1e-3
 
 
 def trends(record, usual_lr, relative, pixelwise):
-    found = _check_trends(record, usual_lr, relative, pixelwise, memorized=False)
+    found = [*check_progress(record, usual_lr), *check_trends(record, usual_lr, relative, pixelwise, False)]
     return {finding.code: finding for finding in found}
 
 
@@ -88,38 +83,38 @@ def test_the_fall_with_twice_the_images_is_that_of_the_power_law(tmp_path, expon
 
 def test_a_falling_loss_says_train_longer_and_what_to_expect(tmp_path):
     record = a_record(tmp_path, lines(loss=noisy(lambda step: step**-0.2)))
-    found = check_loss(record, 0.3, 0.4)
+    found = _check_loss(record, 0.3, 0.4)
     assert (found.code, found.severity) == ("run.loss", "hint")
     assert f"unfog resume {tmp_path} --steps 2000" in found.remedy
     assert float(found.remedy.rsplit(" ", 1)[1]) == pytest.approx(2000**-0.2, rel=0.02)
-    assert check_loss(record, 0.3, 0.4, by_heart=True).severity == "fine"
+    assert _check_loss(record, 0.3, 0.4, by_heart=True).severity == "fine"
     assert (
-        check_loss(a_record(tmp_path, lines(loss=noisy(lambda step: step**-0.2)), steps=2000), 0.3, 0.4).severity
+        _check_loss(a_record(tmp_path, lines(loss=noisy(lambda step: step**-0.2)), steps=2000), 0.3, 0.4).severity
         == "fine"
     )
 
 
 def test_a_loss_that_has_levelled_off_is_fine_and_a_rising_one_is_not(tmp_path):
-    flat = check_loss(a_record(tmp_path, lines(loss=noisy(lambda step: 0.2, 0.03))), 0.3, 0.4)
+    flat = _check_loss(a_record(tmp_path, lines(loss=noisy(lambda step: 0.2, 0.03))), 0.3, 0.4)
     assert flat.severity == "fine"
     assert "levelled off" in flat.evidence
-    rising = check_loss(a_record(tmp_path, lines(loss=noisy(lambda step: 0.2 + step / 2000))), 0.3, 0.4)
+    rising = _check_loss(a_record(tmp_path, lines(loss=noisy(lambda step: 0.2 + step / 2000))), 0.3, 0.4)
     assert rising.severity == "warning"
     assert "rises" in rising.evidence
 
 
 def test_a_loss_no_network_would_need_is_fatal(tmp_path):
     record = a_record(tmp_path, lines(loss=noisy(lambda step: 1.4)))
-    assert check_loss(record, 0.8, 1.3).code == "run.not_learning"
-    assert check_loss(record, 0.99, 0.99).severity == "fatal"
-    assert check_loss(record, 0.8, 1.3).remedy.endswith(f"unfog find-lr photos --config {tmp_path / 'config.toml'}")
+    assert _check_loss(record, 0.8, 1.3).code == "run.not_learning"
+    assert _check_loss(record, 0.99, 0.99).severity == "fatal"
+    assert _check_loss(record, 0.8, 1.3).remedy.endswith(f"unfog find-lr photos --config {tmp_path / 'config.toml'}")
     early = a_record(tmp_path, lines(steps=120, loss=noisy(lambda step: 1.4)))
-    assert check_loss(early, 0.8, 1.3).severity == "warning"
+    assert _check_loss(early, 0.8, 1.3).severity == "warning"
 
 
 def test_a_few_lines_or_none_are_too_early_for_a_trend(tmp_path):
-    assert check_loss(a_record(tmp_path), None, None) is None
-    few = check_loss(a_record(tmp_path, lines(steps=60, loss=lambda step: 1 / step)), None, None)
+    assert _check_loss(a_record(tmp_path), None, None) is None
+    few = _check_loss(a_record(tmp_path, lines(steps=60, loss=lambda step: 1 / step)), None, None)
     assert "too early" in few.evidence
     # Resumed from a record whose beginning is lost: no doubling is left in it.
     late = a_record(tmp_path, lines(loss=lambda step: 0.2)[-8:])
@@ -129,14 +124,15 @@ def test_a_few_lines_or_none_are_too_early_for_a_trend(tmp_path):
 def test_a_rate_is_never_blamed_alone(tmp_path):
     well = lines(loss=noisy(lambda step: step**-0.2), gradient_norm=lambda step: 0.3, lr=lambda step: LR)
     for usual in (LR / 100, LR * 4, LR, None):
-        assert check_learning_rate(a_record(tmp_path, well), usual, 0.3).code == "run.lr"
-    assert check_learning_rate(a_record(tmp_path, well), LR / 100, 1.2).code == "run.lr_high"
-    low = check_learning_rate(a_record(tmp_path, well), LR * 100, 0.3)
+        assert _check_learning_rate(a_record(tmp_path, well), usual, 0.3).code == "run.lr"
+    assert _check_learning_rate(a_record(tmp_path, well), LR / 100, 1.2).code == "run.lr_high"
+    low = _check_learning_rate(a_record(tmp_path, well), LR * 100, 0.3)
     assert (low.code, low.severity) == ("run.lr_low", "warning")
     assert f"--lr {LR * 100:.2g}" in low.remedy
-    assert check_learning_rate(a_record(tmp_path, well), LR * 15, 0.3).severity == "hint"
+    assert _check_learning_rate(a_record(tmp_path, well), LR * 15, 0.3).severity == "hint"
     done = lines(loss=noisy(lambda step: 0.2), gradient_norm=lambda step: 0.3, lr=lambda step: LR)
-    assert check_learning_rate(a_record(tmp_path, done), LR * 100, 0.3).code == "run.lr", "it has learned what there is"
+    learned = _check_learning_rate(a_record(tmp_path, done), LR * 100, 0.3)
+    assert learned.code == "run.lr", "it has learned what there is"
 
 
 def test_a_gradient_that_grows_and_is_always_clipped_tells_a_high_rate(tmp_path):
@@ -161,13 +157,13 @@ def test_refused_steps_name_the_images_that_did_it(tmp_path):
         }
         for step in (100, 200, 300)
     ]
-    found = check_stability(a_record(tmp_path, lines(loss=lambda step: 0.5), events))
+    found = _check_stability(a_record(tmp_path, lines(loss=lambda step: 0.5), events))
     assert found.severity == "hint"
     assert found.facts["images"]["bad.png"] == 3
     assert found.remedy.endswith("bad.png")
     assert tuple(found.figures[0].table[1][i] for i in (0, 3, 4)) == ("100", "bad.png, 100.png", "0.50, 0.25")
     back = {"kind": "rolled_back", "step": 400, "reason": "it rose", "lr": LR / 4}
-    found = check_stability(a_record(tmp_path, lines(loss=lambda step: 0.5), [back]), usual_lr=LR / 10)
+    found = _check_stability(a_record(tmp_path, lines(loss=lambda step: 0.5), [back]), usual_lr=LR / 10)
     assert found.severity == "warning"
     assert found.facts["lr_scale"] == pytest.approx(0.25)
     assert f"--lr {LR / 10:.2g}" in found.remedy
@@ -193,7 +189,7 @@ def test_a_rate_far_below_the_usual_one_is_not_to_blame(tmp_path):
     record = diverging(tmp_path, LR / 15)
     for precision, remedy in (("bf16", f"unfog resume {tmp_path} --precision fp32"), ("fp32", "unfog doctor photos")):
         training = replace(record.config.training, precision=precision)
-        found = check_state(replace(record, config=replace(record.config, training=training)), LR)
+        found = _check_state(replace(record, config=replace(record.config, training=training)), LR)
         assert found.remedy.endswith(remedy)
         assert "--lr" not in found.remedy
 
@@ -208,11 +204,11 @@ def test_what_a_resume_took_back_did_not_happen(tmp_path):
         (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     beat = {"alive": True, "step": 520, "doing": "training"}
     record = RunRecord.read(tmp_path, a_record(tmp_path).config, beat)
-    assert "at step 520" in check_state(record).evidence
-    assert check_stability(record).facts["refused"] == 1
+    assert "at step 520" in _check_state(record).evidence
+    assert _check_stability(record).facts["refused"] == 1
     with (tmp_path / "events.jsonl").open("a") as file:  # it all comes again
         file.write(f"{json.dumps(refused)}\n{json.dumps(back)}\n")
-    again = check_stability(RunRecord.read(tmp_path, record.config, beat))
+    again = _check_stability(RunRecord.read(tmp_path, record.config, beat))
     assert (again.facts["refused"], again.facts["rolled_back"]) == (2, 1)
     assert again.facts["images"] == {"a.png": 1, "b.png": 1}
 
@@ -228,7 +224,7 @@ def test_what_was_before_a_change_is_no_sign_of_the_settings_now(tmp_path):
     assert found["run.unstable"].evidence.startswith("none of 600 steps since settings changed at step 400")
     for setting in ("preview.every: 10 -> 100", "ema_snapshots.every: 0 -> -1"):
         other = [{"kind": "changed", "step": 400, "setting": setting}]
-        assert check_stability(replace(record, events=[*backs, *other])).facts["rolled_back"] == 8
+        assert _check_stability(replace(record, events=[*backs, *other])).facts["rolled_back"] == 8
 
 
 def test_roll_backs_are_forgotten_where_the_run_forgets_them():
@@ -264,15 +260,15 @@ def test_the_state_is_what_the_last_session_says_or_its_silence(tmp_path, kinds,
     events = [{"kind": kind, "step": 40} for kind in kinds.split()]
     record = a_record(tmp_path, lines(steps=40), events, heartbeat=heartbeat)
     assert run_state(record.events, record.heartbeat)[0] == state
-    assert check_state(record).severity == severity
-    assert state != "killed" or "RequestError" not in check_state(record).evidence
+    assert _check_state(record).severity == severity
+    assert state != "killed" or "RequestError" not in _check_state(record).evidence
 
 
 def test_a_killed_run_that_saves_rarely_is_told_how_often_to(tmp_path):
     record = a_record(tmp_path, lines(steps=800), [{"kind": "started", "step": 0}])
     for every, better in ((100, 50), (-1, 200)):
         config = replace(record.config, checkpoint=replace(record.config.checkpoint, every=every))
-        assert check_state(replace(record, config=config)).remedy.endswith(f"--checkpoint.every {better}")
+        assert _check_state(replace(record, config=config)).remedy.endswith(f"--checkpoint.every {better}")
 
 
 @pytest.mark.parametrize(
@@ -289,7 +285,7 @@ def test_a_killed_run_that_saves_rarely_is_told_how_often_to(tmp_path):
 )
 def test_a_failure_says_what_to_do(tmp_path, reason, severity, remedy):
     events = [{"kind": "started", "step": 0}, {"kind": "failed", "step": 40, "reason": reason}]
-    found = check_state(a_record(tmp_path, lines(steps=40), events), LR / 10)
+    found = _check_state(a_record(tmp_path, lines(steps=40), events), LR / 10)
     assert found.severity == severity
     assert remedy in found.remedy
 
@@ -298,7 +294,7 @@ def test_where_one_image_is_too_much_checkpointing_is_what_is_left(tmp_path):
     events = [{"kind": "failed", "step": 40, "reason": "OutOfMemoryError: CUDA out of memory"}]
     record = a_record(tmp_path, lines(steps=40), events)
     record = replace(record, config=replace(record.config, training=replace(record.config.training, microbatch=1)))
-    assert check_state(record).remedy.endswith("--training.checkpointing")
+    assert _check_state(record).remedy.endswith("--training.checkpointing")
 
 
 # What it costs.
@@ -308,7 +304,7 @@ def test_where_one_image_is_too_much_checkpointing_is_what_is_left(tmp_path):
 def test_waiting_for_data_is_weighed_by_time_and_without_the_start(tmp_path, share, severity):
     rows = lines(data_wait=lambda step: share)
     rows[0]["data_wait"] = 1.0
-    found = check_data_wait(a_record(tmp_path, rows))
+    found = _check_data_wait(a_record(tmp_path, rows))
     assert found.facts["share"] == pytest.approx(share)
     assert found.severity == severity
     assert severity == "fine" or "unfog pack photos" in found.remedy
@@ -316,7 +312,7 @@ def test_waiting_for_data_is_weighed_by_time_and_without_the_start(tmp_path, sha
 
 def test_a_short_wait_between_two_logs_is_a_short_wait(tmp_path):
     rows = [{"step": step, "data_wait": wait} for step, wait in ((10, 0.0), (20, 0.0), (40, 0.5), (1000, 0.0))]
-    assert check_data_wait(a_record(tmp_path, rows)).facts["share"] == pytest.approx(0.5 * 20 / 990)
+    assert _check_data_wait(a_record(tmp_path, rows)).facts["share"] == pytest.approx(0.5 * 20 / 990)
 
 
 def test_an_interval_is_proposed_that_costs_five_percent(tmp_path):
@@ -326,7 +322,7 @@ def test_an_interval_is_proposed_that_costs_five_percent(tmp_path):
         row["seconds"] = row["step"] * 0.3
     record = a_record(tmp_path, rows, events, steps=100_000)
     record = replace(record, config=replace(record.config, preview=replace(record.config.preview, every=20)))
-    found = check_overhead(record)
+    found = _check_overhead(record)
     assert found.severity == "warning"
     assert found.facts["share"] == pytest.approx(200 / 300)
     assert found.remedy == f"unfog resume {tmp_path} --preview.every 1000"
@@ -337,7 +333,7 @@ def test_metrics_of_drawn_pictures_are_no_training(tmp_path):
     events = [{"kind": "measured", "step": step, "seconds": 9.0} for step in range(100, 1001, 100)]
     record = a_record(tmp_path, lines(images_per_second=lambda step: 3200.0), events, steps=10_000)
     evaluate = replace(record.config.evaluate, metrics=("kid",), metrics_every=100)
-    found = check_overhead(replace(record, config=replace(record.config, evaluate=evaluate)))
+    found = _check_overhead(replace(record, config=replace(record.config, evaluate=evaluate)))
     assert found.facts["share"] == pytest.approx(0.9)
     assert found.remedy == f"unfog resume {tmp_path} --evaluate.metrics-every 2000"
 
@@ -348,13 +344,13 @@ def test_images_are_packed_as_the_run_has_them(tmp_path):
     record = replace(record, config=replace(record.config, data=data))
     assert (
         "unfog pack photos OUT --size 128 --data.channels 1 --data.background '#000000',"
-        in check_data_wait(record).remedy
+        in _check_data_wait(record).remedy
     )
 
 
 def test_a_run_that_slows_down_is_told(tmp_path):
-    assert check_speed(a_record(tmp_path, lines(images_per_second=noisy(lambda step: 300, 0.1)))).severity == "fine"
-    slow = check_speed(a_record(tmp_path, lines(images_per_second=lambda step: 300 if step < 500 else 100)))
+    assert _check_speed(a_record(tmp_path, lines(images_per_second=noisy(lambda step: 300, 0.1)))).severity == "fine"
+    slow = _check_speed(a_record(tmp_path, lines(images_per_second=lambda step: 300 if step < 500 else 100)))
     assert slow.severity == "hint"
     assert (slow.facts["before"], slow.facts["now"]) == (300, 100)
 
@@ -362,7 +358,7 @@ def test_a_run_that_slows_down_is_told(tmp_path):
 @pytest.mark.parametrize(("scale", "severity"), [(1.5, "hint"), (20, "fine"), (200, "fine"), (5000, "hint")])
 def test_a_batch_unlike_the_noise_scale_is_told(tmp_path, scale, severity):
     columns = {"gradient_signal": lambda step: 2.0, "gradient_noise": noisy(lambda step: 2.0 * scale, 0.3)}
-    found = check_noise_scale(a_record(tmp_path, lines(noise_scale=noisy(lambda step: scale, 0.3), **columns)))
+    found = _check_noise_scale(a_record(tmp_path, lines(noise_scale=noisy(lambda step: scale, 0.3), **columns)))
     assert found.facts["noise_scale"] == pytest.approx(scale, rel=0.1)
     assert found.severity == severity
     if severity == "hint":
@@ -374,7 +370,7 @@ def test_windows_in_which_the_gradient_drowned_count_as_well(tmp_path):
     """The ratio of means over all windows: those with a negative estimate would else be left out, and it be too low."""
     signal = lambda step: 3.0 if step % 40 else -1.0  # noqa: E731
     columns = {"noise_scale": lambda step: 10 / 3 if step % 40 else None, "gradient_signal": signal}
-    found = check_noise_scale(a_record(tmp_path, lines(**columns, gradient_noise=lambda step: 10.0)))
+    found = _check_noise_scale(a_record(tmp_path, lines(**columns, gradient_noise=lambda step: 10.0)))
     assert found.facts["noise_scale"] == pytest.approx(250 / 23)  # of the later half, 12 windows of 3 and 13 of -1
 
 
@@ -384,34 +380,34 @@ def drowned(signal, noise):
 
 
 def test_a_gradient_without_noise_or_without_signal_is_no_accident(tmp_path):
-    still = check_noise_scale(a_record(tmp_path, drowned(1.0, -1e-6)))
+    still = _check_noise_scale(a_record(tmp_path, drowned(1.0, -1e-6)))
     assert (still.severity, still.facts["noise_scale"]) == ("hint", 0.0)
     assert "--batch 2 " in still.remedy.replace(",", " ")
-    noise = check_noise_scale(a_record(tmp_path, drowned(-0.5, 10.0)))
+    noise = _check_noise_scale(a_record(tmp_path, drowned(-0.5, 10.0)))
     assert (noise.severity, noise.facts["noise_scale"]) == ("hint", None)
     assert "too large to measure" in noise.evidence
     assert "--batch 256 --microbatch 32" in noise.remedy
-    assert check_noise_scale(a_record(tmp_path, drowned(-0.5, 10.0)[:2])) is None
+    assert _check_noise_scale(a_record(tmp_path, drowned(-0.5, 10.0)[:2])) is None
     words = [row | {"gradient_noise": "much"} for row in drowned(1.0, 10.0)]
-    assert check_noise_scale(a_record(tmp_path, words)) is None
+    assert _check_noise_scale(a_record(tmp_path, words)) is None
 
 
 def test_memory_that_did_not_suffice_is_told(tmp_path):
-    assert check_memory(a_record(tmp_path)) is None
+    assert _check_memory(a_record(tmp_path)) is None
     events = [{"kind": "out_of_memory", "step": 3, "microbatch": n, "checkpointing": False} for n in (16, 8)]
-    found = check_memory(a_record(tmp_path, events=events))
+    found = _check_memory(a_record(tmp_path, events=events))
     assert (found.severity, found.facts["times"]) == ("hint", 2)
     assert found.remedy.endswith("--microbatch 8")
     events.append({"kind": "out_of_memory", "step": 3, "microbatch": 1, "checkpointing": True})
-    again = check_memory(a_record(tmp_path, events=events)).remedy
+    again = _check_memory(a_record(tmp_path, events=events)).remedy
     assert again.endswith("--microbatch 1 --training.checkpointing")
 
 
 def test_unused_images_are_counted(tmp_path):
-    assert check_unused_images(a_record(tmp_path, data={"found": 100, "used": 100})).severity == "fine"
-    assert check_unused_images(a_record(tmp_path, data={"found": 1000, "used": 990})).severity == "hint"
-    assert check_unused_images(a_record(tmp_path, data={"found": 100, "used": 80})).severity == "warning"
-    assert check_unused_images(a_record(tmp_path, data={"found": "?"})) is None
+    assert _check_unused_images(a_record(tmp_path, data={"found": 100, "used": 100})).severity == "fine"
+    assert _check_unused_images(a_record(tmp_path, data={"found": 1000, "used": 990})).severity == "hint"
+    assert _check_unused_images(a_record(tmp_path, data={"found": 100, "used": 80})).severity == "warning"
+    assert _check_unused_images(a_record(tmp_path, data={"found": "?"})) is None
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path):
@@ -483,10 +479,10 @@ def test_a_remedy_does_something_to_a_finished_run(tmp_path):
     half = a_record(tmp_path, lines(steps=500))
     assert half.resume_command("--lr 1") == f"unfog resume {tmp_path} --lr 1"
     assert a_record(tmp_path, lines()).resume_command("--lr 1") == f"unfog resume {tmp_path} --lr 1 --steps 2000"
-    rising = check_loss(a_record(tmp_path, lines(loss=noisy(lambda step: 0.2 + step / 2000))), 0.3, 0.4)
+    rising = _check_loss(a_record(tmp_path, lines(loss=noisy(lambda step: 0.2 + step / 2000))), 0.3, 0.4)
     assert "--steps 2000" in rising.remedy
     refused = [{"kind": "step_refused", "step": 100, "layer": "x"}]
-    assert "--precision fp32 --steps 2000" in check_stability(a_record(tmp_path, lines(), refused)).remedy
+    assert "--precision fp32 --steps 2000" in _check_stability(a_record(tmp_path, lines(), refused)).remedy
 
 
 def test_an_image_meets_the_same_noise_whatever_the_batch():

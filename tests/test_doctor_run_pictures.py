@@ -8,8 +8,8 @@ from unfog.checks.run.sample_checks import (
     _check_blank,
     _check_color_cast,
     _check_saturation,
-    color_statistics,
-    comparison_figure,
+    _color_statistics,
+    _comparison_figure,
 )
 from unfog.inference.memorization import COPY, _check_memorization, _find_nearest, _pixel_features
 
@@ -138,7 +138,7 @@ def solid(count, seed, spread=60, shift=(0, 0, 0)):
 
 def tinted(drawn, data, labels=(None, None)):
     return _check_color_cast(
-        color_statistics(drawn, labels[0]), color_statistics(data, labels[1]), comparison_figure(drawn, data)
+        _color_statistics(drawn, labels[0]), _color_statistics(data, labels[1]), _comparison_figure(drawn, data)
     )
 
 
@@ -183,16 +183,18 @@ def test_classes_of_other_sizes_are_no_tint():
 def test_noise_blank_and_clipped_pictures_are_found():
     data = blobs(200, 0).transpose(0, 2, 3, 1)
     fresh, random = blobs(64, 1).transpose(0, 2, 3, 1), np.random.default_rng(0)
-    shown = comparison_figure(fresh, data)
-    assert _check_blank(color_statistics(fresh), color_statistics(data), shown).severity == "fine"
+    shown = _comparison_figure(fresh, data)
+    assert _check_blank(_color_statistics(fresh), _color_statistics(data), shown).severity == "fine"
     noise = (fresh + random.normal(0, 40, fresh.shape)).clip(0, 255).astype(np.uint8)
-    assert "noise" in _check_blank(color_statistics(noise), color_statistics(data), shown).evidence
-    assert _check_blank(color_statistics(np.full_like(fresh, 90)), color_statistics(data), shown).severity == "warning"
+    assert "noise" in _check_blank(_color_statistics(noise), _color_statistics(data), shown).evidence
     assert (
-        _check_blank(color_statistics(np.full_like(fresh, 90)), color_statistics(data), shown, "wait").severity
+        _check_blank(_color_statistics(np.full_like(fresh, 90)), _color_statistics(data), shown).severity == "warning"
+    )
+    assert (
+        _check_blank(_color_statistics(np.full_like(fresh, 90)), _color_statistics(data), shown, "wait").severity
         == "hint"
     )
     harsh = np.where(fresh > 128, 255, 0).astype(np.uint8)
-    assert _check_saturation(color_statistics(harsh), color_statistics(data)).severity == "warning"
-    assert _check_saturation(color_statistics(fresh), color_statistics(data)).severity == "fine"
-    assert _check_saturation(color_statistics(harsh), color_statistics(harsh[:32])).severity == "fine"
+    assert _check_saturation(_color_statistics(harsh), _color_statistics(data)).severity == "warning"
+    assert _check_saturation(_color_statistics(fresh), _color_statistics(data)).severity == "fine"
+    assert _check_saturation(_color_statistics(harsh), _color_statistics(harsh[:32])).severity == "fine"

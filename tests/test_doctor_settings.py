@@ -13,7 +13,7 @@ from unfog.checks.run.run_checks import _usual_learning_rate_of
 from unfog.checks.settings import learning_rate_checks as rate_checks
 from unfog.checks.settings import machine_checks as machine
 from unfog.checks.settings.learning_rate_checks import _ema_half_window, _ema_share_before
-from unfog.checks.settings.machine_checks import check_precision
+from unfog.checks.settings.machine_checks import _check_precision
 from unfog.checks.settings.overfit_one_batch import LEARNED, STUCK, _OverfitBatch, overfit_one_batch
 from unfog.checks.settings.settings_checks import _check_range, _check_timesteps, _evenly_spread_pixels, check_settings
 from unfog.config.presets import preset
@@ -259,7 +259,7 @@ def test_the_disk_is_judged_as_the_run_will(fashion, tmp_path, monkeypatch):
     for free, severity in ((room.minimum - 1, "fatal"), (room.minimum, "warning"), (room.maximum + 1, "fine")):
         for module in (machine, disk):
             monkeypatch.setattr(module, "free_bytes", lambda folder: free)  # noqa: B023
-        assert machine.check_disk(config, parameters, tmp_path).severity == severity
+        assert machine._check_disk(config, parameters, tmp_path).severity == severity
         if severity == "fatal":
             with pytest.raises(RequestError, match=machine.format_bytes(2 * room.checkpoint)):
                 disk.check_disk_room(tmp_path, state, config.checkpoint, steps, config.ema_snapshots)
@@ -281,7 +281,7 @@ def test_the_disk_is_judged_as_the_run_will(fashion, tmp_path, monkeypatch):
 )
 def test_precision_is_judged_by_what_it_costs_here(fashion, monkeypatch, precision, seconds, severity, remedy):
     monkeypatch.setattr(machine, "_multiply_seconds", lambda dtype, device: seconds.get(dtype, 1.0))
-    found = check_precision(settled(fashion, training={"precision": precision}), CPU)
+    found = _check_precision(settled(fashion, training={"precision": precision}), CPU)
     assert found.severity == severity
     assert remedy in found.remedy
 
@@ -304,7 +304,7 @@ def test_a_rate_between_the_two_rules_is_not_high():
     for factor, severity in ((1, "fine"), (3, "fine"), (3.5, "hint")):  # times what is below the linear rule
         lr = factor * 2.5 * by_root
         given = replace(config, optimizer=replace(config.optimizer, lr=lr))
-        assert rate_checks.check_learning_rate(given, 10**6).severity == severity
+        assert rate_checks._check_learning_rate(given, 10**6).severity == severity
 
 
 @pytest.mark.parametrize(("millions", "batch"), [("tiny", 64), ("small", 256), ("small", 16)])

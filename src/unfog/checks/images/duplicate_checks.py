@@ -64,8 +64,7 @@ class _Duplicates:
     """False where there were too many candidates to compare them all."""
 
 
-def find_duplicates(scan: ImageScan, progress: Progress | None = None) -> _Duplicates:
-    """Search all scanned images; `progress` is called as (pairs compared, total pairs)."""
+def _find_duplicates(scan: ImageScan, progress: Progress | None = None) -> _Duplicates:
     content = np.flatnonzero(scan.statistics.spread >= BLANK_DEVIATION)
     digests = scan.statistics.digest[content]
     _, first, kind, count = np.unique(digests, return_index=True, return_inverse=True, return_counts=True)
@@ -213,8 +212,15 @@ def _connected_groups(pairs: Indices) -> list[Indices]:
     return sorted(groups.values(), key=lambda group: (-len(group), group[0]))
 
 
-def check_duplicates(scan: ImageScan, duplicates: _Duplicates) -> list[Finding]:
-    """Return data.duplicates, data.near_duplicates and, where images are held out, data.leakage."""
+def check_duplicates(scan: ImageScan, progress: Progress | None = None) -> list[Finding]:
+    """Return data.duplicates, data.near_duplicates and, where images are held out, data.leakage.
+
+    `progress` is called as (pairs compared, total pairs).
+    """
+    return _report_duplicates(scan, _find_duplicates(scan, progress))
+
+
+def _report_duplicates(scan: ImageScan, duplicates: _Duplicates) -> list[Finding]:
     findings = [_check_equal(scan, duplicates), _check_near_duplicates(scan, duplicates)]
     return [*findings, _check_leakage(scan, duplicates)] if scan.prepared.held_out else findings
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.checks.images import dataset_checks
-from unfog.checks.images.duplicate_checks import check_duplicates, find_duplicates
+from unfog.checks.images.duplicate_checks import check_duplicates
 from unfog.checks.images.image_scan import (
     BLANK_DEVIATION,
     ImageScan,
@@ -71,7 +71,7 @@ def _run_checks(scan: ImageScan, config: Config, progress: Progress | None = Non
         found += [_check_channels(scan), _check_sigma_data(scan, config)]
     # A sample holds few of the duplicates, and images without content are all alike.
     if scan.complete and equal.severity != "fatal" and value_range.severity != "fatal":
-        found += check_duplicates(scan, find_duplicates(scan, progress))
+        found += check_duplicates(scan, progress)
     return found
 
 

@@ -1,7 +1,7 @@
 """Checks of a run, from what it has recorded and from what its newest weights do, and how to run all of them.
 
 To add a check, write a function that returns a Finding, or None where it does not apply, in one of the modules beside
-this one, and call it in `_check_trends`, `_check_costs` or `sample_checks.check_samples`.
+this one, and call it in that module's `check_progress`, `check_costs`, `check_trends` or `check_samples`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from unfog.checks.run import status_checks, trend_checks
 from unfog.checks.run.loss_checks import (
     LossImages,
     baseline_losses,
@@ -26,7 +25,9 @@ from unfog.checks.run.loss_checks import (
     measure_losses,
 )
 from unfog.checks.run.run_record import RunRecord
-from unfog.checks.run.sample_checks import check_samples, color_statistics, comparison_figure
+from unfog.checks.run.sample_checks import check_samples
+from unfog.checks.run.status_checks import check_costs, check_progress
+from unfog.checks.run.trend_checks import check_trends
 from unfog.config.schema import Config
 from unfog.config.toml import read_toml
 from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
@@ -102,46 +103,15 @@ def check_run(folder: RunFolder, device: str = "auto", samples: int = 64) -> lis
     saved, _ = checkpoint.list_checkpoints(folder.checkpoints)
     with suppress(RunError), building_for(saved[-1].folder / "model.safetensors" if saved else None):
         usual_lr = _usual_learning_rate_of(config)
-    trends = _check_trends(record, usual_lr, relative, pixelwise, memorized)
-    findings = [*trends, *findings, *_check_costs(record)]
+    findings = [
+        *check_progress(record, usual_lr),
+        *check_trends(record, usual_lr, relative, pixelwise, memorized),
+        *findings,
+        *check_costs(record),
+    ]
     if skipped:
         findings.append(Finding("run.skipped", "hint", f"not checked: {'; '.join(skipped)}"))
     return findings
-
-
-def _check_trends(
-    record: RunRecord, usual_lr: float | None, relative: float | None, pixelwise: float | None, memorized: bool
-) -> list[Finding]:
-    """Check state, checkpoints and trends from the record.
-
-    Args:
-        record: record of the run.
-        usual_lr: learning rate that would be chosen automatically; None where it is not known.
-        relative: loss over that of predicting 0; None where it was not measured.
-        pixelwise: loss over that of the best prediction from each pixel alone; None where it was not measured.
-        memorized: more training would only memorize the images.
-    """
-    found = [
-        status_checks.check_state(record, usual_lr),
-        status_checks.check_checkpoints(record),
-        trend_checks.check_loss(record, relative, pixelwise, memorized),
-        trend_checks.check_learning_rate(record, usual_lr, pixelwise),
-        trend_checks.check_gradient(record),
-        trend_checks.check_stability(record, usual_lr),
-    ]
-    return [finding for finding in found if finding is not None]
-
-
-def _check_costs(record: RunRecord) -> list[Finding]:
-    found = [
-        status_checks.check_data_wait(record),
-        status_checks.check_overhead(record),
-        status_checks.check_speed(record),
-        status_checks.check_memory(record),
-        status_checks.check_unused_images(record),
-        trend_checks.check_noise_scale(record),
-    ]
-    return [finding for finding in found if finding is not None]
 
 
 def _newest_weights(
@@ -256,8 +226,7 @@ def _check_samples(
         generated = generate_images(network, config, settings, progress.update)
     training, training_labels = _training_pixels(prepared.train, labels)
     own = np.array([labels[i % len(labels)] for i in range(samples)]) if labels else None
-    statistics = color_statistics(generated, own), color_statistics(training, training_labels)
-    findings = check_samples(*statistics, comparison_figure(generated, training), unready)
+    findings = check_samples((generated, own), (training, training_labels), unready)
     if len(prepared.train) < FEWEST:
         skipped.append(f"memorization, as there are only {len(prepared.train)} training images")
     else:

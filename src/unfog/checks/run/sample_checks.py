@@ -28,6 +28,7 @@ _CLIPPED = 0.10
 """Share of pixels at 0 or 255 beyond that of the data."""
 _LONGER = "train longer, or use more sampling steps, twice as many by --steps of unfog sample"
 _NAMES = {1: ("grey",), 3: ("red", "green", "blue")}
+_Labelled = tuple[Pixels, NDArray[np.int64] | None]
 
 
 class _ColorStatistics(NamedTuple):
@@ -47,7 +48,7 @@ class _ColorStatistics(NamedTuple):
     """[N]: class of each."""
 
 
-def color_statistics(pixels: Pixels, labels: NDArray[np.int64] | None = None) -> _ColorStatistics:
+def _color_statistics(pixels: Pixels, labels: NDArray[np.int64] | None = None) -> _ColorStatistics:
     """Compute statistics of images, uint8 [N, H, W, C]; with labels [N], every class counts alike."""
     x = pixels.astype(np.float64)
     inner = x[:, 1:-1, 1:-1]
@@ -92,11 +93,13 @@ def _difference(drawn: Floats, drawn_of: _ColorStatistics, data: Floats, data_of
     return _Difference(a - b, float(np.hypot(a_error, b_error)))
 
 
-def check_samples(drawn: _ColorStatistics, data: _ColorStatistics, figure: Figure, unready: str) -> list[Finding]:
-    """Compare generated images with training images.
+def check_samples(generated: _Labelled, training: _Labelled, unready: str) -> list[Finding]:
+    """Compare generated images, uint8 [N, H, W, C] and their labels [N] or None, with training images.
 
     `unready` is the remedy for a network that has not learned yet; "" for one that has.
     """
+    drawn, data = _color_statistics(*generated), _color_statistics(*training)
+    figure = _comparison_figure(generated[0], training[0])
     return [
         _check_blank(drawn, data, figure, unready),
         _check_color_cast(drawn, data, figure, unready),
@@ -191,7 +194,7 @@ def _channel_table(drawn: _ColorStatistics, data: _ColorStatistics) -> Figure:
     return Figure("Mean level by channel, of 255", table=rows)
 
 
-def comparison_figure(drawn: Pixels, data: Pixels) -> Figure:
+def _comparison_figure(drawn: Pixels, data: Pixels) -> Figure:
     n = min(24, len(drawn), len(data))
     both = np.concatenate([drawn[:n], data[np.linspace(0, len(data) - 1, n).astype(int)]])
     picture = grid(both, labels=["generated"] * n + ["training"] * n, scale=max(1, 48 // drawn.shape[1]))

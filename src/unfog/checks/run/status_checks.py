@@ -1,4 +1,4 @@
-"""Checks of how a run fares: its state, checkpoints, time besides training, speed, memory, and unused images."""
+"""Checks of how a run fares: its state, checkpoints, time besides training, speed, memory, unused images and batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ from unfog.reporting.charts import line_chart
 from unfog.reporting.findings import Figure, Finding, Severity
 from unfog.reporting.progress import format_duration, plural
 from unfog.reporting.records import UNBEGUN, finite_number, run_state
+from unfog.reporting.report_charts import smoothed
 from unfog.text import without_secrets
+from unfog.training.statistics import batch_advice
+from unfog.training.statistics import noise_scale as ratio_of_means
+
+_UNLIKE = 8.0
+"""A batch so many times smaller or larger than the gradient noise scale is worth a word."""
 
 _FULL = ("disk is full", "No space left", "uota exceeded", "has no room")
 """Words of errors about a full disk; "disk" alone could be part of a path."""
@@ -34,7 +40,18 @@ _FEW = 9
 """Lines of metrics that a trend needs."""
 
 
-def check_state(record: RunRecord, usual_lr: float | None = None) -> Finding:
+def check_progress(record: RunRecord, usual_lr: float | None) -> list[Finding]:
+    """Check state and checkpoints; `usual_lr` is the automatic learning rate, None where it is not known."""
+    return [_check_state(record, usual_lr), _check_checkpoints(record)]
+
+
+def check_costs(record: RunRecord) -> list[Finding]:
+    """Check what slows the run down or takes memory, images that it leaves unused, and the batch."""
+    costs = (_check_data_wait, _check_overhead, _check_speed, _check_memory, _check_unused_images, _check_noise_scale)
+    return [finding for check in costs if (finding := check(record)) is not None]
+
+
+def _check_state(record: RunRecord, usual_lr: float | None = None) -> Finding:
     """run.state: progress of the run, and the command to continue."""
     state, word = run_state(record.events, record.heartbeat)
     place = f"step {record.step:,} of {record.steps:,}" if record.steps else f"step {record.step:,}"
@@ -101,7 +118,7 @@ def _killed(record: RunRecord, place: str, word: str, facts: dict[str, Any]) -> 
     return Finding("run.state", "warning", evidence, remedy, facts)
 
 
-def check_checkpoints(record: RunRecord) -> Finding:
+def _check_checkpoints(record: RunRecord) -> Finding:
     """run.checkpoints: list the checkpoints, and those that cannot be used."""
     kept = [f"{one.step:,}" for one in record.saved]
     facts = {"steps": [one.step for one in record.saved], "broken": [one.folder.name for one in record.broken]}
@@ -119,7 +136,7 @@ def check_checkpoints(record: RunRecord) -> Finding:
     return Finding("run.checkpoints", "fine", f"checkpoints of steps {', '.join(kept)}", "", facts, exhibits)
 
 
-def check_data_wait(record: RunRecord) -> Finding | None:
+def _check_data_wait(record: RunRecord) -> Finding | None:
     """run.data_wait: share of the time that the network waits for images."""
     steps, waits = record.column("data_wait")
     if not len(waits):
@@ -150,7 +167,7 @@ def _pack(config: Config) -> str:
     return command
 
 
-def check_overhead(record: RunRecord) -> Finding | None:
+def _check_overhead(record: RunRecord) -> Finding | None:
     """run.overhead: share of the time of previews, evaluations, checkpoints and metrics, with better intervals."""
     if record.seconds < 1 or record.step < 1:
         return None
@@ -208,7 +225,7 @@ def _round_down(x: float) -> int:
     return int(next(m * power for m in (5, 2, 1) if m * power <= max(x, 1.0)))
 
 
-def check_speed(record: RunRecord) -> Finding | None:
+def _check_speed(record: RunRecord) -> Finding | None:
     """run.pace: check that training does not slow down, as by heat or by another program."""
     steps, speeds = record.column("images_per_second")
     if len(speeds) < _FEW:
@@ -224,7 +241,7 @@ def check_speed(record: RunRecord) -> Finding | None:
     return finding("hint", evidence, remedy)
 
 
-def check_memory(record: RunRecord) -> Finding | None:
+def _check_memory(record: RunRecord) -> Finding | None:
     """run.memory: report out-of-memory errors that shrank the micro-batch."""
     shortages = record.events_of("out_of_memory")
     if not shortages:
@@ -239,7 +256,7 @@ def check_memory(record: RunRecord) -> Finding | None:
     return Finding("run.memory", "hint", evidence, remedy, facts)
 
 
-def check_unused_images(record: RunRecord) -> Finding | None:
+def _check_unused_images(record: RunRecord) -> Finding | None:
     """run.data: share of the images that could not be used."""
     found, used = finite_number(record.data.get("found")), finite_number(record.data.get("used"))
     if not (found > 0 and used >= 0):
@@ -251,3 +268,51 @@ def check_unused_images(record: RunRecord) -> Finding | None:
     severity: Severity = "warning" if lost > 0.05 * found else "hint"
     evidence = f"{plural(int(lost))} of {int(found):,} could not be used ({lost / found:.1%})"
     return Finding("run.data", severity, evidence, f"{record.path / 'data.json'} names each and why", facts)
+
+
+def _check_noise_scale(record: RunRecord) -> Finding | None:
+    """run.noise_scale: compare the batch with the gradient noise scale (McCandlish et al. 2018, appendix A.1).
+
+    Far below it, a larger batch makes the same progress from as many images; far above it, a smaller one does.
+    """
+    steps, scales = record.column("noise_scale")
+    steps, scales = steps[scales > 0], scales[scales > 0]
+    parts = ("gradient_signal", "gradient_noise")
+    measured = [row for row in record.metrics if all(math.isfinite(finite_number(row.get(part))) for part in parts)]
+    if len(measured) < 3:
+        return None
+    scale, batch = ratio_of_means(measured[len(measured) // 2 :]), record.batch
+    facts = {"noise_scale": scale, "batch": batch}
+    if scale is None:
+        evidence = "the gradient noise is too large to measure: a batch is almost only noise"
+        return Finding("run.noise_scale", "hint", evidence, _larger(record, _UNLIKE * batch), facts)
+    series = {"measured": (steps, scales), "smoothed": (steps, smoothed(scales)), "batch": (steps, 0 * steps + batch)}
+    chart = line_chart(series, "step", "images", log_y=True, faint=("measured",))
+    better = _power_of_two(2 * max(scale, 1))
+    # The rate follows the square root of the batch, as the automatic one does.
+    smaller = (
+        f"a smaller batch learns as much from a step: --batch {better}, and the rate by the square root: "
+        f"--lr {record.config.optimizer.lr * math.sqrt(better / batch):.2g}"
+    )
+    return Finding.graded(
+        "run.noise_scale",
+        batch_advice(scale, batch),
+        (batch > _UNLIKE * scale, "hint", "", smaller),
+        (scale > _UNLIKE * batch, "hint", "", _larger(record, max(1, min(scale / 2, _UNLIKE * batch)))),
+        facts=facts,
+        figures=(Figure("Gradient noise scale", svg=chart, caption="Images in which signal and noise are equal."),),
+    )
+
+
+def _larger(record: RunRecord, images: float) -> str:
+    """Return the advice to train with a batch of about so many images."""
+    batch, better = record.batch, _power_of_two(images)
+    return (
+        f"where time allows, a larger batch learns about as much from an image: --batch {better} "
+        f"--microbatch {record.config.training.microbatch or batch} "
+        f"--lr {record.config.optimizer.lr * math.sqrt(better / batch):.2g}"
+    )
+
+
+def _power_of_two(images: float) -> int:
+    return int(2 ** max(0, round(math.log2(images))))

@@ -1,4 +1,4 @@
-"""Checks of trends: loss, learning rate, gradient norm and its noise, batch, skipped steps and roll-backs."""
+"""Checks of trends: loss, learning rate, gradient norm, skipped steps and roll-backs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from unfog.reporting.progress import format_number, plural
 from unfog.reporting.records import Row, finite_number
 from unfog.reporting.report_charts import smoothed
 from unfog.text import without_secrets
-from unfog.training.statistics import batch_advice
-from unfog.training.statistics import noise_scale as ratio_of_means
 
 _FEW = 6
 """Lines of metrics without which a trend is none."""
@@ -32,8 +30,27 @@ _HIGH, _LOW, _FAR_TOO_LOW = 5.0, 1 / 8, 1 / 30
 """Times the usual rate beyond which it may be why; DDPM's 2e-4 is 1/15 of it for a small network, slow and sound."""
 _SOON = 100
 """Steps after which something must have been learned."""
-_UNLIKE = 8.0
-"""A batch so many times smaller or larger than the gradient noise scale is worth a word."""
+
+
+def check_trends(
+    record: RunRecord, usual_lr: float | None, relative: float | None, pixelwise: float | None, memorized: bool
+) -> list[Finding]:
+    """Check loss, learning rate, gradient and stability.
+
+    Args:
+        record: record of the run.
+        usual_lr: learning rate that would be chosen automatically; None where it is not known.
+        relative: loss over that of predicting 0; None where it was not measured.
+        pixelwise: loss over that of the best prediction from each pixel alone; None where it was not measured.
+        memorized: more training would only memorize the images.
+    """
+    found = [
+        _check_loss(record, relative, pixelwise, memorized),
+        _check_learning_rate(record, usual_lr, pixelwise),
+        _check_gradient(record),
+        _check_stability(record, usual_lr),
+    ]
+    return [finding for finding in found if finding is not None]
 
 
 class _Trend(NamedTuple):
@@ -67,7 +84,7 @@ def _loss_trend(record: RunRecord, name: str = "loss") -> _Trend | None:
     return _Trend(1 - math.exp(slope), error, float(np.exp(end)))
 
 
-def check_loss(
+def _check_loss(
     record: RunRecord, relative: float | None, beaten: float | None, by_heart: bool = False
 ) -> Finding | None:
     """run.not_learning where simple predictions do as well; else run.loss: level, falling or rising."""
@@ -110,7 +127,7 @@ def check_loss(
     )
 
 
-def check_learning_rate(record: RunRecord, usual_lr: float | None, beaten: float | None) -> Finding | None:
+def _check_learning_rate(record: RunRecord, usual_lr: float | None, beaten: float | None) -> Finding | None:
     """run.lr_high and run.lr_low, where the rate is unusual and its effects show; else run.lr."""
     lr, backs = record.config.optimizer.lr, len(record.recent_events("rolled_back"))
     steps, norms = record.column("gradient_norm")
@@ -158,7 +175,7 @@ def _gradient_growth(norms: Floats) -> float:
     return float(np.median(norms[-quarter:])) / max(before, 1e-30)
 
 
-def check_gradient(record: RunRecord) -> Finding | None:
+def _check_gradient(record: RunRecord) -> Finding | None:
     """run.gradient: growth of the gradient norm, and how often it is clipped."""
     steps, norms = record.column("gradient_norm")
     if len(norms) < _FEW:
@@ -180,7 +197,7 @@ def check_gradient(record: RunRecord) -> Finding | None:
     )
 
 
-def check_stability(record: RunRecord, usual_lr: float | None = None) -> Finding | None:
+def _check_stability(record: RunRecord, usual_lr: float | None = None) -> Finding | None:
     """run.unstable: steps skipped because of non-finite numbers, and roll-backs, with their causes."""
     refused, backs = record.recent_events("step_refused"), record.recent_events("rolled_back")
     steps = record.step - record.changed_at
@@ -238,54 +255,6 @@ def _troubles(refused: list[dict[str, Any]], backs: list[dict[str, Any]]) -> Fig
         names = ", ".join(map(str, _list_field(row, "images")))
         rows.append((str(row.get("step", "")), what, str(row.get("layer", "")), names[:200], levels[:80]))
     return Figure("Skipped steps and roll-backs", table=rows)
-
-
-def check_noise_scale(record: RunRecord) -> Finding | None:
-    """run.noise_scale: compare the batch with the gradient noise scale (McCandlish et al. 2018, appendix A.1).
-
-    Far below it, a larger batch makes the same progress from as many images; far above it, a smaller one does.
-    """
-    steps, scales = record.column("noise_scale")
-    steps, scales = steps[scales > 0], scales[scales > 0]
-    parts = ("gradient_signal", "gradient_noise")
-    measured = [row for row in record.metrics if all(math.isfinite(finite_number(row.get(part))) for part in parts)]
-    if len(measured) < 3:
-        return None
-    scale, batch = ratio_of_means(measured[len(measured) // 2 :]), record.batch
-    facts = {"noise_scale": scale, "batch": batch}
-    if scale is None:
-        evidence = "the gradient noise is too large to measure: a batch is almost only noise"
-        return Finding("run.noise_scale", "hint", evidence, _larger(record, _UNLIKE * batch), facts)
-    series = {"measured": (steps, scales), "smoothed": (steps, smoothed(scales)), "batch": (steps, 0 * steps + batch)}
-    chart = line_chart(series, "step", "images", log_y=True, faint=("measured",))
-    better = _power_of_two(2 * max(scale, 1))
-    # The rate follows the square root of the batch, as the automatic one does.
-    smaller = (
-        f"a smaller batch learns as much from a step: --batch {better}, and the rate by the square root: "
-        f"--lr {record.config.optimizer.lr * math.sqrt(better / batch):.2g}"
-    )
-    return Finding.graded(
-        "run.noise_scale",
-        batch_advice(scale, batch),
-        (batch > _UNLIKE * scale, "hint", "", smaller),
-        (scale > _UNLIKE * batch, "hint", "", _larger(record, max(1, min(scale / 2, _UNLIKE * batch)))),
-        facts=facts,
-        figures=(Figure("Gradient noise scale", svg=chart, caption="Images in which signal and noise are equal."),),
-    )
-
-
-def _larger(record: RunRecord, images: float) -> str:
-    """Return the advice to train with a batch of about so many images."""
-    batch, better = record.batch, _power_of_two(images)
-    return (
-        f"where time allows, a larger batch learns about as much from an image: --batch {better} "
-        f"--microbatch {record.config.training.microbatch or batch} "
-        f"--lr {record.config.optimizer.lr * math.sqrt(better / batch):.2g}"
-    )
-
-
-def _power_of_two(images: float) -> int:
-    return int(2 ** max(0, round(math.log2(images))))
 
 
 def _list_field(row: Row, name: str) -> list[Any]:

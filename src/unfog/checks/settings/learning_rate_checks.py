@@ -23,6 +23,18 @@ _LOW, _FAR_TOO_LOW, _NEARLY_ZERO = 1 / 10, 1 / 30, 1 / 1000
 """Times the usual learning rate. DDPM's 2e-4 on a network of a million parameters is 1/15 of it, slow and sound."""
 
 
+def check_optimization(config: Config, images: int, parameters: int) -> list[Finding]:
+    """Check batch, learning rate, warm-up, optimizer, clipping and EMA for so many training images and parameters."""
+    return [
+        _check_batch(config, images),
+        _check_learning_rate(config, parameters),
+        _check_warmup(config),
+        _check_optimizer(config),
+        _check_clipping(config),
+        _check_ema(config),
+    ]
+
+
 def _linear_learning_rate(
     parameters: int, batch: int, network: NetworkSettings, optimizer: OptimizerKind | None = None
 ) -> float:
@@ -32,7 +44,7 @@ def _linear_learning_rate(
     return at_reference * proportional / REFERENCE_BATCH * math.sqrt(batch / proportional)
 
 
-def check_learning_rate(config: Config, parameters: int) -> Finding:
+def _check_learning_rate(config: Config, parameters: int) -> Finding:
     """Compare the peak with the larger of two scaling rules, and the mean over the run with the smaller."""
     batch, steps = config.training.batch, _steps(config)
     given = parameters, batch, config.network or UNet(), config.optimizer.method
@@ -61,7 +73,7 @@ def check_learning_rate(config: Config, parameters: int) -> Finding:
     )
 
 
-def check_warmup(config: Config) -> Finding:
+def _check_warmup(config: Config) -> Finding:
     """Check that warm-up leaves most of the run at the peak learning rate."""
     steps, warmup = _steps(config), config.optimizer.warmup
     remedy = f"--optimizer.warmup {max(1, min(5000, steps // 20))}"
@@ -75,7 +87,7 @@ def check_warmup(config: Config) -> Finding:
     )
 
 
-def check_ema(config: Config) -> Finding:
+def _check_ema(config: Config) -> Finding:
     """Check the window of the EMA: neither weights of the first tenth of the run, nor only the last few steps."""
     steps = _steps(config)
     early, half = _ema_share_before(config.ema, steps // 10, steps), _ema_half_window(config.ema, steps)
@@ -116,7 +128,7 @@ def _ema_half_window(profile: EmaSchedule, steps: int) -> int:
     return steps - low
 
 
-def check_optimizer(config: Config) -> Finding:
+def _check_optimizer(config: Config) -> Finding:
     """Check the betas, eps and weight decay of AdamW; a custom optimiser is not checked."""
     settings = config.optimizer
     if isinstance(settings.method, Custom):
@@ -139,7 +151,7 @@ def check_optimizer(config: Config) -> Finding:
     )
 
 
-def check_clipping(config: Config) -> Finding:
+def _check_clipping(config: Config) -> Finding:
     clip = config.training.clip
     if clip == 0:
         said = "the gradient is not clipped, so one bad batch can ruin the weights"
@@ -147,7 +159,7 @@ def check_clipping(config: Config) -> Finding:
     return Finding("settings.clip", "fine", f"the gradient is clipped to a norm of {clip:g}", facts={"clip": clip})
 
 
-def check_batch(config: Config, images: int) -> Finding:
+def _check_batch(config: Config, images: int) -> Finding:
     """Check that a batch is neither larger than the dataset nor too small for a useful gradient."""
     batch = config.training.batch
     facts = {"batch": batch, "microbatch": config.training.microbatch or batch, "images": images}

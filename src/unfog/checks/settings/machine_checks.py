@@ -27,7 +27,18 @@ _SHORT_RUN = 500
 """Steps below which that share is only mentioned, as it is over soon."""
 
 
-def check_precision(config: Config, device: torch.device) -> Finding:
+def check_machine(
+    config: Config, parameters: int, device: torch.device, seconds_per_step: float | None, folder: Path
+) -> list[Finding]:
+    """Check checkpoints, precision and disk space; the arguments are those of `check_settings`."""
+    return [
+        _check_checkpoints(config, seconds_per_step),
+        _check_precision(config, device),
+        _check_disk(config, parameters, folder),
+    ]
+
+
+def _check_precision(config: Config, device: torch.device) -> Finding:
     """Measure whether the device computes in the precision of the run, and faster than in fp32."""
     finding, name = partial(Finding, "settings.precision"), config.training.precision
     dtype = DTYPES.get(name)
@@ -87,7 +98,7 @@ def _wait(device: torch.device) -> None:
         torch.mps.synchronize()
 
 
-def check_disk(config: Config, parameters: int, folder: Path) -> Finding:
+def _check_disk(config: Config, parameters: int, folder: Path) -> Finding:
     """Check that the checkpoints of the run fit on the disk of `folder`."""
     steps = config.training.images // config.training.batch
     room, free = disk_space_needed(parameters, config.checkpoint, steps, config.ema_snapshots), free_bytes(folder)
@@ -130,7 +141,7 @@ def check_run_costs(config: Config, held_out: int, seconds_per_step: float | Non
     return Finding("settings.asides", "warning" if steps >= _SHORT_RUN else "hint", said, remedy, facts)
 
 
-def check_checkpoints(config: Config, seconds_per_step: float | None) -> Finding:
+def _check_checkpoints(config: Config, seconds_per_step: float | None) -> Finding:
     """Check how much training a crash can lose."""
     every, steps = config.checkpoint.every, config.training.images // config.training.batch
     lost = min(every, steps) if every > 0 else steps

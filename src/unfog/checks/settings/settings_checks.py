@@ -13,7 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unfog.checks.settings import learning_rate_checks, length_checks, machine_checks
+from unfog.checks.settings.learning_rate_checks import check_optimization
+from unfog.checks.settings.length_checks import check_length
+from unfog.checks.settings.machine_checks import check_machine, check_run_costs
 from unfog.config.schema import Config
 from unfog.data.augmentation import CONDITIONS, Augment, to_model_range
 from unfog.data.dataset import Dataset, ImageSet
@@ -65,19 +67,12 @@ def check_settings(
         _check_input_scale(config.diffusion, _network_input(config, prepared)),
         _check_labels(config, prepared),
         _check_guidance(config),
-        learning_rate_checks.check_batch(config, len(images)),
-        learning_rate_checks.check_learning_rate(config, parameters),
-        learning_rate_checks.check_warmup(config),
-        learning_rate_checks.check_optimizer(config),
-        learning_rate_checks.check_clipping(config),
-        learning_rate_checks.check_ema(config),
-        length_checks.check_length(config, prepared),
-        machine_checks.check_run_costs(config, len(prepared.held_out), seconds_per_step),
+        *check_optimization(config, len(images), parameters),
+        check_length(config, prepared),
+        check_run_costs(config, len(prepared.held_out), seconds_per_step),
         _check_held_out(config, prepared),
         _check_sampler(config),
-        machine_checks.check_checkpoints(config, seconds_per_step),
-        machine_checks.check_precision(config, device),
-        machine_checks.check_disk(config, parameters, folder),
+        *check_machine(config, parameters, device, seconds_per_step, folder),
     ]
 
 
