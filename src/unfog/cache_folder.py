@@ -63,7 +63,7 @@ def cache_limit() -> float:
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """An entry of the cache."""
+    """An entry of the cache, which is a file or a folder."""
 
     path: Path
     kind: str

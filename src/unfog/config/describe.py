@@ -55,7 +55,7 @@ class Description:
 
     @property
     def text(self) -> str:
-        """The text under the field."""
+        """The string under the field, which `--help` prints; "" for none."""
         return field_texts(self.owner).get(self.field.name, "")
 
     @property

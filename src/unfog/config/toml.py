@@ -68,7 +68,7 @@ def _tables(settings: Any, name: str) -> list[str]:
 
 
 def literal(value: Any) -> str:
-    """Return a value as TOML."""
+    """Return a value as TOML that reads back as the same value, floats to the last digit."""
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON strings are TOML strings
     if isinstance(value, bool):

@@ -145,7 +145,7 @@ def _evaluation(path: Path, stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _metric_row(one: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the cells below _EVALUATION_HEAD."""
+    """Return the cells of a metric, one for each column of _EVALUATION_HEAD."""
     value, low, high = (finite_number(one.get(name)) for name in ("value", "low", "high"))
     shown = "refused" if math.isnan(value) else f"{value:.4g}"
     within = "" if math.isnan(low) or math.isnan(high) else f"{low:.4g} to {high:.4g}"

@@ -216,7 +216,7 @@ class _MetricsHook:
 
     @cached_property
     def _reference(self) -> Tensor:
-        """Features of the reference images."""
+        """Features [N, D] of evenly spread training images, computed once in a run."""
         rows, key = evenly_spaced(len(self.images), self.config.evaluate.reference), f"{self.images.fingerprint} spread"
         with Progress(f"{self.features.name} of {plural(len(rows), 'training image')}", len(rows)) as progress:
             source = ImageRows(self.images, rows)

@@ -25,7 +25,7 @@ class _Batch(Protocol):
 
     @property
     def pixels(self) -> Tensor:
-        """uint8 [B, C, H, W]."""
+        """Images uint8 [B, C, H, W], or stored latents."""
 
     @property
     def label(self) -> Tensor | None:
@@ -61,7 +61,7 @@ class TrainingHooks:
         return {}
 
     def preview(self, state: TrainState) -> None:
-        """Generate a grid of samples."""
+        """Generate a grid of samples; for an autoencoder, of reconstructions."""
 
     def save(self, state: TrainState, for_best: bool = False) -> None:
         """Save a checkpoint. One that is `for_best` is kept only until a better one is saved."""

@@ -41,7 +41,7 @@ class StateEntry(Protocol):
         """Return values that JSON can hold."""
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore the values of `state_dict`."""
+        """Restore what `state_dict` returned, so that training continues as if it had not stopped."""
 
 
 class TrainState:

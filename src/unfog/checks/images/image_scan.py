@@ -136,7 +136,7 @@ def list_names(names: Sequence[str], most: int = 3) -> str:
 
 
 def format_share(part: int, whole: int) -> str:
-    """Return "34 of 100 (34%)"."""
+    """Return a part of a whole as "34 of 100 (34%)"."""
     return f"{part:,} of {whole:,} ({format_percent(part / max(whole, 1))})"
 
 

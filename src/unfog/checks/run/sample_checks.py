@@ -142,7 +142,7 @@ def _check_color_cast(drawn: _ColorStatistics, data: _ColorStatistics, exhibit: 
 
 
 def _check_contrast(drawn: _ColorStatistics, data: _ColorStatistics, unready: str) -> Finding:
-    """run.contrast: compare the contrast."""
+    """run.contrast: compare the mean contrast, over the pixels of all channels."""
     ratio = (_weighted_mean(drawn.contrast, drawn)[0] + _BLANK) / (_weighted_mean(data.contrast, data)[0] + _BLANK)
     gap = _difference(drawn.contrast, drawn, data.contrast, data)
     return Finding.graded(

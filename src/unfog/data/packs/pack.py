@@ -79,12 +79,12 @@ class Pack:
 
     @property
     def train(self) -> int:
-        """Number of training images."""
+        """Number of training images, which are the first rows of the pack."""
         return int(self.manifest["train"])
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The values of PACK_SETTINGS, resolved."""
+        """The values of PACK_SETTINGS that the images were prepared with, resolved."""
         return {name: self.manifest["settings"][name] for name in PACK_SETTINGS}
 
     @property

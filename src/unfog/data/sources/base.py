@@ -70,7 +70,7 @@ class SourceLocation:
 
 @dataclass(frozen=True)
 class RemotePolicy:
-    """Limits for remote shards."""
+    """Limits for remote shards: disk space, and shards that fail."""
 
     cache_bytes: int = 0
     """Bytes on disk for what was read; 0 caches nothing."""
