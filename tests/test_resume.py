@@ -298,6 +298,21 @@ def test_a_run_that_is_ended_where_it_was_saved_logs_and_measures_its_last_steps
     assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")][-2:] == [15, 18]
 
 
+def test_a_run_that_is_ended_where_it_was_logged_measures_its_held_out_loss(whole, tmp_path):
+    """Step 30 was saved and logged, but not evaluated."""
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    shutil.rmtree(folder / "checkpoints/00000036")
+    assert "finished at step 30" in finish(command("resume", folder, "--steps", 30))
+    before, logged, last = read_metrics(folder / "metrics.jsonl")[-3:]
+    assert (before["step"], logged["step"], last["step"]) == (25, 30, 30)
+    assert 0 < logged["loss"] < 10
+    assert "loss" not in last
+    assert 0 < last["held_out_loss"] < 10
+    assert "is at its end" in finish(command("resume", folder))
+    assert read_metrics(folder / "metrics.jsonl")[-1] == last
+
+
 def test_what_a_finished_run_draws_by_can_be_changed(whole, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)

@@ -87,15 +87,15 @@ class AutoSettings:
         self.resolve_network()
         self.resolve_learning_rate()
         self.resolve_weight_decay()
-        self.resolve_microbatch()
         self.resolve_precision()
+        self.resolve_microbatch()
         self.resolve_memory_format()
 
     def resolve_resumed(self, seen: int) -> None:
         """Resolve what a change of settings may have opened again, for a run that has seen so many images."""
         self.resolve_learning_rate()
-        self.resolve_microbatch(resuming=True)
         self.resolve_precision()
+        self.resolve_microbatch(resuming=True)
         # Not the memory format: a run from before there was a choice keeps the one it had, and its bits.
         self.resolve_length(seen)
         self.resolve_intervals()

@@ -70,7 +70,7 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
         config = _disable_impossible_snapshots(config, point)
         check_changes(point.config, config, force)  # once more, as reading the images has completed the settings
         auto = _resolve_open_settings(run, config, dataset, point, began)
-        if point.is_end_of(auto, folder):
+        if point.is_end_of(auto, folder, dataset):
             broadcast_config(run.world, folder.checkpoints, None)
             _finish_without_training(folder, stored, config, point.step)
             return folder, True
@@ -113,7 +113,7 @@ class _ResumePoint:
         """Name -> reason of the shards that the run continued without; None before the first checkpoint."""
         return None if self.saved is None else read_state(self.saved.folder).get("lost_shards", {})
 
-    def is_end_of(self, auto: AutoSettings, folder: RunFolder) -> bool:
+    def is_end_of(self, auto: AutoSettings, folder: RunFolder, dataset: Dataset) -> bool:
         """Return True if nothing is left to train, log, evaluate or save."""
         if self.saved is None:
             return False
@@ -125,7 +125,13 @@ class _ResumePoint:
         if self.saved.images < (length.steps * training.batch if length.plans else training.images):
             return False
         window = state["window"]  # of losses that are not logged
-        return not state["due"] and not any((*window["count"], window["refused"], window["overflows"]))
+        if state["due"] or any((*window["count"], window["refused"], window["overflows"])):
+            return False
+        # A step that was not to be the last, and was logged without an evaluation.
+        evaluates = auto.config.evaluate.every > 0 and length.at(self.step).stretch > 0 and len(dataset.held_out) > 0
+        return not evaluates or any(
+            row.get("step") == self.step and "held_out_loss" in row for row in read_metrics(folder.metrics)
+        )
 
     def discard_later_files(self, folder: RunFolder) -> None:
         """Set broken checkpoints aside, and delete EMA snapshots of steps that will be trained again."""

@@ -119,20 +119,24 @@ class Session(StoppableHooks):
 
         Automatic `choices`, `changes` of settings and bad `findings` of the checks are printed and recorded first.
         """
-        fixed: Plan | None = None
+        fixed, logged = None, 0
         if saved is None:
             # Left by a start that was killed before its first checkpoint.
             remove(self.context.folder.metrics)
         else:
             self._load(saved)
+            logged = self.step
             length, events = self.state.length, read_events(self.context.folder.events)
             first = self.config.training.images // self.config.training.batch
             fixed = resume_length(length, first, self.step, events, self._new_length)
-            if self.done:  # a step that was not to be the last when it was trained, with losses that are not logged
+            # The line of a log that is still due will be written again, so the record is cut before it.
+            logged -= "log" in self.state.due or "evaluate" in self.state.due
+            if self.done:  # a step that was not to be the last when it was trained
                 every = build_intervals(self.config, self.state).stretched(length.at(self.step).stretch)
-                self.state.due = every.due(self.step, last=True)
+                due = every.due(self.step, last=True)
+                self.state.due = [name for name in due if name != "log" or not self.state.window.empty]
         self.state.adopt_settings(settings_digests(self.config))
-        with self._open_recorder() as recorder:
+        with self._open_recorder(logged) as recorder:
             self.attach(recorder)
             if saved is not None:  # otherwise a stop before the first step would save the same once more
                 self.saver.saved = (self.step, list(self.state.due))
@@ -183,9 +187,7 @@ class Session(StoppableHooks):
         self.context.heartbeat.step, self.context.heartbeat.steps = self.step, self.steps
         self.context.heartbeat.on_activity = recorder.progress.show
 
-    def _open_recorder(self) -> Recorder:
-        # The line of a log that is still due will be written again, so the record is cut before it.
-        logged = self.step - ("log" in self.state.due or "evaluate" in self.state.due)
+    def _open_recorder(self, logged: int) -> Recorder:
         settings = asdict(self.config.without_secrets())
         folder = self.context.folder.path
         return Recorder(folder, self.config.log, self.steps, self.step, settings, logged, self.defer_interrupts)

@@ -38,6 +38,11 @@ class LogWindow:
         self.loss += per_image @ one_hot
         self.count += one_hot.sum(0)
 
+    @property
+    def empty(self) -> bool:
+        """True if no step was counted since the last `close`."""
+        return not any((*self.count.tolist(), self.skipped, self.overflows))
+
     def close(self) -> dict[str, Any]:
         """Return mean loss, loss by noise level (clean to noisy), skipped steps and overflows; then start at zero.
 
