@@ -245,6 +245,23 @@ def test_a_micro_batch_does_not_depend_on_what_is_free_at_the_moment(monkeypatch
             settled(int(1.3 * takes[1]), **training)
 
 
+def test_the_micro_batch_is_chosen_in_the_precision_of_the_run(monkeypatch):
+    takes = {
+        name: MemoryEstimator(config(24, 32, precision=name), "cpu").training(24, False) for name in ("fp32", "bf16")
+    }
+    between = sum(takes.values()) / 2 / MARGIN
+    monkeypatch.setattr("unfog.planning.microbatch.total_memory", lambda device: int(2 * between))
+    monkeypatch.setattr("unfog.planning.microbatch.available_memory", lambda device: 10**12)
+    monkeypatch.setattr("unfog.planning.auto_settings.default_precision", lambda device, count: ("bf16", ""))
+
+    def chosen(precision):
+        auto = AutoSettings(config(24, 32, precision=precision), None, CPU, lambda: False)
+        auto.resolve_training()
+        return auto.config.training.microbatch
+
+    assert chosen("auto") == chosen("bf16") != chosen("fp32")
+
+
 def test_gradient_checkpointing_only_where_one_image_does_not_fit_without():
     given = config(4, 32)
     one, recomputed = (MemoryEstimator(given, "cpu").training(1, again) for again in (False, True))
