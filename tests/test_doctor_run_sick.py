@@ -32,7 +32,8 @@ def test_eight_pictures_trained_long_come_back(tmp_path):
     assert found["run.loss"].severity == "fine", "to train longer is no advice here"
 
 
-@pytest.mark.parametrize(("lr", "code"), [(1.0, "run.lr_high"), (2e-5, "run.lr_low")])
+# 0.3 stays finite. At 1.0 the run goes back to earlier weights, and whether it learns after that differs by machine.
+@pytest.mark.parametrize(("lr", "code"), [(0.3, "run.lr_high"), (2e-5, "run.lr_low")])
 def test_a_rate_that_is_far_off_is_found_by_what_comes_of_it(tmp_path, lr, code):
     run = train(pictures(tmp_path / "photos", 200), tmp_path / "run", steps=110, lr=lr)
     found = examined(run, samples=0)
