@@ -105,6 +105,7 @@ def imported(tree: ast.Module, known: set[str]) -> set[str]:
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"relative import of {node.module} in line {node.lineno}"
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
                 found.add(full if full in known else str(node.module))

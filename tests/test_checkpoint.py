@@ -99,7 +99,7 @@ def test_training_on_does_not_write_into_the_files_that_were_loaded(tmp_path):
     for _ in range(3):
         step(other)
     saved, _ = checkpoint.newest(tmp_path)
-    assert checkpoint.find_damage(saved) is None
+    assert saved.find_damage() is None
 
 
 def test_a_checkpoint_is_readable_by_whom_a_new_file_is(tmp_path):
@@ -378,7 +378,7 @@ def test_a_size_that_is_wrong_is_noticed_without_reading(tmp_path, monkeypatch):
     os.truncate(folder / "model.safetensors", 2**40)  # a sparse file: hashing it would take an hour
     started = time.perf_counter()
     saved, _ = checkpoint.list_checkpoints(tmp_path)
-    assert "bytes of" in checkpoint.find_damage(saved[0])
+    assert "bytes of" in saved[0].find_damage()
     assert time.perf_counter() - started < 5
 
 

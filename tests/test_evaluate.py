@@ -25,8 +25,9 @@ from unfog.errors import RequestError, RunError
 from unfog.evaluation import features as store
 from unfog.evaluation.distances import feature_statistics
 from unfog.evaluation.features import _features_folder, open_features
-from unfog.evaluation.held_out import HeldOut, mean_over_images, midpoints, paired_difference
+from unfog.evaluation.held_out import HeldOut, mean_over_images, midpoints
 from unfog.evaluation.metrics import compare_features
+from unfog.inference.compute_metrics import _paired_difference
 from unfog.inference.evaluation_files import Evaluation, GeneratedSamples
 from unfog.inference.memorization import (
     UnseenImages,
@@ -118,7 +119,7 @@ def test_pairs_tell_apart_what_lies_within_each_others_intervals():
     generator = torch.Generator().manual_seed(0)
     common = torch.rand(3, 200, generator=generator, dtype=torch.float64) * 10
     better = common - 0.01 - 0.01 * torch.rand(3, 200, generator=generator, dtype=torch.float64)
-    a, b, difference = mean_over_images(common), mean_over_images(better), paired_difference(better, common)
+    a, b, difference = mean_over_images(common), mean_over_images(better), _paired_difference(better, common)
     assert abs(a.value - b.value) < min(a.error, b.error)
     assert difference.value < -10 * difference.error
     by_image = (better - common).numpy().mean(0)
@@ -126,7 +127,7 @@ def test_pairs_tell_apart_what_lies_within_each_others_intervals():
     assert difference.error == pytest.approx(by_image.std(ddof=1) / math.sqrt(200))
     assert math.isnan(mean_over_images(common[:, :1]).error)
     with pytest.raises(ValueError, match="same images"):
-        paired_difference(common, better[:, :10])
+        _paired_difference(common, better[:, :10])
 
 
 def test_everything_is_measured_stored_and_shown(run, capsys):

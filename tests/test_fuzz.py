@@ -425,7 +425,7 @@ def none_or_passed_over(folder: Path) -> None:
         found, broken = checkpoint.list_checkpoints(folder)
         assert len(found) + len(broken) == 1
         assert all(isinstance(str(one), str) for one in broken)
-        assert all(checkpoint.find_damage(one) is None or isinstance(checkpoint.find_damage(one), str) for one in found)
+        assert all(one.find_damage() is None or isinstance(one.find_damage(), str) for one in found)
         for step in (None, 1):
             with suppress(RequestError, RunError):
                 checkpoint.find_checkpoint(folder, step)
@@ -496,9 +496,7 @@ def test_sizes_are_compared_before_anything_is_read(saved, tmp_path, monkeypatch
         checkpoint, "file_digest", lambda path: pytest.fail("read") if path.stat().st_size > 2**30 else ""
     )
     found, _ = checkpoint.list_checkpoints(there.parent)
-    assert "bytes" in str(
-        checkpoint.find_damage(found[0]._replace(files={"ema.safetensors": found[0].files["ema.safetensors"]}))
-    )
+    assert "bytes" in str(found[0]._replace(files={"ema.safetensors": found[0].files["ema.safetensors"]}).find_damage())
 
 
 def header(table: object, body: bytes = b"", length: int | None = None) -> bytes:

@@ -1,11 +1,16 @@
 """The law of layers: which folder of Unfog may import which, and that no modules import each other in a ring."""
 
 import ast
+import importlib.util
+import sys
 from pathlib import Path
 
 import unfog
 
 ROOT = Path(unfog.__file__).parent
+_spec = importlib.util.spec_from_file_location("layout_figures", ROOT.parents[1] / "scripts" / "layout_figures.py")
+figures = sys.modules["layout_figures"] = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(figures)
 BASE = {"custom", "errors", "locks", "safe_files", "sharded_rng", "cache_folder", "text", "settings", "openmp"}
 LEAVES = {"data", "diffusion", "models", "evaluation", "reporting"}
 # Each of these may import those before it, and all leaves, training and export.
@@ -41,39 +46,13 @@ def modules() -> dict[str, Path]:
     return {module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
 
 
-def imported(path: Path, known: dict[str, Path]) -> set[str]:
-    """Modules of Unfog that a module imports, inside functions and under TYPE_CHECKING too."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path} has a relative import"
-            for alias in node.names:
-                full = f"{node.module}.{alias.name}"
-                found.add(full if full.removeprefix("unfog.") in known else node.module)
-        elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-    return {name.removeprefix("unfog.") for name in found if name.startswith("unfog.")}
-
-
 def graph() -> dict[str, set[str]]:
-    known = modules()
-    return {name: imported(path, known) for name, path in known.items()}
-
-
-def rings(arrows: dict[str, set[str]]) -> list[list[str]]:
-    """Groups of modules that reach each other through imports (strongly connected components)."""
-
-    def reached(start: str) -> set[str]:
-        seen, left = set(), [start]
-        while left:
-            for name in arrows.get(left.pop(), set()) - seen:
-                seen.add(name)
-                left.append(name)
-        return seen
-
-    reach = {name: reached(name) for name in arrows}
-    groups = {frozenset(b for b in arrows if b in reach[a] and a in reach[b]) for a in arrows if a in reach[a]}
-    return sorted(sorted(group) for group in groups)
+    """Modules that each module imports, inside functions and under TYPE_CHECKING too, without "unfog."."""
+    arrows, known = {}, {f"unfog.{name}" for name in modules()}
+    for name, path in modules().items():
+        found = figures.imported(ast.parse(path.read_text()), known)
+        arrows[name] = {one.removeprefix("unfog.") for one in found}
+    return arrows
 
 
 def test_no_layer_imports_one_above_it():
@@ -96,7 +75,7 @@ def test_folders_inside_a_layer_keep_their_law():
 
 
 def test_no_modules_import_each_other():
-    assert rings(graph()) == []
+    assert figures.rings(graph()) == []
 
 
 def test_no_folder_has_more_than_15_modules():

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from unfog.commands.plan import _resolve_microbatch, plan
+from unfog.commands.plan import _format_time, _resolve_microbatch, _time_finding, plan
 from unfog.config.requests import PlanRequest
 from unfog.config.schema import Config
 from unfog.data.dataset import ImageSet
@@ -21,10 +21,10 @@ from unfog.models.settings import SIZES, UNet
 from unfog.models.unet import UNetModel
 from unfog.planning import disk
 from unfog.planning.auto_settings import AutoSettings, Machine
-from unfog.planning.flops import _DEVICES, GB, TimeRange, count_flops, find_device, step_time
+from unfog.planning.flops import _DEVICES, GB, TimeRange, count_flops, find_device
 from unfog.planning.memory_estimate import MemoryEstimator
 from unfog.planning.microbatch import MARGIN
-from unfog.planning.timing import format_time, run_times, seconds_per_step, time_finding
+from unfog.planning.timing import run_times, seconds_per_step
 from unfog.training.settings import Evaluate, Optimizer, Training
 
 pytestmark = pytest.mark.slow
@@ -87,14 +87,14 @@ def test_operations_of_attention_are_counted_by_hand(size):
 def test_time_is_arithmetic_or_launches():
     device = find_device("h100")
     work = count_flops(Convolution, (3, 8, 8))._replace(training=1e12, forward=3e11, operations=1000)
-    fast, slow = step_time(work, device, Training(batch=64, precision="fp16"))
+    fast, slow = work.step_time(device, Training(batch=64, precision="fp16"))
     assert fast == pytest.approx(64e12 / (0.40 * 989e12))
     assert slow == pytest.approx(64e12 / (0.15 * 989e12))
-    assert step_time(work, device, Training(batch=64, precision="fp16", checkpointing=True)).low == pytest.approx(
+    assert work.step_time(device, Training(batch=64, precision="fp16", checkpointing=True)).low == pytest.approx(
         1.3 * fast
     )
-    assert step_time(work, device, Training(batch=64, precision="fp32")).low > 5 * fast
-    tiny = step_time(work._replace(training=1e6), device, Training(batch=64, microbatch=32, precision="fp16"))
+    assert work.step_time(device, Training(batch=64, precision="fp32")).low > 5 * fast
+    tiny = work._replace(training=1e6).step_time(device, Training(batch=64, microbatch=32, precision="fp16"))
     assert tiny.low == tiny.high > 1e-3
 
 
@@ -118,10 +118,10 @@ def test_what_a_run_takes_is_the_sum_of_its_parts():
     more = run_times(drawing, TimeRange(0.1, 0.2), TimeRange(0.01, 0.02), held_out=40)
     assert more["drawing for metrics"].low == pytest.approx(2 * 300 * 20 * 0.01)
     assert more["in all"].low == pytest.approx(times["in all"].low + more["drawing for metrics"].low)
-    assert format_time(TimeRange(0.0123, 0.2)) == "12 ms to 200 ms"
-    assert time_finding(TimeRange(86400.0, 1e9)) is None
-    assert time_finding(TimeRange(float("nan"), float("nan"))) is None
-    assert time_finding(TimeRange(1e7, 1e8)).severity == "warning"
+    assert _format_time(TimeRange(0.0123, 0.2)) == "12 ms to 200 ms"
+    assert _time_finding(TimeRange(86400.0, 1e9)) is None
+    assert _time_finding(TimeRange(float("nan"), float("nan"))) is None
+    assert _time_finding(TimeRange(1e7, 1e8)).severity == "warning"
 
 
 def test_a_plan_for_another_machine():

@@ -22,7 +22,7 @@ from unfog.models.settings import SIZES, DiT, MPUNet, UNet
 from unfog.pipeline.build import build_network
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.memory_estimate import MemoryEstimator, _trace_step, _TracedStep
-from unfog.planning.memory_trace import _CUDA_BLOCK, MB, Trace, find_peak, record_trace
+from unfog.planning.memory_trace import _CUDA_BLOCK, MB, Trace, record_trace
 from unfog.planning.microbatch import MARGIN, _largest_that_fits, _memory_upper_bound, choose_microbatch
 from unfog.process import device as memory
 from unfog.process.device import _control_group, available_memory
@@ -76,9 +76,7 @@ def test_parts_of_a_step():
 def test_recomputing_is_imitated_too():
     """In the types of the device that is not there, also within the backward pass."""
     given = config(8, precision="bf16")
-    kept, recomputed = (
-        find_peak(_trace_step(_TracedStep(given, "cuda", 8, 1, again)), "cuda") for again in (False, True)
-    )
+    kept, recomputed = (_trace_step(_TracedStep(given, "cuda", 8, 1, again)).peak("cuda") for again in (False, True))
     assert recomputed.parts["activations"] < 0.6 * kept.parts["activations"]
     assert recomputed.total < kept.total
 
@@ -118,10 +116,10 @@ def test_a_trace_leaves_no_trace():
 
 def test_cuda_rounds_up_and_glibc_loses_some_of_what_is_not_too_large():
     trace = Trace([1, _CUDA_BLOCK + 1], ["activations"] * 2, [0, 1])
-    assert find_peak(trace, "mps").total == 3 * _CUDA_BLOCK
+    assert trace.peak("mps").total == 3 * _CUDA_BLOCK
     large, small, kept = 40 * MB, 10 * MB, 5 * MB
     trace = Trace([large, small, kept], ["activations", "activations", "parameters"], [0, 1, 2])
-    peak = find_peak(trace, "cpu")
+    peak = trace.peak("cpu")
     assert large + small + kept < peak.total < large + 1.5 * small + kept
     assert peak.parts["allocator"] == peak.total - large - small - kept
 

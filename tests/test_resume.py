@@ -485,7 +485,7 @@ def deadly(function):
             os.kill(os.getpid(), 9)
         return function(*a, **k)
     return call
-s.save_file, s.sync, s.verify_files = map(deadly, (s.save_file, s.sync, s.verify_files))
+s.save_file, s.sync, s.Snapshot.verify_files = map(deadly, (s.save_file, s.sync, s.Snapshot.verify_files))
 c.file_digest, s.file_digest = deadly(c.file_digest), deadly(s.file_digest)
 shutil.rmtree, os.replace = deadly(shutil.rmtree), deadly(os.replace)
 from unfog.cli.main import main

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from unfog.cli.main import main
-from unfog.commands.watch import _frame, _text_chart
+from unfog.commands.watch import _frame, _Space, _text_chart
 from unfog.process.run_status import RunStatus, find_runs
 from unfog.reporting.records import read_metrics
 
@@ -169,7 +169,7 @@ def test_a_frame_fits_its_width(tmp_path, width, height, unicode):
 
 
 def test_a_text_chart_has_its_extremes_where_they_belong():
-    chart = _text_chart(np.array([0.0, 10, 20]), np.array([1.0, 3, 2]), 31, 5, unicode=False)
+    chart = _text_chart(np.array([0.0, 10, 20]), np.array([1.0, 3, 2]), _Space(31, 5, unicode=False))
     assert [line[:9].strip() for line in chart[:-1]] == ["3", "", "", "1"]
     assert chart[0][11:].strip().startswith("*")
     assert chart[0][11:].index("*") in range(9, 11)
@@ -180,7 +180,7 @@ def test_a_text_chart_has_its_extremes_where_they_belong():
 @pytest.mark.parametrize("values", [[], [1.0], [2.0, 2.0], [-1e99, 1e99], [0.0, 1e-300], list(range(5000))])
 def test_a_text_chart_of_any_numbers(values):
     for from_zero in (True, False):
-        chart = _text_chart(np.arange(len(values), dtype=float), np.array(values, float), 40, 6, True, from_zero)
+        chart = _text_chart(np.arange(len(values), dtype=float), np.array(values, float), _Space(40, 6), from_zero)
         assert len(chart) == 6
         assert max(map(len, chart)) <= 40
 

@@ -282,8 +282,8 @@ def test_room_that_another_process_waits_for_is_waited_for_by_the_first(tmp_path
             raise OSError(errno.ENOSPC, "no space left")
         return real(taken, folder)
 
-    real = snapshot.write_files
-    monkeypatch.setattr(snapshot, "write_files", write_files)
+    real = snapshot.Snapshot.write_files
+    monkeypatch.setattr(snapshot.Snapshot, "write_files", write_files)
     monkeypatch.setattr(writer, "RETRY", 0.05)
     writers = [writer.CheckpointWriter(tmp_path, Checkpoint()) for _ in range(2)]
     for rank, one in enumerate(writers):

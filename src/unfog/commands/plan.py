@@ -17,27 +17,20 @@ from unfog.errors import RequestError
 from unfog.pipeline.load_data import load_images
 from unfog.planning.auto_settings import AutoSettings, Machine
 from unfog.planning.disk import bytes_to_decode, decoded_bytes, disk_lines, is_memory_mapped
-from unfog.planning.flops import Device, NetworkCost, TimeRange, call_time, find_device
+from unfog.planning.flops import Device, NetworkCost, TimeRange, find_device
 from unfog.planning.intervals import Choice
 from unfog.planning.memory_estimate import MemoryEstimate, MemoryEstimator, with_precision
 from unfog.planning.memory_trace import CUDA_CONTEXT
 from unfog.planning.microbatch import MARGIN, rooms_per_process
-from unfog.planning.timing import (
-    TOO_SLOW,
-    benchmark_cpu,
-    decoded_images,
-    format_flops,
-    format_time,
-    run_times,
-    seconds_per_call,
-    time_finding,
-)
+from unfog.planning.timing import TOO_SLOW, benchmark_cpu, decoded_images, run_times, seconds_per_call
 from unfog.process.device import available_memory, choose_device
 from unfog.process.signals import StopSignals
 from unfog.reporting.findings import Finding, has_fatal, print_findings
-from unfog.reporting.progress import format_bytes, plural, print_result
+from unfog.reporting.progress import format_bytes, format_duration, plural, print_result
 from unfog.reporting.records import json_values
 from unfog.training.out_of_memory import microbatch_size
+
+_LONG = 30 * 86400.0  # seconds from which on a plan warns
 
 _OF_FINDING = ("code", "severity", "evidence", "remedy")
 _UNKNOWN = TimeRange(math.nan, math.nan)
@@ -75,15 +68,15 @@ class Plan:
         pixels, count = self.config.data.size, f"{self.parameters / 1e6:.2f}M parameters"
         title = f"plan: {count}, {self.images:,} images of {pixels}x{pixels}, batches of {training.batch:,}"
         apart = self.processes > 1
-        forward, peak = format_flops(self.work.forward), format_bytes(self.memory.peak)
+        forward, peak = _format_flops(self.work.forward), format_bytes(self.memory.peak)
         several = f"{self.processes:,} processes, {'the network divided' if training.shard else 'each with all'}: "
         rows = [
             ("machine", several * apart + f"{self.machine}, {training.precision}" + ", estimated" * self.estimated),
             *((choice.name, f"{choice.value}: {choice.reason}") for choice in self.choices),
-            ("arithmetic", f"{forward} an image, {format_flops(self.work.training)} to train on it"),
+            ("arithmetic", f"{forward} an image, {_format_flops(self.work.training)} to train on it"),
             ("memory", f"{peak} at the most, of {format_bytes(self.available)} available" + " each" * apart),
             *self._memory_rows(),
-            ("time", f"{format_time(self.times['in all'])} in all" + ", but for what they send each other" * apart),
+            ("time", f"{_format_time(self.times['in all'])} in all" + ", but for what they send each other" * apart),
             *self._time_rows(),
             *(("disk", line) for line in self.disk),
         ]
@@ -99,7 +92,7 @@ class Plan:
         return [("  a step", f"{format_bytes(step.total)}: {parts}"), *lines]
 
     def _time_rows(self) -> list[tuple[str, str]]:
-        times = {name: format_time(time) for name, time in self.times.items() if name != "in all"}
+        times = {name: _format_time(time) for name, time in self.times.items() if name != "in all"}
         if all(time == "?" for time in times.values()):
             return []
         return [(f"  {'a step' if name == 'step' else name.removesuffix(' pictures')}", t) for name, t in times.items()]
@@ -152,7 +145,7 @@ def plan(request: PlanRequest) -> Plan:
     if not fatal:
         findings.append(_memory_finding(memory, available))
     times = run_times(auto.config, step, call, len(dataset.held_out))
-    if slow := time_finding(times["in all"]):
+    if slow := _time_finding(times["in all"]):
         findings.append(slow)
     return Plan(
         auto.config,
@@ -215,7 +208,7 @@ def _step_and_call_time(auto: AutoSettings) -> tuple[TimeRange, TimeRange]:
     config, device = auto.process_config(), auto.machine.device
     count, sheet = microbatch_size(config.training), auto.machine.data_sheet
     if sheet is not None:
-        return auto.predicted_step_time(sheet), call_time(auto.network_cost, count, sheet).times(1 / count)
+        return auto.predicted_step_time(sheet), auto.network_cost.call_time(count, sheet).times(1 / count)
     if not auto.machine.timed:
         return _UNKNOWN, _UNKNOWN
     step, call = auto.seconds_per_step(), seconds_per_call(config, device) / count
@@ -275,3 +268,23 @@ def main(request: PlanRequest) -> int:
     print_result(json.dumps(planned.to_dict(), indent=2) if request.json else "\n".join(planned.lines()))
     print_findings(planned.findings)
     return 2 if has_fatal(planned.findings) else 0
+
+
+def _time_finding(total: TimeRange) -> Finding | None:
+    """Return a warning if a run takes more than a month."""
+    if not total.low > _LONG:
+        return None
+    remedy = "a smaller --size, --network, --batch or --steps, or another machine: --for h100"
+    return Finding("plan.time", "warning", f"all of it takes {_format_time(total)}", remedy, {"seconds": total.low})
+
+
+def _format_time(seconds: TimeRange) -> str:
+    """Format seconds; "?" if they are unknown."""
+    if math.isnan(seconds.low):
+        return "?"
+    low, high = (f"{s * 1e3:.0f} ms" if s < 1 else f"{s:.1f} s" if s < 10 else format_duration(s) for s in seconds)
+    return low if low == high else f"{low} to {high}"
+
+
+def _format_flops(flops: float) -> str:
+    return f"{flops / 1e9:,.3g} GFLOP" if flops < 1e12 else f"{flops / 1e12:,.3g} TFLOP"

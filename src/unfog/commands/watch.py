@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -77,20 +78,26 @@ def _frame(run: Path, width: int, height: int, unicode: bool = True, note: str =
     rows = len(_CHARTS) // across
     each = max(4, min(16, (height - len(lines)) // rows - 1))
     wide = (width - 2 * (across - 1)) // across
-    charts = [_chart(metrics, *chart, wide, each, unicode) for chart in _CHARTS]
+    charts = [_chart(metrics, *chart, _Space(wide, each, unicode)) for chart in _CHARTS]
     for i in range(0, len(charts), across):
         lines += ["  ".join(line.ljust(wide) for line in parts).rstrip() for parts in zip(*charts[i : i + across])]
     return lines
 
 
-def _chart(
-    metrics: Sequence[Row], title: str, name: str, shown: Callable[[float], str], width: int, height: int, unicode: bool
-) -> list[str]:
+class _Space(NamedTuple):
+    """Columns and lines for a chart, and whether the terminal has Unicode."""
+
+    width: int
+    height: int
+    unicode: bool = True
+
+
+def _chart(metrics: Sequence[Row], title: str, name: str, shown: Callable[[float], str], space: _Space) -> list[str]:
     steps, values = finite_column(metrics, name)
     smooth = name == "loss" and len(values) >= SMOOTHED_FROM
     values = smoothed(values) if smooth else values
     latest = f" {shown(float(values[-1]))}{' (smoothed)' if smooth else ''}" if len(values) else ""
-    return [f"{title}{latest}"[:width], *_text_chart(steps, values, width, height, unicode, name in _FROM_ZERO)]
+    return [f"{title}{latest}"[: space.width], *_text_chart(steps, values, space, name in _FROM_ZERO)]
 
 
 def _bar(status: RunStatus, unicode: bool) -> str:
@@ -137,13 +144,12 @@ def _keys() -> Iterator[Callable[[float], str]]:
         termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
 
 
-def _text_chart(
-    steps: Floats, values: Floats, width: int, height: int, unicode: bool = True, from_zero: bool = False
-) -> list[str]:
-    """Return `height` lines of at most `width` columns: the values over steps, with their extremes on the axes.
+def _text_chart(steps: Floats, values: Floats, space: _Space, from_zero: bool = False) -> list[str]:
+    """Return the lines that fill a space: the values over steps, with their extremes on the axes.
 
     Of values that share a column the mean is drawn. Without values, the first line says so.
     """
+    width, height, unicode = space
     if not len(values):
         return ["  no values yet", *[""] * (height - 1)]
     columns, rows = max(4, width - _LABEL - 2), max(2, height - 1)

@@ -76,17 +76,6 @@ def mean_over_images(losses: Tensor) -> MeanEstimate:
     return MeanEstimate(float(by_image.mean()), error, len(by_image))
 
 
-def paired_difference(a: Tensor, b: Tensor) -> MeanEstimate:
-    """Mean of the differences a - b of losses [L, N] on the same images with the same noise, with its standard error.
-
-    What the images and the noise have in common drops out, so it tells two checkpoints apart that lie far within each
-    other's intervals. ValueError if they are not of the same images and levels.
-    """
-    if a.shape != b.shape:
-        raise ValueError(f"losses {list(a.shape)} and {list(b.shape)} are not of the same images and levels")
-    return mean_over_images(a - b)
-
-
 def midpoints(levels: int) -> Tensor:
     """Noise quantiles in the middle of `levels` equal parts of (0, 1)."""
     return (torch.arange(levels) + 0.5) / levels

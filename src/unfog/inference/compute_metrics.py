@@ -22,7 +22,7 @@ from unfog.diffusion.likelihood import bits_per_dim
 from unfog.diffusion.sampler import NoiseSource
 from unfog.errors import RequestError
 from unfog.evaluation.features import Features, PixelSource, compute_features, compute_statistics
-from unfog.evaluation.held_out import HeldOut, MeanEstimate, mean_over_images, paired_difference
+from unfog.evaluation.held_out import HeldOut, MeanEstimate, mean_over_images
 from unfog.evaluation.metrics import MetricResult, Z, compare_features
 from unfog.evaluation.sliced_wasserstein import PIXEL_METRICS, compare_pixels
 from unfog.inference.evaluation_files import Evaluation, EvaluationSetup, GeneratedSamples
@@ -231,7 +231,7 @@ def _held_out_metrics(run: LoadedRun, setup: EvaluationSetup) -> list[MetricResu
         held_out = _held_out_set(setup.dataset, run, _MOST_FOR_BITS)
         with Progress("measuring bits", len(held_out.x0)) as progress:
             seed = setup.generation.seed
-            found.append(_bits_per_value(run.network, config, held_out, batch, seed, progress.advance))
+            found.append(_bits_per_value(run, held_out, batch, seed, progress.advance))
     return found
 
 
@@ -254,7 +254,7 @@ def _held_out_loss(losses: Tensor) -> MetricResult:
 
 def _held_out_difference(losses: Tensor, others: Tensor, step: int) -> MetricResult:
     """Return how much higher the loss is than that of another checkpoint, paired by image."""
-    difference = paired_difference(losses, others)
+    difference = _paired_difference(losses, others)
     sure = abs(difference.value) > Z * difference.error
     which = "lower" if difference.value < 0 else "higher"
     note = f"{which} than at step {step:,}" if sure else f"not significantly different from step {step:,}"
@@ -262,17 +262,18 @@ def _held_out_difference(losses: Tensor, others: Tensor, step: int) -> MetricRes
 
 
 def _bits_per_value(
-    network: nn.Module, config: Config, held_out: HeldOut, batch: int, seed: int, progress: Callable[[int], None]
+    run: LoadedRun, held_out: HeldOut, batch: int, seed: int, progress: Callable[[int], None]
 ) -> MetricResult:
     """Return the variational bound on the bits per dimension (VDM, Kingma et al. 2021)."""
-    denoiser, found = Denoiser(network, config.diffusion, config.diffusion.learned_variance), []
+    diffusion, found = run.config.diffusion, []
+    denoiser = Denoiser(run.network, diffusion, diffusion.learned_variance)
     for first in range(0, len(held_out.x0), batch):
         x0 = held_out.x0[first : first + batch]
         label = None if held_out.label is None else held_out.label[first : first + batch]
         # Noise by the number of the image, so that the batch size does not change the result.
         source = NoiseSource(seed, range(first, first + len(x0)), (x0.shape[1], x0.shape[2], x0.shape[3]), x0.device)
         guess = partial(denoiser, label=label)
-        found.append(bits_per_dim(guess, config.diffusion, x0, LEVELS, source.draw).cpu())
+        found.append(bits_per_dim(guess, diffusion, x0, LEVELS, source.draw).cpu())
         progress(len(x0))
     note = f"upper bound on bits per dimension, from at most {LEVELS} noise levels"
     return _as_metric("bits", mean_over_images(torch.cat(found)[None]), note)
@@ -283,3 +284,14 @@ def _as_metric(name: str, mean: MeanEstimate, note: str) -> MetricResult:
         return MetricResult(name, mean.value, None, None, None, mean.n, 0, "none", "none", note)
     low, high = mean.value - Z * mean.error, mean.value + Z * mean.error
     return MetricResult(name, mean.value, low, high, mean.error, mean.n, 0, "none", "none", note)
+
+
+def _paired_difference(a: Tensor, b: Tensor) -> MeanEstimate:
+    """Mean of the differences a - b of losses [L, N] on the same images with the same noise, with its standard error.
+
+    What the images and the noise have in common drops out, so it tells two checkpoints apart that lie far within each
+    other's intervals. ValueError if they are not of the same images and levels.
+    """
+    if a.shape != b.shape:
+        raise ValueError(f"losses {list(a.shape)} and {list(b.shape)} are not of the same images and levels")
+    return mean_over_images(a - b)

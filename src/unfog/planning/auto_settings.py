@@ -16,7 +16,7 @@ from unfog.data.dataset import ImageSet
 from unfog.errors import RequestError
 from unfog.models.settings import SIZES, Architecture, UNet
 from unfog.pipeline.build import build_network, input_shape
-from unfog.planning.flops import Device, NetworkCost, TimeRange, count_flops, step_time
+from unfog.planning.flops import Device, NetworkCost, TimeRange, count_flops
 from unfog.planning.intervals import Changes, Choice, choose_intervals, open_intervals
 from unfog.planning.microbatch import (
     MicrobatchChoice,
@@ -277,7 +277,7 @@ class AutoSettings:
 
     def predicted_step_time(self, device: Device) -> TimeRange:
         """Return the seconds of a step by the data sheet of a device."""
-        return step_time(self.network_cost, device, self.process_config().training)
+        return self.network_cost.step_time(device, self.process_config().training)
 
     @cached_property
     def network_cost(self) -> NetworkCost:

@@ -84,6 +84,19 @@ class NetworkCost(NamedTuple):
     operations: int
     """Kernels of a forward and backward pass, for any batch size."""
 
+    def call_time(self, images: int, device: Device) -> TimeRange:
+        """Predict the seconds of a forward pass of so many images in fp32, without gradients."""
+        launches = self.operations / 3 * _LAUNCH  # a forward pass is about a third of them
+        return _seconds(images * self.forward, device.full, launches)
+
+    def step_time(self, device: Device, training: Training) -> TimeRange:
+        """Predict the seconds of a training step: of its FLOPs, or of its kernel launches if those take longer."""
+        recomputing = training.checkpointing  # takes another forward pass, a third of forward and backward pass
+        flops = training.batch * (self.training + self.forward * recomputing)
+        passes = -(-training.batch // microbatch_size(training))
+        launches = passes * self.operations * _LAUNCH * (4 / 3 if recomputing else 1)
+        return _seconds(flops, device.full if training.precision == "fp32" else device.half, launches)
+
 
 class TimeRange(NamedTuple):
     """Seconds at best and at worst."""
@@ -157,21 +170,6 @@ class _OperationCounter(torch.utils._python_dispatch.TorchDispatchMode):  # type
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         self.operations += func.namespace == "aten" and not func.is_view  # a view launches no kernel
         return func(*args, **(kwargs or {}))
-
-
-def step_time(work: NetworkCost, device: Device, training: Training) -> TimeRange:
-    """Predict the seconds of a training step: of its FLOPs, or of its kernel launches if those take longer."""
-    recomputing = training.checkpointing  # takes another forward pass, a third of forward and backward pass
-    flops = training.batch * (work.training + work.forward * recomputing)
-    passes = -(-training.batch // microbatch_size(training))
-    launches = passes * work.operations * _LAUNCH * (4 / 3 if recomputing else 1)
-    return _seconds(flops, device.full if training.precision == "fp32" else device.half, launches)
-
-
-def call_time(work: NetworkCost, images: int, device: Device) -> TimeRange:
-    """Predict the seconds of a forward pass of so many images in fp32, without gradients."""
-    launches = work.operations / 3 * _LAUNCH  # a forward pass is about a third of them
-    return _seconds(images * work.forward, device.full, launches)
 
 
 def _seconds(flops: float, rate: float, launches: float) -> TimeRange:

@@ -23,7 +23,6 @@ from unfog.planning.memory_trace import (
     Recorder,
     Trace,
     fake_process_group,
-    find_peak,
     record_trace,
 )
 from unfog.training import optimizers as optim
@@ -122,7 +121,7 @@ class MemoryEstimator:
         else:
             few, more = (self._traced(n, passes, checkpointing) for n in _TRACED)
             trace = few.extrapolate(microbatch, more, *_TRACED)
-        return find_peak(trace, self.device, HOLES_RECOMPUTING if checkpointing else HOLES)
+        return trace.peak(self.device, HOLES_RECOMPUTING if checkpointing else HOLES)
 
     def training(self, microbatch: int, checkpointing: bool) -> int:
         """Return the peak bytes of training with checkpoints; generating as many samples at once takes less."""
@@ -157,7 +156,7 @@ class MemoryEstimator:
 
     def _beside(self, step: Peak, images: int) -> int:
         """Return the peak of a forward pass without gradients, on top of what the run holds all the time."""
-        call = find_peak(_trace_call(self.config, self.device, images), self.device)
+        call = _trace_call(self.config, self.device, images).peak(self.device)
         # A sharded network is gathered into a whole copy for it.
         return _persistent_bytes(step) + call.total - (0 if self._divided else call.parts["parameters"])
 

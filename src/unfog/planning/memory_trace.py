@@ -89,6 +89,29 @@ class Trace:
         # The releases after it depend on the garbage collector.
         return self.events[: 1 + max((i for i, event in enumerate(self.events) if event >= 0), default=-1)]
 
+    def peak(self, device: str, holes: float = HOLES) -> Peak:
+        """Return the peak of a trace on a device of this type, without the CUDA context."""
+        cost = [_allocated_bytes(size, kind, device, holes) for size, kind in zip(self.sizes, self.kinds)]
+        live = highest = 0.0
+        where = 0
+        for place, event in enumerate(self.events):
+            if event >= 0:
+                live += cost[event]
+                if live > highest:
+                    highest, where = live, place
+            else:
+                live -= cost[~event]
+        alive: set[int] = set()
+        for event in self.events[: where + 1]:
+            (alive.add if event >= 0 else alive.discard)(event if event >= 0 else ~event)
+        parts = Counter(dict.fromkeys(PARTS, 0))
+        for number in alive:
+            parts[self.kinds[number]] += self.sizes[number]
+        parts["library"] += CUDNN_WORKSPACE if device == "cuda" else 0
+        total = round(highest) + (CUDNN_WORKSPACE if device == "cuda" else 0)
+        parts["allocator"] = total - sum(parts.values())
+        return Peak(total, dict(parts))
+
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records a `Trace` of the operations inside its `with`; to be entered after a `FakeTensorMode`.
@@ -284,30 +307,6 @@ class Peak:
     """Bytes."""
     parts: Mapping[str, int]
     """Bytes by PARTS, which add up to the total."""
-
-
-def find_peak(trace: Trace, device: str, holes: float = HOLES) -> Peak:
-    """Return the peak of a trace on a device of this type, without the CUDA context."""
-    cost = [_allocated_bytes(size, kind, device, holes) for size, kind in zip(trace.sizes, trace.kinds)]
-    live = highest = 0.0
-    where = 0
-    for place, event in enumerate(trace.events):
-        if event >= 0:
-            live += cost[event]
-            if live > highest:
-                highest, where = live, place
-        else:
-            live -= cost[~event]
-    alive: set[int] = set()
-    for event in trace.events[: where + 1]:
-        (alive.add if event >= 0 else alive.discard)(event if event >= 0 else ~event)
-    parts = Counter(dict.fromkeys(PARTS, 0))
-    for number in alive:
-        parts[trace.kinds[number]] += trace.sizes[number]
-    parts["library"] += CUDNN_WORKSPACE if device == "cuda" else 0
-    total = round(highest) + (CUDNN_WORKSPACE if device == "cuda" else 0)
-    parts["allocator"] = total - sum(parts.values())
-    return Peak(total, dict(parts))
 
 
 def _allocated_bytes(size: int, kind: str, device: str, holes: float) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable
@@ -23,8 +22,7 @@ from unfog.pipeline.build import build_augmentation, build_loss, build_network, 
 from unfog.pipeline.generate import GenerationSettings, generate_images
 from unfog.planning.flops import Device, TimeRange
 from unfog.planning.memory_estimate import batch_shape, blank_labels
-from unfog.reporting.findings import Finding
-from unfog.reporting.progress import Progress, format_duration
+from unfog.reporting.progress import Progress
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import LoopSettings, train
 from unfog.training.out_of_memory import microbatch_size
@@ -143,7 +141,6 @@ _SAMPLES = (16, 64, 10_000, 50_000)  # whose times are listed: a grid to look at
 TOO_SLOW = 2e13
 """Floating-point operations of a step that takes minutes on a CPU, so that it is predicted instead of timed."""
 _MATRIX = 1024
-_LONG = 30 * 86400.0  # seconds from which on a plan warns
 
 
 def benchmark_cpu(memory: int, processes: int = 1) -> Device:
@@ -199,23 +196,3 @@ def seconds_per_call(config: Config, device: torch.device) -> float:
             spent.append(time.perf_counter() - started)
             progress.update(done + 1)
     return statistics.median(spent[1:])  # the first also allocates
-
-
-def time_finding(total: TimeRange) -> Finding | None:
-    """Return a warning if a run takes more than a month."""
-    if not total.low > _LONG:
-        return None
-    remedy = "a smaller --size, --network, --batch or --steps, or another machine: --for h100"
-    return Finding("plan.time", "warning", f"all of it takes {format_time(total)}", remedy, {"seconds": total.low})
-
-
-def format_time(seconds: TimeRange) -> str:
-    """Format seconds; "?" if they are unknown."""
-    if math.isnan(seconds.low):
-        return "?"
-    low, high = (f"{s * 1e3:.0f} ms" if s < 1 else f"{s:.1f} s" if s < 10 else format_duration(s) for s in seconds)
-    return low if low == high else f"{low} to {high}"
-
-
-def format_flops(flops: float) -> str:
-    return f"{flops / 1e9:,.3g} GFLOP" if flops < 1e12 else f"{flops / 1e12:,.3g} TFLOP"

@@ -89,17 +89,17 @@ def _control_group(
         for line in me.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers == "":
-                left += _left(root, path, free, "memory.max", "memory.current", "inactive_file")
+                left += _left(root, path, free, ("memory.max", "memory.current", "inactive_file"))
             elif "memory" in controllers.split(","):
                 v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-                left += _left(root / "memory", path, free, *v1)
+                left += _left(root / "memory", path, free, v1)
     return min(left) if left else None
 
 
-def _left(root: Path, path: str, free: bool, limit: str, usage: str, reclaimable: str) -> list[int]:
-    """Bytes left in a group and its parents. In a container the path may not exist; its own group is the root."""
-    left = []
-    folder = root / path.strip("/")
+def _left(root: Path, path: str, free: bool, files: tuple[str, str, str]) -> list[int]:
+    """Bytes left in a group and its parents; `files` hold limit and usage, the last is a field of memory.stat."""
+    left, (limit, usage, reclaimable) = [], files
+    folder = root / path.strip("/")  # in a container it may not exist; its own group is the root
     for group in [folder, *folder.parents]:
         with suppress(OSError, ValueError):  # no such group, no limit ("max"), or no permission
             allowed = int((group / limit).read_text())

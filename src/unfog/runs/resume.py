@@ -280,7 +280,7 @@ def find_replayable(folder: RunFolder, config: Config) -> tuple[CheckpointInfo, 
     """Return the two newest whole checkpoints, older first. RequestError if the steps between cannot be repeated."""
     found, _ = checkpoint.list_checkpoints(folder.checkpoints)
     # Lazily, as looking for damage reads the whole checkpoint.
-    whole = list(islice((saved for saved in reversed(found) if checkpoint.find_damage(saved) is None), 2))[::-1]
+    whole = list(islice((saved for saved in reversed(found) if saved.find_damage() is None), 2))[::-1]
     if len(whole) < 2:
         raise RequestError(f"{folder.checkpoints} holds {len(whole)} whole checkpoint(s); two are needed to compare")
     first, last = whole

@@ -53,7 +53,6 @@ def measure_losses(
     looked: LossImages,
     levels: Tensor,
     batch: int,
-    seed: int = 0,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Floats:
     """Return the loss [L, N] of each image at each noise quantile [L].
@@ -64,7 +63,7 @@ def measure_losses(
     for level, u in enumerate(levels):
         for first in range(0, len(looked.x0), batch):
             x0 = looked.x0[first : first + batch]
-            noise = torch.stack([_noise(x0.shape[1:], seed, level, first + i) for i in range(len(x0))]).to(x0.device)
+            noise = torch.stack([_noise(x0.shape[1:], level, first + i) for i in range(len(x0))]).to(x0.device)
             label = None if looked.label is None else looked.label[first : first + batch]
             loss, _ = loss_at(x0, label, u.to(x0.device).expand(len(x0)), noise)
             result[level, first : first + len(x0)] = loss.cpu().double()
@@ -72,8 +71,8 @@ def measure_losses(
     return result.numpy()
 
 
-def _noise(shape: torch.Size, seed: int, level: int, image: int) -> Tensor:
-    generator = torch.Generator().manual_seed((seed * 1009 + level) * 1_000_003 + image)
+def _noise(shape: torch.Size, level: int, image: int) -> Tensor:
+    generator = torch.Generator().manual_seed(level * 1_000_003 + image)
     return torch.randn(shape, generator=generator)
 
 

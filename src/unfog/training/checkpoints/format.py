@@ -79,6 +79,18 @@ class CheckpointInfo(NamedTuple):
         """Return whether it has this file, such as ema2.safetensors, in one piece or as shards."""
         return name in _merge_shard_names(self.files)
 
+    def find_damage(self) -> str | None:
+        """Read all files of a checkpoint, and return what is wrong with them, or None.
+
+        Raises:
+            RunError: a file cannot be read now, and may be whole.
+        """
+        try:
+            return with_retries(partial(_find_damage, self))
+        except OSError as error:
+            name = Path(error.filename or "").name
+            raise RunError(str(BrokenCheckpoint(self.folder, f"{name}: {error.strerror}", unreadable=True))) from None
+
 
 class BrokenCheckpoint(NamedTuple):
     """A folder that should be a checkpoint and is not, and the reason."""
@@ -179,19 +191,6 @@ def read_state_json(folder: Path) -> dict[str, Any]:
     return state
 
 
-def find_damage(saved: CheckpointInfo) -> str | None:
-    """Read all files of a checkpoint, and return what is wrong with them, or None.
-
-    Raises:
-        RunError: a file cannot be read now, and may be whole.
-    """
-    try:
-        return with_retries(partial(_find_damage, saved))
-    except OSError as error:
-        name = Path(error.filename or "").name
-        raise RunError(str(BrokenCheckpoint(saved.folder, f"{name}: {error.strerror}", unreadable=True))) from None
-
-
 def _find_damage(saved: CheckpointInfo) -> str | None:
     for name, file in saved.files.items():
         path = saved.folder / name
@@ -221,7 +220,7 @@ def _find_damage(saved: CheckpointInfo) -> str | None:
 def is_broken(folder: Path) -> bool:
     """Read a checkpoint, and return whether it is broken. Raises OSError or RunError if it cannot be read now."""
     try:
-        return find_damage(with_retries(partial(read_manifest, folder))) is not None
+        return with_retries(partial(read_manifest, folder)).find_damage() is not None
     except _INVALID as error:
         if is_unreadable(error):
             raise
@@ -247,7 +246,7 @@ def newest_intact(checkpoints: Path) -> tuple[CheckpointInfo | None, list[Broken
     if unreadable := next((one for one in broken if one.unreadable), None):
         raise RunError(str(unreadable))
     for saved in reversed(found):
-        wrong = find_damage(saved)
+        wrong = saved.find_damage()
         if wrong is None:
             return saved, broken
         broken.append(BrokenCheckpoint(saved.folder, wrong))
@@ -280,7 +279,7 @@ def find_checkpoint(
         steps = ", ".join(str(saved.step) for saved in found) or "none"
         what = "that was measured" if which == "best" else f"of step {which}"
         raise RequestError(f"there is no checkpoint {what}; there is {steps}")
-    if wrong := find_damage(wanted):
+    if wrong := wanted.find_damage():
         raise RunError(str(BrokenCheckpoint(wanted.folder, wrong)))
     return wanted
 
@@ -289,7 +288,7 @@ def _newest_rollback_checkpoint(checkpoints: Path, images: int) -> CheckpointInf
     """Return the newest intact rollback checkpoint of at most so many images, or None."""
     found, _ = list_checkpoints(checkpoints)
     good = (saved for saved in reversed(found) if saved.anchor and saved.images <= images)
-    return next((saved for saved in good if find_damage(saved) is None), None)
+    return next((saved for saved in good if saved.find_damage() is None), None)
 
 
 def find_rollback_checkpoint(checkpoints: Path, state: TrainState, patience: int) -> CheckpointInfo | None:

@@ -56,6 +56,44 @@ class Snapshot(NamedTuple):
     def bytes(self) -> int:
         return sum(t.numel() * t.element_size() for tensors in self.tensors.values() for t in tensors.values())
 
+    def publish(self, partial: Path, folder: Path, files: Mapping[str, FileEntry]) -> None:
+        """Make files on disk a checkpoint: write the manifest and rename the folder. Raises OSError if that fails."""
+        text = json.dumps(_build_manifest(self, files), indent=2) + "\n"
+        write_atomic(partial / checkpoint.MANIFEST, text.encode())
+        # By the reader itself, before an older checkpoint goes.
+        checkpoint.read_manifest(partial)
+        checkpoint.read_state_json(partial)
+        sync(partial)
+        rotation.replace_checkpoint(partial, folder)
+        sync(folder.parent)
+
+    def verify_files(self, folder: Path) -> None:
+        """Read the files back and compare them with the snapshot. Raises OSError if they differ."""
+        for file, tensors in self.tensors.items():
+            path = folder / _shard_name(file, self.rank, self.size)
+            found = load_file(path)
+            if found.keys() != tensors.keys() or not all(torch.equal(found[name], t) for name, t in tensors.items()):
+                raise OSError(f"{path.name} does not read back as it was written")
+        for name, content in _small_files(self).items():
+            if read_file(folder / name) != content:
+                raise OSError(f"{name} does not read back as it was written")
+
+    def write_files(self, folder: Path) -> list[Path]:
+        """Write all files but the manifest; of a sharded snapshot, this rank's. Returns the files."""
+        written = []
+        for name, content in _small_files(self).items():
+            write_atomic(folder / name, content, durable=False)  # flushed below
+            written.append(folder / name)
+        for file, tensors in self.tensors.items():
+            path = folder / _shard_name(file, self.rank, self.size)
+            rows = None if self.first_rows is None else _shard_metadata(tensors, self.first_rows[file])
+            save_file(tensors, new_file(path), rows)
+            written.append(path)
+        for path in written:
+            path.chmod(0o666 & folder.stat().st_mode)  # safetensors lets the owner alone read its files
+            sync(path)
+        return written
+
 
 def take_snapshot(
     state: TrainState, step: int, anchor: bool = False, for_best: bool = False, config: str = ""
@@ -94,25 +132,13 @@ def write_checkpoint(snapshot: Snapshot, checkpoints: Path) -> Path:
         with system_errors():
             remove_tree(partial, checkpoints.parent)
             make_folder(partial, checkpoints.parent)
-            write_files(snapshot, partial)
-            verify_files(snapshot, partial)
-            publish_checkpoint(snapshot, partial, folder, file_entries(partial.iterdir()))
+            snapshot.write_files(partial)
+            snapshot.verify_files(partial)
+            snapshot.publish(partial, folder, file_entries(partial.iterdir()))
     except BaseException:
         remove_tree(partial, checkpoints.parent)
         raise
     return folder
-
-
-def publish_checkpoint(snapshot: Snapshot, partial: Path, folder: Path, files: Mapping[str, FileEntry]) -> None:
-    """Make files on disk a checkpoint: write the manifest and rename the folder. Raises OSError if that fails."""
-    text = json.dumps(_build_manifest(snapshot, files), indent=2) + "\n"
-    write_atomic(partial / checkpoint.MANIFEST, text.encode())
-    # By the reader itself, before an older checkpoint goes.
-    checkpoint.read_manifest(partial)
-    checkpoint.read_state_json(partial)
-    sync(partial)
-    rotation.replace_checkpoint(partial, folder)
-    sync(folder.parent)
 
 
 @contextmanager
@@ -122,23 +148,6 @@ def system_errors() -> Iterator[None]:
         yield
     except SafetensorError as error:
         raise OSError(_errno_of(str(error)), str(error)) from error
-
-
-def write_files(snapshot: Snapshot, folder: Path) -> list[Path]:
-    """Write all files but the manifest; of a sharded snapshot, this rank's. Returns the files."""
-    written = []
-    for name, content in _small_files(snapshot).items():
-        write_atomic(folder / name, content, durable=False)  # flushed below
-        written.append(folder / name)
-    for file, tensors in snapshot.tensors.items():
-        path = folder / _shard_name(file, snapshot.rank, snapshot.size)
-        rows = None if snapshot.first_rows is None else _shard_metadata(tensors, snapshot.first_rows[file])
-        save_file(tensors, new_file(path), rows)
-        written.append(path)
-    for path in written:
-        path.chmod(0o666 & folder.stat().st_mode)  # safetensors lets the owner alone read its files
-        sync(path)
-    return written
 
 
 def _small_files(snapshot: Snapshot) -> dict[str, bytes]:
@@ -170,18 +179,6 @@ def _build_manifest(snapshot: Snapshot, files: Mapping[str, FileEntry]) -> dict[
         "files": dict(sorted(files.items())),
     }
     return manifest | {"sha256": checkpoint.manifest_digest(manifest)}
-
-
-def verify_files(snapshot: Snapshot, folder: Path) -> None:
-    """Read the files back and compare them with the snapshot. Raises OSError if they differ."""
-    for file, tensors in snapshot.tensors.items():
-        path = folder / _shard_name(file, snapshot.rank, snapshot.size)
-        found = load_file(path)
-        if found.keys() != tensors.keys() or not all(torch.equal(found[name], t) for name, t in tensors.items()):
-            raise OSError(f"{path.name} does not read back as it was written")
-    for name, content in _small_files(snapshot).items():
-        if read_file(folder / name) != content:
-            raise OSError(f"{name} does not read back as it was written")
 
 
 def _errno_of(text: str) -> int:

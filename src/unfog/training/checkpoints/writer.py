@@ -190,8 +190,8 @@ def _write_shard(taken: Snapshot, checkpoints: Path, post: ShardStatusStore, giv
     folder, partial = checkpoints / f"{taken.step:08d}", checkpoints / f".partial-{taken.step:08d}"
     make_folder(partial, checkpoints.parent)
     with snapshot.system_errors():
-        files = snapshot.file_entries(snapshot.write_files(taken, partial))
-        snapshot.verify_files(taken, partial)
+        files = snapshot.file_entries(taken.write_files(partial))
+        taken.verify_files(partial)
     if taken.rank > 0:
         snapshot.sync(partial)
         post.set(taken.rank, {"files": files})
@@ -204,7 +204,7 @@ def _write_shard(taken: Snapshot, checkpoints: Path, post: ShardStatusStore, giv
     for path in partial.iterdir():
         if path.name not in files:  # left by an earlier attempt
             remove(path)
-    snapshot.publish_checkpoint(taken, partial, folder, files)
+    taken.publish(partial, folder, files)
     return True
 
 
