@@ -25,7 +25,7 @@ from unfog.errors import RequestError
 from unfog.models.settings import ARCHITECTURES
 from unfog.pipeline.build import build_loss, build_state
 from unfog.reporting.records import read_metrics
-from unfog.runs.session import Session
+from unfog.runs.session import Session, _last_logged
 from unfog.safe_files import file_digest
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.load import read_state
@@ -280,10 +280,10 @@ def test_a_line_that_is_due_again_is_cut_off_first(tmp_path, due, left):
     """A run was stopped before it logged step 9, was resumed, logged it, and was killed before its next checkpoint."""
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in (8, 9, 10)))
     session = SimpleNamespace(
-        step=9, steps=20, state=SimpleNamespace(due=due), config=Config(), defer_interrupts=nullcontext,
+        step=9, steps=20, config=Config(), defer_interrupts=nullcontext,
         context=SimpleNamespace(folder=SimpleNamespace(path=tmp_path)),
     )  # fmt: skip
-    Session._open_recorder(session).close()
+    Session._open_recorder(session, _last_logged(9, due)).close()
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == left
 
 

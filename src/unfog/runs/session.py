@@ -54,6 +54,11 @@ def _say_that_threads_spin() -> None:
     )
 
 
+def _last_logged(step: int, due: Sequence[str]) -> int:
+    """Return the last step whose line of the record stays; a log that is still due will write its line again."""
+    return step - ("log" in due or "evaluate" in due)
+
+
 class Session(StoppableHooks):
     """Trains a run to its end, or until a stop, and records, previews, evaluates and saves when the loop calls.
 
@@ -125,12 +130,10 @@ class Session(StoppableHooks):
             remove(self.context.folder.metrics)
         else:
             self._load(saved)
-            logged = self.step
+            logged = _last_logged(self.step, self.state.due)
             length, events = self.state.length, read_events(self.context.folder.events)
             first = self.config.training.images // self.config.training.batch
             fixed = resume_length(length, first, self.step, events, self._new_length)
-            # The line of a log that is still due will be written again, so the record is cut before it.
-            logged -= "log" in self.state.due or "evaluate" in self.state.due
             if self.done:  # a step that was not to be the last when it was trained
                 every = build_intervals(self.config, self.state).stretched(length.at(self.step).stretch)
                 due = every.due(self.step, last=True)
