@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from unfog.config.run_requests import SampleRequest, SamplingRequest
 from unfog.config.validate import check_out, check_sampler, override_sampler, report_dropped_levels
-from unfog.diffusion.editing import Edit
-from unfog.pipeline.generate import sample_grid, to_pixels
-from unfog.pipeline.image_files import DenoisingStrip
 from unfog.process.run_folder import RunFolder, unused_path
 from unfog.reporting.image_grids import Pixels, grid, save_png, with_caption
-from unfog.reporting.progress import say
+from unfog.reporting.progress import Progress, print_result, say
 from unfog.text import sanitize
+
+if TYPE_CHECKING:
+    from unfog.diffusion.editing import Edit
+    from unfog.pipeline.image_files import DenoisingStrip
 
 _LONGEST_NAME = 40  # characters of a class in the name of a file
 _MAX_IN_GRID = 1000  # samples; a grid of ten thousand takes more memory than generating them, and few programs open it
@@ -32,7 +34,6 @@ def main(request: SampleRequest) -> int:
     from unfog.inference.run import Run
     from unfog.pipeline.generate import parse_labels
     from unfog.pipeline.image_files import DenoisingStrip, build_edit
-    from unfog.reporting.progress import Progress, print_result, say
 
     parse_labels(request.label, stored.classes)  # before the weights are read
     edit = build_edit(stored, request.image, request.mask, request.strength, request.repeats)
@@ -56,6 +57,8 @@ def main(request: SampleRequest) -> int:
 
 def _edit_grid(edit: Edit, samples: Pixels) -> Pixels:
     """Return a grid of the image, its mask if there is one, and the samples: uint8 [H, W, 3]."""
+    from unfog.pipeline.generate import to_pixels
+
     first = [to_pixels(edit.image).permute(1, 2, 0).numpy()]
     if edit.unknown is not None:
         first.append(np.broadcast_to(255 * edit.unknown[0].byte().numpy()[..., None], first[0].shape))
@@ -75,6 +78,8 @@ def _write_images(
     The grid shows the first thousand samples; those of an edit come after the edited image and its mask. The samples
     cycle through the `classes`. The `settings` are stored in each file, and are the caption of the grid.
     """
+    from unfog.pipeline.generate import sample_grid
+
     folder.mkdir(parents=True, exist_ok=True)
     for number, sample in enumerate(samples):
         name = sanitize(classes[number % len(classes)]) if classes else ""
