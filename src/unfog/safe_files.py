@@ -217,6 +217,24 @@ def check_folder(path: Path, root: Path) -> bool:
         return False
 
 
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Make a folder beside `folder`, which takes its place at the end of the `with`; nothing stays after an exception.
+
+    OSError if something other than an empty folder is there.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    remove_tree(partial)
+    partial.mkdir()
+    try:
+        yield partial
+        move(partial, folder)
+    except BaseException:
+        remove_tree(partial)
+        raise
+
+
 def remove(path: Path, root: Path | None = None) -> None:
     """Remove a file, a link or a pipe, if it is there. OSError if it is a folder."""
     with suppress(FileNotFoundError), _folder_of(path, root) as (name, at):

@@ -24,6 +24,7 @@ usage: unfog COMMAND …
   ema-sweep RUN    find the best EMA length after training
   tune RUN         find the best noise levels for sampling in few steps
   report RUN       write report.html: settings, loss curves, samples over time
+  export RUN OUT   write the network for other programs: safetensors
   runs [FOLDER]    list runs: state, step, best metric, disk space, age
   watch RUN        show live charts of a run in the terminal
 
@@ -50,7 +51,15 @@ try:  unfog train fashion --budget 3m        then:  unfog sample runs/fashion
 """
 
 _TRAINING = ("train", "train-autoencoder", "resume")
-_SAVES_NOTHING = ("doctor", "plan", "find-lr", "ema-sweep", "tune", "cache")  # a signal leaves nothing to continue from
+_SAVES_NOTHING = (
+    "doctor",
+    "plan",
+    "find-lr",
+    "ema-sweep",
+    "tune",
+    "export",
+    "cache",
+)  # a signal leaves nothing to continue from
 _MODULES = {"train-autoencoder": "train", "resume": "train", "report": "evaluate"}  # else the name of the command
 _MAX_MESSAGE = 1000  # characters
 

@@ -16,6 +16,7 @@ from unfog.cli.help import HELP_FLAGS, format_help
 from unfog.cli.parse import ParsedArgs, parse_args
 from unfog.commands.train import apply_changes, base_settings, check_new_run
 from unfog.config import requests, run_requests
+from unfog.config.export_request import ExportRequest
 from unfog.config.presets import AutoencoderRunSettings, autoencoder_recipe, preset
 from unfog.config.resume_rules import apply_changes as apply_resume_changes
 from unfog.config.resume_rules import check_changes
@@ -35,6 +36,7 @@ REQUESTS: dict[str, type] = {
     "ema-sweep": run_requests.EmaSweepRequest,
     "tune": run_requests.TuneRequest,
     "report": run_requests.ReportRequest,
+    "export": ExportRequest,
     "runs": run_requests.RunsRequest,
     "watch": run_requests.WatchRequest,
     "doctor": requests.DoctorRequest,
@@ -69,7 +71,7 @@ def read_request(command: str, words: Sequence[str]) -> Any:
         folder = _open_run(request.run)
         if command not in ("report", "watch"):  # which are wanted of a run with a damaged config.toml too
             folder.read_config()
-            check_device(request.device)
+            check_device(getattr(request, "device", "cpu"))
     if command == "pack":
         check_request(Config(source=request.source, data=request.data))
     return request

@@ -92,7 +92,7 @@ class SampleRequest(SamplingRequest):
         super().__post_init__()
         if self.strip and self.image is not None:
             raise RequestError("--strip shows sampling from noise; leave it away, or --image")
-        _check_one_checkpoint(self.best, self.checkpoint)
+        check_one_checkpoint(self.best, self.checkpoint)
         if self.guide is not None and self.guide_checkpoint is not None:
             raise RequestError(f"--guide {self.guide} and --guide-checkpoint both name a guide; give one of them")
         if (self.checkpoint or 0) < 0:
@@ -165,7 +165,7 @@ class EvaluateRequest(EvaluationRequest):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_one_checkpoint(self.best, self.checkpoint)
+        check_one_checkpoint(self.best, self.checkpoint)
 
 
 @dataclass(frozen=True)
@@ -284,6 +284,6 @@ class WatchRequest:
             raise RequestError(f"interval = {self.interval:g} must be from 0.1 to 3600 seconds")
 
 
-def _check_one_checkpoint(best: bool, checkpoint: int | None) -> None:
+def check_one_checkpoint(best: bool, checkpoint: int | None) -> None:
     if best and checkpoint is not None:
         raise RequestError(f"--best and --checkpoint {checkpoint} both name a checkpoint; give one of them")

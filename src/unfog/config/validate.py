@@ -162,14 +162,14 @@ def path_text(value: object, name: str) -> str:
     return os.path.expanduser(text)
 
 
-def check_out(out: Path, source: str = "", what: str = "a run folder") -> None:
+def check_out(out: Path, source: str = "", what: str = "a run folder", argument: str = "--out") -> None:
     """Raise RequestError unless `out` is an empty folder or can be created; `source` is the folder of the images."""
     try:
         reason = _in_the_way(out, source)
     except (OSError, RuntimeError, ValueError) as error:
         reason = reason_of(error)
     if reason:
-        raise RequestError(f"{quote(str(out))[1:-1]} cannot be {what}: {reason}; give another --out")
+        raise RequestError(f"{quote(str(out))[1:-1]} cannot be {what}: {reason}; give another {argument}")
 
 
 def _in_the_way(out: Path, source: str) -> str:

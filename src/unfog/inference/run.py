@@ -8,6 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unfog.config.export_request import ExportSettings
 from unfog.config.run_requests import EvaluationRequest, SamplingRequest
 from unfog.config.schema import Config
 from unfog.config.toml import update
@@ -33,6 +34,8 @@ class Run(LoadedRun):
 
     calls = 0
     """Network calls that the last `sample` made for one image; with guidance, each is two forward passes."""
+    export_difference = 0.0
+    """Largest difference of the last `export` from this run, over the largest output."""
     sampled: tuple[str, ...] = ()
     """How the last `sample` generated its images: run, step, weights, sampler, guidance, seed; for captions."""
 
@@ -93,6 +96,24 @@ class Run(LoadedRun):
         self.sampled = self._describe(generation)
         self.calls = max(calls)  # the adaptive sampler takes another number for each batch
         return samples
+
+    def export(self, out: str | PathLike[str], **settings: Any) -> Path:
+        """Write the network into a new folder, for programs that do not know Unfog; return the folder.
+
+        Args:
+            out: the folder, new or empty; it is written as a whole or not at all.
+            settings: format, sampler, steps: see `config.export_request.ExportSettings`.
+
+        Raises:
+            RequestError: the folder is not empty, or the format cannot hold this run.
+            RunError: what was written does not give the outputs of this run.
+        """
+        # Loaded only here, so that sampling starts without it.
+        from unfog.inference.export import export
+
+        folder = Path(path_text(out, "out"))
+        self.export_difference = export(self, folder, update(ExportSettings(), settings, ""))
+        return folder
 
     def _describe(self, generation: GenerationSettings) -> tuple[str, ...]:
         weights = self.weights if self.ema is None else f"EMA of width {self.ema:g}"

@@ -1,0 +1,53 @@
+"""The request of `unfog export`: for the command line, Python and the command itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from tyro.conf import Positional
+
+from unfog.config.run_requests import check_one_checkpoint
+from unfog.diffusion.sampler import Kind
+
+ExportFormat = Literal["safetensors"]
+
+
+@dataclass(frozen=True)
+class ExportSettings:
+    """Settings of `unfog export` and of `Run.export`."""
+
+    format: ExportFormat = "safetensors"
+    """safetensors: weights, JSON, and the network as one file of plain torch."""
+    sampler: Kind | None = None
+    """Sampler whose noise levels are stored. Default: the run's."""
+    steps: int | None = None
+    """Sampling steps. Default: the run's."""
+
+
+@dataclass(frozen=True)
+class ExportRequest(ExportSettings):
+    """Write the network of RUN into a new folder OUT, for programs that do not know Unfog.
+
+      unfog export runs/photos photos-weights --format safetensors
+
+    The folder is loaded again and compared with the run. docs/export.md shows how to load each format.
+    """
+
+    run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")] = field(kw_only=True)
+    """Folder of the run."""
+    out: Annotated[Positional[Path], tyro.conf.arg(metavar="OUT")] = field(kw_only=True)
+    """New folder, written as a whole or not at all."""
+    weights: Literal["ema", "raw"] = "ema"
+    """EMA weights, or the raw weights of the last step."""
+    ema: float | None = None
+    """Width of an EMA to rebuild from snapshots, such as 0.07, at any --checkpoint. Default: the run's EMA."""
+    checkpoint: int | None = None
+    """Step of the checkpoint. Default: the newest whole one."""
+    best: bool = False
+    """Use the best checkpoint that was kept, by held-out loss or the run's evaluate.best."""
+
+    def __post_init__(self) -> None:
+        check_one_checkpoint(self.best, self.checkpoint)

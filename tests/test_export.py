@@ -1,0 +1,131 @@
+"""Exports of a run: loaded without Unfog, by the code that docs/export.md shows, they give the samples of the run."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import forked
+import unfog
+from unfog.config.presets import preset
+from unfog.config.schema import Config
+from unfog.diffusion.denoiser import Denoiser
+from unfog.diffusion.sampler import NoiseSource
+from unfog.errors import RequestError, RunError
+from unfog.inference import export as exporting
+from unfog.inference.run import Run
+from unfog.models.network_settings import CustomNetwork
+from unfog.models.settings import DiT, MPUNet, UNet
+from unfog.pipeline.build import build_network, input_shape
+from unfog.pipeline.generate import conditional_denoiser, default_generation, without_pixel_clipping
+from unfog.runs.diffusers import _randomized
+
+CPU, COUNT = torch.device("cpu"), 3
+UNET = UNet(channels=(8, 16), attention=(False, True), norm_groups=4, head_channels=8)
+MPUNET = MPUNet(channels=(8, 16), attention=(False, True), head_channels=8)
+DIT = DiT(width=32, depth=2, head_channels=8)
+DOCS = Path(__file__).parent.parent / "docs" / "export.md"
+
+
+class Untrained(Run):
+    """A run without a folder, whose random weights all matter."""
+
+    def __init__(self, config: Config):
+        self.config, self.weights, self.ema, self.device = config, "ema", None, CPU
+        self.folder, self.checkpoint = SimpleNamespace(path=Path("photos")), SimpleNamespace(step=7)
+        with torch.no_grad():
+            self.network = _randomized(build_network(config).eval())
+
+
+def run_of(name: str = "default", network=UNET, classes: int = 3, **changes) -> Untrained:
+    config = preset(name)
+    data = replace(config.data, size=8, channels=3)
+    sampler = replace(config.sampler, steps=6)
+    names = tuple(f"class {i}" for i in range(classes))
+    return Untrained(
+        replace(config, **{"data": data, "network": network, "classes": names, "sampler": sampler} | changes)
+    )
+
+
+def inputs(run: Run) -> tuple[torch.Tensor, torch.Tensor | None]:
+    noise = NoiseSource(0, range(COUNT), input_shape(run.config)).draw()
+    return noise, torch.arange(COUNT) % len(run.classes) if run.classes else None
+
+
+@torch.inference_mode()
+def drawn(run: Run, guided: bool = True) -> torch.Tensor:
+    """Samples of a run as its own code draws them, before they become uint8."""
+    config, (noise, label) = run.config, inputs(run)
+    settings = default_generation(config, COUNT, COUNT)
+    settings = settings if guided else replace(settings, guidance=1.0)
+    denoise = conditional_denoiser(Denoiser(run.network, config.diffusion), config, settings, label)
+    sampler = without_pixel_clipping(config.sampler, config)
+    return sampler(denoise, config.diffusion.path, config.diffusion.schedule, iter([noise]).__next__)
+
+
+def shown(name: str) -> SimpleNamespace:
+    """The code that the documentation shows for a format."""
+    code = re.search(rf"```python {name}\n(.*?)```", DOCS.read_text(), re.DOTALL)[1]
+    found: dict = {}
+    exec(compile(code, f"{DOCS.name}, {name}", "exec"), found)
+    return SimpleNamespace(**found, lines=len([line for line in code.splitlines() if line.strip()]))
+
+
+@pytest.mark.parametrize("network", [UNET, MPUNET, DIT], ids=lambda network: network.kind)
+@pytest.mark.parametrize("name", ["default", "ddpm", "edm"])
+def test_thirty_lines_draw_the_samples_of_a_safetensors_export(tmp_path, name, network):
+    run = run_of(name, network, 0 if name == "ddpm" else 3)
+    run.config = replace(
+        run.config, sampler=replace(run.config.sampler, kind="ddim" if name == "edm" else run.config.sampler.kind)
+    )
+    run.export(tmp_path / "out")
+    code = shown("safetensors")
+    noise, label = inputs(run)
+    samples = code.sample(*code.load(tmp_path / "out"), noise, label)
+    expected = drawn(run, guided=False)
+    assert expected.std() > 0.1
+    assert (samples - expected).abs().max() < 1e-3
+    assert code.lines <= 30
+    assert "unfog" not in re.sub(r'""".*?"""', "", (tmp_path / "out/network.py").read_text(), flags=re.DOTALL)
+
+
+def test_what_is_written_is_compared_and_an_export_that_differs_leaves_nothing(tmp_path, monkeypatch):
+    run = run_of()
+    real = exporting.plain_weights
+    monkeypatch.setattr(exporting, "plain_weights", lambda network: {k: w * 1.01 for k, w in real(network).items()})
+    with pytest.raises(RunError, match="gives other outputs"):
+        run.export(tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_network_of_other_code_is_refused_with_the_remedy(tmp_path):
+    run = run_of()
+    run.config = replace(run.config, network=CustomNetwork("mine.Net"))
+    with pytest.raises(RequestError, match=r"mine\.Net, whose code is not ours to copy; --format onnx"):
+        run.export(tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_the_command_writes_the_ema_or_what_it_is_told(tmp_path):
+    kind = "unet:channels=8/8,attention=0/0,mid_attention=0,norm_groups=4"
+    run = unfog.train("fashion", out=tmp_path / "run", steps=4, size=8, network=kind, device="cpu", batch=8)
+    written = {}
+    for name, words in {"ema": (), "raw": ("--weights", "raw"), "four": ("--sampler", "ddim", "--steps", "4")}.items():
+        done = forked.run(["export", run.path, tmp_path / name, *words])
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip() == str(tmp_path / name)
+        written[name] = json.loads((tmp_path / name / "model.json").read_text())
+    assert written["ema"]["run"] == {"name": "run", "step": 4, "weights": "ema", "ema": None}
+    assert written["raw"]["run"]["weights"] == "raw"
+    ema, raw = (exporting.load_file(tmp_path / name / "model.safetensors") for name in ("ema", "raw"))
+    assert not torch.equal(ema["conv_out.weight"], raw["conv_out.weight"])
+    assert written["four"]["sampler"]["kind"] == "ddim"
+    assert len(written["four"]["levels"]) == 5
+    done = forked.run(["export", run.path, tmp_path / "ema"])
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "it is not empty; give another OUT" in done.stderr
