@@ -60,7 +60,12 @@ _SAVES_NOTHING = (
     "export",
     "cache",
 )  # a signal leaves nothing to continue from
-_MODULES = {"train-autoencoder": "train", "resume": "train", "report": "evaluate"}  # else the name of the command
+_MODULES = {
+    "train-autoencoder": "train",
+    "resume": "train",
+    "report": "evaluate",
+    "export": "sample",
+}  # else the name of the command
 _MAX_MESSAGE = 1000  # characters
 
 

@@ -1,4 +1,4 @@
-"""`unfog sample`: generate images from a run into a folder."""
+"""`unfog sample`: generate images from a run into a folder. `unfog export`: write its network for other programs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from unfog.config.export_request import ExportRequest, ExportSettings
 from unfog.config.run_requests import SampleRequest, SamplingRequest
 from unfog.config.validate import check_out, check_sampler, override_sampler, report_dropped_levels
 from unfog.process.run_folder import RunFolder, unused_path
@@ -17,18 +18,40 @@ from unfog.reporting.progress import Progress, print_result, say
 from unfog.text import sanitize
 
 if TYPE_CHECKING:
+    from unfog.config.schema import Config
     from unfog.diffusion.editing import Edit
+    from unfog.diffusion.sampler import Sampler
     from unfog.pipeline.image_files import DenoisingStrip
 
 _LONGEST_NAME = 40  # characters of a class in the name of a file
 _MAX_IN_GRID = 1000  # samples; a grid of ten thousand takes more memory than generating them, and few programs open it
 
 
-def main(request: SampleRequest) -> int:
-    """Generate images, write them, print their folder, and return the exit status."""
+def main(request: SampleRequest | ExportRequest) -> int:
+    """Write images, or an export, print their folder, and return the exit status."""
     stored = RunFolder(request.run).read_config()
     sampler = override_sampler(stored.sampler, request.sampler, request.steps)
     check_sampler(sampler, stored.diffusion.schedule)
+    if isinstance(request, ExportRequest):
+        check_out(request.out, what="the folder of an export", argument="OUT")
+        _export(request)
+        out = request.out
+    else:
+        out = _sample(request, stored, sampler)
+    print_result(str(out))
+    return 0
+
+
+def _export(request: ExportRequest) -> None:
+    from unfog.inference.run import Run
+
+    run = Run(request.run, request.weights, request.checkpoint, "cpu", request.best, request.ema)
+    run.export(request.out, **{f.name: getattr(request, f.name) for f in fields(ExportSettings)})
+    say(f"  loaded again and compared with the run: the same to {run.export_difference:.1g} of the largest output")
+
+
+def _sample(request: SampleRequest, stored: Config, sampler: Sampler) -> Path:
+    """Generate images, write them, and return their folder."""
     check_out(request.out or unused_path(request.run / "pictures"), what="the folder of the samples")
     # Imported only now, as torch takes seconds: a wrong request is refused before.
     from unfog.inference.run import Run
@@ -51,8 +74,7 @@ def main(request: SampleRequest) -> int:
     out = request.out or unused_path(run.path / "pictures")
     classes = [run.classes[i] for i in parse_labels(request.label, run.classes)]
     _write_images(out, images, classes, strip, edit, run.sampled)
-    print_result(str(out))
-    return 0
+    return out
 
 
 def _edit_grid(edit: Edit, samples: Pixels) -> Pixels:
