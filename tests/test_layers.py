@@ -22,7 +22,8 @@ ALLOWED = {
     "training": {"training", "diffusion"},
     "export": {"export", "models"},
     **{storey: BELOW | set(STOREYS[: i + 1]) for i, storey in enumerate(STOREYS)},
-    "__init__": BELOW | set(STOREYS) - {"cli"},
+    "__init__": BELOW | set(STOREYS) - {"cli"} | {"from_python"},
+    "from_python": BELOW | set(STOREYS) - {"cli"},
     "__main__": {"cli"},
 }
 # Folders inside a layer: which of the layer's other folders each may import ("" is the layer's own modules).

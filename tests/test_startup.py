@@ -33,6 +33,7 @@ HELP = [
     "unfog.cli",
     "unfog.cli.main",
     "unfog.errors",
+    "unfog.from_python",
     "unfog.openmp",
     "unfog.process",
     "unfog.process.command_clock",

@@ -5,11 +5,12 @@
     findings = unfog.doctor("photos/", size=64, steps=2000)      # before training: problems and remedies
 
 Each function is a command of the same name, and takes its flags as keywords; `unfog COMMAND --help` explains them. A
-`source` is what the command line takes as SOURCE, or uint8 images as an array or tensor [N, H, W], [N, H, W, C] or
-[N, C, H, W], with `labels=` where there are classes. `settings` are those of `unfog train`, by short name (`size=64,
-lr=1e-4`) or as a table of a section (`optimizer={"warmup": 100}`), and may name a part by a spec string
-(`schedule="cosine:steps=500"`). All raise `RequestError` before work begins if a request cannot be met, and `RunError`
-if a run fails.
+`source` is what the command line takes as SOURCE, or images as objects, with `labels=` where they have none themselves:
+an array or tensor [N, H, W], [N, H, W, C] or [N, C, H, W]; or a list, torch `Dataset`, Hugging Face `Dataset` or
+generator of PIL images, arrays, tensors or paths, alone or as (image, label) or {"image": …, "label": …}. `settings`
+are those of `unfog train`, by short name (`size=64, lr=1e-4`) or as a table of a section (`optimizer={"warmup": 100}`),
+and may name a part by a spec string (`schedule="cosine:steps=500"`). All raise `RequestError` before work begins if a
+request cannot be met, and `RunError` if a run fails.
 
 The parts are usable on their own: `unfog.diffusion` (schedules, targets, weightings, samplers), `unfog.models`,
 `unfog.data`, `unfog.training`. Importing `unfog` does not import torch.
@@ -20,18 +21,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import unfog.openmp  # noqa: F401  # first, as it must come before torch
 from unfog.errors import RequestError, RunError, UnfogError
+from unfog.from_python import (
+    PathLikeText,
+    Source,
+    autoencoder_request,
+    optional_path,
+    path_of,
+    stored_source,
+    training_settings,
+)
 
 if TYPE_CHECKING:
     from unfog.commands.ema_sweep import EmaSweepResult
     from unfog.commands.find_lr import FindLrResult
     from unfog.commands.plan import Plan
     from unfog.commands.tune import TuneResult
-    from unfog.config.requests import TrainAutoencoderRequest
-    from unfog.config.schema import Config
     from unfog.inference.run import Run
     from unfog.process.run_folder import RunFolder
     from unfog.reporting.findings import Finding
@@ -57,16 +65,6 @@ __all__ = [
 ]
 
 
-class _SupportsArray(Protocol):
-    """A NumPy array, a tensor, or any other object that NumPy can convert."""
-
-    def __array__(self) -> Any: ...
-
-
-PathLikeText = str | PathLike[str]
-Source = PathLikeText | _SupportsArray
-
-
 def train(source: Source, *, out: PathLikeText | None = None, preset: str = "default", **settings: Any) -> Run:
     """Train a new run. Return it, with the network of its last checkpoint.
 
@@ -76,8 +74,8 @@ def train(source: Source, *, out: PathLikeText | None = None, preset: str = "def
     from unfog.config.requests import TrainRequest
     from unfog.inference.run import Run
 
-    config = _training_settings(source, preset, settings)
-    return Run(_finished(*start(TrainRequest(config.source, config, preset, out=_optional_path(out)))))
+    config = training_settings(source, preset, settings)
+    return Run(_finished(*start(TrainRequest(config.source, config, preset, out=optional_path(out)))))
 
 
 def train_autoencoder(source: Source, *, out: PathLikeText | None = None, **settings: Any) -> Path:
@@ -87,7 +85,7 @@ def train_autoencoder(source: Source, *, out: PathLikeText | None = None, **sett
     """
     from unfog.commands.train import train_autoencoder as start
 
-    return _finished(*start(_autoencoder_request(source, out, settings)))
+    return _finished(*start(autoencoder_request(source, out, settings)))
 
 
 def train_codec(source: Source, *, out: PathLikeText | None = None, **settings: Any) -> Path:
@@ -95,7 +93,7 @@ def train_codec(source: Source, *, out: PathLikeText | None = None, **settings: 
     from unfog.commands.train import train_autoencoder as start
     from unfog.config.aliases import with_old_defaults
 
-    return _finished(*start(with_old_defaults("train-codec", _autoencoder_request(source, out, settings))))
+    return _finished(*start(with_old_defaults("train-codec", autoencoder_request(source, out, settings))))
 
 
 def resume(path: PathLikeText, *, force: bool = False, **settings: Any) -> Run:
@@ -112,7 +110,7 @@ def resume(path: PathLikeText, *, force: bool = False, **settings: Any) -> Run:
 
     folder = _run_folder(path)
     if "source" in settings:
-        settings["source"] = _stored(settings["source"], settings)
+        settings["source"] = stored_source(settings["source"], settings.pop("labels", None))
     give_consent(str(settings))
     config = apply_changes(folder.read_config(), nest_settings(settings))
     return Run(_finished(*go_on(ResumeRequest(folder.path, config, force=force))))
@@ -150,11 +148,11 @@ def doctor(
         if settings or preset != "default":
             given = ", ".join(settings) or f"preset {preset}"
             raise RequestError(f"a run has its own settings, so {given} cannot be given with it")
-        place, config = _path(source, "source"), update(Config(), nest_settings({"device": device}), "")
+        place, config = path_of(source, "source"), update(Config(), nest_settings({"device": device}), "")
     else:
-        config = _training_settings(source, preset, settings)
+        config = training_settings(source, preset, settings)
         place = config.source
-    return examine(DoctorRequest(place, config, preset, out=_optional_path(out), quick=quick))[1]
+    return examine(DoctorRequest(place, config, preset, out=optional_path(out), quick=quick))[1]
 
 
 def plan(source: Source, *, device: str = "", processes: int = 1, preset: str = "default", **settings: Any) -> Plan:
@@ -162,7 +160,7 @@ def plan(source: Source, *, device: str = "", processes: int = 1, preset: str = 
     from unfog.commands.plan import plan as predict
     from unfog.config.requests import PlanRequest
 
-    config = _training_settings(source, preset, settings)
+    config = training_settings(source, preset, settings)
     return predict(PlanRequest(config.source, config, preset, device=device, processes=processes))
 
 
@@ -178,8 +176,8 @@ def find_lr(
     from unfog.commands.find_lr import find_lr as search
     from unfog.config.requests import FindLrRequest
 
-    config = _training_settings(source, preset, settings)
-    return search(FindLrRequest(config.source, config, preset, out=_optional_path(out), seconds=seconds))
+    config = training_settings(source, preset, settings)
+    return search(FindLrRequest(config.source, config, preset, out=optional_path(out), seconds=seconds))
 
 
 def pack(source: Source, out: PathLikeText, **settings: Any) -> Path:
@@ -187,8 +185,8 @@ def pack(source: Source, out: PathLikeText, **settings: Any) -> Path:
     from unfog.commands.pack import pack as write
     from unfog.config.requests import PackRequest
 
-    config = _training_settings(source, "default", settings)
-    return write(PackRequest(config.source, Path(_path(out, "out")), config.data))
+    config = training_settings(source, "default", settings)
+    return write(PackRequest(config.source, Path(path_of(out, "out")), config.data))
 
 
 def load(path: PathLikeText, *, ema: float | None = None) -> Run:
@@ -199,7 +197,7 @@ def load(path: PathLikeText, *, ema: float | None = None) -> Run:
     """
     from unfog.inference.run import Run
 
-    return Run(_path(path), ema=ema)
+    return Run(path_of(path), ema=ema)
 
 
 def ema_sweep(
@@ -216,7 +214,7 @@ def ema_sweep(
     from unfog.commands.ema_sweep import ema_sweep as sweep
     from unfog.config.run_requests import EmaSweepRequest
 
-    folder: Any = Path(_path(path))
+    folder: Any = Path(path_of(path))
     listed: Any = widths if isinstance(widths, float | int) else tuple(widths)  # `sweep` refuses a number
     names: Any = metric
     return sweep(EmaSweepRequest(folder, names, n, listed, step, features, device))
@@ -231,63 +229,13 @@ def tune(path: PathLikeText, *, steps: int = 10, sampler: str | None = None, **o
     from unfog.config.run_requests import TuneRequest
 
     kind: Any = sampler
-    return search(TuneRequest(Path(_path(path)), steps, kind, **options))
-
-
-def _training_settings(source: Source, preset: str, settings: dict[str, Any]) -> Config:
-    """Return the preset, changed by settings that are given by name."""
-    from unfog.commands.train import apply_changes, base_settings
-    from unfog.config.presets import preset as recipe
-    from unfog.config.schema import nest_settings
-    from unfog.custom import give_consent
-
-    base, place = recipe(preset), _stored(source, settings)
-    for name in ("init", "autoencoder", "codec"):
-        if isinstance(settings.get(name), PathLike):
-            settings[name] = _path(settings[name], name)
-    give_consent(f"{place} {settings}")
-    changes = nest_settings(settings)
-    return apply_changes(base_settings(base, None, changes), changes, place)
-
-
-def _stored(source: Any, settings: dict[str, Any]) -> str:
-    """Return the path of the images; an array is written to the cache first, with the labels among the settings."""
-    if not hasattr(source, "__array__"):  # asked like this, a path needs no import of NumPy
-        return _path(source, "source")
-    from unfog.data.sources.arrays import store_array
-
-    return str(store_array(source, settings.pop("labels", None)))
-
-
-def _autoencoder_request(source: Source, out: PathLikeText | None, settings: dict[str, Any]) -> TrainAutoencoderRequest:
-    """Return the request of flags of `unfog train-autoencoder` and settings of `unfog train`, given by name."""
-    from unfog.commands.train import apply_changes
-    from unfog.config.presets import AutoencoderRunSettings, autoencoder_recipe
-    from unfog.config.requests import TrainAutoencoderRequest
-    from unfog.config.schema import nest_settings
-
-    flags = ("factor", "channels", "width", "kl", "pyramid")
-    options = {name: settings.pop(name) for name in flags if name in settings}
-    place = _stored(source, settings)
-    config = AutoencoderRunSettings.of(apply_changes(autoencoder_recipe(), nest_settings(settings), place))
-    return TrainAutoencoderRequest(place, config, out=_optional_path(out), **options)
-
-
-def _path(given: object, name: str = "path") -> str:
-    """Return a path as text. Raise RequestError if it is none."""
-    from unfog.config.validate import path_text
-
-    return path_text(given, name)
-
-
-def _optional_path(given: PathLikeText | None) -> Path | None:
-    return None if given is None else Path(_path(given))
+    return search(TuneRequest(Path(path_of(path)), steps, kind, **options))
 
 
 def _run_folder(path: PathLikeText) -> RunFolder:
     from unfog.process.run_folder import RunFolder
 
-    return RunFolder(Path(_path(path)))
+    return RunFolder(Path(path_of(path)))
 
 
 def _finished(folder: RunFolder, done: bool) -> Path:

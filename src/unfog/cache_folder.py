@@ -1,11 +1,13 @@
 """The cache folder, for files that can be made again, and its size limit: least recently used entries go first.
 
 An entry is a file or a folder that Unfog made here: decoded images, latents, features, remote shards. `hold` marks one
-as in use, by a shared lock on the file `.used/NAME`, whose time is that of the last use.
+as in use, by a shared lock on the file `.used/NAME`, whose time is that of the last use. `note_run` writes into that
+file which run is trained on images that were given from Python, so that they stay as long as it is there.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -17,7 +19,7 @@ from pathlib import Path
 
 from unfog.errors import RequestError
 from unfog.locks import is_at, lock_alone, lock_shared
-from unfog.safe_files import move, open_file, remove, remove_tree
+from unfog.safe_files import move, open_file, read_file, remove, remove_tree
 
 _MARKS = ".used"  # folder of a file for each entry; not in the entry, which others may read only
 _REMOVED = re.compile(r"\.removed-[0-9]+-[0-9]+")
@@ -28,11 +30,13 @@ _KINDS = {  # by the path below the cache folder; other files are not Unfog's, a
     _KEY: "decoded images",
     rf"latents-{_KEY}(\.partial)?": "latents",
     rf"array-{_KEY}\.npz": "array",
+    rf"images-{_KEY}\.images": "images",
     rf"features/{_KEY}": "features",
     "members": "read from remote shards",
     "shards": "index of shards",
     "hf": "Hugging Face sets",
 }
+_FROM_PYTHON = ("array", "images")  # no path leads back to where they came from
 _held: dict[Path, int] = {}
 """Descriptors of the locks that this process holds until it ends."""
 
@@ -73,11 +77,13 @@ class CacheEntry:
     """Time of the last use, in seconds since 1970."""
 
     def in_use(self) -> bool:
-        """Return True if a process uses or writes the entry, or if locks are not supported and nobody can tell."""
+        """Return True if a process uses or writes the entry, or a run names it, or nobody can tell without locks."""
         mark = _mark(self.path)
         try:
             if not mark.exists():
                 return False
+            if self._named_by_run():
+                return True
             with lock_alone(mark) as alone:
                 return not alone
         except OSError:
@@ -89,7 +95,7 @@ class CacheEntry:
         with suppress(OSError):
             mark.parent.mkdir(exist_ok=True)
             with lock_alone(mark) as alone:
-                if not alone:
+                if not alone or self._named_by_run():
                     return False
                 # Renamed first, so that no process finds one half removed.
                 gone = cache_folder() / f".removed-{os.getpid()}-{time.time_ns()}"
@@ -97,6 +103,15 @@ class CacheEntry:
                 remove_tree(gone)
                 remove(mark)
         return not os.path.lexists(self.path)
+
+    def _named_by_run(self) -> bool:
+        """Return True if a run that `note_run` noted is still there with these images."""
+        with suppress(OSError, ValueError):
+            for line in read_file(_mark(self.path)).splitlines():
+                with suppress(OSError, ValueError, TypeError):
+                    if self.path.name.encode() in read_file(Path(json.loads(line)) / "config.toml", follow=True):
+                        return True
+        return False
 
 
 def cache_entries() -> list[CacheEntry]:
@@ -130,6 +145,19 @@ def hold(entry: Path) -> None:
         os.utime(mark)
 
 
+def note_run(source: str, run: Path) -> None:
+    """Note that a run is trained on the entry of the cache that `source` names; without effect if it names none."""
+    if Path(source).parent != cache_folder().resolve():
+        return
+    mark, line = _mark(cache_folder() / Path(source).name), json.dumps(str(run.resolve())).encode()
+    with suppress(OSError, ValueError):
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        with open_file(mark, "a+b") as file:
+            file.seek(0)
+            if line not in file.read().splitlines():
+                file.write(line + b"\n")
+
+
 def release(entry: Path) -> None:
     """End the use of an entry by this process."""
     if (descriptor := _held.pop(_mark(entry), None)) is not None:
@@ -150,7 +178,7 @@ def make_room(needed: float = 0, limit: float | None = None, keep: Path | None =
         keep: an entry that will be finished, whose bytes are among those needed.
 
     Returns:
-        True if they fit. Arrays given from Python are counted and kept: no path leads back to where they came from.
+        True if they fit. Arrays and images given from Python are counted and kept.
     """
     limit = cache_limit() if limit is None else limit
     _remove_remains()
@@ -159,7 +187,7 @@ def make_room(needed: float = 0, limit: float | None = None, keep: Path | None =
     for entry in entries:
         if total <= limit:
             break
-        if entry.kind != "array" and entry.remove():
+        if entry.kind not in _FROM_PYTHON and entry.remove():
             total -= entry.nbytes
     return total <= limit
 
@@ -169,7 +197,7 @@ def fits_limit(needed: float, keep: Path | None = None) -> bool:
     limit = cache_limit()
     if needed > limit:
         return False
-    fixed = (e for e in cache_entries() if e.path != keep and (e.kind == "array" or e.in_use()))
+    fixed = (e for e in cache_entries() if e.path != keep and (e.kind in _FROM_PYTHON or e.in_use()))
     return needed + sum(entry.nbytes for entry in fixed) <= limit
 
 

@@ -29,8 +29,8 @@ def main(request: CacheRequest) -> int:
     limit = cache_limit() if request.limit is None else request.limit * 1e9
     if request.clear:
         if left := clear_cache():
-            warn(f"{plural(len(left), 'entry')} cannot be removed now, because a process uses them")
+            warn(f"{plural(len(left), 'entry')} cannot be removed now, because a process or a run needs them")
     elif request.limit is not None and not make_room(limit=limit):
-        warn(f"more than {format_bytes(limit)} are left: entries in use, and arrays from Python, which --clear removes")
+        warn(f"more than {format_bytes(limit)} are left: entries in use, and images from Python, which --clear removes")
     print_result("\n".join(_cache_lines(cache_entries())))
     return 0

@@ -140,7 +140,7 @@ def remove_stale_entries(folder: Path) -> None:
     with suppress(OSError):
         for path in list(folder.iterdir()):
             with suppress(OSError, BusyError):
-                if re.fullmatch(r"array-[0-9a-f]{32}(\.npz)?\.[0-9-]+\.partial", path.name) and _is_old(path):
+                if re.fullmatch(r"(array-[0-9a-f]{32}(\.npz)?\.|images-)[0-9-]+\.partial", path.name) and _is_old(path):
                     remove(path)
                 elif _is_abandoned(path):
                     with locked(path):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
+from unfog.cache_folder import note_run
 from unfog.config.schema import Config
 from unfog.config.toml import read_toml, to_toml
 from unfog.config.validate import check_out, reason_of
@@ -22,6 +23,7 @@ from unfog.safe_files import read_file, remove, remove_tree, write_atomic
 
 AUTOENCODER_FOLDER = "codec"
 """Folder in a run with its copy of the autoencoder, or in an autoencoder's run with the result."""
+_FROM_PYTHON = re.compile(r"-[0-9a-f]{32}\.(npz|images)$")  # end of the name of images that were given as objects
 _LAUNCH_FILE = "launch"  # in a run: names the launch by torchrun that created it
 
 
@@ -104,6 +106,7 @@ class RunFolder:
     def write_config(self, config: Config) -> None:
         """Write the configuration atomically. It is the only file with secrets of URLs, which a resume needs."""
         write_atomic(self.config_file, to_toml(config).encode(), private=config != config.without_secrets())
+        note_run(config.source, self.path)
 
     def read_config(self) -> Config:
         """Return the stored configuration. RequestError if this is no run, or its configuration is damaged."""
@@ -156,6 +159,7 @@ def next_folder(source: str, under: str = "runs") -> Path:
     """Return an unused folder named after the source: runs/photos, runs/photos-2, …; of a URL its last part."""
     url = source.partition("?")[0].rstrip("/")  # the query may be a signature
     last = url.rpartition("/")[2] if "://" in source else Path(source).resolve().name
+    last = _FROM_PYTHON.sub("", last)
     plain = re.sub(r"[^\w .+@]+", "-", printable(last).removesuffix(".tar").removesuffix(".zip")).strip("-. ")
     return unused_path(Path(under) / (plain or "run"))
 

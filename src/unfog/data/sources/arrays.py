@@ -22,6 +22,7 @@ from unfog.cache_folder import cache_folder, hold, make_room
 from unfog.data.cache import remove_stale_entries
 from unfog.data.sources.base import LazyNames, OpenOptions, Source, SourceLocation
 from unfog.data.sources.folder import sample_digest
+from unfog.data.sources.image_objects import as_array
 from unfog.errors import RequestError
 from unfog.safe_files import replace_file
 from unfog.text import sanitize
@@ -91,13 +92,13 @@ def store_array(array: Any, labels: Any = None) -> Path:
     Raises:
         RequestError: they are no uint8 images or not as many labels, or the cache cannot be written.
     """
-    images = _as_nhwc("the array", _as_array(array))
+    images = _as_nhwc("the array", as_array(array))
     arrays: dict[str, Any] = {"images": images}
     digest = hashlib.sha256(repr(images.shape).encode())
     for start in range(0, len(images), 4096):
         digest.update(np.ascontiguousarray(images[start : start + 4096]).data)
     if labels is not None:
-        arrays["labels"] = _as_array(labels)
+        arrays["labels"] = as_array(labels)
         _index_labels("the array", arrays["labels"], len(images))  # only to refuse what are no labels
         digest.update(repr(arrays["labels"].tolist()).encode())
     path = cache_folder() / f"array-{digest.hexdigest()[:32]}.npz"
@@ -113,13 +114,6 @@ def store_array(array: Any, labels: Any = None) -> Path:
     except OSError as error:
         raise RequestError(f"{path.parent} cannot be written ({error.strerror}); set UNFOG_CACHE to another") from None
     return path
-
-
-def _as_array(values: Any) -> NDArray[Any]:
-    # A tensor is told by its method, as importing torch for it would take seconds.
-    if hasattr(values, "detach"):
-        values = values.detach().cpu().numpy()
-    return np.asarray(values)
 
 
 def _file_digest(path: Path) -> str:

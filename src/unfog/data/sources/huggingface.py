@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,27 @@ class HuggingFaceSource(Source):
         if self._image_files:
             fingerprint = f"{fingerprint} {files_digest(self._roots[0], self._image_files)[0]}"
         return hashlib.sha256(fingerprint.encode()).hexdigest(), size
+
+
+def dataset_items(dataset: Any) -> tuple[Iterator[Any], Iterator[Any], tuple[str, ...]] | None:
+    """Return (files of the images, labels, classes) of a dataset in memory; None where it gives images itself.
+
+    It does so if it is a stream, or has a transform.
+    """
+    datasets = _import_datasets()
+    if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] == "custom":
+        return None
+    dataset = dataset.with_format(None)
+    column = _image_column("the dataset", dataset, datasets)
+    rows = dataset.select_columns([column]).cast_column(column, datasets.Image(decode=False))
+    classes, labels, _ = _read_labels(dataset, datasets)
+    each = repeat(None) if labels is None else iter(labels.tolist())
+    return (_file_of(row[column]) for row in rows), each, classes
+
+
+def _file_of(one: Any) -> Any:
+    """Return the bytes of an image's file, else its path; None if it has neither."""
+    return None if one is None else one.get("bytes") or one.get("path")
 
 
 def _is_parquet(path: Path) -> bool:

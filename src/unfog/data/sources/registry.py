@@ -26,6 +26,7 @@ BUILT_IN = (
     "unfog.data.webdataset.shard_source:ShardSource",
     "unfog.data.sources.zip_archive:ZipSource",
     "unfog.data.sources.arrays:ArraySource",
+    "unfog.data.sources.stored_images:StoredImages",
     "unfog.data.sources.folder:FolderSource",  # last, as it matches every folder
 )
 """MODULE:CLASS of each source, in the order in which they are asked."""

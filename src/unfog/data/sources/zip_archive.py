@@ -105,7 +105,7 @@ class ZipSource(Source):
     def _read_table(self, info: zipfile.ZipInfo) -> bytes:
         if reason := _unusable_reason(info):
             raise ImageError(reason)
-        return self._content(_to_member(info))
+        return self._content(to_member(info))
 
     def _read_directory(self) -> list[zipfile.ZipInfo]:
         try:
@@ -134,7 +134,7 @@ class ZipSource(Source):
         if reason := _unusable_reason(info):
             unreadable.append(SkippedFile(name, reason))
         else:
-            self._members[name] = _to_member(info)
+            self._members[name] = to_member(info)
 
     def _read(self, start: int, size: int) -> bytes:
         if start + size > self._state.size:
@@ -169,7 +169,7 @@ class ZipSource(Source):
         return data
 
 
-def _to_member(info: zipfile.ZipInfo) -> _Member:
+def to_member(info: zipfile.ZipInfo) -> _Member:
     return _Member(info.header_offset, info.compress_size, info.file_size, info.compress_type, info.CRC)
 
 

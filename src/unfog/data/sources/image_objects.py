@@ -1,0 +1,272 @@
+"""Images given as Python objects: how lists, datasets and generators give them, and what each becomes in storage.
+
+An item is an image, a pair (image, label), or a dictionary of both. An image is a PIL image, an array or tensor, the
+path of a file, or the bytes of one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from unfog.data.sources.image_files import has_image_signature
+from unfog.errors import RequestError
+
+_IMAGE_KEYS = ("image", "images", "img", "pixel_values", "picture", "x", "png", "jpg")
+_LABEL_KEYS = ("label", "labels", "class", "target", "fine_label", "y", "cls")
+_PNG_MODES = frozenset(["1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16"])
+_TIFF_MODES = frozenset(["CMYK", "F", "YCbCr", "LAB"])
+_LOOKED_AT = 32  # images that the range of floating-point values is read from
+_TOLERANCE = 1e-3  # beyond a range, as rounding and resizing leave it
+_RANGES = "from 0 to 1, from -1 to 1, or from 0 to 255"
+
+
+class Item(NamedTuple):
+    """An image and its label."""
+
+    image: Any
+    label: Any
+    """None without one."""
+
+
+@dataclass(frozen=True)
+class ImageItems:
+    """Images of a list, dataset or generator, to be gone through once."""
+
+    items: Iterator[Item]
+    kind: str
+    """The object in messages: "list", "CIFAR10"."""
+    count: int | None = None
+    """Number of images, where that is known before."""
+    classes: tuple[str, ...] = ()
+    """Names of the classes that whole numbers stand for; () where the labels are names, or nothing names them."""
+
+
+def read_items(source: Any) -> ImageItems:
+    """Return the images of a list, a torch or Hugging Face dataset, an iterable, or a generator.
+
+    Raises RequestError if the object is none of these.
+    """
+    kind = type(source).__name__
+    if isinstance(source, Image.Image):
+        raise RequestError("a single image was given, and training needs many; give a list of images")
+    if isinstance(source, Mapping):
+        return _read_mapping(source, kind)
+    if type(source).__module__.partition(".")[0] == "datasets" and hasattr(source, "features"):
+        from unfog.data.sources.huggingface import dataset_items
+
+        if (stored := dataset_items(source)) is not None:
+            images, labels, classes = stored
+            return ImageItems(map(Item, images, labels), kind, len(source), classes)
+    if isinstance(source, Iterable):
+        items = iter(source)
+    elif hasattr(source, "__getitem__") and hasattr(source, "__len__"):
+        # Through indices, as a torch dataset need not end an iteration by itself.
+        items = (source[i] for i in range(len(source)))
+    else:
+        hint = (
+            "call it, and give what it returns" if callable(source) else "give a folder, a list of images, or an array"
+        )
+        raise RequestError(f"a {kind} is no source of images; {hint}")
+    pairs = (_split(item) for item in _named_items(items, kind))
+    return ImageItems(pairs, kind, _length(source), _class_names(source))
+
+
+def _length(source: Any) -> int | None:
+    try:
+        return len(source)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _read_mapping(source: Mapping[Any, Any], kind: str) -> ImageItems:
+    """Return the images of columns such as {"image": […], "label": […]}; refuse splits, of which one must be chosen."""
+    images, labels = (_first_value(source, keys) for keys in (_IMAGE_KEYS, _LABEL_KEYS))
+    if images is None:
+        names = ", ".join(repr(key) for key in list(source)[:5])
+        raise RequestError(
+            f"a {kind} of {names} has no column of images; give one of its values, such as its training set"
+        )
+    labels = [None] * len(images) if labels is None else labels
+    if len(images) != len(labels):
+        raise RequestError(f"there are {len(images):,} images and {len(labels):,} labels; give one for each image")
+    return ImageItems(map(Item, images, labels), kind, len(images))
+
+
+def _named_items(items: Iterator[Any], kind: str) -> Iterator[Any]:
+    """Go through somebody's iterator; an error of it becomes a RequestError that names the image."""
+    i = 0
+    while True:
+        try:
+            item = next(items)
+        except StopIteration:
+            return
+        except Exception as error:
+            raise RequestError(f"image {i:,} of the {kind} cannot be read: {type(error).__name__}: {error}") from error
+        yield item
+        i += 1
+
+
+def _split(item: Any) -> Item:
+    if isinstance(item, Mapping):
+        return Item(_first_value(item, _IMAGE_KEYS), _first_value(item, _LABEL_KEYS))
+    if isinstance(item, tuple | list) and item:
+        return Item(item[0], item[1] if len(item) > 1 else None)
+    return Item(item, None)
+
+
+def _first_value(item: Mapping[Any, Any], keys: Sequence[str]) -> Any:
+    return next((item[key] for key in keys if key in item), None)
+
+
+def _class_names(source: Any) -> tuple[str, ...]:
+    """Return the names of classes that a dataset has in `classes`, also one that it is a part of; () without."""
+    for _ in range(8):
+        names = getattr(source, "classes", None)
+        if isinstance(names, Sequence) and not isinstance(names, str) and all(isinstance(name, str) for name in names):
+            return tuple(names) if len(set(names)) == len(names) else ()
+        source = getattr(source, "dataset", None)
+    return ()
+
+
+def as_array(values: Any) -> NDArray[Any]:
+    """Return a tensor, or what NumPy makes an array of, as an array."""
+    # A tensor is told by its method, as importing torch for it would take seconds.
+    if hasattr(values, "detach"):
+        values = values.detach().cpu()
+        # NumPy has no bfloat16.
+        values = (values.float() if values.dtype.is_floating_point else values).numpy()
+    return np.asarray(values)
+
+
+@dataclass(frozen=True)
+class FloatRange:
+    """The range of floating-point images, which decides how they become 0 to 255."""
+
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, least: float, most: float, subject: str) -> FloatRange:
+        """Return the range that such values are in. RequestError if it is none that images have."""
+        for low, high in ((0, 1), (-1, 1), (0, 255)):
+            slack = _TOLERANCE * (high - low)
+            if low - slack <= least and most <= high + slack:
+                return cls(low, high)
+        raise RequestError(
+            f"{subject} has values from {least:.4g} to {most:.4g}, and images are {_RANGES}; undo a normalisation by "
+            "mean and deviation, or give uint8"
+        )
+
+    def to_uint8(self, values: NDArray[Any], subject: str) -> NDArray[np.uint8]:
+        """Return values of this range as 0 to 255. RequestError if one is beyond it."""
+        slack = _TOLERANCE * (self.high - self.low)
+        if not (self.low - slack <= values.min() and values.max() <= self.high + slack):
+            raise RequestError(
+                f"{subject} has values from {values.min():.4g} to {values.max():.4g}, but images before it are from "
+                f"{self.low:g} to {self.high:g}; give all in one range, or uint8"
+            )
+        scaled = (values.astype(np.float32) - self.low) * np.float32(255 / (self.high - self.low))
+        rounded: NDArray[np.uint8] = np.rint(scaled).clip(0, 255).astype(np.uint8)
+        return rounded
+
+    def __str__(self) -> str:
+        return f"images of floating point, from {self.low:g} to {self.high:g}, are stored as uint8, from 0 to 255"
+
+
+def find_range(items: Iterator[Item]) -> tuple[FloatRange | None, Iterator[Item]]:
+    """Return the range of the first images, None if none of them is of floating point; and all items."""
+    first = list(islice(items, _LOOKED_AT))
+    arrays = [as_array(image) for image, _ in first if _is_array(image)]
+    floats = [array for array in arrays if array.dtype.kind == "f" and array.size]
+    found = None
+    if floats:
+        least, most = min(float(a.min()) for a in floats), max(float(a.max()) for a in floats)
+        subject = "image 0" if len(first) == 1 else f"one of the first {len(first)} images"
+        found = FloatRange.of(least, most, subject)
+    return found, chain(first, items)
+
+
+def _is_array(image: Any) -> bool:
+    return hasattr(image, "__array__") and not isinstance(image, Image.Image)
+
+
+def encode_image(image: Any, i: int, floats: FloatRange | None) -> bytes:
+    """Return an image as the content of a file: one that is a file as it is, others without loss.
+
+    Args:
+        image: a PIL image, an array or tensor, a path, or the bytes of a file.
+        i: its number, for messages.
+        floats: the range of images of floating point.
+
+    Raises:
+        RequestError: it is no image.
+    """
+    subject = f"image {i:,}"
+    if isinstance(image, str | os.PathLike):
+        try:
+            image = Path(image).read_bytes()
+        except OSError as error:
+            raise RequestError(f"{subject}, {image}, cannot be read: {error.strerror}; give images or paths") from None
+    if isinstance(image, bytes):
+        if not has_image_signature(image[:64]):
+            raise RequestError(f"{subject} is {len(image):,} bytes of something else; give the content of image files")
+        return image
+    if not isinstance(image, Image.Image):
+        image = _to_pil(image, subject, floats)
+    try:
+        return _encode_pil(image)
+    except (OSError, SyntaxError, ValueError) as error:  # a file that Pillow opened and that is damaged further on
+        raise RequestError(f"{subject} cannot be read: {error}; leave it out") from error
+
+
+def _to_pil(image: Any, subject: str, floats: FloatRange | None) -> Image.Image:
+    if not _is_array(image):
+        raise RequestError(
+            f"{subject} is {'missing' if image is None else f'a {type(image).__name__}'}; give PIL images, arrays, "
+            "tensors or paths, each alone, as (image, label), or as {'image': …, 'label': …}"
+        )
+    pixels = as_array(image)
+    shape = "x".join(map(str, pixels.shape))
+    if pixels.ndim == 4:
+        raise RequestError(f"{subject} is a batch of shape {shape}; give single images, of a DataLoader its .dataset")
+    if pixels.dtype.kind == "f" and pixels.size:
+        floats = floats or FloatRange.of(float(pixels.min()), float(pixels.max()), subject)
+        pixels = floats.to_uint8(pixels, subject)
+    if pixels.dtype == np.bool_:
+        pixels = pixels.astype(np.uint8) * 255
+    if pixels.dtype != np.uint8:
+        raise RequestError(f"{subject} is {pixels.dtype}; images are uint8 from 0 to 255, or floating point {_RANGES}")
+    # Of three channels on either side, tensors have theirs first and arrays theirs last.
+    sides = (0, 2) if hasattr(image, "detach") else (2, 0)
+    axis = next((a for a in sides if pixels.ndim == 3 and pixels.shape[a] in (1, 3, 4)), None)
+    if pixels.ndim not in (2, 3) or 0 in pixels.shape or (pixels.ndim == 3 and axis is None):
+        raise RequestError(f"{subject} has the shape {shape}; images are [H, W], [H, W, C] or [C, H, W], C = 1, 3 or 4")
+    if axis == 0:
+        pixels = pixels.transpose(1, 2, 0)
+    pixels = np.ascontiguousarray(pixels)
+    return Image.fromarray(pixels[..., 0] if pixels.ndim == 3 and pixels.shape[2] == 1 else pixels)
+
+
+def _encode_pil(image: Image.Image) -> bytes:
+    # With its colour profile and orientation, which decoding applies as it does to a file.
+    known = image.mode in _PNG_MODES or image.mode in _TIFF_MODES
+    kept = image if known else image.convert("RGBA" if image.has_transparency_data else "RGB")
+    extra: dict[str, Any] = {name: image.info[name] for name in ("icc_profile",) if image.info.get(name)}
+    if exif := image.getexif():
+        extra["exif"] = exif
+    file = BytesIO()
+    if kept.mode in _PNG_MODES:
+        kept.save(file, "PNG", compress_level=1, **extra)
+    else:
+        kept.save(file, "TIFF", **extra)
+    return file.getvalue()

@@ -1,0 +1,202 @@
+"""Images given from Python, stored in the cache as a file that a run and its resume read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from unfog.cache_folder import cache_folder, hold, make_room
+from unfog.data.cache import remove_stale_entries
+from unfog.data.data_report import SkippedFile
+from unfog.data.sources.arrays import store_array
+from unfog.data.sources.base import SourceLocation
+from unfog.data.sources.image_objects import (
+    FloatRange,
+    ImageItems,
+    as_array,
+    encode_image,
+    find_range,
+    read_items,
+)
+from unfog.data.sources.zip_archive import ZipSource, to_member
+from unfog.errors import RequestError
+from unfog.safe_files import move, open_file, remove
+from unfog.text import sanitize
+
+_LABELS = "labels.json"
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # so that the same images make the same file
+_CHUNK = 1024  # images that are converted at a time
+
+
+class Report(NamedTuple):
+    """Functions that are called while images are stored."""
+
+    say: Callable[[str], None] = lambda line: None
+    """With a line on how the images were understood."""
+    progress: Callable[[int, int | None], None] = lambda done, total: None
+    """With the number of images stored, and of all where that is known. It may raise to stop."""
+
+
+class StoredImages(ZipSource):
+    """Images that `store_images` wrote: a zip archive with the class of each image in labels.json."""
+
+    suffixes = (".images",)
+    tables_inside = False
+
+    def __init__(self, location: SourceLocation) -> None:
+        self._stored_labels: list[zipfile.ZipInfo] = []
+        super().__init__(location)
+        for info in self._stored_labels:
+            self._read_labels(info)
+
+    def _read_labels(self, info: zipfile.ZipInfo) -> None:
+        try:
+            stored = json.loads(self._content(to_member(info)))
+            self.classes, labels = tuple(stored["classes"]), np.asarray(stored["labels"])
+            # None of its values is trusted, as the file may be somebody else's.
+            whole = labels.dtype.kind == "i" and all(type(name) is str for name in self.classes)
+            if labels.shape != (len(self.names),) or not whole:
+                raise ValueError("its labels are not of its images")
+        except Exception as error:  # any JSON is possible
+            raise RequestError(f"{sanitize(self.name)} is damaged: {error}; give the images again") from None
+        self.labels = labels.astype(np.int64)
+
+    def _add(self, info: zipfile.ZipInfo, ignored: Counter[str], unreadable: list[SkippedFile]) -> None:
+        if info.filename == _LABELS:
+            self._stored_labels.append(info)
+        else:
+            super()._add(info, ignored, unreadable)
+
+
+def store_images(source: Any, labels: Any = None, report: Report | None = None) -> Path:
+    """Write images given as objects into the cache, once, and return the path of the file, which is a SOURCE.
+
+    The name of the file is a digest of the images and labels, so that the same list is the same file. Images are gone
+    through once and written one by one, so that they need not fit into memory.
+
+    Args:
+        source: an array or tensor of all images, or what `read_items` takes.
+        labels: a whole number or a text for each image, where the source has none itself.
+        report: functions to call meanwhile.
+
+    Raises:
+        RequestError: there are no images, one is none, the labels do not fit, or the cache cannot be written.
+    """
+    report = report or Report()
+    if hasattr(source, "__array__"):
+        return store_array(_without_floats(as_array(source), report), labels)
+    items, folder = read_items(source), cache_folder()
+    partial = folder / f"images-{os.getpid()}-{time.time_ns()}.partial"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_stale_entries(folder)
+        try:
+            digest = _write(partial, items, labels, report)
+            path = folder / f"images-{digest}.images"
+            hold(path)
+            if not path.exists():
+                move(partial, path)
+        finally:
+            with suppress(OSError):
+                remove(partial)
+        make_room()
+    except OSError as error:
+        raise RequestError(f"{folder} cannot be written ({error.strerror}); set UNFOG_CACHE to another") from None
+    return path
+
+
+def _without_floats(images: Any, report: Report) -> Any:
+    """Return an array of floating point as uint8, and others as they are."""
+    if images.dtype.kind != "f" or not images.size:
+        return images
+    chunks = range(0, len(images), _CHUNK)
+    least = min(float(images[i : i + _CHUNK].min()) for i in chunks)
+    floats = FloatRange.of(least, max(float(images[i : i + _CHUNK].max()) for i in chunks), "the array")
+    report.say(f"  {floats}")
+    return np.concatenate([floats.to_uint8(images[i : i + _CHUNK], "the array") for i in chunks])
+
+
+def _write(partial: Path, source: ImageItems, labels: Any, report: Report) -> str:
+    """Write the archive, and return the digest of images and labels."""
+    given = None if labels is None else [_plain_label(label, i) for i, label in enumerate(labels)]
+    found: list[int | str | None] = []
+    digest = hashlib.sha256()
+    with open_file(partial, "xb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        floats, items = find_range(source.items)
+        if floats is not None:
+            report.say(f"  {floats}")
+        for i, (image, label) in enumerate(items):
+            content = encode_image(image, i, floats)
+            digest.update(hashlib.sha256(content).digest())
+            archive.writestr(zipfile.ZipInfo(f"{i:08}.png", _EPOCH), content)
+            found.append(_plain_label(label, i))
+            report.progress(i + 1, source.count)
+        if not found:
+            raise RequestError(f"the {source.kind} has no images; give at least one")
+        classes, index = _index_labels(_chosen(found, given), source.classes)
+        if index is not None:
+            stored = json.dumps({"classes": classes, "labels": index}).encode()
+            digest.update(stored)
+            archive.writestr(zipfile.ZipInfo(_LABELS, _EPOCH), stored)
+        archive.close()
+        file.flush()
+        os.fsync(file.fileno())  # before the rename, or a power cut could leave an empty file under the name
+    return digest.hexdigest()[:32]
+
+
+def _chosen(found: list[int | str | None], given: list[int | str | None] | None) -> list[int | str | None]:
+    """Return the labels that came with the images, or those given beside them. RequestError if they do not fit."""
+    if given is None:
+        return found
+    if any(label is not None for label in found):
+        raise RequestError("labels are given, and the images have labels of their own; give one of them")
+    if len(given) != len(found):
+        raise RequestError(f"there are {len(found):,} images and {len(given):,} labels; give one for each image")
+    return given
+
+
+def _plain_label(label: Any, i: int) -> int | str | None:
+    """Return a label as a whole number or a text, None without one. RequestError if it is something else."""
+    if label is None or isinstance(label, str):
+        return label
+    values = as_array(label)
+    if values.size == 1 and values.dtype.kind in "iub":
+        return int(values.reshape(()))
+    if values.size == 1 and values.dtype.kind == "U":
+        return str(values.reshape(()))
+    found = f"{values.dtype} of shape {values.shape}" if values.dtype.kind in "iubf" else type(label).__name__
+    raise RequestError(f"the label of image {i:,} is {found}; give a whole number or a text for each image, or none")
+
+
+def _index_labels(labels: Sequence[int | str | None], names: Sequence[str]) -> tuple[tuple[str, ...], list[int] | None]:
+    """Return (classes, the class of each image), or ((), None) if no image has a label.
+
+    `names` are those of the classes that whole numbers stand for, where they are known. RequestError if some images
+    have a label and others none.
+    """
+    if all(label is None for label in labels):
+        return (), None
+    if None in labels:
+        without = labels.index(None)
+        raise RequestError(f"image {without:,} has no label, and others have one; give a label for each image, or none")
+    present = set(labels)
+    numbers = [label for label in present if isinstance(label, int)]
+    if len(numbers) < len(present):
+        order = sorted({str(label) for label in present})
+    elif names and 0 <= min(numbers) <= max(numbers) < len(names):
+        order = list(names)
+        labels = [names[label] for label in labels if isinstance(label, int)]
+    else:
+        order = [str(number) for number in sorted(numbers)]
+    position = {name: i for i, name in enumerate(order)}
+    return tuple(order), [position[str(label)] for label in labels]

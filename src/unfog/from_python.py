@@ -1,0 +1,104 @@
+"""Requests from the arguments of Python: settings by name, and images that are given as objects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from unfog.config.requests import TrainAutoencoderRequest
+    from unfog.config.schema import Config
+
+# Modules are imported inside functions, so that `import unfog` is quick.
+
+_AUTOENCODER_FLAGS = ("factor", "channels", "width", "kl", "pyramid")
+
+
+class _SupportsArray(Protocol):
+    """A NumPy array, a tensor, or any other object that NumPy can convert."""
+
+    def __array__(self) -> Any: ...
+
+
+class _Indexed(Protocol):
+    """A dataset that gives an image, or an image and its label, for each number."""
+
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+    def __len__(self) -> int: ...
+
+
+PathLikeText = str | PathLike[str]
+Source = PathLikeText | _SupportsArray | _Indexed | Iterable[Any]
+
+
+def training_settings(source: Source, preset: str, settings: dict[str, Any]) -> Config:
+    """Return the preset, changed by settings that are given by name; images as objects are stored first."""
+    from dataclasses import replace
+
+    from unfog.commands.train import apply_changes, base_settings
+    from unfog.config.presets import preset as recipe
+    from unfog.config.schema import nest_settings
+    from unfog.custom import give_consent
+
+    labels = _pop_labels(source, settings)
+    for name in ("init", "autoencoder", "codec"):
+        if isinstance(settings.get(name), PathLike):
+            settings[name] = path_of(settings[name], name)
+    give_consent(f"{source if isinstance(source, str) else ''} {settings}")
+    changes = nest_settings(settings)
+    config = apply_changes(base_settings(recipe(preset), None, changes), changes, "")
+    return replace(config, source=stored_source(source, labels))  # last, as it may take long
+
+
+def autoencoder_request(source: Source, out: PathLikeText | None, settings: dict[str, Any]) -> TrainAutoencoderRequest:
+    """Return the request of flags of `unfog train-autoencoder` and settings of `unfog train`, given by name."""
+    from dataclasses import replace
+
+    from unfog.commands.train import apply_changes
+    from unfog.config.presets import AutoencoderRunSettings, autoencoder_recipe
+    from unfog.config.requests import TrainAutoencoderRequest
+    from unfog.config.schema import nest_settings
+
+    options = {name: settings.pop(name) for name in _AUTOENCODER_FLAGS if name in settings}
+    labels = _pop_labels(source, settings)
+    config = apply_changes(autoencoder_recipe(), nest_settings(settings), "")
+    place = stored_source(source, labels)
+    own = AutoencoderRunSettings.of(replace(config, source=place))
+    return TrainAutoencoderRequest(place, own, out=optional_path(out), **options)
+
+
+def stored_source(source: Any, labels: Any = None) -> str:
+    """Return SOURCE as text; images that are given as objects are written to the cache, with their labels."""
+    if isinstance(source, str | PathLike):
+        return path_of(source, "source")
+    from unfog.data.sources.stored_images import Report, store_images
+    from unfog.reporting.progress import Progress, say
+
+    with Progress("storing images", None) as progress:
+
+        def show(done: int, total: int | None) -> None:
+            progress.total = total
+            progress.update(done)
+
+        return str(store_images(source, labels, Report(say, show)))
+
+
+def path_of(given: object, name: str = "path") -> str:
+    """Return a path as text. Raise RequestError if it is none."""
+    from unfog.config.validate import path_text
+
+    return path_text(given, name)
+
+
+def optional_path(given: PathLikeText | None) -> Path | None:
+    return None if given is None else Path(path_of(given))
+
+
+def _pop_labels(source: object, settings: dict[str, Any]) -> Any:
+    """Take the labels of images that are objects out of the settings; a text is a setting, as with a path."""
+    if isinstance(source, str | PathLike) or isinstance(settings.get("labels"), str):
+        return None
+    return settings.pop("labels", None)
