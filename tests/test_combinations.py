@@ -34,7 +34,7 @@ from unfog.models.settings import DiT, MPUNet, UNet
 from unfog.pipeline.build import build_held_out_set, input_shape, latent_normalisation, without_augmentation
 from unfog.pipeline.generate import to_pixels
 from unfog.pipeline.image_files import build_edit
-from unfog.pipeline.latents import _open_run_autoencoder, encode_edit, save_autoencoder
+from unfog.pipeline.latents import encode_edit, open_run_autoencoder, save_autoencoder
 from unfog.pipeline.load_data import load_images
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
@@ -237,7 +237,7 @@ def test_known_pixels_stay_and_the_rest_is_drawn_from_their_latents(on_latents, 
     assert (painted[:, :7] == pixels[:7]).all()
     assert (painted[:, 7:] != pixels[7:]).any(axis=(1, 2, 3)).all()
     # With nothing drawn what comes back is the image as its codec brings it.
-    codec = _open_run_autoencoder(on_latents.config, CPU)
+    codec = open_run_autoencoder(on_latents.config, CPU)
     x = torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None] / 127.5 - 1
     with torch.no_grad():
         expected = to_pixels(codec.decode(codec.encode(x)))[0].permute(1, 2, 0).numpy()

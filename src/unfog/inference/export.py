@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,12 +17,15 @@ from torch import Tensor, nn
 
 from unfog.config.export_request import ExportSettings
 from unfog.config.validate import check_out, check_sampler
+from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError, RunError
+from unfog.export.graphs import Decoder, check_packages, write_graph
 from unfog.export.plain_source import plain_source
 from unfog.inference.export_description import describe_model
 from unfog.inference.loaded_run import LoadedRun
 from unfog.models.autoencoder_settings import CONFIG, AutoencoderFolder
 from unfog.models.network_settings import CustomNetwork
+from unfog.pipeline.latents import open_run_autoencoder
 from unfog.safe_files import new_file, whole_folder, write_atomic
 
 DESCRIPTION, WEIGHTS, SOURCE = "model.json", "model.safetensors", "network.py"
@@ -35,6 +41,29 @@ def build(settings, image_channels, num_classes=0, out_channels=None):
 '''
 
 
+class _Network(nn.Module):
+    """The network of a run, which is called without a label if it has no classes."""
+
+    def __init__(self, network: nn.Module):
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor, c_noise: Tensor, label: Tensor | None = None) -> Tensor:
+        y: Tensor = self.network(x, c_noise, label)
+        return y
+
+
+@dataclass(frozen=True)
+class _Export:
+    """A run, what describes it, and the folder to write."""
+
+    run: LoadedRun
+    network: nn.Module
+    """On the CPU."""
+    description: dict[str, Any]
+    folder: Path
+
+
 def export(run: LoadedRun, out: Path, settings: ExportSettings) -> float:
     """Write an export of a run into a new folder, and return its largest difference from the run, which is small.
 
@@ -44,38 +73,50 @@ def export(run: LoadedRun, out: Path, settings: ExportSettings) -> float:
     """
     check_out(out, what="the folder of an export", argument="OUT")
     sampler = run.sampler(settings.sampler, settings.steps)
-    check_sampler(sampler, run.config.diffusion.schedule)
-    network = run.network.cpu().eval()
-    with whole_folder(out) as folder, torch.inference_mode():
-        description = describe_model(run, sampler)
-        write_atomic(folder / DESCRIPTION, f"{json.dumps(description, indent=1)}\n".encode())
-        difference = _write_safetensors(run, network, description, folder)
+    _check(run, sampler, settings.format)
+    network = deepcopy(run.network).cpu().eval().requires_grad_(False)
+    with whole_folder(out) as folder, torch.no_grad():
+        job = _Export(run, network, describe_model(run, sampler), folder)
+        difference = _WRITERS[settings.format](job)
         if not difference <= _TOLERANCE:
             raise RunError(f"the export gives other outputs than the run, by {difference:.2g} of the largest; a defect")
     return difference
 
 
-def _write_safetensors(run: LoadedRun, network: nn.Module, description: dict[str, Any], folder: Path) -> float:
-    if isinstance(run.config.network, CustomNetwork):
+def _check(run: LoadedRun, sampler: Sampler, kind: str) -> None:
+    """Raise RequestError if a format cannot hold a run and its sampler."""
+    check_packages(kind)
+    check_sampler(sampler, run.config.diffusion.schedule)
+    if isinstance(run.config.network, CustomNetwork) and kind == "safetensors":
         raise RequestError(
             f"the network of this run is {run.config.network.path}, whose code is not ours to copy; "
             "--format onnx or pt2 exports its graph"
         )
-    weights = {name: tensor.contiguous() for name, tensor in plain_weights(network).items()}
-    save_file(weights, new_file(folder / WEIGHTS))
+    if sampler.kind == "adaptive":
+        raise RequestError(
+            "sampler = adaptive chooses its own noise levels as it samples, and an export stores levels; give "
+            "--sampler dpmpp"
+        )
+
+
+def _write_safetensors(job: _Export) -> float:
+    _write_description(job)
+    weights = {name: tensor.contiguous() for name, tensor in plain_weights(job.network).items()}
+    save_file(weights, new_file(job.folder / WEIGHTS))
     # safetensors writes files that only their owner may read.
-    (folder / WEIGHTS).chmod((folder / DESCRIPTION).stat().st_mode)
-    write_atomic(folder / SOURCE, network_source(run).encode())
-    if run.config.uses_latents:
-        _copy_autoencoder(AutoencoderFolder.open(run.config.autoencoder_folder), folder / "autoencoder")
-    rebuilt = load_source(folder / SOURCE).build(
-        description["network"]["settings"],
-        description["input"][0],
-        len(description["classes"]),
-        description["out_channels"],
-    )
-    rebuilt.load_state_dict(load_file(folder / WEIGHTS))
-    return relative_difference(network, rebuilt.eval(), description)
+    (job.folder / WEIGHTS).chmod((job.folder / DESCRIPTION).stat().st_mode)
+    write_atomic(job.folder / SOURCE, network_source(job.run).encode())
+    if job.run.config.uses_latents:
+        _copy_autoencoder(AutoencoderFolder.open(job.run.config.autoencoder_folder), job.folder / "autoencoder")
+    model = job.description
+    settings, classes = model["network"]["settings"], len(model["classes"])
+    rebuilt = load_source(job.folder / SOURCE).build(settings, model["input"][0], classes, model["out_channels"])
+    rebuilt.load_state_dict(load_file(job.folder / WEIGHTS))
+    return _relative_difference(job.network, rebuilt.eval(), example_inputs(model))
+
+
+def _write_description(job: _Export) -> None:
+    write_atomic(job.folder / DESCRIPTION, f"{json.dumps(job.description, indent=1)}\n".encode())
 
 
 def plain_weights(network: nn.Module) -> dict[str, Tensor]:
@@ -106,18 +147,41 @@ def _copy_autoencoder(described: AutoencoderFolder, folder: Path) -> None:
         shutil.copyfile(path, new_file(folder / path.name))
 
 
-def example_inputs(description: dict[str, Any]) -> tuple[Tensor, ...]:
+def _write_graphs(job: _Export, suffix: str) -> float:
+    _write_description(job)
+    network, inputs = _Network(job.network), example_inputs(job.description)
+    graph = write_graph(network, inputs, "y", job.folder / f"model{suffix}")
+    # Fewer images than the graph was traced with, as the batch may be any.
+    fewer = {name: value[:1] for name, value in inputs.items()}
+    differences = [_relative_difference(network, graph, given) for given in (inputs, fewer)]
+    if latents := job.description["latents"]:
+        autoencoder = deepcopy(open_run_autoencoder(job.run.config, torch.device("cpu")))
+        decoder = Decoder(autoencoder, latents["mean"], latents["scale"])
+        x0 = {"x0": inputs["x"].clamp(-1, 1)}
+        graph = write_graph(decoder, x0, "image", job.folder / f"decoder{suffix}")
+        differences.append(_relative_difference(decoder, graph, x0))
+    return max(differences)
+
+
+def example_inputs(description: dict[str, Any]) -> dict[str, Tensor]:
     """Return inputs of a network for three noise levels of its sampler: x, c_noise, and with classes a label."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(3, *description["input"], generator=generator)
     levels = description["levels"][:-1]
     c_noise = torch.tensor([level["c_noise"] for level in (levels[0], levels[len(levels) // 2], levels[-1])])
     null = description["null_label"]
-    return (x, c_noise) if null is None else (x, c_noise, torch.tensor([0, null, null - 1]))
+    labels = {} if null is None else {"label": torch.tensor([0, null, null - 1])}
+    return {"x": x, "c_noise": c_noise, **labels}
 
 
-def relative_difference(network: nn.Module, other: Any, description: dict[str, Any]) -> float:
-    """Return the largest difference of two networks on the example inputs, over the largest output."""
-    inputs = example_inputs(description)
-    expected = network(*inputs)
-    return float((other(*inputs) - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
+def _relative_difference(network: nn.Module, other: Callable[..., Tensor], inputs: dict[str, Tensor]) -> float:
+    """Return the largest difference of two networks on these inputs, over the largest output."""
+    expected = network(*inputs.values())
+    return float((other(*inputs.values()) - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
+
+
+_WRITERS: dict[str, Callable[[_Export], float]] = {
+    "safetensors": _write_safetensors,
+    "onnx": lambda job: _write_graphs(job, ".onnx"),
+    "pt2": lambda job: _write_graphs(job, ".pt2"),
+}

@@ -13,11 +13,9 @@ from typing import Any
 
 import torch
 
-from unfog.data.augmentation import CONDITIONS
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.sampler import Level, Sampler
 from unfog.inference.loaded_run import LoadedRun
-from unfog.models.network_settings import CustomNetwork
 from unfog.pipeline.build import input_shape
 from unfog.pipeline.generate import without_pixel_clipping
 
@@ -37,7 +35,6 @@ def describe_model(run: LoadedRun, sampler: Sampler) -> dict[str, Any]:
         "network": {"kind": network.kind, "settings": asdict(network)},
         "input": [channels, side, side],
         "out_channels": channels * (1 + config.diffusion.learned_variance),
-        "augment_inputs": CONDITIONS if config.data.augment and isinstance(network, CustomNetwork) else 0,
         "classes": classes,
         "null_label": len(classes) if classes else None,
         "guidance": config.usual_guidance,

@@ -178,7 +178,7 @@ class DiTModel(ConditionalNetwork):
             tokens = self._run(block, tokens, condition, angles)
         scale, shift = self.modulation_out(embedding)[:, None].chunk(2, dim=2)
         pixels: Tensor = self.patch_out(self.norm_out(tokens) * (1 + scale) + shift)
-        return F.pixel_shuffle(pixels.transpose(1, 2).reshape(len(x), -1, rows, columns), patch)
+        return F.pixel_shuffle(pixels.transpose(1, 2).reshape(x.shape[0], -1, rows, columns), patch)
 
     def embed(self, c_noise: Tensor, label: Tensor | None, augment: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Embed noise condition and label, [B] each, and augmentation: activated, [B, width]."""

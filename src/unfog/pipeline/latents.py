@@ -41,16 +41,16 @@ Decode = Callable[[Tensor], Tensor]  # network output [B, C, H, W] -> images [B,
 _PIXELS_AT_ONCE = 2**18  # per batch: 64 images of 64x64, 4 of 256x256
 _FEW = 64  # images that are encoded where only the shape and scale of latents are needed
 _DEAD_CHANNEL = 0.02  # deviation of a channel over the largest one, below which it hardly carries information
-_AnyAutoencoder = AutoencoderModel | DiffusersAutoencoder
+AnyAutoencoder = AutoencoderModel | DiffusersAutoencoder
 
 
-def _load_autoencoder(described: AutoencoderFolder, device: torch.device) -> _AnyAutoencoder:
+def _load_autoencoder(described: AutoencoderFolder, device: torch.device) -> AnyAutoencoder:
     """Return an autoencoder on a device, in evaluation mode and fp32, checked with an image of zeros.
 
     RequestError if its weights do not fit its description, or need a package that is missing.
     """
     ours, side = described.kind == OURS, 8 * described.factor
-    autoencoder: _AnyAutoencoder
+    autoencoder: AnyAutoencoder
     autoencoder = _load_ours(described) if ours else DiffusersAutoencoder.load(described.folder, described.kind)
     autoencoder = autoencoder.to(device).float().eval().requires_grad_(False)
     with torch.inference_mode():
@@ -131,11 +131,12 @@ def _check_unchanged(described: AutoencoderFolder, config: Config) -> None:
 
 
 @lru_cache(maxsize=2)
-def _opened(place: str, sha256: str, device: torch.device) -> _AnyAutoencoder:
+def _opened(place: str, sha256: str, device: torch.device) -> AnyAutoencoder:
     return _load_autoencoder(AutoencoderFolder.open(place), device)
 
 
-def _open_run_autoencoder(config: Config, device: torch.device) -> _AnyAutoencoder:
+def open_run_autoencoder(config: Config, device: torch.device) -> AnyAutoencoder:
+    """Return the autoencoder of a run on a device. RequestError if it is not the one that the run began with."""
     _check_unchanged(AutoencoderFolder.open(config.autoencoder_folder), config)
     return _opened(config.autoencoder_folder, config.latents.sha256, device)
 
@@ -147,7 +148,7 @@ def latent_decoder(config: Config, device: torch.device) -> Decode:
     """
     if not config.uses_latents:
         return lambda x0: x0
-    autoencoder, normalise = _open_run_autoencoder(config, device), latent_normalisation(config)
+    autoencoder, normalise = open_run_autoencoder(config, device), latent_normalisation(config)
 
     def decode(x0: Tensor) -> Tensor:
         latents = normalise.inverse(x0)
@@ -164,7 +165,7 @@ def encode_edit(edit: Edit | None, config: Config, device: torch.device) -> Edit
     if edit is None or not config.uses_latents:
         return edit
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        latents = _open_run_autoencoder(config, device).encode(edit.image[None].to(device)).float()
+        latents = open_run_autoencoder(config, device).encode(edit.image[None].to(device)).float()
     image, unknown = latent_normalisation(config).forward(latents)[0], edit.unknown
     if unknown is not None:
         # A latent depends on all of its pixels, so it is unknown where any of them is; `Edit.keep` restores the others.
@@ -172,9 +173,7 @@ def encode_edit(edit: Edit | None, config: Config, device: torch.device) -> Edit
     return replace(edit, image=image, unknown=unknown)
 
 
-def _encode_pixels(
-    autoencoder: _AnyAutoencoder, device: torch.device, pixels: NDArray[np.uint8]
-) -> NDArray[np.float32]:
+def _encode_pixels(autoencoder: AnyAutoencoder, device: torch.device, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
     """Return the latents of images uint8 [B, C, H, W], in the autoencoder's own scale."""
     x = to_model_range(torch.from_numpy(np.ascontiguousarray(pixels)).to(device))
     with torch.inference_mode(), torch.autocast(device.type, enabled=False):
@@ -229,7 +228,7 @@ def _encode_or_load(config: Config, sets: list[ImageSet], stop: StopSignals, few
     side, copies, batch = size // latents.factor, 1 + config.data.flip, autoencoder_batch(size)
     prints = () if few else tuple(images.fingerprint for images in sets)
     key = hashlib.sha256(repr((FORMAT, prints, latents.sha256, copies, batch)).encode()).hexdigest()[:32]
-    encode = partial(_encode_pixels, _open_run_autoencoder(config, device), device)
+    encode = partial(_encode_pixels, open_run_autoencoder(config, device), device)
     job = EncodeJob(sets, (latents.channels, side, side), copies, encode, batch)
     started, done = time.perf_counter(), 0
     with Progress("encoding latents", None) as progress:

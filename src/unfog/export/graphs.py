@@ -1,0 +1,96 @@
+"""Computation graphs of a network: ONNX by torch's exporter, and torch.export's own format. The batch is dynamic."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from unfog.errors import RequestError
+from unfog.safe_files import new_file, regular_file
+
+Graph = Callable[..., Tensor]
+
+
+class Decoder(nn.Module):
+    """Map what a network generates to images: latents in the autoencoder's scale, decoded."""
+
+    def __init__(self, autoencoder: nn.Module, mean: Sequence[float], scale: Sequence[float]):
+        super().__init__()
+        self.autoencoder = autoencoder
+        self.mean: Tensor
+        self.scale: Tensor
+        self.register_buffer("mean", torch.tensor(mean)[:, None, None])
+        self.register_buffer("scale", torch.tensor(scale)[:, None, None])
+
+    def forward(self, x0: Tensor) -> Tensor:
+        decoded: Tensor = self.autoencoder.decode(x0 * self.scale + self.mean)  # type: ignore[operator]
+        return decoded
+
+
+def check_packages(kind: str) -> None:
+    """Raise RequestError if a package is missing that this format needs."""
+    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if kind == "onnx" and not find_spec(name)]
+    if missing:
+        raise RequestError(f"--format onnx needs {' and '.join(missing)}: pip install 'unfog[onnx]'")
+
+
+def write_graph(network: nn.Module, inputs: dict[str, Tensor], output: str, path: Path) -> Graph:
+    """Write the graph of a network, load it again, and return it as a function of the inputs in order.
+
+    Args:
+        network: called with the inputs in this order.
+        inputs: examples by name, with a batch of at least 2.
+        output: name of the output.
+        path: the new file; .onnx or .pt2 decides on the format.
+
+    Raises:
+        RequestError: torch cannot trace the network.
+    """
+    batch = torch.export.Dim("batch")
+    with _quiet():
+        try:
+            shapes = tuple({0: batch} for _ in inputs)
+            program = torch.export.export(network, tuple(inputs.values()), dynamic_shapes=shapes, strict=False)
+        except Exception as error:  # a network may be anybody's code, and the tracer raises many kinds
+            reason = " ".join(str(error).split())[:300]
+            raise RequestError(f"torch.export cannot trace this network: {type(error).__name__}: {reason}") from error
+        if path.suffix == ".pt2":
+            torch.export.save(program, new_file(path))
+            graph: Graph = torch.export.load(regular_file(path)).module()
+            return graph
+        made = torch.onnx.export(program, dynamo=True, input_names=list(inputs), output_names=[output], verbose=False)
+        assert made is not None
+        made.save(str(new_file(path)))
+    return _load_onnx(path, list(inputs))
+
+
+def _load_onnx(path: Path, names: Sequence[str]) -> Graph:
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(regular_file(path)), providers=["CPUExecutionProvider"])
+
+    def graph(*inputs: Tensor) -> Tensor:
+        return torch.from_numpy(session.run(None, {name: x.numpy() for name, x in zip(names, inputs)})[0])
+
+    return graph
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence what the exporters say of packages that are not needed, and of their own deprecations."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
