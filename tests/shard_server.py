@@ -9,6 +9,7 @@ import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -36,12 +37,19 @@ def shard(numbers: range, classes: int = 2) -> bytes:
     return file.getvalue()
 
 
+@cache
+def _bomb() -> bytes:
+    packer = zlib.compressobj(9, zlib.DEFLATED, 31)
+    return b"".join(packer.compress(bytes(2**24)) for _ in range(12)) + packer.flush()
+
+
 class Server:
     """Files below its URL, served in parts. `faults` says of a file how it fails from then on:
 
     "gone" (404), "hidden" (404 for parts, and there for who asks whether it is), "busy" (503), "stalled" (never
     answers), "trickling" (a byte now and then), "cut" (the connection breaks), "garbage" (other bytes, nothing said of
-    it), "moved" (another file under its name). As "NAME:2", the next two times only.
+    it), "moved" (another file under its name), "endless" (chunks without end), "packed" (200 MB, gzipped),
+    "dripping" (headers without end), "whole" (no parts). As "NAME:2", the next two times only.
     """
 
     def __init__(self) -> None:
@@ -102,8 +110,14 @@ def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
                 return self._send(503, b"busy", {}, with_body)
             if fault in ("stalled", "trickling") and part:
                 return self._dawdle(fault)
+            if fault == "dripping":
+                return self._drip()
+            if fault == "endless" and part:
+                return self._pour()
             headers, status = {"ETag": f'"{zlib.crc32(data):08x}"'}, 200
-            if part:
+            if fault == "packed" and part:
+                return self._send(206, _bomb(), headers | {"Content-Encoding": "gzip"}, with_body)
+            if part and fault != "whole":
                 first, last = int(part[1]), min(int(part[2]), len(data) - 1)
                 server.fetched.append((name, first, last + 1 - first))
                 if first >= len(data):
@@ -125,6 +139,18 @@ def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
                     self.wfile.write(b"x")
                     self.wfile.flush()
             self.close_connection = True
+
+        def _pour(self) -> None:
+            self.send_response(206)
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            while not server.released.is_set():
+                self.wfile.write(b"100000\r\n" + bytes(2**20) + b"\r\n")
+
+        def _drip(self) -> None:
+            self.wfile.write(b"HTTP/1.1 200 OK\r\n")
+            while not server.released.wait(0.05):
+                self.wfile.write(b"X: y\r\n")
 
         def _cut(self, data: bytes) -> None:
             self.send_response(206)

@@ -49,6 +49,7 @@ GONE = "no longer there"
 CHANGED = "in an archive that was changed meanwhile"
 ARCHIVE_GONE = f"in an archive {GONE}"
 """Reasons for an image whose file or archive has changed since the source was opened."""
+NO_PARTS = "on a server that serves no parts of a file (no Range requests)"
 
 
 def open_image(path: Path) -> Image.Image:

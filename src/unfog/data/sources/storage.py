@@ -13,7 +13,7 @@ from io import RawIOBase
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from unfog.data.sources.base import ImageError, TransientImageError
-from unfog.data.sources.image_files import CHANGED, os_error_reason
+from unfog.data.sources.image_files import CHANGED, NO_PARTS, os_error_reason
 from unfog.errors import RequestError
 from unfog.text import sanitize, without_secrets
 
@@ -23,6 +23,7 @@ _FIRST_PAUSE = 0.5  # seconds before the second try; then twice that, and up to 
 _THREADS = 16
 _MIN_LISTED = 8  # files of one folder, from which on its listing costs less than looking at each
 _SILENCE = 30.0  # seconds without a byte from a web server that count as a failure
+_NO_SUCH_RANGE = 416  # HTTP status
 _MIN_RATE = 2**15  # bytes a second; a server that is slower once _SILENCE is over has failed as well
 
 
@@ -177,11 +178,9 @@ class _RemoteStorage:
 
         if not self._web:
             return fsspec.filesystem(self._protocol)
-        from aiohttp import ClientTimeout
+        from unfog.data.sources.web import web_file_system
 
-        # aiohttp's default waits five minutes for a server that says nothing.
-        timeout = ClientTimeout(total=None, sock_connect=_SILENCE, sock_read=_SILENCE)
-        return fsspec.filesystem(self._protocol, client_kwargs={"timeout": timeout})
+        return web_file_system(_SILENCE)
 
     def states(self, paths: Iterable[str], absent: dict[str, str] | None = None) -> dict[str, FileState]:
         paths = dict.fromkeys(paths)
@@ -202,11 +201,13 @@ class _RemoteStorage:
             return b""
         try:
             data: bytes = _retry(lambda: self._read_range(path, start, size))
+        except ImageError:
+            raise
         except Exception as error:
             reason = _describe(error).partition(";")[0]
             raise (ImageError if _is_permanent(error) else TransientImageError)(reason) from error
         if len(data) > size:
-            raise ImageError("on a server that does not serve parts of a file")
+            raise ImageError(NO_PARTS)
         return data
 
     def _read_range(self, path: str, start: int, size: int) -> bytes:
@@ -220,9 +221,15 @@ class _RemoteStorage:
 
     def _look_up(self, path: str, absent: dict[str, str] | None = None) -> dict[str, dict[str, Any]]:
         """Return URL -> fsspec's information, for a URL or each file that a pattern matches; see `Storage.states`."""
+        if self._web and _is_pattern(path):
+            raise RequestError(
+                f"{sanitize(path)}: a web server lists no files; name the shards, as in s-{{000..099}}.tar"
+            )
         try:
             if not _is_pattern(path):
-                return {path: _retry(lambda: self._system.info(path))}
+                # All of an answer's headers may come a byte now and then, too.
+                limit = {"timeout": 2 * _SILENCE} if self._web else {}
+                return {path: _retry(lambda: self._system.info(path, **limit))}
             matches: dict[str, dict[str, Any]] = _retry(lambda: self._system.glob(path, detail=True))
         except Exception as error:  # each protocol has errors of its own
             if absent is not None:
@@ -243,24 +250,15 @@ class _RemoteStorage:
     def _check_ranges(self, url: str) -> None:
         """Raise RequestError if a web server ignores Range requests, without fetching a whole file."""
 
-        def has_ranges() -> bool:
-            try:
-                with self._system.open(url, block_size=1, cache_type="none") as file:
-                    file.seek(1)
-                    file.read(1)
-            except ValueError:
-                return False
-            return True
-
         try:
-            ranges = _retry(has_ranges)
-        except Exception as error:  # each protocol has errors of its own
-            raise RequestError(f"{sanitize(url)} {_describe(error)}") from error
-        if not ranges:
+            _retry(lambda: self._read_range(url, 1, 1))
+        except ImageError as error:
             raise RequestError(
-                f"the server of {sanitize(url)} serves no parts of a file (no Range requests), as Python's http.server "
-                "does not; download the file, or use another server"
-            )
+                f"{sanitize(url)} is {error}, as Python's http.server does not; download it, or use another server"
+            ) from error
+        except Exception as error:  # each protocol has errors of its own
+            if _http_status(error) != _NO_SUCH_RANGE:  # of a file of a byte
+                raise RequestError(f"{sanitize(url)} {_describe(error)}") from error
 
     def _state(self, path: str, info: dict[str, Any]) -> FileState:
         size = info.get("size")
@@ -293,6 +291,8 @@ def _retry(action: Callable[[], _T]) -> _T:
 
 
 def _is_permanent(error: Exception) -> bool:
+    if isinstance(error, ImageError):
+        return True
     if status := _http_status(error):
         return 400 <= status < 500 and status not in (408, 429)  # timeout, too many requests
     cause = error.__cause__ or error

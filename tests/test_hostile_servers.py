@@ -1,0 +1,85 @@
+"""Servers that answer with other than what was asked for: no more is read than that, in memory and in time."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from shard_server import Server, serving
+from unfog.data.sources import storage as remote
+from unfog.data.sources.base import ImageError
+from unfog.data.sources.registry import open_source
+from unfog.errors import RequestError
+
+pytestmark = pytest.mark.slow
+
+pytest.importorskip("aiohttp")
+
+READ = """
+import sys
+from unfog.data.sources.base import ImageError
+from unfog.data.sources.storage import open_storage
+from unfog.data.sources.web import web_file_system  # so that the peak is that of reading
+storage = open_storage(sys.argv[1])
+peak = lambda: int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
+storage.states([sys.argv[1]], {})
+print("ready", flush=True)
+input()
+before = peak()
+try:
+    print(len(storage.read(sys.argv[1], 0, 1000)))
+except ImageError as error:
+    print(error, peak() - before < 50_000, sep="|")
+"""
+
+
+@pytest.fixture
+def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setattr(remote, "_FIRST_PAUSE", 0.01)
+    with serving() as server:
+        yield server
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells the peak")
+@pytest.mark.parametrize(("fault", "said"), [("endless", "serves no parts"), ("packed", "packs what it sends")])
+def test_no_more_is_read_than_was_asked_for(web: Server, fault: str, said: str) -> None:
+    """A body of any length, or one that unpacks to 200 MB, takes next to no memory."""
+    url = f"http://127.0.0.1:{web.port}/s-000.tar"
+    with subprocess.Popen(
+        [sys.executable, "-c", READ, url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        web.faults["s-000.tar"] = fault
+        out, _ = child.communicate("\n", timeout=20)
+    assert said in out
+    assert out.endswith("|True\n")
+
+
+def test_headers_that_never_end_are_not_waited_for(web: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_SILENCE", 0.3)
+    monkeypatch.setattr(remote, "_TRIES", 1)
+    web.faults["s-000.tar"] = "dripping"
+    began = time.monotonic()
+    with pytest.raises(RequestError, match="did not answer in time"):
+        open_source(f"http://127.0.0.1:{web.port}/s-000.tar")
+    assert time.monotonic() - began < 5
+
+
+def test_an_answer_that_is_another_part_is_none(web: Server) -> None:
+    url = f"http://127.0.0.1:{web.port}/s-000.tar"
+    storage = remote.open_storage(url)
+    storage.states([url])
+    whole = web.files["s-000.tar"]
+    assert storage.read(url, 512, 1000) == whole[512:1512]
+    web.faults["s-000.tar"] = "whole"
+    with pytest.raises(ImageError, match="serves no parts"):
+        storage.read(url, 512, len(whole))  # as long as was asked for, but from the beginning
+
+
+def test_a_web_server_is_not_asked_for_a_list(web: Server) -> None:
+    with pytest.raises(RequestError, match=r"lists no files; name the shards"):
+        open_source(f"http://127.0.0.1:{web.port}/s-*.tar")
+    assert web.fetched == []
