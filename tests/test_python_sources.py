@@ -154,10 +154,10 @@ NORMALISED = (RGB / 255 - 0.5) / 0.25
 REFUSED = [
     ([], "the list has no images"),
     (PILS[0], "a single image was given"),
-    (lambda: PILS, "a function is no source of images; call it"),
-    (3, "a int is no source of images; give a folder"),
+    (lambda: PILS, "source is of type function, which gives no images; call it"),
+    (3, "source is of type int, which gives no images; give a folder"),
     ([PILS[0], None], "image 1 is missing; give PIL images"),
-    ([PILS[0], 7], "image 1 is a int"),
+    ([PILS[0], 7], "image 1 is of type int"),
     ([b"text"], "image 0 is 4 bytes of something else"),
     (["gone.png"], "image 0, gone.png, cannot be read: No such file"),
     ([RGB[:4]], "image 0 is a batch of shape 4x16x16x3; give single images, of a DataLoader its .dataset"),

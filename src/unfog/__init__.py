@@ -8,9 +8,9 @@ Each function is a command of the same name, and takes its flags as keywords; `u
 `source` is what the command line takes as SOURCE, or images as objects, with `labels=` where they have none themselves:
 an array or tensor [N, H, W], [N, H, W, C] or [N, C, H, W]; or a list, torch `Dataset`, Hugging Face `Dataset` or
 generator of PIL images, arrays, tensors or paths, alone or as (image, label) or {"image": …, "label": …}. `settings`
-are those of `unfog train`, by short name (`size=64, lr=1e-4`) or as a table of a section (`optimizer={"warmup": 100}`),
-and may name a part by a spec string (`schedule="cosine:steps=500"`). All raise `RequestError` before work begins if a
-request cannot be met, and `RunError` if a run fails.
+are those of `unfog train`, by short name (`size=64, lr=1e-4`), by a usual one (`learning_rate=1e-4`), or as a table of
+a section (`optimizer={"warmup": 100}`), and may name a part by a spec string (`schedule="cosine:steps=500"`). All raise
+`RequestError` before work begins if a request cannot be met, and `RunError` if a run fails.
 
 The parts are usable on their own: `unfog.diffusion` (schedules, targets, weightings, samplers), `unfog.models`,
 `unfog.data`, `unfog.training`. Importing `unfog` does not import torch.
@@ -29,7 +29,7 @@ from unfog.from_python import (
     PathLikeText,
     Source,
     autoencoder_request,
-    optional_path,
+    out_path,
     path_of,
     stored_source,
     training_settings,
@@ -74,8 +74,9 @@ def train(source: Source, *, out: PathLikeText | None = None, preset: str = "def
     from unfog.config.requests import TrainRequest
     from unfog.inference.run import Run
 
+    folder = out_path(out, settings)
     config = training_settings(source, preset, settings)
-    return Run(_finished(*start(TrainRequest(config.source, config, preset, out=optional_path(out)))))
+    return Run(_finished(*start(TrainRequest(config.source, config, preset, out=folder))))
 
 
 def train_autoencoder(source: Source, *, out: PathLikeText | None = None, **settings: Any) -> Path:
@@ -143,6 +144,7 @@ def doctor(
     from unfog.config.schema import Config, nest_settings
     from unfog.config.toml import update
 
+    folder = out_path(out, settings)
     if isinstance(source, str | PathLike) and (Path(source) / "config.toml").is_file():
         device = settings.pop("device", "auto")
         if settings or preset != "default":
@@ -152,7 +154,7 @@ def doctor(
     else:
         config = training_settings(source, preset, settings)
         place = config.source
-    return examine(DoctorRequest(place, config, preset, out=optional_path(out), quick=quick))[1]
+    return examine(DoctorRequest(place, config, preset, out=folder, quick=quick))[1]
 
 
 def plan(source: Source, *, device: str = "", processes: int = 1, preset: str = "default", **settings: Any) -> Plan:
@@ -176,8 +178,9 @@ def find_lr(
     from unfog.commands.find_lr import find_lr as search
     from unfog.config.requests import FindLrRequest
 
+    folder = out_path(out, settings)
     config = training_settings(source, preset, settings)
-    return search(FindLrRequest(config.source, config, preset, out=optional_path(out), seconds=seconds))
+    return search(FindLrRequest(config.source, config, preset, out=folder, seconds=seconds))
 
 
 def pack(source: Source, out: PathLikeText, **settings: Any) -> Path:

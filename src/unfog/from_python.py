@@ -62,12 +62,13 @@ def autoencoder_request(source: Source, out: PathLikeText | None, settings: dict
     from unfog.config.requests import TrainAutoencoderRequest
     from unfog.config.schema import nest_settings
 
+    folder = out_path(out, settings)
     options = {name: settings.pop(name) for name in _AUTOENCODER_FLAGS if name in settings}
     labels = _pop_labels(source, settings)
     config = apply_changes(autoencoder_recipe(), nest_settings(settings), "")
     place = stored_source(source, labels)
     own = AutoencoderRunSettings.of(replace(config, source=place))
-    return TrainAutoencoderRequest(place, own, out=optional_path(out), **options)
+    return TrainAutoencoderRequest(place, own, out=folder, **options)
 
 
 def stored_source(source: Any, labels: Any = None) -> str:
@@ -93,8 +94,13 @@ def path_of(given: object, name: str = "path") -> str:
     return path_text(given, name)
 
 
-def optional_path(given: PathLikeText | None) -> Path | None:
-    return None if given is None else Path(path_of(given))
+def out_path(out: PathLikeText | None, settings: dict[str, Any]) -> Path | None:
+    """Return the folder to write to, also by a usual name among the settings, such as output_dir; None without."""
+    from unfog.config.aliases import OUT, usual_arguments
+
+    given = {name: settings.pop(name) for name in OUT if name in settings} | ({} if out is None else {"out": out})
+    place = usual_arguments(given, dict.fromkeys(OUT, "out")).get("out")
+    return None if place is None else Path(path_of(place, "out"))
 
 
 def _pop_labels(source: object, settings: dict[str, Any]) -> Any:

@@ -12,29 +12,13 @@ from dataclasses import MISSING, dataclass, field
 from functools import cache
 from typing import Any, get_args, get_origin
 
-from unfog.config.aliases import current_name
+from unfog.config.aliases import EPOCHS, OUT, SAMPLING, USUAL, current_name
 from unfog.config.describe import describe
 from unfog.config.values import FormatError, describe_type, parse_spec, parse_value, quote, registry_of
 from unfog.errors import RequestError
 
-# Names of other trainers, for the message about an unknown flag.
-_ELSEWHERE = {
-    "batch-size": "batch",
-    "checkpoint-every": "checkpoint.every",
-    "epochs": "images",
-    "gpus": "gpus-per-node",
-    "image-size": "size",
-    "iterations": "steps",
-    "learning-rate": "lr",
-    "max-steps": "steps",
-    "model": "network",
-    "num-steps": "steps",
-    "output": "out",
-    "output-dir": "out",
-    "random-seed": "seed",
-    "resolution": "size",
-    "save-every": "checkpoint.every",
-}
+# Names of other trainers, for the message about an unknown flag; `aliases.USUAL` has those of settings.
+_ELSEWHERE = {"gpus": "gpus-per-node", **dict.fromkeys(EPOCHS, "images"), **dict.fromkeys(OUT, "out")}
 
 
 @dataclass(frozen=True)
@@ -198,7 +182,12 @@ def _unknown_flag(spelled: str, flags: Mapping[str, _Flag], prog: str, others: M
     """Return the message about an unknown flag, with the one that was probably meant."""
     named = spelled.lower().replace("_", "-")
     last = named.lstrip("-")
-    meant = [flag for flag in (f"--{_ELSEWHERE.get(last, '')}",) if flag in flags]
+    key = last.replace("-", "_")
+    meant = [flag for flag in (f"--{_ELSEWHERE.get(key, '')}",) if flag in flags]
+    for usual in (names[key] for names in (USUAL, SAMPLING) if key in names):
+        path = usual.split(".")
+        same = [name for name, flag in flags.items() if [*flag.path][-len(path) :] == path and name.startswith("--")]
+        meant = meant or sorted(same, key=len)[:1]
     meant = meant or [flag for flag in flags if flag.startswith(f"{named}.") and ".no-" not in flag]
     meant = meant or [flag for flag in flags if last and flag.rpartition(".")[2] == last]
     owners = [command for command, kind in others.items() if named in _flags_of(kind)]

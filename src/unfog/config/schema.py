@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -9,7 +10,7 @@ from typing import Any, Literal
 
 from tyro.conf import Suppress
 
-from unfog.config.aliases import current_name
+from unfog.config.aliases import EPOCHS, USUAL, current_name
 from unfog.config.values import suggest
 from unfog.data.settings import Data
 from unfog.diffusion.diffusion import Diffusion
@@ -214,8 +215,12 @@ def nest_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     known = {f.name for f in fields(Config)}
     for given, value in settings.items():
         name = current_name(given)
-        if name not in known and name not in SHORT:
-            raise RequestError(f"unknown setting {name}{suggest(name, [*known, *SHORT])}")
+        name = name if name in known or name in SHORT else USUAL.get(name, name)
+        if name in EPOCHS:
+            raise RequestError(f"{name} is no setting here; give steps, images (all images, times {name}) or budget")
+        if name.partition(".")[0] not in known and name not in SHORT:
+            close = difflib.get_close_matches(name, USUAL, n=1)  # not all of them, in a list of what there is
+            raise RequestError(f"unknown setting {name}{suggest(name, [*known, *SHORT, *close])}")
         # "optimizer" and "init" are sections, and short for what is given most of each.
         whole = name in known and (isinstance(value, Mapping) or is_dataclass(value))
         section, _, field = (name if whole else SHORT.get(name, name)).partition(".")
@@ -223,7 +228,7 @@ def nest_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
             if not isinstance(table.setdefault(section, {}), dict):
                 raise RequestError(f"{section} and {name} cannot both be given, unless {section} is a dict")
             if field in table[section]:
-                raise RequestError(f"{section}.{field} is given twice, once as {name}; give one of them")
+                raise RequestError(f"{section}.{field} is given twice, once as {given}; give one of them")
             table[section][field] = value
         else:
             if section in table and not isinstance(value, Mapping):

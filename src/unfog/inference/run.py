@@ -8,6 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unfog.config.aliases import SAMPLING, usual_arguments
 from unfog.config.export_request import ExportSettings
 from unfog.config.run_requests import EvaluationRequest, SamplingRequest
 from unfog.config.schema import Config
@@ -72,6 +73,8 @@ class Run(LoadedRun):
         Raises:
             RequestError: a setting, an image or a mask is not valid, or the guide does not fit or does not exist.
         """
+        settings = usual_arguments(settings, SAMPLING)
+        label = settings.pop("label", label)
         request = update(SamplingRequest(), {"n": n, **settings}, "")
         words = list(label) if isinstance(label, Iterable) and not isinstance(label, str) else [label]
         labels = parse_labels(words, self.classes)

@@ -67,16 +67,14 @@ def read_items(source: Any) -> ImageItems:
         if (stored := dataset_items(source)) is not None:
             images, labels, classes = stored
             return ImageItems(map(Item, images, labels), kind, len(source), classes)
-    if isinstance(source, Iterable):
+    if isinstance(source, Iterable) and not isinstance(source, bytes):
         items = iter(source)
-    elif hasattr(source, "__getitem__") and hasattr(source, "__len__"):
+    elif hasattr(source, "__getitem__") and hasattr(source, "__len__") and not isinstance(source, bytes):
         # Through indices, as a torch dataset need not end an iteration by itself.
         items = (source[i] for i in range(len(source)))
     else:
-        hint = (
-            "call it, and give what it returns" if callable(source) else "give a folder, a list of images, or an array"
-        )
-        raise RequestError(f"a {kind} is no source of images; {hint}")
+        remedy = "call it, and give what it returns" if callable(source) else "give a folder, or a list of images"
+        raise RequestError(f"source is of type {kind}, which gives no images; {remedy}")
     pairs = (_split(item) for item in _named_items(items, kind))
     return ImageItems(pairs, kind, _length(source), _class_names(source))
 
@@ -231,9 +229,10 @@ def encode_image(image: Any, i: int, floats: FloatRange | None) -> bytes:
 
 def _to_pil(image: Any, subject: str, floats: FloatRange | None) -> Image.Image:
     if not _is_array(image):
+        found = "missing" if image is None else f"of type {type(image).__name__}"
         raise RequestError(
-            f"{subject} is {'missing' if image is None else f'a {type(image).__name__}'}; give PIL images, arrays, "
-            "tensors or paths, each alone, as (image, label), or as {'image': …, 'label': …}"
+            f"{subject} is {found}; give PIL images, arrays, tensors or paths, each alone, as (image, label), "
+            "or as {'image': …, 'label': …}"
         )
     pixels = as_array(image)
     shape = "x".join(map(str, pixels.shape))
