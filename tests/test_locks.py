@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from unfog.errors import RequestError
-from unfog.locks import LOCK, lock_of
+from unfog.locks import LOCK, is_at, lock_alone, lock_of, lock_shared
 from unfog.process.run_folder import RunFolder
 
 HOLDS = """
@@ -95,3 +95,51 @@ def test_without_locks_the_folder_is_had_all_the_same(tmp_path, monkeypatch):
     with RunFolder(tmp_path / "run").create_locked(""):
         assert (tmp_path / "run").is_dir()
     assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def replaced_while_waiting(tmp_path, monkeypatch):
+    """A file that another process removes and makes anew between its opening and its locking."""
+    path, lock = tmp_path / "mark", fcntl.flock
+    path.touch()
+
+    def late(descriptor, operation):
+        monkeypatch.setattr(fcntl, "flock", lock)
+        path.unlink()
+        path.touch()
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    return path
+
+
+def test_a_lock_alone_is_on_the_file_that_is_there_now(replaced_while_waiting):
+    with lock_alone(replaced_while_waiting) as alone:
+        assert alone
+        with lock_alone(replaced_while_waiting) as other:
+            assert not other
+
+
+def test_a_shared_lock_leaves_no_descriptor_of_a_file_that_is_gone(replaced_while_waiting):
+    before = len(os.listdir("/proc/self/fd"))
+    descriptor = lock_shared(replaced_while_waiting)
+    assert is_at(descriptor, replaced_while_waiting)
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    with lock_alone(replaced_while_waiting) as alone:
+        assert not alone
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOLCK, "no locks"), KeyboardInterrupt()])
+def test_a_shared_lock_that_fails_leaves_no_descriptor(tmp_path, monkeypatch, error):
+    def refuses(descriptor, operation):
+        raise error
+
+    monkeypatch.setattr(fcntl, "flock", refuses)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(type(error)):
+        lock_shared(tmp_path / "mark")
+    assert len(os.listdir("/proc/self/fd")) == before
+    if isinstance(error, OSError):
+        with lock_alone(tmp_path / "mark") as alone:
+            assert not alone

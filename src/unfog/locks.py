@@ -48,15 +48,15 @@ def lock_alone(path: Path) -> Iterator[bool]:
     if sys.platform == "win32":
         yield True  # no file that is open can be removed there
         return
-    import fcntl
-
-    with open_file(path, "a+b") as file:
-        try:
-            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            yield False
-        else:
-            yield True
+    try:
+        file, ours = _locked(path)
+    except BlockingIOError:
+        file, ours = None, False
+    try:
+        yield ours
+    finally:
+        if file is not None:
+            file.close()
 
 
 def lock_shared(path: Path) -> int:
@@ -70,14 +70,12 @@ def lock_shared(path: Path) -> int:
         except PermissionError:  # of another user
             file = open_file(path, "rb")
         with file:
-            descriptor = os.dup(file.fileno())
-        if sys.platform != "win32":
-            import fcntl
+            if sys.platform != "win32":
+                import fcntl
 
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
-        if is_at(descriptor, path):
-            return descriptor
-        os.close(descriptor)  # it was removed while this process waited
+                fcntl.flock(file.fileno(), fcntl.LOCK_SH)
+            if is_at(file.fileno(), path):  # or it was removed while this process waited
+                return os.dup(file.fileno())  # of one open file, so the lock is held until both are closed
     raise FileNotFoundError(path)
 
 
