@@ -1,5 +1,6 @@
 """The cache folder has a limit, and `unfog cache` lists and clears it."""
 
+import io
 import os
 import subprocess
 import sys
@@ -7,8 +8,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from unfog.cache_folder import cache_entries, cache_folder, clear_cache, hold, make_room, release
+from unfog.cache_folder import (
+    cache_entries,
+    cache_folder,
+    cache_limit,
+    clear_cache,
+    fits_limit,
+    hold,
+    make_room,
+    release,
+)
 from unfog.cli.main import main
 from unfog.config.run_requests import CacheRequest
 from unfog.data.prepare import prepare
@@ -19,16 +30,25 @@ from unfog.errors import RequestError
 MB = 2**20
 
 
+FILES = {"latents": "latents.f16", "feature": "00000000.safetensors", "members": f"{'e' * 32}-000000.members"}
+
+
 def entry(name: str, megabytes: int, used: int) -> Path:
     """An entry that was used last so many hours ago."""
     folder = cache_folder() / name
     folder.mkdir(parents=True)
-    (folder / "pixels.u8").write_bytes(os.urandom(megabytes * MB))
+    (folder / FILES.get(name[:7], "pixels.u8")).write_bytes(os.urandom(megabytes * MB))
     hold(folder)
     release(folder)
     mark = cache_folder() / ".used" / name.replace("/", "-")
     os.utime(mark, (mark.stat().st_mtime - used * 3600,) * 2)
     return folder
+
+
+def png(value: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("L", (8, 8), value).save(file, "png")
+    return file.getvalue()
 
 
 @pytest.fixture
@@ -46,6 +66,85 @@ def test_what_was_used_least_recently_goes_first(four: list[Path]) -> None:
     assert make_room(needed=0, limit=0)
     assert others.exists()
     assert not cache_entries()
+
+
+def test_nothing_goes_for_what_does_not_fit_even_then(four: list[Path]) -> None:
+    hold(four[3])
+    assert not make_room(needed=3 * MB, limit=3.5 * MB)
+    assert all(path.exists() for path in four)
+    assert make_room(needed=2 * MB, limit=3.5 * MB)
+    assert [path.exists() for path in four] == [False, False, False, True]
+    release(four[3])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a" * 32, f"latents-{'b' * 32}", f"features/{'c' * 32}", "members", "shards", "hf", f"array-{'d' * 32}.npz"],
+)
+def test_a_folder_of_somebody_else_stays(name: str) -> None:
+    """UNFOG_CACHE may be a home folder, and a name of ours a folder of theirs."""
+    theirs = cache_folder() / name / "thesis.tex"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("years of work")
+    beside = cache_folder() / f"{'e' * 32}.json"
+    beside.write_text('{"see": "nothing"}')
+    marks = cache_folder() / ".used/notes"
+    marks.parent.mkdir()
+    marks.touch()
+    hold(cache_folder() / name)
+    release(cache_folder() / name)
+    assert not cache_entries()
+    assert make_room(limit=0)
+    assert not clear_cache()
+    for path in (theirs, beside, marks):
+        assert path.exists()
+
+
+@pytest.mark.parametrize("name", ["a" * 32, f"latents-{'b' * 32}", f"features/{'c' * 32}", "members"])
+def test_one_file_of_somebody_else_keeps_an_entry(name: str) -> None:
+    folder = entry(name, 1, used=1)
+    (found,) = cache_entries()
+    (folder / "notes").mkdir()
+    assert not found.remove()
+    assert not cache_entries()
+    (folder / "notes").rmdir()
+    assert found.remove()
+
+
+def test_links_lead_to_no_entry(tmp_path: Path) -> None:
+    for name in ("a" * 32, f"features/{'c' * 32}", ".used/file"):
+        (tmp_path / "outside" / name).mkdir(parents=True)
+        (tmp_path / "outside" / name / "pixels.u8").touch()
+        (tmp_path / "outside" / name / "00000000.safetensors").touch()
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    before = sorted((tmp_path / "outside").rglob("*"))
+    for name in ("a" * 32, "features", ".used"):
+        (cache_folder() / name).symlink_to(tmp_path / "outside" / name)
+    hold(cache_folder() / "members")
+    assert not cache_entries()
+    assert make_room(limit=0)
+    assert not clear_cache()
+    assert sorted((tmp_path / "outside").rglob("*")) == before
+
+
+def test_what_the_datasets_library_keeps_goes_only_when_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = {"image": [png(i) for i in range(3)]}
+    datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "set.parquet")
+    source = open_source(str(tmp_path / "set.parquet"))
+    release(cache_folder() / "hf")
+    (found,) = cache_entries()
+    assert found.kind == "Hugging Face sets"
+    assert not make_room(limit=0)
+    assert not fits_limit(cache_limit() - found.nbytes / 2)
+    assert found.path.exists()
+    del source
+    with pytest.raises(SystemExit):
+        main(["cache", "--clear"])
+    assert f"removes {found.path}" in capsys.readouterr().out
+    assert not found.path.exists()
 
 
 def test_an_entry_in_use_stays(four: list[Path]) -> None:

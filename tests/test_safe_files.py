@@ -3,6 +3,8 @@
 import ast
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 import unfog
 from unfog.safe_files import (
     check_folder,
+    discard,
     make_folder,
     move,
     open_file,
@@ -157,15 +160,73 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
         read_file(path, 2)
 
 
-def test_a_folder_that_cannot_be_renamed_is_copied(tmp_path, monkeypatch):
-    """overlayfs answers EXDEV for a folder of a layer below."""
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a/file").write_text("kept")
+@pytest.fixture
+def refused(tmp_path, monkeypatch):
+    """A folder with all kinds of files, which cannot be renamed, and a folder outside that a link in it leads to."""
+    folder, outside = tmp_path / "run/a", tmp_path / "outside"
+    (folder / "deep").mkdir(parents=True)
+    outside.mkdir()
+    (outside / "file").write_text("untouched")
+    (folder / "deep/file").write_text("kept")
+    (folder / "deep/file").chmod(0o600)
+    (folder / "link").symlink_to(outside)
+    os.mkfifo(folder / "pipe")
+    if os.geteuid() == 0:
+        os.mknod(folder / "device", 0o666 | 0o020000, os.makedev(1, 5))  # /dev/zero, which never ends
 
     def refuse(*args, **kwargs):
         raise OSError(18, "Invalid cross-device link")
 
     monkeypatch.setattr(os, "replace", refuse)
-    move(tmp_path / "a", tmp_path / "b")
-    assert (tmp_path / "b/file").read_text() == "kept"
-    assert not (tmp_path / "a").exists()
+    yield folder
+    assert (outside / "file").read_text() == "untouched"
+
+
+def test_a_folder_that_cannot_be_renamed_is_copied(refused):
+    """overlayfs answers EXDEV for a folder of a layer below."""
+    target = refused.with_name("b")
+    move(refused, target, refused.parent)
+    assert {str(path.relative_to(target)) for path in target.rglob("*")} == {"deep", "deep/file", "link"}
+    assert (target / "deep/file").read_text() == "kept"
+    assert (target / "deep/file").stat().st_mode & 0o777 == 0o600
+    assert (target / "link").is_symlink()
+    assert not refused.exists()
+
+
+def test_a_folder_that_cannot_be_renamed_is_removed_in_its_place(refused):
+    discard(refused, refused.with_name("b"), refused.parent)
+    assert not list(refused.parent.iterdir())
+
+
+def test_a_copy_replaces_nothing(refused):
+    target = refused.with_name("b")
+    (target / "deep").mkdir(parents=True)
+    (target / "deep/file").write_text("another")
+    with pytest.raises(FileExistsError):
+        move(refused, target)
+    assert (target / "deep/file").read_text() == "another"
+    assert (refused / "deep/file").read_text() == "kept"
+
+
+OVERLAY = """
+import sys
+from pathlib import Path
+from unfog.safe_files import discard, move
+run = Path("merged/run")
+move(run / "a", run / "b", run)
+discard(run / "c", run / "d", run)
+print(sorted(str(path.relative_to(run)) for path in run.rglob("*")))
+"""
+
+
+def test_on_a_real_overlay(tmp_path):
+    for name in ("below/run/a", "below/run/c", "above", "work", "merged"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "below/run/a/file").write_text("kept")
+    (tmp_path / "below/run/c/file").write_text("old")
+    mount = 'mount -t overlay overlay -o lowerdir=below,upperdir=above,workdir=work merged || exit 99; exec "$@"'
+    words = ["unshare", "-m", "sh", "-c", mount, "sh", sys.executable, "-c", OVERLAY]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    if done.returncode not in (0, 1) or "unshare" in done.stderr:
+        pytest.skip("no overlay can be mounted here")
+    assert done.stdout == "['b', 'b/file']\n", done.stderr

@@ -1,8 +1,9 @@
 """The cache folder, for files that can be made again, and its size limit: least recently used entries go first.
 
-An entry is a file or a folder that Unfog made here: decoded images, latents, features, remote shards. `hold` marks one
-as in use, by a shared lock on the file `.used/NAME`, whose time is that of the last use. `note_run` writes into that
-file which run is trained on images that were given from Python, so that they stay as long as it is there.
+An entry is a file or a folder that Unfog made here: decoded images, latents, features, remote shards. It is known by
+its name and by the names of all files in it, as people keep other files here too. `hold` marks one as in use, by a
+shared lock on the file `.used/NAME`, whose time is that of the last use. `note_run` writes into that file which run is
+trained on images that were given from Python, so that they stay as long as it is there.
 """
 
 from __future__ import annotations
@@ -11,32 +12,55 @@ import json
 import math
 import os
 import re
+import stat
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from unfog.errors import RequestError
-from unfog.locks import is_at, lock_alone, lock_shared
-from unfog.safe_files import move, open_file, read_file, remove, remove_tree
+from unfog.locks import LOCK, is_at, lock_alone, lock_shared
+from unfog.safe_files import discard, make_folder, open_file, read_file, remove, remove_tree
 
 _MARKS = ".used"  # folder of a file for each entry; not in the entry, which others may read only
-_REMOVED = re.compile(r"\.removed-[0-9]+-[0-9]+")
-_REDIRECT = re.compile(r"([0-9a-f]{32})\.json")
+_REMOVED = re.compile(r"\.removed-[0-9]+-[0-9]{19}")
 _KEY = "[0-9a-f]{32}"
+_REDIRECT = re.compile(rf"{_KEY}\.json")
+_UNFINISHED = rf"(\.[0-9]+-[0-9]+)?\.partial|{re.escape(LOCK)}"
 _LIMIT = 50e9
-_KINDS = {  # by the path below the cache folder; other files are not Unfog's, and are left alone
-    _KEY: "decoded images",
-    rf"latents-{_KEY}(\.partial)?": "latents",
-    rf"array-{_KEY}\.npz": "array",
-    rf"images-{_KEY}\.images": "images",
-    rf"features/{_KEY}": "features",
-    "members": "read from remote shards",
-    "shards": "index of shards",
-    "hf": "Hugging Face sets",
-}
-_FROM_PYTHON = ("array", "images")  # no path leads back to where they came from
+
+
+class _Kind(NamedTuple):
+    """A kind of entry, known by names."""
+
+    text: str
+    name: str
+    """Pattern of the path below the cache folder."""
+    files: str = ""
+    """Pattern of all paths in the entry; "" if it is a file."""
+    evictable: bool = True
+    """Whether entries may go without being asked for: not where the cache does not know what it takes to make anew."""
+
+
+_KINDS = (
+    _Kind(
+        "decoded images",
+        _KEY,
+        r"pack\.json|journal\.jsonl|pixels\.u8|facts\.bin|names\.bin|chunks\.json|"
+        r"(labels|treatment|sides|grey|names)\.npy",
+    ),
+    _Kind("latents", rf"latents-{_KEY}(\.partial)?", r"latents\.f16|rows\.i64|(latents|done)\.json(\.new)?"),
+    _Kind("array", rf"array-{_KEY}\.npz", evictable=False),
+    _Kind("images", rf"images-{_KEY}\.images", evictable=False),
+    _Kind("features", rf"features/{_KEY}", r"([0-9]{8}|statistics)\.safetensors"),
+    _Kind("read from remote shards", "members", rf"{_KEY}-[0-9]{{6}}\.members"),
+    _Kind("index of shards", "shards", rf"{_KEY}\.(rows|codes|names|json|seen\.json|piece\.npz)"),
+    # As the datasets library names them.
+    _Kind("Hugging Face sets", "hf", r"[^/]*\.lock|parquet(/default-[0-9a-f]+(/.*)?)?", evictable=False),
+)
 _held: dict[Path, int] = {}
 """Descriptors of the locks that this process holds until it ends."""
 
@@ -75,33 +99,28 @@ class CacheEntry:
     """Bytes on disk."""
     used: float
     """Time of the last use, in seconds since 1970."""
+    evictable: bool
+    """Whether it may go without being asked for."""
 
     def in_use(self) -> bool:
         """Return True if a process uses or writes the entry, or a run names it, or nobody can tell without locks."""
-        mark = _mark(self.path)
-        try:
-            if not mark.exists():
-                return False
-            if self._named_by_run():
-                return True
-            with lock_alone(mark) as alone:
-                return not alone
-        except OSError:
-            return True
+        if not os.path.lexists(_mark(self.path)):
+            return False
+        with _locked_alone(self.path) as alone:
+            return not alone or self._named_by_run()
 
     def remove(self) -> bool:
         """Remove the entry unless it is in use. Return True if it is gone."""
-        mark = _mark(self.path)
+        with _locked_alone(self.path) as alone:
+            return alone and self.remove_locked()
+
+    def remove_locked(self) -> bool:
+        """Remove the entry, whose mark this process has locked. Return True if it is gone."""
         with suppress(OSError):
-            mark.parent.mkdir(exist_ok=True)
-            with lock_alone(mark) as alone:
-                if not alone or self._named_by_run():
-                    return False
+            if not self._named_by_run() and _kind_of(self.path) is not None:  # still: somebody may have put a file of theirs into it
                 # Renamed first, so that no process finds one half removed.
-                gone = cache_folder() / f".removed-{os.getpid()}-{time.time_ns()}"
-                move(self.path, gone)
-                remove_tree(gone)
-                remove(mark)
+                discard(self.path, cache_folder() / f".removed-{os.getpid()}-{time.time_ns()}", cache_folder())
+                remove(_mark(self.path))
         return not os.path.lexists(self.path)
 
     def _named_by_run(self) -> bool:
@@ -119,15 +138,30 @@ def cache_entries() -> list[CacheEntry]:
     folder, found = cache_folder(), list[CacheEntry]()
     for place in (folder, folder / "features"):
         with suppress(OSError):
-            for path in list(place.iterdir()):
-                name = path.relative_to(folder).as_posix()
-                kind = next((kind for known, kind in _KINDS.items() if re.fullmatch(known, name)), "")
+            for path in [] if place != folder and place.is_symlink() else list(place.iterdir()):
                 with suppress(OSError):  # another process has just removed it
-                    if kind and not path.is_symlink():
+                    if (kind := _kind_of(path)) is not None:
                         mark = _mark(path)
                         used = (mark if mark.is_file() else path).stat().st_mtime
-                        found.append(CacheEntry(path, kind, disk_usage(path), used))
+                        found.append(CacheEntry(path, kind.text, disk_usage(path), used, kind.evictable))
     return sorted(found, key=lambda entry: entry.used)
+
+
+def _kind_of(path: Path) -> _Kind | None:
+    """Return the kind of an entry; None if it is none, is empty, or holds anything that Unfog does not write there."""
+    name = path.relative_to(cache_folder()).as_posix()
+    kind = next((kind for kind in _KINDS if re.fullmatch(kind.name, name)), None)
+    if kind is None or not kind.files:
+        return kind if kind is not None and stat.S_ISREG(path.lstat().st_mode) else None
+    known, empty = re.compile(rf"({kind.files})?({_UNFINISHED})?"), True
+    for place, folders, files in () if path.is_symlink() else os.walk(path):
+        below = "" if place == str(path) else f"{Path(place).relative_to(path).as_posix()}/"
+        if not all(known.fullmatch(below + one) for one in (*folders, *files)):
+            return None
+        if kind.name != "hf" and folders:
+            return None
+        empty = empty and not files
+    return None if empty else kind
 
 
 def hold(entry: Path) -> None:
@@ -138,7 +172,8 @@ def hold(entry: Path) -> None:
     mark = _mark(entry)
     with suppress(OSError):
         if (held := _held.get(mark)) is None or not is_at(held, mark):
-            mark.parent.mkdir(parents=True, exist_ok=True)
+            cache_folder().mkdir(parents=True, exist_ok=True)
+            make_folder(mark.parent, cache_folder())
             descriptor = lock_shared(mark)
             release(entry)
             _held[mark] = descriptor
@@ -151,7 +186,7 @@ def note_run(source: str, run: Path) -> None:
         return
     mark, line = _mark(cache_folder() / Path(source).name), json.dumps(str(run.resolve())).encode()
     with suppress(OSError, ValueError):
-        mark.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(mark.parent, cache_folder())
         with open_file(mark, "a+b") as file:
             file.seek(0)
             if line not in file.read().splitlines():
@@ -169,27 +204,42 @@ def _mark(entry: Path) -> Path:
     return folder / _MARKS / "-".join(entry.relative_to(folder).parts)
 
 
+@contextmanager
+def _locked_alone(entry: Path) -> Iterator[bool]:
+    """Lock the mark of an entry. Yields False if the entry is in use, or nobody can tell."""
+    with ExitStack() as stack:
+        alone = False
+        with suppress(OSError):
+            make_folder(_mark(entry).parent, cache_folder())
+            alone = stack.enter_context(lock_alone(_mark(entry)))
+        yield alone
+
+
 def make_room(needed: float = 0, limit: float | None = None, keep: Path | None = None) -> bool:
     """Remove the least recently used entries until the cache has room for so many bytes more.
 
     Args:
-        needed: bytes that will be written next.
+        needed: bytes that will be written next. If they do not fit even then, nothing is removed for them.
         limit: bytes of the whole cache; None for that of the settings.
         keep: an entry that will be finished, whose bytes are among those needed.
 
     Returns:
-        True if they fit. Arrays and images given from Python are counted and kept.
+        True if they fit. Arrays and images given from Python are counted and kept, as no path leads back to where they
+        came from, and so are Hugging Face sets, which are the datasets library's.
     """
     limit = cache_limit() if limit is None else limit
     _remove_remains()
     entries = [entry for entry in cache_entries() if entry.path != keep]
-    total = sum(entry.nbytes for entry in entries) + needed
-    for entry in entries:
-        if total <= limit:
-            break
-        if entry.kind not in _FROM_PYTHON and entry.remove():
-            total -= entry.nbytes
-    return total <= limit
+    surplus = sum(entry.nbytes for entry in entries) + needed - limit
+    chosen = list[CacheEntry]()
+    with ExitStack() as locks:
+        for entry in entries:
+            if surplus > 0 and entry.evictable and locks.enter_context(_locked_alone(entry.path)):
+                chosen.append(entry)
+                surplus -= entry.nbytes
+        if needed and surplus > 0:
+            return False
+        return surplus + sum(entry.nbytes for entry in chosen if not entry.remove_locked()) <= 0
 
 
 def fits_limit(needed: float, keep: Path | None = None) -> bool:
@@ -197,7 +247,7 @@ def fits_limit(needed: float, keep: Path | None = None) -> bool:
     limit = cache_limit()
     if needed > limit:
         return False
-    fixed = (e for e in cache_entries() if e.path != keep and (e.kind in _FROM_PYTHON or e.in_use()))
+    fixed = (e for e in cache_entries() if e.path != keep and (not e.evictable or e.in_use()))
     return needed + sum(entry.nbytes for entry in fixed) <= limit
 
 
@@ -225,8 +275,9 @@ def _remove_remains() -> None:
     folder = cache_folder()
     with suppress(OSError):
         names = {_mark(entry.path).name for entry in cache_entries()}
-        for mark in list((folder / _MARKS).iterdir()):
-            if mark.name not in names:
+        for mark in [] if (folder / _MARKS).is_symlink() else list((folder / _MARKS).iterdir()):
+            ours = any(re.fullmatch(kind.name.replace("/", "-"), mark.name) for kind in _KINDS)
+            if ours and mark.name not in names and stat.S_ISREG(mark.lstat().st_mode):
                 with lock_alone(mark) as alone:
                     if alone:
                         remove(mark)
@@ -234,13 +285,13 @@ def _remove_remains() -> None:
         for path in list(folder.iterdir()):
             if _REMOVED.fullmatch(path.name):
                 remove_tree(path)
-            elif _REDIRECT.fullmatch(path.name) and not _leads_somewhere(path):
+            elif _REDIRECT.fullmatch(path.name) and _leads_nowhere(path):
                 remove(path)
 
 
-def _leads_somewhere(redirect: Path) -> bool:
-    with suppress(OSError, UnicodeDecodeError):
-        with open_file(redirect, "rb") as file:
-            names = re.findall(_KEY, file.read(4096).decode())
-        return any((redirect.parent / name).exists() for name in names)
-    return True
+def _leads_nowhere(redirect: Path) -> bool:
+    with suppress(OSError, ValueError, RecursionError, TypeError, AttributeError):
+        content = json.loads(read_file(redirect, 4096))
+        if content.keys() == {"see"} and re.fullmatch(_KEY, content["see"]):  # nothing else is ours
+            return not (redirect.parent / content["see"]).exists()
+    return False

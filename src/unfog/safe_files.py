@@ -257,15 +257,47 @@ def remove_tree(path: Path, root: Path | None = None, ignore_errors: bool = True
             raise
 
 
-def move(path: Path, target: Path, root: Path | None = None) -> None:
-    """Rename a file or folder; a folder is copied where the file system cannot rename it."""
-    with _folder_of(path, root) as (name, at), _folder_of(target, root) as (new, into):
+def discard(path: Path, aside: Path, root: Path | None = None) -> None:
+    """Remove a file or folder that nobody may find half removed: it is renamed to `aside` first, where that works."""
+    with _folder_of(path, root) as (name, at), _folder_of(aside, root) as (new, into):
         try:
             os.replace(name, new, src_dir_fd=at, dst_dir_fd=into)
         except OSError as error:
             if error.errno != errno.EXDEV:
                 raise _explained(error, path, name, at) from None
-            # overlayfs does not rename a folder that comes from a layer below, such as that of a container's image.
-            remove_tree(target, root)
-            shutil.copytree(path, target, symlinks=True)
-            shutil.rmtree(path)
+            aside = path  # a copy would take room, which may be what is missing
+    remove_tree(aside, root)
+
+
+def move(path: Path, target: Path, root: Path | None = None) -> None:
+    """Rename a file or folder; a folder is copied where the file system cannot rename it."""
+    with _folder_of(path, root) as (name, at), _folder_of(target, root) as (new, into):
+        try:
+            os.replace(name, new, src_dir_fd=at, dst_dir_fd=into)
+            return
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise _explained(error, path, name, at) from None
+    # overlayfs does not rename a folder that comes from a layer below, such as that of a container's image.
+    _copy(path, target, path.parent if root is None else root, target.parent if root is None else root)
+    remove_tree(path, root, ignore_errors=False)
+
+
+def _copy(path: Path, target: Path, root: Path, into: Path) -> None:
+    """Copy a file, a folder or a link itself. Pipes, devices and sockets are left out: they hold nothing."""
+    mode = path.lstat().st_mode
+    if stat.S_ISLNK(mode):
+        with _folder_of(target, into) as (name, at):
+            os.symlink(os.readlink(path), name, dir_fd=at)
+    elif stat.S_ISDIR(mode):
+        check_folder(path, root)
+        make_folder(target, into)
+        for name in os.listdir(path):
+            _copy(path / name, target / name, root, into)
+        os.chmod(target, stat.S_IMODE(mode))
+    elif stat.S_ISREG(mode):
+        with open_file(path, "rb", root) as source, open_file(target, "xb", into) as copy:
+            shutil.copyfileobj(source, copy)
+            copy.flush()
+            os.fsync(copy.fileno())  # before the original is removed
+        os.chmod(target, stat.S_IMODE(mode))

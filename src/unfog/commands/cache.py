@@ -7,7 +7,7 @@ import time
 from unfog.cache_folder import CacheEntry, cache_entries, cache_folder, cache_limit, clear_cache, make_room
 from unfog.config.run_requests import CacheRequest
 from unfog.process.run_folder import printable
-from unfog.reporting.progress import format_bytes, format_duration, plural, print_result, warn
+from unfog.reporting.progress import format_bytes, format_duration, plural, print_result, say, warn
 
 
 def _cache_lines(entries: list[CacheEntry]) -> list[str]:
@@ -28,9 +28,15 @@ def main(request: CacheRequest) -> int:
     """Clear or make room where that is asked, list the cache, and return the exit status."""
     limit = cache_limit() if request.limit is None else request.limit * 1e9
     if request.clear:
+        for entry in cache_entries():
+            if not entry.evictable and not entry.in_use():  # nothing else removes it
+                say(f"removes {printable(str(entry.path))}: {entry.kind}, {format_bytes(entry.nbytes)}")
         if left := clear_cache():
             warn(f"{plural(len(left), 'entry')} cannot be removed now, because a process or a run needs them")
     elif request.limit is not None and not make_room(limit=limit):
-        warn(f"more than {format_bytes(limit)} are left: entries in use, and images from Python, which --clear removes")
+        warn(
+            f"more than {format_bytes(limit)} are left: entries in use, and images from Python and Hugging Face sets, "
+            "which --clear removes"
+        )
     print_result("\n".join(_cache_lines(cache_entries())))
     return 0

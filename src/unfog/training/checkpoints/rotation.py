@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from unfog.safe_files import move, remove_tree
+from unfog.safe_files import discard, move, remove_tree
 from unfog.training.checkpoints.format import BrokenCheckpoint, best_of, is_broken, list_checkpoints
 from unfog.training.settings import Checkpoint
 
@@ -31,17 +31,12 @@ def remove_old_checkpoints(checkpoints: Path, keep: Checkpoint) -> None:
 def _remove_checkpoint(folder: Path) -> None:
     """Delete a checkpoint by renaming it first, so that it is whole or gone under its name."""
     aside = folder.with_name(f".old-{folder.name}")
-    _move(folder, aside)
     remove_tree(aside, _root(aside))
+    discard(folder, aside, _root(folder))
 
 
 def _root(folder: Path) -> Path:
     return folder.parent.parent  # the run; its `checkpoints` must be a folder, and no link to one
-
-
-def _move(folder: Path, target: Path) -> None:
-    remove_tree(target, _root(target))
-    move(folder, target, _root(folder))
 
 
 def replace_checkpoint(partial: Path, folder: Path) -> None:
@@ -51,7 +46,8 @@ def replace_checkpoint(partial: Path, folder: Path) -> None:
         return
     # The old one goes only once the new one is in place; `restore_replaced` undoes a crash between the two renames.
     aside = folder.with_name(f".replaced-{folder.name}")
-    _move(folder, aside)
+    remove_tree(aside, _root(aside))
+    move(folder, aside, _root(folder))
     move(partial, folder, _root(folder))
     _remove_checkpoint(aside)
 
