@@ -4,6 +4,8 @@ import io
 import os
 import subprocess
 import sys
+import tarfile
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -22,10 +24,15 @@ from unfog.cache_folder import (
 )
 from unfog.cli.main import main
 from unfog.config.run_requests import CacheRequest
+from unfog.data.dataset import ImageSet
+from unfog.data.latents import EncodeJob, load_or_encode
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
+from unfog.data.sources.arrays import store_array
 from unfog.data.sources.registry import open_source
-from unfog.errors import RequestError
+from unfog.data.webdataset.byte_range_cache import ByteRangeCache
+from unfog.errors import Interrupted, RequestError
+from unfog.evaluation.features import compute_features, compute_statistics, open_features
 
 MB = 2**20
 
@@ -143,7 +150,7 @@ def test_what_the_datasets_library_keeps_goes_only_when_asked_for(
     del source
     with pytest.raises(SystemExit):
         main(["cache", "--clear"])
-    assert f"removes {found.path}" in capsys.readouterr().out
+    assert f"removes {found.path}" in capsys.readouterr().err
     assert not found.path.exists()
 
 
@@ -163,6 +170,40 @@ def test_an_entry_in_use_stays(four: list[Path]) -> None:
     assert [found.path for found in clear_cache()] == [four[0]]
     release(four[0])
     assert not clear_cache()
+
+
+def stopped(done: int, total: int) -> None:
+    if done > total / 2:
+        raise Interrupted
+
+
+def test_all_that_unfog_writes_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unfog.data.decode_pool._CHUNK", 16)
+    pixels = np.random.default_rng(0).integers(0, 256, (60, 3, 8, 8), np.uint8)
+    images = ImageSet(pixels, None, [str(i) for i in range(60)], ())
+    features = open_features("pixels")
+    compute_statistics(compute_features(pixels, features, "key"), features, "key")
+    for key, progress in (("a" * 32, lambda done, total: None), ("b" * 32, stopped)):
+        with suppress(Interrupted):
+            load_or_encode(key, EncodeJob([images], (3, 4, 4), 1, lambda x: x[..., ::2, ::2] / 255, 10), progress)
+    (cache_folder() / "members").mkdir()
+    ByteRangeCache(cache_folder() / "members", 10**9, 10**6).write("c" * 32, 512, b"bytes")
+    with tarfile.open(tmp_path / "set.tar", "w") as archive:
+        (tmp_path / "0.png").write_bytes(png(1))
+        archive.add(tmp_path / "0.png", "0.png")
+    open_source(str(tmp_path / "set.tar"))
+    store_array(pixels)
+    np.save(tmp_path / "set.npy", pixels)
+    source = open_source(str(tmp_path / "set.npy"))
+    prepare(source, Data(size=8, cache="disk"))
+    (finished,) = cache_folder().glob("*/pack.json")
+    finished.with_name("pack.json.partial").touch()  # of a process that was killed
+    with suppress(Interrupted):
+        prepare(source, Data(size=4, cache="disk"), stopped)
+    (cache_folder() / "shards" / f"{'f' * 32}.json.12-34.partial").touch()
+    kinds = sorted(found.kind for found in cache_entries())
+    several = ["decoded images"] * 2 + ["features", "index of shards"] + ["latents"] * 2
+    assert kinds == ["array", *several, "read from remote shards"]
 
 
 def test_decoded_images_keep_within_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
