@@ -239,7 +239,7 @@ class CacheRequest:
     """
 
     clear: bool = False
-    """Remove all entries that are not in use. Images given from Python stay as long as a run of them is there."""
+    """Remove all entries that are not in use, also Hugging Face sets; images from Python only if no run has them."""
     limit: float | None = None
     """Remove the least recently used entries until at most so many GB are left."""
 
