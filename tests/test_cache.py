@@ -86,7 +86,16 @@ def test_nothing_goes_for_what_does_not_fit_even_then(four: list[Path]) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["a" * 32, f"latents-{'b' * 32}", f"features/{'c' * 32}", "members", "shards", "hf", f"array-{'d' * 32}.npz"],
+    [
+        "a" * 32,
+        f"latents-{'b' * 32}",
+        f"features/{'c' * 32}",
+        "members",
+        "shards",
+        "hf",
+        f"array-{'d' * 32}.npz",
+        f"images-{'d' * 32}.images",
+    ],
 )
 def test_a_folder_of_somebody_else_stays(name: str) -> None:
     """UNFOG_CACHE may be a home folder, and a name of ours a folder of theirs."""

@@ -9,10 +9,9 @@ import pytest
 import unfog
 from conftest import NETWORK
 from test_checkpoint import trained, write
-from unfog import safe_files
 from unfog.errors import RequestError, RunError
 from unfog.training.checkpoints import format as checkpoint
-from unfog.training.checkpoints import rotation
+from unfog.training.checkpoints import retries, rotation
 from unfog.training.checkpoints.load import read_state
 from unfog.training.settings import Checkpoint
 
@@ -20,7 +19,7 @@ from unfog.training.settings import Checkpoint
 @pytest.fixture
 def failing(monkeypatch):
     """Returns a function after which opening a file of this name fails so many times, and lists the attempts."""
-    monkeypatch.setattr(safe_files, "_RETRY_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(retries, "_RETRY_SECONDS", (0.0, 0.0))
     opened = os.open
 
     def install(name: str, number: int, times: int = 1000) -> list[str]:

@@ -13,10 +13,10 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TypeVar, cast
+from typing import Any, BinaryIO, Literal, cast
 
 _HERE = os.open in os.supports_dir_fd  # Windows has no descriptors of folders, and few links
 # Without O_NONBLOCK, opening a pipe would wait for another process.
@@ -38,16 +38,9 @@ _KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFSOCK: "a socket",
 }
-# Nothing, or no regular file, is under the name.
-_MISSING = frozenset(
-    getattr(errno, name)
-    for name in ("ENOENT", "ENOTDIR", "EISDIR", "ELOOP", "EINVAL", "ENXIO", "ENODEV", "ENAMETOOLONG")
-)
-_RETRY_SECONDS = (0.2, 1.0)
 LARGEST_TEXT = 2**26
 """Bytes of the largest small file of ours; larger ones are read by parts, or with a limit of their own."""
 
-_T = TypeVar("_T")
 Mode = Literal["rb", "r+b", "ab", "xb", "a+b"]
 
 
@@ -112,23 +105,6 @@ def read_file(path: Path, limit: int = LARGEST_TEXT, root: Path | None = None, f
     if len(data) > limit:
         raise ValueError(f"{path.name} has over {limit:,} bytes")
     return data
-
-
-def is_unreadable(error: BaseException) -> bool:
-    """Return True for an error of the system after which a file may still be whole, such as EIO, EACCES or EMFILE."""
-    return isinstance(error, OSError) and error.errno is not None and error.errno not in _MISSING
-
-
-def with_retries(read: Callable[[], _T]) -> _T:
-    """Call `read`, and again after an error that may pass. Raises its last error."""
-    for pause in _RETRY_SECONDS:
-        try:
-            return read()
-        except OSError as error:
-            if not is_unreadable(error):
-                raise
-        time.sleep(pause)
-    return read()
 
 
 def file_digest(path: Path) -> str:
