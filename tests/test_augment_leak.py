@@ -67,6 +67,7 @@ def test_one_sided_images_keep_their_side_if_the_network_is_told_and_only_then(t
     assert drawn < 0.05 if told else drawn > 0.2  # measured 0.01 and 0.31
 
 
+@pytest.mark.exhaustive
 def test_solid_images_stay_solid_and_of_their_colours() -> None:
     torch.manual_seed(0)
     drawn = samples(solid(256), 0.5, True, 500)

@@ -28,7 +28,7 @@ TIMEOUT = 8
 MISSING = missing()
 pytestmark = [
     pytest.mark.usefixtures("ended"),
-    pytest.mark.slow,
+    pytest.mark.exhaustive,
     pytest.mark.timeout(900),
     pytest.mark.skipif(bool(MISSING), reason=MISSING),
 ]

@@ -197,7 +197,7 @@ with init_world() as world:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts resident memory as Linux does")
-@pytest.mark.parametrize("shard", [True, False])
+@pytest.mark.parametrize("shard", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_real_processes_take_what_the_trace_says(shard, tmp_path, monkeypatch):
     """With memory of its own for each tensor, which leaves the allocator's holes aside."""
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")

@@ -133,6 +133,7 @@ def same_tensors(a, b):
     return a.keys() == b.keys() and all(a[name].dtype == b[name].dtype and a[name].equal(b[name]) for name in a)
 
 
+@pytest.mark.exhaustive
 def test_four_processes_that_divide_a_network_do_what_one_does(tmp_path):
     # More processes than images, and than rows of some weights; weights without rows; the scaler of fp16.
     check_equal(cases(tmp_path, 4, ["divided", "divided few", "divided mp", "divided muon", "divided fp16"]))
@@ -166,7 +167,8 @@ def test_a_divided_run_that_is_killed_goes_on_with_any_number_of_processes_divid
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("flags", [("--training.shard",), pytest.param((), marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("flags", [("--training.shard",), ()])
 def test_compiled_on_two_processes_divided_or_not(tmp_path, flags):
     network = "dit:width=16,depth=2,head_channels=8,patch=7"
     settings = [*SETTINGS[2:], "--network", network, "--optimizer.eps", "1e-4", "--steps", 3]

@@ -158,6 +158,7 @@ def test_the_documented_file_is_the_one_that_is_written(here):
     assert script.replace(str(here), "/home/me").replace(sys.executable, "/home/me/.venv/bin/python") == shown
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(sys.platform != "linux", reason="the stand-in for srun looks into /proc")
 def test_a_job_that_comes_back_ends_as_if_it_had_never_left(here, monkeypatch):
