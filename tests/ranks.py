@@ -10,17 +10,24 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from unfog.config.schema import Config
 from unfog.data.augmentation import Augment
+from unfog.data.settings import Data
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Loss, Objective
+from unfog.diffusion.sampler import Sampler
 from unfog.errors import RunError
+from unfog.evaluation.held_out import HeldOut, midpoints
 from unfog.models.network_settings import build_model
 from unfog.models.settings import DiT, MPUNet, UNet
+from unfog.process.signals import StopSignals
+from unfog.runs.previews import Previews
 from unfog.training.checkpoints import snapshot, writer
 from unfog.training.checkpoints.load import read_tensors, roll_back
 from unfog.training.distributed.fsdp import _full_tensor
@@ -356,7 +363,38 @@ def memory(world):
     }
 
 
+def previews(world):
+    """Samples and held-out losses by all ranks, against one; and those of ranks that fail, or that nobody waits for."""
+    into = state(TINY)
+    config = Config(network=TINY, data=Data(size=8, channels=1), classes=("a", "b", "c"), sampler=Sampler(steps=3))
+    held_out = HeldOut(torch.randn(5, 1, 8, 8, generator=torch.Generator().manual_seed(1)), None, midpoints(5))
+    jobs, several = [], Previews(config, into, held_out, StopSignals(), world)
+
+    def part(job, rank, ranks):
+        jobs.append([rank, ranks, job])
+        if job.get("count") == 7:
+            raise ValueError("no luck with seven")
+        return several.part(job, rank, ranks)
+
+    def work():
+        return [several.samples(5, (0, 2)).tolist(), several.samples(1, (1,)).tolist(), several.held_out_loss()]
+
+    world.part = part
+    together = world.run_on_main("preview", work, shared=True)
+    seen = list(jobs)
+    try:
+        failed = world.run_on_main("preview", lambda: several.samples(7, (0,)).tolist(), shared=True)
+    except RunError as error:
+        failed = str(error)
+    of_all = world.all_reduce(torch.tensor(float(len(seen))))
+    one = Previews(config, into, held_out, StopSignals())
+    alone = [one.samples(5, (0, 2)).tolist(), one.samples(1, (1,)).tolist(), one.held_out_loss()]
+    apart = max(float(np.abs(np.array(a, float) - np.array(b)).max()) for a, b in zip(alone[:2], together[:2]))
+    return {"apart": apart, "losses": together[2] == alone[2], "jobs": int(of_all), "failed": failed}
+
+
 CASES = {
+    "previews": previews,
     "plain": equal,
     "uneven": lambda w: equal(w, batch=10, microbatch=3),
     "few": lambda w: equal(w, batch=1, steps=6),

@@ -52,7 +52,7 @@ def check_equal(found, names):
 
 
 def test_two_processes_do_what_one_does_and_decide_alike(tmp_path):
-    found = cases(tmp_path, 2, [*CLOSE, "compressed", "stops", "refuses", "diverges", "memory"])
+    found = cases(tmp_path, 2, [*CLOSE, "compressed", "stops", "refuses", "diverges", "memory", "previews"])
     check_equal(found, CLOSE)
     compressed = found["compressed"]
     assert (compressed["types"], compressed["bytes"]) == (["torch.bfloat16"], 2)
@@ -66,6 +66,8 @@ def test_two_processes_do_what_one_does_and_decide_alike(tmp_path):
     assert (refused["refusals"], refused["updates"], refused["same"]) == ([["loss", [15]]], 3, 32)
     assert found["diverges"].startswith("training diverged 3 times")
     assert found["memory"] == {"microbatch": 1, "shrinks": 1, "same": 32, "rows": 4}
+    failed = "rank 1 failed: ValueError: no luck with seven"
+    assert found["previews"] == {"apart": 0, "losses": True, "jobs": 3, "failed": failed}
 
 
 def test_four_processes_do_what_one_does(tmp_path):

@@ -34,7 +34,7 @@ from unfog.models.network_settings import build_model
 from unfog.models.settings import DiT, MPUNet, UNet
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.memory_trace import fake_process_group
-from unfog.runs.ranks import _check_visible
+from unfog.runs.worker import _check_visible
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import rotation, snapshot, writer
 from unfog.training.checkpoints.load import load_weights, read_tensors, write_merged

@@ -163,7 +163,7 @@ def _run(words: list[str]) -> int:
 def _run_worker_rank(words: list[str]) -> int:
     """Run a rank other than 0, which gets its settings from rank 0. Return its exit status."""
     if not {"-h", "--help", "--help-all", "--verify"} & set(words):  # which train nothing
-        from unfog.runs.ranks import run_worker
+        from unfog.runs.worker import run_worker
 
         run_worker()
     return 0

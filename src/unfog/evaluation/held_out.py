@@ -26,14 +26,20 @@ class HeldOut(NamedTuple):
 
     @torch.inference_mode()
     def losses(
-        self, loss_at: LossAt, batch: int, seed: int = 0, progress: Callable[[int], None] = lambda images: None
+        self,
+        loss_at: LossAt,
+        batch: int,
+        seed: int = 0,
+        progress: Callable[[int], None] = lambda images: None,
+        only: slice = slice(None),
     ) -> Tensor:
         """Return float64 [2, L, N]: loss and squared noise error of each image at each level, clean to noisy.
 
-        `progress` is called with the images of each pass.
+        `progress` is called with the images of each pass. Levels that are not among the `only` ones stay 0.
         """
         table = torch.zeros(2, len(self.levels), len(self.x0), dtype=torch.float64)
-        for level, u in enumerate(self.levels):
+        for level in range(len(self.levels))[only]:
+            u = self.levels[level]
             # All noise of a level is drawn at once, so that it does not depend on the batch.
             generator = torch.Generator().manual_seed(seed * 1_000_003 + level)
             noises = torch.randn(self.x0.shape, generator=generator)
@@ -47,10 +53,17 @@ class HeldOut(NamedTuple):
         return table
 
     def measure(self, loss_at: LossAt, batch: int, seed: int = 0) -> dict[str, float | list[float]]:
-        """Mean loss over images and levels, by level from clean to noisy, and the noise-prediction error by level."""
+        """Return the `summary` of the losses at all levels."""
+        return self.summary(self.losses(loss_at, batch, seed), batch)
+
+    def summary(self, losses: Tensor, batch: int) -> dict[str, float | list[float]]:
+        """Mean loss over images and levels, by level from clean to noisy, and the noise-prediction error by level.
+
+        `losses` [2, L, N] were computed in batches of this size.
+        """
         # Summed batch by batch: another order would change the last bit of recorded losses.
         totals = torch.zeros(2, len(self.levels), dtype=torch.float64)
-        for part in torch.split(self.losses(loss_at, batch, seed), batch, dim=2):
+        for part in torch.split(losses, batch, dim=2):
             for row, of_level in enumerate(part):
                 totals[row] += torch.stack([values.sum() for values in of_level])
         loss, noise_error = (totals / len(self.x0)).tolist()

@@ -23,14 +23,13 @@ from unfog.evaluation.metrics import MetricResult, compare_features
 from unfog.evaluation.sliced_wasserstein import compare_pixels
 from unfog.inference.compute_metrics import ImageRows
 from unfog.pipeline.build import build_network, without_augmentation
-from unfog.pipeline.generate import default_generation, generate_images, proportional_labels
+from unfog.pipeline.generate import default_generation, proportional_labels
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.flops import measure_flops
 from unfog.planning.intervals import Choice
 from unfog.planning.memory_estimate import batch_shape
 from unfog.planning.timing import cost_per_sample
 from unfog.reporting.findings import Finding
-from unfog.reporting.image_grids import Pixels
 from unfog.reporting.progress import Progress, plural, warn
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.records import read_events, read_metrics
@@ -198,11 +197,7 @@ class _MetricsHook:
         config, metrics = self.config, self.config.evaluate.metrics
         labels = proportional_labels(self.images.labels, count)
 
-        def generate(batch: int) -> Pixels:
-            settings = replace(default_generation(config, count, batch), labels=labels)
-            return generate_images(self.previews.state.model, config, settings)
-
-        pixels = np.ascontiguousarray(self.previews.with_ema_weights(count, generate).transpose(0, 3, 1, 2))
+        pixels = np.ascontiguousarray(self.previews.samples(count, labels).transpose(0, 3, 1, 2))
         fake = compute_features(pixels, self.features)
         real = pixels  # not looked at unless pixels are compared
         if _PIXEL_METRIC in metrics:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from unfog.checks.run.loss_checks import LossImages, measure_losses
@@ -24,10 +26,10 @@ from unfog.process.signals import StopSignals
 from unfog.reporting.charts import Floats
 from unfog.reporting.image_grids import Pixels, grid
 from unfog.reporting.progress import say, warn
-from unfog.runs.ranks import RunContext
 from unfog.training.autoencoder_loss import AutoencoderLoss, psnr
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.load import load_weights
+from unfog.training.distributed.world import SINGLE_PROCESS, World
 from unfog.training.out_of_memory import is_out_of_memory, microbatch_size
 from unfog.training.state import TrainState
 
@@ -36,22 +38,48 @@ _COLUMNS = 8  # of a grid of reconstructions
 
 
 class Previews:
-    """Computes with the EMA weights of a run. The training state is afterwards what it was, whatever interrupts."""
+    """Computes with the EMA weights of a run. The training state is afterwards what it was, whatever interrupts.
+
+    Samples and held-out losses are computed by all ranks of the `world`, each a part.
+    """
 
     final_name = "denoising"  # of the image at the end of a run
 
-    def __init__(self, config: Config, state: TrainState, held_out: HeldOut | None, stop: StopSignals):
-        self.config, self.state, self.held_out, self._stop = config, state, held_out, stop
+    def __init__(
+        self,
+        config: Config,
+        state: TrainState,
+        held_out: HeldOut | None,
+        stop: StopSignals,
+        world: World = SINGLE_PROCESS,
+    ):
+        self.config, self.state, self.held_out, self._stop, self._world = config, state, held_out, stop, world
         self._batch = config.training.batch  # images at once; shrinks where memory does not suffice
 
     def preview(self) -> Pixels:
         """Return a grid of samples from the same noise each time: those of `unfog sample` without flags."""
-        config, count = self.config, self.config.preview.images
+        labels = tuple(range(len(self.config.classes)))
+        return sample_grid(self.samples(self.config.preview.images, labels), self.config.classes)
+
+    def samples(self, count: int, labels: Sequence[int]) -> Pixels:
+        """Return samples [N, H, W, C] by the run's sampler and guidance, whose labels cycle through these."""
+        return np.concatenate(self._world.compute_parts({"count": count, "labels": list(labels)}, self.part))
+
+    def part(self, job: dict[str, Any], rank: int, ranks: int) -> NDArray[Any]:
+        """Return what a rank computes of a job: some of the samples, or the losses of some of the levels."""
+        return self._some_samples(job, rank, ranks) if "count" in job else self._some_losses(rank, ranks)
+
+    def _some_samples(self, job: dict[str, Any], rank: int, ranks: int) -> Pixels:
+        first, end = job["count"] * rank // ranks, job["count"] * (rank + 1) // ranks
+        if first == end:  # fewer samples than ranks
+            return np.zeros((0, self.config.data.size, self.config.data.size, self.config.data.channels), np.uint8)
+        few = end - first
 
         def generate(batch: int) -> Pixels:
-            return generate_images(self.state.model, config, default_generation(config, count, batch))
+            settings = replace(default_generation(self.config, few, batch), labels=tuple(job["labels"]), first=first)
+            return generate_images(self.state.model, self.config, settings)
 
-        return sample_grid(self.with_ema_weights(count, generate), config.classes)
+        return self.with_ema_weights(few, generate)
 
     def final_image(self) -> Pixels:
         """Return the denoising steps of the preview's first image."""
@@ -66,7 +94,17 @@ class Previews:
         held_out = self.held_out
         if held_out is None:
             return {}
-        return self._with_losses(len(held_out.x0), lambda loss_at, batch: dict(held_out.measure(loss_at, batch)))
+        losses = sum(self._world.compute_parts({}, self.part))  # each part is 0 at the levels of the others
+        return dict(held_out.summary(torch.as_tensor(losses), self._batch_size(len(held_out.x0))))
+
+    def _some_losses(self, rank: int, ranks: int) -> NDArray[np.float64]:
+        held_out, levels = self.held_out, slice(rank, None, ranks)
+        assert held_out is not None  # all ranks have the same data set
+
+        def compute(loss_at: LossAt, batch: int) -> NDArray[np.float64]:
+            return held_out.losses(loss_at, batch, only=levels).numpy()
+
+        return self._with_losses(len(held_out.x0), compute)
 
     def losses(self, images: LossImages) -> Floats:
         """Return the loss [L, N] of images at the noise levels of the evaluation."""
@@ -85,7 +123,7 @@ class Previews:
     def with_ema_weights(self, count: int, compute: Callable[[int], T]) -> T:
         """Return `compute(batch)` of `count` images with the EMA weights, in smaller batches where memory runs out."""
         while True:
-            batch = min(self._batch, count, microbatch_size(self.config.training, self.state))
+            batch = self._batch_size(count)
             try:
                 with self._ema_weights():
                     return compute(batch)
@@ -95,6 +133,9 @@ class Previews:
             # Outside the clause, where the error's traceback no longer refers to the tensors of the attempt.
             self._batch = (batch + 1) // 2
             warn(f"memory did not suffice for {batch} samples at once; previews and metrics go on with {self._batch}")
+
+    def _batch_size(self, count: int) -> int:
+        return min(self._batch, count, microbatch_size(self.config.training, self.state))
 
     @contextmanager
     def _ema_weights(self) -> Iterator[None]:
@@ -159,9 +200,11 @@ class _AutoencoderPreviews(Previews):
         return self.with_ema_weights(len(x0), compute)
 
 
-def build_previews(context: RunContext, config: Config, dataset: Dataset, state: TrainState) -> Previews:
+def build_previews(
+    config: Config, dataset: Dataset, state: TrainState, stop: StopSignals, world: World = SINGLE_PROCESS
+) -> Previews:
     kind = _AutoencoderPreviews if config.trains_autoencoder else Previews
-    return kind(config, state, build_held_out_set(dataset, config, context.device), context.stop)
+    return kind(config, state, build_held_out_set(dataset, config, state.precision.device), stop, world)
 
 
 def export_autoencoder(folder: RunFolder, config: Config) -> None:

@@ -80,7 +80,7 @@ class Session(StoppableHooks):
         # Nothing changes it before it is sharded, so that the first checkpoint, of the beginning, needs no copy.
         self.state.in_host_memory = self.sharded
         self.sharded_from: Path | None = None  # the checkpoint that a sharded state is read from
-        self.previews = build_previews(context, config, dataset, self.state)
+        self.previews = build_previews(config, dataset, self.state, context.stop, world)
         self.evaluation = EvaluationHook(context, config, dataset, self.previews)
         self.failures = FailureReporter(context.folder, dataset)
         self.state.length.adopt(config.training.images // config.training.batch)

@@ -154,7 +154,7 @@ class CoordinatedHooks(TrainingHooks):
 
     def preview(self, state: TrainState) -> None:
         with self.world.full_state(state, "ema"):
-            self._on_main("preview", lambda: self.hooks.preview(state))
+            self._on_main("preview", lambda: self.hooks.preview(state), shared=self.world.shards is None)
 
     def save_ema_snapshot(self, state: TrainState) -> None:
         with self.world.full_state(state, "ema", "ema2"):
@@ -162,7 +162,7 @@ class CoordinatedHooks(TrainingHooks):
 
     def evaluate(self, state: TrainState) -> dict[str, Any]:
         with self.world.full_state(state, "ema"):
-            return self._on_main("evaluation", lambda: self.hooks.evaluate(state))
+            return self._on_main("evaluation", lambda: self.hooks.evaluate(state), shared=self.world.shards is None)
 
     def save(self, state: TrainState, for_best: bool = False) -> None:
         if self.world.shards is None:
@@ -194,12 +194,13 @@ class CoordinatedHooks(TrainingHooks):
     def defer_interrupts(self) -> AbstractContextManager[None]:
         return self.hooks.defer_interrupts()
 
-    def _on_main(self, phase: str, work: Callable[[], T]) -> T:
+    def _on_main(self, phase: str, work: Callable[[], T], shared: bool = False) -> T:
+        # The other ranks cannot share the work of a sharded network: only rank 0 has all of it then.
         def interruptible() -> T:
             with _allow_interrupts(self.hooks):
                 return work()
 
-        return self.world.run_on_main(phase, interruptible)
+        return self.world.run_on_main(phase, interruptible, shared)
 
 
 @contextmanager

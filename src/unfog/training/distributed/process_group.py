@@ -1,8 +1,8 @@
 """Communication between the processes that torchrun starts.
 
 Tensors of a step go through torch's process group. Work that may take long (previews, evaluation, saving, reading
-images) is done by rank 0 while the other ranks poll torchrun's store. The store allows waits of any length, as long as
-every rank sends heartbeats (`watchdog`).
+images) is done by rank 0 while the other ranks poll torchrun's store, and compute the parts that rank 0 gives them
+(`shared_work`). The store allows waits of any length, as long as every rank sends heartbeats (`watchdog`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from unfog.errors import Interrupted, LostProcess, RunError, UnfogError
+from unfog.training.distributed.shared_work import Part, SharedWork
 from unfog.training.distributed.watchdog import Watchdog
 from unfog.training.settings import Training
 
@@ -42,6 +44,8 @@ class ProcessGroup:
         # Keys in the store are numbered, so all ranks must count the same messages and barriers.
         self._messages = self._barriers = 0
         self._begun = False
+        self._shared: SharedWork | None = None  # while the other ranks wait for jobs
+        self.part: Part | None = None  # how this rank, if it is not rank 0, computes its part of a job
         self._sent, self._read = 0, Counter[int]()  # reports of this rank, and those read of each other rank
 
     @property
@@ -87,8 +91,10 @@ class ProcessGroup:
             dist.all_reduce(tensor)
         return tensor
 
-    def run_on_main(self, phase: str, work: Callable[[], T]) -> T:
+    def run_on_main(self, phase: str, work: Callable[[], T], shared: bool = False) -> T:
         """Run `work` on rank 0 alone, and return its result, as JSON carries it, on every rank.
+
+        With `shared`, the other ranks compute parts of the jobs that the work gives to `compute_parts`.
 
         Raises:
             Interrupted, RunError: on every rank, if rank 0 raised one.
@@ -99,16 +105,24 @@ class ProcessGroup:
         key = f"said/{self._messages}"
         if not self.is_main:
             self.set_phase(f"waiting for rank 0: {phase}")
-            value: T = self._receive(key)
+            value: T = self._receive(key, shared)
             return value
         self.set_phase(f"{phase} (rank 0 alone)")
         try:
-            value = work()
+            self._shared = self._shared_work(key) if shared else None
+            try:
+                value = work()
+            finally:
+                self._shared = None
         except BaseException as error:
             self._send(key, _failure_message(error))
             raise
         self._send(key, {"value": value})
         return value
+
+    def compute_parts(self, job: dict[str, Any], part: Part) -> list[NDArray[Any]]:
+        """Return the parts of a job, which JSON must hold: one of each rank, in order, or all of it from rank 0."""
+        return [part(job, 0, 1)] if self._shared is None else self._shared.compute(job, part)
 
     def broadcast_object(self, value: T) -> T:
         """Return rank 0's value, which JSON must hold, on every rank."""
@@ -151,8 +165,13 @@ class ProcessGroup:
         assert self._store is not None
         self._store.set(key, json.dumps(message, default=float))
 
-    def _receive(self, key: str) -> Any:
-        self._wait(key)
+    def _shared_work(self, key: str) -> SharedWork:
+        assert self._store is not None
+        return SharedWork(self._store, f"{key}/job", self.rank, self.size)
+
+    def _receive(self, key: str, shared: bool) -> Any:
+        jobs, part = self._shared_work(key), self.part
+        self._wait(key, (lambda: jobs.help(part)) if shared and part is not None else lambda: None)
         assert self._store is not None
         message = json.loads(self._store.get(key))
         if "stopped" in message:
@@ -161,12 +180,13 @@ class ProcessGroup:
             raise RunError(f"rank 0 failed: {message['failed']}")
         return message["value"]
 
-    def _wait(self, key: str) -> None:
+    def _wait(self, key: str, meanwhile: Callable[[], None] = lambda: None) -> None:
         assert self._store is not None
         pause = 0.001
         try:
             # Polled, because the store's own wait would time out and block the watchdog's heartbeats.
             while not self._store.check([key]):
+                meanwhile()
                 time.sleep(pause)
                 pause = min(2 * pause, _POLL_SECONDS)
         except (dist.DistError, RuntimeError) as error:

@@ -1,0 +1,108 @@
+"""A worker rank: it trains with rank 0, and computes its part of previews and evaluations."""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from unfog.config.schema import Config
+from unfog.config.toml import from_toml
+from unfog.data.dataset import Dataset
+from unfog.data.stream import ImageStream
+from unfog.errors import RunError
+from unfog.pipeline.build import build_state
+from unfog.pipeline.load_data import load_images
+from unfog.pipeline.skipped_images import failures_on_this_rank
+from unfog.process.signals import StopSignals
+from unfog.runs.previews import Previews, build_previews
+from unfog.runs.ranks import StoppableHooks, device_for, run_training_loop
+from unfog.text import sanitize
+from unfog.training.checkpoints import snapshot
+from unfog.training.checkpoints.writer import CheckpointWriter, ShardStatusStore
+from unfog.training.distributed.world import World, init_world
+from unfog.training.state import TrainState
+
+
+class _WorkerHooks(StoppableHooks):
+    """Hooks of a worker rank: it writes its part of sharded checkpoints, and reports unusable images to rank 0."""
+
+    def __init__(self, stop: StopSignals, dataset: Dataset, world: World, config: Config):
+        super().__init__(stop)
+        self._dataset, self._world, self._config = dataset, world, config
+        self._reported: set[tuple[str, ...]] = set()
+        self._writer: CheckpointWriter | None = None
+
+    def log(self, step: int, images: int, record: dict[str, Any]) -> None:
+        """Send rank 0 the images and shards that could not be read here since the last log."""
+        found = failures_on_this_rank(self._dataset.train)
+        self._world.send_report([list(one) for one in sorted(found - self._reported)])
+        self._reported |= found
+
+    def save_shards(self, state: TrainState, for_best: bool, place: str, post: ShardStatusStore) -> None:
+        self.finish(math.inf)  # rank 0 has seen the last checkpoint complete
+        if not state.non_finite():
+            self._writer = CheckpointWriter(Path(place), self._config.checkpoint)
+            self._writer.submit(snapshot.take_snapshot(state, state.seen // self._config.training.batch), post)
+
+    def finish(self, seconds: float) -> None:
+        """Wait at most so long for the checkpoint that is being written."""
+        deadline = time.monotonic() + seconds
+        while self._writer is not None and self._writer.busy and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+
+def run_worker() -> None:
+    """Train as a worker rank, to the end of the run or until rank 0 ends. RunError if this rank sees other images."""
+    with init_world() as world:
+        received: dict[str, Any] = world.broadcast_object({})
+        if not received:  # the run is at its end already
+            return
+        config = from_toml(received["config"], Config())
+        with StopSignals(quiet=True) as stop:
+            if config.training.shard:
+                checkpoints = Path(received["checkpoints"])
+                _check_visible(checkpoints, "where each rank of a sharded run writes its part of a checkpoint", world)
+            if config.uses_latents:
+                _check_visible(Path(config.autoencoder_folder), "the run's autoencoder", world)
+            dataset, found = load_images(config, stop, lost=received["lost"])
+            if found.fingerprint != config.fingerprint:
+                raise RunError(
+                    f"rank {world.rank} finds other images in {sanitize(config.source)} than rank 0 does; each machine "
+                    "needs the same ones there"
+                )
+            _train_worker(config, dataset, stop, world)
+
+
+def _check_visible(folder: Path, what: str, world: World) -> None:
+    """RunError if this rank does not see a part of the run folder that it needs."""
+    if not folder.is_dir():
+        raise RunError(
+            f"rank {world.rank} ({socket.gethostname()}) does not see {folder}, {what}; give an --out on a disk that "
+            "all machines share"
+        )
+
+
+def _train_worker(config: Config, dataset: Dataset, stop: StopSignals, world: World) -> None:
+    device = device_for(config)
+    # Ranks on one machine compute on devices of their own; the configuration names that of rank 0.
+    own_config = replace(config, training=replace(config.training, device=str(device)))
+    state = build_state(own_config, device, home=world.init_device(config.training.shard, device))
+    stream = ImageStream(dataset.as_network_input.train, config.training.seed)
+    hooks = _WorkerHooks(stop, dataset, world, config)
+
+    @cache
+    def previews() -> Previews:
+        return build_previews(own_config, dataset, state, stop, world)
+
+    if not config.training.shard:  # else this rank never has the whole network
+        world.part = lambda job, rank, ranks: previews().part(job, rank, ranks)
+    try:
+        run_training_loop(config, state, stream, hooks, world)
+    finally:
+        hooks.finish(0.8 * config.training.grace)  # a checkpoint counts when all ranks have written their parts
+        stream.close()
