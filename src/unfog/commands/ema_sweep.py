@@ -72,6 +72,12 @@ class EmaSweepResult:
     def best(self) -> _WidthResult:
         return min(self.rows, key=lambda row: row.value)
 
+    def __repr__(self) -> str:
+        return (
+            f"<EMA widths at step {self.step:,}: {self.best.width:g} is the best of {len(self.rows)}, "
+            f"{self.metric} {self.best.value:.5g}>"
+        )
+
     def table(self) -> list[list[str]]:
         head = ["width", self.metric, "standard error", "profile off by", ""]
         return [head] + [

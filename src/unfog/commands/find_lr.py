@@ -55,6 +55,10 @@ class FindLrResult:
     def reason(self) -> str:
         return self.range.reason
 
+    def __repr__(self) -> str:
+        found = "none found" if self.suggestion is None else f"{self.suggestion:.2g}"
+        return f"<learning rate: {found}, {self.reason}; the usual one is {self.usual:.2g}>"
+
     def finding(self) -> Finding:
         """Return the suggestion as a finding, with the chart."""
         found, usual = self.range, self.usual

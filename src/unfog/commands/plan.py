@@ -26,6 +26,7 @@ from unfog.planning.timing import TOO_SLOW, benchmark_cpu, decoded_images, run_t
 from unfog.process.device import available_memory, choose_device
 from unfog.process.signals import StopSignals
 from unfog.reporting.findings import Finding, has_fatal, print_findings
+from unfog.reporting.notebook import preformatted
 from unfog.reporting.progress import format_bytes, format_duration, plural, print_result
 from unfog.reporting.records import json_values
 from unfog.training.out_of_memory import microbatch_size
@@ -61,6 +62,12 @@ class Plan:
     """Seconds of each part: step, training, previews, evaluations, total, and of generating samples."""
     disk: tuple[str, ...]
     findings: tuple[Finding, ...]
+
+    def __repr__(self) -> str:
+        return f"<{self.lines()[0]}>"
+
+    def _repr_html_(self) -> str:
+        return preformatted(self.lines())
 
     def lines(self) -> list[str]:
         """Return the plan as lines of text."""

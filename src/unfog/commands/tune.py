@@ -21,6 +21,7 @@ from unfog.errors import RequestError
 from unfog.inference.run import Run
 from unfog.pipeline.build import input_shape
 from unfog.pipeline.generate import conditional_denoiser, default_generation, without_pixel_clipping
+from unfog.reporting.notebook import preformatted
 from unfog.reporting.progress import Progress, plural, print_result, say
 from unfog.reporting.records import Events
 
@@ -47,6 +48,13 @@ class TuneResult:
     """The same between solutions in many steps and in half as many: smaller differences mean nothing."""
     calls: int
     """Network calls of the search, each for up to 64 samples."""
+
+    def __repr__(self) -> str:
+        errors = ", ".join(f"{name} {error:.4f}" for name, error in sorted(self.errors.items(), key=lambda row: row[1]))
+        return f"<noise levels of {self.sampler.kind} in {self.sampler.steps} steps, by error: {errors}>"
+
+    def _repr_html_(self) -> str:
+        return preformatted(self.table().splitlines())
 
     def table(self) -> str:
         """Return a header and a line for each grid, the best first."""

@@ -21,6 +21,7 @@ from unfog.evaluation.features import Features
 from unfog.evaluation.metrics import MetricResult
 from unfog.pipeline.generate import GenerationSettings
 from unfog.reporting.image_grids import Pixels
+from unfog.reporting.notebook import preformatted
 from unfog.safe_files import make_folder, read_file, regular_file, write_atomic
 from unfog.text import without_secrets
 from unfog.training.distributed.world import World
@@ -69,6 +70,13 @@ class Evaluation:
             if one.metric == metric:
                 return one
         raise KeyError(metric)
+
+    def __repr__(self) -> str:
+        metrics = ", ".join(f"{one.metric} {one.value:.4g}" for one in self.measured)
+        return f"<evaluation of step {self.step:,}: {metrics or 'no metrics'}>"
+
+    def _repr_html_(self) -> str:
+        return preformatted(self.lines())
 
     def lines(self) -> list[str]:
         """Return the verdict, and the metrics as a table with notes below."""

@@ -106,6 +106,24 @@ class LoadedRun:
             return False
         return True
 
+    def _weights(self) -> str:
+        return self.weights if self.ema is None else f"EMA of width {self.ema:g}"
+
+    def _facts(self) -> dict[str, str]:
+        """Return what the run is, by name."""
+        config, parameters = self.config, sum(p.numel() for p in self.network.parameters())
+        kind = "" if config.network is None else config.network.kind
+        colours = {1: "grey", 3: "RGB"}.get(config.data.channels, f"{config.data.channels} channels")
+        return {
+            "network": f"{kind}, {parameters / 1e6:.2f}M parameters",
+            "images": f"{config.data.size}x{config.data.size} {colours}",
+            "classes": f"{len(self.classes)} classes" if self.classes else "no classes",
+        }
+
+    def __repr__(self) -> str:
+        said = "; ".join(self._facts().values())
+        return f"<run {self.path}: {said}; {self._weights()} weights of step {self.checkpoint.step:,} on {self.device}>"
+
     @property
     def path(self) -> Path:
         return self.folder.path

@@ -18,9 +18,10 @@ from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.sampler import Observe
 from unfog.errors import RequestError
 from unfog.inference.loaded_run import LoadedRun
+from unfog.inference.samples import Samples
 from unfog.pipeline.generate import GenerationSettings, generate_images, parse_labels
 from unfog.pipeline.image_files import ImageInput, build_edit
-from unfog.reporting.image_grids import Pixels
+from unfog.reporting.notebook import table
 from unfog.training.precision import DTYPES
 
 if TYPE_CHECKING:
@@ -51,8 +52,8 @@ class Run(LoadedRun):
         progress: Callable[[int], None] = lambda done: None,
         observe: Observe | None = None,
         **settings: Any,
-    ) -> Pixels:
-        """Generate n images, uint8 [n, H, W, C], from noise or from `image`.
+    ) -> Samples:
+        """Generate n images, an array uint8 [n, H, W, C], from noise or from `image`; `.pil()` gives PIL images.
 
         Image i is the same whatever n and batch are, to within the last bit of floating-point sums.
 
@@ -98,7 +99,7 @@ class Run(LoadedRun):
         )
         self.sampled = self._describe(generation)
         self.calls = max(calls)  # the adaptive sampler takes another number for each batch
-        return samples
+        return Samples.of(samples, ", ".join(self.sampled))
 
     def export(self, out: str | PathLike[str], **settings: Any) -> Path:
         """Write the network into a new folder, for programs that do not know Unfog; return the folder.
@@ -118,12 +119,19 @@ class Run(LoadedRun):
         self.export_difference = export(self, folder, update(ExportSettings(), settings, ""))
         return folder
 
+    def _repr_html_(self) -> str:
+        """Return what the run is, and its newest preview."""
+        saved, preview = self.checkpoint, self.folder.newest_preview
+        rows = {"run": self.path, **self._facts(), "weights": f"{self._weights()} of step {saved.step:,}"}
+        if saved.held_out_loss is not None:
+            rows["held-out loss"] = f"{saved.held_out_loss:.4g}"
+        return table(rows, preview, f"preview {preview.stem}")
+
     def _describe(self, generation: GenerationSettings) -> tuple[str, ...]:
-        weights = self.weights if self.ema is None else f"EMA of width {self.ema:g}"
         return (
             self.path.resolve().name,
             f"step {self.checkpoint.step:,}",
-            weights,
+            self._weights(),
             f"{generation.sampler.kind} {generation.sampler.steps} steps",
             *([f"guidance {generation.guidance:g}"] if generation.guidance != 1 else []),
             f"seed {generation.seed}",

@@ -71,6 +71,9 @@ class Finding:
                 return cls(code, severity, evidence + addition, remedy, facts, figures)
         return cls(code, "fine", evidence, facts=facts, figures=figures)
 
+    def __repr__(self) -> str:
+        return f"<finding {self.code}, {self.severity}: {self.evidence}{f'; {self.remedy}' * bool(self.remedy)}>"
+
     def __str__(self) -> str:
         mark = "" if self.severity == "fine" else f"{self.severity}: "
         return f"{mark}{self.evidence}" + (f"; {self.remedy}" if self.remedy else "")
