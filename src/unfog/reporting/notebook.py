@@ -1,4 +1,4 @@
-"""What a notebook shows: HTML of images and of lines of text, and a live text that is replaced in place."""
+"""Output for notebooks: HTML of images and of lines of text, and a live text that is replaced in place."""
 
 from __future__ import annotations
 
