@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from unfog.data import decode as decoding
 from unfog.data.decode import ImageInfo, decode
 from unfog.data.scan import _read_size
 from unfog.data.sources.base import ImageError
-from unfog.data.sources.image_files import open_image
+from unfog.data.sources.image_files import open_bytes, open_image
 
 WHITE = (255, 255, 255)
 
@@ -282,6 +283,16 @@ def test_a_truncated_file_is_unusable_wherever_it_ends(kind: str) -> None:
         part = whole[: int(len(whole) * keep)]
         with pytest.raises(ImageError):
             decode(lambda part=part: Image.open(BytesIO(part)), 32, 3, WHITE)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("progressive", "kind", "turns"), [(False, "JPEG", False), (True, "JPEG", True), (False, "ICO", True)]
+)
+def test_what_takes_the_memory_of_a_large_image_takes_turns(progressive: bool, kind: str, turns: bool) -> None:
+    """A progressive JPEG holds the coefficients of all pixels, and an icon may hold more pixels than it says."""
+    data = BytesIO()
+    Image.new("L", (5000, 5000)).save(data, kind, progressive=progressive)
+    assert (decoding._large_image_slot(open_bytes(data.getvalue(), "")) is decoding._large_images) == turns
 
 
 def test_large_images_take_turns() -> None:

@@ -141,6 +141,16 @@ def ink(marker: bool, **options: object) -> bytes:
     return data if marker else data[:start] + data[start + 16 :]
 
 
+def many_scans(between: bytes = b"") -> bytes:
+    """A progressive JPEG with its last scan 200 times."""
+    data = encoded(NOISE, "JPEG", progressive=True)
+    last = data.rindex(b"\xff\xda")
+    return data[:last] + (between + data[last:-2]) * 200 + data[-2:]
+
+
+NOT_SCANS = encoded(NOISE, "JPEG", progressive=True, comment=b"\xff\xda" * 200) + b"\xff\xda" * 200
+
+
 def palette() -> bytes:
     image = Image.fromarray(RAMP // 128, "P")
     image.putpalette([255, 0, 255, 0, 0, 255])
@@ -224,6 +234,9 @@ def contents() -> dict[str, tuple[bytes, tuple[str, ...] | str]]:
         "bomb.tif": (tiff(60000, 60000), TOO_LARGE),
         "bomb.gif": (bytes(gif), TOO_LARGE),
         "bomb.jpg": (bytes(huge_jpeg), TOO_LARGE),
+        "many scans.jpg": (many_scans(), "a JPEG of over 100 scans"),
+        "many scans after comments.jpg": (many_scans(b"\xff\xfe\0\4\xff\xd9"), "a JPEG of over 100 scans"),
+        "scans in a comment and behind.jpg": (NOT_SCANS, (SMALLER,)),
         "bomb in a text.png": (plain_png(before=chunk(b"zTXt", bomb)), USED),
         "bomb in a profile.png": (plain_png(before=chunk(b"iCCP", bomb)), (NO_PROFILE,)),
         "bomb in both.png": (plain_png(before=chunk(b"zTXt", bomb) + chunk(b"iCCP", bomb)), (NO_PROFILE,)),

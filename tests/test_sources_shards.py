@@ -588,6 +588,13 @@ def test_a_shard_that_goes_on_behind_its_end_is_named(tmp_path: Path) -> None:
         assert [tuple(one) for one in source.unreadable] == said, name
 
 
+def test_members_without_end_are_not_all_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_files, "_MAX_MEMBERS", 4)
+    source = open_source(shard(tmp_path / "a.tar", pictures(range(9))))
+    assert len(source.names) == 4
+    assert [tuple(one) for one in source.unreadable] == [("a.tar", "a shard of over 4 members")]
+
+
 def test_doubles_empty_and_hostile_names(tmp_path: Path) -> None:
     files = [
         ("a.png", png(0)),

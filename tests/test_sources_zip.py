@@ -126,7 +126,7 @@ def test_members_that_cannot_be_used_are_named(tmp_path: Path, monkeypatch: pyte
     data[entry(b"secret.png") + 8] |= 1
     struct.pack_into("<I", data, entry(b"lies.png") + 24, 1000)  # unpacks to a thousand times that
     struct.pack_into("<I", data, entry(b"flipped.png") + 16, 12345)  # the checksum
-    struct.pack_into("<I", data, entry(b"moved.png") + 42, 7)  # where it is
+    struct.pack_into("<I", data, entry(b"moved.png") + 42, data.index(b"bomb.png"))  # where it is
     data[data.index(b"nonsense.png") + 12 : data.index(b"nonsense.png") + 22] = b"\xff" * 10
     path.write_bytes(data)
     source = open_source(path)
@@ -151,6 +151,16 @@ def test_members_that_cannot_be_used_are_named(tmp_path: Path, monkeypatch: pyte
     }
 
 
+def test_a_directory_of_any_size_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "bomb.zip"
+    with path.open("wb") as file:
+        file.truncate(600 * 2**20)
+        file.seek(0, os.SEEK_END)
+        file.write(struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, 65535, 65535, 600 * 2**20, 0, 0))
+    with pytest.raises(RequestError, match="its directory has over 512 MB"):
+        open_source(path)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells the peak")
 def test_a_lying_bomb_is_not_unpacked(tmp_path: Path) -> None:
     """A quarter of a gigabyte of zeros that says it is a kilobyte."""
@@ -171,6 +181,37 @@ def test_a_bomb_that_begins_like_no_image_is_not_unpacked(tmp_path: Path) -> Non
     with zipfile.ZipFile(tmp_path / "bomb.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("bomb.png", bytes(2**27))
     assert opened_in_little(tmp_path / "bomb.zip") == "not an image|True\n"
+
+
+def test_of_members_that_overlap_one_is_kept(tmp_path: Path) -> None:
+    """As in a bomb: a directory of many entries for the same bytes, or for bytes that hold the next member."""
+    image = png(0)
+    for first in (0, 60):  # where the header of each member begins behind that of the one before
+        file = io.BytesIO()
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+            archive.writestr("whole.png", image)
+            for k in range(50):
+                archive.writestr(f"{k:02}.png", image)
+            for k, info in enumerate(archive.infolist()[1:]):
+                start, end = archive.infolist()[1].header_offset, archive.infolist()[-1].header_offset
+                info.header_offset = start + k * first
+                info.compress_size = end - info.header_offset
+        (tmp_path / "bomb.zip").write_bytes(file.getvalue())
+        source = open_source(tmp_path / "bomb.zip")
+        assert len(source.names) == 2
+        assert "whole.png" in source.names
+        assert {one.reason for one in source.unreadable} == {"overlapping another member of its archive"}
+        assert len(source.unreadable) == 49
+
+
+@pytest.mark.parametrize(("field", "value"), [(20, 9000), (42, 0)])
+def test_a_damaged_entry_costs_at_most_two_images(tmp_path: Path, field: int, value: int) -> None:
+    """It claims the bytes of many others, or the place of another."""
+    path = put(tmp_path / "a.zip", {f"{i:02}.png": png(i) for i in range(20)}, zipfile.ZIP_STORED)
+    data = bytearray(path.read_bytes())
+    struct.pack_into("<I", data, data.rindex(b"05.png") - 46 + field, value)
+    path.write_bytes(data)
+    assert len(open_source(path).names) >= 18
 
 
 def opened_in_little(path: Path) -> str:

@@ -38,7 +38,7 @@ _UPRIGHT = {
 _REDUCING_GAP = 4.0
 
 _LARGE_PIXELS = 24_000_000
-_large_images = threading.BoundedSemaphore(4)  # as each takes up to ten bytes a pixel
+_large_images = threading.BoundedSemaphore(4)  # as each takes ten bytes a pixel, as JPEG 2000 eighteen
 
 _MAX_PROFILE_BYTES = 4 * 2**20  # printers' profiles, the largest there are, have two or three
 # Of 255. Makers of sRGB profiles round their numbers differently; what is no sRGB is off by ten and more.
@@ -92,8 +92,9 @@ def decode(
 
 
 def _large_image_slot(image: Image.Image) -> AbstractContextManager[object]:
-    # A large JPEG needs no slot: its decoder already shrinks it.
-    large = image.width * image.height > _LARGE_PIXELS and not isinstance(image, JpegImagePlugin.JpegImageFile)
+    # A JPEG of one scan needs no slot: its decoder already shrinks it. Of several, it holds all coefficients.
+    # An icon may hold an image of another size than it says.
+    large = (image.width * image.height > _LARGE_PIXELS and image.info.get("scans") != 1) or image.format == "ICO"
     return _large_images if large else nullcontext()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import logging
+import re
 import stat
 import struct
 from contextlib import suppress
@@ -12,7 +13,7 @@ from functools import cache
 from io import BytesIO
 from pathlib import Path
 
-from PIL import Image, UnidentifiedImageError, _imaging
+from PIL import Image, JpegImagePlugin, UnidentifiedImageError, _imaging
 
 from unfog.data.sources.base import ImageError, TransientImageError
 
@@ -35,6 +36,12 @@ _FORMATS = (
 )
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _SIGNATURES = (_PNG_SIGNATURE, b"\xff\xd8\xff", b"GIF8", b"RIFF", b"II*\0", b"MM\0*")
+# Not the zero behind a byte of data, a restart or TEM, which alone have no length behind them.
+_JPEG_MARKER = re.compile(rb"\xff+([\x02-\xcf\xd8-\xfe])")
+_START_OF_SCAN, _END_OF_JPEG, _PROGRESSIVE = b"\xda", b"\xd9", (b"\xc2", b"\xca")
+# A scan goes over all pixels, and may have a dozen bytes: 100,000 of 80 megapixels take a quarter of an hour. Encoders
+# write about ten, and libtiff decodes at most a hundred.
+_MAX_SCANS = 100
 _PNG_TEXTS = frozenset([b"tEXt", b"zTXt", b"iTXt"])
 TEXT_TOO_LARGE = "MAX_TEXT_"
 """Part of Pillow's message for a PNG with a text over a megabyte unpacked, or texts over 64 in all."""
@@ -76,13 +83,33 @@ def open_bytes(data: bytes, name: str) -> Image.Image:
 
 def _open(file: Path | BytesIO, name: str) -> Image.Image:
     try:
-        return Image.open(file, formats=_readable_formats())
+        image = Image.open(file, formats=_readable_formats())
+        if isinstance(image, JpegImagePlugin.JpegImageFile):
+            image.info["scans"] = _count_scans(_read(file), image.layers)
+        return image
     except UnidentifiedImageError as error:
         raise _unidentified(_read(file, 8), name) from error
     except ValueError as error:
         if TEXT_TOO_LARGE not in str(error):
             raise
         return _open_without_texts(_read(file))
+
+
+def _count_scans(jpeg: bytes, channels: int) -> int:
+    """Return 1, or about the number of scans that decoding goes through. Raises ImageError if they are too many."""
+    scans, at, progressive = 0, 2, False
+    while (marker := _JPEG_MARKER.search(jpeg, at)) is not None and marker[1] != _END_OF_JPEG:
+        at = marker.end() + int.from_bytes(jpeg[marker.end() : marker.end() + 2])
+        progressive = progressive or marker[1] in _PROGRESSIVE
+        if marker[1] == _START_OF_SCAN:
+            scans += 1
+            if not progressive and jpeg[marker.end() + 2 : marker.end() + 3] >= bytes([channels]):
+                break  # all channels are in this scan
+            if scans == 1 and (at_most := jpeg.count(b"\xff\xda", marker.start())) <= _MAX_SCANS:
+                return max(2, at_most)  # ten times as fast as to pass over the data from marker to marker
+        if scans > _MAX_SCANS:
+            raise ImageError(f"a JPEG of over {_MAX_SCANS} scans")
+    return scans
 
 
 def _read(file: Path | BytesIO, size: int | None = None) -> bytes:

@@ -13,7 +13,7 @@ from io import RawIOBase
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from unfog.data.sources.base import ImageError, TransientImageError
-from unfog.data.sources.image_files import CHANGED, NO_PARTS, os_error_reason
+from unfog.data.sources.image_files import CHANGED, MAX_FILE_BYTES, NO_PARTS, os_error_reason
 from unfog.errors import RequestError
 from unfog.text import sanitize, without_secrets
 
@@ -138,7 +138,10 @@ class BlockReader(RawIOBase):
 
     def read(self, size: int | None = -1) -> bytes:
         rest = max(0, self._size - self._position)
-        data = self.read_at(self._position, rest if size is None or size < 0 else min(size, rest))
+        size = rest if size is None or size < 0 else min(size, rest)
+        if size > MAX_FILE_BYTES:  # of which a remote file may say that it has any number
+            raise ImageError(f"its directory has over {MAX_FILE_BYTES // 2**20} MB")
+        data = self.read_at(self._position, size)
         self._position += len(data)
         return data
 

@@ -29,6 +29,7 @@ _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 _ENCRYPTED = 1  # bit of a member's flags
 _LARGE_BYTES = 64 * 2**20
 _SIGNATURE_BYTES = 64
+_HEADER_BYTES = 30  # of a member, before its name
 # Half a megabyte may inflate to half a gigabyte, in each of many threads. So larger members are inflated one at a time,
 # and only if they begin like an image.
 _large_members = threading.BoundedSemaphore(1)
@@ -63,6 +64,7 @@ class ZipSource(Source):
         for info in self._read_directory():
             if not info.is_dir():
                 self._add(info, self.ignored, self.unreadable)
+        self._remove_overlapping(self.unreadable)
         self.names = sorted(self._members)
         self.unreadable.sort()
         # The directory has the checksum of every member, so that its digest stands for the contents.
@@ -136,6 +138,17 @@ class ZipSource(Source):
         else:
             self._members[name] = to_member(info)
 
+    def _remove_overlapping(self, unreadable: list[SkippedFile]) -> None:
+        """Drop members that overlap others: with those, a small archive could hold any number of large images."""
+        end = -(2**63)  # as a damaged entry may begin before the archive
+        # By their ends, so that a damaged entry drops as few others as possible.
+        for name, member in sorted(self._members.items(), key=lambda item: (_least_end(item[1]), -item[1].header)):
+            if member.header < end:
+                unreadable.append(SkippedFile(name, "overlapping another member of its archive"))
+                del self._members[name]
+            else:
+                end = _least_end(member)
+
     def _read(self, start: int, size: int) -> bytes:
         if start + size > self._state.size:
             raise ImageError("truncated")
@@ -153,10 +166,10 @@ class ZipSource(Source):
 
     def _content(self, member: _Member, image: bool = False) -> bytes:
         """Return the bytes of a member. No more are inflated than it declares."""
-        header = self._read(member.header, 30)
+        header = self._read(member.header, _HEADER_BYTES)
         if not header.startswith(b"PK\3\4"):
             raise ImageError("not where its archive says")
-        data = self._read(member.header + 30 + sum(struct.unpack("<HH", header[26:30])), member.packed)
+        data = self._read(member.header + _HEADER_BYTES + sum(struct.unpack("<HH", header[26:30])), member.packed)
         if member.method == zipfile.ZIP_DEFLATED:
             check = image and member.size > _LARGE_BYTES
             if check and not has_image_signature(_inflate(data[:_BLOCK_BYTES], _SIGNATURE_BYTES)):
@@ -171,6 +184,10 @@ class ZipSource(Source):
 
 def to_member(info: zipfile.ZipInfo) -> _Member:
     return _Member(info.header_offset, info.compress_size, info.file_size, info.compress_type, info.CRC)
+
+
+def _least_end(member: _Member) -> int:
+    return member.header + _HEADER_BYTES + member.packed
 
 
 def _unusable_reason(info: zipfile.ZipInfo) -> str:

@@ -35,6 +35,7 @@ _LABEL_KEYS = ("label", "class", "cls")
 _MAX_TEXT = 100  # characters; if a text is longer, all are captions rather than classes
 _MAX_TEXTS = 10_000
 _REPORT_EVERY = 1000  # members
+_MAX_MEMBERS = 10_000_000  # of a shard, as a server may send members without end
 
 
 @dataclass
@@ -100,6 +101,8 @@ def index_shard(storage: Storage, path: str, state: FileState, report: Callable[
     builder = _EntryBuilder(file, state.size)
     try:
         for count, member in enumerate(iter_members(file)):
+            if count >= _MAX_MEMBERS:
+                raise DamagedTarError(f"a shard of over {_MAX_MEMBERS:,} members")
             builder.add(member)
             if count % _REPORT_EVERY == 0:
                 report(member.start)
