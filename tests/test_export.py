@@ -1,5 +1,6 @@
 """Exports of a run: loaded without Unfog, by the code that docs/export.md shows, they give the samples of the run."""
 
+import ast
 import json
 import re
 from dataclasses import replace
@@ -14,21 +15,29 @@ import unfog
 from unfog.config.presets import preset
 from unfog.config.schema import Config
 from unfog.diffusion.denoiser import Denoiser
-from unfog.diffusion.sampler import NoiseSource
+from unfog.diffusion.noise import Cosine, FlowUniform, Linear
+from unfog.diffusion.sampler import NoiseSource, Sampler
+from unfog.diffusion.target import V
 from unfog.errors import RequestError, RunError
 from unfog.export import graphs
 from unfog.inference import export as exporting
 from unfog.inference.run import Run
+from unfog.models.autoencoder import AutoencoderModel
+from unfog.models.autoencoder_settings import Autoencoder
 from unfog.models.network_settings import CustomNetwork
 from unfog.models.settings import DiT, MPUNet, UNet
 from unfog.pipeline.build import build_network, input_shape
 from unfog.pipeline.generate import conditional_denoiser, default_generation, without_pixel_clipping
+from unfog.pipeline.latents import apply_autoencoder_settings, save_autoencoder
 from unfog.runs.diffusers import _randomized
 
 CPU, COUNT = torch.device("cpu"), 3
 UNET = UNet(channels=(8, 16), attention=(False, True), norm_groups=4, head_channels=8)
 MPUNET = MPUNet(channels=(8, 16), attention=(False, True), head_channels=8)
 DIT = DiT(width=32, depth=1, head_channels=8)
+SHIFTED = replace(preset("default").diffusion, schedule=FlowUniform(shift=2.0))
+TERMINAL = replace(preset("ddpm").diffusion, schedule=Cosine(zero_terminal=True), target=V())
+LINEAR = replace(preset("ddpm").diffusion, schedule=Linear(steps=500), target=V())
 DOCS = Path(__file__).parent.parent / "docs" / "export.md"
 
 
@@ -52,6 +61,37 @@ def run_of(name: str = "default", network=UNET, classes: int = 3, **changes) -> 
     )
 
 
+def latent_run(folder: Path, kind: str, **changes) -> Untrained:
+    """A run on latents of one of our autoencoders, or of diffusers' AutoencoderKL."""
+    torch.manual_seed(0)
+    if kind == "ours":
+        network = AutoencoderModel(Autoencoder(factor=2, latent_channels=4, channels=(8,)), 3)
+        with torch.no_grad():
+            save_autoencoder(folder, _randomized(network).eval())
+    else:
+        from diffusers import AutoencoderKL
+
+        AutoencoderKL(
+            block_out_channels=(8, 8),
+            down_block_types=("DownEncoderBlock2D",) * 2,
+            up_block_types=("UpDecoderBlock2D",) * 2,
+            norm_num_groups=4,
+            layers_per_block=1,
+        ).save_pretrained(folder)
+    config = preset("default")
+    config = replace(
+        config,
+        autoencoder_folder=str(folder),
+        data=replace(config.data, size=16, channels=3),
+        network=UNET,
+        sampler=replace(config.sampler, steps=4),
+        **changes,
+    )
+    config = apply_autoencoder_settings(config)
+    latents = replace(config.latents, mean=(0.1, 0.0, -0.1, 0.2), deviation=(0.5, 1.0, 1.5, 2.0))
+    return Untrained(replace(config, latents=latents))
+
+
 def inputs(run: Run) -> tuple[torch.Tensor, torch.Tensor | None]:
     noise = NoiseSource(0, range(COUNT), input_shape(run.config)).draw()
     return noise, torch.arange(COUNT) % len(run.classes) if run.classes else None
@@ -60,12 +100,13 @@ def inputs(run: Run) -> tuple[torch.Tensor, torch.Tensor | None]:
 @torch.inference_mode()
 def drawn(run: Run, guided: bool = True) -> torch.Tensor:
     """Samples of a run as its own code draws them, before they become uint8."""
-    config, (noise, label) = run.config, inputs(run)
+    config, (_, label) = run.config, inputs(run)
     settings = default_generation(config, COUNT, COUNT)
     settings = settings if guided else replace(settings, guidance=1.0)
     denoise = conditional_denoiser(Denoiser(run.network, config.diffusion), config, settings, label)
     sampler = without_pixel_clipping(config.sampler, config)
-    return sampler(denoise, config.diffusion.path, config.diffusion.schedule, iter([noise]).__next__)
+    draw = NoiseSource(0, range(COUNT), input_shape(config)).draw
+    return run.decode(sampler(denoise, config.diffusion.path, config.diffusion.schedule, draw))
 
 
 def shown(name: str) -> SimpleNamespace:
@@ -117,6 +158,110 @@ def test_a_pt2_export_is_sampled_by_the_same_lines(tmp_path):
     run.export(tmp_path / "out", format="pt2")
     samples = shown("safetensors").sample(*shown("pt2").load(tmp_path / "out"), *inputs(run))
     assert (samples - drawn(run)).abs().max() < 1e-3
+
+
+DIFFUSERS = {
+    "default": ("default", UNET, 3, {}, "DPMSolverMultistepScheduler"),
+    "default, no classes": ("default", UNET, 0, {}, "DPMSolverMultistepScheduler"),
+    "default, ddim": ("default", UNET, 3, {"sampler": Sampler("ddim", 6)}, "DPMSolverMultistepScheduler"),
+    "default, karras": ("default", UNET, 3, {"sampler": Sampler("dpmpp", 6, "karras")}, "LevelsScheduler"),
+    "default, shifted": ("default", UNET, 3, {"diffusion": SHIFTED}, "DPMSolverMultistepScheduler"),
+    "demo": ("demo", UNET, 3, {}, "DPMSolverMultistepScheduler"),
+    "ddpm": ("ddpm", UNET, 0, {}, "DPMSolverMultistepScheduler"),
+    "ddpm, dpmpp, linear": (
+        "ddpm",
+        UNET,
+        0,
+        {"sampler": Sampler("dpmpp", 6), "diffusion": LINEAR},
+        "DPMSolverMultistepScheduler",
+    ),
+    "ddpm, classes": ("ddpm", UNET, 3, {"sampler": Sampler("dpmpp", 6)}, "DPMSolverMultistepScheduler"),
+    "ddpm, random": ("ddpm", UNET, 0, {"sampler": Sampler("ddpm", 8)}, "DDPMScheduler"),
+    "ddpm, random, classes": ("ddpm", UNET, 3, {"sampler": Sampler("ddpm", 8)}, "DDPMScheduler"),
+    "ddpm, heun": ("ddpm", UNET, 3, {"sampler": Sampler("heun", 6)}, "LevelsScheduler"),
+    "zero terminal": ("ddpm", UNET, 3, {"diffusion": TERMINAL}, "LevelsScheduler"),
+    "edm": ("edm", UNET, 3, {}, "LevelsScheduler"),
+    "edm, mpunet": ("edm", MPUNET, 3, {}, "LevelsScheduler"),
+    "default, dit": ("default", DIT, 3, {}, "DPMSolverMultistepScheduler"),
+}
+
+
+@pytest.mark.parametrize("case", DIFFUSERS.values(), ids=DIFFUSERS)
+def test_a_pipeline_of_diffusers_draws_the_samples_of_the_run(tmp_path, case):
+    name, network, classes, changes, scheduler = case
+    run = run_of(name, network, classes, **changes)
+    run.export(tmp_path / "out", format="diffusers")
+    stock = name == "ddpm" and not classes
+    assert (tmp_path / "out/pipeline.py").exists() != stock
+    pipeline = check_pipeline(run, tmp_path / "out", trusted=not stock)
+    assert type(pipeline.scheduler).__name__ == scheduler
+    assert type(pipeline.unet).__name__ == ("UNet2DModel" if network is UNET else "UnfogNetwork")
+
+
+def check_pipeline(run, folder, trusted=True):
+    """Load a pipeline as a person does, compare its images with the run's, and return it."""
+    from diffusers import DiffusionPipeline
+
+    for file in folder.rglob("*.py"):
+        nodes = ast.walk(ast.parse(file.read_text()))
+        imports = [ast.unparse(node) for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+        assert imports
+        assert not [line for line in imports if "unfog" in line]
+    pipeline = DiffusionPipeline.from_pretrained(folder, trust_remote_code=trusted, low_cpu_mem_usage=False)
+    pipeline.set_progress_bar_config(disable=True)
+    generators = NoiseSource(0, range(COUNT), input_shape(run.config)).generators
+    steps = run.config.sampler.steps
+    images = pipeline(batch_size=COUNT, generator=generators, num_inference_steps=steps, output_type="np").images
+    expected = drawn(run).clamp(-1, 1)
+    assert expected.std() > 0.1
+    assert (2 * torch.from_numpy(images).permute(0, 3, 1, 2) - 1 - expected).abs().max() < 1e-3
+    return pipeline
+
+
+@pytest.mark.parametrize("kind", ["ours", "AutoencoderKL"])
+def test_a_pipeline_decodes_latents_with_their_autoencoder(tmp_path, kind):
+    run = latent_run(tmp_path / "autoencoder", kind)
+    run.export(tmp_path / "out", format="diffusers")
+    pipeline = check_pipeline(run, tmp_path / "out")
+    assert type(pipeline.vae).__name__ == ("UnfogAutoencoder" if kind == "ours" else kind)
+
+
+@pytest.mark.slow
+def test_a_graph_decodes_latents_too(tmp_path):
+    run = latent_run(tmp_path / "autoencoder", "ours")
+    run.export(tmp_path / "out", format="pt2")
+    x0 = shown("safetensors").sample(*shown("pt2").load(tmp_path / "out"), inputs(run)[0])
+    images = torch.export.load(tmp_path / "out/decoder.pt2").module()(x0)
+    assert (images - drawn(run)).abs().max() < 1e-3
+    run.export(tmp_path / "weights")
+    assert {path.name for path in (tmp_path / "weights/autoencoder").iterdir()} == {"config.json", "codec.safetensors"}
+
+
+def test_a_pipeline_takes_classes_steps_and_noise(tmp_path):
+    run = run_of()
+    run.export(tmp_path / "out", format="diffusers")
+    pipeline = check_pipeline(run, tmp_path / "out")
+    noise, _ = inputs(run)
+    by_noise = pipeline(COUNT, latents=noise, output_type="pt").images
+    assert (2 * by_noise - 1 - drawn(run).clamp(-1, 1)).abs().max() < 1e-3
+    other = pipeline(COUNT, class_labels=1, latents=noise, num_inference_steps=3, guidance_scale=1.0).images
+    assert [image.size for image in other] == [(8, 8)] * COUNT
+    with pytest.raises(ValueError, match=r"class_labels = \[9\] must be from 0 to 2: class 0, class 1, class 2"):
+        pipeline(1, class_labels=[9])
+
+
+REFUSED = {
+    "no equivalent of unipc": {"sampler": Sampler("unipc", 6)},
+    "no equivalent of order 3": {"sampler": Sampler("dpmpp", 6, order=3)},
+    "no timesteps": {"sampler": Sampler("ddpm", 6)},
+}
+
+
+@pytest.mark.parametrize("changes", REFUSED.values(), ids=REFUSED)
+def test_what_no_pipeline_can_do_is_refused(tmp_path, changes):
+    with pytest.raises(RequestError, match=r"equivalent in diffusers.*--sampler ddim"):
+        run_of(**changes).export(tmp_path / "out", format="diffusers")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_missing_package_is_named_before_any_work(tmp_path, monkeypatch):

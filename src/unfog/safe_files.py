@@ -13,7 +13,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
@@ -176,6 +176,13 @@ def new_file(path: Path, root: Path | None = None) -> Path:
     """Remove what lies at a path, and return it, for a library that writes by name."""
     remove(path, root)
     return path
+
+
+def copy_into(files: Sequence[Path], folder: Path) -> None:
+    """Copy files into a new folder."""
+    folder.mkdir()
+    for path in files:
+        shutil.copyfile(path, folder / path.name)
 
 
 def make_folder(path: Path, root: Path) -> None:

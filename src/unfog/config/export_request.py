@@ -12,7 +12,7 @@ from tyro.conf import Positional
 from unfog.config.run_requests import check_one_checkpoint
 from unfog.diffusion.sampler import Kind
 
-ExportFormat = Literal["safetensors", "onnx", "pt2"]
+ExportFormat = Literal["diffusers", "safetensors", "onnx", "pt2"]
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class ExportSettings:
     """Settings of `unfog export` and of `Run.export`."""
 
     format: ExportFormat = "safetensors"
-    """safetensors: weights, JSON, and the network as one file of plain torch. onnx, pt2: its graph, and JSON."""
+    """diffusers: a pipeline folder; safetensors: weights, JSON and the network in plain torch; onnx, pt2: its graph."""
     sampler: Kind | None = None
     """Sampler whose noise levels are stored. Default: the run's."""
     steps: int | None = None
@@ -31,7 +31,7 @@ class ExportSettings:
 class ExportRequest(ExportSettings):
     """Write the network of RUN into a new folder OUT, for programs that do not know Unfog.
 
-      unfog export runs/photos photos-weights --format safetensors
+      unfog export runs/photos photos-diffusers --format diffusers
       unfog export runs/photos photos-onnx --format onnx --steps 10
 
     The folder is loaded again and compared with the run. docs/export.md shows how to load each format.

@@ -34,11 +34,15 @@ class Decoder(nn.Module):
         return decoded
 
 
+_PACKAGES = {"onnx": ("onnx", ("onnx", "onnxscript", "onnxruntime")), "diffusers": ("export", ("diffusers",))}
+"""Format -> extra of this package, and the packages in it that the format needs."""
+
+
 def check_packages(kind: str) -> None:
     """Raise RequestError if a package is missing that this format needs."""
-    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if kind == "onnx" and not find_spec(name)]
-    if missing:
-        raise RequestError(f"--format onnx needs {' and '.join(missing)}: pip install 'unfog[onnx]'")
+    extra, needed = _PACKAGES.get(kind, ("", ()))
+    if missing := [name for name in needed if not find_spec(name)]:
+        raise RequestError(f"--format {kind} needs {' and '.join(missing)}: pip install 'unfog[{extra}]'")
 
 
 def write_graph(network: nn.Module, inputs: dict[str, Tensor], output: str, path: Path) -> Graph:

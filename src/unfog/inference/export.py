@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
@@ -21,12 +20,13 @@ from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError, RunError
 from unfog.export.graphs import Decoder, check_packages, write_graph
 from unfog.export.plain_source import plain_source
-from unfog.inference.export_description import describe_model
+from unfog.inference.export_description import describe_folder, describe_model
+from unfog.inference.export_diffusers import write_pipeline
 from unfog.inference.loaded_run import LoadedRun
 from unfog.models.autoencoder_settings import CONFIG, AutoencoderFolder
 from unfog.models.network_settings import CustomNetwork
 from unfog.pipeline.latents import open_run_autoencoder
-from unfog.safe_files import new_file, whole_folder, write_atomic
+from unfog.safe_files import copy_into, new_file, whole_folder, write_atomic
 
 DESCRIPTION, WEIGHTS, SOURCE = "model.json", "model.safetensors", "network.py"
 _TOLERANCE = 1e-3
@@ -60,6 +60,7 @@ class _Export:
     run: LoadedRun
     network: nn.Module
     """On the CPU."""
+    sampler: Sampler
     description: dict[str, Any]
     folder: Path
 
@@ -76,7 +77,8 @@ def export(run: LoadedRun, out: Path, settings: ExportSettings) -> float:
     _check(run, sampler, settings.format)
     network = deepcopy(run.network).cpu().eval().requires_grad_(False)
     with whole_folder(out) as folder, torch.no_grad():
-        job = _Export(run, network, describe_model(run, sampler), folder)
+        job = _Export(run, network, sampler, describe_model(run, sampler), folder)
+        write_atomic(folder / "README.md", describe_folder(run, settings.format, sampler.steps).encode())
         difference = _WRITERS[settings.format](job)
         if not difference <= _TOLERANCE:
             raise RunError(f"the export gives other outputs than the run, by {difference:.2g} of the largest; a defect")
@@ -87,7 +89,7 @@ def _check(run: LoadedRun, sampler: Sampler, kind: str) -> None:
     """Raise RequestError if a format cannot hold a run and its sampler."""
     check_packages(kind)
     check_sampler(sampler, run.config.diffusion.schedule)
-    if isinstance(run.config.network, CustomNetwork) and kind == "safetensors":
+    if isinstance(run.config.network, CustomNetwork) and kind in ("safetensors", "diffusers"):
         raise RequestError(
             f"the network of this run is {run.config.network.path}, whose code is not ours to copy; "
             "--format onnx or pt2 exports its graph"
@@ -107,7 +109,8 @@ def _write_safetensors(job: _Export) -> float:
     (job.folder / WEIGHTS).chmod((job.folder / DESCRIPTION).stat().st_mode)
     write_atomic(job.folder / SOURCE, network_source(job.run).encode())
     if job.run.config.uses_latents:
-        _copy_autoencoder(AutoencoderFolder.open(job.run.config.autoencoder_folder), job.folder / "autoencoder")
+        described = AutoencoderFolder.open(job.run.config.autoencoder_folder)
+        copy_into([described.folder / CONFIG, described.weights], job.folder / "autoencoder")
     model = job.description
     settings, classes = model["network"]["settings"], len(model["classes"])
     rebuilt = load_source(job.folder / SOURCE).build(settings, model["input"][0], classes, model["out_channels"])
@@ -139,12 +142,6 @@ def load_source(path: Path) -> ModuleType:
     module = ModuleType(path.stem)
     exec(compile(path.read_text("utf-8"), str(path), "exec"), module.__dict__)
     return module
-
-
-def _copy_autoencoder(described: AutoencoderFolder, folder: Path) -> None:
-    folder.mkdir()
-    for path in (described.folder / CONFIG, described.weights):
-        shutil.copyfile(path, new_file(folder / path.name))
 
 
 def _write_graphs(job: _Export, suffix: str) -> float:
@@ -181,6 +178,7 @@ def _relative_difference(network: nn.Module, other: Callable[..., Tensor], input
 
 
 _WRITERS: dict[str, Callable[[_Export], float]] = {
+    "diffusers": lambda job: write_pipeline(job.run, job.network, job.sampler, job.folder),
     "safetensors": _write_safetensors,
     "onnx": lambda job: _write_graphs(job, ".onnx"),
     "pt2": lambda job: _write_graphs(job, ".pt2"),

@@ -1,0 +1,136 @@
+"""A pipeline that draws the samples of an Unfog run, in plain torch and diffusers; it needs no other package.
+
+    pipe = DiffusionPipeline.from_pretrained(FOLDER, trust_remote_code=True)
+    images = pipe(batch_size=4, num_inference_steps=20).images
+
+The scheduler gets the clean image that the network predicts, after guidance and clipping (prediction_type "sample").
+"""
+
+import math
+
+import torch
+from diffusers import DiffusionPipeline, ImagePipelineOutput
+from diffusers.utils.torch_utils import randn_tensor
+
+
+class UnfogPipeline(DiffusionPipeline):
+    """Samples with or without classes, guidance and latents; `config.objective` says what the network predicts."""
+
+    _optional_components = ["vae"]  # noqa: RUF012 - diffusers reads it so
+
+    def __init__(self, unet, scheduler, vae=None, objective=None):
+        super().__init__()
+        self.register_modules(unet=unet, scheduler=scheduler, vae=vae)
+        self.register_to_config(objective=objective)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        batch_size=1,
+        class_labels=None,
+        generator=None,
+        latents=None,
+        num_inference_steps=None,
+        guidance_scale=None,
+        output_type="pil",
+        return_dict=True,
+    ):
+        """Generate images.
+
+        Args:
+            batch_size: number of images.
+            class_labels: numbers of classes, of which `config.objective["classes"]` has the names; None: all in turn.
+            generator: a torch.Generator, or one for each image.
+            latents: the noise to start from, standard normal, instead of drawing it.
+            num_inference_steps: None is the number that the run was exported with.
+            guidance_scale: None is the run's; 1 is no guidance.
+            output_type: "pil", "np" (float [B, H, W, C] from 0 to 1) or "pt" ([B, C, H, W]).
+            return_dict: return an ImagePipelineOutput instead of a tuple.
+        """
+        objective, device = self.config.objective, self._execution_device
+        channels, side = self.unet.config.in_channels, self.unet.config.sample_size
+        labels = self._labels(class_labels, batch_size, device)
+        guidance = objective["guidance"] if guidance_scale is None else guidance_scale
+        if latents is None:
+            latents = randn_tensor((batch_size, channels, side, side), generator, device, self.unet.dtype)
+        self.scheduler.set_timesteps(num_inference_steps or objective["steps"], device=device)
+        if hasattr(self.scheduler, "set_begin_index"):
+            self.scheduler.set_begin_index(0)
+        x = None
+        for index, timestep in enumerate(self.progress_bar(self.scheduler.timesteps)):
+            alpha, sigma, c_noise = self._level(index, timestep)
+            x = sigma * latents.to(device) if x is None else x
+            x0 = self._clean(x, alpha, sigma, c_noise, labels)
+            low, high = objective["guidance_interval"]
+            if guidance != 1 and labels is not None and low <= sigma / (alpha + sigma) <= high:
+                without = torch.full_like(labels, objective["null_label"])
+                weaker = self._clean(x, alpha, sigma, c_noise, without)
+                x0 = weaker + guidance * (x0 - weaker)
+            x0 = x0.clamp(-1, 1) if objective["clip"] else x0
+            noise = {"generator": generator} if objective["random"] else {}
+            x = self.scheduler.step(x0, timestep, x, **noise).prev_sample
+        images = (self._decoded(x) / 2 + 0.5).clamp(0, 1)
+        if output_type != "pt":
+            images = images.cpu().permute(0, 2, 3, 1).float().numpy()
+            images = self.numpy_to_pil(images) if output_type == "pil" else images
+        return ImagePipelineOutput(images=images) if return_dict else (images,)
+
+    def _labels(self, class_labels, batch_size, device):
+        classes = self.config.objective["classes"]
+        if not classes:
+            if class_labels is not None:
+                raise ValueError("class_labels were given, and this network has no classes; leave them away")
+            return None
+        given = range(len(classes)) if class_labels is None else torch.as_tensor(class_labels).reshape(-1).tolist()
+        if any(not 0 <= label <= len(classes) for label in given):
+            raise ValueError(f"class_labels = {list(given)} must be from 0 to {len(classes) - 1}: {', '.join(classes)}")
+        return torch.tensor([given[i % len(given)] for i in range(batch_size)], device=device)
+
+    def _level(self, index, timestep):
+        """Return alpha, sigma and the noise condition of the network at a step: x_t = alpha x0 + sigma noise."""
+        scheduler, condition = self.scheduler, self.config.objective["condition"]
+        c_noise = None
+        if hasattr(scheduler, "visits"):  # levels_scheduler.py
+            alpha, sigma, c_noise = scheduler.levels[scheduler.visits[index][0]]
+        elif hasattr(scheduler, "sigmas"):  # DPM-Solver
+            s, flow = float(scheduler.sigmas[index]), scheduler.config.use_flow_sigmas
+            alpha, sigma = (1 - s, s) if flow else ((1 + s * s) ** -0.5, s * (1 + s * s) ** -0.5)
+        else:  # DDPM
+            kept = float(scheduler.alphas_cumprod[timestep])
+            alpha, sigma = kept**0.5, (1 - kept) ** 0.5
+        if c_noise is None and condition["kind"] == "timestep":
+            c_noise = float(timestep)
+        elif c_noise is None:
+            noisiness = math.log(sigma / alpha)
+            if condition["kind"] == "normal":  # quantile of a normal distribution
+                c_noise = 500 * (1 + math.erf((noisiness - condition["mean"]) / condition["std"] / math.sqrt(2)))
+            elif condition["kind"] == "flow":
+                c_noise = 1000 / (1 + math.exp(math.log(condition["shift"]) - noisiness))
+            else:
+                c_noise = noisiness / 4
+        return alpha, sigma, c_noise * condition["scale"]
+
+    def _clean(self, x, alpha, sigma, c_noise, labels):
+        """Return the network's estimate of the clean image, E[x0 | x_t]."""
+        objective = self.config.objective
+        deviation = objective["sigma_data"]
+        norm = math.sqrt(sigma**2 + (deviation * alpha) ** 2)
+        inputs = x / norm if objective["scale_input"] else x
+        condition = torch.full((len(x),), c_noise, dtype=torch.float32, device=x.device)
+        y = self.unet(inputs, condition, class_labels=labels).sample[:, : x.shape[1]]
+        # The network predicts y = a x0 + b noise.
+        a, b = {
+            "eps": (0.0, 1.0),
+            "x0": (1.0, 0.0),
+            "v": (-sigma, alpha),
+            "flow": (-1.0, 1.0),
+            "edm": (sigma / (deviation * norm), -deviation * alpha / norm),
+        }[objective["target"]]
+        return (b * x - sigma * y) / (alpha * b - sigma * a)
+
+    def _decoded(self, x0):
+        if self.vae is None:
+            return x0
+        latents = self.config.objective["latents"]
+        scale, mean = (torch.tensor(latents[name], device=x0.device)[:, None, None] for name in ("scale", "mean"))
+        return self.vae.decode(x0 * scale + mean).sample

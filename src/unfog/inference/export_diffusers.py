@@ -1,0 +1,195 @@
+"""Export to diffusers: a pipeline folder of a run, with diffusers' own parts where they are equal."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from unfog.config.schema import Config
+from unfog.diffusion.denoiser import Denoiser
+from unfog.diffusion.sampler import NoiseSource, Sampler
+from unfog.export.diffusers_unet import Network, to_unet2d
+from unfog.export.plain_source import package_file, plain_source
+from unfog.inference.export_schedulers import (
+    check_sampler_maps,
+    custom_scheduler,
+    describe_objective,
+    is_stock,
+    stock_scheduler,
+)
+from unfog.inference.loaded_run import LoadedRun
+from unfog.models.autoencoder_settings import OURS, AutoencoderFolder
+from unfog.models.settings import UNet
+from unfog.pipeline.build import input_shape
+from unfog.pipeline.generate import conditional_denoiser, default_generation, without_pixel_clipping
+from unfog.pipeline.latents import latent_decoder, open_run_autoencoder
+from unfog.safe_files import copy_into, new_file, write_atomic
+
+_DIFFUSERS = "0.35.0"  # the oldest version that reads these files
+_WEIGHTS = "diffusion_pytorch_model.safetensors"
+_IMAGES = 2
+_MODEL = '''
+
+from types import SimpleNamespace
+
+from diffusers import ConfigMixin, ModelMixin
+from diffusers.configuration_utils import register_to_config
+
+
+class UnfogNetwork(ModelMixin, ConfigMixin):
+    """The network as a model of diffusers."""
+
+    @register_to_config
+    def __init__(self, settings, in_channels, out_channels, sample_size, num_classes):
+        super().__init__()
+        self.network = {name}(SimpleNamespace(**settings), in_channels, num_classes, 0, out_channels)
+
+    def forward(self, sample, timestep, class_labels=None):
+        return SimpleNamespace(sample=self.network(sample, timestep, class_labels))
+'''
+_VAE = '''
+
+from types import SimpleNamespace
+
+from diffusers import ConfigMixin, ModelMixin
+from diffusers.configuration_utils import register_to_config
+
+
+class UnfogAutoencoder(ModelMixin, ConfigMixin):
+    """The autoencoder as a model of diffusers."""
+
+    @register_to_config
+    def __init__(self, settings, image_channels):
+        super().__init__()
+        self.network = AutoencoderModel(SimpleNamespace(**settings), image_channels)
+
+    def encode(self, images):
+        return SimpleNamespace(latents=self.network.encode(images))
+
+    def decode(self, latents):
+        return SimpleNamespace(sample=self.network.decode(latents))
+'''
+
+
+def write_pipeline(run: LoadedRun, network: nn.Module, sampler: Sampler, folder: Path) -> float:
+    """Write a pipeline into an empty folder, load it, and return the largest difference of samples drawn with both.
+
+    RequestError if the run cannot be sampled by a pipeline.
+    """
+    config = run.config
+    sampler = without_pixel_clipping(sampler, config)
+    check_sampler_maps(config, sampler)
+    stock = is_stock(config, sampler)
+    scheduler = (stock_scheduler if stock else custom_scheduler)(config, sampler)
+    index: dict[str, Any] = {"_diffusers_version": _DIFFUSERS, "scheduler": scheduler.component}
+    index["unet"] = _write_network(run, network, folder / "unet")
+    _write_json(folder / "scheduler", "scheduler_config.json", scheduler.kind, scheduler.settings)
+    if scheduler.kind == "LevelsScheduler":
+        write_atomic(folder / "scheduler/levels_scheduler.py", package_file("unfog.export.levels_scheduler"))
+    if stock:
+        index["_class_name"] = "DDPMPipeline"  # it takes any scheduler
+    else:
+        index |= {"_class_name": ["pipeline", "UnfogPipeline"], "objective": describe_objective(config, sampler)}
+        index["vae"] = _write_autoencoder(config, folder / "vae") if config.uses_latents else [None, None]
+        write_atomic(folder / "pipeline.py", package_file("unfog.export.diffusers_pipeline"))
+    write_atomic(folder / "model_index.json", _json(index))
+    return _difference(run, network, sampler, folder, stock)
+
+
+def _write_network(run: LoadedRun, network: nn.Module, folder: Path) -> list[str]:
+    """Write the network, and return its module and class."""
+    config, settings = run.config, run.config.network
+    assert settings is not None  # a run's is settled
+    (channels, side, _), classes = input_shape(config), len(config.classes)
+    out = channels * (1 + config.diffusion.learned_variance)
+    weights = {name: w for name, w in network.state_dict().items() if not name.startswith("augment_embedding.")}
+    if isinstance(settings, UNet):
+        plain = Network(replace(settings, time_scale=1.0), channels, classes, weights, out)
+        described, weights = to_unet2d(plain, side)
+        _write_model(folder, "UNet2DModel", described, weights)
+        return ["diffusers", "UNet2DModel"]
+    module, _, name = settings.model.partition(":")
+    source = plain_source(f"The network of an Unfog run: {name}.", ["unfog.models.layers", module])
+    described = {"settings": asdict(settings), "in_channels": channels, "out_channels": out, "sample_size": side}
+    _write_model(folder, "UnfogNetwork", described | {"num_classes": classes}, _prefixed(weights))
+    write_atomic(folder / f"unfog_{settings.kind}.py", (source + _MODEL.format(name=name)).encode())
+    return [f"unfog_{settings.kind}", "UnfogNetwork"]
+
+
+def _write_autoencoder(config: Config, folder: Path) -> list[str]:
+    """Write the autoencoder of a run, and return its module and class."""
+    described = AutoencoderFolder.open(config.autoencoder_folder)
+    if described.kind != OURS:
+        copy_into([described.folder / "config.json", described.weights], folder)
+        return ["diffusers", described.kind]
+    autoencoder: Any = open_run_autoencoder(config, torch.device("cpu"))
+    settings = {"settings": asdict(autoencoder.settings), "image_channels": autoencoder.image_channels}
+    _write_model(folder, "UnfogAutoencoder", settings, _prefixed(autoencoder.state_dict()))
+    names = ["unfog.models.layers", "unfog.models.autoencoder"]
+    source = plain_source("The autoencoder of an Unfog run.", names, ["DiffusersAutoencoder", "ConditionalNetwork"])
+    write_atomic(folder / "unfog_autoencoder.py", (source + _VAE).encode())
+    return ["unfog_autoencoder", "UnfogAutoencoder"]
+
+
+def _prefixed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"network.{name}": tensor for name, tensor in weights.items()}
+
+
+def _write_model(folder: Path, kind: str, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
+    _write_json(folder, "config.json", kind, config)
+    path = new_file(folder / _WEIGHTS)
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, path, {"format": "pt"})
+    # safetensors writes files that only their owner may read.
+    path.chmod((folder / "config.json").stat().st_mode)
+
+
+def _write_json(folder: Path, name: str, kind: str, settings: dict[str, Any]) -> None:
+    folder.mkdir(exist_ok=True)
+    write_atomic(folder / name, _json({"_class_name": kind, "_diffusers_version": _DIFFUSERS, **settings}))
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return f"{json.dumps(value, indent=2)}\n".encode()
+
+
+def _difference(run: LoadedRun, network: nn.Module, sampler: Sampler, folder: Path, stock: bool) -> float:
+    """Return the largest difference, in [-1, 1], of samples from the same noise by the run and by its pipeline."""
+    pipeline = _load(folder, stock)
+    generators = NoiseSource(0, range(_IMAGES), input_shape(run.config)).generators
+    arguments = {"generator": generators, "num_inference_steps": sampler.steps, "output_type": "np"}
+    drawn = torch.from_numpy(pipeline(batch_size=_IMAGES, **arguments).images).permute(0, 3, 1, 2)
+    ours = draw_samples(run.config, network, sampler, _IMAGES)
+    return float((2 * drawn - 1 - ours.clamp(-1, 1)).abs().max())
+
+
+def _load(folder: Path, stock: bool) -> Any:
+    from diffusers import DiffusionPipeline
+    from diffusers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        pipeline = DiffusionPipeline.from_pretrained(
+            str(folder), trust_remote_code=not stock, low_cpu_mem_usage=False, local_files_only=True
+        )
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def draw_samples(config: Config, network: nn.Module, sampler: Sampler, count: int) -> Tensor:
+    """Return the first samples of seed 0 on the CPU, about [-1, 1], as a run draws them before they become uint8."""
+    settings, cpu = replace(default_generation(config, count, count), sampler=sampler), torch.device("cpu")
+    noise = NoiseSource(settings.seed, range(count), input_shape(config))
+    label = settings.label(range(count), cpu)
+    denoise = conditional_denoiser(Denoiser(network, config.diffusion), config, settings, label)
+    x0 = without_pixel_clipping(sampler, config)(denoise, config.diffusion.path, config.diffusion.schedule, noise.draw)
+    return latent_decoder(config, cpu)(x0)

@@ -1,0 +1,151 @@
+"""The scheduler of a diffusers pipeline that samples as a run does, and the objective of its network."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from unfog.config.schema import Config
+from unfog.diffusion.noise import EDM_LIMITS, VP, Cosine, Flow, FlowUniform, Linear, LogitNormal, LogNormal
+from unfog.diffusion.sampler import Sampler
+from unfog.diffusion.target import X0, Eps, V
+from unfog.errors import RequestError
+from unfog.inference.export_description import noise_levels
+from unfog.models.settings import UNet
+
+_KINDS = ("ddim", "dpmpp", "heun", "ddpm")
+_PREDICTIONS = {Eps.kind: "epsilon", X0.kind: "sample", V.kind: "v_prediction"}
+
+
+class Scheduler(NamedTuple):
+    """A scheduler of diffusers, or ours in a file of its own, and its settings."""
+
+    kind: str
+    settings: dict[str, Any]
+
+    @property
+    def component(self) -> list[str]:
+        return ["levels_scheduler" if self.kind == "LevelsScheduler" else "diffusers", self.kind]
+
+
+def check_sampler_maps(config: Config, sampler: Sampler) -> None:
+    """Raise RequestError if no pipeline samples as this sampler does."""
+    if sampler.kind not in _KINDS:
+        raise RequestError(
+            f"sampler = {sampler.kind} has no equivalent in diffusers; give --sampler ddim, dpmpp or heun"
+        )
+    if sampler.kind == "dpmpp" and sampler.order != 2:
+        raise RequestError(
+            f"sampler.order = {sampler.order} of dpmpp has no equivalent in diffusers; give --sampler ddim, or set it "
+            "to 2: unfog resume RUN --sampler.order 2"
+        )
+    if sampler.kind == "ddpm" and (config.diffusion.learned_variance or not _is_table(config, sampler)):
+        raise RequestError(
+            "sampler = ddpm has an equivalent in diffusers only with the timesteps of a linear or cosine schedule on "
+            "the vp path, without a learned variance; give --sampler ddim"
+        )
+
+
+def _is_table(config: Config, sampler: Sampler) -> bool:
+    """Return True if diffusers has the table of noise levels that is sampled at."""
+    diffusion, schedule = config.diffusion, config.diffusion.schedule
+    known = isinstance(schedule, Linear) or (
+        isinstance(schedule, Cosine) and (schedule.offset, schedule.max_beta) == (Cosine.offset, Cosine.max_beta)
+    )
+    on_timesteps = diffusion.conditioning == "timestep" and sampler.grid == "schedule"
+    return isinstance(diffusion.path, VP) and known and schedule.steps > 0 and on_timesteps
+
+
+def is_stock(config: Config, sampler: Sampler) -> bool:
+    """Return True if a pipeline of diffusers samples this run, so that no code is needed."""
+    diffusion, network = config.diffusion, config.network
+    plain = not (config.classes or config.uses_latents or diffusion.scale_input or diffusion.learned_variance)
+    unet = isinstance(network, UNet) and network.time_scale == 1
+    table = _is_table(config, sampler) and custom_scheduler(config, sampler).kind != "LevelsScheduler"
+    return plain and unet and table and diffusion.target.kind in _PREDICTIONS
+
+
+def _table(config: Config) -> dict[str, Any]:
+    """Return the settings by which diffusers' schedulers make the table of a linear or cosine schedule."""
+    schedule = config.diffusion.schedule
+    assert isinstance(schedule, Linear | Cosine)  # checked by `_is_table`
+    table: dict[str, Any] = {"num_train_timesteps": schedule.steps, "timestep_spacing": "trailing"}
+    if isinstance(schedule, Cosine):
+        return table | {"beta_schedule": "squaredcos_cap_v2"}
+    betas = schedule.betas()
+    return table | {"beta_schedule": "linear", "beta_start": betas[0], "beta_end": betas[-1]}
+
+
+def stock_scheduler(config: Config, sampler: Sampler) -> Scheduler:
+    """Return the scheduler for a pipeline of diffusers, which gives it the output of the network as it is."""
+    kind, settings = custom_scheduler(config, sampler)
+    predicted = {"prediction_type": _PREDICTIONS[config.diffusion.target.kind]}
+    if kind == "DDPMScheduler":
+        return Scheduler(kind, settings | predicted | {"clip_sample": sampler.clip})
+    # Not DDIMScheduler, which clips the image and leaves the noise that belongs to the unclipped one.
+    return Scheduler(kind, settings | predicted | {"thresholding": sampler.clip, "sample_max_value": 1.0})
+
+
+def custom_scheduler(config: Config, sampler: Sampler) -> Scheduler:
+    """Return the scheduler for our pipeline, which gives it clean images."""
+    diffusion, schedule = config.diffusion, config.diffusion.schedule
+    shared = {"prediction_type": "sample"}
+    # In pure noise, where alpha is 0, DPM-Solver takes another level.
+    terminal = getattr(schedule, "zero_terminal", False)
+    if sampler.kind == "ddpm":
+        zero = {"rescale_betas_zero_snr": terminal, "clip_sample": False}
+        return Scheduler("DDPMScheduler", shared | _table(config) | zero)
+    solver = {"algorithm_type": "dpmsolver++", "solver_order": {"ddim": 1, "dpmpp": 2}.get(sampler.kind)}
+    solver |= {"solver_type": "midpoint", "final_sigmas_type": "zero", **shared}
+    straight = isinstance(diffusion.path, Flow) and isinstance(schedule, FlowUniform | LogitNormal)
+    if solver["solver_order"] and straight and sampler.grid == "schedule":
+        flow = {"use_flow_sigmas": True, "flow_shift": getattr(schedule, "shift", 1.0), "num_train_timesteps": 1000}
+        return Scheduler("DPMSolverMultistepScheduler", solver | flow)
+    if solver["solver_order"] and _is_table(config, sampler) and not terminal:
+        return Scheduler("DPMSolverMultistepScheduler", solver | _table(config))
+    return Scheduler("LevelsScheduler", {"kind": sampler.kind, "path": diffusion.path.kind, **_grid(config, sampler)})
+
+
+def _grid(config: Config, sampler: Sampler) -> dict[str, Any]:
+    """Return the noise levels of our scheduler: a formula for any number of steps, or a list."""
+    diffusion, grid = config.diffusion, sampler.grid
+    own = isinstance(diffusion.schedule, LogNormal) and grid == "schedule"  # EDM's, which are karras
+    if (own or grid in ("karras", "logsnr")) and _condition(config)["kind"] not in ("timestep", "table"):
+        noisiest, cleanest = diffusion.schedule.limits()
+        ends = {"noisiest": max(noisiest, EDM_LIMITS[0]), "cleanest": min(cleanest, EDM_LIMITS[1])}
+        return {"grid": "karras" if own else grid, **ends}
+    levels = noise_levels(diffusion, sampler)[:-1]
+    return {"grid": "list", "levels": [[level[name] for name in ("alpha", "sigma", "c_noise")] for level in levels]}
+
+
+def _condition(config: Config) -> dict[str, Any]:
+    """Return how the noise condition of the network follows from the noise level."""
+    diffusion, schedule, network = config.diffusion, config.diffusion.schedule, config.network
+    # UNet2DModel has no such factor, and other networks have it inside.
+    scale = {"scale": network.time_scale if isinstance(network, UNet) else 1.0}
+    if diffusion.conditioning == "logsnr":
+        return {"kind": "logsnr", **scale}
+    if isinstance(schedule, LogNormal | LogitNormal):
+        return {"kind": "normal", "mean": schedule.mean, "std": schedule.std, **scale}
+    if isinstance(schedule, FlowUniform):
+        return {"kind": "flow", "shift": schedule.shift, **scale}
+    return {"kind": "timestep", **scale}
+
+
+def describe_objective(config: Config, sampler: Sampler) -> dict[str, Any]:
+    """Return what our pipeline has to know besides its components."""
+    diffusion, latents, classes = config.diffusion, config.latents, list(config.classes)
+    scale = [deviation / diffusion.sigma_data for deviation in latents.deviation]
+    return {
+        "target": diffusion.target.kind,
+        "sigma_data": diffusion.sigma_data,
+        "scale_input": diffusion.scale_input,
+        "condition": _condition(config),
+        "classes": classes,
+        "null_label": len(classes),
+        "guidance": config.usual_guidance,
+        "guidance_interval": list(config.guidance_interval),
+        "clip": sampler.clip,
+        "random": sampler.kind == "ddpm",
+        "steps": sampler.steps,
+        "latents": {"mean": list(latents.mean), "scale": scale} if config.uses_latents else None,
+    }
