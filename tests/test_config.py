@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from unfog import __version__
 from unfog.cli.parse import parse_args
 from unfog.config import values as kinds
 from unfog.config.presets import PRESETS, preset
 from unfog.config.requests import TrainRequest as Train
 from unfog.config.resume_rules import _flatten
 from unfog.config.schema import SHORT, Config, nest_settings
-from unfog.config.toml import from_toml, read_toml, to_toml, update
+from unfog.config.toml import from_toml, read_toml, to_toml, update, with_version
 from unfog.diffusion.noise import Cosine, LogNormal
 from unfog.diffusion.weighting import MinSnr
 from unfog.errors import RequestError
@@ -172,6 +173,24 @@ def test_old_names_of_settings_keep_working():
     assert update(Config(), python, "") == config
     words = ["s", "--codec", "there", "--averages.every", "5", "--data.lost-shards", "0.2"]
     assert update(Config(), parse_args(words, Train, "unfog train", {}).table["settings"], "") == config
+
+
+@pytest.mark.parametrize(
+    ("first_line", "said"),
+    [
+        ("", f"this is unfog {__version__}; a newer version may know it: update unfog, or remove the line"),
+        (
+            "# Written by unfog 99.1.0\n",
+            f"unfog 99.1.0 wrote the file, and this is {__version__}; install that version",
+        ),
+        (with_version(""), "which wrote the file, so the line was added later"),
+    ],
+)
+def test_an_unknown_setting_in_a_file_is_told_with_the_version_that_wrote_it(tmp_path, first_line, said):
+    (tmp_path / "a.toml").write_text(f"{first_line}[training]\nfrobs = 3\n")
+    with pytest.raises(RequestError, match=r"unknown setting training\.frobs") as refused:
+        read_toml(tmp_path / "a.toml", Config())
+    assert said in str(refused.value)
 
 
 def test_a_setting_is_given_by_one_of_its_names():

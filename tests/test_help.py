@@ -86,6 +86,14 @@ def test_resume_lists_only_what_a_resume_can_change(said):
         assert fixed not in flags, fixed
 
 
+def test_resume_lists_first_what_changes_without_force(said):
+    flags = flags_in(said("resume", "--help"))
+    assert {"lr", "steps", "budget", "force", "source"} <= flags
+    assert not {"seed", "network", "size"} & flags
+    text = " ".join(said("resume", "--help-all").split())
+    assert "order of images, noise and dropout. Needs --force." in text
+
+
 def test_an_autoencoder_lists_only_what_it_reads(said, tmp_path):
     flags = flags_in(said("train-autoencoder", "--help-all"))
     assert {"factor", "lr", "evaluate.images"} <= flags

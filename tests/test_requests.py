@@ -5,11 +5,13 @@ import math
 import os
 import re
 import resource
+import shlex
 import subprocess
 import sys
 import time
 import typing
 from dataclasses import fields, is_dataclass, replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +26,7 @@ from unfog.config.presets import preset
 from unfog.config.schema import Config
 from unfog.config.toml import to_toml
 from unfog.diffusion.noise import Cosine
-from unfog.errors import RequestError
+from unfog.errors import RequestError, install_command
 from unfog.models.settings import SIZES
 from unfog.process.run_folder import RunFolder
 
@@ -638,3 +640,29 @@ def test_no_command_is_a_wrong_request_and_a_question_is_none(words, status):
     with pytest.raises(SystemExit) as left:
         main(words)
     assert left.value.code == status
+
+
+@pytest.mark.parametrize(
+    ("origin", "command"),
+    [
+        (None, "pip install 'unfog[hf]'"),
+        ({"url": "https://example.org/unfog.whl", "archive_info": {}}, "pip install 'unfog[hf]'"),
+        ({"url": "file:///home/a/my%20unfog", "dir_info": {"editable": True}}, "pip install -e '/home/a/my unfog[hf]'"),
+        ({"url": "file:///src/unfog", "dir_info": {}}, "pip install '/src/unfog[hf]'"),
+    ],
+)
+def test_an_extra_is_installed_from_where_unfog_came_from(monkeypatch, origin, command):
+    class Installed:
+        def read_text(self, name):
+            return None if origin is None else json.dumps(origin)
+
+    monkeypatch.setattr("unfog.errors.distribution", lambda name: Installed())
+    assert install_command("hf") == command
+
+
+def test_an_extra_of_a_checkout_that_is_not_installed(monkeypatch):
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("unfog.errors.distribution", missing)
+    assert install_command("hf") == f"pip install -e {shlex.quote(f'{Path(__file__).parents[1]}[hf]')}"

@@ -100,11 +100,11 @@ def test_bash_reads_what_is_written(here, words, run):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--nodes", 2), "has to follow --"),
-        (("--account", "train"), "train or resume has to follow --, and there is none; write"),
+        (("--nodes", 2), "needs the command to run; give train or resume"),
+        (("--account", "train"), "needs the command to run; give train or resume: unfog slurm --nodes 2 train SOURCE"),
         (("--nodes", 2, "train", "fashion", "--steps", "x"), "--steps got 'x'"),
         (("--nodes", 2, "fashion"), "unfog slurm takes flags alone, so what is 'fashion'?"),
-        (("--", "sample", "x"), "has to follow --, not 'sample'"),
+        (("--", "sample", "x"), "needs the command to run, which 'sample' is not"),
         (("--", "train", "nowhere"), "nowhere is neither"),
         (("--", "train", "fashion", "--steps", "x"), "--steps got 'x'"),
         (("--", "train", "fashion", "--autoencoder", "nowhere"), "nowhere"),
@@ -151,7 +151,7 @@ def test_the_documented_file_is_the_one_that_is_written(here):
     text = DOCS.read_text()
     command = text[text.index("unfog slurm ") :].partition("\n```")[0].replace("\\\n", " ").split()[2:]
     shown = text[text.index("#!/bin/bash") :].partition("```")[0]
-    words = command[command.index("--") + 1 :]
+    words = command[command.index("train") :]
     place = {"run": Path("/shared/runs/photos"), "source": "/data/photos"}
     job = SlurmRequest(2, 8, time="12:00:00", words=tuple(command), command=tuple(words), **place)
     script = _batch_script(job)

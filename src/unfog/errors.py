@@ -1,4 +1,12 @@
-"""Exceptions of Unfog. Their messages give the value, the rule that it breaks, and the remedy."""
+"""Exceptions of Unfog, whose messages give the value, the rule that it breaks, and the remedy."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 
 class UnfogError(Exception):
@@ -23,3 +31,17 @@ class LostProcess(RunError):
 
 class Interrupted(KeyboardInterrupt):
     """A stop was requested, and the current work was left undone. Raised in the main thread; exit status 3."""
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra of this installation: from the package index, or from its checkout."""
+    try:
+        origin = json.loads(distribution("unfog").read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, ValueError):
+        # Neither installed nor in an index, such as a checkout on PYTHONPATH.
+        checkout = Path(__file__).parents[2]
+        origin = {"url": checkout.as_uri(), "dir_info": {"editable": True}} if checkout.name != "site-packages" else {}
+    if "dir_info" not in origin:
+        return f"pip install 'unfog[{extra}]'"
+    where = shlex.quote(f"{unquote(urlsplit(origin['url']).path)}[{extra}]")
+    return f"pip install {'-e ' if origin['dir_info'].get('editable') else ''}{where}"

@@ -30,7 +30,7 @@ def format_help(command: str, kind: type, default: Any, *, every: bool = False) 
     listed = listed_settings(command, kind, default)
     words = [each for each in listed if each.positional]
     flags = [each for each in listed if not each.positional]
-    shown = flags if every else [each for each in flags if each.rules.common or each.path[0] != "settings"]
+    shown = flags if every else [each for each in flags if each.path[0] != "settings" or _is_common(command, each)]
     every = every or len(shown) == len(flags)
     metavars = [each.metavar if each.field.default is MISSING else f"[{each.metavar}]" for each in words]
     lines = [" ".join(["usage: unfog", command, *metavars, *["[OPTIONS]"] * bool(flags)]), ""]
@@ -38,7 +38,7 @@ def format_help(command: str, kind: type, default: Any, *, every: bool = False) 
     for word in words:
         lines += _two_columns(word.metavar, word.text)
     if every:
-        lines += _sections(shown, default)
+        lines += _sections(command, shown, default)
     else:
         lines += [""]
         # What belongs to the command alone stands before what belongs to the run.
@@ -48,6 +48,11 @@ def format_help(command: str, kind: type, default: Any, *, every: bool = False) 
         more = f"--help-all lists {len(flags) - len(shown)} more; `unfog explain SETTING` says more about each"
         lines += ["", more + "."]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _is_common(command: str, each: Description) -> bool:
+    """Return True for a setting that people change; on a resume, one that can change without --force."""
+    return each.rules.common and (command != "resume" or each.rules.resume == "free")
 
 
 def listed_settings(command: str, kind: type, default: Any = None) -> list[Description]:
@@ -74,7 +79,7 @@ def _paragraphs(kind: type) -> Iterator[str]:
         yield from lines if verbatim else _wrap(" ".join(lines))
 
 
-def _sections(settings: Iterable[Description], default: Any) -> Iterator[str]:
+def _sections(command: str, settings: Iterable[Description], default: Any) -> Iterator[str]:
     """Yield the lines of all settings with their full texts: those of the command, then section by section."""
     sections: dict[tuple[str, ...], list[Description]] = {(): [], ("settings",): []}
     for each in settings:
@@ -86,6 +91,8 @@ def _sections(settings: Iterable[Description], default: Any) -> Iterator[str]:
             usual, text = each.default(default), each.text
             if each.metavar == "NAME":
                 text += f" One of {', '.join(each.choices)}."
+            if command == "resume" and each.path[0] == "settings" and each.rules.resume == "force":
+                text += " Needs --force."
             if usual and "Default:" not in text:
                 text += f" (default: {usual})"
             yield f"  {_spell(each, each.flags)}"

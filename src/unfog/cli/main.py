@@ -34,7 +34,7 @@ usage: unfog COMMAND …
   find-lr SOURCE   find a learning rate on a throwaway copy
   pack SOURCE OUT  decode and resize images once, for all later runs
   train-autoencoder SOURCE  train an autoencoder for large images; then train with --autoencoder
-  slurm -- train SOURCE  write a batch file for a Slurm cluster; the same for resume
+  slurm train SOURCE  write a batch file for a Slurm cluster; also `slurm resume RUN`
   init             ask five questions, and write a commented file of settings for train --config
   explain SETTING  what a setting does, its default and why; alone, it lists all settings
   completion SHELL print a script by which bash, zsh or fish complete commands and flags

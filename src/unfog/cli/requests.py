@@ -168,7 +168,10 @@ def _slurm_request(words: Sequence[str]) -> requests.SlurmRequest:
         if budget.get("budget"):
             raise RequestError("a --budget would begin anew with each job; give --steps or --images")
         return replace(job, command=("resume", *rest), run=resume.run, source=resume.settings.source)
-    raise _no_command(f"not {quote(name)}" if name else "and there is none")
+    raise RequestError(
+        f"unfog slurm needs the command to run{f', which {quote(name)} is not' if name else ''}; "
+        "give train or resume: unfog slurm --nodes 2 train SOURCE"
+    )
 
 
 def _command_at(words: Sequence[str]) -> int:
@@ -180,10 +183,6 @@ def _command_at(words: Sequence[str]) -> int:
         if word in ("train", "resume") and not (at and words[at - 1].startswith("-") and "=" not in words[at - 1]):
             return at
     return len(words)
-
-
-def _no_command(reason: str) -> RequestError:
-    return RequestError(f"train or resume has to follow --, {reason}; write unfog slurm --nodes 2 -- train SOURCE")
 
 
 def _open_run(path: Path) -> RunFolder:

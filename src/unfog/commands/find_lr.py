@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from unfog.pipeline.build import build_augmentation, build_objective, build_stat
 from unfog.pipeline.load_data import load_images
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.lr_range_test import LossProbe, LrRangeResult, LrTestSetup, run_lr_range_test
+from unfog.process import command_clock
 from unfog.process.device import choose_device
 from unfog.process.run_folder import next_folder
 from unfog.process.signals import StopSignals
@@ -32,6 +34,8 @@ from unfog.runs.init_weights import adopt_latent_statistics, load_initial_weight
 from unfog.safe_files import write_atomic
 from unfog.text import sanitize
 
+_LEAST_SHARE = 0.5  # of the time that is for the test, however long the images took to read
+_WRITING = 1.0  # seconds for the files and the end of the process
 _PROBED = 256  # images, each with noise at a level of its own
 JSON_FILE, PAGE_FILE = "lr-range.json", "lr-range.html"
 
@@ -70,7 +74,7 @@ class FindLrResult:
             evidence = f"learning rate {found.suggestion:g}: {found.reason}"
             factor = max(found.suggestion / usual, usual / found.suggestion)
             if factor <= 3:
-                evidence += f"; near to the {usual:g} of these settings"
+                evidence += f"; close to the {usual:g} of these settings"
             else:
                 side = "lower" if usual < found.suggestion else "higher"
                 evidence += f"; the {usual:g} of these settings is {factor:.2g} times {side}"
@@ -88,11 +92,12 @@ _CAPTION = (
 
 
 def find_lr(request: FindLrRequest) -> FindLrResult:
-    """Search a learning rate, in about so many seconds after the images are read.
+    """Search a learning rate, within so many seconds from the start of the command.
 
-    Overwrites lr-range.json and lr-range.html in the folder `out`, unless it is None. A slow network takes longer than
-    `seconds`, as there is a least number of steps.
+    Overwrites lr-range.json and lr-range.html in the folder `out`, unless it is None. It takes longer where reading the
+    images takes over half of that time, or where a step takes seconds, as there is a least number of steps.
     """
+    began = command_clock.began()
     config, out, seconds = request.settings, request.out, request.seconds
     if not (math.isfinite(seconds) and seconds > 0):
         raise RequestError(f"seconds = {seconds} must be above 0; 90 is usual")
@@ -108,7 +113,9 @@ def find_lr(request: FindLrRequest) -> FindLrResult:
         for choice in auto.choices:
             say(f"  {choice}")
         config = auto.config
-        found = run_lr_range_test(_test_setup(config, prepared, device, stop, initial and initial.state), seconds)
+        subject = _test_setup(config, prepared, device, stop, initial and initial.state)
+        left = max(_LEAST_SHARE * seconds, seconds - _WRITING - (time.monotonic() - began))
+        found = run_lr_range_test(subject, left)
     files = (None, None) if out is None else (out / JSON_FILE, out / PAGE_FILE)
     result = FindLrResult(found, config.optimizer.lr, *files)
     say(f"  {result.finding()}")

@@ -16,7 +16,7 @@ from unfog.config.describe import Description, describe, field_texts
 from unfog.config.presets import preset
 from unfog.config.requests import InitRequest
 from unfog.config.schema import Config
-from unfog.config.toml import literal
+from unfog.config.toml import literal, with_version
 from unfog.config.validate import check_device, check_source, parse_duration
 from unfog.config.values import format_spec, quote, registry_of
 from unfog.data.sources.image_files import SUFFIXES
@@ -106,7 +106,7 @@ def _find_source() -> str:
 def _settings_text(answers: Mapping[str, str], command: str) -> str:
     """Return the TOML of these answers, with the other common settings as comments."""
     config, asked = _config_of(answers), set(_SETTINGS.values())
-    lines = [f"# Settings of unfog. Train with: {sanitize(command)}"]
+    lines = [f"# Train with: {sanitize(command)}"]
     lines += ["# `unfog explain NAME` says more about a setting; `unfog train --help-all` lists all.", ""]
     shown = [each for each in describe(Config) if each.rules.common or each.setting in asked]
     section: tuple[str, ...] = ()
@@ -135,7 +135,7 @@ def main(request: InitRequest) -> int:
     command = shlex.join(["unfog", "train", source, "--config", str(file)])
     try:
         with open_file(file, "xb") as out:
-            out.write(_settings_text(answers, command).encode())
+            out.write(with_version(_settings_text(answers, command)).encode())
     except FileExistsError:
         raise RequestError(f"{file} exists; give another name: unfog init FILE") from None
     say(f"{file} is written; edit it as you like. Then:")

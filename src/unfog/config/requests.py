@@ -157,7 +157,7 @@ class FindLrRequest(_TrainingRequest):
     out: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
     """New folder for the plot and lr-range.json. Default: find-lr/ and the name of SOURCE."""
     seconds: float = 90.0
-    """Training time for the test, in seconds. A large network needs more."""
+    """Wall time of the command in seconds, reading images for the first time aside. A large network needs more."""
 
 
 @dataclass(frozen=True)
@@ -243,9 +243,9 @@ class InitRequest:
 
 @dataclass(frozen=True)
 class SlurmRequest:
-    """Write a batch file that trains on a Slurm cluster. The command follows --, and is checked as if it were run.
+    """Write a batch file that trains on a Slurm cluster. The command is checked as if it were run.
 
-      unfog slurm --nodes 2 --gpus-per-node 8 -- train /data/photos --out /shared/photos
+      unfog slurm --nodes 2 --gpus-per-node 8 train /data/photos --out /shared/photos
 
     The job saves before its time limit and requeues itself until the run is finished. Give other options of sbatch to
     sbatch, or add them to the file.

@@ -30,6 +30,7 @@ from unfog.config.values import (
 )
 from unfog.custom import is_own_choice, require_consent
 from unfog.errors import RequestError
+from unfog.text import sanitize
 
 T = TypeVar("T")
 
@@ -37,6 +38,7 @@ T = TypeVar("T")
 _DEEP_KEY = re.compile(r"(?:\.[^.,=\[\]{}\n]{1,99}){50}")
 _LARGEST_FLOAT = 1e30  # float32, which networks compute in, has little beyond it
 _UNKNOWN = "unknown setting"
+_WRITTEN_BY = re.compile(r"# Written by unfog (\S{1,20})\s")
 _LARGEST_FILE = 4_000_000  # bytes; the names of 20,000 classes, and far more than a person writes
 
 
@@ -93,12 +95,14 @@ def from_toml(text: str, base: T) -> T:
 
 def read_toml(path: Path, base: T) -> T:
     """Return `from_toml` of a file. Messages of RequestError begin with its name."""
+    text = ""
     try:
         with path.open("rb") as file:
             content = file.read(_LARGEST_FILE + 1)  # one byte more tells a longer file, without reading all of it
         if len(content) > _LARGEST_FILE:
             raise RequestError(f"it is over {_LARGEST_FILE / 1e6:.0f} MB, which no file of settings is")
-        settings = from_toml(content.decode("utf-8-sig").replace("\r\n", "\n"), base)  # editors may begin with a BOM
+        text = content.decode("utf-8-sig").replace("\r\n", "\n")  # editors may begin with a BOM
+        settings = from_toml(text, base)
     except UnicodeDecodeError:
         raise RequestError(f"{path} is not a text file in UTF-8") from None
     except OSError as error:
@@ -106,14 +110,25 @@ def read_toml(path: Path, base: T) -> T:
     except ValueError as error:  # a name that cannot be one, as it holds a NUL
         raise RequestError(f"{quote(str(path))}: {error}") from None
     except RequestError as error:
-        known = (
-            ""
-            if not str(error).startswith(_UNKNOWN)
-            else (f" (this is unfog {__version__}; a newer one may know it: update, or remove the line)")
-        )
-        raise RequestError(f"{path}: {error}{known}") from None
+        remedy = f" ({_version_remedy(text)})" if str(error).startswith(_UNKNOWN) else ""
+        raise RequestError(f"{path}: {error}{remedy}") from None
     require_consent(settings)
     return settings
+
+
+def with_version(text: str) -> str:
+    """Return a file of settings with a first line that names the version of Unfog which writes it."""
+    return f"# Written by unfog {__version__}\n{text}"
+
+
+def _version_remedy(text: str) -> str:
+    """Return what to do about an unknown setting, from the version that wrote the file."""
+    if (found := _WRITTEN_BY.match(text)) is None:
+        return f"this is unfog {__version__}; a newer version may know it: update unfog, or remove the line"
+    if found[1] == __version__:
+        return f"this is unfog {__version__}, which wrote the file, so the line was added later; remove or correct it"
+    written = f"unfog {sanitize(found[1])} wrote the file, and this is {__version__}"
+    return f"{written}; install that version, or remove the line"
 
 
 def update(base: T, table: Mapping[str, Any], where: str) -> T:

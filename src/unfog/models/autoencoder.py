@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from unfog.errors import RequestError
+from unfog.errors import RequestError, install_command
 from unfog.models.autoencoder_settings import Autoencoder
 from unfog.models.layers import zero_
 
@@ -118,7 +118,7 @@ class DiffusersAutoencoder(nn.Module):
             import diffusers
         except ImportError:
             raise RequestError(
-                f"autoencoder_folder = {folder} is a {kind}, which needs diffusers: pip install 'unfog[export]'"
+                f"autoencoder_folder = {folder} is a {kind}, which needs diffusers: {install_command('export')}"
             ) from None
         try:
             with warnings.catch_warnings():

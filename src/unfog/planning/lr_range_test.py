@@ -22,7 +22,7 @@ from torch import Tensor
 
 from unfog.diffusion.objective import Objective
 from unfog.errors import Interrupted
-from unfog.reporting.progress import Progress, format_duration
+from unfog.reporting.progress import Progress
 from unfog.training.hooks import Augmentation, Stream, Task, TrainingHooks
 from unfog.training.loop import LoopSettings, train
 from unfog.training.out_of_memory import microbatch_size
@@ -110,23 +110,24 @@ def _suggest(ramp: _Ramp, trials: Sequence[_Trial]) -> tuple[float | None, str]:
     """Return the rate and its reason, from the trials, or from the ramp alone if there are none."""
     edge, lowest = ramp.lowest
     if not ramp.learns:
-        until = f"up to {ramp.rates[-1]:.2g}" + (f", where it was {ramp.ended}" if ramp.ended else "")
+        ended = {"diverged": ", where training diverged", "not finite": ", where the loss was not finite", "": ""}
         return None, (
-            f"the loss never fell by more than {max(0.0, 1 - lowest / ramp.start):.1%} at any rate {until}; so look at "
-            "the data and the other settings first"
+            f"the loss never fell by more than {max(0.0, 1 - lowest / ramp.start):.1%} in {len(ramp.losses)} steps, at "
+            f"rates up to {ramp.rates[-1]:.2g}{ended[ramp.ended]}; check the data and the other settings first"
         )
     if not trials:
         return _rounded(edge * _RAMP_ALONE), (
-            f"{_RAMP_ALONE:g} of {edge:.2g}, where the ramp's loss was lowest: a rough guess, without time for trials"
+            f"{_RAMP_ALONE:g} times {edge:.2g}, at which the loss was lowest; a rough guess, as there was no time for "
+            "trials"
         )
     best = min(trials, key=lambda trial: trial.loss)
     if not best.loss < (1 - _FLAT) * ramp.start:
         rates = f"{trials[-1].lr:g} to {trials[0].lr:g}"
-        return None, f"no trial of {best.steps} steps learned anything, at rates from {rates}"
+        return None, f"no trial of {best.steps} steps learned anything at rates from {rates}"
     chosen = min((trial for trial in trials if trial.loss <= _AS_GOOD * best.loss), key=lambda trial: trial.lr)
     losses = ", ".join(f"{trial.loss:.3f} at {trial.lr:g}" for trial in sorted(trials, key=lambda trial: trial.lr))
-    how = "the best" if chosen is best else f"as good as the best within {_AS_GOOD - 1:.0%}, and lower,"
-    return chosen.lr, f"{how} of {len(trials)} trials of {best.steps} steps: loss {losses} (1 is predicting nothing)"
+    how = "best" if chosen is best else f"lowest rate within {_AS_GOOD - 1:.0%} of the best"
+    return chosen.lr, f"{how} of {len(trials)} trials of {best.steps} steps; loss {losses} (1: nothing learned)"
 
 
 def _smoothed(values: Sequence[float], memory: float) -> list[float]:
@@ -146,8 +147,10 @@ def _rounded(rate: float) -> float:
 
 _LOWEST, _HIGHEST = 1e-5, 1.0
 """Rates of the ramp: AdamW moves each weight by about the rate, and weights are about 0.1."""
-_RAMP = (60, 120)  # fewest and most steps of the ramp
+_RAMP = (60, 120)  # usual steps of the ramp, fewest and most
+_SHORTEST_RAMP = 12  # steps, where the usual ones take too long
 _RAMP_SHARE = 0.3  # share of the time for the ramp
+_RAMP_LIMIT = 0.9  # share of the time after which the ramp has to end
 _TRIAL = (40, 200)  # fewest and most steps of a trial
 _TRIED = (1.0, 0.3, 0.1)  # rates of the first trials, over the rate of the ramp's lowest loss; highest first
 _MOST_TRIALS = 6  # with the trials that are added, three times as high or as low
@@ -219,17 +222,26 @@ class LossProbe:
         return total / float((diffusion.weight(logsnr) * diffusion.target_power(logsnr)).sum())
 
 
+class _OutOfTimeError(Exception):
+    """The time of the test is over."""
+
+
 class _ProgressHooks(TrainingHooks):
-    def __init__(self, subject: LrTestSetup, progress: Progress, before: int = 0):
-        self.stop_requested = subject.stop_requested  # type: ignore[method-assign]
+    def __init__(self, subject: LrTestSetup, progress: Progress, before: int = 0, end: float = math.inf):
+        self._stop_requested, self._end = subject.stop_requested, end
         self.progress, self.before = progress, before
+
+    def stop_requested(self) -> bool:
+        if time.perf_counter() > self._end:
+            raise _OutOfTimeError
+        return self._stop_requested()
 
     def on_step_end(self, step: int) -> None:
         self.progress.update(self.before + step)
 
 
 def run_lr_range_test(subject: LrTestSetup, seconds: float = 90.0) -> LrRangeResult:
-    """Run ramp and trials in about `seconds`; they have a fewest and a most number of steps.
+    """Run ramp and trials in at most about `seconds`; the ramp has at least 12 steps however long they take.
 
     The global random generators are restored.
 
@@ -238,17 +250,17 @@ def run_lr_range_test(subject: LrTestSetup, seconds: float = 90.0) -> LrRangeRes
     """
     started, device = time.perf_counter(), subject.probe.x0.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        ramp, pace = _run_ramp(subject, seconds * _RAMP_SHARE)
+        ramp, pace = _run_ramp(subject, seconds * _RAMP_SHARE, seconds * _RAMP_LIMIT)
         left = seconds - (time.perf_counter() - started)
         trials = _run_trials(subject, ramp, left, pace) if ramp.learns else ()
     suggestion, reason = _suggest(ramp, trials)
-    if ramp.learns and not trials:
-        reason += f"; with about {format_duration(_enough(pace))} there would be time for them"
+    if not trials and (ramp.learns or pace * _RAMP[0] > seconds):
+        reason += f"; --seconds {math.ceil(_enough(pace) / 10) * 10} leaves time for trials"
     return LrRangeResult(ramp, trials, suggestion, reason, time.perf_counter() - started)
 
 
-def _run_ramp(subject: LrTestSetup, seconds: float) -> tuple[_Ramp, float]:
-    """Return the ramp, and seconds per step of training and loss."""
+def _run_ramp(subject: LrTestSetup, seconds: float, limit: float = math.inf) -> tuple[_Ramp, float]:
+    """Return the ramp, and seconds per step of training and loss. It aims at `seconds`, and ends before `limit`."""
     state = subject.fresh()
     probe = subject.probe.first(max(16, min(64, subject.training.batch)))
     start = _relative_loss(subject, probe, state)
@@ -261,7 +273,10 @@ def _run_ramp(subject: LrTestSetup, seconds: float) -> tuple[_Ramp, float]:
             marks.append(time.perf_counter())
             pace = statistics.median(b - a for a, b in pairwise(marks[-6:]))
             if len(losses) == 4:  # the first steps also allocate, and at so low a rate they change nothing yet
-                progress.total = steps = _ramp_steps(seconds, pace)
+                steps = _ramp_steps(seconds, pace)
+            if len(losses) >= 4:
+                left = limit - (marks[-1] - marks[0])
+                progress.total = steps = _shortened(steps, len(losses), left / pace)
             ended = _ramp_stop_reason(start, rates, losses)
             if ended or len(losses) >= steps:
                 return _Ramp(start, tuple(rates), tuple(losses), ended), pace
@@ -277,6 +292,11 @@ def _ramp_steps(seconds: float, pace: float) -> int:
     return round(min(max(seconds / pace, _RAMP[0]), _RAMP[1]))
 
 
+def _shortened(steps: int, done: int, fitting: float) -> int:
+    """Return the steps of the ramp, of which `done` are done, where the time is enough for `fitting` more."""
+    return int(min(steps, max(_SHORTEST_RAMP, done + fitting)))
+
+
 def _train(subject: LrTestSetup, state: TrainState, optimizer: Optimizer, images: int, run: TrainingHooks) -> None:
     """Train by the real loop until so many images are seen. Raises `Interrupted` after a stop request."""
     settings = LoopSettings(replace(subject.training, images=images), optimizer)
@@ -287,7 +307,7 @@ def _train(subject: LrTestSetup, state: TrainState, optimizer: Optimizer, images
 
 def _run_trials(subject: LrTestSetup, ramp: _Ramp, seconds: float, pace: float) -> tuple[_Trial, ...]:
     """Return short runs around the ramp's lowest point, highest rate first; none if there is too little time."""
-    steps = _trial_steps(seconds, pace)
+    steps, end = _trial_steps(seconds, pace), time.perf_counter() + seconds
     if steps < _TRIAL[0]:
         return ()
     rates = [_rounded(ramp.lowest[0] * part) for part in _TRIED]
@@ -295,12 +315,15 @@ def _run_trials(subject: LrTestSetup, ramp: _Ramp, seconds: float, pace: float) 
     with Progress(f"trials of {steps} steps", steps * len(_TRIED)) as progress:
         while rates:
             progress.total = steps * (len(trials) + len(rates))
-            run = _ProgressHooks(subject, progress, steps * len(trials))
-            trials.append(_run_trial(subject, rates.pop(0), steps, run))
+            run = _ProgressHooks(subject, progress, steps * len(trials), end)
+            try:
+                trials.append(_run_trial(subject, rates.pop(0), steps, run))
+            except _OutOfTimeError:
+                break
             trials.sort(key=lambda trial: -trial.lr)
             if not rates and len(trials) < _MOST_TRIALS:
                 rates = _next_rates(trials)
-    return tuple(trials)
+    return tuple(trials) if len(trials) > 1 else ()
 
 
 def _trial_steps(seconds: float, pace: float) -> int:

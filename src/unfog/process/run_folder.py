@@ -13,7 +13,7 @@ from pathlib import Path
 
 from unfog.cache_folder import note_run
 from unfog.config.schema import Config
-from unfog.config.toml import read_toml, to_toml
+from unfog.config.toml import read_toml, to_toml, with_version
 from unfog.config.validate import check_out, reason_of
 from unfog.errors import RequestError, RunError
 from unfog.locks import LOCK, lock_of
@@ -105,7 +105,8 @@ class RunFolder:
 
     def write_config(self, config: Config) -> None:
         """Write the configuration atomically. It is the only file with secrets of URLs, which a resume needs."""
-        write_atomic(self.config_file, to_toml(config).encode(), private=config != config.without_secrets())
+        text = with_version(to_toml(config))
+        write_atomic(self.config_file, text.encode(), private=config != config.without_secrets())
         note_run(config.source, self.path)
 
     def read_config(self) -> Config:

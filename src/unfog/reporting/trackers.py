@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unfog.errors import RequestError
+from unfog.errors import RequestError, install_command
 from unfog.safe_files import make_folder, read_file, write_atomic
 
 if TYPE_CHECKING:
@@ -49,9 +49,7 @@ def check_installed(sinks: Sequence[str]) -> None:
     for sink in sinks:
         package, extra = _PACKAGES[sink]
         if importlib.util.find_spec(package) is None:
-            raise RequestError(
-                f"log.sinks names {sink!r}, which needs the package {package}: pip install 'unfog[{extra}]'"
-            )
+            raise RequestError(f"log.sinks names {sink!r}, which needs the package {package}: {install_command(extra)}")
 
 
 class _TensorBoard:

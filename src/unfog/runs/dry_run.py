@@ -18,7 +18,7 @@ from torch import Tensor
 
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset
-from unfog.errors import Interrupted, RequestError
+from unfog.errors import Interrupted, RequestError, install_command
 from unfog.inference.run import Run
 from unfog.planning.disk import disk_space_needed
 from unfog.process.device import peak_bytes, resident_bytes
@@ -252,7 +252,7 @@ class _DryRun:
     def _export(self) -> list[Finding]:
         """Compare the outputs of the exported network in diffusers; a hint if it is missing or has no such network."""
         if find_spec("diffusers") is None:
-            remedy = "pip install 'unfog[export]' before you export"
+            remedy = f"{install_command('export')} before you export"
             return [Finding("rehearsal.export", "hint", "diffusers is not installed, so export was not tried", remedy)]
         try:
             difference = export_difference(self.loaded)

@@ -17,7 +17,7 @@ from unfog.cache_folder import cache_folder, hold, make_room
 from unfog.data.sources.base import ImageError, LazyNames, OpenOptions, Source, SourceLocation
 from unfog.data.sources.folder import files_digest, list_only, sample_digest
 from unfog.data.sources.image_files import open_bytes, open_image
-from unfog.errors import RequestError
+from unfog.errors import RequestError, install_command
 from unfog.text import sanitize
 
 _LABEL_COLUMNS = ("label", "labels", "class", "fine_label")
@@ -180,7 +180,7 @@ def _import_datasets() -> Any:
         import datasets
     except ImportError:
         raise RequestError(
-            "a Hugging Face dataset needs datasets, which is not installed: pip install 'unfog[hf]'"
+            f"a Hugging Face dataset needs datasets, which is not installed: {install_command('hf')}"
         ) from None
     datasets.disable_progress_bars()
     return datasets

@@ -16,7 +16,7 @@ from pathlib import Path
 from unfog.custom import check_consent
 from unfog.data.sources.base import OpenOptions, RemotePolicy, Source, SourceLocation
 from unfog.data.sources.image_files import os_error_reason
-from unfog.errors import RequestError
+from unfog.errors import RequestError, install_command
 from unfog.text import sanitize, without_secrets
 
 BUILT_IN = (
@@ -189,8 +189,9 @@ def _parse_url(text: str) -> SourceLocation:
         known = ", ".join(f"{name}://" for name in _PACKAGES)
         raise RequestError(f"{sanitize(text)} begins with none of {known}; give one of those, or a folder")
     if find_spec(package) is None:
-        extra = {"s3fs": "unfog[s3]", "aiohttp": "unfog[http]"}.get(package, package)
-        raise RequestError(f"{protocol}:// needs {package}, which is not installed: pip install '{extra}'")
+        extra = {"s3fs": "s3", "aiohttp": "http"}.get(package)
+        command = install_command(extra) if extra else f"pip install {package}"
+        raise RequestError(f"{protocol}:// needs {package}, which is not installed: {command}")
     if text.endswith("/"):
         return SourceLocation(without_secrets(text), text, "files", (f"{text}*.tar",), text)
     return _parse_files(text, text, _expand_braces(text))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from unfog.data.sources.base import ImageError, TransientImageError
 from unfog.data.sources.image_files import CHANGED, MAX_FILE_BYTES, NO_PARTS, os_error_reason
-from unfog.errors import RequestError
+from unfog.errors import RequestError, install_command
 from unfog.text import sanitize, without_secrets
 
 _MAX_OPEN_FILES = 128
@@ -171,9 +171,7 @@ class _RemoteStorage:
                 self._system_of = (os.getpid(), self._make_system())
             except (ImportError, ValueError) as error:
                 extra = "s3" if self._protocol == "s3" else "http"
-                raise RequestError(
-                    f"{self._protocol}:// cannot be read: {error}; pip install 'unfog[{extra}]'"
-                ) from None
+                raise RequestError(f"{self._protocol}:// cannot be read: {error}; {install_command(extra)}") from None
         return self._system_of[1]
 
     def _make_system(self) -> Any:
