@@ -340,3 +340,9 @@ def test_golden_losses(tmp_path, method):
     run = unfog.train("fashion", out=tmp_path / "run", steps=12, **settings)
     losses = [row["loss"] for row in read_metrics(run.path / "metrics.jsonl") if "loss" in row]
     assert losses == pytest.approx(GOLDEN[method], rel=2e-3)
+
+
+def test_the_denoising_is_animated(run, tmp_path):
+    unfog_command("sample", run.path, "-n", 3, "--steps", 5, "--animate", tmp_path / "a.gif", "--out", tmp_path / "out")
+    with Image.open(tmp_path / "a.gif") as image:
+        assert image.n_frames == 6

@@ -11,16 +11,18 @@ import numpy as np
 
 from unfog.config.export_request import ExportRequest, ExportSettings
 from unfog.config.run_requests import SampleRequest, SamplingRequest
-from unfog.config.validate import check_out, check_sampler, override_sampler, report_dropped_levels
+from unfog.config.validate import check_animation, check_out, check_sampler, override_sampler, report_dropped_levels
 from unfog.process.run_folder import RunFolder, unused_path
 from unfog.reporting.image_grids import Pixels, grid, save_png, with_caption
 from unfog.reporting.progress import Progress, print_result, say
 from unfog.text import sanitize
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from unfog.config.schema import Config
     from unfog.diffusion.editing import Edit
-    from unfog.diffusion.sampler import Sampler
+    from unfog.diffusion.sampler import Observe, Sampler
     from unfog.pipeline.image_files import DenoisingStrip
 
 _LONGEST_NAME = 40  # characters of a class in the name of a file
@@ -53,8 +55,11 @@ def _export(request: ExportRequest) -> None:
 def _sample(request: SampleRequest, stored: Config, sampler: Sampler) -> Path:
     """Generate images, write them, and return their folder."""
     check_out(request.out or unused_path(request.run / "pictures"), what="the folder of the samples")
+    if request.animate is not None:
+        check_animation(request.animate)
     # Imported only now, as torch takes seconds: a wrong request is refused before.
     from unfog.inference.run import Run
+    from unfog.pipeline.animation import DenoisingAnimation
     from unfog.pipeline.generate import parse_labels
     from unfog.pipeline.image_files import DenoisingStrip, build_edit
 
@@ -62,19 +67,35 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler) -> Path:
     edit = build_edit(stored, request.image, request.mask, request.strength, request.repeats)
     run = Run(request.run, request.weights, request.checkpoint, request.device, request.best, request.ema)
     report_dropped_levels(stored.sampler, sampler)
-    strip = DenoisingStrip(run.config.diffusion.schedule, run.decode) if request.strip else None
+    diffusion = run.config.diffusion
+    strip = DenoisingStrip(diffusion.schedule, run.decode) if request.strip else None
+    animation = DenoisingAnimation(diffusion.path, sampler.steps, run.decode) if request.animate else None
+    observe = _observe_all(strip, animation)
     label = f"sampling from step {run.checkpoint.step:,}" if request.ema is None else "sampling"
     settings = {f.name: getattr(request, f.name) for f in fields(SamplingRequest)}
     inputs = {name: getattr(request, name) for name in ("label", "image", "mask")}
     guide = request.guide if request.guide_checkpoint is None else request.guide_checkpoint
     with Progress(label, request.n) as progress:
-        images = run.sample(**settings, **inputs, guide=guide, progress=progress.update, observe=strip)
+        images = run.sample(**settings, **inputs, guide=guide, progress=progress.update, observe=observe)
     if sampler.kind == "adaptive":
         say(f"  adaptive took up to {run.calls} network calls")
     out = request.out or unused_path(run.path / "pictures")
     classes = [run.classes[i] for i in parse_labels(request.label, run.classes)]
     _write_images(out, images, classes, strip, edit, run.sampled)
+    if animation is not None and request.animate is not None:
+        animation.save(request.animate, images)
     return out
+
+
+def _observe_all(*observers: Observe | None) -> Observe | None:
+    """Return one observer that calls those that are there; None without any."""
+    given = [observer for observer in observers if observer is not None]
+
+    def observe(step: int, logsnr: float, x_t: Tensor, x0: Tensor) -> None:
+        for observer in given:
+            observer(step, logsnr, x_t, x0)
+
+    return observe if given else None
 
 
 def _edit_grid(edit: Edit, samples: Pixels) -> Pixels:

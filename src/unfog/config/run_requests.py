@@ -87,9 +87,15 @@ class SampleRequest(SamplingRequest):
     """Mask of the same size: white areas are regenerated, the rest of --image stays as it is."""
     strip: bool = False
     """Also write strip.png: x_t and the predicted x0 of the first image at several steps."""
+    animate: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Also write an animation of the denoising of the first 16 images: a file .gif, .webp or .mp4."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.animate is not None and self.animate.suffix not in (".gif", ".webp", ".mp4"):
+            raise RequestError(f"--animate {self.animate} must end in .gif, .webp or .mp4")
+        if self.animate is not None and self.image is not None:
+            raise RequestError("--animate shows sampling from noise; leave it away, or --image")
         if self.strip and self.image is not None:
             raise RequestError("--strip shows sampling from noise; leave it away, or --image")
         check_one_checkpoint(self.best, self.checkpoint)

@@ -1,0 +1,88 @@
+"""Animations of the denoising: a frame for each step, and the finished samples last."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from unfog.cli.requests import REQUESTS
+from unfog.commands.sample import _observe_all
+from unfog.config import validate
+from unfog.config.validate import check_animation
+from unfog.diffusion.noise import VE, Flow
+from unfog.errors import RequestError
+from unfog.pipeline import animation
+from unfog.pipeline.animation import DenoisingAnimation
+
+SAMPLES = np.random.default_rng(0).integers(0, 256, (20, 9, 9, 3), dtype=np.uint8)
+
+
+def animated(steps=5, path=Flow()):  # noqa: B008 - frozen
+    observer = DenoisingAnimation(path, steps)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(steps):
+        logsnr = -8.0 + 16 * step / steps
+        _, sigma = path(torch.tensor(logsnr))
+        observer(step, logsnr, sigma * torch.randn(20, 3, 9, 9, generator=generator), torch.zeros(20, 3, 9, 9))
+    return observer
+
+
+@pytest.mark.parametrize("suffix", [".gif", ".webp"])
+def test_every_step_is_a_frame_and_the_samples_are_the_last(tmp_path, suffix):
+    file = tmp_path / f"denoising{suffix}"
+    animated().save(file, SAMPLES)
+    with Image.open(file) as image:
+        assert (image.format, image.n_frames) == (suffix[1:].upper(), 6)
+        times = []
+        for number in range(6):
+            image.seek(number)
+            image.load()
+            times.append(image.info["duration"])
+        last = np.asarray(image.convert("RGB")).astype(float)
+    assert times == [200] * 5 + [1500]
+    expected = animation.grid(SAMPLES[:16])
+    assert last.shape == expected.shape
+    assert np.abs(last - expected).mean() < 25  # 256 colours, or a lossy format
+
+
+def test_an_mp4_can_be_decoded(tmp_path):
+    imageio_ffmpeg = pytest.importorskip("imageio_ffmpeg")
+    animated().save(tmp_path / "denoising.mp4", SAMPLES)
+    frames = imageio_ffmpeg.read_frames(str(tmp_path / "denoising.mp4"))
+    width, height = next(frames)["size"]
+    pictures = [np.frombuffer(frame, np.uint8).reshape(height, width, 3) for frame in frames]
+    assert len(pictures) == 6 + 8
+    expected = animation.grid(SAMPLES[:16])
+    assert (height, width) == tuple(side + side % 2 for side in expected.shape[:2])
+    assert np.abs(pictures[-1][: expected.shape[0], : expected.shape[1]].astype(float) - expected).mean() < 25
+
+
+def test_noise_is_as_strong_on_every_path_and_long_runs_leave_steps_out():
+    for path in (VE(), Flow()):
+        first = animated(5, path)._frames[0].astype(float) / 127.5 - 1
+        assert 0.6 < first.std() < 0.8  # of noise clipped to [-1, 1]
+    assert len(animated(1000)._frames) == 112
+
+
+def test_a_file_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
+    kind = REQUESTS["sample"]
+    with pytest.raises(RequestError, match=r"a\.avi must end in \.gif"):
+        kind(run=tmp_path, animate=tmp_path / "a.avi")
+    with pytest.raises(RequestError, match="sampling from noise"):
+        kind(run=tmp_path, animate=tmp_path / "a.gif", image=tmp_path / "b.png")
+    (tmp_path / "a.gif").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RequestError, match="exists"):
+        check_animation(tmp_path / "a.gif")
+    with pytest.raises(RequestError, match="is no folder"):
+        check_animation(tmp_path / "nowhere" / "a.gif")
+    monkeypatch.setattr(validate, "find_spec", lambda name: None)
+    with pytest.raises(RequestError, match=r"pip install 'unfog\[video\]'"):
+        check_animation(tmp_path / "a.mp4")
+
+
+def test_several_observers_see_the_same_steps():
+    seen = []
+    both = _observe_all(None, lambda *step: seen.append(("one", *step)), lambda *step: seen.append(("two", *step)))
+    both(3, 0.5, "x_t", "x0")
+    assert seen == [("one", 3, 0.5, "x_t", "x0"), ("two", 3, 0.5, "x_t", "x0")]
+    assert _observe_all(None, None) is None
