@@ -130,6 +130,36 @@ def test_code_that_a_file_of_settings_names_runs_only_with_consent(
         custom.check_consent(f"{mine}.{name}", "a part")
 
 
+GIVES = """
+import sys
+from unfog import custom
+print("ready", flush=True)
+input()
+for i in range(20):
+    custom.check_consent(f"{sys.argv[1]}{i}.Net", "a network")
+"""
+
+
+def test_no_consent_is_lost_where_processes_store_theirs_at_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    kept = tmp_path / "dotfiles"
+    kept.write_text("mine.Net\t/mine.py")  # without an end of the line
+    (tmp_path / "unfog").mkdir()
+    (tmp_path / "unfog/trusted-code").symlink_to(kept)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen([sys.executable, "-c", GIVES, name], **pipes) for name in "ab"]
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    for process in processes:
+        process.communicate(timeout=60)
+    stored = {line.split("\t")[0] for line in kept.read_text().splitlines() if line}
+    assert stored == {"mine.Net"} | {f"{name}{i}.Net" for name in "ab" for i in range(20)}
+    assert (tmp_path / "unfog/trusted-code").is_symlink()
+
+
 def test_a_source_that_a_file_of_settings_names_runs_only_with_consent(strangers, mine, tmp_path):
     config = strangers({}, source=f"python:{mine}:Net:argument")
     with pytest.raises(RequestError, match=f"set UNFOG_TRUST={mine}:Net"):

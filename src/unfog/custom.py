@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from unfog.errors import RequestError
-from unfog.safe_files import write_atomic
+from unfog.safe_files import open_file
 
 T = TypeVar("T")
 
@@ -87,28 +87,30 @@ def check_consent(path: str, noun: str) -> None:
 
     Consent is stored, with the file of the module, so that a later command on the same run has it too.
     """
-    line = f"{path}\t{_module_file(path)}"
+    line, stored = f"{path}\t{_module_file(path)}", _stored_consent()
     trusted = path in os.environ.get("UNFOG_TRUST", "").split(",") or path in _consented | _announced
-    if path in _from_files and not trusted and line not in _stored_consent():
+    if path in _from_files and not trusted and line not in stored.splitlines():
         raise RequestError(
             f"{noun} of these settings is Python code, {path}, which would run with your rights; if you trust it, set "
             f"UNFOG_TRUST={path}"
         )
-    if line not in _stored_consent():
+    if line not in stored.splitlines():
         with suppress(OSError, RuntimeError):
-            file = _consent_file()
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(file, "".join(f"{one}\n" for one in [*_stored_consent(), line]).encode())
+            _consent_file().parent.mkdir(parents=True, exist_ok=True)
+            # Appended in one write, as another process may store a consent at this moment. The file may be a link to
+            # where a person keeps all settings, and an editor may have left its last line without an end.
+            with open_file(_consent_file(), "ab", follow=True, buffering=0) as file:
+                file.write(b"\n" * (stored[-1:] not in "\n") + f"{line}\n".encode())
 
 
 def _consent_file() -> Path:
     return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "unfog" / "trusted-code"
 
 
-def _stored_consent() -> list[str]:
+def _stored_consent() -> str:
     with suppress(OSError, RuntimeError, UnicodeDecodeError):
-        return _consent_file().read_text("utf-8").splitlines()
-    return []
+        return _consent_file().read_text("utf-8")
+    return ""
 
 
 def _module_file(path: str) -> str:
