@@ -16,8 +16,10 @@ import torch
 import unfog
 from test_fuzz import TINY, places, put
 from test_resume_settings import sealed, trained
+from test_safe_files import plant
+from unfog.cli.requests import read_request
 from unfog.config.toml import to_toml
-from unfog.errors import RunError, UnfogError
+from unfog.errors import RequestError, RunError, UnfogError
 from unfog.inference.evaluation_files import Evaluation
 from unfog.pipeline.build import build_state
 from unfog.process.run_folder import RunFolder
@@ -133,6 +135,26 @@ def test_numbers_of_another_optimizer_do_not_fit(run: Path, tmp_path: Path, valu
     state = build_state(RunFolder(copy).read_config(), torch.device("cpu"))
     with pytest.raises(RunError, match="do not fit"):
         load_checkpoint(copy / "checkpoints/00000004", state)
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "averages", "samples"])
+@pytest.mark.parametrize("kind", ["link", "dangling", "pipe"])
+def test_a_run_whose_folders_are_none_is_not_trained_into(run: Path, tmp_path: Path, name: str, kind: str) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    shutil.copytree(run / "checkpoints", tmp_path / "else/folder")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    plant(copy / name, kind, tmp_path / "else/folder")
+    for begin in (
+        lambda: read_request("resume", [str(copy), "--steps", "8"]),
+        lambda: unfog.resume(copy, steps=8),
+        lambda: resume(RunFolder(copy)),
+    ):
+        with pytest.raises(
+            RequestError, match=rf"run/{name} cannot be trained into \(a (link|pipe).*move the whole run"
+        ):
+            begin()
+    after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert after == {path: content for path, content in before.items() if copy / name not in path.parents}
 
 
 @pytest.mark.exhaustive

@@ -19,7 +19,7 @@ from unfog.errors import RequestError, RunError
 from unfog.locks import LOCK, lock_of
 from unfog.process.heartbeat import read_heartbeat
 from unfog.reporting.progress import say
-from unfog.safe_files import read_file, remove, remove_tree, write_atomic
+from unfog.safe_files import check_folder, read_file, remove, remove_tree, write_atomic
 
 AUTOENCODER_FOLDER = "codec"
 """Folder in a run with its copy of the autoencoder, or in an autoencoder's run with the result."""
@@ -127,6 +127,17 @@ class RunFolder:
         """RequestError if the permissions of the run folder forbid writing."""
         if not os.access(self.path, os.W_OK | os.X_OK):
             raise RequestError(f"{self.path} may not be written to, and what is found belongs there; make it writable")
+
+    def check_folders(self) -> None:
+        """RequestError if a folder that training writes into is a link, or no folder."""
+        for folder in (self.checkpoints, self.averages, self.path / "samples", self.path / "denoising"):
+            try:
+                check_folder(folder, self.path)
+            except OSError as error:
+                raise RequestError(
+                    f"{folder} cannot be trained into ({reason_of(error)}): a run keeps its files in folders of its "
+                    "own; put the folder itself there, or move the whole run, which may be behind a link"
+                ) from None
 
     @contextmanager
     def saving_results(self, found: Callable[[], Iterable[str]]) -> Iterator[None]:

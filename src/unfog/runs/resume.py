@@ -61,6 +61,7 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
     began, stored = command_clock.began(), folder.read_config()
     config = config or stored
     _check_resume_request(stored, config)
+    folder.check_folders()
     with open_run(folder, config) as run, ExitStack() as stack:
         point = find_resume_point(folder, stored)
         stack.enter_context(building_for(point.weights))
