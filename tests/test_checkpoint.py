@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import re
 import stat
 import time
 from pathlib import Path
@@ -19,7 +20,7 @@ from unfog.errors import RunError
 from unfog.runs.saver import Saver
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import rotation, snapshot
-from unfog.training.checkpoints.load import load_checkpoint, read_tensors, roll_back
+from unfog.training.checkpoints.load import find_rollback_checkpoint, load_checkpoint, read_tensors, roll_back
 from unfog.training.checkpoints.writer import CheckpointWriter
 from unfog.training.precision import Precision
 from unfog.training.settings import Checkpoint, Optimizer, PowerEma
@@ -222,7 +223,7 @@ def test_going_back_takes_the_weights_and_leaves_the_position(tmp_path):
     write(state, tmp_path, anchor=True)
     for _ in range(4):
         step(state)
-    found = checkpoint._newest_rollback_checkpoint(tmp_path, state.seen)
+    found, _ = find_rollback_checkpoint(tmp_path, state, patience=20)
     roll_back(found.folder, state)
     assert everything(state)[0] == good[0]
     assert (state.seen, state.updates) == (56, 3)
@@ -252,11 +253,21 @@ def test_what_may_be_gone_back_to(tmp_path):
     for number in range(1, 5):
         step(state)
         write(state, tmp_path, number, anchor=number != 4)
-    assert checkpoint._newest_rollback_checkpoint(tmp_path, state.seen).step == 3
-    assert checkpoint._newest_rollback_checkpoint(tmp_path, 2 * 8).step == 2
+
+    def found(images: int) -> tuple[int | None, list[str]]:
+        state.seen = images
+        good, broken = find_rollback_checkpoint(tmp_path, state, patience=20)
+        return good and good.step, [str(one) for one in broken]
+
+    assert found(4 * 8) == (3, [])
+    assert found(2 * 8) == (2, [])
     flip(tmp_path / "00000003/ema.safetensors")
-    assert checkpoint._newest_rollback_checkpoint(tmp_path, state.seen).step == 2
-    assert checkpoint._newest_rollback_checkpoint(tmp_path, 0) is None
+    flip(tmp_path / "00000004/manifest.json")
+    good, (without_manifest, damaged) = found(4 * 8)
+    assert good == 2
+    assert re.match("checkpoint 00000004 is broken and is passed over: manifest.json: ", without_manifest)
+    assert re.match("checkpoint 00000003 is broken and is passed over: ema.safetensors is not what", damaged)
+    assert found(0)[0] is None
 
 
 def test_a_roll_back_that_did_not_help_goes_one_further_and_no_more(tmp_path):
@@ -267,7 +278,7 @@ def test_a_roll_back_that_did_not_help_goes_one_further_and_no_more(tmp_path):
 
     def goes_to(ordinary: int) -> int:
         state.guard.ordinary = ordinary
-        return checkpoint.find_rollback_checkpoint(tmp_path, state, patience=20).step
+        return find_rollback_checkpoint(tmp_path, state, patience=20)[0].step
 
     assert goes_to(0) == 3, "the first"
     state.guard.roll_backs, state.guard.rollback_images = 1, 3 * 8

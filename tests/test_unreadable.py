@@ -5,14 +5,17 @@ import os
 
 import numpy as np
 import pytest
+import torch
 
 import unfog
 from conftest import NETWORK
 from test_checkpoint import trained, write
+from unfog.diffusion.objective import Objective
 from unfog.errors import RequestError, RunError
+from unfog.reporting.records import read_events
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import retries, rotation
-from unfog.training.checkpoints.load import read_state
+from unfog.training.checkpoints.load import find_rollback_checkpoint, read_state
 from unfog.training.settings import Checkpoint
 
 
@@ -94,6 +97,41 @@ def test_a_broken_one_is_set_aside_where_folders_cannot_be_renamed(tmp_path, mon
     rotation.remove_leftovers(tmp_path, checkpoint.list_checkpoints(tmp_path)[1])
     assert [path.name for path in tmp_path.iterdir()] == [".broken-00000003"]
     assert (tmp_path / ".broken-00000003/manifest.json").read_text() == "{}"
+
+
+@pytest.mark.slow
+def test_a_roll_back_says_which_damaged_checkpoint_it_passes_over(tmp_path, monkeypatch, capsys):
+    undisturbed, left, run = Objective.__call__, [torch.nan] * 8, tmp_path / "run"
+    newest = run / "checkpoints/00000008"
+
+    def disturbed(self, network, x0, *rest):
+        loss = undisturbed(self, network, x0, *rest)
+        if left and newest.exists():
+            (newest / "ema.safetensors").write_bytes(b"torn")
+            return loss._replace(per_image=loss.per_image * left.pop())
+        return loss
+
+    monkeypatch.setattr(Objective, "__call__", disturbed)
+    images = np.random.default_rng(0).integers(0, 256, (16, 8, 8), np.uint8)
+    settings = {"training": {"patience": 2}, "checkpoint": {"every": 8}, "preview": {"every": -1}}
+    unfog.train(images, out=run, steps=20, batch=8, network=NETWORK, device="cpu", **settings)
+    back, *_ = (event for event in read_events(run / "events.jsonl") if event["kind"] == "rolled_back")
+    passed, *_ = (event for event in read_events(run / "events.jsonl") if event["kind"] == "passed_over")
+    assert back["to"] == 0
+    assert (passed["step"], passed["checkpoint"]) == (back["step"], "00000008")
+    assert "ema.safetensors has 4 bytes of" in passed["reason"]
+    assert "checkpoint 00000008 is broken and is passed over" in capsys.readouterr().err
+    assert "passed_over" in (run / "report.html").read_text()
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "model.safetensors"])
+def test_a_roll_back_does_not_pass_over_what_cannot_be_read_now(tmp_path, failing, name):
+    state = trained()
+    for step in (2, 3):
+        write(state, tmp_path, step, anchor=True)
+    failing(name, errno.EIO)
+    with pytest.raises(RunError, match=r"checkpoint 0000000\d cannot be read now"):
+        find_rollback_checkpoint(tmp_path, state, patience=2)
 
 
 def test_names_that_could_not_be_read_again_are_refused_before_training(tmp_path):

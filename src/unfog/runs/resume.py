@@ -39,7 +39,13 @@ from unfog.safe_files import make_folder
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import rotation
 from unfog.training.checkpoints.format import CheckpointInfo
-from unfog.training.checkpoints.load import load_checkpoint, read_state, read_tensors, roll_back
+from unfog.training.checkpoints.load import (
+    find_rollback_checkpoint,
+    load_checkpoint,
+    read_state,
+    read_tensors,
+    roll_back,
+)
 from unfog.training.checkpoints.posthoc_ema import remove_after
 from unfog.training.hooks import Task
 from unfog.training.learning_rate import Length
@@ -237,7 +243,7 @@ class _ReplayHooks(StoppableHooks):
         return self.stop() or self.state.seen >= self.until
 
     def roll_back(self, state: TrainState, reason: str) -> str:
-        good = checkpoint.find_rollback_checkpoint(self.folder.checkpoints, state, self.patience)
+        good, _ = find_rollback_checkpoint(self.folder.checkpoints, state, self.patience)
         if good is None:
             raise RequestError(
                 f"the run rolled back at image {state.seen:,} to a checkpoint that is gone, so it cannot be repeated"

@@ -14,9 +14,8 @@ from unfog.process.run_folder import RunFolder
 from unfog.reporting.progress import say, warn
 from unfog.reporting.recorder import Recorder
 from unfog.runs.ranks import RunContext
-from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import posthoc_ema, snapshot
-from unfog.training.checkpoints.load import roll_back
+from unfog.training.checkpoints.load import find_rollback_checkpoint, roll_back
 from unfog.training.checkpoints.posthoc_ema import EmaSnapshotWriter
 from unfog.training.checkpoints.writer import CheckpointWriter, ShardStatusStore
 from unfog.training.state import TrainState
@@ -130,7 +129,10 @@ class Saver:
         """Restore the weights of the newest rollback checkpoint; return its folder. RunError if there is none."""
         self.wait()
         step = self._step(state)
-        good = checkpoint.find_rollback_checkpoint(self.folder.checkpoints, state, self.config.training.patience)
+        good, broken = find_rollback_checkpoint(self.folder.checkpoints, state, self.config.training.patience)
+        for one in broken:
+            self.recorder.event("passed_over", step, checkpoint=one.folder.name, reason=one.reason)
+            warn(str(one))
         if good is None:
             raise RunError(
                 f"{reason} at step {step:,}, and there is no checkpoint to go back to; train anew with a lower --lr"

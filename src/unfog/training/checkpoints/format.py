@@ -31,7 +31,7 @@ from unfog.errors import RequestError, RunError
 from unfog.safe_files import file_digest, read_file
 from unfog.training.checkpoints.retries import is_unreadable, with_retries
 from unfog.training.checkpoints.state_schema import check_state
-from unfog.training.state import HELD_OUT_LOSS, TrainState, is_better
+from unfog.training.state import HELD_OUT_LOSS, is_better
 
 FORMAT, FORMAT_SHARDED = 2, 3
 MANIFEST, STATE, CONFIG = "manifest.json", "state.json", "config.toml"
@@ -283,26 +283,6 @@ def find_checkpoint(
     if wrong := wanted.find_damage():
         raise RunError(str(BrokenCheckpoint(wanted.folder, wrong)))
     return wanted
-
-
-def _newest_rollback_checkpoint(checkpoints: Path, images: int) -> CheckpointInfo | None:
-    """Return the newest intact rollback checkpoint of at most so many images, or None."""
-    found, _ = list_checkpoints(checkpoints)
-    good = (saved for saved in reversed(found) if saved.anchor and saved.images <= images)
-    return next((saved for saved in good if saved.find_damage() is None), None)
-
-
-def find_rollback_checkpoint(checkpoints: Path, state: TrainState, patience: int) -> CheckpointInfo | None:
-    """Return the checkpoint that a roll-back of this state returns to, or None.
-
-    That is the newest rollback checkpoint. But if fewer than `patience` ordinary steps have followed the last
-    roll-back, its weights may be bad already, and the one before it is chosen, if there is one.
-    """
-    guard, limits = state.guard, [state.seen]
-    if guard.roll_backs and guard.ordinary < patience:
-        limits = [guard.rollback_images - 1, guard.rollback_images, state.seen]
-    found = (_newest_rollback_checkpoint(checkpoints, images) for images in limits)
-    return next((one for one in found if one is not None), None)
 
 
 def _merge_shard_names(names: Iterable[str]) -> set[str]:

@@ -21,7 +21,16 @@ from torch import Tensor, nn
 
 from unfog.errors import RunError
 from unfog.safe_files import file_digest, regular_file, replace_file
-from unfog.training.checkpoints.format import CONFIG, EMA2, SHARDING, STATE, read_state_json
+from unfog.training.checkpoints.format import (
+    CONFIG,
+    EMA2,
+    SHARDING,
+    STATE,
+    BrokenCheckpoint,
+    CheckpointInfo,
+    list_checkpoints,
+    read_state_json,
+)
 from unfog.training.sharded_tensors import first_local_row, is_sharded, to_local
 from unfog.training.state import TrainState
 
@@ -149,6 +158,37 @@ def roll_back(folder: Path, state: TrainState) -> None:
     """Return to the weights of a checkpoint, while the position stays where it is."""
     load_tensors(folder, state)
     state.roll_back_to(read_state(folder))
+
+
+def find_rollback_checkpoint(
+    checkpoints: Path, state: TrainState, patience: int
+) -> tuple[CheckpointInfo | None, list[BrokenCheckpoint]]:
+    """Return the checkpoint that a roll-back of this state returns to, or None, and the broken ones passed over.
+
+    That is the newest rollback checkpoint. But if fewer than `patience` ordinary steps have followed the last
+    roll-back, its weights may be bad already, and the one before it is chosen, if there is one.
+
+    Raises:
+        RunError: one that would be passed over cannot be read now, and may be whole.
+    """
+    guard, limits = state.guard, [state.seen]
+    if guard.roll_backs and guard.ordinary < patience:
+        limits = [guard.rollback_images - 1, guard.rollback_images, state.seen]
+    saved, unusable = list_checkpoints(checkpoints)
+    found: CheckpointInfo | None = None
+    damaged: dict[Path, str] = {}
+    for one in (one for limit in limits for one in reversed(saved) if one.anchor and one.images <= limit):
+        if one.folder in damaged:
+            continue
+        if (wrong := one.find_damage()) is None:
+            found = one
+            break
+        damaged[one.folder] = wrong
+    # Without a manifest nobody knows whether a roll-back might have returned to them, so they count by their names.
+    newer = [one for one in unusable if one.folder.name > ("" if found is None else found.folder.name)]
+    if unreadable := next((one for one in newer if one.unreadable), None):
+        raise RunError(str(unreadable))
+    return found, newer + [BrokenCheckpoint(folder, wrong) for folder, wrong in damaged.items()]
 
 
 def load_tensors(folder: Path, state: TrainState) -> None:
