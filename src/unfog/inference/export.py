@@ -7,7 +7,6 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from unfog.inference.export_description import describe_folder, describe_model
 from unfog.inference.export_diffusers import write_pipeline
 from unfog.inference.loaded_run import LoadedRun
 from unfog.models.autoencoder_settings import CONFIG, AutoencoderFolder
-from unfog.models.network_settings import CustomNetwork
+from unfog.models.network_settings import CustomNetwork, build_model
 from unfog.pipeline.latents import open_run_autoencoder
 from unfog.safe_files import copy_into, new_file, whole_folder, write_atomic
 
@@ -111,9 +110,9 @@ def _write_safetensors(job: _Export) -> float:
     if job.run.config.uses_latents:
         described = AutoencoderFolder.open(job.run.config.autoencoder_folder)
         copy_into([described.folder / CONFIG, described.weights], job.folder / "autoencoder")
-    model = job.description
-    settings, classes = model["network"]["settings"], len(model["classes"])
-    rebuilt = load_source(job.folder / SOURCE).build(settings, model["input"][0], classes, model["out_channels"])
+    model, settings = job.description, job.run.config.network
+    assert settings is not None  # a run's is settled
+    rebuilt = build_model(settings, model["input"][0], len(model["classes"]), 0, model["out_channels"])
     rebuilt.load_state_dict(load_file(job.folder / WEIGHTS))
     return _relative_difference(job.network, rebuilt.eval(), example_inputs(model))
 
@@ -135,13 +134,6 @@ def network_source(run: LoadedRun) -> str:
     names = ["unfog.models.layers", module, *["unfog.models.autoencoder"] * run.config.uses_latents]
     title = f"The network of an Unfog run: {name}."
     return plain_source(title, names, ["DiffusersAutoencoder"]) + _BUILD.format(name=name)
-
-
-def load_source(path: Path) -> ModuleType:
-    """Import a file that `network_source` made, without leaving a compiled one beside it."""
-    module = ModuleType(path.stem)
-    exec(compile(path.read_text("utf-8"), str(path), "exec"), module.__dict__)
-    return module
 
 
 def _write_graphs(job: _Export, suffix: str) -> float:

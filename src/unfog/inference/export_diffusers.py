@@ -175,6 +175,7 @@ def _load(folder: Path, stock: bool) -> Any:
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
+        # The code in it was written a moment ago, by this process, from this package.
         pipeline = DiffusionPipeline.from_pretrained(
             str(folder), trust_remote_code=not stock, low_cpu_mem_usage=False, local_files_only=True
         )
