@@ -1,5 +1,6 @@
 """Arrays and Hugging Face datasets as sources: the images, their labels, and what is refused."""
 
+import json
 import os
 import random
 import shutil
@@ -230,6 +231,52 @@ def test_a_dataset_with_its_classes(datasets: Any, tmp_path: Path, how: Callable
     assert all(np.array_equal(image, RGB[i % 12]) for i, image in enumerate(images))
 
 
+@pytest.mark.parametrize("how", ["up", "absolute", "link", "linked state", "split", "twice", "no list"])
+def test_a_saved_dataset_stays_inside_its_folder(datasets: Any, tmp_path: Path, how: str) -> None:
+    from unfog.data.sources.huggingface import HuggingFaceSource
+
+    other, folder = saved(dataset(datasets), tmp_path / "other"), tmp_path / "set"
+    if how == "split":
+        datasets.DatasetDict({"train": dataset(datasets)}).save_to_disk(str(folder))
+        (folder / "dataset_dict.json").write_text('{"splits": ["../other"]}')
+    else:
+        saved(dataset(datasets), folder)
+    assert len(HuggingFaceSource(str(other), "other").names) == 12
+    theirs, state = next(other.glob("*.arrow")), folder / "state.json"
+    if how in ("up", "absolute", "twice"):
+        name = {"up": f"../other/{theirs.name}", "absolute": str(theirs), "twice": theirs.name}[how]
+        known = json.loads(state.read_text())
+        known["_data_files"] = [{"filename": name}] * (1 + (how == "twice"))
+        state.write_text(json.dumps(known))
+    elif how == "no list":
+        state.write_text("[" * 100_000)
+    elif how != "split":
+        mine, target = (state, other / "state.json") if how == "linked state" else (folder / theirs.name, theirs)
+        mine.unlink()
+        mine.symlink_to(target)
+    with pytest.raises(RequestError, match=r"set is not what save_to_disk writes: .*; save it anew"):
+        HuggingFaceSource(str(folder), "set")
+
+
+def test_a_saved_dataset_with_damaged_offsets_is_refused(datasets: Any, tmp_path: Path) -> None:
+    """They would have memory read that is not the dataset's: the process would end, or images hold what was there."""
+    from unfog.data.sources.huggingface import HuggingFaceSource
+
+    folder = saved(dataset(datasets), tmp_path / "set")
+    sizes = [
+        len(one["bytes"]) for one in dataset(datasets).cast_column("picture", datasets.Image(decode=False))["picture"]
+    ]
+    offsets = np.cumsum([0, *sizes]).astype("<i4")
+    file = next(folder.glob("*.arrow"))
+    whole = file.read_bytes()
+    assert offsets.tobytes() in whole
+    damaged = offsets.copy()
+    damaged[3:5] = 2**30, 2**30 + 9000
+    file.write_bytes(whole.replace(offsets.tobytes(), damaged.tobytes()))
+    with pytest.raises(RequestError, match=r"set cannot be loaded \(ArrowInvalid"):
+        HuggingFaceSource(str(folder), "set")
+
+
 def test_other_columns_that_may_be_labels(datasets: Any, tmp_path: Path) -> None:
     from unfog.data.sources.huggingface import HuggingFaceSource
 
@@ -322,7 +369,7 @@ def test_what_is_no_dataset_of_images_is_refused(datasets: Any, tmp_path: Path) 
     with pytest.raises(RequestError, match="neither a saved dataset nor parquet files"):
         HuggingFaceSource(str(tmp_path / "empty"), "empty")
     (place / "state.json").write_text("{")
-    with pytest.raises(RequestError, match="text cannot be loaded") as error:
+    with pytest.raises(RequestError, match="text is not what save_to_disk writes") as error:
         HuggingFaceSource(str(place), "text")
     assert "\n" not in str(error.value)
 

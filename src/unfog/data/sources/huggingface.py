@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Iterator, Mapping
 from itertools import repeat
@@ -18,6 +19,7 @@ from unfog.data.sources.base import ImageError, LazyNames, OpenOptions, Source, 
 from unfog.data.sources.folder import files_digest, list_only, sample_digest
 from unfog.data.sources.image_files import open_bytes, open_image
 from unfog.errors import RequestError, install_command
+from unfog.safe_files import read_file, regular_file
 from unfog.text import sanitize
 
 _LABEL_COLUMNS = ("label", "labels", "class", "fine_label")
@@ -191,7 +193,11 @@ def _load(datasets: Any, local: Path | None, place: str, split: str) -> Any:
     if local is None:
         return datasets.load_dataset(place, split=split or None)
     if any((local / marker).exists() for marker in _MARKERS):
-        return datasets.load_from_disk(str(local))
+        _check_inside(local, place)
+        loaded = datasets.load_from_disk(str(local))
+        for one in loaded.values() if isinstance(loaded, dict) else [loaded]:
+            one.data.table.validate(full=True)  # or a damaged offset would have any memory read
+        return loaded
     files = _parquet_files(local)
     if not files:
         raise RequestError(f"{sanitize(place)} holds neither a saved dataset nor parquet files")
@@ -200,6 +206,31 @@ def _load(datasets: Any, local: Path | None, place: str, split: str) -> Any:
     loaded = datasets.Dataset.from_parquet([str(file) for file in files], cache_dir=str(cache))
     make_room()
     return loaded
+
+
+def _check_inside(folder: Path, place: str) -> None:
+    """Raise RequestError if a saved dataset, which may be a stranger's, would have files outside its folder read."""
+
+    def inside(*parts: str) -> Path:
+        if os.pardir in Path(*parts).parts:
+            raise ValueError(f"it names {sanitize('/'.join(parts))}")
+        return regular_file(folder.joinpath(*parts), folder)
+
+    def stored(*parts: str) -> dict[str, Any]:
+        return dict(json.loads(read_file(inside(*parts))))
+
+    try:
+        for split in stored(_MARKERS[1])["splits"] if (folder / _MARKERS[1]).exists() else ["."]:
+            inside(split, _MARKERS[0])
+            files = [str(inside(split, one["filename"])) for one in stored(split, "state.json")["_data_files"]]
+            if len(set(files)) < len(files):
+                raise ValueError("it names a file more than once")
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        reason = f"{error.filename} is {error.strerror}" if isinstance(error, OSError) else str(error)
+        raise RequestError(
+            f"{sanitize(place)} is not what save_to_disk writes: {sanitize(reason)[:200]}; save it anew, as files in "
+            "its own folder"
+        ) from None
 
 
 def _choose_split(name: str, splits: Mapping[Any, Any], wanted: str) -> str:
