@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import subprocess
+import sys
 import tarfile
 import threading
 import time
@@ -655,6 +656,20 @@ def test_few_files_are_open_at_once_and_threads_may_share(tmp_path: Path, monkey
     if os.path.isdir("/proc/self/fd"):
         links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
         assert sum(os.readlink(link).endswith(".tar") for link in links if os.path.islink(link)) == 3
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no such limits")
+def test_more_shards_than_a_process_may_open_are_read(tmp_path: Path) -> None:
+    for k in range(100):
+        shard(tmp_path / f"in/{k:03}.tar", pictures(range(k, k + 1)))
+    script = """
+import sys
+from unfog.data.sources.registry import open_source
+source = open_source(sys.argv[1])
+print(sum(source.open(i).size == (16, 16) for i in range(100)))
+"""
+    limited = ["bash", "-c", 'ulimit -n 40 && exec "$@"', "bash", sys.executable, "-c", script, str(tmp_path / "in")]
+    assert subprocess.run(limited, capture_output=True, text=True, check=True).stdout == "100\n"
 
 
 def test_order_is_of_the_data_alone(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ class LocalStorage:
 
     def __init__(self) -> None:
         # Safe in threads: a file that is forgotten here is closed by the last thread that reads from it.
-        self._open = lru_cache(_MAX_OPEN_FILES)(_Descriptor)
+        self._open = lru_cache(_most_open_files())(_Descriptor)
         self._first_states: dict[str, FileState] = {}  # byte ranges of a file that changed since mean nothing
 
     def states(self, paths: Iterable[str], absent: dict[str, str] | None = None) -> dict[str, FileState]:
@@ -95,6 +95,16 @@ class LocalStorage:
                 f"{sanitize(path)} is a file {os_error_reason(error)}; bring it, or leave it out"
             ) from None
         return FileState(stat.st_size, str(stat.st_mtime_ns))
+
+
+def _most_open_files() -> int:
+    """Return the number of files to hold open: few where the system lets a process open few."""
+    try:
+        import resource  # missing on Windows
+    except ImportError:
+        return _MAX_OPEN_FILES
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MAX_OPEN_FILES if limit == resource.RLIM_INFINITY else min(_MAX_OPEN_FILES, max(1, limit // 8))
 
 
 class _Descriptor:
