@@ -10,7 +10,7 @@ HAS_TORCH := $(BIN)/python -c 'from importlib.metadata import version as v; prin
 WORKERS := -n 2 --dist worksteal
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: demo test test-all test-faults quick lint clean
+.PHONY: demo test test-all test-faults quick lint package clean
 demo: $(VENV)/.installed
 	run=$$($(BIN)/unfog train fashion --preset demo) && $(BIN)/unfog sample "$$run" -n 100 --strip
 
@@ -37,6 +37,12 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(BIN)/mypy
+
+# Wheel and sdist, checked, installed in an empty environment and trained with; the Dockerfiles, linted.
+package: $(VENV)/.dev
+	$(INSTALL) -e '.[release]'
+	$(BIN)/python scripts/release.py
+	$(BIN)/hadolint Dockerfile Dockerfile.cuda
 
 # A Python that has torch already (a GPU image, say) lends it; it is never replaced.
 $(BIN)/python:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from unfog.process.run_folder import RunFolder
     from unfog.reporting.findings import Finding
 
-__version__ = "0.1.0"  # the build reads it from this line
+__version__ = "0.2.0"  # the build reads it from this line
 __all__ = [
     "RequestError",
     "RunError",
