@@ -105,7 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wheel = next(path for path in files if path.suffix == ".whl")
     try_out(wheel)
     for path in files:
-        print(f"{path.name}  {path.stat().st_size / 1e3:.0f} kB  sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}")
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        print(f"{path.name}  {path.stat().st_size / 1e3:.0f} kB  sha256 {digest}")
     if upload:
         run(sys.executable, "-m", "twine", "upload", *files)
     return 0
