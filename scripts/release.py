@@ -1,8 +1,8 @@
 """Build a release, and rehearse it: `python scripts/release.py [--upload]`.
 
 Builds sdist and wheel, checks them with twine, installs the wheel in an empty environment, trains, samples and exports
-there, and prints the hash of the sdist for the conda recipe. `--upload` also uploads both with twine, and refuses unless
-the tree is clean, the tag vVERSION is at HEAD, and the changelog has a dated section of that version.
+there, and prints the hash of the sdist for the conda recipe. `--upload` also uploads both with twine. It refuses unless the
+tree is clean, the tag vVERSION is at HEAD, and the changelog dates that version.
 
 Needs the extra `release`, which `make package` installs.
 """
@@ -74,8 +74,8 @@ def try_out(wheel: Path) -> None:
     run(python, "-m", "pip", "check")
     unfog = EMPTY / "bin" / "unfog"
     run(unfog, *TRAIN.split())
-    run(unfog, *"sample run -n 2 --steps 2 --out samples".split())
-    run(unfog, *"export run exported --format safetensors".split())
+    run(unfog, *["sample", "run", "-n", "2", "--steps", "2", "--out", "samples"])
+    run(unfog, *["export", "run", "exported", "--format", "safetensors"])
     made = sorted(path.name for path in (EMPTY.parent / "samples").glob("0*.png"))
     assert len(made) == 2, made
 
