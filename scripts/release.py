@@ -1,8 +1,8 @@
 """Build a release, and rehearse it: `python scripts/release.py [--upload]`.
 
 Builds sdist and wheel, checks them with twine, installs the wheel in an empty environment, trains, samples and exports
-there, and prints the hash of the sdist for the conda recipe. `--upload` also uploads both with twine. It refuses unless the
-tree is clean, the tag vVERSION is at HEAD, and the changelog dates that version.
+there, and prints the hash of the sdist for the conda recipe. `--upload` also uploads both with twine. It refuses unless
+the tree is clean, the tag vVERSION is at HEAD, and the changelog dates that version.
 
 Needs the extra `release`, which `make package` installs.
 """
