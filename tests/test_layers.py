@@ -11,7 +11,18 @@ ROOT = Path(unfog.__file__).parent
 _spec = importlib.util.spec_from_file_location("layout_figures", ROOT.parents[1] / "scripts" / "layout_figures.py")
 figures = sys.modules["layout_figures"] = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(figures)
-BASE = {"custom", "errors", "locks", "safe_files", "sharded_rng", "cache_folder", "text", "settings", "openmp"}
+BASE = {
+    "custom",
+    "errors",
+    "locks",
+    "safe_files",
+    "sharded_rng",
+    "callbacks",
+    "cache_folder",
+    "text",
+    "settings",
+    "openmp",
+}
 LEAVES = {"data", "diffusion", "models", "evaluation", "reporting"}
 # Each of these may import those before it, and all leaves, training and export.
 STOREYS = ("config", "process", "pipeline", "planning", "inference", "checks", "runs", "commands", "cli")

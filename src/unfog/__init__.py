@@ -65,28 +65,43 @@ __all__ = [
 ]
 
 
-def train(source: Source, *, out: PathLikeText | None = None, preset: str = "default", **settings: Any) -> Run:
+def train(
+    source: Source,
+    *,
+    out: PathLikeText | None = None,
+    preset: str = "default",
+    callbacks: Sequence[object] = (),
+    **settings: Any,
+) -> Run:
     """Train a new run. Return it, with the network of its last checkpoint.
 
+    `callbacks` are objects with any of the methods on_log, on_sample, on_checkpoint and on_end, each called with an
+    event: see `unfog.callbacks`. One that raises ends the run, which is saved, with a RunError that names it.
     A signal raises KeyboardInterrupt after saving; `resume` continues.
     """
+    from unfog.callbacks import check_callbacks
     from unfog.commands.train import train as start
     from unfog.config.requests import TrainRequest
     from unfog.inference.run import Run
 
+    callbacks = check_callbacks(callbacks)
     folder = out_path(out, settings)
     config = training_settings(source, preset, settings)
-    return Run(_finished(*start(TrainRequest(config.source, config, preset, out=folder))))
+    return Run(_finished(*start(TrainRequest(config.source, config, preset, out=folder), callbacks)))
 
 
-def train_autoencoder(source: Source, *, out: PathLikeText | None = None, **settings: Any) -> Path:
+def train_autoencoder(
+    source: Source, *, out: PathLikeText | None = None, callbacks: Sequence[object] = (), **settings: Any
+) -> Path:
     """Train an autoencoder. Return its folder, which `train(source, autoencoder=folder)` takes.
 
     `settings` are `factor`, `channels`, `width`, `kl`, `pyramid`, and those of `train`.
     """
+    from unfog.callbacks import check_callbacks
     from unfog.commands.train import train_autoencoder as start
 
-    return _finished(*start(autoencoder_request(source, out, settings)))
+    callbacks = check_callbacks(callbacks)
+    return _finished(*start(autoencoder_request(source, out, settings), callbacks))
 
 
 def train_codec(source: Source, *, out: PathLikeText | None = None, **settings: Any) -> Path:
@@ -97,11 +112,12 @@ def train_codec(source: Source, *, out: PathLikeText | None = None, **settings: 
     return _finished(*start(with_old_defaults("train-codec", autoencoder_request(source, out, settings))))
 
 
-def resume(path: PathLikeText, *, force: bool = False, **settings: Any) -> Run:
+def resume(path: PathLikeText, *, force: bool = False, callbacks: Sequence[object] = (), **settings: Any) -> Run:
     """Continue a run, with these settings from here on. Return it.
 
     `force` allows changes that make it another run, such as its seed or its images. Raises as `train`.
     """
+    from unfog.callbacks import check_callbacks
     from unfog.commands.train import resume as go_on
     from unfog.config.requests import ResumeRequest
     from unfog.config.resume_rules import apply_changes
@@ -109,12 +125,12 @@ def resume(path: PathLikeText, *, force: bool = False, **settings: Any) -> Run:
     from unfog.custom import give_consent
     from unfog.inference.run import Run
 
-    folder = _run_folder(path)
+    callbacks, folder = check_callbacks(callbacks), _run_folder(path)
     if "source" in settings:
         settings["source"] = stored_source(settings["source"], settings.pop("labels", None))
     give_consent(str(settings))
     config = apply_changes(folder.read_config(), nest_settings(settings))
-    return Run(_finished(*go_on(ResumeRequest(folder.path, config, force=force))))
+    return Run(_finished(*go_on(ResumeRequest(folder.path, config, force=force), callbacks)))
 
 
 def verify(path: PathLikeText) -> str:

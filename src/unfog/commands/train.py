@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,10 @@ from unfog.text import sanitize
 # Modules that import torch are imported inside functions, so that a wrong request is refused at once.
 
 
-def train(request: TrainRequest) -> tuple[RunFolder, bool]:
+def train(request: TrainRequest, callbacks: Sequence[object] = ()) -> tuple[RunFolder, bool]:
     """Train a new run. Return its folder, and False if a signal stopped it; then it is saved.
+
+    `callbacks` are objects with methods of `unfog.callbacks.Callback`.
 
     Raises:
         RequestError: the request cannot be met; found before training.
@@ -37,7 +39,9 @@ def train(request: TrainRequest) -> tuple[RunFolder, bool]:
 
     # torchrun starts all processes again after a failure: then the run exists already.
     earlier = find_earlier_attempt(request.settings.source, request.out)
-    return start(request.settings, request.out) if earlier is None else resume(earlier)
+    if earlier is not None:
+        return resume(earlier, callbacks=callbacks)
+    return start(request.settings, request.out, callbacks)
 
 
 def base_settings(recipe: Config, file: Path | None, changes: Mapping[str, Any]) -> Config:
@@ -77,7 +81,7 @@ def check_new_run(request: TrainRequest) -> None:
         check_out(request.out or next_folder(source), source)
 
 
-def train_autoencoder(request: TrainAutoencoderRequest) -> tuple[RunFolder, bool]:
+def train_autoencoder(request: TrainAutoencoderRequest, callbacks: Sequence[object] = ()) -> tuple[RunFolder, bool]:
     """Train an autoencoder. Returns and raises as `train`."""
     weights = {"kl": request.kl, "pyramid": request.pyramid}
     config = request.settings.config(request.source)
@@ -87,10 +91,10 @@ def train_autoencoder(request: TrainAutoencoderRequest) -> tuple[RunFolder, bool
     check_out(out, config.source, "the folder of an autoencoder")
     from unfog.runs.train import train as start
 
-    return start(config, out)
+    return start(config, out, callbacks)
 
 
-def resume(request: ResumeRequest) -> tuple[RunFolder, bool]:
+def resume(request: ResumeRequest, callbacks: Sequence[object] = ()) -> tuple[RunFolder, bool]:
     """Continue a run. Return its folder, and False if a signal stopped it; then it is saved.
 
     Raises:
@@ -101,7 +105,7 @@ def resume(request: ResumeRequest) -> tuple[RunFolder, bool]:
     check_changes(folder.read_config(), request.settings, request.force)  # before torch is imported
     from unfog.runs.resume import resume as continue_run
 
-    return continue_run(folder, request.settings, request.force)
+    return continue_run(folder, request.settings, request.force, callbacks)
 
 
 def verify(folder: RunFolder) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from unfog.callbacks import LogEvent, SampleEvent
 from unfog.reporting.image_grids import Pixels, encode_png
 from unfog.reporting.progress import Progress, format_number, warn
 from unfog.reporting.records import Events, Metrics
@@ -59,6 +60,7 @@ class Recorder:
         check_installed(log.sinks)
         run_dir.mkdir(parents=True, exist_ok=True)
         self.run_dir = run_dir
+        self.callbacks: Callable[[LogEvent | SampleEvent], None] = lambda event: None
         self._defer_interrupts = defer_interrupts
         self._events = Events(run_dir / "events.jsonl")
         self._metrics = Metrics(run_dir / "metrics.jsonl", start if logged is None else logged)
@@ -111,6 +113,8 @@ class Recorder:
             self._notes["loss"] += _trend(self._losses)
         self.progress.update(step, ", ".join(self._notes[name] for name, _ in _NOTES if name in self._notes))
         self._refresh_report()
+        known = {name: scalars.get(name) for name in ("loss", "held_out_loss", "lr")}
+        self.callbacks(LogEvent(step, self.seconds, images, **known, metrics=dict(values)))
 
     def log_image(self, step: int, name: str, pixels: Pixels) -> None:
         """Save an image, uint8 [H, W, 3], as RUN/<name>/<step>.png; "samples" are the preview grids."""
@@ -118,6 +122,7 @@ class Recorder:
         self._images[path] = encode_png(pixels)
         self._write(self._write_images)
         self._each_sink(lambda sink: sink.log_image(step, name, pixels))
+        self.callbacks(SampleEvent(step, self.seconds, name, path, pixels))
 
     def event(self, kind: str, step: int, **fields: object) -> None:
         """Write a line of events and synchronise everything written so far."""

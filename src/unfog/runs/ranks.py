@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from unfog.callbacks import Callbacks
 from unfog.config.schema import Config
 from unfog.config.toml import to_toml
 from unfog.data.stream import ImageStream
@@ -36,6 +37,7 @@ class RunContext:
     stop: StopSignals
     heartbeat: Heartbeat
     world: World = SINGLE_PROCESS
+    callbacks: Callbacks = Callbacks()
 
 
 def device_for(config: Config) -> torch.device:
@@ -44,7 +46,9 @@ def device_for(config: Config) -> torch.device:
 
 
 @contextmanager
-def open_run(folder: RunFolder, config: Config, new: bool = False) -> Iterator[RunContext]:
+def open_run(
+    folder: RunFolder, config: Config, new: bool = False, callbacks: Sequence[object] = ()
+) -> Iterator[RunContext]:
     """Join the other ranks, lock the run folder, and turn signals into requests to stop.
 
     A `new` folder is created; its heartbeat writes nothing until `silent` is cleared, as it is not a run yet.
@@ -57,7 +61,7 @@ def open_run(folder: RunFolder, config: Config, new: bool = False) -> Iterator[R
         folder.create_locked(config.source) if new else folder.locked(),
         Heartbeat(folder.path, stop, silent=new) as heartbeat,
     ):
-        yield RunContext(folder, device, stop, heartbeat, world)
+        yield RunContext(folder, device, stop, heartbeat, world, Callbacks(callbacks, stop.request, stop))
 
 
 class StoppableHooks(TrainingHooks):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -53,13 +53,16 @@ from unfog.training.loop import LoopSettings, train
 from unfog.training.state import TrainState
 
 
-def resume(folder: RunFolder, config: Config | None = None, force: bool = False) -> tuple[RunFolder, bool]:
+def resume(
+    folder: RunFolder, config: Config | None = None, force: bool = False, callbacks: Sequence[object] = ()
+) -> tuple[RunFolder, bool]:
     """Continue a run from its newest whole checkpoint, or from its beginning if it saved none.
 
     Args:
         folder: the run.
         config: its stored configuration with changes, applied from here on.
         force: also apply changes that turn it into another run, such as its seed or its images.
+        callbacks: objects with methods of `unfog.callbacks.Callback`.
 
     Returns the same as `train`. RequestError if the run cannot make the change, has other images than it began with, or
     is trained by another process; RunError if no checkpoint is whole, or training failed.
@@ -68,7 +71,7 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
     config = config or stored
     _check_resume_request(stored, config)
     folder.check_folders()
-    with open_run(folder, config) as run, ExitStack() as stack:
+    with open_run(folder, config, callbacks=callbacks) as run, ExitStack() as stack:
         point = find_resume_point(folder, stored)
         stack.enter_context(building_for(point.weights))
         run.heartbeat.step = point.step  # for monitoring, while the images are read

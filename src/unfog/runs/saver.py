@@ -7,6 +7,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from unfog.callbacks import CheckpointEvent
 from unfog.config.schema import Config
 from unfog.errors import Interrupted, RunError
 from unfog.process.heartbeat import folder_identity
@@ -30,7 +31,7 @@ class Saver:
     def __init__(self, context: RunContext, config: Config, recorder: Recorder, settings: str):
         self._settings = settings  # as TOML, for each checkpoint
         self.folder, self.config, self.recorder = context.folder, config, recorder
-        self._stop, self._heartbeat = context.stop, context.heartbeat
+        self._stop, self._heartbeat, self._callbacks = context.stop, context.heartbeat, context.callbacks
         self._writer = CheckpointWriter(self.folder.checkpoints, config.checkpoint)
         self._snapshots = EmaSnapshotWriter(config.ema_snapshots)
         self._identity = folder_identity(self.folder.path)
@@ -198,6 +199,8 @@ class Saver:
             self.recorder.event(kind, step, **fields)
             if kind == "checkpoint":
                 self._heartbeat.save_finished()
+                place = self.folder.checkpoints / str(fields["folder"])
+                self._callbacks(CheckpointEvent(step, self.recorder.seconds, place))
             elif kind == "not_removed":
                 warn(f"old checkpoints could not be removed ({fields['reason']}); they only take room")
             elif kind == "disk_full":

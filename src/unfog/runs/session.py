@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from unfog.callbacks import EndEvent
 from unfog.config.resume_rules import settings_digests
 from unfog.config.schema import Config
 from unfog.config.toml import to_toml
@@ -165,7 +166,13 @@ class Session(StoppableHooks):
                 self.stream.close()
             self.context.heartbeat.end("finished" if done else "stopped")
         self._report(done)
+        self._end(done)
+        self.context.callbacks.raise_error()
         return done
+
+    def _end(self, done: bool, error: str = "") -> None:
+        place = self.context.folder.path
+        self.context.callbacks(EndEvent(self.step, self.recorder.seconds, place, done, error))
 
     def _record_failure(self, error: BaseException) -> None:
         # A second signal wants to leave now: a checkpoint on its way gets seconds, not the grace period.
@@ -173,6 +180,7 @@ class Session(StoppableHooks):
         self.saver.finish_after_failure(at_once, shared=self.sharded)
         self.recorder.event("failed", self.step, reason=f"{type(error).__name__}: {error}")
         self.context.heartbeat.end(f"failed: {error}")
+        self._end(False, f"{type(error).__name__}: {error}")
 
     def _report(self, done: bool) -> None:
         say(
@@ -186,6 +194,7 @@ class Session(StoppableHooks):
 
     def attach(self, recorder: Recorder) -> None:
         settings = to_toml(self.config.without_secrets())
+        recorder.callbacks = self.context.callbacks
         self.recorder, self.saver = recorder, Saver(self.context, self.config, recorder, settings)
         self.context.heartbeat.step, self.context.heartbeat.steps = self.step, self.steps
         self.context.heartbeat.on_activity = recorder.progress.show

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from unfog.checks.images.image_checks import quick_check_images
@@ -35,9 +36,10 @@ from unfog.training.optimizers import check_resumable
 from unfog.training.settings import Custom
 
 
-def train(config: Config, out: Path | None = None) -> tuple[RunFolder, bool]:
+def train(config: Config, out: Path | None = None, callbacks: Sequence[object] = ()) -> tuple[RunFolder, bool]:
     """Train a new run. Returns its folder, and False if a signal stopped training before its end.
 
+    `callbacks` are objects with methods of `unfog.callbacks.Callback`.
     RequestError if the settings, the source or the folder cannot be used; RunError if training failed.
     """
     began = command_clock.began()
@@ -45,7 +47,7 @@ def train(config: Config, out: Path | None = None) -> tuple[RunFolder, bool]:
     check_custom_parts(config)
     folder = RunFolder(out or next_folder(config.source))
     _check_metric_features(config)
-    with open_run(folder, config, new=True) as run:
+    with open_run(folder, config, new=True, callbacks=callbacks) as run:
         # Latents are normalised as the initial weights expect them, so their statistics come before the images.
         dataset, config = load_images(adopt_latent_statistics(config), run.stop)
         initial = load_initial_weights(config) if config.init.folder else None
