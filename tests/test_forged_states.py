@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import resource
 import shutil
@@ -155,6 +156,14 @@ def test_a_run_whose_folders_are_none_is_not_trained_into(run: Path, tmp_path: P
             begin()
     after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert after == {path: content for path, content in before.items() if copy / name not in path.parents}
+
+
+def test_a_backup_by_hard_links_is_not_written_to(run: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "run", copy_function=os.link))
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    unfog.resume(copy, steps=6)
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    assert (copy / "metrics.jsonl").read_bytes().startswith((run / "metrics.jsonl").read_bytes())
 
 
 @pytest.mark.exhaustive

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import unfog
+from unfog.locks import lock_of
 from unfog.safe_files import (
     check_folder,
     discard,
@@ -147,6 +148,30 @@ def test_no_folder_below_the_named_one_is_a_link(tmp_path):
     write_atomic(run / "denoising/deep/1.png", b"ours", run)
     assert (tmp_path / "real/denoising/deep/1.png").read_bytes() == b"ours"
     assert not check_folder(run / "averages", run)
+
+
+@pytest.mark.parametrize("mode", ["ab", "r+b"])
+def test_a_file_with_another_name_elsewhere_is_written_to_as_a_copy(tmp_path, mode):
+    path, other = tmp_path / "run/events.jsonl", tmp_path / "backup"
+    path.parent.mkdir()
+    path.write_text("kept")
+    path.chmod(0o640)
+    os.link(path, other)
+    with open_file(path, mode) as file:
+        file.seek(0, os.SEEK_END)
+        file.write(b", and more")
+    assert path.read_text() == "kept, and more"
+    assert other.read_text() == "kept"
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_lock_with_another_name_stays_one_lock(tmp_path):
+    """A copy of a run by hard links, made while it is trained, must not let a second process train in it."""
+    with lock_of(tmp_path):
+        os.link(tmp_path / ".lock", tmp_path / "backup")
+        with pytest.raises(BlockingIOError), lock_of(tmp_path):
+            pass
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path):

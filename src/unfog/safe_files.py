@@ -84,6 +84,8 @@ def open_file(path: Path, mode: Mode, root: Path | None = None, follow: bool = F
     """Open a regular file. OSError if it is another kind, or a link unless `follow` is set.
 
     "xb" creates a file that must not exist, "ab" appends, and "a+b" reads and writes a file that is created if missing.
+    Before "ab" and "r+b", a copy takes the place of a file with other names (hard links), which keep what they had; not
+    before "a+b", as a lock must be one file for all processes.
     """
     flags = _FLAGS[mode] | _CAREFUL | (0 if follow else _NO_LINK)
     with _folder_of(path, root) as (name, at):
@@ -91,10 +93,22 @@ def open_file(path: Path, mode: Mode, root: Path | None = None, follow: bool = F
             descriptor = os.open(name, flags, 0o666, dir_fd=at)
         except OSError as error:
             raise _explained(error, path, name, at) from None
-    if not stat.S_ISREG(kind := os.fstat(descriptor).st_mode):
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, _KINDS.get(stat.S_IFMT(kind), "no regular file"), str(path))
+        raise OSError(errno.EINVAL, _KINDS.get(stat.S_IFMT(status.st_mode), "no regular file"), str(path))
+    if status.st_nlink > 1 and mode in ("ab", "r+b") and not follow:
+        os.close(descriptor)
+        _copy_in_place(path, root)
+        return open_file(path, mode, root, follow, buffering)
     return cast(BinaryIO, open(descriptor, {"a+b": "r+b", "xb": "wb"}.get(mode, mode), buffering))
+
+
+def _copy_in_place(path: Path, root: Path | None) -> None:
+    """Put a copy in the place of a file, so that writing to it changes nothing under its other names."""
+    with open_file(path, "rb", root) as source, replace_file(path, root, shared=True) as copy:
+        shutil.copyfileobj(source, copy)
+        os.chmod(copy.fileno() if os.chmod in os.supports_fd else path, stat.S_IMODE(os.fstat(source.fileno()).st_mode))
 
 
 def read_file(path: Path, limit: int = LARGEST_TEXT, root: Path | None = None, follow: bool = False) -> bytes:
