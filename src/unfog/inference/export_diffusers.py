@@ -143,8 +143,8 @@ def _prefixed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _write_model(folder: Path, kind: str, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
     _write_json(folder, "config.json", kind, config)
-    path = new_file(folder / _WEIGHTS)
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, path, {"format": "pt"})
+    path = folder / _WEIGHTS
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, new_file(path), {"format": "pt"})
     # safetensors writes files that only their owner may read.
     path.chmod((folder / "config.json").stat().st_mode)
 
