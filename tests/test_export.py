@@ -14,13 +14,15 @@ import forked
 import unfog
 from unfog.config.presets import preset
 from unfog.config.schema import Config
+from unfog.data.settings import Data
 from unfog.diffusion.denoiser import Denoiser
-from unfog.diffusion.noise import Cosine, FlowUniform, Linear
+from unfog.diffusion.noise import VP, Cosine, FlowUniform, Linear
 from unfog.diffusion.sampler import NoiseSource, Sampler
 from unfog.diffusion.target import V
 from unfog.errors import RequestError, RunError
 from unfog.export import graphs
 from unfog.inference import export as exporting
+from unfog.inference import export_diffusers as exporting_diffusers
 from unfog.inference.run import Run
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.models.autoencoder_settings import Autoencoder
@@ -38,6 +40,10 @@ DIT = DiT(width=32, depth=1, head_channels=8)
 SHIFTED = replace(preset("default").diffusion, schedule=FlowUniform(shift=2.0))
 TERMINAL = replace(preset("ddpm").diffusion, schedule=Cosine(zero_terminal=True), target=V())
 LINEAR = replace(preset("ddpm").diffusion, schedule=Linear(steps=500), target=V())
+ON_VP = replace(preset("default").diffusion, path=VP(), target=V())
+CONTINUOUS = replace(preset("ddpm").diffusion, schedule=Cosine(steps=0), target=V())
+LEARNED = replace(preset("ddpm").diffusion, learned_variance=True)
+AUGMENTED = Data(size=8, channels=3, augment=0.2)
 DOCS = Path(__file__).parent.parent / "docs" / "export.md"
 
 
@@ -181,6 +187,17 @@ DIFFUSERS = {
     "ddpm, heun": ("ddpm", UNET, 3, {"sampler": Sampler("heun", 6)}, "LevelsScheduler"),
     "zero terminal": ("ddpm", UNET, 3, {"diffusion": TERMINAL}, "LevelsScheduler"),
     "edm": ("edm", UNET, 3, {}, "LevelsScheduler"),
+    "on vp": (
+        "default",
+        UNET,
+        3,
+        {"diffusion": ON_VP, "sampler": Sampler("heun", 6, "logsnr")},
+        "LevelsScheduler",
+    ),
+    "continuous": ("ddpm", UNET, 0, {"diffusion": CONTINUOUS}, "LevelsScheduler"),
+    "learned variance": ("ddpm", UNET, 3, {"diffusion": LEARNED}, "DPMSolverMultistepScheduler"),
+    "time scale": ("edm", replace(UNET, time_scale=50.0), 0, {}, "LevelsScheduler"),
+    "augmented": ("default", DIT, 0, {"data": AUGMENTED}, "DPMSolverMultistepScheduler"),
     "edm, mpunet": ("edm", MPUNET, 3, {}, "LevelsScheduler"),
     "default, dit": ("default", DIT, 3, {}, "DPMSolverMultistepScheduler"),
 }
@@ -191,11 +208,11 @@ def test_a_pipeline_of_diffusers_draws_the_samples_of_the_run(tmp_path, case):
     name, network, classes, changes, scheduler = case
     run = run_of(name, network, classes, **changes)
     run.export(tmp_path / "out", format="diffusers")
-    stock = name == "ddpm" and not classes
+    stock = name == "ddpm" and not classes and scheduler != "LevelsScheduler"
     assert (tmp_path / "out/pipeline.py").exists() != stock
     pipeline = check_pipeline(run, tmp_path / "out", trusted=not stock)
     assert type(pipeline.scheduler).__name__ == scheduler
-    assert type(pipeline.unet).__name__ == ("UNet2DModel" if network is UNET else "UnfogNetwork")
+    assert type(pipeline.unet).__name__ == ("UNet2DModel" if isinstance(network, UNet) else "UnfogNetwork")
 
 
 def check_pipeline(run, folder, trusted=True):
@@ -248,6 +265,14 @@ def test_a_pipeline_takes_classes_steps_and_noise(tmp_path):
     assert [image.size for image in other] == [(8, 8)] * COUNT
     with pytest.raises(ValueError, match=r"class_labels = \[9\] must be from 0 to 2: class 0, class 1, class 2"):
         pipeline(1, class_labels=[9])
+
+
+def test_a_list_of_levels_is_for_its_number_of_steps(tmp_path):
+    run_of("ddpm", diffusion=TERMINAL).export(tmp_path / "out", format="diffusers", steps=4)
+    pipeline = exporting_diffusers._load(tmp_path / "out", stock=False)
+    assert len(pipeline().images) == 1
+    with pytest.raises(ValueError, match=r"exported for 4 steps; export it again with --steps 5"):
+        pipeline(num_inference_steps=5)
 
 
 REFUSED = {

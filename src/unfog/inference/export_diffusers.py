@@ -143,10 +143,10 @@ def _prefixed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _write_model(folder: Path, kind: str, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
     _write_json(folder, "config.json", kind, config)
-    path = folder / _WEIGHTS
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, new_file(path), {"format": "pt"})
+    plain = {name: tensor.contiguous() for name, tensor in weights.items()}
+    save_file(plain, new_file(folder / _WEIGHTS), {"format": "pt"})
     # safetensors writes files that only their owner may read.
-    path.chmod((folder / "config.json").stat().st_mode)
+    (folder / _WEIGHTS).chmod((folder / "config.json").stat().st_mode)
 
 
 def _write_json(folder: Path, name: str, kind: str, settings: dict[str, Any]) -> None:
