@@ -343,4 +343,5 @@ def test_a_registered_source_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_what_is_printed_of_a_source_has_no_secrets_and_is_a_line() -> None:
     assert sanitize("s3://key:secret@host/a.tar?X-Signature=abc") == "s3://host/a.tar"
+    assert sanitize("https://me:it's@host/a.tar") == "https://host/a.tar"
     assert sanitize("a\tb\nc\x1b[2J") == r"a\tb\nc\x1b[2J"

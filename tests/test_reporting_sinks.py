@@ -59,6 +59,10 @@ def test_wandb_works_offline_and_keeps_its_id(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_MODE", raising=False)
     # An address where nobody answers: whatever needed the network would fail.
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr(sys, "argv", ["unfog", "train", "https://me:SECRET@host/s.tar?signature=SECRET", "--lr=0.1"])
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    subprocess.run(["git", "-C", tmp_path, "remote", "add", "origin", "https://SECRET:x@host/code.git"], check=True)
+    monkeypatch.chdir(tmp_path)
     run_dir = tmp_path / "photos"
     for start in (0, 2):
         with Recorder(run_dir, Log(every=1, sinks=("wandb",)), total=4, start=start, config={"lr": 0.1}) as run:
@@ -76,6 +80,10 @@ def test_wandb_works_offline_and_keeps_its_id(tmp_path, monkeypatch):
     assert [row["loss"] for row in rows] == [0.5, 0.25, 0.5, 0.25]
     assert rows[0]["loss_by_level/1"] == 2.0
     assert (rows[1]["samples.height"], rows[1]["samples.width"]) == (8, 6)
+    stored = [path.read_bytes() for path in (run_dir / "wandb").rglob("*") if path.is_file()]
+    assert any(b"--lr=0.1" in data for data in stored)
+    assert not any(b"SECRET" in data for data in stored)
+    assert "SECRET" in sys.argv[2]
 
 
 def wandb_history(path):

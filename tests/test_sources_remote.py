@@ -321,7 +321,11 @@ def test_what_a_url_opens_with_is_in_the_settings_alone(
     assert (run / "config.toml").stat().st_mode & 0o077 == 0
     unfog.resume(run, source=url.replace("SECRET", "SECRET2"), steps=2)
     unfog.pack(url, out=pack, size=8)
-    files = [path for place in (run, pack) for path in place.rglob("*") if path.is_file()]
+    cache = Path(os.environ["UNFOG_CACHE"])
+    (seen,) = cache.glob("shards/*.seen.json")
+    assert "set-000.tar" in seen.read_text()
+    assert seen.stat().st_mode & 0o077 == 0
+    files = [path for place in (run, pack, cache) for path in place.rglob("*") if path.is_file()]
     assert [path for path in files if b"SECRET" in path.read_bytes()] == [run / "config.toml"]
     assert str(web.partition("//")[2]) in (run / "report.html").read_text()
     monkeypatch.setattr(Web, "expired", "signature=SECRET2")

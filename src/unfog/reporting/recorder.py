@@ -19,6 +19,7 @@ from unfog.reporting.records import Events, Metrics
 from unfog.reporting.report import write_report
 from unfog.reporting.trackers import Log, Tracker, check_installed, open_tracker
 from unfog.safe_files import make_folder, write_atomic
+from unfog.text import sanitize
 
 Value = float | list[float] | npt.NDArray[np.floating] | np.floating
 
@@ -186,7 +187,7 @@ class Recorder:
                 self._report_failure(sink.name, error)
 
     def _report_failure(self, name: str, error: Exception) -> None:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"  # in one line
+        reason = sanitize(f"{type(error).__name__}: {' '.join(str(error).split())}")  # in one line
         warn(f"{name} failed and is left out from here on ({reason}); the run and its own record go on")
         self.event("sink_failed", self._step, sink=name, reason=reason)
 

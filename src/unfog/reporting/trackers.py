@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unfog.errors import RequestError, install_command
 from unfog.safe_files import make_folder, read_file, write_atomic
+from unfog.text import without_secrets
 
 if TYPE_CHECKING:
     from unfog.reporting.image_grids import Pixels
@@ -105,16 +108,18 @@ class _WandB:
         import wandb
 
         self._image = wandb.Image
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "unfog"),
-            name=run_dir.resolve().name,
-            id=_stored_id(run_dir / "wandb" / "id"),
-            dir=run_dir,
-            mode="offline" if offline else None,
-            resume="allow",
-            config=dict(config),
-            settings=wandb.Settings(console="off", silent=True),
-        )
+        with _arguments_without_secrets():
+            self._run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "unfog"),
+                name=run_dir.resolve().name,
+                id=_stored_id(run_dir / "wandb" / "id"),
+                dir=run_dir,
+                mode="offline" if offline else None,
+                resume="allow",
+                config=dict(config),
+                # The URL of a git repository may have a token in it.
+                settings=wandb.Settings(console="off", silent=True, disable_git=True),
+            )
 
     def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
@@ -126,6 +131,17 @@ class _WandB:
 
     def close(self) -> None:
         self._run.finish()
+
+
+@contextmanager
+def _arguments_without_secrets() -> Iterator[None]:
+    """Remove credentials from the arguments of this process, which W&B stores, and has no setting to leave out."""
+    words = sys.argv
+    sys.argv = [without_secrets(word) for word in words]
+    try:
+        yield
+    finally:
+        sys.argv = words
 
 
 Tracker = _TensorBoard | _WandB

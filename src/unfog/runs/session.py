@@ -36,6 +36,7 @@ from unfog.runs.ranks import RunContext, StoppableHooks, run_training_loop
 from unfog.runs.saver import Saver
 from unfog.runs.time_budget import STRETCHES, TimeBudget, estimated_costs, plan_fields, resume_length
 from unfog.safe_files import remove
+from unfog.text import without_secrets
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.load import load_checkpoint, read_state
 from unfog.training.checkpoints.writer import ShardStatusStore
@@ -178,9 +179,10 @@ class Session(StoppableHooks):
         # A second signal wants to leave now: a checkpoint on its way gets seconds, not the grace period.
         at_once = isinstance(error, KeyboardInterrupt) or (self.sharded and isinstance(error, LostProcess))
         self.saver.finish_after_failure(at_once, shared=self.sharded)
-        self.recorder.event("failed", self.step, reason=f"{type(error).__name__}: {error}")
-        self.context.heartbeat.end(f"failed: {error}")
-        self._end(False, f"{type(error).__name__}: {error}")
+        reason = without_secrets(str(error))
+        self.recorder.event("failed", self.step, reason=f"{type(error).__name__}: {reason}")
+        self.context.heartbeat.end(f"failed: {reason}")
+        self._end(False, f"{type(error).__name__}: {reason}")
 
     def _report(self, done: bool) -> None:
         say(

@@ -19,7 +19,7 @@ from unfog.cache_folder import cache_folder, cache_limit, disk_usage, hold, make
 from unfog.data.sources.base import FailedShardError, ImageError, RemotePolicy, ShardReadError, SourceLocation
 from unfog.data.sources.storage import FileState, Storage
 from unfog.data.webdataset.byte_range_cache import ByteRangeCache
-from unfog.data.webdataset.shard_index import ShardIndex, shard_name, without_query
+from unfog.data.webdataset.shard_index import ShardIndex, plain_url, shard_name
 from unfog.data.webdataset.tar import BLOCK, is_header
 from unfog.errors import RequestError, RunError
 from unfog.safe_files import read_file, write_atomic
@@ -152,7 +152,7 @@ class RemoteShards:
 
     def _key(self, path: str) -> str:
         """Return the cache's key of a shard in this state, without the signature in its URL, which changes daily."""
-        return hashlib.sha256(repr((without_query(path), tuple(self._index.states[path]))).encode()).hexdigest()[:32]
+        return hashlib.sha256(repr((plain_url(path), tuple(self._index.states[path]))).encode()).hexdigest()[:32]
 
     def _fail(self, path: str, reason: str) -> None:
         if len(self._failed) >= self._allowed:
@@ -211,8 +211,8 @@ def remote_states(
     states = storage.states(location.paths, None if policy.failed_before is None else absent)
     failed: dict[str, str] = {}
     if policy.failed_before is not None:
-        known, present = _remembered_states(location), {without_query(path) for path in states}
-        urls = {without_query(path): path for path in location.paths}
+        known, present = _remembered_states(location), {plain_url(path) for path in states}
+        urls = {plain_url(path): path for path in location.paths}
         # If more failed before than may now, all get another chance: some may be back.
         allowed = len(policy.failed_before) <= policy.max_failed * len(known)
         failed_before = policy.failed_before if allowed else {}
@@ -235,7 +235,7 @@ def remote_states(
 
 
 def _states_file(location: SourceLocation) -> Path:
-    urls = repr([without_query(path) for path in location.paths]).encode("utf-8", "replace")
+    urls = repr([plain_url(path) for path in location.paths]).encode("utf-8", "replace")
     return cache_folder() / "shards" / f"{hashlib.sha256(urls).hexdigest()[:32]}.seen.json"
 
 
@@ -248,7 +248,7 @@ def _remembered_states(location: SourceLocation) -> dict[str, FileState]:
 
 
 def _remember_states(location: SourceLocation, states: Mapping[str, FileState]) -> None:
-    now = {without_query(path): state for path, state in states.items()}
+    now = {plain_url(path): state for path, state in states.items()}
     if now != _remembered_states(location):
         with suppress(OSError):  # without it only a resume with missing shards is refused
             file = _states_file(location)

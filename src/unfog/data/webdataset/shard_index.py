@@ -107,7 +107,7 @@ def open_shard_index(
         raise RequestError(
             f"{sanitize(str(error.filename))} is a file {os_error_reason(error)}; bring it, or leave it out"
         ) from None
-    key = hashlib.sha256(repr((without_query(base), keys)).encode()).hexdigest()[:32]
+    key = hashlib.sha256(repr((plain_url(base), keys)).encode()).hexdigest()[:32]
     found = _load(folder, key, states)
     if found is not None:
         return found
@@ -128,20 +128,25 @@ def open_shard_index(
     return found
 
 
-def without_query(url: str) -> str:
-    """Return a URL without its query, which may hold a signature: a secret that changes daily. A path is unchanged."""
-    return url.partition("?")[0] if "://" in url else url
+def plain_url(url: str) -> str:
+    """Return a URL without its secrets, which change: user name, password, query. A path is unchanged."""
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        return url
+    host, slash, path = rest.partition("?")[0].partition("/")
+    # With az:// the part before the @ is a container.
+    return f"{scheme}://{host.rpartition('@')[2] if scheme.startswith('http') else host}{slash}{path}"
 
 
 def shard_name(path: str, base: str) -> str:
     """Return the name of a shard in the names of its images."""
-    return without_query(path).removeprefix(base)
+    return plain_url(path).removeprefix(plain_url(base))
 
 
 def _key(path: str, state: FileState) -> str:
     # Programs that write over a file can set its mtime back, but not its ctime.
     written = 0 if "://" in path else os.stat(path).st_ctime_ns
-    stated = (_FORMAT, without_query(path), written, tuple(state))
+    stated = (_FORMAT, plain_url(path), written, tuple(state))
     return hashlib.sha256(repr(stated).encode("utf-8", "replace")).hexdigest()[:32]
 
 
