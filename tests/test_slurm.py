@@ -131,6 +131,21 @@ def test_a_run_that_is_here_has_a_name(here, monkeypatch, capsys):
     assert "#SBATCH --job-name=photos-2\n" in (here / "photos-2/photos-2.sbatch").read_text()
 
 
+def test_credentials_are_taken_from_the_environment(here, capsys):
+    url = "https://me:SECRET@host/it's/s-{000..009}.tar?signature=SECRET"
+    assert asked("train", url, "--out", "run") == 0
+    file = here / "run.sbatch"
+    assert file.stat().st_mode & 0o077 == 0
+    out, said = capsys.readouterr()
+    assert "SECRET" not in file.read_text() + out + said
+    assert "export UNFOG_URL_1='https://host/" in said
+    head = file.read_text().partition("export OMP")[0] + 'printf "%s\\n" "${words[@]}"'
+    for given, words in (({"UNFOG_URL_1": url}, ["train", url, "--out", "run"]), ({}, [])):
+        ran = subprocess.run(["bash", "-c", head], capture_output=True, text=True, env=os.environ | given)
+        assert ran.stdout.splitlines() == words
+        assert ("export it before sbatch" in ran.stderr) == (not given)
+
+
 def test_no_file_is_written_over(here, capsys):
     (here / "fashion.sbatch").write_text("mine")
     assert asked("--", "train", "fashion") == 2

@@ -5,7 +5,12 @@ from __future__ import annotations
 import re
 
 # A scheme of any length would take the square of the length of a long word.
-_URL = re.compile(r"""([a-z][a-z0-9+]{0,30}://)(?:[^/\s?#]*@)?([^\s?'"]*)(?:\?[^\s'"]*)?""", re.IGNORECASE)
+_SCHEME = r"[a-z][a-z0-9+]{0,30}://"
+_URL = re.compile(
+    # Scheme, user name and password, host and path up to the next URL, query; quotes may be part of all of them.
+    rf"""({_SCHEME})(?:[^/\s?#]*@)?((?:(?!{_SCHEME})[^\s?])*)(?:\?\S*?(?=['"),;.\]]{{0,3}}(?:\s|$)))?""",
+    re.IGNORECASE,
+)
 # Characters that act on a terminal, or reverse the direction of the text behind them.
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 

@@ -15,6 +15,7 @@ from unfog.config.values import quote
 from unfog.errors import RequestError
 from unfog.reporting.progress import print_result, say
 from unfog.safe_files import open_file
+from unfog.text import without_secrets
 
 _SAVE_SECONDS = 300  # before the limit, a run saves and ends; Slurm may be a minute early
 _RESTARTS = 3  # times that torchrun starts all processes anew within one job
@@ -62,24 +63,34 @@ def main(request: SlurmRequest) -> int:
     file = request.file or Path(f"{request.run.resolve().name}.sbatch")
     try:
         with open_file(file, "xb") as batch:  # a batch file that is there may have been edited
-            os.chmod(batch.fileno(), 0o600)  # its command may hold a URL with credentials
+            os.chmod(batch.fileno(), 0o600)
             batch.write(_batch_script(request).encode())
     except FileExistsError:
         raise RequestError(f"{quote(str(file))[1:-1]} is there already; give another --file, or remove it") from None
     except (OSError, ValueError) as error:
         raise RequestError(f"{quote(str(file))} cannot be written: {reason_of(error)}; give another --file") from None
     say(f"  run       {request.run}, which must be on a disk that all nodes share, as the images must")
+    for name, word in _secret_words(request).items():
+        say(f"  first     export {name}={shlex.quote(without_secrets(word))}, but whole: the file holds no credentials")
     say(f"  next      look at the file, then: sbatch {shlex.quote(str(file))}")
     print_result(str(file))
     return 0
 
 
+def _secret_words(request: SlurmRequest) -> dict[str, str]:
+    """Return environment variable -> word of the command that it stands for, as that has credentials."""
+    # Slurm keeps batch files, and may show them to others.
+    secret = (word for word in request.command if without_secrets(word) != word)
+    return {f"UNFOG_URL_{number}": word for number, word in enumerate(dict.fromkeys(secret), 1)}
+
+
 def _batch_script(request: SlurmRequest) -> str:
-    command = shlex.join(request.command)
+    taken = {word: f'"${{{name}:?export it before sbatch}}"' for name, word in _secret_words(request).items()}
+    command = " ".join(taken.get(word) or shlex.quote(word) for word in request.command)
     processes = max(1, request.gpus_per_node)
     options = {"partition": request.partition, "account": request.account}
     return _SCRIPT.format(
-        request=" ".join(shlex.join(["unfog", "slurm", *request.words]).split()),
+        request=" ".join(shlex.join(["unfog", "slurm", *map(without_secrets, request.words)]).split()),
         name=re.sub(r"[^\w.-]", "-", request.run.resolve().name),
         nodes=request.nodes,
         gpus=f"--gpus-per-node={request.gpus_per_node} " if request.gpus_per_node else "",
