@@ -28,6 +28,7 @@ from unfog.errors import RequestError, RunError, UnfogError
 from unfog.from_python import (
     PathLikeText,
     Source,
+    adopt_network,
     autoencoder_request,
     out_path,
     path_of,
@@ -124,12 +125,16 @@ def resume(path: PathLikeText, *, force: bool = False, callbacks: Sequence[objec
     from unfog.config.schema import nest_settings
     from unfog.custom import give_consent
     from unfog.inference.run import Run
+    from unfog.models.given_network import is_network
 
     callbacks, folder = check_callbacks(callbacks), _run_folder(path)
     if "source" in settings:
         settings["source"] = stored_source(settings["source"], settings.pop("labels", None))
     give_consent(str(settings))
-    config = apply_changes(folder.read_config(), nest_settings(settings))
+    stored = folder.read_config()
+    if is_network(settings.get("network")):
+        adopt_network(stored, settings.pop("network"))
+    config = apply_changes(stored, nest_settings(settings))
     return Run(_finished(*go_on(ResumeRequest(folder.path, config, force=force), callbacks)))
 
 
@@ -208,14 +213,18 @@ def pack(source: Source, out: PathLikeText, **settings: Any) -> Path:
     return write(PackRequest(config.source, Path(path_of(out, "out")), config.data))
 
 
-def load(path: PathLikeText, *, ema: float | None = None) -> Run:
+def load(path: PathLikeText, *, ema: float | None = None, network: Any = None) -> Run:
     """Return a run, ready to sample from the EMA weights of its newest whole checkpoint.
+
+    `network` is an object like the one that the run was trained with, if it was given from Python.
 
     `ema` is the width of an EMA to rebuild from snapshots, such as 0.07; None is the result of `ema_sweep`, or else the
     run's own.
     """
     from unfog.inference.run import Run
 
+    if network is not None:
+        adopt_network(_run_folder(path).read_config(), network)
     return Run(path_of(path), ema=ema)
 
 

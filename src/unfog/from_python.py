@@ -7,6 +7,8 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from unfog.errors import RequestError
+
 if TYPE_CHECKING:
     from unfog.config.requests import TrainAutoencoderRequest
     from unfog.config.schema import Config
@@ -42,11 +44,15 @@ def training_settings(source: Source, preset: str, settings: dict[str, Any]) -> 
     from unfog.config.presets import preset as recipe
     from unfog.config.schema import nest_settings
     from unfog.custom import give_consent
+    from unfog.models.given_network import GivenNetwork, is_network
 
     labels = _pop_labels(source, settings)
     for name in ("init", "autoencoder", "codec"):
         if isinstance(settings.get(name), PathLike):
             settings[name] = path_of(settings[name], name)
+    for name in ("network", "model"):
+        if is_network(settings.get(name)):
+            settings[name] = GivenNetwork.of(settings[name])
     give_consent(f"{source if isinstance(source, str) else ''} {settings}")
     changes = nest_settings(settings)
     config = apply_changes(base_settings(recipe(preset), None, changes), changes, "")
@@ -69,6 +75,19 @@ def autoencoder_request(source: Source, out: PathLikeText | None, settings: dict
     place = stored_source(source, labels)
     own = AutoencoderRunSettings.of(replace(config, source=place))
     return TrainAutoencoderRequest(place, own, out=folder, **options)
+
+
+def adopt_network(config: Config, network: object) -> None:
+    """Use an object as the network of a run that was trained with one like it. RequestError if it is another."""
+    from unfog.config.values import quote
+    from unfog.models.given_network import GivenNetwork, is_network
+
+    if not is_network(network):
+        raise RequestError(f"network = {quote(network)} is no torch.nn.Module, and the network of a run cannot change")
+    if not isinstance(config.network, GivenNetwork):
+        kind = "its own" if config.network is None else f"the network {config.network.kind}"
+        raise RequestError(f"this run has {kind}, which its settings describe; leave network away")
+    config.network.adopt(network)
 
 
 def stored_source(source: Any, labels: Any = None) -> str:

@@ -24,6 +24,7 @@ from unfog.diffusion.noise import PATHS, SCHEDULES
 from unfog.diffusion.target import TARGETS
 from unfog.diffusion.weighting import WEIGHTINGS, CustomWeighting
 from unfog.errors import RequestError
+from unfog.models.given_network import GivenNetwork
 from unfog.models.network_settings import CustomNetwork
 from unfog.models.settings import ARCHITECTURES, SIZES
 from unfog.training.settings import EMA_SCHEDULES, OPTIMIZERS
@@ -147,7 +148,7 @@ _REGISTRIES = (
     _registry("weighting", (*WEIGHTINGS, CustomWeighting)),
     _registry("ema", EMA_SCHEDULES),
     _registry("optimizer", OPTIMIZERS),
-    _registry("network", (*ARCHITECTURES, CustomNetwork), auto=None, **SIZES),
+    _registry("network", (*ARCHITECTURES, CustomNetwork, GivenNetwork), auto=None, **SIZES),
 )
 
 

@@ -1,0 +1,185 @@
+"""A network that is given from Python as an object: its settings, its contract, and the copies that a run trains."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from unfog.errors import RequestError
+from unfog.models.network_settings import CustomNetwork
+
+SOURCE_FILE = "network-source.txt"
+"""In a run: the source of the classes of its network, for people to read; nothing executes it."""
+
+CONTRACT = (
+    "a network is called as forward(x, noise, label=None), with x float32 [B, C, H, W], noise float32 [B], the noise "
+    "level of each image from 0 to 1000, and label int64 [B], or None without classes; it returns one tensor like x"
+)
+_OWN_PACKAGES = ("torch", "torchvision", "unfog")  # whose classes everybody has
+_LONGEST_REPR = 20_000  # characters
+_given: dict[tuple[str, str], Any] = {}
+"""(path, structure) -> the object that was given last."""
+
+
+@dataclass(frozen=True)
+class GivenNetwork(CustomNetwork):
+    """A network that was given as an object: `unfog.train(source, network=Net())`, also to `load` and `resume`.
+
+    A run trains a copy, which begins with the weights of the object. The settings name its class, whose code is no part
+    of the run: to load the run, an object like it is given again, whose weights then do not matter.
+    """
+
+    kind: ClassVar[str] = "given"
+    structure: str = ""
+    """Digest of the names, shapes and types of its weights."""
+
+    @classmethod
+    def of(cls, network: Any) -> GivenNetwork:
+        """Keep the object for `build`, and return its settings. RequestError if it cannot be trained."""
+        network = getattr(network, "_orig_mod", network)  # of torch.compile
+        _check(network)
+        settings = cls(path=_class_path(network), structure=_structure(network))
+        _given[settings.path, settings.structure] = _copy(network)
+        return settings
+
+    def adopt(self, network: Any) -> None:
+        """Keep an object for `build` of a run with these settings. RequestError if its weights are others."""
+        network = getattr(network, "_orig_mod", network)
+        _check(network)
+        if (found := _structure(network)) != self.structure:
+            raise RequestError(
+                f"network = {_class_path(network)} has other weights than the network of the run, {self.path}, by "
+                f"names, shapes or types (digest {found}, not {self.structure}); give one built as for training, see "
+                f"{SOURCE_FILE} in the run"
+            )
+        _given[self.path, self.structure] = _copy(network)
+
+    def load(self) -> Any:
+        """Return the object. Raise RequestError, which says what is needed, if none was given in this process."""
+        if (network := _given.get((self.path, self.structure))) is None:
+            raise RequestError(
+                f"the network of this run was given from Python, as an object of {self.path}; give one built in the "
+                f"same way: unfog.load(run, network={self.path.rpartition('.')[2]}(...)), and the same for resume "
+                f"({SOURCE_FILE} in the run has its source)"
+            )
+        return network
+
+    def check(self, size: int | tuple[int, int]) -> None:
+        if not self.path:
+            raise RequestError("network = given stands for an object from Python: unfog.train(source, network=Net())")
+
+    def build(self, channels: int, classes: int, augment_inputs: int, out_channels: int | None) -> Any:
+        if augment_inputs:
+            raise RequestError(f"data.augment needs a network with an input for it, and {CONTRACT}; leave augment away")
+        network = _copy(self.load())
+        network.image_channels, network.num_classes = channels, classes
+        return network
+
+    def try_out(self, network: Any, shape: tuple[int, int, int], out_channels: int) -> None:
+        """Call the network on two images, so that errors surface before training.
+
+        Raises:
+            RequestError: it fails, or its output is not finite, does not follow from the weights, or has another shape.
+        """
+        import torch
+        from torch._subclasses.fake_tensor import FakeTensor
+
+        classes, trains = network.num_classes, network.training
+        # The last label means that an image has none, as in training with label_dropout.
+        label = torch.tensor([0, classes]) if classes else None
+        said = f"x {[2, *shape]}, noise [2] and " + (f"label [0, {classes}]" if classes else "label None")
+        network.eval()  # or layers such as BatchNorm would learn from these images
+        try:
+            with torch.enable_grad():
+                found = network(torch.zeros(2, *shape), torch.tensor([0.5, 999.0]), label)
+        except Exception as error:  # anything may go wrong in other people's code
+            hint = ""
+            if classes:
+                hint = f". The label {classes} stands for no class, so an embedding has {classes + 1} rows; to train "
+                hint += "without classes: labels='none'"
+            raise self._refusal(f"fails for {said}: {type(error).__name__}: {error}", hint) from error
+        finally:
+            network.train(trains)
+        expected = [2, out_channels, *shape[1:]]
+        if not isinstance(found, torch.Tensor):
+            raise self._refusal(f"returns a {type(found).__name__}, and a tensor {expected} is needed")
+        if [*found.shape] != expected or not found.is_floating_point():
+            raise self._refusal(f"returns {found.dtype} {[*found.shape]} for {said}, and float {expected} is needed")
+        if not found.requires_grad:
+            raise self._refusal("returns a tensor without a gradient, as after detach or no_grad")
+        if not isinstance(found, FakeTensor) and not bool(found.isfinite().all()):
+            raise self._refusal(f"returns values that are not finite for {said}")
+
+    def _refusal(self, problem: str, hint: str = "") -> RequestError:
+        return RequestError(f"{self.path} {problem}; {CONTRACT}{hint}")
+
+
+def is_network(value: object) -> bool:
+    """Return True for a torch.nn.Module, without importing torch."""
+    return any(base.__module__ == "torch.nn.modules.module" for base in type(value).__mro__)
+
+
+def source_text(settings: GivenNetwork) -> str:
+    """Return the source of the classes of the network, other than torch's; a line says where it is not known."""
+    classes = dict.fromkeys(type(part) for part in settings.load().modules())
+    printed = repr(settings.load())[:_LONGEST_REPR].replace("\n", "\n#   ")
+    parts = [f"# The network of this run, of {settings.path}. To be read: nothing executes this file.\n#   {printed}\n"]
+    for kind in classes:
+        if kind.__module__.partition(".")[0] not in _OWN_PACKAGES:
+            try:
+                source = inspect.getsource(kind)
+            except (OSError, TypeError):  # defined at a prompt, which keeps no source
+                source = "# its source is not known\n"
+            parts.append(f"\n# {kind.__module__}.{kind.__qualname__}\n{source}")
+    return "".join(parts)
+
+
+def _class_path(network: Any) -> str:
+    return f"{type(network).__module__}.{type(network).__qualname__}"
+
+
+def _structure(network: Any) -> str:
+    named = [*network.named_parameters(), *network.named_buffers()]
+    described = sorted((name, tuple(values.shape), str(values.dtype)) for name, values in named)
+    return hashlib.sha256(repr(described).encode()).hexdigest()[:16]
+
+
+def _check(network: Any) -> None:
+    """Raise RequestError if training could not begin, whatever the images are."""
+    import torch
+
+    path, parameters = _class_path(network), list(network.parameters())
+    if any(torch.nn.parameter.is_lazy(one) for one in parameters):
+        raise RequestError(f"network = {path} has lazy layers without a shape; call it once on an image before")
+    if not any(one.requires_grad for one in parameters):
+        raise RequestError(f"network = {path} has no parameter to train; give a torch.nn.Module with requires_grad")
+    if other := next((one.dtype for one in parameters if one.dtype != torch.float32), None):
+        raise RequestError(
+            f"network = {path} has parameters of {other}, and weights are trained in float32; give it as "
+            "network.float(), and precision='bf16' to compute in less"
+        )
+    try:
+        inspect.signature(network.forward).bind(None, None, None)
+    except TypeError as error:
+        raise RequestError(f"network = {path} cannot be called with three arguments ({error}); {CONTRACT}") from None
+
+
+def _copy(network: Any) -> Any:
+    """Return a copy on the CPU, or with tensors of the mode that is active, which may have shapes alone."""
+    import torch
+
+    copies: dict[int, Any] = {}
+    loose = (value for part in network.modules() for value in vars(part).values())
+    for one in [*network.parameters(), *network.buffers(), *(v for v in loose if isinstance(v, torch.Tensor))]:
+        fresh = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype)
+        if type(fresh) is torch.Tensor and not fresh.is_meta:
+            fresh.copy_(one.detach())
+        is_parameter = isinstance(one, torch.nn.Parameter)
+        copies[id(one)] = torch.nn.Parameter(fresh, one.requires_grad) if is_parameter else fresh
+    try:
+        return copy.deepcopy(network, copies)
+    except Exception as error:  # anything may go wrong in other people's code
+        raise RequestError(f"network = {_class_path(network)} cannot be copied: {error}; give one that can") from error

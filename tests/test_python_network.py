@@ -1,0 +1,157 @@
+"""A network that is given as an object: it trains, resumes and loads; and what is said where its contract is broken."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import unfog
+from unfog.cli.main import main
+from unfog.errors import RequestError
+from unfog.models import given_network
+from unfog.models.given_network import SOURCE_FILE, GivenNetwork, is_network
+
+IMAGES = np.random.default_rng(0).integers(0, 256, (12, 8, 8, 3), np.uint8)
+LABELS = [i % 3 for i in range(12)]
+SETTINGS = {"size": 8, "batch": 4, "learning_rate": 1e-3, "preview": {"images": 1}}
+
+
+class Net(nn.Module):
+    """A layer, with a batch norm whose state no check may change."""
+
+    def __init__(self, channels=3, width=4, classes=0):
+        super().__init__()
+        self.inner, self.norm = nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width)
+        self.outer = nn.Conv2d(width, channels, 3, padding=1)
+        self.label = nn.Embedding(classes + 1, width) if classes else None
+        self.scale = torch.full((1,), 0.001)  # neither a parameter nor a buffer
+
+    def forward(self, x, noise, label=None):
+        assert noise.shape == (len(x),)
+        h = self.norm(self.inner(x)) * torch.exp(-noise * self.scale)[:, None, None, None]
+        if self.label is not None:
+            h = h + self.label(label)[:, :, None, None]
+        return self.outer(h)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    network = Net(classes=3)
+    before = {name: values.clone() for name, values in network.state_dict().items()}
+    place = tmp_path_factory.mktemp("given") / "run"
+    run = unfog.train(IMAGES, labels=LABELS, out=place, steps=2, network=network, **SETTINGS)
+    assert all(torch.equal(values, network.state_dict()[name]) for name, values in before.items())  # a copy was trained
+    return run
+
+
+def test_it_trains_samples_and_is_noted(run):
+    assert type(run.network) is Net
+    assert run.sample(4, num_inference_steps=2, label=1).shape == (4, 8, 8, 3)
+    source = (run.path / SOURCE_FILE).read_text()
+    assert "class Net(nn.Module):" in source
+    assert "#     (inner): Conv2d(3, 4" in source
+    assert "class Conv2d" not in source
+    assert f'path = "{__name__}.Net"' in (run.path / "config.toml").read_text()
+
+
+def test_a_run_begins_with_the_weights_of_the_object(tmp_path):
+    network = Net()
+    run = unfog.train(IMAGES, out=tmp_path / "run", steps=1, network=network, **{**SETTINGS, "learning_rate": 1e-12})
+    for name, values in run.network.named_parameters():
+        assert torch.allclose(values, network.get_parameter(name), atol=1e-6)
+
+
+def test_load_and_resume_need_an_object_like_it(run, monkeypatch):
+    monkeypatch.setattr(given_network, "_given", {})  # as in another process
+    said = rf"given from Python, as an object of {__name__}.Net; .*unfog.load\(run, network=Net\(\.\.\.\)\)"
+    for call in (unfog.load, unfog.resume):
+        with pytest.raises(RequestError, match=said):
+            call(run.path)
+    with pytest.raises(RequestError, match="has other weights than the network of the run"):
+        unfog.load(run.path, network=Net(width=8))
+    with pytest.raises(RequestError, match="network = 3 is no"):
+        unfog.load(run.path, network=3)
+    loaded = unfog.load(run.path, network=Net(classes=3))
+    assert np.array_equal(loaded.sample(2, steps=2), run.sample(2, steps=2))
+    monkeypatch.setattr(given_network, "_given", {})
+    longer = unfog.resume(run.path, steps=3, network=Net(classes=3))
+    assert longer.checkpoint.step == 3
+
+
+def test_the_command_line_says_that_python_is_needed(run, monkeypatch, capsys):
+    monkeypatch.setattr(given_network, "_given", {})
+    with pytest.raises(SystemExit) as left:
+        main(["sample", str(run.path)])
+    assert left.value.code == 2
+    assert "the network of this run was given from Python" in capsys.readouterr().err
+
+
+def test_a_run_with_a_network_of_its_own_takes_none(tmp_path):
+    from conftest import NETWORK
+
+    run = unfog.train(IMAGES, out=tmp_path / "run", steps=1, network=NETWORK, **SETTINGS)
+    with pytest.raises(RequestError, match="this run has the network unet, which its settings describe; leave network"):
+        unfog.load(run.path, network=Net())
+
+
+class Returns(Net):
+    """A network that returns something else."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def forward(self, x, noise, label=None):
+        return self.change(super().forward(x, noise, label))
+
+
+class TwoArguments(Net):
+    def forward(self, x, noise):
+        return x
+
+
+BROKEN = [
+    (
+        lambda: Returns(lambda y: y[:, :, 1:]),
+        {},
+        r"returns torch.float32 \[2, 3, 7, 8\] for x .*, and float \[2, 3, 8, 8\]",
+    ),
+    (lambda: Returns(lambda y: y.mean(0, keepdim=True)), {}, r"returns torch.float32 \[1, 3, 8, 8\]"),
+    (lambda: Returns(lambda y: {"sample": y}), {}, r"returns a dict, and a tensor \[2, 3, 8, 8\] is needed"),
+    (lambda: Returns(lambda y: y.detach()), {}, "returns a tensor without a gradient"),
+    (lambda: Returns(lambda y: y / 0), {}, "returns values that are not finite"),
+    (lambda: Returns(lambda y: y.long()), {}, "returns torch.int64"),
+    (lambda: Net(channels=1), {}, r"fails for x \[2, 3, 8, 8\], noise \[2\] and label None: RuntimeError: .* channels"),
+    (
+        lambda: Net(classes=2),
+        {"labels": LABELS},
+        "The label 3 stands for no class, so an embedding has 4 rows",
+    ),
+    (TwoArguments, {}, "cannot be called with three arguments .too many positional arguments."),
+    (lambda: Net().half(), {}, r"has parameters of torch.float16, .* network.float\(\), and precision='bf16'"),
+    (lambda: nn.Identity(), {}, "has no parameter to train"),
+    (lambda: nn.LazyConv2d(3, 3), {}, "has lazy layers without a shape"),
+    (Net, {"augment": 0.1}, "data.augment needs a network with an input for it"),
+]
+
+
+@pytest.mark.parametrize(("make", "settings", "said"), BROKEN, ids=[said[:30] for _, _, said in BROKEN])
+def test_a_broken_contract_is_explained_before_training(make, settings, said, tmp_path):
+    with pytest.raises(RequestError, match=said) as caught:
+        unfog.train(IMAGES, out=tmp_path / "run", steps=1, network=make(), **SETTINGS, **settings)
+    assert "forward(x, noise, label=None)" in str(caught.value) or "network = " in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_compiled_network_is_that_network():
+    compiled = torch.compile(Net())
+    assert GivenNetwork.of(compiled).path == f"{__name__}.Net"
+    assert is_network(compiled)
+    assert not any(map(is_network, (Net, None, "tiny", torch.zeros(1))))
+    with pytest.raises(RequestError, match="stands for an object from Python"):
+        unfog.train(IMAGES, network="given", **SETTINGS)
+
+
+def test_plan_takes_one_too():
+    plan = unfog.plan(IMAGES, steps=2, network=Net(), device="h200", **SETTINGS)
+    assert plan.parameters == pytest.approx(sum(p.numel() for p in Net().parameters()), rel=0.1)  # it counts buffers
