@@ -9,7 +9,7 @@ from PIL import Image
 
 from unfog.commands.sample import _write_images
 from unfog.evaluation.metrics import MetricResult
-from unfog.inference.compute_metrics import _real_baseline
+from unfog.inference.compare_images import _real_baseline
 from unfog.inference.evaluation_files import Evaluation
 from unfog.inference.verdict import verdict
 

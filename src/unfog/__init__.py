@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from unfog.commands.find_lr import FindLrResult
     from unfog.commands.plan import Plan
     from unfog.commands.tune import TuneResult
+    from unfog.inference.evaluation_files import Evaluation
     from unfog.inference.run import Run
     from unfog.process.run_folder import RunFolder
     from unfog.reporting.findings import Finding
@@ -53,6 +54,7 @@ __all__ = [
     "__version__",
     "doctor",
     "ema_sweep",
+    "evaluate",
     "find_lr",
     "load",
     "pack",
@@ -226,6 +228,26 @@ def load(path: PathLikeText, *, ema: float | None = None, network: Any = None) -
     if network is not None:
         adopt_network(_run_folder(path).read_config(), network)
     return Run(path_of(path), ema=ema)
+
+
+def evaluate(
+    images: Source, reference: Source, metrics: Sequence[str] | str = (), *, n: int = 0, size: int = 0, **settings: Any
+) -> Evaluation:
+    """Compare images that any program generated with real ones, without a run; `load(...).evaluate()` is of a run.
+
+    `n` images are compared, by default all; at `size` pixels, by default their own. `settings` are `features` and
+    `device`.
+    """
+    from unfog.config.run_requests import EvaluateRequest
+    from unfog.config.toml import update
+    from unfog.inference.evaluate_images import evaluate_images
+
+    names = (metrics,) if isinstance(metrics, str) else tuple(metrics)
+    place, real = stored_source(images), stored_source(reference)
+    base = EvaluateRequest(run=Path(place), reference=real, size=size)
+    request = update(base, {"metrics": names, "n": n, **settings}, "")
+    request.check_of_images()
+    return evaluate_images(place, request, size, request.device)
 
 
 def ema_sweep(

@@ -67,8 +67,12 @@ def read_request(command: str, words: Sequence[str]) -> Any:
         return _training_request(command, words)
     args = _parse(command, words, _blank(kind))
     request = update(_blank(kind, **args.named), args.table, "")
-    if hasattr(request, "run"):
-        folder = _open_run(request.run)
+    if isinstance(request, run_requests.EvaluateRequest) and request.is_of_images:
+        check_source(str(request.run))
+        check_device(request.device)
+        request.check_of_images()
+    elif hasattr(request, "run"):
+        folder = _open_run(request.run, "; images need --reference SOURCE" if command == "evaluate" else "")
         if command not in ("report", "watch"):  # which are wanted of a run with a damaged config.toml too
             folder.read_config()
             check_device(getattr(request, "device", "cpu"))
@@ -186,7 +190,7 @@ def _command_at(words: Sequence[str]) -> int:
     return len(words)
 
 
-def _open_run(path: Path) -> RunFolder:
+def _open_run(path: Path, else_say: str = "") -> RunFolder:
     """Return the run folder at `path`. Raise RequestError with the most similar name of a run if there is none."""
     folder = RunFolder(path)
     try:
@@ -195,7 +199,7 @@ def _open_run(path: Path) -> RunFolder:
         raise RequestError(f"{quote(str(path))} cannot be read: {reason_of(error)}; give the folder of a run") from None
     except RequestError as error:
         raise RequestError(
-            f"{quote(str(path))[1:-1]} is not a run{_similar_run(path) or ': it has no config.toml'}"
+            f"{quote(str(path))[1:-1]} is not a run{_similar_run(path) or ': it has no config.toml' + else_say}"
         ) from error
     return folder
 

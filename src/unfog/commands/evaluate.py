@@ -1,14 +1,19 @@
-"""`unfog evaluate`: measure a run and print the metrics. `unfog report`: write its report.html."""
+"""`unfog evaluate`: measure a run or images, and print the metrics. `unfog report`: write report.html."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import fields
+from typing import TYPE_CHECKING
 
 from unfog.config.run_requests import EvaluateRequest, EvaluationRequest, ReportRequest
 from unfog.config.validate import check_sampler, check_source, override_sampler
+from unfog.errors import RequestError
 from unfog.process.run_folder import RunFolder
 from unfog.process.run_status import RunStatus
+
+if TYPE_CHECKING:
+    from unfog.inference.evaluation_files import Evaluation
 
 
 def main(request: EvaluateRequest | ReportRequest) -> int:
@@ -24,21 +29,47 @@ def main(request: EvaluateRequest | ReportRequest) -> int:
 
 
 def _evaluate(request: EvaluateRequest) -> None:
+    if request.out is not None and request.out.is_dir():
+        raise RequestError(f"--out {request.out} is a folder; give the name of a file, such as result.json")
+    found = _of_images(request) if request.is_of_images else _of_run(request)
+    if _is_main_process():
+        from unfog.reporting.progress import print_result
+        from unfog.safe_files import write_atomic
+
+        print_result("\n".join(found.lines()))
+        if request.out is not None:
+            request.out.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(request.out, found.to_json())
+
+
+def _of_images(request: EvaluateRequest) -> Evaluation:
+    check_source(request.reference)
+    # Imported only now, as torch takes seconds: a wrong request is refused before.
+    from unfog.inference.evaluate_images import evaluate_images
+    from unfog.training.distributed.process_group import local_device
+
+    return evaluate_images(str(request.run), request, request.size, local_device(request.device))
+
+
+def _of_run(request: EvaluateRequest) -> Evaluation:
+    if request.size:
+        raise RequestError(
+            f"size = {request.size} is of images without a run, and {request.run} has a size; leave it away"
+        )
     stored = RunFolder(request.run).read_config()
     check_sampler(override_sampler(stored.sampler, request.sampler, request.steps), stored.diffusion.schedule)
     if request.reference not in ("", "held-out"):
         check_source(request.reference)
     # Imported only now, as torch takes seconds: a wrong request is refused before.
     from unfog.inference.run import Run
-    from unfog.reporting.progress import print_result
     from unfog.reporting.report import write_report
     from unfog.training.distributed.process_group import local_device
 
     run = Run(request.run, request.weights, request.checkpoint, local_device(request.device), request.best)
     found = run.evaluate(**{f.name: getattr(request, f.name) for f in fields(EvaluationRequest)})
     if _is_main_process():
-        print_result("\n".join(found.lines()))
         write_report(run.path, RunStatus.read(run.path).headline)
+    return found
 
 
 def _is_main_process() -> bool:

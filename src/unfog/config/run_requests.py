@@ -149,17 +149,20 @@ class EvaluationRequest:
 class EvaluateRequest(EvaluationRequest):
     """Evaluate RUN: compare samples with its training images, and measure the loss of the held-out images.
 
+    RUN may also be a folder of images from any program, or any other SOURCE, to compare with --reference.
+
       unfog evaluate runs/photos                             all metrics that apply
       unfog evaluate runs/photos --metrics kid,fid -n 10000  two metrics, more samples
       unfog evaluate runs/photos --metrics held_out --against 5000
                                    two checkpoints on the same images and noise
+      unfog evaluate samples/ --reference photos/            images without a run
 
     Every value has a confidence interval and is stored in RUN/evaluations. The same command continues after an
     interruption, and reads stored results. torchrun --nproc-per-node 2 -m unfog evaluate … shares the samples.
     """
 
     run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")] = field(kw_only=True)
-    """Folder of the run."""
+    """Folder of the run, or images to compare with --reference."""
     weights: Literal["ema", "raw"] = "ema"
     """EMA weights, or the raw weights of the last step."""
     checkpoint: int | None = None
@@ -168,10 +171,29 @@ class EvaluateRequest(EvaluationRequest):
     """Use the best checkpoint that was kept."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1 or mps."""
+    size: int = 0
+    """Side in pixels at which images without a run are compared. Default: their own."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Also write the result to this file, as JSON."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_one_checkpoint(self.best, self.checkpoint)
+
+    @property
+    def is_of_images(self) -> bool:
+        """True where there is no run, but images to compare with a reference."""
+        return bool(self.reference) and not (self.run / "config.toml").is_file()
+
+    def check_of_images(self) -> None:
+        """Raise RequestError if a setting needs a run."""
+        only_runs = ("sampler", "steps", "seed", "guidance", "precision", "against", "weights", "checkpoint", "best")
+        usual = EvaluateRequest(run=self.run)
+        given = [name for name in only_runs if getattr(self, name) != getattr(usual, name)]
+        given += [name for name in LOSSES if name in self.metrics]
+        if given or self.reference == "held-out":
+            what = given[0] if given else "reference = held-out"
+            raise RequestError(f"{what} is of a run, and {self.run} is none: it has no config.toml; leave it away")
 
 
 @dataclass(frozen=True)

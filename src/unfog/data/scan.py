@@ -178,8 +178,29 @@ def _unit_hash(name: str) -> float:
 
 def _choose_size(source: Source) -> int:
     """Return the images' own size if all sampled ones are one small square, else 64, or 32 for small images."""
+    sizes = _sampled_sizes(source)
+    if not sizes:
+        return 32
+    if (side := _common_side(sizes)) <= 64 and side % 4 == 0 and side >= 8:  # networks halve it twice
+        return side
+    return 64 if np.median([min(size) for size in sizes]) >= 64 else 32
+
+
+def common_side(source: Source, without: Sequence[str] = ()) -> int:
+    """Return the side of the images if all sampled ones but those of these names are squares of one size, else 0."""
+    return _common_side(_sampled_sizes(source, without))
+
+
+def _common_side(sizes: Sequence[tuple[int, int]]) -> int:
+    return sizes[0][0] if len(set(sizes)) == 1 and sizes[0][0] == sizes[0][1] else 0
+
+
+def _sampled_sizes(source: Source, without: Sequence[str] = ()) -> list[tuple[int, int]]:
+    """Return width and height of images that are evenly spread over a source."""
     sizes = []
     for i in _spread(len(source.names), _HEADERS_SAMPLED):
+        if source.names[i] in without:
+            continue
         try:
             sizes.append(_read_size(partial(source.open, i)))
         except TransientImageError:  # retried, as a sample without it could give another size
@@ -187,12 +208,7 @@ def _choose_size(source: Source) -> int:
             sizes.append((info.width, info.height))
         except ImageError:
             continue
-    if not sizes:
-        return 32
-    width, height = sizes[0]
-    if len(set(sizes)) == 1 and width == height <= 64 and width % 4 == 0 and width >= 8:  # networks halve it twice
-        return width
-    return 64 if np.median([min(size) for size in sizes]) >= 64 else 32
+    return sizes
 
 
 def _guess_channels(source: Source, format: PixelFormat) -> int:

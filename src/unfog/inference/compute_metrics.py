@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from unfog.config.run_requests import LOSSES, ON_REQUEST
 from unfog.config.schema import Config
-from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
+from unfog.data.dataset import Dataset
 from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.likelihood import bits_per_dim
 from unfog.diffusion.sampler import NoiseSource
-from unfog.errors import RequestError
-from unfog.evaluation.features import Features, PixelSource, compute_features, compute_statistics
+from unfog.evaluation.features import compute_features
 from unfog.evaluation.held_out import HeldOut, MeanEstimate, mean_over_images
-from unfog.evaluation.metrics import MetricResult, Z, compare_features
-from unfog.evaluation.sliced_wasserstein import PIXEL_METRICS, compare_pixels
+from unfog.evaluation.metrics import MetricResult, Z
+from unfog.inference.compare_images import FeaturesOfBoth, features_of_both, sample_metrics
 from unfog.inference.evaluation_files import Evaluation, EvaluationSetup, GeneratedSamples
 from unfog.inference.loaded_run import LoadedRun
 from unfog.inference.memorization import (
@@ -44,28 +40,9 @@ from unfog.safe_files import make_folder
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.distributed.world import World
 
-_MOST_PIXELS = 20_000  # samples whose pixels are compared
-_FEWEST_REAL = 10  # real images that are compared with others of them
 _MOST_HELD_OUT = 1000  # held-out images of the loss
 _MOST_FOR_BITS = 256  # held-out images of the bits, which take many more network calls
 LEVELS = 64  # network calls per image for the bits; with 64 the bound is within a percent
-
-
-_FeaturesOfBoth = tuple[Tensor | None, Tensor | None]
-"""Of the real images and of the samples, float32 [N, D]; None if no metric needs features."""
-
-
-class ImageRows:
-    """Some images of a set, uint8 [N, C, H, W] by slices."""
-
-    def __init__(self, images: ImageSet, rows: NDArray[np.int64]):
-        self.images, self.rows = images, rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, key: slice) -> NDArray[np.uint8]:
-        return self.images.pixels[self.rows[key]]
 
 
 def compute_metrics(
@@ -78,9 +55,9 @@ def compute_metrics(
     generation = _describe_generation(run, setup)
     metrics, copies = list[MetricResult](), list[dict[str, Any]]()
     if samples is not None:
-        both = _features_of_both(setup, samples, world)
+        both = features_of_both(setup.compared, samples, world)
         if world.is_main:
-            metrics += _sample_metrics(setup, samples, both)
+            metrics += sample_metrics(setup.compared, samples, both)
             copies += _search_copies(setup, samples, both, out)
     if world.is_main:
         drawn = ", ".join(f"{name} {value}" for name, value in generation.items() if name != "reference")
@@ -105,82 +82,8 @@ def _describe_generation(run: LoadedRun, setup: EvaluationSetup) -> dict[str, An
     }
 
 
-def _features_of_both(setup: EvaluationSetup, samples: GeneratedSamples, world: World) -> _FeaturesOfBoth:
-    """Return features of the real images and of the samples, computed by all ranks; None if no metric needs them."""
-    features = setup.features
-    if features is None:
-        return None, None
-
-    def compute(pixels: PixelSource, key: str, what: str) -> Tensor:
-        with Progress(f"{features.name} of {what}", len(pixels)) as progress:
-
-            def update(done: int, total: int) -> None:
-                progress.total = total
-                progress.update(done)
-
-            return compute_features(pixels, features, key, update, world.rank, world.size, world.barrier)
-
-    real = compute(ImageRows(setup.reference, setup.rows), _reference_key(setup), "real images")
-    return real, compute(samples, samples.folder.name, "samples")
-
-
-def _reference_key(setup: EvaluationSetup) -> str:
-    # The number of rows is part of the cache's own key, and their spread over the set follows from it.
-    return f"{setup.reference.fingerprint} spread"
-
-
-def _sample_metrics(
-    setup: EvaluationSetup, samples: GeneratedSamples, features_of: _FeaturesOfBoth
-) -> list[MetricResult]:
-    """Return the metrics of the samples, in the order of `setup.metrics`."""
-    found: dict[str, list[MetricResult]] = {}
-    names = [name for name in setup.metrics if name not in (*PIXEL_METRICS, *LOSSES)]
-    with Progress("computing metrics", None):
-        features, (real, fake) = setup.features, features_of
-        if features is not None and real is not None and fake is not None and names:
-            known = compute_statistics(real, features, _reference_key(setup)) if "fid" in names else None
-            # In one call, as the metrics share distances and statistics.
-            by_features = compare_features(names, real, fake, features=features, reference=known)
-            baseline = _real_baseline(names, real, len(fake), features)
-            by_features = [replace(one, real=baseline.get(one.metric)) for one in by_features]
-            found = {name: [one] for name, one in zip(names, by_features, strict=True)}
-        found |= {name: _pixel_metrics(name, setup, samples) for name in setup.metrics if name in PIXEL_METRICS}
-    return [one for name in setup.metrics for one in found.get(name, [])]
-
-
-def _real_baseline(
-    names: Sequence[str], real: Tensor, count: int, features: Features | None
-) -> dict[str, float | None]:
-    """Return the metrics of `count` real images, or half of them if there are fewer, against the other real images."""
-    count = min(count, len(real) // 2)
-    names = [name for name in names if name not in ON_REQUEST]
-    if count < _FEWEST_REAL or not names:
-        return {}
-    as_samples = np.zeros(len(real), bool)
-    as_samples[evenly_spaced(len(real), count)] = True
-    rows = torch.from_numpy(as_samples).to(real.device)
-    return {one.metric: one.value for one in compare_features(names, real[~rows], real[rows], features=features)}
-
-
-def _pixel_metrics(name: str, setup: EvaluationSetup, samples: GeneratedSamples) -> list[MetricResult]:
-    # The metric sorts both sets against each other, so they must be of equal size.
-    count = min(len(samples), _MOST_PIXELS, len(setup.reference))
-    real = np.ascontiguousarray(setup.reference.pixels[evenly_spaced(len(setup.reference), count)])
-    fake = samples[0:count]
-    if real.shape[1:] != fake.shape[1:]:
-        raise RequestError(
-            f"the reference has images {list(real.shape[1:])}, and the run generates {list(fake.shape[1:])}"
-        )
-    found, half = compare_pixels([name], torch.from_numpy(real), torch.from_numpy(fake)), len(real) // 2
-    if half < _FEWEST_REAL:
-        return found
-    # Real images against the rest of them; as the metric falls with the number, it is too high for the fewer of both.
-    baseline = compare_pixels([name], torch.from_numpy(real[::2][:half]), torch.from_numpy(real[1::2][:half]))
-    return [replace(one, real=two.value) for one, two in zip(found, baseline, strict=True)]
-
-
 def _search_copies(
-    setup: EvaluationSetup, samples: GeneratedSamples, features_of: _FeaturesOfBoth, out: Path
+    setup: EvaluationSetup, samples: GeneratedSamples, features_of: FeaturesOfBoth, out: Path
 ) -> list[dict[str, Any]]:
     """Search for copies of training images by pixels and by features, and save images of the nearest pairs."""
     dataset, some = setup.dataset, samples[0:DRAWN].transpose(0, 2, 3, 1)
@@ -190,11 +93,13 @@ def _search_copies(
         return []
     with Progress("searching copies", len(dataset.train)) as progress:
         found = {"pixels": check_memorization_by_pixels(some, dataset, progress.update)}
-    features, (real, fake) = setup.features, features_of
-    if features is not None and real is not None and fake is not None and setup.reference is dataset.train:
+    features, (real, fake) = setup.compared.features, features_of
+    if features is not None and real is not None and fake is not None and setup.compared.reference is dataset.train:
         unseen = compute_features(UnseenImages(dataset).pixels, features)
         name = features.name if features.name != "pixels" else "small pixels"
-        found[name] = check_memorization_by_features(some, fake[: len(some)], real, setup.rows, unseen, dataset)
+        found[name] = check_memorization_by_features(
+            some, fake[: len(some)], real, setup.compared.rows, unseen, dataset
+        )
     return [_save_search(by, finding, out) for by, finding in found.items()]
 
 
@@ -216,7 +121,7 @@ def _save_search(by: str, finding: Finding, out: Path) -> dict[str, Any]:
 
 def _held_out_metrics(run: LoadedRun, setup: EvaluationSetup) -> list[MetricResult]:
     found, config, batch = list[MetricResult](), run.config, setup.generation.batch
-    if "held_out" in setup.metrics:
+    if "held_out" in setup.compared.metrics:
         held_out = _held_out_set(setup.dataset, run, _MOST_HELD_OUT)
         passes = len(held_out.levels) * len(held_out.x0) * (1 if setup.against is None else 2)
         with Progress("measuring losses", passes) as progress:
@@ -227,7 +132,7 @@ def _held_out_metrics(run: LoadedRun, setup: EvaluationSetup) -> list[MetricResu
                 other = run.load_network(saved, setup.against)
                 others = held_out_losses(other, config, held_out, batch, progress.advance)
                 found.append(_held_out_difference(losses, others, setup.against))
-    if "bits" in setup.metrics:
+    if "bits" in setup.compared.metrics:
         held_out = _held_out_set(setup.dataset, run, _MOST_FOR_BITS)
         with Progress("measuring bits", len(held_out.x0)) as progress:
             seed = setup.generation.seed

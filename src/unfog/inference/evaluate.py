@@ -12,12 +12,13 @@ import numpy as np
 import torch
 
 from unfog.config.run_requests import LOSSES, METRICS, ON_REQUEST, EvaluationRequest
-from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
+from unfog.data.dataset import Dataset, ImageSet
 from unfog.errors import RequestError, RunError
 from unfog.evaluation.feature_networks import inception_path
 from unfog.evaluation.features import Features, delete_features, open_features
 from unfog.evaluation.metrics import check_count
 from unfog.evaluation.sliced_wasserstein import PIXEL_METRICS
+from unfog.inference.compare_images import Comparison, reference_rows
 from unfog.inference.compute_metrics import compute_metrics
 from unfog.inference.evaluation_files import ARITHMETIC, FORMAT, Evaluation, EvaluationSetup, GeneratedSamples
 from unfog.inference.loaded_run import LoadedRun
@@ -30,8 +31,6 @@ from unfog.reporting.progress import Progress, format_bytes, format_duration, pl
 from unfog.text import sanitize
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.distributed.world import World, init_world
-
-_MOST_REFERENCE = 10_000  # real images, or as many as samples, if those are more
 
 
 def evaluate(run: LoadedRun, request: EvaluationRequest) -> Evaluation:
@@ -80,7 +79,7 @@ def _resolve_request(
 ) -> EvaluationSetup:
     """Choose what the request left open, and say which metrics are left out."""
     config, n = run.config, request.n or (1000 if run.device.type == "cpu" else 10_000)
-    features = _open_features(request, run.device)
+    features = open_request_features(request, run.device)
     reference, name = _load_reference(run, request, dataset, stop)
     if features is not None and set(request.metrics) == {"fid"}:  # with any other metric, fid alone is refused later
         one = torch.from_numpy(reference.take(np.arange(1))[0])
@@ -96,11 +95,11 @@ def _resolve_request(
         config.guidance_interval,
         precision=request.precision,
     )
-    rows = evenly_spaced(len(reference), max(_MOST_REFERENCE, n))
-    return EvaluationSetup(metrics, features, generation, dataset, reference, rows, name, request.against)
+    compared = Comparison(metrics, features, reference, reference_rows(reference, n))
+    return EvaluationSetup(compared, generation, dataset, name, request.against)
 
 
-def _open_features(request: EvaluationRequest, device: torch.device) -> Features | None:
+def open_request_features(request: EvaluationRequest, device: torch.device) -> Features | None:
     """Return the feature network of the request, or the best one at hand; None if no metric needs one."""
     if all(name in (*PIXEL_METRICS, *LOSSES) for name in request.metrics or METRICS):
         return None
@@ -128,9 +127,14 @@ def _load_reference(
         images, name = other.train, sanitize(request.reference)
     else:
         images, name = dataset.train, "training images"
-    if len(images) < 10:
-        raise RequestError(f"the reference has {plural(len(images))}; at least 10 are needed")
+    check_enough(images, "the reference")
     return images, name
+
+
+def check_enough(images: ImageSet, what: str) -> None:
+    """Raise RequestError if there are too few images for any metric."""
+    if len(images) < 10:
+        raise RequestError(f"{what} has {plural(len(images))}; at least 10 are needed")
 
 
 def _possible_metrics(
@@ -161,9 +165,16 @@ def _possible_metrics(
 
 def _result_key(run: LoadedRun, setup: EvaluationSetup) -> str:
     """Return a digest of all that the result depends on."""
-    features = setup.features.digest if setup.features else ""
-    reference = (setup.reference.fingerprint, len(setup.rows))
-    settings = (setup.metrics, setup.generation.count, features, reference, setup.against, _samples_key(run, setup))
+    features = setup.compared.features.digest if setup.compared.features else ""
+    reference = (setup.compared.reference.fingerprint, len(setup.compared.rows))
+    settings = (
+        setup.compared.metrics,
+        setup.generation.count,
+        features,
+        reference,
+        setup.against,
+        _samples_key(run, setup),
+    )
     return hashlib.sha256(repr((FORMAT, ARITHMETIC, settings)).encode()).hexdigest()[:12]
 
 
@@ -182,7 +193,7 @@ def _generate_samples(
     run: LoadedRun, setup: EvaluationSetup, world: World, stop: StopSignals
 ) -> GeneratedSamples | None:
     """Return the samples, after generating those that are missing; None if no metric needs any."""
-    if all(name in LOSSES for name in setup.metrics):
+    if all(name in LOSSES for name in setup.compared.metrics):
         return None
     generation = setup.generation
     folder = run.path / "evaluations" / "drawn" / _samples_key(run, setup)
@@ -207,13 +218,13 @@ def _report_cost(run: LoadedRun, setup: EvaluationSetup, missing: int, world: Wo
     few = replace(setup.generation, count=min(setup.generation.batch, missing))
     seconds = cost_per_sample(run.network, run.config, few, _wall_seconds) * missing
     line = f"generating {plural(missing, 'sample')} takes about {format_duration(seconds / world.size)}"
-    if (features := setup.features) is not None:
-        pixels = torch.from_numpy(np.ascontiguousarray(setup.reference.pixels[setup.rows[:50]]))
+    if (features := setup.compared.features) is not None:
+        pixels = torch.from_numpy(np.ascontiguousarray(setup.compared.reference.pixels[setup.compared.rows[:50]]))
         each = _wall_seconds(lambda: features(pixels).cpu()) / len(pixels)
-        count = setup.generation.count + len(setup.rows)
+        count = setup.generation.count + len(setup.compared.rows)
         # At most, because features of real images are cached.
         line += (
-            f", and {features.name} of them and of {plural(len(setup.rows), 'real one')} at most "
+            f", and {features.name} of them and of {plural(len(setup.compared.rows), 'real one')} at most "
             f"{format_duration(each * count / world.size)}"
         )
     channels, side = run.config.data.channels, run.config.data.size
@@ -230,8 +241,8 @@ def _write_result(path: Path, evaluation: Evaluation) -> None:
 def _forget_sample_features(setup: EvaluationSetup, samples: GeneratedSamples | None) -> None:
     """Delete the features of the samples from the cache, once all ranks have read them and the result is stored."""
     # Only the features of real images are used again, for the next checkpoint; the samples themselves stay.
-    if setup.features is not None and samples is not None:
-        delete_features(samples.folder.name, len(samples), setup.features)
+    if setup.compared.features is not None and samples is not None:
+        delete_features(samples.key, len(samples), setup.compared.features)
 
 
 def _weights_digest(network: torch.nn.Module) -> str:

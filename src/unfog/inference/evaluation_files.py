@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
-from unfog.data.dataset import Dataset, ImageSet
+from unfog.data.dataset import Dataset
 from unfog.errors import RunError
-from unfog.evaluation.features import Features
 from unfog.evaluation.metrics import MetricResult
+from unfog.inference.compare_images import Comparison
 from unfog.pipeline.generate import GenerationSettings
 from unfog.reporting.image_grids import Pixels
 from unfog.reporting.notebook import preformatted
@@ -37,23 +37,20 @@ TABLE_HEAD = ("metric", "value", "95% interval", "real images", "n", "reference"
 class EvaluationSetup(NamedTuple):
     """An evaluation request with every open setting chosen."""
 
-    metrics: tuple[str, ...]
-    features: Features | None
+    compared: Comparison
     generation: GenerationSettings
     dataset: Dataset
     """Of the run."""
-    reference: ImageSet
-    rows: NDArray[np.int64]
-    """Rows of the reference images that are compared."""
     reference_name: str
     against: int | None
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Metrics of one evaluation of a run, with how its samples were generated."""
+    """Metrics of one evaluation of a run, with how its samples were generated; or of images without a run."""
 
-    step: int
+    step: int | None
+    """Of the checkpoint; None for images without a run."""
     drawn: Mapping[str, Any]
     """Settings of the samples: sampler, steps, seed, guidance, weights, reference."""
     measured: Sequence[MetricResult]
@@ -73,7 +70,8 @@ class Evaluation:
 
     def __repr__(self) -> str:
         metrics = ", ".join(f"{one.metric} {one.value:.4g}" for one in self.measured)
-        return f"<evaluation of step {self.step:,}: {metrics or 'no metrics'}>"
+        what = "images" if self.step is None else f"step {self.step:,}"
+        return f"<evaluation of {what}: {metrics or 'no metrics'}>"
 
     def _repr_html_(self) -> str:
         return preformatted(self.lines())
@@ -89,7 +87,8 @@ class Evaluation:
                 notes.setdefault(one.note, []).append(one.metric)
         return [
             *filter(None, [self.verdict]),
-            f"step {self.step:,}: {', '.join(f'{name} {value}' for name, value in self.drawn.items())}",
+            ("" if self.step is None else f"step {self.step:,}: ")
+            + ", ".join(f"{name} {value}" for name, value in self.drawn.items()),
             *("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows),
             *(f"{', '.join(names)}: {note}" for note, names in notes.items()),
             *(f"copies, by {one['by']}: {one['evidence']}" for one in self.copies),
@@ -98,8 +97,12 @@ class Evaluation:
     def write(self, path: Path) -> None:
         run = path.parent.parent
         make_folder(path.parent, run)
+        write_atomic(path, self.to_json(), run, private=True)  # sources may be URLs with credentials
+
+    def to_json(self) -> bytes:
+        """Return the file of this evaluation, without the passwords of URLs."""
         text = json.dumps({"format": FORMAT, **asdict(self)}, indent=2, allow_nan=False) + os.linesep
-        write_atomic(path, without_secrets(text).encode(), run, private=True)  # sources may be URLs with credentials
+        return without_secrets(text).encode()
 
     @classmethod
     def read(cls, path: Path) -> Evaluation | None:
@@ -135,6 +138,11 @@ class GeneratedSamples:
 
     def __len__(self) -> int:
         return self.count
+
+    @property
+    def key(self) -> str:
+        """Name of these samples in the cache of features."""
+        return self.folder.name
 
     def __getitem__(self, key: slice) -> NDArray[np.uint8]:
         first, last, _ = key.indices(self.count)

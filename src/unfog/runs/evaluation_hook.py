@@ -21,7 +21,7 @@ from unfog.errors import RequestError
 from unfog.evaluation.features import Features, compute_features, open_features
 from unfog.evaluation.metrics import MetricResult, compare_features
 from unfog.evaluation.sliced_wasserstein import compare_pixels
-from unfog.inference.compute_metrics import ImageRows
+from unfog.inference.compare_images import ImageRows
 from unfog.pipeline.build import build_network, without_augmentation
 from unfog.pipeline.generate import default_generation, proportional_labels
 from unfog.planning.auto_settings import AutoSettings

@@ -1,0 +1,139 @@
+"""Comparison of samples with real images: features of both, the metrics, and what real images reach themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from unfog.config.run_requests import LOSSES, ON_REQUEST
+from unfog.data.dataset import ImageSet, evenly_spaced
+from unfog.errors import RequestError
+from unfog.evaluation.features import Features, PixelSource, compute_features, compute_statistics
+from unfog.evaluation.metrics import MetricResult, compare_features
+from unfog.evaluation.sliced_wasserstein import PIXEL_METRICS, compare_pixels
+from unfog.reporting.progress import Progress
+from unfog.training.distributed.world import World
+
+_MOST_PIXELS = 20_000  # samples whose pixels are compared
+_FEWEST_REAL = 10  # real images that are compared with others of them
+_MOST_REFERENCE = 10_000  # real images, or as many as samples, if those are more
+
+FeaturesOfBoth = tuple[Tensor | None, Tensor | None]
+"""Of the real images and of the samples, float32 [N, D]; None if no metric needs features."""
+
+
+class Samples(PixelSource, Protocol):
+    """Images to compare with real ones."""
+
+    @property
+    def key(self) -> str:
+        """Name of these images in the cache of features."""
+
+
+class ImageRows:
+    """Some images of a set, uint8 [N, C, H, W] by slices."""
+
+    def __init__(self, images: ImageSet, rows: NDArray[np.int64]):
+        self.images, self.rows = images, rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def key(self) -> str:
+        """Name of these images in the cache of features: the number of rows is part of the cache's own key."""
+        return f"{self.images.fingerprint} spread"
+
+    def __getitem__(self, key: slice) -> NDArray[np.uint8]:
+        return self.images.pixels[self.rows[key]]
+
+
+class Comparison(NamedTuple):
+    """Metrics to compute, and the real images to compare with."""
+
+    metrics: tuple[str, ...]
+    features: Features | None
+    reference: ImageSet
+    rows: NDArray[np.int64]
+    """Rows of the reference images that are compared."""
+
+    @property
+    def real(self) -> ImageRows:
+        return ImageRows(self.reference, self.rows)
+
+
+def reference_rows(reference: ImageSet, count: int) -> NDArray[np.int64]:
+    """Return the rows of the real images that `count` samples are compared with."""
+    return evenly_spaced(len(reference), max(_MOST_REFERENCE, count))
+
+
+def features_of_both(setup: Comparison, samples: Samples, world: World) -> FeaturesOfBoth:
+    """Return features of the real images and of the samples, computed by all ranks; None if no metric needs them."""
+    features = setup.features
+    if features is None:
+        return None, None
+
+    def compute(images: Samples, what: str) -> Tensor:
+        with Progress(f"{features.name} of {what}", len(images)) as progress:
+
+            def update(done: int, total: int) -> None:
+                progress.total = total
+                progress.update(done)
+
+            return compute_features(images, features, images.key, update, world.rank, world.size, world.barrier)
+
+    return compute(setup.real, "real images"), compute(samples, "samples")
+
+
+def sample_metrics(setup: Comparison, samples: Samples, features_of: FeaturesOfBoth) -> list[MetricResult]:
+    """Return the metrics of the samples, in the order of `setup.metrics`."""
+    found: dict[str, list[MetricResult]] = {}
+    names = [name for name in setup.metrics if name not in (*PIXEL_METRICS, *LOSSES)]
+    with Progress("computing metrics", None):
+        features, (real, fake) = setup.features, features_of
+        if features is not None and real is not None and fake is not None and names:
+            known = compute_statistics(real, features, setup.real.key) if "fid" in names else None
+            # In one call, as the metrics share distances and statistics.
+            by_features = compare_features(names, real, fake, features=features, reference=known)
+            baseline = _real_baseline(names, real, len(fake), features)
+            by_features = [replace(one, real=baseline.get(one.metric)) for one in by_features]
+            found = {name: [one] for name, one in zip(names, by_features, strict=True)}
+        found |= {name: _pixel_metrics(name, setup, samples) for name in setup.metrics if name in PIXEL_METRICS}
+    return [one for name in setup.metrics for one in found.get(name, [])]
+
+
+def _real_baseline(
+    names: Sequence[str], real: Tensor, count: int, features: Features | None
+) -> dict[str, float | None]:
+    """Return the metrics of `count` real images, or half of them if there are fewer, against the other real images."""
+    count = min(count, len(real) // 2)
+    names = [name for name in names if name not in ON_REQUEST]
+    if count < _FEWEST_REAL or not names:
+        return {}
+    as_samples = np.zeros(len(real), bool)
+    as_samples[evenly_spaced(len(real), count)] = True
+    rows = torch.from_numpy(as_samples).to(real.device)
+    return {one.metric: one.value for one in compare_features(names, real[~rows], real[rows], features=features)}
+
+
+def _pixel_metrics(name: str, setup: Comparison, samples: Samples) -> list[MetricResult]:
+    # The metric sorts both sets against each other, so they must be of equal size.
+    count = min(len(samples), _MOST_PIXELS, len(setup.reference))
+    real = np.ascontiguousarray(setup.reference.pixels[evenly_spaced(len(setup.reference), count)])
+    fake = samples[0:count]
+    if real.shape[1:] != fake.shape[1:]:
+        raise RequestError(
+            f"the reference has images {list(real.shape[1:])}, and the samples are {list(fake.shape[1:])}"
+        )
+    found, half = compare_pixels([name], torch.from_numpy(real), torch.from_numpy(fake)), len(real) // 2
+    if half < _FEWEST_REAL:
+        return found
+    # Real images against the rest of them; as the metric falls with the number, it is too high for the fewer of both.
+    baseline = compare_pixels([name], torch.from_numpy(real[::2][:half]), torch.from_numpy(real[1::2][:half]))
+    return [replace(one, real=two.value) for one, two in zip(found, baseline, strict=True)]

@@ -1,0 +1,99 @@
+"""Evaluation of images without a run: compare those of any program with real ones."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from unfog.config.run_requests import LOSSES, METRICS, ON_REQUEST, EvaluationRequest
+from unfog.config.schema import Config
+from unfog.data.dataset import ImageSet, evenly_spaced
+from unfog.data.scan import common_side
+from unfog.data.sources.registry import open_source
+from unfog.errors import RequestError
+from unfog.evaluation.metrics import check_count
+from unfog.evaluation.sliced_wasserstein import PIXEL_METRICS
+from unfog.inference.compare_images import Comparison, ImageRows, features_of_both, reference_rows, sample_metrics
+from unfog.inference.evaluate import check_enough, open_request_features
+from unfog.inference.evaluation_files import Evaluation
+from unfog.inference.verdict import verdict
+from unfog.pipeline.load_data import load_images
+from unfog.process.device import choose_device
+from unfog.process.signals import StopSignals
+from unfog.reporting.progress import say
+from unfog.text import sanitize
+from unfog.training.distributed.world import init_world
+
+_GRIDS = ("grid.png", "strip.png")  # which `unfog sample` writes beside its images
+
+
+def evaluate_images(images: str, request: EvaluationRequest, size: int, device: str) -> Evaluation:
+    """Compare a source of generated images with the reference of the request. Under torchrun the ranks share the work.
+
+    Args:
+        images: any source; other sizes than `size` are resized as for training.
+        request: metrics, features, reference, and the number of images, 0 for all; the rest is of runs.
+        size: side in pixels at which both are compared; 0 is that of the images if it is one, else that of training.
+        device: auto, cpu, cuda, cuda:1 or mps.
+
+    Raises:
+        RequestError: there is no such metric, file or source, or too few images.
+        RunError: the cache cannot be written.
+    """
+    with init_world() as world, StopSignals() as stop:
+        started, name = time.monotonic(), sanitize(request.reference)
+        features = open_request_features(request, choose_device(device))
+        samples, reference = _load_both(images, request.reference, size, stop)
+        rows = _rows_without_grids(samples)
+        rows = rows[evenly_spaced(len(rows), request.n or len(rows))]
+        real = reference_rows(reference, len(rows))
+        compared = Comparison(_metrics(request, features is not None), features, reference, real)
+        if features is not None and set(request.metrics) == {"fid"}:
+            one = torch.from_numpy(reference.take(np.arange(1)).pixels)
+            check_count("fid", min(len(rows), len(reference)), one, features, "--metrics")
+        both = features_of_both(compared, ImageRows(samples, rows), world)
+        found = sample_metrics(compared, ImageRows(samples, rows), both)
+        drawn = {"images": sanitize(images), "size": samples.pixels.shape[-1], "reference": name}
+        return Evaluation(None, drawn, found, verdict=verdict(found), seconds=round(time.monotonic() - started, 1))
+
+
+def _load_both(images: str, reference: str, size: int, stop: StopSignals) -> tuple[ImageSet, ImageSet]:
+    """Return both sets at one size and with equal channels. RequestError if that cannot be, or images are missing."""
+    samples = _load(images, size or common_side(open_source(images), _GRIDS), 0, stop)
+    side = samples.pixels.shape[-1]
+    real = _load(reference, side, 0, stop)
+    if real.pixels.shape[-1] != side:
+        raise RequestError(
+            f"{sanitize(reference)} has images of {real.pixels.shape[-1]} pixels and {sanitize(images)} of {side}; "
+            "give the --size that is stored in both, or what a pack was made of"
+        )
+    if samples.pixels.shape[1] != real.pixels.shape[1]:  # grey ones are compared as RGB
+        samples, real = (_load(source, side, 3, stop) for source in (images, reference))
+    check_enough(samples, sanitize(images))
+    check_enough(real, "the reference")
+    return samples, real
+
+
+def _load(source: str, size: int, channels: int, stop: StopSignals) -> ImageSet:
+    base = Config(source=source)
+    data = replace(base.data, size=size, channels=channels, held_out=0.0, labels="none")
+    # A batch of one, as there is no training that could want more images than there are.
+    dataset, _ = load_images(replace(base, data=data, training=replace(base.training, batch=1)), stop)
+    return dataset.train
+
+
+def _rows_without_grids(samples: ImageSet) -> NDArray[np.int64]:
+    rows = [i for i, name in enumerate(samples.names) if name not in _GRIDS]
+    if len(rows) < len(samples):
+        say(f"  {' and '.join(_GRIDS)} are left out, as `unfog sample` writes them beside its images")
+    return np.array(rows, np.int64)
+
+
+def _metrics(request: EvaluationRequest, has_features: bool) -> tuple[str, ...]:
+    """Return the metrics of the request, or all that are possible without a run."""
+    usual = (name for name in METRICS if name not in (*ON_REQUEST, *LOSSES))
+    return request.metrics or tuple(name for name in usual if has_features or name in PIXEL_METRICS)

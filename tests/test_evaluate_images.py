@@ -1,0 +1,109 @@
+"""Evaluation of images without a run: values, sizes, what is left out, what is refused, and the file of the result."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import unfog
+from unfog.cli.main import main
+from unfog.errors import RequestError
+from unfog.evaluation.features import open_features
+from unfog.evaluation.metrics import compare_features
+
+
+def _blobs(count: int, seed: int, side: int = 96) -> np.ndarray:
+    """Discs on a dark ground, uint8 [N, side, side, 3]."""
+    rng, (y, x) = np.random.default_rng(seed), np.mgrid[:side, :side]
+    centre, radius = rng.uniform(0.25, 0.75, (count, 2, 1, 1)) * side, rng.uniform(0.1, 0.3, (count, 1, 1)) * side
+    inside = (y - centre[:, 0]) ** 2 + (x - centre[:, 1]) ** 2 < radius**2
+    colour = rng.integers(100, 255, (count, 1, 1, 3))
+    return np.where(inside[..., None], colour, 20).astype(np.uint8)
+
+
+def _folder(path: Path, images: np.ndarray) -> Path:
+    path.mkdir()
+    for number, image in enumerate(images):
+        Image.fromarray(image).save(path / f"{number:06d}.png")
+    return path
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> tuple[Path, Path]:
+    place = tmp_path_factory.mktemp("images")
+    samples = _folder(place / "samples", _blobs(60, 1))
+    Image.fromarray(np.zeros((400, 700, 3), np.uint8)).save(samples / "grid.png")
+    return samples, _folder(place / "real", _blobs(80, 2))
+
+
+def test_values_are_those_of_the_pixels_at_their_own_size_without_the_grid(folders, capsys):
+    found = unfog.evaluate(*folders, ["kid", "precision"], features="texture", device="cpu")
+    features = open_features("texture")
+    fake, real = (features(torch.from_numpy(_blobs(n, seed).transpose(0, 3, 1, 2))) for n, seed in ((60, 1), (80, 2)))
+    for one, expected in zip(found.measured, compare_features(["kid", "precision"], real, fake), strict=True):
+        assert one.value == pytest.approx(expected.value, abs=1e-6)
+        assert (one.n, one.n_reference) == (60, 80)
+        assert one.real is not None
+    assert found.drawn["size"] == 96
+    assert "grid.png" in capsys.readouterr().err
+
+
+def test_the_verdict_tells_like_images_from_others(folders, tmp_path):
+    blurred = [np.asarray(Image.fromarray(one).resize((12, 12)).resize((96, 96))) for one in _blobs(60, 1)]
+    settings = {"metrics": "kid,precision,recall", "features": "texture", "device": "cpu"}
+    good, bad = unfog.evaluate(*folders, **settings), unfog.evaluate(blurred, folders[1], **settings)
+    assert good.verdict.startswith("The samples look like real images")
+    assert bad.verdict.startswith("Many samples do not look like real images")
+    assert good["kid"].value < bad["kid"].value
+
+
+def test_other_sizes_are_resized_and_said(folders, tmp_path, capsys):
+    small = _folder(tmp_path / "small", _blobs(20, 3, side=48))
+    found = unfog.evaluate(small, folders[1], "sliced", device="cpu")
+    assert found.drawn["size"] == 48
+    assert "80 resized" in capsys.readouterr().err
+    assert unfog.evaluate(small, folders[1], "sliced", size=32, n=12, device="cpu")["sliced"].n == 12
+
+
+def test_grey_images_are_compared_as_rgb_with_coloured_ones(folders):
+    grey = _blobs(20, 3)[..., 0]
+    assert unfog.evaluate(grey, folders[1], "sliced", device="cpu")["sliced"].value > 0
+
+
+def test_the_command_prints_and_writes_the_result(folders, tmp_path, capsys):
+    out = tmp_path / "results" / "r.json"
+    words = ["evaluate", *map(str, folders[:1]), "--reference", str(folders[1]), "--metrics", "sliced,kid"]
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--features", "pixels", "--device", "cpu", "--out", str(out)])
+    assert not ended.value.code
+    stored = json.loads(out.read_text())
+    assert {"sliced", "kid"} <= {one["metric"] for one in stored["measured"]}
+    assert stored["verdict"] in capsys.readouterr().out
+    assert stored["step"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--reference SOURCE"),
+        (["--reference", "REAL", "--steps", "5"], "steps is of a run"),
+        (["--reference", "REAL", "--metrics", "held_out"], "held_out is of a run"),
+        (["--reference", "held-out"], "held-out is of a run"),
+        (["--reference", "/nowhere"], "nowhere"),
+        (["--reference", "REAL", "--out", "REAL"], "is a folder"),
+    ],
+)
+def test_what_needs_a_run_is_refused(folders, words, message, capsys):
+    words = [str(folders[1]) if word == "REAL" else word for word in words]
+    with pytest.raises(SystemExit) as ended:
+        main(["evaluate", str(folders[0]), *words])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_too_few_images_are_refused(folders):
+    with pytest.raises(RequestError, match="at least 10"):
+        unfog.evaluate(_blobs(5, 0), folders[1], device="cpu")
