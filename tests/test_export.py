@@ -184,6 +184,10 @@ DIFFUSERS = {
     "ddpm, classes": ("ddpm", UNET, 3, {"sampler": Sampler("dpmpp", 6)}, "DPMSolverMultistepScheduler"),
     "ddpm, random": ("ddpm", UNET, 0, {"sampler": Sampler("ddpm", 8)}, "DDPMScheduler"),
     "ddpm, random, classes": ("ddpm", UNET, 3, {"sampler": Sampler("ddpm", 8)}, "DDPMScheduler"),
+    "default, unipc": ("default", UNET, 3, {"sampler": Sampler("unipc", 6)}, "UniPCMultistepScheduler"),
+    "ddpm, unipc": ("ddpm", UNET, 0, {"sampler": Sampler("unipc", 6, order=3)}, "UniPCMultistepScheduler"),
+    "default, sde": ("default", UNET, 3, {"sampler": Sampler("dpmpp-sde", 6)}, "DPMSolverMultistepScheduler"),
+    "ddpm, sde": ("ddpm", UNET, 0, {"sampler": Sampler("dpmpp-sde", 6)}, "DPMSolverMultistepScheduler"),
     "ddpm, heun": ("ddpm", UNET, 3, {"sampler": Sampler("heun", 6)}, "LevelsScheduler"),
     "zero terminal": ("ddpm", UNET, 3, {"diffusion": TERMINAL}, "LevelsScheduler"),
     "edm": ("edm", UNET, 3, {}, "LevelsScheduler"),
@@ -208,7 +212,7 @@ def test_a_pipeline_of_diffusers_draws_the_samples_of_the_run(tmp_path, case):
     name, network, classes, changes, scheduler = case
     run = run_of(name, network, classes, **changes)
     run.export(tmp_path / "out", format="diffusers")
-    stock = name == "ddpm" and not classes and scheduler != "LevelsScheduler"
+    stock = name == "ddpm" and not classes and scheduler not in ("LevelsScheduler", "UniPCMultistepScheduler")
     assert (tmp_path / "out/pipeline.py").exists() != stock
     pipeline = check_pipeline(run, tmp_path / "out", trusted=not stock)
     assert type(pipeline.scheduler).__name__ == scheduler
@@ -276,7 +280,8 @@ def test_a_list_of_levels_is_for_its_number_of_steps(tmp_path):
 
 
 REFUSED = {
-    "no equivalent of unipc": {"sampler": Sampler("unipc", 6)},
+    "no equivalent of edm": {"sampler": Sampler("edm", 6)},
+    "no levels for unipc": {"sampler": Sampler("unipc", 6, "karras")},
     "no equivalent of order 3": {"sampler": Sampler("dpmpp", 6, order=3)},
     "no timesteps": {"sampler": Sampler("ddpm", 6)},
 }

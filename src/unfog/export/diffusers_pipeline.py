@@ -6,8 +6,10 @@
 The scheduler gets the clean image that the network predicts, after guidance and clipping (prediction_type "sample").
 """
 
+import inspect
 import math
 
+import numpy as np
 import torch
 from diffusers import DiffusionPipeline, ImagePipelineOutput
 from diffusers.utils.torch_utils import randn_tensor
@@ -53,9 +55,7 @@ class UnfogPipeline(DiffusionPipeline):
         guidance = objective["guidance"] if guidance_scale is None else guidance_scale
         if latents is None:
             latents = randn_tensor((batch_size, channels, side, side), generator, device, self.unet.dtype)
-        self.scheduler.set_timesteps(num_inference_steps or objective["steps"], device=device)
-        if hasattr(self.scheduler, "set_begin_index"):
-            self.scheduler.set_begin_index(0)
+        self._set_timesteps(num_inference_steps or objective["steps"], device)
         x = None
         for index, timestep in enumerate(self.progress_bar(self.scheduler.timesteps)):
             alpha, sigma, c_noise = self._level(index, timestep)
@@ -74,6 +74,16 @@ class UnfogPipeline(DiffusionPipeline):
             images = images.cpu().permute(0, 2, 3, 1).float().numpy()
             images = self.numpy_to_pil(images) if output_type == "pil" else images
         return ImagePipelineOutput(images=images) if return_dict else (images,)
+
+    def _set_timesteps(self, steps, device):
+        set_timesteps, config = self.scheduler.set_timesteps, self.scheduler.config
+        if config.get("use_flow_sigmas") and "sigmas" in inspect.signature(set_timesteps).parameters:
+            # Left to itself, UniPC starts at 1, pure noise, and this run at 0.999.
+            set_timesteps(sigmas=np.linspace(0.999, 0.999 / steps, steps), device=device)
+        else:
+            set_timesteps(steps, device=device)
+        if hasattr(self.scheduler, "set_begin_index"):
+            self.scheduler.set_begin_index(0)
 
     def _labels(self, class_labels, batch_size, device):
         classes = self.config.objective["classes"]

@@ -6,13 +6,15 @@ from typing import Any, NamedTuple
 
 from unfog.config.schema import Config
 from unfog.diffusion.noise import EDM_LIMITS, VP, Cosine, Flow, FlowUniform, Linear, LogitNormal, LogNormal
-from unfog.diffusion.sampler import Sampler
+from unfog.diffusion.sampler import RANDOM, Sampler
 from unfog.diffusion.target import X0, Eps, V
 from unfog.errors import RequestError
 from unfog.inference.export_description import noise_levels
 from unfog.models.settings import UNet
 
-_KINDS = ("ddim", "dpmpp", "heun", "ddpm")
+_KINDS = ("ddim", "dpmpp", "heun", "ddpm", "dpmpp-sde", "unipc")
+_SOLVERS = {"ddim": "dpmsolver++", "dpmpp": "dpmsolver++", "dpmpp-sde": "sde-dpmsolver++"}
+"""Kind -> algorithm of diffusers' DPM-Solver."""
 _PREDICTIONS = {Eps.kind: "epsilon", X0.kind: "sample", V.kind: "v_prediction"}
 
 
@@ -32,6 +34,11 @@ def check_sampler_maps(config: Config, sampler: Sampler) -> None:
     if sampler.kind not in _KINDS:
         raise RequestError(
             f"sampler = {sampler.kind} has no equivalent in diffusers; give --sampler ddim, dpmpp or heun"
+        )
+    if sampler.kind in ("unipc", "dpmpp-sde") and not _has_solver(config, sampler):
+        raise RequestError(
+            f"sampler = {sampler.kind} has an equivalent in diffusers only with the levels of a flow schedule, or with "
+            "the timesteps of a linear or cosine one, none of them pure noise; give --sampler ddim, dpmpp or heun"
         )
     if sampler.kind == "dpmpp" and sampler.order != 2:
         raise RequestError(
@@ -55,13 +62,28 @@ def _is_table(config: Config, sampler: Sampler) -> bool:
     return isinstance(diffusion.path, VP) and known and schedule.steps > 0 and on_timesteps
 
 
+def _is_flow(config: Config, sampler: Sampler) -> bool:
+    """Return True if diffusers' flow schedulers have the noise levels that are sampled at."""
+    diffusion = config.diffusion
+    straight = isinstance(diffusion.path, Flow) and isinstance(diffusion.schedule, FlowUniform | LogitNormal)
+    return straight and sampler.grid == "schedule"
+
+
+def _has_solver(config: Config, sampler: Sampler) -> bool:
+    """Return True if a solver of diffusers takes these steps."""
+    # In pure noise, where alpha is 0, it takes another level.
+    table = _is_table(config, sampler) and not getattr(config.diffusion.schedule, "zero_terminal", False)
+    return (sampler.kind in _SOLVERS or sampler.kind == "unipc") and (table or _is_flow(config, sampler))
+
+
 def is_stock(config: Config, sampler: Sampler) -> bool:
     """Return True if a pipeline of diffusers samples this run, so that no code is needed."""
     diffusion, network = config.diffusion, config.network
     plain = not (config.classes or config.uses_latents or diffusion.scale_input or diffusion.learned_variance)
     unet = isinstance(network, UNet) and network.time_scale == 1
-    table = _is_table(config, sampler) and custom_scheduler(config, sampler).kind != "LevelsScheduler"
-    return plain and unet and table and diffusion.target.kind in _PREDICTIONS
+    table = _is_table(config, sampler) and (sampler.kind == "ddpm" or _has_solver(config, sampler))
+    # Pipelines of diffusers give a scheduler their generator, and that of UniPC takes none.
+    return plain and unet and table and sampler.kind != "unipc" and diffusion.target.kind in _PREDICTIONS
 
 
 def _table(config: Config) -> dict[str, Any]:
@@ -87,29 +109,26 @@ def stock_scheduler(config: Config, sampler: Sampler) -> Scheduler:
 
 def custom_scheduler(config: Config, sampler: Sampler) -> Scheduler:
     """Return the scheduler for our pipeline, which gives it clean images."""
-    diffusion, schedule = config.diffusion, config.diffusion.schedule
-    shared = {"prediction_type": "sample"}
-    # In pure noise, where alpha is 0, DPM-Solver takes another level.
-    terminal = getattr(schedule, "zero_terminal", False)
+    schedule, shared = config.diffusion.schedule, {"prediction_type": "sample"}
     if sampler.kind == "ddpm":
-        zero = {"rescale_betas_zero_snr": terminal, "clip_sample": False}
+        zero = {"rescale_betas_zero_snr": getattr(schedule, "zero_terminal", False), "clip_sample": False}
         return Scheduler("DDPMScheduler", shared | _table(config) | zero)
-    solver = {"algorithm_type": "dpmsolver++", "solver_order": {"ddim": 1, "dpmpp": 2}.get(sampler.kind)}
-    solver |= {"solver_type": "midpoint", "final_sigmas_type": "zero", **shared}
-    straight = isinstance(diffusion.path, Flow) and isinstance(schedule, FlowUniform | LogitNormal)
-    if solver["solver_order"] and straight and sampler.grid == "schedule":
-        flow = {"use_flow_sigmas": True, "flow_shift": getattr(schedule, "shift", 1.0), "num_train_timesteps": 1000}
-        return Scheduler("DPMSolverMultistepScheduler", solver | flow)
-    if solver["solver_order"] and _is_table(config, sampler) and not terminal:
-        return Scheduler("DPMSolverMultistepScheduler", solver | _table(config))
-    return Scheduler("LevelsScheduler", {"kind": sampler.kind, "path": diffusion.path.kind, **_grid(config, sampler)})
+    if not _has_solver(config, sampler):
+        path = {"kind": sampler.kind, "path": config.diffusion.path.kind}
+        return Scheduler("LevelsScheduler", path | _grid(config, sampler))
+    flow = {"use_flow_sigmas": True, "flow_shift": getattr(schedule, "shift", 1.0), "num_train_timesteps": 1000}
+    levels = {"final_sigmas_type": "zero", **shared} | (flow if _is_flow(config, sampler) else _table(config))
+    if sampler.kind == "unipc":
+        return Scheduler("UniPCMultistepScheduler", levels | {"solver_order": sampler.order, "solver_type": "bh2"})
+    solver = {"solver_order": 1 if sampler.kind == "ddim" else 2, "solver_type": "midpoint"}
+    return Scheduler("DPMSolverMultistepScheduler", levels | solver | {"algorithm_type": _SOLVERS[sampler.kind]})
 
 
 def _grid(config: Config, sampler: Sampler) -> dict[str, Any]:
     """Return the noise levels of our scheduler: a formula for any number of steps, or a list."""
     diffusion, grid = config.diffusion, sampler.grid
     own = isinstance(diffusion.schedule, LogNormal) and grid == "schedule"  # EDM's, which are karras
-    if (own or grid in ("karras", "logsnr")) and _condition(config)["kind"] not in ("timestep", "table"):
+    if (own or grid in ("karras", "logsnr")) and _condition(config)["kind"] != "timestep":
         noisiest, cleanest = diffusion.schedule.limits()
         ends = {"noisiest": max(noisiest, EDM_LIMITS[0]), "cleanest": min(cleanest, EDM_LIMITS[1])}
         return {"grid": "karras" if own else grid, **ends}
@@ -145,7 +164,7 @@ def describe_objective(config: Config, sampler: Sampler) -> dict[str, Any]:
         "guidance": config.usual_guidance,
         "guidance_interval": list(config.guidance_interval),
         "clip": sampler.clip,
-        "random": sampler.kind == "ddpm",
+        "random": sampler.kind in RANDOM,
         "steps": sampler.steps,
         "latents": {"mean": list(latents.mean), "scale": scale} if config.uses_latents else None,
     }
