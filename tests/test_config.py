@@ -74,11 +74,12 @@ def test_any_number_survives_toml(number):
             "must be one of cosine, flow, linear, logitnormal, lognormal, or a table",
         ),
         ("[training", "not valid TOML"),
+        ("[training]\n# caf\udce9\n", "is no text in UTF-8 (line 2, byte 17); save it as that"),
     ],
 )
 def test_mistakes_are_named(tmp_path, text, message):
     file = tmp_path / "mine.toml"
-    file.write_text(text)
+    file.write_text(text, "utf-8", "surrogateescape")
     with pytest.raises(RequestError) as error:
         read_toml(file, Config())
     assert message in str(error.value)

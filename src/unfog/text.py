@@ -28,3 +28,9 @@ def valid_text(name: str) -> str:
 def sanitize(name: str) -> str:
     """Return a file's name or URL as one printable line: control characters escaped, credentials removed."""
     return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], valid_text(without_secrets(name)))
+
+
+def not_utf8(error: UnicodeDecodeError) -> str:
+    """Return the problem with a file that cannot be decoded, where it is, and the remedy."""
+    line = error.object.count(b"\n", 0, error.start) + 1
+    return f"is no text in UTF-8 (line {line:,}, byte {error.start + 1:,}); save it as that"

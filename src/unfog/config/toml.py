@@ -30,7 +30,7 @@ from unfog.config.values import (
 )
 from unfog.custom import is_own_choice, require_consent
 from unfog.errors import RequestError
-from unfog.text import sanitize
+from unfog.text import not_utf8, sanitize
 
 T = TypeVar("T")
 
@@ -103,8 +103,8 @@ def read_toml(path: Path, base: T) -> T:
             raise RequestError(f"it is over {_LARGEST_FILE / 1e6:.0f} MB, which no file of settings is")
         text = content.decode("utf-8-sig").replace("\r\n", "\n")  # editors may begin with a BOM
         settings = from_toml(text, base)
-    except UnicodeDecodeError:
-        raise RequestError(f"{path} is not a text file in UTF-8") from None
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{path} {not_utf8(error)}") from None
     except OSError as error:
         raise RequestError(f"{path}: {error.strerror or error}") from None
     except ValueError as error:  # a name that cannot be one, as it holds a NUL

@@ -17,7 +17,7 @@ from unfog.data.sources.base import ImageError, LabelTable
 from unfog.data.sources.folder import normalize_path
 from unfog.data.sources.image_files import SUFFIXES, os_error_reason
 from unfog.errors import RequestError
-from unfog.text import sanitize
+from unfog.text import not_utf8, sanitize
 
 _FILE_COLUMNS = (
     *("file_name", "filename", "file", "filepath", "file_path", "path"),
@@ -62,7 +62,7 @@ def read_table(table: LabelTable) -> tuple[dict[str, str], str]:
     except ImageError as error:
         raise RequestError(f"{said} cannot be read ({error}); put it beside the archive, or make that anew") from None
     except UnicodeDecodeError as error:
-        raise RequestError(f"{said} is no text in UTF-8 (byte {error.start:,}); save it as that") from None
+        raise RequestError(f"{said} {not_utf8(error)}") from None
     except (csv.Error, ValueError, RecursionError) as error:
         raise RequestError(f"{said} is damaged: {str(error)[:100]}; write it anew") from None
     if not found:
@@ -94,7 +94,10 @@ def _csv_rows(text: str, table: LabelTable) -> Iterator[Mapping[str, Any]]:
 def _json_rows(text: str) -> Iterator[Mapping[str, Any]]:
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            row = json.loads(line)
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{error.msg} in line {number:,}, character {error.pos + 1:,}") from None
             if not isinstance(row, dict):
                 raise ValueError(f"line {number:,} is no object in braces")
             yield row
