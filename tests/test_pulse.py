@@ -7,12 +7,16 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from textwrap import dedent
 
 import pytest
 
+from unfog.cli.main import main
+from unfog.errors import RequestError
 from unfog.process import heartbeat as module
+from unfog.process import run_folder
 from unfog.process.heartbeat import Heartbeat, read_heartbeat
 from unfog.process.signals import StopSignals
 
@@ -49,6 +53,40 @@ def test_a_heartbeat_from_the_future_is_not_alive(tmp_path, hours, alive):
     beat = {"time": (datetime.now(UTC) + timedelta(hours=hours)).isoformat(), "pid": 1, "host": "elsewhere", "next": 5}
     (tmp_path / "heartbeat.json").write_text(json.dumps(beat))
     assert read_heartbeat(tmp_path)["alive"] == alive
+
+
+@pytest.mark.parametrize("interval", [1e300, float("inf"), float("nan"), 10**400])
+def test_a_heartbeat_that_promises_no_other_is_not_alive_for_ever(tmp_path, interval):
+    written = (datetime.now(UTC) - timedelta(days=2)).isoformat()
+    beat = {"time": written, "pid": 1, "host": "elsewhere", "next": interval}
+    (tmp_path / "heartbeat.json").write_text(json.dumps(beat))
+    assert read_heartbeat(tmp_path)["alive"] is False
+
+
+def test_a_run_with_a_heartbeat_from_the_future_is_not_running(tmp_path, monkeypatch, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.toml").write_text("")
+    (tmp_path / "run/events.jsonl").write_text('{"kind": "started", "step": 0}\n')
+    written = (datetime.now(UTC) + timedelta(days=2)).isoformat()
+    beat = {"time": written, "pid": 1, "host": "elsewhere", "next": 5, "doing": "training", "step": 3, "steps": 9}
+    (tmp_path / "run/heartbeat.json").write_text(json.dumps(beat))
+    os.utime(tmp_path / "run/heartbeat.json", (time.time() + 1e6, time.time() + 1e6))
+    for words in (["runs", str(tmp_path)], ["watch", str(tmp_path / "run"), "--once"]):
+        with pytest.raises(SystemExit) as left:
+            main(words)
+        assert left.value.code == 0
+        assert "killed" in capsys.readouterr().out
+    # A network file system without locks: there the heartbeat alone tells whether another process trains.
+    monkeypatch.setattr(run_folder, "lock_of", lambda path: nullcontext(False))
+    with run_folder.RunFolder(tmp_path / "run").locked():
+        pass
+    del beat["step"]
+    (tmp_path / "run/heartbeat.json").write_text(json.dumps(beat | {"time": datetime.now(UTC).isoformat()}))
+    with (
+        pytest.raises(RequestError, match=r"another process \(1 on elsewhere\)"),
+        run_folder.RunFolder(tmp_path / "run").locked(),
+    ):
+        pass
 
 
 def test_heartbeat_goes_on_while_the_main_thread_waits(tmp_path):

@@ -24,6 +24,7 @@ from unfog.safe_files import open_file, read_file, remove, write_atomic
 _HEARTBEAT_FILE, _SAVE_FILE, _STOP_FILE = "heartbeat.json", "SAVE", "STOP"
 _POLL_INTERVAL = 1.0  # seconds between two checks for SAVE and STOP
 _MAX_MISSED = 3  # heartbeats that a live run may miss
+_MAX_INTERVAL = 600.0  # seconds between two heartbeats; a file that says more is forged
 _CLOCK_DIFFERENCE = 300.0  # seconds that the clocks of two machines may differ
 _FILE_BYTES = 512  # fixed, so that the file can be overwritten in place when the disk is full
 
@@ -175,7 +176,7 @@ def read_heartbeat(folder: Path) -> dict[str, Any] | None:
         beat = json.loads(read_file(folder / _HEARTBEAT_FILE))
         age = (datetime.now(UTC) - datetime.fromisoformat(beat["time"])).total_seconds()
         # One from the future is of a wrong clock, or forged: it would seem alive for ever.
-        alive = beat["next"] is not None and -_CLOCK_DIFFERENCE <= age <= _MAX_MISSED * beat["next"]
+        alive = beat["next"] is not None and -_CLOCK_DIFFERENCE <= age <= _MAX_MISSED * min(beat["next"], _MAX_INTERVAL)
         alive = alive and not (beat["host"] == socket.gethostname() and _is_gone(int(beat["pid"])))
     except (OSError, ValueError, TypeError, KeyError):
         return None

@@ -20,6 +20,7 @@ from unfog.locks import LOCK, lock_of
 from unfog.process.heartbeat import read_heartbeat
 from unfog.reporting.progress import say
 from unfog.safe_files import check_folder, read_file, remove, remove_tree, write_atomic
+from unfog.text import sanitize
 
 AUTOENCODER_FOLDER = "codec"
 """Folder in a run with its copy of the autoencoder, or in an autoencoder's run with the result."""
@@ -100,7 +101,7 @@ class RunFolder:
 
     def _in_use_error(self) -> RequestError:
         beat = read_heartbeat(self.path)
-        who = f" ({beat['pid']} on {beat['host']}, at step {beat['step']:,})" if beat and beat["alive"] else ""
+        who = f" ({beat['pid']} on {sanitize(str(beat['host']))})" if beat and beat["alive"] else ""
         return RequestError(f"another process{who} is training in {self.path}; wait for it, or stop it")
 
     def write_config(self, config: Config) -> None:
