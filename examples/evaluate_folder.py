@@ -1,6 +1,6 @@
 """Measure a folder of generated images against real ones; who generated them does not matter.
 
-    python evaluate_folder.py generated/ photos/
+python evaluate_folder.py generated/ photos/
 """
 
 import argparse

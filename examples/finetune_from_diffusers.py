@@ -19,7 +19,7 @@ def main() -> None:
     parser.add_argument("--out", default="runs/finetuned")
     asked = parser.parse_args()
 
-    # Network, size, noise schedule and target follow from the weights, and the learning rate is lower than for new ones.
+    # Network, size, noise schedule and target follow from the weights. The learning rate is lower than for new ones.
     run = unfog.train(asked.photos, init=asked.model, steps=asked.steps, out=asked.out)
     run.sample(4, seed=0).pil()[0].save(run.path / "first.png")
 

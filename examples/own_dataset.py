@@ -1,6 +1,6 @@
 """Train on a dataset of your own: any torch `Dataset`, a list of PIL images, an array, or a generator.
 
-    python own_dataset.py --steps 2000
+python own_dataset.py --steps 2000
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Train a network of your own: any `nn.Module` whose forward takes (x, noise, label).
 
-    python own_network.py photos/ --steps 2000
+python own_network.py photos/ --steps 2000
 """
 
 import argparse

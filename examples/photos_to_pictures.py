@@ -1,6 +1,6 @@
 """From a folder of photos to new pictures: check, train, sample, evaluate.
 
-    python photos_to_pictures.py photos/ --budget 1h
+python photos_to_pictures.py photos/ --budget 1h
 """
 
 import argparse

@@ -1,0 +1,91 @@
+"""The examples run as they are, with fewer steps and images."""
+
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from PIL import Image
+
+import unfog
+
+EXAMPLES = Path(unfog.__file__).parents[2] / "examples"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not EXAMPLES.exists(), reason="installed without its repository"),
+]
+
+
+def example(monkeypatch, name, *words):
+    monkeypatch.setattr(sys, "argv", [name, *map(str, words)])
+    monkeypatch.syspath_prepend(EXAMPLES)
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of a run on the shapes of own_dataset.py."""
+    out = tmp_path_factory.mktemp("examples") / "shapes"
+    with pytest.MonkeyPatch.context() as patched:
+        example(patched, "own_dataset.py", "--steps", 3, "--images", 60, "--out", out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("photos")
+    shapes = runpy.run_path(str(EXAMPLES / "own_dataset.py"))["Shapes"](60)
+    for number in range(60):
+        shapes[number][0].save(folder / f"{number:02}.png")
+    return folder
+
+
+def test_own_dataset(run):
+    assert unfog.load(run).classes == ("circle", "square")
+    assert Image.open(run / "circle.png").size == (32, 32)
+
+
+def test_export_and_draw(run, tmp_path, monkeypatch):
+    example(monkeypatch, "export_and_draw.py", run, "--out", tmp_path / "onnx")
+    assert Image.open(tmp_path / "onnx" / "picture-3.png").size == (32, 32)
+
+
+def test_photos_to_pictures(photos, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    example(monkeypatch, "photos_to_pictures.py", photos, "--budget", "10s", "--size", 16)
+    assert "real images" in capsys.readouterr().out
+    assert len(list(tmp_path.glob("runs/*/picture-*.png"))) == 16
+
+
+def test_own_network(photos, tmp_path, monkeypatch):
+    example(monkeypatch, "own_network.py", photos, "--steps", 2, "--out", tmp_path / "run")
+    assert Image.open(tmp_path / "run" / "first.png").size == (32, 32)
+
+
+def test_finetune_from_diffusers(run, photos, tmp_path, monkeypatch):
+    model = unfog.load(run).export(tmp_path / "model", format="diffusers")
+    example(monkeypatch, "finetune_from_diffusers.py", model, photos, "--steps", 2, "--out", tmp_path / "fine")
+    assert (tmp_path / "fine" / "diffusers" / "model_index.json").is_file()
+
+
+def test_evaluate_folder(photos, tmp_path, monkeypatch, capsys):
+    for number in range(0, 60, 2):
+        shutil.copy(photos / f"{number:02}.png", tmp_path)
+    example(monkeypatch, "evaluate_folder.py", tmp_path, photos)
+    assert "sliced" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["first_hour", "look_inside"])
+def test_notebook(name, run, tmp_path):
+    notebook = nbformat.read(EXAMPLES / f"{name}.ipynb", as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells), "stored without outputs"
+    for cell in notebook.cells:
+        cell.source = cell.source.replace("STEPS = 400 ", "STEPS = 4 ").replace(
+            'RUN = "runs/fashion"', f"RUN = {str(run)!r}"
+        )
+    NotebookClient(notebook, timeout=250, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    shown = [output.data for cell in notebook.cells for output in cell.get("outputs", []) if "data" in output]
+    assert any("image/png" in data or "<img" in data.get("text/html", "") for data in shown)
