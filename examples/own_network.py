@@ -37,19 +37,17 @@ class SmallNet(nn.Module):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("photos", help="folder of images; fashion is built in")
+    parser.add_argument("photos", help="folder of images")
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--channels", type=int, default=3, help="1 for grey images")
     parser.add_argument("--out", default="runs/own-network")
     asked = parser.parse_args()
 
-    network = SmallNet(asked.channels)
-    settings = {"size": 32, "channels": asked.channels}
-    run = unfog.train(asked.photos, network=network, lr=1e-3, steps=asked.steps, out=asked.out, **settings)
+    data = {"size": 32, "channels": 3}  # grey photos become colour ones
+    run = unfog.train(asked.photos, network=SmallNet(), data=data, lr=1e-3, steps=asked.steps, out=asked.out)
     print(run)
 
     # Another program needs the class to load the run: its source is kept beside the weights, but never run.
-    again = unfog.load(run.path, network=SmallNet(asked.channels))
+    again = unfog.load(run.path, network=SmallNet())
     again.sample(4, seed=0).pil()[0].save(run.path / "first.png")
 
 

@@ -14,7 +14,7 @@ import unfog
 
 EXAMPLES = Path(unfog.__file__).parents[2] / "examples"
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.exhaustive,
     pytest.mark.skipif(not EXAMPLES.exists(), reason="installed without its repository"),
 ]
 
@@ -83,9 +83,8 @@ def test_notebook(name, run, tmp_path):
     notebook = nbformat.read(EXAMPLES / f"{name}.ipynb", as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells), "stored without outputs"
     for cell in notebook.cells:
-        cell.source = cell.source.replace("STEPS = 400 ", "STEPS = 4 ").replace(
-            'RUN = "runs/fashion"', f"RUN = {str(run)!r}"
-        )
+        for old, new in {"STEPS = 400 ": "STEPS = 4 ", 'RUN = "runs/fashion"': f"RUN = {str(run)!r}"}.items():
+            cell.source = cell.source.replace(old, new)
     NotebookClient(notebook, timeout=250, resources={"metadata": {"path": str(tmp_path)}}).execute()
     shown = [output.data for cell in notebook.cells for output in cell.get("outputs", []) if "data" in output]
     assert any("image/png" in data or "<img" in data.get("text/html", "") for data in shown)
