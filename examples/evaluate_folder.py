@@ -16,9 +16,10 @@ def main() -> None:
     asked = parser.parse_args()
 
     found = unfog.evaluate(asked.generated, reference=asked.reference, features=asked.features)
-    for one in found.metrics:
-        print(f"{one.metric:10} {one.value:8.4f}   real images against each other: {one.real}")
-    print(found.verdict)
+    for one in found.measured:
+        if one.value is not None:  # some need more images
+            print(f"{one.metric:10} {one.value:8.4f}   real images against each other: {one.real}")
+    print(found, found.verdict)
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ def test_evaluate_folder(photos, tmp_path, monkeypatch, capsys):
     for number in range(0, 60, 2):
         shutil.copy(photos / f"{number:02}.png", tmp_path)
     example(monkeypatch, "evaluate_folder.py", tmp_path, photos)
-    assert "sliced" in capsys.readouterr().out
+    assert "kid" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["first_hour", "look_inside"])

@@ -69,7 +69,7 @@ class Evaluation:
         raise KeyError(metric)
 
     def __repr__(self) -> str:
-        metrics = ", ".join(f"{one.metric} {one.value:.4g}" for one in self.measured)
+        metrics = ", ".join(f"{one.metric} {one.value:.4g}" for one in self.measured if one.value is not None)
         what = "images" if self.step is None else f"step {self.step:,}"
         return f"<evaluation of {what}: {metrics or 'no metrics'}>"
 
