@@ -138,9 +138,11 @@ def test_numbers_of_another_optimizer_do_not_fit(run: Path, tmp_path: Path, valu
         load_checkpoint(copy / "checkpoints/00000004", state)
 
 
-@pytest.mark.parametrize("name", ["checkpoints", "averages", "samples"])
+@pytest.mark.parametrize("name", ["checkpoints", "averages", "samples", "events.jsonl"])
 @pytest.mark.parametrize("kind", ["link", "dangling", "pipe"])
-def test_a_run_whose_folders_are_none_is_not_trained_into(run: Path, tmp_path: Path, name: str, kind: str) -> None:
+def test_a_run_whose_folders_or_records_are_none_is_not_trained_into(
+    run: Path, tmp_path: Path, name: str, kind: str
+) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "run"))
     shutil.copytree(run / "checkpoints", tmp_path / "else/folder")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -155,7 +157,7 @@ def test_a_run_whose_folders_are_none_is_not_trained_into(run: Path, tmp_path: P
         ):
             begin()
     after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    assert after == {path: content for path, content in before.items() if copy / name not in path.parents}
+    assert after == {path: content for path, content in before.items() if copy / name not in (path, *path.parents)}
 
 
 def test_a_backup_by_hard_links_is_not_written_to(run: Path, tmp_path: Path) -> None:

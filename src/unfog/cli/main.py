@@ -99,7 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if debug:
             raise
         if isinstance(error, OSError):
-            sys.stderr.write(f"unfog: {_in_a_line(str(error))}\n")
+            said = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+            sys.stderr.write(f"unfog: {_in_a_line(said)}; put that right, then do the same again\n")
             sys.exit(1)
         from unfog.training.out_of_memory import is_out_of_memory
 

@@ -148,7 +148,7 @@ def _resume_request(words: Sequence[str]) -> requests.ResumeRequest:
     check_request(config)
     request = kind(folder.path, config, source, table.get("force", False), table.get("verify", False))
     if not request.verify:
-        folder.check_folders()
+        folder.check_own_files()
         check_changes(stored, config, request.force)
     return request
 

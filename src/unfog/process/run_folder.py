@@ -19,7 +19,7 @@ from unfog.errors import RequestError, RunError
 from unfog.locks import LOCK, lock_of
 from unfog.process.heartbeat import read_heartbeat
 from unfog.reporting.progress import say
-from unfog.safe_files import check_folder, read_file, remove, remove_tree, write_atomic
+from unfog.safe_files import check_folder, read_file, regular_file, remove, remove_tree, write_atomic
 from unfog.text import sanitize
 
 AUTOENCODER_FOLDER = "codec"
@@ -129,15 +129,19 @@ class RunFolder:
         if not os.access(self.path, os.W_OK | os.X_OK):
             raise RequestError(f"{self.path} may not be written to, and what is found belongs there; make it writable")
 
-    def check_folders(self) -> None:
-        """RequestError if a folder that training writes into is a link, or no folder."""
-        for folder in (self.checkpoints, self.averages, self.path / "samples", self.path / "denoising"):
+    def check_own_files(self) -> None:
+        """RequestError if a folder or record that training writes to is a link, a pipe or the like."""
+        folders = (self.checkpoints, self.averages, self.path / "samples", self.path / "denoising")
+        for path in (*folders, self.metrics, self.events):
             try:
-                check_folder(folder, self.path)
+                if path in folders:
+                    check_folder(path, self.path)
+                elif os.path.lexists(path):
+                    regular_file(path, self.path)
             except OSError as error:
                 raise RequestError(
-                    f"{folder} cannot be trained into ({reason_of(error)}): a run keeps its files in folders of its "
-                    "own; put the folder itself there, or move the whole run, which may be behind a link"
+                    f"{path} cannot be trained into ({reason_of(error)}): a run keeps its files in folders of its own; "
+                    "put the real one there, or move the whole run, which may be behind a link"
                 ) from None
 
     @contextmanager

@@ -70,7 +70,7 @@ def resume(
     began, stored = command_clock.began(), folder.read_config()
     config = config or stored
     _check_resume_request(stored, config)
-    folder.check_folders()
+    folder.check_own_files()
     with open_run(folder, config, callbacks=callbacks) as run, ExitStack() as stack:
         point = find_resume_point(folder, stored)
         stack.enter_context(building_for(point.weights))
