@@ -135,7 +135,7 @@ def test_a_search_that_is_stopped_leaves_nothing(tmp_path):
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
-    assert "ending here" in said
+    assert "SIGTERM: stopping" in said
     assert "saving" not in said
     assert not (tmp_path / "lr").exists()
 

@@ -200,7 +200,7 @@ def test_what_cannot_be_measured_is_refused_before_drawing(run, monkeypatch):
 
 def test_a_sweep_that_cannot_be_written_is_printed(run, capsys):
     (run / SWEEP_FILE).mkdir()
-    with pytest.raises(RunError, match=r"cannot be written to: .*what was found is above"):
+    with pytest.raises(RunError, match=r"cannot be written to: .*the result is printed above"):
         unfog.ema_sweep(run, widths=[0.1, 0.2], n=8)
     rows = [line.split() for line in capsys.readouterr().err.splitlines()]
     assert {"0.1", "0.2"} <= {row[0] for row in rows if row}

@@ -224,14 +224,14 @@ def test_flags_win_over_the_file_and_that_over_the_weights(photos, tmp_path):
 @pytest.mark.parametrize(
     ("spoil", "changes", "said"),
     [
-        (lambda f: shutil.rmtree(f), {}, "is no folder"),
+        (lambda f: shutil.rmtree(f), {}, "is not a folder"),
         (lambda f: (f / "config.json").unlink(), {}, "neither config.toml"),
         (lambda f: (f / WEIGHTS).rename(f / "diffusion_pytorch_model.bin"), {}, "pickles"),
         (lambda f: (f / "config.json").write_text("{"), {}, "cannot be read"),
         (lambda f: (f / "config.json").write_text('{"_class_name": "UNet1DModel"}'), {}, "UNet1DModel"),
-        (lambda f: None, {"network": "tiny"}, "is not that of"),
+        (lambda f: None, {"network": "tiny"}, "differs from that of"),
         (lambda f: None, {"data": {"channels": 1}}, "3 channel"),
-        (lambda f: None, {"size": 9}, "no multiple"),
+        (lambda f: None, {"size": 9}, "must be a multiple"),
         (lambda f: None, {"init": {"folder": "{}", "checkpoint": "last"}}, "newest, best or a step"),
     ],
 )

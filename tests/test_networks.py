@@ -406,9 +406,13 @@ def test_words_and_toml():
 @pytest.mark.parametrize(
     ("kind", "wrong", "message"),
     [
-        (MPUNet, {"channels": ()}, "at least one level"),
-        (MPUNet, {"attention": (True,)}, "attention has 1 entries for 3 levels"),
-        (MPUNet, {"head_channels": 50}, "channels = 144 with attention is not a multiple of head_channels = 50"),
+        (MPUNet, {"channels": ()}, "give 1 to 12 levels"),
+        (MPUNet, {"attention": (True,)}, "attention has 1 entries, but channels has 3 levels"),
+        (
+            MPUNet,
+            {"head_channels": 50},
+            "channels = 144 must be a multiple of head_channels = 50 in a level with attention",
+        ),
         (MPUNet, {"dropout": 1.0}, "dropout = 1.0"),
         (DiT, {"time_scale": 0.0}, "time_scale = 0.0"),
         (DiT, {"width": 100}, "head_channels = 32 must be a multiple of 4 that divides width = 100"),
@@ -424,9 +428,11 @@ def test_contradictions_are_refused(kind, wrong, message):
 
 
 def test_sizes_are_checked():
-    with pytest.raises(RequestError, match=r"size = 30 is no multiple of 4 from 8 on, as 3 levels need; try size = 32"):
+    with pytest.raises(
+        RequestError, match=r"size = 30 must be a multiple of 4 and at least 8 for a network of 3 levels; try size = 32"
+    ):
         MPUNet().check(30)
-    with pytest.raises(RequestError, match=r"size = 27 is no multiple of patch = 2; try size = 28"):
+    with pytest.raises(RequestError, match=r"size = 27 must be a multiple of patch = 2; try size = 28"):
         DiT().check((28, 27))
     DiT(patch=4).check((28, 4))
 

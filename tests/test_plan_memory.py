@@ -237,9 +237,7 @@ def test_a_micro_batch_does_not_depend_on_what_is_free_at_the_moment(monkeypatch
     )
     assert settled(10**12) == usual
     for training in ({}, {"microbatch": 8}):
-        with pytest.raises(
-            RequestError, match=r"are available at the moment; end other programs, or give --microbatch"
-        ):
+        with pytest.raises(RequestError, match=r"are available now; close other programs, or give --microbatch"):
             settled(int(1.3 * takes[1]), **training)
 
 

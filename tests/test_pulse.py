@@ -156,7 +156,7 @@ def test_stop_is_passed_on_and_taken_away(tmp_path, capfd):
         wait_until(stop)
         wait_until(lambda: not (tmp_path / "STOP").exists())
     assert stop.received == "STOP file"
-    assert capfd.readouterr().err == "STOP file: ending here and saving\n"
+    assert capfd.readouterr().err == "STOP file: stopping and saving\n"
 
 
 def test_stop_cuts_off_what_does_not_look(tmp_path):
@@ -205,8 +205,8 @@ def test_requests_from_before_the_start_are_not_obeyed_and_that_is_said(tmp_path
         assert not stop()
     assert not (tmp_path / "SAVE").exists()
     said = capsys.readouterr().err
-    assert f"{tmp_path / 'SAVE'} was there before" in said
-    assert f"{tmp_path / 'STOP'} was there before" in said
+    assert f"{tmp_path / 'SAVE'} existed before" in said
+    assert f"{tmp_path / 'STOP'} existed before" in said
 
 
 def test_a_folder_that_vanishes_stops_nothing(tmp_path):

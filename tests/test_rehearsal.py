@@ -141,7 +141,7 @@ def test_weights_that_do_not_move_are_fatal(fashion, tmp_path):
     config = replace(config, optimizer=replace(config.optimizer, lr=0.0, weight_decay=0.0))
     findings = rehearsed(config, fashion, tmp_path)
     assert {code: f.severity for code, f in findings.items() if f.severity != "fine"} == {"ema": "fatal"}
-    assert "what they were before" in findings["ema"].evidence
+    assert "did not change" in findings["ema"].evidence
 
 
 def test_a_checkpoint_that_differs_is_fatal(fashion, tmp_path, monkeypatch):

@@ -296,7 +296,7 @@ TABLE = [
     ("train fashion --network small:channels=32/48/96", "multiple of norm_groups"),
     ("train fashion --network small:dropout=0.1,dropout=0.2", "dropout is given twice"),
     ("train fashion --network auto:dropout=1", "auto has no setting 'dropout'"),
-    ("train fashion --network small --size 30", "size = 30 is no multiple of 4"),
+    ("train fashion --network small --size 30", "size = 30 must be a multiple of 4"),
     ("train fashion --network small:attention=0/1", "attention has 2 entries"),
     ("train fashion --network small:attention=0/1/2", "small:attention = '0/1/2' is not true or false"),
     ("train fashion --label-dropout 3", "label_dropout = 3.0"),
@@ -402,8 +402,8 @@ def test_places_without_permission(refused, here):
     (here / "shut").mkdir(mode=0o500)
     assert "may not be written to" in refused("train", "fashion", "--out", "shut/run")
     (here / "run").chmod(0o500)
-    assert "may not be written to" in refused("sample", "run")
-    with pytest.raises(RequestError, match="may not be written to"):
+    assert "is not writable" in refused("sample", "run")
+    with pytest.raises(RequestError, match="is not writable"):
         RunFolder(here / "run").check_writable()
     (here / "run").chmod(0o700)
     (here / "blind").mkdir(mode=0o000)

@@ -187,7 +187,7 @@ def test_going_on_for_longer_and_what_cannot_change(whole, tmp_path):
     assert state_of(folder)["last"]["lr"] < 1e-5
     finish(command("resume", folder, "--steps", "41", "--optimizer.schedule", "constant"))
     assert state_of(folder)["last"]["lr"] == 1e-5
-    assert "are behind it" in finish(command("resume", folder, "--steps", "12"), status=2)
+    assert "beyond the" in finish(command("resume", folder, "--steps", "12"), status=2)
     for wrong in (["--size", "35"], ["--batch", "16"], ["--network", "tiny"], ["--target", "eps"]):
         said = finish(command("resume", folder, *wrong), status=2)
         assert "cannot become" in said
@@ -236,7 +236,7 @@ def test_verify_repeats_a_part_of_the_run(whole, tmp_path):
     for path in (folder / "checkpoints").iterdir():
         if path.name != "00000036":
             shutil.rmtree(path)
-    assert "two are needed" in finish(command("resume", folder, "--verify"), status=2)
+    assert "--verify needs two" in finish(command("resume", folder, "--verify"), status=2)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_verify_repeats_a_part_of_the_run(whole, tmp_path):
         ("batch = 8", "batch = 16", "training.batch is 8 in this run and cannot become 16"),
         ("seed = 0", "seed = 7", "--force"),
         ('kind = "flow"', 'kind = "v"', "diffusion.target"),
-        ("images = 288", "images = 80", "are behind it"),
+        ("images = 288", "images = 80", "beyond the"),
     ],
 )
 def test_settings_that_were_edited_are_those_of_the_run_no_more(whole, tmp_path, old, new, said):
@@ -275,7 +275,7 @@ def test_asked_again_for_the_length_it_has(whole, tmp_path):
     shutil.copytree(whole, folder)
     config = (folder / "config.toml").read_text()
     for more in ([], ["--steps", 36], ["--lr", 0.1]):
-        assert "is at its end" in finish(command("resume", folder, *more))
+        assert "is finished at step" in finish(command("resume", folder, *more))
     assert (folder / "config.toml").read_text() == config
     assert "equal to the bit" in finish(command("resume", folder, "--verify"))
 
@@ -294,7 +294,7 @@ def test_a_run_that_is_ended_where_it_was_saved_logs_and_measures_its_last_steps
     assert "images_per_second" not in last  # of a session that trained on none
     assert (folder / "samples" / "00000018.png").exists()
     assert read_events(folder / "events.jsonl")[-1]["kind"] == "finished"
-    assert "is at its end" in finish(command("resume", folder))
+    assert "is finished at step" in finish(command("resume", folder))
     assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")][-2:] == [15, 18]
 
 
@@ -309,7 +309,7 @@ def test_a_run_that_is_ended_where_it_was_logged_measures_its_held_out_loss(whol
     assert 0 < logged["loss"] < 10
     assert "loss" not in last
     assert 0 < last["held_out_loss"] < 10
-    assert "is at its end" in finish(command("resume", folder))
+    assert "is finished at step" in finish(command("resume", folder))
     assert read_metrics(folder / "metrics.jsonl")[-1] == last
 
 
@@ -319,7 +319,7 @@ def test_what_a_finished_run_draws_by_can_be_changed(whole, tmp_path):
     before = unfog.load(folder).config
     said = finish(command("resume", folder, "--sampler.order", 3, "--guidance", 2, "--lr", 0.1))
     assert "changed: sampler.order: 2 -> 3" in said
-    assert "is at its end" in said
+    assert "is finished at step" in said
     assert re.search(r"not applied: optimizer.lr: \S+ -> 0.1, as nothing is left to train", said)
     assert said.count("not applied") == 1
     after = unfog.load(folder).config

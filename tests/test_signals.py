@@ -86,7 +86,10 @@ def test_first_signal_is_a_flag_for_a_loop_that_looks(name):
     time.sleep(0.1)
     out, said = child.send(getattr(signal, name)).finish()
     assert out == f"{name} True"
-    assert said == f"{name}: ending here and saving; once more to leave at once\n"
+    if name == "SIGINT":
+        assert said == "Stopping and saving. Press Ctrl-C again to quit immediately.\n"
+    else:
+        assert said == f"{name}: stopping and saving; a second signal quits immediately\n"
 
 
 def test_alarm_cuts_off_what_does_not_look():
@@ -467,7 +470,7 @@ def test_request_from_a_thread_is_a_request():
     out, said = child.finish()
     assert out.startswith("STOP file")
     assert 1.1 < numbers_in(out)[0] < CUT_OFF
-    assert said == "STOP file: ending here and saving\n"
+    assert said == "STOP file: stopping and saving\n"
 
 
 def test_signal_after_a_request_by_file_is_the_first_signal():
@@ -482,7 +485,7 @@ def test_signal_after_a_request_by_file_is_the_first_signal():
     """)
     out, said = child.send(signal.SIGTERM).finish()
     assert out == "Interrupted"
-    assert said.startswith("STOP file: ending here and saving\nSIGTERM: ending")
+    assert said.startswith("STOP file: stopping and saving\nSIGTERM: stopping")
 
 
 def test_requests_while_the_context_is_left_do_not_kill():

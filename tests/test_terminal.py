@@ -75,12 +75,12 @@ def test_the_message_of_a_signal_stays_whole(folder):
     with Terminal([sys.executable, "-c", RUN, folder, "wait"]) as terminal:
         terminal.wait_for("waiting")
         terminal.press(b"\x03")
-        terminal.wait_for("SIGINT")
+        terminal.wait_for("Press Ctrl-C again")
         terminal.press(b"\n")
         assert terminal.finish() == 0, "\n".join(terminal.lines())
     lines = [line for line in terminal.lines() if line]
     assert len(lines) == 5
-    assert lines[1].startswith("SIGINT: ")
+    assert lines[1].startswith("Stopping and saving.")
     assert lines[2:] == ["a message in the middle", "finished at step 40", folder]
 
 
@@ -108,5 +108,5 @@ def test_a_run_on_a_terminal_from_its_start_to_ctrl_c(folder, tmp_path):
     lines = terminal.lines()
     assert max("\n".join(frame).count("━ step") for frame in terminal.frames) == 1
     assert not any("━" in line or "so far" in line for line in lines)
-    assert any(line.startswith("SIGINT: ") for line in lines)
+    assert any(line.startswith("Stopping and saving.") for line in lines)
     assert any(line == folder for line in lines)

@@ -204,8 +204,14 @@ def test_sizes_are_checked_before_building():
     settings.check(28)
     settings.check((8, 64))
     for size, message in (
-        (30, "size = 30 is no multiple of 4 from 8 on, as 3 levels need; try size = 32, or fewer levels"),
-        ((32, 4), "size = 4 is no multiple of 4 from 8 on, as 3 levels need; try size = 8, or fewer levels"),
+        (
+            30,
+            "size = 30 must be a multiple of 4 and at least 8 for a network of 3 levels; try size = 32",
+        ),
+        (
+            (32, 4),
+            "size = 4 must be a multiple of 4 and at least 8 for a network of 3 levels; try size = 8, or fewer levels",
+        ),
     ):
         with pytest.raises(RequestError) as refused:
             settings.check(size)
@@ -228,11 +234,14 @@ def test_every_checked_size_works_and_others_do_not():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"channels": ()}, "at least one level"),
-        ({"blocks": 0}, "one block"),
-        ({"attention": (True,)}, "attention has 1 entries for 3 levels"),
-        ({"channels": (60, 80, 100)}, "channels = 60 is not a multiple of norm_groups = 32; try norm_groups = 20"),
-        ({"head_channels": 48}, "channels = 128 with attention is not a multiple of head_channels = 48; try 32"),
+        ({"channels": ()}, "give 1 to 12 levels"),
+        ({"blocks": 0}, "1 to 100 blocks"),
+        ({"attention": (True,)}, "attention has 1 entries, but channels has 3 levels"),
+        ({"channels": (60, 80, 100)}, "channels = 60 must be a multiple of norm_groups = 32; try norm_groups = 20"),
+        (
+            {"head_channels": 48},
+            "channels = 128 must be a multiple of head_channels = 48 in a level with attention; try head_channels = 32",
+        ),
         ({"dropout": 1.0}, "dropout = 1.0"),
     ],
 )

@@ -103,7 +103,7 @@ def check_multiple(size: int, factor: int) -> None:
     """Raise RequestError unless an autoencoder of this factor takes images of this side."""
     if size % factor:
         near = max(1, round(size / factor)) * factor
-        raise RequestError(f"size = {size} is no multiple of {factor}, as the autoencoder needs; try size = {near}")
+        raise RequestError(f"size = {size} must be a multiple of {factor} for this autoencoder; try size = {near}")
 
 
 class AutoencoderFolder(NamedTuple):
@@ -145,12 +145,13 @@ class AutoencoderFolder(NamedTuple):
         folder = next((whole / place for place in _PLACES if (whole / place / CONFIG).is_file()), None)
         if folder is None and (whole / "config.toml").is_file():
             raise RequestError(
-                f"autoencoder_folder = {path} has no autoencoder yet: `unfog resume {path}` if it is one in training"
+                f"autoencoder_folder = {path} has no finished autoencoder; if its training was interrupted, "
+                f"continue it: unfog resume {path}"
             )
         if folder is None:
             raise RequestError(
-                f"autoencoder_folder = {path} holds no {CONFIG}; give the folder of an AutoencoderKL or "
-                "AutoencoderTiny, or of what `unfog train-autoencoder` made"
+                f"autoencoder_folder = {path} holds no {CONFIG}; give a run of `unfog train-autoencoder`, or "
+                "the folder of an AutoencoderKL or AutoencoderTiny"
             )
         try:
             config = _read_json(folder / CONFIG)

@@ -87,7 +87,7 @@ class CustomNetwork(CustomPart, NetworkSettings):
         except Exception as error:  # anything may go wrong in other people's code
             raise RequestError(f"{self.path} cannot be built as a network: {error}") from error
         if not isinstance(network, nn.Module):
-            raise RequestError(f"{self.path} is no torch.nn.Module; give the class of one")
+            raise RequestError(f"{self.path} is not a torch.nn.Module; name a class that is")
         network.image_channels, network.num_classes = channels, classes  # type: ignore[assignment]
         return network
 
@@ -107,7 +107,7 @@ class CustomNetwork(CustomPart, NetworkSettings):
         except Exception as error:
             raise RequestError(f"{self.path} fails for an image of shape {shape}: {error}") from error
         if found != expected:
-            raise RequestError(f"{self.path} gives an output of shape {found}, and {expected} is needed")
+            raise RequestError(f"{self.path} returns shape {found}, but must return {expected}")
 
 
 def build_model(

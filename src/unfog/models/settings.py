@@ -44,12 +44,12 @@ class _LevelSettings(NetworkSettings):
         valid = 1 <= len(self.channels) <= 12 and 1 <= blocks <= 100
         if not valid or min(self.channels) < 4 or max(self.channels) > 16384:
             raise RequestError(
-                f"channels = {channels} and blocks = {blocks} make no network; give at least one level, at most 12, "
-                "each of 4 to 16384 channels, and at least one block, at most 100"
+                f"channels = {channels} or blocks = {blocks} is out of range; give 1 to 12 levels of 4 to "
+                "16384 channels each, and 1 to 100 blocks"
             )
         if len(self.attention) != len(self.channels):
             raise RequestError(
-                f"attention has {len(self.attention)} entries for {len(self.channels)} levels of channels; "
+                f"attention has {len(self.attention)} entries, but channels has {len(self.channels)} levels; "
                 "give one true or false for each level"
             )
         check_bounds(self)
@@ -57,8 +57,8 @@ class _LevelSettings(NetworkSettings):
         attending = self.attending()
         if heads and (wrong := [c for c in attending if c % heads]):
             raise RequestError(
-                f"channels = {wrong[0]} with attention is not a multiple of head_channels = {heads}; "
-                f"try {_common_divisor(attending)}, or 0 for one head"
+                f"channels = {wrong[0]} must be a multiple of head_channels = {heads} in a level with "
+                f"attention; try head_channels = {_common_divisor(attending)}, or 0 for one head"
             )
 
     def _check_groups(self) -> None:
@@ -72,8 +72,8 @@ class _LevelSettings(NetworkSettings):
             if side < 2 * factor or side % factor:
                 nearest = max(2, round(side / factor)) * factor
                 raise RequestError(
-                    f"size = {side} is no multiple of {factor} from {2 * factor} on, as {levels} levels "
-                    f"need; try size = {nearest}, or fewer levels"
+                    f"size = {side} must be a multiple of {factor} and at least {2 * factor} for a network "
+                    f"of {levels} levels; try size = {nearest}, or fewer levels"
                 )
 
     def layout(self, height: int, width: int) -> str:
@@ -131,8 +131,8 @@ class UNet(_LevelSettings):
         for channels in self.channels:
             if channels % self.norm_groups:
                 raise RequestError(
-                    f"channels = {channels} is not a multiple of norm_groups = {self.norm_groups}; "
-                    f"try norm_groups = {_common_divisor(self.channels)}"
+                    f"channels = {channels} must be a multiple of norm_groups = {self.norm_groups}; try "
+                    f"norm_groups = {_common_divisor(self.channels)}"
                 )
 
     def attending(self) -> tuple[int, ...]:
@@ -211,8 +211,8 @@ class DiT(NetworkSettings):
         check_bounds(self)
         if self.head_channels < 4 or self.head_channels % 4 or self.width % self.head_channels:
             raise RequestError(
-                f"head_channels = {self.head_channels} must be a multiple of 4 that divides width = {self.width}, as "
-                "two dimensions take pairs of channels each; 32 or 64 is usual"
+                f"head_channels = {self.head_channels} must be a multiple of 4 that divides width = "
+                f"{self.width}, because rows and columns each use pairs of channels; 32 or 64 is usual"
             )
 
     def check(self, size: int | tuple[int, int]) -> None:
@@ -220,7 +220,7 @@ class DiT(NetworkSettings):
             if side < self.patch or side % self.patch:
                 nearest = max(1, round(side / self.patch)) * self.patch
                 raise RequestError(
-                    f"size = {side} is no multiple of patch = {self.patch}; try size = {nearest}, or another patch"
+                    f"size = {side} must be a multiple of patch = {self.patch}; try size = {nearest}, or another patch"
                 )
 
     def layout(self, height: int, width: int) -> str:

@@ -162,8 +162,8 @@ class AutoSettings:
         at_once = plural(microbatch_size(self.process_config().training))
         extra = " --training.checkpointing" if fits.checkpointing and not self.config.training.checkpointing else ""
         raise RequestError(
-            f"{at_once} at once need about {format_bytes(needed)}, and {format_bytes(available)} of memory are "
-            f"available at the moment; end other programs, or give --microbatch {fits.microbatch}{extra}"
+            f"{at_once} at once need about {format_bytes(needed)}, and {format_bytes(available)} of memory "
+            f"are available now; close other programs, or give --microbatch {fits.microbatch}{extra}"
         )
 
     def _adopt(self, fit: MicrobatchChoice) -> None:
@@ -237,8 +237,8 @@ class AutoSettings:
         steps = max(1, -(-images // training.batch))
         if steps * training.batch < seen:
             raise RequestError(
-                f"the run is at step {seen // training.batch:,} already, so {steps:,} steps in all are behind it; "
-                "--steps and --images count from the beginning of the run, --budget from now on"
+                f"the run is already at step {seen // training.batch:,}, beyond the {steps:,} steps that "
+                "were given; --steps and --images count from the start of the run, --budget from now"
             )
         self._set_training(images=steps * training.batch, steps=0, budget="")
 
@@ -246,8 +246,8 @@ class AutoSettings:
         """Raise `RequestError` where a time budget needs a measured speed, and that cannot be measured."""
         if self.sharded and not (self.config.training.images or self.config.training.steps):
             raise RequestError(
-                "training.budget measures the speed of a whole network on one device, which training.shard is there to "
-                "avoid; give --steps or --images"
+                "--budget cannot be used with --training.shard, because it measures the whole network on "
+                "one device; give --steps or --images"
             )
 
     def _images_beside_evaluation(self, possible: float) -> int:

@@ -74,12 +74,13 @@ def check_disk_room(
     if free < room.minimum:
         raise RequestError(
             f"{checkpoints.parent} has {format_bytes(free)} free, and two checkpoints of this network take "
-            f"{format_bytes(2 * room.checkpoint)}; make room, or give another --out or a smaller --network"
+            f"{format_bytes(2 * room.checkpoint)}; free some space, or give another --out or a smaller "
+            "--network"
         )
     beside = f" and {format_bytes(room.snapshots)} of averages" if room.snapshots else ""
     most = format_bytes(room.checkpoints * room.checkpoint)
     line = f"disk: {format_bytes(room.checkpoint)} a checkpoint, {most} at most{beside}; {format_bytes(free)} free"
-    return line if free > room.maximum else f"{line}, so training may have to wait for room"
+    return line if free > room.maximum else f"{line}, so training may have to wait for free space"
 
 
 def decoded_bytes(prepared: Dataset, config: Config) -> int:

@@ -60,8 +60,8 @@ def find_device(name: str) -> Device:
     plain = name.lower().replace("nvidia", "").replace("rtx", "").strip(" -_").replace(" ", "-").replace("_", "-")
     if plain not in _DEVICES:
         raise RequestError(
-            f"for = {name!r} is not a known device{suggest(plain, _DEVICES)}; there is {', '.join(_DEVICES)}; "
-            "leave --for away for the machine at hand"
+            f"for = {name!r} is not a known device{suggest(plain, _DEVICES)}; give one of "
+            f"{', '.join(_DEVICES)}, or omit --for to plan for this machine"
         )
     return _DEVICES[plain]
 

@@ -47,14 +47,14 @@ def choose_intervals(config: Config) -> tuple[Changes, list[Choice]]:
         choose("optimizer", "warmup", max(1, min(5000, steps // 20)), "5% of the run, at most 5000 steps")
     if config.log.every == 0:
         every = min(50, _round_down_to_125(steps / 20))
-        choose("log", "every", every, "twenty times or more, at most 50 steps apart")
+        choose("log", "every", every, "at least 20 times in the run, and at least every 50 steps")
     if config.ema_snapshots.every >= 0:
         choose("ema_snapshots", "every", *_snapshot_interval(config, steps))
     if intervals := open_intervals(config):
         changes |= {section: {"every": every} for section, every in intervals.items()}
         values = ", ".join(f"{section} {every}" for section, every in intervals.items())
-        reason = "ten to twenty times in the run, and no more than 1000 steps to lose"
-        choices.append(Choice("every", values, reason))
+        reason = "about ten of each in the run; a crash loses at most 1000 steps"
+        choices.append(Choice("intervals", values, reason))
     return changes, choices
 
 
@@ -62,7 +62,7 @@ def _snapshot_interval(config: Config, steps: int) -> tuple[int, str]:
     """Return the interval of EMA snapshots, -1 for none, and why; no reason where there was nothing to choose."""
     asked = config.ema_snapshots.every
     if config.ema_snapshots.second_schedule(config.ema) is None:
-        return -1, "averages of a fixed decay cannot be rebuilt into others" if asked else ""
+        return -1, "an EMA of fixed decay cannot be rebuilt at other widths" if asked else ""
     if asked:
         return asked, ""
     if steps < _FEWEST_STEPS_FOR_SNAPSHOTS:
@@ -70,8 +70,8 @@ def _snapshot_interval(config: Config, steps: int) -> tuple[int, str]:
     every = max(1, round(steps / _SNAPSHOTS))
     needed = snapshot_bytes(sum(p.numel() for p in build_network(config).parameters()), every, steps)
     if needed > free_bytes(Path.cwd()) / 4:  # where the folder runs/ is
-        return -1, f"{format_bytes(needed)} would be over a quarter of the disk that is free"
-    return every, f"{format_bytes(needed)} of snapshots, from which unfog ema-sweep rebuilds an EMA of any width"
+        return -1, f"{format_bytes(needed)} of snapshots would take over a quarter of the free disk space"
+    return every, f"{format_bytes(needed)} of snapshots, from which `unfog ema-sweep` rebuilds an EMA of any width"
 
 
 def open_intervals(config: Config) -> dict[str, int]:

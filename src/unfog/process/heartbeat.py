@@ -98,7 +98,7 @@ class Heartbeat:
     def __enter__(self) -> Heartbeat:
         for name in (_SAVE_FILE, _STOP_FILE):
             if self._take(name):
-                say(f"{self._folder / name} was there before this start, and is ignored")
+                say(f"{self._folder / name} existed before this start and is ignored")
         self._beat()
         self._thread.start()
         return self

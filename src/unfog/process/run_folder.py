@@ -115,10 +115,7 @@ class RunFolder:
         self.check_is_run()
         config = read_toml(self.config_file, Config())
         if not config.source:
-            raise RequestError(
-                f"{self.config_file} is damaged: it names no source; put it back from a copy, or write what "
-                "`unfog train` printed into it"
-            )
+            raise RequestError(f"{self.config_file} is damaged: it names no source; restore it from a copy")
         own = self.path / AUTOENCODER_FOLDER
         if config.uses_latents and (own / "config.json").is_file():  # the run may have been moved
             config = replace(config, autoencoder_folder=str(own.absolute()))
@@ -127,7 +124,7 @@ class RunFolder:
     def check_writable(self) -> None:
         """RequestError if the permissions of the run folder forbid writing."""
         if not os.access(self.path, os.W_OK | os.X_OK):
-            raise RequestError(f"{self.path} may not be written to, and what is found belongs there; make it writable")
+            raise RequestError(f"{self.path} is not writable, and the result is stored there; make it writable")
 
     def check_own_files(self) -> None:
         """RequestError if a folder or record that training writes to is a link, a pipe or the like."""
@@ -152,7 +149,9 @@ class RunFolder:
         except OSError as error:
             for line in found():
                 say(f"  {line}")
-            raise RunError(f"{self.path} cannot be written to: {reason_of(error)}; what was found is above") from None
+            raise RunError(
+                f"{self.path} cannot be written to: {reason_of(error)}; the result is printed above"
+            ) from None
 
     def write_launch_file(self) -> None:
         """Note the launch by torchrun in the run, so that a later attempt finds it."""

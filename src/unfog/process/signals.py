@@ -43,7 +43,7 @@ class StopSignals:
 
     def __init__(self, saves: bool = True, quiet: bool = False) -> None:
         self._quiet = quiet
-        self._ending = "ending here and saving" if saves else "ending here"
+        self._ending = "stopping and saving" if saves else "stopping"
         self.received: str | None = None  # source of the request: "SIGTERM", "STOP file", …; None before one
         self._before: dict[signal.Signals, Any] = {}
         self._alarm = _Alarm(self._ring)
@@ -136,7 +136,10 @@ class StopSignals:
             name = signal.Signals(number).name
             if self.received is None:
                 self._begin(name)
-            self._tell(f"{name}: {self._ending}; once more to leave at once")
+            if number == signal.SIGINT:
+                self._tell(f"{self._ending.capitalize()}. Press Ctrl-C again to quit immediately.")
+            else:
+                self._tell(f"{name}: {self._ending}; a second signal quits immediately")
             return
         # A second Ctrl-C is insistence. Any other signal this soon is the same request by another way.
         insisted = number == signal.SIGINT and self._interrupts > 1

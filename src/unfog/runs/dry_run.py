@@ -194,7 +194,7 @@ class _DryRun:
             said += f"; fp16's loss scale came down to {self.state.precision.scale:g} meanwhile, as it does in any run"
         if shrunk:
             facts["microbatch"] = shrunk[-1]
-            said += f", but memory did not suffice for more than {shrunk[-1]} images at a time"
+            said += f", but memory sufficed for only {shrunk[-1]} images at a time"
             return Finding("rehearsal.training", "hint", said, f"--microbatch {shrunk[-1]}", facts)
         return Finding("rehearsal.training", "fine", said, facts=facts)
 
@@ -206,9 +206,9 @@ class _DryRun:
         facts = {"updates": self.state.updates, "moved": moved, "average_moved": followed}
         if not moved:
             if not self.state.updates and self.config.training.precision == "fp16":
-                said = f"none of {self.steps} steps was taken, as every gradient was beyond what fp16 can hold"
+                said = f"none of {self.steps} steps was taken, because every gradient overflowed fp16"
                 return Finding("rehearsal.ema", "warning", said, "--precision fp32, or bf16", facts)
-            said = f"the weights are after {self.steps} steps what they were before"
+            said = f"the weights did not change in {self.steps} steps"
             return Finding("rehearsal.ema", "fatal", said, "--lr 0 chooses a learning rate", facts)
         if not followed:
             return Finding("rehearsal.ema", "fatal", "the EMA does not follow the weights", "--ema power", facts)
@@ -296,7 +296,7 @@ def _passed(part: str, said: str, **facts: Any) -> Finding:
 def _failure(part: str, error: Exception, output: str) -> Finding:
     """Return the finding for an error, with its message and the remedy where that is known."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        remedy = "make room there, or let TMPDIR name a folder that has it"  # it is no fault of the run
+        remedy = "free some space there, or set TMPDIR to a folder on another disk"  # it is no fault of the run
         reason = error if error.filename else error.strerror
         return Finding("rehearsal.room", "hint", f"the dry run was not finished: {reason}", remedy)
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]

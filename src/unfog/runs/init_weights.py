@@ -89,8 +89,8 @@ def adopt_latent_statistics(config: Config) -> Config:
     if ours != theirs:
         trained_on = "latents of another autoencoder" if ours and theirs else "latents" if theirs else "pixels"
         raise RequestError(
-            f"the weights in {config.init.folder} were trained on {trained_on}, which is not what they would get with "
-            f"autoencoder_folder = {quote(config.autoencoder_folder)}; leave --autoencoder away, or start from "
+            f"the weights in {config.init.folder} were trained on {trained_on}, which does not fit "
+            f"autoencoder_folder = {quote(config.autoencoder_folder)}; omit --autoencoder, or start from "
             "other weights"
         )
     return replace(config, latents=trained.latents) if ours else config
@@ -104,7 +104,9 @@ def _describe_source(init: Init, diffusion: Diffusion, known: bool = True) -> _W
     folder = Path(init.folder).expanduser()
     try:
         if not folder.is_dir():
-            raise RequestError(f"init = {quote(init.folder)} is no folder; give a run, or a folder of diffusers")
+            raise RequestError(
+                f"init = {quote(init.folder)} is not a folder; give a run, or a folder that diffusers wrote"
+            )
         return _in_run(init, folder) if (folder / "config.toml").is_file() else _in_diffusers(folder, diffusion, known)
     except (OSError, ValueError) as error:
         raise RequestError(
@@ -150,8 +152,8 @@ def load_initial_weights(config: Config) -> _InitialWeights:
     sha256 = sha256_of(source.weights)
     if config.init.sha256 not in ("", sha256):
         raise RequestError(
-            f"{source.weights} is not what this run was to start from (sha256 differs), and it has saved no checkpoint "
-            "yet; bring it back, or train anew with another --out"
+            f"{source.weights} changed since this run began (sha256 differs), and the run has no checkpoint "
+            "yet; restore the file, or start a new run with another --out"
         )
     choices = [Choice("init", config.init.folder, source.what), _objective_choice(source, config)]
     if input_shape(source.config)[1] not in (0, input_shape(config)[1]):
@@ -170,19 +172,19 @@ def _check_network(source: _WeightsSource, config: Config) -> None:
     dropout = {f.name: getattr(theirs, f.name) for f in fields(theirs) if f.name == "dropout"}
     if ours is None or type(ours) is not type(theirs) or replace(ours, **dropout) != theirs:
         raise RequestError(
-            f"network = {format_spec(ours)} is not that of {config.init.folder}, {format_spec(theirs)}; leave "
-            "--network away, or change no more of it than dropout"
+            f"network = {format_spec(ours)} differs from that of {config.init.folder}, "
+            f"{format_spec(theirs)}; omit --network, or change only its dropout"
         )
     channels, known = input_shape(config)[0], input_shape(source.config)[0]
     if channels != known:
         what = "the autoencoder's latents have" if config.uses_latents else "data.channels ="
         raise RequestError(
-            f"the network in {config.init.folder} has {known} channel(s), and {what} {channels}; leave that away"
+            f"the network in {config.init.folder} has {known} channel(s), and {what} {channels}; omit that setting"
         )
     learned = config.diffusion.learned_variance
     if learned != (source.unet2d is None and source.config.diffusion.learned_variance):
         has = "no learned variance, and here it has" if learned else "a learned variance, and here it has none"
-        raise RequestError(f"the network in {config.init.folder} has {has}; leave diffusion.learned_variance as it was")
+        raise RequestError(f"the network in {config.init.folder} has {has}; omit diffusion.learned_variance")
 
 
 def _objective_choice(source: _WeightsSource, config: Config) -> Choice:
@@ -222,7 +224,7 @@ def _fit_to_run(
     wrong += [name for name in state if name in fresh and state[name].shape != fresh[name].shape]
     if wrong:
         raise RequestError(
-            f"{source.weights} does not fit its own settings ({min(wrong)}); was it edited? Write it anew"
+            f"{source.weights} does not fit its own settings ({min(wrong)}); it may have been edited: write it again"
         )
     return state, choices
 

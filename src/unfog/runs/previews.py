@@ -132,7 +132,7 @@ class Previews:
                     raise
             # Outside the clause, where the error's traceback no longer refers to the tensors of the attempt.
             self._batch = (batch + 1) // 2
-            warn(f"memory did not suffice for {batch} samples at once; previews and metrics go on with {self._batch}")
+            warn(f"out of memory with {batch} samples at once; previews and metrics continue with {self._batch}")
 
     def _batch_size(self, count: int) -> int:
         return min(self._batch, count, microbatch_size(self.config.training, self.state))

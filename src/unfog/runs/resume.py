@@ -164,8 +164,8 @@ def find_resume_point(folder: RunFolder, stored: Config) -> _ResumePoint:
     saved, broken = checkpoint.newest(folder.checkpoints)
     if saved is None and any(finite_number(row.get("step")) > 0 for row in read_metrics(folder.metrics)):
         raise RunError(
-            f"{folder.metrics} has steps, but {folder.checkpoints} has no checkpoint to resume from; "
-            "bring the checkpoints back, or train anew with another --out"
+            f"{folder.metrics} has steps, but {folder.checkpoints} has no checkpoint to resume from; restore "
+            "the checkpoints, or start a new run with another --out"
         )
     config = stored if saved is None else read_toml(saved.folder / checkpoint.CONFIG, Config())
     return _ResumePoint(saved, broken, config)
@@ -181,8 +181,8 @@ def _check_resume_request(stored: Config, config: Config) -> None:
         check_source(config.source)
     except RequestError:
         raise RequestError(
-            f"the images of this run were in {config.source}, which is not there; bring them back, or say where they "
-            "are now: --source FOLDER"
+            f"the images of this run were in {config.source}, which no longer exists; restore it, or give "
+            "its new place: --source FOLDER"
         ) from None
 
 
@@ -213,7 +213,7 @@ def _resolve_open_settings(
 def _finish_without_training(folder: RunFolder, stored: Config, config: Config, step: int) -> None:
     """Apply what a run at its end can still use: the settings of sampling, and an autoencoder not yet exported."""
     _apply_sampling_settings(folder, stored, config, step)
-    say(f"  {folder.path} is at its end, step {step:,}; --steps or --budget makes it longer")
+    say(f"  {folder.path} is finished at step {step:,}; give --steps or --budget to train longer")
     if not (folder.path / AUTOENCODER_FOLDER).is_dir():  # the process was killed after its last checkpoint
         export_autoencoder(folder, config)
 
@@ -231,7 +231,7 @@ def _apply_sampling_settings(folder: RunFolder, stored: Config, config: Config, 
     silent = (*(f"training.{name}: " for name in LENGTH), "ema_snapshots.every: 0 -> -1")
     for line in check_changes(changed, config, force=True):
         if not line.startswith(silent):
-            say(f"  not applied: {line}, as nothing is left to train")
+            say(f"  not applied, because the run is finished: {line}")
 
 
 class _ReplayHooks(StoppableHooks):
@@ -249,7 +249,8 @@ class _ReplayHooks(StoppableHooks):
         good, _ = find_rollback_checkpoint(self.folder.checkpoints, state, self.patience)
         if good is None:
             raise RequestError(
-                f"the run rolled back at image {state.seen:,} to a checkpoint that is gone, so it cannot be repeated"
+                f"the run rolled back at image {state.seen:,} to a checkpoint that was deleted since, so it "
+                "cannot be repeated"
             )
         roll_back(good.folder, state)
         return str(good.folder)
@@ -292,11 +293,11 @@ def find_replayable(folder: RunFolder, config: Config) -> tuple[CheckpointInfo, 
     # Lazily, as looking for damage reads the whole checkpoint.
     whole = list(islice((saved for saved in reversed(found) if saved.find_damage() is None), 2))[::-1]
     if len(whole) < 2:
-        raise RequestError(f"{folder.checkpoints} holds {len(whole)} whole checkpoint(s); two are needed to compare")
+        raise RequestError(f"{folder.checkpoints} holds {len(whole)} whole checkpoint(s); --verify needs two")
     first, last = whole
     states = [read_state(saved.folder) for saved in whole]
     between = f"between steps {first.step:,} and {last.step:,}"
-    remedy = "go on training until there are two newer checkpoints"
+    remedy = "train until there are two newer checkpoints"
     # A smaller micro-batch sums the gradient in another order, and the step of the change is not recorded.
     if len({state.get("microbatch", 0) for state in states}) > 1:
         raise RequestError(

@@ -69,7 +69,7 @@ class Saver:
             self.saved = (step, list(state.due))
             if bad := state.non_finite():  # writing it would delete an older checkpoint, which is whole
                 self.recorder.warn(
-                    step, f"{bad} is not finite, so step {step:,} is not saved; the checkpoints are whole"
+                    step, f"{bad} is not finite, so step {step:,} is not saved; earlier checkpoints are unharmed"
                 )
                 return
             rollback = self._is_rollback_target(state, step)
@@ -101,7 +101,7 @@ class Saver:
             place = self._moved_from
         if folder_identity(place) != self._identity:
             raise RunError(
-                f"{self._moved_from} was removed during training, or moved; what is not in a checkpoint is lost"
+                f"{self._moved_from} was removed or moved during training; the steps since the last checkpoint are lost"
             )
         self.folder = RunFolder(place)
         self._writer = CheckpointWriter(self.folder.checkpoints, self.config.checkpoint)
@@ -136,7 +136,8 @@ class Saver:
             warn(str(one))
         if good is None:
             raise RunError(
-                f"{reason} at step {step:,}, and there is no checkpoint to go back to; train anew with a lower --lr"
+                f"{reason} at step {step:,}, and there is no checkpoint to roll back to; start a new run "
+                "with a lower --lr"
             )
         with self._stop.defer_interrupts():
             roll_back(good.folder, state)
@@ -146,8 +147,8 @@ class Saver:
             skipped = [good.images, state.seen]
             self.recorder.event("rolled_back", step, reason=reason, to=good.step, lr=lr, images_skipped=skipped)
         warn(
-            f"step {step:,}: {reason}; back to the weights of step {good.step:,} with half the learning rate "
-            f"({lr:.3g}); the images since are skipped"
+            f"step {step:,}: {reason}; rolled back to step {good.step:,} with half the learning rate "
+            f"({lr:.3g}); skipping the images since then"
         )
         return str(good.folder)
 
@@ -169,9 +170,9 @@ class Saver:
                 elif self._writer.waiting and time.monotonic() > deadline:
                     self._writer.abandon()
                     raise RunError(
-                        f"the disk is full, so what was learned since the newest checkpoint in "
-                        f"{self.folder.checkpoints} could not be saved; that one is whole. Make room, then "
-                        f"`unfog resume {self.folder.path}`"
+                        "the disk is full, so the steps since the newest checkpoint in "
+                        f"{self.folder.checkpoints} are lost. Free some space, then `unfog resume "
+                        f"{self.folder.path}`"
                     )
         self._report_events()
 
@@ -194,7 +195,10 @@ class Saver:
         """Record and print what the writers have done since the last time."""
         for step, reason in self._snapshots.failures():
             self.recorder.event("averages_left_out", step, reason=reason)
-            warn(f"the EMA snapshot of step {step:,} could not be written ({reason}); others of them will do")
+            warn(
+                f"the EMA snapshot of step {step:,} could not be written ({reason}); unfog ema-sweep will use "
+                "the others"
+            )
         for kind, step, fields in self._writer.events():
             self.recorder.event(kind, step, **fields)
             if kind == "checkpoint":
@@ -202,11 +206,11 @@ class Saver:
                 place = self.folder.checkpoints / str(fields["folder"])
                 self._callbacks(CheckpointEvent(step, self.recorder.seconds, place))
             elif kind == "not_removed":
-                warn(f"old checkpoints could not be removed ({fields['reason']}); they only take room")
+                warn(f"old checkpoints could not be removed ({fields['reason']}); they only take up space")
             elif kind == "disk_full":
                 warn(
-                    f"the disk is full: checkpoint {step:,} needs {fields['needed'] / 1e6:,.0f} MB, and there are "
-                    f"{fields['free'] / 1e6:,.0f} MB; make room, and it will be written; nothing is lost"
+                    f"the disk is full: checkpoint {step:,} needs {fields['needed'] / 1e6:,.0f} MB, and "
+                    f"{fields['free'] / 1e6:,.0f} MB are free. Free some space, and training saves and continues"
                 )
             elif kind == "disk_has_room":
-                say(f"there is room again: checkpoint {step:,} is written")
+                say(f"there is free space again: checkpoint {step:,} is written")

@@ -150,7 +150,7 @@ class Session(StoppableHooks):
                 if fixed is not None:
                     self._record_plan(fixed, reason="the length was given")
                     if self.budget is None:
-                        say(f"  {fixed.steps:,} steps in all, as given: the time budget does not hold from here on")
+                        say(f"  {fixed.steps:,} steps in all, as given; the time budget no longer applies")
                 if self.budget is not None and (plan := self.plan_length(self.state)) is not None:
                     self.state.length.add([plan])
                 if saved is None:
@@ -214,7 +214,7 @@ class Session(StoppableHooks):
         else:
             load_checkpoint(saved.folder, self.state)
         if saved.made_on != (machine := self.state.precision.describe_machine()):
-            say(f"  computed by {machine} from here on, before by {saved.made_on}: the last bits may differ")
+            say(f"  now computed by {machine}, before by {saved.made_on}; the last bits may differ")
 
     def train(self) -> None:
         """Run the training loop to the end or until a stop. The caller's random state is left as it was."""
@@ -276,7 +276,9 @@ class Session(StoppableHooks):
                     image = self.previews.final_image()
                 self.recorder.log_image(self.step, self.previews.final_name, image)
             if anomalous := self.state.guard.anomalous:
-                self.recorder.warn(self.step, f"the last {anomalous} step(s) were skipped or lost far more than usual")
+                self.recorder.warn(
+                    self.step, f"the last {anomalous} step(s) were skipped, or had a far higher loss than usual"
+                )
         self.stop.silence()  # nothing may interrupt the last save
         if self.needs_final_save(self.state):
             self.save(self.state)
@@ -305,7 +307,7 @@ class Session(StoppableHooks):
         now = microbatch_size(self.config.training, state)
         checkpointing = getattr(state.model, "checkpointing", False)
         how = "one at a time with gradient checkpointing" if checkpointing else f"{now:,} images at a time"
-        self.recorder.warn(self.step, f"memory did not suffice; going on with {how}, for the same batch")
+        self.recorder.warn(self.step, f"out of memory; continuing with {how}, at the same batch size")
         self.recorder.event("out_of_memory", self.step, microbatch=now, checkpointing=checkpointing)
 
     def on_step_end(self, step: int) -> None:
@@ -377,7 +379,7 @@ class Session(StoppableHooks):
         if plan.stretch != before.stretch:
             apart = f"{plan.stretch} times as far apart" if plan.stretch < STRETCHES[-1] else "at the end only"
             what = f"previews and evaluation {apart}" if plan.stretch else "previews at the end only, no evaluation"
-            say(f"  {what}, as a tenth of the budget is for them and for checkpoints")
+            say(f"  {what}, so that they and checkpoints take at most a tenth of the budget")
         return plan
 
     def _record_plan(self, plan: Plan, **facts: object) -> None:
