@@ -179,7 +179,7 @@ def test_flags_that_mean_nothing_to_a_codec_are_refused_in_a_line_that_names_tra
         main(["train-autoencoder", "fashion", *flags.split()])
     assert left.value.code == 2
     said = capsys.readouterr().err
-    assert re.fullmatch(r"unfog: --[\w.-]+ is no flag of unfog train-autoencoder, but of unfog train, .*\n", said)
+    assert re.fullmatch(r"unfog: --[\w.-]+ is not a flag of unfog train-autoencoder, but of unfog train, .*\n", said)
 
 
 def test_settings_that_mean_nothing_to_a_codec_are_refused_from_python_and_from_a_file(tmp_path, capsys):
@@ -191,7 +191,7 @@ def test_settings_that_mean_nothing_to_a_codec_are_refused_from_python_and_from_
         ({"evaluate": {"metrics": ["kid"]}}, "evaluate.metrics"),
     ):
         with pytest.raises(
-            RequestError, match=f"{name} is a setting for unfog train, and an autoencoder has no use for it"
+            RequestError, match=f"{name} is a setting of unfog train; training an autoencoder does not use it"
         ):
             unfog.train_autoencoder("fashion", **settings)
     (tmp_path / "recipe.toml").write_text("guidance = 2.0\n")

@@ -311,13 +311,13 @@ def test_a_guide_sees_the_same_latents(on_latents):
     loud = replace(config, diffusion=replace(config.diffusion, sigma_data=1.0))
     other = replace(config, latents=replace(config.latents, mean=(0.0, 0.0, 0.0)))
     for guide in (replace(config, autoencoder_folder=""), loud, other):
-        with pytest.raises(RequestError, match="does not see what this run sees"):
+        with pytest.raises(RequestError, match="trained on the same kind of input"):
             _check_guide(config, guide)
     plain = replace(config, autoencoder_folder="")
     zero = Diffusion(path=VP(), schedule=Cosine(steps=100, zero_terminal=True), target=V())
     asked = replace(plain, diffusion=zero)
     eps = replace(plain, diffusion=Diffusion(path=VP(), schedule=Cosine(), target=Eps()))
-    with pytest.raises(RequestError, match="the guide cannot be asked at the noise levels of this run"):
+    with pytest.raises(RequestError, match="the guide cannot be used at the noise levels of this run"):
         _check_guide(asked, eps)
     _check_guide(asked, asked)
     _check_guide(

@@ -166,7 +166,7 @@ def test_a_source_that_a_file_of_settings_names_runs_only_with_consent(strangers
         open_source(config.source)
     assert not (tmp_path / "ran").exists()
     custom.give_consent(f"train python:{mine}:Net:argument")
-    with pytest.raises(RequestError, match="no subclass"):
+    with pytest.raises(RequestError, match="not a subclass"):
         open_source(config.source)
 
 
@@ -196,7 +196,7 @@ def test_settings_that_name_code_import_nothing_until_it_is_announced(mine, monk
     [
         ({"network": "custom"}, "must name a class"),
         ({"network": "custom:path={}.Net,widht=4"}, "cannot be built as a network"),
-        ({"network": "custom:path={}.Net,width=four"}, "no keyword argument"),
+        ({"network": "custom:path={}.Net,width=four"}, "not a keyword argument"),
         ({"network": "custom:path={}.Missing"}, "cannot be imported"),
         ({"network": "custom:path={}.step"}, "cannot be built as a network"),
         ({"network": "custom:path={}.Narrow"}, r"output of shape \(1, 1, 7, 8\)"),

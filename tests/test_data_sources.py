@@ -257,7 +257,7 @@ def test_names_that_are_no_text_may_be_of_classes_but_not_of_the_source(tmp_path
     assert read_labels(open_source(tmp_path / "in"), "auto")[0] == ("a\\xfe", "a\\xff", "two\\nlines")
     spoilt = tmp_path / os.fsdecode(b"spoilt\xff")
     put(spoilt / "a.png")
-    with pytest.raises(RequestError, match=r"spoilt\\xff has a byte that is no text .*rename the folder"):
+    with pytest.raises(RequestError, match=r"spoilt\\xff is not valid UTF-8.*rename the folder"):
         open_source(spoilt)
 
 

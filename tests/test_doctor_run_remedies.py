@@ -84,7 +84,7 @@ def faults(piece: Written) -> list[str]:
             continue
         flags = {key: flag for command in commands for key, flag in FLAGS.get(command, {}).items()}
         if named not in flags:
-            found.append(f"{piece.place}: {named} is no flag of {' or '.join(commands)}: {piece.text!r}")
+            found.append(f"{piece.place}: {named} is not a flag of {' or '.join(commands)}: {piece.text!r}")
             continue
         flag, said = flags[named], (value or "").rstrip(",:.)")
         before = piece.text[: match.start()]
@@ -108,12 +108,12 @@ def test_every_remedy_can_be_typed():
 @pytest.mark.parametrize(
     ("source", "fault"),
     [
-        ('x = "no images are held out (--data.held_out 0.05 would)"', "held_out is no flag of train"),
+        ('x = "no images are held out (--data.held_out 0.05 would)"', "held_out is not a flag of train"),
         ('x = f"{y}, and save more often: --checkpoint.every"', "no value"),
-        ('x = "more steps: unfog sample RUN --sampler.steps 50"', "sampler.steps is no flag of sample"),
+        ('x = "more steps: unfog sample RUN --sampler.steps 50"', "sampler.steps is not a flag of sample"),
         ('x = "--precision fp8"', "fp8"),
-        ('x = record.command("resume", f"--weights {y}")', "weights is no flag of resume"),
-        ('x = record.resume_command("--best")', "best is no flag of resume"),
+        ('x = record.command("resume", f"--weights {y}")', "weights is not a flag of resume"),
+        ('x = record.resume_command("--best")', "best is not a flag of resume"),
         (
             'x = f\'draw: {r.command("sample", "--weights raw")}; a lower --lr, --flip or --ema power:width={y:g}\'',
             "",

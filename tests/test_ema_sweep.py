@@ -137,7 +137,7 @@ def test_without_snapshots_the_checkpoint_is_used_and_a_sweep_refused(run, capsy
     (run / SWEEP_FILE).write_text(json.dumps({"width": 0.05}))
     shutil.rmtree(run / "averages")
     usual = unfog.load(run)
-    assert "is not used, but that of the checkpoint" in capsys.readouterr().err
+    assert "cannot be used, so the EMA of the checkpoint is" in capsys.readouterr().err
     (run / SWEEP_FILE).unlink()
     assert torch.equal(weights(usual), weights(unfog.load(run)))
     for call in (lambda: unfog.ema_sweep(run), lambda: unfog.load(run, ema=0.05)):
@@ -179,7 +179,7 @@ def test_pictures_that_are_compared_have_classes_as_often_as_the_data(photos, tm
     ("asked", "said"),
     [
         ({"n": "20"}, "n = '20'"),
-        ({"widths": 0.05}, "widths = 0.05 is no list"),
+        ({"widths": 0.05}, "widths = 0.05 is not a list"),
         ({"widths": ["a"]}, "widths"),
         ({"step": "24"}, "step = '24'"),
         ({"metric": "kid", "features": 5}, "features = 5"),

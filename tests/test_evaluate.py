@@ -303,7 +303,7 @@ def test_two_checkpoints_are_compared_on_the_same_noise(run):
     ("asked", "said"),
     [
         ({"metrics": ["kidd"]}, "metrics names 'kidd'"),
-        ({"metrics": 5}, "metrics = 5 is no list"),
+        ({"metrics": 5}, "metrics = 5 is not a list"),
         ({"n": 3}, "at least 10"),
         ({"metrics": "kid", "against": 6}, "--against compares held-out losses"),
         ({"metrics": "kid", "features": "nothing.pt"}, "cannot be read"),

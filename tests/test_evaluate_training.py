@@ -222,7 +222,7 @@ def test_settled_values_are_stored_and_printed(tmp_path, capsys):
         ({"metrics": ["kid"], "best": "recall"}, "best = recall is not measured"),
         ({"share": 0.0}, "share = 0.0"),
         ({"samples": 5}, "samples = 5"),
-        ({"metrics": ["kid"], "every": -1}, "evaluate.every = -1 makes none"),
+        ({"metrics": ["kid"], "every": -1}, "evaluate.every = -1 turns these off"),
         ({"metrics": ["kid"], "features": "inception"}, "inception needs"),
         ({"metrics": ["kid"], "features": __file__ + ".pt"}, "cannot be read"),
     ],

@@ -186,7 +186,7 @@ def test_what_was_begun_of_other_images_or_settings_is_not_lost(
 ) -> None:
     monkeypatch.setattr("unfog.data.decode_pool._CHUNK", 16)
     photos, config = fill(tmp_path / "photos", 60), Config()
-    for change, said in (("none", "going on at image 32"), ("settings", "the settings"), ("images", "the images")):
+    for change, said in (("none", "continuing at image 32"), ("settings", "the settings"), ("images", "the images")):
         out = tmp_path / change
         interrupted(photos, out, 48)
         if change == "images":
@@ -230,12 +230,12 @@ def test_an_image_in_colour_that_turns_up_late_makes_all_rgb_also_after_a_kill(
 
 def test_another_folder_is_left_alone(photos: Path, made: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(RequestError, match="holds something else; give another folder"):
+    with pytest.raises(RequestError, match="is not a pack; give another folder"):
         packed(photos, tmp_path)
     assert contents(tmp_path) == {"notes.txt": b"mine"}
     config = replace(Config(), source=str(photos), data=replace(ASKED, size=8))
     before = contents(made)
-    with pytest.raises(RequestError, match=r"is a pack of .* already"):
+    with pytest.raises(RequestError, match=r"is already a pack of"):
         pack(PackRequest(config.source, made, config.data))
     with pytest.raises(RequestError, match=r"data\.flip acts in training, and a pack stores the images without it"):
         pack(PackRequest(config.source, tmp_path / "mirrored", replace(ASKED, flip=True)))
@@ -251,7 +251,7 @@ def test_a_finished_pack_is_not_made_again(
 ) -> None:
     monkeypatch.setattr(packing, "decode_all", None)
     assert pack(PackRequest(str(photos), made, ASKED)) == made
-    assert "is whole already" in capsys.readouterr().err
+    assert "is already complete" in capsys.readouterr().err
 
 
 def test_a_pack_that_another_process_finishes_at_that_moment_stays(
@@ -273,7 +273,7 @@ def test_a_pack_that_another_process_finishes_at_that_moment_stays(
     (tmp_path / "other").mkdir()
     out = tmp_path / "other/out"
     monkeypatch.setattr(packing, "locked", late)
-    with pytest.raises(RequestError, match="another pack by now"):
+    with pytest.raises(RequestError, match="replaced by another pack"):
         packed(photos, out, replace(ASKED, size=8))
     assert contents(out)["pixels.u8"] == before[0]["pixels.u8"]
 
@@ -324,10 +324,10 @@ def test_the_command_stops_on_a_signal_and_goes_on(photos: Path, tmp_path: Path)
     process.terminate()
     _, said = process.communicate(timeout=60)
     assert process.returncode == 3
-    assert "images are safe; the same command goes on from there" in said
+    assert "images are saved; repeat the command to continue" in said
     again = Forked(words, stderr=subprocess.PIPE)
     assert again.stderr is not None
-    assert any("going on at image" in line for line in iter(again.stderr.readline, ""))
+    assert any("continuing at image" in line for line in iter(again.stderr.readline, ""))
     again.kill()
     again.communicate()
 
@@ -500,7 +500,7 @@ def test_a_folder_that_holds_something_else_is_left_as_it_is(
     (out := tmp_path / "out").mkdir()
     for name, text in theirs.items():
         (out / name).write_text(text)
-    with pytest.raises(RequestError, match="holds something else"):
+    with pytest.raises(RequestError, match="is not a pack"):
         packed(photos, out)
     assert {path.name: path.read_text() for path in out.iterdir()} == theirs
 
@@ -511,7 +511,7 @@ def test_nothing_of_anybody_else_is_among_the_files_of_a_pack_in_the_making(
     source, stopped, _ = begun
     out = shutil.copytree(stopped, tmp_path / "out")
     (out / "notes.txt").write_text("mine")
-    with pytest.raises(RequestError, match="holds something else"):
+    with pytest.raises(RequestError, match="is not a pack"):
         packed(source, out)
     (out / "notes.txt").rename(out / ".hidden")  # as file systems and desktops leave
     packed(source, out)

@@ -113,11 +113,11 @@ def test_what_a_run_takes_is_the_sum_of_its_parts():
     assert times["previews (11)"].low == pytest.approx(11 * 16 * 20 * 0.01)  # the first, nine on the way, the last
     assert times["evaluations (5)"].low == pytest.approx(5 * 40 * 8 * 0.01)
     assert times["in all"].high == pytest.approx(200 + 2 * (11 * 16 * 20 + 5 * 40 * 8) * 0.01)
-    assert times["drawing 10,000 pictures"].low == pytest.approx(10_000 * 20 * 0.01)
+    assert times["sampling 10,000 images"].low == pytest.approx(10_000 * 20 * 0.01)
     drawing = replace(config, evaluate=replace(config.evaluate, metrics=("kid",), samples=300, metrics_every=500))
     more = run_times(drawing, TimeRange(0.1, 0.2), TimeRange(0.01, 0.02), held_out=40)
-    assert more["drawing for metrics"].low == pytest.approx(2 * 300 * 20 * 0.01)
-    assert more["in all"].low == pytest.approx(times["in all"].low + more["drawing for metrics"].low)
+    assert more["sampling for metrics"].low == pytest.approx(2 * 300 * 20 * 0.01)
+    assert more["in all"].low == pytest.approx(times["in all"].low + more["sampling for metrics"].low)
     assert _format_time(TimeRange(0.0123, 0.2)) == "12 ms to 200 ms"
     assert _time_finding(TimeRange(86400.0, 1e9)) is None
     assert _time_finding(TimeRange(float("nan"), float("nan"))) is None

@@ -73,7 +73,7 @@ def attack(finished: Path, place: Path, name: str, kind: str, command: str) -> N
         pytest.fail(f"{command} waits where {name} is a {kind}")
     said = f"{command} with {name} as a {kind}: {done.returncode}\n{done.stderr}"
     assert contents(outside) == before, said
-    assert "defect of unfog" not in done.stderr, said
+    assert "bug in unfog" not in done.stderr, said
     assert "Traceback" not in done.stderr, said
     assert done.returncode in (0, 1, 2), said
     shutil.rmtree(place)

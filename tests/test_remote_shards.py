@@ -322,7 +322,7 @@ def test_processes_share_it(tmp_path: Path) -> None:
 def test_sizes_on_disk() -> None:
     assert (bytes_of("0"), bytes_of("500mb"), bytes_of("1.5GB"), bytes_of("2tb")) == (0, 5e8, 1.5e9, 2e12)
     for wrong in ("", "10", "-1gb", "1e9", "10 gigs", "9999999999gb"):
-        with pytest.raises(RequestError, match=r"is no size on disk; write 500mb, 50gb"):
+        with pytest.raises(RequestError, match=r"is not a size; write 500mb, 50gb"):
             Data(cache_limit=wrong)
     with pytest.raises(RequestError, match="failed_shards"):
         Data(failed_shards=1.0)

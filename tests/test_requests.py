@@ -273,26 +273,26 @@ TABLE = [
     ("sample run --guidance-scale 2", "did you mean --guidance?"),
     ("train fashion --every 8", "--log.every or --preview.every"),
     ("train fashion --sampler dim", "did you mean ddim"),
-    ("train fashion --strip", "--strip is no flag of unfog train, but of unfog sample"),
+    ("train fashion --strip", "--strip is not a flag of unfog train, but of unfog sample"),
     ("sample run --lr 1", "no flag of unfog sample, but of unfog train, unfog resume, unfog train-autoencoder"),
     ("report run --lr 1", "no flag of unfog report"),
     ("train fashion --zzz", "see unfog train --help"),
-    ("train fashion -z", "-z is no flag"),
+    ("train fashion -z", "-z is not a flag"),
     ("train fashion --steps 5 --steps 6", "given twice: '--steps 5' and '--steps 6'"),
     ("train fashion --steps 5 --training.steps 6", "given twice"),
     ("train fashion --flip --no-flip", "given twice"),
     ("train fashion --flip true", "--flip takes no value; write"),
     ("train fashion --flip=true", "--flip takes no value"),
-    ("train fashion --images 1e6", "no whole number; write 1000000"),
-    ("train fashion --images 1,000", "no whole number; write 1000"),
+    ("train fashion --images 1e6", "not a whole number; write 1000000"),
+    ("train fashion --images 1,000", "not a whole number; write 1000"),
     ("train fashion --steps 5 --images 6", "the length is given 2 times"),
     ("train fashion --lr 1e31", "optimizer.lr = 1e+31 is too large a number"),
     ("train fashion --batch 4 --microbatch 8", "microbatch = 8 is larger than batch = 4"),
     ("train fashion --preset demoo", "preset = 'demoo' is unknown; did you mean 'demo'"),
-    ("train fashion --schedule cosin", "--schedule: 'cosin' is not known here; did you mean 'cosine'"),
+    ("train fashion --schedule cosin", "--schedule: 'cosin' is unknown; did you mean 'cosine'"),
     ("train fashion --network small:chanels=3", "--network: small has no setting 'chanels'; did you mean 'channels'"),
     ("train fashion --network small:channels", "needs a value, as in channels=1"),
-    ("train fashion --network small:channels=", "small:channels = '' is no whole number"),
+    ("train fashion --network small:channels=", "small:channels = '' is not a whole number"),
     ("train fashion --network small:channels=32/48/96", "multiple of norm_groups"),
     ("train fashion --network small:dropout=0.1,dropout=0.2", "dropout is given twice"),
     ("train fashion --network auto:dropout=1", "auto has no setting 'dropout'"),
@@ -353,7 +353,7 @@ def test_odd_places(refused, here, tmp_path):
     for out, said in (
         ("file", "is a file"),
         ("file/run", "is a file"),
-        ("run", "is a run already"),
+        ("run", "is already a run"),
         ("photos", "it is not empty"),
         (long, "name too long"),
         (f"new/{long}/run", "name is too long"),
@@ -400,7 +400,7 @@ def test_home_is_meant_by_a_tilde(refused, here, monkeypatch):
 @pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root may write anywhere")
 def test_places_without_permission(refused, here):
     (here / "shut").mkdir(mode=0o500)
-    assert "may not be written to" in refused("train", "fashion", "--out", "shut/run")
+    assert "shut is not writable" in refused("train", "fashion", "--out", "shut/run")
     (here / "run").chmod(0o500)
     assert "is not writable" in refused("sample", "run")
     with pytest.raises(RequestError, match="is not writable"):
@@ -450,9 +450,9 @@ def test_settings_from_python_that_no_toml_could_hold(here):
     for settings, said in (
         ({"optimizer": {1: 2}}, "unknown setting optimizer.1"),
         ({"stepz": 5}, "unknown setting stepz; did you mean 'steps'"),
-        ({"steps": None}, "training.steps = None is no whole number"),
+        ({"steps": None}, "training.steps = None is not a whole number"),
         ({"steps": Odd()}, "odd in two lines"),
-        ({"lr": 1j}, "optimizer.lr = 1j is no number"),
+        ({"lr": 1j}, "optimizer.lr = 1j is not a number"),
         ({"lr": np.float64("nan")}, "must be a finite number"),
         ({"batch": np.arange(3)}, "training.batch"),
         ({"precision": np.array(["fp32", "bf16"])}, "training.precision"),

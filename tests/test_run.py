@@ -125,7 +125,7 @@ def test_labels_by_name_and_number_choose_the_class(run):
     mixed = run.sample(4, label=["bag", "sandal"])
     assert np.abs(mixed[0].astype(int) - bags[0]).max() <= 1
     for wrong in ("bagg", 10, -1):
-        with pytest.raises(RequestError, match="no class of this run"):
+        with pytest.raises(RequestError, match="not a class of this run"):
             run.sample(1, label=wrong)
 
 
@@ -135,7 +135,7 @@ def test_a_class_whose_name_is_a_number_is_not_another_ones_number():
     assert parse_labels(["1", "2", "3"], classes) == (0, 1, 2)
     assert parse_labels(["1", "b"], ("a", "b")) == (1, 1)
     for wrong in ("0", 3, -1):
-        with pytest.raises(RequestError, match="no class of this run; there is 1, 2, 3"):
+        with pytest.raises(RequestError, match="not a class of this run; give one of 1, 2, 3"):
             parse_labels([wrong], classes)
 
 

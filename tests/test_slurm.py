@@ -110,7 +110,7 @@ def test_bash_reads_what_is_written(here, words, run):
         (("--", "train", "fashion", "--autoencoder", "nowhere"), "nowhere"),
         (("--", "resume", "nowhere"), "nowhere is not a run"),
         (("--gpus", 8, "--", "train", "fashion"), "did you mean --gpus-per-node"),
-        (("--time", "soon", "--", "train", "fashion"), "no time for Slurm"),
+        (("--time", "soon", "--", "train", "fashion"), "not a time that Slurm knows"),
         (("--time", "0:59", "--", "train", "fashion"), "at least 2 minutes"),
         (("--nodes", 0, "--", "train", "fashion"), "nodes = 0"),
         (("--account", "a\nb", "--", "train", "fashion"), "account = "),

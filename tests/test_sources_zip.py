@@ -253,7 +253,7 @@ def test_archives_that_are_none_are_refused(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for data in (whole[: len(whole) // 2], b"", b"PK\3\4", b"<html>not found</html>"):
         (tmp_path / "bad.zip").write_bytes(data)
-        with pytest.raises(RequestError, match="is no whole zip archive"):
+        with pytest.raises(RequestError, match="is not a complete zip archive"):
             open_source(tmp_path / "bad.zip")
     (tmp_path / "bad.zip").write_bytes(whole[100:])  # its table of contents is there, and what it tells of partly not
     source = open_source(tmp_path / "bad.zip")

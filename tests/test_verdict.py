@@ -41,7 +41,7 @@ def test_precision_and_recall_are_judged_by_what_real_images_reach(precision, re
 
 
 def test_a_distance_alone_gives_a_verdict_and_losses_give_none():
-    assert verdict([result("sliced", 12.0, 11.5)]).startswith("The samples are as near to real images")
+    assert verdict([result("sliced", 12.0, 11.5)]).startswith("The samples are as close to real images")
     assert verdict([result("sliced", 30.0, 11.5)]).startswith("The samples are farther from real images")
     assert verdict([result("held_out", 0.1, None)]) == ""
 

@@ -85,7 +85,7 @@ def cache_limit() -> float:
     except ValueError:
         limit = math.nan
     if not limit >= 0:
-        raise RequestError(f"UNFOG_CACHE_LIMIT = {given[:40]!r} is no size; give gigabytes, such as 50, or inf")
+        raise RequestError(f"UNFOG_CACHE_LIMIT = {given[:40]!r} is not a size; give gigabytes, such as 50, or inf")
     return limit
 
 

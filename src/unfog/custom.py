@@ -189,5 +189,5 @@ def _parse_keywords(arguments: list[str] | tuple[str, ...]) -> dict[str, Any]:
                 raise ValueError
             keywords[name] = ast.literal_eval(value.strip())
         except (ValueError, SyntaxError):
-            raise RequestError(f"{text!r} is no keyword argument; write it as alpha=0.9 or name='text'") from None
+            raise RequestError(f"{text!r} is not a keyword argument; write it as alpha=0.9 or name='text'") from None
     return keywords

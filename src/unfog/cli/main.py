@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if is_out_of_memory(error):
             advice = "lower --microbatch: the effective batch stays the same; or choose a smaller --size or --network"
         else:
-            advice = "this is a defect of unfog; --debug shows where"
+            advice = "this is a bug in unfog; --debug shows where"
         sys.stderr.write(f"unfog: {type(error).__name__}: {_in_a_line(str(error))}\n({advice})\n")
         sys.exit(1)
 

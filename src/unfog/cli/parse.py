@@ -167,14 +167,14 @@ def _wrong_count(free: Sequence[str], args: ParsedArgs, prog: str, metavars: Seq
     if len(free) < len(metavars):
         lists = [f"; {flag} took {quote(' '.join(words))}" for flag, words in args.spelled.values() if words[1:]]
         usage = " ".join([prog, *metavars])
-        return f"{metavars[len(free)]} is missing{''.join(lists)}; write {usage} before all else (see {prog} --help)"
+        return f"{metavars[len(free)]} is missing{''.join(lists)}; write it first: {usage} (see {prog} --help)"
     extra, taken = " ".join(free[len(metavars) :]), " ".join(free[: len(metavars)])
     if not metavars:
-        return f"{prog} takes flags alone, so what is {quote(extra)}? (see {prog} --help)"
+        return f"{prog} takes only flags; {quote(extra)} is not one (see {prog} --help)"
     count = "one" if len(metavars) == 1 else f"{len(metavars)} names,"
     return (
-        f"{prog} takes {count} {' '.join(metavars)}, which is {quote(taken)}, so what is {quote(extra)}? "
-        "Quote names with blanks"
+        f"{prog} takes {count} {' '.join(metavars)}: {quote(taken)}; {quote(extra)} is one too many. Put "
+        "quotes around names with spaces"
     )
 
 
@@ -193,7 +193,7 @@ def _unknown_flag(spelled: str, flags: Mapping[str, _Flag], prog: str, others: M
     owners = [command for command, kind in others.items() if named in _flags_of(kind)]
     theirs = f", but of {' and '.join(filter(None, [', '.join(owners[:-1]), *owners[-1:]]))}" if owners else ""
     if theirs and not meant:
-        return f"{quote(spelled)[1:-1]} is no flag of {prog}{theirs}"
+        return f"{quote(spelled)[1:-1]} is not a flag of {prog}{theirs}"
     meant = meant or difflib.get_close_matches(named[:40], flags, n=1, cutoff=0.7)
     hint = f"did you mean {' or '.join(meant[:4])}?" if meant else f"see {prog} --help"
-    return f"{quote(spelled)[1:-1]} is no flag of {prog}{theirs}; {hint}"
+    return f"{quote(spelled)[1:-1]} is not a flag of {prog}{theirs}; {hint}"

@@ -168,10 +168,12 @@ def _slurm_request(words: Sequence[str]) -> requests.SlurmRequest:
     if name == "resume":
         resume = _resume_request(rest)
         if resume.verify:
-            raise RequestError("--verify trains nothing that would be worth a place in the queue; run it here")
+            raise RequestError(
+                "--verify trains nothing new and needs no batch job; run it directly: unfog resume RUN --verify"
+            )
         budget = parse_args(rest, requests.ResumeRequest, "", {}).table.get("settings", {}).get("training", {})
         if budget.get("budget"):
-            raise RequestError("a --budget would begin anew with each job; give --steps or --images")
+            raise RequestError("--budget would start again in each job; give --steps or --images")
         return replace(job, command=("resume", *rest), run=resume.run, source=resume.settings.source)
     raise RequestError(
         f"unfog slurm needs the command to run{f', which {quote(name)} is not' if name else ''}; "

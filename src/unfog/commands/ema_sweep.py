@@ -107,7 +107,7 @@ class EmaSweepResult:
                 said += f" ({more:,.{0 if more >= 10 else 1}f}% more)"
         said += f" (step {self.step:,}, n = {self.n:,}{f', features {self.features}' if self.features else ''})"
         edge = best.width in (self.rows[0].width, self.rows[-1].width) and len(self.rows) > 1
-        remedy = "it is the last of these in its direction; try --widths beyond it" if edge else ""
+        remedy = "it is at the end of the range; try --widths beyond it" if edge else ""
         series = {self.metric: ([row.width for row in self.rows], [row.value for row in self.rows])}
         exhibits = (
             Figure(f"{self.metric} by EMA width", svg=line_chart(series, "width", self.metric)),
@@ -147,7 +147,7 @@ def ema_sweep(request: EmaSweepRequest) -> EmaSweepResult:
     with StopSignals(saves=False) as stop:
         prepared, now = load_images(config, stop)
         if now.fingerprint != config.fingerprint:
-            raise RequestError(f"the images in {sanitize(config.source)} are not those of this run; bring them back")
+            raise RequestError(f"the images in {sanitize(config.source)} are not those of this run; restore them")
         with building_for(kept[-1].path):
             network = build_network(config)
         network = network.to(place).eval()
@@ -185,7 +185,7 @@ def _rebuildable_widths(
             solve_mixture(kept, width, step)
             found.append(width)
         except RequestError:
-            say(f"  width {width:g} is left out: the snapshots are too far apart for it")
+            say(f"  width {width:g} is skipped: the snapshots are too far apart for it")
     return found
 
 
@@ -217,7 +217,7 @@ def _build_measure(
             samples = generate_images(network, config, drawing, progress.update).transpose(0, 3, 1, 2)
         found = compare(torch.from_numpy(np.ascontiguousarray(samples)))
         if found.value is None:
-            raise RequestError(f"{metric} is refused: {found.note}")
+            raise RequestError(f"{metric} cannot be computed: {found.note}")
         return found.value, found.error
 
     return n, name, value
@@ -243,7 +243,7 @@ def _held_out_measure(n: int, config: Config, prepared: Dataset, device: torch.d
     """Return the measure of the held-out loss of `n` images, or as many as there are."""
     held_out = build_held_out_set(prepared, config, device, n)
     if held_out is None:
-        raise RequestError(f"this run holds no images out; choose --metric {DRAWN[0]}")
+        raise RequestError(f"this run has no held-out images; choose --metric {DRAWN[0]}")
 
     def value(network: nn.Module) -> tuple[float, float | None]:
         mean = mean_over_images(held_out_losses(network, config, held_out, 64, lambda images: None))

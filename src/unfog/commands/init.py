@@ -55,7 +55,10 @@ def _ask(request: InitRequest, read: Callable[[], str]) -> dict[str, str]:
                 sys.stderr.write(f"{number}/{len(_QUESTIONS)}  {question}\n     [{default}] ")
                 sys.stderr.flush()
                 if not (line := read()):
-                    raise RequestError("there is nobody to answer; give --yes for the defaults, and flags for the rest")
+                    raise RequestError(
+                        "there is no terminal to ask questions in; give --yes for the defaults, and flags for "
+                        "other values"
+                    )
                 answer = line.strip() or default
             try:
                 _check(name, str(answer))

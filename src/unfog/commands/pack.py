@@ -28,7 +28,7 @@ def pack(request: PackRequest) -> Path:
     for name in _TRAINING_ONLY:
         if getattr(data, name) != getattr(usual, name):
             raise RequestError(
-                f"data.{name} acts in training, and a pack stores the images without it; give it to unfog train"
+                f"data.{name} acts during training, and a pack stores images without it; give it to unfog train"
             )
     with StopSignals() as stop:
         with Progress("indexing shards (MB)", None) as progress:
@@ -39,7 +39,7 @@ def pack(request: PackRequest) -> Path:
         if is_pack(out):
             _check_same_pack(Pack.open(out), scan)
             remove_work_files(out)
-            say(f"{printable(str(out))} is whole already, and of these images and settings")
+            say(f"{printable(str(out))} is already complete, with these images and settings")
             return out
         with silence_pillow(), Progress("packing", len(source.names)) as progress:
             scan = scan.resolve()
@@ -50,7 +50,7 @@ def pack(request: PackRequest) -> Path:
             except KeyboardInterrupt:
                 done = Journal.read(out).done
                 if done:
-                    say(f"{done:,} of {len(source.names):,} images are safe; the same command goes on from there")
+                    say(f"{done:,} of {len(source.names):,} images are saved; repeat the command to continue")
                 raise
         _report_pack(made, scan, begun, time.monotonic() - started)
     return out
@@ -65,8 +65,8 @@ def _check_same_pack(found: Pack, scan: Scan) -> None:
     same = same and (scan.labels is None) == (kept["labels"] == "none")
     if not same:
         raise RequestError(
-            f"{printable(str(found.path))} is a pack of {printable(found.report.source)} already, of other images or "
-            "settings; give another folder, or remove it"
+            f"{printable(str(found.path))} is already a pack of {printable(found.report.source)}, with other "
+            "images or settings; give another folder, or remove it"
         )
 
 
@@ -85,7 +85,7 @@ def _packed_before(out: Path, scan: Scan, key: str) -> int:
             f"{printable(str(out))} is an unfinished pack, {found.done:,} images of which are done, and was begun with "
             f"{differs} in another state; remove it to begin anew, or give another folder"
         )
-    say(f"going on at image {found.done:,} of {len(scan.source.names):,}")
+    say(f"continuing at image {found.done:,} of {len(scan.source.names):,}")
     return found.done
 
 
@@ -98,7 +98,7 @@ def _report_pack(made: Pack, scan: Scan, begun: int, seconds: float) -> None:
         f"{format_bytes(made.nbytes)} in {format_duration(seconds)}, {pace:,.0f} images/s"
     )
     if scan.source.stamp()[0] != scan.stamp:
-        warn("images were changed while they were packed; pack them again to have all in one state")
+        warn("images were changed while they were packed; remove the pack and repeat the command")
 
 
 def main(request: PackRequest) -> int:

@@ -93,7 +93,7 @@ class Plan:
         memory, step = self.memory, self.memory.step
         largest = sorted(((count, name) for name, count in step.parts.items() if count), reverse=True)
         parts = ", ".join(f"{name} {format_bytes(count)}" for count, name in largest)
-        rows = {"drawing a preview": memory.drawing, "held-out loss": memory.measuring}
+        rows = {"sampling a preview": memory.drawing, "held-out loss": memory.measuring}
         rows |= {"checkpoint (host)": memory.snapshot, "images (host)": memory.images}
         lines = [(f"  {name}", format_bytes(count)) for name, count in rows.items() if count]
         return [("  a step", f"{format_bytes(step.total)}: {parts}"), *lines]
@@ -102,7 +102,7 @@ class Plan:
         times = {name: _format_time(time) for name, time in self.times.items() if name != "in all"}
         if all(time == "?" for time in times.values()):
             return []
-        return [(f"  {'a step' if name == 'step' else name.removesuffix(' pictures')}", t) for name, t in times.items()]
+        return [(f"  {'a step' if name == 'step' else name.removesuffix(' images')}", t) for name, t in times.items()]
 
     def to_dict(self) -> dict[str, Any]:
         memory = self.memory

@@ -66,13 +66,13 @@ def main(request: SlurmRequest) -> int:
             os.chmod(batch.fileno(), 0o600)
             batch.write(_batch_script(request).encode())
     except FileExistsError:
-        raise RequestError(f"{quote(str(file))[1:-1]} is there already; give another --file, or remove it") from None
+        raise RequestError(f"{quote(str(file))[1:-1]} exists; give another --file, or remove it") from None
     except (OSError, ValueError) as error:
         raise RequestError(f"{quote(str(file))} cannot be written: {reason_of(error)}; give another --file") from None
-    say(f"  run       {request.run}, which must be on a disk that all nodes share, as the images must")
+    say(f"  run       {request.run} (it and the images must be on a disk that all nodes share)")
     for name, word in _secret_words(request).items():
-        say(f"  first     export {name}={shlex.quote(without_secrets(word))}, but whole: the file holds no credentials")
-    say(f"  next      look at the file, then: sbatch {shlex.quote(str(file))}")
+        say(f"  first     export {name}={shlex.quote(without_secrets(word))} with its credentials, which are not in the file")
+    say(f"  next      check the file, then: sbatch {shlex.quote(str(file))}")
     print_result(str(file))
     return 0
 

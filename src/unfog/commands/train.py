@@ -129,16 +129,17 @@ def verify(folder: RunFolder) -> str:
         dataset, now = load_images(config, stop)
         if now.fingerprint != config.fingerprint:
             raise RequestError(
-                f"the images in {sanitize(config.source)} are not those of this run, so it cannot be repeated"
+                f"the images in {sanitize(config.source)} are not those of this run, so it cannot be verified"
             )
         different = replay_newest(folder, config, dataset, stop)
     what = f"steps {first.step:,} to {last.step:,} of {folder.path}, trained once more,"
     if different:
         raise RunError(
-            f"{what} came out differently: {different[0]} and {len(different) - 1} other tensors. "
-            f"They were made by {last.made_on}; another machine may round otherwise, the same one should not"
+            f"{what} gave a different result: {different[0]} and {len(different) - 1} other tensors differ. "
+            f"They were computed by {last.made_on}. Another machine may round differently; the same one "
+            "should not"
         )
-    return f"{what} came out equal to the bit: weights, EMA and optimizer"
+    return f"{what} are equal to the bit: weights, EMA and optimizer"
 
 
 def main(request: TrainRequest | TrainAutoencoderRequest | ResumeRequest) -> int:

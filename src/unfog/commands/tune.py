@@ -59,7 +59,7 @@ class TuneResult:
     def table(self) -> str:
         """Return a header and a line for each grid, the best first."""
         rows = sorted(self.errors.items(), key=lambda row: row[1])
-        many = f"error: RMS distance of a value, in [-1, 1], from samples in {_MANY_STEPS} steps"
+        many = f"RMS difference of pixel values in [-1, 1] from samples in {_MANY_STEPS} steps"
         lines = [f"{'levels':9} error   ({many}; differences below {self.reference:.4f} mean nothing)"]
         return "\n".join([*lines, *(f"{name:9} {error:.4f}" for name, error in rows)])
 
@@ -77,8 +77,8 @@ def tune(request: TuneRequest) -> TuneResult:
             raise RequestError(f"{name} = {value} must be at least {least}")
     if steps > _MANY_STEPS // 2:
         raise RequestError(
-            f"steps = {steps} must be at most {_MANY_STEPS // 2}: grids are judged by where {_MANY_STEPS} steps lead, "
-            "and with that many it hardly matters which they are; 5 to 20 gain most"
+            f"steps = {steps} must be at most {_MANY_STEPS // 2}, because results are compared with samples "
+            f"in {_MANY_STEPS} steps; tuning helps most with 5 to 20 steps"
         )
     run = Run(request.run, device=request.device)
     own = run.config.sampler

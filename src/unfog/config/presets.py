@@ -129,7 +129,7 @@ class AutoencoderRunSettings:
     def of(cls, config: Config) -> AutoencoderRunSettings:
         """Return these settings of a run. Raise RequestError if another one is not as in the recipe."""
         if other := _first_unused(config):
-            raise RequestError(f"{other} is a setting for unfog train, and an autoencoder has no use for it")
+            raise RequestError(f"{other} is a setting of unfog train; training an autoencoder does not use it")
         values = {f.name: getattr(config, f.name) for f in fields(cls)}
         return cls(**values | {"evaluate": _Evaluate(config.evaluate.every, config.evaluate.images)})
 

@@ -212,7 +212,7 @@ class CompletionRequest:
 
     def __post_init__(self) -> None:
         if self.shell not in (*SHELLS, tyro.MISSING):
-            raise RequestError(f"shell = {quote(self.shell)} is not known here; give {', '.join(SHELLS)}")
+            raise RequestError(f"shell = {quote(self.shell)} is not supported; give {', '.join(SHELLS)}")
 
 
 @dataclass(frozen=True)
@@ -281,18 +281,20 @@ class SlurmRequest:
             if not least <= (value := getattr(self, name)) <= most:
                 raise RequestError(f"{name} = {value} must be from {least} to {most}")
         if self.seconds < 120:
-            raise RequestError(f"time = {quote(self.time)} is too short to start in; give at least 2 minutes")
+            raise RequestError(f"time = {quote(self.time)} is too short; give at least 2 minutes")
         for name in ("partition", "account", "container"):
             # These go into the script unquoted.
             if not _NAME.fullmatch(value := getattr(self, name)):
-                raise RequestError(f"{name} = {quote(value)} has characters that Slurm takes no name with")
+                raise RequestError(f"{name} = {quote(value)} has characters that Slurm does not allow in a name")
 
     @property
     def seconds(self) -> int:
         """Time limit in seconds. Raises RequestError if `time` is not in a format of Slurm."""
         match = _TIME.fullmatch(self.time)
         if not match:
-            raise RequestError(f"time = {quote(self.time)} is no time for Slurm; write 90, 12:00:00 or 2-00:00:00")
+            raise RequestError(
+                f"time = {quote(self.time)} is not a time that Slurm knows; write 90, 12:00:00 or 2-00:00:00"
+            )
         parts = [int(part) for part in match["rest"].split(":")]
         if match["days"] or len(parts) == 3:  # hours come first, and else minutes
             hours, minutes, seconds = (*parts, 0, 0)[:3]

@@ -121,10 +121,11 @@ def check_changes(old: Config, new: Config, force: bool = False) -> list[str]:
         if name == "fingerprint":
             if not force:
                 raise RequestError(
-                    f"the images in {new.source} are not those that this run was trained on; bring them back, start a "
-                    f"new run, or go on with these by --force{_COPIED if str(before).startswith(UNREAD) else ''}"
+                    f"the images in {new.source} are not those that this run was trained on; restore them, "
+                    "start a new run, or continue with these by "
+                    f"--force{_COPIED if str(before).startswith(UNREAD) else ''}"
                 )
-            lines.append("images: other ones from here on (forced)")
+            lines.append("images: others from here on (forced)")
         elif name == "autoencoder_folder" and before and now:
             continue  # only the place; copying it into the run checks that it is the same autoencoder
         elif rules.resume == "free":

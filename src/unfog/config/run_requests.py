@@ -97,7 +97,7 @@ class SampleRequest(SamplingRequest):
         if self.animate is not None and self.image is not None:
             raise RequestError("--animate shows sampling from noise; leave it away, or --image")
         if self.strip and self.image is not None:
-            raise RequestError("--strip shows sampling from noise; leave it away, or --image")
+            raise RequestError("--strip shows sampling from noise, so it cannot be combined with --image")
         check_one_checkpoint(self.best, self.checkpoint)
         if self.guide is not None and self.guide_checkpoint is not None:
             raise RequestError(f"--guide {self.guide} and --guide-checkpoint both name a guide; give one of them")
@@ -138,7 +138,7 @@ class EvaluationRequest:
             if name not in METRICS:
                 raise RequestError(f"metrics names {name!r}, which is not one of {', '.join(METRICS)}")
         if self.n and not 10 <= self.n <= 10_000_000:
-            raise RequestError(f"n = {self.n} samples: at least 10 are needed for any metric; 1000 is a beginning")
+            raise RequestError(f"n = {self.n} samples: metrics need at least 10; 1000 give a first impression")
         if self.batch < 1:
             raise RequestError(f"batch = {self.batch} must be at least 1")
         if self.against is not None and self.metrics and "held_out" not in self.metrics:
@@ -275,7 +275,7 @@ class CacheRequest:
         if self.limit is not None and not self.limit >= 0:
             raise RequestError(f"limit = {self.limit} must be at least 0 GB")
         if self.clear and self.limit is not None:
-            raise RequestError(f"--clear removes everything, so --limit {self.limit:g} cannot be given with it")
+            raise RequestError(f"--clear removes everything, so it cannot be combined with --limit {self.limit:g}")
 
 
 @dataclass(frozen=True)

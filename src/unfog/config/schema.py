@@ -153,8 +153,8 @@ class Config:
         second = self.ema_snapshots.second
         if second and isinstance(self.ema, PowerEma) and abs(math.log(second / self.ema.width)) < 0.2:
             raise RequestError(
-                f"ema_snapshots.second = {second} is too near to the width {self.ema.width} of --ema; half or twice "
-                "that is usual"
+                f"ema_snapshots.second = {second} is too close to the width {self.ema.width} of --ema; half "
+                "or twice that is usual"
             )
 
     @property
@@ -194,9 +194,7 @@ def check_given_length(changes: Mapping[str, Any]) -> None:
     training = changes.get("training", {})
     for name in ("steps", "images"):
         if isinstance(training, Mapping) and training.get(name) in (0, "0"):
-            raise RequestError(
-                f"{name} = 0 would train nothing; give at least 1, or leave it away to train for an hour"
-            )
+            raise RequestError(f"{name} = 0 would train nothing; give at least 1, or omit it to train for an hour")
 
 
 def check_guidance_interval(interval: tuple[float, float]) -> None:
@@ -204,8 +202,8 @@ def check_guidance_interval(interval: tuple[float, float]) -> None:
     low, high = interval
     if not 0 <= low < high <= 1:
         raise RequestError(
-            f"guidance_interval = {low} {high} must be two shares of noise, the lower first, from 0 to 1; 0.2 0.75 "
-            "leaves out the cleanest fifth and the noisiest quarter"
+            f"guidance_interval = {low} {high} must be two shares of noise from 0 to 1, the lower first; 0.2 "
+            "0.75 omits the cleanest fifth and the noisiest quarter"
         )
 
 
@@ -217,7 +215,7 @@ def nest_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
         name = current_name(given)
         name = name if name in known or name in SHORT else USUAL.get(name, name)
         if name in EPOCHS:
-            raise RequestError(f"{name} is no setting here; give steps, images (all images, times {name}) or budget")
+            raise RequestError(f"{name} is not a setting; give steps, images (all images, times {name}) or budget")
         if name.partition(".")[0] not in known and name not in SHORT:
             close = difflib.get_close_matches(name, USUAL, n=1)  # not all of them, in a list of what there is
             raise RequestError(f"unknown setting {name}{suggest(name, [*known, *SHORT, *close])}")

@@ -100,7 +100,7 @@ def read_toml(path: Path, base: T) -> T:
         with path.open("rb") as file:
             content = file.read(_LARGEST_FILE + 1)  # one byte more tells a longer file, without reading all of it
         if len(content) > _LARGEST_FILE:
-            raise RequestError(f"it is over {_LARGEST_FILE / 1e6:.0f} MB, which no file of settings is")
+            raise RequestError(f"it is over {_LARGEST_FILE / 1e6:.0f} MB, too large for a file of settings")
         text = content.decode("utf-8-sig").replace("\r\n", "\n")  # editors may begin with a BOM
         settings = from_toml(text, base)
     except UnicodeDecodeError as error:
@@ -192,7 +192,7 @@ def _part(words: Mapping[str, Any], value: Any, name: str) -> Any:
         raise RequestError(f"{name}.kind: {error}") from None
     rest = {k: v for k, v in value.items() if k != "kind"}
     if part is None and rest:
-        raise RequestError(f"{name} is {value['kind']}, which has no settings; leave {', '.join(map(str, rest))} away")
+        raise RequestError(f"{name} is {value['kind']}, which has no settings; remove {', '.join(map(str, rest))}")
     return update(part, rest, name) if part is not None else None
 
 
@@ -226,7 +226,7 @@ def of_type(annotation: Any, value: Any, name: str) -> Any:
         return _finite(value, name)
     elif type(value) is annotation or (annotation is Path and isinstance(value, Path)):
         return value
-    remedy = "; leave the quotes away" if annotation in (int, float) and _spells(annotation, value) else ""
+    remedy = "; remove the quotes" if annotation in (int, float) and _spells(annotation, value) else ""
     raise RequestError(f"{name} = {quote(value)} is {describe_mismatch(annotation, value)}{remedy}")
 
 

@@ -81,13 +81,13 @@ def check_autoencoder(config: Config) -> int:
     for name in ("jitter", "crop", "augment"):
         if getattr(data, name):
             raise RequestError(
-                f"data.{name} = {getattr(data, name)} changes pixels, and latents are encoded once from images as they "
-                f"are; leave it away, or train without --autoencoder (--flip is possible)"
+                f"data.{name} = {getattr(data, name)} changes pixels, but latents are encoded once, from "
+                "unchanged images; omit it, or train without --autoencoder (--flip is possible)"
             )
     if data.channels not in (0, described.image_channels):
         raise RequestError(
-            f"data.channels = {data.channels}, but the autoencoder in {config.autoencoder_folder} is for images of "
-            f"{described.image_channels}; leave --data.channels away, or take another autoencoder"
+            f"data.channels = {data.channels}, but the autoencoder in {config.autoencoder_folder} is for "
+            f"images of {described.image_channels}; omit --data.channels, or use another autoencoder"
         )
     if data.size:
         check_multiple(data.size, described.factor)
@@ -124,7 +124,10 @@ def override_sampler(sampler: Sampler, kind: str | None, steps: int | None) -> S
 def report_dropped_levels(before: Sampler, now: Sampler) -> None:
     """Say so if `override_sampler` has dropped tuned noise levels."""
     if (before.grid, now.grid) == ("tuned", "schedule"):
-        say(f"  the levels were tuned for {plural(before.steps, 'step')} of {before.kind}; taking the schedule's")
+        say(
+            f"  the tuned levels are for {plural(before.steps, 'step')} of {before.kind}; using the levels of "
+            "the schedule"
+        )
 
 
 def check_source(source: str) -> None:
@@ -145,7 +148,7 @@ def parse_duration(text: str) -> float:
     """Return seconds of a time span such as 90s, 10m, 2h or 1d. Raise RequestError for anything else."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", text.strip())
     if not match or float(match[1]) <= 0:
-        raise RequestError(f"budget = {quote(text)} is no time span; write 90s, 10m, 2h or 1d")
+        raise RequestError(f"budget = {quote(text)} is not a time; write 90s, 10m, 2h or 1d")
     span = float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
     if span > _TEN_YEARS:
         raise RequestError(f"budget = {quote(text)} is over ten years; give less")
@@ -159,7 +162,7 @@ def path_text(value: object, name: str) -> str:
     """Return a path as text, with ~ expanded. Raise RequestError if `value` is no path."""
     text = os.fspath(value) if isinstance(value, str | PathLike) else None
     if not isinstance(text, str):
-        raise RequestError(f"{name} = {quote(value)} is no path; give a text or a pathlib.Path")
+        raise RequestError(f"{name} = {quote(value)} is not a path; give a string or a pathlib.Path")
     return os.path.expanduser(text)
 
 
@@ -195,12 +198,12 @@ def _in_the_way(out: Path, source: str) -> str:
     if not above.is_dir():
         return f"{above} is a file"
     if source and whole == Path(source).expanduser().resolve():
-        return "the images are there, and a run has a folder of its own"
+        return "it holds the images, and a run needs a folder of its own"
     if above == whole and (out / "config.toml").exists():
-        return f"it is a run already; go on with `unfog resume {shlex.quote(str(out))}` instead"
+        return f"it is already a run; continue it with `unfog resume {shlex.quote(str(out))}`"
     if above == whole and any(one.name != LOCK for one in out.iterdir()):
         return "it is not empty"
-    return "" if os.access(above, os.W_OK | os.X_OK) else f"{above} may not be written to"
+    return "" if os.access(above, os.W_OK | os.X_OK) else f"{above} is not writable"
 
 
 def reason_of(error: Exception) -> str:

@@ -41,7 +41,7 @@ MAX_INT = 2**63 - 1
 
 
 class FormatError(ValueError):
-    """A value of the wrong format. The message follows "which is": "no whole number; write 1000"."""
+    """A value of the wrong format. The message follows "which is": "not a whole number; write 1000"."""
 
 
 def quote(value: object) -> str:
@@ -58,7 +58,7 @@ def suggest(word: object, known: Iterable[str]) -> str:
     """Return "; did you mean 'x'?" or, if nothing is similar, the list of all that is known."""
     known = sorted(known)
     close = difflib.get_close_matches(str(word)[:_LONGEST], known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; there is {', '.join(known)}"
+    return f"; did you mean {close[0]!r}?" if close else f"; give one of {', '.join(known)}"
 
 
 def strip_optional(annotation: Any) -> Any:
@@ -86,15 +86,14 @@ def describe_type(annotation: Any) -> str:
 
 
 def describe_mismatch(annotation: Any, value: object) -> str:
-    """Describe a value that is not of this type: "no whole number", which follows "is" in a message."""
+    """Describe a value that is not of this type: "not a whole number", which follows "is" in a message."""
     text = describe_type(annotation)
-    article, _, rest = text.partition(" ")
     close = ""
     if typing.get_origin(strip_optional(annotation)) is typing.Literal:
         choices = list(map(str, typing.get_args(strip_optional(annotation))))
         match = difflib.get_close_matches(str(value)[:_LONGEST], choices, n=1)
         close = f"; did you mean {match[0]}?" if match else ""
-    return (f"no {rest}" if article == "a" else f"not {text}") + close
+    return f"not {text}{close}"
 
 
 def parse_value(annotation: Any, words: Sequence[str]) -> Any:
@@ -119,7 +118,7 @@ def parse_value(annotation: Any, words: Sequence[str]) -> Any:
         return _whole(word.strip())
     if annotation is float:
         if not _NUMBER.fullmatch(word.strip()):
-            raise FormatError("no number; write it as 0.001 or 1e-3")
+            raise FormatError("not a number; write it as 0.001 or 1e-3")
         return float(word)
     return Path(os.path.expanduser(word)) if annotation is Path else annotation(word)  # --out=~/x, as shells leave it
 
@@ -129,9 +128,9 @@ def _whole(word: str) -> int:
         plain = word.replace(",", "")
         value = float(plain) if _NUMBER.fullmatch(plain) else math.nan
         remedy = f"{int(value)}" if value.is_integer() and abs(value) <= MAX_INT else "it in digits, such as 1000"
-        raise FormatError(f"no whole number; write {remedy}")
+        raise FormatError(f"not a whole number; write {remedy}")
     if len(word) > 25:  # beyond 64 bits; of thousands of digits, int() would raise a ValueError of its own
-        raise FormatError("too large a number; give less")
+        raise FormatError("too large; give less")
     return int(word)
 
 
@@ -162,7 +161,7 @@ def registry_of(annotation: Any) -> Mapping[str, Any] | None:
 def lookup(words: Mapping[str, Any], word: object) -> Any:
     """Return the part of a word. Raise RequestError with a suggestion if there is none."""
     if not isinstance(word, str) or word not in words:
-        raise RequestError(f"{quote(word)} is not known here{suggest(word, words)}")
+        raise RequestError(f"{quote(word)} is unknown{suggest(word, words)}")
     return words[word]
 
 

@@ -129,8 +129,8 @@ def free_bytes() -> int | None:
 def over_limit(needed: int, remedy: str) -> str:
     """Return the message that so many bytes do not fit the limit of the cache."""
     return (
-        f"{needed / 1e9:.1f} GB are more than the {cache_limit() / 1e9:,.3g} GB that the cache may hold, besides "
-        f"what is in use; set UNFOG_CACHE_LIMIT to more gigabytes, or {remedy}"
+        f"{needed / 1e9:.1f} GB are more than the {cache_limit() / 1e9:,.3g} GB that the cache may hold "
+        f"besides what is in use; set UNFOG_CACHE_LIMIT higher, or {remedy}"
     )
 
 

@@ -126,7 +126,7 @@ class DataReport:
         done = ", ".join(f"{actions[key]:,} {self.phrase(key)}" for key in ACTIONS if key in actions)
         unchanged = f"as they are ({self.size}x{self.size})"
         kind = f"{self.size}x{self.size}, {'grey' if self.channels == 1 else 'RGB'}"
-        unread = f"each decoded when its turn comes ({kind}), so none looked at yet"
+        unread = f"decoded during training ({kind}), so not checked yet"
         parts = [
             f"{self.found:,} image{'s' * (self.found != 1)}{classes}",
             f"{self.used:,} used: {done or unchanged}" if self.read else unread,

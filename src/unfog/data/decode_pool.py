@@ -172,8 +172,8 @@ def decode_with_retries(
             if isinstance(error, ShardReadError) and on_failure is not None and not stopping.is_set():
                 on_failure(str(error))
             raise RunError(
-                f"{sanitize(source.names[i])} of {sanitize(source.name)}: {error}, also in {attempt} tries; `unfog "
-                "resume`, or the same command again, goes on once it can be read"
+                f"{sanitize(source.names[i])} of {sanitize(source.name)}: {error}, also after {attempt} "
+                "tries; once it can be read, use `unfog resume` or repeat the command"
             ) from error
     raise AssertionError
 

@@ -110,7 +110,7 @@ class EncodeJob(NamedTuple):
             half = latents.astype(np.float16)
         if not np.isfinite(half).all():
             problem = "beyond what float16 holds" if np.isfinite(latents).all() else "not finite"
-            raise RunError(f"the autoencoder makes latents that are {problem}; take another one")
+            raise RunError(f"the autoencoder makes latents that are {problem}; use another one")
         return half
 
     def replacements_hold(self, rows: NDArray[np.int64], progress: Progress) -> bool:
@@ -163,7 +163,7 @@ def load_or_encode(key: str, job: EncodeJob, progress: Progress) -> LatentArrays
             entry = _open_valid(folder, job, progress)
         except OSError as error:
             raise RunError(
-                f"{folder} could not be written ({error.strerror}); make room, and do the same again"
+                f"{folder} could not be written ({error.strerror}); free some space, then repeat the command"
             ) from error
     return entry
 

@@ -129,8 +129,9 @@ class LazyPixels:
                             self.skipped.append(SkippedFile(self.source.names[index], reason))
             row = (row + 1) % len(self)
         raise RunError(
-            f"{tries} images in a row of {sanitize(self.source.name)} cannot be decoded"
-            f"{f' (the last: {reason})' if reason else ''}; is it still there? `unfog resume` goes on once it is"
+            f"{tries} images in a row in {sanitize(self.source.name)} cannot be "
+            f"decoded{f' (the last: {reason})' if reason else ''}; check that it still exists, then use "
+            "`unfog resume`"
         )
 
     def _decode_image(self, index: int) -> NDArray[np.uint8]:

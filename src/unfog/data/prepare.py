@@ -103,10 +103,10 @@ def _placement_on_resume(scan: Scan, key: str, unread: bool) -> tuple[str, str]:
     if unread == (where == "none"):
         return where, why
     why = why or f"cache = {scan.settings.cache}"
-    began = "decodes each image when its turn comes" if unread else "began with all images decoded"
-    remedy = "cache = auto" if unread else "cache = auto, and UNFOG_CACHE a folder with room enough"
+    began = "decodes images during training" if unread else "decoded all images before training"
+    remedy = "cache = auto" if unread else "cache = auto, with UNFOG_CACHE in a folder with enough space"
     raise RequestError(
-        f"the run {began}, so it cannot be checked that these are the same images; go on with {remedy} ({why})"
+        f"the run {began}, so these images cannot be compared with its own; resume with {remedy} ({why})"
     )
 
 
@@ -122,10 +122,13 @@ def _placement(scan: Scan, key: str, to_draw: int) -> tuple[str, str]:
     pixel_bytes = n * scan.channels * scan.size**2
     if n <= _MEMORY_FILES and scan.file_bytes <= _MEMORY_FILE_BYTES and pixel_bytes <= _MEMORY_PIXEL_BYTES:
         return "memory", ""
-    each, folder = "images are decoded when their turn comes", cache_folder()
-    remedy = "`unfog pack SOURCE OUT` decodes them once, to wherever there is room"
+    each, folder = "images are decoded during training", cache_folder()
+    remedy = "`unfog pack SOURCE OUT` decodes them once, on any disk"
     if to_draw and 2 * to_draw < n:
-        return "none", f"{each}, as this run draws {to_draw:,} of {n:,}; --data.cache disk decodes all, for later runs"
+        return "none", (
+            f"{each}, as this run needs {to_draw:,} of {n:,}; --data.cache disk decodes all of them once, for "
+            "later runs too"
+        )
     free, gigabytes = free_bytes(), f"{pixel_bytes / 1e9:,.1f} GB decoded"
     if free is None:
         if pixel_bytes < 4 * _MEMORY_PIXEL_BYTES:

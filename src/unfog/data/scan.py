@@ -112,8 +112,8 @@ class Scan:
         lost = archive or (GONE if 2 * reasons.count(GONE) > stop - start else "")
         if lost and self.source.stamp()[0] != self.stamp:
             raise RunError(
-                f"the images in {sanitize(self.source.name)} changed while they were read ({lost}); do the same again "
-                "once nobody writes to them"
+                f"the images in {sanitize(self.source.name)} changed while they were read ({lost}); repeat "
+                "the command when nothing writes to them"
             )
 
     def report(self, classes: Sequence[str], labels: NDArray[np.int64] | None, **outcome: Any) -> DataReport:

@@ -76,5 +76,5 @@ def bytes_of(text: str) -> int:
     if match:
         return int(float(match[1]) * {"mb": 10**6, "gb": 10**9, "tb": 10**12}[match[2]])
     if str(text).strip() != "0":
-        raise RequestError(f"cache_limit = {text!r} is no size on disk; write 500mb, 50gb or 2tb, or 0 for none")
+        raise RequestError(f"cache_limit = {text!r} is not a size; write 500mb, 50gb or 2tb, or 0 for none")
     return 0

@@ -46,7 +46,7 @@ class ImageStream:
 
     def __init__(self, images: ImageSet, seed: int) -> None:
         if not len(images):
-            raise RequestError("there are no images to train on; lower held_out or give more images")
+            raise RequestError("no images are left to train on; lower held_out or add images")
         self.images, self.seed = images, seed
         # Not `self.index`: that would be a reference cycle, and the threads would outlive the stream.
         index = partial(_index, len(images), seed)

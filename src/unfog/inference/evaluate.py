@@ -156,7 +156,7 @@ def _possible_metrics(
     if not len(dataset.held_out) and any(name in LOSSES for name in metrics):
         if request.metrics:
             raise RequestError(f"no images of {run.path} are held out, so {' and '.join(LOSSES)} cannot be measured")
-        say("held_out is left out: the run has no held-out images")
+        say("held_out is skipped: the run has no held-out images")
         metrics = tuple(name for name in metrics if name not in LOSSES)
     if request.against is not None and "held_out" not in metrics:
         raise RequestError("--against compares held-out losses, and the run has no held-out images")
@@ -200,7 +200,7 @@ def _generate_samples(
     samples = GeneratedSamples(folder, generation.count, generation.batch, run.path)
     missing = samples.count_in(samples.missing())
     if missing < generation.count:
-        say(f"{plural(generation.count - missing, 'sample')} are there already, in {samples.folder}")
+        say(f"{plural(generation.count - missing, 'sample')} exist already, in {samples.folder}")
     if missing:
         _report_cost(run, setup, missing, world)
 

@@ -150,7 +150,7 @@ class GeneratedSamples:
         for start in range(first - first % self.chunk, last, self.chunk):
             samples = self._load(start)
             if samples is None:
-                raise RunError(f"{self._file(start)} is missing; run it again, and it is generated anew")
+                raise RunError(f"{self._file(start)} is missing; repeat the command, which generates it again")
             parts.append(samples[max(0, first - start) : last - start])
         return np.concatenate(parts) if parts else np.zeros((0, 1, 1, 1), np.uint8)
 
@@ -208,6 +208,6 @@ class GeneratedSamples:
             write_atomic(self._file(start), data, self._root)
         except OSError as error:
             raise RunError(
-                f"{self.folder} cannot be written ({error.strerror or error}); put that right, then run it again: "
-                "the samples so far are kept"
+                f"{self.folder} cannot be written ({error.strerror or error}); correct that, then repeat the "
+                "command; the samples so far are kept"
             ) from error

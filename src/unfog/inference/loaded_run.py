@@ -59,7 +59,7 @@ class LoadedRun:
         self.folder = RunFolder(Path(path_text(path, "path")))
         self.config: Config = self.folder.read_config()
         if weights not in ("ema", "raw"):
-            raise RequestError(f"weights = {weights!r} is neither 'ema' nor 'raw'")
+            raise RequestError(f"weights = {weights!r} must be 'ema' or 'raw'")
         self.weights, self.device = weights, choose_device(device)
         if self.config.trains_autoencoder:
             raise RequestError(
@@ -102,7 +102,7 @@ class LoadedRun:
             # A run that was stopped between two snapshots is sampled as of the last one.
             load_ema_weights(network, self.folder, width, min(saved.step, kept[-1].step) if kept else None)
         except (RequestError, RunError) as error:
-            warn(f"the EMA width of {SWEEP_FILE} is not used, but that of the checkpoint: {error}")
+            warn(f"the EMA width of {SWEEP_FILE} cannot be used, so the EMA of the checkpoint is: {error}")
             return False
         return True
 
@@ -191,5 +191,5 @@ def _rebuild(mix: Mixture) -> dict[str, Tensor]:
                     total.add_(files[one.path].get_tensor(f"{number}/{name}").double(), alpha=weight)
                 averaged[name] = total.float()
     except (OSError, SafetensorError, RuntimeError) as error:
-        raise RunError(f"a snapshot of averages cannot be read: {error}; remove it, and the others will do") from None
+        raise RunError(f"an EMA snapshot cannot be read: {error}; remove it, and the others are used") from None
     return averaged

@@ -92,7 +92,7 @@ class Run(LoadedRun):
         )
         edit = build_edit(self.config, image, mask, request.strength, request.repeats)
         if edit and observe:
-            raise RequestError("observe sees the steps from noise to image; leave it away, or the image")
+            raise RequestError("observe shows sampling from noise, so it cannot be combined with image")
         calls: list[int] = []
         samples = generate_images(
             self.network, self.config, generation, progress, observe, guide=weaker, calls=calls.append, edit=edit
@@ -144,9 +144,9 @@ class Run(LoadedRun):
         usual = self.config.usual_guidance if weaker is None else self.config.guidance
         scale = usual if request.guidance is None else request.guidance
         if scale == 1 and weaker is not None:
-            raise RequestError("guidance = 1 makes no use of a guide; give --guidance 2, or leave the guide away")
+            raise RequestError("guidance = 1 does not use a guide; give --guidance 2, or omit the guide")
         if scale == 1 and request.guidance_interval is not None:
-            raise RequestError("guidance_interval needs guidance, and 1 is none; give --guidance 2, or leave it away")
+            raise RequestError("guidance_interval has no effect with guidance = 1; give --guidance 2, or omit it")
         return weaker and replace(weaker, dtype=DTYPES.get(request.precision)), scale
 
     def evaluate(self, metrics: Sequence[str] | str = (), n: int = 0, **settings: Any) -> Evaluation:
@@ -185,7 +185,8 @@ def _open_guide(run: LoadedRun, guide: Guide) -> Denoiser:
     same = other.checkpoint.folder.resolve() == run.checkpoint.folder.resolve() and other.weights == run.weights
     if same and other.ema is None and run.ema is None:  # an EMA of a given width may be of another step
         raise RequestError(
-            f"guide = step {other.checkpoint.step} is what draws; give an earlier checkpoint, or a smaller network"
+            f"guide = step {other.checkpoint.step} is the checkpoint that samples; give an earlier one, or a "
+            "smaller network"
         )
     _check_guide(run.config, other.config)
     return Denoiser(other.network, other.config.diffusion)
@@ -213,11 +214,12 @@ def _check_guide(config: Config, other: Config) -> None:
         # The settings of the guide are valid with the noise levels of the run.
         replace(other.diffusion, schedule=config.diffusion.schedule, learned_variance=False)
     except RequestError as error:
-        raise RequestError(f"the guide cannot be asked at the noise levels of this run: {error}") from None
+        raise RequestError(f"the guide cannot be used at the noise levels of this run: {error}") from None
     if _input_scale(config) != _input_scale(other):
         raise RequestError(
-            "the guide does not see what this run sees: pixels, or latents of one autoencoder with one mean, deviation "
-            "and sigma_data; give a checkpoint of this run, or a run on the same images with the same autoencoder"
+            "the guide must be trained on the same kind of input: pixels, or latents of the same "
+            "autoencoder with the same mean, deviation and sigma_data; give a checkpoint of this run, or a "
+            "run on the same images with the same autoencoder"
         )
 
 

@@ -43,7 +43,9 @@ class Samples(np.ndarray[tuple[int, ...], np.dtype[np.uint8]]):
         images = self[None].view(Samples) if single else self
         if not images._are_images:
             shape = "x".join(map(str, self.shape))
-            raise RequestError(f"{self.dtype} of shape {shape} is no array of images; take pil() of uint8 [n, H, W, C]")
+            raise RequestError(
+                f"{self.dtype} of shape {shape} is not an array of images; use pil() of uint8 [n, H, W, C]"
+            )
         plain = np.asarray(images)
         made = [Image.fromarray(np.ascontiguousarray(one[..., 0] if one.shape[2] == 1 else one)) for one in plain]
         return made[0] if single else made

@@ -16,8 +16,8 @@ _JUDGED = {
     (False, True): "The samples are as varied as real images, but many do not look like them",
     (False, False): "Many samples do not look like real images, and they are less varied",
 }
-_NEAR = "The samples are as near to real images as these are to each other"
-_FAR = "The samples are farther from real images than these are from each other"
+_NEAR = "The samples are as close to real images as real images are to each other"
+_FAR = "The samples are farther from real images than real images are from each other"
 
 
 def verdict(measured: Sequence[MetricResult], copies: Sequence[Mapping[str, Any]] = ()) -> str:

@@ -185,7 +185,7 @@ def parse_labels(words: Sequence[object], classes: Sequence[str]) -> tuple[int, 
     An integer is the number of a class, a text its name; where no name is a number, a text may be a number.
     """
     if words and not classes:
-        raise RequestError(f"label = {words[0]!r}, but this run has no classes; leave --label away")
+        raise RequestError(f"label = {words[0]!r}, but this run has no classes; omit --label")
     labels, names_are_numbers = [], any(name.isdecimal() for name in classes)
     for word in words:
         text, label = str(word), -1
@@ -196,7 +196,7 @@ def parse_labels(words: Sequence[object], classes: Sequence[str]) -> tuple[int, 
         elif text.isdecimal() and not names_are_numbers:
             label = int(text)
         if not 0 <= label < len(classes):
-            raise RequestError(f"label = {text!r} is no class of this run; there is {', '.join(classes)}")
+            raise RequestError(f"label = {text!r} is not a class of this run; give one of {', '.join(classes)}")
         labels.append(label)
     return tuple(labels) or tuple(range(len(classes)))
 

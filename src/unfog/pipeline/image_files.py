@@ -40,22 +40,23 @@ def build_edit(
     if image is None:
         needy = {"mask": mask, "strength": strength, "repeats": repeats}
         if given := [name for name, value in needy.items() if value is not None]:
-            raise RequestError(f"{given[0]} says what to do with an image, and there is none; give one: image = FILE")
+            raise RequestError(f"{given[0]} needs an image to edit; give one: image = FILE")
         return None
     if mask is None and repeats is not None:
-        raise RequestError(f"repeats = {repeats} is for inpainting where a mask is white; give one, or leave it away")
+        raise RequestError(f"repeats = {repeats} is for inpainting with a mask; give a mask, or omit repeats")
     pixels, facts = _read_image(image, "image", config.data.size, config.data.channels, config.data.background)
     unknown = None
     if mask is not None:
         white, its = _read_image(mask, "mask", config.data.size, 1, "black")
         if (its.width, its.height) != (facts.width, facts.height):
             raise RequestError(
-                f"the mask has {its.width} x {its.height} pixels and the image {facts.width} x {facts.height}; a mask "
-                "must be of the image's size, white where it is to be painted anew"
+                f"the mask has {its.width} x {its.height} pixels and the image {facts.width} x "
+                f"{facts.height}; the mask must have the size of the image, and be white where it is to be "
+                "painted"
             )
         unknown = torch.from_numpy(white >= 128)  # resizing leaves greys at the edges of the white
         if not unknown.any():
-            raise RequestError("the mask is black everywhere, so there is nothing to paint; make white what is to be")
+            raise RequestError("the mask is black everywhere, so there is nothing to paint; make those areas white")
     usual = _DEFAULT_STRENGTH if mask is None else 1.0
     return Edit(
         to_model_range(torch.from_numpy(pixels.copy())),

@@ -125,8 +125,8 @@ def _check_unchanged(described: AutoencoderFolder, config: Config) -> None:
     """RequestError unless it is the autoencoder that the run began with."""
     if described.sha256() != config.latents.sha256:
         raise RequestError(
-            f"the autoencoder in {described.folder} is not the one that this run began with (sha256 differs); bring "
-            "that back, or say where it is: unfog resume RUN --autoencoder FOLDER"
+            f"the autoencoder in {described.folder} is not the one that this run began with (sha256 "
+            "differs); restore that one, or give its place: unfog resume RUN --autoencoder FOLDER"
         )
 
 

@@ -27,7 +27,7 @@ _NAMES_SAMPLED = 10_000  # file names, evenly spaced, that are searched for fold
 def _warn_of_no_effect(settings: Data, dataset: Dataset) -> None:
     """Warn of settings that have no effect on these images."""
     if settings.held_out not in (0, Data().held_out) and not len(dataset.held_out):
-        reason, n = f"of fewer than {MIN_TO_HOLD_OUT} images each is trained on", dataset.report.found
+        reason, n = f"sets of fewer than {MIN_TO_HOLD_OUT} images are used for training entirely", dataset.report.found
         if n >= MIN_TO_HOLD_OUT:
             reason = f"none of the {n:,} images fell below that share; give a larger one"
         warn(f"data.held_out = {settings.held_out} holds nothing out: {reason}")
@@ -76,11 +76,14 @@ def load_images(
     if not (config.data.size or packed) and dataset.report.actions.get("resized"):
         side = dataset.settings.size
         say(
-            f"  data.size = {side}: larger images are made smaller, as twice the side takes four times as long;"
-            f" --size {2 * side} keeps more detail"
+            f"  data.size = {side}: larger images are made smaller, because twice the side takes four times "
+            f"as long; --size {2 * side} keeps more detail"
         )
     if 0 < len(dataset.train) < config.training.batch:
-        warn(f"batch = {config.training.batch} is more than the {len(dataset.train)} images, so some are in it twice")
+        warn(
+            f"batch = {config.training.batch} is more than the {len(dataset.train)} images, so some images are "
+            "used twice in a batch"
+        )
     for warning in dataset.warnings:
         warn(warning)
     _warn_of_no_effect(config.data, dataset)

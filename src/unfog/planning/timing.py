@@ -173,11 +173,11 @@ def run_times(config: Config, step: TimeRange, call: TimeRange, held_out: int) -
         f"evaluations ({evaluations:,})": call.times(asides["evaluate"]),
     }
     if asides["metrics"]:
-        found["drawing for metrics"] = call.times(asides["metrics"])
+        found["sampling for metrics"] = call.times(asides["metrics"])
     total = [sum(part[i] for name, part in found.items() if name != "step") for i in (0, 1)]
     found["in all"] = TimeRange(*total)
     picture = call.times(asides["preview"] / (previews * config.preview.images))
-    return found | {f"drawing {count:,} pictures": picture.times(count) for count in _SAMPLES}
+    return found | {f"sampling {count:,} images": picture.times(count) for count in _SAMPLES}
 
 
 @torch.inference_mode()

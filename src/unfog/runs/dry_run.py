@@ -231,7 +231,9 @@ class _DryRun:
         if not different:
             return [_passed("repeat", "a step repeated from its checkpoint is equal to the bit")]
         said = f"a step repeated from its checkpoint differs ({different[0]} and {len(different) - 1} others)"
-        remedy = "an interrupted run continues just as well, but its last bits differ from an uninterrupted one's"
+        remedy = (
+            "an interrupted run continues just as well, but its result is not bit-identical to an uninterrupted one"
+        )
         return [Finding("rehearsal.repeat", "hint", said, remedy, {"different": len(different)})]
 
     def _resume(self) -> list[Finding]:

@@ -64,10 +64,13 @@ def resolve_metrics(auto: AutoSettings, images: ImageSet, device: torch.device) 
     if not evaluate.metrics:
         return
     if evaluate.every < 0:
-        raise RequestError("evaluate.metrics are measured at evaluations, and evaluate.every = -1 makes none")
+        raise RequestError(
+            "evaluate.metrics are measured at evaluations, but evaluate.every = -1 turns these off; give "
+            "another interval"
+        )
     if len(images) < TRIAL_SAMPLES:
         raise RequestError(
-            f"evaluate.metrics need at least {TRIAL_SAMPLES} training images, and there are {len(images)}"
+            f"evaluate.metrics need at least {TRIAL_SAMPLES} training images, but there are only {len(images)}"
         )
     if evaluate.samples and evaluate.reference and evaluate.metrics_every:
         return
@@ -86,9 +89,10 @@ def resolve_metrics(auto: AutoSettings, images: ImageSet, device: torch.device) 
         instead = "; the best checkpoint is chosen by the held-out loss" if chosen.best != best else ""
         auto.config = replace(config, evaluate=replace(chosen, best=best))
         warn(
-            f"during training, no {' or '.join(chosen.metrics)} is measured: {chosen.samples} samples take "
-            f"{each / costs.training:.2g}, and --evaluate.share is {share}{instead}. "
-            "Give a higher --evaluate.share, or measure afterwards: unfog evaluate RUN"
+            f"{' and '.join(chosen.metrics)} will not be measured during training: {chosen.samples} samples "
+            f"would take {each / costs.training:.2g} of the arithmetic of training, and --evaluate.share "
+            f"allows {evaluate.share:.2g}{instead}. Give a higher --evaluate.share, or measure afterwards: "
+            "unfog evaluate RUN"
         )
         return
     what = f"{chosen.samples} samples against {chosen.reference} training images, every {chosen.metrics_every} steps"

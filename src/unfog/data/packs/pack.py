@@ -147,7 +147,7 @@ class PackSource(Source):
             return location
         if is_unfinished_pack(folder):
             raise RequestError(
-                f"{sanitize(location.name)} is an unfinished pack; finish it with the same `unfog pack` as before"
+                f"{sanitize(location.name)} is an unfinished pack; repeat the same `unfog pack` to finish it"
             )
         return None
 
@@ -169,8 +169,8 @@ class PackSource(Source):
         size = packed["size"]
         if settings.size > size:
             raise RequestError(
-                f"size = {settings.size}, but {sanitize(self.name)} holds images of {size}x{size}; pack the originals "
-                f"again with --size {settings.size}, or train on these as they are"
+                f"size = {settings.size}, but {sanitize(self.name)} holds images of {size}x{size}; pack the "
+                f"originals again with --size {settings.size}, or omit --size"
             )
         fits = settings.size in (0, size) and settings.channels in (0, packed["channels"])
         fits = fits and settings.labels in ("auto", "none", packed["labels"])
@@ -233,7 +233,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     file = path / MANIFEST
     if not file.is_file():
         raise RequestError(
-            f"{sanitize(str(path))} is no pack: it has no {MANIFEST}; make one with unfog pack SOURCE OUT"
+            f"{sanitize(str(path))} is not a pack: it has no {MANIFEST}; make one with unfog pack SOURCE OUT"
         )
     manifest = json.loads(read_file(file, _LARGEST_MANIFEST))
     if manifest.get("format") != FORMAT:

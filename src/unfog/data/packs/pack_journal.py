@@ -125,12 +125,13 @@ def pack_folder(folder: Path, remedy: str) -> Iterator[None]:
     except OSError as error:
         raise RequestError(f"{name} cannot be written ({error.strerror}); {remedy}") from error
     if is_pack(folder) or foreign:
-        raise RequestError(f"{name} exists and holds something else; give another folder, or remove it")
+        raise RequestError(f"{name} exists and is not a pack; give another folder, or remove it")
     try:
         yield
     except OSError as error:
         raise RunError(
-            f"{name} could not be written ({error.strerror}); what is done is kept: make room, and do the same again"
+            f"{name} could not be written ({error.strerror}); what is done is kept; free some space, then "
+            "repeat the command"
         ) from error
 
 

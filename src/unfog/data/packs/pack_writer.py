@@ -53,7 +53,9 @@ def write_pack(scan: Scan, folder: Path, key: str, remedy: str, progress: Progre
         if is_pack(folder):  # another process has finished it meanwhile
             pack = Pack.open(folder)
             if pack.manifest["key"] != key:
-                raise RequestError(f"{sanitize(str(folder))} is another pack by now; give another folder, or remove it")
+                raise RequestError(
+                    f"{sanitize(str(folder))} was replaced by another pack; give another folder, or remove it"
+                )
             return pack
         try:
             writer = _PackWriter(scan, folder, key)
@@ -132,7 +134,7 @@ class _PackWriter:
         free = shutil.disk_usage(self.folder).free
         if free < needed:
             raise RequestError(
-                f"{sanitize(str(self.folder))} has no room for {needed / 1e9:.1f} GB of decoded images "
+                f"{sanitize(str(self.folder))} lacks space for {needed / 1e9:.1f} GB of decoded images "
                 f"({free / 1e9:.1f} GB free); {remedy}"
             )
 

@@ -59,7 +59,7 @@ class ArraySource(Source):
             reason = " ".join(sanitize(str(error)).split())[:160] or type(error).__name__
             raise RequestError(f"{sanitize(name)} cannot be read: {reason}; give uint8 images, {_SHAPES}") from None
         except zipfile.BadZipFile:
-            raise RequestError(f"{sanitize(name)} is no .npz file, or a damaged one") from None
+            raise RequestError(f"{sanitize(name)} is not an .npz file, or is damaged") from None
         self._mapped = isinstance(images, np.memmap)
         self._images = _as_nhwc(name, images)
         self.names = LazyNames("{:08}".format, range(len(images)))

@@ -76,8 +76,9 @@ def no_images_error(name: str, ignored: Mapping[str, int], unreadable: Sequence[
     listed = ", ".join(f"{count:,} {sanitize(kind)}" for kind, count in Counter(ignored).most_common(3))
     closed = "".join(f"; {reason}: {sanitize(below)}" for below, reason in unreadable[:3])
     return RequestError(
-        f"found 0 images; looked for .png .jpg .jpeg .webp .gif .tif .bmp ... in {sanitize(name)} ({others:,} other "
-        f"file{'s' * (others != 1)}{': ' * (others > 0)}{listed}{closed}); give a folder with images"
+        f"found 0 images; looked for .png .jpg .jpeg .webp .gif .tif .bmp ... in {sanitize(name)} "
+        f"({others:,} other file{'s' * (others != 1)}{': ' * (others > 0)}{listed}{closed}); give a folder "
+        "of images"
     )
 
 

@@ -276,7 +276,7 @@ def _read_labels(dataset: Any, datasets: Any) -> tuple[tuple[str, ...], NDArray[
             names = [str(value).lower() if isinstance(value, bool) else str(value) for value in present.tolist()]
             return tuple(names), index.astype(np.int64), "; ".join(left_out)
         left_out.append(
-            f"column {column} is left out: its values are {sanitize(str(stored.type))[:60]}, not whole numbers or text"
+            f"column {column} is ignored: its values are {sanitize(str(stored.type))[:60]}, not whole numbers or text"
         )
     return (), None, "; ".join(left_out)
 
@@ -284,7 +284,7 @@ def _read_labels(dataset: Any, datasets: Any) -> tuple[tuple[str, ...], NDArray[
 def _missing_values(column: str, count: int, of: int) -> str:
     # The column is left out rather than the images without a value, which nobody asked for.
     problem = f"{count:,} of {of:,} images have no value in it"
-    return f"column {sanitize(column)} is left out: {problem}; fill it, or leave those images out of the dataset"
+    return f"column {sanitize(column)} is ignored: {problem}; fill it, or remove those images from the dataset"
 
 
 def _column(dataset: Any, column: str) -> Any:

@@ -60,11 +60,13 @@ def read_table(table: LabelTable) -> tuple[dict[str, str], str]:
     except OSError as error:
         raise RequestError(f"{said} is a table {os_error_reason(error)}; check it") from None
     except ImageError as error:
-        raise RequestError(f"{said} cannot be read ({error}); put it beside the archive, or make that anew") from None
+        raise RequestError(
+            f"{said} cannot be read ({error}); put it next to the archive, or make the archive again"
+        ) from None
     except UnicodeDecodeError as error:
         raise RequestError(f"{said} {not_utf8(error)}") from None
     except (csv.Error, ValueError, RecursionError) as error:
-        raise RequestError(f"{said} is damaged: {str(error)[:100]}; write it anew") from None
+        raise RequestError(f"{said} is damaged: {str(error)[:100]}; write it again") from None
     if not found:
         raise RequestError(f"{said} has no rows; write a line for each image")
     return found, hashlib.sha256(content).hexdigest()
@@ -141,7 +143,9 @@ def _find_column(header: Sequence[str], known: Sequence[str], of: str, said: str
     columns = next((there[name] for name in known if name in there), [])
     if not columns:
         has = ", ".join(sanitize(name[:30]) for name in list(there)[:8])
-        raise RequestError(f"{said} has no column of {of}, but {has}; call one {known[0]} (or {', '.join(known[1:4])})")
+        raise RequestError(
+            f"{said} has no column of {of}, only {has}; call one {known[0]} (or {', '.join(known[1:4])})"
+        )
     if len(columns) > 1:
         raise RequestError(f"{said} has {len(columns)} columns called {sanitize(columns[0].strip())}; keep one")
     return columns[0]

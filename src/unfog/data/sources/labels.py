@@ -162,7 +162,7 @@ def find_table(path: str, *folders: str) -> Path:
     places = [os.path.expanduser(path), *(os.path.join(folder, os.path.basename(path)) for folder in folders)]
     table = next(filter(os.path.isfile, places), None)
     if table is None:
-        raise RequestError(f"labels = {sanitize(path)} is not there; give a .csv or .jsonl file, or auto")
+        raise RequestError(f"labels = {sanitize(path)} does not exist; give a .csv or .jsonl file, or auto")
     return Path(table)
 
 
@@ -179,10 +179,10 @@ def _find_labels(source: Source, warn: Callable[[str], None]) -> Source:
     if tables and read_labels(source, "auto")[1] is not None:
         used = "the folders are the classes"
     for table in tables:
-        insist = f"give --data.labels {sanitize(table.base_name)} to insist"
+        insist = f"--data.labels {sanitize(table.base_name)} uses it all the same"
         found = f"{used}; {insist}" if used else _try_table(source, table, insist)
         if isinstance(found, str):
-            warn(f"{sanitize(table.base_name)} is left out: {found}")
+            warn(f"{sanitize(table.base_name)} is ignored: {found}")
         else:
             chosen, used = found, f"{table.base_name} has the labels"
     return chosen
@@ -199,9 +199,9 @@ def _try_table(source: Source, table: LabelTable, insist: str) -> LabelTableSour
         many = f"{without:,} of {len(source.names):,} images"
         return f"it has no label for {many}, such as {sanitize(found.unlabelled[0])}; {insist}"
     if classes < 2:
-        return f"it has no class but {sanitize(found.classes[0])}; {insist}"
+        return f"it has only the class {sanitize(found.classes[0])}; {insist}"
     if classes > len(found.names) / 4:
-        return f"it has {classes:,} classes for {len(found.names):,} images, fewer than four for each; {insist}"
+        return f"it has {classes:,} classes for {len(found.names):,} images, fewer than four images each; {insist}"
     return found
 
 

@@ -110,7 +110,7 @@ def _import_class(text: str) -> type[Source]:
     except (ImportError, AttributeError, ValueError) as error:
         raise RequestError(f"{sanitize(text)} cannot be imported: {error}; give python:MODULE:CLASS") from None
     if not (isinstance(source, type) and issubclass(source, Source)):
-        raise RequestError(f"{sanitize(text)} is no subclass of unfog.data.sources.base.Source")
+        raise RequestError(f"{sanitize(text)} is not a subclass of unfog.data.sources.base.Source")
     return source
 
 
@@ -142,7 +142,7 @@ def _unknown_file(location: SourceLocation) -> RequestError:
     """Return the error for a file, or a pattern of files, that no source reads."""
     problem = "is a file; give the folder that holds the images, or a .zip, .tar, .npy or .parquet file"
     if location.form == "files":
-        problem = f"stands for {sanitize(location.paths[0])}, and not for .tar shards or one .zip; {_REMEDY}"
+        problem = f"matches {sanitize(location.paths[0])}, but only .tar shards or one .zip can be given; {_REMEDY}"
     return RequestError(f"{sanitize(location.name)} {problem}")
 
 
@@ -155,7 +155,7 @@ def _expand_braces(pattern: str) -> list[str]:
     braces = re.compile(r"\{(?:(\d{1,18})\.\.(\d{1,18})|([^{}]*,[^{}]*))\}")
     # Counted before anything is built, as three braces of six digits each would fill the memory.
     if math.prod(sum(1 for _ in _alternatives(match)) for match in braces.finditer(pattern)) > _MAX_SHARDS:
-        raise RequestError(f"{sanitize(pattern[:80])} stands for over {_MAX_SHARDS:,} files; give a narrower pattern")
+        raise RequestError(f"{sanitize(pattern[:80])} matches over {_MAX_SHARDS:,} files; give a narrower pattern")
     done: list[str] = []
     pending = [pattern]
     while pending:
@@ -174,7 +174,7 @@ def _alternatives(match: re.Match[str]) -> Iterator[str]:
         return
     first, last = int(match[1]), int(match[2])
     if abs(last - first) >= _MAX_SHARDS:
-        raise RequestError(f"{match[0]} stands for over {_MAX_SHARDS:,} files; give a narrower pattern")
+        raise RequestError(f"{match[0]} matches over {_MAX_SHARDS:,} files; give a narrower pattern")
     # As in a shell, {01..3} pads to the longer end, {1..10} does not pad.
     padded = any(len(number) > 1 and number[0] == "0" for number in (match[1], match[2]))
     width = max(len(match[1]), len(match[2])) if padded else 0
@@ -187,7 +187,7 @@ def _parse_url(text: str) -> SourceLocation:
     package = _PACKAGES.get(protocol)
     if package is None:
         known = ", ".join(f"{name}://" for name in _PACKAGES)
-        raise RequestError(f"{sanitize(text)} begins with none of {known}; give one of those, or a folder")
+        raise RequestError(f"{sanitize(text)} has an unknown protocol; give {known}, or a folder")
     if find_spec(package) is None:
         extra = {"s3fs": "s3", "aiohttp": "http"}.get(package)
         command = install_command(extra) if extra else f"pip install {package}"
@@ -203,8 +203,7 @@ def _parse_folder(text: str, path: str) -> SourceLocation:
         resolved.encode()
     except UnicodeEncodeError:
         raise RequestError(
-            f"the path of {sanitize(text)} has a byte that is no text (UTF-8), which no run could store; rename the "
-            "folder"
+            f"the path of {sanitize(text)} is not valid UTF-8, so a run could not store it; rename the folder"
         ) from None
     return SourceLocation(text, resolved, "folder")
 
@@ -249,8 +248,8 @@ def _glob(pattern: str) -> list[str]:
     if missing and found:
         named = ", ".join(sanitize(os.path.basename(path)) for path in missing[:3])
         raise RequestError(
-            f"{len(missing):,} of the {len(missing) + len(found):,} files that {sanitize(pattern)} spells out are not "
-            f"there: {named}{', ...' * (len(missing) > 3)}; bring them, or use * in place of the braces"
+            f"{len(missing):,} of the {len(missing) + len(found):,} files of {sanitize(pattern)} do not "
+            f"exist: {named}{', ...' * (len(missing) > 3)}; restore them, or use * in place of the braces"
         )
     return found
 

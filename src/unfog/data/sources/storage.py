@@ -92,7 +92,7 @@ class LocalStorage:
             stat = os.stat(path)
         except OSError as error:
             raise RequestError(
-                f"{sanitize(path)} is a file {os_error_reason(error)}; bring it, or leave it out"
+                f"{sanitize(path)} is a file {os_error_reason(error)}; restore it, or remove it from the pattern"
             ) from None
         return FileState(stat.st_size, str(stat.st_mtime_ns))
 

@@ -117,7 +117,7 @@ class ZipSource(Source):
             raise RequestError(f"{sanitize(self.name)} cannot be read: {error}; check it and try again") from error
         except (zipfile.BadZipFile, EOFError, NotImplementedError, OSError, ValueError, struct.error) as error:
             raise RequestError(
-                f"{sanitize(self.name)} is no whole zip archive ({error}); copy or download it again"
+                f"{sanitize(self.name)} is not a complete zip archive ({error}); copy or download it again"
             ) from error
         if len(infos) > _MAX_MEMBERS:
             raise RequestError(f"{sanitize(self.name)} holds over {_MAX_MEMBERS:,} files; make tar shards of it")

@@ -193,9 +193,9 @@ def _too_many_failed(source: str, failed: Mapping[str, str], count: int) -> str:
     """Return the message for a source of `count` shards of which more failed, name -> reason, than may."""
     named = "; ".join(f"{sanitize(name)} {reason}" for name, reason in list(failed.items())[:_MAX_NAMED])
     return (
-        f"{len(failed)} of {count} shards of {sanitize(source)} cannot be used, more than data.failed_shards allows: "
-        f"{named}{'; ...' * (len(failed) > _MAX_NAMED)}. Bring them back and `unfog resume`, or allow more: "
-        "--data.failed-shards 0.1"
+        f"{len(failed)} of {count} shards of {sanitize(source)} cannot be used, more than data.failed_shards "
+        f"allows: {named}{'; ...' * (len(failed) > _MAX_NAMED)}. Restore them and use `unfog resume`, or "
+        "allow more: --data.failed-shards 0.1"
     )
 
 
@@ -225,7 +225,7 @@ def remote_states(
                 states[path], failed[path] = state, reason
     for path, reason in absent.items():
         if path not in states:
-            raise RequestError(f"{sanitize(path)} {reason}; bring it back, or check the URL")
+            raise RequestError(f"{sanitize(path)} {reason}; restore it, or check the URL")
     if len(failed) > policy.max_failed * len(states):
         named = {shard_name(path, location.base): reason for path, reason in failed.items()}
         raise RequestError(_too_many_failed(location.name, named, len(states)))

@@ -105,7 +105,8 @@ def open_shard_index(
         keys = [_key(path, state) for path, state in states.items()]
     except OSError as error:
         raise RequestError(
-            f"{sanitize(str(error.filename))} is a file {os_error_reason(error)}; bring it, or leave it out"
+            f"{sanitize(str(error.filename))} is a file {os_error_reason(error)}; restore it, or remove it "
+            "from the pattern"
         ) from None
     key = hashlib.sha256(repr((plain_url(base), keys)).encode()).hexdigest()[:32]
     found = _load(folder, key, states)
@@ -168,7 +169,9 @@ def _build_entries(
         try:
             entry = index_shard(storage, path, states[path], report)
         except ImageError as error:
-            raise RequestError(f"{sanitize(path)} cannot be read: {error}; bring it back, or leave it out") from error
+            raise RequestError(
+                f"{sanitize(path)} cannot be read: {error}; restore it, or remove it from the pattern"
+            ) from error
         entry.save(files[path])
         passed[path] = states[path].size
 
