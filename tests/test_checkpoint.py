@@ -131,7 +131,7 @@ def test_a_disk_that_holds_something_else_is_found_out_before_anything_is_rotate
     monkeypatch.setattr(snapshot, "save_file", lying(snapshot.save_file, damage))
     writer = CheckpointWriter(tmp_path, Checkpoint(keep=1))
     writer.submit(snapshot.take_snapshot(trained(2), 2))
-    with pytest.raises(RunError, match=r"could not be written.*earlier ones are whole"):
+    with pytest.raises(RunError, match=r"could not be written.*earlier ones are intact"):
         assert writer.wait(20)
     assert [path.name for path in tmp_path.iterdir()] == ["00000001"]
     assert checkpoint.newest(tmp_path)[0].step == 1
@@ -142,7 +142,7 @@ def test_trouble_of_the_thread_is_raised_once_and_the_writer_goes_on(tmp_path):
     place.write_text("a file where the folder should be")
     writer = CheckpointWriter(place, Checkpoint())
     writer.submit(snapshot.take_snapshot(trained(), 3))
-    with pytest.raises(RunError, match="Put that right"):
+    with pytest.raises(RunError, match="Correct that"):
         assert writer.wait(20)
     place.unlink()
     writer.submit(snapshot.take_snapshot(trained(), 3))

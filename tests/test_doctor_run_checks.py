@@ -249,7 +249,7 @@ def test_roll_backs_are_forgotten_where_the_run_forgets_them():
         ("started failed", None, "failed", "warning"),
         ("started", {"alive": False, "doing": "stopped"}, "stopped", "hint"),
         ("started", None, "killed", "warning"),
-        ("", None, "not begun", "warning"),
+        ("", None, "not started", "warning"),
         ("started", {"alive": True, "doing": "waiting for disk space"}, "running", "warning"),
         ("started", {"alive": False, "doing": "failed: RequestError", "age": 9.0}, "killed", "warning"),
         ("started", {"alive": False, "doing": "failed: RunError", "age": 9.0}, "failed", "warning"),
@@ -385,7 +385,7 @@ def test_a_gradient_without_noise_or_without_signal_is_no_accident(tmp_path):
     assert "--batch 2 " in still.remedy.replace(",", " ")
     noise = _check_noise_scale(a_record(tmp_path, drowned(-0.5, 10.0)))
     assert (noise.severity, noise.facts["noise_scale"]) == ("hint", None)
-    assert "too large to measure" in noise.evidence
+    assert "cannot be measured" in noise.evidence
     assert "--batch 256 --microbatch 32" in noise.remedy
     assert _check_noise_scale(a_record(tmp_path, drowned(-0.5, 10.0)[:2])) is None
     words = [row | {"gradient_noise": "much"} for row in drowned(1.0, 10.0)]

@@ -141,7 +141,7 @@ def test_without_snapshots_the_checkpoint_is_used_and_a_sweep_refused(run, capsy
     (run / SWEEP_FILE).unlink()
     assert torch.equal(weights(usual), weights(unfog.load(run)))
     for call in (lambda: unfog.ema_sweep(run), lambda: unfog.load(run, ema=0.05)):
-        with pytest.raises(RequestError, match="no snapshots"):
+        with pytest.raises(RequestError, match="no EMA snapshots"):
             call()
 
 

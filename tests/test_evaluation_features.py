@@ -187,7 +187,7 @@ def test_another_network_does_not_pass_for_inception(monkeypatch, net):
 
 
 def test_a_file_is_not_run_where_only_the_known_one_may_be(net):
-    with pytest.raises(RequestError, match="name it yourself"):
+    with pytest.raises(RequestError, match="give it yourself"):
         open_features(str(net), only_known=True)
 
 
@@ -211,13 +211,13 @@ def test_a_name_that_is_none_is_refused(net, text, match):
 @pytest.mark.parametrize("content", [b"", b"not a zip", b"PK\x03\x04" + bytes(100)])
 def test_a_file_that_is_no_torchscript_is_refused(tmp_path, content):
     (tmp_path / "net.pt").write_bytes(content)
-    with pytest.raises(RequestError, match="no TorchScript"):
+    with pytest.raises(RequestError, match="not a TorchScript"):
         open_features(str(tmp_path / "net.pt"))
 
 
 def test_a_pickle_is_not_run(tmp_path):
     torch.save({"weights": torch.zeros(3)}, tmp_path / "weights.pt")
-    with pytest.raises(RequestError, match="no TorchScript"):
+    with pytest.raises(RequestError, match="not a TorchScript"):
         open_features(str(tmp_path / "weights.pt"))
 
 

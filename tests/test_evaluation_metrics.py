@@ -202,7 +202,7 @@ def test_a_frechet_distance_of_few_pictures_is_marked_or_refused():
     assert "refused" in str(few[0])
     some = compare_features(["fd", "fd_infinity"], normal(31, 16, 0), normal(500, 16, 1))
     assert some[0].value is not None
-    assert "compare at equal n" in some[0].note
+    assert "compare only at equal n" in some[0].note
     assert some[1].value is None
     assert compare_features(["fd_infinity"], normal(32, 16, 0), normal(500, 16, 1))[0].value is not None
     many = compare_features(["fd"], normal(10_000, 2, 0), normal(10_000, 2, 1))[0]
@@ -244,7 +244,7 @@ def test_known_statistics_of_the_reference_change_nothing():
 @pytest.mark.parametrize(
     ("names", "real", "fake", "match"),
     [
-        (["fie"], REAL, FAKE, "'fie' is none; there is fid"),
+        (["fie"], REAL, FAKE, "'fie' is unknown; give one of fid"),
         (["fd"], REAL[:, :4], FAKE, "must be"),
         (["kid"], REAL[:9], FAKE, "at least 10"),
         (["kid"], REAL.flatten(), FAKE, "must be"),

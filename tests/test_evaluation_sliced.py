@@ -113,7 +113,7 @@ def test_memory_is_bounded_whatever_the_number_of_pictures(monkeypatch):
 @pytest.mark.parametrize(
     ("names", "shape", "match"),
     [
-        (["fid"], (5, 3, 8, 8), "there is sliced"),
+        (["fid"], (5, 3, 8, 8), "give one of sliced"),
         (["sliced"], (5, 1, 8, 8), "one shape"),
         (["sliced"], (5, 3, 6, 6), "one shape"),
     ],

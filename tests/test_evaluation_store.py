@@ -162,7 +162,7 @@ def test_features_that_are_no_numbers_are_not_kept():
         y[3] = torch.inf
         return y
 
-    with pytest.raises(RunError, match="no number"):
+    with pytest.raises(RunError, match="not finite"):
         compute_features(Source(20), of(broken), "key")
     assert not _features_folder("key", 20, of(broken)).exists()
 

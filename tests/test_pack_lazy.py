@@ -187,7 +187,9 @@ def test_what_passes_is_waited_for_and_changes_nothing(
     source.failing = range(1, 10**6)
     for ask in (lambda: fly.take(np.arange(28, 33)), lambda: prepare(source, at_once)):
         source.asked = 0
-        with pytest.raises(RunError, match=rf"060\.png of flaky: .*also after {bulk._TRIES} tries; once it can be read"):
+        with pytest.raises(
+            RunError, match=rf"060\.png of flaky: .*also after {bulk._TRIES} tries; once it can be read"
+        ):
             ask()
         assert source.asked == bulk._TRIES
     assert fly.pixels.skipped == []

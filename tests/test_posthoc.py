@@ -274,7 +274,7 @@ def test_full_disk_is_not_waited_for(tmp_path):
 def test_what_cannot_be_rebuilt_is_refused_and_what_is_damaged_passed_over(trained, tmp_path):
     folder, _, _ = trained
     kept = list_snapshots(folder)
-    with pytest.raises(RequestError, match="no snapshots"):
+    with pytest.raises(RequestError, match="no EMA snapshots"):
         solve_mixture([], 0.1)
     with pytest.raises(RequestError, match="step = 481 must be from 20 to 480"):
         solve_mixture(kept, 0.1, 481)

@@ -169,7 +169,7 @@ def test_a_checkpoint_is_found_by_what_it_holds_not_by_its_name(whole, tmp_path)
 def test_no_whole_checkpoint_is_said(whole, tmp_path):
     shutil.copytree(whole / "checkpoints/00000006", tmp_path / "checkpoints/00000006")
     os.truncate(tmp_path / "checkpoints/00000006/ema.safetensors", 10)
-    with pytest.raises(RunError, match=r"no whole checkpoint.*00000006.*ema\.safetensors"):
+    with pytest.raises(RunError, match=r"no intact checkpoint.*00000006.*ema\.safetensors"):
         checkpoint.newest(tmp_path / "checkpoints")
     for name in ("00000004", "00000005"):
         shutil.copytree(tmp_path / "checkpoints/00000006", tmp_path / "checkpoints" / name)

@@ -234,7 +234,9 @@ def test_damaged_tables_end_in_a_line(photos: Path, tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
         with pytest.raises(RequestError, match=said):
             apply_label_table(open_source(photos), str(tmp_path / name))
-    with pytest.raises(RequestError, match=r"labels = .*none\.csv is not there; give a \.csv or \.jsonl file, or auto"):
+    with pytest.raises(
+        RequestError, match=r"labels = .*none\.csv does not exist; give a \.csv or \.jsonl file, or auto"
+    ):
         apply_label_table(open_source(photos), str(tmp_path / "none.csv"))
 
 
@@ -360,7 +362,7 @@ def test_a_table_in_a_zip_is_found_as_in_its_folder(tmp_path: Path, inside: str)
     assert prepared.settings.labels == f"{path}/{inside}labels.csv"
     assert prepare(open_source(path), prepared.settings).train.fingerprint == prepared.train.fingerprint
     check_request(replace(preset("default"), source=str(path), data=Data(labels="labels.csv")))
-    with pytest.raises(RequestError, match=r"labels = kinds\.csv is not there"):
+    with pytest.raises(RequestError, match=r"labels = kinds\.csv does not exist"):
         apply_label_table(open_source(path), "kinds.csv")
 
 
@@ -424,7 +426,7 @@ def test_a_labelled_source_is_a_source(photos: Path, tmp_path: Path) -> None:
 
 def test_a_missing_table_is_said_before_any_work(photos: Path, tmp_path: Path) -> None:
     config = replace(preset("default"), source=str(photos), data=Data(labels=str(tmp_path / "kinds.csv")))
-    with pytest.raises(RequestError, match=r"kinds\.csv is not there"):
+    with pytest.raises(RequestError, match=r"kinds\.csv does not exist"):
         check_request(config)
     write(photos / "kinds.csv", "file,label\n" + ROWS)
     check_request(config)

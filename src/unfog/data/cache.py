@@ -85,7 +85,9 @@ def make(scan: Scan, key: str, progress: Progress | None = None) -> Pack:
         try:
             _redirect(folder / f"{resolved}.json", key)
         except OSError as error:
-            raise RunError(f"{folder} could not be written ({error.strerror}); set UNFOG_CACHE or free it") from error
+            raise RunError(
+                f"{folder} could not be written ({error.strerror}); free some space there, or set UNFOG_CACHE"
+            ) from error
     return pack
 
 

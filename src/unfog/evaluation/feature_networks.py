@@ -119,7 +119,7 @@ def load_torchscript(settings: _NetworkInput, device: torch.device, only_known: 
         name, settings = "inception", _INCEPTION_INPUT
     elif only_known:
         raise RequestError(
-            f"features = {settings.path!r} is a program that somebody else's settings name; if you trust it, name it "
+            f"features = {settings.path!r} is a program that these settings name; if you trust it, give it "
             "yourself with --features"
         )
     return _TorchScriptNetwork(_load(content, path, device), name, _digest(sha256, settings), settings)
@@ -133,14 +133,14 @@ def parse_network_file(text: str) -> _NetworkInput:
     """
     match = re.fullmatch(r"(.*\.pt)(?::(.*))?", text)
     if not match:
-        raise RequestError(f"features = {text!r} is no path that ends in .pt, with options such as :size=224")
+        raise RequestError(f"features = {text!r} is not a path that ends in .pt, with options such as :size=224")
     options = {"size": "224", "range": "imagenet", "resize": "bicubic"}
     given = dict(part.partition("=")[::2] for part in (match[2] or "").split(",") if part)
     if unknown := given.keys() - options:
         raise RequestError(f"features has no option {min(unknown)!r}; there is size, range, resize")
     size, values, resize = (options | given).values()
     if not size.isdecimal():
-        raise RequestError(f"size = {size!r} of features must be a number of pixels, or 0 for as they come")
+        raise RequestError(f"size = {size!r} of features must be a number of pixels, or 0 for the size of the images")
     if values not in _RANGES:
         raise RequestError(f"range = {values!r} of features must be one of {', '.join(_RANGES)}")
     if resize not in ("bicubic", "tf1"):
@@ -162,7 +162,7 @@ def _load(content: bytes, path: Path, device: torch.device) -> torch.jit.ScriptM
         return network.eval()
     except RuntimeError as error:
         raise RequestError(
-            f"features = {path} is no TorchScript file; make one with torch.jit.trace(…).save"
+            f"features = {path} is not a TorchScript file; make one with torch.jit.trace(…).save"
         ) from error
 
 

@@ -245,7 +245,9 @@ def _compute(pixels: PixelSource, features: Features, first: int) -> Tensor:
     at_once = 25 if features.device.type == "cpu" else 250
     made = torch.cat([features(part).cpu() for part in torch.split(chunk, at_once)])
     if not made.isfinite().all():
-        raise RunError(f"features = {features.name} gave what is no number for images {first} to {first + len(made)}")
+        raise RunError(
+            f"features = {features.name} gave values that are not finite for images {first} to {first + len(made)}"
+        )
     return made
 
 
@@ -269,7 +271,9 @@ def _keep(folder: Path, first: int, chunk: Tensor, features: Features, must: boo
         _write(_chunk(folder, first), {"features": chunk}, features)
     except OSError as error:
         if must:
-            raise RunError(f"{folder} could not be written ({error.strerror}); set UNFOG_CACHE or free it") from error
+            raise RunError(
+                f"{folder} could not be written ({error.strerror}); free some space there, or set UNFOG_CACHE"
+            ) from error
 
 
 def _write(path: Path, tensors: dict[str, Tensor], features: Features) -> None:

@@ -135,14 +135,14 @@ def compare_features(
     if real.ndim != 2 or fake.ndim != 2 or real.shape[1] != fake.shape[1]:
         raise RequestError(f"features {list(real.shape)} and {list(fake.shape)} must be [N, D] and [M, D]")
     if min(len(real), len(fake)) < 10:
-        raise RequestError(f"{len(fake)} images against {len(real)} real ones are too few; give at least 10 of each")
+        raise RequestError(f"{len(fake)} images against {len(real)} real images are too few; give at least 10 of each")
     sets = _FeatureSets(real, fake, seed, reference)
     extractor = (features.name, features.resize) if features else ("given", "none")
     frechet = "fid" if _is_inception(features) else "fd"
     results = []
     for name in names:
         if name not in METRICS:
-            raise RequestError(f"metric = {name!r} is none; there is {', '.join(METRICS)}")
+            raise RequestError(f"metric = {name!r} is unknown; give one of {', '.join(METRICS)}")
         value, low, high, error, note = METRICS[name](sets)
         printed = frechet + name.removeprefix("fid").removeprefix("fd") if METRICS[name] in _FRECHET else name
         counts = len(fake), len(real)
@@ -165,8 +165,8 @@ def check_count(metric: str, n: int, image: Tensor, features: Features, option: 
     """
     if METRICS[metric] is _frechet and n <= (width := features(image).shape[1]):
         raise RequestError(
-            f"{metric} is refused: {n:,} images are not more than the {width:,} features of {features.name}; give a "
-            f"larger -n where there are more images, or {option} kid, which holds at any n"
+            f"{metric} is refused: it needs more than {width:,} images, the number of features of "
+            f"{features.name}, and there are {n:,}; give a larger -n, or {option} kid, which holds at any n"
         )
 
 
@@ -174,7 +174,7 @@ def _frechet(sets: _FeatureSets) -> _Estimate:
     n, width = min(len(sets.real), len(sets.fake)), sets.real.shape[1]
     if n <= width:
         return _Estimate(None, note=f"n = {n:,} is not more than the {width:,} features; kid holds at any n")
-    note = f"n < {_FEW:,}: biased upwards, compare at equal n alone; kid is not biased" if n < _FEW else ""
+    note = f"biased upwards, as n < {_FEW:,}: compare only at equal n, or use kid" if n < _FEW else ""
     return _normal_interval(*sets.frechet, note)
 
 

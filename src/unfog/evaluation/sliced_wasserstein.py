@@ -64,9 +64,9 @@ def compare_pixels(names: Sequence[str], real: Tensor, fake: Tensor, seed: int =
     results = []
     for name in names:
         if name not in PIXEL_METRICS:
-            raise RequestError(f"metric = {name!r} of pixels is none; there is {', '.join(PIXEL_METRICS)}")
+            raise RequestError(f"metric = {name!r} of pixels is unknown; give one of {', '.join(PIXEL_METRICS)}")
         levels = _sliced_wasserstein(real, fake, seed)
-        note = "biased upwards by small n: compare at equal n alone"
+        note = "biased upwards by small n: compare only at equal n"
         values = {"sliced": sum(levels.values()) / len(levels)}
         values |= {f"sliced_{side}": value for side, value in levels.items()}
         results += [

@@ -293,8 +293,8 @@ class UNetFolder(NamedTuple):
         model = folder / "unet" if (folder / "unet" / _CONFIG).is_file() else folder
         if not (model / _CONFIG).is_file():
             raise RequestError(
-                f"{folder} is no run and no folder of diffusers, as it has neither config.toml nor {_CONFIG} nor "
-                f"unet/{_CONFIG}; give one of those"
+                f"{folder} is neither a run nor a folder of diffusers: it has no config.toml, {_CONFIG} or "
+                f"unet/{_CONFIG}; give a run or such a folder"
             )
         config = _read_json(model / _CONFIG)
         kind = config.get("_class_name", "UNet2DModel")
@@ -324,5 +324,5 @@ def _read_json(path: Path) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise ValueError("not a JSON object")
     except (OSError, ValueError, RecursionError) as error:
-        raise RequestError(f"{path} cannot be read: {error}; write it anew with diffusers") from None
+        raise RequestError(f"{path} cannot be read: {error}; write it again with diffusers") from None
     return value

@@ -169,7 +169,7 @@ class Recorder:
             with self._defer_interrupts():
                 write_report(self.run_dir, ("running", ", ".join(filter(None, parts))))
         except Exception as error:  # the last one, at the end, says so
-            self.event("warning", self._step, message=f"the report was not refreshed: {error}")
+            self.event("warning", self._step, message=f"the report could not be refreshed: {error}")
         self._refresh = self.seconds + max(_REPORT_INTERVAL, 100 * (self.seconds - started))
 
     def _open(self, name: str, start: int, config: Mapping[str, object]) -> None:
@@ -188,7 +188,7 @@ class Recorder:
 
     def _report_failure(self, name: str, error: Exception) -> None:
         reason = sanitize(f"{type(error).__name__}: {' '.join(str(error).split())}")  # in one line
-        warn(f"{name} failed and is left out from here on ({reason}); the run and its own record go on")
+        warn(f"{name} failed and is not used any more ({reason}); the run and its own record continue")
         self.event("sink_failed", self._step, sink=name, reason=reason)
 
     def _write_images(self) -> None:

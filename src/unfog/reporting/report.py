@@ -209,7 +209,7 @@ def _event_facts(events: Sequence[Row]) -> list[_Fact]:
     kept = drop_undone_events(events)
     counts = [
         ("steps skipped", len(_of_kind(kept, "step_refused")), "not finite; weights untouched"),
-        ("roll-backs", len(_of_kind(kept, "rolled_back")), "to earlier weights, as the run diverged"),
+        ("roll-backs", len(_of_kind(kept, "rolled_back")), "to earlier weights, because the run diverged"),
     ]
     return [(label, f"{count:,}", remark) for label, count, remark in counts if count]
 

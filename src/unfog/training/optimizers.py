@@ -140,7 +140,7 @@ def build_custom(method: Custom, parameters: list[nn.Parameter], lr: float) -> t
     kind: Callable[..., torch.optim.Optimizer] = method.load()
     keywords = method.keywords()
     if torch.optim.Optimizer not in getattr(kind, "__mro__", ()):
-        raise RequestError(f"path = {method.path!r} is no torch.optim.Optimizer; give the class of one")
+        raise RequestError(f"path = {method.path!r} is not a torch.optim.Optimizer; name a class that is")
     with torch.random.fork_rng(devices=[]):  # a trial must not change the random numbers of the run
         toys = _toy_parameters()
         try:

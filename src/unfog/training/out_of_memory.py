@@ -61,8 +61,8 @@ def _halve_micro_batch(
             state.model.checkpointing = True  # type: ignore[assignment]
         else:
             raise RunError(
-                f"out of memory, with one image at a time ({' '.join(str(error).split())[:200]}); choose a smaller "
-                "--size or --network"
+                f"out of memory with one image at a time ({' '.join(str(error).split())[:200]}); choose a "
+                "smaller --size or --network"
             ) from error
         hooks.on_out_of_memory(state)
 

@@ -77,12 +77,12 @@ class Training:
     def __post_init__(self) -> None:
         check_bounds(self)
         if max(self.steps, self.images // 1000) > 10**12:
-            raise RequestError(f"steps = {self.steps}, images = {self.images}: nobody waits for that; give less")
+            raise RequestError(f"steps = {self.steps}, images = {self.images}: this is too long; give less")
         if self.shard and self.compress != "none":
-            raise RequestError("training.compress is of whole networks; leave it away, or training.shard")
+            raise RequestError("training.compress and training.shard cannot be combined; omit one of them")
         if self.microbatch > self.batch:
             raise RequestError(
-                f"microbatch = {self.microbatch} is larger than batch = {self.batch}; lower it, or leave it away"
+                f"microbatch = {self.microbatch} must be at most batch = {self.batch}; lower it, or omit it"
             )
 
     def is_sharded(self, processes: int) -> bool:
@@ -323,7 +323,7 @@ class Evaluate:
                 raise RequestError(f"evaluate.metrics names {name!r}, which is not one of {', '.join(self.DRAWN)}")
         if self.features not in ("texture", "pixels", "inception") and ".pt" not in self.features:
             raise RequestError(
-                f"evaluate.features = {self.features!r} is none; give texture, pixels, inception or its file"
+                f"evaluate.features = {self.features!r} is unknown; give texture, pixels, inception or its file"
             )
         if self.best not in ("held_out_loss", *self.metrics):
             asked = f" of --evaluate.metrics {','.join((*self.metrics, self.best))}" if self.best in self.DRAWN else ""

@@ -63,17 +63,17 @@ def _check_count(scan: ImageScan) -> Finding:
     train, held_out = len(prepared.train), len(prepared.held_out)
     augment = ", --data.augment 0.15" * (prepared.latents is None)  # augmentation needs pixels
     more = (
-        f"add images; else train with --flip (if mirrored ones make sense){augment} and "
-        "--network tiny:dropout=0.2, and judge samples by their nearest training images"
+        f"add images. Otherwise use --flip if mirrored images make sense{augment} and --network "
+        "tiny:dropout=0.2, and compare samples with their nearest training images"
     )
-    repeat = f"give at least {_TOO_FEW}, better {_FEW} or more: a model can only repeat so few"
+    repeat = f"give at least {_TOO_FEW} images, better {_FEW} or more; a model can only repeat so few"
     kind = f"{settings.size}x{settings.size}, {'RGB' if settings.channels == 3 else 'grey'}"
     return Finding.graded(
         "data.count",
         f"{plural(train)} to train on, {held_out:,} held out, {kind}",
         (train < _TOO_FEW, "fatal", "", repeat),
-        (train < _FEW, "warning", "", f"a model memorizes so few: {more}"),
-        (train < _MANY, "hint", "", f"a model soon memorizes so few: {more}"),
+        (train < _FEW, "warning", "", f"a model memorizes so few images: {more}"),
+        (train < _MANY, "hint", "", f"a model soon memorizes so few images: {more}"),
         facts={"train": train, "held_out": held_out},
     )
 
@@ -92,7 +92,7 @@ def _check_skipped_files(scan: ImageScan) -> Finding:
     kinds = ", ".join(f"{count:,} {sanitize(kind)}" for kind, count in Counter(report.ignored).most_common(3))
     others = f"; {plural(ignored, 'other file')} ignored ({kinds})" if ignored else ""
     if not skipped:
-        used = "is used" if report.read else "counts as usable until it is decoded in training"
+        used = "is used" if report.read else "is assumed to be usable until it is decoded during training"
         evidence = f"each of {plural(report.found, 'image file')} {used}{others}"
         return Finding("data.ledger", "fine", evidence, facts=facts)
     reasons = []
@@ -114,7 +114,7 @@ def _check_conversions(scan: ImageScan) -> Finding:
     uncommon = {key: count for key, count in actions.items() if key not in COMMON_ACTIONS}
     facts: dict[str, Any] = {"actions": actions, "modes": dict(report.modes)}
     if not report.read:
-        return Finding("data.converted", "fine", "conversions are not known before all images are decoded", facts=facts)
+        return Finding("data.converted", "fine", "conversions are not known until all images are decoded", facts=facts)
     if not uncommon:
         common = ", ".join(f"{count:,} {report.phrase(key)}" for key, count in actions.items()) or "none was changed"
         return Finding("data.converted", "fine", f"no image needed a conversion ({common})", facts=facts)
@@ -250,7 +250,9 @@ def _check_labels(classes: tuple[str, ...], counts: Indices, held_out: Indices) 
         f"{plural(len(absent), 'class')} without a training image ({list_names(absent)}); "
         f"{plural(int(held_out[counts == 0].sum()))} held out"
     )
-    remedy = "add images of it, or train on all with --data.held-out 0; its samples would be noise"
+    remedy = (
+        "add images of it, or train on all images with --data.held-out 0; otherwise samples of that class are noise"
+    )
     return Finding("data.label_bounds", "warning", evidence, remedy, facts)
 
 
@@ -300,7 +302,7 @@ def _check_folder_layout(names: Sequence[str]) -> list[Finding]:
     example = next(names[i * step] for i, parts in enumerate(folders) if len(parts) <= shared)
     evidence = (
         f"{len(tops):,} folders ({list_names([name for name, _ in tops.most_common()])}) look like classes, "
-        f"but are not used as such, because images lie beside them: {sanitize(example)}"
+        f"but are not used as classes, because there are images next to them: {sanitize(example)}"
     )
     remedy = "to train with classes, move those images into a folder of their own; else give --data.labels none"
     return [Finding("data.layout", "hint", evidence, remedy, facts)]

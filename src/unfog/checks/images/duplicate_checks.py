@@ -47,7 +47,7 @@ _MOST_BITS = 9  # of 64: hashes of an image and of its JPEG, or of it resized by
 _COPY = {"shape": 0.97, "detail": 0.95, "gain": 1.2, "shift": 20.0, "patch": 8.0, "spot": 32.0}
 _ALIKE = {"shape": 0.96, "detail": 0.85, "gain": 1.5, "shift": 40.0, "spot": 50.0}
 
-_REASON = "images that occur often are memorized first"
+_REASON = "images that occur several times are memorized first"
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,7 +253,7 @@ def _check_near_duplicates(scan: ImageScan, duplicates: _Duplicates) -> Finding:
     facts: dict[str, Any] = {"images": total, "copies": extra, "alike": related, "complete": duplicates.complete}
     facts |= {"groups": _names(scan, resaved), "alike_groups": _names(scan, similar)}
     least = "" if duplicates.complete else "at least "
-    again = "training images look like another saved again (compressed, resized or brightened)"
+    again = "training images look like copies of others (compressed, resized or brightened)"
     said = f"{least}{format_share(extra, total)} {again}"
     near = f"{least}{format_share(related, total)} training images are near-duplicates of another"
     caption = "A group a row; each image resembles at least one other of its group."
@@ -264,7 +264,7 @@ def _check_near_duplicates(scan: ImageScan, duplicates: _Duplicates) -> Finding:
         _Kind(extra, said, resaved, "Saved again", "A group a row."),
         _Kind(related, near, similar, "Near-duplicates", caption, " ~ "),
         fine=f"no two of {plural(total)} are near-duplicates",
-        remedy=f"look at them, and remove those that add nothing: {_REASON}",
+        remedy=f"check them, and remove those that add nothing: {_REASON}",
         facts=facts,
     )
 
@@ -284,7 +284,7 @@ def _check_leakage(scan: ImageScan, duplicates: _Duplicates) -> Finding:
     facts: dict[str, Any] = {"held_out": held_out, "equal": len(exact), "copies": len(saved), "alike": len(related)}
     facts |= {"pairs": _names(scan, pairs), "alike_pairs": _names(scan, near)}
     kinds = f"{len(exact):,} equal to the pixel, {len(saved):,} saved again"
-    said = f"{format_share(leaked, held_out)} held-out images are in the training set as well ({kinds})"
+    said = f"{format_share(leaked, held_out)} held-out images are also in the training set ({kinds})"
     like = f"{format_share(len(related), held_out)} held-out images are near-duplicates of a training image"
     left = "Left: training image."
     return _finding(

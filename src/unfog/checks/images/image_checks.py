@@ -84,8 +84,8 @@ def _check_all_equal(scan: ImageScan) -> Finding:
     if total < 2 or most < _EQUAL * total:
         return Finding("data.equal", "fine", f"{len(counts):,} of {plural(total)} checked differ", facts=facts)
     which = scan.rows[first[[counts.argmax()]]]
-    evidence = f"{format_share(most, total)} images checked are one and the same ({list_names(scan.names(which))})"
-    remedy = "give different images: there is nothing to learn from one"
+    evidence = f"{format_share(most, total)} checked images are the same image ({list_names(scan.names(which))})"
+    remedy = "give different images; there is nothing to learn from a single one"
     return Finding("data.equal", "fatal", evidence, remedy, facts, (scan.images_figure(which, "The image"),))
 
 
@@ -106,7 +106,7 @@ def _check_value_range(scan: ImageScan) -> Finding:
 
 def _check_blank(scan: ImageScan) -> Finding:
     """Check for images of a single colour."""
-    remedy = "remove them; the model learns a blank image like any other"
+    remedy = "remove them; the model would learn to generate blank images"
     return _exceptions(scan, "data.blank", scan.statistics.spread < BLANK_DEVIATION, "blank", remedy)
 
 
@@ -150,7 +150,7 @@ def _check_grey(scan: ImageScan) -> list[Finding]:
         remedy = "use --data.channels 1: a third of the values"
     elif minority_is_grey:
         evidence = f"{format_share(count, total)} images are grey among coloured ones ({list_names(names)})"
-        remedy = "remove them if no grey images should be generated"
+        remedy = "remove them if samples should not be grey"
     else:
         evidence = f"only {format_share(len(rows), total)} images are in colour ({list_names(names)})"
         remedy = "use --data.channels 1 if colour does not matter, or remove those"
@@ -188,7 +188,7 @@ def _check_channels(scan: ImageScan) -> Finding:
         fault = f"of little contrast: 98% of all values lie from {low} to {high} of 255"
     if not fault:
         return Finding("data.channels", "fine", f"channels in [-1, 1]: {each}", facts=facts, figures=figures)
-    remedy = "stretch their levels in an image editor, all by the same factor, so that they reach 255"
+    remedy = "stretch the levels of all images by the same factor in an image editor, so that they reach 255"
     return Finding("data.channels", "warning", f"the images are {fault} ({each})", remedy, facts, figures)
 
 

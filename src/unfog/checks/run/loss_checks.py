@@ -123,8 +123,8 @@ def check_ema(record: RunRecord, average: Floats, raw: Floats, updates: int, wha
     ema = record.config.ema
     narrower = f"power:width={max(0.01, ema.width / 3):.2g}" if isinstance(ema, PowerEma) else "power:width=0.05"
     remedy = (
-        f"sample with the raw weights meanwhile: {record.command('sample', '--weights raw')}; the EMA catches up as "
-        f"the learning rate falls, or with a shorter window: --ema {narrower}"
+        f"for now sample with the raw weights: {record.command('sample', '--weights raw')}. The EMA catches "
+        f"up as the learning rate falls, or with a shorter window: --ema {narrower}"
     )
     severity: Severity = "hint" if record.step < 0.2 * record.steps else "warning"
     return Finding("run.ema_behind", severity, evidence, remedy, facts, exhibits)
@@ -158,9 +158,7 @@ def check_overfitting(record: RunRecord, seen: Floats, unseen: Floats) -> Findin
     )
     if len(steps) > 2:
         lowest = f"its lowest, at step {facts['lowest_at']:,}"
-        evidence += (
-            f"; the held-out loss is {rose:.1%} above {lowest}" if rose > 0.001 else "; that loss is at its lowest"
-        )
+        evidence += f"; the held-out loss is {rose:.1%} above {lowest}" if rose > 0.001 else "; it is at its lowest"
     certain = gap > max(_GAP, _CERTAIN * error)
     if certain and rose > ROSE:
         return Finding("run.overfitting", "warning", evidence, _overfitting_remedy(record), facts, exhibits)
@@ -202,4 +200,4 @@ def _overfitting_remedy(record: RunRecord) -> str:
 def _level_figure(title: str, curves: dict[str, Floats]) -> Figure:
     """Plot losses [L] over the midpoints of the levels."""
     series = {name: ((np.arange(len(y)) + 0.5) / max(1, len(y)), y) for name, y in curves.items()}
-    return Figure(title, svg=line_chart(series, _LEVELS, "loss"), caption="The same noise for both.")
+    return Figure(title, svg=line_chart(series, _LEVELS, "loss"), caption="Both are measured with the same noise.")

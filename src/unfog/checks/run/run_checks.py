@@ -92,9 +92,9 @@ def check_run(folder: RunFolder, device: str = "auto", samples: int = 64) -> lis
         try:
             findings, relative, pixelwise = _check_losses(record, weights, prepared, where, skipped)
             if samples > 0:
-                unready = "make it learn first" if pixelwise > 0.9 else ""
+                unready = "train longer first" if pixelwise > 0.9 else ""
                 if weights.step < 0.2 * record.steps:
-                    unready = "go on training; this is early"
+                    unready = "continue training; it is too early to tell"
                 findings += _check_samples(weights, prepared, where, samples, unready, skipped)
         except torch.OutOfMemoryError:
             skipped.append(f"checks of the weights, as {where} has too little memory free (try --device cpu)")

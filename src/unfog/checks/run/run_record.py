@@ -148,7 +148,7 @@ class RunRecord:
         said = f"{now:.2g} is far below the usual rate of {usual:.2g}, so it is hardly the cause"
         if self.config.training.precision != "fp32":
             return f"{said}; compute in fp32: {self.resume_command('--precision fp32')}"
-        return f"{said}; look at the images: unfog doctor {shlex.quote(self.config.source)}"
+        return f"{said}; check the images: unfog doctor {shlex.quote(self.config.source)}"
 
 
 def _read_data_report(path: Path) -> dict[str, Any]:

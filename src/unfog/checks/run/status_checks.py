@@ -61,14 +61,14 @@ def _check_state(record: RunRecord, usual_lr: float | None = None) -> Finding:
         took = f" in {format_duration(record.seconds)}" if record.seconds else ""
         return finding("fine", f"finished at {place}{took}")
     if state == "running" and word == "waiting for disk space":
-        remedy = "free some space; training then continues by itself and nothing is lost"
+        remedy = "free some space; training then continues by itself, and nothing is lost"
         return finding("warning", f"at {place}, waiting for disk space", remedy)
     if state == "running":
         return finding("fine", f"running, at {place}: {word or 'at work'}")
     if state == "stopped":
         return finding("hint", f"stopped on request at {place}, and saved", resume)
     if state == "not begun":
-        return finding("warning", "training has not begun, and no process is running", resume)
+        return finding("warning", "training has not started, and no process is running", resume)
     if state == "failed":
         evidence = f"failed at {place}: {_shorten(word) or 'no reason was recorded'}"
         return finding("fatal" if "diverged" in word else "warning", evidence, _after_failure(record, word, usual_lr))
@@ -101,7 +101,7 @@ def _killed(record: RunRecord, place: str, word: str, facts: dict[str, Any]) -> 
     age = float((record.heartbeat or {}).get("age", float("nan")))
     silent = f"its last heartbeat is {format_duration(age)} old" if record.heartbeat else "it has no heartbeat"
     if str((record.heartbeat or {}).get("doing")) in UNBEGUN:
-        silent = "a resume since did not begin"
+        silent = "a later resume did not start training"
     doing = f", while {word}" if word else ""
     evidence = (
         f"the process was killed at about {place}{doing}: {silent}; "
@@ -109,7 +109,7 @@ def _killed(record: RunRecord, place: str, word: str, facts: dict[str, Any]) -> 
     )
     if seconds >= 1:
         evidence += f" ({format_duration(seconds)})"
-    remedy = f"go on: {record.command('resume')}; if it is killed again, look for the out-of-memory killer (dmesg)"
+    remedy = f"continue: {record.command('resume')}; if it is killed again, look for the out-of-memory killer (dmesg)"
     if lost > 2 * max(record.config.checkpoint.every, 1) and record.config.checkpoint.every != 1:
         every = record.config.checkpoint.every
         often = every // 2 if every > 0 else lost // 4
@@ -196,7 +196,7 @@ def _check_overhead(record: RunRecord) -> Finding | None:
             changes.append(f"--{flag} {better}")
     took = f"{share:.0%} of {format_duration(record.seconds)} ({', '.join(shares)})"
     over = record.step >= record.steps
-    remedy = f"less often next time: {' '.join(changes)}" if over else record.command("resume", " ".join(changes))
+    remedy = f"make them rarer next time: {' '.join(changes)}" if over else record.command("resume", " ".join(changes))
     worth = share >= _A_LOT and bool(changes)
     return Finding.graded(
         "run.overhead",
@@ -237,7 +237,9 @@ def _check_speed(record: RunRecord) -> Finding | None:
     if now >= _SLOWER * before:
         return finding("fine", f"{now:,.0f} images a second, steady")
     evidence = f"training became slower: {now:,.0f} images a second in the last third, {before:,.0f} in the first"
-    remedy = "look for another program on the machine, for heat (nvidia-smi -q -d PERFORMANCE), or for a slow disk"
+    remedy = (
+        "check for other programs on the machine, for overheating (nvidia-smi -q -d PERFORMANCE), and for a slow disk"
+    )
     return finding("hint", evidence, remedy)
 
 
@@ -249,7 +251,7 @@ def _check_memory(record: RunRecord) -> Finding | None:
     now, checkpointing = finite_number(shortages[-1].get("microbatch")), bool(shortages[-1].get("checkpointing"))
     now = int(now) if now >= 1 else 1
     how = "one image at a time, with gradient checkpointing" if checkpointing else f"{plural(now)} at a time"
-    again = f"memory did not suffice {plural(len(shortages), 'time')}"
+    again = f"memory ran out {plural(len(shortages), 'time')}"
     evidence = f"{again}; training continues with {how}, at the same batch size"
     remedy = f"next time start with --microbatch {now}" + " --training.checkpointing" * checkpointing
     facts = {"times": len(shortages), "microbatch": now, "checkpointing": checkpointing}
@@ -267,7 +269,7 @@ def _check_unused_images(record: RunRecord) -> Finding | None:
         return Finding("run.data", "fine", f"all {int(found):,} images are used", "", facts)
     severity: Severity = "warning" if lost > 0.05 * found else "hint"
     evidence = f"{plural(int(lost))} of {int(found):,} could not be used ({lost / found:.1%})"
-    return Finding("run.data", severity, evidence, f"{record.path / 'data.json'} names each and why", facts)
+    return Finding("run.data", severity, evidence, f"{record.path / 'data.json'} lists them with the reasons", facts)
 
 
 def _check_noise_scale(record: RunRecord) -> Finding | None:
@@ -284,15 +286,15 @@ def _check_noise_scale(record: RunRecord) -> Finding | None:
     scale, batch = ratio_of_means(measured[len(measured) // 2 :]), record.batch
     facts = {"noise_scale": scale, "batch": batch}
     if scale is None:
-        evidence = "the gradient noise is too large to measure: a batch is almost only noise"
+        evidence = "the gradient of a batch is almost only noise, so its scale cannot be measured"
         return Finding("run.noise_scale", "hint", evidence, _larger(record, _UNLIKE * batch), facts)
     series = {"measured": (steps, scales), "smoothed": (steps, smoothed(scales)), "batch": (steps, 0 * steps + batch)}
     chart = line_chart(series, "step", "images", log_y=True, faint=("measured",))
     better = _power_of_two(2 * max(scale, 1))
     # The rate follows the square root of the batch, as the automatic one does.
     smaller = (
-        f"a smaller batch learns as much from a step: --batch {better}, and the rate by the square root: "
-        f"--lr {record.config.optimizer.lr * math.sqrt(better / batch):.2g}"
+        f"a smaller batch learns as much per step: --batch {better}, with the learning rate scaled by the "
+        f"square root: --lr {record.config.optimizer.lr * math.sqrt(better / batch):.2g}"
     )
     return Finding.graded(
         "run.noise_scale",
@@ -308,9 +310,9 @@ def _larger(record: RunRecord, images: float) -> str:
     """Return the advice to train with a batch of about so many images."""
     batch, better = record.batch, _power_of_two(images)
     return (
-        f"where time allows, a larger batch learns about as much from an image: --batch {better} "
-        f"--microbatch {record.config.training.microbatch or batch} "
-        f"--lr {record.config.optimizer.lr * math.sqrt(better / batch):.2g}"
+        f"a larger batch learns about as much per image, where time allows: --batch {better} --microbatch "
+        f"{record.config.training.microbatch or batch} --lr "
+        f"{record.config.optimizer.lr * math.sqrt(better / batch):.2g}"
     )
 
 

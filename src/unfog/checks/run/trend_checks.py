@@ -110,7 +110,7 @@ def _check_loss(
         return Finding("run.not_learning", severity, evidence, remedy, facts, exhibits)
     finding, trend = partial(Finding, "run.loss", facts=facts, figures=exhibits), _loss_trend(record)
     if trend is None:
-        return finding("fine", f"the loss is {values[-1]:.3g}; too early for a trend")
+        return finding("fine", f"the loss is {values[-1]:.3g}; it is too early for a trend")
     facts |= trend._asdict()
     known = "" if beaten is None else f", {beaten:.2f} of the loss of predicting each pixel by itself"
     if trend.rises:
@@ -158,7 +158,7 @@ def _check_learning_rate(record: RunRecord, usual_lr: float | None, beaten: floa
     if usual_lr and times is not None and times < _LOW and (steep or (beaten or 0.0) > 0.9):
         why = f"the loss still falls by {trend.fall:.0%} with twice the images" if trend else ""
         if not steep:
-            why = f"little is learned and {why}" if trend and trend.fall > _IMPROVES else "little is learned"
+            why = f"little is learned, and {why}" if trend and trend.fall > _IMPROVES else "little is learned"
         evidence = f"the learning rate {lr:.2g}{compared} is too low: after {plural(record.step, 'step')} {why}"
         remedy = f"continue with a higher rate: {record.resume_command(f'--lr {usual_lr:.2g}')}, or train again with it"
         severity: Severity = "warning" if times < _FAR_TOO_LOW else "hint"
@@ -237,7 +237,7 @@ def _after_trouble(
 ) -> str:
     often = [name for name, times in images.most_common(3) if times > 1]
     if often:
-        return f"look at these images, or train without them: {', '.join(often)}"
+        return f"check these images, or train without them: {', '.join(often)}"
     if went_back:
         lr = record.config.optimizer.lr * record.lr_scale
         return f"training continues with a rate of {lr:.2g}; if it happens again: {record.stability_remedy(usual_lr)}"

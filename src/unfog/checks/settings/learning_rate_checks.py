@@ -65,10 +65,10 @@ def _check_learning_rate(config: Config, parameters: int) -> Finding:
         f"lr {peak:.2g} for {parameters / 1e6:.2f}M parameters and batches of {batch}, where {rules}",
         (above >= _HOPELESS, "fatal", "; at this multiple a run stays finite but hardly learns", remedy),
         (above >= _FAR_TOO_HIGH, "warning", "; the loss may jump and samples get worse", search),
-        (above > _HIGH, "hint", "; short runs of small networks may bear it, others do not", search),
+        (above > _HIGH, "hint", "; only short runs of small networks may tolerate it", search),
         (below < _NEARLY_ZERO, "fatal", "; the weights will hardly change", remedy),
         (below < _FAR_TOO_LOW, "warning", f"; at {mean:.2g} on average training takes many times as long", remedy),
-        (below < _LOW, "hint", "; stable but slow", remedy),
+        (below < _LOW, "hint", "; training is stable but slow", remedy),
         facts=facts,
     )
 
@@ -96,7 +96,7 @@ def _check_ema(config: Config) -> Finding:
     return Finding.graded(
         "settings.ema",
         f"{said}, {format_number(100 * early)}% from the first tenth",
-        (early > 0.05 and steps >= 10, "warning", ", when the network had not learned much", remedy),
+        (early > 0.05 and steps >= 10, "warning", ", before the network had learned much", remedy),
         (half < 10 and steps >= 200, "warning", "; that averages almost nothing", remedy),
         facts={"first_tenth": early, "half_from_last": half, "steps": steps, "kind": config.ema.kind},
     )
@@ -137,7 +137,7 @@ def _check_optimizer(config: Config) -> Finding:
     (beta1, beta2), eps, decay = settings.betas, settings.eps, settings.lr * settings.weight_decay
     muon = f"Muon with momentum {settings.method.momentum:g}, " if isinstance(settings.method, Muon) else ""
     unsteady = beta1**2 >= beta2 or beta1 > 0.98 or beta2 < 0.9
-    vanish = ": gradients of a large network are smaller than eps, so their steps almost vanish"
+    vanish = ": the gradients of a large network are smaller than eps, so its steps almost vanish"
     strong = decay > 2e-3
     half_life = f": each weight loses half of itself in {math.log(2) / decay:,.0f} steps" if strong else ""
     betas = ": beta2 forgets as fast as beta1, so the step size is unsteady"
@@ -167,7 +167,7 @@ def _check_batch(config: Config, images: int) -> Finding:
         said = f"a step of {batch} images takes each of the {images:,} about {format_number(batch / images)} times"
         remedy = f"--batch {max(8, images // 8 * 8)}, which takes less time a step"
         return Finding("settings.batch", "hint", f"{said}, in other noise", remedy, facts)
-    more = f"--batch 32 --microbatch {batch}, which takes no more memory, and --lr for it"
+    more = f"--batch 32 --microbatch {batch}, which takes no more memory, with an --lr that suits it"
     return Finding.graded(
         "settings.batch",
         f"{batch} of {images:,} images a step",

@@ -77,17 +77,16 @@ def check_length(config: Config, prepared: Dataset) -> Finding:
     epochs, by_heart = images / pictures, _MANY_EPOCHS * pictures
     # Weights of another run have seen images before, so neither limit is known for them.
     fresh, many = not config.init.folder, epochs > _MANY_EPOCHS
-    repeats = (
-        f"; {pictures} are too few: memorized after about {_format_count(by_heart)}, before anything is recognisable"
-    )
-    need = f"; samples are recognisable after about {_format_count(low)} to {_format_count(high)} images"
-    copies = "; a small set is memorized long before that, and samples become copies"
-    more = "add images, hundreds at least: the model will only repeat these"
-    longer = f"--images {round(low)} or more; without a length it runs for an hour"
+    repeats = f"; so few are memorized after about {_format_count(by_heart)} images, before samples are recognisable"
+    need = f"; samples become recognisable after about {_format_count(low)} to {_format_count(high)} images"
+    copies = "; a small set is memorized long before that, so that samples become copies"
+    more = "add images, at least hundreds; the model will only repeat these"
+    longer = f"train on --images {round(low)} or more; the default length is an hour"
     shorter = f"--images {by_heart}, more images, --flip where left and right do not matter, or dropout"
     return Finding.graded(
         "settings.length",
-        f"{images:,} images in {images // batch:,} steps, {format_number(epochs)} times the {pictures:,} there are",
+        f"{images // batch:,} steps train on {images:,} images, each of the {pictures:,} about "
+        f"{format_number(epochs)} times",
         (fresh and by_heart < low, "warning", repeats, more),
         (fresh and images < low / 2, "warning", need, longer),
         (many and pictures < _SMALL_SET, "warning", copies, shorter),
@@ -114,7 +113,7 @@ def training_length_guide(config: Config, prepared: Dataset, seconds_per_step: f
     }
     exhibits = (
         Figure(
-            f"Images to be seen at {side} pixels",
+            f"Training images at {side} pixels",
             table=_guide_rows({**guide, "this run": (images, images)}, batch, pictures, pace),
             caption="The lower figure is for images of one kind, the higher for images of everything. These are "
             "orders of magnitude from other datasets and networks; trust the previews more.",

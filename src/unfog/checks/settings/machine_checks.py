@@ -103,7 +103,7 @@ def _check_disk(config: Config, parameters: int, folder: Path) -> Finding:
     steps = config.training.images // config.training.batch
     room, free = disk_space_needed(parameters, config.checkpoint, steps, config.ema_snapshots), free_bytes(folder)
     one, most = format_bytes(room.checkpoint), format_bytes(room.checkpoints * room.checkpoint)
-    said = f"{room.checkpoints} checkpoints of {one} make {most} at most, and {format_bytes(free)} are free"
+    said = f"{room.checkpoints} checkpoints of {one} take at most {most}, and {format_bytes(free)} are free"
     said += f"; EMA snapshots take {format_bytes(room.snapshots)}" if room.snapshots else ""
     remedy = "free some space, give another --out, or lower --checkpoint.keep or raise --checkpoint.milestones"
     return Finding.graded(
@@ -132,12 +132,12 @@ def check_run_costs(config: Config, held_out: int, seconds_per_step: float | Non
         return Finding("settings.asides", "fine", said, facts=facts)
     name = max(("preview", "evaluate", "metrics"), key=costs.__getitem__)
     if name == "metrics":
-        remedy = f"a lower --evaluate.samples, or --evaluate.metrics-every {steps}: once, at the end"
+        remedy = f"lower --evaluate.samples, or --evaluate.metrics-every {steps}: once, at the end"
     else:
         # Half of the share that all may take is for each of previews and evaluation, which run at both ends as well.
         one, most = costs[name] / repetitions(getattr(config, name).every, steps), costs["training"] * _MOST_ASIDE / 2
         interval = math.ceil(steps / max(1.0, most / one - 2))
-        remedy = f"--{name}.every {interval}" if 2 * one < most else f"a lower --{name}.images"
+        remedy = f"--{name}.every {interval}" if 2 * one < most else f"lower --{name}.images"
     return Finding("settings.asides", "warning" if steps >= _SHORT_RUN else "hint", said, remedy, facts)
 
 

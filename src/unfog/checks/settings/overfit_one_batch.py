@@ -249,16 +249,21 @@ def _finding(config: Config, state: TrainState, lesson: _OverfitBatch, monitor: 
         skipped = f"became infinite, and {steps - state.updates} steps were skipped"
         return finding("fatal", f"{began} {skipped}", "a lower --lr, or --precision fp32")
     if (fallen > _FROZEN and steps >= _FROZEN_AFTER) or (fallen > STUCK and steps >= _STUCK_AFTER):
-        remedy = "--lr 0 chooses a usual one; if it is no other than that, no gradient reaches the network: report it"
+        remedy = (
+            "use --lr 0, which chooses a usual rate; if that is the rate already, no gradient reaches the "
+            "network: please report it"
+        )
         return finding("fatal", f"{said}, so the network learns nothing", remedy if fallen <= 1.01 else "a lower --lr")
     unheeded = lesson.ignored_inputs(state.model)
     if unheeded and fallen < _FROZEN:
         said = f"{said}, but the network's output does not depend on its {' or its '.join(unheeded)}"
-        return finding("fatal", said, "check how the network uses its inputs; if it is one of Unfog's own, report it")
+        return finding(
+            "fatal", said, "check how the network uses its inputs; if it is a network of Unfog, please report it"
+        )
     if relative < LEARNED:
         return finding("fine", f"{said}, {format_number(100 * relative)}% of the loss of predicting each pixel alone")
     remedy = "normal with a low --lr or a slow machine"
-    return finding("hint", f"{said} when the time was up: it learns, but has not memorized them yet", remedy)
+    return finding("hint", f"{said} when time ran out: the network learns, but has not memorized them yet", remedy)
 
 
 def _figures(lesson: _OverfitBatch, monitor: _OverfitMonitor, network: nn.Module) -> tuple[Figure, ...]:

@@ -168,7 +168,7 @@ def _check_terminal_signal(config: Config) -> Finding:
     alpha, sigma = (float(part) for part in config.diffusion.path(noisiest))
     signal = alpha / (alpha**2 + sigma**2) ** 0.5
     washed = ", so samples look washed out"
-    remedy = "let the schedule end in noise: --schedule cosine, or linear with its own beta_start and beta_end"
+    remedy = "use a schedule that ends in noise: --schedule cosine, or linear with its default beta_start and beta_end"
     return Finding.graded(
         "settings.terminal_snr",
         f"{100 * signal:.2g}% of the image's amplitude is left at the level where sampling starts from pure noise",
@@ -217,7 +217,7 @@ def _check_held_out(config: Config, prepared: Dataset) -> Finding:
     used, levels = min(held, config.evaluate.images), config.evaluate.levels
     facts = {"held_out": held, "used": used, "levels": levels}
     if config.evaluate.every < 0:
-        return Finding("settings.held_out", "fine", "evaluation is switched off", facts=facts)
+        return Finding("settings.held_out", "fine", "evaluation is turned off", facts=facts)
     if not held and trained < _ENOUGH_TO_HOLD_OUT:
         said = f"none of {trained} images is held out, as a small set needs all for training; judge by the samples"
         return Finding("settings.held_out", "fine", said, facts=facts)
@@ -244,7 +244,7 @@ def _check_guidance(config: Config) -> Finding:
         said = "label_dropout = 1 hides every label, so classes are not learned"
         return Finding("settings.guidance", "warning", said, "--label-dropout 0.1", facts)
     if guidance != 1 and dropout == 0:
-        said = f"guidance = {guidance:g} has no effect, as the network never sees an image without its class"
+        said = f"guidance = {guidance:g} has no effect, because the network never sees an image without its class"
         return Finding("settings.guidance", "warning", said, "--label-dropout 0.1", facts)
     if guidance > 10:
         said = f"guidance = {guidance:g} oversaturates colours and leaves little variety"

@@ -237,7 +237,7 @@ def newest(checkpoints: Path) -> tuple[CheckpointInfo | None, list[BrokenCheckpo
     saved, broken = newest_intact(checkpoints)
     if saved is None and broken:
         more = f"; and {len(broken) - 2} more" if len(broken) > 2 else ""
-        raise RunError(f"no whole checkpoint in {checkpoints}: {'; '.join(map(str, broken[:2]))}{more}")
+        raise RunError(f"no intact checkpoint in {checkpoints}: {'; '.join(map(str, broken[:2]))}{more}")
     return saved, broken
 
 
@@ -268,7 +268,7 @@ def find_checkpoint(
     if which is None:
         saved, broken = newest(checkpoints)
         if saved is None:
-            raise RunError(f"nothing has been saved in {checkpoints} yet; go on with unfog resume")
+            raise RunError(f"nothing has been saved in {checkpoints} yet; train further with unfog resume")
         for one in broken:
             tell(str(one))
         return saved

@@ -113,8 +113,8 @@ def solve_mixture(kept: Sequence[EmaSnapshotFile], width: float, step: int | Non
     profile = PowerEma(width)
     if not kept:
         raise RequestError(
-            "this run has no snapshots of its averages to rebuild another from; runs of 200 steps or more keep them, "
-            "and shorter ones that are begun with --ema-snapshots.every N"
+            "this run has no EMA snapshots to rebuild another EMA from; runs of 200 steps or more keep "
+            "them, and shorter runs with --ema-snapshots.every N"
         )
     last = kept[-1]
     step = last.step if step is None else step

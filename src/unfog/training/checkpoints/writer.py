@@ -80,8 +80,8 @@ class CheckpointWriter:
         if self._error is not None:
             error, self._error = self._error, None
             raise RunError(
-                f"a checkpoint could not be written to {self.checkpoints} ({error}); earlier ones are whole. "
-                "Put that right, then resume."
+                f"a checkpoint could not be written to {self.checkpoints} ({error}); earlier ones are "
+                "intact. Correct that, then resume."
             ) from error
         return True
 
