@@ -249,7 +249,7 @@ def test_roll_backs_are_forgotten_where_the_run_forgets_them():
         ("started failed", None, "failed", "warning"),
         ("started", {"alive": False, "doing": "stopped"}, "stopped", "hint"),
         ("started", None, "killed", "warning"),
-        ("", None, "not started", "warning"),
+        ("", None, "not begun", "warning"),
         ("started", {"alive": True, "doing": "waiting for disk space"}, "running", "warning"),
         ("started", {"alive": False, "doing": "failed: RequestError", "age": 9.0}, "killed", "warning"),
         ("started", {"alive": False, "doing": "failed: RunError", "age": 9.0}, "failed", "warning"),
