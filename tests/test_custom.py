@@ -199,7 +199,7 @@ def test_settings_that_name_code_import_nothing_until_it_is_announced(mine, monk
         ({"network": "custom:path={}.Net,width=four"}, "not a keyword argument"),
         ({"network": "custom:path={}.Missing"}, "cannot be imported"),
         ({"network": "custom:path={}.step"}, "cannot be built as a network"),
-        ({"network": "custom:path={}.Narrow"}, r"output of shape \(1, 1, 7, 8\)"),
+        ({"network": "custom:path={}.Narrow"}, r"returns shape \(1, 1, 7, 8\)"),
         ({"weighting": "custom:path={}.weight,gamma=1"}, "cannot be used as a weighting"),
         ({"sampler": "custom:path={}.missing"}, "cannot be imported"),
         ({"sampler": "custom"}, "no"),

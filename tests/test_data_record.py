@@ -198,7 +198,9 @@ def said(source: Path, data: Data, capsys: pytest.CaptureFixture[str]) -> str:
 
 def test_why_nothing_is_held_out_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = Data(size=8, cache="memory", held_out=0.0001)
-    assert "of fewer than 100 images each is trained on" in said(pictures(tmp_path / "few", 20), asked, capsys)
+    assert "sets of fewer than 100 images are used for training entirely" in said(
+        pictures(tmp_path / "few", 20), asked, capsys
+    )
     assert "none of the 140 images fell below that share" in said(pictures(tmp_path / "more", 140), asked, capsys)
 
 

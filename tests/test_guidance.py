@@ -139,7 +139,7 @@ def test_a_younger_checkpoint_guides(run):
 def test_a_guide_that_is_none_is_refused(run, tmp_path):
     with pytest.raises(RequestError, match="there is no checkpoint of step 7; there is 0, 20, 40"):
         run.sample(1, guidance=2.0, guide=7)
-    with pytest.raises(RequestError, match="step 40 is what draws"):
+    with pytest.raises(RequestError, match="step 40 is the checkpoint that samples"):
         run.sample(1, guidance=2.0, guide=str(run.path))
     with pytest.raises(RequestError, match="guidance = 1 does not use a guide"):
         run.sample(1, guidance=1.0, guide=20)
@@ -268,7 +268,7 @@ def test_tune_finds_and_stores_a_grid(run, tmp_path, capsys, monkeypatch):
     assert set(found.errors) == {*_BUILT_IN, "tuned"}
     assert min(found.errors, key=found.errors.get) == found.sampler.grid == "tuned"
     assert found.reference < found.errors["tuned"]
-    assert found.table().startswith("levels    error   (error: RMS distance of a value, in [-1, 1], from samples in 24")
+    assert found.table().startswith("levels    error   (RMS difference of pixel values in [-1, 1] from samples in 24")
     assert RunFolder(copy).read_config() == replace(run.config, sampler=found.sampler)
     again = unfog.load(copy)
     assert not np.array_equal(run.sample(2, steps=3), again.sample(2))
@@ -322,7 +322,7 @@ def test_tuned_levels_do_not_outlive_their_sampler_in_a_resume(run, tmp_path, ca
         RunFolder(copy).write_config(replace(run.config, sampler=tuned))
         assert command(["resume", str(copy), *words]) == 0
         assert RunFolder(copy).read_config().sampler.grid == grid, words
-        said = "the levels were tuned for 3 steps of dpmpp; taking the schedule's"
+        said = "the tuned levels are for 3 steps of dpmpp; using the levels of the schedule"
         assert (said in capsys.readouterr().err) == (grid == "schedule")
     RunFolder(copy).write_config(replace(run.config, sampler=tuned))
     assert unfog.resume(copy, sampler={"steps": 4}).config.sampler == replace(tuned, steps=4, grid="schedule")

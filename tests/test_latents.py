@@ -390,7 +390,7 @@ def test_another_codec_is_refused_on_resume(trained, codec, tmp_path):
         ({"augment": 0.1}, "data.augment = 0.1 changes pixels"),
         ({"data": {"channels": 1}}, "is for images of 3"),
         ({"size": 18}, "try size = 16"),
-        ({"size": 4}, "as 2 levels need.*these are latents, of 4 pixels each: 4 pixels"),
+        ({"size": 4}, "network of 2 levels.*these are latents, of 4 pixels each: 4 pixels"),
         ({"codec": "/nowhere"}, "holds no config.json"),
     ],
 )

@@ -484,7 +484,7 @@ def test_large_sets_are_decoded_once_if_that_pays(
     monkeypatch.setattr(preparing, "_MEMORY_FILES", 100)
     few = chosen(photos, to_draw=100)
     assert isinstance(few.train.pixels, LazyPixels)
-    assert "as this run draws 100 of 300; --data.cache disk decodes all" in few.placement
+    assert "as this run needs 100 of 300; --data.cache disk decodes all" in few.placement
     many = chosen(photos, to_draw=200)
     assert many.placement.startswith("decoded once, for all runs: 0.0 GB decoded, in ")
     found = chosen(photos, to_draw=1)  # once it is there, it is used

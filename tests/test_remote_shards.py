@@ -416,7 +416,7 @@ def test_without_a_network_nothing_is_given_up_and_the_run_says_so(web: Server) 
     stream = opened(web)
     whole = stream.index(0, N).tolist()
     web.faults = dict.fromkeys(web.files, "busy")
-    with pytest.raises(RunError, match=r"could not be reached.*also in 5 tries; `unfog resume`"):
+    with pytest.raises(RunError, match=r"could not be reached.*also after 5 tries; .*`unfog resume`"):
         stream.batch(0, 8)
     assert not shards_of(stream).failed
     web.faults.clear()

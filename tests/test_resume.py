@@ -320,7 +320,7 @@ def test_what_a_finished_run_draws_by_can_be_changed(whole, tmp_path):
     said = finish(command("resume", folder, "--sampler.order", 3, "--guidance", 2, "--lr", 0.1))
     assert "changed: sampler.order: 2 -> 3" in said
     assert "is finished at step" in said
-    assert re.search(r"not applied: optimizer.lr: \S+ -> 0.1, as nothing is left to train", said)
+    assert re.search(r"not applied, because the run is finished: optimizer.lr: \S+ -> 0.1", said)
     assert said.count("not applied") == 1
     after = unfog.load(folder).config
     assert after == replace(before, sampler=replace(before.sampler, order=3), guidance=2.0)

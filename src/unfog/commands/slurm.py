@@ -71,9 +71,7 @@ def main(request: SlurmRequest) -> int:
         raise RequestError(f"{quote(str(file))} cannot be written: {reason_of(error)}; give another --file") from None
     say(f"  run       {request.run} (it and the images must be on a disk that all nodes share)")
     for name, word in _secret_words(request).items():
-        say(
-            f"  first     export {name}={shlex.quote(without_secrets(word))} with its credentials, which are not in the file"
-        )
+        say(f"  first     export {name}={shlex.quote(without_secrets(word))} with its credentials: the file has none")
     say(f"  next      check the file, then: sbatch {shlex.quote(str(file))}")
     print_result(str(file))
     return 0

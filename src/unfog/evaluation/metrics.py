@@ -165,8 +165,8 @@ def check_count(metric: str, n: int, image: Tensor, features: Features, option: 
     """
     if METRICS[metric] is _frechet and n <= (width := features(image).shape[1]):
         raise RequestError(
-            f"{metric} is refused: it needs more than {width:,} images, the number of features of "
-            f"{features.name}, and there are {n:,}; give a larger -n, or {option} kid, which holds at any n"
+            f"{metric} is refused: {n:,} images are too few for the {width:,} features of {features.name}, "
+            f"which need more than that; give a larger -n, or {option} kid, which holds at any n"
         )
 
 
