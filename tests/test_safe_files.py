@@ -21,6 +21,7 @@ from unfog.safe_files import (
     remove,
     remove_tree,
     replace_file,
+    whole_folder,
     write_atomic,
 )
 
@@ -255,3 +256,23 @@ def test_on_a_real_overlay(tmp_path):
     if done.returncode not in (0, 1) or "unshare" in done.stderr:
         pytest.skip("no overlay can be mounted here")
     assert done.stdout == "['b', 'b/file']\n", done.stderr
+
+
+def test_a_folder_is_written_as_a_whole_or_not_at_all(tmp_path):
+    (tmp_path / "out").mkdir()  # an empty folder gives way
+    (tmp_path / ".out.partial").mkdir()
+    (tmp_path / ".out.partial" / "of a process that was killed").touch()
+    with whole_folder(tmp_path / "out") as folder:
+        (folder / "a").touch()
+        assert not (tmp_path / "out" / "a").exists()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["a"]
+    with pytest.raises(OSError, match="not empty"), whole_folder(tmp_path / "out"):
+        pass
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="link"), whole_folder(tmp_path / "link") as folder:
+        (folder / "a").touch()
+    with suppress(KeyError), whole_folder(tmp_path / "new") as folder:
+        (folder / "a").touch()
+        raise KeyError
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "out"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["a"]

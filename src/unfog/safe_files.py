@@ -221,8 +221,8 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     OSError if something other than an empty folder is there.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
-    remove_tree(partial)
+    partial = folder.with_name(f".{folder.name}.partial")
+    remove_tree(partial)  # of a process that was killed
     partial.mkdir()
     try:
         yield partial

@@ -48,8 +48,9 @@ def _export(request: ExportRequest) -> None:
     from unfog.inference.run import Run
 
     run = Run(request.run, request.weights, request.checkpoint, "cpu", request.best, request.ema)
+    say(f"  exporting step {run.checkpoint.step:,}, and comparing what was written with the run")
     run.export(request.out, **{f.name: getattr(request, f.name) for f in fields(ExportSettings)})
-    say(f"  loaded again and compared with the run: the same to {run.export_difference:.1g} of the largest output")
+    say(f"  the same to {run.export_difference:.1g} of the largest output")
 
 
 def _sample(request: SampleRequest, stored: Config, sampler: Sampler) -> Path:
