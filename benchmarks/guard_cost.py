@@ -28,8 +28,8 @@ from unfog.data.sources.registry import open_source
 from unfog.process.heartbeat import Heartbeat
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
+from unfog.reporting.log_settings import Log
 from unfog.reporting.records import read_events
-from unfog.reporting.trackers import Log
 from unfog.runs.ranks import RunContext
 from unfog.runs.session import Session
 from unfog.training import loop

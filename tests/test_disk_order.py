@@ -22,8 +22,8 @@ from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
 from unfog.process.run_folder import RunFolder
 from unfog.reporting import records
+from unfog.reporting.log_settings import Log
 from unfog.reporting.recorder import Recorder
-from unfog.reporting.trackers import Log
 from unfog.runs.saver import Saver
 from unfog.training.checkpoints import posthoc_ema
 from unfog.training.ema import Ema

@@ -36,9 +36,9 @@ from unfog.data.webdataset.byte_range_cache import ByteRangeCache
 from unfog.errors import RequestError, RunError
 from unfog.pipeline.skipped_images import FailureReporter, failures_on_this_rank
 from unfog.process.run_folder import RunFolder
+from unfog.reporting.log_settings import Log
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.records import read_events
-from unfog.reporting.trackers import Log
 
 pytestmark = pytest.mark.slow
 

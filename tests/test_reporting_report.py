@@ -10,10 +10,10 @@ import pytest
 
 from unfog.errors import RequestError
 from unfog.reporting.image_grids import grid
+from unfog.reporting.log_settings import Log
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.report import write_report
 from unfog.reporting.report_charts import finite_column, metric_charts, smoothed
-from unfog.reporting.trackers import Log
 
 VOID = {"meta", "img", "br"}
 CONFIG = """

@@ -17,7 +17,7 @@ from pathlib import Path
 from unfog.process.signals import StopSignals
 from unfog.reporting.progress import print_result, say
 from unfog.reporting.recorder import Recorder
-from unfog.reporting.trackers import Log
+from unfog.reporting.log_settings import Log
 folder = Path(sys.argv[1])
 with StopSignals() as stop, Recorder(folder, Log(every=1), 40) as recorder:
     say("training 0.05M parameters")

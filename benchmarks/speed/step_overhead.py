@@ -36,8 +36,8 @@ from unfog.pipeline.build import build_network
 from unfog.process.heartbeat import Heartbeat
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
+from unfog.reporting.log_settings import Log
 from unfog.reporting.recorder import Recorder
-from unfog.reporting.trackers import Log
 from unfog.runs.ranks import RunContext
 from unfog.runs.session import Session
 from unfog.training.optimizers import build_optimizer

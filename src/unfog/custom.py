@@ -1,4 +1,4 @@
-"""People's own parts: a network, weighting, sampler step or optimiser that is not in this package.
+"""People's own parts: a network, weighting, sampler step, optimiser or tracker that is not in this package.
 
 Two ways lead to them. `register` adds a class or function from Python, under a name. A spec string such as
 `custom:path=mymodule.MyNet,width=64` imports `mymodule` and calls `MyNet(..., width=64)`.
@@ -77,6 +77,9 @@ def require_consent(settings: Any) -> None:
         _from_files.add(settings.path)
     if isinstance(settings, str):
         _from_files.update(_NAMED.findall(settings))
+    elif isinstance(settings, tuple):
+        for item in settings:
+            require_consent(item)
     elif is_dataclass(settings):
         for field in fields(settings):
             require_consent(getattr(settings, field.name))
@@ -130,8 +133,14 @@ def resolve_step(kind: str) -> Callable[..., Any]:
     if kind in REGISTERED["sampler"]:
         step: Callable[..., Any] = REGISTERED["sampler"][kind]
         return step
-    path, *arguments = kind.removeprefix(PREFIX).split(",")
-    return partial(_import_object(path, "a sampler step"), **_parse_keywords(arguments))
+    return resolve_path(kind, "a sampler step")
+
+
+@cache
+def resolve_path(spec: str, noun: str) -> Callable[..., Any]:
+    """Return what `custom:path=MODULE.NAME,name=value` stands for: a function, or a class, with keyword arguments."""
+    path, *arguments = spec.removeprefix(PREFIX).split(",")
+    return partial(_import_object(path, noun), **_parse_keywords(arguments))
 
 
 @dataclass(frozen=True)

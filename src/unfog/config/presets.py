@@ -15,7 +15,7 @@ from unfog.diffusion.target import EdmF, Eps, FlowVelocity
 from unfog.diffusion.weighting import Edm, Plain
 from unfog.errors import RequestError
 from unfog.models.settings import SIZES
-from unfog.reporting.trackers import Log
+from unfog.reporting.log_settings import Log
 from unfog.training.settings import (
     Checkpoint,
     EmaSchedule,

@@ -18,7 +18,7 @@ from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError
 from unfog.models.autoencoder_settings import Autoencoder, Latents
 from unfog.models.settings import Architecture
-from unfog.reporting.trackers import Log
+from unfog.reporting.log_settings import Log
 from unfog.settings import check_bounds, rules_of, setting
 from unfog.text import without_secrets
 from unfog.training.settings import (

@@ -26,8 +26,8 @@ from unfog.errors import RequestError
 from unfog.locks import LOCK
 from unfog.models.autoencoder_settings import AutoencoderFolder, check_multiple
 from unfog.models.settings import Architecture
+from unfog.reporting.log_settings import check_installed
 from unfog.reporting.progress import plural, say
-from unfog.reporting.trackers import check_installed
 
 _TEN_YEARS = 10 * 365 * 86400
 

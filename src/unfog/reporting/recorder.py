@@ -14,10 +14,12 @@ import numpy.typing as npt
 
 from unfog.callbacks import LogEvent, SampleEvent
 from unfog.reporting.image_grids import Pixels, encode_png
+from unfog.reporting.log_settings import Log, check_installed
 from unfog.reporting.progress import Progress, format_number, warn
 from unfog.reporting.records import Events, Metrics
 from unfog.reporting.report import write_report
-from unfog.reporting.trackers import Log, Tracker, check_installed, open_tracker
+from unfog.reporting.tracker_base import Tracker
+from unfog.reporting.trackers import open_tracker
 from unfog.safe_files import make_folder, write_atomic
 from unfog.text import sanitize
 
@@ -39,9 +41,9 @@ class Recorder:
     """Records a run in its folder and shows it; for one rank only. A context manager.
 
     `total`: the step that the run ends at, None if not known. `start`: the step that it resumes from; 0 for a new run.
-    `config`: shown by W&B beside the run. `logged`: the step after which lines of metrics are dropped, because they
-    will be written again; None is `start`. `defer_interrupts`: a context in which a stop does not cut off what is being
-    written.
+    `config`: shown by trackers beside the run. `logged`: the step after which lines of metrics are dropped, because
+    they will be written again; None is `start`. `defer_interrupts`: a context in which a stop does not cut off what is
+    being written.
 
     RequestError when the package of a sink is missing. After that, nothing that happens to a sink or to the
     disk stops a run: a sink that raises is dropped with a warning and an event, and lines that the disk
@@ -100,12 +102,13 @@ class Recorder:
         """Write a line of metrics after `step` steps and `images` images: numbers, and lists of numbers.
 
         `seconds`, the wall time of the run over all its resumes, is added. Sinks get the numbers, and a list
-        as name/0, name/1, ...
+        as name/0, name/1, ...; one by noise level also as a histogram.
         """
         self._step = step
         self._write(lambda: self._metrics.write(step, images, self.seconds, values))
         scalars = _scalars({"images": images, **values})
         self._each_sink(lambda sink: sink.log_scalars(step, scalars))
+        self._each_sink(lambda sink: _log_histograms(sink, step, values))
         for name, text in _NOTES:
             if name in scalars:
                 self._notes[name] = text(scalars[name])
@@ -233,3 +236,11 @@ def _scalars(values: Mapping[str, Value]) -> dict[str, float]:
         else:
             flat[name] = float(array)
     return flat
+
+
+def _log_histograms(sink: Tracker, step: int, values: Mapping[str, Value]) -> None:
+    """Log what was measured by noise level; 0 where nothing was."""
+    for name, value in values.items():
+        if name.endswith("_by_level"):
+            array = np.asarray(value, np.float64)
+            sink.log_histogram(step, name, np.where(np.isfinite(array), array, 0).tolist())

@@ -1,71 +1,44 @@
-"""Settings of logging, and the trackers that a run is copied to: TensorBoard and Weights & Biases.
+"""The trackers: TensorBoard, Weights & Biases, MLflow, trackio and Comet; and how one is opened, also your own.
 
-The record on disk is authoritative. A tracker may raise any exception; the Recorder then drops it. Only the standard
-library is imported at once, so that `--help` stays fast.
+The record on disk is authoritative. A tracker may raise any exception; the Recorder then drops it. Each package is
+imported only where its tracker is opened.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import io
 import os
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unfog.errors import RequestError, install_command
+import numpy as np
+
+from unfog.custom import PREFIX, resolve_path
+from unfog.reporting.tracker_base import Tracker
 from unfog.safe_files import make_folder, read_file, write_atomic
 from unfog.text import without_secrets
 
 if TYPE_CHECKING:
     from unfog.reporting.image_grids import Pixels
 
-# sink -> the package that it needs, and the extra that brings it
-_PACKAGES = {"tensorboard": ("tensorboard", "tb"), "wandb": ("wandb", "wandb")}
 
-
-@dataclass(frozen=True)
-class Log:
-    """Settings of logging: its interval, and the trackers that get a copy."""
-
-    every: int = 0
-    """Steps between two lines of metrics.jsonl. 0: twenty lines or more in the run, at most 50 steps apart."""
-
-    sinks: tuple[str, ...] = ()
-    """Trackers to copy to: tensorboard, wandb (offline unless WANDB_MODE says otherwise)."""
-
-    def __post_init__(self) -> None:
-        """RequestError for a negative interval and for a sink of another name."""
-        if self.every < 0:
-            raise RequestError(f"log.every = {self.every} must be at least 1 step, or 0 to choose it; try 50")
-        for name in self.sinks:
-            if name not in _PACKAGES:
-                raise RequestError(f"log.sinks names {name!r}, which is not one of {', '.join(_PACKAGES)}")
-
-
-def check_installed(sinks: Sequence[str]) -> None:
-    """Check that the package of each sink is installed; RequestError naming the extra where one is not."""
-    for sink in sinks:
-        package, extra = _PACKAGES[sink]
-        if importlib.util.find_spec(package) is None:
-            raise RequestError(f"log.sinks names {sink!r}, which needs the package {package}: {install_command(extra)}")
-
-
-class _TensorBoard:
+class _TensorBoard(Tracker):
     """Event files in RUN/tensorboard, written without TensorFlow and without torch."""
 
     name = "tensorboard"
 
-    def __init__(self, run_dir: Path, start: int) -> None:
+    def __init__(self, run_dir: Path, start: int, config: Mapping[str, object]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._event, self._summary = Event, Summary
+        self._event, self._summary, self._histogram = Event, Summary, HistogramProto
         make_folder(run_dir / "tensorboard", run_dir)  # TensorBoard writes new files into it, by name
         self._writer = EventFileWriter(str(run_dir / "tensorboard"))
         if start:
@@ -75,6 +48,12 @@ class _TensorBoard:
 
     def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
         self._add(step, [self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
+
+    def log_histogram(self, step: int, name: str, values: Sequence[float]) -> None:
+        limits = _edges(values)[1:]
+        # Where TensorBoard expects counts; it draws fractions of them too.
+        bars = self._histogram(min=0, max=1, num=sum(values), bucket_limit=limits, bucket=values)
+        self._add(step, [self._summary.Value(tag=name, histo=bars)])
 
     def log_image(self, step: int, name: str, pixels: Pixels) -> None:
         from unfog.reporting.image_grids import encode_png
@@ -92,7 +71,7 @@ class _TensorBoard:
         self._writer.flush()  # a kill loses nothing that a resume would not write again
 
 
-class _WandB:
+class _WandB(Tracker):
     """A W&B run in RUN/wandb, under one id for the life of the run.
 
     Offline unless WANDB_MODE says otherwise. A resume offline begins another folder with the same id, which
@@ -101,36 +80,182 @@ class _WandB:
 
     name = "wandb"
 
-    def __init__(self, run_dir: Path, config: Mapping[str, object]) -> None:
+    def __init__(self, run_dir: Path, start: int, config: Mapping[str, object]) -> None:
         offline = "WANDB_MODE" not in os.environ
         if offline:
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # or it would call home when it fails
         import wandb
 
-        self._image = wandb.Image
-        with _arguments_without_secrets():
-            self._run = wandb.init(
-                project=os.environ.get("WANDB_PROJECT", "unfog"),
-                name=run_dir.resolve().name,
-                id=_stored_id(run_dir / "wandb" / "id"),
-                dir=run_dir,
-                mode="offline" if offline else None,
+        self._wandb = wandb
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "unfog"),
+            name=run_dir.resolve().name,
+            id=_stored_id(run_dir, "wandb", _new_id),
+            dir=run_dir,
+            mode="offline" if offline else None,
+            resume="allow",
+            config=dict(config),
+            # The URL of a git repository may have a token in it.
+            settings=wandb.Settings(console="off", silent=True, disable_git=True),
+        )
+
+    def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def log_histogram(self, step: int, name: str, values: Sequence[float]) -> None:
+        self._run.log({name: self._wandb.Histogram(np_histogram=(list(values), _edges(values)))}, step=step)
+
+    def log_image(self, step: int, name: str, pixels: Pixels) -> None:
+        self._run.log({name: self._wandb.Image(np.ascontiguousarray(pixels))}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _MLflow(Tracker):
+    """An MLflow run, in RUN/mlflow/mlruns or at MLFLOW_TRACKING_URI. MLflow has no histograms.
+
+    The local store is one of files, as that of SQLite takes 30 MB of packages and ten seconds to begin.
+    """
+
+    name = "mlflow"
+
+    def __init__(self, run_dir: Path, start: int, config: Mapping[str, object]) -> None:
+        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        if not uri:
+            uri = (run_dir.resolve() / "mlflow" / "mlruns").as_uri()
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # which MLflow asks for since 3.7
+            os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        from mlflow.entities import Metric, Param
+        from mlflow.tracking import MlflowClient
+
+        def create() -> str:
+            project = os.environ.get("MLFLOW_EXPERIMENT_NAME", "unfog")
+            known = self._client.get_experiment_by_name(project)
+            experiment = known.experiment_id if known else self._client.create_experiment(project)
+            run = self._client.create_run(experiment, run_name=run_dir.resolve().name).info.run_id
+            # Of the beginning only, as MLflow lets no parameter change; the artifact has what a resume changed.
+            params = iter([Param(key, str(value)[:6000]) for key, value in _flatten(config)])
+            while some := list(islice(params, 100)):  # MLflow takes no more at once
+                self._client.log_batch(run, params=some)
+            return str(run)
+
+        self._metric, self._client = Metric, MlflowClient(uri)
+        self._run = _stored_id(run_dir, "mlflow", create)
+        self._client.update_run(self._run, status="RUNNING")
+        self._client.log_dict(self._run, dict(config), "config.json")
+
+    def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        now = int(time.time() * 1000)
+        self._client.log_batch(self._run, [self._metric(name, value, now, step) for name, value in values.items()])
+
+    def log_image(self, step: int, name: str, pixels: Pixels) -> None:
+        self._client.log_image(self._run, np.ascontiguousarray(pixels), key=name, step=step)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run)
+
+
+class _Trackio(Tracker):
+    """A trackio run, where trackio keeps all: in TRACKIO_DIR, or in its folder in the cache of Hugging Face.
+
+    trackio finds a run by its name, so that holds an id.
+    """
+
+    name = "trackio"
+
+    def __init__(self, run_dir: Path, start: int, config: Mapping[str, object]) -> None:
+        with redirect_stdout(io.StringIO()):  # it prints what docs/trackers.md says
+            import trackio
+
+            self._trackio = trackio
+            self._run = trackio.init(
+                project=os.environ.get("TRACKIO_PROJECT", "unfog"),
+                name=f"{run_dir.resolve().name}-{_stored_id(run_dir, 'trackio', _new_id)}",
+                config=dict(_flatten(config)),
                 resume="allow",
-                config=dict(config),
-                # The URL of a git repository may have a token in it.
-                settings=wandb.Settings(console="off", silent=True, disable_git=True),
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
             )
 
     def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
-    def log_image(self, step: int, name: str, pixels: Pixels) -> None:
-        import numpy as np
+    def log_histogram(self, step: int, name: str, values: Sequence[float]) -> None:
+        self._run.log({name: self._trackio.Histogram(np_histogram=(list(values), _edges(values)))}, step=step)
 
-        self._run.log({name: self._image(np.ascontiguousarray(pixels))}, step=step)
+    def log_image(self, step: int, name: str, pixels: Pixels) -> None:
+        self._run.log({name: self._trackio.Image(np.ascontiguousarray(pixels))}, step=step)
 
     def close(self) -> None:
-        self._run.finish()
+        with redirect_stdout(io.StringIO()):
+            self._trackio.finish()  # not that of the run, or trackio finishes it again at exit
+
+
+class _Comet(Tracker):
+    """A Comet experiment under one key for the life of the run, in archives in RUN/comet.
+
+    Offline unless COMET_START_ONLINE is set. Each resume offline writes another archive, which `comet upload` joins.
+    """
+
+    name = "comet"
+
+    def __init__(self, run_dir: Path, start: int, config: Mapping[str, object]) -> None:
+        os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # or its import patches other libraries
+        os.environ.setdefault("COMET_LOGGING_CONSOLE", "ERROR")
+        online = "COMET_START_ONLINE" in os.environ
+        if not online:
+            os.environ.setdefault("COMET_ERROR_TRACKING_ENABLE", "false")
+        import comet_ml
+
+        self._experiment = comet_ml.start(
+            project_name=os.environ.get("COMET_PROJECT_NAME", "unfog"),
+            experiment_key=_stored_id(run_dir, "comet", lambda: uuid.uuid4().hex),
+            mode="get_or_create",
+            online=None if online else False,
+            experiment_config=comet_ml.ExperimentConfig(
+                name=run_dir.resolve().name,
+                offline_directory=str(run_dir / "comet"),
+                # Nothing but what the methods log: no source, environment, arguments or output.
+                log_code=False,
+                log_graph=False,
+                parse_args=False,
+                log_git_metadata=False,
+                log_git_patch=False,
+                log_env_details=False,
+                auto_output_logging=False,
+                display_summary_level=0,
+            ),
+        )
+        self._experiment.log_parameters(dict(_flatten(config)))
+
+    def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self._experiment.log_metrics(dict(values), step=step)
+
+    def log_histogram(self, step: int, name: str, values: Sequence[float]) -> None:
+        # A curve, as Comet's histograms count in whole numbers.
+        centres = [(low + high) / 2 for low, high in pairwise(_edges(values))]
+        self._experiment.log_curve(name, x=centres, y=list(values), step=step)
+
+    def log_image(self, step: int, name: str, pixels: Pixels) -> None:
+        from PIL import Image
+
+        self._experiment.log_image(Image.fromarray(pixels), name=name, step=step)  # an array would need matplotlib
+
+    def close(self) -> None:
+        self._experiment.end()
+
+
+_BUILT_IN = {tracker.name: tracker for tracker in (_TensorBoard, _WandB, _MLflow, _Trackio, _Comet)}
+
+
+def open_tracker(name: str, run_dir: Path, start: int, config: Mapping[str, object]) -> Tracker:
+    """Open the tracker called `name` for a run that goes on after `start` steps. May raise any Exception."""
+    create = resolve_path(name, "a tracker") if name.startswith(PREFIX) else _BUILT_IN[name]
+    with _arguments_without_secrets():
+        tracker: Tracker = create(run_dir, start, config)
+    return tracker
 
 
 @contextmanager
@@ -144,21 +269,27 @@ def _arguments_without_secrets() -> Iterator[None]:
         sys.argv = words
 
 
-Tracker = _TensorBoard | _WandB
-"""`step` never decreases. Any method may raise any Exception."""
+def _new_id() -> str:
+    return uuid.uuid4().hex[:12]
 
 
-def open_tracker(name: str, run_dir: Path, start: int, config: Mapping[str, object]) -> Tracker:
-    """Open the sink called `name` for a run that goes on after `start` steps. May raise any Exception."""
-    if name == "tensorboard":
-        return _TensorBoard(run_dir, start)
-    return _WandB(run_dir, config)
-
-
-def _stored_id(path: Path) -> str:
-    """The id in the file, or a new one, stored there."""
-    run_dir = path.parent.parent
-    make_folder(path.parent, run_dir)  # W&B writes into it by name
+def _stored_id(run_dir: Path, folder: str, create: Callable[[], str]) -> str:
+    """The id in the file RUN/folder/id, or a new one, stored there."""
+    path = run_dir / folder / "id"
+    make_folder(path.parent, run_dir)  # the tracker writes into it by name
     if not os.path.lexists(path):
-        write_atomic(path, uuid.uuid4().hex[:12].encode(), run_dir)
+        write_atomic(path, create().encode(), run_dir)
     return read_file(path, root=run_dir).decode()
+
+
+def _edges(values: Sequence[float]) -> list[float]:
+    return [float(edge) for edge in np.linspace(0, 1, len(values) + 1)]
+
+
+def _flatten(config: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield the settings as (training.batch, 16)."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value

@@ -26,9 +26,9 @@ from unfog.process.heartbeat import Heartbeat
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.findings import Finding
+from unfog.reporting.log_settings import Log
 from unfog.reporting.progress import Progress, format_bytes
 from unfog.reporting.records import read_events, read_metrics
-from unfog.reporting.trackers import Log
 from unfog.runs.diffusers import export_difference
 from unfog.runs.evaluation_hook import MIN_SAMPLES, TRIAL_SAMPLES
 from unfog.runs.ranks import RunContext

@@ -25,11 +25,11 @@ from unfog.pipeline.skipped_images import FailureReporter
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.intervals import Choice
 from unfog.reporting.findings import Finding
+from unfog.reporting.log_settings import check_installed
 from unfog.reporting.progress import format_duration, say, warn
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.records import LENGTH_EVENT, read_events
 from unfog.reporting.report import write_report
-from unfog.reporting.trackers import check_installed
 from unfog.runs.evaluation_hook import EvaluationHook
 from unfog.runs.previews import build_previews
 from unfog.runs.ranks import RunContext, StoppableHooks, run_training_loop

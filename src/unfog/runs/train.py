@@ -9,7 +9,7 @@ from unfog.checks.images.image_checks import quick_check_images
 from unfog.checks.settings.settings_checks import check_settings
 from unfog.config.schema import Config
 from unfog.config.validate import check_request
-from unfog.custom import PREFIX, resolve_step
+from unfog.custom import PREFIX, resolve_path, resolve_step
 from unfog.data.augmentation import Augment
 from unfog.data.dataset import Dataset
 from unfog.diffusion.weighting import CustomWeighting
@@ -104,6 +104,9 @@ def check_custom_parts(config: Config) -> None:
         config.diffusion.weighting.try_out()
     if config.sampler.kind.startswith(PREFIX):
         resolve_step(config.sampler.kind)
+    for tracker in config.log.sinks:
+        if tracker.startswith(PREFIX):
+            resolve_path(tracker, "a tracker")
     if isinstance(config.optimizer.method, Custom):
         check_resumable(config.optimizer.method)
 
