@@ -46,6 +46,20 @@ def weight(logsnr, own, sigma_data, power=1.0):
 
 def step(x, x0, now, then, context, share=1.0):
     return then.alpha * x0 + then.sigma / now.sigma * (x - now.alpha * x0) * share
+
+class Lines:
+    name = "lines"
+
+    def __init__(self, run_dir, start, config, file="lines"):
+        self.file = open(run_dir / file, "a")
+
+    def log_scalars(self, step, values):
+        self.file.write(f"{step} ")
+
+    log_histogram = log_image = lambda self, *arguments: None
+
+    def close(self):
+        self.file.close()
 """
 SETTINGS = {"size": 8, "steps": 2, "batch": 4, "lr": 1e-3}
 
@@ -74,15 +88,17 @@ def test_a_run_trains_resumes_and_samples_with_own_parts(mine, images, tmp_path,
         "network": f"custom:path={mine}.Net,width=4",
         "weighting": f"custom:path={mine}.weight,power=0.5",
         "sampler": f"custom:path={mine}.step,share=0.9",
+        "log": {"every": 1, "sinks": [f"custom:path={mine}.Lines,file='logged'"]},
     }
     run = unfog.train(images, out=tmp_path / "run", **SETTINGS, **parts)
     told = capsys.readouterr().err
-    assert [told.count(f"imports and runs {mine}.{name}") for name in ("Net", "weight", "step")] == [1, 1, 1]
+    assert [told.count(f"imports and runs {mine}.{name}") for name in ("Net", "weight", "step", "Lines")] == [1] * 4
     assert run.network.inner.out_channels == 4
     text = (tmp_path / "run" / "config.toml").read_text()
     assert f'path = "{mine}.Net"' in text
     assert 'arguments = ["width=4"]' in text
     assert unfog.resume(tmp_path / "run", steps=4).sample(2, seed=1).shape == (2, 8, 8, 1)
+    assert set((tmp_path / "run" / "logged").read_text().split()) == set("1234")
 
 
 PARTS = [
@@ -90,6 +106,7 @@ PARTS = [
     ({"weighting": "custom:path={}.weight"}, "weight"),
     ({"sampler": "custom:path={}.step"}, "step"),
     ({"optimizer": "custom:path={}.Net"}, "Net"),
+    ({"log.sinks": ("custom:path={}.Lines",)}, "Lines"),
 ]
 
 
@@ -99,9 +116,12 @@ def strangers(mine, tmp_path):
     (tmp_path / f"{mine}.py").write_text(f"{MODULE}\nopen({str(tmp_path / 'ran')!r}, 'w')\n")
 
     def read(settings, source="fashion"):
-        changes = nest_settings(
-            {name: value.format(mine) if isinstance(value, str) else value for name, value in settings.items()}
-        )
+        def named(value):
+            if isinstance(value, tuple):
+                return tuple(map(named, value))
+            return value.format(mine) if isinstance(value, str) else value
+
+        changes = nest_settings({name: named(value) for name, value in settings.items()})
         (tmp_path / "config.toml").write_text(to_toml(update(Config(source=source), changes, "")))
         return read_toml(tmp_path / "config.toml", Config())
 

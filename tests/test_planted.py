@@ -33,7 +33,8 @@ PARTIAL = ("report.html", "config.toml", "heartbeat.json", "data.json", "contact
 MADE_LATER = [
     *(f"{name}.partial" for name in PARTIAL),
     ".lock", "SAVE", "STOP", "launch", "samples/00000020.png", "doctor", "doctor/findings.json", "evaluations",
-    "pictures", "codec", ".codec-partial", ".codec-old", "tensorboard", "wandb", "ema-sweep.json", "ema-sweep.html",
+    "pictures", "codec", ".codec-partial", ".codec-old", "tensorboard", "wandb", "mlflow", "comet",
+    "ema-sweep.json", "ema-sweep.html",
     "checkpoints/.partial-00000020", "checkpoints/.old-00000008", "checkpoints/00000020",
     "checkpoints/.replaced-00000016", "checkpoints/.broken-00000016",
     "averages/.partial-00000018", "averages/00000018.safetensors",

@@ -123,6 +123,7 @@ class _MLflow(Tracker):
     def __init__(self, run_dir: Path, start: int, config: Mapping[str, object]) -> None:
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if not uri:
+            make_folder(run_dir / "mlflow" / "mlruns", run_dir)
             uri = (run_dir.resolve() / "mlflow" / "mlruns").as_uri()
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # which MLflow asks for since 3.7
             os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
