@@ -25,7 +25,7 @@ def _registrations_end_with_the_test(monkeypatch):
         words.update(before.get(section, {}))
 
 
-@pytest.mark.parametrize("page", ["sampler", "weighting", "network", "image-source", "checkpoint-entry"])
+@pytest.mark.parametrize("page", ["sampler", "weighting", "network", "image-source", "tracker", "checkpoint-entry"])
 def test_the_code_of_a_page_works(page, tmp_path, monkeypatch):
     blocks = re.findall(r"```python\n(.*?)```", (PAGES / f"{page}.md").read_text(), re.DOTALL)
     assert len(blocks) == 3, "the file, its use from Python, its test"
