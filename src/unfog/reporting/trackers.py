@@ -125,7 +125,7 @@ class _MLflow(Tracker):
         if not uri:
             make_folder(run_dir / "mlflow" / "mlruns", run_dir)
             uri = (run_dir.resolve() / "mlflow" / "mlruns").as_uri()
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # which MLflow asks for since 3.7
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # without which MLflow refuses it
             os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
