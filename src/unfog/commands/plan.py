@@ -26,7 +26,7 @@ from unfog.planning.timing import TOO_SLOW, benchmark_cpu, decoded_images, run_t
 from unfog.process.device import available_memory, choose_device
 from unfog.process.signals import StopSignals
 from unfog.reporting.findings import Finding, has_fatal, print_findings
-from unfog.reporting.notebook import preformatted
+from unfog.reporting.notebook_html import preformatted
 from unfog.reporting.progress import format_bytes, format_duration, plural, print_result
 from unfog.reporting.records import json_values
 from unfog.training.out_of_memory import microbatch_size

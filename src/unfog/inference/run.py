@@ -21,7 +21,7 @@ from unfog.inference.loaded_run import LoadedRun
 from unfog.inference.samples import Samples
 from unfog.pipeline.generate import GenerationSettings, generate_images, parse_labels
 from unfog.pipeline.image_files import ImageInput, build_edit
-from unfog.reporting.notebook import table
+from unfog.reporting.notebook_html import table
 from unfog.training.precision import DTYPES
 
 if TYPE_CHECKING:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import hashlib
 import inspect
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -129,12 +131,21 @@ def source_text(settings: GivenNetwork) -> str:
     parts = [f"# The network of this run, of {settings.path}. To be read: nothing executes this file.\n#   {printed}\n"]
     for kind in classes:
         if kind.__module__.partition(".")[0] not in _OWN_PACKAGES:
-            try:
-                source = inspect.getsource(kind)
-            except (OSError, TypeError):  # defined at a prompt, which keeps no source
-                source = "# its source is not known\n"
-            parts.append(f"\n# {kind.__module__}.{kind.__qualname__}\n{source}")
+            parts.append(f"\n# {kind.__module__}.{kind.__qualname__}\n{_source_of(kind)}\n")
     return "".join(parts)
+
+
+def _source_of(kind: type) -> str:
+    with suppress(OSError, TypeError):
+        return inspect.getsource(kind)
+    # Of a class in a cell of a notebook, Python finds the cell only through its functions.
+    for function in filter(inspect.isfunction, vars(kind).values()):
+        with suppress(OSError, SyntaxError):
+            text = "".join(inspect.findsource(function)[0])
+            found = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef))
+            if node := next((node for node in found if node.name == kind.__name__), None):
+                return ast.get_source_segment(text, node) or text
+    return "# its source is not known"
 
 
 def _class_path(network: Any) -> str:

@@ -1,8 +1,8 @@
 """Printing: messages, results and progress.
 
 Results (paths, requested numbers) go to stdout, so that they can be piped; messages go to stderr. On a terminal,
-progress is live lines at the bottom; elsewhere it is plain lines without control characters, at a rate that a log file
-bears. Nothing here runs in a thread: a line moves when its work reports.
+progress is live lines at the bottom, and in a notebook below the cell; elsewhere it is plain lines without control
+characters, at a rate that a log file bears. Nothing here runs in a thread: a line moves when its work reports.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
+from unfog.reporting.notebook import LiveText, in_notebook
+
 _REDRAW = 0.2  # seconds between two drawings of a live line
 _BAR = 16  # characters
 _MARGIN = 3  # columns at the right that stay free, as the terminal writes "^C" there
 _live: Live | None = None  # the only part of the terminal that is drawn over
 _shown: list[Progress] = []  # what it shows, one below the other
 _rows = 0  # lines that it takes
+_cell = LiveText()  # in a notebook, instead of the terminal
 
 
 def say(text: str, style: str = "") -> None:
@@ -156,7 +159,7 @@ class Progress:
             self._pace.update(done, now)
         if now - self._started < self._delay:
             return
-        if _is_terminal():
+        if _is_live():
             if self not in _shown or now - self._drawn >= _REDRAW:
                 self._draw()
         elif self._printed is None or now - self._drawn >= _plain_interval(now - self._started):
@@ -169,7 +172,7 @@ class Progress:
     def show(self, activity: str) -> None:
         """Name at once, on a terminal, what is being done: the work itself, or what interrupts it."""
         self._activity = activity
-        if _is_terminal() and not self._closed:
+        if _is_live() and not self._closed:
             self._draw()
 
     def time_left(self) -> str:
@@ -229,6 +232,10 @@ class Progress:
         return " · ".join(filter(None, parts))
 
 
+def _is_live() -> bool:
+    return _is_terminal() or in_notebook()
+
+
 def _plain_interval(elapsed: float) -> float:
     """Seconds between two plain lines: 5 at first, a minute after an hour, so that a day is 1500 lines."""
     return min(60.0, max(5.0, elapsed / 60))
@@ -247,7 +254,9 @@ def _printable(text: str) -> str:
 def _redraw() -> None:
     global _live
     with suppress(OSError):  # as in `say`
-        if not _shown:
+        if in_notebook():
+            _cell.show("\n".join(str(line) for one in _shown for line in one.live_lines(time.monotonic())))
+        elif not _shown:
             _close_live()
         elif _live is not None:
             _live.refresh()
