@@ -63,6 +63,14 @@ def test_names_as_other_programs_write_them(tmp_path: Path) -> None:
     assert np.array_equal(np.asarray(source.open(1)), np.asarray(Image.open(io.BytesIO(png(0)))))
 
 
+def test_a_member_without_a_name_is_no_image(tmp_path: Path) -> None:
+    path = put(tmp_path / "a.zip", {"a.png": png(0), "bcdef": b"text"}, zipfile.ZIP_STORED)
+    path.write_bytes(path.read_bytes().replace(b"bcdef", b"\0cdef"))  # which ends the name
+    source = open_source(path)
+    assert source.names == ["a.png"]
+    assert source.ignored == {"without suffix": 1}
+
+
 def test_threads_share_an_archive(tmp_path: Path) -> None:
     images = {f"{i}.png": png(i) for i in range(100)}
     source = open_source(put(tmp_path / "many.zip", images))

@@ -264,9 +264,7 @@ class _RemoteStorage:
         try:
             _retry(lambda: self._read_range(url, 1, 1))
         except ImageError as error:
-            raise RequestError(
-                f"{sanitize(url)} is {error}, as Python's http.server does not; download it, or use another server"
-            ) from error
+            raise RequestError(f"{sanitize(url)} is {error}; download it, or use another server") from error
         except Exception as error:  # each protocol has errors of its own
             if _http_status(error) != _NO_SUCH_RANGE:  # of a file of a byte
                 raise RequestError(f"{sanitize(url)} {_describe(error)}") from error

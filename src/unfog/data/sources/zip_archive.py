@@ -62,7 +62,7 @@ class ZipSource(Source):
         self._members: dict[str, _Member] = {}
         self._tables: dict[str, zipfile.ZipInfo] = {}
         for info in self._read_directory():
-            if not info.is_dir():
+            if not info.filename.endswith("/"):  # a folder; `is_dir` raises where there is no name at all
                 self._add(info, self.ignored, self.unreadable)
         self._remove_overlapping(self.unreadable)
         self.names = sorted(self._members)
