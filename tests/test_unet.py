@@ -206,7 +206,8 @@ def test_sizes_are_checked_before_building():
     for size, message in (
         (
             30,
-            "size = 30 must be a multiple of 4 and at least 8 for a network of 3 levels; try size = 32",
+            "size = 30 must be a multiple of 4 and at least 8 for a network of 3 levels; "
+            "try size = 32, or fewer levels",
         ),
         (
             (32, 4),
