@@ -67,12 +67,47 @@ def test_the_average_that_is_there_is_found_exactly():
         assert error < 1e-6
     for width in (0.04, 0.07, 0.15, 0.2):
         weights, error = _coefficients(gammas, ends, PowerEma(width).gamma, 24000.0)
-        assert weights.sum() == pytest.approx(1, abs=2e-3)
+        assert weights.sum() == pytest.approx(1, abs=1e-12)
         assert error < 0.012
         profile = sum(w * np.append(share(g, np.arange(1, e + 1), e), np.zeros(24000 - int(e)))
                       for w, g, e in zip(weights, gammas, ends))  # fmt: skip
         wanted = share(PowerEma(width).gamma, np.arange(1, 24001), 24000)
         assert np.linalg.norm(profile - wanted) / np.linalg.norm(wanted) == pytest.approx(error, abs=1e-3)
+
+
+def of_edm2(ends: list[float], widths: list[float], end: float, width: float) -> np.ndarray:
+    """Coefficients as EDM2 publishes them: equations 123 to 127 and algorithm 3 of Karras et al. 2024.
+
+    The width fixes gamma by width^2 = (gamma + 1) / ((gamma + 2)^2 (gamma + 3)), solved here by bisection.
+    """
+
+    def gamma(width: float) -> float:
+        low, high = 0.0, 1e5
+        for _ in range(200):
+            middle = (low + high) / 2
+            above = (middle + 1) / ((middle + 2) ** 2 * (middle + 3)) > width**2
+            low, high = (middle, high) if above else (low, middle)
+        return low
+
+    def product(t_a: float, a: float, t_b: float, b: float) -> float:
+        ratio = (t_a / t_b) ** (b if t_a < t_b else -a)
+        return (a + 1) * (b + 1) * ratio / ((a + b + 1) * max(t_a, t_b))
+
+    stored = [(t, gamma(w)) for t, w in zip(ends, widths)]
+    matrix = np.array([[product(*one, *other) for other in stored] for one in stored])
+    wanted = np.array([product(*one, end, gamma(width)) for one in stored])
+    solved: np.ndarray = np.linalg.solve(matrix, wanted)
+    return solved / solved.sum()
+
+
+@pytest.mark.parametrize("width", [0.03, 0.07, 0.15, 0.2, 0.25])
+@pytest.mark.parametrize("count", [2, 3, 4, 8])
+def test_coefficients_are_those_of_edm2(count, width):
+    ends, widths = [1000.0 * n for n in range(1, count + 1)] * 2, [0.1] * count + [0.05] * count
+    gammas = np.array([PowerEma(w).gamma for w in widths])
+    weights, _ = _coefficients(gammas, np.array(ends), PowerEma(width).gamma, ends[-1])
+    assert weights.sum() == pytest.approx(1, abs=1e-12)
+    np.testing.assert_allclose(weights, of_edm2(ends, widths, ends[-1], width), rtol=1e-4, atol=1e-6)
 
 
 class Recorder(Diary):

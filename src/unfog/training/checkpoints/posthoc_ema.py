@@ -3,6 +3,8 @@
 An average with a power-function profile weighs the weights after update n of N with (n/N)^(gamma+1) minus
 ((n-1)/N)^(gamma+1), the integral of p(t) = (gamma + 1) t^gamma / N^(gamma+1) over that update. A sum of snapshots is an
 average whose profile is the same sum of theirs, so the best sum is the one whose profile is nearest to the wanted one.
+Its coefficients are divided by their sum (algorithm 3 there): those of few snapshots add up to less than one, which would
+shrink all weights.
 
 Snapshots are written while training goes on, as RUN/averages/00001000.safetensors, in float16: that rounds a weight by
 at most 0.05%, and a rebuilt EMA by about 0.02% (docs/decisions/0014-averages.md). A run can do without a snapshot, so
@@ -74,7 +76,7 @@ def _coefficients(gammas: Floats, ends: Floats, gamma: float, end: float) -> tup
     """Fit the profile (gamma, end) by EMAs with exponents `gammas`, each over its first `ends` updates.
 
     Returns:
-        The least-squares weights [K], and the relative distance of the sum's profile from the target.
+        The least-squares weights [K], divided by their sum, and the relative distance of their profile from the target.
     """
     products = _inner_product(gammas[:, None], ends[:, None], gammas[None], ends[None])
     wanted = _inner_product(gammas, ends, gamma, end)
@@ -82,6 +84,7 @@ def _coefficients(gammas: Floats, ends: Floats, gamma: float, end: float) -> tup
     # Neighbours are nearly alike; what is below the cut would only add rounding errors of the snapshots to themselves.
     scaled, *_ = np.linalg.lstsq(products / np.outer(length, length), wanted / length, rcond=1e-10)
     found = scaled / length
+    found = found / found.sum()  # an average of weights that do not change is those weights
     whole = (gamma + 1) ** 2 / (2 * gamma + 1) / end  # the wanted profile's own
     square = 1 + (found @ products @ found - 2 * found @ wanted) / whole
     return found, math.sqrt(max(0.0, float(square)))
