@@ -198,7 +198,7 @@ def test_a_known_picture_lands_where_it_should_and_sharper_than_by_plain_interpo
 def test_no_chance_is_no_change_and_tells_nothing() -> None:
     x = to_model_range(photos(16))
     torch.manual_seed(0)
-    geometry = _draw_geometry(x, 0.0)
+    geometry = _draw_geometry(x, 0.0, 0.0)
     assert torch.equal(geometry.apply(x), x)
     assert torch.equal(geometry.condition(), torch.zeros(16, CONDITIONS))
 
@@ -219,7 +219,7 @@ def test_images_that_nothing_is_done_to_stay_as_they_are_and_the_others_are_told
 def test_chances_and_spreads_are_those_of_edm_and_whole_shifts_come_on_top() -> None:
     torch.manual_seed(0)
     n, p = 40_000, 0.25
-    geometry = _draw_geometry(torch.empty(n, 1, 32, 64), p)
+    geometry = _draw_geometry(torch.empty(n, 1, 32, 64), p, 0.0)
     condition = geometry.condition()
 
     def share(rows: Tensor) -> float:
@@ -227,7 +227,7 @@ def test_chances_and_spreads_are_those_of_edm_and_whole_shifts_come_on_top() -> 
 
     # EDM's x-flip is told and a fair coin at any p, its y-flip a fair coin with probability p.
     assert [share(geometry.flip[:, i]) for i in range(2)] == pytest.approx([1 / 2, p / 2], abs=0.01)
-    assert share(_draw_geometry(torch.empty(n, 1, 4, 4), 0.001).flip[:, 0]) == pytest.approx(1 / 2, abs=0.01)
+    assert share(_draw_geometry(torch.empty(n, 1, 4, 4), 0.001, 0.0).flip[:, 0]) == pytest.approx(1 / 2, abs=0.01)
     for part in (geometry.zoom, geometry.angle, geometry.stretch[:, 0]):
         assert share(part) == pytest.approx(p, abs=0.01)
     assert geometry.zoom[geometry.zoom != 0].std().item() == pytest.approx(1, abs=0.03)
@@ -332,7 +332,7 @@ def test_a_solid_colour_stays_what_it_is() -> None:
     torch.manual_seed(0)
     levels = torch.linspace(-0.98, 0.98, 64).view(-1, 1, 1, 1)
     solid = levels.expand(64, 3, 16, 16)
-    changed = _draw_geometry(solid, 1.0).apply(solid)
+    changed = _draw_geometry(solid, 1.0, 0.0).apply(solid)
     assert (changed - solid).abs().max() < 1e-5
 
 
@@ -355,3 +355,17 @@ def test_augmentation_is_a_function_of_the_position(augment: Augment) -> None:
 def test_what_is_no_chance_or_fraction_is_refused(settings: dict[str, float]) -> None:
     with pytest.raises(RequestError, match=next(iter(settings))):
         Data(**settings)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_a_share_of_stretches_is_along_the_sides(share: float) -> None:
+    """EDM's aniso_rotate_prob is 0.5: else the direction is 0, and a negative stretch is one along the other side."""
+    x = torch.zeros(20_000, 1, 4, 4)
+    torch.manual_seed(3)
+    geometry = _draw_geometry(x, 1.0, share)
+    along = (geometry.stretch[:, 1] == 0).double().mean().item()
+    assert along == pytest.approx(share, abs=0.015)
+    assert geometry.stretch.square().sum(1).mean().item() == pytest.approx(1, abs=0.05)
+    torch.manual_seed(3)
+    other = _draw_geometry(x, 1.0, 0.0)
+    assert all(torch.equal(a, b) for a, b in zip(geometry._replace(stretch=other.stretch), other))

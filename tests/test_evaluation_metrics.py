@@ -155,6 +155,20 @@ def test_kernel_rows_in_blocks_are_those_of_the_whole(monkeypatch):
     assert kernel_distance(x, y) == pytest.approx(whole, rel=1e-12)
 
 
+@pytest.mark.parametrize("fake", [REAL, FAKE, REAL[::3]], ids=["copies", "others", "a third"])
+def test_density_is_that_of_the_formula_and_of_copies_one(fake: Tensor):
+    """Naeem et al. 2020, eq. 4, as their code has it: d(real, fake) < d(real, its fifth neighbour)."""
+    between, among = torch.cdist(REAL, fake), torch.cdist(REAL, REAL)
+    for matrix in (between, among):  # which is not quite 0 between equal rows
+        matrix[matrix < 1e-6] = 0
+    radius = among.sort(dim=1).values[:, 5]
+    expected = (between < radius[:, None] * (1 - 1e-9)).double().sum(0).mean() / 5
+    found = compare_features(["density"], REAL, fake)[0].value
+    assert found == pytest.approx(float(expected), rel=1e-12)
+    if fake is REAL:
+        assert found == 1.0
+
+
 def test_neighbours_in_blocks_are_those_of_the_whole(monkeypatch):
     names = ["precision", "recall", "density", "coverage"]
     whole = [one.value for one in compare_features(names, REAL, FAKE)]

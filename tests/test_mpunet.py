@@ -199,3 +199,18 @@ def test_a_forward_pass_changes_no_weight():
     before = [p.detach().clone() for p in model.parameters()]
     model(torch.randn(2, 3, 8, 8), torch.rand(2)).sum().backward()
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+
+
+def test_blocks_are_limited_in_fp16_alone():
+    """EDM2 clips to 256; a fp16 sum of squares of more would overflow."""
+    torch.manual_seed(0)
+    block = MPUNetModel(MICRO, 3).down[0].eval()
+    channels = block.conv1.weight.shape[1]
+    x, embedding = torch.randn(1, channels, 4, 4) * 2000, torch.zeros(1, max(MICRO.channels))
+    block.down = False  # without the normalisation at the entry, as on the way up
+    free = block(x, embedding)
+    assert free.abs().max() > 1000
+    with torch.no_grad(), torch.autocast("cpu", torch.float16):
+        limited = block(x.half(), embedding.half())
+    assert limited.dtype == torch.float16
+    torch.testing.assert_close(limited.float(), free.detach().clamp(-256, 256), rtol=2e-2, atol=2)

@@ -21,6 +21,7 @@ from unfog.diffusion.noise import (
     LogNormal,
     Path,
     Schedule,
+    Sigmoid,
     karras,
 )
 from unfog.errors import RequestError
@@ -34,6 +35,8 @@ QUANTISED = [
     Cosine(zero_terminal=True),
 ]
 CONTINUOUS = [Linear(steps=0), Cosine(steps=0), LogNormal(), LogitNormal(0.3, 0.8), FlowUniform(), FlowUniform(3.0)]
+SIGMOIDS = [(-3.0, 3.0, 1.0), (-3.0, 3.0, 0.9), (0.0, 3.0, 0.3), (0.0, 3.0, 1.1)]  # those of Chen 2023
+CONTINUOUS += [Sigmoid(0, *ends) for ends in SIGMOIDS]
 
 
 def diffusers_twin(schedule: Linear | Cosine) -> DDPMScheduler:
@@ -75,6 +78,35 @@ def test_tables_are_those_of_diffusers(schedule: Linear | Cosine) -> None:
     torch.testing.assert_close(alpha_bar.float(), twin.alphas_cumprod, rtol=1e-4, atol=1e-6)
     if not schedule.zero_terminal:
         torch.testing.assert_close(alpha_bar, (1 - twin.betas.double()).cumprod(0), rtol=2e-5, atol=0)
+
+
+@pytest.mark.parametrize("ends", SIGMOIDS)
+def test_sigmoid_levels_are_those_of_the_paper(ends: tuple[float, float, float]) -> None:
+    """Chen 2023, algorithm 1: gamma(t) is the share of signal; as a table, one minus its ratios, at most 0.999."""
+    start, end, tau = ends
+
+    def gamma(t: Tensor) -> Tensor:
+        first, last, here = (
+            torch.sigmoid(x / tau) for x in (t.new_tensor(start), t.new_tensor(end), start + t * (end - start))
+        )
+        return (last - here) / (last - first)
+
+    u = quantiles()
+    torch.testing.assert_close(Sigmoid(0, *ends)(u).sigmoid(), gamma(u), rtol=1e-9, atol=1e-12)
+    shares = gamma(torch.arange(1001, dtype=torch.float64) / 1000)
+    betas = (1 - shares[1:] / shares[:-1]).clamp(max=0.999)
+    schedule = Sigmoid(1000, *ends)
+    torch.testing.assert_close(schedule.table().sigmoid(), (1 - betas).cumprod(0), rtol=1e-9, atol=1e-14)
+    k = torch.arange(1000, dtype=torch.float64)
+    torch.testing.assert_close(1000 * schedule.quantile(schedule.table()), k, rtol=1e-6, atol=1e-9)
+    assert Sigmoid(1000, *ends, zero_terminal=True).table()[-1] == -math.inf
+    assert Sigmoid(0, *ends).quantile(torch.tensor([-torch.inf, torch.inf])).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("ends", [(3.0, -3.0, 1.0), (-3.0, 3.0, 0.0), (-20.0, 20.0, 0.1), (0.0, 0.001, 1.0)])
+def test_sigmoids_that_are_none_are_refused(ends: tuple[float, float, float]) -> None:
+    with pytest.raises(RequestError, match="usual"):
+        Sigmoid(0, *ends)
 
 
 def test_zero_terminal_ends_in_pure_noise_and_starts_as_before() -> None:

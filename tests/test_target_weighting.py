@@ -11,7 +11,19 @@ from torch import Tensor
 from unfog.config.presets import preset
 from unfog.diffusion.denoiser import Denoiser, Guided
 from unfog.diffusion.diffusion import Diffusion
-from unfog.diffusion.noise import PATHS, VE, VP, Cosine, Flow, FlowUniform, Linear, LogitNormal, LogNormal, Path
+from unfog.diffusion.noise import (
+    PATHS,
+    VE,
+    VP,
+    Cosine,
+    Flow,
+    FlowUniform,
+    Linear,
+    LogitNormal,
+    LogNormal,
+    Path,
+    Schedule,
+)
 from unfog.diffusion.target import TARGETS, X0, EdmF, Eps, FlowVelocity, Target, V, invert
 from unfog.diffusion.weighting import (
     P2,
@@ -21,6 +33,7 @@ from unfog.diffusion.weighting import (
     InverseSnr,
     MinSnr,
     Plain,
+    SigmoidElbo,
     Snr,
     SoftMinSnr,
     Weighting,
@@ -347,3 +360,16 @@ def test_denoiser_is_float32_within_autocast() -> None:
 def test_kinds_are_distinct_names() -> None:
     for classes in (TARGETS, WEIGHTINGS):
         assert len({cls.kind for cls in classes}) == len(classes)
+
+
+@pytest.mark.parametrize("schedule", [Cosine(steps=0), LogNormal(), FlowUniform(3.0), Linear(steps=0)], ids=str)
+def test_sigmoid_weighting_is_that_of_kingma_and_gao_whatever_the_schedule(schedule: Schedule) -> None:
+    """Their eq. 3: the integral over logsnr of sigmoid(bias - logsnr) / 2 times the squared error of the noise."""
+    u = (torch.arange(20_000, dtype=torch.float64) + 0.5) / 20_000
+    logsnr = schedule(u)
+    inside = (logsnr > -6) & (logsnr < 5)  # a part that all schedules have
+    weight = Diffusion(VP(), schedule, Eps(), SigmoidElbo(1.5)).weight(logsnr)
+    error = 1 / (1 + logsnr.square())  # any error of the noise
+    grid = torch.linspace(-6, 5, 20_001, dtype=torch.float64)
+    expected = torch.trapezoid(torch.sigmoid(1.5 - grid) / 2 / (1 + grid.square()), grid)
+    assert float((weight * error * inside).mean()) == pytest.approx(float(expected), rel=2e-3)

@@ -70,6 +70,7 @@ def _edm() -> Config:
     """
     return replace(
         _default(),
+        data=Data(upright=0.5),
         diffusion=Diffusion(VE(), LogNormal(), EdmF(), Edm(), conditioning="logsnr", scale_input=True),
         sampler=Sampler(kind="heun", steps=18),
     )

@@ -51,10 +51,11 @@ class Augment:
     jitter: float = 0.0
     crop: float = 0.0
     augment: float = 0.0
+    upright: float = 0.0
 
     @classmethod
     def from_settings(cls, settings: Data) -> Augment:
-        return cls(settings.flip, settings.jitter, settings.crop, settings.augment)
+        return cls(settings.flip, settings.jitter, settings.crop, settings.augment, settings.upright)
 
     def __call__(self, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
         """Augment each image of a batch on its own.
@@ -73,7 +74,7 @@ class Augment:
             x0 = self._crop(x0)
         if not self.augment:
             return x0, None
-        geometry = _draw_geometry(x0, self.augment)
+        geometry = _draw_geometry(x0, self.augment, self.upright)
         return geometry.apply(x0), geometry.condition()
 
     def _jitter_colours(self, pixels: Tensor) -> Tensor:
@@ -134,12 +135,13 @@ class _Geometry(NamedTuple):
         return torch.where(touched.view(-1, 1, 1, 1), _warp(x, linear, shift), x)
 
 
-def _draw_geometry(x: Tensor, p: float) -> _Geometry:
+def _draw_geometry(x: Tensor, p: float, upright: float) -> _Geometry:
     """Draw changes for images `x`, each with probability `p`.
 
     As in EDM, half of all images are flipped left to right whatever p is, if above 0. A flip top to bottom is a fair
-    coin. Scale and stretch are 2^(0.2 n) with n normal; angles and the direction of a stretch are uniform; shifts are
-    normal with 1/8 of the side, or, as a change of their own, by whole pixels up to 1/8 of the side.
+    coin. Scale and stretch are 2^(0.2 n) with n normal; angles are uniform, and so is the direction of a stretch unless
+    it is along the sides, which a share `upright` of them is. Shifts are normal with 1/8 of the side, or, as a change
+    of their own, by whole pixels up to 1/8 of the side.
     """
     count, device = len(x), x.device
     done = (draw_rows(count, lambda n: torch.rand(7, n, device=device), dim=1) < p).float()
@@ -148,6 +150,8 @@ def _draw_geometry(x: Tensor, p: float) -> _Geometry:
     normal = draw_rows(count, lambda n: torch.randn(4, n, device=device), dim=1)
     whole = ((2 * even[2:4].T - 1) * _SHIFT * _sides(x)).round() / _sides(x)
     direction = 2 * math.pi * even[5]  # twice the angle
+    if upright:  # not drawn without, so that the numbers of other runs stay as they are
+        direction *= draw_rows(count, lambda n: torch.rand(n, device=device)) >= upright
     return _Geometry(
         flip=(done[:2] * even[:2].round()).T,
         zoom=done[2] * normal[0],

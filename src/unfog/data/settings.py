@@ -48,6 +48,16 @@ class Data:
         see="benchmarks/LEDGER.md",
     )
     """Chance of each flip, turn, zoom, stretch, shift. Samples show none. 0.15 for few images."""
+    upright: float = setting(
+        0.0,
+        at_least=0,
+        at_most=1,
+        usual="0.5",
+        added_later=True,
+        why="EDM and the preset edm have 0.5; 0 is as runs from before there was this setting",
+        paper="Karras et al. 2022, appendix F.2 (aniso_rotate_prob)",
+    )
+    """With `augment`: share of the stretches that are along the sides of the image; others are in any direction."""
     held_out: float = setting(0.05, at_least=0, at_most=0.5, usual="0.05", affects="objective", resume="force")
     """Fraction kept from training to measure it; at most 1,000 images, none of fewer than 100; 0 = none."""
     cache: Literal["auto", "memory", "disk", "none"] = setting("auto", affects="nothing", resume="free")

@@ -22,8 +22,8 @@ LAST = 0.999
 """The quantile at which continuous schedules are first sampled; u = 1 may be infinitely noisy."""
 
 
-class _DDPM:
-    """Base of `Linear` and `Cosine`: a table of T levels, or its continuous limit when steps = 0."""
+class TimestepSchedule:
+    """Base of `Linear`, `Cosine` and `sigmoid.Sigmoid`: a table of T levels, or its continuous limit when steps = 0."""
 
     kind: ClassVar[str]
     steps: int
@@ -119,13 +119,13 @@ class _DDPM:
             )
         return self.table()[[round(self.steps * (steps - i) / steps) - 1 for i in range(steps)]]
 
-    def _check_steps(self) -> None:
+    def check_steps(self) -> None:
         if self.steps != 0 and not 2 <= self.steps <= _MOST_STEPS:
             raise RequestError(f"steps = {self.steps}: a schedule has 2 to {_MOST_STEPS} steps, or 0 for continuous")
         if self.zero_terminal and not self.steps:
             raise RequestError("zero_terminal rescales a table of levels: set steps, for example 1000")
 
-    def _check_table(self) -> None:
+    def check_table(self) -> None:
         """Raise RequestError unless every step adds noise and keeps some signal, except the last of zero_terminal."""
         alpha_bar = _alpha_bar(self) if self.steps else ()
         if any(not 1 > before > after > 0 for before, after in pairwise(alpha_bar)):
@@ -136,7 +136,7 @@ class _DDPM:
 
 
 @dataclass(frozen=True)
-class Linear(_DDPM):
+class Linear(TimestepSchedule):
     """Beta grows linearly (DDPM).
 
     Betas are stated for T = 1000 and scaled by 1000 / T, so that any T ends in noise (Nichol & Dhariwal's code);
@@ -154,14 +154,14 @@ class Linear(_DDPM):
     """Rescale so that the last level is pure noise (Lin et al. 2023, Algorithm 1)."""
 
     def __post_init__(self) -> None:
-        self._check_steps()
+        self.check_steps()
         largest = min(1.0, self.steps / 1000) if self.steps else 1.0
         if not 1e-9 <= self.beta_start <= self.beta_end < largest:
             raise RequestError(
                 f"beta_start = {self.beta_start}, beta_end = {self.beta_end}: need 1e-9 <= start <= end < {largest} "
                 f"(1, or steps / 1000); DDPM has 0.0001 and 0.02"
             )
-        self._check_table()
+        self.check_table()
 
     def betas(self) -> list[float]:
         """Return values evenly spaced from beta_start to beta_end, scaled by 1000 / T."""
@@ -187,7 +187,7 @@ class Linear(_DDPM):
 
 
 @dataclass(frozen=True)
-class Cosine(_DDPM):
+class Cosine(TimestepSchedule):
     """alpha_bar = f(u) / f(0), f(u) = cos^2(pi/2 (u + offset) / (1 + offset)) (Nichol & Dhariwal, eq. 17)."""
 
     kind: ClassVar[str] = "cosine"
@@ -201,13 +201,13 @@ class Cosine(_DDPM):
     """Rescale so that the last level is pure noise (Lin et al. 2023, Algorithm 1)."""
 
     def __post_init__(self) -> None:
-        self._check_steps()
+        self.check_steps()
         if not (0 <= self.offset <= 1 and 0 < self.max_beta < 1):
             raise RequestError(
                 f"offset = {self.offset}, max_beta = {self.max_beta}: need offset from 0 to 1 and 0 < max_beta < 1; "
                 "the usual ones are 0.008 and 0.999"
             )
-        self._check_table()
+        self.check_table()
 
     @property
     def _angle(self) -> float:
@@ -239,13 +239,13 @@ class Cosine(_DDPM):
         return logsnr.exp() * angle * (2 * cotangents[0] + cotangents[1] + cotangents[2])
 
 
-def _alpha_bar(schedule: _DDPM) -> list[float]:
+def _alpha_bar(schedule: TimestepSchedule) -> list[float]:
     """Return the share of signal in the variance after each timestep, before zero_terminal."""
     return list(accumulate((1 - beta for beta in schedule.betas()), mul))
 
 
 @cache
-def _logsnr_table(schedule: _DDPM) -> tuple[float, ...]:
+def _logsnr_table(schedule: TimestepSchedule) -> tuple[float, ...]:
     """Return logsnr of each timestep in double precision; without torch, so that settings load without it."""
     alpha_bar = _alpha_bar(schedule)
     if schedule.zero_terminal:
@@ -256,7 +256,7 @@ def _logsnr_table(schedule: _DDPM) -> tuple[float, ...]:
 
 
 @cache
-def _table_like(schedule: _DDPM, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _table_like(schedule: TimestepSchedule, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the table on a device; cached, as copying it at every step would wait for the device."""
     return schedule.table().to(dtype).to(device)  # in this order: some devices have no float64
 

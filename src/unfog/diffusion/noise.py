@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from unfog.diffusion.ddpm import LAST, Cosine, Linear, trailing
+from unfog.diffusion.sigmoid import Sigmoid
 from unfog.errors import RequestError
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ __all__ = [
     "LogitNormal",
     "Path",
     "Schedule",
+    "Sigmoid",
     "karras",
 ]
 
@@ -191,6 +193,6 @@ def karras(steps: int, noisiest: float, cleanest: float, rho: float = 7.0) -> Te
 Path = VP | VE | Flow
 """logsnr -> (alpha, sigma)."""
 PATHS = (VP, VE, Flow)
-Schedule = Linear | Cosine | LogNormal | LogitNormal | FlowUniform
+Schedule = Linear | Cosine | Sigmoid | LogNormal | LogitNormal | FlowUniform
 """u -> logsnr; its inverse `quantile`, -dSNR/du, `levels` to sample at, `limits`, and `steps` T, 0 if continuous."""
-SCHEDULES = (Linear, Cosine, LogNormal, LogitNormal, FlowUniform)
+SCHEDULES = (Linear, Cosine, Sigmoid, LogNormal, LogitNormal, FlowUniform)

@@ -150,6 +150,27 @@ class Elbo:
 
 
 @dataclass(frozen=True)
+class SigmoidElbo(Elbo):
+    """The lower bound times sigmoid(bias - logsnr), of images with noise on them (Kingma and Gao 2023, VDM++).
+
+    The weight falls with log SNR, so that the objective is a bound on data augmented with noise. It does not depend on
+    the schedule, which says only how often each level is drawn.
+    """
+
+    kind: ClassVar[str] = "sigmoid"
+    bias: float = 2.0
+    """Log SNR above which levels lose weight; a higher one adds detail. Kingma and Gao have 2."""
+
+    def __post_init__(self) -> None:
+        if not -20 <= self.bias <= 20:
+            raise RequestError(f"bias = {self.bias}: must be from -20 to 20; 2 is usual")
+
+    def of(self, schedule: Schedule, logsnr: Tensor) -> Tensor:
+        """Return the weight on the squared x0 error: that of the bound times the sigmoid."""
+        return super().of(schedule, logsnr) * (self.bias - logsnr).sigmoid()
+
+
+@dataclass(frozen=True)
 class CustomWeighting(CustomPart):
     """A function of your own module: `weight(logsnr [B], own [B], sigma_data, **arguments)` -> weight [B] on x0."""
 
@@ -173,6 +194,8 @@ class CustomWeighting(CustomPart):
             raise RequestError(f"{self.path} gives weights of shape {tuple(shape)} for a batch of 2; give one for each")
 
 
-Weighting = Plain | Snr | InverseSnr | MinSnr | SoftMinSnr | P2 | Edm | Uncertainty | Elbo | CustomWeighting
+Weighting = (
+    Plain | Snr | InverseSnr | MinSnr | SoftMinSnr | P2 | Edm | Uncertainty | Elbo | SigmoidElbo | CustomWeighting
+)
 """(logsnr, own, sigma_data) -> weight on the squared x0 error."""
-WEIGHTINGS = (Plain, Snr, InverseSnr, MinSnr, SoftMinSnr, P2, Edm, Uncertainty, Elbo)
+WEIGHTINGS = (Plain, Snr, InverseSnr, MinSnr, SoftMinSnr, P2, Edm, Uncertainty, Elbo, SigmoidElbo)

@@ -26,6 +26,7 @@ Z = 1.959964
 """Standard errors from a normal distribution's mean to the ends of its middle 95%."""
 _FEW = 10_000  # images below which a Frechet distance is marked as biased
 _ENTRIES = 2**24  # distances in memory at once: 128 MB
+_INSIDE = 1 - 1e-9  # of a squared radius: what is on the surface may be below it by rounding
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ class _BallCounts(NamedTuple):
 
     by_query: Tensor
     """int64 [M], number of balls that contain each query."""
+    strictly: Tensor
+    """int64 [M], number of balls that contain each query, without their surface."""
     centre_reached: Tensor
     """bool [N], True for balls that contain a query."""
 
@@ -208,7 +211,9 @@ def _recall(sets: _FeatureSets) -> _Estimate:
 
 def _density(sets: _FeatureSets) -> _Estimate:
     """Mean number of balls around a generated image, over k (Naeem et al. 2020, eq. 4)."""
-    values = sets.in_real[5].by_query.double() / 5
+    # Without the surface, as in the authors' code: there lies the k-th neighbour, so copies of the real images would
+    # have (k + 1) / k, and have 1.
+    values = sets.in_real[5].strictly.double() / 5
     error = float(values.std()) / math.sqrt(len(values))
     return _normal_interval(float(values.mean()), error)
 
@@ -248,12 +253,14 @@ def _count_in_balls(centres: Tensor, queries: Tensor, neighbours: Sequence[int])
     nearest = torch.cat([d.topk(most, largest=False).values for d in _distances(centres, centres)])
     reached = {k: torch.zeros(len(centres), dtype=torch.bool, device=centres.device) for k in neighbours}
     counts: dict[int, list[Tensor]] = {k: [] for k in neighbours}
+    inner: dict[int, list[Tensor]] = {k: [] for k in neighbours}
     for distance in _distances(queries, centres):
         for k in neighbours:
             held = distance <= nearest[:, k]
             reached[k] |= held.any(0)
             counts[k].append(held.sum(1))
-    return {k: _BallCounts(torch.cat(counts[k]), reached[k]) for k in neighbours}
+            inner[k].append((distance < nearest[:, k] * _INSIDE).sum(1))
+    return {k: _BallCounts(torch.cat(counts[k]), torch.cat(inner[k]), reached[k]) for k in neighbours}
 
 
 def _distances(x: Tensor, y: Tensor) -> Iterator[Tensor]:

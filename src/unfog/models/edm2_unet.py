@@ -17,6 +17,7 @@ from unfog.models.layers import ConditionalNetwork, Runner, sinusoids
 from unfog.models.settings import MPUNet
 
 _SILU_RMS = 0.596  # root mean square of silu(x) for normally distributed x (eq. 81)
+_FP16_LIMIT = 256.0  # of a block's output, as in EDM2's code, far above the unit magnitude that it has
 _RESIDUAL = 0.3  # weight of a branch in its mixture with the shortcut, as in EDM2's code
 
 
@@ -148,7 +149,8 @@ class _MPBlock(nn.Module):
         h = self.conv2(F.dropout(h, self.dropout, self.training))
         x = _mp_sum(x if self.down else self.shortcut(x), h, _RESIDUAL)
         output: Tensor = self.attention(x)
-        return output
+        # fp16 ends at 65,504, which a sum of such values reaches; other types need no limit, and no memory for it.
+        return output.clamp(-_FP16_LIMIT, _FP16_LIMIT) if output.dtype == torch.float16 else output
 
 
 class MPUNetModel(ConditionalNetwork):

@@ -3,8 +3,8 @@
 An average with a power-function profile weighs the weights after update n of N with (n/N)^(gamma+1) minus
 ((n-1)/N)^(gamma+1), the integral of p(t) = (gamma + 1) t^gamma / N^(gamma+1) over that update. A sum of snapshots is an
 average whose profile is the same sum of theirs, so the best sum is the one whose profile is nearest to the wanted one.
-Its coefficients are divided by their sum (algorithm 3 there): those of few snapshots add up to less than one, which would
-shrink all weights.
+Its coefficients are divided by their sum (algorithm 3 there): those of few snapshots add up to less than one, which
+would shrink all weights.
 
 Snapshots are written while training goes on, as RUN/averages/00001000.safetensors, in float16: that rounds a weight by
 at most 0.05%, and a rebuilt EMA by about 0.02% (docs/decisions/0014-averages.md). A run can do without a snapshot, so
