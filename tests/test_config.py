@@ -71,7 +71,7 @@ def test_any_number_survives_toml(number):
         ('[diffusion.schedule]\nkind = "cosine"\nstep = 3', "diffusion.schedule.step; did you mean 'steps'"),
         (
             "[diffusion.schedule]\nsteps = 3",
-            "must be one of cosine, flow, linear, logitnormal, lognormal, or a table",
+            "must be one of cosine, flow, linear, logitnormal, lognormal, sigmoid, or a table",
         ),
         ("[training", "not valid TOML"),
         ("[training]\n# caf\udce9\n", "is no text in UTF-8 (line 2, byte 17); save it as that"),
