@@ -82,7 +82,7 @@ def test_on_the_fly_is_what_is_decoded_at_once(photos: Path) -> None:
         assert np.array_equal(a.pixels[np.array([5, 1])], b.pixels[np.array([5, 1])])
     assert fly.settings == replace(memory.settings, cache="none")
     assert fly.train.fingerprint != fly.held_out.fingerprint
-    assert "300 images in 2 classes; each decoded when its turn comes (8x8, RGB)" in fly.report.line()
+    assert "300 images in 2 classes; decoded during training (8x8, RGB)" in fly.report.line()
     again = prepare(open_source(photos), ASKED)
     assert again.train.fingerprint == fly.train.fingerprint
     other = prepare(open_source(photos), replace(ASKED, size=4))
@@ -504,10 +504,10 @@ def test_a_run_that_goes_on_decodes_as_it_began(photos: Path, monkeypatch: pytes
     other = replace(asked, size=4)
     assert not prepare(source, other, to_draw=10, known=disk).train.fingerprint.startswith(lazy.UNREAD)
     for cache, known in (("disk", fly), ("memory", fly), ("none", disk)):
-        with pytest.raises(RequestError, match=f"go on with cache = auto.*cache = {cache}"):
+        with pytest.raises(RequestError, match=f"resume with cache = auto.*cache = {cache}"):
             prepare(source, replace(asked, cache=cache), known=known)  # type: ignore[arg-type]
     monkeypatch.setattr("unfog.data.cache.shutil.disk_usage", lambda folder: type("", (), {"free": 1000}))
-    with pytest.raises(RequestError, match=r"UNFOG_CACHE a folder with room enough \(images are decoded"):
+    with pytest.raises(RequestError, match=r"UNFOG_CACHE in a folder with enough space \(images are decoded"):
         prepare(source, replace(asked, size=12), known=disk)
 
 
