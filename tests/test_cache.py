@@ -23,7 +23,7 @@ from unfog.cache_folder import (
     release,
 )
 from unfog.cli.main import main
-from unfog.config.run_requests import CacheRequest
+from unfog.config.folder_requests import CacheRequest
 from unfog.data.dataset import ImageSet
 from unfog.data.latents import EncodeJob, load_or_encode
 from unfog.data.prepare import prepare

@@ -216,15 +216,20 @@ def pack(source: Source, out: PathLikeText, **settings: Any) -> Path:
 
 
 def load(path: PathLikeText, *, ema: float | None = None, network: Any = None) -> Run:
-    """Return a run, ready to sample from the EMA weights of its newest whole checkpoint.
+    """Return a run, ready to sample from the EMA weights of its newest whole checkpoint; or a model of diffusers.
 
     `network` is an object like the one that the run was trained with, if it was given from Python.
 
     `ema` is the width of an EMA to rebuild from snapshots, such as 0.07; None is the result of `ema_sweep`, or else the
-    run's own.
+    run's own. A folder of diffusers, a UNet2DModel with its scheduler, samples as a run does.
     """
+    from unfog.config.run_requests import is_model
     from unfog.inference.run import Run
 
+    if ema is None and network is None and is_model(Path(path_of(path))):
+        from unfog.runs.model import Model
+
+        return Model(path_of(path))
     if network is not None:
         adopt_network(_run_folder(path).read_config(), network)
     return Run(path_of(path), ema=ema)
@@ -246,7 +251,7 @@ def evaluate(
     place, real = stored_source(images), stored_source(reference)
     base = EvaluateRequest(run=Path(place), reference=real, size=size)
     request = update(base, {"metrics": names, "n": n, **settings}, "")
-    request.check_of_images()
+    request.check_without_run()
     return evaluate_images(place, request, size, request.device)
 
 

@@ -15,7 +15,7 @@ import tyro
 from unfog.cli.help import HELP_FLAGS, format_help
 from unfog.cli.parse import ParsedArgs, parse_args
 from unfog.commands.train import apply_changes, base_settings, check_new_run
-from unfog.config import requests, run_requests
+from unfog.config import folder_requests, requests, run_requests
 from unfog.config.export_request import ExportRequest
 from unfog.config.presets import AutoencoderRunSettings, autoencoder_recipe, preset
 from unfog.config.resume_rules import apply_changes as apply_resume_changes
@@ -35,10 +35,10 @@ REQUESTS: dict[str, type] = {
     "evaluate": run_requests.EvaluateRequest,
     "ema-sweep": run_requests.EmaSweepRequest,
     "tune": run_requests.TuneRequest,
-    "report": run_requests.ReportRequest,
+    "report": folder_requests.ReportRequest,
     "export": ExportRequest,
-    "runs": run_requests.RunsRequest,
-    "watch": run_requests.WatchRequest,
+    "runs": folder_requests.RunsRequest,
+    "watch": folder_requests.WatchRequest,
     "doctor": requests.DoctorRequest,
     "plan": requests.PlanRequest,
     "find-lr": requests.FindLrRequest,
@@ -47,7 +47,7 @@ REQUESTS: dict[str, type] = {
     "init": requests.InitRequest,
     "explain": requests.ExplainRequest,
     "completion": requests.CompletionRequest,
-    "cache": run_requests.CacheRequest,
+    "cache": folder_requests.CacheRequest,
 }
 _FOLDER_FOR = {"doctor": "the folder of the findings", "find-lr": "the folder of the plot"}
 
@@ -70,7 +70,10 @@ def read_request(command: str, words: Sequence[str]) -> Any:
     if isinstance(request, run_requests.EvaluateRequest) and request.is_of_images:
         check_source(str(request.run))
         check_device(request.device)
-        request.check_of_images()
+        request.check_without_run()
+    elif command in ("sample", "evaluate") and run_requests.is_model(request.run):
+        check_device(request.device)
+        request.check_without_run()
     elif hasattr(request, "run"):
         folder = _open_run(request.run, "; images need --reference SOURCE" if command == "evaluate" else "")
         if command not in ("report", "watch"):  # which are wanted of a run with a damaged config.toml too

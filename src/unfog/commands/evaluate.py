@@ -6,7 +6,8 @@ import os
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from unfog.config.run_requests import EvaluateRequest, EvaluationRequest, ReportRequest
+from unfog.config.folder_requests import ReportRequest
+from unfog.config.run_requests import EvaluateRequest, EvaluationRequest, is_model
 from unfog.config.validate import check_sampler, check_source, override_sampler
 from unfog.errors import RequestError
 from unfog.process.run_folder import RunFolder
@@ -31,7 +32,8 @@ def main(request: EvaluateRequest | ReportRequest) -> int:
 def _evaluate(request: EvaluateRequest) -> None:
     if request.out is not None and request.out.is_dir():
         raise RequestError(f"--out {request.out} is a folder; give the name of a file, such as result.json")
-    found = _of_images(request) if request.is_of_images else _of_run(request)
+    kind = _of_images if request.is_of_images else _of_model if is_model(request.run) else _of_run
+    found = kind(request)
     if _is_main_process():
         from unfog.reporting.progress import print_result
         from unfog.safe_files import write_atomic
@@ -49,6 +51,15 @@ def _of_images(request: EvaluateRequest) -> Evaluation:
     from unfog.training.distributed.process_group import local_device
 
     return evaluate_images(str(request.run), request, request.size, local_device(request.device))
+
+
+def _of_model(request: EvaluateRequest) -> Evaluation:
+    check_source(request.reference)
+    # Imported only now, as torch takes seconds: a wrong request is refused before.
+    from unfog.runs.model import Model
+
+    settings = {f.name: getattr(request, f.name) for f in fields(EvaluationRequest)}
+    return Model(request.run, request.device).evaluate(**settings)
 
 
 def _of_run(request: EvaluateRequest) -> Evaluation:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from unfog.config.export_request import ExportRequest, ExportSettings
-from unfog.config.run_requests import SampleRequest, SamplingRequest
+from unfog.config.run_requests import SampleRequest, SamplingRequest, is_model
 from unfog.config.validate import check_animation, check_out, check_sampler, override_sampler, report_dropped_levels
 from unfog.process.run_folder import RunFolder, unused_path
 from unfog.reporting.image_grids import Pixels, grid, save_png, with_caption
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from unfog.config.schema import Config
     from unfog.diffusion.editing import Edit
     from unfog.diffusion.sampler import Observe, Sampler
+    from unfog.inference.run import Run
     from unfog.pipeline.image_files import DenoisingStrip
 
 _LONGEST_NAME = 40  # characters of a class in the name of a file
@@ -31,6 +32,9 @@ _MAX_IN_GRID = 1000  # samples; a grid of ten thousand takes more memory than ge
 
 def main(request: SampleRequest | ExportRequest) -> int:
     """Write images, or an export, print their folder, and return the exit status."""
+    if isinstance(request, SampleRequest) and is_model(request.run):
+        print_result(str(_sample_model(request)))
+        return 0
     stored = RunFolder(request.run).read_config()
     sampler = override_sampler(stored.sampler, request.sampler, request.steps)
     check_sampler(sampler, stored.diffusion.schedule)
@@ -39,7 +43,7 @@ def main(request: SampleRequest | ExportRequest) -> int:
         _export(request)
         out = request.out
     else:
-        out = _sample(request, stored, sampler)
+        out = _sample(request, stored, sampler, lambda: _load(request))
     print_result(str(out))
     return 0
 
@@ -53,26 +57,42 @@ def _export(request: ExportRequest) -> None:
     say(f"  the same to {run.export_difference:.1g} of the largest output")
 
 
-def _sample(request: SampleRequest, stored: Config, sampler: Sampler) -> Path:
+def _sample_model(request: SampleRequest) -> Path:
+    """Generate images with a network that has no run, and return their folder."""
+    from unfog.runs.model import Model
+
+    model = Model(request.run, request.device)
+    sampler = override_sampler(model.config.sampler, request.sampler, request.steps)
+    check_sampler(sampler, model.config.diffusion.schedule)
+    return _sample(request, model.config, sampler, lambda: model)
+
+
+def _load(request: SampleRequest) -> Run:
+    from unfog.inference.run import Run
+
+    return Run(request.run, request.weights, request.checkpoint, request.device, request.best, request.ema)
+
+
+def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Callable[[], Run]) -> Path:
     """Generate images, write them, and return their folder."""
     check_out(request.out or unused_path(request.run / "pictures"), what="the folder of the samples")
     if request.animate is not None:
         check_animation(request.animate)
     # Imported only now, as torch takes seconds: a wrong request is refused before.
-    from unfog.inference.run import Run
     from unfog.pipeline.animation import DenoisingAnimation
     from unfog.pipeline.generate import parse_labels
     from unfog.pipeline.image_files import DenoisingStrip, build_edit
 
     parse_labels(request.label, stored.classes)  # before the weights are read
     edit = build_edit(stored, request.image, request.mask, request.strength, request.repeats)
-    run = Run(request.run, request.weights, request.checkpoint, request.device, request.best, request.ema)
+    run = load()
     report_dropped_levels(stored.sampler, sampler)
     diffusion = run.config.diffusion
     strip = DenoisingStrip(diffusion.schedule, run.decode) if request.strip else None
     animation = DenoisingAnimation(diffusion.path, sampler.steps, run.decode) if request.animate else None
     observe = _observe_all(strip, animation)
-    label = f"sampling from step {run.checkpoint.step:,}" if request.ema is None else "sampling"
+    known = request.ema is None and run.checkpoint.step
+    label = f"sampling from step {run.checkpoint.step:,}" if known else "sampling"
     settings = {f.name: getattr(request, f.name) for f in fields(SamplingRequest)}
     inputs = {name: getattr(request, name) for name in ("label", "image", "mask")}
     guide = request.guide if request.guide_checkpoint is None else request.guide_checkpoint

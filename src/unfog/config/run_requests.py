@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -19,6 +20,22 @@ LOSSES = ("held_out", "bits")
 ON_REQUEST = ("fid_infinity", "bits")
 """Metrics that are measured only if they are named: they take thousands of samples, or many network calls."""
 METRICS = (*Evaluate.DRAWN, "fid_infinity", *LOSSES)
+
+
+_MODEL_FILES = ("config.json", "unet/config.json", "model_index.json")
+
+
+def is_model(path: Path) -> bool:
+    """Return True for a folder of diffusers, which has no run."""
+    return not (path / "config.toml").is_file() and any((path / name).is_file() for name in _MODEL_FILES)
+
+
+def _check_usual(request: SampleRequest | EvaluateRequest, names: Iterable[str]) -> None:
+    """Raise RequestError if one of these settings, which need a run, is not its default."""
+    usual = {f.name: f.default for f in fields(request)}
+    for name in names:
+        if getattr(request, name) != usual[name]:
+            raise RequestError(f"{name} is of a run, and {request.run} is none: it has no config.toml; leave it away")
 
 
 @dataclass(frozen=True)
@@ -58,7 +75,7 @@ class SamplingRequest:
 class SampleRequest(SamplingRequest):
     """Generate images from RUN: numbered PNGs and grid.png. The run knows its network, sampler and classes.
 
-    Image i of a seed is the same for every -n.
+    Image i of a seed is the same for every -n. RUN may be a folder of diffusers: a UNet2DModel with its scheduler.
     """
 
     run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")] = field(kw_only=True)
@@ -103,6 +120,12 @@ class SampleRequest(SamplingRequest):
             raise RequestError(f"--guide {self.guide} and --guide-checkpoint both name a guide; give one of them")
         if (self.checkpoint or 0) < 0:
             raise RequestError(f"checkpoint = {self.checkpoint} must be at least 0")
+
+    def check_without_run(self) -> None:
+        """Raise RequestError if a setting needs a run, or there is no folder to write to."""
+        _check_usual(self, ("weights", "ema", "checkpoint", "best", "guide_checkpoint"))
+        if self.out is None:
+            raise RequestError(f"{self.run} is no run, and nothing is written in it; give --out FOLDER")
 
 
 @dataclass(frozen=True)
@@ -149,7 +172,8 @@ class EvaluationRequest:
 class EvaluateRequest(EvaluationRequest):
     """Evaluate RUN: compare samples with its training images, and measure the loss of the held-out images.
 
-    RUN may also be a folder of images from any program, or any other SOURCE, to compare with --reference.
+    RUN may also be a folder of images from any program, any other SOURCE, or a folder of diffusers, to compare with
+    --reference.
 
       unfog evaluate runs/photos                             all metrics that apply
       unfog evaluate runs/photos --metrics kid,fid -n 10000  two metrics, more samples
@@ -183,17 +207,17 @@ class EvaluateRequest(EvaluationRequest):
     @property
     def is_of_images(self) -> bool:
         """True where there is no run, but images to compare with a reference."""
-        return bool(self.reference) and not (self.run / "config.toml").is_file()
+        return bool(self.reference) and not (self.run / "config.toml").is_file() and not is_model(self.run)
 
-    def check_of_images(self) -> None:
-        """Raise RequestError if a setting needs a run."""
-        only_runs = ("sampler", "steps", "seed", "guidance", "precision", "against", "weights", "checkpoint", "best")
-        usual = EvaluateRequest(run=self.run)
-        given = [name for name in only_runs if getattr(self, name) != getattr(usual, name)]
-        given += [name for name in LOSSES if name in self.metrics]
-        if given or self.reference == "held-out":
-            what = given[0] if given else "reference = held-out"
-            raise RequestError(f"{what} is of a run, and {self.run} is none: it has no config.toml; leave it away")
+    def check_without_run(self) -> None:
+        """Raise RequestError if a setting needs a run, or is of samples that are not generated here."""
+        drawn = ("sampler", "steps", "seed", "guidance", "precision") if self.is_of_images else ("size",)
+        _check_usual(self, ("against", "weights", "checkpoint", "best", *drawn))
+        wrong = [*(name for name in LOSSES if name in self.metrics), *["held-out"] * (self.reference == "held-out")]
+        if wrong:
+            raise RequestError(f"{wrong[0]} is of a run, and {self.run} is none: it has no config.toml; leave it away")
+        if not self.reference:
+            raise RequestError(f"{self.run} is no run, so there are no training images; give --reference SOURCE")
 
 
 @dataclass(frozen=True)
@@ -246,70 +270,6 @@ class TuneRequest:
     """Make the best grid the run's default. --no-store only reports it."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1 or mps."""
-
-
-@dataclass(frozen=True)
-class ReportRequest:
-    """Write report.html of RUN: one file with settings, curves and samples that opens anywhere."""
-
-    run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")]
-    """Folder of the run."""
-
-
-@dataclass(frozen=True)
-class CacheRequest:
-    """List what the cache folder holds, or make room in it. UNFOG_CACHE names the folder.
-
-    UNFOG_CACHE_LIMIT limits it, in GB (default 50). When it is full, the least recently used entries go first. No
-    command removes an entry that a process uses.
-
-    Keep the 20 GB that were used last: unfog cache --limit 20
-    """
-
-    clear: bool = False
-    """Remove all entries that are not in use, also Hugging Face sets; images from Python only if no run has them."""
-    limit: float | None = None
-    """Remove the least recently used entries until at most so many GB are left."""
-
-    def __post_init__(self) -> None:
-        if self.limit is not None and not self.limit >= 0:
-            raise RequestError(f"limit = {self.limit} must be at least 0 GB")
-        if self.clear and self.limit is not None:
-            raise RequestError(f"--clear removes everything, so it cannot be combined with --limit {self.limit:g}")
-
-
-@dataclass(frozen=True)
-class RunsRequest:
-    """List the runs in FOLDER, and in the folders in it: state, step, best metric, disk space and age.
-
-    Age is the time since the run last wrote. Checkpoints that were set aside as broken are listed below their run.
-    """
-
-    folder: Annotated[Positional[Path], tyro.conf.arg(metavar="FOLDER")] = Path("runs")
-    """Folder that holds runs, or one run."""
-    json: bool = False
-    """Print JSON instead of a table."""
-    remove_broken: bool = False
-    """Delete the checkpoints that were set aside as broken. They are never read again."""
-
-
-@dataclass(frozen=True)
-class WatchRequest:
-    """Show RUN in the terminal while it trains: state, time left, and charts. q or Ctrl-C ends it, and not the run.
-
-    The charts are text, so they work over ssh. Where there is no terminal, one frame is printed.
-    """
-
-    run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")]
-    """Folder of the run."""
-    once: bool = False
-    """Print one frame and exit."""
-    interval: float = 2.0
-    """Seconds between two refreshes."""
-
-    def __post_init__(self) -> None:
-        if not 0.1 <= self.interval <= 3600:
-            raise RequestError(f"interval = {self.interval:g} must be from 0.1 to 3600 seconds")
 
 
 def check_one_checkpoint(best: bool, checkpoint: int | None) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from unfog.errors import RequestError
+from unfog.export.other_networks import OTHER_IN_DIFFUSERS
 from unfog.models.settings import Architecture, UNet
 
 # Defaults of diffusers 0.42 for keys that a configuration leaves out.
@@ -299,7 +300,8 @@ class UNetFolder(NamedTuple):
         config = _read_json(model / _CONFIG)
         kind = config.get("_class_name", "UNet2DModel")
         if kind != "UNet2DModel":
-            raise RequestError(f"{model} holds a {kind!r}; only a UNet2DModel can be started from")
+            why = OTHER_IN_DIFFUSERS.get(str(kind), "")
+            raise RequestError(f"{model} holds a {kind!r}; only a UNet2DModel can be started from{why}")
         weights = model / _WEIGHTS
         if not weights.is_file():
             there = sorted(path.name for path in model.iterdir() if path.suffix in _OTHER_WEIGHTS)

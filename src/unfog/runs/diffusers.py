@@ -30,7 +30,10 @@ def objective_from_scheduler(scheduler: Mapping[str, Any], base: Diffusion) -> D
     plain = replace(base, conditioning="timestep", scale_input=False)
     if kind.startswith("FlowMatch"):
         return replace(plain, path=Flow(), schedule=FlowUniform(), target=FlowVelocity())
-    if kind.startswith(("EDM", "KarrasVe", "ScoreSdeVe", "VQ", "Cosine", "CM")) or scheduler.get("trained_betas"):
+    # Levels is of our own exports: their levels say nothing of what the network predicts.
+    if kind.startswith(("EDM", "KarrasVe", "ScoreSdeVe", "VQ", "Cosine", "CM", "Levels")) or scheduler.get(
+        "trained_betas"
+    ):
         raise _untranslatable(kind, "has no equivalent that could be read off it")
     if not isinstance(steps, int) or steps < 2:
         raise _untranslatable(f"'s num_train_timesteps = {quote(steps)}", "is no number of steps")

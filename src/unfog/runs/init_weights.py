@@ -18,6 +18,7 @@ from unfog.config.values import format_spec, quote
 from unfog.diffusion.diffusion import Diffusion
 from unfog.errors import RequestError
 from unfog.export.diffusers_unet import UNetFolder, from_unet2d, unet2d_settings
+from unfog.export.other_networks import reason_of_file
 from unfog.models.autoencoder_settings import AutoencoderFolder
 from unfog.pipeline.build import build_network, input_shape
 from unfog.planning.intervals import Choice
@@ -31,7 +32,7 @@ _CLASS_SPREAD = 0.02  # scale of random differences between new class embeddings
 _CLASSES, _AUGMENT, _BIAS = "class_embedding.weight", "augment_embedding.", "time_embedding.2.bias"
 
 
-class _WeightsSource(NamedTuple):
+class WeightsSource(NamedTuple):
     """Weights of a folder, described before they are read."""
 
     config: Config  # network, objective, size and channels that they were trained with; the rest is not used
@@ -59,7 +60,7 @@ def recipe_from_weights(base: Config, table: Mapping[str, Any]) -> Config:
         return base
     given = table.get("diffusion", {})
     known = isinstance(given, Mapping) and {"path", "schedule", "target"} <= given.keys()
-    trained = _describe_source(init, base.diffusion, known).config
+    trained = describe_weights(init, base.diffusion, known).config
     data = replace(base.data, size=trained.data.size, channels=trained.data.channels)
     autoencoder = table.get("autoencoder_folder", base.autoencoder_folder)
     if autoencoder and not trained.uses_latents:  # diffusers' folder states the size and channels of the latents
@@ -80,7 +81,7 @@ def adopt_latent_statistics(config: Config) -> Config:
     RequestError if these weights were trained on pixels and the run uses latents, the other way round, or on latents
     of another autoencoder.
     """
-    source = _describe_source(config.init, config.diffusion) if config.init.folder else None
+    source = describe_weights(config.init, config.diffusion) if config.init.folder else None
     if source is None or source.unet2d is not None:  # a folder of diffusers does not name its autoencoder
         return config
     trained = source.config
@@ -96,7 +97,7 @@ def adopt_latent_statistics(config: Config) -> Config:
     return replace(config, latents=trained.latents) if ours else config
 
 
-def _describe_source(init: Init, diffusion: Diffusion, known: bool = True) -> _WeightsSource:
+def describe_weights(init: Init, diffusion: Diffusion, known: bool = True) -> WeightsSource:
     """Describe the weights at `init.folder`, without reading them.
 
     `diffusion` is the objective if the folder has none, or if it is `known`: then a scheduler does not matter.
@@ -104,9 +105,8 @@ def _describe_source(init: Init, diffusion: Diffusion, known: bool = True) -> _W
     folder = Path(init.folder).expanduser()
     try:
         if not folder.is_dir():
-            raise RequestError(
-                f"init = {quote(init.folder)} is not a folder; give a run, or a folder that diffusers wrote"
-            )
+            rule = "give a run, or a folder that diffusers wrote"
+            raise RequestError(f"init = {quote(init.folder)} is not a folder; {rule}{reason_of_file(folder)}")
         return _in_run(init, folder) if (folder / "config.toml").is_file() else _in_diffusers(folder, diffusion, known)
     except (OSError, ValueError) as error:
         raise RequestError(
@@ -114,7 +114,7 @@ def _describe_source(init: Init, diffusion: Diffusion, known: bool = True) -> _W
         ) from None
 
 
-def _in_run(init: Init, folder: Path) -> _WeightsSource:
+def _in_run(init: Init, folder: Path) -> WeightsSource:
     run = RunFolder(folder)
     config = run.read_config()
     if config.trains_autoencoder:
@@ -125,10 +125,10 @@ def _in_run(init: Init, folder: Path) -> _WeightsSource:
     which = {"newest": None, "best": "best"}[init.checkpoint] if init.checkpoint.isalpha() else int(init.checkpoint)
     saved = checkpoint.find_checkpoint(run.checkpoints, which, warn)  # type: ignore[arg-type]
     file, words = ("ema", "averaged (EMA)") if init.weights == "ema" else ("model", "raw")
-    return _WeightsSource(config, saved.folder / f"{file}.safetensors", f"{words} weights of step {saved.step:,}")
+    return WeightsSource(config, saved.folder / f"{file}.safetensors", f"{words} weights of step {saved.step:,}")
 
 
-def _in_diffusers(folder: Path, diffusion: Diffusion, known: bool) -> _WeightsSource:
+def _in_diffusers(folder: Path, diffusion: Diffusion, known: bool) -> WeightsSource:
     found = UNetFolder.open(folder)
     network, channels, _ = unet2d_settings(found.config)
     size = found.config.get("sample_size")
@@ -139,7 +139,7 @@ def _in_diffusers(folder: Path, diffusion: Diffusion, known: bool) -> _WeightsSo
     base = Config()
     data = replace(base.data, size=size if isinstance(size, int) and size >= 4 else 0, channels=channels)
     config = replace(base, network=network, diffusion=diffusion, data=data)
-    return _WeightsSource(config, found.weights, "weights of a UNet2DModel", found.config, found.scheduler)
+    return WeightsSource(config, found.weights, "weights of a UNet2DModel", found.config, found.scheduler)
 
 
 def load_initial_weights(config: Config) -> _InitialWeights:
@@ -147,7 +147,7 @@ def load_initial_weights(config: Config) -> _InitialWeights:
 
     RequestError if they are those of another network, or not those that the run began with.
     """
-    source = _describe_source(config.init, config.diffusion)
+    source = describe_weights(config.init, config.diffusion)
     _check_network(source, config)
     sha256 = sha256_of(source.weights)
     if config.init.sha256 not in ("", sha256):
@@ -158,13 +158,13 @@ def load_initial_weights(config: Config) -> _InitialWeights:
     choices = [Choice("init", config.init.folder, source.what), _objective_choice(source, config)]
     if input_shape(source.config)[1] not in (0, input_shape(config)[1]):
         choices.append(Choice("size", config.data.size, f"the weights were trained at {source.config.data.size}"))
-    state, classes = _fit_to_run(source, read_tensors(source.weights), config)
+    state, classes = fit_weights(source, read_tensors(source.weights), config)
     folder = printable(str(Path(config.init.folder).expanduser().resolve()))
     config = replace(config, init=replace(config.init, folder=folder, sha256=sha256))
     return _InitialWeights(state, config, choices + classes)
 
 
-def _check_network(source: _WeightsSource, config: Config) -> None:
+def _check_network(source: WeightsSource, config: Config) -> None:
     """RequestError unless the weights are those of the run's network, apart from dropout."""
     ours, theirs = config.network, source.config.network
     assert theirs is not None  # a run's is settled
@@ -187,7 +187,7 @@ def _check_network(source: _WeightsSource, config: Config) -> None:
         raise RequestError(f"the network in {config.init.folder} has {has}; omit diffusion.learned_variance")
 
 
-def _objective_choice(source: _WeightsSource, config: Config) -> Choice:
+def _objective_choice(source: WeightsSource, config: Config) -> Choice:
     """Return the objective that training uses, and the reason."""
     trained, reason = source.config.diffusion, "as it was trained with"
     if source.unet2d is not None:
@@ -203,8 +203,8 @@ def _objective_choice(source: _WeightsSource, config: Config) -> Choice:
     return Choice("objective", ", ".join(now), reason)
 
 
-def _fit_to_run(
-    source: _WeightsSource, state: dict[str, Tensor], config: Config
+def fit_weights(
+    source: WeightsSource, state: dict[str, Tensor], config: Config
 ) -> tuple[dict[str, Tensor], list[Choice]]:
     """Return the weights under our names, with the classes and inputs of the run."""
     wanted = len(config.classes)
