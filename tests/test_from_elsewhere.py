@@ -1,4 +1,4 @@
-"""Files of weights that no network here is equal to are refused with the reason; the commands of docs/from are right."""
+"""Files of weights that no network here is equal to are refused with the reason; commands of docs/from parse."""
 
 import pickle
 import re
@@ -21,7 +21,7 @@ PAGES = sorted((Path(__file__).parent.parent / "docs/from").glob("*.md"))
         (["unet.emb_fourier.freqs", "unet.emb_noise.weight", "unet.enc.64x64_conv.weight"], "EDM2"),
         (["model.map_layer0.weight", "model.map_layer1.weight", "model.enc.32x32_conv.weight"], "SongUNet"),
         (["model.init_conv.weight", "model.time_mlp.1.weight", "model.final_conv.weight"], "linear attention"),
-        (["something.weight"], "is no folder"),
+        (["something.weight"], "is not a folder"),
     ],
 )
 def test_weights_that_do_not_map_are_refused_with_the_reason(tmp_path, names, reason, capsys):

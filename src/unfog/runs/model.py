@@ -11,13 +11,14 @@ from unfog.config.run_requests import EvaluateRequest, SamplingRequest
 from unfog.config.schema import Config, Init
 from unfog.config.toml import update
 from unfog.config.validate import path_text
+from unfog.data.sources.stored_images import Report, store_images
 from unfog.diffusion.diffusion import Diffusion
 from unfog.errors import RequestError
-from unfog.from_python import stored_source
 from unfog.inference.run import Run
 from unfog.pipeline.build import build_network, building_for
 from unfog.process.device import choose_device
 from unfog.process.run_folder import RunFolder
+from unfog.reporting.progress import say
 from unfog.runs.init_weights import WeightsSource, describe_weights, fit_weights
 from unfog.text import sanitize
 from unfog.training.checkpoints.format import CheckpointInfo
@@ -68,7 +69,8 @@ class Model(Run):
         count = request.n or (1000 if self.device.type == "cpu" else 10_000)
         chosen = {name: value for name in _DRAWN if (value := getattr(request, name)) is not None}
         samples = self.sample(count, **chosen)
-        found = evaluate_images(stored_source(samples), replace(request, n=0), 0, str(self.device))
+        stored = str(store_images(samples, None, Report(say)))
+        found = evaluate_images(stored, replace(request, n=0), 0, str(self.device))
         how = {"samples": count, "of": ", ".join(self.sampled), "reference": sanitize(request.reference)}
         return replace(found, drawn=how, asked=asdict(SamplingRequest()) | chosen)
 
