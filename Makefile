@@ -6,15 +6,15 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q install
 # As an environment variable too, because only that reaches what the package is built with.
 INSTALL := PIP_CONSTRAINT=$(VENV)/constraints.txt $(PIP) -c $(VENV)/constraints.txt
 HAS_TORCH := $(BIN)/python -c 'from importlib.metadata import version as v; print("torch==" + v("torch"))' 2>/dev/null
-# Two for two cores; those that have no work left take some from the other.
-WORKERS := -n 2 --dist worksteal
+# Three for two cores, as many tests wait for processes; those that have no work left take some from the others.
+WORKERS := -n 3 --dist worksteal
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
 .PHONY: demo test test-all test-faults quick lint package clean
 demo: $(VENV)/.installed
 	run=$$($(BIN)/unfog train fashion --preset demo) && $(BIN)/unfog sample "$$run" -n 100 --strip
 
-# Style, types, and every test but the sweeps over many like cases; about twelve minutes on two cores.
+# Style, types, and every test but the sweeps over many like cases; about thirteen minutes on two cores.
 test: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -197,7 +197,7 @@ def test_settings_that_mean_nothing_to_a_codec_are_refused_from_python_and_from_
     (tmp_path / "recipe.toml").write_text("guidance = 2.0\n")
     with pytest.raises(SystemExit):
         main(["train-autoencoder", "fashion", "--config", str(tmp_path / "recipe.toml")])
-    assert "guidance is a setting for unfog train" in capsys.readouterr().err
+    assert "guidance is a setting of unfog train" in capsys.readouterr().err
     read = {"ema": "power:width=0.2", "evaluate": {"images": 7}, "lr": 1e-4, "data": {"jitter": 0.1}}
     with pytest.raises(RequestError, match="nowhere"):  # which says that nothing else was wrong
         unfog.train_autoencoder(str(tmp_path / "nowhere"), **read)

@@ -325,7 +325,7 @@ def test_a_class_of_ones_own_is_a_source(tmp_path: Path, monkeypatch: pytest.Mon
     assert train.pixels.shape == (12, 1, 8, 8)
     assert open_source(source.resolved).names == source.names
     for text in ("python:own_sources:Squares", "python:no_such_module:Stripes", "python:pathlib:Path", "python:"):
-        with pytest.raises(RequestError, match=r"python:MODULE:CLASS|no subclass"):
+        with pytest.raises(RequestError, match=r"python:MODULE:CLASS|not a subclass"):
             open_source(text)
 
 

@@ -168,7 +168,7 @@ def test_command_draws_image_mask_and_pictures(run, files, capsys):
         (["--strength", "0.5"], "needs an image to edit"),
         (["--image", "nowhere.png"], "there is no such file"),
         (["--image", "words.txt"], "cannot be used"),
-        (["--image", "photo.png", "--repeats", "3"], "give one"),
+        (["--image", "photo.png", "--repeats", "3"], "give a mask"),
         (["--image", "photo.png", "--strength", "2"], "from 0"),
         (["--image", "photo.png", "--mask", "small.png"], "size of the image"),
         (["--image", "photo.png", "--mask", "black.png"], "black everywhere"),

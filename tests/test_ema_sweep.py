@@ -234,7 +234,7 @@ def test_automatic_snapshots_are_chosen_printed_and_stored(photos, tmp_path, cap
     unfog.train(photos, out=tmp_path / "fixed", steps=2, ema="fixed", averages={"every": 5}, **quick)
     assert "ema_snapshots.every = -1: an EMA of fixed decay" in capsys.readouterr().err
     assert not (tmp_path / "fixed/checkpoints/00000002/ema2.safetensors").exists()
-    with pytest.raises(RequestError, match="too near"):
+    with pytest.raises(RequestError, match="too close"):
         unfog.train(photos, out=tmp_path / "near", steps=2, averages={"every": 5, "second": 0.1})
 
 

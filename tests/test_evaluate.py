@@ -377,7 +377,7 @@ def test_a_signal_ends_it_with_3_and_the_same_command_goes_on(run):
     process = Forked(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     _, err = process.communicate(timeout=200)
     assert process.returncode == 0, err
-    assert "samples are there already" in err
+    assert "samples exist already" in err
     assert all(path.stat().st_mtime_ns == before for path, before in some.items())
     assert len(list(drawn.glob("*/*.safetensors"))) == 20
 

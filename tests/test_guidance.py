@@ -276,7 +276,7 @@ def test_tune_finds_and_stores_a_grid(run, tmp_path, capsys, monkeypatch):
     assert np.array_equal(again.sample(2, steps=4), run.sample(2, steps=4))
     assert again.sampler("ddim").grid == "schedule"
     assert command(["sample", str(copy), "-n", "1", "--steps", "4", "--out", str(tmp_path / "p")]) == 0
-    assert "tuned for 3 steps of dpmpp; taking the schedule's" in capsys.readouterr().err
+    assert "the tuned levels are for 3 steps of dpmpp; using the levels of the schedule" in capsys.readouterr().err
 
 
 def test_a_resume_says_what_a_person_changed_and_not_what_tune_did(run, tmp_path, capsys, monkeypatch):

@@ -237,7 +237,7 @@ def test_another_folder_is_left_alone(photos: Path, made: Path, tmp_path: Path) 
     before = contents(made)
     with pytest.raises(RequestError, match=r"is already a pack of"):
         pack(PackRequest(config.source, made, config.data))
-    with pytest.raises(RequestError, match=r"data\.flip acts in training, and a pack stores the images without it"):
+    with pytest.raises(RequestError, match=r"data\.flip acts during training, and a pack stores images without it"):
         pack(PackRequest(config.source, tmp_path / "mirrored", replace(ASKED, flip=True)))
     assert not (tmp_path / "mirrored").exists()
     (tmp_path / "file").write_text("")
@@ -284,7 +284,7 @@ def test_no_room_is_found_before_decoding_and_a_full_disk_is_gone_on_from(
     monkeypatch.setattr("unfog.data.decode_pool._CHUNK", 16)
     with monkeypatch.context() as patched:
         patched.setattr("unfog.data.packs.pack_writer.shutil.disk_usage", lambda folder: type("", (), {"free": 1000}))
-        with pytest.raises(RequestError, match=r"no room for 0.0 GB .*give another folder"):
+        with pytest.raises(RequestError, match=r"lacks space for 0.0 GB .*give another folder"):
             packed(photos, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -402,7 +402,7 @@ def test_a_file_cut_off_or_gone_is_found_on_opening(made: Path, tmp_path: Path) 
                     (folder / other).write_bytes(data)
                 elif kept is not None:
                     (folder / name).write_bytes(kept)
-            with pytest.raises(RequestError, match=r"damaged pack|is no pack"):
+            with pytest.raises(RequestError, match=r"damaged pack|is not a pack"):
                 Pack.open(folder)
 
 

@@ -315,7 +315,7 @@ def test_when_everything_is_gone_it_says_so_at_the_batch_that_needs_it(photos: P
     source.bad = frozenset(range(300))
     stream.close()
     fresh = ImageStream(prepare(source, replace(ASKED, held_out=0)).train, seed=0)
-    with pytest.raises(RunError, match=r"100 images in a row of damaged cannot be decoded \(the last: empty\)"):
+    with pytest.raises(RunError, match=r"100 images in a row in damaged cannot be decoded \(the last: empty\)"):
         fresh.batch(0, 8)
     source.bad = frozenset()
     fresh = ImageStream(prepare(source, replace(ASKED, held_out=0)).train, seed=0)

@@ -103,7 +103,7 @@ def test_what_fails_is_named_and_what_needs_it_is_left_out(fashion, tmp_path, mo
 
     place = {
         "preview": (looks, "generate_images"),
-        "evaluation": (HeldOut, "measure"),
+        "evaluation": (HeldOut, "losses"),
         "report": (session, "write_report"),
         "sample": (small.Run, "sample"),
         "export": (diffusers, "to_unet2d"),

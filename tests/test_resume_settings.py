@@ -256,6 +256,7 @@ REFUSED = (
         "data.size",
         "data.channels",
         "data.augment",
+        "data.upright",
         "network",
         "autoencoder_folder",
         "latents.",

@@ -103,7 +103,7 @@ def test_bash_reads_what_is_written(here, words, run):
         (("--nodes", 2), "needs the command to run; give train or resume"),
         (("--account", "train"), "needs the command to run; give train or resume: unfog slurm --nodes 2 train SOURCE"),
         (("--nodes", 2, "train", "fashion", "--steps", "x"), "--steps got 'x'"),
-        (("--nodes", 2, "fashion"), "unfog slurm takes flags alone, so what is 'fashion'?"),
+        (("--nodes", 2, "fashion"), "unfog slurm takes only flags; 'fashion' is not one"),
         (("--", "sample", "x"), "needs the command to run, which 'sample' is not"),
         (("--", "train", "nowhere"), "nowhere is neither"),
         (("--", "train", "fashion", "--steps", "x"), "--steps got 'x'"),

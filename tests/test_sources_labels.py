@@ -199,8 +199,8 @@ def test_very_many_rows_without_images_are_not_all_named(photos: Path, tmp_path:
             "file,label\na.png,cat\n",
             r"no row of .*names an image of .*: rows are such as 'a.png', images such as '0.png'",
         ),
-        ("file,caption\n0.png,a cat\n", r"no column of labels, but file, caption; call one label \(or class"),
-        ("where,label\n0.png,cat\n", r"no column of file names, but where, label; call one file_name"),
+        ("file,caption\n0.png,a cat\n", r"no column of labels, only file, caption; call one label \(or class"),
+        ("where,label\n0.png,cat\n", r"no column of file names, only where, label; call one file_name"),
         ("file,label\n0.png,cat\n0.png,dog\n", r"calls 0.png both cat and dog; keep one row"),
         ("", "has no rows"),
         ("file,label\n", "has no rows"),
@@ -253,12 +253,12 @@ def test_a_table_at_the_top_of_a_folder_is_found(photos: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("file_name,text\n" + ROWS, "it has no column of labels, but file_name, text"),  # captions
+        ("file_name,text\n" + ROWS, "it has no column of labels, only file_name, text"),  # captions
         (  # those, too
             "file_name,label\n" + "".join(f"{i}.png,number {i}\n" for i in range(8)),
-            "it has 8 classes for 8 images, fewer than four for each; give --data.labels metadata.csv to insist",
+            "it has 8 classes for 8 images, fewer than four images each; --data.labels metadata.csv uses",
         ),
-        ("file_name,label\n" + "".join(f"{i}.png,cat\n" for i in range(8)), "it has no class but cat"),
+        ("file_name,label\n" + "".join(f"{i}.png,cat\n" for i in range(8)), "it has only the class cat"),
         ("file_name,label\n" + ROWS[:-1] + ";\n3.png,cat\n", "it calls 3.png both dog and cat; keep one row"),
         ("", "it has no rows"),
     ],
@@ -269,7 +269,7 @@ def test_a_table_of_something_else_is_left_out_and_said_to_be(photos: Path, text
     lines: list[str] = []
     assert apply_label_table(source, "auto", lines.append) is source
     (line,) = lines
-    assert line.startswith(f"metadata.csv is left out: {said}")
+    assert line.startswith(f"metadata.csv is ignored: {said}")
     assert prepare(source, Data()).warnings == (line,)
     assert prepare(source, Data(labels="none")).warnings == ()
 
@@ -279,8 +279,8 @@ def test_a_run_and_a_pack_warn_of_a_table_left_out(
 ) -> None:
     write(photos / "labels.csv", "file,label\n" + ROWS.replace("3.png,dog\n", ""))
     said = (
-        "warning: labels.csv is left out: it has no label for 1 of 8 images, such as 3.png; "
-        "give --data.labels labels.csv to insist"
+        "warning: labels.csv is ignored: it has no label for 1 of 8 images, such as 3.png; "
+        "--data.labels labels.csv uses it all the same"
     )
     config = replace(preset("default"), source=str(photos), data=Data(size=8))
     assert load_images(config, StopSignals())[0].train.classes == ()
@@ -294,7 +294,9 @@ def test_of_two_tables_the_other_is_said_to_be_left_out(photos: Path) -> None:
     write(photos / "labels.csv", "file,label\n" + ROWS)
     lines: list[str] = []
     assert isinstance(apply_label_table(open_source(photos), "auto", lines.append), LabelTableSource)
-    assert lines == ["labels.csv is left out: metadata.csv has the labels; give --data.labels labels.csv to insist"]
+    assert lines == [
+        "labels.csv is ignored: metadata.csv has the labels; --data.labels labels.csv uses it all the same"
+    ]
 
 
 def test_a_table_that_would_lose_images_is_not_used_unasked(tmp_path: Path) -> None:
@@ -313,7 +315,7 @@ def test_folders_that_are_classes_come_before_a_table(tmp_path: Path) -> None:
     write(photos / "metadata.csv", "file_name,label\n" + rows)
     assert set(by_name(open_source(photos), "auto").values()) == {"a", "b"}
     (line,) = prepare(open_source(photos), Data()).warnings
-    assert line.startswith("metadata.csv is left out: the folders are the classes; give --data.labels metadata.csv")
+    assert line.startswith("metadata.csv is ignored: the folders are the classes; --data.labels metadata.csv")
     assert set(by_name(open_source(photos), str(photos / "metadata.csv")).values()) == {"0", "1"}
 
 
@@ -373,7 +375,7 @@ def test_a_table_in_a_zip_that_cannot_be_read_is_said_to_be_left_out(tmp_path: P
             archive.writestr(f"{i}.png", png(i))
         archive.writestr("labels.csv", "file,label\n" + ROWS, zipfile.ZIP_BZIP2)
     (line,) = prepare(open_source(path), Data()).warnings
-    assert line.startswith("labels.csv is left out: it cannot be read (packed by method 12, not deflate)")
+    assert line.startswith("labels.csv is ignored: it cannot be read (packed by method 12, not deflate)")
 
 
 def test_what_labels_may_be() -> None:

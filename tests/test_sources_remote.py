@@ -344,9 +344,9 @@ def test_a_server_without_ranges_is_refused_before_it_sends_everything(web: str)
 
 
 def test_urls_that_nothing_reads() -> None:
-    with pytest.raises(RequestError, match=r"ftp://x/a.tar begins with none of s3://"):
+    with pytest.raises(RequestError, match=r"ftp://x/a.tar has an unknown protocol; give s3://"):
         check_source("ftp://x/a.tar")
-    with pytest.raises(RequestError, match=r"a\.jpg, and not for \.tar shards"):
+    with pytest.raises(RequestError, match=r"a\.jpg, but only \.tar shards"):
         check_source("https://x/a.jpg")
     with pytest.raises(RequestError, match=r"a\.tar\.gz is compressed as a whole.*plain \.tar"):
         check_source("https://x/a.tar.gz")

@@ -27,7 +27,10 @@ _MODEL_FILES = ("config.json", "unet/config.json", "model_index.json")
 
 def is_model(path: Path) -> bool:
     """Return True for a folder of diffusers, which has no run."""
-    return not (path / "config.toml").is_file() and any((path / name).is_file() for name in _MODEL_FILES)
+    try:
+        return not (path / "config.toml").is_file() and any((path / name).is_file() for name in _MODEL_FILES)
+    except OSError:  # such as a name that is too long, of which opening the run says more
+        return False
 
 
 def _check_usual(request: SampleRequest | EvaluateRequest, names: Iterable[str]) -> None:

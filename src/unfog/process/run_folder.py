@@ -130,6 +130,8 @@ class RunFolder:
         """RequestError if a folder or record that training writes to is a link, a pipe or the like."""
         folders = (self.checkpoints, self.averages, self.path / "samples", self.path / "denoising")
         for path in (*folders, self.metrics, self.events):
+            if path == self.averages and path.is_file() and not path.is_symlink():
+                continue  # somebody's file costs the snapshots, which the run can do without
             try:
                 if path in folders:
                     check_folder(path, self.path)

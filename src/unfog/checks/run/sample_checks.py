@@ -26,7 +26,7 @@ _BLANK = 2.0
 """Standard deviation in levels below which a picture shows nothing."""
 _CLIPPED = 0.10
 """Share of pixels at 0 or 255 beyond that of the data."""
-_LONGER = "train longer, or double the sampling steps: unfog sample --steps"
+_LONGER = "train longer, or double the sampling steps: unfog sample --steps 40"
 _NAMES = {1: ("grey",), 3: ("red", "green", "blue")}
 _Labelled = tuple[Pixels, NDArray[np.int64] | None]
 
@@ -171,7 +171,7 @@ def _check_blank(drawn: _ColorStatistics, data: _ColorStatistics, exhibit: Figur
     detail = (_weighted_mean(drawn.detail, drawn)[0] + _FAINT) / (_weighted_mean(data.detail, data)[0] + _FAINT)
     grave: Severity = "hint" if unready else "warning"
     soon = unready or "train longer, or with another --lr"
-    noisy = f"{soon}; if that does not help, double the sampling steps: unfog sample --steps"
+    noisy = f"{soon}; if that does not help, double the sampling steps: unfog sample --steps 40"
     smooth = f"{soon}, or with a larger network; more sampling steps may help"
     finding = partial(Finding, "run.blank_samples", facts={"blank": empty, "blank_in_data": usual, "detail": detail})
     if empty - usual > 0.2:

@@ -167,7 +167,7 @@ def _check_batch(config: Config, images: int) -> Finding:
         said = f"a step of {batch} images takes each of the {images:,} about {format_number(batch / images)} times"
         remedy = f"--batch {max(8, images // 8 * 8)}, which takes less time a step"
         return Finding("settings.batch", "hint", f"{said}, in other noise", remedy, facts)
-    more = f"--batch 32 --microbatch {batch}, which takes no more memory, with an --lr that suits it"
+    more = f"--batch 32 --microbatch {batch}, which takes no more memory, with a learning rate that suits it"
     return Finding.graded(
         "settings.batch",
         f"{batch} of {images:,} images a step",
