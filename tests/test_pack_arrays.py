@@ -312,7 +312,7 @@ def test_a_column_that_lacks_values_is_said_to_be_left_out(datasets: Any, tmp_pa
     words = dataset(datasets, label=None, labels=["b", None, *["a"] * 10])
     assert left_out(words, "b").startswith("column labels is ignored: 1 of 12 images have no value in it")
     hidden = kinds.map(lambda row: {"kind": -1}, features=kinds.features)
-    assert left_out(hidden, "c").startswith("column kind is left out: 12 of 12 images")
+    assert left_out(hidden, "c").startswith("column kind is ignored: 12 of 12 images")
     several = dataset(datasets, 6).add_column("label", [[1, 2]] * 6)
     assert "its values are list" in left_out(several, "d")
 

@@ -58,7 +58,10 @@ class Child:
 
     def finish(self, status: int = 0) -> tuple[str, str]:
         """All it says on stdout and on stderr."""
-        out, said = self.process.communicate(timeout=30)
+        self.process.wait(timeout=30)
+        # Not by `communicate`, which loses what `readline` has read ahead.
+        with self.process:
+            out, said = self.process.stdout.read(), self.process.stderr.read()
         assert self.process.returncode == status, (self.process.returncode, out, said)
         return out.strip(), said
 
