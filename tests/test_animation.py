@@ -6,9 +6,8 @@ import torch
 from PIL import Image
 
 from unfog.cli.requests import REQUESTS
-from unfog.commands.sample import _observe_all
-from unfog.config import validate
-from unfog.config.validate import check_animation
+from unfog.commands import sample
+from unfog.commands.sample import _check_animation, _observe_all
 from unfog.diffusion.noise import VE, Flow
 from unfog.errors import RequestError
 from unfog.pipeline import animation
@@ -72,12 +71,12 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
         kind(run=tmp_path, animate=tmp_path / "a.gif", image=tmp_path / "b.png")
     (tmp_path / "a.gif").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(RequestError, match="exists"):
-        check_animation(tmp_path / "a.gif")
+        _check_animation(tmp_path / "a.gif")
     with pytest.raises(RequestError, match="is no folder"):
-        check_animation(tmp_path / "nowhere" / "a.gif")
-    monkeypatch.setattr(validate, "find_spec", lambda name: None)
+        _check_animation(tmp_path / "nowhere" / "a.gif")
+    monkeypatch.setattr(sample, "find_spec", lambda name: None)
     with pytest.raises(RequestError, match=r"pip install 'unfog\[video\]'"):
-        check_animation(tmp_path / "a.mp4")
+        _check_animation(tmp_path / "a.mp4")
 
 
 def test_several_observers_see_the_same_steps():

@@ -12,12 +12,12 @@ import torch
 from unfog.checks.run.loss_checks import (
     LossImages,
     _ema_window,
-    baseline_losses,
     check_ema,
     check_overfitting,
     held_out_history,
     measure_losses,
 )
+from unfog.checks.run.run_checks import _baseline_losses
 from unfog.checks.run.run_record import FRESH_START_SETTINGS, RunRecord
 from unfog.checks.run.status_checks import (
     _check_data_wait,
@@ -437,7 +437,7 @@ def test_what_no_learning_loses_is_what_it_is_measured_to(diffusion):
     x0 = (torch.randn(4000, 1, 2, 2, generator=generator) * 0.3 - 0.4).clamp(-1, 1)
     noise = torch.randn(x0.shape, generator=generator)
     levels = torch.tensor([0.1, 0.5, 0.9])
-    zero, linear = baseline_losses(diffusion, x0, levels)
+    zero, linear = _baseline_losses(diffusion, x0, levels)
     for i, u in enumerate(levels):
         logsnr = diffusion.schedule(u.expand(len(x0)))
         x_t, y = diffusion.add_noise(x0, noise, logsnr), diffusion.network_target(x0, noise, logsnr)
@@ -460,8 +460,8 @@ def test_pixels_that_are_always_the_same_need_no_guessing():
     alpha, sigma = 1 - levels, levels  # of the flow path, whose target is eps - x0
     diffusion = Diffusion(path=Flow(), schedule=FlowUniform(), target=FlowVelocity())
     expected = spread**2 / (alpha**2 * spread**2 + sigma**2) * (inside / 16) ** 2
-    assert baseline_losses(diffusion, x0, levels)[1] == pytest.approx(expected.numpy(), rel=0.02)
-    one = baseline_losses(diffusion, x0[:1], levels)[1]
+    assert _baseline_losses(diffusion, x0, levels)[1] == pytest.approx(expected.numpy(), rel=0.02)
+    one = _baseline_losses(diffusion, x0[:1], levels)[1]
     assert (one > 0.1).all(), "one image says nothing of how they vary, which is not that they do not"
 
 

@@ -24,7 +24,7 @@ from unfog.data import latents
 from unfog.data.augmentation import Augment, to_model_range
 from unfog.data.cache import remove_stale_entries
 from unfog.data.dataset import ImageSet
-from unfog.data.latents import EncodeJob, Normalise, load_or_encode, statistics
+from unfog.data.latents import EncodeJob, Normalise, load_or_encode
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
@@ -32,7 +32,13 @@ from unfog.errors import RequestError, RunError
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.models.autoencoder_settings import Autoencoder, Latents
 from unfog.pipeline.build import build_network, input_shape
-from unfog.pipeline.latents import _encode_pixels, _load_autoencoder, apply_autoencoder_settings, save_autoencoder
+from unfog.pipeline.latents import (
+    _encode_pixels,
+    _load_autoencoder,
+    _statistics,
+    apply_autoencoder_settings,
+    save_autoencoder,
+)
 from unfog.pipeline.load_data import load_images
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
@@ -274,7 +280,7 @@ def test_latents_that_are_no_numbers_are_refused():
 def test_statistics_are_those_of_numpy_and_the_inverse_is_one(codec):
     rng = np.random.default_rng(0)
     latents = (rng.normal(size=(600, 2, 3, 4, 4)) * [[[[2.0]], [[0.1]], [[30.0]]]] + 5).astype(np.float16)
-    mean, deviation = statistics(latents)
+    mean, deviation = _statistics(latents)
     plain = latents[:, 0].astype(np.float64)
     np.testing.assert_allclose(mean, plain.mean((0, 2, 3)), rtol=1e-12)
     np.testing.assert_allclose(deviation, plain.std((0, 2, 3)), rtol=1e-12)
@@ -286,7 +292,7 @@ def test_statistics_are_those_of_numpy_and_the_inverse_is_one(codec):
     torch.testing.assert_close(back, torch.from_numpy(latents[:, 0]).float(), rtol=1e-5, atol=1e-5)
     dead = latents.copy()
     dead[:, :, 1] = 7
-    assert statistics(dead)[1][1] == pytest.approx(1e-3 * deviation[2])
+    assert _statistics(dead)[1][1] == pytest.approx(1e-3 * deviation[2])
 
 
 def test_the_coin_is_the_one_that_flips_pixels():

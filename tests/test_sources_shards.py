@@ -25,7 +25,7 @@ from unfog.data.sources import storage
 from unfog.data.sources.base import ImageError, Source
 from unfog.data.sources.labels import read_labels
 from unfog.data.sources.registry import _expand_braces, open_source
-from unfog.data.sources.storage import BlockReader, LocalStorage
+from unfog.data.sources.storage import BlockReader, _LocalStorage
 from unfog.data.webdataset import index_entry as shard_files
 from unfog.data.webdataset import index_entry as shard_piece
 from unfog.data.webdataset import shard_index
@@ -139,7 +139,7 @@ def test_every_format_reads_as_tarfile_reads_it(tmp_path: Path, format: int) -> 
             archive.addfile(link)
     with tarfile.open(path) as archive:
         theirs = [(m.name, m.offset_data, m.size, m.isreg()) for m in archive if not m.isdir()]
-    found = iter_members(BlockReader(LocalStorage(), str(path), path.stat().st_size, 4096))
+    found = iter_members(BlockReader(_LocalStorage(), str(path), path.stat().st_size, 4096))
     assert [(m.name.decode(), m.start, m.size, m.regular) for m in found] == theirs
     source = open_source(path)
     assert [name.removeprefix("a.tar/") for name in source.names] == names
@@ -494,8 +494,8 @@ def test_building_stops_at_once_and_keeps_what_is_done(tmp_path: Path, monkeypat
             slow.wait(0.05)
         return original(self, path, start, size)
 
-    original = LocalStorage.read
-    monkeypatch.setattr(LocalStorage, "read", read)
+    original = _LocalStorage.read
+    monkeypatch.setattr(_LocalStorage, "read", read)
     monkeypatch.setattr(shard_piece, "_REPORT_EVERY", 1)
     monkeypatch.setattr(shard_index, "_POLL", 0.01)
 
@@ -634,7 +634,7 @@ def test_every_cut_and_flip_of_a_shard_ends(tmp_path: Path) -> None:
             path = tmp_path / "bad.tar"
             path.write_bytes(data)
             try:
-                found = list(iter_members(BlockReader(LocalStorage(), str(path), len(data), 4096)))
+                found = list(iter_members(BlockReader(_LocalStorage(), str(path), len(data), 4096)))
             except DamagedTarError:
                 said += 1
                 continue

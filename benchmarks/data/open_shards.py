@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 
 from unfog.data.sources.registry import open_source
-from unfog.data.sources.storage import LocalStorage
+from unfog.data.sources.storage import _LocalStorage
 from unfog.data.webdataset import shard_index
 from unfog.data.webdataset.index_entry import ROW_DTYPE, IndexEntry
 
@@ -96,7 +96,7 @@ def make(folder: Path, images: int, shards: int, labelled: bool) -> float:
                 file.write(data)
             file.truncate(max(each, PICTURES) * MEMBER)
     paths = sorted(str(path) for path in folder.iterdir())
-    states = LocalStorage().states(paths)
+    states = _LocalStorage().states(paths)
     kept = shard_index.cache_folder() / "shards"
     kept.mkdir(parents=True, exist_ok=True)
     names = [b"%03d/%08d.png" % (i % 1000 if labelled else i * 1000 // each, i) for i in range(each)]

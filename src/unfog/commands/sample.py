@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,9 @@ import numpy as np
 
 from unfog.config.export_request import ExportRequest, ExportSettings
 from unfog.config.run_requests import SampleRequest, SamplingRequest, is_model
-from unfog.config.validate import check_animation, check_out, check_sampler, override_sampler, report_dropped_levels
+from unfog.config.validate import check_out, check_sampler, override_sampler, report_dropped_levels
+from unfog.config.values import quote
+from unfog.errors import RequestError
 from unfog.process.run_folder import RunFolder, unused_path
 from unfog.reporting.image_grids import Pixels, grid, save_png, with_caption
 from unfog.reporting.progress import Progress, print_result, say
@@ -77,7 +80,7 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
     """Generate images, write them, and return their folder."""
     check_out(request.out or unused_path(request.run / "pictures"), what="the folder of the samples")
     if request.animate is not None:
-        check_animation(request.animate)
+        _check_animation(request.animate)
     # Imported only now, as torch takes seconds: a wrong request is refused before.
     from unfog.pipeline.animation import DenoisingAnimation
     from unfog.pipeline.generate import parse_labels
@@ -163,3 +166,13 @@ def _in_file_name(name: str) -> str:
     """Return a class as part of a file name: "-T_shirt"; letters and digits of any language stay."""
     plain = "".join(c if c.isalnum() or c in "-_" else "_" for c in name)[:_LONGEST_NAME]
     return f"-{plain}" if plain else ""
+
+
+def _check_animation(file: Path) -> None:
+    """Raise RequestError unless an animation can be written to this file."""
+    if file.suffix == ".mp4" and not find_spec("imageio_ffmpeg"):
+        raise RequestError("an MP4 needs imageio-ffmpeg: pip install 'unfog[video]'; or animate as .gif or .webp")
+    if file.exists() or file.is_symlink():
+        raise RequestError(f"{quote(str(file))} exists; give another --animate")
+    if not file.parent.is_dir():
+        raise RequestError(f"{quote(str(file.parent))} is no folder; make it, or give another --animate")

@@ -8,7 +8,6 @@ import shlex
 import sys
 from dataclasses import replace
 from importlib.metadata import version
-from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -174,16 +173,6 @@ def check_out(out: Path, source: str = "", what: str = "a run folder", argument:
         reason = reason_of(error)
     if reason:
         raise RequestError(f"{quote(str(out))[1:-1]} cannot be {what}: {reason}; give another {argument}")
-
-
-def check_animation(file: Path) -> None:
-    """Raise RequestError unless an animation can be written to this file."""
-    if file.suffix == ".mp4" and not find_spec("imageio_ffmpeg"):
-        raise RequestError("an MP4 needs imageio-ffmpeg: pip install 'unfog[video]'; or animate as .gif or .webp")
-    if file.exists() or file.is_symlink():
-        raise RequestError(f"{quote(str(file))} exists; give another --animate")
-    if not file.parent.is_dir():
-        raise RequestError(f"{quote(str(file.parent))} is no folder; make it, or give another --animate")
 
 
 def _in_the_way(out: Path, source: str) -> str:

@@ -38,7 +38,6 @@ FORMAT = 1
 _IN_MEMORY = 2**30
 """Bytes of latents that are kept in memory where the cache cannot be written."""
 _SYNC_EVERY = 32  # batches
-_CHUNK = 256  # images that `statistics` adds at once; its results depend on it in the last bits
 _WAIT = 0.2  # seconds between two looks at what another process is encoding
 _FACTS, _LATENTS, _ROWS, _DONE = "latents.json", "latents.f16", "rows.i64", "done.json"
 
@@ -227,25 +226,6 @@ def _images_done(partial: Path, job: EncodeJob, progress: Progress) -> int:
 
 def _write_json(path: Path, facts: object) -> None:
     write_atomic(path, json.dumps(facts).encode())
-
-
-def statistics(latents: NDArray[np.float16]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and standard deviation of each channel of [N, K, C, H, W], over the unmirrored copies, in float64.
-
-    The deviation is at least a thousandth of the largest channel's, so that it can be divided by.
-    """
-    count = len(latents) * math.prod(latents.shape[3:])
-    starts = range(0, len(latents), _CHUNK)
-
-    def average(of: Callable[[NDArray[np.float64]], NDArray[np.float64]]) -> NDArray[np.float64]:
-        chunks = (np.asarray(latents[i : i + _CHUNK, 0], np.float64) for i in starts)
-        return np.asarray(sum(of(chunk).sum((0, 2, 3)) for chunk in chunks) / count)
-
-    # In two passes, so that no precision is lost however far the mean is from zero.
-    mean = average(lambda chunk: chunk)
-    deviation = np.sqrt(average(lambda chunk: np.square(chunk - mean[:, None, None])))
-    deviation = np.maximum(deviation, max(1e-3 * float(deviation.max()), 1e-12))
-    return tuple(mean.tolist()), tuple(deviation.tolist())
 
 
 @dataclass(frozen=True)

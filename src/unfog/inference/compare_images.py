@@ -28,7 +28,7 @@ FeaturesOfBoth = tuple[Tensor | None, Tensor | None]
 """Of the real images and of the samples, float32 [N, D]; None if no metric needs features."""
 
 
-class Samples(PixelSource, Protocol):
+class _Samples(PixelSource, Protocol):
     """Images to compare with real ones."""
 
     @property
@@ -73,13 +73,13 @@ def reference_rows(reference: ImageSet, count: int) -> NDArray[np.int64]:
     return evenly_spaced(len(reference), max(_MOST_REFERENCE, count))
 
 
-def features_of_both(setup: Comparison, samples: Samples, world: World) -> FeaturesOfBoth:
+def features_of_both(setup: Comparison, samples: _Samples, world: World) -> FeaturesOfBoth:
     """Return features of the real images and of the samples, computed by all ranks; None if no metric needs them."""
     features = setup.features
     if features is None:
         return None, None
 
-    def compute(images: Samples, what: str) -> Tensor:
+    def compute(images: _Samples, what: str) -> Tensor:
         with Progress(f"{features.name} of {what}", len(images)) as progress:
 
             def update(done: int, total: int) -> None:
@@ -91,7 +91,7 @@ def features_of_both(setup: Comparison, samples: Samples, world: World) -> Featu
     return compute(setup.real, "real images"), compute(samples, "samples")
 
 
-def sample_metrics(setup: Comparison, samples: Samples, features_of: FeaturesOfBoth) -> list[MetricResult]:
+def sample_metrics(setup: Comparison, samples: _Samples, features_of: FeaturesOfBoth) -> list[MetricResult]:
     """Return the metrics of the samples, in the order of `setup.metrics`."""
     found: dict[str, list[MetricResult]] = {}
     names = [name for name in setup.metrics if name not in (*PIXEL_METRICS, *LOSSES)]
@@ -122,7 +122,7 @@ def _real_baseline(
     return {one.metric: one.value for one in compare_features(names, real[~rows], real[rows], features=features)}
 
 
-def _pixel_metrics(name: str, setup: Comparison, samples: Samples) -> list[MetricResult]:
+def _pixel_metrics(name: str, setup: Comparison, samples: _Samples) -> list[MetricResult]:
     # The metric sorts both sets against each other, so they must be of equal size.
     count = min(len(samples), _MOST_PIXELS, len(setup.reference))
     real = np.ascontiguousarray(setup.reference.pixels[evenly_spaced(len(setup.reference), count)])

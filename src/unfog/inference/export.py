@@ -19,13 +19,14 @@ from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError, RunError
 from unfog.export.graphs import Decoder, check_packages, write_graph
 from unfog.export.plain_source import plain_source
-from unfog.inference.export_description import describe_folder, describe_model
+from unfog.inference.export_description import describe_model
 from unfog.inference.export_diffusers import write_pipeline
 from unfog.inference.loaded_run import LoadedRun
 from unfog.models.autoencoder_settings import CONFIG, AutoencoderFolder
 from unfog.models.network_settings import CustomNetwork, build_model
 from unfog.pipeline.latents import open_run_autoencoder
 from unfog.safe_files import copy_into, new_file, whole_folder, write_atomic
+from unfog.text import sanitize
 
 DESCRIPTION, WEIGHTS, SOURCE = "model.json", "model.safetensors", "network.py"
 _TOLERANCE = 1e-3
@@ -38,6 +39,28 @@ def build(settings, image_channels, num_classes=0, out_channels=None):
 
     return {name}(SimpleNamespace(**settings), image_channels, num_classes, 0, out_channels)
 '''
+_README = """\
+# {name}
+
+Exported by Unfog from step {step:,} of a run, {weights} weights. {about}
+"""
+_ABOUT = {
+    "diffusers": """
+
+    from diffusers import DiffusionPipeline
+
+    pipe = DiffusionPipeline.from_pretrained("FOLDER", trust_remote_code=True)
+    images = pipe(batch_size=4, num_inference_steps={steps}).images
+
+Code that is not part of diffusers is in the files *.py here, in plain torch; without such files, leave
+`trust_remote_code` away.""",
+    "safetensors": """`network.py` makes the network in plain torch, `model.safetensors` has
+its weights, and `model.json` the rest. docs/export.md of Unfog has thirty lines that sample from it.""",
+    "onnx": """`model.onnx` is the network, and `model.json` has the rest. docs/export.md
+of Unfog has forty lines of numpy that sample from it.""",
+    "pt2": """`model.pt2` is the network, for `torch.export.load`, and `model.json` has
+the rest; see docs/export.md of Unfog.""",
+}
 
 
 class _Network(nn.Module):
@@ -77,7 +100,7 @@ def export(run: LoadedRun, out: Path, settings: ExportSettings) -> float:
     network = deepcopy(run.network).cpu().eval().requires_grad_(False)
     with whole_folder(out) as folder, torch.no_grad():
         job = _Export(run, network, sampler, describe_model(run, sampler), folder)
-        write_atomic(folder / "README.md", describe_folder(run, settings.format, sampler.steps).encode())
+        write_atomic(folder / "README.md", _describe_folder(run, settings.format, sampler.steps).encode())
         difference = _WRITERS[settings.format](job)
         if not difference <= _TOLERANCE:
             raise RunError(f"the export gives other outputs than the run, by {difference:.2g} of the largest; a defect")
@@ -102,11 +125,11 @@ def _check(run: LoadedRun, sampler: Sampler, kind: str) -> None:
 
 def _write_safetensors(job: _Export) -> float:
     _write_description(job)
-    weights = {name: tensor.contiguous() for name, tensor in plain_weights(job.network).items()}
+    weights = {name: tensor.contiguous() for name, tensor in _plain_weights(job.network).items()}
     save_file(weights, new_file(job.folder / WEIGHTS))
     # safetensors writes files that only their owner may read.
     (job.folder / WEIGHTS).chmod((job.folder / DESCRIPTION).stat().st_mode)
-    write_atomic(job.folder / SOURCE, network_source(job.run).encode())
+    write_atomic(job.folder / SOURCE, _network_source(job.run).encode())
     if job.run.config.uses_latents:
         described = AutoencoderFolder.open(job.run.config.autoencoder_folder)
         copy_into([described.folder / CONFIG, described.weights], job.folder / "autoencoder")
@@ -114,19 +137,19 @@ def _write_safetensors(job: _Export) -> float:
     assert settings is not None  # a run's is settled
     rebuilt = build_model(settings, model["input"][0], len(model["classes"]), 0, model["out_channels"])
     rebuilt.load_state_dict(load_file(job.folder / WEIGHTS))
-    return _relative_difference(job.network, rebuilt.eval(), example_inputs(model))
+    return _relative_difference(job.network, rebuilt.eval(), _example_inputs(model))
 
 
 def _write_description(job: _Export) -> None:
     write_atomic(job.folder / DESCRIPTION, f"{json.dumps(job.description, indent=1)}\n".encode())
 
 
-def plain_weights(network: nn.Module) -> dict[str, Tensor]:
+def _plain_weights(network: nn.Module) -> dict[str, Tensor]:
     """Return the weights without the embedding of the augmentation, which adds exactly 0 to samples."""
     return {name: w for name, w in network.state_dict().items() if not name.startswith("augment_embedding.")}
 
 
-def network_source(run: LoadedRun) -> str:
+def _network_source(run: LoadedRun) -> str:
     """Return the network's code, and the autoencoder's if it is ours, as one file of plain torch."""
     settings = run.config.network
     assert settings is not None  # a run's is settled
@@ -138,7 +161,7 @@ def network_source(run: LoadedRun) -> str:
 
 def _write_graphs(job: _Export, suffix: str) -> float:
     _write_description(job)
-    network, inputs = _Network(job.network), example_inputs(job.description)
+    network, inputs = _Network(job.network), _example_inputs(job.description)
     graph = write_graph(network, inputs, "y", job.folder / f"model{suffix}")
     # Fewer images than the graph was traced with, as the batch may be any.
     fewer = {name: value[:1] for name, value in inputs.items()}
@@ -152,7 +175,7 @@ def _write_graphs(job: _Export, suffix: str) -> float:
     return max(differences)
 
 
-def example_inputs(description: dict[str, Any]) -> dict[str, Tensor]:
+def _example_inputs(description: dict[str, Any]) -> dict[str, Tensor]:
     """Return inputs of a network for three noise levels of its sampler: x, c_noise, and with classes a label."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(3, *description["input"], generator=generator)
@@ -175,3 +198,11 @@ _WRITERS: dict[str, Callable[[_Export], float]] = {
     "onnx": lambda job: _write_graphs(job, ".onnx"),
     "pt2": lambda job: _write_graphs(job, ".pt2"),
 }
+
+
+def _describe_folder(run: LoadedRun, kind: str, steps: int) -> str:
+    """Return the README of an export: what it is, and how to load it."""
+    about = _ABOUT[kind].format(steps=steps)
+    return _README.format(
+        name=sanitize(run.path.resolve().name), step=run.checkpoint.step, weights=run.weights, about=about
+    )

@@ -18,7 +18,6 @@ from unfog.diffusion.sampler import Level, Sampler
 from unfog.inference.loaded_run import LoadedRun
 from unfog.pipeline.build import input_shape
 from unfog.pipeline.generate import without_pixel_clipping
-from unfog.text import sanitize
 
 VERSION = 1
 
@@ -49,38 +48,6 @@ def describe_model(run: LoadedRun, sampler: Sampler) -> dict[str, Any]:
         scale = [deviation / config.diffusion.sigma_data for deviation in latents.deviation]
         described["latents"] = {"factor": latents.factor, "mean": list(latents.mean), "scale": scale}
     return described
-
-
-_README = """\
-# {name}
-
-Exported by Unfog from step {step:,} of a run, {weights} weights. {about}
-"""
-_ABOUT = {
-    "diffusers": """
-
-    from diffusers import DiffusionPipeline
-
-    pipe = DiffusionPipeline.from_pretrained("FOLDER", trust_remote_code=True)
-    images = pipe(batch_size=4, num_inference_steps={steps}).images
-
-Code that is not part of diffusers is in the files *.py here, in plain torch; without such files, leave
-`trust_remote_code` away.""",
-    "safetensors": """`network.py` makes the network in plain torch, `model.safetensors` has
-its weights, and `model.json` the rest. docs/export.md of Unfog has thirty lines that sample from it.""",
-    "onnx": """`model.onnx` is the network, and `model.json` has the rest. docs/export.md
-of Unfog has forty lines of numpy that sample from it.""",
-    "pt2": """`model.pt2` is the network, for `torch.export.load`, and `model.json` has
-the rest; see docs/export.md of Unfog.""",
-}
-
-
-def describe_folder(run: LoadedRun, kind: str, steps: int) -> str:
-    """Return the README of an export: what it is, and how to load it."""
-    about = _ABOUT[kind].format(steps=steps)
-    return _README.format(
-        name=sanitize(run.path.resolve().name), step=run.checkpoint.step, weights=run.weights, about=about
-    )
 
 
 def noise_levels(diffusion: Diffusion, sampler: Sampler) -> list[dict[str, float]]:

@@ -18,7 +18,7 @@ _SOLVERS = {"ddim": "dpmsolver++", "dpmpp": "dpmsolver++", "dpmpp-sde": "sde-dpm
 _PREDICTIONS = {Eps.kind: "epsilon", X0.kind: "sample", V.kind: "v_prediction"}
 
 
-class Scheduler(NamedTuple):
+class _Scheduler(NamedTuple):
     """A scheduler of diffusers, or ours in a file of its own, and its settings."""
 
     kind: str
@@ -97,31 +97,31 @@ def _table(config: Config) -> dict[str, Any]:
     return table | {"beta_schedule": "linear", "beta_start": betas[0], "beta_end": betas[-1]}
 
 
-def stock_scheduler(config: Config, sampler: Sampler) -> Scheduler:
+def stock_scheduler(config: Config, sampler: Sampler) -> _Scheduler:
     """Return the scheduler for a pipeline of diffusers, which gives it the output of the network as it is."""
     kind, settings = custom_scheduler(config, sampler)
     predicted = {"prediction_type": _PREDICTIONS[config.diffusion.target.kind]}
     if kind == "DDPMScheduler":
-        return Scheduler(kind, settings | predicted | {"clip_sample": sampler.clip})
+        return _Scheduler(kind, settings | predicted | {"clip_sample": sampler.clip})
     # Not DDIMScheduler, which clips the image and leaves the noise that belongs to the unclipped one.
-    return Scheduler(kind, settings | predicted | {"thresholding": sampler.clip, "sample_max_value": 1.0})
+    return _Scheduler(kind, settings | predicted | {"thresholding": sampler.clip, "sample_max_value": 1.0})
 
 
-def custom_scheduler(config: Config, sampler: Sampler) -> Scheduler:
+def custom_scheduler(config: Config, sampler: Sampler) -> _Scheduler:
     """Return the scheduler for our pipeline, which gives it clean images."""
     schedule, shared = config.diffusion.schedule, {"prediction_type": "sample"}
     if sampler.kind == "ddpm":
         zero = {"rescale_betas_zero_snr": getattr(schedule, "zero_terminal", False), "clip_sample": False}
-        return Scheduler("DDPMScheduler", shared | _table(config) | zero)
+        return _Scheduler("DDPMScheduler", shared | _table(config) | zero)
     if not _has_solver(config, sampler):
         path = {"kind": sampler.kind, "path": config.diffusion.path.kind}
-        return Scheduler("LevelsScheduler", path | _grid(config, sampler))
+        return _Scheduler("LevelsScheduler", path | _grid(config, sampler))
     flow = {"use_flow_sigmas": True, "flow_shift": getattr(schedule, "shift", 1.0), "num_train_timesteps": 1000}
     levels = {"final_sigmas_type": "zero", **shared} | (flow if _is_flow(config, sampler) else _table(config))
     if sampler.kind == "unipc":
-        return Scheduler("UniPCMultistepScheduler", levels | {"solver_order": sampler.order, "solver_type": "bh2"})
+        return _Scheduler("UniPCMultistepScheduler", levels | {"solver_order": sampler.order, "solver_type": "bh2"})
     solver = {"solver_order": 1 if sampler.kind == "ddim" else 2, "solver_type": "midpoint"}
-    return Scheduler("DPMSolverMultistepScheduler", levels | solver | {"algorithm_type": _SOLVERS[sampler.kind]})
+    return _Scheduler("DPMSolverMultistepScheduler", levels | solver | {"algorithm_type": _SOLVERS[sampler.kind]})
 
 
 def _grid(config: Config, sampler: Sampler) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import time
@@ -24,7 +25,7 @@ from unfog.config.schema import Config
 from unfog.config.toml import update
 from unfog.data.augmentation import to_model_range
 from unfog.data.dataset import Dataset, ImageSet
-from unfog.data.latents import FORMAT, EncodeJob, LatentArrays, load_or_encode, statistics
+from unfog.data.latents import FORMAT, EncodeJob, LatentArrays, load_or_encode
 from unfog.diffusion.editing import Edit
 from unfog.errors import RequestError
 from unfog.models.autoencoder import AutoencoderModel, DiffusersAutoencoder
@@ -42,6 +43,7 @@ _PIXELS_AT_ONCE = 2**18  # per batch: 64 images of 64x64, 4 of 256x256
 _FEW = 64  # images that are encoded where only the shape and scale of latents are needed
 _DEAD_CHANNEL = 0.02  # deviation of a channel over the largest one, below which it hardly carries information
 AnyAutoencoder = AutoencoderModel | DiffusersAutoencoder
+_CHUNK = 256  # images that `_statistics` adds at once; its results depend on it in the last bits
 
 
 def _load_autoencoder(described: AutoencoderFolder, device: torch.device) -> AnyAutoencoder:
@@ -213,7 +215,7 @@ def add_latents(dataset: Dataset, config: Config, stop: StopSignals, few: bool =
     key, stored = _encode_or_load(config, sets, stop, few)
     train, held_out = stored.image_sets(sets, key)
     if not config.latents.mean:  # a resumed run keeps the statistics that it began with, to the bit
-        mean, deviation = statistics(stored.latents[: len(train)])
+        mean, deviation = _statistics(stored.latents[: len(train)])
         config = replace(config, latents=replace(config.latents, mean=mean, deviation=deviation))
         _report_statistics(config, few)
     return replace(dataset, latents=(train, held_out)), config
@@ -263,3 +265,22 @@ def _few_images(images: ImageSet) -> ImageSet:
     wanted = np.unique(np.linspace(0, max(0, len(images) - 1), min(len(images), _FEW)).astype(np.int64))
     pixels, labels, rows = images.take(wanted)
     return ImageSet(pixels, labels, [images.names[int(i)] for i in rows], images.classes)
+
+
+def _statistics(latents: NDArray[np.float16]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and standard deviation of each channel of [N, K, C, H, W], over the unmirrored copies, in float64.
+
+    The deviation is at least a thousandth of the largest channel's, so that it can be divided by.
+    """
+    count = len(latents) * math.prod(latents.shape[3:])
+    starts = range(0, len(latents), _CHUNK)
+
+    def average(of: Callable[[NDArray[np.float64]], NDArray[np.float64]]) -> NDArray[np.float64]:
+        chunks = (np.asarray(latents[i : i + _CHUNK, 0], np.float64) for i in starts)
+        return np.asarray(sum(of(chunk).sum((0, 2, 3)) for chunk in chunks) / count)
+
+    # In two passes, so that no precision is lost however far the mean is from zero.
+    mean = average(lambda chunk: chunk)
+    deviation = np.sqrt(average(lambda chunk: np.square(chunk - mean[:, None, None])))
+    deviation = np.maximum(deviation, max(1e-3 * float(deviation.max()), 1e-12))
+    return tuple(mean.tolist()), tuple(deviation.tolist())

@@ -186,7 +186,7 @@ def plan_fields(plan: Plan, first: int) -> dict[str, int | float]:
     return {"first": first, "steps": plan.steps, "stretch": plan.stretch, "position": plan.position}
 
 
-def recorded_plans(events: list[Row], first: int, after: int) -> list[Plan]:
+def _recorded_plans(events: list[Row], first: int, after: int) -> list[Plan]:
     """Return the plans of events for a run of `first` steps in its settings, from the step `after` on.
 
     That step is among them, as a resume plans before it trains: its checkpoint does not have that plan.
@@ -205,7 +205,7 @@ def resume_length(length: Length, first: int, step: int, events: list[Row], anew
     If the length is given `anew`, such plans are void. Returns the plan that says so, which is to be recorded.
     """
     length.adopt(first)
-    length.add(recorded_plans(events, first, step))
+    length.add(_recorded_plans(events, first, step))
     if not (anew and length.plans):
         return None
     fixed = Plan(step, first, 1, float(step))

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from unfog.checks.run.run_record import RunRecord
 from unfog.data.dataset import ImageSet, evenly_spaced
-from unfog.diffusion.diffusion import Diffusion
 from unfog.evaluation.held_out import LossAt
 from unfog.reporting.charts import Floats, line_chart
 from unfog.reporting.findings import Figure, Finding, Severity
@@ -74,26 +73,6 @@ def measure_losses(
 def _noise(shape: torch.Size, level: int, image: int) -> Tensor:
     generator = torch.Generator().manual_seed(level * 1_000_003 + image)
     return torch.randn(shape, generator=generator)
-
-
-def baseline_losses(diffusion: Diffusion, x0: Tensor, levels: Tensor) -> tuple[Floats, Floats]:
-    """Return the losses [L] of two predictions without learning, at noise quantiles [L], on images x0 [N, C, H, W].
-
-    The first predicts 0. The second is the best linear prediction of each pixel by itself, given the mean image: for a
-    pixel of variance s^2, y given x_t has the variance (a sigma - b alpha)^2 s^2 / (alpha^2 s^2 + sigma^2).
-    """
-    x0 = x0.double()
-    power = float(x0.square().mean())
-    # Per pixel, because many pixels are equal in all images. A single image has no variance.
-    spread = (x0.var(0) if len(x0) > 1 else x0[0].square()).flatten()
-    logsnr = diffusion.schedule(levels.double())
-    alpha, sigma = diffusion.path(logsnr)
-    a, b = diffusion.target(alpha, sigma, diffusion.sigma_data)
-    weight = diffusion.weight(logsnr)
-    zero = weight * (a.square() * power + b.square())
-    left = torch.stack([(spread / (p * spread + q)).mean() for p, q in zip(alpha.square(), sigma.square())])
-    linear = weight * (a * sigma - b * alpha).square() * left
-    return zero.numpy(), linear.numpy()
 
 
 def check_ema(record: RunRecord, average: Floats, raw: Floats, updates: int, what: str) -> Finding:

@@ -16,14 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from unfog.checks.run.loss_checks import (
-    LossImages,
-    baseline_losses,
-    check_ema,
-    check_overfitting,
-    loss_images,
-    measure_losses,
-)
+from unfog.checks.run.loss_checks import LossImages, check_ema, check_overfitting, loss_images, measure_losses
 from unfog.checks.run.run_record import RunRecord
 from unfog.checks.run.sample_checks import check_samples
 from unfog.checks.run.status_checks import check_costs, check_progress
@@ -31,6 +24,7 @@ from unfog.checks.run.trend_checks import check_trends
 from unfog.config.schema import Config
 from unfog.config.toml import read_toml
 from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
+from unfog.diffusion.diffusion import Diffusion
 from unfog.errors import RequestError, RunError
 from unfog.evaluation.held_out import midpoints
 from unfog.inference.memorization import FEWEST, check_memorization_by_pixels
@@ -205,7 +199,7 @@ def _check_losses(
         skipped.append("overfitting, as no images are held out (--data.held-out 0.05 holds some out, of 100 or more)")
     else:
         findings.append(check_overfitting(record, on_seen, on_unseen))
-    zero, pixelwise = baseline_losses(
+    zero, pixelwise = _baseline_losses(
         config.diffusion, _model_inputs(prepared.as_network_input.train, _COMPARED, see), levels
     )
     # Early on the EMA may lag behind weights that have learned, so the better of the two counts.
@@ -249,3 +243,23 @@ def _training_pixels(images: ImageSet, labels: tuple[int, ...]) -> tuple[Pixels,
     rows = wanted[evenly_spaced(len(wanted), _COMPARED)]
     pixels, own, _ = images.take(rows)
     return pixels.transpose(0, 2, 3, 1), own
+
+
+def _baseline_losses(diffusion: Diffusion, x0: Tensor, levels: Tensor) -> tuple[Floats, Floats]:
+    """Return the losses [L] of two predictions without learning, at noise quantiles [L], on images x0 [N, C, H, W].
+
+    The first predicts 0. The second is the best linear prediction of each pixel by itself, given the mean image: for a
+    pixel of variance s^2, y given x_t has the variance (a sigma - b alpha)^2 s^2 / (alpha^2 s^2 + sigma^2).
+    """
+    x0 = x0.double()
+    power = float(x0.square().mean())
+    # Per pixel, because many pixels are equal in all images. A single image has no variance.
+    spread = (x0.var(0) if len(x0) > 1 else x0[0].square()).flatten()
+    logsnr = diffusion.schedule(levels.double())
+    alpha, sigma = diffusion.path(logsnr)
+    a, b = diffusion.target(alpha, sigma, diffusion.sigma_data)
+    weight = diffusion.weight(logsnr)
+    zero = weight * (a.square() * power + b.square())
+    left = torch.stack([(spread / (p * spread + q)).mean() for p, q in zip(alpha.square(), sigma.square())])
+    linear = weight * (a * sigma - b * alpha).square() * left
+    return zero.numpy(), linear.numpy()

@@ -30,7 +30,7 @@ _TOLERANCE = 1e-3  # beyond a range, as rounding and resizing leave it
 _RANGES = "from 0 to 1, from -1 to 1, or from 0 to 255"
 
 
-class Item(NamedTuple):
+class _Item(NamedTuple):
     """An image and its label."""
 
     image: Any
@@ -42,7 +42,7 @@ class Item(NamedTuple):
 class ImageItems:
     """Images of a list, dataset or generator, to be gone through once."""
 
-    items: Iterator[Item]
+    items: Iterator[_Item]
     kind: str
     """The object in messages: "list", "CIFAR10"."""
     count: int | None = None
@@ -66,7 +66,7 @@ def read_items(source: Any) -> ImageItems:
 
         if (stored := dataset_items(source)) is not None:
             images, labels, classes = stored
-            return ImageItems(map(Item, images, labels), kind, len(source), classes)
+            return ImageItems(map(_Item, images, labels), kind, len(source), classes)
     if isinstance(source, Iterable) and not isinstance(source, bytes):
         items = iter(source)
     elif hasattr(source, "__getitem__") and hasattr(source, "__len__") and not isinstance(source, bytes):
@@ -97,7 +97,7 @@ def _read_mapping(source: Mapping[Any, Any], kind: str) -> ImageItems:
     labels = [None] * len(images) if labels is None else labels
     if len(images) != len(labels):
         raise RequestError(f"there are {len(images):,} images and {len(labels):,} labels; give one for each image")
-    return ImageItems(map(Item, images, labels), kind, len(images))
+    return ImageItems(map(_Item, images, labels), kind, len(images))
 
 
 def _named_items(items: Iterator[Any], kind: str) -> Iterator[Any]:
@@ -114,12 +114,12 @@ def _named_items(items: Iterator[Any], kind: str) -> Iterator[Any]:
         i += 1
 
 
-def _split(item: Any) -> Item:
+def _split(item: Any) -> _Item:
     if isinstance(item, Mapping):
-        return Item(_first_value(item, _IMAGE_KEYS), _first_value(item, _LABEL_KEYS))
+        return _Item(_first_value(item, _IMAGE_KEYS), _first_value(item, _LABEL_KEYS))
     if isinstance(item, tuple | list) and item:
-        return Item(item[0], item[1] if len(item) > 1 else None)
-    return Item(item, None)
+        return _Item(item[0], item[1] if len(item) > 1 else None)
+    return _Item(item, None)
 
 
 def _first_value(item: Mapping[Any, Any], keys: Sequence[str]) -> Any:
@@ -181,7 +181,7 @@ class FloatRange:
         return f"images of floating point, from {self.low:g} to {self.high:g}, are stored as uint8, from 0 to 255"
 
 
-def find_range(items: Iterator[Item]) -> tuple[FloatRange | None, Iterator[Item]]:
+def find_range(items: Iterator[_Item]) -> tuple[FloatRange | None, Iterator[_Item]]:
     """Return the range of the first images, None if none of them is of floating point; and all items."""
     first = list(islice(items, _LOOKED_AT))
     arrays = [as_array(image) for image, _ in first if _is_array(image)]

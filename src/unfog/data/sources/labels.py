@@ -91,7 +91,7 @@ def _folders(source: Source) -> tuple[list[tuple[str, ...]], NDArray[np.int64]]:
     return [tuple(folder.split("/")) if folder else () for folder in known[0]], known[1]
 
 
-class LabelTableSource(Source):
+class _LabelTableSource(Source):
     """A source with the labels of a table. Images without a row, and rows without an image, are in `unreadable`.
 
     Raises RequestError if the table cannot be read, contradicts itself, or names fewer than half of the images.
@@ -151,10 +151,10 @@ def apply_label_table(source: Source, mode: str, warn: Callable[[str], None] = l
         if mode != "none" and source.label_warning:
             warn(source.label_warning)
         return _find_labels(source, warn) if mode == "auto" and source.labels is None else source
-    if isinstance(source, LabelTableSource):
+    if isinstance(source, _LabelTableSource):
         return source
     table = None if os.path.isfile(os.path.expanduser(mode)) else source.table(os.path.basename(mode))
-    return LabelTableSource(source, table or LabelTable.from_path(find_table(mode)))
+    return _LabelTableSource(source, table or LabelTable.from_path(find_table(mode)))
 
 
 def find_table(path: str, *folders: str) -> Path:
@@ -170,7 +170,7 @@ def labels_setting(source: Source, labels: NDArray[np.int64] | None) -> str:
     """Return the setting that gives these labels another time: the path of a table, "folders" or "none"."""
     if labels is None:
         return "none"
-    return source.table_path if isinstance(source, LabelTableSource) else "folders"
+    return source.table_path if isinstance(source, _LabelTableSource) else "folders"
 
 
 def _find_labels(source: Source, warn: Callable[[str], None]) -> Source:
@@ -188,10 +188,10 @@ def _find_labels(source: Source, warn: Callable[[str], None]) -> Source:
     return chosen
 
 
-def _try_table(source: Source, table: LabelTable, insist: str) -> LabelTableSource | str:
+def _try_table(source: Source, table: LabelTable, insist: str) -> _LabelTableSource | str:
     """Return the source with the labels of a table, or the reason to leave it out: it may hold captions, say."""
     try:
-        found = LabelTableSource(source, table)
+        found = _LabelTableSource(source, table)
     except RequestError as error:
         return str(error).replace(sanitize(table.name), "it")
     classes, without = len(found.classes), len(found.unlabelled)

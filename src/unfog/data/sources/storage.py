@@ -57,7 +57,7 @@ class Storage(Protocol):
         """Return up to `size` bytes from `start`, fewer where the file ends. Raises ImageError."""
 
 
-class LocalStorage:
+class _LocalStorage:
     """Storage of files on this machine."""
 
     remote = False
@@ -158,7 +158,7 @@ class BlockReader(RawIOBase):
 
 def open_storage(path: str) -> Storage:
     """Return the storage that reads this path or URL."""
-    return _RemoteStorage(path) if "://" in path else LocalStorage()
+    return _RemoteStorage(path) if "://" in path else _LocalStorage()
 
 
 class _RemoteStorage:
