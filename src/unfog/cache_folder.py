@@ -61,8 +61,8 @@ _KINDS = (
     # As the datasets library names them.
     _Kind("Hugging Face sets", "hf", r"[^/]*\.lock|parquet(/default-[0-9a-f]+(/.*)?)?", evictable=False),
 )
+# Descriptors of the locks that this process holds until it ends.
 _held: dict[Path, int] = {}
-"""Descriptors of the locks that this process holds until it ends."""
 
 
 def cache_folder() -> Path:

@@ -31,8 +31,8 @@ T = TypeVar("T")
 PREFIX = "custom:path="
 _NAMED = re.compile(r"(?:custom:path=|python:)([\w.]+(?::\w+)?)")
 
+# Section ("network", "weighting", "sampler", ...) -> name -> default instance of a settings class, or a function.
 REGISTERED: defaultdict[str, dict[str, Any]] = defaultdict(dict)
-"""Section ("network", "weighting", "sampler", ...) -> name -> default instance of a settings class, or a function."""
 
 _open_literals: dict[Any, str] = {}
 _announced: set[str] = set()

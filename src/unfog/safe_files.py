@@ -38,8 +38,8 @@ _KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFSOCK: "a socket",
 }
+# Bytes of the largest small file of ours; larger ones are read by parts, or with a limit of their own.
 LARGEST_TEXT = 2**26
-"""Bytes of the largest small file of ours; larger ones are read by parts, or with a limit of their own."""
 
 Mode = Literal["rb", "r+b", "ab", "xb", "a+b"]
 

@@ -16,15 +16,13 @@ from unfog.errors import RequestError
 
 T = TypeVar("T")
 
+# Rule of a change on resume: allowed, allowed with --force as it makes another run, or refused.
 Resume = Literal["free", "force", "fixed"]
-"""Rule of a change on resume: allowed, allowed with --force as it makes another run, or refused."""
 
+# What a setting changes, and so the digests that it enters (`config.resume_rules.settings_digests`). loss: the training
+# loss. steps: the steps, but not the usual loss. objective: the meaning of all losses. held_out_loss: the meaning of
+# the held-out loss alone. samples: metrics of samples. nothing: none of them.
 Affects = Literal["loss", "steps", "objective", "held_out_loss", "samples", "nothing"]
-"""What a setting changes, and so the digests that it enters (`config.resume_rules.settings_digests`).
-
-loss: the training loss. steps: the steps, but not the usual loss. objective: the meaning of all losses.
-held_out_loss: the meaning of the held-out loss alone. samples: metrics of samples. nothing: none of them.
-"""
 
 
 @dataclass(frozen=True)

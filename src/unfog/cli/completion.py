@@ -18,8 +18,8 @@ from unfog.config.requests import SHELLS, CompletionRequest
 from unfog.config.schema import Config
 from unfog.reporting.progress import print_result
 
+# Usual values of settings that take any text.
 _WORDS: Mapping[str, tuple[str, ...]] = {"preset": tuple(PRESETS), "device": ("auto", "cpu", "cuda", "mps")}
-"""Usual values of settings that take any text."""
 
 
 @dataclass(frozen=True)

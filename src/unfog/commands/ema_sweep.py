@@ -41,8 +41,8 @@ from unfog.training.settings import PowerEma
 WIDTHS = (0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.13, 0.16, 0.2, 0.25)
 PAGE_FILE = "ema-sweep.html"
 _LOSS = "held_out_loss"
+# Metrics of samples against the images of the run.
 DRAWN = ("kid", "fid", "fd", "sliced")
-"""Metrics of samples against the images of the run."""
 _USUAL_N = {_LOSS: 512, "kid": 1000, "fid": 10_000, "fd": 1000, "sliced": 1000}
 
 
@@ -189,8 +189,8 @@ def _rebuildable_widths(
     return found
 
 
+# Maps a network with EMA weights to (value, standard error or None).
 Measure = Callable[[nn.Module], tuple[float, float | None]]
-"""Maps a network with EMA weights to (value, standard error or None)."""
 
 
 def _build_measure(

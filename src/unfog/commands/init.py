@@ -25,8 +25,8 @@ from unfog.reporting.progress import print_result, say
 from unfog.safe_files import open_file
 from unfog.text import sanitize
 
+# Answer -> the setting that it gives. The source is named on the command line.
 _SETTINGS = {"size": "data.size", "budget": "training.budget", "classes": "data.labels", "device": "training.device"}
-"""Answer -> the setting that it gives. The source is named on the command line."""
 _DEFAULTS = {"size": "0", "budget": "1h", "classes": "auto", "device": "auto"}
 _QUESTIONS = {
     "source": "Which images? A folder, a zip, a dataset, or the built-in set fashion",

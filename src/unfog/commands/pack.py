@@ -18,8 +18,8 @@ from unfog.process.run_folder import printable
 from unfog.process.signals import StopSignals
 from unfog.reporting.progress import Progress, format_bytes, format_duration, print_result, say, warn
 
+# Data settings that act in training, so that a pack does not depend on them.
 _TRAINING_ONLY = ("flip", "jitter", "crop", "augment", "cache", "cache_limit", "failed_shards")
-"""Data settings that act in training, so that a pack does not depend on them."""
 
 
 def pack(request: PackRequest) -> Path:

@@ -62,10 +62,10 @@ SAMPLING = {
     **dict.fromkeys(("class_labels", "classes", "labels"), "label"),
 }
 
+# Usual names of the argument `out`.
 OUT = ("output", "output_dir", "out_dir", "run_dir", "save_dir")
-"""Usual names of the argument `out`."""
+# Usual names of a length that no setting has, as it is given in steps, images or time.
 EPOCHS = ("epochs", "max_epochs", "num_epochs", "num_train_epochs")
-"""Usual names of a length that no setting has, as it is given in steps, images or time."""
 
 
 def usual_arguments(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

@@ -107,8 +107,8 @@ class _Evaluate:
     """Number of held-out images."""
 
 
+# Settings that are allowed with `unfog train-autoencoder`, as in a shared TOML file, and change nothing there.
 UNUSED_BY_AUTOENCODERS = ("ema_snapshots", "data.labels")
-"""Settings that are allowed with `unfog train-autoencoder`, as in a shared TOML file, and change nothing there."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from unfog.errors import RequestError
 from unfog.reporting.records import read_events
 from unfog.settings import Affects, Rules, rules_of
 
+# The digests that a setting enters, by what it affects.
 _DIGESTS: dict[Affects, tuple[str, ...]] = {
     "loss": ("training", "repeat"),
     "steps": ("repeat",),
@@ -27,14 +28,13 @@ _DIGESTS: dict[Affects, tuple[str, ...]] = {
     "samples": ("best",),
     "nothing": (),
 }
-"""The digests that a setting enters, by what it affects."""
 _PURPOSES = ("training", "repeat", "measure", "objective", "best")
 
+# Event in which `unfog tune` records the sampler that it stored in the run.
 TUNED_EVENT = "tuned"
-"""Event in which `unfog tune` records the sampler that it stored in the run."""
 
+# The settings of samples and previews.
 SAMPLING = tuple(f.name for f in fields(Config) if rules_of(f).affects == "samples")
-"""The settings of samples and previews."""
 
 # Images that are decoded on the fly are identified by names, sizes and times of their files, not by their pixels.
 _COPIED = "; after cp -a or rsync -a they count as the same, and --force accepts any other copy"

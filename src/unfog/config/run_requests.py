@@ -15,10 +15,10 @@ from unfog.diffusion.sampler import Kind
 from unfog.errors import RequestError
 from unfog.training.settings import Evaluate, SamplingPrecision, split_names
 
+# Metrics of the held-out images, which need no samples.
 LOSSES = ("held_out", "bits")
-"""Metrics of the held-out images, which need no samples."""
+# Metrics that are measured only if they are named: they take thousands of samples, or many network calls.
 ON_REQUEST = ("fid_infinity", "bits")
-"""Metrics that are measured only if they are named: they take thousands of samples, or many network calls."""
 METRICS = (*Evaluate.DRAWN, "fid_infinity", *LOSSES)
 
 

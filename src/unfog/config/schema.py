@@ -185,8 +185,8 @@ def _short_flags(kind: type, above: str = "") -> dict[str, str]:
     return flags
 
 
+# Short names of settings. Others are named by their place in the tree, such as --optimizer.warmup.
 SHORT = _short_flags(Config)
-"""Short names of settings. Others are named by their place in the tree, such as --optimizer.warmup."""
 
 
 def check_given_length(changes: Mapping[str, Any]) -> None:

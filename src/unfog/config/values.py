@@ -36,8 +36,8 @@ _NUMBER = re.compile(
     r"[+-]?(?:[0-9]+(?:_[0-9]+)*\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?|[+-]?(?:inf|nan)", re.IGNORECASE
 )
 _LONGEST = 60  # characters of a value that a message repeats
+# What TOML, and so config.toml, can hold.
 MAX_INT = 2**63 - 1
-"""What TOML, and so config.toml, can hold."""
 
 
 class FormatError(ValueError):

@@ -15,6 +15,7 @@ from unfog.errors import RequestError
 from unfog.text import sanitize
 
 _REASONS_LISTED, _NAMES_LISTED = 10, 3
+# Each change that decoding can make to an image -> its description. Several may apply to one image.
 ACTIONS = {
     "resized": "resized to {size}x{size}",
     "upscaled": "upscaled to {size}x{size}",
@@ -32,10 +33,9 @@ ACTIONS = {
     "rgb_to_grey": "made grey",
     "grey_to_rgb": "made RGB from grey",
 }
-"""Each change that decoding can make to an image -> its description. Several may apply to one image."""
 
+# Those of ACTIONS that nearly every image needs; any other is worth a look.
 COMMON_ACTIONS = frozenset(["resized", "upscaled", "cropped"])
-"""Those of ACTIONS that nearly every image needs; any other is worth a look."""
 
 _KEYS_ON_DISK = {"skipped": "quarantined"}  # a field -> its key in data.json and pack.json, which must stay
 

@@ -22,8 +22,8 @@ from unfog.data.sources.base import ImageError, ShardReadError, Source, Transien
 from unfog.errors import RunError
 from unfog.text import sanitize
 
+# Called with (images done, images in all), from the calling thread; it may raise to stop.
 Progress = Callable[[int, int], None]
-"""Called with (images done, images in all), from the calling thread; it may raise to stop."""
 
 # One record for each image, so small that an unfinished pack keeps them in a file (facts.bin).
 INFO_DTYPE = np.dtype([("used", "?"), ("grey", "?"), ("treatment", "<i4"), ("sides", "<i4", (2,))])

@@ -35,14 +35,14 @@ from unfog.safe_files import move, open_file, read_file, regular_file, remove, r
 from unfog.sharded_rng import draw_rows
 
 FORMAT = 1
+# Bytes of latents that are kept in memory where the cache cannot be written.
 _IN_MEMORY = 2**30
-"""Bytes of latents that are kept in memory where the cache cannot be written."""
 _SYNC_EVERY = 32  # batches
 _WAIT = 0.2  # seconds between two looks at what another process is encoding
 _FACTS, _LATENTS, _ROWS, _DONE = "latents.json", "latents.f16", "rows.i64", "done.json"
 
+# Images uint8 [B, C, H, W] -> latents [B, c, h, w]; the same to the bit for the same images.
 Encode = Callable[[NDArray[np.uint8]], NDArray[np.float32]]
-"""Images uint8 [B, C, H, W] -> latents [B, c, h, w]; the same to the bit for the same images."""
 
 
 class LatentArrays(NamedTuple):

@@ -28,8 +28,8 @@ _REPLACEMENT_SEED = 0x57A4D  # of the shuffles that choose replacements for the 
 _TASK = 8  # images that a thread decodes before it looks for other work
 
 
+# Maps rows of a set [B] to indices in its source [B].
 _RowIndex = Callable[[NDArray[np.int64]], NDArray[np.int64]]
-"""Maps rows of a set [B] to indices in its source [B]."""
 
 
 class LazyPixels:

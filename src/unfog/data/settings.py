@@ -11,11 +11,11 @@ from unfog.errors import RequestError
 from unfog.settings import check_bounds, setting
 
 LABELS = ("auto", "folders", "none")
+# Values of `Data.labels`, and suffixes of the tables that it may name instead.
 TABLES = (".csv", ".tsv", ".jsonl", ".ndjson")
-"""Values of `Data.labels`, and suffixes of the tables that it may name instead."""
 
+# Prefix of the fingerprint of images that are decoded while training: a digest of their source's state.
 UNREAD = "unread:"
-"""Prefix of the fingerprint of images that are decoded while training: a digest of their source's state."""
 
 
 @dataclass(frozen=True)

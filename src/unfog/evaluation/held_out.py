@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# (x0 [B, C, H, W], label [B] or None, u [B], noise like x0) -> weighted loss [B], squared error of the noise [B].
 LossAt = Callable[[Tensor, Tensor | None, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(x0 [B, C, H, W], label [B] or None, u [B], noise like x0) -> weighted loss [B], squared error of the noise [B]."""
 
 
 class HeldOut(NamedTuple):

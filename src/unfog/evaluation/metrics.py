@@ -22,8 +22,8 @@ from unfog.evaluation.distances import (
 from unfog.evaluation.feature_networks import INCEPTION_DIGEST
 from unfog.evaluation.features import Features
 
+# Standard errors from a normal distribution's mean to the ends of its middle 95%.
 Z = 1.959964
-"""Standard errors from a normal distribution's mean to the ends of its middle 95%."""
 _FEW = 10_000  # images below which a Frechet distance is marked as biased
 _ENTRIES = 2**24  # distances in memory at once: 128 MB
 _INSIDE = 1 - 1e-9  # of a squared radius: what is on the surface may be below it by rounding

@@ -34,8 +34,8 @@ class Decoder(nn.Module):
         return decoded
 
 
+# Format -> extra of this package, and the packages in it that the format needs.
 _PACKAGES = {"onnx": ("onnx", ("onnx", "onnxscript", "onnxruntime")), "diffusers": ("export", ("diffusers",))}
-"""Format -> extra of this package, and the packages in it that the format needs."""
 
 
 def check_packages(kind: str) -> None:

@@ -38,12 +38,12 @@ _OTHERS = (
 _PICKLES = (".pt", ".pth", ".pkl", ".ckpt", ".bin")
 
 
+# Why networks of diffusers that a person may well try have no equivalent here.
 OTHER_IN_DIFFUSERS = {
     "DiTTransformer2DModel": ": our dit has RMS norms, rotary positions and SwiGLU where that has layer norms, added "
     "positions and GELU, so no weights could be equal",
     "UNet2DConditionModel": ": that one is conditioned on text",
 }
-"""Why networks of diffusers that a person may well try have no equivalent here."""
 
 
 def reason_of_file(path: Path) -> str:

@@ -24,8 +24,8 @@ _MOST_PIXELS = 20_000  # samples whose pixels are compared
 _FEWEST_REAL = 10  # real images that are compared with others of them
 _MOST_REFERENCE = 10_000  # real images, or as many as samples, if those are more
 
+# Of the real images and of the samples, float32 [N, D]; None if no metric needs features.
 FeaturesOfBoth = tuple[Tensor | None, Tensor | None]
-"""Of the real images and of the samples, float32 [N, D]; None if no metric needs features."""
 
 
 class _Samples(PixelSource, Protocol):

@@ -27,8 +27,8 @@ from unfog.text import without_secrets
 from unfog.training.distributed.world import World
 
 FORMAT = 1
+# Version of the computation of metrics; results of another version are computed again.
 ARITHMETIC = 3
-"""Version of the computation of metrics; results of another version are computed again."""
 
 
 TABLE_HEAD = ("metric", "value", "95% interval", "real images", "n", "reference", "features", "resize")

@@ -29,8 +29,8 @@ from unfog.safe_files import copy_into, new_file, whole_folder, write_atomic
 from unfog.text import sanitize
 
 DESCRIPTION, WEIGHTS, SOURCE = "model.json", "model.safetensors", "network.py"
+# Largest difference between the outputs of the run and of its export, over the largest output.
 _TOLERANCE = 1e-3
-"""Largest difference between the outputs of the run and of its export, over the largest output."""
 _BUILD = '''
 
 def build(settings, image_channels, num_classes=0, out_channels=None):

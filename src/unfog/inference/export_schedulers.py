@@ -13,8 +13,8 @@ from unfog.inference.export_description import noise_levels
 from unfog.models.settings import UNet
 
 _KINDS = ("ddim", "dpmpp", "heun", "ddpm", "dpmpp-sde", "unipc")
+# Kind -> algorithm of diffusers' DPM-Solver.
 _SOLVERS = {"ddim": "dpmsolver++", "dpmpp": "dpmsolver++", "dpmpp-sde": "sde-dpmsolver++"}
-"""Kind -> algorithm of diffusers' DPM-Solver."""
 _PREDICTIONS = {Eps.kind: "epsilon", X0.kind: "sample", V.kind: "v_prediction"}
 
 

@@ -26,8 +26,8 @@ from unfog.training.checkpoints.load import load_weights
 from unfog.training.checkpoints.posthoc_ema import Mixture, list_snapshots, solve_mixture
 from unfog.training.settings import PowerEma
 
+# Result of `unfog ema-sweep`; the width in it is the default of the run from then on.
 SWEEP_FILE = "ema-sweep.json"
-"""Result of `unfog ema-sweep`; the width in it is the default of the run from then on."""
 
 
 class LoadedRun:

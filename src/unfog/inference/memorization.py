@@ -16,12 +16,12 @@ from unfog.reporting.charts import Floats, line_chart
 from unfog.reporting.findings import Figure, Finding
 from unfog.reporting.image_grids import Pixels, labelled_strip
 
+# Fewest training images for a comparison: among fewer, all are near.
 FEWEST = 4
-"""Fewest training images for a comparison: among fewer, all are near."""
+# Generated images that are checked, at most.
 DRAWN = 500
-"""Generated images that are checked, at most."""
+# Ratio of distances below which a generated image is a copy: the nearest training image over the next ones.
 COPY = 0.5
-"""Ratio of distances below which a generated image is a copy: the nearest training image over the next ones."""
 _SIDE = 16  # images are compared as averages at this side, so that a shift by a pixel hardly counts
 # Next ones that the nearest is compared with (Carlini et al. 2023, section 4.2). Of few images only a sixth: all others
 # would be those of other kinds as well, from which even an unseen image is far.

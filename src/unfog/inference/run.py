@@ -29,8 +29,8 @@ from unfog.training.precision import DTYPES
 if TYPE_CHECKING:
     from unfog.inference.evaluation_files import Evaluation
 
+# A weaker run, loaded, or its folder, "RUN" or "RUN:STEP"; or the step of another checkpoint of the same run.
 Guide = LoadedRun | str | PathLike[str] | int
-"""A weaker run, loaded, or its folder, "RUN" or "RUN:STEP"; or the step of another checkpoint of the same run."""
 
 
 class Samples(np.ndarray[tuple[int, ...], np.dtype[np.uint8]]):

@@ -7,8 +7,8 @@ from typing import Any
 
 from unfog.evaluation.metrics import MetricResult
 
+# Share of the value that real images have, from which precision and recall count as reached.
 _REACHED = 0.9
-"""Share of the value that real images have, from which precision and recall count as reached."""
 _DISTANCES = ("fid", "kid", "fd", "sliced")  # the first that was measured is named
 _JUDGED = {
     (True, True): "The samples look like real images and are as varied",

@@ -18,6 +18,7 @@ from unfog.settings import check_bounds, setting
 
 FACTORS = (2, 4, 8, 16)
 
+# Channels at 1/2, 1/4, 1/8 and 1/16 of the size, by the name of a preset.
 WIDTHS: dict[str, tuple[int, ...]] = {
     # 0.33M parameters at factor 4, 0.94M at factor 8: minutes on a laptop.
     "tiny": (32, 64, 96, 128),
@@ -26,7 +27,6 @@ WIDTHS: dict[str, tuple[int, ...]] = {
     # 5.1M at factor 4, 12M at factor 8.
     "base": (128, 256, 320, 384),
 }
-"""Channels at 1/2, 1/4, 1/8 and 1/16 of the size, by the name of a preset."""
 
 CONFIG = "config.json"
 OURS = "UnfogAutoencoder"

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 from unfog.errors import RequestError
 from unfog.models.network_settings import CustomNetwork
 
+# In a run: the source of the classes of its network, for people to read; nothing executes it.
 SOURCE_FILE = "network-source.txt"
-"""In a run: the source of the classes of its network, for people to read; nothing executes it."""
 
 CONTRACT = (
     "a network is called as forward(x, noise, label=None), with x float32 [B, C, H, W], noise float32 [B], the noise "
@@ -22,8 +22,8 @@ CONTRACT = (
 )
 _OWN_PACKAGES = ("torch", "torchvision", "unfog")  # whose classes everybody has
 _LONGEST_REPR = 20_000  # characters
+# (path, structure) -> the object that was given last.
 _given: dict[tuple[str, str], Any] = {}
-"""(path, structure) -> the object that was given last."""
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from unfog.errors import RequestError
 
+# (module, its inputs …) -> its output, with or without gradient checkpointing.
 Runner = Callable[..., Tensor]
-"""(module, its inputs …) -> its output, with or without gradient checkpointing."""
 
 
 def sinusoids(position: Tensor, width: int, freq_shift: int = 0, flip_sin_to_cos: bool = True) -> Tensor:

@@ -236,8 +236,8 @@ class DiT(NetworkSettings):
 
 
 Architecture = UNet | MPUNet | DiT | CustomNetwork | GivenNetwork
+# The built-in networks.
 ARCHITECTURES = (UNet, MPUNet, DiT)
-"""The built-in networks."""
 
 SIZES: dict[str, Architecture] = {
     # 0.99M parameters: a three-minute demonstration at 28x28 or 32x32 on two CPU cores. Most of them work at 7x7,

@@ -66,12 +66,12 @@ def find_device(name: str) -> Device:
     return _DEVICES[plain]
 
 
+# Share of a GPU's dense rate that such networks reach in eager PyTorch, from small ones at low resolution to large
+# ones. An assumption: not measured.
 _UTILISATION = (0.15, 0.40)
-"""Share of a GPU's dense rate that such networks reach in eager PyTorch, from small ones at low resolution to large
-ones. An assumption: not measured."""
 
+# Seconds that the host takes to launch an operation, which limits a small network on a large GPU. Estimated.
 _LAUNCH = 14e-6
-"""Seconds that the host takes to launch an operation, which limits a small network on a large GPU. Estimated."""
 
 
 class NetworkCost(NamedTuple):
@@ -116,11 +116,11 @@ def _attention_backward(gradient, query, key, value, *args, out_shape=None, **kw
     return int(sdpa_backward_flop_count(gradient, query, key, value))  # type: ignore[no-untyped-call]
 
 
+# FLOP formulas by shapes [B, heads, N, D], for the attention kernel of fake tensors, which PyTorch has none for.
 _ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
-"""FLOP formulas by shapes [B, heads, N, D], for the attention kernel of fake tensors, which PyTorch has none for."""
 
 
 def count_flops(build: Callable[[], nn.Module], shape: tuple[int, int, int]) -> NetworkCost:

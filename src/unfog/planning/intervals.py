@@ -17,8 +17,8 @@ _FEWEST_STEPS_FOR_SNAPSHOTS = 200
 _MOST_STEPS_LOST = 1000  # to a crash, at the automatic interval of checkpoints
 
 
+# Section of the configuration -> setting -> value.
 Changes = dict[str, dict[str, Any]]
-"""Section of the configuration -> setting -> value."""
 
 
 class Choice(NamedTuple):

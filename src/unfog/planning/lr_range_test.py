@@ -31,9 +31,9 @@ from unfog.training.state import TrainState
 
 _FLAT = 0.02  # share of its loss at the start that a network must lose to have learned something
 _AS_GOOD = 1.03  # factor on the best loss within which trials are as good; the lowest rate of those is suggested
+# Losses are clipped to this times the loss at the start before smoothing. With weights of fixed norm the loss explodes
+# from one step to the next, and its average would hide all that was learned before.
 _WORST = 2.0
-"""Losses are clipped to this times the loss at the start before smoothing. With weights of fixed norm the loss
-explodes from one step to the next, and its average would hide all that was learned before."""
 _RAMP_ALONE = 0.3  # factor on the rate of the ramp's lowest loss, if there is no time for trials
 
 
@@ -145,8 +145,8 @@ def _rounded(rate: float) -> float:
     return float(f"{rate:.2g}")
 
 
+# Rates of the ramp: AdamW moves each weight by about the rate, and weights are about 0.1.
 _LOWEST, _HIGHEST = 1e-5, 1.0
-"""Rates of the ramp: AdamW moves each weight by about the rate, and weights are about 0.1."""
 _RAMP = (60, 120)  # usual steps of the ramp, fewest and most
 _SHORTEST_RAMP = 12  # steps, where the usual ones take too long
 _RAMP_SHARE = 0.3  # share of the time for the ramp

@@ -36,9 +36,9 @@ from unfog.training.state import TrainState
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh  # takes a second, which only sharding needs
 
+# Batch sizes that are traced; others are extrapolated, as every tensor is affine in the batch size. Not 1, for which
+# PyTorch saves a copy here and there.
 _TRACED = (2, 4)
-"""Batch sizes that are traced; others are extrapolated, as every tensor is affine in the batch size. Not 1, for which
-PyTorch saves a copy here and there."""
 _KEPT = 16  # traces in the cache, of about a megabyte each
 
 

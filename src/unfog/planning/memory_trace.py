@@ -28,36 +28,36 @@ from unfog.models import layers
 
 _ATEN = torch.ops.aten
 MB = 2**20
+# glibc maps larger blocks one by one and unmaps them at once (malloc.c, DEFAULT_MMAP_THRESHOLD_MAX).
 _HEAP_LIMIT = 32 * MB
-"""glibc maps larger blocks one by one and unmaps them at once (malloc.c, DEFAULT_MMAP_THRESHOLD_MAX)."""
 
+# Gaps in the heap of a CPU process, as a share of the temporary tensors up to _HEAP_LIMIT: a freed block stays resident
+# between others, and is often a little too small for the next. With it, predictions are within 15% of the peaks that
+# benchmarks/plan/measure_peaks.py measured; repeats of one configuration vary by up to 12%.
 HOLES = 0.30
-"""Gaps in the heap of a CPU process, as a share of the temporary tensors up to _HEAP_LIMIT: a freed block stays
-resident between others, and is often a little too small for the next. With it, predictions are within 15% of the peaks
-that benchmarks/plan/measure_peaks.py measured; repeats of one configuration vary by up to 12%."""
 
+# The same with gradient checkpointing, under which blocks of many sizes take turns.
 HOLES_RECOMPUTING = 1.3
-"""The same with gradient checkpointing, under which blocks of many sizes take turns."""
 
+# Buffers that oneDNN keeps after computing in bf16 on a CPU; measured on one machine with one thread.
 ONEDNN_HALF = 17 * MB
-"""Buffers that oneDNN keeps after computing in bf16 on a CPU; measured on one machine with one thread."""
 
+# Allocated once at the beginning, so that the heap has no holes there.
 _LASTING = ("parameters", "average", "moments", "exchange", "library")
-"""Allocated once at the beginning, so that the heap has no holes there."""
 
 _CUDA_BLOCK = 512  # bytes that PyTorch's CUDA allocator rounds up to
+# CUDA context, kernels and handles of a process, 300 to 700 MB; not measured here. Only subtracted for a card that is
+# not at hand: the free memory that the driver reports is without it.
 CUDA_CONTEXT = 500 * MB
-"""CUDA context, kernels and handles of a process, 300 to 700 MB; not measured here. Only subtracted for a card that is
-not at hand: the free memory that the driver reports is without it."""
+# Workspace of cuDNN, and cuBLAS's 8 to 32 MB. Deterministic kernels seldom need more. Not measured.
 CUDNN_WORKSPACE = 64 * MB
-"""Workspace of cuDNN, and cuBLAS's 8 to 32 MB. Deterministic kernels seldom need more. Not measured."""
 
+# Parts of a peak. "gathered": blocks of a sharded network that are whole at the moment; "exchange": gradient buckets;
+# "workspace": temporary tensors; "library": buffers of kernels; "allocator": gaps between blocks.
 PARTS = (
     *("parameters", "gathered", "gradients", "exchange", "moments", "average", "activations", "workspace", "library"),
     "allocator",
 )
-"""Parts of a peak. "gathered": blocks of a sharded network that are whole at the moment; "exchange": gradient buckets;
-"workspace": temporary tensors; "library": buffers of kernels; "allocator": gaps between blocks."""
 
 
 @dataclass

@@ -17,8 +17,8 @@ from unfog.process.device import available_memory, total_memory
 from unfog.reporting.progress import format_bytes, plural
 from unfog.training.distributed.process_group import local_world_size
 
+# Share of the available memory that a prediction may take; predictions are within 15% of the measured peak.
 MARGIN = 0.85
-"""Share of the available memory that a prediction may take; predictions are within 15% of the measured peak."""
 
 
 class MicrobatchChoice(NamedTuple):

@@ -138,8 +138,8 @@ def repetitions(every: int, steps: int) -> int:
 
 
 _SAMPLES = (16, 64, 10_000, 50_000)  # whose times are listed: a grid to look at, and the usual numbers for metrics
+# Floating-point operations of a step that takes minutes on a CPU, so that it is predicted instead of timed.
 TOO_SLOW = 2e13
-"""Floating-point operations of a step that takes minutes on a CPU, so that it is predicted instead of timed."""
 _MATRIX = 1024
 
 

@@ -22,8 +22,8 @@ from unfog.reporting.progress import say
 from unfog.safe_files import check_folder, read_file, regular_file, remove, remove_tree, write_atomic
 from unfog.text import sanitize
 
+# Folder in a run with its copy of the autoencoder, or in an autoencoder's run with the result.
 AUTOENCODER_FOLDER = "codec"
-"""Folder in a run with its copy of the autoencoder, or in an autoencoder's run with the result."""
 _FROM_PYTHON = re.compile(r"-[0-9a-f]{32}\.(npz|images)$")  # end of the name of images that were given as objects
 _LAUNCH_FILE = "launch"  # in a run: names the launch by torchrun that created it
 

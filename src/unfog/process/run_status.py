@@ -22,8 +22,8 @@ from unfog.safe_files import open_file
 from unfog.text import sanitize
 from unfog.training.settings import Evaluate
 
+# Beginning of the name of a checkpoint that was set aside, as it could not be read.
 BROKEN = ".broken-"
-"""Beginning of the name of a checkpoint that was set aside, as it could not be read."""
 _LAST_METRICS, _LAST_EVENTS = 2**26, 2**20  # bytes read from the end; a run of 10,000 logs has 10 MB of metrics
 _LARGEST_CONFIG = 2**20
 _MOST_ENTRIES = 100_000  # of a folder that is searched for runs

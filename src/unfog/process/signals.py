@@ -23,8 +23,8 @@ from unfog.reporting.progress import Progress, say_from_signal
 
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
 _ALARM: signal.Signals | None = getattr(signal, "SIGALRM", None)
+# Signals that stay ignored if they were: a shell ignores them for background commands, and so does `nohup`.
 _MAY_BE_IGNORED = ("SIGINT", "SIGHUP")
-"""Signals that stay ignored if they were: a shell ignores them for background commands, and so does `nohup`."""
 
 _ALARM_INTERVAL = 1.0  # seconds until the alarm, and between two alarms
 _RETRY_INTERVAL = 0.1  # seconds until the next alarm after one that was deferred

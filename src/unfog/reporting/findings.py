@@ -18,11 +18,11 @@ from unfog.safe_files import write_atomic
 
 Severity = Literal["fatal", "warning", "hint", "fine"]
 
+# Severities, worst first, with terminal styles: training is pointless; it will suffer; worth a thought; fine.
 _SEVERITIES: dict[Severity, str] = {"fatal": "bold red", "warning": "yellow", "hint": "", "fine": ""}
-"""Severities, worst first, with terminal styles: training is pointless; it will suffer; worth a thought; fine."""
 
+# Whether it applies, severity, addition to the evidence, and remedy.
 Case = tuple[bool, Severity, str, str]
-"""Whether it applies, severity, addition to the evidence, and remedy."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,10 +24,10 @@ Row = dict[str, Any]
 
 SESSION_STARTS = ("started", "resumed")
 SESSION_ENDS = ("finished", "stopped", "failed")
+# Kinds of events.
 LENGTH_EVENT = "length"  # the run was planned anew, for its time budget
-"""Kinds of events."""
+# Last heartbeats of a resume that failed before training; they say nothing about the session before.
 UNBEGUN = ("failed: RequestError", "failed: Interrupted", "interrupted")
-"""Last heartbeats of a resume that failed before training; they say nothing about the session before."""
 
 LARGEST = 1e100  # beyond it a number is a mistake, and an axis would overflow
 _LARGEST_RECORD = 2**30  # bytes; a million lines have fewer

@@ -42,8 +42,9 @@ _STEPS = 2
 _MAX_STEPS = 16  # fp16's loss scale begins at 2^16 and halves where it is too large: after 16 steps it is 1
 _SAMPLES = 4
 _EXPORT_TOLERANCE = 1e-4  # of the largest output: what rounding may change between our network and diffusers'
+# Activity of the heartbeat -> part of the dry run.
 _PART_OF_ACTIVITY = {"preview": "preview", "drawing": "preview", "evaluation": "evaluation", "saving": "checkpoint"}
-"""Activity of the heartbeat -> part of the dry run."""
+# Part -> consequence of its failure for the run.
 _CONSEQUENCES = {
     **dict.fromkeys(("training", "preview", "evaluation", "checkpoint"), "the run would fail with it as well"),
     "report": "the run would be trained and saved, but end with this error",
@@ -52,7 +53,6 @@ _CONSEQUENCES = {
     "sample": "the run itself may end well, but `unfog sample RUN` would fail",
     "export": "the run itself may end well, but it could not be exported to diffusers",
 }
-"""Part -> consequence of its failure for the run."""
 
 
 def dry_run(

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from unfog.diffusion.objective import Loss
 
+# Bands of the pyramid, each at half the resolution of the one before. Coarser ones are left to the plain error.
 _BANDS = 3
-"""Bands of the pyramid, each at half the resolution of the one before. Coarser ones are left to the plain error."""
 
 
 @dataclass(frozen=True)

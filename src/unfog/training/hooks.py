@@ -14,10 +14,10 @@ from unfog.training.learning_rate import Plan
 from unfog.training.nan_debug import NanReport
 from unfog.training.state import TrainState
 
+# Pixels uint8 [B, C, H, W] -> (images float32 [B, C, H, W] in [-1, 1], augmentation parameters [B, 9] or None).
 Augmentation = Callable[[Tensor], tuple[Tensor, Tensor | None]]
-"""Pixels uint8 [B, C, H, W] -> (images float32 [B, C, H, W] in [-1, 1], augmentation parameters [B, 9] or None)."""
+# (network, images float [B, C, H, W] in [-1, 1], label int64 [B] or None, augmentation [B, 9] or None) -> loss.
 LossFunction = Callable[[nn.Module, Tensor, Tensor | None, Tensor | None], Loss]
-"""(network, images float [B, C, H, W] in [-1, 1], label int64 [B] or None, augmentation [B, 9] or None) -> loss."""
 
 
 class _Batch(Protocol):

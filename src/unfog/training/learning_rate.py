@@ -9,10 +9,10 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from unfog.training.settings import Muon, Optimizer, OptimizerKind
 
+# Batch size at which the networks' `reference_lr` was measured.
 REFERENCE_BATCH = 64
-"""Batch size at which the networks' `reference_lr` was measured."""
+# Factor on the default learning rate when training starts from trained weights: more would undo what they know.
 FINE_TUNING_FACTOR = 0.3
-"""Factor on the default learning rate when training starts from trained weights: more would undo what they know."""
 
 
 class _NetworkTraits(Protocol):

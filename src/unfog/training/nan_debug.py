@@ -16,8 +16,8 @@ from unfog.training.state import TrainState
 _MAX_IMAGES = 8  # that are named
 _MAX_BACKWARDS = 64  # images of a pass whose gradients are taken one by one
 
+# (first position, count) -> loss of that micro-batch with its graph, as in training.
 Forward = Callable[[int, int], Loss]
-"""(first position, count) -> loss of that micro-batch with its graph, as in training."""
 
 
 class NanReport(NamedTuple):

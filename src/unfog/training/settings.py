@@ -237,8 +237,8 @@ EmaSchedule = PowerEma | FixedEma
 EMA_SCHEDULES = (PowerEma, FixedEma)
 
 
+# Beyond so many snapshots every other one is removed.
 MAX_EMA_SNAPSHOTS = 48
-"""Beyond so many snapshots every other one is removed."""
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,11 @@ Indices = NDArray[np.int64]
 Hashes = NDArray[np.uint64]
 Progress = Callable[[int, int], None]
 
+# Largest number of names in the facts of a finding.
 MOST_NAMES = 2000
-"""Largest number of names in the facts of a finding."""
 
+# Standard deviation, of 255, below which an image is blank and cannot be compared.
 BLANK_DEVIATION = 2.0
-"""Standard deviation, of 255, below which an image is blank and cannot be compared."""
 
 _SIDE = 16  # of a thumbnail, in pixels, at most
 _SMALL_SIDE = 8  # of the thumbnail that is kept of each image

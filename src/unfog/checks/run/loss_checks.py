@@ -19,15 +19,15 @@ from unfog.reporting.records import finite_number, json_values
 from unfog.reporting.report_charts import finite_column
 from unfog.training.settings import FixedEma, PowerEma
 
+# Images of each kind whose loss is measured.
 _MEASURED = 128
-"""Images of each kind whose loss is measured."""
 _LEVELS = "noise level: clean 0 to noisy 1"
+# Standard errors from which on a difference is not the luck of the draw.
 _CERTAIN = 3.0
-"""Standard errors from which on a difference is not the luck of the draw."""
+# Share by which the average may lose more than the weights as trained.
 _BEHIND = 0.03
-"""Share by which the average may lose more than the weights as trained."""
+# Share by which unseen images may lose more than seen ones, and that loss may have risen since its lowest.
 _GAP, ROSE = 0.10, 0.02
-"""Share by which unseen images may lose more than seen ones, and that loss may have risen since its lowest."""
 
 
 class LossImages(NamedTuple):

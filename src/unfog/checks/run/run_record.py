@@ -25,15 +25,15 @@ from unfog.reporting.report_charts import finite_column
 from unfog.safe_files import read_file
 from unfog.training.checkpoints.format import BrokenCheckpoint, CheckpointInfo, list_checkpoints
 
+# Settings whose change makes a run forget its roll-backs, as `events.jsonl` names them (`settings_digests`).
 FRESH_START_SETTINGS = (
     *("optimizer.", "training.clip", "training.precision", "training.seed", "network.dropout", "label_dropout"),
     *("data.flip", "data.jitter", "data.crop", "data.background", "data.held_out", "images"),
     *("diffusion.weighting", "diffusion.adaptive", "ema:", "ema."),  # not ema_snapshots, which change no step
 )
-"""Settings whose change makes a run forget its roll-backs, as `events.jsonl` names them (`settings_digests`)."""
 _LARGEST_REPORT = 2**30  # bytes of data.json, which names every file
+# Times that a rate is below the usual one, from which on another cause is likelier.
 _FAR_BELOW = 5.0
-"""Times that a rate is below the usual one, from which on another cause is likelier."""
 
 
 @dataclass(frozen=True, eq=False)

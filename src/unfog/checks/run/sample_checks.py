@@ -12,20 +12,20 @@ from unfog.reporting.charts import Floats
 from unfog.reporting.findings import Figure, Finding, Severity
 from unfog.reporting.image_grids import Pixels, grid
 
+# Standard errors from which on a difference is not the luck of the draw; some ten of them are looked at.
 _CERTAIN = 4.0
-"""Standard errors from which on a difference is not the luck of the draw; some ten of them are looked at."""
+# Levels of 255 by which a channel, or all of them, may be off before it is a defect rather than a detail.
 _TINTED, _DARK = 8.0, 20.0
-"""Levels of 255 by which a channel, or all of them, may be off before it is a defect rather than a detail."""
+# Of those, what is worth a word.
 _NOTICED = 0.4
-"""Of those, what is worth a word."""
+# Energy between neighbouring pixels over that of the data: noise is left, or nothing is drawn out.
 _NOISY, _SMOOTH = 2.5, 0.2
-"""Energy between neighbouring pixels over that of the data: noise is left, or nothing is drawn out."""
+# Such energy, of ten levels, hardly shows; it is added to both, so that flat pictures have a ratio as well.
 _FAINT = 100.0
-"""Such energy, of ten levels, hardly shows; it is added to both, so that flat pictures have a ratio as well."""
+# Standard deviation in levels below which a picture shows nothing.
 _BLANK = 2.0
-"""Standard deviation in levels below which a picture shows nothing."""
+# Share of pixels at 0 or 255 beyond that of the data.
 _CLIPPED = 0.10
-"""Share of pixels at 0 or 255 beyond that of the data."""
 _LONGER = "train longer, or double the sampling steps: unfog sample --steps 40"
 _NAMES = {1: ("grey",), 3: ("red", "green", "blue")}
 _Labelled = tuple[Pixels, NDArray[np.int64] | None]

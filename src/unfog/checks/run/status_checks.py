@@ -21,23 +21,23 @@ from unfog.text import without_secrets
 from unfog.training.statistics import batch_advice
 from unfog.training.statistics import noise_scale as ratio_of_means
 
+# A batch so many times smaller or larger than the gradient noise scale is worth a word.
 _UNLIKE = 8.0
-"""A batch so many times smaller or larger than the gradient noise scale is worth a word."""
 
+# Words of errors about a full disk; "disk" alone could be part of a path.
 _FULL = ("disk is full", "No space left", "uota exceeded", "has no room")
-"""Words of errors about a full disk; "disk" alone could be part of a path."""
+# Shares of the time spent waiting for data from which on it is worth a word, and a warning.
 _WAITS, _STARVES = 0.05, 0.10
-"""Shares of the time spent waiting for data from which on it is worth a word, and a warning."""
+# The same for previews, evaluations and checkpoints.
 _A_LOT, _MOST = 0.25, 0.50
-"""The same for previews, evaluations and checkpoints."""
+# Seconds of them that are worth a warning.
 _A_WHILE = 20.0
-"""Seconds of them that are worth a warning."""
+# Share that one of these should cost.
 _AIM = 0.05
-"""Share that one of these should cost."""
+# Speed of the last third of a run over that of the first, below which it has slowed down.
 _SLOWER = 0.7
-"""Speed of the last third of a run over that of the first, below which it has slowed down."""
+# Lines of metrics that a trend needs.
 _FEW = 9
-"""Lines of metrics that a trend needs."""
 
 
 def check_progress(record: RunRecord, usual_lr: float | None) -> list[Finding]:

@@ -18,18 +18,18 @@ from unfog.reporting.records import Row, finite_number
 from unfog.reporting.report_charts import smoothed
 from unfog.text import without_secrets
 
+# Lines of metrics without which a trend is none.
 _FEW = 6
-"""Lines of metrics without which a trend is none."""
+# Fall of the loss for twice the images, as a share, that makes going on worth it.
 _IMPROVES = 0.03
-"""Fall of the loss for twice the images, as a share, that makes going on worth it."""
+# The same that a run has early on, or for ever with far too low a rate.
 _STEEP = 0.10
-"""The same that a run has early on, or for ever with far too low a rate."""
+# Share of what answering 0 loses that a network is soon below.
 _UNLEARNED = 0.95
-"""Share of what answering 0 loses that a network is soon below."""
+# Times the usual rate beyond which it may be why; DDPM's 2e-4 is 1/15 of it for a small network, slow and sound.
 _HIGH, _LOW, _FAR_TOO_LOW = 5.0, 1 / 8, 1 / 30
-"""Times the usual rate beyond which it may be why; DDPM's 2e-4 is 1/15 of it for a small network, slow and sound."""
+# Steps after which something must have been learned.
 _SOON = 100
-"""Steps after which something must have been learned."""
 
 
 def check_trends(

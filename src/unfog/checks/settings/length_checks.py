@@ -13,8 +13,8 @@ from unfog.data.dataset import Dataset
 from unfog.reporting.findings import Figure, Finding
 from unfog.reporting.progress import format_duration, format_number
 
+# Epochs after which a small set is memorized; DDPM's CIFAR-10, 50,000 images with dropout, had 2,048.
 _MANY_EPOCHS = 2000
-"""Epochs after which a small set is memorized; DDPM's CIFAR-10, 50,000 images with dropout, had 2,048."""
 _SMALL_SET = 10_000
 _COMMON_BATCH = 64  # of the table of common lengths, which tells steps only
 
@@ -44,6 +44,7 @@ PUBLISHED_RUNS = (
     _Published("LSUN bedrooms, 114M parameters", 256, 3_033_042, 2.4e6 * 64, "FID 6.4", "Ho et al. 2020, appendix B"),
     _Published("ImageNet, 675M parameters, latent", 256, 1_281_167, 7e6 * 256, "FID 2.3", "Peebles and Xie 2023"),
 )
+# A table common in tutorials: dataset, resolution, images, steps of 64 images, time.
 COMMON_LENGTHS = (
     ("10,000 images", 64, 10_000, 200_000, "1 day on a V100"),
     ("50,000 images", 64, 50_000, 500_000, "3 to 5 days"),
@@ -52,16 +53,15 @@ COMMON_LENGTHS = (
     ("CIFAR-10", 32, 50_000, 500_000, ""),
     ("ImageNet", 256, 1_281_167, 1_000_000, ""),
 )
-"""A table common in tutorials: dataset, resolution, images, steps of 64 images, time."""
 
 Range = tuple[float, float]
+# Images seen, from one kind of thing before one kind of background to everything there is, at sides up to 40, up to 96
+# and beyond: from PUBLISHED_RUNS, the upper ends of "recognisable" by proportion to the side, and for lack of better.
 MILESTONES: dict[str, tuple[Range, Range, Range]] = {
     "recognisable": ((5e4, 1e6), (5e4, 2e6), (5e4, 8e6)),
     "good": ((1e6, 3e7), (1e7, 6.4e7), (3e7, 1.5e8)),
     "saturated": ((1e8, 2e8), (2e8, 2.5e9), (5e8, 1.8e9)),
 }
-"""Images seen, from one kind of thing before one kind of background to everything there is, at sides up to 40, up to 96
-and beyond: from PUBLISHED_RUNS, the upper ends of "recognisable" by proportion to the side, and for lack of better."""
 
 
 def _milestones(side: int) -> dict[str, Range]:

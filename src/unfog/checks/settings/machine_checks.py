@@ -19,12 +19,12 @@ from unfog.training.precision import DTYPES
 
 _SIDE = {"cpu": 384, "cuda": 2048, "mps": 1024}  # of the matrices that are multiplied: about a millisecond in fp32
 _ROUNDS = 5
+# Times fp32 that a half precision may take before it is called slow; on a busy machine clocks are a little off.
 _SLOWER = 1.25
-"""Times fp32 that a half precision may take before it is called slow; on a busy machine clocks are a little off."""
+# Share of the time that previews and evaluation may take.
 _MOST_ASIDE = 0.2
-"""Share of the time that previews and evaluation may take."""
+# Steps below which that share is only mentioned, as it is over soon.
 _SHORT_RUN = 500
-"""Steps below which that share is only mentioned, as it is over soon."""
 
 
 def check_machine(

@@ -34,20 +34,20 @@ from unfog.training.out_of_memory import microbatch_size
 from unfog.training.state import TrainState
 
 _IMAGES = 8
+# Loss, over that of an answer which looks at each pixel alone, at which the images count as learned.
 LEARNED = 0.25
-"""Loss, over that of an answer which looks at each pixel alone, at which the images count as learned."""
+# Share of the loss of answering 0 beyond which no answer need go: the noise is nearly all there is to be seen at noisy
+# levels, so that repeating the input answers the eps target to a hundred thousandth.
 _LEAST = 0.01
-"""Share of the loss of answering 0 beyond which no answer need go: the noise is nearly all there is to be seen at noisy
-levels, so that repeating the input answers the eps target to a hundred thousandth."""
+# Loss over that of the first step, above which nothing is learned after so many steps. Measured over targets and
+# schedules: up to 0.66 after 100 steps at a learning rate of 2e-4, up to 0.54 after 30 at the usual one, and 1 where no
+# gradient arrives.
 STUCK, _STUCK_AFTER = 0.95, 100
-"""Loss over that of the first step, above which nothing is learned after so many steps. Measured over targets and
-schedules: up to 0.66 after 100 steps at a learning rate of 2e-4, up to 0.54 after 30 at the usual one, and 1 where no
-gradient arrives."""
+# The same for weights that do not move at all, which shows at once.
 _FROZEN, _FROZEN_AFTER = 0.999, 20
-"""The same for weights that do not move at all, which shows at once."""
 _MOST_STEPS = 600
+# Relative change of the answers when an input is exchanged, below which the network does not look at it.
 _HEEDED = 1e-6
-"""Relative change of the answers when an input is exchanged, below which the network does not look at it."""
 
 _ToImages = Callable[[Tensor], Tensor]
 

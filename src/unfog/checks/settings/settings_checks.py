@@ -26,15 +26,15 @@ from unfog.models.network_settings import build_model
 from unfog.reporting.findings import Finding
 
 _IMAGES = 64  # images
+# Signal at the noisiest level that goes unseen: Stable Diffusion's schedule ends at 0.068, DDPM's at 0.006.
 _MOST_SIGNAL = 0.07
-"""Signal at the noisiest level that goes unseen: Stable Diffusion's schedule ends at 0.068, DDPM's at 0.006."""
 _HOPELESS_SIGNAL = 0.5
+# Root mean square of what a network is shown; VP and flow stay below 1, EDM on the VE path reaches 80 unscaled.
 _LOUDEST = 3.0
-"""Root mean square of what a network is shown; VP and flow stay below 1, EDM on the VE path reaches 80 unscaled."""
 _FEW_STEPS, _FEW_DDPM_STEPS = 5, 50
 _FEW_HELD_OUT = 16
+# Images, of fewer of which none is held out.
 _ENOUGH_TO_HOLD_OUT = 100
-"""Images, of fewer of which none is held out."""
 
 
 def check_settings(

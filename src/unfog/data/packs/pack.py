@@ -38,8 +38,8 @@ from unfog.text import sanitize
 
 MANIFEST, JOURNAL = "pack.json", "journal.jsonl"
 FORMAT = 1
+# Settings that the content of a pack depends on; the others act on its images.
 PACK_SETTINGS = ("size", "channels", "background", "labels", "held_out")
-"""Settings that the content of a pack depends on; the others act on its images."""
 
 _LARGEST_MANIFEST = 2**28
 _LONGEST_HEADER = 2**16

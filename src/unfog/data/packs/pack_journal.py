@@ -26,8 +26,8 @@ LARGEST_JOURNAL = 2**30  # bytes
 _CREATED_FIRST = frozenset(["pixels.u8", FACTS_FILE])  # they may exist, empty, before the journal does
 _ARRAYS = ("labels.npy", "treatment.npy", "sides.npy", "grey.npy", "names.npy", "names.bin", "chunks.json")
 _PARTIAL = frozenset(f"{name}.partial" for name in (JOURNAL, MANIFEST, *_CREATED_FIRST, *_ARRAYS))
+# Every file that an unfinished pack may have.
 FILES = frozenset([JOURNAL, *_ARRAYS]) | _CREATED_FIRST | _PARTIAL
-"""Every file that an unfinished pack may have."""
 
 
 class BusyError(RequestError):

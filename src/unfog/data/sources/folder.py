@@ -20,8 +20,8 @@ from unfog.errors import RequestError
 from unfog.text import sanitize
 
 _SKIPPED_FOLDERS = frozenset(["__MACOSX", "@eaDir", "$RECYCLE.BIN"])
+# Number of files of which `files_digest` reads a sample, and bytes at the beginning, middle and end of each.
 _SAMPLED_FILES, _SAMPLED_BYTES = 256, 64
-"""Number of files of which `files_digest` reads a sample, and bytes at the beginning, middle and end of each."""
 
 
 class FolderSource(Source):

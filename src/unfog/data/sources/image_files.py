@@ -17,6 +17,7 @@ from PIL import Image, JpegImagePlugin, UnidentifiedImageError, _imaging
 
 from unfog.data.sources.base import ImageError, TransientImageError
 
+# Suffixes of image files. The content decides how a file is read, so a misnamed one works.
 SUFFIXES = frozenset(
     f".{kind}"
     for kind in (
@@ -24,7 +25,6 @@ SUFFIXES = frozenset(
         *("heic", "heif", "jp2", "j2k", "ppm", "pgm", "pbm", "pnm", "tga", "ico"),
     )
 )
-"""Suffixes of image files. The content decides how a file is read, so a misnamed one works."""
 # HEIC needs a plugin of the user's; it is listed so that it is reported as skipped rather than ignored.
 
 MAX_FILE_BYTES = 512 * 2**20  # of an image in an archive; a larger one is skipped
@@ -43,8 +43,8 @@ _START_OF_SCAN, _END_OF_JPEG, _PROGRESSIVE = b"\xda", b"\xd9", (b"\xc2", b"\xca"
 # write about ten, and libtiff decodes at most a hundred.
 _MAX_SCANS = 100
 _PNG_TEXTS = frozenset([b"tEXt", b"zTXt", b"iTXt"])
+# Part of Pillow's message for a PNG with a text over a megabyte unpacked, or texts over 64 in all.
 TEXT_TOO_LARGE = "MAX_TEXT_"
-"""Part of Pillow's message for a PNG with a text over a megabyte unpacked, or texts over 64 in all."""
 
 # Errors of the system that another attempt would meet again.
 _PERMANENT_ERRORS = frozenset(
@@ -54,8 +54,8 @@ _PERMANENT_ERRORS = frozenset(
 
 GONE = "no longer there"
 CHANGED = "in an archive that was changed meanwhile"
+# Reasons for an image whose file or archive has changed since the source was opened.
 ARCHIVE_GONE = f"in an archive {GONE}"
-"""Reasons for an image whose file or archive has changed since the source was opened."""
 NO_PARTS = "on a server that serves no parts of a file (no Range requests)"
 
 

@@ -23,8 +23,8 @@ _FILE_COLUMNS = (
     *("file_name", "filename", "file", "filepath", "file_path", "path"),
     *("image", "image_name", "image_path", "img", "name", "id"),
 )
+# Names of the two columns, in lower case; the first one that a table has counts.
 _LABEL_COLUMNS = ("label", "class", "category", "cls", "class_name", "label_name", "target", "class_id", "label_id")
-"""Names of the two columns, in lower case; the first one that a table has counts."""
 _SHARD = re.compile(r"\.tar/", re.IGNORECASE)
 _WHOLE_NUMBER = re.compile(r"-?[0-9]{1,18}")
 

@@ -18,8 +18,8 @@ from unfog.data.sources.label_tables import match_rows, read_table, sort_labels,
 from unfog.errors import RequestError
 from unfog.text import sanitize
 
+# Folder names that are splits of a data set rather than classes.
 SPLITS = frozenset(["train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval"])
-"""Folder names that are splits of a data set rather than classes."""
 
 # Tables at the top of a source that labels = auto looks for; metadata.csv is Hugging Face's convention.
 _AUTO_TABLES = tuple(f"{name}{suffix}" for name in ("metadata", "labels") for suffix in TABLES)

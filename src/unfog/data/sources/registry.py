@@ -19,6 +19,7 @@ from unfog.data.sources.image_files import os_error_reason
 from unfog.errors import RequestError, install_command
 from unfog.text import sanitize, without_secrets
 
+# MODULE:CLASS of each source, in the order in which they are asked.
 BUILT_IN = (
     "unfog.data.sources.builtin_fashion:FashionSource",
     "unfog.data.packs.pack:PackSource",
@@ -29,18 +30,17 @@ BUILT_IN = (
     "unfog.data.sources.stored_images:StoredImages",
     "unfog.data.sources.folder:FolderSource",  # last, as it matches every folder
 )
-"""MODULE:CLASS of each source, in the order in which they are asked."""
 
+# Beginning of a SOURCE that names a class to import: python:MODULE:CLASS, or python:MODULE:CLASS:ARGUMENT.
 PYTHON = "python:"
-"""Beginning of a SOURCE that names a class to import: python:MODULE:CLASS, or python:MODULE:CLASS:ARGUMENT."""
 
+# URL protocol -> the package that fsspec reads it with.
 _PACKAGES = {
     **dict.fromkeys(("s3", "s3a"), "s3fs"),
     **dict.fromkeys(("http", "https"), "aiohttp"),
     **dict.fromkeys(("gs", "gcs"), "gcsfs"),
     **dict.fromkeys(("az", "abfs"), "adlfs"),
 }
-"""URL protocol -> the package that fsspec reads it with."""
 
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".gz", ".7z", ".rar")
 _MAX_SHARDS = 1_000_000

@@ -23,8 +23,8 @@ from unfog.errors import RequestError
 from unfog.safe_files import write_atomic
 from unfog.text import sanitize
 
+# An image: position and size of its file, number of its shard, where its name begins, and index of its label or -1.
 ROW_DTYPE = np.dtype([("start", "<i8"), ("size", "<i8"), ("name", "<i8"), ("label", "<i4"), ("shard", "<i4")])
-"""An image: position and size of its file, number of its shard, where its name begins, and index of its label or -1."""
 
 # Bytes read at once while looking for headers: few locally, where a read costs nothing; more where each read waits for
 # a network, so that many small members are skipped in one.

@@ -110,8 +110,8 @@ class BrokenCheckpoint(NamedTuple):
         return f"checkpoint {self.folder.name} is broken and is passed over: {self.reason}"
 
 
+# What `read_manifest` raises.
 _INVALID = (OSError, ValueError, KeyError, TypeError, ArithmeticError, AttributeError, RecursionError)
-"""What `read_manifest` raises."""
 
 
 def best_of(saved: list[CheckpointInfo]) -> CheckpointInfo | None:

@@ -24,8 +24,8 @@ from unfog.training.checkpoints.format import SHARDING
 from unfog.training.sharded_tensors import first_local_row, is_sharded, to_local
 from unfog.training.state import HELD_OUT_LOSS, TrainState, best_metric
 
+# Bytes and sha256 of a file, as in the manifest.
 FileEntry = dict[str, Any]
-"""Bytes and sha256 of a file, as in the manifest."""
 
 
 class Snapshot(NamedTuple):

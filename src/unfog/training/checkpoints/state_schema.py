@@ -11,8 +11,8 @@ from typing import Any
 
 from unfog.training.learning_rate import Length
 
+# Raises ValueError unless the value at a path, such as guard.recent[3], is as it should be.
 Rule = Callable[[str, Any], None]
-"""Raises ValueError unless the value at a path, such as guard.recent[3], is as it should be."""
 
 _HOOKS = ("evaluate", "log", "averages", "preview", "save", "keep the best")
 _LARGEST = 2**53

@@ -27,10 +27,10 @@ from unfog.training.state import TrainState
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+# By file (model, ema, optimizer), then by name, as returned by `TrainState.tensors`.
 Tensors = Mapping[str, Mapping[str, Tensor]]
-"""By file (model, ema, optimizer), then by name, as returned by `TrainState.tensors`."""
+# Shapes and dtypes of such tensors.
 Shapes = Mapping[str, Mapping[str, tuple[list[int], str]]]
-"""Shapes and dtypes of such tensors."""
 
 
 class ShardedState:

@@ -18,8 +18,8 @@ from torch.distributed.distributed_c10d import Store
 
 from unfog.errors import RunError
 
+# (job, rank, ranks) -> the part of the job that this rank computes, an array of numbers.
 Part = Callable[[dict[str, Any], int, int], NDArray[Any]]
-"""(job, rank, ranks) -> the part of the job that this rank computes, an array of numbers."""
 _PIECE = 2**22  # bytes; the store refuses values above 8 MiB
 _POLL_SECONDS = 0.005
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+# Phases of a step, in order. None of them takes long, other than by waiting for other ranks.
 STEP = ("data", "forward", "backward", "agreeing")
-"""Phases of a step, in order. None of them takes long, other than by waiting for other ranks."""
 
 
 class _Heartbeat(NamedTuple):
