@@ -25,7 +25,7 @@ BASE = {
 }
 LEAVES = {"data", "diffusion", "models", "evaluation", "reporting"}
 # Each of these may import those before it, and all leaves, training and export.
-STOREYS = ("config", "process", "pipeline", "planning", "inference", "checks", "runs", "commands", "cli")
+STOREYS = ("config", "process", "pipeline", "planning", "inference", "checks", "runs", "commands", "cli", "serve")
 BELOW = LEAVES | {"training", "export"}
 ALLOWED = {
     **{leaf: {leaf} for leaf in LEAVES},
@@ -33,8 +33,8 @@ ALLOWED = {
     "training": {"training", "diffusion"},
     "export": {"export", "models"},
     **{storey: BELOW | set(STOREYS[: i + 1]) for i, storey in enumerate(STOREYS)},
-    "__init__": BELOW | set(STOREYS) - {"cli"} | {"from_python"},
-    "from_python": BELOW | set(STOREYS) - {"cli"},
+    "__init__": BELOW | set(STOREYS) - {"cli", "serve"} | {"from_python"},
+    "from_python": BELOW | set(STOREYS) - {"cli", "serve"},
     "__main__": {"cli"},
 }
 # Folders inside a layer: which of the layer's other folders each may import ("" is the layer's own modules).

@@ -31,6 +31,8 @@ T = TypeVar("T")
 PREFIX = "custom:path="
 _NAMED = re.compile(r"(?:custom:path=|python:)([\w.]+(?::\w+)?)")
 
+_CODE = re.compile(r"\b(?:custom|given|python)\s*:")
+
 # Section ("network", "weighting", "sampler", ...) -> name -> default instance of a settings class, or a function.
 REGISTERED: defaultdict[str, dict[str, Any]] = defaultdict(dict)
 
@@ -64,6 +66,11 @@ def is_own_choice(annotation: Any, value: object) -> bool:
     """Return True if an open Literal takes this text besides its members."""
     section = _open_literals.get(annotation)
     return section is not None and isinstance(value, str) and (value in REGISTERED[section] or value.startswith(PREFIX))
+
+
+def names_code(text: str) -> bool:
+    """Return True if a spec string or SOURCE may name Python code."""
+    return _CODE.search(text) is not None
 
 
 def give_consent(text: str) -> None:

@@ -27,6 +27,7 @@ usage: unfog COMMAND …
   export RUN OUT   write the network for other programs: diffusers, safetensors, onnx, pt2
   runs [FOLDER]    list runs: state, step, best metric, disk space, age
   watch RUN        show live charts of a run in the terminal
+  serve [FOLDER]   show all runs on a page in the browser: live charts, samples, buttons, drawing
 
   doctor SOURCE    check images, settings and machine before a run
   doctor RUN       find what went wrong in a run, and a remedy
@@ -59,13 +60,16 @@ _SAVES_NOTHING = (
     "tune",
     "export",
     "cache",
+    "serve",
 )  # a signal leaves nothing to continue from
 _MODULES = {
     "train-autoencoder": "train",
     "resume": "train",
     "report": "evaluate",
     "export": "sample",
+    "serve": "command",
 }  # else the name of the command
+_LAYERS = {"completion": "cli", "serve": "serve"}  # completion is about the command line itself
 _MAX_MESSAGE = 1000  # characters
 
 
@@ -156,7 +160,7 @@ def _run(words: list[str]) -> int:
         raise RequestError(f"{quote(command)} is not a command{suggest(command, REQUESTS)} (see unfog --help)")
     request = with_old_defaults(words[0], read_request(command, rest))
     module = _MODULES.get(command, command.replace("-", "_"))
-    layer = "cli" if command == "completion" else "commands"  # completion is about the command line itself
+    layer = _LAYERS.get(command, "commands")
     status: int = import_module(f"unfog.{layer}.{module}").main(request)
     return status
 

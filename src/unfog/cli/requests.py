@@ -39,6 +39,7 @@ REQUESTS: dict[str, type] = {
     "export": ExportRequest,
     "runs": folder_requests.RunsRequest,
     "watch": folder_requests.WatchRequest,
+    "serve": folder_requests.ServeRequest,
     "doctor": requests.DoctorRequest,
     "plan": requests.PlanRequest,
     "find-lr": requests.FindLrRequest,

@@ -1,4 +1,4 @@
-"""Requests of the commands that list, show or clear folders: report, cache, runs and watch."""
+"""Requests of the commands that list, show or clear folders: report, cache, runs, watch and serve."""
 
 from __future__ import annotations
 
@@ -74,3 +74,30 @@ class WatchRequest:
     def __post_init__(self) -> None:
         if not 0.1 <= self.interval <= 3600:
             raise RequestError(f"interval = {self.interval:g} must be from 0.1 to 3600 seconds")
+
+
+@dataclass(frozen=True)
+class ServeRequest:
+    """Show the runs in RUNS on a page in the browser: live curves, samples, and buttons to stop, resume and start runs.
+
+      unfog serve                          the runs in runs/
+      unfog serve runs --source photos/    also to start runs on photos/
+
+    The address that it prints holds a secret: whoever has it can do on the page what you can. Only this machine is
+    served. From another one, forward the port: ssh -L 8642:localhost:8642 MACHINE
+    """
+
+    runs: Annotated[Positional[Path], tyro.conf.arg(metavar="RUNS")] = Path("runs")
+    """Folder that holds runs, or one run."""
+    port: int = 8642
+    """Port of the page. 0: a free one."""
+    host: str = "127.0.0.1"
+    """Address to listen on. Another than this machine's own makes the page reachable from outside, unencrypted."""
+    source: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SOURCE …")] = ()
+    """Images that runs may be started on, beside the built-in ones and those of the runs."""
+    browser: bool = True
+    """Open the page in the browser."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise RequestError(f"port = {self.port} must be from 0 to 65535")

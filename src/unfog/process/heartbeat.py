@@ -1,7 +1,8 @@
-"""Heartbeat of a run: a status file for monitoring, and two files that request a checkpoint or the end.
+"""Heartbeat of a run: a status file for monitoring, and files that request a checkpoint, a preview or the end.
 
-`RUN/heartbeat.json` holds the time, host, step and activity. `touch RUN/SAVE` requests a checkpoint, `touch RUN/STOP`
-the end. A thread handles both, so that they work while the main thread waits for a device or a disk.
+`RUN/heartbeat.json` holds the time, host, step and activity. `touch RUN/SAVE` requests a checkpoint, `touch
+RUN/PREVIEW` samples, `touch RUN/STOP` the end. A thread looks for them, also while the main thread waits for a device
+or a disk.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from unfog.process.signals import StopSignals
 from unfog.reporting.progress import say
 from unfog.safe_files import open_file, read_file, remove, write_atomic
 
-_HEARTBEAT_FILE, _SAVE_FILE, _STOP_FILE = "heartbeat.json", "SAVE", "STOP"
-_POLL_INTERVAL = 1.0  # seconds between two checks for SAVE and STOP
+# Names of the files that request something of a running run.
+Request = Literal["SAVE", "PREVIEW", "STOP"]
+_HEARTBEAT_FILE, _SAVE_FILE, _PREVIEW_FILE, _STOP_FILE = "heartbeat.json", "SAVE", "PREVIEW", "STOP"
+_POLL_INTERVAL = 1.0  # seconds between two checks for requests
 _MAX_MISSED = 3  # heartbeats that a live run may miss
 _MAX_INTERVAL = 600.0  # seconds between two heartbeats; a file that says more is forged
 _CLOCK_DIFFERENCE = 300.0  # seconds that the clocks of two machines may differ
@@ -37,13 +40,14 @@ class Heartbeat:
         on_activity: called with each new activity.
         silent: nothing is written, as the folder is not a run yet.
         save_requested: RUN/SAVE exists and no checkpoint was started for it.
+        preview_requested: RUN/PREVIEW existed and no preview was generated for it.
         moved: the folder is no longer at its path.
     """
 
     def __init__(self, folder: Path, stop: StopSignals, interval: float = 5.0, silent: bool = False):
         self.step = self.steps = 0
         self.on_activity: Callable[[str], None] = lambda activity: None
-        self._activity, self.save_requested = "starting", False
+        self._activity, self.save_requested, self.preview_requested = "starting", False, False
         self.silent, self.moved = silent, False
         self._identity = folder_identity(folder)
         self._folder, self._stop, self._interval = folder, stop, interval
@@ -96,7 +100,7 @@ class Heartbeat:
             self._beat()
 
     def __enter__(self) -> Heartbeat:
-        for name in (_SAVE_FILE, _STOP_FILE):
+        for name in (_SAVE_FILE, _PREVIEW_FILE, _STOP_FILE):
             if self._take(name):
                 say(f"{self._folder / name} existed before this start and is ignored")
         self._beat()
@@ -115,6 +119,7 @@ class Heartbeat:
             with self._lock:
                 self.save_requested |= self._unserved(_SAVE_FILE) is not None
             self.moved = folder_identity(self._folder) != self._identity
+            self.preview_requested |= self._take(_PREVIEW_FILE)
             if self._take(_STOP_FILE):
                 self._stop.request("STOP file")
             if self.activity != self._written_activity or time.monotonic() - beaten >= self._interval:
@@ -163,6 +168,11 @@ class Heartbeat:
             with suppress(OSError), open_file(path, "r+b") as file:
                 file.write(data)
                 file.truncate()
+
+
+def write_request(folder: Path, name: Request) -> None:
+    """Request something of a running run. OSError if it cannot be written, or something else has that name."""
+    write_atomic(folder / name, b"", durable=False)
 
 
 def read_heartbeat(folder: Path) -> dict[str, Any] | None:

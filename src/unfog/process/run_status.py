@@ -52,10 +52,13 @@ class RunStatus:
     """Seconds since the run last wrote."""
 
     @classmethod
-    def read(cls, path: Path, metrics: Sequence[Row] | None = None) -> RunStatus:
-        """Read the status of a run folder. Whatever is missing or damaged is left out."""
+    def read(cls, path: Path, metrics: Sequence[Row] | None = None, events: Sequence[Row] | None = None) -> RunStatus:
+        """Read the status of a run folder. Whatever is missing or damaged is left out.
+
+        `metrics` and `events` are the last rows of its records, where they were read before.
+        """
         beat = read_heartbeat(path) or {}
-        events = _rows(read_events, path / "events.jsonl", _LAST_EVENTS)
+        events = _rows(read_events, path / "events.jsonl", _LAST_EVENTS) if events is None else events
         metrics = _rows(read_metrics, path / "metrics.jsonl", _LAST_METRICS) if metrics is None else metrics
         state, detail = run_state(drop_undone_events(events), beat)
         rows = [*metrics[-1:], beat] if state == "running" else [*metrics[-1:], *events[-1:], beat]
@@ -92,8 +95,14 @@ class RunStatus:
     def best_text(self) -> str:
         return "" if math.isnan(self.best) else f"{self.metric} {self.best:.4g}"
 
-    def as_json(self) -> dict[str, Any]:
-        """Return plain values, None for what is not recorded."""
+    @property
+    def higher_is_better(self) -> bool:
+        return self.metric in Evaluate.HIGHER
+
+    def as_json(self, bytes_on_disk: int | None = None) -> dict[str, Any]:
+        """Return plain values, None for what is not recorded. Sums the disk space, which looks at every file, unless
+        it is given.
+        """
         return {
             "run": str(self.path),
             "state": self.state,
@@ -104,7 +113,7 @@ class RunStatus:
             "metric": self.metric,
             "best": _or_null(self.best),
             "best_step": self.best_step,
-            "bytes": disk_bytes(self.path),
+            "bytes": disk_bytes(self.path) if bytes_on_disk is None else bytes_on_disk,
             "age_seconds": _or_null(self.age),
             "broken_checkpoints": [str(path) for path in broken_checkpoints(self.path)],
         }

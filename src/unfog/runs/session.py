@@ -320,8 +320,12 @@ class Session(StoppableHooks):
         heartbeat = self.context.heartbeat
         return heartbeat.save_requested or heartbeat.moved
 
+    def preview_requested(self) -> bool:
+        return self.context.heartbeat.preview_requested
+
     def preview(self, state: TrainState) -> None:
         started = time.perf_counter()
+        self.context.heartbeat.preview_requested = False  # a request that comes from now on is for another one
         with self._aside("preview"), self.context.heartbeat.during("preview"):
             grid = self.previews.preview()
         self.recorder.log_image(self.step, "samples", grid)

@@ -90,6 +90,10 @@ class TrainingHooks:
         """Return whether a checkpoint is wanted now, besides those at regular intervals."""
         return False
 
+    def preview_requested(self) -> bool:
+        """Return whether a preview is wanted now, besides those at regular intervals."""
+        return False
+
     def plan_due(self) -> bool:
         """Return whether `plan_length` is to be called after this step. Called every step, so it must be cheap."""
         return False

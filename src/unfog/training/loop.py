@@ -112,6 +112,8 @@ def train(
                     reason = _skip_step(training, state, hooks, result.norm_value, computer)
             if hooks.save_requested() and "save" not in state.due:
                 state.due.append("save")
+            if hooks.preview_requested() and "preview" not in state.due:
+                state.due.append("preview")
             hooks.on_step_end(step + 1)
             stopwatch.images += batch_size
     except Interrupted:

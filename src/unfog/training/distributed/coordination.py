@@ -36,6 +36,7 @@ class _RankStatus(NamedTuple):
     """Images of that micro-batch; 0 if there was only one."""
     stop: float
     save: float
+    preview: float
     plan: float
     microbatch: float
     """Images of a forward pass if memory did not suffice for more; else 0."""
@@ -92,7 +93,7 @@ class CoordinatedHooks(TrainingHooks):
 
     def __init__(self, hooks: TrainingHooks, world: World):
         self.hooks, self.world = hooks, world
-        self.stopping = self.saving = self.planning = False
+        self.stopping = self.saving = self.previewing = self.planning = False
 
     def all_reduce_step(
         self, settings: Training, state: TrainState, gradient: Gradient, norm: Tensor
@@ -102,7 +103,8 @@ class CoordinatedHooks(TrainingHooks):
         first, square = gradient.micro_batches[0], gradient.first_square
         counts = square is not None and first.first in self.world.batch_range(state.seen, settings.batch)
         hooks = self.hooks
-        numbers = [first.images if counts else 0, hooks.stop_requested(), hooks.save_requested(), hooks.plan_due()]
+        wanted = [hooks.stop_requested(), hooks.save_requested(), hooks.preview_requested(), hooks.plan_due()]
+        numbers = [first.images if counts else 0, *wanted]
         norms = torch.stack([norm, torch.zeros_like(norm) if square is None else square])
         rest = torch.tensor([*numbers, state.microbatch], dtype=norm.dtype)
         status = torch.cat([norms, to_device(rest, norm.device)])
@@ -111,7 +113,7 @@ class CoordinatedHooks(TrainingHooks):
         return [loss], statuses[0, 0] + 0 * statuses[:, 0].sum(), statuses
 
     def apply_statuses(self, values: Sequence[float], statuses: Tensor, state: TrainState) -> tuple[int, Tensor | None]:
-        """Adopt the decisions that follow from the statuses [size, 7], of which `values` are the numbers on the host.
+        """Adopt the decisions that follow from the statuses [size, 8], of which `values` are the numbers on the host.
 
         `state` gets the smallest micro-batch size of all ranks. Returns images of the first micro-batch and squared
         norm of its gradient, over the ranks that count.
@@ -119,7 +121,8 @@ class CoordinatedHooks(TrainingHooks):
         width = len(_RankStatus._fields)
         ranks = [_RankStatus(*values[i : i + width]) for i in range(0, len(values), width)]
         self.stopping = any(rank.stop for rank in ranks)
-        self.saving, self.planning = bool(ranks[0].save), bool(ranks[0].plan)
+        self.saving, self.previewing = bool(ranks[0].save), bool(ranks[0].preview)
+        self.planning = bool(ranks[0].plan)
         smallest = min((int(rank.microbatch) for rank in ranks if rank.microbatch), default=0)
         if smallest and smallest != state.microbatch:
             state.microbatch = smallest
@@ -180,6 +183,9 @@ class CoordinatedHooks(TrainingHooks):
 
     def save_requested(self) -> bool:
         return self.saving
+
+    def preview_requested(self) -> bool:
+        return self.previewing
 
     def plan_due(self) -> bool:
         return self.planning

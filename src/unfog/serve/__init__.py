@@ -1,0 +1,1 @@
+"""The web page of `unfog serve`: server, guard, data for its charts, and the buttons. The server imports no torch."""

@@ -1,0 +1,170 @@
+"""Guard of the server: one check of every request before any route, and the headers of every answer.
+
+The page has full power over runs, so no other page may reach it. A secret in the path keeps strangers out. Host is
+compared with a list, against DNS rebinding. Sec-Fetch-Site and Origin keep other sites out. Bodies have a limit, and no
+type that a plain form could send.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import Any
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+)
+_HEADERS = (
+    (b"content-security-policy", _POLICY.encode()),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+)
+_METHODS = ("GET", "HEAD", "POST")
+_LIMITS = {"application/json": 2**20, "image/png": 2**24}  # bytes of a body; no other type is accepted
+_BODY_SECONDS = 30.0  # for a body to arrive; a slow sender holds a connection no longer
+
+
+class Refused(Exception):
+    """A request that is not answered, with the status and the reason."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+class Guard:
+    """ASGI application that passes on what a page of this server sends, and refuses everything else.
+
+    Args:
+        app: the application behind it. Its paths begin after the secret.
+        secret: first part of every path.
+        hosts: accepted values of the Host header, with the port.
+    """
+
+    def __init__(self, app: App, secret: str, hosts: Iterable[str]) -> None:
+        self._app, self._secret = app, secret.encode()
+        self._hosts = frozenset(host.lower() for host in hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Check one request, then pass it on or refuse it."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":  # a websocket would need an Origin check of its own; there is none
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        headers = _Headers(scope["headers"])
+        try:
+            self._check_sender(scope, headers)
+            inner = {**scope, "path": self._path_after_secret(scope["path"]), "root_path": ""}
+            body = await _read_body(headers, receive) if scope["method"] == "POST" else b""
+        except Refused as error:
+            await _refuse(error, send)
+            return
+        await self._app(inner, _replay(body, receive), _with_headers(send))
+
+    def _check_sender(self, scope: Scope, headers: _Headers) -> None:
+        host = headers.only("host").lower()
+        if host not in self._hosts:
+            raise Refused(403, "this host name is not accepted; open the address that unfog serve has printed")
+        if scope["method"] not in _METHODS:
+            raise Refused(405, "this method is not accepted")
+        site = headers.only("sec-fetch-site", "none")
+        if site not in ("same-origin", "none"):
+            raise Refused(403, "other pages may not link here; paste the address into the address bar")
+        origin = headers.only("origin", f"http://{host}")
+        if origin.lower() != f"http://{host}":  # "null" of sandboxed frames is refused here too
+            raise Refused(403, "other sites may not send requests here")
+
+    def _path_after_secret(self, path: str) -> str:
+        first, slash, rest = path.removeprefix("/").partition("/")
+        if not (slash and hmac.compare_digest(first.encode("utf-8", "replace"), self._secret)):
+            raise Refused(404, "nothing is here; open the whole address that unfog serve has printed")
+        return "/" + rest
+
+
+class _Headers:
+    """Headers of a request. One that is sent twice is refused: server and guard might read different ones."""
+
+    def __init__(self, pairs: Iterable[tuple[bytes, bytes]]) -> None:
+        self._values: dict[str, list[str]] = {}
+        for name, value in pairs:
+            self._values.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1"))
+
+    def only(self, name: str, default: str = "") -> str:
+        """Return the value of a header. Refused if it is sent more than once."""
+        values = self._values.get(name, [default])
+        if len(values) > 1:
+            raise Refused(400, f"the header {name} is sent {len(values)} times")
+        return values[0].strip()
+
+
+async def _read_body(headers: _Headers, receive: Receive) -> bytes:
+    """Return the whole body of a POST. Refused if its type is not accepted, or if it is too large or too slow."""
+    kind = headers.only("content-type").partition(";")[0].strip().lower()
+    if kind not in _LIMITS:
+        raise Refused(415, f"the body must be {' or '.join(_LIMITS)}")
+    limit, length = _LIMITS[kind], headers.only("content-length", "0")
+    if not length.isdecimal() or len(length) > 12 or int(length) > limit:
+        raise Refused(413, f"the body is over {limit:,} bytes")
+    body = bytearray()
+    try:
+        async with asyncio.timeout(_BODY_SECONDS):
+            while True:
+                message = await receive()
+                if message["type"] != "http.request":
+                    raise Refused(400, "the sender has gone")
+                body += message.get("body", b"")
+                if len(body) > limit:  # chunked bodies announce no length
+                    raise Refused(413, f"the body is over {limit:,} bytes")
+                if not message.get("more_body", False):
+                    return bytes(body)
+    except TimeoutError:
+        raise Refused(408, f"the body took over {_BODY_SECONDS:.0f} seconds") from None
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that gives the body that was read, and then what the connection says."""
+    given = False
+
+    async def again() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return again
+
+
+def _with_headers(send: Send) -> Send:
+    async def send_with_headers(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = list(message.get("headers", ()))
+            if not any(name.lower() == b"cache-control" for name, _ in headers):
+                headers.append((b"cache-control", b"no-store"))
+            message = {**message, "headers": [*headers, *_HEADERS]}
+        await send(message)
+
+    return send_with_headers
+
+
+async def _refuse(error: Refused, send: Send) -> None:
+    body = json.dumps({"error": str(error)}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    answer = _with_headers(send)
+    # What is left of the body is not read, so the connection cannot be used again.
+    headers.append((b"connection", b"close"))
+    await answer({"type": "http.response.start", "status": error.status, "headers": headers})
+    await answer({"type": "http.response.body", "body": body})

@@ -1,0 +1,171 @@
+"""Everything about one run but its curves: settings, choices, previews, checkpoints, evaluations and findings."""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from unfog.config.schema import Config
+from unfog.config.toml import to_toml
+from unfog.reporting.event_texts import explain_event
+from unfog.reporting.records import SESSION_STARTS, Row, drop_undone_events, finite_number, json_values
+from unfog.safe_files import open_file
+from unfog.serve.metric_columns import parse_lines
+from unfog.serve.run_files import (
+    checkpoint_steps,
+    flatten,
+    numbered_files,
+    read_json,
+    read_settings,
+    stat_of,
+)
+from unfog.serve.runs import RunEntry
+from unfog.serve.steer import run_commands
+from unfog.text import sanitize, without_secrets
+
+_EVALUATIONS, _FINDINGS = 20, 200  # latest ones shown, at most
+_EVENT_BYTES, _MOST_EVENTS, _DATA_BYTES = 2**22, 5000, 2**20
+_DOCTOR_FOLDERS = 50  # that are looked into for the findings about a run
+# Beginnings of settings that are facts about the images rather than a person's choice.
+_RESOLVED = ("source", "fingerprint", "classes", "latents", "autoencoder.")
+
+
+def run_detail(run: RunEntry, result: Path | None = None) -> dict[str, Any]:
+    """Return what the page shows of a run. `result`: folder of the newest check of it that the page has started."""
+    settings, events = read_settings(run.path), drop_undone_events(run.events)
+    changed = {
+        name: [_defaults().get(name), value]
+        for name, value in settings.items()
+        if value != _defaults().get(name) and not name.startswith(_RESOLVED)
+    }
+    classes = settings.get("classes")
+    detail = {
+        "id": run.id,
+        "name": run.name,
+        "status": run.as_json(),
+        "settings": settings,
+        "changed": changed,
+        "choices": [_choice(row) for row in events if row.get("kind") == "choice"],
+        "columns": run.columns.names,
+        "rows": run.columns.rows,
+        "previews": list(run.previews),
+        "denoising": list(numbered_files(run.path, "denoising")),
+        "checkpoints": checkpoint_steps(run.path),
+        "best": run.status.best_step if run.status else None,
+        "ema": _ema(run.path, settings),
+        "classes": [sanitize(str(name)) for name in classes] if isinstance(classes, list) else [],
+        "evaluations": _evaluations(run.path),
+        "findings": _findings(run.path, result),
+        "data": _data(run.path),
+        "contact_sheet": stat_of(run.path / "contact-sheet.png") is not None,
+        "commands": run_commands(run.path),
+    }
+    return dict(json_values(detail))
+
+
+def new_events(run: RunEntry, start: int) -> dict[str, Any]:
+    """Return the events after a byte offset, with cause and remedy where they are known.
+
+    `reset`: events before them were undone by a resume, or the file is another one, so these are all there are.
+    """
+    rows, end = _event_rows(run.path, start)
+    reset = end < start or any(row.get("kind") in SESSION_STARTS for row in rows)
+    if reset and start:
+        rows, end = _event_rows(run.path, 0)
+    shown = [_event(row) for row in drop_undone_events(rows)[-_MOST_EVENTS:]]
+    return {"events": [row for row in shown if row], "offset": end, "reset": reset}
+
+
+def _event_rows(run: Path, start: int) -> tuple[list[Row], int]:
+    """Return the rows of events.jsonl from a byte offset on, and the offset after the last whole line."""
+    try:
+        with open_file(run / "events.jsonl", "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            first = max(start, size - _EVENT_BYTES)
+            data = os.pread(file.fileno(), max(0, size - first), first)
+    except OSError:
+        return [], 0
+    whole = data.rfind(b"\n") + 1
+    return parse_lines(data[:whole].split(b"\n"))[0], min(first, size) + whole
+
+
+def _event(row: Row) -> Row:
+    try:
+        plain: Row = json_values(row, str)
+        cause, remedy = explain_event(plain)
+    except RecursionError:  # lists in lists in lists
+        return {}
+    return {**plain, **({"cause": cause} if cause else {}), **({"remedy": remedy} if remedy else {})}
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    return flatten(tomllib.loads(to_toml(Config())))
+
+
+def _choice(row: Mapping[str, Any]) -> dict[str, str]:
+    texts = {name: without_secrets(str(row.get(name, "")))[:1000] for name in ("name", "value", "reason")}
+    return {"setting": texts["name"], "value": texts["value"], "reason": texts["reason"]}
+
+
+def _ema(run: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the steps of the EMA snapshots and the widths of their averages; None where an EMA cannot be rebuilt."""
+    steps = list(numbered_files(run, "averages", ".safetensors"))
+    width, second = settings.get("ema.width"), settings.get("ema_snapshots.second")
+    return {"snapshots": steps, "widths": [one for one in (width, second) if one]} if len(steps) > 1 else None
+
+
+def _evaluations(run: Path) -> list[dict[str, Any]]:
+    """Return the latest results of `unfog evaluate`, by step; damaged ones are left out."""
+    folder, found = run / "evaluations", []
+    names = sorted(_names(folder), key=lambda name: stat_of(folder / name) or (0, 0))
+    for name in [name for name in names if name.endswith(".json")][-_EVALUATIONS:]:
+        stored = read_json(folder / name, run)
+        if isinstance(stored, Mapping) and isinstance(stored.get("measured"), list):
+            kept = ("step", "verdict", "drawn", "measured", "copies", "seconds")
+            found.append({key: stored[key] for key in kept if key in stored})
+    return sorted(found, key=lambda one: finite_number(one.get("step")))
+
+
+def _findings(run: Path, result: Path | None) -> list[dict[str, Any]] | None:
+    """Return the findings of the doctor about a run, newest check; None if it was not checked."""
+    places = [result] if result is not None else []
+    # Where `unfog doctor RUN` writes by itself: doctor/ and the name of the run, with a number behind it.
+    beside = [Path("doctor") / name for name in _names(Path("doctor")) if name.startswith(run.name)]
+    beside.sort(key=lambda path: stat_of(path / "findings.json") or (0, 0), reverse=True)
+    for place in [*places, *beside[:_DOCTOR_FOLDERS]]:
+        stored = read_json(place / "findings.json", place)
+        if not isinstance(stored, Mapping) or not isinstance(stored.get("findings"), list):
+            continue
+        if place == result or stored.get("title") == f"Checks of {run}":
+            return [_finding(one) for one in stored["findings"][:_FINDINGS] if isinstance(one, Mapping)]
+    return None
+
+
+def _finding(one: Mapping[str, Any]) -> dict[str, Any]:
+    texts = {name: str(one.get(name, ""))[:4000] for name in ("code", "severity", "evidence", "remedy")}
+    return {"id": texts["code"], "severity": texts["severity"], "text": texts["evidence"], "remedy": texts["remedy"]}
+
+
+def _data(run: Path) -> dict[str, Any] | None:
+    """Return data.json without its list of files; None where there is none, or where it is very long."""
+    with suppress(OSError, ValueError, RecursionError), open_file(run / "data.json", "rb") as file:
+        # The list of files comes last, and may name ten million.
+        head, files, _ = file.read(_DATA_BYTES).partition(b',\n  "files": [')
+        stored = json.loads(head + b"}" if files else head)
+        if isinstance(stored, dict):
+            return stored
+    return None
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return [] if folder.is_symlink() else os.listdir(folder)
+    except OSError:
+        return []

@@ -1,0 +1,100 @@
+"""Files of a run folder as the page needs them: by numbers, with a limit on what is read, no link followed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tomllib
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from unfog.reporting.records import finite_number
+from unfog.safe_files import check_folder, read_file
+from unfog.text import without_secrets
+
+_LARGEST_JSON, _LARGEST_CONFIG = 2**22, 2**20  # bytes
+_MOST_CHECKPOINTS = 1000
+_UNREADABLE = (OSError, ValueError, RecursionError)
+
+
+def stat_of(path: Path) -> tuple[int, int] | None:
+    """Return time of the last change in ns and size of a file; None if it is missing."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size
+
+
+def numbered_files(run: Path, folder: str, suffix: str = ".png") -> tuple[int, ...]:
+    """Return the steps that files or folders of a run's folder are named by, in order. A linked folder has none."""
+    with suppress(OSError):
+        if check_folder(run / folder, run):
+            names = [name.removesuffix(suffix) for name in os.listdir(run / folder) if name.endswith(suffix)]
+            return tuple(sorted({int(name) for name in names if name.isascii() and name.isdecimal()}))
+    return ()
+
+
+def read_numbered(run: Path, folder: str, step: int, limit: int) -> bytes:
+    """Return the PNG file of a step. Its name is made here from a number. OSError if it is missing, or a link."""
+    return read_file(run / folder / f"{step:08d}.png", limit, run)
+
+
+def read_json(path: Path, run: Path) -> Any:
+    """Return the content of a JSON file in a run; None if it is missing, a link, too large or damaged."""
+    try:
+        return json.loads(read_file(path, _LARGEST_JSON, run))
+    except _UNREADABLE:
+        return None
+
+
+def checkpoint_steps(run: Path) -> list[int]:
+    """Return the steps of the checkpoints that are whole: their manifest is written last."""
+    steps = numbered_files(run, "checkpoints", "")[-_MOST_CHECKPOINTS:]
+    return [step for step in steps if stat_of(run / "checkpoints" / f"{step:08d}" / "manifest.json")]
+
+
+def saved_values(run: Path, metric: str) -> list[tuple[float, int]]:
+    """Return (value of the metric, step) of the checkpoints at which it was measured."""
+    found = []
+    for step in checkpoint_steps(run):
+        manifest = read_json(run / "checkpoints" / f"{step:08d}" / "manifest.json", run)
+        if isinstance(manifest, Mapping):
+            chosen_by = str(manifest.get("chosen_by", "held_out_loss")).partition(":")[0]
+            value = finite_number(manifest.get("value", manifest.get("held_out_loss")))
+            if chosen_by == metric and math.isfinite(value):
+                found.append((value, step))
+    return found
+
+
+def read_settings(run: Path) -> dict[str, Any]:
+    """Return the settings of config.toml by dotted name, without passwords of URLs; {} if it cannot be read."""
+    with suppress(RecursionError):
+        return flatten(_read_config(run))
+    return {}
+
+
+def read_source(run: Path) -> str:
+    """Return the source of a run, with its passwords; "" if it cannot be read."""
+    return str(_read_config(run).get("source", ""))
+
+
+def _read_config(run: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(read_file(run / "config.toml", _LARGEST_CONFIG, run).decode("utf-8-sig"))
+    except _UNREADABLE:
+        return {}
+
+
+def flatten(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Return the values of a nested table by dotted name."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            found |= flatten(value, f"{above}{key}.")
+        else:
+            found[f"{above}{key}"] = without_secrets(value) if isinstance(value, str) else value
+    return found

@@ -1,0 +1,212 @@
+"""The runs of a folder by number: their states, sizes of their records, and the numbers of their previews.
+
+A page names a run by a number from this list, and never by a path.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from unfog.process.heartbeat import read_heartbeat
+from unfog.process.run_status import RunStatus, disk_bytes, find_runs
+from unfog.reporting.records import Row, read_events, read_metrics
+from unfog.serve.metric_columns import MetricColumns
+from unfog.serve.run_files import numbered_files, saved_values, stat_of
+from unfog.serve.thinning import Thinner
+from unfog.text import sanitize
+
+_LAST_METRICS, _LAST_EVENTS = 2**16, 2**20  # bytes from the end of a record that give the state of a run
+_IDLE_TICKS = 5  # ticks between two looks at a run that does not run
+_RESCAN_SECONDS, _SIZE_SECONDS = 3.0, 60.0  # between two searches for runs, and two sums of the disk space of one
+_MOST_MEMORY = 2**29  # bytes of columns; those that were not used for longest go first
+_RECORDS = ("metrics.jsonl", "events.jsonl", "heartbeat.json", "config.toml")
+
+
+def number_of(text: str) -> int:
+    """Return a number for a name: the same in each session, so that an address of the page stays right."""
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()[:6])
+
+
+@dataclass
+class RunEntry:
+    """A run of the list, with what was read of it."""
+
+    id: int
+    path: Path
+    name: str
+    status: RunStatus | None = None
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Bytes of metrics.jsonl and events.jsonl."""
+    previews: tuple[int, ...] = ()
+    """Steps of the sample grids, in order."""
+    disk: int | None = None
+    columns: MetricColumns = field(init=False)
+    thinner: Thinner = field(init=False)
+    used: float = 0.0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while the columns are read."""
+    _stamp: tuple[object, ...] = ()
+    _events: tuple[object, list[Row]] = (None, [])
+    _samples: object = None
+    _summed: float = -math.inf
+
+    def __post_init__(self) -> None:
+        self.drop_columns()
+
+    def drop_columns(self) -> None:
+        """Free the memory of the columns; they are read again when they are asked for."""
+        self.columns = MetricColumns(self.path / "metrics.jsonl")
+        self.thinner = Thinner(self.columns)
+
+    def refresh(self) -> bool:
+        """Read what has changed. Return True if anything has."""
+        found = dict(zip(_RECORDS, map(stat_of, self._record_files())))
+        samples = stat_of(self.path / "samples")
+        # No file changes when a process is killed.
+        killed = self.running and not (read_heartbeat(self.path) or {}).get("alive")
+        stamp = (*found.values(), samples, killed)
+        if stamp == self._stamp:
+            return False
+        self._stamp = stamp
+        self.sizes = {name: (found[name] or (0, 0))[1] for name in _RECORDS[:2]}
+        if samples != self._samples:
+            self._samples, self.previews = samples, numbered_files(self.path, "samples")
+        if self._events[0] != found["events.jsonl"]:
+            self._events = found["events.jsonl"], _tail_of(read_events, self.path / "events.jsonl", _LAST_EVENTS)
+        metrics = _tail_of(read_metrics, self.path / "metrics.jsonl", _LAST_METRICS)
+        now = RunStatus.read(self.path, metrics, self._events[1])
+        self.status = self._with_best(now)
+        return True
+
+    def _with_best(self, now: RunStatus) -> RunStatus:
+        """Take a better value from before the tail that was read: the best so far, or that of a checkpoint."""
+        before = self.status
+        candidates = [(now.best, now.best_step)]
+        if before is not None and before.metric == now.metric and (before.best_step or 0) <= now.step:
+            candidates.append((before.best, before.best_step))
+        else:
+            candidates += saved_values(self.path, now.metric)
+        known = [one for one in candidates if math.isfinite(one[0])]
+        if not known:
+            return now
+        best, step = (max if now.higher_is_better else min)(known, key=lambda one: one[0])
+        return replace(now, best=best, best_step=step)
+
+    @property
+    def events(self) -> list[Row]:
+        """The last rows of events.jsonl."""
+        return self._events[1]
+
+    @property
+    def running(self) -> bool:
+        return self.status is not None and self.status.state == "running"
+
+    def sum_disk(self) -> bool:
+        """Sum the disk space anew if that is due. Return True if it has changed."""
+        if time.monotonic() - self._summed < (_SIZE_SECONDS if self.running or self.disk is None else math.inf):
+            return False
+        before, self.disk = self.disk, disk_bytes(self.path)
+        self._summed = time.monotonic()
+        return self.disk != before
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the row of the list: the status with numbers and names instead of paths."""
+        if self.status is None:
+            self.refresh()
+        assert self.status is not None
+        row = self.status.as_json(bytes_on_disk=self.disk or 0)
+        row.pop("run"), row.pop("broken_checkpoints"), row.pop("age_seconds")
+        written = [found[0] for found in map(stat_of, self._record_files()) if found is not None]
+        age = max(0.0, time.time() - max(written) / 1e9) if written else None
+        return {"id": self.id, "name": self.name, **row, "bytes": self.disk, "age": age}
+
+    def _record_files(self) -> list[Path]:
+        return [self.path / name for name in _RECORDS]
+
+
+class RunList:
+    """All runs in a folder. Safe to use from several threads."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._entries: dict[int, RunEntry] = {}
+        self._lock = threading.RLock()
+        self._ticks, self._scanned = 0, -math.inf
+
+    def __getitem__(self, number: int) -> RunEntry:
+        """Return a run by its number. KeyError if it is not in the list."""
+        return self._entries[number]
+
+    def __iter__(self) -> Iterator[RunEntry]:
+        return iter(list(self._entries.values()))
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def scan(self, seldom: bool = False) -> bool:
+        """Search the folder; `seldom`: at most every three seconds. Return True if runs have come or gone."""
+        with self._lock:
+            if seldom and time.monotonic() - self._scanned < _RESCAN_SECONDS:
+                return False
+            self._scanned = time.monotonic()
+            try:
+                paths = [path for path in find_runs(self.folder) if _is_inside(path, self.folder)]
+            except OSError:  # not made yet, or gone
+                paths = []
+            known = {entry.path: entry for entry in self}
+            found = [known.get(path) or self._entry(path) for path in paths]
+            before, self._entries = self._entries.keys(), {entry.id: entry for entry in found}
+            return before != self._entries.keys()
+
+    def tick(self) -> list[RunEntry]:
+        """Look at the runs once, at those that do not run more seldom. Return those that have changed."""
+        with self._lock:
+            self._ticks += 1
+            due = [one for i, one in enumerate(self) if one.running or (self._ticks + i) % _IDLE_TICKS == 0]
+            changed = [one for one in due if one.refresh()]
+            summed = next((one for one in due if one.sum_disk()), None)  # one a tick: it looks at every file
+            return changed + ([summed] if summed is not None and summed not in changed else [])
+
+    def read_columns(self, entry: RunEntry) -> MetricColumns:
+        """Return the columns of a run, up to date. Drops those of other runs where memory is short.
+
+        Its `lock` is to be held.
+        """
+        entry.used = time.monotonic()
+        entry.columns.update()
+        by_use = sorted((one for one in self if one is not entry), key=lambda one: one.used)
+        total = sum(one.columns.memory for one in self)
+        for one in by_use:
+            if total > _MOST_MEMORY:
+                total -= one.columns.memory
+                one.drop_columns()
+        return entry.columns
+
+    def _entry(self, path: Path) -> RunEntry:
+        name = path.relative_to(self.folder).as_posix() if path != self.folder else path.resolve().name
+        number = number_of(name)
+        while number in self._entries:  # 48 bits: once in a lifetime
+            number += 1
+        return RunEntry(number, path, sanitize(name))
+
+
+def _is_inside(path: Path, folder: Path) -> bool:
+    """Return False for a link that leads out of the folder."""
+    try:
+        return path.resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError):
+        return False
+
+
+def _tail_of(read: Callable[[Path, int], list[Row]], path: Path, last: int) -> list[Row]:
+    try:
+        return read(path, last)
+    except OSError:
+        return []

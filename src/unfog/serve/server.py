@@ -1,0 +1,75 @@
+"""State of the server that all routes share, and the watcher of files."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from unfog.serve.pictures import PictureCache
+from unfog.serve.runs import RunEntry, RunList
+from unfog.serve.stream import Hub
+from unfog.serve.tasks import TaskList
+
+_TICK_SECONDS = 0.7
+
+
+class Server:
+    """Runs, sources, events, child processes and pictures of one server.
+
+    Attributes:
+        given_sources: SOURCE texts of the command line.
+        on_close: called when the server ends.
+    """
+
+    def __init__(self, folder: Path, given_sources: tuple[str, ...] = ()) -> None:
+        self.folder, self.given_sources = folder, given_sources
+        self.runs = RunList(folder)
+        self.hub = Hub()
+        self.hub.greet = self._greeting
+        self.tasks = TaskList(lambda task: self.hub.publish("task", task, f"task {task['id']}"))
+        self.pictures = PictureCache()
+        self.on_close: list[Callable[[], None]] = [self.tasks.close]
+        self.runs.scan()
+
+    @property
+    def consent(self) -> bool:
+        """True if code that a run names was trusted when the server was started."""
+        return bool(os.environ.get("UNFOG_TRUST"))
+
+    async def watch(self) -> None:
+        """Look at the files for ever, and publish what has changed; nothing is looked at while no browser listens."""
+        self.hub.start()
+        while True:
+            if self.hub.listened_to:
+                await asyncio.to_thread(self.tick)
+            await asyncio.sleep(_TICK_SECONDS)
+
+    def tick(self) -> None:
+        """Look at the files once, and publish what has changed."""
+        if self.runs.scan(seldom=True):
+            self.hub.publish("runs", {"count": len(self.runs)})
+        for run in self.runs.tick():
+            self.hub.publish("run", run_event(run), f"run {run.id}")
+        self.tasks.tick()
+
+    def close(self) -> None:
+        """End the streams and the child processes that do not train."""
+        self.hub.close()
+        for end in self.on_close:
+            end()
+
+    def _greeting(self) -> Iterator[tuple[str, dict[str, Any], str]]:
+        yield "runs", {"count": len(self.runs)}, "runs"
+        for run in self.runs:
+            if run.running:
+                yield "run", run_event(run), f"run {run.id}"
+
+
+def run_event(run: RunEntry) -> dict[str, Any]:
+    """Return the event of a run that has changed: its row of the list, and how far its files reach."""
+    row = run.as_json()
+    ends = {"metrics": run.sizes.get("metrics.jsonl", 0), "events": run.sizes.get("events.jsonl", 0)}
+    return {**row, **ends, "previews": len(run.previews)}

@@ -1,0 +1,168 @@
+"""The guard of the server, called as uvicorn calls it: what is refused before any route, and the headers of answers."""
+
+import asyncio
+import json
+
+import pytest
+
+from served import HOST, SECRET
+from unfog.serve.guard import Guard
+
+SAME = {"host": HOST}
+
+
+class Reached:
+    """An application that notes what reaches it, and answers with the path and the length of the body."""
+
+    def __init__(self):
+        self.paths = []
+
+    async def __call__(self, scope, receive, send):
+        self.paths.append(scope["path"])
+        message = await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]})
+        await send({"type": "http.response.body", "body": str(len(message["body"])).encode()})
+
+
+def call(method="GET", path=f"/{SECRET}/api/runs", headers=SAME, body=(b"",), kind="http"):
+    """(status, headers, body, paths that reached the application) of one request; the body comes in parts."""
+    app, sent, parts = Reached(), [], list(body)
+
+    async def receive():
+        return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
+
+    async def send(message):
+        sent.append(message)
+
+    pairs = [
+        (name.encode(), value.encode()) for name, value in (headers.items() if isinstance(headers, dict) else headers)
+    ]
+    scope = {"type": kind, "method": method, "path": path, "headers": pairs}
+    asyncio.run(Guard(app, SECRET, [HOST, "localhost:8642"])(scope, receive, send))
+    if kind != "http":
+        return sent, app.paths
+    head = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+    return sent[0]["status"], head, sent[1]["body"], app.paths
+
+
+def test_a_page_of_the_server_is_let_through_without_its_secret():
+    for site in ({}, {"sec-fetch-site": "same-origin"}, {"sec-fetch-site": "none"}, {"origin": f"http://{HOST}"}):
+        status, _, _, paths = call(headers=SAME | site)
+        assert (status, paths) == (200, ["/api/runs"])
+
+
+@pytest.mark.parametrize(
+    "host", ["", "evil.example:8642", "127.0.0.1", "127.0.0.1:80", f"{HOST}.evil.example", "[::1]"]
+)
+def test_dns_rebinding_cve_2025_14279(host):
+    """A name that an attacker points at this machine: Host and Origin agree, and both are not of the list."""
+    status, _, _, paths = call(headers={"host": host, "origin": f"http://{host}", "sec-fetch-site": "same-origin"})
+    assert (status, paths) == (403, [])
+
+
+def test_a_host_that_is_sent_twice_is_refused():
+    status, _, _, paths = call(headers=[("host", HOST), ("host", "evil.example")])
+    assert (status, paths) == (400, [])
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site", "", "none, same-origin", "anything"])
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_requests_of_other_sites_cve_2024_2196_cve_2024_7760_cve_2024_1727(site, method):
+    """`same-site` is another port of this machine: cookies and sites know no ports."""
+    kind = {"content-type": "application/json"} if method == "POST" else {}
+    status, headers, _, paths = call(method, headers=SAME | kind | {"sec-fetch-site": site})
+    assert (status, paths) == (403, [])
+    assert "access-control-allow-origin" not in headers
+
+
+@pytest.mark.parametrize(
+    "origin", ["null", "http://evil.example", "https://127.0.0.1:8642", "http://127.0.0.1", "http://localhost:8642", ""]
+)
+def test_origins_that_are_null_or_another_cve_2024_47165_cve_2026_56674(origin):
+    status, _, _, paths = call("POST", headers=SAME | {"content-type": "application/json", "origin": origin})
+    assert (status, paths) == (403, [])
+
+
+def test_a_cookie_switches_no_check_off_cve_2024_47084_cve_2025_5320():
+    for more in ({"origin": "http://evil.example"}, {"sec-fetch-site": "cross-site"}):
+        status, _, _, paths = call(headers=SAME | {"cookie": "session=1"} | more)
+        assert (status, paths) == (403, [])
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "application/jsonx"],
+)
+def test_types_that_a_form_can_send_are_refused_comfyui_manager_2818(kind):
+    """Multipart is also where Starlette stalled: CVE-2025-54121."""
+    status, _, _, paths = call("POST", headers=SAME | {"content-type": kind})
+    assert (status, paths) == (415, [])
+
+
+def test_websockets_are_closed_cve_2024_11045():
+    sent, paths = call(kind="websocket", headers=SAME | {"origin": f"http://{HOST}"})
+    assert sent == [{"type": "websocket.close", "code": 1008}]
+    assert paths == []
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/api/runs", f"/{SECRET[:-1]}/", f"/{SECRET}", f"/{SECRET}0/", f"/x/{SECRET}/", "//", f"//{SECRET}/"]
+)
+def test_without_the_secret_nothing_answers(path):
+    """Open by default: SimpleTuner, ai-toolkit. Pictures need it too, as it is part of every address."""
+    status, _, body, paths = call(path=path)
+    assert (status, paths) == (404, [])
+    assert SECRET[:6] not in body.decode()
+
+
+@pytest.mark.parametrize("method", ["PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "CONNECT"])
+def test_other_methods_are_refused_and_preflights_with_them(method):
+    status, headers, _, paths = call(method)
+    assert (status, paths) == (405, [])
+    assert not [name for name in headers if name.startswith("access-control")]
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_bodies_have_a_limit_cve_2026_33332_cve_2026_111985(announced):
+    """A body that is announced too long is not read; one that announces nothing is read up to the limit."""
+    json_type = {"content-type": "application/json"}
+    length = {"content-length": str(2**20 + 1)} if announced else {}
+    parts = [b"x" * 2**19] * 3 if not announced else []
+    status, _, _, paths = call("POST", headers=SAME | json_type | length, body=parts)
+    assert (status, paths) == (413, [])
+    status, _, body, _ = call("POST", headers=SAME | json_type, body=[b"x" * 2**19] * 2)
+    assert (status, body) == (200, str(2**20).encode())
+    status, _, body, _ = call("POST", headers=SAME | {"content-type": "image/png"}, body=[b"x" * 2**23] * 2)
+    assert (status, body) == (200, str(2**24).encode())
+
+
+def test_a_slow_body_is_given_up(monkeypatch):
+    monkeypatch.setattr("unfog.serve.guard._BODY_SECONDS", 0.05)
+
+    async def receive():
+        await asyncio.sleep(5)
+
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    headers = [(b"host", HOST.encode()), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": f"/{SECRET}/", "headers": headers}
+    asyncio.run(Guard(Reached(), SECRET, [HOST])(scope, receive, send))
+    assert sent[0]["status"] == 408
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_every_answer_forbids_scripts_frames_sniffing_and_storing_cve_2024_10099_cve_2026_21873(refused):
+    _, headers, body, _ = call(path="/" if refused else f"/{SECRET}/")
+    policy = dict(part.split(" ", 1) for part in headers["content-security-policy"].split("; "))
+    assert policy["default-src"] == policy["frame-ancestors"] == policy["form-action"] == "'none'"
+    assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
+    assert "unsafe" not in headers["content-security-policy"]
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["referrer-policy"] == "no-referrer"
+    assert headers["cache-control"] == "no-store"
+    assert not [name for name in headers if name.startswith("access-control") or name == "set-cookie"]
+    if refused:
+        assert "error" in json.loads(body)
