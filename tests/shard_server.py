@@ -49,7 +49,8 @@ class Server:
     "gone" (404), "hidden" (404 for parts, and there for who asks whether it is), "busy" (503), "stalled" (never
     answers), "trickling" (a byte now and then), "cut" (the connection breaks), "garbage" (other bytes, nothing said of
     it), "moved" (another file under its name), "endless" (chunks without end), "packed" (200 MB, gzipped),
-    "dripping" (headers without end), "whole" (no parts). As "NAME:2", the next two times only.
+    "dripping" (headers without end), "whole" (no parts), "denied" (403, with a text without end).
+    As "NAME:2", the next two times only.
     """
 
     def __init__(self) -> None:
@@ -112,8 +113,8 @@ def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
                 return self._dawdle(fault)
             if fault == "dripping":
                 return self._drip()
-            if fault == "endless" and part:
-                return self._pour()
+            if fault in ("endless", "denied") and part:
+                return self._pour(403 if fault == "denied" else 206)
             headers, status = {"ETag": f'"{zlib.crc32(data):08x}"'}, 200
             if fault == "packed" and part:
                 return self._send(206, _bomb(), headers | {"Content-Encoding": "gzip"}, with_body)
@@ -140,8 +141,8 @@ def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
                     self.wfile.flush()
             self.close_connection = True
 
-        def _pour(self) -> None:
-            self.send_response(206)
+        def _pour(self, status: int) -> None:
+            self.send_response(status)
             self.send_header("Transfer-Encoding", "chunked")
             self.end_headers()
             while not server.released.is_set():

@@ -14,12 +14,16 @@ from unfog.cli.completion import _completion_script
 from unfog.cli.main import main
 from unfog.cli.requests import REQUESTS, read_request
 from unfog.commands.explain import _explain
+from unfog.commands.pack import pack
 from unfog.commands.train import _add_autoencoder
 from unfog.config.describe import describe
 from unfog.config.presets import autoencoder_recipe, preset
+from unfog.config.requests import PackRequest
 from unfog.config.schema import SHORT, Config
 from unfog.config.toml import from_toml, read_toml, to_toml, update
 from unfog.config.values import registry_of
+from unfog.data.settings import TRAINING_ONLY, Data
+from unfog.errors import RequestError
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -103,6 +107,28 @@ def test_an_autoencoder_lists_only_what_it_reads(said, tmp_path):
     resumed = flags_in(said("resume", str(tmp_path), "--help-all"))
     assert {"lr", "evaluate.images"} <= resumed
     assert not any(flag.startswith(("ema-snapshots", "sampler", "guidance", "label-dropout")) for flag in resumed)
+
+
+def test_pack_lists_only_what_it_reads(said):
+    flags = flags_in(said("pack", "--help"))
+    assert {"size", "data.held-out", "data.labels"} <= flags
+    for name in TRAINING_ONLY:
+        assert f"data.{name.replace('_', '-')}" not in flags
+
+
+@pytest.mark.parametrize("name", sorted(TRAINING_ONLY))
+def test_pack_refuses_what_it_does_not_read(name):
+    other = {"cache": "none", "cache_limit": "1gb", "flip": True}.get(name, 0.02)
+    with pytest.raises(RequestError, match="acts during training"):
+        pack(PackRequest("fashion", Path("out"), Data(**{name: other})))
+
+
+def test_only_switches_of_settings_have_an_opposite_in_the_help(said):
+    for command, switch in (("runs", "json"), ("cache", "clear"), ("evaluate", "best"), ("init", "yes")):
+        text = said(command, "--help")
+        assert f"\n  --{switch}\n" in text
+        assert f"no-{switch}" not in text
+    assert "--no-store" in said("tune", "--help")
 
 
 def test_short_names_and_descriptions_agree():

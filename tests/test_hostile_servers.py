@@ -22,6 +22,7 @@ import sys
 from unfog.data.sources.base import ImageError
 from unfog.data.sources.storage import open_storage
 from unfog.data.sources.web import web_file_system  # so that the peak is that of reading
+sys.argv[1].startswith("s3:") and __import__("s3fs")
 storage = open_storage(sys.argv[1])
 peak = lambda: int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
 storage.states([sys.argv[1]], {})
@@ -83,3 +84,25 @@ def test_a_web_server_is_not_asked_for_a_list(web: Server) -> None:
     with pytest.raises(RequestError, match=r"lists no files; name the shards"):
         open_source(f"http://127.0.0.1:{web.port}/s-*.tar")
     assert web.fetched == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells the peak")
+@pytest.mark.parametrize(("fault", "said"), [("endless", "serves no parts"), ("denied", "serves no parts")])
+def test_no_more_is_read_of_s3_than_was_asked_for(
+    web: Server, monkeypatch: pytest.MonkeyPatch, fault: str, said: str
+) -> None:
+    """The same of an S3 endpoint, whose errors have texts."""
+    pytest.importorskip("s3fs")
+    web.files["album/s-000.tar"] = web.files["s-000.tar"]
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{web.port}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "something")
+    with subprocess.Popen(
+        [sys.executable, "-c", READ, "s3://album/s-000.tar"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        web.faults["album/s-000.tar"] = fault
+        out, _ = child.communicate("\n", timeout=40)
+    assert said in out
+    assert out.endswith("|True\n")

@@ -1,6 +1,7 @@
 """A run of a stranger: no command waits for, follows or loses a file by what stands under any of its names."""
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -28,6 +29,15 @@ COMMANDS = {
     "doctor": ("doctor", "RUN"),
     "ema-sweep": ("ema-sweep", "RUN", "--widths", "0.05", "0.1"),
     "evaluate": ("evaluate", "RUN", "--n", "16", "--metrics", "held_out"),
+    "verify": ("resume", "RUN", "--verify"),
+    "tune": ("tune", "RUN", "--steps", "2", "--pictures", "2", "--tries", "1"),
+    "export": ("export", "RUN", "OUT"),
+    "diffusers": ("export", "RUN", "OUT", "--format", "diffusers"),
+    "runs": ("runs", "RUN"),
+    "remove-broken": ("runs", "RUN", "--remove-broken"),
+    "watch": ("watch", "RUN", "--once"),
+    "guided": ("sample", "RUN", "-n", "2", "--guide", "RUN"),
+    "init": ("train", "IMAGES", "--init", "RUN", "--config", "RUN/config.toml", "--out", "OUT", "--steps", "2"),
 }
 PARTIAL = ("report.html", "config.toml", "heartbeat.json", "data.json", "contact-sheet.png", "samples/00000020.png")
 MADE_LATER = [
@@ -67,7 +77,8 @@ def attack(finished: Path, place: Path, name: str, kind: str, command: str) -> N
     before = contents(outside)
     is_folder = (place / "run" / name).is_dir() or "." not in name.removeprefix(".")
     plant(place / "run" / name, kind, outside if is_folder and kind == "link" else outside / "key")
-    words = [str(place / "run") if word == "RUN" else word for word in COMMANDS[command]]
+    paths = {"RUN": place / "run", "OUT": place / "out", "IMAGES": finished.with_name("images.npy")}
+    words = [re.sub("RUN|OUT|IMAGES", lambda found: str(paths[found[0]]), word) for word in COMMANDS[command]]
     try:
         done = forked.run(words, timeout=SECONDS)
     except subprocess.TimeoutExpired:

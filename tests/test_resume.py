@@ -230,6 +230,12 @@ def test_verify_repeats_a_part_of_the_run(whole, tmp_path):
     (newest / "manifest.json").write_text(json.dumps(manifest | {"sha256": checkpoint.manifest_digest(manifest)}))
     said = finish(command("resume", folder, "--verify"), status=1)
     assert "gave a different result: model: patch_in.weight and 0 other" in said
+    assert "and now by the same" in said
+    manifest["made_on"] = "torch 0.1 on cpu (slow) with 77 threads"
+    (newest / "manifest.json").write_text(json.dumps(manifest | {"sha256": checkpoint.manifest_digest(manifest)}))
+    said = " ".join(finish(command("resume", folder, "--verify"), status=1).split())
+    assert f"with 77 threads, and now by torch {torch.__version__}" in said
+    assert f"with {torch.get_num_threads()} threads, which may round differently" in said
     config = folder / "config.toml"
     config.write_text(config.read_text().replace("seed = 0", "seed = 1"))
     assert "settings were changed" in finish(command("resume", folder, "--verify"), status=2)

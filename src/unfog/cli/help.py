@@ -12,6 +12,7 @@ from typing import Any
 
 from unfog.config.describe import Description, describe
 from unfog.config.presets import UNUSED_BY_AUTOENCODERS, AutoencoderRunSettings
+from unfog.data.settings import TRAINING_ONLY
 
 HELP_FLAGS = ("-h", "--help", "--help-all")
 _COLUMN = 24
@@ -58,7 +59,7 @@ def _is_common(command: str, each: Description) -> bool:
 def listed_settings(command: str, kind: type, default: Any = None) -> list[Description]:
     """Return the settings that mean something to a command, and the words without a flag.
 
-    Without those that no resume can change, and those that the training of an autoencoder does not read.
+    Without those that no resume can change, and those that a pack or the training of an autoencoder does not read.
     """
     settings, found = getattr(default, "settings", None), list(describe(kind))
     if command == "resume":
@@ -66,6 +67,8 @@ def listed_settings(command: str, kind: type, default: Any = None) -> list[Descr
             known = {each.setting for each in describe(AutoencoderRunSettings)}
             found = [each for each in found if each.path[0] != "settings" or each.setting in known]
         found = [each for each in found if each.path[0] != "settings" or each.changes_on_resume]
+    if command == "pack":
+        found = [each for each in found if each.setting not in {f"data.{name}" for name in TRAINING_ONLY}]
     if command == "train-autoencoder" or getattr(settings, "trains_autoencoder", False):
         found = [each for each in found if not each.setting.startswith(UNUSED_BY_AUTOENCODERS)]
     return found
@@ -89,13 +92,15 @@ def _sections(command: str, settings: Iterable[Description], default: Any) -> It
             yield from ["", f"{'.'.join(section[1:] or section) or 'options'}:"]
         for each in members:
             usual, text = each.default(default), each.text
+            # Only what a file or a preset may have switched on needs a flag that switches it off.
+            settable = each.path[0] in ("settings", "data") or usual == "on"
             if each.metavar == "NAME":
                 text += f" One of {', '.join(each.choices)}."
             if command == "resume" and each.path[0] == "settings" and each.rules.resume == "force":
                 text += " Needs --force."
-            if usual and "Default:" not in text:
+            if usual and "Default:" not in text and (settable or usual != "off"):
                 text += f" (default: {usual})"
-            yield f"  {_spell(each, each.flags)}"
+            yield f"  {_spell(each, [flag for flag in each.flags if settable or not flag.startswith('no-')])}"
             yield from _wrap(text, " " * 6)
 
 

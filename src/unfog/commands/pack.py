@@ -11,21 +11,18 @@ from unfog.data.packs.pack_journal import Journal, remove_work_files
 from unfog.data.packs.pack_writer import write_pack
 from unfog.data.prepare import scan_source, silence_pillow
 from unfog.data.scan import Scan
-from unfog.data.settings import Data
+from unfog.data.settings import TRAINING_ONLY, Data
 from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError
 from unfog.process.run_folder import printable
 from unfog.process.signals import StopSignals
 from unfog.reporting.progress import Progress, format_bytes, format_duration, print_result, say, warn
 
-# Data settings that act in training, so that a pack does not depend on them.
-_TRAINING_ONLY = ("flip", "jitter", "crop", "augment", "cache", "cache_limit", "failed_shards")
-
 
 def pack(request: PackRequest) -> Path:
     """Pack the images, and return the folder. The same call continues after a signal, a kill or a full disk."""
     data, out, usual = request.data, request.out, Data()
-    for name in _TRAINING_ONLY:
+    for name in TRAINING_ONLY:
         if getattr(data, name) != getattr(usual, name):
             raise RequestError(
                 f"data.{name} acts during training, and a pack stores images without it; give it to unfog train"

@@ -131,13 +131,17 @@ def verify(folder: RunFolder) -> str:
             raise RequestError(
                 f"the images in {sanitize(config.source)} are not those of this run, so it cannot be verified"
             )
-        different = replay_newest(folder, config, dataset, stop)
+        different, machine = replay_newest(folder, config, dataset, stop)
     what = f"steps {first.step:,} to {last.step:,} of {folder.path}, trained once more,"
     if different:
         raise RunError(
             f"{what} gave a different result: {different[0]} and {len(different) - 1} other tensors differ. "
-            f"They were computed by {last.made_on}. Another machine may round differently; the same one "
-            "should not"
+            f"They were computed by {last.made_on}, and now by "
+            + (
+                "the same, which should give the same"
+                if machine == last.made_on
+                else f"{machine}, which may round differently"
+            )
         )
     return f"{what} are equal to the bit: weights, EMA and optimizer"
 

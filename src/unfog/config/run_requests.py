@@ -82,9 +82,9 @@ class SampleRequest(SamplingRequest):
     """
 
     run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")] = field(kw_only=True)
-    """Folder of the run."""
+    """Folder of the run, or of diffusers."""
     out: Path | None = None
-    """New folder for the images. Default: a new one in the run folder."""
+    """New folder for the images. Default: a new one in the run folder; a folder of diffusers needs one."""
     label: tuple[str, ...] = ()
     """Classes by name, or by number where no class has that name; images cycle through them. Default: all classes."""
     guide: Annotated[str | None, tyro.conf.arg(metavar="RUN[:STEP]")] = None

@@ -14,6 +14,8 @@ LABELS = ("auto", "folders", "none")
 # Values of `Data.labels`, and suffixes of the tables that it may name instead.
 TABLES = (".csv", ".tsv", ".jsonl", ".ndjson")
 
+# Settings that act in training, so that a pack does not depend on them.
+TRAINING_ONLY = ("flip", "jitter", "crop", "augment", "upright", "cache", "cache_limit", "failed_shards")
 # Prefix of the fingerprint of images that are decoded while training: a digest of their source's state.
 UNREAD = "unread:"
 

@@ -227,7 +227,7 @@ class _DryRun:
 
     def _repeat(self) -> list[Finding]:
         """Train from the first checkpoint to the last once more, as after an interruption."""
-        different = replay_newest(self.folder, self.config, self.dataset, self.stop)
+        different, _ = replay_newest(self.folder, self.config, self.dataset, self.stop)
         if not different:
             return [_passed("repeat", "a step repeated from its checkpoint is equal to the bit")]
         said = f"a step repeated from its checkpoint differs ({different[0]} and {len(different) - 1} others)"

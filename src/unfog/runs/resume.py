@@ -259,11 +259,11 @@ class _ReplayHooks(StoppableHooks):
         self.progress.update(step)
 
 
-def replay_newest(folder: RunFolder, config: Config, dataset: Dataset, stop: StopSignals) -> list[str]:
+def replay_newest(folder: RunFolder, config: Config, dataset: Dataset, stop: StopSignals) -> tuple[list[str], str]:
     """Train once more from the checkpoint before the newest to the newest, without changing the run.
 
-    Returns the names of the tensors that came out differently. RequestError as `find_replayable`, or if the run rolled
-    back to a checkpoint that is gone.
+    Returns the names of the tensors that came out differently, and the machine that they were now computed by.
+    RequestError as `find_replayable`, or if the run rolled back to a checkpoint that is gone.
     """
     first, last = find_replayable(folder, config)
     with building_for(first.folder / "model.safetensors"):
@@ -284,7 +284,7 @@ def replay_newest(folder: RunFolder, config: Config, dataset: Dataset, stop: Sto
         raise Interrupted
     if read_state(last.folder)["guard"]["roll_backs"] > state.guard.roll_backs:
         hooks.roll_back(state, "")  # the run rolled back after its last step, before it was saved
-    return differing_tensors(state, last)
+    return differing_tensors(state, last), state.precision.describe_machine()
 
 
 def find_replayable(folder: RunFolder, config: Config) -> tuple[CheckpointInfo, CheckpointInfo]:

@@ -185,13 +185,13 @@ class _RemoteStorage:
         return self._system_of[1]
 
     def _make_system(self) -> Any:
-        import fsspec
+        if not self._web and self._protocol not in ("s3", "s3a"):
+            import fsspec
 
-        if not self._web:
             return fsspec.filesystem(self._protocol)
-        from unfog.data.sources.web import web_file_system
+        from unfog.data.sources.web import s3_file_system, web_file_system
 
-        return web_file_system(_SILENCE)
+        return web_file_system(_SILENCE) if self._web else s3_file_system()
 
     def states(self, paths: Iterable[str], absent: dict[str, str] | None = None) -> dict[str, FileState]:
         paths = dict.fromkeys(paths)

@@ -1,4 +1,4 @@
-"""Read web servers by fsspec, and no more of an answer than was asked for. Imports aiohttp, so only where used."""
+"""Read web servers and S3 by fsspec, and no more than was asked for. Imports aiohttp, so only where used."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from fsspec.implementations.http import HTTPFileSystem
 
 from unfog.data.sources.base import ImageError
 from unfog.data.sources.image_files import NO_PARTS
+
+_RANGE = re.compile(r"bytes=(\d+)-(\d+)")
+_LARGEST_ANSWER = 2**24  # of S3 to what names no range: a page of a listing, or the text of an error
 
 
 def web_file_system(silence: float) -> Any:
@@ -35,7 +38,7 @@ class _BoundedResponse(ClientResponse):  # type: ignore[misc]
 
     async def read(self) -> bytes:
         """Return the body, b"" of an error. Raises ImageError where it is not the bytes of the range."""
-        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.request_info.headers.get("Range", ""))
+        asked = _RANGE.fullmatch(self.request_info.headers.get("Range", ""))
         if self.status >= 400 or asked is None:
             self.close()
             return b""
@@ -50,3 +53,47 @@ class _BoundedResponse(ClientResponse):  # type: ignore[misc]
         if len(body) > end - start:
             self.close()  # or the connection would fetch the rest before it is used again
         return bytes(body)
+
+
+def s3_file_system() -> Any:
+    """Return fsspec's file system for S3. ImportError without s3fs."""
+    import fsspec
+    from aiobotocore.httpsession import AIOHTTPSession
+
+    class BoundedSession(AIOHTTPSession):  # type: ignore[misc]
+        async def send(self, request: Any) -> Any:
+            text = str(request.headers.get("Range", b""), "ascii") if request.stream_output else ""
+            # Otherwise the body would be read before it has a limit.
+            whole, request.stream_output = not request.stream_output, True
+            response = await super().send(request)
+            asked = _RANGE.fullmatch(text) if response.status_code < 300 else None
+            limit = int(asked[2]) + 1 - int(asked[1]) if asked else _LARGEST_ANSWER
+            response.raw.content = _BoundedBody(response.raw, limit)
+            if whole:
+                await response.content
+            return response
+
+    return fsspec.filesystem("s3", config_kwargs={"http_session_cls": BoundedSession}, skip_instance_cache=True)
+
+
+class _BoundedBody:
+    """The body of an answer. Reading raises ImageError after `limit` bytes."""
+
+    def __init__(self, answer: ClientResponse, limit: int) -> None:
+        self._answer, self._body, self._left = answer, answer.content, limit
+
+    async def read(self, size: int = -1) -> bytes:
+        found = bytearray()
+        while size < 0 or len(found) < size:
+            part = await self._body.read(min(size - len(found) if size >= 0 else 2**20, self._left + 1))
+            if not part:
+                break
+            self._left -= len(part)
+            if self._left < 0:
+                self._answer.close()  # or the connection would fetch the rest before it is used again
+                raise ImageError(NO_PARTS)
+            found += part
+        return bytes(found)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._body, name)
