@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -10,7 +11,9 @@ import tyro
 from tyro.conf import Positional
 
 from unfog.config.run_requests import check_one_checkpoint
+from unfog.config.values import quote
 from unfog.diffusion.sampler import Kind
+from unfog.errors import RequestError
 
 ExportFormat = Literal["diffusers", "safetensors", "onnx", "pt2"]
 
@@ -25,6 +28,20 @@ class ExportSettings:
     """Sampler whose noise levels are stored. Default: the run's."""
     steps: int | None = None
     """Sampling steps. Default: the run's."""
+    license: str = ""
+    """Licence in the model card, by the Hub's identifier, such as cc-by-4.0. Default: left open."""
+    push_to_hub: str = ""
+    """Also upload OUT to this repository of the Hugging Face Hub, NAME or OWNER/NAME, which is private."""
+    public: bool = False
+    """With --push-to-hub: the repository may be, or becomes, public."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[a-z0-9][a-z0-9.-]{0,62}|", self.license):
+            raise RequestError(
+                f"license = {quote(self.license)} is no identifier of the Hub, such as mit, cc-by-4.0 or other"
+            )
+        if self.public and not self.push_to_hub:
+            raise RequestError("public needs a repository: give --push-to-hub NAME, or omit it")
 
 
 @dataclass(frozen=True)
@@ -33,6 +50,7 @@ class ExportRequest(ExportSettings):
 
       unfog export runs/photos photos-diffusers --format diffusers
       unfog export runs/photos photos-onnx --format onnx --steps 10
+      unfog export runs/photos photos-hub --format diffusers --push-to-hub me/photos
 
     The folder is loaded again and compared with the run. docs/export.md shows how to load each format.
     """
@@ -51,4 +69,5 @@ class ExportRequest(ExportSettings):
     """Use the best checkpoint that was kept, by held-out loss or the run's evaluate.best."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_one_checkpoint(self.best, self.checkpoint)

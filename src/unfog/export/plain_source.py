@@ -7,6 +7,8 @@ import inspect
 import re
 from collections.abc import Iterable
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 
 _HEAD = '''"""{title}
@@ -51,3 +53,11 @@ def _body(module: ModuleType, imports: dict[str, None], left_out: frozenset[str]
     # The functions of `layers` are in the same file.
     text = re.sub(r"\blayers\.(?=attention\()", "", "\n".join(lines))
     return "\n\n" + re.sub(r"\n{4,}", "\n\n\n", text.strip() + "\n")
+
+
+def package_file(name: str) -> bytes:
+    """Return the file of a module of this package, which is not imported: it may need a package that is missing."""
+    spec = find_spec(name)
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).read_bytes()

@@ -70,7 +70,7 @@ def _describe_generation(run: LoadedRun, setup: EvaluationSetup) -> dict[str, An
     low, high = generation.interval
     partly = generation.guidance != 1 and (low, high) != (0.0, 1.0)
     return {
-        "weights": run.weights,
+        "weights": run.weights if run.ema is None else f"{run.weights} of width {run.ema:g}",
         "sampler": generation.sampler.kind,
         "steps": generation.sampler.steps,
         "seed": generation.seed,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +19,25 @@ from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError, RunError
 from unfog.export.graphs import Decoder, check_packages, write_graph
 from unfog.export.plain_source import plain_source
+from unfog.export.usage import sample_file, usage
 from unfog.inference.export_description import describe_model
-from unfog.inference.export_diffusers import write_pipeline
+from unfog.inference.export_diffusers import draw_samples, write_pipeline
 from unfog.inference.loaded_run import LoadedRun
-from unfog.models.autoencoder_settings import CONFIG, AutoencoderFolder
+from unfog.inference.model_card import GRID, CardSettings, model_card
+from unfog.models.autoencoder_settings import CONFIG, OURS, AutoencoderFolder
 from unfog.models.network_settings import CustomNetwork, build_model
+from unfog.pipeline.generate import sample_grid, to_pixels
 from unfog.pipeline.latents import open_run_autoencoder
+from unfog.process.hub import Repository
+from unfog.reporting.image_grids import Pixels, save_png
+from unfog.reporting.progress import say
 from unfog.safe_files import copy_into, new_file, whole_folder, write_atomic
 from unfog.text import sanitize
 
 DESCRIPTION, WEIGHTS, SOURCE = "model.json", "model.safetensors", "network.py"
 # Largest difference between the outputs of the run and of its export, over the largest output.
 _TOLERANCE = 1e-3
+_SAMPLES = 16  # on the model card
 _BUILD = '''
 
 def build(settings, image_channels, num_classes=0, out_channels=None):
@@ -39,28 +46,32 @@ def build(settings, image_channels, num_classes=0, out_channels=None):
 
     return {name}(SimpleNamespace(**settings), image_channels, num_classes, 0, out_channels)
 '''
-_README = """\
-# {name}
+_DECODE = '''
 
-Exported by Unfog from step {step:,} of a run, {weights} weights. {about}
-"""
-_ABOUT = {
-    "diffusers": """
+def decode(model, folder, x0):
+    """Return images [B, C, H, W], about [-1, 1], of what the network generates; `model` is that of model.json."""
+    import json
+    from types import SimpleNamespace
 
-    from diffusers import DiffusionPipeline
+    from safetensors.torch import load_file
 
-    pipe = DiffusionPipeline.from_pretrained("FOLDER", trust_remote_code=True)
-    images = pipe(batch_size=4, num_inference_steps={steps}).images
+    with open(f"{folder}/autoencoder/config.json") as file:
+        settings = json.load(file)
+    autoencoder = AutoencoderModel(SimpleNamespace(**settings), settings["image_channels"])
+    autoencoder.load_state_dict(load_file(f"{folder}/autoencoder/codec.safetensors"))
+    scale, mean = (torch.tensor(model["latents"][name])[:, None, None] for name in ("scale", "mean"))
+    return autoencoder.eval().decode(x0 * scale + mean).detach()
+'''
+_DECODE_BY_DIFFUSERS = '''
 
-Code that is not part of diffusers is in the files *.py here, in plain torch; without such files, leave
-`trust_remote_code` away.""",
-    "safetensors": """`network.py` makes the network in plain torch, `model.safetensors` has
-its weights, and `model.json` the rest. docs/export.md of Unfog has thirty lines that sample from it.""",
-    "onnx": """`model.onnx` is the network, and `model.json` has the rest. docs/export.md
-of Unfog has forty lines of numpy that sample from it.""",
-    "pt2": """`model.pt2` is the network, for `torch.export.load`, and `model.json` has
-the rest; see docs/export.md of Unfog.""",
-}
+def decode(model, folder, x0):
+    """Return images [B, C, H, W], about [-1, 1], of what the network generates; `model` is that of model.json."""
+    from diffusers import {name}
+
+    autoencoder = {name}.from_pretrained(f"{{folder}}/autoencoder")
+    scale, mean = (torch.tensor(model["latents"][name])[:, None, None] for name in ("scale", "mean"))
+    return autoencoder.decode(x0 * scale + mean).sample.detach()
+'''
 
 
 class _Network(nn.Module):
@@ -91,20 +102,51 @@ def export(run: LoadedRun, out: Path, settings: ExportSettings) -> float:
     """Write an export of a run into a new folder, and return its largest difference from the run, which is small.
 
     Raises:
-        RequestError: the folder is not empty, or the format cannot hold this run.
-        RunError: what was written gives another output; nothing stays of it.
+        RequestError: the folder is not empty, the format cannot hold this run, or the Hub does not let us push.
+        RunError: what was written gives another output, and nothing stays of it; or the upload failed, and all stays.
     """
     check_out(out, what="the folder of an export", argument="OUT")
     sampler = run.sampler(settings.sampler, settings.steps)
     _check(run, sampler, settings.format)
+    repository = None
+    if settings.push_to_hub:  # what the Hub would refuse is found before the work
+        repository = Repository.open(settings.push_to_hub, settings.public)
+        settings = replace(settings, push_to_hub=repository.name)
     network = deepcopy(run.network).cpu().eval().requires_grad_(False)
     with whole_folder(out) as folder, torch.no_grad():
         job = _Export(run, network, sampler, describe_model(run, sampler), folder)
-        write_atomic(folder / "README.md", _describe_folder(run, settings.format, sampler.steps).encode())
         difference = _WRITERS[settings.format](job)
         if not difference <= _TOLERANCE:
             raise RunError(f"the export gives other outputs than the run, by {difference:.2g} of the largest; a defect")
+        _write_card(job, settings)
+    if repository is not None:
+        repository.upload(out, f"step {run.checkpoint.step:,} of a run of Unfog, as {settings.format}")
     return difference
+
+
+def _write_card(job: _Export, settings: ExportSettings) -> None:
+    """Write the model card, the grid that it shows, and the code that it calls."""
+    run, model = job.run, job.description
+    if (code := sample_file(settings.format)) is not None:
+        write_atomic(job.folder / "sample.py", code)
+    pixels, caption = _card_grid(job)
+    save_png(job.folder / GRID, pixels)
+    custom = (job.folder / "pipeline.py").exists()
+    use = usage(settings.format, settings.push_to_hub, model, custom)
+    card = model_card(run, CardSettings(settings.format, settings.push_to_hub, settings.license, caption, use))
+    write_atomic(job.folder / "README.md", card.encode())
+
+
+def _card_grid(job: _Export) -> tuple[Pixels, str]:
+    """Return a grid of samples, uint8 [H, W, C], and its caption: some for each class, as those of a run's previews."""
+    classes = job.run.classes
+    count = _SAMPLES if not classes else len(classes) * max(1, _SAMPLES // len(classes))
+    count = count if count <= 2 * _SAMPLES else _SAMPLES
+    say(f"  drawing {count} samples for the model card")
+    samples = to_pixels(draw_samples(job.run.config, job.network, job.sampler, count)).permute(0, 2, 3, 1).numpy()
+    caption = f"{count} samples of seed 0, {job.sampler.kind} in {job.sampler.steps} steps, not selected"
+    named = f"; {sanitize(', '.join(classes))}" if 1 < len(classes) <= _SAMPLES else ""
+    return sample_grid(samples, classes), f"{caption}{named}"
 
 
 def _check(run: LoadedRun, sampler: Sampler, kind: str) -> None:
@@ -154,9 +196,11 @@ def _network_source(run: LoadedRun) -> str:
     settings = run.config.network
     assert settings is not None  # a run's is settled
     module, _, name = settings.model.partition(":")
-    names = ["unfog.models.layers", module, *["unfog.models.autoencoder"] * run.config.uses_latents]
+    kind = AutoencoderFolder.open(run.config.autoencoder_folder).kind if run.config.uses_latents else ""
+    names = ["unfog.models.layers", module, *["unfog.models.autoencoder"] * (kind == OURS)]
     title = f"The network of an Unfog run: {name}."
-    return plain_source(title, names, ["DiffusersAutoencoder"]) + _BUILD.format(name=name)
+    decode = _DECODE if kind == OURS else _DECODE_BY_DIFFUSERS.format(name=kind) if kind else ""
+    return plain_source(title, names, ["DiffusersAutoencoder"]) + _BUILD.format(name=name) + decode
 
 
 def _write_graphs(job: _Export, suffix: str) -> float:
@@ -198,11 +242,3 @@ _WRITERS: dict[str, Callable[[_Export], float]] = {
     "onnx": lambda job: _write_graphs(job, ".onnx"),
     "pt2": lambda job: _write_graphs(job, ".pt2"),
 }
-
-
-def _describe_folder(run: LoadedRun, kind: str, steps: int) -> str:
-    """Return the README of an export: what it is, and how to load it."""
-    about = _ABOUT[kind].format(steps=steps)
-    return _README.format(
-        name=sanitize(run.path.resolve().name), step=run.checkpoint.step, weights=run.weights, about=about
-    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from unfog.config.schema import Config
 from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.sampler import NoiseSource, Sampler
 from unfog.export.diffusers_unet import Network, to_unet2d
-from unfog.export.plain_source import plain_source
+from unfog.export.plain_source import package_file, plain_source
 from unfog.inference.export_schedulers import (
     check_sampler_maps,
     custom_scheduler,
@@ -92,13 +91,13 @@ def write_pipeline(run: LoadedRun, network: nn.Module, sampler: Sampler, folder:
     index["unet"] = _write_network(run, network, folder / "unet")
     _write_json(folder / "scheduler", "scheduler_config.json", scheduler.kind, scheduler.settings)
     if scheduler.kind == "LevelsScheduler":
-        write_atomic(folder / "scheduler/levels_scheduler.py", _package_file("unfog.export.levels_scheduler"))
+        write_atomic(folder / "scheduler/levels_scheduler.py", package_file("unfog.export.levels_scheduler"))
     if stock:
         index["_class_name"] = "DDPMPipeline"  # it takes any scheduler
     else:
         index |= {"_class_name": ["pipeline", "UnfogPipeline"], "objective": describe_objective(config, sampler)}
         index["vae"] = _write_autoencoder(config, folder / "vae") if config.uses_latents else [None, None]
-        write_atomic(folder / "pipeline.py", _package_file("unfog.export.diffusers_pipeline"))
+        write_atomic(folder / "pipeline.py", package_file("unfog.export.diffusers_pipeline"))
     write_atomic(folder / "model_index.json", _json(index))
     return _difference(run, network, sampler, folder, stock)
 
@@ -165,7 +164,7 @@ def _difference(run: LoadedRun, network: nn.Module, sampler: Sampler, folder: Pa
     generators = NoiseSource(0, range(_IMAGES), input_shape(run.config)).generators
     arguments = {"generator": generators, "num_inference_steps": sampler.steps, "output_type": "np"}
     drawn = torch.from_numpy(pipeline(batch_size=_IMAGES, **arguments).images).permute(0, 3, 1, 2)
-    ours = _draw_samples(run.config, network, sampler, _IMAGES)
+    ours = draw_samples(run.config, network, sampler, _IMAGES)
     return float((2 * drawn - 1 - ours.clamp(-1, 1)).abs().max())
 
 
@@ -187,7 +186,7 @@ def _load(folder: Path, stock: bool) -> Any:
     return pipeline
 
 
-def _draw_samples(config: Config, network: nn.Module, sampler: Sampler, count: int) -> Tensor:
+def draw_samples(config: Config, network: nn.Module, sampler: Sampler, count: int) -> Tensor:
     """Return the first samples of seed 0 on the CPU, about [-1, 1], as a run draws them before they become uint8."""
     settings, cpu = replace(default_generation(config, count, count), sampler=sampler), torch.device("cpu")
     noise = NoiseSource(settings.seed, range(count), input_shape(config))
@@ -195,11 +194,3 @@ def _draw_samples(config: Config, network: nn.Module, sampler: Sampler, count: i
     denoise = conditional_denoiser(Denoiser(network, config.diffusion), config, settings, label)
     x0 = without_pixel_clipping(sampler, config)(denoise, config.diffusion.path, config.diffusion.schedule, noise.draw)
     return latent_decoder(config, cpu)(x0)
-
-
-def _package_file(name: str) -> bytes:
-    """Return the file of a module of this package, which is not imported: it may need a package that is missing."""
-    spec = find_spec(name)
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).read_bytes()

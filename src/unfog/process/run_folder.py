@@ -175,11 +175,15 @@ def _remove_empty_folders(folders: list[Path]) -> None:
 
 def next_folder(source: str, under: str = "runs") -> Path:
     """Return an unused folder named after the source: runs/photos, runs/photos-2, …; of a URL its last part."""
+    plain = re.sub(r"[^\w .+@]+", "-", source_name(source).removesuffix(".tar").removesuffix(".zip")).strip("-. ")
+    return unused_path(Path(under) / (plain or "run"))
+
+
+def source_name(source: str) -> str:
+    """Return the last part of a path or URL, which tells nothing of where the images are kept."""
     url = source.partition("?")[0].rstrip("/")  # the query may be a signature
     last = url.rpartition("/")[2] if "://" in source else Path(source).resolve().name
-    last = _FROM_PYTHON.sub("", last)
-    plain = re.sub(r"[^\w .+@]+", "-", printable(last).removesuffix(".tar").removesuffix(".zip")).strip("-. ")
-    return unused_path(Path(under) / (plain or "run"))
+    return printable(_FROM_PYTHON.sub("", last))
 
 
 def printable(name: str) -> str:

@@ -1,0 +1,40 @@
+"""Load an export of Unfog (safetensors or pt2) and sample from it; it needs torch and safetensors alone."""
+
+import json
+import math
+import runpy
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+
+def load(folder):
+    model = json.loads((Path(folder) / "model.json").read_text())
+    if (Path(folder) / "model.pt2").exists():
+        return model, torch.export.load(f"{folder}/model.pt2").module()
+    build = runpy.run_path(f"{folder}/network.py")["build"]
+    network = build(model["network"]["settings"], model["input"][0], len(model["classes"]), model["out_channels"])
+    network.load_state_dict(load_file(f"{folder}/model.safetensors"))
+    return model, network.eval()
+
+
+@torch.inference_mode()
+def sample(model, network, noise, label=None):  # label: int64 [B] if the model has classes
+    def predict(*labels):
+        y = network(now["c_in"] * x, torch.full((len(x),), now["c_noise"]), *labels)[:, : x.shape[1]]
+        return now["c_skip"] * x + now["c_out"] * y
+
+    levels, x, before = model["levels"], model["levels"][0]["sigma"] * noise, None
+    guidance, (low, high) = model["guidance"], model["guidance_interval"]
+    for now, then in pairwise(levels):
+        x0 = predict() if label is None else predict(label)
+        if guidance != 1 and low <= now["sigma"] / (now["alpha"] + now["sigma"]) <= high:
+            x0 = guidance * x0 + (1 - guidance) * predict(torch.full_like(label, model["null_label"]))
+        x0 = guess = x0.clamp(-1, 1) if model["sampler"]["clip"] else x0
+        if before and before[0]["alpha"] and model["sampler"]["kind"] == "dpmpp" and then["sigma"]:  # else DDIM
+            a, b, c = (math.log(level["alpha"] / level["sigma"]) for level in (before[0], now, then))
+            guess = x0 + (c - b) / (b - a) / 2 * (x0 - before[1])
+        x, before = then["alpha"] * guess + then["sigma"] / now["sigma"] * (x - now["alpha"] * guess), (now, x0)
+    return x  # about [-1, 1]

@@ -1,0 +1,224 @@
+"""Model card of an export: README.md with the front matter that the Hugging Face Hub reads, and a grid of samples."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import unfog
+from unfog.config.values import format_spec
+from unfog.evaluation.metrics import MetricResult
+from unfog.inference.evaluation_files import Evaluation
+from unfog.inference.loaded_run import LoadedRun
+from unfog.process.run_folder import source_name
+from unfog.safe_files import read_file
+from unfog.text import sanitize
+
+GRID = "samples.png"
+_LARGEST_REPORT = 2**30  # bytes of data.json, which names every file
+_CLASSES_NAMED = 100
+_LIBRARIES = {"diffusers": "diffusers", "safetensors": "pytorch", "onnx": "onnx", "pt2": "pytorch"}
+# The Hub has no other task for images that come without a prompt; a class changes nothing in that.
+_TASK = "unconditional-image-generation"
+
+
+class CardSettings(NamedTuple):
+    """Texts of a model card that are not of the run."""
+
+    format: str
+    name: str
+    """Of the repository on the Hub; "" without one."""
+    license: str
+    """Identifier of the Hub, such as cc-by-4.0; "" leaves it to the user."""
+    grid: str
+    """Caption of the grid of samples."""
+    usage: str
+    """Markdown that shows how to sample from the export."""
+
+
+def model_card(run: LoadedRun, settings: CardSettings) -> str:
+    """Return the README.md of an export."""
+    title = sanitize(settings.name.rpartition("/")[2] or run.path.resolve().name)
+    evaluations = _evaluations(run)
+    measured = [one for evaluation in evaluations for one in evaluation.measured if one.value is not None]
+    data = _data(run)
+    front = {
+        **({"license": settings.license} if settings.license else {}),
+        "library_name": _LIBRARIES[settings.format],
+        "pipeline_tag": _TASK,
+        "tags": ["unfog", "diffusion", *(["class-conditional"] if run.config.classes else [])],
+        "metrics": sorted({one.metric for one in measured}),
+        "model-index": [{"name": title, "results": _results(data.name, measured)}],
+    }
+    if not measured:  # the Hub refuses an index without results
+        del front["metrics"], front["model-index"]
+    sections = [
+        f"# {_escaped(title)}",
+        f"An image diffusion model, trained with [Unfog](https://pypi.org/project/unfog) {unfog.__version__}: step "
+        f"{run.checkpoint.step:,}, {_weights(run)} weights, as {settings.format}.",
+        f"![Samples of the model]({GRID})\n\n*{_escaped(settings.grid)}*",
+        f"## How to use it\n\n{settings.usage}",
+        f"## Data\n\n{_table(('', ''), data.rows)}",
+        f"## Training\n\n{_table(('', ''), _training(run))}",
+        _metrics_section(evaluations),
+        _license_section(settings.license),
+    ]
+    return f"---\n{yaml(front)}---\n\n" + "\n\n".join(sections) + "\n"
+
+
+def _weights(run: LoadedRun) -> str:
+    return run.weights if run.ema is None else f"{run.weights} of width {run.ema:g}"
+
+
+class _Data(NamedTuple):
+    name: str
+    rows: list[tuple[str, str]]
+
+
+def _data(run: LoadedRun) -> _Data:
+    """Return what the images are: nothing of where they are kept, and no file names."""
+    config, report = run.config, _read_report(run.path)
+    name = sanitize(source_name(config.source)) or "images"
+    counts = report.get("class_counts")
+    counts = counts if isinstance(counts, dict) else {}
+    shown = [sanitize(name) for name in config.classes[:_CLASSES_NAMED]]
+    more = [f"{len(config.classes) - _CLASSES_NAMED:,} more"] if len(config.classes) > _CLASSES_NAMED else []
+    named = [f"{one} ({counts[one]:,})" if isinstance(counts.get(one), int) else one for one in shown]
+    used, held_out = (report.get(key) for key in ("used", "held_out"))
+    known = isinstance(used, int) and isinstance(held_out, int)
+    channels = {1: "grey", 3: "RGB"}.get(config.data.channels, f"{config.data.channels} channels")
+    rows = [
+        ("source", name),
+        ("images", f"{used:,}, of which {held_out:,} were held out of training" if known else "not recorded"),
+        ("size", f"{config.data.size}x{config.data.size}, {channels}"),
+        ("classes", ", ".join([*named, *more]) or "none"),
+    ]
+    return _Data(name, rows)
+
+
+def _read_report(path: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError, RecursionError):
+        report = json.loads(read_file(path / "data.json", _LARGEST_REPORT))
+        return report if isinstance(report, dict) else {}
+    return {}
+
+
+def _training(run: LoadedRun) -> list[tuple[str, str]]:
+    config, training = run.config, run.config.training
+    parameters = sum(p.numel() for p in run.network.parameters())
+    diffusion = config.diffusion
+    parts = {name: getattr(diffusion, name) for name in ("path", "schedule", "target", "weighting")}
+    started = source_name(config.init.folder) if config.init.folder else ""
+    rows = {
+        "network": f"{format_spec(config.network)}, {parameters / 1e6:.2f}M parameters",
+        "objective": ", ".join(f"{name} {format_spec(part)}" for name, part in parts.items()),
+        "started from": sanitize(started),
+        "autoencoder": f"latents of {config.latents.factor} pixels a side" if config.uses_latents else "",
+        "steps, batch": f"{run.checkpoint.step:,} steps of {training.batch:,} images",
+        "optimizer": f"{format_spec(config.optimizer.method)}, learning rate {config.optimizer.lr:g}",
+        "EMA": format_spec(config.ema),
+        "precision, seed": f"{training.precision}, {training.seed}",
+        "sampler": f"{config.sampler.kind}, {config.sampler.steps} steps, guidance {config.usual_guidance:g}",
+    }
+    return [(name, value) for name, value in rows.items() if value]
+
+
+def _evaluations(run: LoadedRun) -> list[Evaluation]:
+    """Return the evaluations of exactly these weights, newest first, each metric from the newest one alone."""
+    found: list[Evaluation] = []
+    seen: set[tuple[str, str]] = set()
+    stored = (run.path / "evaluations").glob(f"{run.checkpoint.step:08d}-*.json")
+    for path in sorted(stored, key=lambda path: path.stat().st_mtime, reverse=True):
+        evaluation = Evaluation.read(path)
+        if evaluation is None or evaluation.drawn.get("weights") != _weights(run):
+            continue
+        new = [one for one in evaluation.measured if _valid(one) and (one.metric, one.features) not in seen]
+        seen.update((one.metric, one.features) for one in new)
+        if new:
+            found.append(Evaluation(evaluation.step, evaluation.drawn, new, evaluation.copies, evaluation.verdict))
+    return found
+
+
+def _valid(one: MetricResult) -> bool:
+    """Return True unless a stored result, which anybody may have edited, has a value of another type."""
+    numbers = [one.value, one.low, one.high, one.error, one.real]
+    finite = all(n is None or (isinstance(n, float | int) and math.isfinite(n)) for n in numbers)
+    counted = all(isinstance(n, int) for n in (one.n, one.n_reference))
+    return finite and counted and all(isinstance(text, str) for text in (one.metric, one.features, one.resize))
+
+
+def _metrics_section(evaluations: Sequence[Evaluation]) -> str:
+    if not evaluations:
+        return "## Metrics\n\nNot measured. `unfog evaluate RUN` measures them; then export again."
+    texts = []
+    for one in evaluations:
+        rows = [_metric_row(metric) for metric in one.measured]
+        head = ("metric", "value", "standard error", "95% interval", "real images", "n", "reference", "features")
+        copies = "; ".join(f"by {found['by']}: {found['evidence']}" for found in one.copies)
+        how = ", ".join(f"{name} {sanitize(str(value))}" for name, value in one.drawn.items() if name != "reference")
+        texts += [
+            _escaped(sanitize(one.verdict)),
+            _table(head, rows),
+            f"Samples: {_escaped(how)}.",
+            f"Copies of training images, {_escaped(sanitize(copies))}." if copies else "",
+        ]
+    note = "*Real images* is the value that other real images reach. Errors are those of the choice of images."
+    return "\n\n".join(["## Metrics", *filter(None, texts), note])
+
+
+def _metric_row(one: MetricResult) -> tuple[str, ...]:
+    interval = "" if one.low is None or one.high is None else f"{one.low:.4g} to {one.high:.4g}"
+    value, error, real = ("" if number is None else f"{number:.4g}" for number in (one.value, one.error, one.real))
+    counts = (f"{one.n:,}", f"{one.n_reference:,}" if one.n_reference else "")
+    features = "" if one.features == "none" else f"{one.features}, resize {one.resize}"
+    return one.metric, value or "refused", error, interval, real, *counts, features
+
+
+def _results(dataset: str, measured: Sequence[MetricResult]) -> list[dict[str, Any]]:
+    """Return the results of the Hub's model-index; a name carries the error, for which the index has no field."""
+    metrics = []
+    for one in measured:
+        facts = [f"n = {one.n:,}"]
+        facts += [f"features {one.features}"] if one.features != "none" else []
+        facts += [f"standard error {one.error:.3g}"] if one.error is not None else []
+        facts += [f"95% {one.low:.4g} to {one.high:.4g}"] if one.low is not None and one.high is not None else []
+        metrics.append({"type": one.metric, "value": one.value, "name": f"{one.metric} ({', '.join(facts)})"})
+    return [{"task": {"type": _TASK}, "dataset": {"name": dataset, "type": dataset}, "metrics": metrics}]
+
+
+def _license_section(name: str) -> str:
+    if name:
+        return f"## Licence\n\n{name}, as its author has stated. Unfog, which trained it, is Apache-2.0."
+    return (
+        "## Licence\n\nNone is stated. Before you share this model, add a line `license: …` to the top of this file; "
+        "what the training images permit decides."
+    )
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(_escaped(cell) for cell in line) + " |" for line in lines)
+
+
+def _escaped(text: str) -> str:
+    """Return a text in which Markdown and HTML find nothing: names of classes and files are anybody's."""
+    for character in "\\`*_[]<>|":
+        text = text.replace(character, f"\\{character}")
+    return text
+
+
+def yaml(value: Any, indent: str = "") -> str:
+    """Return plain values as YAML in blocks; texts are quoted as in JSON, which YAML contains."""
+    if isinstance(value, Mapping):
+        return "".join(f"{indent}{key}:{_yaml_item(one, indent)}" for key, one in value.items())
+    return "".join(f"{indent}-{_yaml_item(one, indent)}" for one in value)
+
+
+def _yaml_item(value: Any, indent: str) -> str:
+    if isinstance(value, Mapping | list):
+        return "\n" + yaml(value, f"{indent}  ")
+    return f" {json.dumps(value, ensure_ascii=False)}\n"
