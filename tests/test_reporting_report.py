@@ -1,7 +1,10 @@
 """The report: one file, nothing from outside, right numbers, and no markup from settings or events."""
 
 import base64
+import hashlib
+import json
 import re
+import struct
 from html.parser import HTMLParser
 from itertools import pairwise
 
@@ -9,11 +12,11 @@ import numpy as np
 import pytest
 
 from unfog.errors import RequestError
+from unfog.reporting.columns import finite_column, pack_columns, smoothed, thinned
 from unfog.reporting.image_grids import grid
 from unfog.reporting.log_settings import Log
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.report import write_report
-from unfog.reporting.report_charts import finite_column, metric_charts, smoothed
 
 VOID = {"meta", "img", "br"}
 CONFIG = """
@@ -28,46 +31,64 @@ kind = "cosine"
 
 
 class Page(HTMLParser):
-    """Checks that tags are balanced, and gathers attributes and text."""
+    """Checks that tags are balanced, and gathers attributes and the texts of scripts and styles."""
 
     def __init__(self, text):
         super().__init__()
-        self.open, self.tags, self.texts, self.images = [], [], [], []
+        self.open, self.tags, self.inside = [], [], []
         self.feed(text)
         self.close()
         assert self.open == []
 
     def handle_starttag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
-        if tag == "img":
-            self.images.append(dict(attrs))
         if tag not in VOID:
             self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        if data.strip():
-            self.texts.append(data.strip())
+        if self.open and self.open[-1] in ("script", "style"):
+            self.inside.append((self.open[-1], dict(self.tags[-1][1]).get("type"), data))
 
 
-def page(run_dir):
+def embedded(text):
+    """The run that a report holds, after what every report must be: one file, whose policy lets nothing else run."""
+    parsed = Page(text)
+    tags = {tag for tag, _ in parsed.tags}
+    assert tags <= {"html", "head", "meta", "title", "style", "script", "body", "unfog-page", "div", "noscript"}
+    for _, attributes in parsed.tags:
+        assert not {"src", "href", "style"} & set(attributes)
+        assert not any(name.startswith("on") for name in attributes)
+    policy = next(a["content"] for _, a in parsed.tags if a.get("http-equiv") == "Content-Security-Policy")
+    hashes = set(re.findall(r"'sha256-([^']+)'", policy))
+    code = [data for tag, kind, data in parsed.inside if kind != "application/json"]
+    assert {base64.b64encode(hashlib.sha256(data.encode()).digest()).decode() for data in code} == hashes
+    assert re.sub(r"'sha256-[^']+'", "HASH", policy) == (
+        "default-src 'none'; script-src HASH HASH; style-src HASH HASH; img-src data: blob:; base-uri 'none'; "
+        "form-action 'none'"
+    )
+    (data,) = [json.loads(data) for _, kind, data in parsed.inside if kind == "application/json"]
+    (run,) = data["runs"]
+    assert all(uri.startswith("data:image/png;base64,") for uri in run["pictures"].values())
+    return run
+
+
+def columns_of(run):
+    """Decode what `pack_columns` wrote, as the page does."""
+    raw = base64.b64decode(run["metrics"])
+    (length,) = struct.unpack_from("<I", raw)
+    assert (4 + length) % 8 == 0
+    header = json.loads(raw[4 : 4 + length])
+    values = np.frombuffer(raw, "<f4", offset=4 + length).reshape(len(header["columns"]), header["rows"])
+    return dict(zip(header["columns"], values))
+
+
+def report(run_dir):
     path = write_report(run_dir)
     assert path == run_dir / "report.html"
-    text = path.read_text()
-    parsed = Page(text)
-    assert not re.search(r"https?:|//[a-z]|@import|url\(", re.sub(r"base64,[\w+/=]+", "", text))
-    assert "script" not in {tag for tag, _ in parsed.tags}
-    assert "link" not in {tag for tag, _ in parsed.tags}
-    for _, attributes in parsed.tags:
-        assert not any(name.startswith("on") for name in attributes)
-        assert attributes.get("src", "data:image/png;base64,").startswith("data:image/png;base64,")
-        assert "href" not in attributes
-    return parsed
+    return embedded(path.read_text())
 
 
 @pytest.fixture
@@ -96,19 +117,56 @@ def run_dir(tmp_path):
 
 
 def test_report_says_what_the_run_folder_says(run_dir):
-    parsed = page(run_dir)
-    text = "\n".join(parsed.texts)
-    assert "my <b>photos" in parsed.texts  # as text, not as markup
-    assert "<script>alert(1)</script>" in parsed.texts
-    assert "the <i>hardware</i> has it" in parsed.texts
-    assert {"diffusion.schedule", "cosine", "0.9, 0.999", "3,200", "400 steps", "0.625", "123"} <= set(parsed.texts)
-    assert "120" in parsed.texts  # median images a second
-    assert "newest at step 200, 2.0 MB" in parsed.texts  # a checkpoint without manifest is none
-    assert "gradient_norm inf" in parsed.texts
-    assert "not ended" in parsed.texts
-    titles = ["Loss", "Loss by noise level", "Gradient norm", "Learning rate", "Speed"]
-    assert [t for t in parsed.texts if t in titles and text.count(t)][:5] == titles
-    assert sum(tag == "svg" for tag, _ in parsed.tags) == 5
+    run = report(run_dir)
+    assert run["name"] == "my <b>photos"
+    assert run["settings"]["out"] == "<script>alert(1)</script>"
+    assert run["settings"]["diffusion.schedule.kind"] == "cosine"
+    assert run["settings"]["betas"] == "0.9, 0.999"
+    assert run["choices"] == [{"setting": "precision", "value": "bf16", "reason": "the <i>hardware</i> has it"}]
+    assert run["data"]["fields"] == {"used": "123", "refused": "4"}
+    assert run["checkpoints"] == [200]  # without manifest it is none
+    assert run["checkpoint_bytes"] == 2_000_002
+    assert run["status"] == {"state": "not ended", "detail": run["status"]["detail"], "step": 400, "steps": None}
+    columns = columns_of(run)
+    assert columns["images"][-1] == 3200
+    assert columns["held_out_loss"][-1] == 0.625
+    assert np.isnan(columns["loss"][20])
+    np.testing.assert_allclose(columns["loss"][:20], 1 / np.arange(1, 21), rtol=1e-6)
+    assert columns["loss_by_level.9"][-1] == 0.5
+    assert run["events"][-1]["cause"].startswith("the gradient was not finite")
+    text = (run_dir / "report.html").read_text()
+    assert "my &lt;b>photos · Unfog" in text  # as text, not as markup
+    assert "<script>alert" not in text
+
+
+def test_long_runs_are_thinned_and_keep_their_extremes():
+    steps = np.arange(100_000.0)
+    loss = np.sin(steps / 5000)
+    loss[34_567], loss[77_777] = 9.0, -9.0
+    held_out = np.where(steps % 1000 == 0, steps, np.nan)
+    levels = {f"loss_by_level.{i}": loss + i for i in range(10)}
+    found = thinned({"step": steps, "loss": loss, "held_out_loss": held_out, **levels}, 600)
+    assert len(found["loss.mean"]) == 600
+    assert found["loss.max"].max() == 9
+    assert found["loss.min"].min() == -9
+    assert found["step.last"][-1] == 99_999
+    assert "loss_by_level.3.max" not in found
+    np.testing.assert_array_equal(found["held_out_loss.last"][np.isfinite(found["held_out_loss.last"])], steps[::1000])
+    packed = {"metrics": base64.b64encode(pack_columns(found))}
+    assert len(packed["metrics"]) < 100_000
+    np.testing.assert_allclose(columns_of(packed)["loss.mean"], found["loss.mean"], rtol=1e-6)
+
+
+def test_a_report_stays_of_a_bounded_size(tmp_path):
+    levels = [0.5] * 10
+    rows = [json.dumps({"step": i, "loss": 1 / (i + 1), "loss_by_level": levels, "lr": 1e-4}) for i in range(30_000)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(rows))
+    rows = [json.dumps({"kind": "warning", "step": i, "message": "x" * 5000}) for i in range(3000)]
+    (tmp_path / "events.jsonl").write_text("\n".join(rows))
+    run = report(tmp_path)
+    assert run["rows"] == 30_000
+    assert (len(run["events"]), run["events_left_out"]) == (300, 2700)
+    assert (tmp_path / "report.html").stat().st_size < 1_700_000
 
 
 def test_what_a_run_went_through_needs_attention(tmp_path):
@@ -116,10 +174,10 @@ def test_what_a_run_went_through_needs_attention(tmp_path):
     with Recorder(tmp_path, Log(every=1), total=400) as run:
         for kind in (*troubles, "rolled_back"):
             run.event(kind, 7, reason="why it was")
-    text = "\n".join(page(tmp_path).texts)
-    assert "roll-backs\n2\n" in text
-    listed = text.partition("Needs attention")[2].partition("Events")[0]
-    assert all(kind in listed for kind in troubles)
+    run = report(tmp_path)
+    assert run["counts"]["rolled_back"] == 2
+    assert [event["kind"] for event in run["events"] if event["trouble"]] == [*troubles, "rolled_back"]
+    assert all("why it was" in event["cause"] and event["remedy"] for event in run["events"])
 
 
 def test_refused_steps_that_a_resume_trained_again_are_not_counted(tmp_path):
@@ -128,18 +186,17 @@ def test_refused_steps_that_a_resume_trained_again_are_not_counted(tmp_path):
         run.event("step_refused", 5)
         run.event("step_refused", 30)
         run.event("resumed", 20)
-    assert "steps skipped\n1\n" in "\n".join(page(tmp_path).texts)
+    assert report(tmp_path)["counts"]["step_refused"] == 1
 
 
 def test_samples_are_the_last_grid_and_twelve_over_time(run_dir):
-    parsed = page(run_dir)
-    assert len(parsed.images) == 13
-    data = base64.b64decode(parsed.images[0]["src"].split(",")[1])
+    run = report(run_dir)
+    assert len(run["previews"]) == 12
+    data = base64.b64decode(run["pictures"]["preview/400"].split(",")[1])
     assert data == (run_dir / "samples" / "00000400.png").read_bytes()
-    steps = [int(re.search(r"step (\d+)", image["alt"])[1]) for image in parsed.images[1:]]
-    assert steps[0] == 10
-    assert steps[-1] == 400
-    assert {b - a for a, b in pairwise(steps)} <= {30, 40}
+    assert run["previews"][0] == 10
+    assert run["previews"][-1] == 400
+    assert {b - a for a, b in pairwise(run["previews"])} <= {30, 40}
 
 
 @pytest.mark.parametrize(
@@ -155,10 +212,10 @@ def test_state_is_that_of_the_last_start(run_dir, kinds, word):
     with Recorder(run_dir, Log(), total=400, start=400) as run:
         for kind in kinds:
             run.event(kind, 400, reason="signal 15")
-    texts = page(run_dir).texts
-    assert word in texts
+    status = report(run_dir)["status"]
+    assert status["state"] == word
     if word != "not ended":
-        assert "at step 400 · signal 15" in texts
+        assert status["detail"] == "at step 400 · signal 15"
 
 
 def test_the_report_is_there_from_the_first_step_and_follows_the_run(tmp_path, monkeypatch):
@@ -168,14 +225,15 @@ def test_the_report_is_there_from_the_first_step_and_follows_the_run(tmp_path, m
         run.event("started", 0)
         run.begin_report()
         path = tmp_path / "report.html"
-        assert "0/150" in path.read_text()
+        assert "0/150" in embedded(path.read_text())["status"]["detail"]
         for step in range(1, 61):
             now[0] += 0.5
             run.update_progress(step)
             run.log(step, step * 8, loss=1 / step)
         text = path.read_text()
-        assert "running" in text
-        assert re.search(r"(5\d|60)/150, 4\d s left", text)
+        status = embedded(text)["status"]
+        assert status["state"] == "running"
+        assert re.fullmatch(r"(5\d|60)/150, 4\d s left", status["detail"])
         assert 'http-equiv="refresh"' in text
         run.event("finished", 60)
     write_report(tmp_path)
@@ -195,15 +253,16 @@ def test_a_report_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
 
 def test_empty_and_broken_records_still_make_a_page(tmp_path):
     (tmp_path / "config.toml").write_text("not = [toml")
-    assert "Nothing has been logged yet." in page(tmp_path).texts
+    assert report(tmp_path)["settings"]["config.toml"].startswith("cannot be read")
     (tmp_path / "metrics.jsonl").write_text('{"step": 5, "images": 40, "seconds": null, "loss": null}\n{"st')
     (tmp_path / "events.jsonl").write_text('{"kind": "choice"}\n{"kind": 3, "x": {"a": [1, null]}}\n')
     (tmp_path / "samples").mkdir()
     (tmp_path / "samples" / "00000005.png").write_bytes(b"\x89PNG cut short")
     (tmp_path / "samples" / "notes.png").write_bytes(b"")
-    parsed = page(tmp_path)
-    assert parsed.images == []
-    assert "40" in parsed.texts
+    run = report(tmp_path)
+    assert run["pictures"] == {}
+    assert run["previews"] == []
+    assert columns_of(run)["images"].tolist() == [40]
 
 
 def test_what_is_no_run_is_refused(tmp_path):
@@ -215,7 +274,6 @@ def test_columns_skip_lines_without_the_value():
     rows = [{"step": 1, "loss": 2.0}, {"step": 2, "held_out_loss": 1.0}, {"step": 3, "loss": float("nan")}]
     steps, values = finite_column(rows, "loss")
     assert (steps.tolist(), values.tolist()) == ([1.0], [2.0])
-    assert metric_charts([]) == []
 
 
 def test_smoothing_keeps_a_constant_and_halves_the_noise():

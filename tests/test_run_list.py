@@ -230,6 +230,5 @@ def test_the_report_of_a_run_that_has_not_ended_says_how_far_it_is(tmp_path, cap
     for state, said in (("running", "60/150, 45 s left"), ("killed", "60/150")):
         assert run("report", run_folder(tmp_path / state, state)) == 0
         text = (tmp_path / state / "report.html").read_text()
-        assert f">{state}</span>" in text
-        assert f'<span class="soft">{said}</span>' in text
+        assert f'"status":{{"state":"{state}","detail":"{said}",' in text
         assert capsys.readouterr().out == f"{tmp_path / state / 'report.html'}\n"

@@ -7,13 +7,15 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
+
+import jinja2
 
 from unfog.reporting.image_grids import Pixels, encode_png
 from unfog.reporting.progress import say
 from unfog.reporting.records import json_values
-from unfog.reporting.report import render_template
 from unfog.safe_files import write_atomic
 
 Severity = Literal["fatal", "warning", "hint", "fine"]
@@ -120,6 +122,13 @@ def write_findings(folder: Path, title: str, findings: Sequence[Finding]) -> Pat
 
 def render(title: str, findings: Sequence[Finding]) -> str:
     """Render the findings as an HTML page that makes no requests."""
-    return render_template(
-        "findings.html", title=title, summary=_summary(findings), findings=_sort_by_severity(findings)
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("unfog.reporting"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
     )
+    written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    page = environment.get_template("findings.html")
+    return page.render(title=title, summary=_summary(findings), findings=_sort_by_severity(findings), written=written)

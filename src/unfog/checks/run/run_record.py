@@ -12,6 +12,7 @@ from typing import Any
 
 from unfog.config.schema import Config
 from unfog.reporting.charts import Floats
+from unfog.reporting.columns import finite_column
 from unfog.reporting.records import (
     LENGTH_EVENT,
     SESSION_STARTS,
@@ -21,7 +22,6 @@ from unfog.reporting.records import (
     read_events,
     read_metrics,
 )
-from unfog.reporting.report_charts import finite_column
 from unfog.safe_files import read_file
 from unfog.training.checkpoints.format import BrokenCheckpoint, CheckpointInfo, list_checkpoints
 

@@ -13,10 +13,10 @@ from unfog.checks.run.run_record import RunRecord
 from unfog.config.schema import Config
 from unfog.data.settings import Data
 from unfog.reporting.charts import line_chart
+from unfog.reporting.columns import smoothed
 from unfog.reporting.findings import Figure, Finding, Severity
 from unfog.reporting.progress import format_duration, plural
 from unfog.reporting.records import UNBEGUN, finite_number, run_state
-from unfog.reporting.report_charts import smoothed
 from unfog.text import without_secrets
 from unfog.training.statistics import batch_advice
 from unfog.training.statistics import noise_scale as ratio_of_means

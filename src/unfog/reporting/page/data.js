@@ -1,0 +1,235 @@
+// Where the page's data comes from: a server that watches runs, or one file in which a run is embedded.
+// Both have the same methods, and views know no others.
+
+// Columns of numbers: see "Binary columns" in docs/serve.md.
+export function decode(buffer) {
+  const length = new DataView(buffer).getUint32(0, true);
+  const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, length)));
+  const Kind = header.bits === 32 ? Float32Array : Float64Array, size = header.rows * Kind.BYTES_PER_ELEMENT;
+  const read = (name, i) => [name, new Kind(buffer, 4 + length + i * size, header.rows)];
+  return {...header, columns: new Map(header.columns.map(read))};
+}
+
+export const EXACT = 100000; // rows; longer runs are thinned by the server
+
+// The metrics of one run, which grow at their end.
+export class Store {
+  constructor() {
+    this.clear();
+  }
+
+  clear() {
+    Object.assign(this, {rows: 0, offset: 0, identity: "", version: (this.version || 0) + 1, held: new Map()});
+  }
+
+  add(block) {
+    if (block.reset && this.rows) this.clear();
+    const rows = this.rows + block.rows;
+    for (const name of new Set([...this.held.keys(), ...block.columns.keys()])) {
+      let column = this.held.get(name);
+      if (!column || column.length < rows) {
+        // Room for twice as many, so that a tick costs no more than its new rows.
+        const larger = new Float64Array(Math.max(256, rows * (column ? 2 : 1))).fill(NaN);
+        if (column) larger.set(column.subarray(0, this.rows));
+        this.held.set(name, (column = larger));
+      }
+      if (block.columns.has(name)) column.set(block.columns.get(name), this.rows);
+    }
+    Object.assign(this, {rows, offset: block.offset, identity: block.identity, version: this.version + 1});
+  }
+
+  get names() {
+    return [...new Set([...this.held.keys()].map((name) => name.replace(/\.(min|max|mean|last)$/, "")))];
+  }
+
+  column(name) {
+    return this.held.get(name)?.subarray(0, this.rows);
+  }
+
+  // Finite points of a column over another: {x, y}, with {low, high} where the rows were thinned.
+  series(over, name) {
+    const pick = (of, ...kinds) => kinds.map((kind) => this.column(of + kind)).find(Boolean);
+    const xs = pick(over, "", ".last", ".mean", ".max"), ys = pick(name, "", ".mean", ".last");
+    const lows = this.column(`${name}.min`), highs = this.column(`${name}.max`);
+    const found = {x: [], y: [], low: lows && [], high: highs && []};
+    for (let i = 0; xs && ys && i < this.rows; i++) {
+      if (!Number.isFinite(ys[i]) || !Number.isFinite(xs[i])) continue;
+      found.x.push(xs[i]);
+      found.y.push(ys[i]);
+      found.low?.push(lows[i]);
+      found.high?.push(highs[i]);
+    }
+    return found;
+  }
+
+  // Names of the columns of a list, clean to noisy; [] if there is none.
+  levels(name) {
+    const found = [];
+    while (this.names.includes(`${name}.${found.length}`)) found.push(`${name}.${found.length}`);
+    return found;
+  }
+}
+
+export class ServerData {
+  constructor(base = "./") {
+    Object.assign(this, {base, steers: true, connected: true, stores: new Map(), listeners: new Map()});
+    document.addEventListener("visibilitychange", () => (document.hidden ? this.close() : this.open()));
+    this.open();
+  }
+
+  // One stream for all views, closed while the tab is hidden: browsers allow six connections in all tabs together.
+  open() {
+    if (this.stream || document.hidden) return;
+    const stream = (this.stream = new EventSource(this.url("api/stream")));
+    stream.onopen = () => {
+      this.set(true);
+      this.emit("refresh", {});
+    };
+    stream.onerror = () => {
+      this.set(false);
+      if (stream.readyState !== EventSource.CLOSED || this.stream !== stream) return;
+      this.close();
+      setTimeout(() => this.open(), 2000);
+    };
+    for (const kind of ["runs", "run", "task", "draw"]) {
+      stream.addEventListener(kind, (event) => this.emit(kind, event.data ? JSON.parse(event.data) : {}));
+    }
+  }
+
+  close() {
+    this.stream?.close();
+    this.stream = null;
+  }
+
+  set(connected) {
+    if (this.connected === connected) return;
+    this.connected = connected;
+    this.emit("connection", {connected});
+  }
+
+  on(kind, callback) {
+    if (!this.listeners.has(kind)) this.listeners.set(kind, new Set());
+    this.listeners.get(kind).add(callback);
+    return () => this.listeners.get(kind).delete(callback);
+  }
+
+  emit(kind, detail) {
+    for (const callback of [...(this.listeners.get(kind) || [])]) callback(detail);
+  }
+
+  url(path) {
+    return this.base + path;
+  }
+
+  async ask(path, options) {
+    let answer;
+    try {
+      answer = await fetch(this.url(path), options);
+    } catch {
+      this.set(false);
+      throw new Error("the server does not answer");
+    }
+    if (answer.ok) return answer;
+    const said = await answer.json().catch(() => ({}));
+    throw new Error(said.error || `the server answers ${answer.status}`);
+  }
+
+  async get(path) {
+    return (await this.ask(path)).json();
+  }
+
+  async post(path, body) {
+    const headers = {"Content-Type": "application/json"};
+    return (await this.ask(path, {method: "POST", headers, body: JSON.stringify(body)})).json();
+  }
+
+  runs() {
+    return this.get("api/runs");
+  }
+
+  run(id) {
+    return this.get(`api/runs/${id}`);
+  }
+
+  async events(id) {
+    return (await this.get(`api/runs/${id}/events?from=0`)).events;
+  }
+
+  store(id) {
+    if (!this.stores.has(id)) this.stores.set(id, new Store());
+    return this.stores.get(id);
+  }
+
+  // Fetch the rows that are new since the last call, of a run with this many rows so far.
+  async update(id, rows) {
+    const store = this.store(id);
+    if (store.busy) return store.busy.then(() => store);
+    const fetched = rows > EXACT ? this.thinned(id, "step") : this.newer(id, store);
+    store.busy = fetched.finally(() => (store.busy = null));
+    return store.busy.then(() => store);
+  }
+
+  async newer(id, store) {
+    const query = `from=${store.offset}&identity=${encodeURIComponent(store.identity)}`;
+    store.add(decode(await (await this.ask(`api/runs/${id}/metrics?${query}`)).arrayBuffer()));
+  }
+
+  // Bins of a run that is too long to be sent whole; of a part of it where low and high are given.
+  async thinned(id, over, low = "", high = "") {
+    const query = `x=${over}&low=${low}&high=${high}&points=2000`;
+    const block = decode(await (await this.ask(`api/runs/${id}/thinned?${query}`)).arrayBuffer());
+    const store = this.store(id);
+    store.clear();
+    store.add(block);
+  }
+
+  picture(id, kind, step) {
+    return this.url(kind === "contact" ? `api/runs/${id}/contact-sheet.webp` : `api/runs/${id}/preview/${step}${kind === "denoising" ? ".denoising" : ""}.webp`);
+  }
+}
+
+export class FileData {
+  constructor(embedded) {
+    Object.assign(this, {embedded, steers: false, connected: true, stores: new Map()});
+    for (const run of embedded.runs) {
+      const raw = atob(run.metrics);
+      const store = new Store();
+      store.add(decode(Uint8Array.from(raw, (letter) => letter.charCodeAt(0)).buffer));
+      this.stores.set(String(run.id), store);
+    }
+  }
+
+  find(id) {
+    const run = this.embedded.runs.find((one) => String(one.id) === String(id));
+    if (!run) throw new Error("this file does not hold that run");
+    return run;
+  }
+
+  on() {
+    return () => {};
+  }
+
+  async runs() {
+    return this.embedded.runs.map((run) => ({...run.status, id: run.id, name: run.name}));
+  }
+
+  async run(id) {
+    return this.find(id);
+  }
+
+  async events(id) {
+    return this.find(id).events;
+  }
+
+  store(id) {
+    return this.stores.get(String(id)) || new Store();
+  }
+
+  async update(id) {
+    return this.store(id);
+  }
+
+  picture(id, kind, step) {
+    return this.find(id).pictures[kind === "contact" ? "contact" : `${kind}/${step}`] || "";
+  }
+}

@@ -1,0 +1,164 @@
+"""Read from a run folder for the page: settings, events, evaluations, data report and automatic choices.
+
+A run folder may be damaged, or come from a stranger: what cannot be read is left out, lengths are bounded, and texts
+stay texts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from unfog.reporting.event_texts import explain_event
+from unfog.reporting.records import LARGEST, Row, finite_number
+from unfog.safe_files import read_file
+from unfog.text import without_secrets
+
+_TROUBLES = (
+    *("warning", "overfitting", "step_refused", "rolled_back", "out_of_memory", "passed_over", "quarantined"),
+    *("disk_full", "not_removed", "averages_left_out", "sink_failed", "failed"),
+)
+_EVALUATIONS = 20  # latest evaluations, at most
+_LARGEST_EVALUATION = 10 * 2**20  # bytes of a file; those that Unfog writes have a few thousand
+_LARGEST_REPORT = 64 * 2**20  # bytes of data.json, which names every file
+_DEEPEST = 8  # lists in lists that are written out
+_LONGEST = 2000  # characters of a field of an event
+_NUMBERS = ("value", "low", "high", "n", "n_reference", "real")
+
+
+def read_settings(path: Path) -> dict[str, str]:
+    """Return config.toml as dotted name -> text, without secrets; a file that is no TOML gives the reason why."""
+    if not path.exists():
+        return {}
+    try:
+        return _flatten(tomllib.loads(read_file(path).decode("utf-8-sig")), "")
+    except (OSError, ValueError, RecursionError) as error:
+        return {"config.toml": f"cannot be read: {error}"}
+
+
+def read_choices(events: Sequence[Row]) -> list[dict[str, str]]:
+    """Return the settings that were chosen automatically: setting, value, reason."""
+    names = {"setting": "name", "value": "value", "reason": "reason"}
+    chosen = [event for event in events if event.get("kind") == "choice"]
+    return [{key: plain_text(event.get(name, "")) for key, name in names.items()} for event in chosen]
+
+
+def event_rows(events: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return events for the page: time, step, kind, details as text, trouble, cause and remedy."""
+    rows = []
+    for event in events:
+        cause, remedy = explain_event(
+            {key: value if _is_plain(value) else plain_text(value) for key, value in event.items()}
+        )
+        fields = {key: value for key, value in event.items() if key not in ("time", "step", "kind")}
+        step = finite_number(event.get("step"))
+        rows.append(
+            {
+                "time": str(event.get("time", ""))[:24],
+                "step": None if math.isnan(step) else step,
+                "kind": plain_text(event.get("kind", ""))[:60],
+                "details": " · ".join(f"{key} {plain_text(value)}" for key, value in fields.items())[:_LONGEST],
+                "trouble": event.get("kind") in _TROUBLES,
+                "cause": cause[:_LONGEST],
+                "remedy": remedy,
+            }
+        )
+    return rows
+
+
+def read_data_report(folder: Path, events: Sequence[Row]) -> dict[str, Any]:
+    """Return the data report without its list of files; where data.json is missing, what the event of it says."""
+    with suppress(OSError, ValueError, RecursionError):
+        stored = json.loads(read_file(folder / "data.json", _LARGEST_REPORT))
+        if isinstance(stored, dict):
+            counts = stored.get("class_counts")
+            known = counts if isinstance(counts, dict) else {}
+            classes = {str(name): int(n) for name, n in known.items() if finite_number(n) >= 0}
+            skipped = [
+                one for one in _lists(stored.get("files")) if one.get("status") not in ("used", "held out", None)
+            ]
+            named = [f"{plain_text(one.get('name'))}: {plain_text(one.get('reason'))}"[:_LONGEST] for one in skipped]
+            leave = ("files", "class_counts", "known_counts", "read", "unlisted")
+            rest = {key: plain_text(value)[:_LONGEST] for key, value in stored.items() if key not in leave}
+            return {"fields": rest, "classes": classes, "skipped": named[:100], "skipped_count": len(named)}
+    rows = [event for event in events if event.get("kind") == "data"]
+    fields = {
+        key: plain_text(v) for key, v in (rows[-1] if rows else {}).items() if key not in ("time", "step", "kind")
+    }
+    return {"fields": fields, "classes": {}, "skipped": [], "skipped_count": 0}
+
+
+def read_evaluations(folder: Path) -> list[dict[str, Any]]:
+    """Return the latest results of `unfog evaluate`, by step. A copy's `picture` is a file in `folder`, or None."""
+    found = []
+    for path in folder.glob("*.json"):
+        # People edit such files: damaged ones are left out.
+        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            stored = json.loads(read_file(path, _LARGEST_EVALUATION))
+            found.append((path.stat().st_mtime, _evaluation(path, stored)))
+    return sorted((one for _, one in sorted(found, key=itemgetter(0))[-_EVALUATIONS:]), key=itemgetter("step"))
+
+
+def _evaluation(path: Path, stored: Mapping[str, Any]) -> dict[str, Any]:
+    measured = []
+    for one in [one for one in stored["measured"] if isinstance(one, dict)]:
+        numbers = {name: finite_number(one.get(name)) for name in _NUMBERS}
+        texts = {name: plain_text(one.get(name) or "") for name in ("features", "resize", "note")}
+        found = {name: None if math.isnan(number) else number for name, number in numbers.items()}
+        measured.append({"metric": str(one["metric"]), **found, **texts})
+    copies = []
+    for one in stored["copies"]:
+        name = Path(str(one.get("picture", "")))
+        # A run folder may come from a stranger: only an image beside the file is shown.
+        inside = not name.is_absolute() and ".." not in name.parts and name.suffix == ".png"
+        texts = {key: plain_text(one.get(key) or "") for key in ("by", "evidence", "severity", "remedy")}
+        copies.append({**texts, "picture": path.parent / name if inside else None})
+    return {
+        "step": int(stored["step"]),
+        "verdict": str(stored.get("verdict", "")),
+        "drawn": {str(name): plain_text(value) for name, value in stored["drawn"].items()},
+        "measured": measured,
+        "copies": copies,
+    }
+
+
+def plain_text(value: object, depth: int = 0) -> str:
+    """Return any JSON value as a line of text."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, int):
+        return f"{value:,}" if abs(value) < LARGEST else "a number of over a hundred digits"
+    if depth > _DEEPEST:
+        return "..."
+    if isinstance(value, list):
+        return ", ".join(plain_text(item, depth + 1) for item in value)
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {plain_text(item, depth + 1)}" for key, item in value.items())
+    return str(value)
+
+
+def _flatten(tree: Mapping[str, Any], section: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for key, value in tree.items():
+        name = f"{section}.{key}".lstrip(".")
+        if isinstance(value, dict):
+            found |= _flatten(value, name)
+        else:  # numbers hold no secrets
+            found[name] = plain_text(value) if isinstance(value, int | float) else without_secrets(plain_text(value))
+    return found
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, str | float) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
+
+
+def _lists(value: object) -> list[dict[str, Any]]:
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
