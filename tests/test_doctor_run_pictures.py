@@ -7,6 +7,7 @@ import torch
 from unfog.checks.run.sample_checks import (
     _check_blank,
     _check_color_cast,
+    _check_detail,
     _check_saturation,
     _color_statistics,
     _comparison_figure,
@@ -198,3 +199,49 @@ def test_noise_blank_and_clipped_pictures_are_found():
     assert _check_saturation(_color_statistics(harsh), _color_statistics(data)).severity == "warning"
     assert _check_saturation(_color_statistics(fresh), _color_statistics(data)).severity == "fine"
     assert _check_saturation(_color_statistics(harsh), _color_statistics(harsh[:32])).severity == "fine"
+
+
+def detail_finding(drawn, data, unready=""):
+    mine, theirs = (x.transpose(0, 2, 3, 1) for x in (drawn, data))
+    return _check_detail(mine, _color_statistics(mine), theirs, _color_statistics(theirs), unready)
+
+
+def test_smooth_and_grainy_pictures_are_found_by_their_spectrum():
+    random = np.random.default_rng(3)
+
+    def grained(count, seed, amount):
+        images = blobs(count, seed) + random.normal(0, amount, (count, 3, 16, 16))
+        return images.clip(0, 255).astype(np.uint8)
+
+    data = grained(500, 0, 12)
+    for seed in range(1, 5):
+        alike = detail_finding(grained(64, seed, 12), data)
+        assert alike.severity == "fine"
+        assert 0.85 < alike.facts["ratio"] < 1.15
+    smooth, grainy = detail_finding(grained(64, 5, 8), data), detail_finding(grained(64, 6, 18), data)
+    assert smooth.severity == grainy.severity == "hint"
+    assert "too smooth" in smooth.evidence
+    assert "grid" in smooth.remedy
+    assert "grainy" in grainy.evidence
+    assert "<svg" in smooth.figures[0].svg
+    assert detail_finding(grained(64, 5, 8), data, "train longer first").remedy == "train longer first"
+
+
+def test_detail_counts_every_class_alike():
+    """Of a class with much detail and one with little; as many of both are drawn, whatever the data has."""
+    random = np.random.default_rng(4)
+    rough, plain = (
+        (128 + random.normal(0, amount, (300, 16, 16, 1))).clip(0, 255).astype(np.uint8) for amount in (30, 4)
+    )
+    data, labels = np.concatenate([rough[:30], plain[:270]]), np.repeat([0, 1], [30, 270])
+    drawn, own = np.concatenate([rough[100:130], plain[270:]]), np.repeat([0, 1], [30, 30])
+    counted = [_color_statistics(x, y) for x, y in ((drawn, own), (data, labels))]
+    assert _check_detail(drawn, counted[0], data, counted[1]).severity == "fine"
+    unlabelled = [_color_statistics(x) for x in (drawn, data)]
+    assert _check_detail(drawn, unlabelled[0], data, unlabelled[1]).severity == "hint"
+
+
+def test_flat_pictures_and_flat_data_have_a_finding_too():
+    flat = np.full((20, 1, 16, 16), 100, np.uint8)
+    assert detail_finding(flat, flat).severity == "fine"
+    assert "too smooth" in detail_finding(flat, blobs(20, 0)[:, :1]).evidence

@@ -133,7 +133,7 @@ def test_pairs_tell_apart_what_lies_within_each_others_intervals():
 def test_everything_is_measured_stored_and_shown(run, capsys):
     found = run.evaluate(n=40, features="pixels", batch=16)
     names = [one.metric for one in found.measured]
-    assert {"kid", "precision", "recall", "density", "coverage", "sliced", "held_out"} == {
+    assert {"kid", "precision", "recall", "density", "coverage", "sliced", "detail", "held_out"} == {
         name for name in names if "_" not in name or name == "held_out"
     } - {"fd"}
     assert found.lines()[0] == found.verdict
@@ -146,6 +146,11 @@ def test_everything_is_measured_stored_and_shown(run, capsys):
     assert "generating 40 samples takes about" in said
     (path,) = (run.path / "evaluations").glob("*.json")
     assert Evaluation.read(path) == found
+    assert found["detail_6"].low < found["detail_6"].value < found["detail_6"].high
+    assert found["detail"].real == pytest.approx(1, abs=0.3)
+    frequency, generated, real = (found.spectrum[name] for name in ("frequency", "generated", "real"))
+    assert len(frequency) == len(generated) == len(real) > 16
+    assert (path.with_suffix("") / "spectrum.svg").read_text().startswith('<svg xmlns="')
     assert {one["by"] for one in found.copies} == {"pixels", "small pixels"}
     for one in found.copies:
         assert (run.path / "evaluations" / one["picture"]).is_file()

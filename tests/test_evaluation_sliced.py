@@ -13,7 +13,8 @@ from unfog.errors import RequestError
 from unfog.evaluation import sliced_wasserstein as sliced
 from unfog.evaluation.features import open_features
 from unfog.evaluation.metrics import compare_features
-from unfog.evaluation.sliced_wasserstein import _sliced_wasserstein, compare_pixels
+from unfog.evaluation.pixel_metrics import compare_pixels
+from unfog.evaluation.sliced_wasserstein import _sliced_wasserstein
 
 
 @pytest.fixture(scope="module")

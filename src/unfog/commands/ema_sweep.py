@@ -20,7 +20,7 @@ from unfog.errors import RequestError
 from unfog.evaluation.features import compute_features, open_features
 from unfog.evaluation.held_out import mean_over_images
 from unfog.evaluation.metrics import MetricResult, check_count, compare_features
-from unfog.evaluation.sliced_wasserstein import PIXEL_METRICS, compare_pixels
+from unfog.evaluation.pixel_metrics import PIXEL_METRICS, compare_pixels
 from unfog.inference.compute_metrics import held_out_losses
 from unfog.inference.loaded_run import SWEEP_FILE, load_ema_weights
 from unfog.pipeline.build import build_held_out_set, build_network, building_for

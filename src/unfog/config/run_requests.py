@@ -19,7 +19,7 @@ from unfog.training.settings import Evaluate, SamplingPrecision, split_names
 LOSSES = ("held_out", "bits")
 # Metrics that are measured only if they are named: they take thousands of samples, or many network calls.
 ON_REQUEST = ("fid_infinity", "bits")
-METRICS = (*Evaluate.DRAWN, "fid_infinity", *LOSSES)
+METRICS = (*Evaluate.DRAWN, "detail", "fid_infinity", *LOSSES)
 
 
 _MODEL_FILES = ("config.json", "unet/config.json", "model_index.json")
@@ -136,7 +136,7 @@ class EvaluationRequest:
     """Metrics of a run, and the samples to measure them on."""
 
     metrics: Annotated[tuple[str, ...], tyro.conf.arg(metavar="M,M,…")] = ()
-    """Any of fid, kid, precision, recall, density, coverage, sliced, held_out, bits. Default: all that apply."""
+    """Any of fid, kid, precision, recall, density, coverage, sliced, detail, held_out, bits. Default: all possible."""
     n: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 0
     """Number of samples. Default: 1000 on a CPU, 10000 elsewhere."""
     features: str = ""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -11,7 +9,6 @@ from torch.nn import functional as F
 from unfog.errors import RequestError
 from unfog.evaluation.metrics import MetricResult
 
-PIXEL_METRICS = ("sliced",)
 _PATCH = 7
 # Side of the last level of the pyramid at least: a patch of it is most of an image (Karras et al. stop at 16).
 _SMALLEST = 8
@@ -55,25 +52,20 @@ def _sliced_wasserstein(real: Tensor, fake: Tensor, seed: int = 0) -> dict[int, 
     return distances
 
 
-def compare_pixels(names: Sequence[str], real: Tensor, fake: Tensor, seed: int = 0) -> list[MetricResult]:
-    """Metrics of pixels uint8 [N, C, H, W], [M, C, H, W] themselves: `sliced`, the mean over levels, and each level.
+def compare_sliced(real: Tensor, fake: Tensor, seed: int = 0) -> list[MetricResult]:
+    """Compare patches of pixels uint8 [N, C, H, W], [M, C, H, W]: `sliced`, the mean over levels, and each level.
 
     Raises:
-        RequestError: a name that is no such metric; images that are too small or of two shapes.
+        RequestError: images that are too small or of two shapes.
     """
-    results = []
-    for name in names:
-        if name not in PIXEL_METRICS:
-            raise RequestError(f"metric = {name!r} of pixels is unknown; give one of {', '.join(PIXEL_METRICS)}")
-        levels = _sliced_wasserstein(real, fake, seed)
-        note = "biased upwards by small n: compare only at equal n"
-        values = {"sliced": sum(levels.values()) / len(levels)}
-        values |= {f"sliced_{side}": value for side, value in levels.items()}
-        results += [
-            MetricResult(metric, value, None, None, None, len(fake), len(real), "7x7 patches", "none", note)
-            for metric, value in values.items()
-        ]
-    return results
+    levels = _sliced_wasserstein(real, fake, seed)
+    note = "biased upwards by small n: compare only at equal n"
+    values = {"sliced": sum(levels.values()) / len(levels)}
+    values |= {f"sliced_{side}": value for side, value in levels.items()}
+    return [
+        MetricResult(metric, value, None, None, None, len(fake), len(real), "7x7 patches", "none", note)
+        for metric, value in values.items()
+    ]
 
 
 def _sides(side: int) -> list[int]:

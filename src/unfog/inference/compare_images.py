@@ -14,9 +14,10 @@ from torch import Tensor
 from unfog.config.run_requests import LOSSES, ON_REQUEST
 from unfog.data.dataset import ImageSet, evenly_spaced
 from unfog.errors import RequestError
+from unfog.evaluation.detail import radial_spectrum
 from unfog.evaluation.features import Features, PixelSource, compute_features, compute_statistics
 from unfog.evaluation.metrics import MetricResult, compare_features
-from unfog.evaluation.sliced_wasserstein import PIXEL_METRICS, compare_pixels
+from unfog.evaluation.pixel_metrics import PIXEL_METRICS, compare_pixels
 from unfog.reporting.progress import Progress
 from unfog.training.distributed.world import World
 
@@ -108,6 +109,15 @@ def sample_metrics(setup: Comparison, samples: _Samples, features_of: FeaturesOf
     return [one for name in setup.metrics for one in found.get(name, [])]
 
 
+def sample_spectra(setup: Comparison, samples: _Samples) -> dict[str, list[float]]:
+    """Return radial spectra of luma as `Evaluation` stores them; {} unless `detail` is measured."""
+    if "detail" not in setup.metrics:
+        return {}
+    real, fake = _pixels_of_both(setup, samples)
+    (frequency, generated), (_, given) = radial_spectrum(fake), radial_spectrum(real)
+    return {"frequency": frequency.tolist(), "generated": generated.tolist(), "real": given.tolist()}
+
+
 def _real_baseline(
     names: Sequence[str], real: Tensor, count: int, features: Features | None
 ) -> dict[str, float | None]:
@@ -122,8 +132,9 @@ def _real_baseline(
     return {one.metric: one.value for one in compare_features(names, real[~rows], real[rows], features=features)}
 
 
-def _pixel_metrics(name: str, setup: Comparison, samples: _Samples) -> list[MetricResult]:
-    # The metric sorts both sets against each other, so they must be of equal size.
+def _pixels_of_both(setup: Comparison, samples: _Samples) -> tuple[Tensor, Tensor]:
+    """Return pixels of real images and of as many samples, uint8 [N, C, H, W]."""
+    # One of the metrics sorts both sets against each other, so they must be of equal size.
     count = min(len(samples), _MOST_PIXELS, len(setup.reference))
     real = np.ascontiguousarray(setup.reference.pixels[evenly_spaced(len(setup.reference), count)])
     fake = samples[0:count]
@@ -131,9 +142,14 @@ def _pixel_metrics(name: str, setup: Comparison, samples: _Samples) -> list[Metr
         raise RequestError(
             f"the reference has images {list(real.shape[1:])}, and the samples are {list(fake.shape[1:])}"
         )
-    found, half = compare_pixels([name], torch.from_numpy(real), torch.from_numpy(fake)), len(real) // 2
+    return torch.from_numpy(real), torch.from_numpy(fake)
+
+
+def _pixel_metrics(name: str, setup: Comparison, samples: _Samples) -> list[MetricResult]:
+    real, fake = _pixels_of_both(setup, samples)
+    found, half = compare_pixels([name], real, fake), len(real) // 2
     if half < _FEWEST_REAL:
         return found
     # Real images against the rest of them; as the metric falls with the number, it is too high for the fewer of both.
-    baseline = compare_pixels([name], torch.from_numpy(real[::2][:half]), torch.from_numpy(real[1::2][:half]))
+    baseline = compare_pixels([name], real[::2][:half], real[1::2][:half])
     return [replace(one, real=two.value) for one, two in zip(found, baseline, strict=True)]

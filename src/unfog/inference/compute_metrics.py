@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from unfog.diffusion.sampler import NoiseSource
 from unfog.evaluation.features import compute_features
 from unfog.evaluation.held_out import HeldOut, MeanEstimate, mean_over_images
 from unfog.evaluation.metrics import MetricResult, Z
-from unfog.inference.compare_images import FeaturesOfBoth, features_of_both, sample_metrics
+from unfog.inference.compare_images import FeaturesOfBoth, features_of_both, sample_metrics, sample_spectra
 from unfog.inference.evaluation_files import Evaluation, EvaluationSetup, GeneratedSamples
 from unfog.inference.loaded_run import LoadedRun
 from unfog.inference.memorization import (
@@ -33,10 +33,11 @@ from unfog.inference.memorization import (
 from unfog.inference.verdict import verdict
 from unfog.pipeline.build import build_held_out_set, build_loss_at
 from unfog.pipeline.generate import sample_grid
+from unfog.reporting.charts import line_chart
 from unfog.reporting.findings import Finding
 from unfog.reporting.image_grids import save_png
 from unfog.reporting.progress import Progress
-from unfog.safe_files import make_folder
+from unfog.safe_files import make_folder, write_atomic
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.distributed.world import World
 
@@ -54,15 +55,18 @@ def compute_metrics(
     """
     generation = _describe_generation(run, setup)
     metrics, copies = list[MetricResult](), list[dict[str, Any]]()
+    spectrum: dict[str, list[float]] = {}
     if samples is not None:
         both = features_of_both(setup.compared, samples, world)
         if world.is_main:
             metrics += sample_metrics(setup.compared, samples, both)
+            spectrum = sample_spectra(setup.compared, samples)
+            _draw_spectra(spectrum, out)
             copies += _search_copies(setup, samples, both, out)
     if world.is_main:
         drawn = ", ".join(f"{name} {value}" for name, value in generation.items() if name != "reference")
         metrics = [replace(one, drawn=drawn) for one in metrics] + _held_out_metrics(run, setup)
-    return Evaluation(run.checkpoint.step, generation, metrics, copies, verdict(metrics, copies))
+    return Evaluation(run.checkpoint.step, generation, metrics, copies, verdict(metrics, copies), spectrum)
 
 
 def _describe_generation(run: LoadedRun, setup: EvaluationSetup) -> dict[str, Any]:
@@ -80,6 +84,17 @@ def _describe_generation(run: LoadedRun, setup: EvaluationSetup) -> dict[str, An
         "labels": "as in the data" if generation.labels else "none",
         "reference": setup.reference_name,
     }
+
+
+def _draw_spectra(spectrum: Mapping[str, Sequence[float]], out: Path) -> None:
+    """Write spectrum.svg, if the spectra were measured, into the folder `out`."""
+    if spectrum:
+        make_folder(out, out.parents[1])  # RUN/evaluations/NAME
+        series = {name: (spectrum["frequency"], spectrum[name]) for name in ("generated", "real")}
+        chart = line_chart(series, "frequency, 1 = highest along a row", "variance of luma", log_y=True)
+        # Inside a page a chart needs no namespace; as a file it does.
+        chart = chart.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+        write_atomic(out / "spectrum.svg", chart.encode(), out.parents[1])
 
 
 def _search_copies(

@@ -17,7 +17,7 @@ from unfog.errors import RequestError, RunError
 from unfog.evaluation.feature_networks import inception_path
 from unfog.evaluation.features import Features, delete_features, open_features
 from unfog.evaluation.metrics import check_count
-from unfog.evaluation.sliced_wasserstein import PIXEL_METRICS
+from unfog.evaluation.pixel_metrics import PIXEL_METRICS
 from unfog.inference.compare_images import Comparison, reference_rows
 from unfog.inference.compute_metrics import compute_metrics
 from unfog.inference.evaluation_files import ARITHMETIC, FORMAT, Evaluation, EvaluationSetup, GeneratedSamples

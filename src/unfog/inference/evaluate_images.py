@@ -16,8 +16,15 @@ from unfog.data.scan import common_side
 from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError
 from unfog.evaluation.metrics import check_count
-from unfog.evaluation.sliced_wasserstein import PIXEL_METRICS
-from unfog.inference.compare_images import Comparison, ImageRows, features_of_both, reference_rows, sample_metrics
+from unfog.evaluation.pixel_metrics import PIXEL_METRICS
+from unfog.inference.compare_images import (
+    Comparison,
+    ImageRows,
+    features_of_both,
+    reference_rows,
+    sample_metrics,
+    sample_spectra,
+)
 from unfog.inference.evaluate import check_enough, open_request_features
 from unfog.inference.evaluation_files import Evaluation
 from unfog.inference.verdict import verdict
@@ -58,7 +65,9 @@ def evaluate_images(images: str, request: EvaluationRequest, size: int, device: 
         both = features_of_both(compared, ImageRows(samples, rows), world)
         found = sample_metrics(compared, ImageRows(samples, rows), both)
         drawn = {"images": sanitize(images), "size": samples.pixels.shape[-1], "reference": name}
-        return Evaluation(None, drawn, found, verdict=verdict(found), seconds=round(time.monotonic() - started, 1))
+        spectrum = sample_spectra(compared, ImageRows(samples, rows))
+        seconds = round(time.monotonic() - started, 1)
+        return Evaluation(None, drawn, found, verdict=verdict(found), spectrum=spectrum, seconds=seconds)
 
 
 def _load_both(images: str, reference: str, size: int, stop: StopSignals) -> tuple[ImageSet, ImageSet]:

@@ -58,6 +58,8 @@ class Evaluation:
     """Searches for copies of training images: by, severity, evidence, remedy, facts, picture (a file name)."""
     verdict: str = ""
     """How near the samples are to real images, in a sentence."""
+    spectrum: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Radial spectra of luma: `frequency` over Nyquist's, mean power of `generated` and `real`; {} if not measured."""
     seconds: float = 0.0
     asked: Mapping[str, Any] = field(default_factory=dict)
 

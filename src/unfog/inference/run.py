@@ -208,7 +208,7 @@ class Run(LoadedRun):
         """Compute metrics of this run, as `unfog evaluate` does, or read those that the run folder has already.
 
         Args:
-            metrics: of fid, kid, precision, recall, density, coverage, sliced, held_out, bits; () is all possible ones.
+            metrics: of fid, kid, precision, recall, density, coverage, sliced, detail, held_out, bits; () is all.
             n: number of samples; 0 is 1,000 on a CPU, and 10,000 elsewhere.
             settings: features, reference, sampler, steps, seed, guidance, batch, precision, against: see
                 `config.run_requests.EvaluationRequest`.

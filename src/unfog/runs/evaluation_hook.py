@@ -20,7 +20,7 @@ from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
 from unfog.errors import RequestError
 from unfog.evaluation.features import Features, compute_features, open_features
 from unfog.evaluation.metrics import MetricResult, compare_features
-from unfog.evaluation.sliced_wasserstein import compare_pixels
+from unfog.evaluation.pixel_metrics import compare_pixels
 from unfog.inference.compare_images import ImageRows
 from unfog.pipeline.build import build_network, without_augmentation
 from unfog.pipeline.generate import default_generation, proportional_labels

@@ -1,14 +1,17 @@
-"""Checks of generated images against training images: brightness, tint, contrast, noise and clipping."""
+"""Checks of generated images against training images: brightness, tint, contrast, noise, detail and clipping."""
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from unfog.reporting.charts import Floats
+from unfog.evaluation.detail import FINE, band_floors, band_powers, radial_spectrum
+from unfog.reporting.charts import Floats, line_chart
 from unfog.reporting.findings import Figure, Finding, Severity
 from unfog.reporting.image_grids import Pixels, grid
 
@@ -27,6 +30,14 @@ _BLANK = 2.0
 # Share of pixels at 0 or 255 beyond that of the data.
 _CLIPPED = 0.10
 _LONGER = "train longer, or double the sampling steps: unfog sample --steps 40"
+_SOFT, _ROUGH = 0.9, 1.25
+"""Fine detail, as a share of that of the data, that is surely less or more."""
+_SURE = 2.0
+"""Standard errors of the fine detail; few images have a spread that four of them would hide all but blurs in."""
+_SHARPER = (
+    "train longer, or with a larger network; `unfog resume RUN --sampler.grid karras` ends sampling at a lower noise "
+    "level, which adds detail at no cost; `unfog evaluate RUN --metrics detail` measures it by frequency"
+)
 _NAMES = {1: ("grey",), 3: ("red", "green", "blue")}
 _Labelled = tuple[Pixels, NDArray[np.int64] | None]
 
@@ -105,6 +116,7 @@ def check_samples(generated: _Labelled, training: _Labelled, unready: str) -> li
         _check_color_cast(drawn, data, figure, unready),
         _check_contrast(drawn, data, unready),
         _check_saturation(drawn, data, unready),
+        _check_detail(generated[0], drawn, training[0], data, unready),
     ]
 
 
@@ -162,6 +174,33 @@ def _check_saturation(drawn: _ColorStatistics, data: _ColorStatistics, unready: 
         f"{mine:.1%} of generated values are 0 or 255, against {theirs:.1%} in training images",
         (more, "hint" if unready else "warning", "", unready or _LONGER),
         facts={"drawn": mine, "data": theirs},
+    )
+
+
+def _check_detail(
+    mine: Pixels, drawn: _ColorStatistics, theirs: Pixels, data: _ColorStatistics, unready: str = ""
+) -> Finding:
+    """run.detail: compare the variance of luma at high frequencies, generated over training."""
+    images = [torch.from_numpy(pixels.transpose(0, 3, 1, 2).copy()) for pixels in (mine, theirs)]
+    fine = [band_powers(pixels).numpy()[:, -FINE:].sum(1) for pixels in images]
+    (value, error), (usual, usual_error) = (_weighted_mean(x, of) for x, of in zip(fine, (drawn, data)))
+    if usual <= 2 * sum(band_floors(*images[0].shape[2:])[-FINE:]):
+        return Finding("run.detail", "fine", "the training images have no fine detail to compare")
+    ratio, spread = value / usual, _SURE * math.hypot(error / max(value, 1e-12), usual_error / usual)
+    evidence = (
+        f"generated images have {ratio:.2f} ± {ratio * spread / _SURE:.2f} times the variance of luma of training "
+        "images at high frequencies"
+    )
+    curves = [radial_spectrum(pixels) for pixels in images]
+    series = {name: (f.numpy(), p.numpy()) for name, (f, p) in zip(("generated", "training"), curves)}
+    chart = line_chart(series, "frequency, 1 = highest along a row", "variance of luma", log_y=True)
+    return Finding.graded(
+        "run.detail",
+        evidence,
+        (ratio * math.exp(spread) < _SOFT, "hint", ": they are too smooth", unready or _SHARPER),
+        (ratio > _ROUGH * math.exp(spread), "hint", ": they are grainy", unready or _LONGER),
+        facts={"ratio": ratio, "error": ratio * spread / _SURE},
+        figures=(Figure("Spectrum of generated and of training images", svg=chart),),
     )
 
 

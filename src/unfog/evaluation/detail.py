@@ -1,0 +1,137 @@
+"""Detail by frequency: variance of luma in bands of frequency, of generated images against real ones.
+
+Blurred images lack variance at high frequencies, and noisy ones have too much: a figure for what the eye calls smooth
+or grainy. It needs no network. Frequencies come from the cosine transform (DCT-II, orthonormal), which continues an
+image as in a mirror: a Fourier transform would see an edge where left and right do not meet, and count it as detail.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from unfog.errors import RequestError
+from unfog.evaluation.metrics import MetricResult, Z
+
+# Edges of the six bands, as frequency over the highest along a row or column (Nyquist's); above 1 are diagonals.
+_EDGES = (0.0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, math.inf)
+FINE = 2  # the last bands, which the metric `detail` itself is of
+_NOTE = "variance of luma over that of real images, by share of the highest frequency; 1 is as real"
+_LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601
+_ROUNDING = (2 / 255) ** 2 / 12  # variance that rounding to 256 levels adds, as white noise, for images in [-1, 1]
+_VALUES = 2**24  # of pixels in memory at once
+
+
+def band_powers(images: Tensor) -> Tensor:
+    """Return the variance of luma in each band, float64 [N, 6], of images uint8 [N, C, H, W] seen as in [-1, 1].
+
+    The sum over the bands is the variance of an image over its pixels: the mean brightness is in none (Parseval).
+    """
+    masks = torch.stack([mask.flatten() for mask in _masks(*images.shape[2:])]).double().to(images.device)
+    return torch.cat([power.flatten(1) @ masks.T for power in _powers(images)])
+
+
+def radial_spectrum(images: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (frequency [R], power [R]): mean power of a coefficient in rings, so that white noise is flat.
+
+    Args:
+        images: uint8 [N, C, H, W]; rings are as wide as one frequency of the shorter side.
+    """
+    radius, side = _radius(*images.shape[2:]), min(images.shape[2:])
+    ring = (radius * side).round().long().flatten().to(images.device)
+    total = torch.zeros(int(ring.max()) + 1, dtype=torch.float64, device=images.device)
+    for power in _powers(images):
+        total.index_add_(0, ring, power.flatten(1).sum(0))
+    mean = total / torch.bincount(ring).clamp(min=1) / len(images) * (images.shape[2] * images.shape[3])
+    # The first ring holds the mean brightness alone; a ring of long images may hold nothing.
+    used = torch.bincount(ring) > 0
+    used[0] = False
+    return (torch.arange(len(mean), device=used.device) / side)[used], mean[used]
+
+
+def compare_detail(real: Tensor, fake: Tensor) -> list[MetricResult]:
+    """Compare variances of luma by band: `detail` of the finest two bands together, then `detail_1` (coarse) to `_6`.
+
+    Args:
+        real: uint8 [N, C, H, W].
+        fake: uint8 [M, C, H, W].
+
+    The interval is of the choice of images: the delta method for the logarithm of a ratio of means. A band in which
+    real images have no more than the rounding to 256 levels is refused.
+
+    Raises:
+        RequestError: images of two shapes, or fewer than two of either.
+    """
+    if real.shape[1:] != fake.shape[1:] or min(len(real), len(fake)) < 2:
+        raise RequestError(
+            f"images {list(real.shape)} and {list(fake.shape)} must be of one shape, two of each or more"
+        )
+    one, other = band_powers(real), band_powers(fake)
+    floors, counts = band_floors(*real.shape[2:]), (len(fake), len(real))
+    fine = _ratio("detail", _EDGES[-1 - FINE], math.inf, one[:, -FINE:].sum(1), other[:, -FINE:].sum(1), floors[-FINE:])
+    bands = [
+        _ratio(f"detail_{i + 1}", *edges, one[:, i], other[:, i], floors[i : i + 1])
+        for i, edges in enumerate(pairwise(_EDGES))
+        if floors[i]  # a small image has no frequencies in the coarsest band
+    ]
+    return [MetricResult(name, *row, *counts, where, "none", note) for name, where, row, note in (fine, *bands)]
+
+
+# Name, where, (value, low, high, error), note.
+_Row = tuple[str, str, tuple[float | None, float | None, float | None, float | None], str]
+
+
+def _ratio(name: str, low: float, high: float, real: Tensor, fake: Tensor, floors: Sequence[float]) -> _Row:
+    """Return the ratio of the means of fake [M] and real [N] variances, with its interval and error."""
+    where = f"luma {low:.2g}-{high:.2g}" if high < math.inf else f"luma above {low:.2g}"
+    if float(real.mean()) <= 2 * sum(floors):
+        note = "the real images have no detail here beyond the rounding of levels"
+        return name, where, (None, None, None, None), note
+    if float(fake.mean()) < 1e-9 * sum(floors):  # flat images, of which a logarithm knows no interval
+        return name, where, (0.0, None, None, None), _NOTE
+    ratio = float(fake.mean() / real.mean())
+    relative = math.sqrt(sum(float(x.var() / x.mean().square()) / len(x) for x in (real, fake)))
+    around = math.exp(Z * relative)
+    return name, where, (ratio, ratio / around, ratio * around, ratio * relative), _NOTE
+
+
+def _powers(images: Tensor) -> Iterator[Tensor]:
+    """Yield the power of each coefficient, float64 [n, H, W], of parts of the images; its sum is the mean square."""
+    rows, columns = (_dct(side).to(images.device) for side in images.shape[2:])
+    channels, pixels = images.shape[1], images.shape[2] * images.shape[3]
+    luma_of = _LUMA if channels == 3 else (1 / channels,) * channels
+    weights = torch.tensor(luma_of, dtype=torch.float64, device=images.device)
+    for part in torch.split(images, max(1, _VALUES // (channels * pixels))):
+        luma = torch.einsum("nchw,c->nhw", part.double(), weights) / 127.5 - 1
+        power = (rows @ luma @ columns.T).square_() / pixels
+        power[:, 0, 0] = 0
+        yield power
+
+
+def _dct(n: int) -> Tensor:
+    """Return the matrix of the orthonormal DCT-II, float64 [n, n]."""
+    k, i = torch.arange(n, dtype=torch.float64)[:, None], torch.arange(n, dtype=torch.float64)
+    matrix = (math.pi / n * (i + 0.5) * k).cos() * math.sqrt(2 / n)
+    matrix[0] /= math.sqrt(2)
+    return matrix
+
+
+def _radius(height: int, width: int) -> Tensor:
+    """Return the frequency of each coefficient over Nyquist's, float64 [H, W]: along a row or column below 1."""
+    y, x = (torch.arange(n, dtype=torch.float64) / n for n in (height, width))
+    return (y[:, None].square() + x.square()).sqrt()
+
+
+def _masks(height: int, width: int) -> list[Tensor]:
+    """Return the coefficients of each band, bool [H, W]; the mean brightness is in none."""
+    radius = _radius(height, width)
+    return [(low < radius) & (radius <= high) for low, high in pairwise(_EDGES)]
+
+
+def band_floors(height: int, width: int) -> list[float]:
+    """Return the variance that rounding adds to each band; 0 for a band without frequencies."""
+    return [float(mask.double().mean()) * _ROUNDING for mask in _masks(height, width)]
