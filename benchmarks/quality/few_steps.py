@@ -1,17 +1,18 @@
 """What few sampling steps cost in quality: a run's pictures by sampler, steps and grid, against many steps.
 
     python benchmarks/quality/few_steps.py RUN OUT [-n 1000] [--features inception|FILE.pt|clothes] [--reference 2500]
-        [CELL …]
+        [--no-away] [CELL …]
 
 A CELL is a sampler with its settings, as `dpmpp:steps=10,grid=karras`, and may end in `@1.5` for guidance, or in
 `@1.5[0.2-0.8]` for guidance at these shares of noise, or in `@2<200` for guidance by the checkpoint of step 200; and in
 `/bf16` to be drawn in that.
 Without one, a list of them is measured. Pictures have the labels of the training set in its proportions, and the same
 noise in every cell. FD and KID are against the training images, with the standard error over the choice of pictures;
-`clothes` are the features of quality_fashion.py, for runs on fashion. `calls` is how often the network is asked for a
-picture (twice that with guidance within its interval), and `away` the root mean square distance of twenty pictures from
-where 128 steps of unipc lead from the same noise, for samplers that are not random. Pictures are kept in OUT, a hundred
-at a time, so that an interrupted measurement goes on; a grid of each cell is there.
+`clothes` are the features of quality_fashion.py, for runs on fashion. `calls` is how often the network is asked for a picture (twice that with guidance within its interval), and `away` the
+root mean square distance of twenty pictures from where 128 steps of unipc lead from the same noise, for samplers that
+are not random; `--no-away` leaves it out. `bands` are the variances of luma by frequency, coarse to fine, over those
+of the training images, and the standard error of the finest. Pictures are kept in OUT, a hundred at a time, so that
+an interrupted measurement goes on; a grid of each cell is there.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from unfog.config.values import parse_value
 from unfog.data.prepare import prepare
 from unfog.data.sources.registry import open_source
 from unfog.diffusion.sampler import RANDOM, Sampler
+from unfog.evaluation.detail import compare_detail
 from unfog.evaluation.features import open_features
 from unfog.evaluation.metrics import compare_features
 from unfog.inference.run import Run, _open_guide
@@ -146,6 +148,7 @@ def main() -> None:
     parser.add_argument("-n", type=int, default=1000)
     parser.add_argument("--features", default="clothes")
     parser.add_argument("--reference", type=int, default=0, help="training images, evenly spread; 0: all")
+    parser.add_argument("--no-away", action="store_true", help="leave the distance to many steps out")
     parser.add_argument("cells", nargs="*")
     given = parser.parse_intermixed_args()
     run = unfog.load(given.run)
@@ -163,17 +166,24 @@ def main() -> None:
 
     real = features(spread(given.reference or len(pixels)))
     few = features(spread(given.n))
-    print("| cell | calls | FD | KID x 1000 | away | seconds |\n|---|---|---|---|---|---|")
-    row("training images", 0, real, few, None, 0.0)
+    print("| cell | calls | FD | KID x 1000 | bands | away | seconds |\n|---|---|---|---|---|---|---|")
+
+    def bands(images: Pixels) -> str:
+        pairs = (torch.from_numpy(np.ascontiguousarray(x)) for x in (spread(given.reference or len(pixels)), images))
+        found = [one for one in compare_detail(*pairs)[1:] if one.value is not None]
+        return " ".join(f"{one.value:.2f}" for one in found) + f" ± {found[-1].error or 0:.2f}"
+
+    row("training images", 0, real, few, bands(spread(given.n)), None, 0.0)
     for text in given.cells or CELLS:
         cell, started = cell_of(text, run.config.sampler), time.perf_counter()
         drawn, calls = pictures_of(run, cell, labels, given.n, given.out)
-        away = None if cell.sampler.kind in RANDOM else distance(run, cell, labels, drawn)
+        away = None if cell.sampler.kind in RANDOM or given.no_away else distance(run, cell, labels, drawn)
         save_png(given.out / f"{re.sub(r'[^a-z0-9.=@-]+', '_', text)}.png", sample_grid(drawn[:AT_ONCE], ()))
-        row(text, calls, real, features(drawn.transpose(0, 3, 1, 2)), away, time.perf_counter() - started)
+        drawn = drawn.transpose(0, 3, 1, 2)
+        row(text, calls, real, features(drawn), bands(drawn), away, time.perf_counter() - started)
 
 
-def row(name: str, calls: int, real: Tensor, drawn: Tensor, away: float | None, seconds: float) -> None:
+def row(name: str, calls: int, real: Tensor, drawn: Tensor, bands: str, away: float | None, seconds: float) -> None:
     """Print what a cell comes to."""
     # The kernel is a cubic: features of another scale than Inception's are brought to that of 1.
     scale = 1 if real.shape[1] == 2048 else real.square().mean().sqrt()
@@ -181,7 +191,7 @@ def row(name: str, calls: int, real: Tensor, drawn: Tensor, away: float | None, 
     # FD is refused where there are no more pictures than features.
     values = [(m.value, (m.error or 0) * k, k) for m, k in ((fd, 1), (kid, 1000))]
     told = ["refused" if value is None else f"{value * k:.2f} ± {error:.2f}" for value, error, k in values]
-    told += ["" if away is None else f"{away:.4f}", f"{seconds:.0f}"]
+    told += [bands, "" if away is None else f"{away:.4f}", f"{seconds:.0f}"]
     print(f"| {name} | {calls} | {' | '.join(told)} |", flush=True)
     say(f"  {name}: {fd}")
 
