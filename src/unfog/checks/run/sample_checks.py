@@ -30,10 +30,10 @@ _BLANK = 2.0
 # Share of pixels at 0 or 255 beyond that of the data.
 _CLIPPED = 0.10
 _LONGER = "train longer, or double the sampling steps: unfog sample --steps 40"
+# Fine detail, as a share of that of the data, that is surely less or more.
 _SOFT, _ROUGH = 0.9, 1.25
-"""Fine detail, as a share of that of the data, that is surely less or more."""
+# Standard errors of the fine detail. It varies so much between images that four would hide all but blurs.
 _SURE = 2.0
-"""Standard errors of the fine detail; few images have a spread that four of them would hide all but blurs in."""
 _SHARPER = (
     "train longer, or with a larger network; `unfog resume RUN --sampler.grid karras` ends sampling at a lower noise "
     "level, which adds detail at no cost; `unfog evaluate RUN --metrics detail` measures it by frequency"
