@@ -15,6 +15,7 @@ from unfog.diffusion.editing import Edit, _renoise
 from unfog.diffusion.noise import VE, VP, Cosine, Flow, LogitNormal, LogNormal
 from unfog.diffusion.sampler import Level, NoiseSource, Sampler
 from unfog.errors import RequestError
+from unfog.pipeline.generate import interpolate_noise
 
 PATHS = [(VP(), Cosine()), (VE(), LogNormal()), (Flow(), LogitNormal())]
 MEAN, COVARIANCE = torch.tensor([0.1, -0.2]).double(), torch.tensor([[0.25, 0.2], [0.2, 0.25]]).double()
@@ -172,7 +173,6 @@ def test_command_draws_image_mask_and_pictures(run, files, capsys):
         (["--image", "photo.png", "--strength", "2"], "from 0"),
         (["--image", "photo.png", "--mask", "small.png"], "size of the image"),
         (["--image", "photo.png", "--mask", "black.png"], "black everywhere"),
-        (["--image", "photo.png", "--strip"], "--strip"),
     ],
 )
 def test_what_cannot_be_edited(run, files, capsys, monkeypatch, words, said):
@@ -184,3 +184,86 @@ def test_what_cannot_be_edited(run, files, capsys, monkeypatch, words, said):
     assert command("sample", run.path, *words) == 2
     assert said in capsys.readouterr().err
     assert not (run.path / "pictures").exists()
+
+
+def known_steps(kind, edit=None, until=None, images=3):
+    """Steps seen of a batch of `images`, and what came out; stopped at the step `until`."""
+    path, schedule = PATHS[2]
+    draw = NoiseSource(0, range(images), (1, 2, 4)).draw
+    seen = []
+
+    def observe(step):
+        seen.append(step)
+        return step.number == until
+
+    parts = (lambda x, logsnr: 0.5 * stub(x, logsnr), path, schedule, draw)
+    return seen, (edit(Sampler(kind, 5), *parts, observe) if edit else Sampler(kind, 5)(*parts, observe))
+
+
+@pytest.mark.parametrize("kind", ["ddpm", "ddim", "heun", "edm", "dpmpp", "dpmpp-sde", "unipc", "adaptive"])
+def test_sampling_ends_at_the_step_whose_observer_returns_true(kind):
+    all_steps, _ = known_steps(kind)
+    assert [step.number for step in all_steps] == list(range(len(all_steps)))
+    assert len(all_steps) == 5 or kind == "adaptive"
+    some, x = known_steps(kind, until=2)
+    assert len(some) == 3
+    assert (x == some[-1].x0).all()  # the last guess
+    for a, b in zip(some, all_steps):
+        assert (a.x_t == b.x_t).all()
+
+
+def test_steps_of_edits_are_seen_and_end_too():
+    image, unknown = torch.full((1, 2, 4), 0.25), torch.arange(8).reshape(1, 2, 4) > 3
+    edit = Edit(image, strength=0.6)
+    seen, drawn = known_steps("dpmpp", edit)
+    assert [step.number for step in seen] == [0, 1, 2] == list(range(edit.steps(5)))
+    assert (
+        drawn
+        == edit(Sampler("dpmpp", 5), lambda x, s: 0.5 * stub(x, s), *PATHS[2], NoiseSource(0, range(3), (1, 2, 4)).draw)
+    ).all()
+    painting = Edit(image, unknown, repeats=3)
+    seen, drawn = known_steps("dpmpp", painting)
+    assert [step.number for step in seen] == list(range(painting.steps(5))) == list(range(15))
+    assert all((step.x0[..., ~unknown[0]] == 0.25).all() for step in seen)
+    seen, stopped = known_steps("dpmpp", painting, until=7)
+    assert len(seen) == 8
+    assert (stopped[..., ~unknown[0]] == 0.25).all()
+    assert (stopped != drawn).any()
+
+
+def test_a_run_shows_each_step_of_each_batch_and_returns_finished_batches_when_it_is_stopped(run, files):
+    _, square, mask = files
+    seen = []
+    whole = run.sample(5, batch=2, observe=seen.append)
+    assert [(step.first, step.number, len(step.x_t)) for step in seen] == [
+        (first, number, min(2, 5 - first)) for first in (0, 2, 4) for number in range(4)
+    ]
+    some = run.sample(5, batch=2, observe=lambda step: (step.first, step.number) == (4, 1))
+    assert np.array_equal(some, whole[:4])
+    none = run.sample(5, observe=lambda step: True, image=square, mask=mask)
+    assert none.shape == (0, 8, 8, 3)
+    assert run.calls == 0
+    with pytest.raises(ZeroDivisionError):  # an observer that fails is no stop
+        run.sample(1, observe=lambda step: 1 / 0)
+
+
+def test_samples_between_two_seeds(run):
+    between = run.sample(5, seed=1, to_seed=2, batch=2)
+    assert np.abs(between[0].astype(int) - run.sample(1, seed=1)[0]).max() <= 1
+    assert np.abs(between[4].astype(int) - run.sample(1, seed=2)[0]).max() <= 1
+    a, b = (torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    noise = interpolate_noise(a, b, [0, 0.25, 0.5, 1])
+    assert (noise[0] == a).all()
+    assert (noise[3] == b).all()
+    assert noise.flatten(1).norm(dim=1).sub(a.norm()).abs().max() < abs(a.norm() - b.norm()) + 0.1
+    assert (interpolate_noise(a, a, [0.3]) == a).all()
+
+
+def test_noise_levels_of_a_drawing(run):
+    levels = (1.0, 0.7, 0.4, 0.1)
+    seen = []
+    run.sample(1, levels=levels, observe=lambda step: seen.append(1 / (1 + math.exp(step.logsnr / 2))))
+    assert seen == pytest.approx(levels)
+    assert (run.sample(1, grid="karras") != run.sample(1)).any()
+    with pytest.raises(RequestError, match="omit steps and grid"):
+        run.sample(1, levels=levels, steps=3)

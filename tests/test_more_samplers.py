@@ -39,7 +39,7 @@ def mixture_denoiser(path: Path, x: Tensor, logsnr: Tensor) -> Tensor:
 def before_last_step(denoise: Callable, path: Path, schedule: Schedule, sampler: Sampler) -> Tensor:
     """x at the last level above the clean one, from noise of seed 0."""
     states: list[Tensor] = []
-    sampler(partial(denoise, path), path, schedule, normal(64, 1, 2, 2), lambda i, logsnr, x, x0: states.append(x))
+    sampler(partial(denoise, path), path, schedule, normal(64, 1, 2, 2), lambda step: states.append(step.x_t))
     return states[-1]
 
 
@@ -235,7 +235,7 @@ def test_churn_leads_no_further_than_where_sampling_starts() -> None:
         VE(),
         LogNormal(),
         normal(1, 1, 2, 2),
-        lambda i, logsnr, x, x0: seen.append(logsnr),
+        lambda step: seen.append(step.logsnr),
     )
     levels = noise_levels(LogNormal(), 5, "logsnr").tolist()
     assert seen[0] == levels[0]
@@ -278,7 +278,7 @@ def test_adaptive_takes_small_steps_where_it_matters() -> None:
         VE(),
         LogNormal(),
         normal(8, 1, 4, 4),
-        lambda i, logsnr, x, x0: seen.append(logsnr),
+        lambda step: seen.append(step.logsnr),
     )
     steps = {(a + b) / 2: b - a for a, b in pairwise(seen)}
     at_noise, parting = (max(v for k, v in steps.items() if abs(k - at) < 1.5) for at in (-6.0, 1.4))

@@ -195,10 +195,10 @@ def test_strip_shows_the_noise_levels_that_it_names():
     seen = []
     draw = NoiseSource(0, [0], (1, 4, 4)).draw
     x0 = torch.full((1, 1, 4, 4), 0.5)
-    sampler(lambda x, logsnr: x0, VP(), Cosine(steps=1000), draw, lambda *step: (seen.append(step), strip(*step)))
+    sampler(lambda x, logsnr: x0, VP(), Cosine(steps=1000), draw, lambda step: (seen.append(step), strip(step)))
     assert [column.caption for column in strip.columns()] == [f"t = {t}" for t in (999, 750, 500, 250, 100, 50, 0)]
     assert [999 - column.step for column in strip.columns()] == [999, 750, 500, 250, 100, 50, 0]
-    assert seen[0][2].std() > 0.8  # the first column is noise: the state before the step, not after it
+    assert seen[0].x_t.std() > 0.8  # the first column is noise: the state before the step, not after it
     for kind, columns in (("ddim", 3), ("adaptive", 4)):
         few = DenoisingStrip(LogitNormal())
         Sampler(kind, 3)(lambda x, logsnr: x0, VP(), LogitNormal(), draw, few)

@@ -52,7 +52,7 @@ def error_before_last_step(kind: str, path: Path, schedule: Schedule, steps: int
         path,
         schedule,
         normal(16, 1, 2, 2),
-        lambda i, logsnr, x, x0: seen.append((logsnr, x)),
+        lambda step: seen.append((step.logsnr, step.x_t)),
     )
     (alpha0, sigma0), (alpha1, sigma1) = (path(torch.tensor(seen[i][0], dtype=torch.float64)) for i in (0, -1))
     x0, x1 = seen[0][1], seen[-1][1]
@@ -136,7 +136,7 @@ def trajectory(sampler: Sampler, diffusion: Diffusion, draw: Callable[[], Tensor
         diffusion.path,
         diffusion.schedule,
         draw,
-        lambda i, logsnr, x, x0: states.append(x),
+        lambda step: states.append(step.x_t),
     )
     return [*states, result]
 
@@ -247,7 +247,7 @@ def test_ddpm_with_a_learned_variance_is_that_of_diffusers(
         VP(),
         schedule,
         normal(3, 2, 4, 4, seed=7),
-        lambda i, logsnr, x, x0: states.append(x),
+        lambda step: states.append(step.x_t),
     )
     states.append(result)
     scheduler.set_timesteps(steps)
@@ -286,7 +286,7 @@ def test_zero_terminal_snr_starts_from_pure_noise_and_finds_the_brightness(kind:
 
     draw = normal(64, 1, 8, 8)
     sampler = Sampler(kind, 10, clip=False)  # type: ignore[arg-type]
-    x = sampler(denoise, path, schedule, draw, lambda i, logsnr, x, x0: seen.append((logsnr, x)))
+    x = sampler(denoise, path, schedule, draw, lambda step: seen.append((step.logsnr, step.x_t)))
     assert seen[0][0] == -math.inf
     assert torch.equal(seen[0][1], normal(64, 1, 8, 8)())
     assert x.mean().item() == pytest.approx(0.8, abs=0.01)
@@ -317,7 +317,7 @@ def test_one_step_is_one_guess_and_all_is_float32(kind: str, path: Path, grid: s
                 path,
                 schedule,
                 draw,
-                lambda i, logsnr, x, x0, guesses=guesses: guesses.append(x0),
+                lambda step, guesses=guesses: guesses.append(step.x0),
             )
             assert x.dtype == torch.float32
             assert x.isfinite().all()

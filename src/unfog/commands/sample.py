@@ -21,11 +21,10 @@ from unfog.reporting.progress import Progress, print_result, say
 from unfog.text import sanitize
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from unfog.config.schema import Config
     from unfog.diffusion.editing import Edit
     from unfog.diffusion.sampler import Observe, Sampler
+    from unfog.diffusion.steps import SamplingStep
     from unfog.inference.run import Run
     from unfog.pipeline.image_files import DenoisingStrip
 
@@ -39,7 +38,10 @@ def main(request: SampleRequest | ExportRequest) -> int:
         print_result(str(_sample_model(request)))
         return 0
     stored = RunFolder(request.run).read_config()
-    sampler = override_sampler(stored.sampler, request.sampler, request.steps)
+    if isinstance(request, ExportRequest):
+        sampler = override_sampler(stored.sampler, request.sampler, request.steps)
+    else:
+        sampler = _sampler(request, stored)
     check_sampler(sampler, stored.diffusion.schedule)
     if isinstance(request, ExportRequest):
         check_out(request.out, what="the folder of an export", argument="OUT")
@@ -65,9 +67,13 @@ def _sample_model(request: SampleRequest) -> Path:
     from unfog.runs.model import Model
 
     model = Model(request.run, request.device)
-    sampler = override_sampler(model.config.sampler, request.sampler, request.steps)
+    sampler = _sampler(request, model.config)
     check_sampler(sampler, model.config.diffusion.schedule)
     return _sample(request, model.config, sampler, lambda: model)
+
+
+def _sampler(request: SampleRequest, config: Config) -> Sampler:
+    return override_sampler(config.sampler, request.sampler, request.steps, request.grid, request.levels)
 
 
 def _load(request: SampleRequest) -> Run:
@@ -92,7 +98,8 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
     report_dropped_levels(stored.sampler, sampler)
     diffusion = run.config.diffusion
     strip = DenoisingStrip(diffusion.schedule, run.decode) if request.strip else None
-    animation = DenoisingAnimation(diffusion.path, sampler.steps, run.decode) if request.animate else None
+    steps = edit.steps(sampler.steps) if edit else sampler.steps
+    animation = DenoisingAnimation(diffusion.path, steps, run.decode) if request.animate else None
     observe = _observe_all(strip, animation)
     known = request.ema is None and run.checkpoint.step
     label = f"sampling from step {run.checkpoint.step:,}" if known else "sampling"
@@ -115,9 +122,9 @@ def _observe_all(*observers: Observe | None) -> Observe | None:
     """Return one observer that calls those that are there; None without any."""
     given = [observer for observer in observers if observer is not None]
 
-    def observe(step: int, logsnr: float, x_t: Tensor, x0: Tensor) -> None:
+    def observe(step: SamplingStep) -> None:
         for observer in given:
-            observer(step, logsnr, x_t, x0)
+            observer(step)
 
     return observe if given else None
 

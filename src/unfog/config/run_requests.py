@@ -11,7 +11,7 @@ import tyro
 from tyro.conf import Positional
 
 from unfog.config.schema import check_guidance_interval
-from unfog.diffusion.sampler import Kind
+from unfog.diffusion.sampler import Grid, Kind
 from unfog.errors import RequestError
 from unfog.training.settings import Evaluate, SamplingPrecision, split_names
 
@@ -49,10 +49,16 @@ class SamplingRequest:
     """Number of images."""
     seed: int = 0
     """Seed of the noise. Another seed gives other images."""
+    to_seed: int | None = None
+    """Go from the first image of --seed to the first one of this seed, in n images."""
     steps: int | None = None
     """Sampling steps. More are slower and more accurate. Default: the run's."""
     sampler: Kind | None = None
     """Sampler. Default: the run's."""
+    grid: Grid | None = None
+    """Grid of noise levels. Default: the run's."""
+    levels: tuple[float, ...] = ()
+    """Noise levels to sample at, instead of --steps and --grid: falling shares of noise, such as 1 0.8 0.5 0.2."""
     guidance: float | None = None
     """Classifier-free guidance scale: above 1, images follow their class more closely. Default: the run's."""
     guidance_interval: tuple[float, float] | None = None
@@ -114,10 +120,6 @@ class SampleRequest(SamplingRequest):
         super().__post_init__()
         if self.animate is not None and self.animate.suffix not in (".gif", ".webp", ".mp4"):
             raise RequestError(f"--animate {self.animate} must end in .gif, .webp or .mp4")
-        if self.animate is not None and self.image is not None:
-            raise RequestError("--animate shows sampling from noise; leave it away, or --image")
-        if self.strip and self.image is not None:
-            raise RequestError("--strip shows sampling from noise, so it cannot be combined with --image")
         check_one_checkpoint(self.best, self.checkpoint)
         if self.guide is not None and self.guide_checkpoint is not None:
             raise RequestError(f"--guide {self.guide} and --guide-checkpoint both name a guide; give one of them")

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from os import PathLike
@@ -111,11 +112,21 @@ def check_sampler(sampler: Sampler, schedule: Schedule) -> None:
         )
 
 
-def override_sampler(sampler: Sampler, kind: str | None, steps: int | None) -> Sampler:
-    """Return a sampler with another kind or number of steps. Levels that were tuned for the old ones are dropped."""
-    changes: dict[str, Any] = {k: v for k, v in {"kind": kind, "steps": steps}.items() if v is not None}
+def override_sampler(
+    sampler: Sampler, kind: str | None, steps: int | None, grid: str | None = None, levels: Sequence[float] = ()
+) -> Sampler:
+    """Return a sampler with another kind, number of steps, grid or levels. Levels tuned for the old ones are dropped.
+
+    `levels` are shares of noise that fall from at most 1; their number is that of the steps.
+    """
+    if levels and (steps not in (None, len(levels)) or grid not in (None, "tuned")):
+        raise RequestError(f"{len(levels)} levels are a grid and a number of steps of their own; omit steps and grid")
+    if levels:
+        steps, grid = len(levels), "tuned"
+    given = {"kind": kind, "steps": steps, "grid": grid, "tuned": tuple(levels) or None}
+    changes: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
     other = update(sampler, changes, "sampler")
-    if sampler.grid == "tuned" and (other.kind, other.steps) != (sampler.kind, sampler.steps):
+    if sampler.grid == "tuned" and grid is None and (other.kind, other.steps) != (sampler.kind, sampler.steps):
         return replace(other, grid="schedule")
     return other
 

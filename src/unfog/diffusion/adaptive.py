@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from unfog.diffusion.noise import Path
-from unfog.diffusion.steps import PURE_NOISE, Level
+from unfog.diffusion.steps import PURE_NOISE, Level, Observe, SamplingStep
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +28,7 @@ def adaptive(
     cleanest: float,
     steps: int,
     tolerance: float,
-    observe: Callable[[int, float, Tensor, Tensor], None] | None = None,
+    observe: Observe | None = None,
 ) -> Tensor:
     """Sample images, each in steps as long as `tolerance` allows; the batch goes on until its last image is done.
 
@@ -49,7 +49,7 @@ def adaptive(
         cleanest: logsnr from which x0 is guessed, where the last level is clean.
         steps: the first step is 1 / steps of the way.
         tolerance: root mean square of that difference over an image, relative to |x|, at unit variance of x.
-        observe: called before each step, with the logsnr of the first image until that is done.
+        observe: called at each step, with the logsnr of the first image; sampling ends where it returns True.
 
     Returns:
         [N, C, H, W]: the guess of x0 at the cleanest level, or x_t at the last level if that is not clean.
@@ -61,8 +61,8 @@ def adaptive(
     logsnr, called = torch.full((len(x),), first, dtype=torch.float64), 0
     if first < start:  # while x is pure noise x0 does not change, and logsnr may be infinite
         x0 = predict(x, logsnr)
-        if observe:
-            observe(0, first, x, x0)
+        if observe and observe(SamplingStep(0, first, x, x0)) is True:
+            return x0
         x, logsnr, called = _ddim(path, x, x0, logsnr, then := torch.full_like(logsnr, start)), then, 1
 
     shortest = max(0.0, end - start) / _MOST_STEPS
@@ -73,8 +73,8 @@ def adaptive(
         if last < cleanest and (logsnr >= end).all():
             return x
         x0 = predict(x, logsnr)
-        if observe and not done[0]:
-            observe(called, float(logsnr[0]), x, x0)
+        if observe and observe(SamplingStep(called, float(logsnr[0]), x, x0)) is True:
+            return x0
         called += 1
         result = torch.where(_like((logsnr >= end) & ~done, x).bool(), x0, result)
         done = logsnr >= end

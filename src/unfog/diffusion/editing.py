@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from unfog.diffusion.steps import Observe, Watch
 from unfog.errors import RequestError
 
 if TYPE_CHECKING:
@@ -53,10 +54,12 @@ class Edit:
         path: Path,
         schedule: Schedule,
         draw: Callable[[], Tensor],
+        observe: Observe | None = None,
     ) -> Tensor:
         """Return edited images, float32 [N, C, H, W] in [-1, 1]; the arguments are those of `Sampler`.
 
-        Known pixels are exactly those of the image. Inpainting costs `repeats` times the network calls of sampling.
+        Known pixels are exactly those of the image, also where `observe` ends the sampling. Inpainting costs `repeats`
+        times the network calls of sampling.
         """
         import torch
 
@@ -67,10 +70,11 @@ class Edit:
         image = self.image.to(noise).expand_as(noise)
         if first == last:
             return image.clone()
+        watch = observe and Watch(observe)  # which counts the steps of all walks
         kept = image * (first > 0)  # at full strength the new pixels start from pure noise
         if self.unknown is None:
             x = levels[first].alpha * kept + levels[first].sigma * noise
-            return sampler(denoise, path, schedule, draw, start=x, stretch=slice(first, None))
+            return sampler(denoise, path, schedule, draw, watch, start=x, stretch=slice(first, None))
         unknown = self.unknown.to(noise.device)
 
         def denoise_unknown(x_t: Tensor, logsnr: Tensor) -> Tensor:
@@ -78,10 +82,16 @@ class Edit:
 
         x = levels[first].alpha * torch.where(unknown, kept, image) + levels[first].sigma * noise
         for here, there, again in self._walks(first, last):
-            x = sampler(denoise_unknown, path, schedule, draw, start=x, stretch=slice(here, there + 1))
+            x = sampler(denoise_unknown, path, schedule, draw, watch, start=x, stretch=slice(here, there + 1))
+            if watch and watch.stopped:
+                break
             if again:
                 x = _renoise(x, levels[there], levels[here], draw)
         return torch.where(unknown, x, image)
+
+    def steps(self, steps: int) -> int:
+        """Return the number of steps that this edit makes with a sampler of so many."""
+        return round(self.strength * steps) * (1 if self.unknown is None else self.repeats)
 
     def keep(self, images: Tensor) -> Tensor:
         """Put the known pixels back into edited images [N, C, H, W], as an autoencoder changes them."""

@@ -17,6 +17,8 @@ from unfog.diffusion.adaptive import adaptive
 from unfog.diffusion.noise import EDM_LIMITS, Path, Schedule, karras
 from unfog.diffusion.steps import (
     Level,
+    Observe,
+    SamplingStep,
     StepContext,
     Visit,
     churn,
@@ -46,8 +48,6 @@ RANDOM = ("ddpm", "edm", "dpmpp-sde")
 Grid = Literal["schedule", "karras", "logsnr", "tuned"]
 Denoise = Callable[["Tensor", "Tensor"], "Tensor"]
 """(x_t [N, C, H, W], logsnr [N]) -> E[x0 | x_t], for ddpm with the learned variance behind it, [N, 2 C, H, W]."""
-Observe = Callable[[int, float, "Tensor", "Tensor"], None]
-"""(step, logsnr, x_t before the step, x0 guessed from it)."""
 
 
 @dataclass(frozen=True)
@@ -162,12 +162,13 @@ class Sampler:
             path: maps logsnr to alpha and sigma.
             schedule: the schedule of the training.
             draw: returns fresh standard normal noise [N, C, H, W]; called at the start, and at each random step.
-            observe: called before each step.
+            observe: called at each step; sampling ends where it returns True.
             start: x_t at the first level; None is pure noise.
             stretch: the part of `levels` to walk: slice(5, 8) is three of them, two steps; the default is all.
 
         Returns:
-            float32 [N, C, H, W] in [-1, 1] (about it without `clip`); x_t if `stretch` ends earlier.
+            float32 [N, C, H, W] in [-1, 1] (about it without `clip`); x_t if `stretch` ends earlier, and the last
+            guess of x0 if `observe` ended it.
         """
         import torch
 
@@ -181,7 +182,7 @@ class Sampler:
         with torch.no_grad():
             x = levels[0].sigma * draw() if start is None else start
             if self.kind != "adaptive":
-                return self._walk(at, path, whole[0], levels, x, draw, observe or (lambda *step: None))
+                return self._walk(at, path, whole[0], levels, x, draw, observe)
             cleanest = min(schedule.limits()[1], EDM_LIMITS[1])
             return adaptive(at, path, levels, x, cleanest, len(whole) - 1, self.tolerance, observe)
 
@@ -193,7 +194,7 @@ class Sampler:
         levels: Sequence[Level],
         x: Tensor,
         draw: Callable[[], Tensor],
-        observe: Observe,
+        observe: Observe | None,
     ) -> Tensor:
         """Step down the levels, from x at the first."""
         # Not at the top: it imports torch, and the settings in this module are loaded without it.
@@ -211,7 +212,8 @@ class Sampler:
             if self.kind == "edm" and (noisier := self._noisier(now, path, noisiest)):
                 x, now = churn(x, now, noisier, self.churn_noise, draw), noisier
             x0, fraction = evaluate(x, now)
-            observe(i, now.logsnr, x, x0)
+            if observe and observe(SamplingStep(i, now.logsnr, x, x0)) is True:
+                return x0
             # The order falls at the end, where a low one is more stable; at the start `before` limits it.
             order = min(self.order, len(levels) - 1 - i)
             if self.kind == "unipc" and before:

@@ -43,6 +43,44 @@ class Visit(NamedTuple):
     x0: Tensor
 
 
+class SamplingStep(NamedTuple):
+    """A step of a batch that is being sampled, as observers see it: after the guess, before the step is made."""
+
+    number: int
+    """From 0, counted on where an edit walks the levels several times."""
+    logsnr: float
+    """Noise level of x_t; with `adaptive`, where each image has its own, that of the first one."""
+    x_t: Tensor
+    """State before the step, [N, C, H, W]."""
+    x0: Tensor
+    """Clean images guessed from it, [N, C, H, W]."""
+    first: int = 0
+    """Number of the first image of the batch, which tells batches apart."""
+
+
+Observe = Callable[[SamplingStep], object]
+"""Called at each step. Where it returns True, sampling ends there."""
+
+
+class Watch:
+    """Observer of one batch, which may take several walks: counts its steps on, and remembers that it was stopped.
+
+    Args:
+        observe: called at each step.
+        first: number of the first image of the batch.
+    """
+
+    stopped = False
+
+    def __init__(self, observe: Observe, first: int = 0) -> None:
+        self._observe, self._first, self._count = observe, first, 0
+
+    def __call__(self, step: SamplingStep) -> bool:
+        self.stopped = self._observe(step._replace(number=self._count, first=self._first)) is True
+        self._count += 1
+        return self.stopped
+
+
 class StepContext(NamedTuple):
     """All that a step may use besides the state."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -138,9 +139,15 @@ class LoadedRun:
         """Map what the network generates, pixels or latents, to images [B, C, H, W] in about [-1, 1]."""
         return latent_decoder(self.config, self.device)
 
-    def sampler(self, kind: str | None = None, steps: int | None = None) -> Sampler:
-        """Return the sampler of the run, with another kind or number of steps where given."""
-        return override_sampler(self.config.sampler, kind, steps)
+    def sampler(
+        self,
+        kind: str | None = None,
+        steps: int | None = None,
+        grid: str | None = None,
+        levels: Sequence[float] = (),
+    ) -> Sampler:
+        """Return the sampler of the run, with another kind, number of steps, grid or noise levels where given."""
+        return override_sampler(self.config.sampler, kind, steps, grid, levels)
 
 
 def load_ema_weights(network: nn.Module, folder: RunFolder, width: float, step: int | None) -> Mixture:

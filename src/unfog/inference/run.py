@@ -122,9 +122,10 @@ class Run(LoadedRun):
             mask: file, or uint8 or bool of the image's height and width: only what is white is generated, to match
                 the rest, which stays as it is to the bit.
             progress: called with the number of images done.
-            observe: called before each sampling step of the first batch.
-            settings: seed, steps, sampler, guidance, guidance_interval, batch, precision, strength, repeats: see
-                `config.run_requests.SamplingRequest`.
+            observe: called with a `SamplingStep` at each step of each batch, of edits too. Where it returns True,
+                sampling ends, and the images of the batches that were finished are returned.
+            settings: seed, to_seed, steps, sampler, grid, levels, guidance, guidance_interval, batch, precision,
+                strength, repeats: see `config.run_requests.SamplingRequest`.
 
         Raises:
             RequestError: a setting, an image or a mask is not valid, or the guide does not fit or does not exist.
@@ -137,23 +138,22 @@ class Run(LoadedRun):
         weaker, scale = self._resolve_guidance(guide, request)
         generation = GenerationSettings(
             request.n,
-            self.sampler(request.sampler, request.steps),
+            self.sampler(request.sampler, request.steps, request.grid, request.levels),
             labels,
             request.seed,
             scale,
             request.batch,
             request.guidance_interval or self.config.guidance_interval,
             precision=request.precision,
+            to_seed=request.to_seed,
         )
         edit = build_edit(self.config, image, mask, request.strength, request.repeats)
-        if edit and observe:
-            raise RequestError("observe shows sampling from noise, so it cannot be combined with image")
         calls: list[int] = []
         samples = generate_images(
             self.network, self.config, generation, progress, observe, guide=weaker, calls=calls.append, edit=edit
         )
         self.sampled = self._describe(generation)
-        self.calls = max(calls)  # the adaptive sampler takes another number for each batch
+        self.calls = max(calls, default=0)  # the adaptive sampler takes another number for each batch
         return Samples.of(samples, ", ".join(self.sampled))
 
     def export(self, out: str | PathLike[str], **settings: Any) -> Path:
@@ -189,7 +189,7 @@ class Run(LoadedRun):
             self._weights(),
             f"{generation.sampler.kind} {generation.sampler.steps} steps",
             *([f"guidance {generation.guidance:g}"] if generation.guidance != 1 else []),
-            f"seed {generation.seed}",
+            f"seed {generation.seed}" + ("" if generation.to_seed is None else f" to {generation.to_seed}"),
         )
 
     def _resolve_guidance(self, guide: Guide | None, request: SamplingRequest) -> tuple[Denoiser | None, float]:

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
 
 from unfog.diffusion.noise import Path as NoisePath
+from unfog.diffusion.steps import SamplingStep
 from unfog.pipeline.generate import to_pixels
 from unfog.pipeline.latents import Decode
 from unfog.reporting.image_grids import Pixels, grid
@@ -36,8 +36,9 @@ class DenoisingAnimation:
         self._every = -(-steps // _MOST_FRAMES)
         self._frames: list[Pixels] = []
 
-    def __call__(self, step: int, logsnr: float, x_t: Tensor, x0: Tensor) -> None:
-        if step % self._every:
+    def __call__(self, seen: SamplingStep) -> None:
+        step, logsnr, x_t, _, first = seen
+        if step % self._every or first > 0:
             return
         alpha, sigma = self._path(torch.tensor(logsnr, dtype=torch.float64))
         scaled = x_t[:_MOST_SAMPLES] / float((alpha**2 + sigma**2).sqrt())

@@ -12,11 +12,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.functional import cosine_similarity
 
 from unfog.config.schema import Config, check_guidance_interval
 from unfog.diffusion.denoiser import Autoguided, Denoiser, Guided, Labelled, Within
 from unfog.diffusion.editing import Edit
 from unfog.diffusion.sampler import Denoise, NoiseSource, Observe, Sampler
+from unfog.diffusion.steps import Watch
 from unfog.errors import RequestError
 from unfog.pipeline.build import input_shape
 from unfog.pipeline.latents import encode_edit, latent_decoder
@@ -39,6 +41,7 @@ class GenerationSettings:
     """Share of noise, sigma / (alpha + sigma), within which there is guidance."""
     first: int = 0  # number of the first sample
     precision: SamplingPrecision = "fp32"  # of the network; the sampler itself always computes in fp32
+    to_seed: int | None = None  # then the samples go from the first one of `seed` to the first one of this seed
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.guidance):
@@ -47,6 +50,15 @@ class GenerationSettings:
         for name in ("count", "batch"):
             if getattr(self, name) < 1:
                 raise RequestError(f"{name} of samples = {getattr(self, name)} must be at least 1")
+
+    def noise(self, indices: Sequence[int], shape: tuple[int, int, int], device: torch.device) -> Callable[[], Tensor]:
+        """Return what draws the noise of these samples, float32 [B, C, H, W], anew at each call."""
+        if self.to_seed is None:
+            # By the number of the sample, so that it depends on neither `count` nor `batch`.
+            return NoiseSource(self.seed, indices, shape, device).draw
+        one, other = (NoiseSource(seed, [0], shape) for seed in (self.seed, self.to_seed))
+        shares = [i / max(1, self.count - 1) for i in indices]
+        return lambda: interpolate_noise(one.draw()[0], other.draw()[0], shares).to(device)
 
     def label(self, indices: Sequence[int], device: torch.device) -> Tensor | None:
         """Return the labels of these samples, int64 [B]; None without classes."""
@@ -76,7 +88,8 @@ def generate_images(
     """Return samples, uint8 [N, H, W, C]. The network is in evaluation mode meanwhile.
 
     `progress` is called with the number of finished samples, `calls` with the network evaluations of each batch, and
-    `observe` at every step of the first batch, unless there is an `edit`: an image to start from, or to paint into.
+    `observe` at every step of every batch. Where `observe` returns True, that batch is dropped and the N samples of the
+    batches before it are returned. `edit` is an image to start from, or to paint into.
     `guide` is a weaker denoiser for autoguidance; None guides away from the unconditional output.
     """
     device = next(network.parameters()).device
@@ -85,20 +98,21 @@ def generate_images(
     # Known pixels constrain the predicted image, not the learned variance.
     uses_variance = sampler.kind == "ddpm" and (edit is None or edit.unknown is None)
     variance = config.diffusion.learned_variance and uses_variance
-    samples, end = [], settings.first + settings.count
+    end, size = settings.first + settings.count, config.data.size
+    samples = [np.zeros((0, size, size, config.data.channels), np.uint8)]
     with _evaluation_mode(network, device, settings.precision):
         for first in range(settings.first, end, settings.batch):
             indices = range(first, min(first + settings.batch, end))
             denoiser = Denoiser(network, config.diffusion, variance, DTYPES.get(settings.precision))
             label = settings.label(indices, device)
             denoise = _CallCounter(conditional_denoiser(denoiser, config, settings, label, guide))
-            # Noise by the number of the sample, so that it depends on neither `count` nor `batch`.
-            noise = NoiseSource(settings.seed, indices, shape, device)
-            parts = (denoise, config.diffusion.path, config.diffusion.schedule, noise.draw)
-            if edit is None or encoded_edit is None:
-                images = decode(sampler(*parts, observe if first == settings.first else None))
-            else:
-                images = edit.keep(decode(encoded_edit(sampler, *parts)))
+            noise = settings.noise(indices, shape, device)
+            parts = (denoise, config.diffusion.path, config.diffusion.schedule, noise)
+            watch = observe and Watch(observe, first)
+            x = sampler(*parts, watch) if encoded_edit is None else encoded_edit(sampler, *parts, watch)
+            if watch and watch.stopped:
+                break
+            images = decode(x) if edit is None else edit.keep(decode(x))
             samples.append(to_pixels(images).permute(0, 2, 3, 1).cpu().numpy())
             progress(indices.stop - settings.first)
             calls(denoise.calls)
@@ -121,6 +135,18 @@ def _evaluation_mode(network: nn.Module, device: torch.device, precision: Sampli
 def without_pixel_clipping(sampler: Sampler, config: Config) -> Sampler:
     """Return the sampler without clipping to the pixel range [-1, 1] if the network generates latents."""
     return replace(sampler, clip=False) if config.uses_latents else sampler
+
+
+def interpolate_noise(a: Tensor, b: Tensor, shares: Sequence[float]) -> Tensor:
+    """Return noise [N, …] between noises a and b, at these shares of the great circle: 0 is a, and 1 is b, exactly.
+
+    Along the circle noise keeps its length; on a straight line it would be too weak in the middle, and images grey.
+    """
+    angle = float(cosine_similarity(a.flatten().double(), b.flatten().double(), 0).clamp(-1, 1).acos())
+    if angle < 1e-6:  # of the same seed
+        return a.expand(len(shares), *a.shape).clone()
+    sines = [(math.sin((1 - t) * angle) / math.sin(angle), math.sin(t * angle) / math.sin(angle)) for t in shares]
+    return torch.stack([of_a * a + of_b * b for of_a, of_b in sines])
 
 
 class _CallCounter:

@@ -21,6 +21,7 @@ from unfog.data.sources.base import ImageError
 from unfog.data.sources.image_files import open_image
 from unfog.diffusion.editing import Edit
 from unfog.diffusion.noise import Schedule
+from unfog.diffusion.steps import SamplingStep
 from unfog.errors import RequestError
 from unfog.pipeline.generate import to_pixels
 from unfog.pipeline.latents import Decode
@@ -113,7 +114,10 @@ class DenoisingStrip:
         self.nearest: dict[float, tuple[float, _Column]] = {}
         """Level -> (distance of the nearest step so far, that step)."""
 
-    def __call__(self, step: int, logsnr: float, x_t: Tensor, x0: Tensor) -> None:
+    def __call__(self, seen: SamplingStep) -> None:
+        step, logsnr, x_t, x0, first = seen
+        if first > 0:
+            return
         quantile = float(self.schedule.quantile(torch.tensor([logsnr], dtype=torch.float64)))
         far = {level: abs(quantile - level) for level in _STRIP_LEVELS}
         # A sampler may choose its own levels, so the nearest to each of ours is kept.
