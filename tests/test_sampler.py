@@ -26,6 +26,7 @@ from unfog.diffusion.noise import (
     Schedule,
 )
 from unfog.diffusion.sampler import Level, NoiseSource, Sampler, ddpm, noise_levels
+from unfog.diffusion.steps import SamplingStep
 from unfog.diffusion.target import Eps, V
 from unfog.errors import RequestError
 
@@ -326,19 +327,19 @@ def test_one_step_is_one_guess_and_all_is_float32(kind: str, path: Path, grid: s
 
 
 def test_observation_and_clipping() -> None:
-    seen: list[tuple[int, float, Tensor, Tensor]] = []
+    seen: list[SamplingStep] = []
     out = Sampler("ddim", 4)(
         lambda x, logsnr: 5 * x,
         VP(),
         Linear(),
         normal(2, 1, 4, 4),
-        lambda *args: seen.append(args),
+        seen.append,
     )
     assert [i for i, *_ in seen] == [0, 1, 2, 3]
     assert [logsnr for _, logsnr, *_ in seen] == Linear().table()[[999, 749, 499, 249]].tolist()
     _, sigma = VP()(Linear().table()[-1])
-    torch.testing.assert_close(seen[0][2], sigma * normal(2, 1, 4, 4)())
-    torch.testing.assert_close(seen[0][3], (5 * seen[0][2]).clamp(-1, 1))
+    torch.testing.assert_close(seen[0].x_t, sigma * normal(2, 1, 4, 4)())
+    torch.testing.assert_close(seen[0].x0, (5 * seen[0].x_t).clamp(-1, 1))
     assert out.abs().max() <= 1
 
 
