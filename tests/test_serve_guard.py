@@ -29,6 +29,8 @@ def call(method="GET", path=f"/{SECRET}/api/runs", headers=SAME, body=(b"",), ki
     app, sent, parts = Reached(), [], list(body)
 
     async def receive():
+        if not parts:
+            return {"type": "http.disconnect"}
         return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
 
     async def send(message):

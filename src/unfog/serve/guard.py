@@ -8,6 +8,7 @@ type that a plain form could send.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import json
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
@@ -32,6 +33,7 @@ _HEADERS = (
 )
 _METHODS = ("GET", "HEAD", "POST")
 _LIMITS = {"application/json": 2**20, "image/png": 2**24}  # bytes of a body; no other type is accepted
+_MOST_DISCARDED, _DISCARD_SECONDS = 2**25, 3.0  # bytes of a refused body, and time for them
 _BODY_SECONDS = 30.0  # for a body to arrive; a slow sender holds a connection no longer
 
 
@@ -70,6 +72,7 @@ class Guard:
             inner = {**scope, "path": self._path_after_secret(scope["path"]), "root_path": ""}
             body = await _read_body(headers, receive) if scope["method"] == "POST" else b""
         except Refused as error:
+            await _discard_body(receive)
             await _refuse(error, send)
             return
         await self._app(inner, _replay(body, receive), _with_headers(send))
@@ -160,11 +163,23 @@ def _with_headers(send: Send) -> Send:
     return send_with_headers
 
 
+async def _discard_body(receive: Receive) -> None:
+    """Read what a refused sender still sends, up to a limit: it reads no answer before it has sent all."""
+    read = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_DISCARD_SECONDS):
+            while read <= _MOST_DISCARDED:
+                message = await receive()
+                if message["type"] != "http.request" or not message.get("more_body", False):
+                    return
+                read += len(message.get("body", b""))
+
+
 async def _refuse(error: Refused, send: Send) -> None:
     body = json.dumps({"error": str(error)}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     answer = _with_headers(send)
-    # What is left of the body is not read, so the connection cannot be used again.
+    # More of the body may come, so the connection is not used again.
     headers.append((b"connection", b"close"))
     await answer({"type": "http.response.start", "status": error.status, "headers": headers})
     await answer({"type": "http.response.body", "body": body})

@@ -1,0 +1,271 @@
+"""The buttons of the page: requests to a run that trains, commands with their checks, and child processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from conftest import NETWORK, few_images, without_clock
+from served import make_run, serving
+from unfog.config.requests import ResumeRequest, TrainRequest
+from unfog.errors import RequestError
+from unfog.process.heartbeat import write_request
+from unfog.serve import steer
+from unfog.serve.server import Server
+from unfog.serve.tasks import TaskList
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+
+def wait_until(condition, seconds=120.0):
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.05)
+    return found
+
+
+@pytest.fixture
+def server(tmp_path):
+    make_run(tmp_path / "runs" / "a")
+    return Server(tmp_path / "runs", (few_images(),))
+
+
+def body(server, source="fashion", **settings):
+    found = {text: number for number, text in steer.SourceList(server).texts().items()}
+    return {"source": found[source], "settings": {name.replace("__", "."): value for name, value in settings.items()}}
+
+
+def test_a_form_becomes_the_command_that_a_person_would_type(server):
+    command = steer.train_command(
+        server,
+        body(server, data__size="16", optimizer__lr="0.001", data__flip=True, optimizer__betas="0.9 0.99"),
+    )
+    out = server.folder / "fashion"
+    assert command.text == f"unfog train fashion --size=16 --lr=0.001 --flip --optimizer.betas=0.9 0.99 --out {out}"
+    assert command.trains
+    off = steer.train_command(server, body(server, data__flip="off"))
+    assert "--no-flip" in off.words
+
+
+def test_sources_are_the_built_in_one_those_of_the_command_line_and_those_of_runs(server, tmp_path):
+    make_run(tmp_path / "runs" / "b")
+    config = tmp_path / "runs" / "b" / "config.toml"
+    config.write_text(config.read_text().replace('"fashion"', '"https://me:word@example.org/x.tar?sign=1"'))
+    server.runs.scan()
+    names = [one["name"] for one in steer.SourceList(server).as_json()]
+    assert names == ["fashion", few_images(), "https://example.org/x.tar"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"optimizer.lr": "-1"}, "must be"),
+        ({"optimizer.lr": "fast"}, "not a number"),
+        ({"training.batch": "0"}, "batch"),
+        ({"training.steps": "10", "training.images": "10"}, "given 2 times"),
+        ({"training.precision": "fp8"}, "fp8"),
+        ({"nothing": "1"}, "not a setting"),
+        ("x", "must be an object"),
+    ],
+)
+def test_settings_are_checked_by_the_rules_of_the_command_line(server, settings, message):
+    with pytest.raises(RequestError, match=message):
+        steer.train_command(server, body(server) | {"settings": settings})
+    assert server.tasks.list() == []
+
+
+def test_a_resume_follows_the_rules_of_resumes(server):
+    (run,) = server.runs
+    assert steer.resume_command(run, {"settings": {"training.steps": "900"}}).words[-1] == "--steps=900"
+    with pytest.raises(RequestError, match="cannot become"):
+        steer.resume_command(run, {"settings": {"data.size": "64"}})
+    with pytest.raises(RequestError, match="--force"):
+        steer.resume_command(run, {"settings": {"training.seed": "7"}})
+
+
+def test_settings_of_a_run_that_name_code_are_read_in_the_child_alone(server):
+    """Checking them could import what they name; the child asks for consent, as `unfog resume` does."""
+    (run,) = server.runs
+    text = (run.path / "config.toml").read_text()
+    (run.path / "config.toml").write_text(text.replace('source = "fashion"', 'source = "python:evil:x"'))
+    assert "evil" not in sys.modules
+    assert steer.resume_command(run, {}).words[0] == "resume"
+    assert "evil" not in sys.modules
+
+
+def test_forms_list_the_settings_with_their_rules():
+    fields = steer.form_fields("train")
+    names = [field["name"] for field in fields]
+    assert names[0] == "data.size"
+    assert [field["common"] for field in fields] == sorted((field["common"] for field in fields), reverse=True)
+    lr = next(field for field in fields if field["name"] == "optimizer.lr")
+    assert (lr["type"], lr["at_least"], lr["group"], lr["resume"]) == ("number", 0, "optimizer", "free")
+    assert "fp32" in next(field["choices"] for field in fields if field["name"] == "training.precision")
+    assert not {"source", "out", "config", "init.folder", "autoencoder_folder", "log.sinks"} & set(names)
+    assert "data.size" not in [field["name"] for field in steer.form_fields("resume")]
+    assert {each.setting for each in steer.page_settings(ResumeRequest)} <= {
+        each.setting for each in steer.page_settings(TrainRequest)
+    }
+
+
+def test_nobody_is_asked_where_nothing_runs(server):
+    (run,) = server.runs
+    for what in ("save", "preview", "stop"):
+        with pytest.raises(RequestError, match="does not run"):
+            steer.send_request(run, what)
+    for what in ("../x", None, "SAVE", 1):
+        with pytest.raises(RequestError, match="asked for"):
+            steer.send_request(run, what)
+    assert not [name for name in os.listdir(run.path) if name.isupper()]
+
+
+def test_a_request_that_is_a_link_is_replaced_and_not_written_through(tmp_path):
+    (tmp_path / "target").write_text("kept")
+    (tmp_path / "run").mkdir()
+    os.symlink(tmp_path / "target", tmp_path / "run" / "SAVE")
+    write_request(tmp_path / "run", "SAVE")
+    assert (tmp_path / "target").read_text() == "kept"
+    assert not (tmp_path / "run" / "SAVE").is_symlink()
+
+
+def quick_child(monkeypatch, code):
+    """Let tasks run this code instead of unfog."""
+    start = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda words, **more: start([sys.executable, "-c", code], **more))
+
+
+def test_output_of_a_child_is_kept_up_to_a_limit(monkeypatch):
+    monkeypatch.setattr("unfog.serve.tasks._MOST_BYTES", 10**6)
+    quick_child(monkeypatch, "print('x' * 3_000_000); input()")
+    published = []
+    tasks = TaskList(published.append)
+    task = tasks.start(["plan", "a"], outlives=False)
+    wait_until(lambda: task.status is not None)
+    assert task.text().endswith("EOFError: EOF when reading a line\n")
+    assert len(task.text()) == 2**16
+    tasks.tick()
+    assert task.size() == 0
+    assert published[0]["running"]
+    assert published[-1] == {"id": 1, "command": "unfog plan a", "running": False, "status": 1}
+
+
+def test_too_many_children_are_refused_and_old_ones_forgotten(monkeypatch):
+    monkeypatch.setattr("unfog.serve.tasks._MOST_RUNNING", 2)
+    monkeypatch.setattr("unfog.serve.tasks._MOST_KEPT", 3)
+    quick_child(monkeypatch, "import time; time.sleep(60)")
+    tasks = TaskList(lambda task: None)
+    for _ in range(2):
+        tasks.start(["plan"], outlives=False)
+    with pytest.raises(RequestError, match="wait for one"):
+        tasks.start(["plan"], outlives=False)
+    tasks[1].stop()
+    wait_until(lambda: tasks[1].status is not None)
+    tasks.close()
+    assert all(task.status is not None for task in tasks.list())
+    quick_child(monkeypatch, "")
+    for _ in range(4):
+        tasks.start(["plan"], outlives=False)
+        wait_until(lambda: all(task.status is not None for task in tasks.list()))
+    assert len(tasks.list()) <= 3
+
+
+SMALL = ["--size", "8", "--network", NETWORK, "--device", "cpu", "--batch", "8", "--lr", "1e-3", "--precision", "fp32"]
+SMALL += ["--sampler.steps", "2", "--preview.images", "2", "--evaluate.images", "4", "--evaluate.levels", "2"]
+SMALL += ["--log.every", "5", "--checkpoint.every", "20", "--preview.every", "1000", "--evaluate.every", "20"]
+
+
+def digest(run: Path) -> dict[str, bytes]:
+    """The newest checkpoint of a run, byte for byte; its manifest and config name the run's own settings alike."""
+    newest = max((run / "checkpoints").iterdir())
+    names = ("model.safetensors", "ema.safetensors", "optimizer.safetensors", "state.json")
+    return {name: (newest / name).read_bytes() for name in names} | {"step": newest.name.encode()}
+
+
+def train_words(out: Path, steps: int) -> list[str]:
+    return [sys.executable, "-m", "unfog", "train", few_images(), *SMALL, "--steps", str(steps), "--out", str(out)]
+
+
+def train_watched(run: Path, steps: int) -> int:
+    """Train while a page reads all that it has to offer, and asks for checkpoints and previews; return how often."""
+    run.parent.mkdir()
+    with (
+        serving(run.parent, XDG_CONFIG_HOME=str(run.parent)) as (web, _),
+        subprocess.Popen(train_words(run, steps), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as training,
+    ):
+        wait_until(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size)
+        (row,) = wait_until(lambda: web.get("api/runs"))
+        requests, last = 0, 0.0
+        while training.poll() is None:
+            web.get(f"api/runs/{row['id']}")
+            web.send("GET", f"api/runs/{row['id']}/metrics?from=0")
+            if time.monotonic() - last > 1:
+                last = time.monotonic()
+                for what in ("preview", "save"):
+                    status, answer = web.post(f"api/runs/{row['id']}/ask", {"what": what})
+                    if status == 200:
+                        requests += 1
+                        assert answer["command"] == f"touch {run / what.upper()}"
+            time.sleep(0.05)
+        assert training.returncode == 0
+    return requests
+
+
+@pytest.mark.slow
+def test_a_run_that_is_watched_and_asked_for_previews_is_that_of_nobody(tmp_path):
+    """Curves, details, checkpoints and previews for the page: the same bits come out."""
+    alone, watched = tmp_path / "alone", tmp_path / "runs" / "watched"
+    subprocess.run(train_words(alone, 80), check=True, capture_output=True)
+    assert train_watched(watched, 80)
+    assert digest(alone) == digest(watched)
+    assert len(list((watched / "samples").iterdir())) > len(list((alone / "samples").iterdir()))
+    assert without_clock(alone / "metrics.jsonl") == without_clock(watched / "metrics.jsonl")
+
+
+FORM = {"data.size": "8", "network": NETWORK, "training.device": "cpu", "training.batch": "8", "optimizer.lr": "0.001"}
+FORM |= {"training.steps": "100000", "training.precision": "fp32", "preview.images": "2", "sampler.steps": "2"}
+FORM |= {"evaluate.images": "4", "evaluate.levels": "2"}
+
+
+def beat_of(run: Path) -> dict:
+    return json.loads((run / "heartbeat.json").read_text())
+
+
+@pytest.mark.slow
+def test_a_run_that_the_page_started_outlives_the_server_and_a_check_does_not(tmp_path):
+    folder = tmp_path / "runs"
+    with serving(folder, "--source", few_images(), XDG_CONFIG_HOME=str(tmp_path)) as (web, process):
+        source = next(one["id"] for one in web.get("api/state")["sources"] if one["name"] == few_images())
+        wanted = {"source": source, "settings": FORM}
+        status, dry = web.post("api/train?dry=1", wanted)
+        assert (status, list(dry)) == (200, ["command"])
+        assert not folder.exists()
+        status, started = web.post("api/train", wanted)
+        assert (status, started["command"]) == (200, dry["command"])
+        wait_until(lambda: [row for row in web.get("api/runs") if row["state"] == "running" and row["step"]])
+        assert web.post("api/doctor", wanted)[0] == 200
+        listed = subprocess.run(["ps", "--ppid", str(process.pid), "-o", "pid="], capture_output=True, text=True)
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+    (run,) = folder.iterdir()
+    training = beat_of(run)["pid"]
+    children = {int(child) for child in listed.stdout.split()}
+    assert training in children
+    assert not [child for child in children - {training} if Path(f"/proc/{child}").exists()]
+    step = beat_of(run)["step"]
+    wait_until(lambda: beat_of(run)["step"] > step)
+    with serving(folder, XDG_CONFIG_HOME=str(tmp_path)) as (web, _):
+        (row,) = [row for row in web.get("api/runs") if row["state"] == "running"]
+        assert web.post(f"api/runs/{row['id']}/ask", {"what": "stop"})[0] == 200
+        wait_until(lambda: beat_of(run)["doing"] == "stopped")
+        # A length that is reached already: it ends at once, with the output of a command.
+        status, answer = web.post(f"api/runs/{row['id']}/resume", {"settings": {"training.steps": "1"}})
+        assert status == 200
+        task = wait_until(lambda: (got := web.get(f"api/tasks/{answer['task']}"))["status"] is not None and got)
+        assert task["output"]
