@@ -18,7 +18,7 @@ from unfog.serve.pictures import encode_webp
 from unfog.serve.runs import RunList
 from unfog.serve.server import Server
 from unfog.serve.stream import Hub
-from unfog.serve.thinning import Thinner
+from unfog.serve.thinning import _REDUCE, Thinner
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
@@ -247,6 +247,7 @@ def test_thinning_keeps_every_extreme_and_grows_with_the_file(tmp_path):
         assert found.columns["loss.min"].tolist() == [block.min() for block in blocks]
         assert found.columns["loss.max"].tolist() == [block.max() for block in blocks]
         assert found.columns["loss.last"].tolist() == [block[-1] for block in blocks]
+        assert found.columns["loss.mean"] == pytest.approx([block.mean() for block in blocks])
         assert found.columns["step"][-1] == columns.column("step")[-1]
 
 
@@ -274,23 +275,24 @@ def test_gaps_are_not_counted_as_extremes(tmp_path):
 def test_a_pyramid_costs_as_much_as_there_are_new_rows(tmp_path, monkeypatch):
     path, columns, thinner = thinner_of(tmp_path, range(20_000), np.arange(20_000))
     thinner.thin("step", ["loss"], -np.inf, np.inf, 100)
-    from unfog.serve import thinning
-
-    reduce, reduced = thinning._reduce, []
-    monkeypatch.setattr(thinning, "_reduce", lambda block, kind: reduced.append(block.size) or reduce(block, kind))
+    reduced = []
+    counting = [lambda blocks, reduce=reduce: reduced.append(blocks.size) or reduce(blocks) for reduce in _REDUCE]
+    monkeypatch.setattr("unfog.serve.thinning._REDUCE", counting)
     with path.open("a") as file:
         file.writelines(json.dumps({"step": 20_000 + i, "loss": i}) + "\n" for i in range(32))
     columns.update()
     thinner.thin("step", ["loss"], -np.inf, np.inf, 100)
-    assert sum(reduced) < 3 * 2 * (32 + 40 + 256)  # the new blocks of each level, and the unfinished one
+    assert 0 < sum(reduced) < 5 * 2 * (32 + 40 + 256)  # the new blocks of each level, and the unfinished one
 
 
 def test_thinned_columns_over_http(client, run):
     append(run, range(40, 2000))
     at = f"/api/runs/{number(client)}/thinned?x=step&columns=loss&points=50"
     header, columns = unpack(client.get(at).content)
-    assert set(columns) == {"step", "loss.min", "loss.max", "loss.last"}
+    assert set(columns) == {"step", "loss.min", "loss.max", "loss.mean", "loss.last"}
     assert columns["loss.max"][0] == 1
+    every = unpack(client.get(f"{at.replace('columns=loss&', '')}&low=&high=").content)[1]
+    assert every["loss.max"].tolist() == columns["loss.max"].tolist()
     header, columns = unpack(client.get(f"{at}&low=100&high=110").content)
     assert (header["block"], set(columns)) == (1, {"step", "loss"})
     assert client.get(f"{at}&low=nan").status_code == 400

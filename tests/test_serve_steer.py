@@ -16,6 +16,8 @@ from unfog.config.requests import ResumeRequest, TrainRequest
 from unfog.errors import RequestError
 from unfog.process.heartbeat import write_request
 from unfog.serve import steer
+from unfog.serve.forms import form_fields, page_settings
+from unfog.serve.run_detail import read_findings
 from unfog.serve.server import Server
 from unfog.serve.tasks import TaskList
 
@@ -101,7 +103,7 @@ def test_settings_of_a_run_that_name_code_are_read_in_the_child_alone(server):
 
 
 def test_forms_list_the_settings_with_their_rules():
-    fields = steer.form_fields("train")
+    fields = form_fields("train")
     names = [field["name"] for field in fields]
     assert names[0] == "data.size"
     assert [field["common"] for field in fields] == sorted((field["common"] for field in fields), reverse=True)
@@ -109,10 +111,30 @@ def test_forms_list_the_settings_with_their_rules():
     assert (lr["type"], lr["at_least"], lr["group"], lr["resume"]) == ("number", 0, "optimizer", "free")
     assert "fp32" in next(field["choices"] for field in fields if field["name"] == "training.precision")
     assert not {"source", "out", "config", "init.folder", "autoencoder_folder", "log.sinks"} & set(names)
-    assert "data.size" not in [field["name"] for field in steer.form_fields("resume")]
-    assert {each.setting for each in steer.page_settings(ResumeRequest)} <= {
-        each.setting for each in steer.page_settings(TrainRequest)
+    assert "data.size" not in [field["name"] for field in form_fields("resume")]
+    assert {each.setting for each in page_settings(ResumeRequest)} <= {
+        each.setting for each in page_settings(TrainRequest)
     }
+
+
+REMEDY = "a lower learning rate: unfog resume {} --lr 0.0005 --steps 80, or train again with it"
+
+
+def test_the_remedy_of_a_finding_is_a_button(server, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (run,) = server.runs
+    findings = [{"code": "run.loss", "severity": "warning", "evidence": "it rises", "remedy": REMEDY.format(run.path)}]
+    findings += [{"code": "run.x", "severity": "hint", "evidence": "e", "remedy": "unfog resume a --out /tmp/x --lr 1"}]
+    for name, title in (("a", f"Checks of {run.path}"), ("a-2", "Checks of another")):
+        (tmp_path / "doctor" / name).mkdir(parents=True)
+        text = json.dumps({"title": title, "findings": findings if name == "a" else []})
+        (tmp_path / "doctor" / name / "findings.json").write_text(text)
+    loss, other = read_findings(run.path, None)
+    assert (loss["id"], loss["text"]) == ("run.loss", "it rises")
+    assert loss["command"] == f"unfog resume {run.path} --lr=0.0005 --steps=80"
+    assert other["command"] is None  # the page may not give --out
+    settings = steer.remedy_settings(loss["remedy"])
+    assert steer.resume_command(run, {"settings": settings}).text == loss["command"]
 
 
 def test_nobody_is_asked_where_nothing_runs(server):
@@ -135,10 +157,12 @@ def test_a_request_that_is_a_link_is_replaced_and_not_written_through(tmp_path):
     assert not (tmp_path / "run" / "SAVE").is_symlink()
 
 
+START = subprocess.Popen
+
+
 def quick_child(monkeypatch, code):
     """Let tasks run this code instead of unfog."""
-    start = subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", lambda words, **more: start([sys.executable, "-c", code], **more))
+    monkeypatch.setattr(subprocess, "Popen", lambda words, **more: START([sys.executable, "-c", code], **more))
 
 
 def test_output_of_a_child_is_kept_up_to_a_limit(monkeypatch):

@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from unfog import __version__
 from unfog.errors import RequestError
-from unfog.serve import run_detail, steer
+from unfog.serve import forms, run_detail, steer
 from unfog.serve.metric_columns import Floats
 from unfog.serve.runs import RunEntry
 from unfog.serve.server import Server
@@ -174,8 +174,13 @@ def _run_routes(server: Server) -> list[Route]:
 def _detail(server: Server, entry: RunEntry) -> dict[str, Any]:
     with entry.lock:
         server.runs.read_columns(entry)
+    return run_detail.run_detail(entry, _newest_check(server, entry))
+
+
+def _newest_check(server: Server, entry: RunEntry) -> Path | None:
+    """Return the folder of the newest check of a run that the page has started."""
     checks = [task.result for task in server.tasks.list() if task.subject == entry.id and task.words[0] == "doctor"]
-    return run_detail.run_detail(entry, checks[-1] if checks else None)
+    return checks[-1] if checks else None
 
 
 def _metrics(server: Server, entry: RunEntry, request: Request) -> Response:
@@ -199,7 +204,7 @@ def _thinned(server: Server, entry: RunEntry, request: Request) -> Response:
     x = request.query_params.get("x", "step")
     with entry.lock:
         columns = server.runs.read_columns(entry)
-        found = entry.thinner.thin(x, _names(request), low, high, points)
+        found = entry.thinner.thin(x, _names(request) or columns.names[:_MOST_NAMES], low, high, points)
         header = {"from": 0, "offset": columns.offset, "identity": columns.identity(columns.offset), "reset": False}
     return columns_answer({**header, "block": found.block}, found.columns)
 
@@ -222,6 +227,10 @@ def _steer_routes(server: Server) -> list[Route]:
 
     async def resume(request: Request) -> Response:
         entry, body = run_of(server, request), await json_body(request)
+        if "finding" in body:  # its remedy, read on the server: the page names it only
+            findings = run_detail.read_findings(entry.path, _newest_check(server, entry)) or []
+            remedy = next((one["remedy"] for one in findings if one["id"] == body["finding"]), "")
+            body = {"settings": steer.remedy_settings(remedy) or {}}
         return await _start(server, request, lambda: steer.resume_command(entry, body), entry)
 
     async def train(request: Request) -> Response:
@@ -244,7 +253,7 @@ def _steer_routes(server: Server) -> list[Route]:
 
     async def settings(request: Request) -> Response:
         command = request.query_params.get("command", "train")
-        return JSONResponse(await asyncio.to_thread(steer.form_fields, command))
+        return JSONResponse(await asyncio.to_thread(forms.form_fields, command))
 
     async def tasks(_: Request) -> Response:
         return JSONResponse([task.summary() for task in server.tasks.list()])
@@ -299,7 +308,7 @@ def _whole(request: Request, name: str, default: int = 0) -> int:
 
 def _number(request: Request, name: str, default: float) -> float:
     try:
-        value = float(request.query_params.get(name, default))
+        value = float(request.query_params.get(name) or default)
     except ValueError:
         value = math.nan
     if math.isnan(value):

@@ -1,8 +1,7 @@
-"""Everything about one run but its curves: settings, choices, previews, checkpoints, evaluations and findings."""
+"""Details of one run, all but its curves: settings, choices, previews, checkpoints, evaluations and findings."""
 
 from __future__ import annotations
 
-import json
 import os
 import tomllib
 from collections.abc import Mapping
@@ -11,11 +10,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from unfog.config.requests import ResumeRequest
 from unfog.config.schema import Config
 from unfog.config.toml import to_toml
-from unfog.reporting.event_texts import explain_event
-from unfog.reporting.records import SESSION_STARTS, Row, drop_undone_events, finite_number, json_values
+from unfog.errors import RequestError
+from unfog.reporting.page.run_data import event_rows, read_choices, read_data_report, read_evaluations
+from unfog.reporting.records import SESSION_STARTS, Row, drop_undone_events, json_values
 from unfog.safe_files import open_file
+from unfog.serve.forms import setting_words
 from unfog.serve.metric_columns import parse_lines
 from unfog.serve.run_files import (
     checkpoint_steps,
@@ -26,11 +28,12 @@ from unfog.serve.run_files import (
     stat_of,
 )
 from unfog.serve.runs import RunEntry
-from unfog.serve.steer import run_commands
-from unfog.text import sanitize, without_secrets
+from unfog.serve.steer import remedy_settings, run_commands
+from unfog.serve.tasks import command_text
+from unfog.text import sanitize
 
-_EVALUATIONS, _FINDINGS = 20, 200  # latest ones shown, at most
-_EVENT_BYTES, _MOST_EVENTS, _DATA_BYTES = 2**22, 5000, 2**20
+_FINDINGS, _MOST_EVENTS = 200, 5000  # shown, at most
+_EVENT_BYTES = 2**22  # from the end of events.jsonl
 _DOCTOR_FOLDERS = 50  # that are looked into for the findings about a run
 # Beginnings of settings that are facts about the images rather than a person's choice.
 _RESOLVED = ("source", "fingerprint", "classes", "latents", "autoencoder.")
@@ -51,7 +54,7 @@ def run_detail(run: RunEntry, result: Path | None = None) -> dict[str, Any]:
         "status": run.as_json(),
         "settings": settings,
         "changed": changed,
-        "choices": [_choice(row) for row in events if row.get("kind") == "choice"],
+        "choices": read_choices(events),
         "columns": run.columns.names,
         "rows": run.columns.rows,
         "previews": list(run.previews),
@@ -61,8 +64,9 @@ def run_detail(run: RunEntry, result: Path | None = None) -> dict[str, Any]:
         "ema": _ema(run.path, settings),
         "classes": [sanitize(str(name)) for name in classes] if isinstance(classes, list) else [],
         "evaluations": _evaluations(run.path),
-        "findings": _findings(run.path, result),
-        "data": _data(run.path),
+        "counts": {kind: sum(row.get("kind") == kind for row in events) for kind in ("step_refused", "rolled_back")},
+        "findings": read_findings(run.path, result),
+        "data": read_data_report(run.path, events),
         "contact_sheet": stat_of(run.path / "contact-sheet.png") is not None,
         "commands": run_commands(run.path),
     }
@@ -78,8 +82,8 @@ def new_events(run: RunEntry, start: int) -> dict[str, Any]:
     reset = end < start or any(row.get("kind") in SESSION_STARTS for row in rows)
     if reset and start:
         rows, end = _event_rows(run.path, 0)
-    shown = [_event(row) for row in drop_undone_events(rows)[-_MOST_EVENTS:]]
-    return {"events": [row for row in shown if row], "offset": end, "reset": reset}
+    shown = drop_undone_events(rows)[-_MOST_EVENTS:]
+    return {"events": event_rows(shown), "offset": end, "reset": reset}
 
 
 def _event_rows(run: Path, start: int) -> tuple[list[Row], int]:
@@ -95,23 +99,9 @@ def _event_rows(run: Path, start: int) -> tuple[list[Row], int]:
     return parse_lines(data[:whole].split(b"\n"))[0], min(first, size) + whole
 
 
-def _event(row: Row) -> Row:
-    try:
-        plain: Row = json_values(row, str)
-        cause, remedy = explain_event(plain)
-    except RecursionError:  # lists in lists in lists
-        return {}
-    return {**plain, **({"cause": cause} if cause else {}), **({"remedy": remedy} if remedy else {})}
-
-
 @cache
 def _defaults() -> dict[str, Any]:
     return flatten(tomllib.loads(to_toml(Config())))
-
-
-def _choice(row: Mapping[str, Any]) -> dict[str, str]:
-    texts = {name: without_secrets(str(row.get(name, "")))[:1000] for name in ("name", "value", "reason")}
-    return {"setting": texts["name"], "value": texts["value"], "reason": texts["reason"]}
 
 
 def _ema(run: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -122,18 +112,12 @@ def _ema(run: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _evaluations(run: Path) -> list[dict[str, Any]]:
-    """Return the latest results of `unfog evaluate`, by step; damaged ones are left out."""
-    folder, found = run / "evaluations", []
-    names = sorted(_names(folder), key=lambda name: stat_of(folder / name) or (0, 0))
-    for name in [name for name in names if name.endswith(".json")][-_EVALUATIONS:]:
-        stored = read_json(folder / name, run)
-        if isinstance(stored, Mapping) and isinstance(stored.get("measured"), list):
-            kept = ("step", "verdict", "drawn", "measured", "copies", "seconds")
-            found.append({key: stored[key] for key in kept if key in stored})
-    return sorted(found, key=lambda one: finite_number(one.get("step")))
+    """Return the latest results of `unfog evaluate`, by step. Their pictures are in the report."""
+    found = [] if (run / "evaluations").is_symlink() else read_evaluations(run / "evaluations")
+    return [{**one, "copies": [{**copy, "picture": None} for copy in one["copies"]]} for one in found]
 
 
-def _findings(run: Path, result: Path | None) -> list[dict[str, Any]] | None:
+def read_findings(run: Path, result: Path | None) -> list[dict[str, Any]] | None:
     """Return the findings of the doctor about a run, newest check; None if it was not checked."""
     places = [result] if result is not None else []
     # Where `unfog doctor RUN` writes by itself: doctor/ and the name of the run, with a number behind it.
@@ -144,24 +128,19 @@ def _findings(run: Path, result: Path | None) -> list[dict[str, Any]] | None:
         if not isinstance(stored, Mapping) or not isinstance(stored.get("findings"), list):
             continue
         if place == result or stored.get("title") == f"Checks of {run}":
-            return [_finding(one) for one in stored["findings"][:_FINDINGS] if isinstance(one, Mapping)]
+            return [_finding(one, run) for one in stored["findings"][:_FINDINGS] if isinstance(one, Mapping)]
     return None
 
 
-def _finding(one: Mapping[str, Any]) -> dict[str, Any]:
+def _finding(one: Mapping[str, Any], run: Path) -> dict[str, Any]:
     texts = {name: str(one.get(name, ""))[:4000] for name in ("code", "severity", "evidence", "remedy")}
-    return {"id": texts["code"], "severity": texts["severity"], "text": texts["evidence"], "remedy": texts["remedy"]}
-
-
-def _data(run: Path) -> dict[str, Any] | None:
-    """Return data.json without its list of files; None where there is none, or where it is very long."""
-    with suppress(OSError, ValueError, RecursionError), open_file(run / "data.json", "rb") as file:
-        # The list of files comes last, and may name ten million.
-        head, files, _ = file.read(_DATA_BYTES).partition(b',\n  "files": [')
-        stored = json.loads(head + b"}" if files else head)
-        if isinstance(stored, dict):
-            return stored
-    return None
+    settings, command = remedy_settings(texts["remedy"]), None
+    if settings is not None:
+        with suppress(RequestError):
+            words = setting_words({"settings": settings}, ResumeRequest)
+            command = command_text(["resume", str(run), *words])
+    found = {"id": texts["code"], "severity": texts["severity"], "text": texts["evidence"], "remedy": texts["remedy"]}
+    return {**found, "command": command}
 
 
 def _names(folder: Path) -> list[str]:

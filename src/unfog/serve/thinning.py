@@ -1,4 +1,4 @@
-"""Thinning of long columns: minimum, maximum and last value of blocks of rows, by a pyramid that grows with the column.
+"""Thinning of long columns: least, most, mean and last value of blocks of rows, by a pyramid that grows with them.
 
 A chart of more rows than pixels then shows every extreme. Blocks begin at fixed rows, so that a curve does not flicker
 as it grows or moves. Where few rows are in view, they are given exactly.
@@ -6,6 +6,7 @@ as it grows or moves. Where few rows are in view, they are given exactly.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -19,53 +20,68 @@ class Thinned(NamedTuple):
     """Columns of a part of a record."""
 
     columns: dict[str, Floats]
-    """With blocks: x under its name, and NAME.min, NAME.max and NAME.last of each; else as they are."""
+    """With blocks: x under its name, and NAME.min, .max, .mean and .last of each; else as they are."""
     block: int
     """Rows of a block; 1: exact."""
 
 
 class _Pyramid:
-    """Minimum, maximum and last finite value of whole blocks of one column, for block sizes 16, 32, 64, …"""
+    """Least, most and last finite value, sum and count of whole blocks of one column, for 16, 32, 64, … rows."""
 
     def __init__(self) -> None:
-        self._levels: list[tuple[Growing, Growing, Growing]] = []
+        self._levels: list[list[Growing]] = []
 
     def update(self, values: Floats) -> None:
         """Add the blocks that were completed since the last call."""
-        level, source = 0, (values, values, values)
+        level, source = 0, _as_blocks(values)
         while True:
             if level == len(self._levels):
-                self._levels.append((Growing(), Growing(), Growing()))
+                self._levels.append([Growing() for _ in _REDUCE])
             width, done = (2 if level else _BASE), self._levels[level][0].rows
             whole = len(source[0]) // width
             if whole > done:
-                for kind, (grown, part) in enumerate(zip(self._levels[level], source)):
-                    grown.append(_reduce(part[done * width : whole * width].reshape(-1, width), kind))
+                for reduce, grown, part in zip(_REDUCE, self._levels[level], source):
+                    grown.append(reduce(part[done * width : whole * width].reshape(-1, width)))
             if whole < 2:
                 return
-            low, high, last = self._levels[level]
-            level, source = level + 1, (low.values, high.values, last.values)
+            level, source = level + 1, [grown.values for grown in self._levels[level]]
 
-    def blocks(self, values: Floats, level: int, first: int, end: int) -> tuple[Floats, Floats, Floats]:
-        """Return minimum, maximum and last value of blocks first … end - 1; the last may be incomplete."""
+    def blocks(self, values: Floats, level: int, first: int, end: int) -> list[Floats]:
+        """Return least, most, last, sum and count of blocks first … end - 1; the last may be incomplete."""
         width = _BASE << level
         whole = self._levels[level][0].rows if level < len(self._levels) else 0
         rest = values[max(whole, first) * width : end * width]
         parts = []
-        for kind in range(3):
+        for kind, (reduce, part) in enumerate(zip(_REDUCE, _as_blocks(rest))):
             stored = self._levels[level][kind].values[first : min(end, whole)] if whole else np.empty(0)
             # At most one block, or all rows where there is no whole block yet.
-            tail = [_reduce(rest[None], kind)] if len(rest) else []
-            parts.append(np.concatenate([stored, *tail]))
-        return parts[0], parts[1], parts[2]
+            parts.append(np.concatenate([stored, reduce(part[None])] if len(part) else [stored]))
+        return parts
 
 
-def _reduce(blocks: Floats, kind: int) -> Floats:
-    """Return minimum (0), maximum (1) or last finite value (2) of each row of [n, width]; nan where all are nan."""
-    if kind < 2:
-        return np.asarray((np.fmin, np.fmax)[kind].reduce(blocks, axis=1), np.float64)
+def _as_blocks(values: Floats) -> list[Floats]:
+    """Return least, most, last, sum and count of blocks of one row each."""
+    finite = np.isfinite(values)
+    return [values, values, values, np.where(finite, values, 0.0), finite.astype(np.float64)]
+
+
+def _last_finite(blocks: Floats) -> Floats:
+    """Return the last finite value of each row of [n, width]; nan where there is none."""
     last = blocks.shape[1] - 1 - np.isfinite(blocks)[:, ::-1].argmax(axis=1)
     return np.asarray(blocks[np.arange(len(blocks)), last], np.float64)
+
+
+def _sum(blocks: Floats) -> Floats:
+    return np.asarray(blocks.sum(axis=1), np.float64)
+
+
+_REDUCE: tuple[Callable[[Floats], Floats], ...] = (
+    lambda blocks: np.asarray(np.fmin.reduce(blocks, axis=1), np.float64),
+    lambda blocks: np.asarray(np.fmax.reduce(blocks, axis=1), np.float64),
+    _last_finite,
+    _sum,
+    _sum,
+)
 
 
 class Thinner:
@@ -95,8 +111,12 @@ class Thinner:
             values = self._columns.column(name)[:rows]
             pyramid = self._pyramids.setdefault(name, _Pyramid())
             pyramid.update(values)
-            least, most, last = pyramid.blocks(values, level, first // width, -(-end // width))
-            found |= {x: last} if name == x else {f"{name}.min": least, f"{name}.max": most, f"{name}.last": last}
+            least, most, last, total, count = pyramid.blocks(values, level, first // width, -(-end // width))
+            if name == x:
+                found[x] = last
+                continue
+            mean = np.divide(total, count, out=np.full(len(count), np.nan), where=count > 0)
+            found |= {f"{name}.min": least, f"{name}.max": most, f"{name}.mean": mean, f"{name}.last": last}
         return Thinned(found, width)
 
 
