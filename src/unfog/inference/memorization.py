@@ -227,14 +227,37 @@ class UnseenImages:
         return [-1] * len(self.rows) if self.enough else self.rows.tolist()
 
 
+class Nearness(NamedTuple):
+    """The training images nearest to generated images, and those nearest to unseen real images."""
+
+    found: _NearestImages
+    unseen: _NearestImages
+    what: str
+    """Name of the unseen images: "held-out images"."""
+
+    @property
+    def limit(self) -> float:
+        """Ratio of distances below which one generated image counts as a copy."""
+        if (self.unseen.ratio < COPY).mean() <= _RELATED:
+            return COPY
+        return min(COPY, _NEARER * float(np.quantile(self.unseen.ratio, _LOWEST)))
+
+
+def find_nearest_images(
+    drawn: Pixels, prepared: Dataset, progress: Callable[[int], None] = lambda done: None
+) -> Nearness:
+    """Search the training images for those nearest to generated images [N, H, W, C], and to unseen ones, by pixels."""
+    unseen = UnseenImages(prepared)
+    queries = torch.cat([torch.from_numpy(drawn.copy()).permute(0, 3, 1, 2), torch.from_numpy(unseen.pixels)])
+    both = _find_nearest(queries, prepared.train.pixels, [-1] * len(drawn) + unseen.own, progress)
+    return Nearness(*_split_queries(both, len(drawn)), unseen.what)
+
+
 def check_memorization_by_pixels(drawn: Pixels, prepared: Dataset, progress: Callable[[int], None]) -> Finding:
     """Compare generated images [N, H, W, C] with all training images by pixels."""
-    unseen, train = UnseenImages(prepared), prepared.train
-    queries = torch.cat([torch.from_numpy(drawn).permute(0, 3, 1, 2), torch.from_numpy(unseen.pixels)])
-    both = _find_nearest(queries, train.pixels, [-1] * len(drawn) + unseen.own, progress)
-    found, usual = _split_queries(both, len(drawn))
-    matches = train.pixels[found.image[:, 0].numpy()].transpose(0, 2, 3, 1)
-    return _check_memorization(drawn, found, usual, matches, unseen.what, len(train))
+    near, train = find_nearest_images(drawn, prepared, progress), prepared.train
+    matches = train.pixels[near.found.image[:, 0].numpy()].transpose(0, 2, 3, 1)
+    return _check_memorization(drawn, near.found, near.unseen, matches, near.what, len(train))
 
 
 def check_memorization_by_features(

@@ -49,10 +49,12 @@ def _serve(request: ServeRequest, listener: socket.socket, secret: str, hosts: f
     import uvicorn
 
     from unfog.serve.guard import Guard
+    from unfog.serve.playground.routes import playground_routes
     from unfog.serve.routes import build_app
     from unfog.serve.server import Server
 
-    app = Guard(build_app(Server(request.runs, request.source), []), secret, hosts)
+    server = Server(request.runs, request.source)
+    app = Guard(build_app(server, playground_routes(server)), secret, hosts)
     config = uvicorn.Config(
         app,
         http="h11",

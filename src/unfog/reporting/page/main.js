@@ -61,7 +61,7 @@ class Page extends View {
     const link = (to, label) => html`<a href="#/${to}" aria-current=${view === to ? "page" : nothing}>${label}</a>`;
     return html`<a class="skip" href="#main" @click=${(e) => { e.preventDefault(); document.getElementById("main").focus(); }}>Skip to the content</a>
       <header class="top"><a class="brand" href="#/">Unfog</a>
-        <nav aria-label="Views">${server || this.data.embedded?.runs.length > 1 ? link("", "Runs") : nothing}${server ? link("start", "Start a run") : nothing}${server && customElements.get("unfog-playground") ? link("draw", "Draw") : nothing}</nav><span class="grow"></span>
+        <nav aria-label="Views">${server || this.data.embedded?.runs.length > 1 ? link("", "Runs") : nothing}${server ? link("start", "Start a run") : nothing}${server ? link("draw", "Draw") : nothing}</nav><span class="grow"></span>
         ${view === "run" || view === "compare" ? html`<button class="quiet" ?disabled=${this.busy} @click=${this.keepView}>${this.busy ? "Writing …" : "Keep this view"}</button>` : nothing}
         <label class="theme"><span class="hidden">Theme</span><select @change=${(e) => { this.theme = e.target.value; this.applyTheme(); }}>${["", "light", "dark"].map((name) => html`<option value=${name} ?selected=${name === this.theme}>${name || "auto"}</option>`)}</select></label></header>
       ${this.connected ? nothing : html`<div class="banner" role="alert"><b>The server does not answer.</b> What you see was true a moment ago. The page tries again by itself; if the server was started anew, open the address that it prints.</div>`}
@@ -74,8 +74,15 @@ class Page extends View {
     if (view === "run" && ids.length) return html`${[ids[0]].map((id) => html`<unfog-run .data=${data} .run=${id}></unfog-run>`)}`;
     if (view === "compare" && ids.length) return html`<unfog-compare .data=${data} .ids=${ids.slice(0, 8)}></unfog-compare>`;
     if (view === "start" && data.steers) return html`<unfog-start .data=${data}></unfog-start>`;
-    if (view === "draw" && data.steers) return html`<unfog-playground .data=${data} .run=${ids[0] ?? null}></unfog-playground>`;
+    if (view === "draw" && data.steers) return customElements.get("unfog-playground") ? html`<unfog-playground .data=${data} .run=${ids[0] ?? null}></unfog-playground>` : this.fetch();
     return html`<unfog-runs .data=${data}></unfog-runs>`;
+  }
+
+  // Fetched only when it is opened.
+  fetch() {
+    if (!this.asked) document.head.append(Object.assign(document.createElement("script"), {type: "module", src: "static/playground.js"}));
+    this.asked ||= customElements.whenDefined("unfog-playground").then(() => this.requestUpdate());
+    return html`<p>Loading …</p>`;
   }
 
   async keepView() {

@@ -1,0 +1,1 @@
+"""Playground of `unfog serve`: a queue of drawings, and the worker process that owns model and device."""

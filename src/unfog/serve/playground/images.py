@@ -1,0 +1,87 @@
+"""Pixels of the playground as the page shows them: sheets of pictures, a map of disagreement, edits at run size."""
+
+from __future__ import annotations
+
+import io
+import math
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from unfog.data.decode import decode, parse_colour
+from unfog.data.sources.base import ImageError
+from unfog.errors import RequestError
+from unfog.reporting.image_grids import Pixels
+from unfog.safe_files import read_file
+from unfog.serve.playground.jobs import Job
+
+_CONFIG_BYTES = 2**20
+_EMPTY = 128  # grey, of a picture that has not begun
+
+
+def sheet(pictures: Sequence[Pixels | None], columns: int = 0) -> bytes:
+    """Return pictures uint8 [H, W, C] side by side without gaps, as lossless WebP; None is grey.
+
+    `columns` is by default the square root of their number, rounded up.
+    """
+    shown = next(one for one in pictures if one is not None)
+    height, width = shown.shape[:2]
+    columns = columns or math.ceil(math.sqrt(len(pictures)))
+    rows = -(-len(pictures) // columns)
+    body = np.full((rows * height, columns * width, shown.shape[2]), _EMPTY, np.uint8)
+    for i, picture in enumerate(pictures):
+        if picture is not None:
+            y, x = i // columns * height, i % columns * width
+            body[y : y + height, x : x + width] = picture
+    return webp(body)
+
+
+def step_sheet(job: Job, number: int, guess: bool) -> bytes | None:
+    """Return the sheet of a step, or of the last step that is kept before it; None before the first.
+
+    A picture that has not come so far yet is shown as it is.
+    """
+    kept = sorted(at for at in job.steps if at <= number)
+    if not kept:
+        return None
+    tiles: dict[int, Pixels] = {}
+    for at in kept:
+        step = job.steps[at]
+        tiles |= (step.guess if guess else step.noisy).copy()
+    return sheet([tiles.get(i) for i in range(job.request.n)])
+
+
+def webp(pixels: Pixels) -> bytes:
+    """Encode uint8 [H, W, 1 or 3] as lossless WebP."""
+    encoded = io.BytesIO()
+    Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels).save(encoded, "WEBP", lossless=True, method=0)
+    return encoded.getvalue()
+
+
+def disagreement(pictures: Pixels) -> Pixels:
+    """Return where pictures [N, H, W, C] differ, [H, W, 1]: their standard deviation, 255 where it is largest."""
+    spread = pictures.astype(np.float32).std(0).mean(2, keepdims=True)
+    bright: Pixels = (255 * spread / max(float(spread.max()), 1.0)).round().astype(np.uint8)
+    return bright
+
+
+def size_of(run: Path) -> tuple[int, int]:
+    """Return side and channels of the images of a run. RequestError if its configuration cannot be read."""
+    try:
+        data = tomllib.loads(read_file(run / "config.toml", _CONFIG_BYTES, run).decode())["data"]
+        return int(data["size"]), int(data["channels"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RequestError(f"config.toml of this run cannot be read: {error}") from None
+
+
+def at_run_size(pixels: Pixels, size: int, channels: int) -> Pixels:
+    """Return an image [H, W, C] as training images of a run are prepared: resized, cropped, uint8 [size, size, C]."""
+    try:
+        image = Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels)
+        prepared: Pixels = decode(lambda: image, size, channels, parse_colour("white"))[0]
+    except ImageError as error:
+        raise RequestError(f"the image cannot be used: {error}") from None
+    return np.ascontiguousarray(prepared.transpose(1, 2, 0))

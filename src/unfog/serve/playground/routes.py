@@ -1,0 +1,193 @@
+"""Routes of the playground: drawings, their steps and pictures, uploads, and blind comparisons."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from unfog import __version__
+from unfog.errors import RequestError
+from unfog.reporting.image_grids import Pixels, encode_png
+from unfog.serve.playground import blind, images
+from unfog.serve.playground.jobs import MOST_WAITING, Job, JobList
+from unfog.serve.playground.requests import GRIDS, MOST_IMAGES, SAMPLERS, read_request, settings_of
+from unfog.serve.playground.uploads import Uploads
+from unfog.serve.routes import json_body
+from unfog.serve.server import Server
+
+
+def playground_routes(server: Server) -> list[Route]:
+    """Return the routes of the playground of a server, and let it end the worker when it closes."""
+    playground = _Playground(server)
+    return [
+        Route("/api/draw", playground.list),
+        Route("/api/draw", playground.draw, methods=["POST"]),
+        Route("/api/draw/{job:int}", playground.job),
+        Route("/api/draw/{job:int}/cancel", playground.cancel, methods=["POST"]),
+        Route("/api/draw/{job:int}/copies", playground.copies, methods=["POST"]),
+        Route("/api/draw/{job:int}/steps/{step:int}.webp", playground.step),
+        Route("/api/draw/{job:int}/pictures.webp", playground.pictures),
+        Route("/api/draw/{job:int}/nearest.webp", playground.nearest),
+        Route("/api/draw/{job:int}/disagreement.webp", playground.disagreement),
+        Route("/api/draw/{job:int}/{picture:int}.png", playground.picture),
+        Route("/api/upload", playground.upload, methods=["POST"]),
+        Route("/api/upload/{upload:int}.png", playground.uploaded),
+        Route("/api/blind", playground.votes),
+        Route("/api/blind", playground.vote, methods=["POST"]),
+        Route("/api/worker/stop", playground.stop_worker, methods=["POST"]),
+    ]
+
+
+class _Playground:
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self.jobs = JobList(
+            lambda progress: server.hub.publish("draw", progress, f"draw {progress['job']}"),
+            lambda: any(run.running for run in server.runs),
+        )
+        self.uploads = Uploads()
+        server.on_close.append(self.jobs.close)
+
+    async def list(self, _: Request) -> Response:
+        jobs, training = self.jobs, any(run.running for run in self._server.runs)
+        worker = {"pid": jobs.worker.pid, "nice": jobs.worker.nice, "seconds": round(jobs.busy_seconds, 1)}
+        facts = {"samplers": SAMPLERS, "grids": GRIDS, "most_images": MOST_IMAGES, "most_waiting": MOST_WAITING}
+        listed = await asyncio.to_thread(lambda: [job.summary() for job in jobs.list()])
+        return JSONResponse({"jobs": listed, "worker": worker, "training": training, **facts})
+
+    async def draw(self, request: Request) -> Response:
+        body = await json_body(request)
+        run = self._run(body.get("run"))
+        job = await asyncio.to_thread(self._submit, run, body)
+        return JSONResponse({"job": job.id, **job.detail()})
+
+    def _submit(self, run: Any, body: dict[str, Any]) -> Job:
+        settings = body.get("settings", {})
+        if not isinstance(settings, dict):
+            raise RequestError("settings must be an object")
+        image, mask = body.get("image"), body.get("mask")
+        if mask is not None and image is None:
+            raise RequestError("a mask needs an image to paint in")
+        size, channels = images.size_of(run.path)
+        first, second = (
+            b"" if one is None else encode_png(images.at_run_size(self._image(one), size, of))
+            for one, of in ((image, channels), (mask, 1))
+        )
+        asked = read_request(run.path, settings, image is not None, mask is not None)
+        newest = settings.get("checkpoint") is None and asked.checkpoint is not None
+        return self.jobs.submit(run.id, run.name, asked, first, second, newest)
+
+    def _image(self, named: Any) -> Pixels:
+        """Return an uploaded image, or a picture of a job, by its number."""
+        match named:
+            case {"upload": int(number)}:
+                return self.uploads[number].pixels
+            case {"job": int(number), "picture": int(picture)}:
+                drawn: Pixels = self._pictures(self._job(number))[self._index(number, picture)]
+                return drawn
+        raise RequestError('an image is {"upload": NUMBER} or {"job": NUMBER, "picture": NUMBER}')
+
+    async def job(self, request: Request) -> Response:
+        job = self._job(request.path_params["job"])
+        return JSONResponse(await asyncio.to_thread(job.detail))
+
+    async def cancel(self, request: Request) -> Response:
+        job = self._job(request.path_params["job"])
+        return JSONResponse(await asyncio.to_thread(lambda: self.jobs.cancel(job.id).summary()))
+
+    async def copies(self, request: Request) -> Response:
+        job = self._job(request.path_params["job"])
+        return JSONResponse(await asyncio.to_thread(lambda: self.jobs.find_copies(job.id).detail()))
+
+    async def step(self, request: Request) -> Response:
+        job, number = self._job(request.path_params["job"]), request.path_params["step"]
+        guess = request.query_params.get("what", "x") == "x0"
+        data = await asyncio.to_thread(images.step_sheet, job, number, guess)
+        if data is None:
+            raise HTTPException(404, "this step is not there yet")
+        return _picture(data)
+
+    async def pictures(self, request: Request) -> Response:
+        pictures = self._pictures(self._job(request.path_params["job"]))
+        return _picture(await asyncio.to_thread(images.sheet, list(pictures)))
+
+    async def nearest(self, request: Request) -> Response:
+        job = self._job(request.path_params["job"])
+        if job.nearest is None:
+            raise HTTPException(404, "the training images were not searched yet")
+        return _picture(await asyncio.to_thread(images.sheet, list(job.nearest), int(job.copies["shown"])))
+
+    async def disagreement(self, request: Request) -> Response:
+        pictures = self._pictures(self._job(request.path_params["job"]))
+        return _picture(await asyncio.to_thread(lambda: images.webp(images.disagreement(pictures))))
+
+    async def picture(self, request: Request) -> Response:
+        job = self._job(request.path_params["job"])
+        index = self._index(job.id, request.path_params["picture"])
+        about = {"unfog": __version__, "run": job.run_name, "picture": index, "settings": settings_of(job.request)}
+        data = await asyncio.to_thread(encode_png, self._pictures(job)[index], {"Unfog": json.dumps(about)})
+        name = f'attachment; filename="picture-{job.id}-{index}.png"'
+        return Response(data, media_type="image/png", headers={"content-disposition": name})
+
+    async def upload(self, request: Request) -> Response:
+        number, upload = await asyncio.to_thread(self.uploads.add, await request.body())
+        height, width = upload.pixels.shape[:2]
+        return JSONResponse({"upload": number, "width": width, "height": height, "settings": upload.settings})
+
+    async def uploaded(self, request: Request) -> Response:
+        upload = self.uploads[request.path_params["upload"]]
+        run = self._run(int(request.query_params.get("run", "0")))
+        size, channels = await asyncio.to_thread(images.size_of, run.path)
+        return Response(encode_png(images.at_run_size(upload.pixels, size, channels)), media_type="image/png")
+
+    async def votes(self, request: Request) -> Response:
+        run = self._run(int(request.query_params.get("run", "0")))
+        return JSONResponse(await asyncio.to_thread(blind.tallies, run.path))
+
+    async def vote(self, request: Request) -> Response:
+        body = await json_body(request)
+        first, second = (self._job(body.get(name)) for name in ("first", "second"))
+        index = self._index(first.id, body.get("picture"))
+        self._index(second.id, index)
+        if first.run != second.run:
+            raise RequestError("both drawings of a comparison must be of one run")
+        run = self._run(first.run)
+        add = lambda: blind.add_vote(run.path, first.request, second.request, index, body.get("choice"))  # noqa: E731
+        return JSONResponse(await asyncio.to_thread(add))
+
+    async def stop_worker(self, _: Request) -> Response:
+        await asyncio.to_thread(self.jobs.worker.kill)
+        return JSONResponse({"stopped": True})
+
+    def _run(self, number: Any) -> Any:
+        try:
+            return self._server.runs[number]
+        except (KeyError, TypeError):
+            raise HTTPException(404, "there is no such run any more; reload the list") from None
+
+    def _job(self, number: Any) -> Job:
+        try:
+            return self.jobs[number]
+        except (KeyError, TypeError):
+            raise HTTPException(404, "there is no such drawing any more; draw it again") from None
+
+    def _pictures(self, job: Job) -> Pixels:
+        if job.pictures is None:
+            raise HTTPException(404, "these pictures are not finished")
+        return job.pictures
+
+    def _index(self, number: int, picture: Any) -> int:
+        count = len(self._pictures(self._job(number)))
+        if not (isinstance(picture, int) and 0 <= picture < count):
+            raise HTTPException(404, "there is no such picture")
+        return picture
+
+
+def _picture(data: bytes) -> Response:
+    return Response(data, media_type="image/webp", headers={"cache-control": "private, no-store"})

@@ -1,0 +1,52 @@
+"""Worker of the playground: the process that owns model and device. It draws one job at a time for the server.
+
+Started as `python -m unfog.serve.playground.worker`. It reads messages on its standard input, and answers on its
+standard output. It ends when its input does, so a server that is killed leaves none behind.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+from unfog.errors import RequestError, RunError
+from unfog.serve.playground.channel import Channel
+
+
+def serve(channel: Channel) -> None:
+    """Do what the server asks for, job after job, until it goes."""
+    from unfog.serve.playground.copies import find_copies
+    from unfog.serve.playground.drawing import Studio
+
+    studio = Studio()
+    work = {"draw": studio.draw, "copies": find_copies}
+    while (message := channel.next_job()) is not None:
+        job = int(message.head["job"])
+        _lower_priority(int(message.head.get("nice", 0)))
+        try:
+            work[message.head["op"]](channel, job, message)
+        except (RequestError, RunError, OSError) as error:
+            channel.send("failed", job, error=str(error))
+        except Exception as error:  # such as memory that does not suffice: the worker goes on with the next job
+            traceback.print_exc()
+            studio.forget()
+            channel.send("failed", job, error=f"{type(error).__name__}: {str(error)[:500]}")
+
+
+def _lower_priority(nice: int) -> None:
+    """Yield the processor to a run that trains here. Only a new worker has the usual priority again."""
+    if hasattr(os, "nice") and (more := nice - os.nice(0)) > 0:
+        os.nice(more)
+
+
+def main() -> None:
+    """Serve the server that has started this process."""
+    target = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints must not get between the messages
+    serve(Channel(sys.stdin.buffer, target))
+    os._exit(0)  # without waiting for threads of libraries
+
+
+if __name__ == "__main__":
+    main()

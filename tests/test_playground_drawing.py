@@ -1,0 +1,217 @@
+"""What the worker of the playground draws, with a tiny network in this process: steps, cancellation, edits, copies."""
+
+import io
+import json
+import os
+import shutil
+import threading
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import unfog
+from conftest import NETWORK
+from unfog.config.toml import to_toml
+from unfog.errors import RequestError
+from unfog.inference import memorization
+from unfog.serve.playground import drawing, worker
+from unfog.serve.playground.channel import Channel
+from unfog.serve.playground.copies import find_copies
+from unfog.serve.playground.drawing import Studio
+from unfog.serve.playground.protocol import Message, read_message, write_message
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("photos")
+    rng = np.random.default_rng(0)
+    for i in range(48):
+        Image.fromarray(rng.integers(0, 256, (8, 8, 3), np.uint8)).save(folder / f"{i}.png")
+    settings = {"network": NETWORK, "device": "cpu", "precision": "fp32", "batch": 8, "preview": {"images": 4}}
+    return unfog.train(folder, out=folder.with_name("run"), steps=2, sampler={"steps": 4}, **settings)
+
+
+class Said:
+    """A channel that keeps what is said, and cancels at a step."""
+
+    def __init__(self, until=None):
+        self.messages, self.until = [], until
+
+    def is_cancelled(self, job):
+        return self.until is not None and self.count("step") > self.until
+
+    def send(self, event, job, body=b"", **facts):
+        json.dumps(facts)
+        self.messages.append(Message({"event": event, "job": job, **facts}, body))
+
+    def of(self, event):
+        return [message for message in self.messages if message.head["event"] == event]
+
+    def count(self, event):
+        return len(self.of(event))
+
+
+def png(pixels):
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def draw(run, until=None, image=b"", mask=b"", **settings):
+    head = {"run": str(run.path), "weights": {"device": "cpu", "step": None}, "image_bytes": len(image)}
+    said = Said(until)
+    Studio().draw(said, 7, Message({**head, "settings": {"n": 2, **settings}}, image + mask))
+    return said
+
+
+def pixels(message):
+    return np.frombuffer(message.body, np.uint8).reshape(message.head["images"])
+
+
+def test_every_step_is_sent_and_the_pictures_are_those_of_sample(run):
+    said = draw(run, seed=3)
+    (began,), (done,) = said.of("began"), said.of("done")
+    assert (began.head["steps"], began.head["batches"], began.head["size"]) == (4, 1, 8)
+    assert [step.head["number"] for step in said.of("step")] == [0, 1, 2, 3]
+    shares = [step.head["share"] for step in said.of("step")]
+    assert shares == sorted(shares, reverse=True)
+    assert np.array_equal(pixels(done), run.sample(2, seed=3))
+    assert not done.head["stopped"]
+    first, last = (np.frombuffer(said.of("step")[i].body, np.uint8).reshape(2, 2, 8, 8, 3) for i in (0, -1))
+    noise = first[0].astype(float) / 127.5 - 1
+    assert 0.6 < noise.std() < 0.8  # unit variance, clipped to [-1, 1]
+    assert np.array_equal(last[1], pixels(done))  # into the clean level, a step ends at its guess
+
+
+def test_a_drawing_ends_within_a_step(run):
+    said = draw(run, until=1, n=3)
+    assert said.count("step") == 2
+    (done,) = said.of("done")
+    assert (done.head["stopped"], done.head["images"]) == (True, (0, 8, 8, 3))
+
+
+def test_the_adaptive_sampler_is_shown_image_by_image(run):
+    said = draw(run, n=2, sampler="adaptive")
+    assert said.of("began")[0].head["batches"] == 2
+    assert {step.head["first"] for step in said.of("step")} == {0, 1}
+    assert {tuple(step.head["tiles"]) for step in said.of("step")} == {(1, 8, 8, 3)}
+
+
+def test_large_pictures_are_drawn_in_several_batches_and_shown_smaller(run, monkeypatch):
+    monkeypatch.setattr(drawing, "_BATCH_PIXELS", 2 * 64)
+    monkeypatch.setattr(drawing, "_TILE", 4)
+    monkeypatch.setattr(drawing, "_STEP_BYTES", 2 * 3 * 4 * 4 * 3 * 2)
+    said = draw(run, n=3)
+    assert [(step.head["first"], step.head["number"]) for step in said.of("step")] == [(0, 0), (0, 2), (2, 0), (2, 2)]
+    assert said.of("step")[0].head["tiles"] == (2, 4, 4, 3)
+    assert np.array_equal(pixels(said.of("done")[0]), run.sample(3, batch=2))
+
+
+def test_known_pixels_are_checked_to_the_bit(run, monkeypatch):
+    photo = np.random.default_rng(1).integers(0, 256, (8, 8, 3), np.uint8)
+    mask = np.zeros((8, 8), np.uint8)
+    mask[:, 5:] = 255
+    said = draw(run, image=png(photo), mask=png(mask), repeats=2)
+    (done,) = said.of("done")
+    assert done.head["kept"] == {"pixels": 40, "equal": True}
+    assert (pixels(done)[:, :, :5] == photo[:, :5]).all()
+    assert said.of("began")[0].head["steps"] == said.count("step") == 8
+    monkeypatch.setattr(drawing.Run, "sample", lambda *args, **more: np.zeros((2, 8, 8, 3), np.uint8))
+    assert not draw(run, image=png(photo), mask=png(mask), repeats=2).of("done")[0].head["kept"]["equal"]
+
+
+def test_image_to_image_and_interpolation(run):
+    photo = np.random.default_rng(1).integers(0, 256, (8, 8, 3), np.uint8)
+    said = draw(run, image=png(photo), strength=0.5)
+    assert said.count("step") == 2
+    assert "kept" not in said.of("done")[0].head
+    between = pixels(draw(run, n=3, seed=1, to_seed=2).of("done")[0])
+    assert np.array_equal(between, run.sample(3, seed=1, to_seed=2))
+
+
+def test_copies_are_told_from_new_pictures(run):
+    known = np.stack([np.asarray(Image.open(run.config.source + f"/{i}.png")) for i in range(2)])
+    new = np.random.default_rng(9).integers(0, 256, (1, 8, 8, 3), np.uint8)
+    drawn, said = np.concatenate([known, new]), Said()
+    find_copies(said, 7, Message({"run": str(run.path), "images": drawn.shape}, drawn.tobytes()))
+    (found,) = said.messages
+    assert [one["copy"] for one in found.head["pictures"]] == [True, True, False]
+    assert found.head["pictures"][0]["distances"][0] == 0 < found.head["pictures"][2]["distances"][0]
+    assert found.head["unseen"]["what"] == "training images among the others"
+    assert found.head["pictures"][0]["nearer_than"] == 1
+    nearest = pixels(found).reshape(3, found.head["shown"], 8, 8, 3)
+    assert np.array_equal(nearest[:2, 0], known)
+
+
+def test_the_limit_of_a_copy_falls_where_unseen_images_have_near_relatives():
+    def images(ratios):
+        distances = torch.ones(len(ratios), 9)
+        distances[:, 0] = ratios
+        return memorization._NearestImages(distances, distances.long())
+
+    usual = memorization.Nearness(images(torch.ones(2)), images(torch.linspace(0.8, 1, 40)), "held-out images")
+    near = memorization.Nearness(images(torch.ones(2)), images(torch.linspace(0.2, 1, 40)), "held-out images")
+    assert usual.limit == memorization.COPY
+    assert near.limit < 0.12
+
+
+def test_training_images_that_have_changed_are_not_searched(run, monkeypatch):
+    drawn = np.zeros((1, 8, 8, 3), np.uint8)
+    monkeypatch.setattr(memorization, "FEWEST", 4)
+    monkeypatch.setattr("unfog.serve.playground.copies.FEWEST", 1000)
+    with pytest.raises(RequestError, match="at least 1000"):
+        find_copies(Said(), 7, Message({"run": str(run.path), "images": drawn.shape}, drawn.tobytes()))
+
+
+@contextmanager
+def working():
+    """A worker in a thread of this process; yields what sends it a message, and returns its answer of an event."""
+    (source, out), (answers, target) = os.pipe(), os.pipe()
+    channel = Channel(os.fdopen(source, "rb"), os.fdopen(target, "wb"))
+    thread = threading.Thread(target=worker.serve, args=(channel,))
+    thread.start()
+    with os.fdopen(out, "wb") as pipe, os.fdopen(answers, "rb") as told:
+
+        def ask(event, **head):
+            write_message(pipe, head)
+            while (answer := read_message(told).head)["event"] != event:
+                assert answer["event"] not in ("failed", "done"), answer
+            return answer
+
+        yield ask
+        pipe.close()
+        thread.join(30)
+    assert not thread.is_alive()  # it ends with its server
+
+
+def test_a_worker_goes_on_after_a_job_that_fails(run):
+    job = {"op": "draw", "run": str(run.path), "weights": {"device": "cpu", "step": None}}
+    with working() as ask:
+        told = ask("failed", **job, job=1, settings={"n": 1, "label": ["hat"]})
+        assert told["job"] == 1
+        assert "no classes" in told["error"]
+        assert ask("done", **job, job=2, settings={"n": 1})["images"] == [1, 8, 8, 3]
+
+
+def test_an_unexpected_error_is_said(monkeypatch):
+    def fail(self, channel, job, message):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(drawing.Studio, "draw", fail)
+    with working() as ask:
+        assert ask("failed", op="draw", job=1)["error"] == "MemoryError: no room"
+
+
+def test_code_that_a_run_names_is_not_run_without_consent(run, tmp_path, monkeypatch):
+    folder = tmp_path / "strange"
+    shutil.copytree(run.path, folder)
+    sampler = replace(run.config.sampler, kind="custom:path=mine_code.Step")
+    (folder / "config.toml").write_text(to_toml(replace(run.config, sampler=sampler)))
+    (tmp_path / "mine_code.py").write_text("raise SystemExit('it was run')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(RequestError, match=r"UNFOG_TRUST=mine_code\.Step"):
+        Studio().draw(Said(), 1, Message({"run": str(folder), "weights": {"device": "cpu"}, "settings": {"n": 1}}))
