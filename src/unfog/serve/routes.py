@@ -21,6 +21,7 @@ from starlette.routing import Route
 
 from unfog import __version__
 from unfog.errors import RequestError
+from unfog.reporting.page.bundle import shell_html
 from unfog.serve import forms, run_detail, steer
 from unfog.serve.metric_columns import Floats
 from unfog.serve.runs import RunEntry
@@ -117,8 +118,14 @@ def _static_files() -> dict[str, tuple[bytes, str, str]]:
             if kind and path.is_file():
                 name = path.name if part == folder else f"vendor/{path.name}"
                 content = path.read_bytes()
-                table[name] = content, kind, f'"{hashlib.sha256(content).hexdigest()[:24]}"'
+                table[name] = content, kind, _tag(content)
+    shell = shell_html().encode()  # "keep this view" puts data into it
+    table["shell.html"] = shell, _TYPES[".html"], _tag(shell)
     return table
+
+
+def _tag(content: bytes) -> str:
+    return f'"{hashlib.sha256(content).hexdigest()[:24]}"'
 
 
 def _run_routes(server: Server) -> list[Route]:

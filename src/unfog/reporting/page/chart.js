@@ -2,7 +2,7 @@
 
 import {html, nothing} from "./vendor/lit.js";
 import {View, COLOURS, count, number, download, keep, route} from "./util.js";
-import {lower, thin, logTicks, sentence, place} from "./curves.js";
+import {lower, thin, logTicks, ranking, sentence, place} from "./curves.js";
 
 const HEIGHT = 210;
 const charts = new Set(); // those on the page; they share their range
@@ -61,7 +61,7 @@ function colour(name) {
 }
 
 class Chart extends View {
-  static properties = ["heading", "over", "unit", "note", "series", "marks", "zero", "log", "dots", "table"];
+  static properties = ["heading", "over", "unit", "note", "series", "marks", "several", "zero", "log", "dots", "table"];
 
   constructor() {
     super();
@@ -102,11 +102,11 @@ class Chart extends View {
           <button class="quiet" aria-expanded=${this.table} @click=${() => (this.table = !this.table)} aria-label="Show ${this.heading} as a table">table</button>
         </span></div>
       <ul class="legend">${this.series.map((one, i) => html`<li class=${one.faint ? "faint" : ""}>
-        <svg width="22" height="8" aria-hidden="true"><path d="M0 4h22" stroke=${this.paint(one, i)} stroke-width="2.5" stroke-dasharray=${(one.dash || []).join(" ") || nothing} /></svg>
+        <svg width="22" height="8" aria-hidden="true"><path d="M0 4h22" stroke=${this.paint(one, i)} stroke-width="2.5" stroke-opacity=${one.faint ? 0.35 : 1} stroke-dasharray=${(one.dash || []).join(" ") || nothing} /></svg>
         ${one.label} <b></b></li>`)}<li class="at"></li></ul>
       <div class="plot" tabindex="0" role="slider" aria-label="${this.heading}: place on the axis" aria-valuemin="0" aria-valuemax="100" aria-valuenow="100" aria-valuetext="end"
         @keydown=${this.press} @wheel=${this.wheel}></div>
-      <figcaption>${solid.slice(0, 3).map((one) => `${sentence(one.label, this.over, one.x, one.y)} `)}${this.note || nothing}</figcaption>
+      <figcaption>${this.several ? ranking(solid) : solid.map((one) => `${sentence(one.label, this.over, one.x, one.y)} `)}${this.note || nothing}</figcaption>
       ${this.table ? this.rows() : nothing}
     </figure>`;
   }
@@ -196,7 +196,7 @@ class Chart extends View {
     const log = this.usesLog, series = [{}], bands = [];
     this.series.forEach((one, i) => {
       const paint = this.paint(one, i), few = this.dots || one.x.length < 25;
-      series.push({stroke: one.faint ? `${paint}66` : paint, width: one.faint ? 1 : 1.75, dash: one.dash, points: {show: few, size: 5, fill: paint}});
+      series.push({stroke: one.faint ? `${paint}48` : paint, width: one.faint ? 1 : 1.75, dash: one.dash, points: {show: few, size: 5, fill: paint}});
       if (!one.low) return;
       series.push({stroke: `${paint}00`, points: {show: false}}, {stroke: `${paint}00`, points: {show: false}});
       bands.push({series: [series.length - 1, series.length - 2], fill: `${paint}2e`});

@@ -72,8 +72,8 @@ export function place(over, value) {
 }
 
 // What a reader of the chart would say of a curve.
-export function sentence(name, over, x, y) {
-  const n = x.length, label = name.charAt(0).toUpperCase() + name.slice(1);
+export function sentence(label, over, x, y) {
+  const n = x.length;
   if (!n) return `${label} has not been recorded yet.`;
   if (n === 1) return `${label}: ${number(y[0])} at ${place(over, x[0])}.`;
   let least = 0, most = 0;
@@ -86,4 +86,10 @@ export function sentence(name, over, x, y) {
   const ends = how === "stayed near" ? number(y[0]) : `${number(y[0])} to ${number(y[n - 1])}`;
   const extreme = spread ? `; lowest ${number(y[least])} at ${place(over, x[least])}, highest ${number(y[most])} at ${place(over, x[most])}` : "";
   return `${label} ${how} ${ends} up to ${place(over, x[n - 1])}${extreme}.`;
+}
+
+// The same of several runs: where each stands, and which is lowest.
+export function ranking(curves) {
+  const ends = curves.filter((one) => one.y.length).map((one) => [one.label, one.y.at(-1)]).sort((a, b) => a[1] - b[1]);
+  return ends.length ? `At the end, from low to high: ${ends.map(([label, value]) => `${label} ${number(value)}`).join(", ")}.` : "";
 }

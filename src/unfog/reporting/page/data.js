@@ -72,7 +72,7 @@ export class Store {
 
 export class ServerData {
   constructor(base = "./") {
-    Object.assign(this, {base, steers: true, connected: true, stores: new Map(), listeners: new Map()});
+    Object.assign(this, {base, steers: true, connected: true, stores: new Map(), listeners: new Map(), columns: new Map()});
     document.addEventListener("visibilitychange", () => (document.hidden ? this.close() : this.open()));
     this.open();
   }
@@ -147,8 +147,10 @@ export class ServerData {
     return this.get("api/runs");
   }
 
-  run(id) {
-    return this.get(`api/runs/${id}`);
+  async run(id) {
+    const run = await this.get(`api/runs/${id}`);
+    this.columns.set(String(id), run.columns);
+    return run;
   }
 
   async events(id) {
@@ -164,7 +166,7 @@ export class ServerData {
   async update(id, rows) {
     const store = this.store(id);
     if (store.busy) return store.busy.then(() => store);
-    const fetched = rows > EXACT ? this.thinned(id, "step") : this.newer(id, store);
+    const fetched = rows > EXACT ? this.thinned(id, store) : this.newer(id, store);
     store.busy = fetched.finally(() => (store.busy = null));
     return store.busy.then(() => store);
   }
@@ -174,13 +176,18 @@ export class ServerData {
     store.add(decode(await (await this.ask(`api/runs/${id}/metrics?${query}`)).arrayBuffer()));
   }
 
-  // Bins of a run that is too long to be sent whole; of a part of it where low and high are given.
-  async thinned(id, over, low = "", high = "") {
-    const query = `x=${over}&low=${low}&high=${high}&points=2000`;
-    const block = decode(await (await this.ask(`api/runs/${id}/thinned?${query}`)).arrayBuffer());
-    const store = this.store(id);
-    store.clear();
-    store.add(block);
+  // Bins of a run that is too long to be sent whole.
+  async thinned(id, store) {
+    const whole = await this.part(id, "step", -1e300, 1e300);
+    Object.assign(store, {held: whole.held, rows: whole.rows, offset: whole.offset, version: store.version + 1});
+  }
+
+  // The rows with `over` from low to high, thinned where there are many.
+  async part(id, over, low, high) {
+    const store = new Store();
+    const columns = this.columns.get(String(id)).slice(0, 250).map(encodeURIComponent).join(",");
+    store.add(decode(await (await this.ask(`api/runs/${id}/thinned?x=${over}&low=${low}&high=${high}&points=4000&columns=${columns}`)).arrayBuffer()));
+    return store;
   }
 
   picture(id, kind, step) {

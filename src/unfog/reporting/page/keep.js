@@ -58,10 +58,10 @@ async function keptRun(data, id) {
 // The page without data: of a file its own scripts and styles, of a server what it makes of the modules.
 async function shell(data) {
   if (data.steers) return (await data.ask("static/shell.html")).text();
-  const page = new DOMParser().parseFromString(document.documentElement.outerHTML, "text/html"); // where nothing runs
-  for (const part of page.querySelectorAll("unfog-page, #live, #embedded")) part.textContent = "";
-  page.querySelector("[http-equiv=refresh]")?.remove();
-  return `<!doctype html>\n${page.documentElement.outerHTML}`;
+  const head = document.head.cloneNode(true), holder = document.getElementById("embedded").cloneNode(false);
+  head.querySelector("[http-equiv=refresh]")?.remove();
+  const live = document.getElementById("live").cloneNode(false);
+  return `<!doctype html>\n<html lang="en">\n${head.outerHTML}\n<body>\n<unfog-page></unfog-page>\n${live.outerHTML}\n${holder.outerHTML}\n</body>\n</html>\n`;
 }
 
 export async function keptPage(data, ids) {

@@ -76,7 +76,7 @@ class Levels extends View {
       <ul class="legend"><li>${number(Math.exp(this.scale[0]))}</li><li><canvas class="ramp" width="96" height="8"></canvas></li><li>${number(Math.exp(this.scale[1]))}</li><li class="faint">clean below, noisy above</li></ul>
       <canvas class="map" height=${HEIGHT} tabindex="0" role="img" aria-label="${said} Arrow keys move over the map."
         @pointermove=${this.point} @pointerleave=${() => (this.at = null)} @keydown=${this.press}></canvas>
-      <figcaption role="status">${said}</figcaption></figure>`;
+      <figcaption><span role="status">${said}</span></figcaption></figure>`;
   }
 
   updated() {

@@ -3,7 +3,8 @@
 import {html, nothing} from "./vendor/lit.js";
 import {View, COLOURS, DASHES, keep, route} from "./util.js";
 import {smooth} from "./curves.js";
-import {zoomBy, zoom} from "./chart.js";
+import {EXACT} from "./data.js";
+import {zoomBy, zoom, zoomed} from "./chart.js";
 
 // [title, columns with the labels of their curves, unit, from zero, how to read it]
 const CHARTS = [
@@ -28,11 +29,41 @@ function present(stores) {
 }
 
 class Panels extends View {
-  static properties = ["runs", "version"]; // runs: [{label, store, marks}]
+  static properties = ["data", "runs", "version"]; // runs: [{id, label, store, rows, marks}]
 
   constructor() {
     super();
-    Object.assign(this, {runs: [], cached: new Map()});
+    Object.assign(this, {runs: [], cached: new Map(), parts: new Map(), refine: () => this.soon()});
+  }
+
+  connectedCallback() {
+    super.connectedCallback();
+    addEventListener("zoomed", this.refine);
+  }
+
+  disconnectedCallback() {
+    removeEventListener("zoomed", this.refine);
+  }
+
+  // Of runs that came thinned, fetch the part that is zoomed to, with as much again on either side.
+  soon() {
+    clearTimeout(this.timer);
+    this.timer = setTimeout(async () => {
+      const {over} = this.settings(), range = zoomed();
+      for (const run of range && this.data.steers ? this.runs.filter((one) => one.rows > EXACT) : []) {
+        const held = this.parts.get(run.id), [low, high] = range, width = high - low;
+        if (held && held.over === over && held.low <= low && held.high >= high && held.high - held.low < 6 * width) continue;
+        const store = await this.data.part(run.id, over, low - width, high + width).catch(() => null);
+        if (store) this.parts.set(run.id, {over, low: low - width, high: high + width, store});
+      }
+      this.requestUpdate();
+    }, 200);
+  }
+
+  // The numbers of a run: of the part that is zoomed to, where that is held.
+  storeOf(run, over) {
+    const part = this.parts.get(run.id), range = zoomed();
+    return part && range && part.over === over && part.low <= range[0] && part.high >= range[1] ? part.store : run.store;
   }
 
   settings() {
@@ -53,7 +84,7 @@ class Panels extends View {
       <span class="group"><button aria-label="Zoom in" @click=${() => zoomBy(0.5)}>+</button><button aria-label="Zoom out" @click=${() => zoomBy(2)}>−</button><button @click=${() => zoom(null)}>all</button></span>
       <span class="soft hint">drag, or Ctrl and wheel: zoom · double click: all · arrow keys on a chart: read values · e: next event</span></div>
     <div class="charts">${charts.map(([title, columns, zero, note]) => html`<unfog-chart .heading=${title} .over=${over} .series=${this.curves(columns, over, share)}
-      .marks=${this.marks(over)} .zero=${zero} .log=${log && !zero} .note=${note && this.runs.length === 1 ? note : nothing}></unfog-chart>`)}</div>`;
+      .marks=${this.marks(over)} .several=${this.runs.length > 1} .zero=${zero} .log=${log && !zero} .note=${note && this.runs.length === 1 ? note : nothing}></unfog-chart>`)}</div>`;
   }
 
   curves(columns, over, share) {
@@ -66,7 +97,8 @@ class Panels extends View {
   }
 
   // The curve of a column; where it is smoothed, the raw one pale beneath it. Kept until the run has grown.
-  curve({store, label}, name, over, share, look, several) {
+  curve(run, name, over, share, look, several) {
+    const store = this.storeOf(run, over), {label} = run;
     const key = `${label} ${name} ${over} ${share} ${several} ${look.colour}`, held = this.cached.get(key);
     if (held && held.version === store.version && held.store === store) return held.curves;
     const raw = store.series(over, name), curves = [];

@@ -29,6 +29,14 @@ class Run extends View {
 
   // What an event says has grown; all of it without one. Calls while one is under way become one more.
   async load(event) {
+    const sizes = event && `${event.events} ${event.previews} ${event.state}`;
+    if (event && this.detail && sizes === this.sizes && !this.loading) {
+      await this.data.update(this.run, this.detail.rows).catch(() => null);
+      this.version = this.store.version;
+      this.detail = {...this.detail, status: {...this.detail.status, ...event}};
+      return;
+    }
+    if (event) this.sizes = sizes;
     if (this.loading) {
       this.more = true;
       return;
@@ -61,8 +69,8 @@ class Run extends View {
         <nav class="inner" aria-label="On this page">${["Curves", "Samples", "Data", "Settings", "Events"].map((name) => html`<button class="quiet" @click=${() => this.goTo(name)}>${name}</button>`)}</nav></header>
       <dl class="facts">${this.facts(run).map(([label, value, remark]) => html`<div><dt>${label}</dt><dd><b>${value}</b> <span class="soft">${remark}</span></dd></div>`)}</dl>
       ${this.data.steers ? this.steering(run) : nothing}
-      ${troubles.length || run.findings?.length ? html`<section><h2>Needs attention</h2>${this.findings(run)}${troubles.length ? this.table(troubles) : nothing}</section>` : nothing}
-      <section id="Curves"><h2>Curves</h2><unfog-panels .runs=${[{label: run.name, store: this.store, marks}]} .version=${this.version}></unfog-panels>
+      ${troubles.length || run.findings?.length ? html`<section><h2>Needs attention</h2>${this.findings(run)}${troubles.length ? this.table(troubles, "Troubles") : nothing}</section>` : nothing}
+      <section id="Curves"><h2>Curves</h2><unfog-panels .data=${this.data} .runs=${[{id: this.run, label: run.name, store: this.store, rows: run.rows, marks}]} .version=${this.version}></unfog-panels>
         <unfog-levels .store=${this.store} .version=${this.version}></unfog-levels></section>
       <section id="Samples"><h2>Samples</h2><unfog-pictures .sources=${[sources]}></unfog-pictures>
         ${run.denoising?.length ? html`<h3>Denoising, step ${count(run.denoising.at(-1))}</h3><div class="scroll" tabindex="0" role="region" aria-label="Denoising"><img class="wide" src=${this.data.picture(this.run, "denoising", run.denoising.at(-1))} alt="Noisy images and what the network makes of them, by noise level"></div>` : nothing}</section>
@@ -71,7 +79,7 @@ class Run extends View {
       ${run.choices?.length ? html`<section><h2>Chosen automatically</h2><div class="scroll"><table><thead><tr><th scope="col">setting</th><th scope="col">value</th><th scope="col">reason</th></tr></thead>
         <tbody>${run.choices.map((one) => html`<tr><th scope="row">${one.setting}</th><td>${text(one.value)}</td><td>${one.reason}</td></tr>`)}</tbody></table></div></section>` : nothing}
       <section id="Settings"><h2>Settings</h2>${this.settings(run)}</section>
-      <section id="Events"><h2>Events</h2>${this.events.length ? this.table([...this.events].reverse().slice(0, 300)) : html`<p class="empty">None yet.</p>`}
+      <section id="Events"><h2>Events</h2>${this.events.length ? this.table([...this.events].reverse().slice(0, 300), "Events") : html`<p class="empty">None yet.</p>`}
         ${run.events_left_out ? html`<p class="soft">${count(run.events_left_out)} earlier events are in events.jsonl.</p>` : nothing}</section>`;
   }
 
@@ -120,9 +128,9 @@ class Run extends View {
       ${one.remedy ? html`<p class="soft">${one.remedy}</p>` : nothing}${one.command && this.data.steers ? html`<unfog-ask .data=${this.data} .label=${"Do this"} .path=${`api/runs/${this.run}/resume`} .line=${one.command} .body=${{finding: one.id}}></unfog-ask>` : command(one.command)}</article>`);
   }
 
-  table(rows) {
+  table(rows, name) {
     const others = ({time, step, kind, trouble, cause, remedy, details, ...rest}) => details ?? Object.entries(rest).map(([key, value]) => `${key} ${text(value)}`).join(" · ");
-    return html`<div class="scroll" tabindex="0" role="region" aria-label="Events"><table class="events"><thead><tr><th scope="col">time, UTC</th><th scope="col">step</th><th scope="col">kind</th><th scope="col">details</th></tr></thead>
+    return html`<div class="scroll" tabindex="0" role="region" aria-label=${name}><table class="events"><thead><tr><th scope="col">time, UTC</th><th scope="col">step</th><th scope="col">kind</th><th scope="col">details</th></tr></thead>
       <tbody>${rows.map((row) => html`<tr><td class="fixed">${String(row.time).slice(0, 19).replace("T", " ")}</td><td class="fixed number">${count(row.step)}</td>
         <td class="fixed ${isTrouble(row) ? "warning" : ""}">${isTrouble(row) ? "▲ " : ""}${row.kind}</td><td>${row.cause && isTrouble(row) ? row.cause : others(row)}${row.remedy ? html`<br><span class="soft">Remedy: ${row.remedy}</span>` : nothing}</td></tr>`)}</tbody></table></div>`;
   }

@@ -25,7 +25,7 @@ class Runs extends View {
 
   connectedCallback() {
     super.connectedCallback();
-    this.offs = ["runs", "refresh", "run"].map((kind) => this.data.on(kind, this.again));
+    this.offs = [...["runs", "refresh"].map((kind) => this.data.on(kind, this.again)), this.data.on("run", (row) => this.replace(row))];
     this.load();
   }
 
@@ -46,6 +46,12 @@ class Runs extends View {
     setTimeout(() => {
       this.loading = false;
     }, 1000);
+  }
+
+  // An event of a run holds its whole row.
+  replace(row) {
+    if (this.runs?.some((run) => run.id === row.id)) this.runs = this.runs.map((run) => (run.id === row.id ? {...run, ...row} : run));
+    else this.load();
   }
 
   get shown() {

@@ -44,7 +44,7 @@ export class View extends HTMLElement {
       if (!this.isConnected) return;
       const changes = this.changes;
       this.changes = new Map();
-      render(this.render(), this);
+      render(this.render(), this, {host: this});
       if (!this.rendered) this.firstUpdated();
       this.rendered = true;
       this.updated(changes);

@@ -1,0 +1,286 @@
+"""The page in a real Chromium: live, without a server, by keyboard, on a phone, and by the rules of axe."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("playwright", reason="playwright is not installed: pip install 'unfog[dev]'")
+pytest.importorskip("starlette", reason="starlette is not installed: pip install 'unfog[serve]'")
+
+from browsers import CHROMIUM, WatchedPage, open_browser, serving, wait_for
+from conftest import NETWORK, few_images
+from unfog.config.schema import Config
+from unfog.config.toml import to_toml
+from unfog.reporting.image_grids import grid
+from unfog.reporting.log_settings import Log
+from unfog.reporting.recorder import Recorder
+from unfog.reporting.report import write_report
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed: apt-get install chromium"),
+]
+AXE = Path(__file__).parent / "vendored" / "axe.min.js"
+CANVASES = "document.querySelectorAll('unfog-chart canvas').length"
+# Whether every chart that is seen has pixels of a curve, rather than an empty frame.
+DRAWN = """[...document.querySelectorAll('unfog-chart canvas')].every((canvas) => {
+  const pixels = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data, colours = new Set();
+  for (let i = 0; i < pixels.length; i += 4) if (pixels[i + 3] > 200) colours.add(String(pixels.slice(i, i + 3)));
+  return colours.size > 5;
+})"""
+
+
+def make_run(path, lr, steps=200):
+    """A run folder as training writes it, with a trouble, previews and numbers with their errors."""
+    rng = np.random.default_rng(round(lr * 1e6))
+    with Recorder(path, Log(every=1), total=steps) as run:
+        run.event("choice", 0, name="precision", value="bf16", reason="the <i>hardware</i> has it")
+        run.event("started", 0, steps=steps, device="cpu")
+        for step in range(2, steps + 1, 2):
+            loss = 0.3 + 1 / step + 0.05 * rng.random()
+            values = {"gradient_norm": 1 + rng.random(), "lr": lr, "images_per_second": 100.0, "data_wait": 0.01}
+            run.log(step, step * 8, loss=loss, loss_by_level=(loss * rng.random(10)).tolist(), **values)
+            if step % 50 == 0:
+                run.log(step, step * 8, held_out_loss=loss * 1.1, kid=loss / 9, kid_error=0.004)
+                pixels = rng.integers(0, 255, (9, 16, 16), np.uint8)
+                run.log_image(step, "samples", grid(pixels, gap=0))
+        run.event("rolled_back", 100, reason="the loss was not finite", to=50, lr=lr / 2)
+        run.event("finished", steps)
+    (path / "config.toml").write_text(to_toml(Config(source="fashion")).replace("lr = 0.0", f"lr = {lr}", 1))
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with open_browser() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    for name, lr in (("first", 0.002), ("second", 0.001)):
+        make_run(folder / name, lr)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(runs):
+    with serving(runs) as (found, _):
+        yield found
+
+
+def until(page, expression, seconds=60):
+    """Wait until an expression is true. Playwright's own way evaluates text in the page, which its policy forbids."""
+    wait_for(lambda: page.evaluate(expression), seconds)
+
+
+def ids_of(page):
+    return page.evaluate("fetch('api/runs').then((answer) => answer.json())")
+
+
+def views(page, address):
+    """Address of each view, by name."""
+    page.goto(address)
+    page.wait_for_selector("table.runs")
+    ids = [str(run["id"]) for run in ids_of(page)]
+    return {"list": "#/", "run": f"#/run/{ids[0]}", "compare": f"#/compare/{','.join(ids)}", "start": "#/start"}
+
+
+def settle(page):
+    page.wait_for_selector("table.runs, unfog-chart canvas, .fields .field")
+    page.wait_for_timeout(300)
+
+
+def violations(page):
+    """What axe finds, in a line each. It is evaluated by the debugger, which the page's policy does not bind."""
+    page.evaluate(AXE.read_text())
+    found = page.evaluate("axe.run(document, {resultTypes: ['violations']}).then((r) => r.violations)")
+    return [f"{one['id']}: {node['target']} {node['html'][:120]}" for one in found for node in one["nodes"][:3]]
+
+
+def test_a_report_opens_from_its_folder_and_asks_for_nothing(browser, runs):
+    watched = WatchedPage(browser)
+    page = watched.page
+    page.goto(write_report(runs / "first").as_uri())
+    page.wait_for_selector("unfog-chart canvas")
+    page.wait_for_timeout(300)
+    assert page.evaluate(CANVASES) >= 5
+    page.evaluate("document.querySelectorAll('unfog-chart').forEach((chart) => { chart.seen = true; chart.redraw(); })")
+    page.wait_for_timeout(200)
+    assert page.evaluate(DRAWN)
+    assert page.inner_text("h1") == "first"
+    assert "the <i>hardware</i> has it" in page.inner_text("main")
+    assert "Remedy: " in page.inner_text("main")
+    assert not page.query_selector("unfog-ask, unfog-form")  # without a server there is nothing to press
+    page.check("input[type=radio] >> nth=4", force=True)  # difference
+    assert page.evaluate("document.querySelectorAll('.stage img').length") == 2
+    assert watched.troubles == []
+    assert [url for url in watched.requests if not url.startswith(("file:", "data:", "blob:"))] == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing(browser, address, runs, scheme):
+    watched = WatchedPage(browser, color_scheme=scheme)
+    page = watched.page
+    found = {}
+    for name, place in views(page, address).items():
+        page.goto(f"{address}{place}")
+        settle(page)
+        page.evaluate("document.querySelectorAll('details').forEach((part) => (part.open = true))")
+        page.wait_for_timeout(500)
+        found[name] = violations(page)
+    page.goto(write_report(runs / "first").as_uri())
+    settle(page)
+    found["report"] = violations(page)
+    assert found == {name: [] for name in found}
+    assert watched.troubles == []
+
+
+def test_a_phone_needs_no_horizontal_scroll(browser, address):
+    page = WatchedPage(browser, viewport={"width": 360, "height": 740}).page
+    for name, place in views(page, address).items():
+        page.goto(f"{address}{place}")
+        settle(page)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360, name
+
+
+def test_all_is_reached_by_keyboard(browser, address):
+    page = WatchedPage(browser).page
+    page.goto(address)
+    page.wait_for_selector("table.runs")
+    order = []
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        order.append(
+            page.evaluate("document.activeElement.getAttribute('aria-label') || document.activeElement.innerText")
+        )
+    assert {"Skip to the content", "Search runs", "Compare first", "first"} <= set(order)
+    page.focus("a:text-is('first')")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("unfog-chart canvas")
+    page.focus("unfog-chart .plot")
+    assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    said = "document.activeElement.getAttribute('aria-valuetext')"
+    page.keyboard.press("Home")
+    first = page.evaluate(said)
+    assert first.startswith("at step 2")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate(said).startswith("at step 6")
+    page.keyboard.press("e")
+    until(page, "document.activeElement.getAttribute('aria-valuetext').includes('rolled back')")
+    page.keyboard.press("+")
+    until(page, "location.hash.includes('zoom=')")
+    page.keyboard.press("0")
+    until(page, "!location.hash.includes('zoom=')")
+
+
+def test_two_runs_are_compared(browser, address):
+    watched = WatchedPage(browser)
+    page = watched.page
+    page.goto(address)
+    page.check("[aria-label='Compare first']")
+    page.check("[aria-label='Compare second']")
+    page.click("text=Compare 2")
+    page.wait_for_selector("unfog-chart canvas")
+    assert page.inner_text(".legend >> nth=0").count("first") == 2  # loss and held-out
+    assert "optimizer.lr" in page.inner_text("main")
+    page.select_option("text=over", "images")
+    assert "x=images" in page.evaluate("location.hash")
+    page.check("input[type=radio] >> nth=1", force=True)  # wiper
+    assert page.evaluate("getComputedStyle(document.querySelector('.over img')).clipPath") == "inset(0px 0px 0px 50%)"
+    hash_before = page.evaluate("location.hash")
+    page.reload()
+    page.wait_for_selector(".stage.wiper .over img")
+    assert page.evaluate("location.hash") == hash_before
+    assert watched.troubles == []
+
+
+def test_a_view_is_kept_as_a_file(browser, address, tmp_path):
+    page = WatchedPage(browser).page
+    page.goto(address)
+    page.click("a:text-is('second')")
+    page.wait_for_selector("unfog-chart canvas")
+    with page.expect_download() as download:
+        page.click("text=Keep this view")
+    download.value.save_as(tmp_path / "kept.html")
+    again = WatchedPage(browser)
+    again.page.goto((tmp_path / "kept.html").as_uri())
+    again.page.wait_for_selector("unfog-chart canvas")
+    assert again.page.inner_text("h1") == "second"
+    assert again.page.evaluate(DRAWN)
+    assert again.page.evaluate("[...document.images].filter((i) => i.src.startsWith('data:image/webp')).length") >= 1
+    with again.page.expect_download() as download:  # and from there once more
+        again.page.click("text=Keep this view")
+    download.value.save_as(tmp_path / "twice.html")
+    assert json.loads(re.search(r'id="embedded">(.*?)</script>', (tmp_path / "twice.html").read_text())[1])["runs"]
+    assert again.troubles == []
+
+
+def test_the_page_outlives_its_server(browser, runs):
+    watched = WatchedPage(browser)
+    page = watched.page
+    with serving(runs) as (address, process):
+        port = int(re.search(r":(\d+)/", address)[1])
+        page.goto(address)
+        page.wait_for_selector("table.runs")
+        page.wait_for_timeout(500)
+        process.kill()
+        process.wait()
+        page.wait_for_selector(".banner")
+    make_run(runs.parent / "late" / "third", 0.004)
+    with serving(runs, port) as (again, _):
+        assert again == address
+        page.wait_for_selector(".banner", state="detached", timeout=60_000)
+        page.click("a:text-is('first')")
+        page.wait_for_selector("unfog-chart canvas")
+
+
+def test_a_run_is_watched_and_steered(browser, tmp_path):
+    """Train live: the curve grows by itself, a preview comes when asked for, and Stop stops."""
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    command = [
+        sys.executable,
+        "-m",
+        "unfog",
+        "train",
+        few_images(),
+        "--out",
+        str(folder / "live"),
+        "--network",
+        NETWORK,
+    ]
+    command += ["--steps", "100000", "--batch", "4", "--size", "8", "--log.every", "5", "--evaluate.every", "-1"]
+    training = subprocess.Popen([*command, "--preview.every", "-1"], stderr=subprocess.DEVNULL, env=os.environ)
+    try:
+        record = folder / "live" / "metrics.jsonl"
+        wait_for(lambda: record.exists() and record.read_bytes().count(b"\n") > 1, 120)
+        with serving(folder) as (address, _):
+            watched = WatchedPage(browser)
+            page = watched.page
+            page.goto(address)
+            page.click("a:text-is('live')")
+            page.wait_for_selector("unfog-chart canvas", timeout=60_000)
+            rows = "document.querySelector('unfog-run').store.rows"
+            before = page.evaluate(rows)
+            until(page, f"{rows} > {before} + 5")
+            asked = len([url for url in watched.requests if "/metrics?from=0" in url])
+            assert asked == 1  # all of them once, then only what is new
+            previews = len(list((folder / "live" / "samples").glob("*.png")))
+            page.click("button:text-is('Preview now')")
+            wait_for(lambda: len(list((folder / "live" / "samples").glob("*.png"))) > previews)
+            page.click("button:text-is('Stop')")
+            page.wait_for_selector(".run-head .state.stopped", timeout=60_000)
+            assert training.wait(60) == 3  # stopped on request
+            assert watched.troubles == []
+    finally:
+        training.kill()
+        training.wait()
