@@ -3,240 +3,240 @@
 
 // Columns of numbers: see "Binary columns" in docs/serve.md.
 export function decode(buffer) {
-  const length = new DataView(buffer).getUint32(0, true);
-  const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, length)));
-  const Kind = header.bits === 32 ? Float32Array : Float64Array, size = header.rows * Kind.BYTES_PER_ELEMENT;
-  const read = (name, i) => [name, new Kind(buffer, 4 + length + i * size, header.rows)];
-  return {...header, columns: new Map(header.columns.map(read))};
+	const length = new DataView(buffer).getUint32(0, true);
+	const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, length)));
+	const Kind = header.bits === 32 ? Float32Array : Float64Array, size = header.rows * Kind.BYTES_PER_ELEMENT;
+	const read = (name, i) => [name, new Kind(buffer, 4 + length + i * size, header.rows)];
+	return {...header, columns: new Map(header.columns.map(read))};
 }
 
 export const EXACT = 100000; // rows; longer runs are thinned by the server
 
 // The metrics of one run, which grow at their end.
 export class Store {
-  constructor() {
-    this.clear();
-  }
+	constructor() {
+		this.clear();
+	}
 
-  clear() {
-    Object.assign(this, {rows: 0, offset: 0, identity: "", version: (this.version || 0) + 1, held: new Map()});
-  }
+	clear() {
+		Object.assign(this, {rows: 0, offset: 0, identity: "", version: (this.version || 0) + 1, held: new Map()});
+	}
 
-  add(block) {
-    if (block.reset && this.rows) this.clear();
-    const rows = this.rows + block.rows;
-    for (const name of new Set([...this.held.keys(), ...block.columns.keys()])) {
-      let column = this.held.get(name);
-      if (!column || column.length < rows) {
-        // Room for twice as many, so that a tick costs no more than its new rows.
-        const larger = new Float64Array(Math.max(256, rows * (column ? 2 : 1))).fill(NaN);
-        if (column) larger.set(column.subarray(0, this.rows));
-        this.held.set(name, (column = larger));
-      }
-      if (block.columns.has(name)) column.set(block.columns.get(name), this.rows);
-    }
-    Object.assign(this, {rows, offset: block.offset, identity: block.identity, version: this.version + 1});
-  }
+	add(block) {
+		if (block.reset && this.rows) this.clear();
+		const rows = this.rows + block.rows;
+		for (const name of new Set([...this.held.keys(), ...block.columns.keys()])) {
+			let column = this.held.get(name);
+			if (!column || column.length < rows) {
+				// Room for twice as many, so that a tick costs no more than its new rows.
+				const larger = new Float64Array(Math.max(256, rows * (column ? 2 : 1))).fill(NaN);
+				if (column) larger.set(column.subarray(0, this.rows));
+				this.held.set(name, (column = larger));
+			}
+			if (block.columns.has(name)) column.set(block.columns.get(name), this.rows);
+		}
+		Object.assign(this, {rows, offset: block.offset, identity: block.identity, version: this.version + 1});
+	}
 
-  get names() {
-    return [...new Set([...this.held.keys()].map((name) => name.replace(/\.(min|max|mean|last)$/, "")))];
-  }
+	get names() {
+		return [...new Set([...this.held.keys()].map((name) => name.replace(/\.(min|max|mean|last)$/, "")))];
+	}
 
-  column(name) {
-    return this.held.get(name)?.subarray(0, this.rows);
-  }
+	column(name) {
+		return this.held.get(name)?.subarray(0, this.rows);
+	}
 
-  // Finite points of a column over another: {x, y}, with {low, high} where the rows were thinned.
-  series(over, name) {
-    const pick = (of, ...kinds) => kinds.map((kind) => this.column(of + kind)).find(Boolean);
-    const xs = pick(over, "", ".last", ".mean", ".max"), ys = pick(name, "", ".mean", ".last");
-    const lows = this.column(`${name}.min`), highs = this.column(`${name}.max`);
-    const found = {x: [], y: [], low: lows && [], high: highs && []};
-    for (let i = 0; xs && ys && i < this.rows; i++) {
-      if (!Number.isFinite(ys[i]) || !Number.isFinite(xs[i])) continue;
-      found.x.push(xs[i]);
-      found.y.push(ys[i]);
-      found.low?.push(lows[i]);
-      found.high?.push(highs[i]);
-    }
-    return found;
-  }
+	// Finite points of a column over another: {x, y}, with {low, high} where the rows were thinned.
+	series(over, name) {
+		const pick = (of, ...kinds) => kinds.map((kind) => this.column(of + kind)).find(Boolean);
+		const xs = pick(over, "", ".last", ".mean", ".max"), ys = pick(name, "", ".mean", ".last");
+		const lows = this.column(`${name}.min`), highs = this.column(`${name}.max`);
+		const found = {x: [], y: [], low: lows && [], high: highs && []};
+		for (let i = 0; xs && ys && i < this.rows; i++) {
+			if (!Number.isFinite(ys[i]) || !Number.isFinite(xs[i])) continue;
+			found.x.push(xs[i]);
+			found.y.push(ys[i]);
+			found.low?.push(lows[i]);
+			found.high?.push(highs[i]);
+		}
+		return found;
+	}
 
-  // Names of the columns of a list, clean to noisy; [] if there is none.
-  levels(name) {
-    const found = [];
-    while (this.names.includes(`${name}.${found.length}`)) found.push(`${name}.${found.length}`);
-    return found;
-  }
+	// Names of the columns of a list, clean to noisy; [] if there is none.
+	levels(name) {
+		const found = [];
+		while (this.names.includes(`${name}.${found.length}`)) found.push(`${name}.${found.length}`);
+		return found;
+	}
 }
 
 export class ServerData {
-  constructor(base = "./") {
-    Object.assign(this, {base, steers: true, connected: true, stores: new Map(), listeners: new Map(), columns: new Map()});
-    document.addEventListener("visibilitychange", () => (document.hidden ? this.close() : this.open()));
-    this.open();
-  }
+	constructor(base = "./") {
+		Object.assign(this, {base, steers: true, connected: true, stores: new Map(), listeners: new Map(), columns: new Map()});
+		document.addEventListener("visibilitychange", () => (document.hidden ? this.close() : this.open()));
+		this.open();
+	}
 
-  // One stream for all views, closed while the tab is hidden: browsers allow six connections in all tabs together.
-  open() {
-    if (this.stream || document.hidden) return;
-    const stream = (this.stream = new EventSource(this.url("api/stream")));
-    stream.onopen = () => {
-      this.set(true);
-      this.emit("refresh", {});
-    };
-    stream.onerror = () => {
-      this.set(false);
-      if (stream.readyState !== EventSource.CLOSED || this.stream !== stream) return;
-      this.close();
-      setTimeout(() => this.open(), 2000);
-    };
-    for (const kind of ["runs", "run", "task", "draw"]) {
-      stream.addEventListener(kind, (event) => this.emit(kind, event.data ? JSON.parse(event.data) : {}));
-    }
-  }
+	// One stream for all views, closed while the tab is hidden: browsers allow six connections in all tabs together.
+	open() {
+		if (this.stream || document.hidden) return;
+		const stream = (this.stream = new EventSource(this.url("api/stream")));
+		stream.onopen = () => {
+			this.set(true);
+			this.emit("refresh", {});
+		};
+		stream.onerror = () => {
+			this.set(false);
+			if (stream.readyState !== EventSource.CLOSED || this.stream !== stream) return;
+			this.close();
+			setTimeout(() => this.open(), 2000);
+		};
+		for (const kind of ["runs", "run", "task", "draw"]) {
+			stream.addEventListener(kind, (event) => this.emit(kind, event.data ? JSON.parse(event.data) : {}));
+		}
+	}
 
-  close() {
-    this.stream?.close();
-    this.stream = null;
-  }
+	close() {
+		this.stream?.close();
+		this.stream = null;
+	}
 
-  set(connected) {
-    if (this.connected === connected) return;
-    this.connected = connected;
-    this.emit("connection", {connected});
-  }
+	set(connected) {
+		if (this.connected === connected) return;
+		this.connected = connected;
+		this.emit("connection", {connected});
+	}
 
-  on(kind, callback) {
-    if (!this.listeners.has(kind)) this.listeners.set(kind, new Set());
-    this.listeners.get(kind).add(callback);
-    return () => this.listeners.get(kind).delete(callback);
-  }
+	on(kind, callback) {
+		if (!this.listeners.has(kind)) this.listeners.set(kind, new Set());
+		this.listeners.get(kind).add(callback);
+		return () => this.listeners.get(kind).delete(callback);
+	}
 
-  emit(kind, detail) {
-    for (const callback of [...(this.listeners.get(kind) || [])]) callback(detail);
-  }
+	emit(kind, detail) {
+		for (const callback of [...(this.listeners.get(kind) || [])]) callback(detail);
+	}
 
-  url(path) {
-    return this.base + path;
-  }
+	url(path) {
+		return this.base + path;
+	}
 
-  async ask(path, options) {
-    let answer;
-    try {
-      answer = await fetch(this.url(path), options);
-    } catch {
-      this.set(false);
-      throw new Error("the server does not answer");
-    }
-    if (answer.ok) return answer;
-    const said = await answer.json().catch(() => ({}));
-    throw new Error(said.error || `the server answers ${answer.status}`);
-  }
+	async ask(path, options) {
+		let answer;
+		try {
+			answer = await fetch(this.url(path), options);
+		} catch {
+			this.set(false);
+			throw new Error("the server does not answer");
+		}
+		if (answer.ok) return answer;
+		const said = await answer.json().catch(() => ({}));
+		throw new Error(said.error || `the server answers ${answer.status}`);
+	}
 
-  async get(path) {
-    return (await this.ask(path)).json();
-  }
+	async get(path) {
+		return (await this.ask(path)).json();
+	}
 
-  async post(path, body) {
-    const headers = {"Content-Type": "application/json"};
-    return (await this.ask(path, {method: "POST", headers, body: JSON.stringify(body)})).json();
-  }
+	async post(path, body) {
+		const headers = {"Content-Type": "application/json"};
+		return (await this.ask(path, {method: "POST", headers, body: JSON.stringify(body)})).json();
+	}
 
-  runs() {
-    return this.get("api/runs");
-  }
+	runs() {
+		return this.get("api/runs");
+	}
 
-  async run(id) {
-    const run = await this.get(`api/runs/${id}`);
-    this.columns.set(String(id), run.columns);
-    return run;
-  }
+	async run(id) {
+		const run = await this.get(`api/runs/${id}`);
+		this.columns.set(String(id), run.columns);
+		return run;
+	}
 
-  async events(id) {
-    return (await this.get(`api/runs/${id}/events?from=0`)).events;
-  }
+	async events(id) {
+		return (await this.get(`api/runs/${id}/events?from=0`)).events;
+	}
 
-  store(id) {
-    if (!this.stores.has(id)) this.stores.set(id, new Store());
-    return this.stores.get(id);
-  }
+	store(id) {
+		if (!this.stores.has(id)) this.stores.set(id, new Store());
+		return this.stores.get(id);
+	}
 
-  // Fetch the rows that are new since the last call, of a run with this many rows so far.
-  async update(id, rows) {
-    const store = this.store(id);
-    if (store.busy) return store.busy.then(() => store);
-    const fetched = rows > EXACT ? this.thinned(id, store) : this.newer(id, store);
-    store.busy = fetched.finally(() => (store.busy = null));
-    return store.busy.then(() => store);
-  }
+	// Fetch the rows that are new since the last call, of a run with this many rows so far.
+	async update(id, rows) {
+		const store = this.store(id);
+		if (store.busy) return store.busy.then(() => store);
+		const fetched = rows > EXACT ? this.thinned(id, store) : this.newer(id, store);
+		store.busy = fetched.finally(() => (store.busy = null));
+		return store.busy.then(() => store);
+	}
 
-  async newer(id, store) {
-    const query = `from=${store.offset}&identity=${encodeURIComponent(store.identity)}`;
-    store.add(decode(await (await this.ask(`api/runs/${id}/metrics?${query}`)).arrayBuffer()));
-  }
+	async newer(id, store) {
+		const query = `from=${store.offset}&identity=${encodeURIComponent(store.identity)}`;
+		store.add(decode(await (await this.ask(`api/runs/${id}/metrics?${query}`)).arrayBuffer()));
+	}
 
-  // Bins of a run that is too long to be sent whole.
-  async thinned(id, store) {
-    const whole = await this.part(id, "step", -1e300, 1e300);
-    Object.assign(store, {held: whole.held, rows: whole.rows, offset: whole.offset, version: store.version + 1});
-  }
+	// Bins of a run that is too long to be sent whole.
+	async thinned(id, store) {
+		const whole = await this.part(id, "step", -1e300, 1e300);
+		Object.assign(store, {held: whole.held, rows: whole.rows, offset: whole.offset, version: store.version + 1});
+	}
 
-  // The rows with `over` from low to high, thinned where there are many.
-  async part(id, over, low, high) {
-    const store = new Store();
-    const columns = this.columns.get(String(id)).slice(0, 250).map(encodeURIComponent).join(",");
-    store.add(decode(await (await this.ask(`api/runs/${id}/thinned?x=${over}&low=${low}&high=${high}&points=4000&columns=${columns}`)).arrayBuffer()));
-    return store;
-  }
+	// The rows with `over` from low to high, thinned where there are many.
+	async part(id, over, low, high, points = 4000) {
+		const store = new Store();
+		const columns = this.columns.get(String(id)).slice(0, 250).map(encodeURIComponent).join(",");
+		store.add(decode(await (await this.ask(`api/runs/${id}/thinned?x=${over}&low=${low}&high=${high}&points=${points}&columns=${columns}`)).arrayBuffer()));
+		return store;
+	}
 
-  picture(id, kind, step) {
-    return this.url(kind === "contact" ? `api/runs/${id}/contact-sheet.webp` : `api/runs/${id}/preview/${step}${kind === "denoising" ? ".denoising" : ""}.webp`);
-  }
+	picture(id, kind, step) {
+		return this.url(kind === "contact" ? `api/runs/${id}/contact-sheet.webp` : `api/runs/${id}/preview/${step}${kind === "denoising" ? ".denoising" : ""}.webp`);
+	}
 }
 
 export class FileData {
-  constructor(embedded) {
-    Object.assign(this, {embedded, steers: false, connected: true, stores: new Map()});
-    for (const run of embedded.runs) {
-      const raw = atob(run.metrics);
-      const store = new Store();
-      store.add(decode(Uint8Array.from(raw, (letter) => letter.charCodeAt(0)).buffer));
-      this.stores.set(String(run.id), store);
-    }
-  }
+	constructor(embedded) {
+		Object.assign(this, {embedded, steers: false, connected: true, stores: new Map()});
+		for (const run of embedded.runs) {
+			const raw = atob(run.metrics);
+			const store = new Store();
+			store.add(decode(Uint8Array.from(raw, (letter) => letter.charCodeAt(0)).buffer));
+			this.stores.set(String(run.id), store);
+		}
+	}
 
-  find(id) {
-    const run = this.embedded.runs.find((one) => String(one.id) === String(id));
-    if (!run) throw new Error("this file does not hold that run");
-    return run;
-  }
+	find(id) {
+		const run = this.embedded.runs.find((one) => String(one.id) === String(id));
+		if (!run) throw new Error("this file does not hold that run");
+		return run;
+	}
 
-  on() {
-    return () => {};
-  }
+	on() {
+		return () => {};
+	}
 
-  async runs() {
-    return this.embedded.runs.map((run) => ({...run.status, id: run.id, name: run.name}));
-  }
+	async runs() {
+		return this.embedded.runs.map((run) => ({...run.status, id: run.id, name: run.name}));
+	}
 
-  async run(id) {
-    return this.find(id);
-  }
+	async run(id) {
+		return this.find(id);
+	}
 
-  async events(id) {
-    return this.find(id).events;
-  }
+	async events(id) {
+		return this.find(id).events;
+	}
 
-  store(id) {
-    return this.stores.get(String(id)) || new Store();
-  }
+	store(id) {
+		return this.stores.get(String(id)) || new Store();
+	}
 
-  async update(id) {
-    return this.store(id);
-  }
+	async update(id) {
+		return this.store(id);
+	}
 
-  picture(id, kind, step) {
-    return this.find(id).pictures[kind === "contact" ? "contact" : `${kind}/${step}`] || "";
-  }
+	picture(id, kind, step) {
+		return this.find(id).pictures[kind === "contact" ? "contact" : `${kind}/${step}`] || "";
+	}
 }

@@ -13,94 +13,94 @@ import "./run.js";
 import "./compare.js";
 import "./steer.js";
 
+// Read or write what the browser keeps; some keep nothing for files.
+function stored(name, value) {
+	try {
+		return value === undefined ? localStorage.getItem(name) : localStorage.setItem(name, value);
+	} catch {
+		return "";
+	}
+}
+
 class Page extends View {
-  static properties = ["data", "connected", "theme", "busy"];
+	static properties = ["data", "connected", "theme", "busy"];
 
-  constructor() {
-    super();
-    const embedded = document.getElementById("embedded")?.textContent;
-    this.data = embedded ? new FileData(JSON.parse(embedded)) : new ServerData();
-    if (embedded && !location.hash) location.hash = this.data.embedded.view || "#/run/0";
-    this.connected = true;
-    this.theme = "";
-    try {
-      this.theme = localStorage.getItem("unfog-theme") || "";
-    } catch {
-      // Some browsers give files no storage.
-    }
-    this.data.on("connection", ({connected}) => {
-      this.connected = connected;
-      announce(connected ? "The server answers again" : "The server does not answer");
-    });
-    addEventListener("hashchange", () => this.moved());
-    this.applyTheme();
-    zoomFromAddress();
-  }
+	constructor() {
+		super();
+		const embedded = document.getElementById("embedded")?.textContent;
+		this.data = embedded ? new FileData(JSON.parse(embedded)) : new ServerData();
+		if (embedded && !location.hash) location.hash = this.data.embedded.view || "#/run/0";
+		this.connected = true;
+		this.theme = stored("unfog-theme") || "";
+		this.data.on("connection", ({connected}) => {
+			this.connected = connected;
+			announce(connected ? "The server answers again" : "The server does not answer");
+		});
+		addEventListener("hashchange", () => this.moved());
+		this.applyTheme();
+		zoomFromAddress();
+	}
 
-  moved() {
-    const {path} = route();
-    if (path !== this.path) {
-      zoomFromAddress();
-      this.requestUpdate();
-    }
-  }
+	moved() {
+		const {path} = route();
+		if (path !== this.path) {
+			zoomFromAddress();
+			this.requestUpdate();
+		}
+	}
 
-  applyTheme() {
-    document.documentElement.dataset.theme = this.theme;
-    try {
-      localStorage.setItem("unfog-theme", this.theme);
-    } catch {
-      // As above: the choice then lasts as long as the page.
-    }
-    repaint();
-  }
+	applyTheme() {
+		document.documentElement.dataset.theme = this.theme;
+		stored("unfog-theme", this.theme);
+		repaint();
+	}
 
-  render() {
-    const {path, view, ids} = route(), server = this.data.steers;
-    this.path = path;
-    const link = (to, label) => html`<a href="#/${to}" aria-current=${view === to ? "page" : nothing}>${label}</a>`;
-    return html`<a class="skip" href="#main" @click=${(e) => { e.preventDefault(); document.getElementById("main").focus(); }}>Skip to the content</a>
-      <header class="top"><a class="brand" href="#/">Unfog</a>
-        <nav aria-label="Views">${server || this.data.embedded?.runs.length > 1 ? link("", "Runs") : nothing}${server ? link("start", "Start a run") : nothing}${server ? link("draw", "Draw") : nothing}</nav><span class="grow"></span>
-        ${view === "run" || view === "compare" ? html`<button class="quiet" ?disabled=${this.busy} @click=${this.keepView}>${this.busy ? "Writing …" : "Keep this view"}</button>` : nothing}
-        <label class="theme"><span class="hidden">Theme</span><select @change=${(e) => { this.theme = e.target.value; this.applyTheme(); }}>${["", "light", "dark"].map((name) => html`<option value=${name} ?selected=${name === this.theme}>${name || "auto"}</option>`)}</select></label></header>
-      ${this.connected ? nothing : html`<div class="banner" role="alert"><b>The server does not answer.</b> What you see was true a moment ago. The page tries again by itself; if the server was started anew, open the address that it prints.</div>`}
-      <main id="main" tabindex="-1">${this.view(view, ids)}</main>
-      <footer class="soft">${server ? nothing : `Written by Unfog, ${this.data.embedded.written}. This file needs no server.`}</footer>`;
-  }
+	render() {
+		const {path, view, ids} = route(), server = this.data.steers;
+		this.path = path;
+		const link = (to, label) => html`<a href="#/${to}" aria-current=${view === to ? "page" : nothing}>${label}</a>`;
+		return html`<a class="skip" href="#main" @click=${(e) => { e.preventDefault(); document.getElementById("main").focus(); }}>Skip to the content</a>
+			<header class="top"><a class="brand" href="#/">Unfog</a>
+				<nav aria-label="Views">${server || this.data.embedded?.runs.length > 1 ? link("", "Runs") : nothing}${server ? link("start", "Start a run") : nothing}${server ? link("draw", "Draw") : nothing}</nav><span class="grow"></span>
+				${view === "run" || view === "compare" ? html`<button class="quiet" ?disabled=${this.busy} @click=${this.keepView}>${this.busy ? "Writing …" : "Keep this view"}</button>` : nothing}
+				<label class="theme"><span class="hidden">Theme</span><select @change=${(e) => { this.theme = e.target.value; this.applyTheme(); }}>${["", "light", "dark"].map((name) => html`<option value=${name} ?selected=${name === this.theme}>${name || "auto"}</option>`)}</select></label></header>
+			${this.connected ? nothing : html`<div class="banner" role="alert"><b>The server does not answer.</b> What you see was true a moment ago. The page tries again by itself; if the server was started anew, open the address that it prints.</div>`}
+			<main id="main" tabindex="-1">${this.view(view, ids)}</main>
+			<footer class="soft">${server ? nothing : `Written by Unfog, ${this.data.embedded.written}. This file needs no server.`}</footer>`;
+	}
 
-  view(view, ids) {
-    const {data} = this;
-    if (view === "run" && ids.length) return html`${[ids[0]].map((id) => html`<unfog-run .data=${data} .run=${id}></unfog-run>`)}`;
-    if (view === "compare" && ids.length) return html`<unfog-compare .data=${data} .ids=${ids.slice(0, 8)}></unfog-compare>`;
-    if (view === "start" && data.steers) return html`<unfog-start .data=${data}></unfog-start>`;
-    if (view === "draw" && data.steers) return customElements.get("unfog-playground") ? html`<unfog-playground .data=${data} .run=${ids[0] ?? null}></unfog-playground>` : this.fetch();
-    return html`<unfog-runs .data=${data}></unfog-runs>`;
-  }
+	view(view, ids) {
+		const {data} = this;
+		if (view === "run" && ids.length) return html`${[ids[0]].map((id) => html`<unfog-run .data=${data} .run=${id}></unfog-run>`)}`;
+		if (view === "compare" && ids.length) return html`<unfog-compare .data=${data} .ids=${ids.slice(0, 8)}></unfog-compare>`;
+		if (view === "start" && data.steers) return html`<unfog-start .data=${data}></unfog-start>`;
+		if (view === "draw" && data.steers) return customElements.get("unfog-playground") ? html`<unfog-playground .data=${data} .run=${ids[0] ?? null}></unfog-playground>` : this.fetch();
+		return html`<unfog-runs .data=${data}></unfog-runs>`;
+	}
 
-  // Fetched only when it is opened.
-  fetch() {
-    if (!this.asked) document.head.append(Object.assign(document.createElement("script"), {type: "module", src: "static/playground.js"}));
-    this.asked ||= customElements.whenDefined("unfog-playground").then(() => this.requestUpdate());
-    return html`<p>Loading …</p>`;
-  }
+	// Fetched only when it is opened.
+	fetch() {
+		if (!this.asked) document.head.append(Object.assign(document.createElement("script"), {type: "module", src: "static/playground.js"}));
+		this.asked ||= customElements.whenDefined("unfog-playground").then(() => this.requestUpdate());
+		return html`<p>Loading …</p>`;
+	}
 
-  async keepView() {
-    this.busy = true;
-    try {
-      const {ids} = route();
-      download(`${document.title.replace(/ · Unfog$/, "")}.html`, await keptPage(this.data, ids), "text/html");
-      announce("The view was written to a file");
-    } catch (error) {
-      announce(error.message);
-      alert(`The view could not be written: ${error.message}`);
-    }
-    this.busy = false;
-  }
+	async keepView() {
+		this.busy = true;
+		try {
+			const {ids} = route();
+			download(`${document.title.replace(/ · Unfog$/, "")}.html`, await keptPage(this.data, ids), "text/html");
+			announce("The view was written to a file");
+		} catch (error) {
+			announce(error.message);
+			alert(`The view could not be written: ${error.message}`);
+		}
+		this.busy = false;
+	}
 
-  updated() {
-    const {view} = route();
-    if (this.data.steers) document.title = `${{run: "Run", compare: "Comparison", start: "Start a run", draw: "Draw"}[view] || "Runs"} · Unfog`;
-  }
+	updated() {
+		const {view} = route();
+		if (this.data.steers) document.title = `${{run: "Run", compare: "Comparison", start: "Start a run", draw: "Draw"}[view] || "Runs"} · Unfog`;
+	}
 }
 customElements.define("unfog-page", Page);

@@ -8,12 +8,12 @@ import {zoomBy, zoom, zoomed} from "./chart.js";
 
 // [title, columns with the labels of their curves, unit, from zero, how to read it]
 const CHARTS = [
-  ["Loss", {loss: "loss", held_out_loss: "held-out"}, false, "Held-out: the same images, noise and noise levels each time."],
-  ["Fréchet distance", {fid: "fid"}, true], ["Kernel distance", {kid: "kid"}, true], ["Sliced Wasserstein distance", {sliced: "sliced"}, true],
-  ["Precision and recall", {precision: "precision", recall: "recall"}, true], ["Density and coverage", {density: "density", coverage: "coverage"}, true],
-  ["Gradient norm", {gradient_norm: "gradient norm"}, false, "Before clipping."],
-  ["Learning rate", {lr: "learning rate"}, true], ["Speed", {images_per_second: "images a second"}, true],
-  ["Waiting for data", {data_wait: "share of the time"}, true], ["Skipped steps", {refused: "skipped", overflows: "overflows"}, true],
+	["Loss", {loss: "loss", held_out_loss: "held-out"}, false, "Held-out: the same images, noise and noise levels each time."],
+	["Fréchet distance", {fid: "fid"}, true], ["Kernel distance", {kid: "kid"}, true], ["Sliced Wasserstein distance", {sliced: "sliced"}, true],
+	["Precision and recall", {precision: "precision", recall: "recall"}, true], ["Density and coverage", {density: "density", coverage: "coverage"}, true],
+	["Gradient norm", {gradient_norm: "gradient norm"}, false, "Before clipping."],
+	["Learning rate", {lr: "learning rate"}, true], ["Speed", {images_per_second: "images a second"}, true],
+	["Waiting for data", {data_wait: "share of the time"}, true], ["Skipped steps", {refused: "skipped", overflows: "overflows"}, true],
 ];
 const ELSEWHERE = /^(step|images|seconds|energy.*|drawn)$|_error$|\.\d+$/;
 const NOISY = new Set(["loss", "gradient_norm", "images_per_second", "data_wait"]); // smoothed; the rest is measured rarely
@@ -21,125 +21,121 @@ const AXES = {step: "steps", images: "images", seconds: "time", energy: "energy"
 
 // Charts that these stores have numbers for; columns that nobody described get one each.
 function present(stores) {
-  const names = new Set(stores.flatMap((store) => store.names));
-  const known = new Set(CHARTS.flatMap(([, columns]) => Object.keys(columns)));
-  const others = [...names].filter((name) => !known.has(name) && !ELSEWHERE.test(name)).sort();
-  const memory = others.map((name) => [name.replaceAll("_", " "), {[name]: name.replaceAll("_", " ")}, /memory|bytes/.test(name)]);
-  return [...CHARTS, ...memory].filter(([, columns]) => Object.keys(columns).some((name) => names.has(name)));
+	const names = new Set(stores.flatMap((store) => store.names));
+	const known = new Set(CHARTS.flatMap(([, columns]) => Object.keys(columns)));
+	const others = [...names].filter((name) => !known.has(name) && !ELSEWHERE.test(name)).sort();
+	const memory = others.map((name) => [name.replaceAll("_", " "), {[name]: name.replaceAll("_", " ")}, /memory|bytes/.test(name)]);
+	return [...CHARTS, ...memory].filter(([, columns]) => Object.keys(columns).some((name) => names.has(name)));
 }
 
 class Panels extends View {
-  static properties = ["data", "runs", "version"]; // runs: [{id, label, store, rows, marks}]
+	static properties = ["data", "runs", "version"]; // runs: [{id, label, store, rows, marks}]
 
-  constructor() {
-    super();
-    Object.assign(this, {runs: [], cached: new Map(), parts: new Map(), refine: () => this.soon()});
-  }
+	constructor() {
+		super();
+		Object.assign(this, {runs: [], cached: new Map(), parts: new Map(), refine: () => this.soon()});
+	}
 
-  connectedCallback() {
-    super.connectedCallback();
-    addEventListener("zoomed", this.refine);
-  }
+	connectedCallback() {
+		super.connectedCallback();
+		addEventListener("zoomed", this.refine);
+	}
 
-  disconnectedCallback() {
-    removeEventListener("zoomed", this.refine);
-  }
+	disconnectedCallback() {
+		removeEventListener("zoomed", this.refine);
+	}
 
-  // Of runs that came thinned, fetch the part that is zoomed to, with as much again on either side.
-  soon() {
-    clearTimeout(this.timer);
-    this.timer = setTimeout(async () => {
-      const {over} = this.settings(), range = zoomed();
-      for (const run of range && this.data.steers ? this.runs.filter((one) => one.rows > EXACT) : []) {
-        const held = this.parts.get(run.id), [low, high] = range, width = high - low;
-        if (held && held.over === over && held.low <= low && held.high >= high && held.high - held.low < 6 * width) continue;
-        const store = await this.data.part(run.id, over, low - width, high + width).catch(() => null);
-        if (store) this.parts.set(run.id, {over, low: low - width, high: high + width, store});
-      }
-      this.requestUpdate();
-    }, 200);
-  }
+	// Of runs that came thinned, fetch the part that is zoomed to, with as much again on either side.
+	soon() {
+		clearTimeout(this.timer);
+		this.timer = setTimeout(async () => {
+			const {over} = this.settings(), range = zoomed();
+			for (const run of range && this.data.steers ? this.runs.filter((one) => one.rows > EXACT) : []) {
+				const held = this.parts.get(run.id), [low, high] = range, width = high - low;
+				if (held && held.over === over && held.low <= low && held.high >= high && held.high - held.low < 6 * width) continue;
+				const store = await this.data.part(run.id, over, low - width, high + width).catch(() => null);
+				if (store) this.parts.set(run.id, {over, low: low - width, high: high + width, store});
+			}
+			this.requestUpdate();
+		}, 200);
+	}
 
-  // The numbers of a run: of the part that is zoomed to, where that is held.
-  storeOf(run, over) {
-    const part = this.parts.get(run.id), range = zoomed();
-    return part && range && part.over === over && part.low <= range[0] && part.high >= range[1] ? part.store : run.store;
-  }
+	// The numbers of a run: of the part that is zoomed to, where that is held.
+	storeOf(run, over) {
+		const part = this.parts.get(run.id), range = zoomed();
+		return part && range && part.over === over && part.low <= range[0] && part.high >= range[1] ? part.store : run.store;
+	}
 
-  settings() {
-    const {query} = route(), share = Number(query.get("smooth") ?? 1);
-    const axes = Object.keys(AXES).filter((name) => name === "step" || this.runs.some(({store}) => store.names.includes(name)));
-    const over = axes.includes(query.get("x")) ? query.get("x") : "step";
-    return {over, axes, share: Number.isFinite(share) ? share : 1, log: query.get("log") !== "0"};
-  }
+	settings() {
+		const {query} = route(), share = Number(query.get("smooth") ?? 1);
+		const axes = Object.keys(AXES).filter((name) => name === "step" || this.runs.some(({store}) => store.names.includes(name)));
+		const over = axes.includes(query.get("x")) ? query.get("x") : "step";
+		return {over, axes, share: Number.isFinite(share) ? share : 1, log: query.get("log") !== "0"};
+	}
 
-  render() {
-    const {over, axes, share, log} = this.settings(), set = (changes) => { keep(changes); this.requestUpdate(); };
-    const charts = present(this.runs.map((run) => run.store));
-    if (!charts.length) return html`<p class="empty">Nothing has been logged yet: the first line is written after the first step.</p>`;
-    return html`<div class="bar tools-bar" role="group" aria-label="Settings of the charts">
-      <label>over <select @change=${(e) => { set({x: e.target.value, zoom: null}); zoom(null, false); }}>${axes.map((name) => html`<option value=${name} ?selected=${name === over}>${AXES[name]}</option>`)}</select></label>
-      <label>smoothing <input type="range" min="0" max="10" step="0.5" .value=${String(share)} aria-valuetext="${share}% of the run" @input=${(e) => set({smooth: e.target.value})}> ${share}%</label>
-      <label><input type="checkbox" .checked=${log} @change=${(e) => set({log: e.target.checked ? null : "0"})}> log</label>
-      <span class="group"><button aria-label="Zoom in" @click=${() => zoomBy(0.5)}>+</button><button aria-label="Zoom out" @click=${() => zoomBy(2)}>−</button><button @click=${() => zoom(null)}>all</button></span>
-      <span class="soft hint">drag, or Ctrl and wheel: zoom · double click: all · arrow keys on a chart: read values · e: next event</span></div>
-    <div class="charts">${charts.map(([title, columns, zero, note]) => html`<unfog-chart .heading=${title} .over=${over} .series=${this.curves(columns, over, share)}
-      .marks=${this.marks(over)} .several=${this.runs.length > 1} .zero=${zero} .log=${log && !zero} .note=${note && this.runs.length === 1 ? note : nothing}></unfog-chart>`)}</div>`;
-  }
+	render() {
+		const {over, axes, share, log} = this.settings(), set = (changes) => { keep(changes); this.requestUpdate(); };
+		const charts = present(this.runs.map((run) => run.store));
+		if (!charts.length) return html`<p class="empty">Nothing has been logged yet: the first line is written after the first step.</p>`;
+		return html`<div class="bar tools-bar" role="group" aria-label="Settings of the charts">
+			<label>over <select @change=${(e) => { set({x: e.target.value, zoom: null}); zoom(null, false); }}>${axes.map((name) => html`<option value=${name} ?selected=${name === over}>${AXES[name]}</option>`)}</select></label>
+			<label>smoothing <input type="range" min="0" max="10" step="0.5" .value=${String(share)} aria-valuetext="${share}% of the run" @input=${(e) => set({smooth: e.target.value})}> ${share}%</label>
+			<label><input type="checkbox" .checked=${log} @change=${(e) => set({log: e.target.checked ? null : "0"})}> log</label>
+			<span class="group"><button aria-label="Zoom in" @click=${() => zoomBy(0.5)}>+</button><button aria-label="Zoom out" @click=${() => zoomBy(2)}>−</button><button @click=${() => zoom(null)}>all</button></span>
+			<span class="soft hint">drag, or Ctrl and wheel: zoom · double click: all · arrow keys on a chart: read values · e: next event</span></div>
+		<div class="charts">${charts.map(([title, columns, zero, note]) => html`<unfog-chart .heading=${title} .over=${over} .series=${this.curves(columns, over, share)}
+			.marks=${this.marks(over)} .several=${this.runs.length > 1} .zero=${zero} .log=${log && !zero} .note=${note && this.runs.length === 1 ? note : nothing}></unfog-chart>`)}</div>`;
+	}
 
-  curves(columns, over, share) {
-    const names = Object.entries(columns), several = this.runs.length > 1, found = [];
-    this.runs.forEach((run, r) => names.forEach(([name, label], n) => {
-      const look = {colour: COLOURS[(several ? r : n) % 8], dash: several ? DASHES[(r + 4 * n) % 8] : DASHES[n], label: several ? `${run.label}${n ? `, ${label}` : ""}` : label};
-      found.push(...this.curve(run, name, over, share, look, several));
-    }));
-    return found;
-  }
+	curves(columns, over, share) {
+		const names = Object.entries(columns), several = this.runs.length > 1, found = [];
+		this.runs.forEach((run, r) => names.forEach(([name, label], n) => {
+			const look = {colour: COLOURS[(several ? r : n) % 8], dash: several ? DASHES[(r + 4 * n) % 8] : DASHES[n], label: several ? `${run.label}${n ? `, ${label}` : ""}` : label};
+			found.push(...this.curve(run, name, over, share, look, several));
+		}));
+		return found;
+	}
 
-  // The curve of a column; where it is smoothed, the raw one pale beneath it. Kept until the run has grown.
-  curve(run, name, over, share, look, several) {
-    const store = this.storeOf(run, over), {label} = run;
-    const key = `${label} ${name} ${over} ${share} ${several} ${look.colour}`, held = this.cached.get(key);
-    if (held && held.version === store.version && held.store === store) return held.curves;
-    const raw = store.series(over, name), curves = [];
-    const errors = store.names.includes(`${name}_error`) && store.series(over, `${name}_error`);
-    if (raw.x.length && errors && errors.x.length) this.addErrors(raw, errors);
-    if (raw.x.length > 20 && NOISY.has(name) && share > 0) {
-      const width = (share / 100) * (raw.x.at(-1) - raw.x[0]);
-      if (!several) curves.push({...raw, ...look, faint: true, label: `${look.label}, raw`, dash: []});
-      curves.push({x: raw.x, y: smooth(raw.x, raw.y, width), ...look});
-    } else if (raw.x.length) curves.push({...raw, ...look});
-    this.cached.set(key, {version: store.version, store, curves});
-    return curves;
-  }
+	// The curve of a column; where it is smoothed, the raw one pale beneath it. Kept until the run has grown.
+	curve(run, name, over, share, look, several) {
+		const store = this.storeOf(run, over), {label} = run;
+		const key = `${label} ${name} ${over} ${share} ${several} ${look.colour}`, held = this.cached.get(key);
+		if (held && held.version === store.version && held.store === store) return held.curves;
+		const raw = store.series(over, name), curves = [];
+		const errors = store.names.includes(`${name}_error`) && store.series(over, `${name}_error`);
+		if (raw.x.length && errors && errors.x.length) this.addErrors(raw, errors);
+		if (raw.x.length > 20 && NOISY.has(name) && share > 0) {
+			const width = (share / 100) * (raw.x.at(-1) - raw.x[0]);
+			if (!several) curves.push({...raw, ...look, faint: true, label: `${look.label}, raw`, dash: []});
+			curves.push({x: raw.x, y: smooth(raw.x, raw.y, width), ...look});
+		} else if (raw.x.length) curves.push({...raw, ...look});
+		this.cached.set(key, {version: store.version, store, curves});
+		return curves;
+	}
 
-  // A band of two standard errors: about 95%.
-  addErrors(raw, errors) {
-    const at = new Map(errors.x.map((x, i) => [x, errors.y[i]]));
-    raw.low = raw.y.map((y, i) => y - 2 * (at.get(raw.x[i]) ?? 0));
-    raw.high = raw.y.map((y, i) => y + 2 * (at.get(raw.x[i]) ?? 0));
-  }
+	// A band of two standard errors: about 95%.
+	addErrors(raw, errors) {
+		const at = new Map(errors.x.map((x, i) => [x, errors.y[i]]));
+		raw.low = raw.y.map((y, i) => y - 2 * (at.get(raw.x[i]) ?? 0));
+		raw.high = raw.y.map((y, i) => y + 2 * (at.get(raw.x[i]) ?? 0));
+	}
 
-  // Events have a step; over another axis they stand where the run was at that step.
-  marks(over) {
-    return this.runs.flatMap(({store, marks, label}) => {
-      const steps = store.series("step", over), several = this.runs.length > 1;
-      const at = (step) => {
-        const i = steps.x.findIndex((x) => x >= step);
-        return over === "step" ? step : steps.y[i < 0 ? steps.y.length - 1 : i];
-      };
-      return (marks || []).map((mark) => ({...mark, x: at(mark.step), kind: several ? `${label}: ${mark.kind}` : mark.kind})).filter((mark) => Number.isFinite(mark.x));
-    });
-  }
+	// Events have a step; over another axis they stand where the run was at that step.
+	marks(over) {
+		return this.runs.flatMap(({store, marks, label}) => {
+			const steps = store.series("step", over), several = this.runs.length > 1;
+			const at = (step) => {
+				const i = steps.x.findIndex((x) => x >= step);
+				return over === "step" ? step : steps.y[i < 0 ? steps.y.length - 1 : i];
+			};
+			return (marks || []).map((mark) => ({...mark, x: at(mark.step), kind: several ? `${label}: ${mark.kind}` : mark.kind})).filter((mark) => Number.isFinite(mark.x));
+		});
+	}
 }
 customElements.define("unfog-panels", Panels);
 
 // Events that are worth a mark: troubles, starts and changes; not the regular ones.
 export function marksOf(events) {
-  const regular = /^(choice|data|preview|evaluated|measured|checkpoint|length)$/;
-  return events.filter((event) => event.step !== null && !regular.test(event.kind)).map((event) => ({...event, kind: event.kind.replaceAll("_", " "), trouble: isTrouble(event)}));
-}
-
-export function isTrouble(event) {
-  return event.trouble ?? (Boolean(event.cause) || /^(warning|failed|step_refused|rolled_back)$/.test(event.kind));
+	const regular = /^(choice|data|preview|evaluated|measured|checkpoint|length)$/;
+	return events.filter((event) => event.step !== null && !regular.test(event.kind)).map((event) => ({...event, kind: event.kind.replaceAll("_", " ")}));
 }

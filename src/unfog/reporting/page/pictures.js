@@ -6,93 +6,93 @@ import {View, count, keep, route} from "./util.js";
 const MODES = {one: "one", wiper: "wiper", flip: "flip", side: "side by side", difference: "difference"};
 
 class Pictures extends View {
-  static properties = ["sources", "name", "a", "b", "mode", "flipped", "cut"];
+	static properties = ["sources", "name", "a", "b", "mode", "flipped", "cut"];
 
-  constructor() {
-    super();
-    Object.assign(this, {sources: [], name: "picture", flipped: false, cut: 50, mode: "one", a: null, b: null});
-  }
+	constructor() {
+		super();
+		Object.assign(this, {sources: [], name: "picture", flipped: false, cut: 50, mode: "one", a: null, b: null});
+	}
 
-  connectedCallback() {
-    super.connectedCallback();
-    const parts = (route().query.get(this.name) || "").split("_");
-    if (parts.length < 3) return;
-    this.mode = MODES[parts[0]] ? parts[0] : "one";
-    [this.a, this.b] = parts.slice(1).map((part) => part.split("-").map(Number));
-  }
+	connectedCallback() {
+		super.connectedCallback();
+		const parts = (route().query.get(this.name) || "").split("_");
+		if (parts.length < 3) return;
+		this.mode = MODES[parts[0]] ? parts[0] : "one";
+		[this.a, this.b] = parts.slice(1).map((part) => part.split("-").map(Number));
+	}
 
-  get drawn() {
-    return this.sources.filter((one) => one.steps.length);
-  }
+	get drawn() {
+		return this.sources.filter((one) => one.steps.length);
+	}
 
-  // [number of the source, step]; without a choice the newest, and beside it the oldest or the next source's.
-  chosen(side) {
-    const last = this.drawn.length - 1, given = side === "a" ? this.a : this.b;
-    const s = Math.min(given?.[0] ?? (side === "b" && last ? 1 : 0), last), steps = this.drawn[s].steps;
-    const step = given?.[1] ?? (side === "b" && !last ? steps[0] : steps.at(-1));
-    return [s, steps.reduce((near, one) => (Math.abs(one - step) < Math.abs(near - step) ? one : near), steps[0])];
-  }
+	// [number of the source, step]; without a choice the newest, and beside it the oldest or the next source's.
+	chosen(side) {
+		const last = this.drawn.length - 1, given = side === "a" ? this.a : this.b;
+		const s = Math.min(given?.[0] ?? (side === "b" && last ? 1 : 0), last), steps = this.drawn[s].steps;
+		const step = given?.[1] ?? (side === "b" && !last ? steps[0] : steps.at(-1));
+		return [s, steps.reduce((near, one) => (Math.abs(one - step) < Math.abs(near - step) ? one : near), steps[0])];
+	}
 
-  choose(side, s, step) {
-    this[side] = [s, step];
-    // One slider for all: the other run follows to the step nearest to this one.
-    if (side === "a" && this.drawn.length > 1) this.b = [this.chosen("b")[0], step];
-    this.note();
-  }
+	choose(side, s, step) {
+		this[side] = [s, step];
+		// One slider for all: the other run follows to the step nearest to this one.
+		if (side === "a" && this.drawn.length > 1) this.b = [this.chosen("b")[0], step];
+		this.note();
+	}
 
-  note() {
-    keep({[this.name]: [this.mode, this.chosen("a").join("-"), this.chosen("b").join("-")].join("_")});
-  }
+	note() {
+		keep({[this.name]: [this.mode, this.chosen("a").join("-"), this.chosen("b").join("-")].join("_")});
+	}
 
-  render() {
-    if (!this.drawn.length) return html`<p class="empty">No pictures yet: the first preview is drawn early in the run.</p>`;
-    const a = this.picture("a"), b = this.picture("b"), two = this.mode !== "one";
-    return html`<div class="pictures">
-      <div class="bar">${this.slider("a")}
-        <fieldset class="choice"><legend class="hidden">Compare</legend>${Object.entries(MODES).map(([mode, label]) => html`<label><input type="radio" name=${this.name} .checked=${mode === this.mode} @change=${() => { this.mode = mode; this.note(); }}><span>${label}</span></label>`)}</fieldset>
-        ${two ? this.slider("b") : nothing}
-        ${this.mode === "wiper" ? html`<label>cut <input type="range" min="0" max="100" .value=${String(this.cut)} @input=${(e) => (this.cut = Number(e.target.value))}></label>` : nothing}
-        ${this.mode === "flip" ? html`<button aria-pressed=${this.flipped} @click=${() => (this.flipped = !this.flipped)}>Flip: ${this.flipped ? b.label : a.label}</button>` : nothing}
-      </div>
-      <div class="stage ${this.mode}" @pointermove=${this.wipe}>
-        ${this.shown(this.mode === "flip" && this.flipped ? b : a)}
-        ${two && this.mode !== "flip" ? this.shown(b, "over") : nothing}
-      </div></div>`;
-  }
+	render() {
+		if (!this.drawn.length) return html`<p class="empty">No pictures yet: the first preview is drawn early in the run.</p>`;
+		const a = this.picture("a"), b = this.picture("b"), two = this.mode !== "one";
+		return html`<div class="pictures">
+			<div class="bar">${this.slider("a")}
+				<fieldset class="choice"><legend class="hidden">Compare</legend>${Object.entries(MODES).map(([mode, label]) => html`<label><input type="radio" name=${this.name} .checked=${mode === this.mode} @change=${() => { this.mode = mode; this.note(); }}><span>${label}</span></label>`)}</fieldset>
+				${two ? this.slider("b") : nothing}
+				${this.mode === "wiper" ? html`<label>cut <input type="range" min="0" max="100" .value=${String(this.cut)} @input=${(e) => (this.cut = Number(e.target.value))}></label>` : nothing}
+				${this.mode === "flip" ? html`<button aria-pressed=${this.flipped} @click=${() => (this.flipped = !this.flipped)}>Flip: ${this.flipped ? b.label : a.label}</button>` : nothing}
+			</div>
+			<div class="stage ${this.mode}" @pointermove=${this.wipe}>
+				${this.shown(this.mode === "flip" && this.flipped ? b : a)}
+				${two && this.mode !== "flip" ? this.shown(b, "over") : nothing}
+			</div></div>`;
+	}
 
-  slider(side) {
-    const [s, step] = this.chosen(side), {steps, label} = this.drawn[s], i = steps.indexOf(step);
-    const runs = this.drawn.length > 1 ? html`<select aria-label="Run of picture ${side}" @change=${(e) => this.choose(side, Number(e.target.value), step)}>
-      ${this.drawn.map((one, n) => html`<option value=${n} ?selected=${n === s}>${one.label}</option>`)}</select>` : nothing;
-    return html`<div class="slider">${runs}<label>${side === "a" ? "step" : "against step"} <b>${count(step)}</b>
-      <input type="range" min="0" max=${steps.length - 1} .value=${String(i)} aria-valuetext="step ${step} of ${label}" ?disabled=${steps.length < 2}
-        @input=${(e) => this.choose(side, s, steps[Number(e.target.value)])}></label></div>`;
-  }
+	slider(side) {
+		const [s, step] = this.chosen(side), {steps, label} = this.drawn[s], i = steps.indexOf(step);
+		const runs = this.drawn.length > 1 ? html`<select aria-label="Run of picture ${side}" @change=${(e) => this.choose(side, Number(e.target.value), step)}>
+			${this.drawn.map((one, n) => html`<option value=${n} ?selected=${n === s}>${one.label}</option>`)}</select>` : nothing;
+		return html`<div class="slider">${runs}<label>${side === "a" ? "step" : "against step"} <b>${count(step)}</b>
+			<input type="range" min="0" max=${steps.length - 1} .value=${String(i)} aria-valuetext="step ${step} of ${label}" ?disabled=${steps.length < 2}
+				@input=${(e) => this.choose(side, s, steps[Number(e.target.value)])}></label></div>`;
+	}
 
-  picture(side) {
-    const [s, step] = this.chosen(side), source = this.drawn[s];
-    return {url: source.url(step), label: `${this.drawn.length > 1 ? `${source.label}, ` : ""}step ${count(step)}`};
-  }
+	picture(side) {
+		const [s, step] = this.chosen(side), source = this.drawn[s];
+		return {url: source.url(step), label: `${this.drawn.length > 1 ? `${source.label}, ` : ""}step ${count(step)}`};
+	}
 
-  shown({url, label}, kind = "") {
-    return html`<figure class=${kind}><img src=${url} alt="Samples of ${label}" @load=${this.size}><figcaption>${label}</figcaption></figure>`;
-  }
+	shown({url, label}, kind = "") {
+		return html`<figure class=${kind}><img src=${url} alt="Samples of ${label}" @load=${this.size}><figcaption>${label}</figcaption></figure>`;
+	}
 
-  // Small pictures are enlarged by whole numbers, so that their pixels stay square.
-  size({target}) {
-    target.width = target.naturalWidth * Math.max(1, Math.floor(480 / target.naturalWidth));
-    target.classList.toggle("exact", target.naturalWidth <= 1072);
-  }
+	// Small pictures are enlarged by whole numbers, so that their pixels stay square.
+	size({target}) {
+		target.width = target.naturalWidth * Math.max(1, Math.floor(480 / target.naturalWidth));
+		target.classList.toggle("exact", target.naturalWidth <= 1072);
+	}
 
-  wipe(event) {
-    if (this.mode !== "wiper" || !event.buttons) return;
-    const box = this.querySelector(".stage img").getBoundingClientRect();
-    this.cut = Math.round(Math.min(100, Math.max(0, (100 * (event.clientX - box.left)) / box.width)));
-  }
+	wipe(event) {
+		if (this.mode !== "wiper" || !event.buttons) return;
+		const box = this.querySelector(".stage img").getBoundingClientRect();
+		this.cut = Math.round(Math.min(100, Math.max(0, (100 * (event.clientX - box.left)) / box.width)));
+	}
 
-  updated() {
-    const over = this.querySelector(".over img");
-    if (over) over.style.clipPath = this.mode === "wiper" ? `inset(0 0 0 ${this.cut}%)` : "";
-  }
+	updated() {
+		const over = this.querySelector(".over img");
+		if (over) over.style.clipPath = this.mode === "wiper" ? `inset(0 0 0 ${this.cut}%)` : "";
+	}
 }
 customElements.define("unfog-pictures", Pictures);

@@ -3,163 +3,153 @@
 import {html, nothing} from "./vendor/lit.js";
 import {View, announce, bytes, command, count, duration, number, state, text} from "./util.js";
 import {smooth} from "./curves.js";
-import {marksOf, isTrouble} from "./panels.js";
+import {marksOf} from "./panels.js";
 
 const CELLS = ["metric", "value", "95% interval", "real images", "n", "reference", "features", "resize"];
 
 class Run extends View {
-  static properties = ["data", "run", "detail", "events", "version", "failed", "find"];
+	static properties = ["data", "run", "detail", "events", "version", "failed", "find"];
 
-  constructor() {
-    super();
-    Object.assign(this, {detail: null, events: [], version: 0, failed: "", find: ""});
-  }
+	constructor() {
+		super();
+		Object.assign(this, {detail: null, events: [], version: 0, failed: "", find: ""});
+	}
 
-  connectedCallback() {
-    super.connectedCallback();
-    const mine = (event) => (event.id === undefined || String(event.id) === this.run) && this.load(event);
-    this.offs = [this.data.on("run", mine), this.data.on("refresh", () => this.load())];
-    this.load();
-  }
+	connectedCallback() {
+		super.connectedCallback();
+		this.listen("run", (event) => String(event.id) === this.run && this.load(event));
+		this.listen("refresh", () => this.load());
+		this.load();
+	}
 
-  disconnectedCallback() {
-    super.disconnectedCallback();
-    this.offs.forEach((off) => off());
-  }
+	// What an event says has grown; all of it without one. Calls while one is under way become one more.
+	async load(event) {
+		const sizes = event && `${event.events} ${event.previews} ${event.state}`;
+		if (event && this.detail && sizes === this.sizes && !this.loading) {
+			await this.data.update(this.run, this.detail.rows).catch(() => null);
+			this.version = this.store.version;
+			this.detail = {...this.detail, status: {...this.detail.status, ...event}};
+			return;
+		}
+		if (event) this.sizes = sizes;
+		if (this.loading) {
+			this.more = true;
+			return;
+		}
+		this.loading = true;
+		try {
+			const before = this.detail?.status.state;
+			const detail = await this.data.run(this.run);
+			[this.store, this.events] = await Promise.all([this.data.update(this.run, detail.rows), this.data.events(this.run)]);
+			this.detail = detail;
+			this.version = this.store.version;
+			this.failed = "";
+			if (before && before !== this.detail.status.state) announce(`${this.detail.name} is ${this.detail.status.state}`);
+		} catch (error) {
+			this.failed = error.message;
+		}
+		this.loading = false;
+		if (this.more) setTimeout(() => this.load(), 500);
+		this.more = false;
+	}
 
-  // What an event says has grown; all of it without one. Calls while one is under way become one more.
-  async load(event) {
-    const sizes = event && `${event.events} ${event.previews} ${event.state}`;
-    if (event && this.detail && sizes === this.sizes && !this.loading) {
-      await this.data.update(this.run, this.detail.rows).catch(() => null);
-      this.version = this.store.version;
-      this.detail = {...this.detail, status: {...this.detail.status, ...event}};
-      return;
-    }
-    if (event) this.sizes = sizes;
-    if (this.loading) {
-      this.more = true;
-      return;
-    }
-    this.loading = true;
-    try {
-      const before = this.detail?.status.state;
-      const detail = await this.data.run(this.run);
-      [this.store, this.events] = await Promise.all([this.data.update(this.run, detail.rows), this.data.events(this.run)]);
-      this.detail = detail;
-      this.version = this.store.version;
-      this.failed = "";
-      if (before && before !== this.detail.status.state) announce(`${this.detail.name} is ${this.detail.status.state}`);
-    } catch (error) {
-      this.failed = error.message;
-    }
-    this.loading = false;
-    if (this.more) setTimeout(() => this.load(), 500);
-    this.more = false;
-  }
+	render() {
+		const run = this.detail;
+		if (!run) return html`<p class="empty" role="status">${this.failed ? `This run cannot be shown: ${this.failed}.` : "Reading the run …"}</p>`;
+		const troubles = this.events.filter((event) => event.trouble).slice(-20), {status} = run, marks = marksOf(this.events);
+		const sources = [{label: run.name, steps: run.previews, url: (step) => this.data.picture(this.run, "preview", step)}];
+		return html`<header class="run-head"><h1>${run.name}</h1><p class="line">${state(status.state)} <span class="soft">${status.detail}</span>
+				${status.steps ? html`<progress max=${status.steps} value=${status.step} aria-label="Progress"></progress> ${count(status.step)} of ${count(status.steps)} steps` : nothing}
+				${status.seconds_left ? html`· ${duration(status.seconds_left)} left` : nothing}</p>
+				<nav class="inner" aria-label="On this page">${["Curves", "Samples", "Data", "Settings", "Events"].map((name) => html`<button class="quiet" @click=${() => this.goTo(name)}>${name}</button>`)}</nav></header>
+			<dl class="facts">${this.facts(run).map(([label, value, remark]) => html`<div><dt>${label}</dt><dd><b>${value}</b> <span class="soft">${remark}</span></dd></div>`)}</dl>
+			${this.data.steers ? this.steering(run) : nothing}
+			${troubles.length || run.findings?.length ? html`<section><h2>Needs attention</h2>${this.findings(run)}${troubles.length ? this.table(troubles, "Troubles") : nothing}</section>` : nothing}
+			<section id="Curves"><h2>Curves</h2><unfog-panels .data=${this.data} .runs=${[{id: this.run, label: run.name, store: this.store, rows: run.rows, marks}]} .version=${this.version}></unfog-panels>
+				<unfog-levels .store=${this.store} .version=${this.version}></unfog-levels></section>
+			<section id="Samples"><h2>Samples</h2><unfog-pictures .sources=${sources}></unfog-pictures>
+				${run.denoising?.length ? html`<h3>Denoising, step ${count(run.denoising.at(-1))}</h3><div class="scroll" tabindex="0" role="region" aria-label="Denoising"><img class="wide" src=${this.data.picture(this.run, "denoising", run.denoising.at(-1))} alt="Noisy images and what the network makes of them, by noise level"></div>` : nothing}</section>
+			${run.evaluations?.length ? html`<section><h2>Evaluations</h2>${run.evaluations.map((one) => this.evaluation(one))}</section>` : nothing}
+			<section id="Data"><h2>Data</h2>${this.dataReport(run.data)}${run.contact_sheet ? html`<details><summary>Contact sheet of the training images</summary><img src=${this.data.picture(this.run, "contact")} alt="Some of the training images, as the network sees them" loading="lazy"></details>` : nothing}</section>
+			${run.choices?.length ? html`<section><h2>Chosen automatically</h2><div class="scroll"><table><thead><tr><th scope="col">setting</th><th scope="col">value</th><th scope="col">reason</th></tr></thead>
+				<tbody>${run.choices.map((one) => html`<tr><th scope="row">${one.setting}</th><td>${text(one.value)}</td><td>${one.reason}</td></tr>`)}</tbody></table></div></section>` : nothing}
+			<section id="Settings"><h2>Settings</h2>${this.settings(run)}</section>
+			<section id="Events"><h2>Events</h2>${this.events.length ? this.table([...this.events].reverse().slice(0, 300), "Events") : html`<p class="empty">None yet.</p>`}
+				${run.events_left_out ? html`<p class="soft">${count(run.events_left_out)} earlier events are in events.jsonl.</p>` : nothing}</section>`;
+	}
 
-  render() {
-    const run = this.detail;
-    if (!run) return html`<p class="empty" role="status">${this.failed ? `This run cannot be shown: ${this.failed}.` : "Reading the run …"}</p>`;
-    const troubles = this.events.filter(isTrouble).slice(-20), sources = this.pictures("preview", run.previews);
-    const {status} = run, marks = marksOf(this.events);
-    return html`<header class="run-head"><h1>${run.name}</h1><p class="line">${state(status.state)} <span class="soft">${status.detail}</span>
-        ${status.steps ? html`<progress max=${status.steps} value=${status.step} aria-label="Progress"></progress> ${count(status.step)} of ${count(status.steps)} steps` : nothing}
-        ${status.seconds_left ? html`· ${duration(status.seconds_left)} left` : nothing}</p>
-        <nav class="inner" aria-label="On this page">${["Curves", "Samples", "Data", "Settings", "Events"].map((name) => html`<button class="quiet" @click=${() => this.goTo(name)}>${name}</button>`)}</nav></header>
-      <dl class="facts">${this.facts(run).map(([label, value, remark]) => html`<div><dt>${label}</dt><dd><b>${value}</b> <span class="soft">${remark}</span></dd></div>`)}</dl>
-      ${this.data.steers ? this.steering(run) : nothing}
-      ${troubles.length || run.findings?.length ? html`<section><h2>Needs attention</h2>${this.findings(run)}${troubles.length ? this.table(troubles, "Troubles") : nothing}</section>` : nothing}
-      <section id="Curves"><h2>Curves</h2><unfog-panels .data=${this.data} .runs=${[{id: this.run, label: run.name, store: this.store, rows: run.rows, marks}]} .version=${this.version}></unfog-panels>
-        <unfog-levels .store=${this.store} .version=${this.version}></unfog-levels></section>
-      <section id="Samples"><h2>Samples</h2><unfog-pictures .sources=${[sources]}></unfog-pictures>
-        ${run.denoising?.length ? html`<h3>Denoising, step ${count(run.denoising.at(-1))}</h3><div class="scroll" tabindex="0" role="region" aria-label="Denoising"><img class="wide" src=${this.data.picture(this.run, "denoising", run.denoising.at(-1))} alt="Noisy images and what the network makes of them, by noise level"></div>` : nothing}</section>
-      ${run.evaluations?.length ? html`<section><h2>Evaluations</h2>${run.evaluations.map((one) => this.evaluation(one))}</section>` : nothing}
-      <section id="Data"><h2>Data</h2>${this.dataReport(run.data)}${run.contact_sheet ? html`<details><summary>Contact sheet of the training images</summary><img src=${this.data.picture(this.run, "contact")} alt="Some of the training images, as the network sees them" loading="lazy"></details>` : nothing}</section>
-      ${run.choices?.length ? html`<section><h2>Chosen automatically</h2><div class="scroll"><table><thead><tr><th scope="col">setting</th><th scope="col">value</th><th scope="col">reason</th></tr></thead>
-        <tbody>${run.choices.map((one) => html`<tr><th scope="row">${one.setting}</th><td>${text(one.value)}</td><td>${one.reason}</td></tr>`)}</tbody></table></div></section>` : nothing}
-      <section id="Settings"><h2>Settings</h2>${this.settings(run)}</section>
-      <section id="Events"><h2>Events</h2>${this.events.length ? this.table([...this.events].reverse().slice(0, 300), "Events") : html`<p class="empty">None yet.</p>`}
-        ${run.events_left_out ? html`<p class="soft">${count(run.events_left_out)} earlier events are in events.jsonl.</p>` : nothing}</section>`;
-  }
+	goTo(name) {
+		const section = document.getElementById(name);
+		section.scrollIntoView({behavior: matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth"});
+		section.tabIndex = -1;
+		section.focus({preventScroll: true});
+	}
 
-  goTo(name) {
-    const section = document.getElementById(name);
-    section.scrollIntoView({behavior: matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth"});
-    section.tabIndex = -1;
-    section.focus({preventScroll: true});
-  }
+	facts(run) {
+		const last = (name) => this.store.column(name)?.at(-1) ?? this.store.column(`${name}.last`)?.at(-1);
+		const facts = [], loss = this.store.series("step", "loss"), held = this.store.series("step", "held_out_loss"), speed = this.store.series("step", "images_per_second").y;
+		if (Number.isFinite(last("images"))) facts.push(["images seen", count(last("images")), `${count(last("step"))} steps`]);
+		if (Number.isFinite(last("seconds"))) facts.push(["time", duration(last("seconds")), ""]);
+		if (speed.length) facts.push(["images a second", number([...speed].sort((a, b) => a - b)[speed.length >> 1]), "median"]);
+		if (loss.x.length) facts.push(["loss", number(smooth(loss.x, loss.y, 0.02 * (loss.x.at(-1) - loss.x[0])).at(-1)), "smoothed"]);
+		if (held.x.length) {
+			const best = held.y.reduce((least, y, i) => (y < held.y[least] ? i : least), 0);
+			facts.push(["held-out loss", number(held.y.at(-1)), `lowest ${number(held.y[best])} at step ${count(held.x[best])}`]);
+		}
+		if (run.checkpoints?.length) facts.push(["checkpoints", count(run.checkpoints.length), `newest at step ${count(run.checkpoints.at(-1))}${run.checkpoint_bytes ? `, ${bytes(run.checkpoint_bytes)}` : ""}`]);
+		for (const [kind, label] of [["step_refused", "steps skipped"], ["rolled_back", "roll-backs"]]) {
+			const n = run.counts[kind];
+			if (n) facts.push([label, count(n), kind === "step_refused" ? "not finite; weights untouched" : "to earlier weights, as it diverged"]);
+		}
+		return facts;
+	}
 
-  pictures(kind, steps) {
-    return {label: this.detail.name, steps: steps || [], url: (step) => this.data.picture(this.run, kind, step)};
-  }
+	steering(run) {
+		const ask = (label, path, line, body) => html`<unfog-ask .data=${this.data} .label=${label} .path=${path} .line=${line || ""} .body=${body}></unfog-ask>`;
+		const c = run.commands || {}, base = `api/runs/${this.run}`, training = run.status.state === "running";
+		return html`<section class="steering"><h2 class="hidden">Steer</h2>
+			${training ? [["Save now", "save"], ["Preview now", "preview"], ["Stop", "stop"]].map(([label, what]) => ask(label, `${base}/ask`, c[what], {what})) : nothing}
+			${ask("Run the doctor", "api/doctor", c.doctor, {run: run.id})}
+			${training ? nothing : html`<details><summary>Resume, with changed settings if you like</summary><unfog-form .data=${this.data} .kind=${"resume"} .path=${`${base}/resume`}></unfog-form></details>`}
+			<details><summary>Other commands</summary>${Object.entries(c).filter(([name]) => !/^(save|preview|stop|doctor)$/.test(name)).map(([, line]) => html`<p>${command(line)}</p>`)}</details></section>`;
+	}
 
-  facts(run) {
-    const last = (name) => this.store.column(name)?.at(-1) ?? this.store.column(`${name}.last`)?.at(-1);
-    const facts = [], loss = this.store.series("step", "loss"), held = this.store.series("step", "held_out_loss"), speed = this.store.series("step", "images_per_second").y;
-    if (Number.isFinite(last("images"))) facts.push(["images seen", count(last("images")), `${count(last("step"))} steps`]);
-    if (Number.isFinite(last("seconds"))) facts.push(["time", duration(last("seconds")), ""]);
-    if (speed.length) facts.push(["images a second", number([...speed].sort((a, b) => a - b)[speed.length >> 1]), "median"]);
-    if (loss.x.length) facts.push(["loss", number(smooth(loss.x, loss.y, 0.02 * (loss.x.at(-1) - loss.x[0])).at(-1)), "smoothed"]);
-    if (held.x.length) {
-      const best = held.y.reduce((least, y, i) => (y < held.y[least] ? i : least), 0);
-      facts.push(["held-out loss", number(held.y.at(-1)), `lowest ${number(held.y[best])} at step ${count(held.x[best])}`]);
-    }
-    if (run.checkpoints?.length) facts.push(["checkpoints", count(run.checkpoints.length), `newest at step ${count(run.checkpoints.at(-1))}${run.checkpoint_bytes ? `, ${bytes(run.checkpoint_bytes)}` : ""}`]);
-    for (const [kind, label] of [["step_refused", "steps skipped"], ["rolled_back", "roll-backs"]]) {
-      const n = run.counts ? run.counts[kind] : this.events.filter((event) => event.kind === kind).length;
-      if (n) facts.push([label, count(n), kind === "step_refused" ? "not finite; weights untouched" : "to earlier weights, as it diverged"]);
-    }
-    return facts;
-  }
+	findings(run) {
+		return (run.findings || []).filter((one) => one.severity !== "fine").map((one) => html`<article class="finding"><p><b class=${one.severity}>${one.severity}</b> ${one.text}</p>
+			${one.remedy ? html`<p class="soft">${one.remedy}</p>` : nothing}${one.command && this.data.steers ? html`<unfog-ask .data=${this.data} .label=${"Do this"} .path=${`api/runs/${this.run}/resume`} .line=${one.command} .body=${{finding: one.id}}></unfog-ask>` : command(one.command)}</article>`);
+	}
 
-  steering(run) {
-    const ask = (label, path, line, body) => html`<unfog-ask .data=${this.data} .label=${label} .path=${path} .line=${line || ""} .body=${body}></unfog-ask>`;
-    const c = run.commands || {}, base = `api/runs/${this.run}`, training = run.status.state === "running";
-    return html`<section class="steering"><h2 class="hidden">Steer</h2>
-      ${training ? [["Save now", "save"], ["Preview now", "preview"], ["Stop", "stop"]].map(([label, what]) => ask(label, `${base}/ask`, c[what], {what})) : nothing}
-      ${ask("Run the doctor", "api/doctor", c.doctor, {run: run.id})}
-      ${training ? nothing : html`<details><summary>Resume, with changed settings if you like</summary><unfog-form .data=${this.data} .kind=${"resume"} .path=${`${base}/resume`}></unfog-form></details>`}
-      <details><summary>Other commands</summary>${Object.entries(c).filter(([name]) => !/^(save|preview|stop|doctor)$/.test(name)).map(([, line]) => html`<p>${command(line)}</p>`)}</details></section>`;
-  }
+	table(rows, name) {
+		return html`<div class="scroll" tabindex="0" role="region" aria-label=${name}><table class="events"><thead><tr><th scope="col">time, UTC</th><th scope="col">step</th><th scope="col">kind</th><th scope="col">details</th></tr></thead>
+			<tbody>${rows.map((row) => html`<tr><td class="fixed">${String(row.time).slice(0, 19).replace("T", " ")}</td><td class="fixed number">${count(row.step)}</td>
+				<td class="fixed ${row.trouble ? "warning" : ""}">${row.trouble ? "▲ " : ""}${row.kind}</td><td>${row.cause && row.trouble ? row.cause : row.details}${row.remedy ? html`<br><span class="soft">Remedy: ${row.remedy}</span>` : nothing}</td></tr>`)}</tbody></table></div>`;
+	}
 
-  findings(run) {
-    return (run.findings || []).filter((one) => one.severity !== "fine").map((one) => html`<article class="finding"><p><b class=${one.severity}>${one.severity}</b> ${one.text}</p>
-      ${one.remedy ? html`<p class="soft">${one.remedy}</p>` : nothing}${one.command && this.data.steers ? html`<unfog-ask .data=${this.data} .label=${"Do this"} .path=${`api/runs/${this.run}/resume`} .line=${one.command} .body=${{finding: one.id}}></unfog-ask>` : command(one.command)}</article>`);
-  }
+	evaluation(one) {
+		const interval = (m) => (m.low === null || m.high === null || m.low === undefined ? "" : `${number(m.low)} to ${number(m.high)}`);
+		return html`<h3>step ${count(one.step)}</h3>${one.verdict ? html`<p>${one.verdict}</p>` : nothing}<p class="soft">${text(one.drawn)}</p>
+			<div class="scroll" tabindex="0" role="region" aria-label="Evaluation of step ${one.step}"><table><thead><tr>${CELLS.map((cell) => html`<th scope="col">${cell}</th>`)}</tr></thead><tbody>${(one.measured || []).map((m) => html`<tr>
+				<th scope="row">${m.metric}</th><td>${m.value === null ? "refused" : number(m.value)}</td><td>${interval(m)}</td><td>${m.real === null ? "" : number(m.real)}</td><td>${count(m.n)}</td><td>${count(m.n_reference)}</td><td>${m.features}</td><td>${m.resize}</td></tr>`)}</tbody></table></div>
+			${(one.measured || []).filter((m) => m.note).map((m) => html`<p class="soft">${m.metric}: ${m.note}</p>`)}
+			${(one.copies || []).map((copy) => html`<p class=${copy.severity}>copies of training images, by ${copy.by}: ${copy.evidence}${copy.remedy ? `; ${copy.remedy}` : ""}</p>
+				${String(copy.picture).startsWith("data:") ? html`<div class="scroll" tabindex="0" role="region" aria-label="Copies"><img src=${copy.picture} alt="Generated images over the training images nearest to them"></div>` : nothing}`)}`;
+	}
 
-  table(rows, name) {
-    const others = ({time, step, kind, trouble, cause, remedy, details, ...rest}) => details ?? Object.entries(rest).map(([key, value]) => `${key} ${text(value)}`).join(" · ");
-    return html`<div class="scroll" tabindex="0" role="region" aria-label=${name}><table class="events"><thead><tr><th scope="col">time, UTC</th><th scope="col">step</th><th scope="col">kind</th><th scope="col">details</th></tr></thead>
-      <tbody>${rows.map((row) => html`<tr><td class="fixed">${String(row.time).slice(0, 19).replace("T", " ")}</td><td class="fixed number">${count(row.step)}</td>
-        <td class="fixed ${isTrouble(row) ? "warning" : ""}">${isTrouble(row) ? "▲ " : ""}${row.kind}</td><td>${row.cause && isTrouble(row) ? row.cause : others(row)}${row.remedy ? html`<br><span class="soft">Remedy: ${row.remedy}</span>` : nothing}</td></tr>`)}</tbody></table></div>`;
-  }
+	dataReport(data) {
+		if (!data) return html`<p class="empty">No data report in this folder.</p>`;
+		const {fields, classes, skipped, skipped_count} = data;
+		const most = Math.max(1, ...Object.values(classes));
+		return html`<table class="pairs">${Object.entries(fields).map(([key, value]) => html`<tr><th scope="row">${key.replaceAll("_", " ")}</th><td>${text(value)}</td></tr>`)}</table>
+			${Object.keys(classes).length ? html`<details open><summary>${count(Object.keys(classes).length)} classes</summary><ul class="classes">${Object.entries(classes).slice(0, 200).map(([name, n]) => html`<li><span>${name}</span> <meter max=${most} value=${n} aria-label="images of ${name}"></meter> ${count(n)}</li>`)}</ul></details>` : nothing}
+			${skipped_count ? html`<details><summary>${count(skipped_count)} files left out</summary><ul>${skipped.map((one) => html`<li>${one}</li>`)}</ul></details>` : nothing}`;
+	}
 
-  evaluation(one) {
-    const interval = (m) => (m.low === null || m.high === null || m.low === undefined ? "" : `${number(m.low)} to ${number(m.high)}`);
-    return html`<h3>step ${count(one.step)}</h3>${one.verdict ? html`<p>${one.verdict}</p>` : nothing}<p class="soft">${text(one.drawn)}</p>
-      <div class="scroll" tabindex="0" role="region" aria-label="Evaluation of step ${one.step}"><table><thead><tr>${CELLS.map((cell) => html`<th scope="col">${cell}</th>`)}</tr></thead><tbody>${(one.measured || []).map((m) => html`<tr>
-        <th scope="row">${m.metric}</th><td>${m.value === null ? "refused" : number(m.value)}</td><td>${interval(m)}</td><td>${m.real === null ? "" : number(m.real)}</td><td>${count(m.n)}</td><td>${count(m.n_reference)}</td><td>${m.features}</td><td>${m.resize}</td></tr>`)}</tbody></table></div>
-      ${(one.measured || []).filter((m) => m.note).map((m) => html`<p class="soft">${m.metric}: ${m.note}</p>`)}
-      ${(one.copies || []).map((copy) => html`<p class=${copy.severity}>copies of training images, by ${copy.by}: ${copy.evidence}${copy.remedy ? `; ${copy.remedy}` : ""}</p>
-        ${String(copy.picture).startsWith("data:") ? html`<div class="scroll" tabindex="0" role="region" aria-label="Copies"><img src=${copy.picture} alt="Generated images over the training images nearest to them"></div>` : nothing}`)}`;
-  }
-
-  dataReport(data) {
-    if (!data) return html`<p class="empty">No data report in this folder.</p>`;
-    const {classes = data.class_counts || {}, skipped = [], skipped_count = 0} = data, fields = data.fields || Object.fromEntries(Object.entries(data).filter(([key]) => !/^(class|skipped|files)/.test(key)));
-    const most = Math.max(1, ...Object.values(classes));
-    return html`<table class="pairs">${Object.entries(fields).map(([key, value]) => html`<tr><th scope="row">${key.replaceAll("_", " ")}</th><td>${text(value)}</td></tr>`)}</table>
-      ${Object.keys(classes).length ? html`<details open><summary>${count(Object.keys(classes).length)} classes</summary><ul class="classes">${Object.entries(classes).slice(0, 200).map(([name, n]) => html`<li><span>${name}</span> <meter max=${most} value=${n} aria-label="images of ${name}"></meter> ${count(n)}</li>`)}</ul></details>` : nothing}
-      ${skipped_count ? html`<details><summary>${count(skipped_count)} files left out</summary><ul>${skipped.map((one) => html`<li>${one}</li>`)}</ul></details>` : nothing}`;
-  }
-
-  settings(run) {
-    const changed = run.changed || {}, words = this.find.toLowerCase().split(/\s+/).filter(Boolean);
-    const rows = Object.entries(run.settings || {}).filter(([name, value]) => words.every((word) => `${name} ${value}`.toLowerCase().includes(word)));
-    const order = rows.sort(([a], [b]) => (b in changed) - (a in changed));
-    return html`<p><input type="search" placeholder="Search settings" aria-label="Search settings" .value=${this.find} @input=${(e) => (this.find = e.target.value)}> <span class="soft" role="status">${count(rows.length)} shown</span></p>
-      <div class="settings"><table class="pairs">${order.map(([name, value]) => html`<tr class=${name in changed ? "changed" : ""}><th scope="row">${name}</th><td>${text(value)}${name in changed ? html` <span class="soft">changed; default ${text(changed[name][0]) || "empty"}</span>` : nothing}</td></tr>`)}</table></div>`;
-  }
+	settings(run) {
+		const changed = run.changed || {}, words = this.find.toLowerCase().split(/\s+/).filter(Boolean);
+		const rows = Object.entries(run.settings || {}).filter(([name, value]) => words.every((word) => `${name} ${value}`.toLowerCase().includes(word)));
+		const order = rows.sort(([a], [b]) => (b in changed) - (a in changed));
+		return html`<p><input type="search" placeholder="Search settings" aria-label="Search settings" .value=${this.find} @input=${(e) => (this.find = e.target.value)}> <span class="soft" role="status">${count(rows.length)} shown</span></p>
+			<div class="settings"><table class="pairs">${order.map(([name, value]) => html`<tr class=${name in changed ? "changed" : ""}><th scope="row">${name}</th><td>${text(value)}${name in changed ? html` <span class="soft">changed; default ${text(changed[name][0]) || "empty"}</span>` : nothing}</td></tr>`)}</table></div>`;
+	}
 }
 customElements.define("unfog-run", Run);

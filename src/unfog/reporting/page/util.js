@@ -5,55 +5,63 @@ import {html, nothing, render} from "./vendor/lit.js";
 // An element whose `render` is called again after one of its `properties` was set. It renders into the page itself, not
 // into a shadow, so that one style sheet and the labels of forms reach everywhere. `updated` gets name -> value before.
 export class View extends HTMLElement {
-  static properties = [];
+	static properties = [];
 
-  constructor() {
-    super();
-    this.changes = new Map();
-    const kind = this.constructor;
-    if (Object.hasOwn(kind, "observed")) return;
-    kind.observed = kind.properties;
-    for (const name of kind.observed) {
-      Object.defineProperty(kind.prototype, name, {
-        get() {
-          return this[`_${name}`];
-        },
-        set(value) {
-          const before = this[`_${name}`];
-          if (before === value) return;
-          if (!this.changes.has(name)) this.changes.set(name, before);
-          this[`_${name}`] = value;
-          this.requestUpdate();
-        },
-      });
-    }
-  }
+	constructor() {
+		super();
+		this.changes = new Map();
+		const kind = this.constructor;
+		if (Object.hasOwn(kind, "observed")) return;
+		kind.observed = kind.properties;
+		for (const name of kind.observed) {
+			Object.defineProperty(kind.prototype, name, {
+				get() {
+					return this[`_${name}`];
+				},
+				set(value) {
+					const before = this[`_${name}`];
+					if (before === value) return;
+					if (!this.changes.has(name)) this.changes.set(name, before);
+					this[`_${name}`] = value;
+					this.requestUpdate();
+				},
+			});
+		}
+	}
 
-  connectedCallback() {
-    this.requestUpdate();
-  }
+	connectedCallback() {
+		this.requestUpdate();
+	}
 
-  disconnectedCallback() {}
+	// Call back on an event of the data layer for as long as this element is on the page.
+	listen(kind, callback) {
+		(this.offs ||= []).push(this.data.on(kind, callback));
+	}
 
-  // Render once, after all that is being set now.
-  requestUpdate() {
-    if (this.waiting || !this.isConnected) return;
-    this.waiting = true;
-    queueMicrotask(() => {
-      this.waiting = false;
-      if (!this.isConnected) return;
-      const changes = this.changes;
-      this.changes = new Map();
-      render(this.render(), this, {host: this});
-      if (!this.rendered) this.firstUpdated();
-      this.rendered = true;
-      this.updated(changes);
-    });
-  }
+	disconnectedCallback() {
+		for (const off of this.offs || []) off();
+		this.offs = [];
+	}
 
-  firstUpdated() {}
+	// Render once, after all that is being set now.
+	requestUpdate() {
+		if (this.waiting || !this.isConnected) return;
+		this.waiting = true;
+		queueMicrotask(() => {
+			this.waiting = false;
+			if (!this.isConnected) return;
+			const changes = this.changes;
+			this.changes = new Map();
+			render(this.render(), this, {host: this});
+			if (!this.rendered) this.firstUpdated();
+			this.rendered = true;
+			this.updated(changes);
+		});
+	}
 
-  updated() {}
+	firstUpdated() {}
+
+	updated() {}
 }
 
 export const COLOURS = ["#2f7fd0", "#d9822b", "#1f9d76", "#b565b0", "#c8503c", "#6f8f1f", "#2a9db0", "#8a8f98"];
@@ -61,95 +69,95 @@ export const COLOURS = ["#2f7fd0", "#d9822b", "#1f9d76", "#b565b0", "#c8503c", "
 export const DASHES = [[], [7, 3], [2, 3], [9, 3, 2, 3], [4, 2], [12, 4], [1, 4], [9, 3, 2, 3, 2, 3]];
 
 export function count(value) {
-  return Number.isFinite(value) ? Math.round(value).toLocaleString("en-US") : "–";
+	return Number.isFinite(value) ? Math.round(value).toLocaleString("en-US") : "–";
 }
 
 export function number(value) {
-  if (typeof value !== "number" || !Number.isFinite(value)) return "–";
-  const size = Math.abs(value);
-  if (size === 0) return "0";
-  if (size < 1e-3) return value.toExponential(2).replace(/\.?0+e/, "e");
-  if (size >= 1e6) return `${Number((value / 1e6).toPrecision(4))}M`;
-  return size >= 1e4 ? count(value) : String(Number(value.toPrecision(4)));
+	if (typeof value !== "number" || !Number.isFinite(value)) return "–";
+	const size = Math.abs(value);
+	if (size === 0) return "0";
+	if (size < 1e-3) return value.toExponential(2).replace(/\.?0+e/, "e");
+	if (size >= 1e6) return `${Number((value / 1e6).toPrecision(4))}M`;
+	return size >= 1e4 ? count(value) : String(Number(value.toPrecision(4)));
 }
 
 export function duration(seconds) {
-  if (!Number.isFinite(seconds)) return "–";
-  const s = Math.max(0, Math.round(seconds));
-  if (s < 60) return `${s} s`;
-  if (s < 3600) return `${Math.floor(s / 60)} min ${s % 60} s`;
-  if (s < 86400) return `${Math.floor(s / 3600)} h ${Math.floor((s % 3600) / 60)} min`;
-  return `${Math.floor(s / 86400)} d ${Math.floor((s % 86400) / 3600)} h`;
+	if (!Number.isFinite(seconds)) return "–";
+	const s = Math.max(0, Math.round(seconds));
+	if (s < 60) return `${s} s`;
+	if (s < 3600) return `${Math.floor(s / 60)} min ${s % 60} s`;
+	if (s < 86400) return `${Math.floor(s / 3600)} h ${Math.floor((s % 3600) / 60)} min`;
+	return `${Math.floor(s / 86400)} d ${Math.floor((s % 86400) / 3600)} h`;
 }
 
 export function bytes(n) {
-  if (!Number.isFinite(n)) return "–";
-  for (const [size, unit] of [[1e9, "GB"], [1e6, "MB"], [1e3, "kB"]]) if (n >= size) return `${(n / size).toFixed(1)} ${unit}`;
-  return `${n} B`;
+	if (!Number.isFinite(n)) return "–";
+	for (const [size, unit] of [[1e9, "GB"], [1e6, "MB"], [1e3, "kB"]]) if (n >= size) return `${(n / size).toFixed(1)} ${unit}`;
+	return `${n} B`;
 }
 
 // Any JSON value as a line of text.
 export function text(value) {
-  if (value === null || value === undefined) return "–";
-  if (typeof value === "boolean") return value ? "yes" : "no";
-  if (typeof value === "number") return Number.isInteger(value) ? value.toLocaleString("en-US") : String(Number(value.toPrecision(6)));
-  if (Array.isArray(value)) return value.map(text).join(", ");
-  if (typeof value === "object") return Object.entries(value).map(([key, one]) => `${key} ${text(one)}`).join(", ");
-  return String(value);
+	if (value === null || value === undefined) return "–";
+	if (typeof value === "boolean") return value ? "yes" : "no";
+	if (typeof value === "number") return Number.isInteger(value) ? value.toLocaleString("en-US") : String(Number(value.toPrecision(6)));
+	if (Array.isArray(value)) return value.map(text).join(", ");
+	if (typeof value === "object") return Object.entries(value).map(([key, one]) => `${key} ${text(one)}`).join(", ");
+	return String(value);
 }
 
 export function route() {
-  const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
-  const [view, ids] = path.split("/");
-  return {path, view: view || "", ids: (ids || "").split(",").filter(Boolean), query: new URLSearchParams(query || "")};
+	const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
+	const [view, ids] = path.split("/");
+	return {path, view: view || "", ids: (ids || "").split(",").filter(Boolean), query: new URLSearchParams(query || "")};
 }
 
 // Change parts of the hash's query; null removes one.
 export function keep(changes) {
-  const {path, query} = route();
-  for (const [name, value] of Object.entries(changes)) {
-    if (value === null || value === "" || value === undefined) query.delete(name);
-    else query.set(name, value);
-  }
-  const after = query.toString();
-  history.replaceState(null, "", `#/${path}${after ? `?${after}` : ""}`);
-  dispatchEvent(new Event("hashchange"));
+	const {path, query} = route();
+	for (const [name, value] of Object.entries(changes)) {
+		if (value === null || value === "" || value === undefined) query.delete(name);
+		else query.set(name, value);
+	}
+	const after = query.toString();
+	history.replaceState(null, "", `#/${path}${after ? `?${after}` : ""}`);
+	dispatchEvent(new Event("hashchange"));
 }
 
 export function download(name, content, type) {
-  const link = document.createElement("a");
-  link.href = URL.createObjectURL(content instanceof Blob ? content : new Blob([content], {type}));
-  link.download = name.replace(/[^\w.-]+/g, "-");
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+	const link = document.createElement("a");
+	link.href = URL.createObjectURL(content instanceof Blob ? content : new Blob([content], {type}));
+	link.download = name.replace(/[^\w.-]+/g, "-");
+	link.click();
+	setTimeout(() => URL.revokeObjectURL(link.href), 10000);
 }
 
 // Say something to screen readers, in the page's one live region.
 export function announce(message) {
-  const region = document.getElementById("live");
-  if (region) region.textContent = message;
+	const region = document.getElementById("live");
+	if (region) region.textContent = message;
 }
 
 const SIGNS = {running: "▶", finished: "✓", stopped: "■", failed: "✕", killed: "✕", "not begun": "○", queued: "○"};
 
 export function state(word) {
-  const known = SIGNS[word] ? word.replace(" ", "-") : "stopped";
-  return html`<span class="state ${known}"><span aria-hidden="true">${SIGNS[word] || "■"}</span> ${word}</span>`;
+	const known = SIGNS[word] ? word.replace(" ", "-") : "stopped";
+	return html`<span class="state ${known}"><span aria-hidden="true">${SIGNS[word] || "■"}</span> ${word}</span>`;
 }
 
 export function command(line) {
-  if (!line) return nothing;
-  const copy = async (event) => {
-    const button = event.currentTarget;
-    try {
-      await navigator.clipboard.writeText(line);
-      button.textContent = "copied";
-      announce("The command was copied");
-    } catch {
-      getSelection().selectAllChildren(button.previousElementSibling);
-      button.textContent = "selected";
-    }
-    setTimeout(() => (button.textContent = "copy"), 1500);
-  };
-  return html`<span class="command"><code>${line}</code><button class="quiet" aria-label="Copy the command ${line}" @click=${copy}>copy</button></span>`;
+	if (!line) return nothing;
+	const copy = async (event) => {
+		const button = event.currentTarget;
+		try {
+			await navigator.clipboard.writeText(line);
+			button.textContent = "copied";
+			announce("The command was copied");
+		} catch {
+			getSelection().selectAllChildren(button.previousElementSibling);
+			button.textContent = "selected";
+		}
+		setTimeout(() => (button.textContent = "copy"), 1500);
+	};
+	return html`<span class="command"><code>${line}</code><button class="quiet" aria-label="Copy the command ${line}" @click=${copy}>copy</button></span>`;
 }
