@@ -89,9 +89,9 @@ def test_the_command_prints_and_writes_the_result(folders, tmp_path, capsys):
     ("words", "message"),
     [
         ([], "--reference SOURCE"),
-        (["--reference", "REAL", "--steps", "5"], "steps is of a run"),
-        (["--reference", "REAL", "--metrics", "held_out"], "held_out is of a run"),
-        (["--reference", "held-out"], "held-out is of a run"),
+        (["--reference", "REAL", "--steps", "5"], "steps needs a run"),
+        (["--reference", "REAL", "--metrics", "held_out"], "held_out needs a run"),
+        (["--reference", "held-out"], "held-out needs a run"),
         (["--reference", "/nowhere"], "nowhere"),
         (["--reference", "REAL", "--out", "REAL"], "is a folder"),
     ],

@@ -321,7 +321,7 @@ def test_what_is_written_is_compared_and_an_export_that_differs_leaves_nothing(t
     run = run_of()
     real = exporting._plain_weights
     monkeypatch.setattr(exporting, "_plain_weights", lambda network: {k: w * 1.01 for k, w in real(network).items()})
-    with pytest.raises(RunError, match="gives other outputs"):
+    with pytest.raises(RunError, match="differs from the run by"):
         run.export(tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 

@@ -92,10 +92,10 @@ def test_classes_of_diffusers_are_numbers(tmp_path):
     ("words", "message"),
     [
         (["sample", "--device", "cpu"], "give --out"),
-        (["sample", "--out", "x", "--weights", "raw"], "weights is of a run"),
+        (["sample", "--out", "x", "--weights", "raw"], "weights needs a run"),
         (["evaluate"], "--reference"),
-        (["evaluate", "--reference", "held-out"], "held-out is of a run"),
-        (["evaluate", "--reference", "fashion", "--against", "5"], "against is of a run"),
+        (["evaluate", "--reference", "held-out"], "held-out needs a run"),
+        (["evaluate", "--reference", "fashion", "--against", "5"], "against needs a run"),
     ],
 )
 def test_what_needs_a_run_is_refused(tmp_path, words, message, capsys, monkeypatch):

@@ -26,7 +26,7 @@ from unfog.config.presets import preset
 from unfog.config.schema import Config
 from unfog.config.toml import to_toml
 from unfog.diffusion.noise import Cosine
-from unfog.errors import RequestError, install_command
+from unfog.errors import Interrupted, RequestError, install_command
 from unfog.models.settings import SIZES
 from unfog.process.run_folder import RunFolder
 
@@ -666,3 +666,20 @@ def test_an_extra_of_a_checkout_that_is_not_installed(monkeypatch):
 
     monkeypatch.setattr("unfog.errors.distribution", missing)
     assert install_command("hf") == f"pip install -e {shlex.quote(f'{Path(__file__).parents[1]}[hf]')}"
+
+
+@pytest.mark.parametrize(("at", "next_said"), [("resolve_metrics", False), ("quick_check_images", True)])
+def test_a_stop_at_the_start_says_what_is_there(tmp_path, monkeypatch, capsys, at, next_said):
+    def stop(*_):
+        raise Interrupted
+
+    np.save(tmp_path / "images.npy", np.zeros((8, 8, 8), np.uint8))
+    monkeypatch.setattr(f"unfog.runs.train.{at}", stop)
+    network = "unet:channels=8/8,attention=0/0,mid_attention=0,norm_groups=4"
+    words = ["--out", tmp_path / "run", "--steps", "2", "--device", "cpu", "--size", "8", "--network", network]
+    with pytest.raises(SystemExit) as left:
+        main(list(map(str, ["train", tmp_path / "images.npy", *words])))
+    said = capsys.readouterr().err
+    assert left.value.code == 3
+    assert said.endswith("Stopped.\n")
+    assert (f"next      unfog resume {tmp_path / 'run'}" in said) == next_said == (tmp_path / "run").exists()

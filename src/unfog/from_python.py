@@ -86,7 +86,7 @@ def adopt_network(config: Config, network: object) -> None:
         raise RequestError(f"network = {quote(network)} is no torch.nn.Module, and the network of a run cannot change")
     if not isinstance(config.network, GivenNetwork):
         kind = "its own" if config.network is None else f"the network {config.network.kind}"
-        raise RequestError(f"this run has {kind}, which its settings describe; leave network away")
+        raise RequestError(f"this run has {kind}, which its settings describe; leave network out")
     config.network.adopt(network)
 
 

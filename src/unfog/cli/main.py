@@ -91,10 +91,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         sys.stderr.write(f"unfog: {_in_a_line(str(error))}\n")
         sys.exit(error.exit_status)
-    except Interrupted:
-        sys.exit(130 if words[0] in _SAVES_NOTHING else 3)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    except KeyboardInterrupt as stopped:
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write("Stopped.\n")
+        sys.exit(3 if isinstance(stopped, Interrupted) and words[0] not in _SAVES_NOTHING else 130)
     except BrokenPipeError:  # `| head` has closed the pipe; work itself never ends here, see `progress.say`
         # Python flushes stdout once more as it exits, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         if isinstance(error, OSError):
             said = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
-            sys.stderr.write(f"unfog: {_in_a_line(said)}; put that right, then do the same again\n")
+            sys.stderr.write(f"unfog: {_in_a_line(said)}; correct that, then repeat the command\n")
             sys.exit(1)
         from unfog.training.out_of_memory import is_out_of_memory
 

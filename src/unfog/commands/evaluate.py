@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from unfog.config.folder_requests import ReportRequest
 from unfog.config.run_requests import EvaluateRequest, EvaluationRequest, is_model
 from unfog.config.validate import check_sampler, check_source, override_sampler
-from unfog.errors import RequestError
+from unfog.errors import Interrupted, RequestError
 from unfog.process.run_folder import RunFolder
 from unfog.process.run_status import RunStatus
 
@@ -65,7 +65,7 @@ def _of_model(request: EvaluateRequest) -> Evaluation:
 def _of_run(request: EvaluateRequest) -> Evaluation:
     if request.size:
         raise RequestError(
-            f"size = {request.size} is of images without a run, and {request.run} has a size; leave it away"
+            f"size = {request.size} is for images without a run, and {request.run} has its own size; leave it out"
         )
     stored = RunFolder(request.run).read_config()
     check_sampler(override_sampler(stored.sampler, request.sampler, request.steps), stored.diffusion.schedule)
@@ -73,11 +73,16 @@ def _of_run(request: EvaluateRequest) -> Evaluation:
         check_source(request.reference)
     # Imported only now, as torch takes seconds: a wrong request is refused before.
     from unfog.inference.run import Run
+    from unfog.reporting.progress import say
     from unfog.reporting.report import write_report
     from unfog.training.distributed.process_group import local_device
 
     run = Run(request.run, request.weights, request.checkpoint, local_device(request.device), request.best)
-    found = run.evaluate(**{f.name: getattr(request, f.name) for f in fields(EvaluationRequest)})
+    try:
+        found = run.evaluate(**{f.name: getattr(request, f.name) for f in fields(EvaluationRequest)})
+    except Interrupted:
+        say("the same command continues with the samples that are there")
+        raise
     if _is_main_process():
         write_report(run.path, RunStatus.read(run.path).headline)
     return found

@@ -59,7 +59,7 @@ def _export(request: ExportRequest) -> None:
     run = Run(request.run, request.weights, request.checkpoint, "cpu", request.best, request.ema)
     say(f"  exporting step {run.checkpoint.step:,}, and comparing what was written with the run")
     run.export(request.out, **{f.name: getattr(request, f.name) for f in fields(ExportSettings)})
-    say(f"  the same to {run.export_difference:.1g} of the largest output")
+    say(f"  loaded again, it differs from the run by {run.export_difference:.1g} of the largest output")
 
 
 def _sample_model(request: SampleRequest) -> Path:

@@ -38,7 +38,7 @@ def _check_usual(request: SampleRequest | EvaluateRequest, names: Iterable[str])
     usual = {f.name: f.default for f in fields(request)}
     for name in names:
         if getattr(request, name) != usual[name]:
-            raise RequestError(f"{name} is of a run, and {request.run} is none: it has no config.toml; leave it away")
+            raise RequestError(f"{name} needs a run, and {request.run} is not one: it has no config.toml; leave it out")
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class SampleRequest(SamplingRequest):
         """Raise RequestError if a setting needs a run, or there is no folder to write to."""
         _check_usual(self, ("weights", "ema", "checkpoint", "best", "guide_checkpoint"))
         if self.out is None:
-            raise RequestError(f"{self.run} is no run, and nothing is written in it; give --out FOLDER")
+            raise RequestError(f"{self.run} is not a run, and samples are not written into it; give --out FOLDER")
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,9 @@ class EvaluateRequest(EvaluationRequest):
         _check_usual(self, ("against", "weights", "checkpoint", "best", *drawn))
         wrong = [*(name for name in LOSSES if name in self.metrics), *["held-out"] * (self.reference == "held-out")]
         if wrong:
-            raise RequestError(f"{wrong[0]} is of a run, and {self.run} is none: it has no config.toml; leave it away")
+            raise RequestError(
+                f"{wrong[0]} needs a run, and {self.run} is not one: it has no config.toml; leave it out"
+            )
         if not self.reference:
             raise RequestError(f"{self.run} is no run, so there are no training images; give --reference SOURCE")
 

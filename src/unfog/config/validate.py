@@ -200,7 +200,7 @@ def _in_the_way(out: Path, source: str) -> str:
     if source and whole == Path(source).expanduser().resolve():
         return "it holds the images, and a run needs a folder of its own"
     if above == whole and (out / "config.toml").exists():
-        return f"it is already a run; continue it with `unfog resume {shlex.quote(str(out))}`"
+        return f"it is already a run, which `unfog resume {shlex.quote(str(out))}` continues"
     if above == whole and any(one.name != LOCK for one in out.iterdir()):
         return "it is not empty"
     return "" if os.access(above, os.W_OK | os.X_OK) else f"{above} is not writable"

@@ -89,7 +89,7 @@ class UnfogPipeline(DiffusionPipeline):
         classes = self.config.objective["classes"]
         if not classes:
             if class_labels is not None:
-                raise ValueError("class_labels were given, and this network has no classes; leave them away")
+                raise ValueError("class_labels were given, and this network has no classes; leave them out")
             return None
         given = range(len(classes)) if class_labels is None else torch.as_tensor(class_labels).reshape(-1).tolist()
         if any(not 0 <= label <= len(classes) for label in given):

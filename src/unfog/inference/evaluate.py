@@ -106,8 +106,8 @@ def open_request_features(request: EvaluationRequest, device: torch.device) -> F
     if request.features or {"fid", "fid_infinity"} & {*request.metrics} or inception_path().is_file():
         return open_features(request.features or "inception", device)
     say(
-        f"features are texture statistics, as {inception_path()} is not there, which published figures are of; put it "
-        "there (docs/metrics.md says where it comes from), or give --features and a file of your own"
+        f"comparing texture statistics: the Inception network of published figures is not in {inception_path()}. "
+        "docs/metrics.md says where to get it; --features takes another network"
     )
     return open_features("texture", device)
 
@@ -217,18 +217,18 @@ def _report_cost(run: LoadedRun, setup: EvaluationSetup, missing: int, world: Wo
     """Say how long generation and features will take, from a few sampler steps and a few images."""
     few = replace(setup.generation, count=min(setup.generation.batch, missing))
     seconds = cost_per_sample(run.network, run.config, few, _wall_seconds) * missing
-    line = f"generating {plural(missing, 'sample')} takes about {format_duration(seconds / world.size)}"
+    line = f"{plural(missing, 'sample')} will take about {format_duration(seconds / world.size)} to generate"
     if (features := setup.compared.features) is not None:
         pixels = torch.from_numpy(np.ascontiguousarray(setup.compared.reference.pixels[setup.compared.rows[:50]]))
         each = _wall_seconds(lambda: features(pixels).cpu()) / len(pixels)
         count = setup.generation.count + len(setup.compared.rows)
         # At most, because features of real images are cached.
         line += (
-            f", and {features.name} of them and of {plural(len(setup.compared.rows), 'real one')} at most "
+            f", and {features.name} of them and of {plural(len(setup.compared.rows), 'real image')} at most "
             f"{format_duration(each * count / world.size)}"
         )
     channels, side = run.config.data.channels, run.config.data.size
-    say(f"{line}; they take {format_bytes(missing * channels * side * side)} in {run.path / 'evaluations' / 'drawn'}")
+    say(f"{line}; stored in {run.path / 'evaluations' / 'drawn'}: {format_bytes(missing * channels * side * side)}")
 
 
 def _write_result(path: Path, evaluation: Evaluation) -> None:

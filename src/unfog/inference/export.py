@@ -117,7 +117,9 @@ def export(run: LoadedRun, out: Path, settings: ExportSettings) -> float:
         job = _Export(run, network, sampler, describe_model(run, sampler), folder)
         difference = _WRITERS[settings.format](job)
         if not difference <= _TOLERANCE:
-            raise RunError(f"the export gives other outputs than the run, by {difference:.2g} of the largest; a defect")
+            raise RunError(
+                f"the export differs from the run by {difference:.2g} of the largest output; this is a bug in unfog"
+            )
         _write_card(job, settings)
     if repository is not None:
         repository.upload(out, f"step {run.checkpoint.step:,} of a run of Unfog, as {settings.format}")

@@ -75,7 +75,7 @@ class GivenNetwork(CustomNetwork):
 
     def build(self, channels: int, classes: int, augment_inputs: int, out_channels: int | None) -> Any:
         if augment_inputs:
-            raise RequestError(f"data.augment needs a network with an input for it, and {CONTRACT}; leave augment away")
+            raise RequestError(f"data.augment needs a network with an input for it, and {CONTRACT}; leave augment out")
         network = _copy(self.load())
         network.image_channels, network.num_classes = channels, classes
         return network

@@ -254,10 +254,10 @@ def _report_statistics(config: Config, few: bool) -> None:
     low, high = min(latents.deviation), max(latents.deviation)
     say(
         f"  latents: {latents.channels}x{side}x{side} of {size}x{size} pixels, {share:.3g} times fewer; deviation "
-        f"{low:.3g} to {high:.3g} by channel, made {config.diffusion.sigma_data:g}" + f", from {_FEW} images" * few
+        f"{low:.3g} to {high:.3g} by channel, scaled to {config.diffusion.sigma_data:g}" + f", from {_FEW} images" * few
     )
     if low < _DEAD_CHANNEL * high:
-        warn(f"a channel of the latents hardly varies (deviation {low:.2g}, another {high:.2g}); fewer would do")
+        warn(f"a channel of the latents hardly varies (deviation {low:.2g}, another {high:.2g}); use fewer channels")
 
 
 def _few_images(images: ImageSet) -> ImageSet:

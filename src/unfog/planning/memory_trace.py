@@ -289,7 +289,7 @@ def fake_process_group(processes: int) -> Iterator[None]:
 
     if dist.is_initialized():
         raise RequestError(
-            "the memory of a divided network cannot be predicted while torch.distributed is in use; call "
+            "the memory of a sharded network cannot be predicted while torch.distributed is in use; call "
             "destroy_process_group first"
         )
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)

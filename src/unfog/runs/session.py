@@ -26,7 +26,7 @@ from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.intervals import Choice
 from unfog.reporting.findings import Finding
 from unfog.reporting.log_settings import check_installed
-from unfog.reporting.progress import format_duration, say, warn
+from unfog.reporting.progress import format_duration, plural, say, warn
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.records import LENGTH_EVENT, read_events
 from unfog.reporting.report import write_report
@@ -150,7 +150,7 @@ class Session(StoppableHooks):
                 if fixed is not None:
                     self._record_plan(fixed, reason="the length was given")
                     if self.budget is None:
-                        say(f"  {fixed.steps:,} steps in all, as given; the time budget no longer applies")
+                        say(f"  {plural(fixed.steps, 'step')} in all, as given; the time budget no longer applies")
                 if self.budget is not None and (plan := self.plan_length(self.state)) is not None:
                     self.state.length.add([plan])
                 if saved is None:
@@ -379,7 +379,7 @@ class Session(StoppableHooks):
         self.context.heartbeat.steps = plan.steps
         if abs(plan.steps - (self._said_steps or before.steps)) > 0.1 * plan.steps:
             self._said_steps = plan.steps
-            say(f"  {plan.steps:,} steps in all from here on: {why}")
+            say(f"  {plural(plan.steps, 'step')} in all from here on: {why}")
         if plan.stretch != before.stretch:
             apart = f"{plan.stretch} times as far apart" if plan.stretch < STRETCHES[-1] else "at the end only"
             what = f"previews and evaluation {apart}" if plan.stretch else "previews at the end only, no evaluation"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from unfog.checks.images.image_checks import quick_check_images
@@ -48,7 +50,7 @@ def train(config: Config, out: Path | None = None, callbacks: Sequence[object] =
     check_custom_parts(config)
     folder = RunFolder(out or next_folder(config.source))
     _check_metric_features(config)
-    with open_run(folder, config, new=True, callbacks=callbacks) as run:
+    with _say_how_to_go_on(folder), open_run(folder, config, new=True, callbacks=callbacks) as run:
         # Latents are normalised as the initial weights expect them, so their statistics come before the images.
         dataset, config = load_images(adopt_latent_statistics(config), run.stop)
         initial = load_initial_weights(config) if config.init.folder else None
@@ -69,6 +71,17 @@ def train(config: Config, out: Path | None = None, callbacks: Sequence[object] =
         done = session.run(choices, findings)
         export_autoencoder(folder, config)
         return folder, done
+
+
+@contextmanager
+def _say_how_to_go_on(folder: RunFolder) -> Iterator[None]:
+    """Name the command that continues a run whose start was stopped; nothing if there is no run yet."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if folder.config_file.is_file():
+            say(f"  next      unfog resume {shlex.quote(str(folder.path))}")
+        raise
 
 
 def _check_metric_features(config: Config) -> None:

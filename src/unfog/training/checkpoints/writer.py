@@ -231,7 +231,7 @@ def _wait_for_shard(
         looks -= 1
         if looks < 0:
             raise RunError(
-                f"{who} has written {partial / missing[0]}, which is not to be seen here; processes that divide a "
+                f"{who} has written {partial / missing[0]}, which cannot be found from here; processes that divide a "
                 "network need the run in a folder that all of them share"
             )
         if give_up.wait(_POLL_SECONDS):

@@ -230,7 +230,9 @@ def agree_on_name(store: Store, rank: int, size: int, timeout: float = Training.
         while not all(store.check([key]) for key in hello):
             if time.monotonic() > until:
                 missing = [str(i + 1) for i, key in enumerate(hello) if not store.check([key])]
-                raise RunError(f"rank {', '.join(missing)} did not come within {timeout:.0f} s; is its machine there?")
+                raise RunError(
+                    f"rank {', '.join(missing)} did not come within {timeout:.0f} s; check that its machine runs"
+                )
             time.sleep(_POLL_SECONDS)
         store.set(f"{token}/all", json.dumps([store.get(key).decode() for key in hello]))
         return token
@@ -242,4 +244,4 @@ def agree_on_name(store: Store, rank: int, size: int, timeout: float = Training.
         if store.check([f"{name}/all"]) and token in json.loads(store.get(f"{name}/all")):
             return name
         time.sleep(_POLL_SECONDS)
-    raise RunError(f"rank {rank} waited {timeout:.0f} s for the others; are their machines there?")
+    raise RunError(f"rank {rank} waited {timeout:.0f} s for the others; check that their machines run")
