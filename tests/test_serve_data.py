@@ -63,6 +63,14 @@ def test_the_list_names_runs_by_numbers_and_tells_their_state(client, run):
     assert str(run.parent) not in json.dumps(row)
 
 
+def test_a_page_that_polls_sees_new_runs_and_new_steps_without_a_stream(client, run, monkeypatch):
+    monkeypatch.setattr("unfog.serve.server._TICK_SECONDS", 0)
+    assert [row["step"] for row in client.get("/api/runs").json()] == [40]
+    append(run, [50])
+    make_run(run.parent / "b", rows=3)
+    assert [row["step"] for row in client.get("/api/runs").json()] == [50, 3]
+
+
 def test_new_runs_are_found_and_keep_their_numbers(server, run):
     before = {one.name: one.id for one in server.runs}
     make_run(run.parent / "deep" / "b", rows=3)

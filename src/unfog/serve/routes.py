@@ -135,7 +135,7 @@ def _run_routes(server: Server) -> list[Route]:
         return JSONResponse({"version": __version__, "train_here": True, **facts})
 
     async def runs(_: Request) -> Response:
-        return JSONResponse(await asyncio.to_thread(lambda: [run.as_json() for run in server.runs]))
+        return JSONResponse(await asyncio.to_thread(_list, server))
 
     async def run(request: Request) -> Response:
         entry = run_of(server, request)
@@ -178,7 +178,13 @@ def _run_routes(server: Server) -> list[Route]:
     ]
 
 
+def _list(server: Server) -> list[dict[str, Any]]:
+    server.look()
+    return [run.as_json() for run in server.runs]
+
+
 def _detail(server: Server, entry: RunEntry) -> dict[str, Any]:
+    server.look()
     with entry.lock:
         server.runs.read_columns(entry)
     return run_detail.run_detail(entry, _newest_check(server, entry))

@@ -165,11 +165,12 @@ class RunList:
             before, self._entries = self._entries.keys(), {entry.id: entry for entry in found}
             return before != self._entries.keys()
 
-    def tick(self) -> list[RunEntry]:
+    def tick(self, everything: bool = False) -> list[RunEntry]:
         """Look at the runs once, at those that do not run more seldom. Return those that have changed."""
         with self._lock:
             self._ticks += 1
-            due = [one for i, one in enumerate(self) if one.running or (self._ticks + i) % _IDLE_TICKS == 0]
+            turn = self._ticks % _IDLE_TICKS
+            due = [one for i, one in enumerate(self) if everything or one.running or i % _IDLE_TICKS == turn]
             changed = [one for one in due if one.refresh()]
             summed = next((one for one in due if one.sum_disk()), None)  # one a tick: it looks at every file
             return changed + ([summed] if summed is not None and summed not in changed else [])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ class Server:
         self.tasks = TaskList(lambda task: self.hub.publish("task", task, f"task {task['id']}"))
         self.pictures = PictureCache()
         self.on_close: list[Callable[[], None]] = [self.tasks.close]
+        self._looked = -math.inf
         self.runs.scan()
 
     @property
@@ -47,11 +50,17 @@ class Server:
                 await asyncio.to_thread(self.tick)
             await asyncio.sleep(_TICK_SECONDS)
 
-    def tick(self) -> None:
-        """Look at the files once, and publish what has changed."""
-        if self.runs.scan(seldom=True):
+    def look(self) -> None:
+        """Look at all files now if nobody has watched them: for a page that polls."""
+        if not self.hub.listened_to and time.monotonic() - self._looked > _TICK_SECONDS:
+            self.tick(everything=True)
+
+    def tick(self, everything: bool = False) -> None:
+        """Look at the files once, and publish what has changed; `everything`: also at runs that do not run."""
+        self._looked = time.monotonic()
+        if self.runs.scan(seldom=not everything):
             self.hub.publish("runs", {"count": len(self.runs)})
-        for run in self.runs.tick():
+        for run in self.runs.tick(everything):
             self.hub.publish("run", run_event(run), f"run {run.id}")
         self.tasks.tick()
 
