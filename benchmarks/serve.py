@@ -1,4 +1,4 @@
-"""What the server of `unfog serve` costs: first answer, long runs, many runs, a tick, memory, and a run that it watches.
+"""What the server of `unfog serve` costs: first answer, long runs, many runs, a tick, memory, and a watched run.
 
     python benchmarks/serve.py [--runs 100] [--rows 100000] [--seconds 20]
 

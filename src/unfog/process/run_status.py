@@ -52,10 +52,17 @@ class RunStatus:
     """Seconds since the run last wrote."""
 
     @classmethod
-    def read(cls, path: Path, metrics: Sequence[Row] | None = None, events: Sequence[Row] | None = None) -> RunStatus:
+    def read(
+        cls,
+        path: Path,
+        metrics: Sequence[Row] | None = None,
+        events: Sequence[Row] | None = None,
+        metric: str | None = None,
+    ) -> RunStatus:
         """Read the status of a run folder. Whatever is missing or damaged is left out.
 
-        `metrics` and `events` are the last rows of its records, where they were read before.
+        `metrics` and `events` are the last rows of its records, and `metric` is that of `best_metric`, where they were
+        read before.
         """
         beat = read_heartbeat(path) or {}
         events = _rows(read_events, path / "events.jsonl", _LAST_EVENTS) if events is None else events
@@ -65,7 +72,7 @@ class RunStatus:
         step = max((int(step) for row in rows if (step := finite_number(row.get("step"))) > 0), default=0)
         lengths = [finite_number(row.get("steps")) for row in (*events, beat)]
         steps = next((int(count) for count in reversed(lengths) if count > 0), 0)
-        metric = _best_metric(path / "config.toml")
+        metric = best_metric(path / "config.toml") if metric is None else metric
         best, best_step = _best(metrics, metric)
         left = _seconds_left(metrics, steps - step) if state == "running" and steps else math.nan
         detail = sanitize(" ".join(detail.split()))
@@ -174,12 +181,15 @@ def _rows(read: Callable[[Path, int], list[Row]], path: Path, last: int) -> list
         return []
 
 
-def _best_metric(path: Path) -> str:
+def best_metric(path: Path) -> str:
     """Return `evaluate.best` of a config.toml; the default where there is none."""
     with suppress(OSError, ValueError, RecursionError, TypeError, KeyError), open_file(path, "rb") as file:
-        best = tomllib.loads(file.read(_LARGEST_CONFIG).decode())["evaluate"]["best"]
-        if best in Evaluate.DRAWN:
-            return str(best)
+        text = file.read(_LARGEST_CONFIG).decode()
+        # Parsing takes milliseconds, and a list may have hundreds of runs: only a file that names a metric is parsed.
+        if any(f"{quote}{name}{quote}" in text for name in Evaluate.DRAWN for quote in "\"'"):
+            best = tomllib.loads(text)["evaluate"]["best"]
+            if best in Evaluate.DRAWN:
+                return str(best)
     return Evaluate.best
 
 

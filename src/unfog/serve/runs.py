@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from unfog.process.heartbeat import read_heartbeat
-from unfog.process.run_status import RunStatus, disk_bytes, find_runs
+from unfog.process.run_status import RunStatus, best_metric, disk_bytes, find_runs
 from unfog.reporting.records import Row, read_events, read_metrics
 from unfog.serve.metric_columns import MetricColumns
 from unfog.serve.run_files import numbered_files, saved_values, stat_of
 from unfog.serve.thinning import Thinner
 from unfog.text import sanitize
+from unfog.training.settings import Evaluate
 
-_LAST_METRICS, _LAST_EVENTS = 2**16, 2**20  # bytes from the end of a record that give the state of a run
+_LAST_METRICS, _LAST_EVENTS = 2**15, 2**20  # bytes from the end of a record that give the state of a run
 _IDLE_TICKS = 5  # ticks between two looks at a run that does not run
 _RESCAN_SECONDS, _SIZE_SECONDS = 3.0, 60.0  # between two searches for runs, and two sums of the disk space of one
 _MOST_MEMORY = 2**29  # bytes of columns; those that were not used for longest go first
@@ -54,6 +55,7 @@ class RunEntry:
     """Held while the columns are read."""
     _stamp: tuple[object, ...] = ()
     _events: tuple[object, list[Row]] = (None, [])
+    _metric: tuple[object, str] = (None, Evaluate.best)
     _samples: object = None
     _summed: float = -math.inf
 
@@ -81,7 +83,9 @@ class RunEntry:
         if self._events[0] != found["events.jsonl"]:
             self._events = found["events.jsonl"], _tail_of(read_events, self.path / "events.jsonl", _LAST_EVENTS)
         metrics = _tail_of(read_metrics, self.path / "metrics.jsonl", _LAST_METRICS)
-        now = RunStatus.read(self.path, metrics, self._events[1])
+        if self._metric[0] != found["config.toml"]:
+            self._metric = found["config.toml"], best_metric(self.path / "config.toml")
+        now = RunStatus.read(self.path, metrics, self._events[1], self._metric[1])
         self.status = self._with_best(now)
         return True
 
@@ -200,6 +204,8 @@ class RunList:
 
 def _is_inside(path: Path, folder: Path) -> bool:
     """Return False for a link that leads out of the folder."""
+    if not any(one.is_symlink() for one in (path, path.parent) if one != folder):
+        return True
     try:
         return path.resolve().is_relative_to(folder.resolve())
     except (OSError, RuntimeError):
