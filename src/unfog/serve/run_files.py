@@ -20,7 +20,7 @@ _MOST_CHECKPOINTS = 1000
 _UNREADABLE = (OSError, ValueError, RecursionError)
 
 
-def stat_of(path: Path) -> tuple[int, int] | None:
+def stat_of(path: str | Path) -> tuple[int, int] | None:
     """Return time of the last change in ns and size of a file; None if it is missing."""
     try:
         found = os.lstat(path)

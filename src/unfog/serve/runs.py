@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from unfog.serve.thinning import Thinner
 from unfog.text import sanitize
 from unfog.training.settings import Evaluate
 
-_LAST_METRICS, _LAST_EVENTS = 2**15, 2**20  # bytes from the end of a record that give the state of a run
+_LAST_METRICS, _LAST_EVENTS = 2**14, 2**20  # bytes from the end of a record that give the state of a run
 _IDLE_TICKS = 5  # ticks between two looks at a run that does not run
 _RESCAN_SECONDS, _SIZE_SECONDS = 3.0, 60.0  # between two searches for runs, and two sums of the disk space of one
 _MOST_MEMORY = 2**29  # bytes of columns; those that were not used for longest go first
@@ -60,6 +61,9 @@ class RunEntry:
     _summed: float = -math.inf
 
     def __post_init__(self) -> None:
+        # Texts: each is looked at in every tick, and a Path takes longer to make than a file to look at.
+        self._record_files = [os.path.join(self.path, name) for name in _RECORDS]
+        self._samples_folder = os.path.join(self.path, "samples")
         self.drop_columns()
 
     def drop_columns(self) -> None:
@@ -69,8 +73,8 @@ class RunEntry:
 
     def refresh(self) -> bool:
         """Read what has changed. Return True if anything has."""
-        found = dict(zip(_RECORDS, map(stat_of, self._record_files())))
-        samples = stat_of(self.path / "samples")
+        found = dict(zip(_RECORDS, map(stat_of, self._record_files)))
+        samples = stat_of(self._samples_folder)
         # No file changes when a process is killed.
         killed = self.running and not (read_heartbeat(self.path) or {}).get("alive")
         stamp = (*found.values(), samples, killed)
@@ -127,12 +131,9 @@ class RunEntry:
         assert self.status is not None
         row = self.status.as_json(bytes_on_disk=self.disk or 0)
         row.pop("run"), row.pop("broken_checkpoints"), row.pop("age_seconds")
-        written = [found[0] for found in map(stat_of, self._record_files()) if found is not None]
+        written = [found[0] for found in map(stat_of, self._record_files) if found is not None]
         age = max(0.0, time.time() - max(written) / 1e9) if written else None
         return {"id": self.id, "name": self.name, **row, "bytes": self.disk, "age": age}
-
-    def _record_files(self) -> list[Path]:
-        return [self.path / name for name in _RECORDS]
 
 
 class RunList:

@@ -15,7 +15,7 @@ from unfog.serve.runs import RunEntry, RunList
 from unfog.serve.stream import Hub
 from unfog.serve.tasks import TaskList
 
-_TICK_SECONDS = 0.7
+_TICK_SECONDS = 0.8
 
 
 class Server:
