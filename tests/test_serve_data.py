@@ -7,12 +7,14 @@ import os
 import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from served import make_run, row_of, unpack
+from unfog.process.run_status import RunStatus
 from unfog.serve.metric_columns import MetricColumns
 from unfog.serve.pictures import encode_webp
 from unfog.serve.runs import RunList
@@ -69,6 +71,19 @@ def test_a_page_that_polls_sees_new_runs_and_new_steps_without_a_stream(client, 
     append(run, [50])
     make_run(run.parent / "b", rows=3)
     assert [row["step"] for row in client.get("/api/runs").json()] == [50, 3]
+
+
+def test_many_pages_ask_while_the_runs_are_still_being_read(run, monkeypatch):
+    read, server = RunStatus.read, Server(run.parent)
+
+    def slowly(*args):
+        time.sleep(0.2)
+        return read(*args)
+
+    monkeypatch.setattr(RunStatus, "read", slowly)
+    (entry,) = server.runs
+    with ThreadPoolExecutor(4) as pool:
+        assert [row["step"] for row in pool.map(lambda _: entry.as_json(), range(4))] == [40] * 4
 
 
 def test_new_runs_are_found_and_keep_their_numbers(server, run):

@@ -54,6 +54,7 @@ class RunEntry:
     used: float = 0.0
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while the columns are read."""
+    _reading: threading.Lock = field(default_factory=threading.Lock)
     _stamp: tuple[object, ...] = ()
     _events: tuple[object, list[Row]] = (None, [])
     _metric: tuple[object, str] = (None, Evaluate.best)
@@ -72,7 +73,11 @@ class RunEntry:
         self.thinner = Thinner(self.columns)
 
     def refresh(self) -> bool:
-        """Read what has changed. Return True if anything has."""
+        """Read what has changed. Return True if anything has. One thread at a time reads; others wait for it."""
+        with self._reading:
+            return self._refresh()
+
+    def _refresh(self) -> bool:
         found = dict(zip(_RECORDS, map(stat_of, self._record_files)))
         samples = stat_of(self._samples_folder)
         # No file changes when a process is killed.
