@@ -111,7 +111,8 @@ class Playground extends View {
   }
 
   get settings() {
-    return Object.fromEntries(Object.entries(this.form).filter(([, value]) => value !== "" && value !== null && value !== undefined && !Number.isNaN(value)));
+    const needless = this.edit ? (this.edit.masked ? [] : ["repeats"]) : ["strength", "repeats"];
+    return Object.fromEntries(Object.entries(this.form).filter(([name, value]) => !needless.includes(name) && value !== "" && value !== null && value !== undefined && !Number.isNaN(value)));
   }
 
   // What is sent for an edit: the image, and the mask as it is painted now.
@@ -133,8 +134,7 @@ class Playground extends View {
     keep({form: JSON.stringify(this.settings)});
     try {
       const body = {run: this.run, settings: this.settings, ...(await this.edited())};
-      if (!body.image) for (const name of ["strength", "repeats"]) delete body.settings[name];
-      else if (!body.mask) delete body.settings.repeats;
+      if (!body.mask) delete body.settings.repeats;
       const job = await this.data.post("api/draw", body);
       if (this.job?.job !== job.job) this.past = [...this.past, this.job?.job].filter(Boolean).slice(-100);
       Object.assign(this, {job, future: [], shown: Math.min(this.shown, job.settings.n - 1)});
@@ -353,7 +353,7 @@ class Playground extends View {
   gridPane() {
     const names = ["seed", "steps", "sampler", "checkpoint", "guidance", "ema", "strength", "grid"], {grid} = this;
     const axis = (id, label, name, list) => html`<label>${label} <select name=${id}><option value="">none</option>${names.map((one) => html`<option ?selected=${one === name}>${one}</option>`)}</select></label> <label>values <input name="${id}-values" .defaultValue=${list}></label>`;
-    return html`<section><form class="bar" @submit=${this.drawGrid}>${axis("a", "down", "seed", "0 1 2")} ${axis("b", "across", "steps", "5 10 20")}<button>Draw the grid</button>${grid ? html`<button type="button" @click=${() => grid.cells.filter((one) => one.job && !ENDED.includes(one.state)).forEach((one) => this.cancel(one.job))}>Cancel</button>` : nothing}</form>
+    return html`<section><form class="bar" @submit=${(e) => this.drawGrid(e)}>${axis("a", "down", "seed", "0 1 2")} ${axis("b", "across", "steps", "5 10 20")}<button>Draw the grid</button>${grid ? html`<button type="button" @click=${() => grid.cells.filter((one) => one.job && !ENDED.includes(one.state)).forEach((one) => this.cancel(one.job))}>Cancel</button>` : nothing}</form>
       ${grid ? html`<div class="scroll"><table class="grid"><thead><tr><td></td>${grid.columns[1].map((value) => html`<th>${grid.columns[0]} ${value}</th>`)}</tr></thead><tbody>${grid.rows[1].map((row, y) => html`<tr><th>${grid.rows[0]} ${row}</th>${grid.columns[1].map((column, x) => {
         const cell = grid.cells[y * grid.columns[1].length + x];
         return html`<td>${cell?.state === "done" ? this.tile(cell, 0, {path: `${cell.job}/pictures.webp`, count: 1, label: `${grid.rows[0]} ${row}, ${grid.columns[0]} ${column}`}) : html`<span class=${cell?.state === "failed" ? "error" : "soft"}>${cell ? cell.error || cell.state : ""}</span>`}</td>`;

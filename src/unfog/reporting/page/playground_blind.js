@@ -26,7 +26,7 @@ class Blind extends View {
     const steps = this.detail.checkpoints;
     try {
       const [first, second] = await Promise.all([this.a ?? steps[0], this.b ?? steps.at(-1)].map((checkpoint) =>
-        this.data.post("api/draw", {run: this.run, settings: {...this.settings, checkpoint, ema: null}})));
+        this.data.post("api/draw", {run: this.run, settings: {...this.settings, checkpoint, ema: null, strength: null, repeats: null}})));
       if (first.job === second.job) throw new Error("choose two different checkpoints");
       Object.assign(this, {first, second, said: "", at: 0});
       const order = [...Array(first.settings.n).keys()];
@@ -83,8 +83,8 @@ class Blind extends View {
   render() {
     const steps = this.detail.checkpoints, judged = this.pairs && this.at >= this.pairs.length;
     if (steps.length < 2) return html`<p class="soft">A comparison needs two checkpoints; this run has ${steps.length}.</p>`;
-    return html`<section class="blind" @keydown=${this.key}><div class="bar">${this.select("a", steps[0])} against ${this.select("b", steps.at(-1))}
-      <button @click=${this.begin}>Draw ${this.settings.n} pairs</button></div>
+    return html`<section class="blind" @keydown=${(e) => this.key(e)}><div class="bar">${this.select("a", steps[0])} against ${this.select("b", steps.at(-1))}
+      <button @click=${() => this.begin()}>Draw ${this.settings.n} pairs</button></div>
       <p class="error" role="alert">${this.said}</p>
       ${this.pairs && !this.ready && !this.said ? html`<p class="soft">Drawing: ${this.first.state}, ${this.second.state} …</p>` : nothing}
       ${this.ready && !judged ? html`<p>Pair ${this.at + 1} of ${this.pairs.length}: which is better?</p>

@@ -38,13 +38,13 @@ class Mask extends View {
   }
 
   get shownZoom() {
-    return this.zoom || Math.max(1, Math.round(Math.min(320, innerWidth - 60) / this.size));
+    return this.zoom || Math.max(1, Math.floor((this.clientWidth || 280) / this.size));
   }
 
   paint() {
     const {canvas, bits, size} = this;
     if (!canvas || !bits) return;
-    const context = canvas.getContext("2d");
+    const context = canvas.getContext("2d", {willReadFrequently: true});
     context.fillStyle = "#888";
     context.fillRect(0, 0, size, size);
     if (this.image) context.drawImage(this.image, 0, 0, size, size);
@@ -156,15 +156,15 @@ class Mask extends View {
 
   render() {
     return html`<div class="mask"><div class="bar" role="toolbar" aria-label="Mask">
-      <button aria-pressed=${!this.erase} @click=${() => (this.erase = false)}>Brush</button>
-      <button aria-pressed=${this.erase} @click=${() => (this.erase = true)}>Eraser</button>
+      <button type="button" aria-pressed=${!this.erase} @click=${() => (this.erase = false)}>Brush</button>
+      <button type="button" aria-pressed=${this.erase} @click=${() => (this.erase = true)}>Eraser</button>
       <label>size <input type="range" min="1" max=${Math.max(2, Math.round(this.size / 2))} .value=${String(this.brush)} @input=${(e) => (this.brush = Number(e.target.value))}></label>
       <label>zoom <input type="range" min="1" max=${Math.max(2, Math.round(960 / this.size))} .value=${String(this.shownZoom)} @input=${(e) => (this.zoom = Number(e.target.value))}></label>
-      <button ?disabled=${!this.past.length} @click=${() => this.step(this.past, this.future)}>Undo</button>
-      <button ?disabled=${!this.future.length} @click=${() => this.step(this.future, this.past)}>Redo</button>
-      <button @click=${() => this.fill("clear")}>Clear</button><button @click=${() => this.fill("invert")}>Invert</button></div>
+      <button type="button" ?disabled=${!this.past.length} @click=${() => this.step(this.past, this.future)}>Undo</button>
+      <button type="button" ?disabled=${!this.future.length} @click=${() => this.step(this.future, this.past)}>Redo</button>
+      <button type="button" @click=${() => this.fill("clear")}>Clear</button><button type="button" @click=${() => this.fill("invert")}>Invert</button></div>
       <div class="scroll"><canvas width=${this.size} height=${this.size} tabindex="0" role="application" aria-label="Image to paint a mask on: arrows move, space paints, shift and arrows draw, e switches the eraser, brackets change the size, z undoes"
-        @pointerdown=${this.down} @pointermove=${this.move} @pointerup=${this.up} @pointercancel=${this.up} @keydown=${this.key}></canvas></div>
+        @pointerdown=${(e) => this.down(e)} @pointermove=${(e) => this.move(e)} @pointerup=${() => this.up()} @pointercancel=${() => this.up()} @keydown=${(e) => this.key(e)}></canvas></div>
       <p class="soft">${this.painted ? `${this.painted} of ${this.size * this.size} pixels are drawn anew, the others stay` : "Paint over what is to be drawn anew."}</p></div>`;
   }
 }
