@@ -7,165 +7,165 @@ const MOST_UNDO = 50;
 const MOVES = {ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1]};
 
 class Mask extends View {
-  static properties = ["url", "size", "brush", "erase", "zoom", "at", "painted"];
+	static properties = ["url", "size", "brush", "erase", "zoom", "at", "painted"];
 
-  constructor() {
-    super();
-    Object.assign(this, {brush: 3, erase: false, zoom: 0, at: null, painted: 0, past: [], future: []});
-  }
+	constructor() {
+		super();
+		Object.assign(this, {brush: 3, erase: false, zoom: 0, at: null, painted: 0, past: [], future: []});
+	}
 
-  get canvas() {
-    return this.querySelector("canvas");
-  }
+	get canvas() {
+		return this.querySelector("canvas");
+	}
 
-  firstUpdated() {
-    this.bits = new Uint8Array(this.size * this.size);
-    this.brush = Math.max(1, Math.round(this.size / 8));
-    this.paint();
-  }
+	firstUpdated() {
+		this.bits = new Uint8Array(this.size * this.size);
+		this.brush = Math.max(1, Math.round(this.size / 8));
+		this.paint();
+	}
 
-  updated(changes) {
-    if (changes.has("url") && this.url) {
-      const image = new Image();
-      image.onload = () => {
-        this.image = image;
-        this.paint();
-      };
-      image.src = this.url;
-    }
-    this.canvas.style.width = `${this.size * this.shownZoom}px`;
-    this.paint();
-  }
+	updated(changes) {
+		if (changes.has("url") && this.url) {
+			const image = new Image();
+			image.onload = () => {
+				this.image = image;
+				this.paint();
+			};
+			image.src = this.url;
+		}
+		this.canvas.style.width = `${this.size * this.shownZoom}px`;
+		this.paint();
+	}
 
-  get shownZoom() {
-    return this.zoom || Math.max(1, Math.floor((this.clientWidth || 280) / this.size));
-  }
+	get shownZoom() {
+		return this.zoom || Math.max(1, Math.floor((this.clientWidth || 280) / this.size));
+	}
 
-  paint() {
-    const {canvas, bits, size} = this;
-    if (!canvas || !bits) return;
-    const context = canvas.getContext("2d", {willReadFrequently: true});
-    context.fillStyle = "#888";
-    context.fillRect(0, 0, size, size);
-    if (this.image) context.drawImage(this.image, 0, 0, size, size);
-    const pixels = context.getImageData(0, 0, size, size);
-    for (let i = 0; i < bits.length; i++) {
-      if (!bits[i]) continue;
-      // A checkered red, which can be told from any picture.
-      const dark = (i % size + Math.floor(i / size)) % 2;
-      pixels.data.set([dark ? 190 : 255, dark ? 0 : 90, dark ? 60 : 110, 255], 4 * i);
-    }
-    context.putImageData(pixels, 0, 0);
-    if (this.at) {
-      context.strokeStyle = "#000";
-      context.strokeRect(this.at[0] - this.brush / 2 + 0.5, this.at[1] - this.brush / 2 + 0.5, this.brush, this.brush);
-    }
-  }
+	paint() {
+		const {canvas, bits, size} = this;
+		if (!canvas || !bits) return;
+		const context = canvas.getContext("2d", {willReadFrequently: true});
+		context.fillStyle = "#888";
+		context.fillRect(0, 0, size, size);
+		if (this.image) context.drawImage(this.image, 0, 0, size, size);
+		const pixels = context.getImageData(0, 0, size, size);
+		for (let i = 0; i < bits.length; i++) {
+			if (!bits[i]) continue;
+			// A checkered red, which can be told from any picture.
+			const dark = (i % size + Math.floor(i / size)) % 2;
+			pixels.data.set([dark ? 190 : 255, dark ? 0 : 90, dark ? 60 : 110, 255], 4 * i);
+		}
+		context.putImageData(pixels, 0, 0);
+		if (this.at) {
+			context.strokeStyle = "#000";
+			context.strokeRect(this.at[0] - this.brush / 2 + 0.5, this.at[1] - this.brush / 2 + 0.5, this.brush, this.brush);
+		}
+	}
 
-  change(make) {
-    this.past.push(this.bits.slice());
-    if (this.past.length > MOST_UNDO) this.past.shift();
-    this.future = [];
-    make();
-    this.count();
-  }
+	change(make) {
+		this.past.push(this.bits.slice());
+		if (this.past.length > MOST_UNDO) this.past.shift();
+		this.future = [];
+		make();
+		this.count();
+	}
 
-  step(from, to) {
-    if (!from.length) return announce("Nothing is left");
-    to.push(this.bits);
-    this.bits = from.pop();
-    this.count();
-    announce(`${this.painted} pixels are painted`);
-  }
+	step(from, to) {
+		if (!from.length) return announce("Nothing is left");
+		to.push(this.bits);
+		this.bits = from.pop();
+		this.count();
+		announce(`${this.painted} pixels are painted`);
+	}
 
-  count() {
-    this.painted = this.bits.reduce((sum, bit) => sum + bit, 0);
-    this.paint();
-  }
+	count() {
+		this.painted = this.bits.reduce((sum, bit) => sum + bit, 0);
+		this.paint();
+	}
 
-  // A round dot; lines are dots a pixel apart.
-  dot(x, y) {
-    const {size, brush, bits} = this, radius = brush / 2, low = -Math.floor((brush - 1) / 2), high = Math.ceil((brush - 1) / 2);
-    for (let dy = low; dy <= high; dy++) {
-      for (let dx = low; dx <= high; dx++) {
-        const px = x + dx, py = y + dy;
-        if (px < 0 || py < 0 || px >= size || py >= size || (brush > 2 && Math.hypot(dx, dy) > radius)) continue;
-        bits[py * size + px] = this.erase ? 0 : 1;
-      }
-    }
-  }
+	// A round dot; lines are dots a pixel apart.
+	dot(x, y) {
+		const {size, brush, bits} = this, radius = brush / 2, low = -Math.floor((brush - 1) / 2), high = Math.ceil((brush - 1) / 2);
+		for (let dy = low; dy <= high; dy++) {
+			for (let dx = low; dx <= high; dx++) {
+				const px = x + dx, py = y + dy;
+				if (px < 0 || py < 0 || px >= size || py >= size || (brush > 2 && Math.hypot(dx, dy) > radius)) continue;
+				bits[py * size + px] = this.erase ? 0 : 1;
+			}
+		}
+	}
 
-  place(event) {
-    const box = this.canvas.getBoundingClientRect();
-    return [event.clientX - box.left, event.clientY - box.top].map((part) => Math.floor((part * this.size) / box.width));
-  }
+	place(event) {
+		const box = this.canvas.getBoundingClientRect();
+		return [event.clientX - box.left, event.clientY - box.top].map((part) => Math.floor((part * this.size) / box.width));
+	}
 
-  down(event) {
-    event.preventDefault();
-    this.canvas.focus();
-    this.canvas.setPointerCapture(event.pointerId);
-    this.last = this.place(event);
-    this.change(() => this.dot(...this.last));
-  }
+	down(event) {
+		event.preventDefault();
+		this.canvas.focus();
+		this.canvas.setPointerCapture(event.pointerId);
+		this.last = this.place(event);
+		this.change(() => this.dot(...this.last));
+	}
 
-  move(event) {
-    if (!this.last) return;
-    // All places since the last event, so that a quick stroke has no gaps.
-    for (const one of event.getCoalescedEvents?.().length ? event.getCoalescedEvents() : [event]) {
-      const to = this.place(one), [x, y] = this.last, far = Math.max(Math.abs(to[0] - x), Math.abs(to[1] - y), 1);
-      for (let i = 1; i <= far; i++) this.dot(Math.round(x + ((to[0] - x) * i) / far), Math.round(y + ((to[1] - y) * i) / far));
-      this.last = to;
-    }
-    this.paint();
-  }
+	move(event) {
+		if (!this.last) return;
+		// All places since the last event, so that a quick stroke has no gaps.
+		for (const one of event.getCoalescedEvents?.().length ? event.getCoalescedEvents() : [event]) {
+			const to = this.place(one), [x, y] = this.last, far = Math.max(Math.abs(to[0] - x), Math.abs(to[1] - y), 1);
+			for (let i = 1; i <= far; i++) this.dot(Math.round(x + ((to[0] - x) * i) / far), Math.round(y + ((to[1] - y) * i) / far));
+			this.last = to;
+		}
+		this.paint();
+	}
 
-  up() {
-    if (!this.last) return;
-    this.last = null;
-    this.count();
-  }
+	up() {
+		if (!this.last) return;
+		this.last = null;
+		this.count();
+	}
 
-  key(event) {
-    const move = MOVES[event.key], {size} = this;
-    if (move) {
-      const [x, y] = this.at || [size >> 1, size >> 1], far = event.ctrlKey ? 8 : 1;
-      this.at = [Math.min(size - 1, Math.max(0, x + move[0] * far)), Math.min(size - 1, Math.max(0, y + move[1] * far))];
-      if (event.shiftKey) this.change(() => this.dot(...this.at));
-      else announce(`column ${this.at[0] + 1}, row ${this.at[1] + 1}, ${this.bits[this.at[1] * size + this.at[0]] ? "painted" : "kept"}`);
-    } else if (event.key === " " || event.key === "Enter") this.change(() => this.dot(...(this.at || [size >> 1, size >> 1])));
-    else if (event.key === "e") this.erase = !this.erase;
-    else if (event.key === "[" || event.key === "]") this.brush = Math.max(1, this.brush + (event.key === "]" ? 1 : -1));
-    else if (event.key === "z") event.shiftKey || !this.past.length ? this.step(this.future, this.past) : this.step(this.past, this.future);
-    else return;
-    event.preventDefault();
-  }
+	key(event) {
+		const move = MOVES[event.key], {size} = this;
+		if (move) {
+			const [x, y] = this.at || [size >> 1, size >> 1], far = event.ctrlKey ? 8 : 1;
+			this.at = [Math.min(size - 1, Math.max(0, x + move[0] * far)), Math.min(size - 1, Math.max(0, y + move[1] * far))];
+			if (event.shiftKey) this.change(() => this.dot(...this.at));
+			else announce(`column ${this.at[0] + 1}, row ${this.at[1] + 1}, ${this.bits[this.at[1] * size + this.at[0]] ? "painted" : "kept"}`);
+		} else if (event.key === " " || event.key === "Enter") this.change(() => this.dot(...(this.at || [size >> 1, size >> 1])));
+		else if (event.key === "e") this.erase = !this.erase;
+		else if (event.key === "[" || event.key === "]") this.brush = Math.max(1, this.brush + (event.key === "]" ? 1 : -1));
+		else if (event.key === "z") event.shiftKey || !this.past.length ? this.step(this.future, this.past) : this.step(this.past, this.future);
+		else return;
+		event.preventDefault();
+	}
 
-  fill(kind) {
-    this.change(() => this.bits.forEach((bit, i) => (this.bits[i] = kind === "invert" ? 1 - bit : 0)));
-  }
+	fill(kind) {
+		this.change(() => this.bits.forEach((bit, i) => (this.bits[i] = kind === "invert" ? 1 - bit : 0)));
+	}
 
-  // PNG of the mask, white where it is painted.
-  blob() {
-    const canvas = document.createElement("canvas"), {size, bits} = this;
-    Object.assign(canvas, {width: size, height: size});
-    const context = canvas.getContext("2d"), pixels = context.createImageData(size, size);
-    for (let i = 0; i < bits.length; i++) pixels.data.set([255 * bits[i], 255 * bits[i], 255 * bits[i], 255], 4 * i);
-    context.putImageData(pixels, 0, 0);
-    return new Promise((done) => canvas.toBlob(done, "image/png"));
-  }
+	// PNG of the mask, white where it is painted.
+	blob() {
+		const canvas = document.createElement("canvas"), {size, bits} = this;
+		Object.assign(canvas, {width: size, height: size});
+		const context = canvas.getContext("2d"), pixels = context.createImageData(size, size);
+		for (let i = 0; i < bits.length; i++) pixels.data.set([255 * bits[i], 255 * bits[i], 255 * bits[i], 255], 4 * i);
+		context.putImageData(pixels, 0, 0);
+		return new Promise((done) => canvas.toBlob(done, "image/png"));
+	}
 
-  render() {
-    return html`<div class="mask"><div class="bar" role="toolbar" aria-label="Mask">
-      <button type="button" aria-pressed=${!this.erase} @click=${() => (this.erase = false)}>Brush</button>
-      <button type="button" aria-pressed=${this.erase} @click=${() => (this.erase = true)}>Eraser</button>
-      <label>size <input type="range" min="1" max=${Math.max(2, Math.round(this.size / 2))} .value=${String(this.brush)} @input=${(e) => (this.brush = Number(e.target.value))}></label>
-      <label>zoom <input type="range" min="1" max=${Math.max(2, Math.round(960 / this.size))} .value=${String(this.shownZoom)} @input=${(e) => (this.zoom = Number(e.target.value))}></label>
-      <button type="button" ?disabled=${!this.past.length} @click=${() => this.step(this.past, this.future)}>Undo</button>
-      <button type="button" ?disabled=${!this.future.length} @click=${() => this.step(this.future, this.past)}>Redo</button>
-      <button type="button" @click=${() => this.fill("clear")}>Clear</button><button type="button" @click=${() => this.fill("invert")}>Invert</button></div>
-      <div class="scroll"><canvas width=${this.size} height=${this.size} tabindex="0" role="application" aria-label="Image to paint a mask on: arrows move, space paints, shift and arrows draw, e switches the eraser, brackets change the size, z undoes"
-        @pointerdown=${(e) => this.down(e)} @pointermove=${(e) => this.move(e)} @pointerup=${() => this.up()} @pointercancel=${() => this.up()} @keydown=${(e) => this.key(e)}></canvas></div>
-      <p class="soft">${this.painted ? `${this.painted} of ${this.size * this.size} pixels are drawn anew, the others stay` : "Paint over what is to be drawn anew."}</p></div>`;
-  }
+	render() {
+		return html`<div class="mask"><div class="bar" role="toolbar" aria-label="Mask">
+			<button type="button" aria-pressed=${!this.erase} @click=${() => (this.erase = false)}>Brush</button>
+			<button type="button" aria-pressed=${this.erase} @click=${() => (this.erase = true)}>Eraser</button>
+			<label>size <input type="range" min="1" max=${Math.max(2, Math.round(this.size / 2))} .value=${String(this.brush)} @input=${(e) => (this.brush = Number(e.target.value))}></label>
+			<label>zoom <input type="range" min="1" max=${Math.max(2, Math.round(960 / this.size))} .value=${String(this.shownZoom)} @input=${(e) => (this.zoom = Number(e.target.value))}></label>
+			<button type="button" ?disabled=${!this.past.length} @click=${() => this.step(this.past, this.future)}>Undo</button>
+			<button type="button" ?disabled=${!this.future.length} @click=${() => this.step(this.future, this.past)}>Redo</button>
+			<button type="button" @click=${() => this.fill("clear")}>Clear</button><button type="button" @click=${() => this.fill("invert")}>Invert</button></div>
+			<div class="scroll"><canvas width=${this.size} height=${this.size} tabindex="0" role="application" aria-label="Image to paint a mask on: arrows move, space paints, shift and arrows draw, e switches the eraser, brackets change the size, z undoes"
+				@pointerdown=${(e) => this.down(e)} @pointermove=${(e) => this.move(e)} @pointerup=${() => this.up()} @pointercancel=${() => this.up()} @keydown=${(e) => this.key(e)}></canvas></div>
+			<p class="soft">${this.painted ? `${this.painted} of ${this.size * this.size} pixels are drawn anew, the others stay` : "Paint over what is to be drawn anew."}</p></div>`;
+	}
 }
 customElements.define("unfog-mask", Mask);
