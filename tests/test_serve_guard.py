@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import threading
 
 import pytest
 
 from served import HOST, SECRET
 from unfog.serve.guard import Guard
+from unfog.serve.page import Page
 
 SAME = {"host": HOST}
 
@@ -168,3 +170,67 @@ def test_every_answer_forbids_scripts_frames_sniffing_and_storing_cve_2024_10099
     assert not [name for name in headers if name.startswith("access-control") or name == "set-cookie"]
     if refused:
         assert "error" in json.loads(body)
+
+
+class Slow:
+    """Routes that take long to load, and a state whose end is noted."""
+
+    def __init__(self):
+        self.loaded, self.closed, self.hub = threading.Event(), False, self
+
+    def build(self):
+        assert self.loaded.wait(10)
+        return self, Reached()
+
+    async def watch(self):
+        await asyncio.sleep(60)
+
+    def close(self):
+        self.closed = True
+
+
+def test_the_page_is_there_before_the_routes_are_and_its_files_are_a_table():
+    """Path traversal in static files: GHSA-v5gw-mw7f-84px. What is no file of the table is asked of the routes."""
+    slow = Slow()
+
+    async def use():
+        page, inbox, sent = Page(slow.build), asyncio.Queue(), []
+
+        async def send(message):
+            sent.append(message)
+
+        living = asyncio.create_task(page({"type": "lifespan"}, inbox.get, send))
+        await inbox.put({"type": "lifespan.startup"})
+
+        async def get(path, *headers):
+            answer = []
+
+            async def keep(message):
+                answer.append(message)
+
+            async def receive():
+                return {"type": "http.request", "body": b""}
+
+            scope = {"type": "http", "method": "GET", "path": path, "headers": list(headers)}
+            await page(scope, receive, keep)
+            return answer[0]["status"], dict(answer[0]["headers"]), answer[1]["body"]
+
+        await asyncio.sleep(0.01)
+        index, script = await get("/"), await get("/static/main.js")
+        again = await get("/", (b"if-none-match", index[1][b"etag"]))
+        waiting = asyncio.create_task(get("/static/../guard.py"))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        slow.loaded.set()
+        assert (await waiting)[2] == b"0"  # from the routes
+        await inbox.put({"type": "lifespan.shutdown"})
+        await living
+        return index, script, again, [message["type"] for message in sent]
+
+    index, script, again, said = asyncio.run(use())
+    assert (index[0], index[1][b"content-type"]) == (200, b"text/html; charset=utf-8")
+    assert b"<script" in index[2]
+    assert script[1][b"content-type"] == b"text/javascript; charset=utf-8"
+    assert (again[0], again[2]) == (304, b"")
+    assert said == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
+    assert slow.closed

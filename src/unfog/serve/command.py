@@ -10,12 +10,17 @@ import webbrowser
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
 
 from unfog.config.folder_requests import ServeRequest
 from unfog.config.values import quote
 from unfog.errors import RequestError
 from unfog.reporting.progress import print_result, say
 from unfog.safe_files import make_folder, read_file, write_atomic
+
+if TYPE_CHECKING:
+    from unfog.serve.server import Server
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _ANY = ("0.0.0.0", "::")
@@ -48,15 +53,30 @@ def _serve(request: ServeRequest, listener: socket.socket, secret: str, hosts: f
     # Imported only here, so that a wrong request is refused at once.
     import uvicorn
 
-    from unfog.serve.guard import Guard
-    from unfog.serve.playground.routes import playground_routes
-    from unfog.serve.routes import build_app
-    from unfog.serve.server import Server
+    from unfog.serve.guard import App, Guard
+    from unfog.serve.page import Page
 
-    server = Server(request.runs, request.source)
-    app = Guard(build_app(server, playground_routes(server)), secret, hosts)
+    def build() -> tuple[Server, App]:
+        # Imported while the page itself is answered.
+        from unfog.serve.playground.routes import playground_routes
+        from unfog.serve.routes import build_app
+        from unfog.serve.server import Server
+
+        server = Server(request.runs, request.source)
+        return server, build_app(server, playground_routes(server))
+
+    page = Page(build)
+
+    class WebServer(uvicorn.Server):
+        """Server that ends the streams of events as it stops, rather than to wait for them."""
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            """Stop on a signal."""
+            page.end_streams()
+            super().handle_exit(sig, frame)
+
     config = uvicorn.Config(
-        app,
+        Guard(page, secret, hosts),
         http="h11",
         ws="none",
         lifespan="on",
@@ -65,12 +85,12 @@ def _serve(request: ServeRequest, listener: socket.socket, secret: str, hosts: f
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=30,
-        timeout_graceful_shutdown=2,  # streams of events never end by themselves
+        timeout_graceful_shutdown=3,
     )
     if request.browser:
         webbrowser.open(address)
     with suppress(KeyboardInterrupt):
-        uvicorn.Server(config).run(sockets=[listener])
+        WebServer(config).run(sockets=[listener])
 
 
 def accepted_hosts(host: str, port: int) -> frozenset[str]:

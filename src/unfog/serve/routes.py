@@ -1,14 +1,11 @@
-"""Routes of the server: the page, its data, and its buttons. Everything that a page sends is a number or a setting."""
+"""Routes of the server: data for the page, and its buttons. Everything that a page sends is a number or a setting."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import hashlib
 import json
 import math
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from importlib.resources import files
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,28 +25,11 @@ from unfog.serve.runs import RunEntry
 from unfog.serve.server import Server
 from unfog.text import sanitize
 
-Answer = Callable[[Request], Coroutine[Any, Any, Response]]
-
-_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-}
-_TYPES |= {".svg": "image/svg+xml", ".txt": "text/plain; charset=utf-8"}
 _MOST_NAMES, _MOST_POINTS = 256, 20_000  # of a request for columns
-_NO_PAGE = b"<!doctype html><title>Unfog</title><p>The page is not installed; the data is under api/."
 
 
 def build_app(server: Server, more: list[Route]) -> Starlette:
-    """Return the application behind the guard. `more`: routes of other parts of the page."""
-
-    @contextlib.asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        watcher = asyncio.create_task(server.watch())
-        yield
-        watcher.cancel()
-        await asyncio.to_thread(server.close)
-
+    """Return the application behind the guard and the page's files. `more`: routes of other parts of the page."""
     return Starlette(
         routes=[*_page_routes(), *_run_routes(server), *_steer_routes(server), *more],
         exception_handlers={
@@ -58,7 +38,6 @@ def build_app(server: Server, more: list[Route]) -> Starlette:
             KeyError: _missing,
             OSError: _failed,
         },
-        lifespan=lifespan,
     )
 
 
@@ -91,41 +70,11 @@ def run_of(server: Server, request: Request) -> RunEntry:
 
 
 def _page_routes() -> list[Route]:
-    """Return the routes of the page's own files: a table that is made once, so that no name is looked up on disk."""
-    table = _static_files()
+    async def shell(_: Request) -> Response:
+        """Answer the page as one file without data; "keep this view" puts data into it."""
+        return Response(await asyncio.to_thread(shell_html), media_type="text/html")
 
-    async def file(request: Request) -> Response:
-        name = request.path_params.get("name", "index.html")
-        if name == "index.html" and name not in table:
-            return Response(_NO_PAGE, media_type="text/html")
-        if name not in table:
-            raise HTTPException(404, "there is no such file")
-        content, kind, tag = table[name]
-        headers = {"etag": tag, "cache-control": "private, no-cache"}
-        if request.headers.get("if-none-match") == tag:
-            return Response(status_code=304, headers=headers)
-        return Response(content, media_type=kind, headers=headers)
-
-    return [Route("/", file), Route("/static/{name:path}", file)]
-
-
-def _static_files() -> dict[str, tuple[bytes, str, str]]:
-    """Return name -> (content, type, tag) of the files of the page."""
-    folder, table = files("unfog.reporting") / "page", {}
-    for part in (folder, folder / "vendor"):
-        for path in part.iterdir() if part.is_dir() else ():
-            kind = _TYPES.get(Path(path.name).suffix)
-            if kind and path.is_file():
-                name = path.name if part == folder else f"vendor/{path.name}"
-                content = path.read_bytes()
-                table[name] = content, kind, _tag(content)
-    shell = shell_html().encode()  # "keep this view" puts data into it
-    table["shell.html"] = shell, _TYPES[".html"], _tag(shell)
-    return table
-
-
-def _tag(content: bytes) -> str:
-    return f'"{hashlib.sha256(content).hexdigest()[:24]}"'
+    return [Route("/static/shell.html", shell)]
 
 
 def _run_routes(server: Server) -> list[Route]:
