@@ -13,6 +13,7 @@ figures = sys.modules["layout_figures"] = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(figures)
 BASE = {
     "custom",
+    "device_copies",
     "errors",
     "locks",
     "safe_files",

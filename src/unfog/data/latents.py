@@ -29,6 +29,7 @@ from unfog.data.cache import free_bytes, over_limit, remove_stale_entries
 from unfog.data.dataset import ImageSet
 from unfog.data.decode_pool import Progress
 from unfog.data.packs.pack_journal import BusyError, locked, sync
+from unfog.device_copies import to_device
 from unfog.errors import RequestError, RunError
 from unfog.locks import LOCK
 from unfog.safe_files import move, open_file, read_file, regular_file, remove, remove_tree, write_atomic
@@ -262,4 +263,4 @@ class Normalise:
         return x0 * (deviation / self.sigma_data) + mean
 
     def _statistics(self, device: torch.device) -> Tensor:
-        return torch.tensor([self.mean, self.deviation], device=device)[:, :, None, None]
+        return to_device(torch.tensor([self.mean, self.deviation])[:, :, None, None], device)

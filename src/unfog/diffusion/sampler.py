@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, get_args
 
 from unfog.custom import is_own_choice, open_literal, resolve_step
+from unfog.device_copies import to_device
 from unfog.diffusion.adaptive import adaptive
 from unfog.diffusion.noise import EDM_LIMITS, Path, Schedule, karras
 from unfog.diffusion.steps import (
@@ -314,11 +315,11 @@ class NoiseSource:
         start = seed * 0x9E3779B1
         self.generators = [torch.Generator().manual_seed((start + i) % 2**32) for i in indices]
         self.shape = shape
-        self.device = device
+        self.device = torch.device(device)
 
     def draw(self) -> Tensor:
         """Return the next noise of each image, float32 [N, C, H, W]."""
         import torch
 
         noise = [torch.randn(self.shape, generator=generator) for generator in self.generators]
-        return torch.stack(noise).to(self.device)
+        return to_device(torch.stack(noise), self.device)

@@ -36,6 +36,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
         mixed: Tensor = scores.softmax(dim=-1).to(v.dtype) @ v
     else:
+        if q.device.type == "cuda":
+            # The fused kernels need values that lie side by side; the fallback stores all N x N scores.
+            q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         mixed = F.scaled_dot_product_attention(q, k, v)
     return mixed
 

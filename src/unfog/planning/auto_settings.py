@@ -26,6 +26,7 @@ from unfog.planning.microbatch import (
     rooms_per_process,
 )
 from unfog.planning.timing import forward_passes, seconds_per_step
+from unfog.process.device import unused_gpu
 from unfog.reporting.progress import format_bytes, plural
 from unfog.training.learning_rate import FINE_TUNING_FACTOR, default_learning_rate
 from unfog.training.out_of_memory import microbatch_size
@@ -68,6 +69,8 @@ class AutoSettings:
         self.machine = machine if isinstance(machine, Machine) else Machine(machine)
         self.config = _changed(config, {"training": {"device": str(self.machine.device)}})
         self.choices: list[Choice] = []
+        if config.training.device == "auto" and (reason := unused_gpu()):
+            self._note("device", str(self.machine.device), f"torch cannot use the NVIDIA GPU: {reason}")
         self._images, self._stop, self.processes = images, stop, processes
         self.began: float | None = None
         """When the command began, if its time budget counts from there."""

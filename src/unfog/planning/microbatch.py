@@ -15,7 +15,7 @@ from unfog.planning.memory_estimate import MemoryEstimator, with_precision
 from unfog.planning.memory_trace import CUDA_CONTEXT, CUDNN_WORKSPACE, ONEDNN_HALF
 from unfog.process.device import available_memory, total_memory
 from unfog.reporting.progress import format_bytes, plural
-from unfog.training.distributed.process_group import local_world_size
+from unfog.training.distributed.process_group import local_world_size, processes_per_gpu
 
 # Share of the available memory that a prediction may take; predictions are within 15% of the measured peak.
 MARGIN = 0.85
@@ -135,5 +135,4 @@ def _memory_upper_bound(config: Config, at_once: int) -> float:
 
 def _processes_per_device(device: torch.device) -> int:
     """Return how many of torchrun's processes on this machine share this device at most."""
-    devices = torch.cuda.device_count() if device.type == "cuda" else 1
-    return -(-local_world_size() // devices)
+    return processes_per_gpu() if device.type == "cuda" else local_world_size()

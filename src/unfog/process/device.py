@@ -12,11 +12,12 @@ import torch
 from unfog.config.validate import check_device
 from unfog.errors import RequestError
 
+_NVIDIA = Path("/proc/driver/nvidia/version")  # a file of the driver, on Linux
 _UNTOLD = 4 * 2**30  # bytes assumed where the system does not tell
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device called `name`; "auto" is CUDA, else MPS, else the CPU.
+    """Return the device called `name`, and make it torch's current one; "auto" is CUDA, else MPS, else the CPU.
 
     Raises:
         RequestError: torch does not have that device here.
@@ -28,7 +29,19 @@ def choose_device(name: str) -> torch.device:
     count = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
     if (device.index or 0) >= count.get(device.type, 0):
         raise RequestError(f"device = {name} is not available to torch {torch.__version__}; try --device auto")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # some of torch's questions are answered for the current device alone
+        torch.backends.cudnn.allow_tf32 = False  # fp32 means fp32 in convolutions too, as in matrix products
     return device
+
+
+def unused_gpu() -> str:
+    """Return why torch cannot use the NVIDIA GPU of this machine; "" if it can, or there is none."""
+    if torch.cuda.is_available() or not _NVIDIA.exists() or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return ""
+    if torch.version.cuda is None:
+        return f"this build of torch, {torch.__version__}, is for CPUs"
+    return f"its driver may be too old for the CUDA {torch.version.cuda} of torch {torch.__version__}"
 
 
 def resident_bytes() -> int:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from unfog.device_copies import to_device
 from unfog.diffusion.objective import Loss
 
 # Bands of the pyramid, each at half the resolution of the one before. Coarser ones are left to the plain error.
@@ -70,7 +71,7 @@ def _laplacian_pyramid(x: Tensor) -> list[Tensor]:
 
 def _blur(x: Tensor) -> Tensor:
     """Convolve [B, C, H, W] with the binomial kernel (1, 4, 6, 4, 1) / 16 along both axes, edges repeated."""
-    weights = torch.tensor([1.0, 4.0, 6.0, 4.0, 1.0], device=x.device, dtype=x.dtype) / 16
+    weights = to_device(torch.tensor([1.0, 4.0, 6.0, 4.0, 1.0], dtype=x.dtype) / 16, x.device)
     channels = x.shape[1]
     x = F.pad(x, (2, 2, 2, 2), mode="replicate")
     x = F.conv2d(x, weights.view(1, 1, 5, 1).expand(channels, 1, 5, 1), groups=channels)

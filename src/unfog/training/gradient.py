@@ -11,13 +11,14 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from unfog.device_copies import to_device
 from unfog.diffusion.objective import Loss
 from unfog.errors import Interrupted
 from unfog.sharded_rng import rows_of
 from unfog.training.distributed.world import World
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.out_of_memory import microbatch_size
-from unfog.training.precision import gradients, to_device
+from unfog.training.precision import gradients
 from unfog.training.settings import Training
 from unfog.training.sharded_tensors import total_norm
 from unfog.training.state import TrainState

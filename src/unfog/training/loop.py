@@ -153,7 +153,7 @@ def _update_weights(training: Training, state: TrainState, result: StepResult, l
     outcome = result.outcome
     accepted = outcome == "accepted"
     if accepted and result.first_square is not None:
-        square = result.first_square / state.precision.scale**2
+        square = result.first_square / result.scale**2
         state.window.noise.add(square, result.first_images, result.norm.square(), training.batch)
     state.precision.update(state.optimizer, training.clip, result.norm_value, accepted)
     state.optimizer.zero_grad(set_to_none=True)

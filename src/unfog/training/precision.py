@@ -50,13 +50,18 @@ class Precision:
             # As torch's `clip_grads_with_norm_`, which multiplies by 1 what is short enough, so as not to wait for it.
             if 0 < clip < (length := norm + 1e-6):
                 torch._foreach_mul_(list(map(to_local, gradients(optimizer))), clip / length)
-            self.scaler.step(optimizer)
+            # Not by the scaler, which would wait for the device to learn that the gradient is finite.
+            optimizer.step()
         self.scaler.update()
 
     @property
     def scale(self) -> float:
         """Loss scale of the gradients until `gradient_norm` unscales them; 1 except in fp16."""
         return self.scaler.get_scale()
+
+    def scale_tensors(self) -> list[Tensor]:
+        """Return the loss scale, 0-d on the device, to be read together with other numbers; nothing except in fp16."""
+        return [self.scaler.scale(torch.ones((), device=self.device))] if self.scaler.is_enabled() else []
 
     @property
     def may_overflow(self) -> bool:
@@ -78,11 +83,6 @@ class Precision:
 def gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Return the gradients of all parameters that have one."""
     return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a CPU tensor to the device, without waiting where that is safe: from pinned memory to CUDA."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def default_precision(device: torch.device, parameters: Callable[[], int]) -> tuple[PrecisionName, str]:

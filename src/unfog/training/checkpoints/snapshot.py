@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from unfog.device_copies import to_host
 from unfog.safe_files import file_digest, make_folder, new_file, open_file, read_file, remove_tree, write_atomic
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import rotation
@@ -114,9 +115,11 @@ def take_snapshot(
             # The last ranks may hold no rows, and what is not sharded is the same on every rank.
             if not len(local) if is_sharded(tensor) else rank > 0:
                 continue
-            copies[file][name] = local.detach().to("cpu", copy=not state.in_host_memory).contiguous()
+            copies[file][name] = to_host(local.detach(), state.in_host_memory)
             if is_sharded(tensor):
                 rows[file][name] = first_local_row(tensor)
+    if state.precision.device.type == "cuda":
+        torch.cuda.current_stream().synchronize()
     seconds, machine = time.perf_counter() - started, state.precision.describe_machine()
     facts = (anchor, for_best, config, machine, seconds, rows if shared else None, rank, size)
     return Snapshot(step, copies, state.progress(), *facts)

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from unfog.device_copies import to_device
 from unfog.diffusion.objective import Loss
 from unfog.training.checkpoints.load import roll_back
 from unfog.training.distributed.world import World
@@ -18,7 +19,6 @@ from unfog.training.gradient import Gradient
 from unfog.training.hooks import TrainingHooks
 from unfog.training.learning_rate import Plan
 from unfog.training.nan_debug import NanReport
-from unfog.training.precision import to_device
 from unfog.training.settings import Training
 from unfog.training.state import TrainState
 
@@ -55,15 +55,16 @@ class StepResult(NamedTuple):
     """Images of the first micro-batch, over all ranks that count."""
     first_square: Tensor | None
     """Squared norm of its gradient, for the noise scale; None with a single micro-batch."""
-    may_overflow: bool
-    """Whether fp16's loss scale may be all that made the gradient infinite."""
+    scale: float
+    """Loss scale of the gradient; 1 except in fp16."""
 
     @property
     def outcome(self) -> Literal["accepted", "skipped", "overflow"]:
         """Decision on the step. An overflow of fp16 is not accepted either, but nothing is wrong with the network."""
         if math.isfinite(self.norm_value) and math.isfinite(self.relative_loss):
             return "accepted"
-        return "overflow" if math.isfinite(self.relative_loss) and self.may_overflow else "skipped"
+        # A loss scale that can still fall may be all that made the gradient infinite.
+        return "overflow" if math.isfinite(self.relative_loss) and self.scale > 1 else "skipped"
 
 
 def reduce_step(
@@ -72,16 +73,17 @@ def reduce_step(
     """Unscale the gradient, and read its norm and the loss from the device, reduced over all ranks."""
     norm = state.precision.gradient_norm(state.optimizer)
     losses, first_images, first_square = gradient.losses, gradient.micro_batches[0].images, gradient.first_square
+    scale = state.precision.scale_tensors()
     # Each path reads all its numbers at once, because reading makes the host wait for the device.
     if isinstance(hooks, CoordinatedHooks):
         losses, norm, statuses = hooks.all_reduce_step(settings, state, gradient, norm)
-        numbers = torch.cat([torch.stack([norm, *_sum_losses(losses)]), statuses.flatten()])
+        numbers = torch.cat([torch.stack([norm, *_sum_losses(losses), *scale]), statuses.flatten()])
         norm_value, loss, null_loss, *values = numbers.tolist()
-        first_images, first_square = hooks.apply_statuses(values, statuses, state)
+        first_images, first_square = hooks.apply_statuses(values[len(scale) :], statuses, state)
     else:
-        norm_value, loss, null_loss = torch.stack([norm, *_sum_losses(losses)]).tolist()
+        norm_value, loss, null_loss, *values = torch.stack([norm, *_sum_losses(losses), *scale]).tolist()
     relative = loss / max(null_loss, 1e-30)  # 0 / 0 where all weights of a small batch are 0
-    return StepResult(losses, norm, norm_value, relative, first_images, first_square, state.precision.may_overflow)
+    return StepResult(losses, norm, norm_value, relative, first_images, first_square, values[0] if scale else 1.0)
 
 
 class CoordinatedHooks(TrainingHooks):

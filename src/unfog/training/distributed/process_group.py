@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import time
 import uuid
 from collections import Counter
@@ -50,8 +51,8 @@ class ProcessGroup:
 
     @property
     def has_own_gpu(self) -> bool:
-        """True where each rank of this machine has a GPU of its own."""
-        return torch.cuda.device_count() >= local_world_size()
+        """True where no other rank computes on the GPU of this one."""
+        return torch.cuda.is_available() and processes_per_gpu() == 1
 
     @property
     def is_main(self) -> bool:
@@ -207,6 +208,31 @@ def local_world_size() -> int:
 def world_size() -> int:
     """Return the number of processes that torchrun has started; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+_sharing = 0  # ranks on the GPU of this one, once they have told each other
+
+
+def processes_per_gpu() -> int:
+    """Return how many ranks compute on the GPU of this one; before they have met, by the GPUs that are visible."""
+    return _sharing or -(-local_world_size() // max(1, torch.cuda.device_count()))
+
+
+def agree_on_gpus(store: Store, rank: int, size: int) -> None:
+    """Learn which ranks share a GPU. All ranks call this."""
+    # The number of visible GPUs does not tell: a scheduler may show each process its own GPU alone.
+    global _sharing
+    own = _gpu_identity()
+    store.set(f"gpu/{rank}", own)
+    _sharing = [store.get(f"gpu/{other}").decode() for other in range(size)].count(own)
+
+
+def _gpu_identity() -> str:
+    """Return a text that two ranks have in common only if they compute on the same GPU."""
+    if not torch.cuda.is_available():
+        return socket.gethostname()
+    device = torch.device(local_device("cuda"))
+    return f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
 
 
 def local_device(name: str) -> str:

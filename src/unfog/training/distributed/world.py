@@ -21,7 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 from unfog.errors import RequestError, RunError
 from unfog.training.checkpoints.writer import ShardStatusStore
 from unfog.training.distributed.fsdp import ShardedState, broadcast_tensor, tensor_shapes
-from unfog.training.distributed.process_group import ProcessGroup, agree_on_name, local_world_size, world_size
+from unfog.training.distributed.process_group import (
+    ProcessGroup,
+    agree_on_gpus,
+    agree_on_name,
+    local_world_size,
+    world_size,
+)
 from unfog.training.distributed.watchdog import Watchdog
 from unfog.training.out_of_memory import is_out_of_memory
 from unfog.training.settings import Training
@@ -160,6 +166,7 @@ def init_world(timeout: float = Training.timeout) -> Iterator[World]:
         torch.set_num_threads(max(1, torch.get_num_threads() // local_world_size()))
     shared, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=Training.timeout)))
     store = PrefixStore(f"unfog/{agree_on_name(shared, rank, size)}", shared)
+    agree_on_gpus(store, rank, size)
     with contextlib.ExitStack() as stack:
         if rank > 0:
             nowhere = stack.enter_context(open(os.devnull, "w"))

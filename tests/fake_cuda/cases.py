@@ -1,0 +1,245 @@
+"""Cases on fake CUDA, run in a process of their own: `python cases.py NAME ...` prints a JSON object by name."""
+
+import json
+import sys
+import traceback
+import warnings
+from dataclasses import replace
+from typing import get_args
+
+from fakes import DEVICE, FakeCuda, Watch  # isort: skip - it must come before torch
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from unfog.config.presets import preset
+from unfog.config.toml import update
+from unfog.data.dataset import ImageSet
+from unfog.data.stream import ImageStream
+from unfog.device_copies import to_device
+from unfog.diffusion import ddpm, likelihood, sampler, steps, variance
+from unfog.pipeline import build
+from unfog.pipeline.generate import default_generation, generate_images
+from unfog.training.checkpoints.snapshot import take_snapshot
+from unfog.training.hooks import Task, TrainingHooks
+from unfog.training.loop import LoopSettings, train
+from unfog.training.precision import default_memory_format
+
+SIDE, BATCH, STEPS = 16, 8, 1
+
+
+def config_of(network="unet:channels=32/32,attention=false/true,blocks=1", precision="bf16", **changes):
+    memory_format = default_memory_format(DEVICE, precision)[0]
+    usual = {
+        "network": network,
+        "training": {"batch": BATCH, "images": 100 * BATCH, "precision": precision, "memory_format": memory_format},
+        "optimizer": {"lr": 1e-3, "warmup": 1},
+        "data": {"size": SIDE, "channels": 3},
+    }
+    return update(update(preset("default"), usual, ""), changes, "")
+
+
+class _Stopping(TrainingHooks):
+    """Hooks that end the training after some steps."""
+
+    step = until = 0
+
+    def on_step_end(self, step):
+        self.step = step
+
+    def stop_requested(self):
+        return self.step >= self.until
+
+
+class _FakeStream(ImageStream):
+    """A stream whose batches are fake tensors of the CPU."""
+
+    mode = None
+
+    def batch(self, first, size):
+        real = super().batch(first, size)
+        label = None if real.label is None else self.mode.from_tensor(real.label)
+        return type(real)(real.first, self.mode.from_tensor(real.pixels), label, real.index)
+
+
+def _on_device(fake, config):
+    """Build networks on the device at once: `Module.to` would wait for a copy of every weight, as a start may."""
+    real, to = build.build_network, torch.nn.Module.to
+
+    def made(config):
+        with DEVICE:
+            return real(config)
+
+    def moved(module, *args, **kwargs):
+        there = all(parameter.device.type == "cuda" for parameter in module.parameters())
+        return module if there else to(module, *args, **kwargs)
+
+    fake.set(build, "build_network", made)
+    fake.set(torch.nn.Module, "to", moved)
+
+
+def step_of(config, latents=False, mutate=lambda state: None, plant=None, snapshot=False):
+    """Return what `STEPS` steps of the real loop do, after a first one; or what a snapshot does after them.
+
+    `plant` is called with the loss of each micro-batch and its images; `mutate` with the state before training.
+    """
+    with FakeCuda() as fake:
+        _on_device(fake, config)
+        shape = build.input_shape(config)
+        pixels = (
+            np.zeros((64, 1 + config.data.flip, *shape), np.float16) if latents else np.zeros((64, *shape), np.uint8)
+        )
+        labels = np.zeros(64, np.int64) if config.classes else None
+        with fake.mode:
+            state = build.build_state(config, DEVICE)
+            mutate(state)
+            stream = _FakeStream(ImageSet(pixels, labels, ["image"] * 64, config.classes), 0)
+            stream.mode = fake.mode
+            loss_function = build.build_loss(config, state.levels)
+
+            def loss(network, x0, label, condition):
+                loss = loss_function(network, x0, label, condition)
+                if plant:
+                    plant(loss.per_image, x0)
+                return loss
+
+            task = Task(stream, build.build_augmentation(config), loss)
+            hooks = _Stopping()
+            for steps in (1, STEPS):
+                hooks.until += steps
+                fake.watch.clear()
+                with fake.watch:
+                    train(LoopSettings(config.training, config.optimizer), state, task, hooks)
+            if snapshot:
+                fake.watch.clear()
+                with fake.watch:
+                    take_snapshot(state, STEPS)
+        return fake.watch
+
+
+HOST_ARITHMETIC = (
+    *((sampler, "_levels_on"), (sampler.Sampler, "visits"), (sampler.Sampler, "levels"), (steps, "_solve")),
+    (sampler.Sampler, "_noisier"),
+    *(
+        (variance, "deviation"),
+        (likelihood, "_groups"),
+        (ddpm.TimestepSchedule, "table"),
+        (ddpm.TimestepSchedule, "limits"),
+    ),
+)
+"""Functions that compute coefficients on the CPU, whose values the host needs."""
+
+
+def sampling_of(config, label="dpmpp", edit=None, **settings):
+    """Return what the steps of a sampler do: those of 12 steps less those of 10, which start and end alike."""
+    watches = []
+    with FakeCuda() as fake:
+        _on_device(fake, config)
+        for owner, name in HOST_ARITHMETIC:
+            fake.set(owner, name, _for_real(getattr(owner, name)))
+        fake.set(sampler.NoiseSource, "draw", _fake_noise(fake.mode))
+        with fake.mode:
+            network = build.build_network(config)
+            for count in (10, 12):
+                chosen = replace(config.sampler, kind=label, steps=count)
+                generation = replace(default_generation(config, 4, 4), sampler=chosen, **settings)
+                fake.watch = Watch()
+                with fake.watch:
+                    generate_images(network, config, generation, edit=edit)
+                watches.append(fake.watch)
+    few, more = watches
+    for what in ("waits", "copies", "named"):
+        setattr(more, what, getattr(more, what) - getattr(few, what))
+    more.operations -= few.operations
+    return more
+
+
+def _for_real(function):
+    def call(*args, **kwargs):
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _fake_noise(mode):
+    def draw(source):
+        with _disable_current_modes():
+            noise = torch.stack([torch.randn(source.shape, generator=generator) for generator in source.generators])
+        return to_device(mode.from_tensor(noise), source.device)
+
+    return draw
+
+
+MP = "mpunet:channels=32/32,attention=false/true,blocks=1"
+DIT = "dit:width=64,depth=2,head_channels=32,patch=4"
+SMALL = "dit:width=64,depth=1,head_channels=32,patch=4"  # the fewest operations
+LEARNED_VARIANCE = {"schedule": "cosine", "target": "eps", "path": "vp", "learned_variance": True}
+ADAMW = {"optimizer": {"method": "adamw"}}
+
+
+def _latent_config():
+    latents = {"channels": 4, "factor": 8, "mean": (0.0,) * 4, "deviation": (1.0,) * 4}
+    return config_of(autoencoder_folder="/nowhere", latents=latents, data={"size": 8 * SIDE, "flip": True})
+
+
+KINDS = [kind for kind in get_args(sampler.Kind) if kind != "adaptive"]
+
+
+def _cpu_generator(loss, x0):
+    torch.randn(x0.shape, generator=torch.Generator(), device=x0.device)
+
+
+def _average_on_cpu(state):
+    state.ema.parameters = [tensor.to("cpu") for tensor in state.ema.parameters]
+
+
+CASES = {
+    "unet bf16": lambda: step_of(config_of()),
+    "unet bf16 adamw": lambda: step_of(config_of(**ADAMW)),
+    "unet fp32": lambda: step_of(config_of(precision="fp32")),
+    "unet fp16": lambda: step_of(config_of(precision="fp16")),
+    "unet fp16 adamw": lambda: step_of(config_of(precision="fp16", **ADAMW)),
+    "unet accumulated": lambda: step_of(config_of(training={"microbatch": BATCH // 2})),
+    "unet recomputed": lambda: step_of(config_of(training={"checkpointing": True})),
+    "unet classes": lambda: step_of(config_of(classes=("a", "b"))),
+    "unet augmented": lambda: step_of(config_of(data={"augment": 0.5, "flip": True, "jitter": 0.1, "crop": 0.2})),
+    "unet learned variance": lambda: step_of(config_of(diffusion=LEARNED_VARIANCE)),
+    "unet adaptive": lambda: step_of(config_of(diffusion={"adaptive": 0.5, "weighting": "uncertainty"})),
+    "mp bf16": lambda: step_of(config_of(MP)),
+    "mp fp16": lambda: step_of(config_of(MP, "fp16")),
+    "dit bf16": lambda: step_of(config_of(DIT)),
+    "dit fp32 adamw": lambda: step_of(config_of(DIT, "fp32", **ADAMW)),
+    "latents": lambda: step_of(_latent_config(), latents=True),
+    "snapshot": lambda: step_of(config_of(SMALL), snapshot=True),
+    "planted item": lambda: step_of(config_of(SMALL), plant=lambda loss, x0: loss.sum().item()),
+    "planted bool": lambda: step_of(config_of(SMALL), plant=lambda loss, x0: bool(loss.sum() > 1)),
+    "planted generator": lambda: step_of(config_of(SMALL), plant=_cpu_generator),
+    "planted copy": lambda: step_of(config_of(SMALL), plant=lambda loss, x0: torch.zeros(8).to(x0.device)),
+    "planted average": lambda: step_of(config_of(SMALL), mutate=_average_on_cpu),
+    # Not the adaptive one, whose steps depend on what it draws, so that it waits for each.
+    **{f"sampler {kind}": lambda kind=kind: sampling_of(config_of(), kind) for kind in KINDS},
+    "sampler guided": lambda: sampling_of(config_of(classes=("a", "b")), guidance=2.0, interval=(0.0, 1.0)),
+    "sampler bf16": lambda: sampling_of(config_of(), precision="bf16"),
+    "sampler ddpm, learned variance": lambda: sampling_of(config_of(diffusion=LEARNED_VARIANCE), "ddpm"),
+    "autoencoder": lambda: step_of(config_of(autoencoder={"factor": 4, "channels": (32, 32)})),
+}
+
+
+def main():
+    warnings.simplefilter("ignore")
+    torch.autograd.set_multithreading_enabled(False)
+    for name in sys.argv[1:] or CASES:
+        try:
+            watch = CASES[name]()
+            result = {what: dict(getattr(watch, what)) for what in ("waits", "copies", "faults", "attention", "named")}
+            result["operations"] = watch.operations
+        except Exception as error:
+            frames = "".join(traceback.format_exception(error)[-6:])
+            result = {"error": f"{type(error).__name__}: {error}", "where": frames}
+        print(json.dumps({"name": name, "steps": STEPS, **result}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""Fake CUDA: torch believes in a GPU whose tensors have shapes, strides and no values. Import before torch.
+
+What an operation does on the host is real: which device each tensor is on, what is copied and how, what waits for the
+device, and which kernels of attention a layout allows. `Watch` counts all of it. Nothing is computed.
+"""
+
+import ctypes
+import os
+import sys
+import traceback
+from collections import Counter
+from contextlib import ExitStack
+
+assert "torch" not in sys.modules, "torch looks up the hooks of a device once, so they must be loaded before it"
+ctypes.CDLL(os.environ["FAKE_CUDA"], mode=ctypes.RTLD_GLOBAL)
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
+from torch.utils import _foreach_utils  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+DEVICE = torch.device("cuda", 0)
+PACKAGE = f"{os.sep}unfog{os.sep}"
+READS = ("item", "__float__", "__int__", "__bool__", "__index__")
+# From the page of torch.use_deterministic_algorithms, as of 2.13: what raises an error on CUDA.
+RAISES_WHEN_DETERMINISTIC = frozenset(
+    (
+        *("avg_pool3d_backward", "_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward"),
+        *("max_pool3d_with_indices_backward", "adaptive_max_pool2d_backward", "fractional_max_pool2d_backward"),
+        *("fractional_max_pool3d_backward", "max_unpool2d", "max_unpool3d", "upsample_linear1d_backward"),
+        *("upsample_bilinear2d_backward", "upsample_bicubic2d_backward", "upsample_trilinear3d_backward"),
+        *("reflection_pad1d_backward", "reflection_pad3d_backward", "replication_pad1d_backward"),
+        *("replication_pad2d_backward", "replication_pad3d_backward", "nll_loss2d_forward", "_ctc_loss_backward"),
+        *("_embedding_bag_backward", "put_", "histc", "bincount", "kthvalue", "median", "grid_sampler_2d_backward"),
+        *("grid_sampler_3d_backward", "cumsum", "scatter_reduce", "resize_", "index_copy", "_cumsum"),
+    )
+) - {"resize_", "index_copy"}
+
+
+def place(limit=2):
+    """Return where in the package an operation was called: "training/loop.py:12 < ..."."""
+    frames = [frame for frame in traceback.extract_stack() if PACKAGE in frame.filename]
+    lines = [f"{frame.filename.rpartition(PACKAGE)[2]}:{frame.lineno}" for frame in reversed(frames[-limit:])]
+    return " < ".join(lines) or "outside"
+
+
+def tensors_in(value):
+    """Yield every tensor in nested containers."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from tensors_in(one)
+
+
+class Watch(TorchDispatchMode):
+    """Counts the operations on the fake device, and notes what a GPU would punish."""
+
+    def __init__(self):
+        super().__init__()
+        self.clear()
+
+    def clear(self):
+        self.operations, self.waits, self.copies, self.faults = 0, Counter(), Counter(), Counter()
+        self.attention, self.named = Counter(), Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        given = list(tensors_in((args, kwargs)))
+        out = func(*args, **kwargs)
+        made = list(tensors_in(out))
+        name = func._schema.name.partition("::")[2]
+        kinds = {tensor.device.type for tensor in (*given, *made) if tensor.dim() or tensor.device.type == "cuda"}
+        if kwargs.get("pin_memory"):
+            _pinned[made[0].untyped_storage()._cdata] = made[0]
+        if "cuda" not in kinds:
+            return out
+        generator = kwargs.get("generator")
+        if generator is not None and generator.device.type != "cuda":
+            self.faults[f"{name} on cuda with a generator of the CPU @ {place()}"] += 1
+        if name in ("_to_copy", "copy_", "to"):
+            bound = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
+            source, target = (bound["src"], bound["self"]) if name == "copy_" else (bound["self"], made[0])
+            self._copied(source, target, bound.get("non_blocking", False))
+        elif "cpu" in kinds:
+            self.faults[f"{name} of tensors on cpu and cuda @ {place()}"] += 1
+        if name in RAISES_WHEN_DETERMINISTIC and any(t.is_floating_point() for t in given):
+            self.faults[f"{name} has no deterministic kernel @ {place()}"] += 1
+        if func.namespace != "prim" and not func.is_view and name not in ("detach", "alias", "lift_fresh"):
+            self.operations += 1
+            self.named[name] += 1
+        return out
+
+    def _copied(self, source, target, free):
+        if source.device.type == target.device.type:
+            return
+        on_host = source if source.device.type == "cpu" else target
+        way = f"{source.device.type} to {target.device.type}"
+        if free and is_pinned(on_host):
+            self.copies[f"{way}, pinned @ {place()}"] += 1
+        else:
+            self.waits[f"copy {way}, {'pageable' if free else 'blocking'} @ {place()}"] += 1
+
+
+_pinned = {}  # storages of fake tensors have no state of their own for it
+
+
+def is_pinned(tensor):
+    """Return whether a fake tensor was pinned, or made pinned."""
+    return tensor.untyped_storage()._cdata in _pinned
+
+
+def _pin(tensor, *device):
+    out = tensor.clone()
+    _pinned[out.untyped_storage()._cdata] = out  # kept alive, so that its number is not given out again
+    return out
+
+
+class _Stream:
+    def synchronize(self):
+        """A wait that is meant: nothing is counted."""
+
+
+class FakeCuda(ExitStack):
+    """Context in which torch has one GPU. `watch` counts what happens on it; `mode` is the `FakeTensorMode`."""
+
+    def __init__(self, name="NVIDIA H100", native_bf16=True):
+        super().__init__()
+        self.watch, self.mode = Watch(), FakeTensorMode(allow_non_fake_inputs=True)
+        self._name, self._bf16 = name, native_bf16
+
+    def set(self, owner, name, value):
+        """Set an attribute until the context ends."""
+        old = getattr(owner, name)
+        setattr(owner, name, value)
+        self.callback(setattr, owner, name, old)
+
+    def __enter__(self):
+        super().__enter__()
+        self.set(FakeTensorMode, "avoid_device_init", property(lambda mode: True))
+        for name, answer in (
+            ("is_available", True),
+            ("device_count", 1),
+            ("current_device", 0),
+            ("get_device_name", self._name),
+            ("mem_get_info", (78 * 2**30, 80 * 2**30)),
+            ("memory_reserved", 0),
+            ("memory_allocated", 0),
+            ("max_memory_allocated", 0),
+            ("set_device", None),
+            ("synchronize", None),
+        ):
+            self.set(torch.cuda, name, lambda *a, _answer=answer, **k: _answer)
+        self.set(torch.cuda, "is_bf16_supported", lambda including_emulation=True: self._bf16)
+        self.set(torch.cuda, "manual_seed_all", lambda seed: None)
+        self.set(torch.cuda, "current_stream", lambda *device: _Stream())
+        self.set(torch.Tensor, "pin_memory", _pin)
+        self.set(torch.Tensor, "is_pinned", is_pinned)
+        self.set(_foreach_utils, "_has_foreach_support", lambda tensors, device: True)
+        self.set(torch.nn.utils.clip_grad, "_has_foreach_support", lambda tensors, device: True)
+        for name in READS:
+            self._watch_read(name, {"__bool__": True, "__int__": 1, "__index__": 1}.get(name, 1.0))
+        self._watch_bulk_reads()
+        self._watch_attention()
+        return self
+
+    def _watch_read(self, name, answer):
+        real = getattr(torch.Tensor, name)
+
+        def read(tensor, *args):
+            if not isinstance(tensor, FakeTensor):
+                return real(tensor, *args)
+            if tensor.device.type == "cuda":
+                self.watch.waits[f"{name} @ {place()}"] += 1
+            return answer
+
+        self.set(torch.Tensor, name, read)
+
+    def _watch_bulk_reads(self):
+        real = {name: getattr(torch.Tensor, name) for name in ("tolist", "numpy")}
+
+        def tolist(tensor):
+            if not isinstance(tensor, FakeTensor):
+                return real["tolist"](tensor)
+            if tensor.device.type == "cuda":
+                self.watch.waits[f"tolist @ {place()}"] += 1
+            return np.ones(tuple(tensor.shape)).tolist()
+
+        def numpy(tensor, **options):
+            if not isinstance(tensor, FakeTensor):
+                return real["numpy"](tensor, **options)
+            assert tensor.device.type == "cpu", "numpy() of a tensor on cuda"
+            return np.zeros(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+        self.set(FakeTensor, "tolist", tolist)  # which has one of its own
+        self.set(torch.Tensor, "numpy", numpy)
+
+    def _watch_attention(self):
+        """Note which kernel scaled_dot_product_attention can take; the fake one would always take the math kernel."""
+        real = F.scaled_dot_product_attention
+
+        def attend(q, k, v, **options):
+            if q.device.type != "cuda":
+                return real(q, k, v, **options)
+            if torch.is_autocast_enabled("cuda"):
+                q, k, v = (tensor.to(torch.get_autocast_dtype("cuda")) for tensor in (q, k, v))
+            half = q.dtype in (torch.bfloat16, torch.float16)
+            if any(tensor.stride(-1) != 1 for tensor in (q, k, v)):
+                self.watch.attention["math"] += 1
+                return real(q, k, v, **options)
+            self.watch.attention["flash" if half else "memory-efficient"] += 1
+            if half:
+                return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False)[0]
+            return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, torch.is_grad_enabled())[0]
+
+        self.set(F, "scaled_dot_product_attention", attend)

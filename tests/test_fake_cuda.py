@@ -1,0 +1,162 @@
+"""The program on a CUDA device that is not there: see fake_cuda/fakes.py for what is real about it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from unfog.config.schema import Config
+from unfog.pipeline import build
+from unfog.process import device
+from unfog.training.distributed import process_group
+
+FOLDER = Path(__file__).parent / "fake_cuda"
+THE_WAIT = "training/distributed/coordination.py"  # where a step reads its loss and the norm of its gradient
+STEPS = ("unet fp16", "latents", "autoencoder")
+SAMPLERS = ("sampler ddpm",)
+PLANTED = {
+    "planted item": "item @",
+    "planted bool": "__bool__ @",
+    "planted copy": "copy cpu to cuda, blocking",
+    "planted generator": "generator of the CPU",
+    "planted average": "cpu",
+}
+OTHERS = (
+    *("unet bf16", "unet accumulated", "unet bf16 adamw", "unet fp32", "unet fp16 adamw", "unet recomputed"),
+    *("unet classes", "unet augmented", "unet learned variance", "unet adaptive"),
+    *("mp bf16", "mp fp16", "dit bf16", "dit fp32 adamw"),
+    *("sampler dpmpp", "sampler edm", "sampler guided", "sampler ddim", "sampler heun", "sampler dpmpp-sde"),
+    *("sampler unipc", "sampler bf16", "sampler ddpm, learned variance"),
+)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """The device, compiled against the torch that is installed."""
+    home = Path(torch.__file__).parent
+    made = tmp_path_factory.mktemp("fake_cuda") / "device.so"
+    compiler = ["g++", "-w", "-shared", "-fPIC", "-std=c++20", str(FOLDER / "device.cpp"), f"-I{home / 'include'}"]
+    libraries = [f"-L{home / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{home / 'lib'}", "-o", str(made)]
+    try:
+        subprocess.run([*compiler, *libraries], check=True, capture_output=True, timeout=200)
+    except FileNotFoundError:
+        pytest.skip("needs g++")
+    return made
+
+
+def run(library, names):
+    """Return the results of cases by name, from one process."""
+    environment = os.environ | {"FAKE_CUDA": str(library), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(FOLDER / "cases.py"), *names]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return {result["name"]: result for result in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.fixture(scope="module")
+def results(library):
+    return run(library, [*STEPS, *SAMPLERS, *PLANTED, "snapshot"])
+
+
+def check_step(result):
+    """One wait a step, no copy from pageable memory, no tensor or generator on the wrong device, no slow kernel."""
+    assert "error" not in result, result
+    assert sum(result["waits"].values()) == result["steps"], result["waits"]
+    assert all(wait.startswith(f"tolist @ {THE_WAIT}") for wait in result["waits"])
+    assert result["faults"] == {}
+    assert result["copies"], "the images of the step were not seen"
+    assert "math" not in result["attention"]
+
+
+def check_sampler(result):
+    """No wait between the steps, and no blocking copy."""
+    assert "error" not in result, result
+    assert result["waits"] == {}
+    assert result["faults"] == {}
+    assert result["operations"] > 0
+    assert "math" not in result["attention"]
+
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs ELF")]
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_step(results, name):
+    check_step(results[name])
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_sampler(results, name):
+    check_sampler(results[name])
+
+
+@pytest.mark.parametrize(("name", "evidence"), PLANTED.items())
+def test_planted_fault_is_found(results, name, evidence):
+    result = results[name]
+    assert evidence in json.dumps([result.get("error"), *(result.get(what) for what in ("waits", "faults"))])
+    with pytest.raises(AssertionError):
+        check_step(result)
+
+
+def test_snapshot_goes_through_pinned_memory(results):
+    copies = results["snapshot"]["copies"]
+    assert sum(copies.values()) > 20
+    assert all(copy.startswith("cuda to cpu, pinned") for copy in copies)
+    assert not any(wait.startswith("copy") for wait in results["snapshot"]["waits"])
+
+
+def test_runs_on_cuda_are_deterministic_without_exception(monkeypatch):
+    """With warn_only, attention keeps its non-deterministic backward pass; filled tensors would cost kernels."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    asked = []
+    monkeypatch.setattr(
+        torch, "use_deterministic_algorithms", lambda *words, **settings: asked.append((words, settings))
+    )
+    monkeypatch.setattr(build, "build_network", _stop)
+    with pytest.raises(_Stop):
+        build.build_state(Config(), torch.device("cuda"))
+    assert asked == [((True,), {})]
+    assert not torch.utils.deterministic.fill_uninitialized_memory
+
+
+class _Stop(Exception):
+    pass
+
+
+def _stop(config):
+    raise _Stop
+
+
+def test_ranks_that_share_a_gpu_are_found_by_its_identity(monkeypatch):
+    """A scheduler may show each process one GPU, its own or that of all."""
+    monkeypatch.setattr(process_group, "_sharing", 0)
+    for identities, sharing in ((("a", "b"), 1), (("a", "a"), 2)):
+        store = dist.HashStore()
+        store.set("gpu/1", identities[1])
+        monkeypatch.setattr(process_group, "_gpu_identity", lambda own=identities[0]: own)
+        process_group.agree_on_gpus(store, 0, 2)
+        assert process_group.processes_per_gpu() == sharing
+
+
+def test_a_gpu_that_torch_cannot_use_is_named(monkeypatch, tmp_path):
+    assert device.unused_gpu() == ""
+    (driver := tmp_path / "version").touch()
+    monkeypatch.setattr(device, "_NVIDIA", driver)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "is for CPUs" in device.unused_gpu()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert "driver may be too old for the CUDA 13.0" in device.unused_gpu()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # hidden on purpose
+    assert device.unused_gpu() == ""
+
+
+@pytest.mark.exhaustive
+def test_other_cases(library):
+    for name, result in run(library, OTHERS).items():
+        (check_sampler if name.startswith("sampler") else check_step)(result)
