@@ -12,7 +12,7 @@ from unfog.checks.run.sample_checks import (
     _color_statistics,
     _comparison_figure,
 )
-from unfog.inference.memorization import COPY, _check_memorization, _find_nearest, _pixel_features
+from unfog.inference.memorization import COPY, _check_memorization, _find_nearest, _pixel_features, _Search
 
 # Copies.
 
@@ -63,9 +63,8 @@ def verdict(drawn, bank, unseen=None):
     else:
         usual = _find_nearest(torch.from_numpy(unseen), bank)
     pictures = drawn.transpose(0, 2, 3, 1)
-    return _check_memorization(
-        pictures, found, usual, bank[found.image[:, 0].numpy()].transpose(0, 2, 3, 1), "others", len(bank)
-    )
+    matches = bank[found.image[:, 0].numpy()].transpose(0, 2, 3, 1)
+    return _check_memorization(pictures, matches, _Search(found, usual, "others", len(bank)))
 
 
 @pytest.mark.parametrize("count", [20, 140, 1000])

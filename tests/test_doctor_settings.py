@@ -1,6 +1,7 @@
 """The doctor on settings: each planted fault gives its finding and no other, and sound settings give none."""
 
 import json
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +13,7 @@ from conftest import NETWORK
 from unfog.checks.run.run_checks import _usual_learning_rate_of
 from unfog.checks.settings import learning_rate_checks as rate_checks
 from unfog.checks.settings import machine_checks as machine
+from unfog.checks.settings import overfit_one_batch as overfitting
 from unfog.checks.settings.learning_rate_checks import _ema_half_window, _ema_share_before
 from unfog.checks.settings.machine_checks import _check_precision
 from unfog.checks.settings.overfit_one_batch import LEARNED, STUCK, _OverfitBatch, overfit_one_batch
@@ -348,16 +350,25 @@ DIFFUSIONS = {
 }
 
 
+@contextmanager
+def limits(steps):
+    """So many steps, and no limit of time, so that a slow machine changes nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(overfitting, "_MOST_STEPS", steps)
+        patch.setattr(overfitting, "_MOST_SECONDS", 1e6)
+        yield
+
+
 def lesson(fashion, diffusion, lr=None, spoil=lambda network: None, steps=600, stop=lambda: False, microbatch=0):
     config = replace(settled(fashion, training={"microbatch": microbatch}), diffusion=diffusion)
     if lr is not None:
         config = replace(config, optimizer=replace(config.optimizer, lr=lr))
     state = build_state(config, CPU)
     spoil(state.model)
-    objective = Objective(diffusion, len(config.classes), config.label_dropout)
     torch.manual_seed(0)
     images = replace(fashion.train, pixels=fashion.train.pixels[:4000, :, ::2, ::2], labels=fashion.train.labels[:4000])
-    return overfit_one_batch(config, state, objective, images, 1e6, stop, steps)
+    with limits(steps):
+        return overfit_one_batch(config, state, images, stop)
 
 
 @pytest.mark.parametrize(
@@ -438,8 +449,8 @@ def test_a_loss_that_rises_asks_for_a_lower_rate(fashion):
 def test_fewer_images_than_eight_are_learned_at_several_levels(fashion):
     config = settled(fashion)
     one = replace(fashion.train, pixels=fashion.train.pixels[:1, :, ::2, ::2], labels=fashion.train.labels[:1])
-    objective = Objective(config.diffusion, len(config.classes), config.label_dropout)
-    found = overfit_one_batch(config, build_state(config, CPU), objective, one, 1e6, steps=25)
+    with limits(25):
+        found = overfit_one_batch(config, build_state(config, CPU), one)
     assert found.facts["steps"] == 25
     assert found.facts["loss_to_first"] < STUCK
 

@@ -19,7 +19,7 @@ from unfog.errors import Interrupted
 from unfog.evaluation.held_out import HeldOut
 from unfog.planning.auto_settings import AutoSettings
 from unfog.process.signals import StopSignals
-from unfog.runs import diffusers, resume, session
+from unfog.runs import diffusers, replay, session
 from unfog.runs import dry_run as small
 from unfog.runs import previews as looks
 from unfog.runs.dry_run import _shortened, dry_run
@@ -145,14 +145,14 @@ def test_weights_that_do_not_move_are_fatal(fashion, tmp_path):
 
 
 def test_a_checkpoint_that_differs_is_fatal(fashion, tmp_path, monkeypatch):
-    real = resume.differing_tensors
+    real = replay.differing_tensors
 
     def spoiled(state, saved):
         next(iter(state.tensors()["ema"].values())).add_(1)
         return real(state, saved)
 
     monkeypatch.setattr(small, "differing_tensors", spoiled)
-    monkeypatch.setattr(resume, "differing_tensors", spoiled)
+    monkeypatch.setattr(replay, "differing_tensors", spoiled)
     findings = rehearsed(settled(fashion), fashion, tmp_path)
     assert findings["reload"].severity == "fatal"
     assert "ema: " in findings["reload"].evidence

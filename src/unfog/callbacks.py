@@ -24,7 +24,7 @@ class _Event:
 
 @dataclass(frozen=True)
 class LogEvent(_Event):
-    """A line of metrics.jsonl."""
+    """A line of metrics.jsonl, after it was written."""
 
     images: int
     """Images trained on so far."""

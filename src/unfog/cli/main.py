@@ -52,23 +52,13 @@ try:  unfog train fashion --budget 3m        then:  unfog sample runs/fashion
 """
 
 _TRAINING = ("train", "train-autoencoder", "resume")
-_SAVES_NOTHING = (
-    "doctor",
-    "plan",
-    "find-lr",
-    "ema-sweep",
-    "tune",
-    "export",
-    "cache",
-    "serve",
-)  # a signal leaves nothing to continue from
+# A signal leaves nothing to continue from, which their exit status says.
+_SAVES_NOTHING = ("doctor", "plan", "find-lr", "ema-sweep", "tune", "export", "cache", "serve")
+# Modules of commands that share one, or are elsewhere; else a module has the name of its command.
 _MODULES = {
-    "train-autoencoder": "train",
-    "resume": "train",
-    "report": "evaluate",
-    "export": "sample",
-    "serve": "command",
-}  # else the name of the command
+    **{"train-autoencoder": "train", "resume": "train"},
+    **{"report": "evaluate", "export": "sample", "serve": "command"},
+}
 _LAYERS = {"completion": "cli", "serve": "serve"}  # completion is about the command line itself
 _MAX_MESSAGE = 1000  # characters
 
@@ -102,18 +92,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except Exception as error:
         if debug:
             raise
-        if isinstance(error, OSError):
-            said = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
-            sys.stderr.write(f"unfog: {_in_a_line(said)}; correct that, then repeat the command\n")
-            sys.exit(1)
-        from unfog.training.out_of_memory import is_out_of_memory
-
-        if is_out_of_memory(error):
-            advice = "lower --microbatch: the effective batch stays the same; or choose a smaller --size or --network"
-        else:
-            advice = "this is a bug in unfog; --debug shows where"
-        sys.stderr.write(f"unfog: {type(error).__name__}: {_in_a_line(str(error))}\n({advice})\n")
+        sys.stderr.write(_describe_unexpected(error))
         sys.exit(1)
+
+
+def _describe_unexpected(error: Exception) -> str:
+    """Return the message for an error that no check has foreseen, with what can be done about it."""
+    if isinstance(error, OSError):
+        said = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+        return f"unfog: {_in_a_line(said)}; correct that, then repeat the command\n"
+    # Only now, as it imports torch, which a wrong request need not wait for.
+    from unfog.training.out_of_memory import is_out_of_memory
+
+    if is_out_of_memory(error):
+        advice = "lower --microbatch: the effective batch stays the same; or choose a smaller --size or --network"
+    else:
+        advice = "this is a bug in unfog; --debug shows where"
+    return f"unfog: {type(error).__name__}: {_in_a_line(str(error))}\n({advice})\n"
 
 
 def _in_a_line(message: str) -> str:

@@ -19,9 +19,8 @@ from unfog.data.augmentation import Augment
 from unfog.data.dataset import Dataset
 from unfog.data.packs.pack import Pack, is_pack
 from unfog.errors import RequestError
-from unfog.pipeline.build import build_objective, build_state, without_augmentation
+from unfog.pipeline.build import build_state
 from unfog.pipeline.contact_sheet import contact_sheet
-from unfog.pipeline.latents import latent_decoder
 from unfog.pipeline.load_data import load_images
 from unfog.planning.auto_settings import AutoSettings
 from unfog.process.device import choose_device
@@ -96,11 +95,8 @@ def _check_planned_run(
     if findings[0].severity != "fatal":
         findings.append(training_length_guide(config, prepared, pace))
         if not quick:
-            objective = build_objective(config)
-            state = build_state(config, device)
-            see, show = without_augmentation(config), latent_decoder(config, device)
-            images = prepared.as_network_input.train
-            findings.append(overfit_one_batch(config, state, objective, images, stop=stop, see=see, show=show))
+            state, images = build_state(config, device), prepared.as_network_input.train
+            findings.append(overfit_one_batch(config, state, images, stop))
             findings += dry_run(config, prepared, device, stop)
     return findings
 

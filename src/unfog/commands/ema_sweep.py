@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -30,10 +29,8 @@ from unfog.process.device import choose_device
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.charts import line_chart
-from unfog.reporting.findings import Figure, Finding, render
-from unfog.reporting.progress import Progress, print_result, say
-from unfog.reporting.records import json_values
-from unfog.safe_files import write_atomic
+from unfog.reporting.findings import Figure, Finding, write_result
+from unfog.reporting.progress import Progress, align_columns, print_result, say
 from unfog.text import sanitize
 from unfog.training.checkpoints.posthoc_ema import EmaSnapshotFile, list_snapshots, solve_mixture
 from unfog.training.settings import PowerEma
@@ -92,9 +89,7 @@ class EmaSweepResult:
         ]
 
     def lines(self) -> list[str]:
-        rows = self.table()
-        wide = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        return ["  ".join(cell.rjust(width) for cell, width in zip(row, wide)).rstrip() for row in rows]
+        return align_columns(self.table(), str.rjust)
 
     def finding(self) -> Finding:
         """Return the best width as a finding, with the chart."""
@@ -106,6 +101,7 @@ class EmaSweepResult:
                 more = 100 * (usual_row.value / best.value - 1)
                 said += f" ({more:,.{0 if more >= 10 else 1}f}% more)"
         said += f" (step {self.step:,}, n = {self.n:,}{f', features {self.features}' if self.features else ''})"
+        # The best may then lie beyond.
         edge = best.width in (self.rows[0].width, self.rows[-1].width) and len(self.rows) > 1
         remedy = "it is at the end of the range; try --widths beyond it" if edge else ""
         series = {self.metric: ([row.width for row in self.rows], [row.value for row in self.rows])}
@@ -255,10 +251,8 @@ def _held_out_measure(n: int, config: Config, prepared: Dataset, device: torch.d
 def _write_result(swept: EmaSweepResult, folder: RunFolder) -> None:
     """Write ema-sweep.json, whose width is the default of the run from now on, and ema-sweep.html."""
     record = {"width": swept.best.width, **asdict(swept), "rows": [row._asdict() for row in swept.rows]}
-    text = json.dumps(json_values(record), indent=2, allow_nan=False)
-    write_atomic(folder.path / SWEEP_FILE, f"{text}\n".encode())
-    page = render(f"EMA width of {folder.path.name}", [swept.finding()])
-    write_atomic(folder.path / PAGE_FILE, page.encode("utf-8", "replace"))
+    title = f"EMA width of {folder.path.name}"
+    write_result(folder.path / SWEEP_FILE, record, folder.path / PAGE_FILE, title, swept.finding())
 
 
 def main(request: EmaSweepRequest) -> int:

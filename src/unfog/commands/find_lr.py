@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from dataclasses import asdict, dataclass, replace
@@ -27,11 +26,9 @@ from unfog.process.device import choose_device
 from unfog.process.run_folder import next_folder
 from unfog.process.signals import StopSignals
 from unfog.reporting.charts import line_chart
-from unfog.reporting.findings import Figure, Finding, Severity, render
+from unfog.reporting.findings import Figure, Finding, Severity, write_result
 from unfog.reporting.progress import print_result, say
-from unfog.reporting.records import json_values
 from unfog.runs.init_weights import adopt_latent_statistics, load_initial_weights
-from unfog.safe_files import write_atomic
 from unfog.text import sanitize
 
 _LEAST_SHARE = 0.5  # of the time that is for the test, however long the images took to read
@@ -134,6 +131,7 @@ def _test_setup(
 ) -> LrTestSetup:
     """Return what the range test trains: a run with resolved settings, from `weights` if given."""
     seen = prepared.as_network_input
+    # Held-out images, where there are any: the ramp could learn the others by heart.
     images = seen.held_out if len(seen.held_out) else seen.train
     index = np.linspace(0, len(images) - 1, _PROBED).astype(np.int64)  # repeats images if there are fewer
     pixels, labels, _ = images.take(index)
@@ -156,10 +154,8 @@ def _write_result(result: FindLrResult, config: Config, out: Path) -> None:
     found = asdict(result.range)
     found["ramp"]["smooth"] = result.range.ramp.smooth
     record = {"suggestion": result.suggestion, "reason": result.reason, "usual": result.usual, **found}
-    text = json.dumps(json_values(record), indent=2, allow_nan=False)
-    write_atomic(out / JSON_FILE, f"{text}\n".encode())
-    page = render(f"Learning rate for {sanitize(config.source)}", [result.finding()])
-    write_atomic(out / PAGE_FILE, page.encode("utf-8", "replace"))
+    title = f"Learning rate for {sanitize(config.source)}"
+    write_result(out / JSON_FILE, record, out / PAGE_FILE, title, result.finding())
 
 
 def _lr_chart(found: LrRangeResult) -> str:

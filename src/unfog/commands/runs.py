@@ -12,7 +12,7 @@ from unfog.config.validate import reason_of
 from unfog.config.values import quote
 from unfog.errors import RequestError
 from unfog.process.run_status import RunStatus, broken_checkpoints, disk_bytes, find_runs
-from unfog.reporting.progress import format_bytes, format_duration, plural, print_result, say, warn
+from unfog.reporting.progress import align_columns, format_bytes, format_duration, plural, print_result, say, warn
 from unfog.safe_files import remove_tree
 from unfog.text import sanitize
 
@@ -28,11 +28,12 @@ def main(request: RunsRequest) -> int:
         raise RequestError(f"{name} cannot be read: {reason_of(error)}; give the folder that holds runs") from None
     if request.remove_broken and not _remove_broken(folders):
         return 1
+    # The newest last, where a terminal shows it above the prompt.
     runs = sorted((RunStatus.read(folder) for folder in folders), key=lambda run: -run.age)
     if request.json:
         print_result(json.dumps([run.as_json() for run in runs], indent=2))
     elif runs:
-        print_result("\n".join(_table([_HEAD, *(_cells(run) for run in runs)])))
+        print_result("\n".join(align_columns([_HEAD, *(_cells(run) for run in runs)])))
     else:
         say(f"no runs in {sanitize(str(request.folder))}")
     if not request.json:
@@ -41,20 +42,8 @@ def main(request: RunsRequest) -> int:
 
 
 def _cells(run: RunStatus) -> tuple[str, ...]:
-    age = format_duration(run.age)
-    return (
-        sanitize(str(run.path)),
-        run.state_text,
-        run.step_text,
-        run.best_text,
-        format_bytes(disk_bytes(run.path)),
-        age,
-    )
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    size, age = format_bytes(disk_bytes(run.path)), format_duration(run.age)
+    return (sanitize(str(run.path)), run.state_text, run.step_text, run.best_text, size, age)
 
 
 def _list_broken(runs: Sequence[RunStatus], folder: Path) -> None:

@@ -121,7 +121,7 @@ def verify(folder: RunFolder) -> str:
     """
     from unfog.pipeline.load_data import load_images
     from unfog.process.signals import StopSignals
-    from unfog.runs.resume import find_replayable, replay_newest
+    from unfog.runs.replay import find_replayable, replay_newest
 
     config = folder.read_config()
     with StopSignals(saves=False) as stop, folder.locked():

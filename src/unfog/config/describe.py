@@ -45,6 +45,7 @@ class Description:
         """Flags of it without dashes, the short one first: "lr", "optimizer.lr"; of a switch, also its opposite."""
         *above, last = (part.replace("_", "-") for part in self.path if part != "settings")
         last = self._mark("name") or last  # its own name, such as "for" where Python has a keyword
+        # The short flag first, as it is the one that messages and `unfog explain` name.
         names = [*(short for short, place in SHORT.items() if place == self.setting), ".".join([*above, last])]
         return names + [_opposite(name) for name in names if self.annotation is bool]
 
@@ -111,6 +112,8 @@ def describe(kind: type) -> tuple[Description, ...]:
 def field_texts(kind: type) -> dict[str, str]:
     """Return field -> the text under it, of a dataclass and its bases."""
     texts: dict[str, str] = {}
+    # Python keeps no strings under fields, so they are read from the source; a field that a class declares again has
+    # the text of that class.
     for base in reversed(kind.__mro__):
         name = ""
         for node in _classes_of(base.__module__).get(base.__name__, ast.Module([], [])).body:

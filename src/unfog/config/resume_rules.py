@@ -54,6 +54,7 @@ def settings_digests(config: Config) -> dict[str, str]:
         "autoencoder": config.autoencoder.factor,
         "ema_snapshots": config.ema_snapshots.second_schedule(config.ema),
     }
+    # A setting that was added later enters only where it is not the usual one, or every older run would differ.
     usual = set(_flatten(Config()))
     pairs: dict[str, list[tuple[str, Any]]] = {purpose: [] for purpose in _PURPOSES}
     for name, value, rules in _walk(config):
@@ -116,6 +117,7 @@ def apply_changes(stored: Config, table: Mapping[str, Any]) -> Config:
 
 def check_changes(old: Config, new: Config, force: bool = False) -> list[str]:
     """Return a line for each setting that a resume changes. Raise RequestError if a rule forbids a change."""
+    # What a line shows is printed and recorded, and so must not hold a password.
     lines, (old, new) = [], (old.without_secrets(), new.without_secrets())
     for name, before, now, rules in _differences(old, new):
         if name == "fingerprint":

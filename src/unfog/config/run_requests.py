@@ -161,6 +161,7 @@ class EvaluationRequest:
     """Step of another checkpoint, to compare held-out losses image by image."""
 
     def __post_init__(self) -> None:
+        # The dataclass is frozen, and "fid,kid" is what a person writes.
         object.__setattr__(self, "metrics", split_names(self.metrics))
         for name in self.metrics:
             if name not in METRICS:

@@ -179,6 +179,7 @@ def _short_flags(kind: type, above: str = "") -> dict[str, str]:
     for f in fields(kind):
         if short := rules_of(f).short:
             flags[short] = above + f.name
+        # A part of several kinds, such as a schedule, is given as one word, and its settings behind a colon.
         by_kind = is_dataclass(f.default) and hasattr(f.default, "kind") and not isinstance(f.default, Sampler)
         if not above and is_dataclass(f.default) and not by_kind:
             flags |= _short_flags(type(f.default), f"{f.name}.")

@@ -139,6 +139,7 @@ def update(base: T, table: Mapping[str, Any], where: str) -> T:
     for key, value in table.items():
         given = f"{where}.{key}" if where else str(key)
         name = current_name(given)
+        # Messages and the rest of this function know the present name alone.
         if name != given:
             key = name.rpartition(".")[2]
         if key in changes:
@@ -175,6 +176,7 @@ def _convert(annotation: Any, old: Any, value: Any, name: str) -> Any:
 
 def _part(words: Mapping[str, Any], value: Any, name: str) -> Any:
     """Return a part such as a schedule, from a spec string, a table with a `kind`, or an instance."""
+    # An instance, as Python gives it. None is one too, where the part is to be chosen.
     if type(value) in {type(part) for part in words.values()}:
         return value if value is None else _checked(value, name)
     if isinstance(value, str):

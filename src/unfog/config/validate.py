@@ -99,6 +99,7 @@ def check_device(name: str) -> None:
     if not re.fullmatch(r"auto|cpu|mps|cuda(:[0-9]{1,4})?", str(name)):
         raise RequestError(f"device = {quote(name)} is not one of auto, cpu, cuda, cuda:1, mps")
     torch = version("torch")
+    # The version says whether this torch was built for CUDA, which importing it takes seconds to find out.
     if (name.startswith("cuda") and torch.endswith("+cpu")) or (name == "mps" and sys.platform != "darwin"):
         raise RequestError(f"device = {name} is not available to torch {torch} on this machine; try --device auto")
 
@@ -189,6 +190,7 @@ def check_out(out: Path, source: str = "", what: str = "a run folder", argument:
 def _in_the_way(out: Path, source: str) -> str:
     """Return why `out` cannot be created; "" if it can."""
     whole = above = out.resolve()
+    # The nearest folder that exists decides, as those below it are still to be made.
     while not above.exists() and above != above.parent:
         above = above.parent
     if not str(out).encode("utf-8", "replace").decode().isprintable():

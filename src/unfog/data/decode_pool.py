@@ -101,7 +101,12 @@ def thread_count(source: Source) -> int:
     """Return the number of images to decode at once: one a core, or more where reads wait for a network."""
     if source.remote:
         return _REMOTE_THREADS
-    return min(_MAX_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 8)
+    return min(_MAX_THREADS, available_cores())
+
+
+def available_cores() -> int:
+    """Return the cores that this process may use, which a container or a batch system may have limited."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def decode_all(

@@ -89,7 +89,6 @@ class _FeatureSets:
 
     real: Tensor
     fake: Tensor
-    seed: int
     reference: FeatureStatistics | None
 
     @cached_property
@@ -118,14 +117,13 @@ def compare_features(
     names: Sequence[str],
     real: Tensor,
     fake: Tensor,
-    seed: int = 0,
     features: Features | None = None,
     reference: FeatureStatistics | None = None,
 ) -> list[MetricResult]:
     """Compare features of real images [N, D] with those of generated ones [M, D], by the named METRICS.
 
     `features` names the extractor in the results, and decides whether a Frechet distance is called fid or fd.
-    `reference` are the statistics of `real`, where they are known. `seed` determines how sets are split.
+    `reference` are the statistics of `real`, where they are known.
 
     A Frechet distance of n images (the smaller set) is too large by about c / n. Below 10,000 it is marked: compare
     it at equal n alone. At n <= D it is refused: covariances without full rank have most of their distance from n.
@@ -139,7 +137,7 @@ def compare_features(
         raise RequestError(f"features {list(real.shape)} and {list(fake.shape)} must be [N, D] and [M, D]")
     if min(len(real), len(fake)) < 10:
         raise RequestError(f"{len(fake)} images against {len(real)} real images are too few; give at least 10 of each")
-    sets = _FeatureSets(real, fake, seed, reference)
+    sets = _FeatureSets(real, fake, reference)
     extractor = (features.name, features.resize) if features else ("given", "none")
     frechet = "fid" if _is_inception(features) else "fd"
     results = []
@@ -188,14 +186,14 @@ def _frechet_infinity(sets: _FeatureSets) -> _Estimate:
         return _Estimate(None, note=f"n = {n:,} is less than twice the {width:,} features; kid holds at any n")
     # Of unequal numbers the bias is no straight line in 1 / n where n is a few times D: far below the truth then.
     whole, error = frechet_with_error(*sets.equal) if sets.unequal else sets.frechet
-    value = extrapolate_frechet(*sets.equal, parts, sets.seed, whole)
+    value = extrapolate_frechet(*sets.equal, parts, 0, whole)
     return _normal_interval(
         value, error, f"extrapolated from {n // parts:,} to {n:,} images of each to infinitely many"
     )
 
 
 def _kernel(sets: _FeatureSets) -> _Estimate:
-    return _normal_interval(*kernel_distance(sets.real, sets.fake, sets.seed))
+    return _normal_interval(*kernel_distance(sets.real, sets.fake))
 
 
 def _precision(sets: _FeatureSets) -> _Estimate:

@@ -52,13 +52,13 @@ def _sliced_wasserstein(real: Tensor, fake: Tensor, seed: int = 0) -> dict[int, 
     return distances
 
 
-def compare_sliced(real: Tensor, fake: Tensor, seed: int = 0) -> list[MetricResult]:
+def compare_sliced(real: Tensor, fake: Tensor) -> list[MetricResult]:
     """Compare patches of pixels uint8 [N, C, H, W], [M, C, H, W]: `sliced`, the mean over levels, and each level.
 
     Raises:
         RequestError: images that are too small or of two shapes.
     """
-    levels = _sliced_wasserstein(real, fake, seed)
+    levels = _sliced_wasserstein(real, fake)
     note = "biased upwards by small n: compare only at equal n"
     values = {"sliced": sum(levels.values()) / len(levels)}
     values |= {f"sliced_{side}": value for side, value in levels.items()}

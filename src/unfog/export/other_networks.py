@@ -11,7 +11,7 @@ from unfog.safe_files import regular_file
 
 
 class _Other(NamedTuple):
-    """A network of another program."""
+    """A network of another program, and how its weights are recognised."""
 
     marks: tuple[str, ...]
     """Ends of the names of weights that it alone has."""

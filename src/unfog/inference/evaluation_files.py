@@ -22,6 +22,7 @@ from unfog.inference.compare_images import Comparison
 from unfog.pipeline.generate import GenerationSettings
 from unfog.reporting.image_grids import Pixels
 from unfog.reporting.notebook_html import preformatted
+from unfog.reporting.progress import align_columns
 from unfog.safe_files import make_folder, read_file, regular_file, write_atomic
 from unfog.text import without_secrets
 from unfog.training.distributed.world import World
@@ -80,9 +81,6 @@ class Evaluation:
 
     def lines(self) -> list[str]:
         """Return the verdict, and the metrics as a table with notes below."""
-        rows: list[tuple[str, ...]] = [TABLE_HEAD]
-        rows += [_table_row(one) for one in self.measured]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         notes: dict[str, list[str]] = {}
         for one in self.measured:
             if one.note:
@@ -91,7 +89,7 @@ class Evaluation:
             *filter(None, [self.verdict]),
             ("" if self.step is None else f"step {self.step:,}: ")
             + ", ".join(f"{name} {value}" for name, value in self.drawn.items()),
-            *("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows),
+            *align_columns([TABLE_HEAD, *map(_table_row, self.measured)]),
             *(f"{', '.join(names)}: {note}" for note, names in notes.items()),
             *(f"copies, by {one['by']}: {one['evidence']}" for one in self.copies),
         ]

@@ -120,32 +120,42 @@ def _distances(a: Tensor, b: Tensor) -> Tensor:
     return (squared.clamp_min(0) / a.shape[1]).sqrt().float()
 
 
-def _check_memorization(
-    drawn: Pixels,
-    found: _NearestImages,
-    unseen: _NearestImages,
-    matches: Pixels,
-    what: str,
-    searched: int,
-    same: float = _SAME,
-) -> Finding:
-    """Make the finding run.memorised.
+class _Search(NamedTuple):
+    """Training images nearest to generated images, and to real ones that are not searched or do not find themselves."""
 
-    Args:
-        drawn: generated images, uint8 [N, H, W, C].
-        found: the training images nearest to them.
-        unseen: those nearest to real images that are not searched, or do not find themselves.
-        matches: the training image nearest to each generated image, [N, H, W, C].
-        what: name of the unseen images in messages: "held-out images".
-        searched: number of training images searched.
-        same: distance below which two images are the same.
-    """
-    ratio, usual = found.ratio, unseen.ratio
-    limit, (share, expected, certain) = COPY, _copy_shares(found, unseen, COPY, same)
+    found: _NearestImages
+    unseen: _NearestImages
+    what: str
+    """Name of the unseen images in messages: "held-out images"."""
+    searched: int
+    """Number of training images searched."""
+    same: float = _SAME
+    """Distance below which two images are the same."""
+
+    def copy_shares(self, limit: float) -> tuple[float, float, bool]:
+        """Return the shares of copies among generated and unseen images, and True where the first is surely larger.
+
+        A copy has a ratio below `limit`, or is the same image.
+        """
+        copied, usual = (
+            (of.ratio < limit) | ((of.distance[:, 0] < self.same).numpy() & (of.ratio < COPY))
+            for of in (self.found, self.unseen)
+        )
+        share, expected = float(copied.mean()), float(usual.mean())
+        # Standard error of the difference of two shares, with one more copy in each, so that 0 copies are not certain.
+        spread = max(expected, 1 / (len(usual) + 2))
+        error = float(np.sqrt(spread * (1 - min(spread, 0.99)) * (1 / len(copied) + 1 / len(usual))))
+        return share, expected, share - expected > 3 * error
+
+
+def _check_memorization(drawn: Pixels, matches: Pixels, search: _Search) -> Finding:
+    """Make the finding run.memorised of generated images and the training image nearest to each, [N, H, W, C]."""
+    ratio, usual, what, searched = search.found.ratio, search.unseen.ratio, search.what, search.searched
+    limit, (share, expected, certain) = COPY, search.copy_shares(COPY)
     related = expected
     if not certain and related > _RELATED:
         limit = min(COPY, _NEARER * float(np.quantile(usual, _LOWEST)))
-        share, expected, certain = _copy_shares(found, unseen, limit, same)
+        share, expected, certain = search.copy_shares(limit)
     copies = round(share * len(ratio))
     facts = {
         "copies": copies,
@@ -173,21 +183,6 @@ def _check_memorization(
         f"for {len(usual)} {what}, of {searched:,} searched"
     )
     return Finding("run.memorised", "fine", evidence, "", facts, figures)
-
-
-def _copy_shares(found: _NearestImages, unseen: _NearestImages, limit: float, same: float) -> tuple[float, float, bool]:
-    """Return the shares of copies among generated and among unseen images, and True where the first is surely larger.
-
-    A copy has a ratio below `limit`, or is the same image.
-    """
-    copied, usual = (
-        (of.ratio < limit) | ((of.distance[:, 0] < same).numpy() & (of.ratio < COPY)) for of in (found, unseen)
-    )
-    share, expected = float(copied.mean()), float(usual.mean())
-    # Standard error of the difference of two shares, with one more copy in each, so that 0 copies are not certain.
-    spread = max(expected, 1 / (len(usual) + 2))
-    error = float(np.sqrt(spread * (1 - min(spread, 0.99)) * (1 / len(copied) + 1 / len(usual))))
-    return share, expected, share - expected > 3 * error
 
 
 def _pairs_figure(drawn: Pixels, matches: Pixels, ratio: Floats) -> Figure:
@@ -257,7 +252,7 @@ def check_memorization_by_pixels(drawn: Pixels, prepared: Dataset, progress: Cal
     """Compare generated images [N, H, W, C] with all training images by pixels."""
     near, train = find_nearest_images(drawn, prepared, progress), prepared.train
     matches = train.pixels[near.found.image[:, 0].numpy()].transpose(0, 2, 3, 1)
-    return _check_memorization(drawn, near.found, near.unseen, matches, near.what, len(train))
+    return _check_memorization(drawn, matches, _Search(*near, len(train)))
 
 
 def check_memorization_by_features(
@@ -272,7 +267,7 @@ def check_memorization_by_features(
     matches = prepared.train.pixels[rows[found.image[:, 0].numpy()]].transpose(0, 2, 3, 1)
     # Distance of equal images in this scale: a thousandth of the distance of real images to their neighbours.
     same = 1e-3 * float(other.distance[:, 1:].median())
-    return _check_memorization(drawn, found, other, matches, usual.what, len(rows), same)
+    return _check_memorization(drawn, matches, _Search(found, other, usual.what, len(rows), same))
 
 
 def _split_queries(both: _NearestImages, count: int) -> tuple[_NearestImages, _NearestImages]:

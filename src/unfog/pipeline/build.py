@@ -107,6 +107,10 @@ def zero_batch(config: Config, images: int) -> Tensor:
     return torch.zeros((images, *input_shape(config)), dtype=torch.uint8)
 
 
+def blank_labels(config: Config, images: int) -> Tensor | None:
+    return torch.zeros(images, dtype=torch.int64) if config.classes else None
+
+
 def build_loss(config: Config, levels: Levels | None = None) -> LossFunction:
     """Return the training loss: the diffusion objective, which may adapt to `levels`, or that of an autoencoder."""
     if config.trains_autoencoder:

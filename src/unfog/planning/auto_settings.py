@@ -67,6 +67,7 @@ class AutoSettings:
         processes: int = 1,
     ):
         self.machine = machine if isinstance(machine, Machine) else Machine(machine)
+        # config.toml names the device that was found, rather than auto.
         self.config = _changed(config, {"training": {"device": str(self.machine.device)}})
         self.choices: list[Choice] = []
         if config.training.device == "auto" and (reason := unused_gpu()):
@@ -131,6 +132,7 @@ class AutoSettings:
             return
         parameters = self._parameters
         network, tuned = self.config.network or UNet(), bool(self.config.init.folder)
+        # Two digits: the rule is no more exact, and it is printed and typed.
         lr = float(f"{default_learning_rate(parameters, batch, network, optimizer.method, tuned):.2g}")
         self.config = _changed(self.config, {"optimizer": {"lr": lr}})
         why = f"for {parameters / 1e6:.2f}M parameters and batches of {batch}"
@@ -192,6 +194,7 @@ class AutoSettings:
         machine, config = self.machine, self.process_config()
         rooms = machine.rooms or (rooms_per_process(machine.device) if machine.memory is None else (machine.memory,))
         *first, last = rooms if available is None else (available,)
+        # The usual room; where not even one image fits in it, the whole memory is tried.
         for room in first:
             with suppress(RequestError):
                 return choose_microbatch(config, machine.device, room, machine.name, self.processes)
@@ -299,6 +302,7 @@ class AutoSettings:
     def process_config(self) -> Config:
         """Return the configuration with the largest share of a batch that one process has."""
         training = self.config.training
+        # Rounded up: the share of the rank that has most.
         batch = -(-training.batch // self.processes)
         return _changed(self.config, {"training": {"batch": batch, "microbatch": min(training.microbatch, batch)}})
 

@@ -95,6 +95,7 @@ def bytes_to_decode(prepared: Dataset, config: Config) -> int:
 def is_memory_mapped(prepared: Dataset) -> bool:
     """True if the pixels are in a file, whose memory the system can reclaim."""
     pixels: Any = prepared.train.pixels
+    # A view of a mapped file is a plain array whose base, or the base of that, is the map.
     while isinstance(pixels, np.ndarray):
         if isinstance(pixels, np.memmap):
             return True

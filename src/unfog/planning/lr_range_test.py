@@ -94,6 +94,7 @@ def _ramp_stop_reason(start: float, rates: Sequence[float], losses: Sequence[flo
         return "not finite"
     smooth = _smoothed(losses, _Ramp(start, tuple(rates), tuple(losses), "").memory)
     gain = start - min(smooth)
+    # Only of a gain that is no noise can three quarters be lost.
     lost = gain > 0.1 * start and smooth[-1] > start - gain / 4
     return "diverged" if lost or smooth[-1] > 1.5 * start else ""
 
@@ -199,6 +200,7 @@ class LossProbe:
     def create(cls, x0: Tensor, label: Tensor | None) -> LossProbe:
         """Give each image one noise level, with distant levels for neighbouring images."""
         noise = torch.randn(x0.shape, generator=torch.Generator().manual_seed(0))
+        # In float64: in float32 the multiples of thousands of images would lose digits.
         places = torch.arange(len(x0), dtype=torch.float64)
         golden = (math.sqrt(5) - 1) / 2  # its multiples modulo 1 are evenly spread for any number of images
         return cls(x0, label, noise.to(x0.device), ((places + 0.5) * golden % 1).float().to(x0.device))
@@ -267,6 +269,7 @@ def _run_ramp(subject: LrTestSetup, seconds: float, limit: float = math.inf) -> 
     rates, losses, marks, steps = [_LOWEST], list[float](), [time.perf_counter()], _RAMP[1]
     with Progress("learning-rate ramp", _RAMP[1]) as progress:
         while True:
+            # No schedule of its own: the ramp is the schedule.
             optimizer = replace(subject.optimizer, lr=rates[-1], warmup=1, schedule="constant")
             _train(subject, state, optimizer, state.seen + subject.training.batch, _ProgressHooks(subject, progress))
             losses.append(_relative_loss(subject, probe, state))

@@ -8,13 +8,20 @@ from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from unfog.config.schema import Config
 from unfog.diffusion.denoiser import Denoiser
 from unfog.errors import RequestError
-from unfog.pipeline.build import build_augmentation, build_loss, build_network, input_shape, zero_batch
+from unfog.pipeline.build import (
+    blank_labels,
+    build_augmentation,
+    build_loss,
+    build_network,
+    input_shape,
+    zero_batch,
+)
 from unfog.planning.memory_trace import (
     HOLES,
     HOLES_RECOMPUTING,
@@ -215,6 +222,7 @@ def _trace_step(step: _TracedStep) -> Trace:
         state = _build_state(recorder, step, mesh)
         for _ in range(step.passes):
             _run_micro_batch(recorder, step, state, augment, objective)
+        # The same calls in the same order as `training.loop`, as each allocates.
         state.precision.gradient_norm(state.optimizer)
         state.precision.update(state.optimizer, training.clip, 2 * training.clip, True)  # clips for any norm
         state.optimizer.zero_grad(set_to_none=True)
@@ -280,7 +288,7 @@ def _allocate_moments(recorder: Recorder, state: TrainState) -> None:
 
 def _trace_call(config: Config, device: str, images: int) -> Trace:
     """Trace a forward pass of sampling: in fp32 without gradients."""
-    shape = batch_shape(config, images)
+    shape = (images, *input_shape(config))
 
     def work(recorder: Recorder) -> None:
         recorder.kind = "parameters"
@@ -292,15 +300,6 @@ def _trace_call(config: Config, device: str, images: int) -> Trace:
             del x, x0
 
     return record_trace(work, device)
-
-
-def batch_shape(config: Config, images: int) -> tuple[int, int, int, int]:
-    """Return [B, C, H, W] of a batch as the network sees it."""
-    return (images, *input_shape(config))
-
-
-def blank_labels(config: Config, images: int) -> Tensor | None:
-    return torch.zeros(images, dtype=torch.int64) if config.classes else None
 
 
 def with_precision(config: Config) -> Config:

@@ -101,6 +101,7 @@ class Trace:
                     highest, where = live, place
             else:
                 live -= cost[~event]
+        # Again up to the peak, as the loop above keeps sums and no members.
         alive: set[int] = set()
         for event in self.events[: where + 1]:
             (alive.add if event >= 0 else alive.discard)(event if event >= 0 else ~event)

@@ -55,6 +55,7 @@ def choose_microbatch(
         reason = f"needs less than {format_bytes(bound)} of {format_bytes(available)} available"
         return MicrobatchChoice(batch, checkpointing, reason)
     peak = MemoryEstimator(with_precision(config), device.type, processes).training
+    # False before True: without checkpointing first, unless it was asked for.
     for recompute in sorted({checkpointing, True}):
         count = _largest_that_fits(batch, lambda n, recompute=recompute: peak(n, recompute) < available * MARGIN)  # type: ignore[misc]
         if count:

@@ -18,10 +18,9 @@ from unfog.data.stream import ImageStream
 from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.sampler import TWO_CALLS, Sampler
 from unfog.errors import Interrupted
-from unfog.pipeline.build import build_augmentation, build_loss, build_network, build_state
+from unfog.pipeline.build import blank_labels, build_augmentation, build_loss, build_network, build_state, input_shape
 from unfog.pipeline.generate import GenerationSettings, generate_images
 from unfog.planning.flops import Device, TimeRange
-from unfog.planning.memory_estimate import batch_shape, blank_labels
 from unfog.reporting.progress import Progress
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import LoopSettings, train
@@ -185,7 +184,7 @@ def seconds_per_call(config: Config, device: torch.device) -> float:
     """Return the median wall time of a forward pass of one micro-batch in fp32."""
     network = build_network(config).to(device).eval()
     denoise, count = Denoiser(network, config.diffusion), microbatch_size(config.training)
-    x, logsnr = torch.zeros(batch_shape(config, count), device=device), torch.zeros(count, device=device)
+    x, logsnr = torch.zeros(count, *input_shape(config), device=device), torch.zeros(count, device=device)
     label = blank_labels(config, count)
     label = None if label is None else label.to(device)
     spent = []

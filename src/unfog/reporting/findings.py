@@ -116,11 +116,18 @@ def write_findings(folder: Path, title: str, findings: Sequence[Finding]) -> Pat
     # Names of files that are not UTF-8 hold surrogates, which cannot be encoded.
     write_atomic(folder / "findings.json", f"{text}\n".encode("utf-8", "replace"))
     path = folder / "report.html"
-    write_atomic(path, render(title, findings).encode("utf-8", "replace"))
+    write_atomic(path, _render(title, findings).encode("utf-8", "replace"))
     return path
 
 
-def render(title: str, findings: Sequence[Finding]) -> str:
+def write_result(file: Path, result: Mapping[str, Any], page: Path, title: str, finding: Finding) -> None:
+    """Write the result of a command as JSON, and its finding as a page."""
+    text = json.dumps(json_values(result), indent=2, allow_nan=False)
+    write_atomic(file, f"{text}\n".encode())
+    write_atomic(page, _render(title, [finding]).encode("utf-8", "replace"))
+
+
+def _render(title: str, findings: Sequence[Finding]) -> str:
     """Render the findings as an HTML page that makes no requests."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("unfog.reporting"),

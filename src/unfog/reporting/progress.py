@@ -12,7 +12,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -95,6 +95,12 @@ def plural(number: int, thing: str = "image") -> str:
     """Return a count with its noun: "1 image", "2,000 classes"."""
     plural = f"{thing[:-1]}ies" if thing.endswith("y") else f"{thing}es" if thing.endswith("s") else f"{thing}s"
     return f"{number:,} {thing if number == 1 else plural}"
+
+
+def align_columns(rows: Sequence[Sequence[str]], align: Callable[[str, int], str] = str.ljust) -> list[str]:
+    """Return rows of cells as lines of text whose columns stand below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join(align(cell, width) for cell, width in zip(row, widths)).rstrip() for row in rows]
 
 
 def format_number(value: float) -> str:

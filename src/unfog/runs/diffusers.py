@@ -40,7 +40,7 @@ def objective_from_scheduler(scheduler: Mapping[str, Any], base: Diffusion) -> D
     betas, zero = scheduler.get("beta_schedule", "linear"), bool(scheduler.get("rescale_betas_zero_snr", False))
     if betas == "linear":
         ends = (float(scheduler.get(name, usual)) for name, usual in (("beta_start", 1e-4), ("beta_end", 0.02)))
-        # Ours are stated for 1,000 steps.
+        # Ours are stated for 1,000 steps. Rounded, as the product need not be the number that a person would write.
         first, last = (round(beta * steps / 1000, 12) for beta in ends)
         schedule: Linear | Cosine = Linear(steps=steps, beta_start=first, beta_end=last, zero_terminal=zero)
     elif betas == "squaredcos_cap_v2":

@@ -32,7 +32,8 @@ from unfog.reporting.records import read_events, read_metrics
 from unfog.runs.diffusers import export_difference
 from unfog.runs.evaluation_hook import MIN_SAMPLES, TRIAL_SAMPLES
 from unfog.runs.ranks import RunContext
-from unfog.runs.resume import differing_tensors, find_resume_point, replay_newest
+from unfog.runs.replay import differing_tensors, replay_newest
+from unfog.runs.resume import find_resume_point
 from unfog.runs.session import Session
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.writer import free_bytes
@@ -276,6 +277,7 @@ def _shortened(config: Config, steps: int) -> Config:
         log=Log(every=1),
         preview=replace(config.preview, every=-1, images=min(config.preview.images, at_once)),
         evaluate=_shortened_evaluation(config.evaluate, steps),
+        # After every step, as two checkpoints are needed to repeat the steps between.
         checkpoint=replace(config.checkpoint, every=1, milestones=0),
         ema_snapshots=replace(config.ema_snapshots, every=min(config.ema_snapshots.every, 1)),
     )

@@ -22,12 +22,11 @@ from unfog.evaluation.features import Features, compute_features, open_features
 from unfog.evaluation.metrics import MetricResult, compare_features
 from unfog.evaluation.pixel_metrics import compare_pixels
 from unfog.inference.compare_images import ImageRows
-from unfog.pipeline.build import build_network, without_augmentation
+from unfog.pipeline.build import build_network, input_shape, without_augmentation
 from unfog.pipeline.generate import default_generation, proportional_labels
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.flops import measure_flops
 from unfog.planning.intervals import Choice
-from unfog.planning.memory_estimate import batch_shape
 from unfog.planning.timing import cost_per_sample
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import Progress, plural, warn
@@ -137,7 +136,7 @@ def _count_costs(config: Config, images: ImageSet, features: Features, device: t
         pixels = torch.from_numpy(np.ascontiguousarray(images.pixels[evenly_spaced(len(images), few)]))
         width = features(pixels).shape[1]
         extraction = measure_flops(lambda: features(pixels)) / len(pixels) + _PER_VALUE * pixels[0].numel()
-        x, zeros = torch.zeros(batch_shape(config, few), device=device), torch.zeros(few, device=device)
+        x, zeros = torch.zeros(few, *input_shape(config), device=device), torch.zeros(few, device=device)
         with torch.no_grad():
             forward = measure_flops(lambda: network(x, zeros)) / few
     # A backward pass costs two forward passes. In 16 bits both take about two thirds of the time.
@@ -199,8 +198,8 @@ class _MetricsHook:
     def measure(self, count: int) -> dict[str, float]:
         """Return values for the record by name, of `count` samples, with their standard errors where known."""
         config, metrics = self.config, self.config.evaluate.metrics
+        # In proportion, or the metrics would compare the shares of the classes.
         labels = proportional_labels(self.images.labels, count)
-
         pixels = np.ascontiguousarray(self.previews.samples(count, labels).transpose(0, 3, 1, 2))
         fake = compute_features(pixels, self.features)
         real = pixels  # not looked at unless pixels are compared

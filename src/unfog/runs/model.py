@@ -47,6 +47,7 @@ class Model(Run):
         source = describe_weights(Init(folder=str(place)), Diffusion(), known=False)
         self.folder, self.config = RunFolder(place), _settings(place, source)
         self.weights, self.ema, self.device = "ema", None, choose_device(device)
+        # There is no checkpoint: what `Run` tells of one is left out in `_describe`.
         self.checkpoint = CheckpointInfo(place, 0, 0, False, False, None, "", "", None, "", {})
         state, _ = fit_weights(source, read_tensors(source.weights), self.config)
         with building_for(source.weights if source.unet2d is None else None):

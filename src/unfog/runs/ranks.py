@@ -85,7 +85,7 @@ def broadcast_config(
     `checkpoints` is their folder, which exists. `failed_shards` are those that a resumed run went on without, by name.
     """
     lost = None if failed_shards is None else dict(failed_shards)
-    place = str(checkpoints.absolute())
+    place = str(checkpoints.absolute())  # as other ranks may run in another folder
     world.broadcast_object({} if config is None else {"config": to_toml(config), "lost": lost, "checkpoints": place})
 
 

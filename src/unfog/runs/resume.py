@@ -5,33 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 
-import torch
-
-from unfog.config.resume_rules import SAMPLING, check_changes, omit_tuned_settings, settings_digests
+from unfog.config.resume_rules import SAMPLING, check_changes, omit_tuned_settings
 from unfog.config.schema import LENGTH, Config
 from unfog.config.toml import read_toml
 from unfog.config.validate import check_request, check_source, report_dropped_levels
 from unfog.data.dataset import Dataset
-from unfog.data.stream import ImageStream
-from unfog.errors import Interrupted, RequestError, RunError
-from unfog.pipeline.build import build_augmentation, build_loss, build_state, building_for
+from unfog.errors import RequestError, RunError
+from unfog.pipeline.build import building_for
 from unfog.pipeline.latents import copy_autoencoder_into_run
 from unfog.pipeline.load_data import load_images
 from unfog.pipeline.skipped_images import DATA_FILE
 from unfog.planning.auto_settings import AutoSettings
 from unfog.process import command_clock
-from unfog.process.device import choose_device
 from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
-from unfog.process.signals import StopSignals
-from unfog.reporting.progress import Progress, say
+from unfog.reporting.progress import say
 from unfog.reporting.records import Events, finite_number, read_events, read_metrics
 from unfog.runs.evaluation_hook import resolve_metrics
 from unfog.runs.init_weights import load_initial_weights
 from unfog.runs.previews import export_autoencoder
-from unfog.runs.ranks import RunContext, StoppableHooks, broadcast_config, open_run
+from unfog.runs.ranks import RunContext, broadcast_config, open_run
 from unfog.runs.session import Session
 from unfog.runs.time_budget import check_time_left, estimated_costs, resume_length
 from unfog.runs.train import check_custom_parts, settings_findings, write_data_files
@@ -40,17 +34,10 @@ from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import rotation
 from unfog.training.checkpoints.format import CheckpointInfo
 from unfog.training.checkpoints.load import (
-    find_rollback_checkpoint,
-    load_checkpoint,
     read_state,
-    read_tensors,
-    roll_back,
 )
 from unfog.training.checkpoints.posthoc_ema import remove_after
-from unfog.training.hooks import Task
 from unfog.training.learning_rate import Length
-from unfog.training.loop import LoopSettings, train
-from unfog.training.state import TrainState
 
 
 def resume(
@@ -73,6 +60,7 @@ def resume(
     folder.check_own_files()
     with open_run(folder, config, callbacks=callbacks) as run, ExitStack() as stack:
         point = find_resume_point(folder, stored)
+        # An edited config.toml must not make it build a network that the weights do not fit, however large.
         stack.enter_context(building_for(point.weights))
         run.heartbeat.step = point.step  # for monitoring, while the images are read
         check_changes(point.config, config, force)
@@ -94,6 +82,7 @@ def resume(
         # Only now, as all that can be refused is refused above.
         folder.write_config(resumed)
         point.discard_later_files(folder)
+        # Other images, or a start that was killed before it wrote them.
         if config.fingerprint != point.config.fingerprint or not (folder.path / DATA_FILE).exists():
             write_data_files(session)
         broadcast_config(run.world, folder.checkpoints, resumed, point.failed_shards)
@@ -232,91 +221,3 @@ def _apply_sampling_settings(folder: RunFolder, stored: Config, config: Config, 
     for line in check_changes(changed, config, force=True):
         if not line.startswith(silent):
             say(f"  not applied, because the run is finished: {line}")
-
-
-class _ReplayHooks(StoppableHooks):
-    """Hooks that record nothing, roll back where the run did, and end training at a given image."""
-
-    def __init__(self, folder: RunFolder, state: TrainState, until: int, patience: int, stop: StopSignals):
-        super().__init__(stop)
-        self.folder, self.state, self.until, self.patience = folder, state, until, patience
-        self.progress: Progress
-
-    def stop_requested(self) -> bool:
-        return self.stop() or self.state.seen >= self.until
-
-    def roll_back(self, state: TrainState, reason: str) -> str:
-        good, _ = find_rollback_checkpoint(self.folder.checkpoints, state, self.patience)
-        if good is None:
-            raise RequestError(
-                f"the run rolled back at image {state.seen:,} to a checkpoint that was deleted since, so it "
-                "cannot be repeated"
-            )
-        roll_back(good.folder, state)
-        return str(good.folder)
-
-    def on_step_end(self, step: int) -> None:
-        self.progress.update(step)
-
-
-def replay_newest(folder: RunFolder, config: Config, dataset: Dataset, stop: StopSignals) -> tuple[list[str], str]:
-    """Train once more from the checkpoint before the newest to the newest, without changing the run.
-
-    Returns the names of the tensors that came out differently, and the machine that they were now computed by.
-    RequestError as `find_replayable`, or if the run rolled back to a checkpoint that is gone.
-    """
-    first, last = find_replayable(folder, config)
-    with building_for(first.folder / "model.safetensors"):
-        state = build_state(config, choose_device(config.training.device))
-    load_checkpoint(first.folder, state)
-    if planned := read_state(last.folder).get("length"):  # a time budget's decisions, up to the last step
-        state.length.load_state_dict(planned)
-    state.due = []  # these hooks have written their files already
-    hooks = _ReplayHooks(folder, state, last.images, config.training.patience, stop)
-    with Progress("replaying, step", last.step, start=first.step) as progress:
-        hooks.progress = progress
-        # Without a limit of roll-backs, which would end the replay where a resume reset the count.
-        settings = LoopSettings(replace(config.training, rollbacks=10**9), config.optimizer)
-        stream = ImageStream(dataset.as_network_input.train, config.training.seed)
-        task = Task(stream, build_augmentation(config), build_loss(config, state.levels))
-        train(settings, state, task, hooks)
-    if stop():
-        raise Interrupted
-    if read_state(last.folder)["guard"]["roll_backs"] > state.guard.roll_backs:
-        hooks.roll_back(state, "")  # the run rolled back after its last step, before it was saved
-    return differing_tensors(state, last), state.precision.describe_machine()
-
-
-def find_replayable(folder: RunFolder, config: Config) -> tuple[CheckpointInfo, CheckpointInfo]:
-    """Return the two newest whole checkpoints, older first. RequestError if the steps between cannot be repeated."""
-    found, _ = checkpoint.list_checkpoints(folder.checkpoints)
-    # Lazily, as looking for damage reads the whole checkpoint.
-    whole = list(islice((saved for saved in reversed(found) if saved.find_damage() is None), 2))[::-1]
-    if len(whole) < 2:
-        raise RequestError(f"{folder.checkpoints} holds {len(whole)} whole checkpoint(s); --verify needs two")
-    first, last = whole
-    states = [read_state(saved.folder) for saved in whole]
-    between = f"between steps {first.step:,} and {last.step:,}"
-    remedy = "train until there are two newer checkpoints"
-    # A smaller micro-batch sums the gradient in another order, and the step of the change is not recorded.
-    if len({state.get("microbatch", 0) for state in states}) > 1:
-        raise RequestError(
-            f"memory ran out {between}, at a step that is not recorded, so these cannot be repeated; {remedy}"
-        )
-    if {state["keys"].get("repeat") for state in states} != {settings_digests(config)["repeat"]}:
-        raise RequestError(f"settings were changed {between}, so these cannot be repeated; {remedy}")
-    return first, last
-
-
-def differing_tensors(state: TrainState, saved: CheckpointInfo) -> list[str]:
-    """Return the names of the tensors of a state that are not those of a checkpoint, bit for bit."""
-    different = []
-    for file, tensors in state.tensors().items():
-        if not saved.holds(f"{file}.safetensors"):  # a second EMA that the run began to keep later
-            continue
-        mine = {name: tensor.cpu() for name, tensor in tensors.items()}
-        theirs = read_tensors(saved.folder / f"{file}.safetensors")
-        for name in sorted(mine.keys() | theirs.keys()):
-            if name not in mine or name not in theirs or not torch.equal(mine[name], theirs[name]):
-                different.append(f"{file}: {name}")
-    return different

@@ -120,7 +120,7 @@ class Saver:
     def _is_rollback_target(self, state: TrainState, step: int) -> bool:
         """Return True if a roll-back may return to this step: a regular one, after enough ordinary steps."""
         # Not to one that a stop or a request caused, so that an interrupted run rolls back as any other.
-        if step == 0:
+        if step == 0:  # the first steps may diverge, and there has to be one to return to
             return True
         every, guard = self.config.checkpoint.every, state.guard
         regular = every > 0 and step % every == 0

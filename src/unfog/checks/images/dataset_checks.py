@@ -165,6 +165,7 @@ def _check_original_sizes(sides: NDArray[np.int32], size: int) -> Finding:
     evidence = f"short sides are {low:,} to {high:,} pixels, median {middle:,}; trained at {size}x{size}"
     if best > size:
         evidence += f"; there are pixels enough for --size {best}"
+    # A banner of 50 : 1 would leave the rest of the histogram in one bar.
     ratio = np.minimum(sides.max(1) / np.maximum(short, 1), 10)
     figures = (
         Figure("Short sides", svg=histogram(short, "pixels", "images")),
@@ -198,6 +199,7 @@ def _check_upscaling(scan: ImageScan, rows: Indices, sides: NDArray[np.int32]) -
 def _check_crop(scan: ImageScan, rows: Indices, sides: NDArray[np.int32]) -> Finding:
     """Check that the centre crop to a square removes little."""
     lost = 1 - sides.min(1) / np.maximum(sides.max(1), 1)
+    # Stable, so that a repeated command names the same files.
     order = np.argsort(-lost, kind="stable")
     halved = order[lost[order] > _HALF]
     mean, worst, names = float(lost.mean()), float(lost.max()), scan.names(rows[halved])

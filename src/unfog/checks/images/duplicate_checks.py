@@ -77,6 +77,7 @@ def _find_duplicates(scan: ImageScan, progress: Progress | None = None) -> _Dupl
     complete = len(pairs) <= _MOST_PAIRS
     if not complete:
         pairs = pairs[np.random.default_rng(0).choice(len(pairs), _MOST_PAIRS, replace=False)]
+    # By the first row, so that a batch reads neighbouring parts of the file.
     pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
     resaved, similar = _compare_pairs(scan, scan.rows[pairs], progress)
     return _Duplicates(equal, scan.rows[pairs[resaved]], scan.rows[pairs[similar & ~resaved]], complete)
@@ -165,6 +166,7 @@ def _compare_thumbnails(a: Floats, b: Floats) -> _Match:
     largest difference of the brightness of one pixel. Compression changes the last two little, another subject a lot.
     """
     mean_a, mean_b = (x.mean((1, 2, 3), keepdims=True) for x in (a, b))
+    # At least one level, or the noise of a nearly blank image would count as its content.
     spread_a, spread_b = (np.maximum(x.std((1, 2, 3), keepdims=True), 1.0) for x in (a, b))
     unit_a, unit_b = (a - mean_a) / spread_a, (b - mean_b) / spread_b
     smaller, apart = np.minimum(spread_a, spread_b), unit_a - unit_b

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 
 from unfog.data.data_report import SkippedFile
 from unfog.data.dataset import Dataset, ImageSet
+from unfog.data.decode_pool import available_cores
 from unfog.data.lazy import LazyPixels
 from unfog.reporting.findings import Figure
 from unfog.reporting.image_grids import Pixels, grid
@@ -130,9 +130,9 @@ def _name_end(name: str) -> str:
     return name if len(name) <= _LETTERS else f"…{name[1 - _LETTERS :]}"  # names of a set differ at their end
 
 
-def list_names(names: Sequence[str], most: int = 3) -> str:
+def list_names(names: Sequence[str]) -> str:
     """Return the first names as "a.png, b.png, c.png, ..."."""
-    return ", ".join([*map(sanitize, names[:most]), *["..."] * (len(names) > most)])
+    return ", ".join([*map(sanitize, names[:3]), *["..."] * (len(names) > 3)])
 
 
 def format_share(part: int, whole: int) -> str:
@@ -164,7 +164,7 @@ def scan_images(
 
     starts = range(0, len(rows), piece)
     # Threads suffice: NumPy and image decoders release the interpreter lock.
-    pool = ThreadPoolExecutor(min(_MAX_THREADS, _cores(), max(1, len(starts))))
+    pool = ThreadPoolExecutor(min(_MAX_THREADS, available_cores(), max(1, len(starts))))
     try:
         for done, (statistics, counts) in enumerate(pool.map(scan, starts), 1):
             parts.append(statistics)
@@ -178,10 +178,6 @@ def scan_images(
     statistics = _PixelStatistics(*(np.concatenate(columns)[usable] for columns in zip(*parts)))
     complete = len(rows) == len(prepared.train) + len(prepared.held_out)
     return ImageScan(prepared, rows[usable], statistics, histogram, complete, most_sides)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def unusable_files(prepared: Dataset) -> list[SkippedFile]:
@@ -243,6 +239,7 @@ def _statistics(pixels: NDArray[np.uint8]) -> _PixelStatistics:
     flat = pixels.reshape(len(pixels), -1)
     thumbs = thumbnails(pixels)
     bright = luma(thumbs)
+    # Eight bytes: among a million images two different ones share a digest once in forty million sets.
     digests = b"".join(blake2b(image, digest_size=8).digest() for image in np.ascontiguousarray(flat))
     return _PixelStatistics(
         digest=np.frombuffer(digests, np.uint64),

@@ -56,6 +56,8 @@ class _Weights(NamedTuple):
     updates: int
     networks: Mapping[str, nn.Module]
     """"model" and "ema"; loaded at once, because a running process may delete the checkpoint at any moment."""
+    device: torch.device
+    """Where losses and samples are computed."""
 
 
 def check_run(folder: RunFolder, device: str = "auto", samples: int = 64) -> list[Finding]:
@@ -77,26 +79,23 @@ def check_run(folder: RunFolder, device: str = "auto", samples: int = 64) -> lis
     where = choose_device(device)
     record = RunRecord.read(folder.path, config, read_heartbeat(folder.path))
     skipped: list[str] = []
-    weights, broken = _newest_weights(folder, config.autoencoder_folder, skipped)
+    weights, broken = _newest_weights(folder, config.autoencoder_folder, where, skipped)
     record = record.with_broken(broken)
     prepared = _load_run_images(config, skipped)
     findings: list[Finding] = []
     relative = pixelwise = None
     if weights is not None and prepared is not None:
         try:
-            findings, relative, pixelwise = _check_losses(record, weights, prepared, where, skipped)
+            findings, relative, pixelwise = _check_losses(record, weights, prepared, skipped)
             if samples > 0:
                 unready = "train longer first" if pixelwise > 0.9 else ""
                 if weights.step < 0.2 * record.steps:
                     unready = "continue training; it is too early to tell"
-                findings += _check_samples(weights, prepared, where, samples, unready, skipped)
+                findings += _check_samples(weights, prepared, samples, unready, skipped)
         except torch.OutOfMemoryError:
             skipped.append(f"checks of the weights, as {where} has too little memory free (try --device cpu)")
     memorized = any(f.code in ("run.memorised", "run.overfitting") and f.severity == "warning" for f in findings)
-    usual_lr = None
-    saved, _ = checkpoint.list_checkpoints(folder.checkpoints)
-    with suppress(RunError), building_for(saved[-1].folder / "model.safetensors" if saved else None):
-        usual_lr = _usual_learning_rate_of(config)
+    usual_lr = _usual_learning_rate(folder, config)
     findings = [
         *check_progress(record, usual_lr),
         *check_trends(record, usual_lr, relative, pixelwise, memorized),
@@ -109,7 +108,7 @@ def check_run(folder: RunFolder, device: str = "auto", samples: int = 64) -> lis
 
 
 def _newest_weights(
-    folder: RunFolder, autoencoder: str, skipped: list[str]
+    folder: RunFolder, autoencoder: str, device: torch.device, skipped: list[str]
 ) -> tuple[_Weights | None, list[checkpoint.BrokenCheckpoint]]:
     """Load the newest intact weights, None before the first update; and list the broken checkpoints.
 
@@ -129,7 +128,7 @@ def _newest_weights(
             networks = {kind: build_network(config) for kind in ("model", "ema")}
         for kind, network in networks.items():
             load_weights(saved.folder, kind, network)
-        return _Weights(saved.step, config, updates, networks), broken
+        return _Weights(saved.step, config, updates, networks, device), broken
     except (RunError, RequestError, KeyError, TypeError, ValueError, OSError) as error:
         # The checkpoint may be deleted at this moment; the record can be checked all the same.
         skipped.append(f"checks of the weights ({error})")
@@ -149,6 +148,14 @@ def _load_run_images(config: Config, skipped: list[str]) -> Dataset | None:
     return prepared
 
 
+def _usual_learning_rate(folder: RunFolder, config: Config) -> float | None:
+    """Return the automatic learning rate for a run; None also if its settings do not fit its weights."""
+    saved, _ = checkpoint.list_checkpoints(folder.checkpoints)
+    with suppress(RunError), building_for(saved[-1].folder / "model.safetensors" if saved else None):
+        return _usual_learning_rate_of(config)
+    return None
+
+
 def _usual_learning_rate_of(config: Config) -> float | None:
     """Return the automatic learning rate for this run; None for an unresolved network or a custom optimiser."""
     method = config.optimizer.method
@@ -160,7 +167,7 @@ def _usual_learning_rate_of(config: Config) -> float | None:
 
 
 def _check_losses(
-    record: RunRecord, weights: _Weights, prepared: Dataset, device: torch.device, skipped: list[str]
+    record: RunRecord, weights: _Weights, prepared: Dataset, skipped: list[str]
 ) -> tuple[list[Finding], float, float]:
     """Check losses with fixed noise.
 
@@ -168,26 +175,18 @@ def _check_losses(
         The findings; and the loss on training images relative to that of predicting 0, and relative to that of the
         best prediction from each pixel alone.
     """
-    config = weights.config
+    config, images = weights.config, prepared.as_network_input
     see = without_augmentation(config)
-    seen, unseen = (
-        loss_images(part, device, see) for part in (prepared.as_network_input.train, prepared.as_network_input.held_out)
-    )
+    seen, unseen = (loss_images(part, weights.device, see) for part in (images.train, images.held_out))
     levels = midpoints(config.evaluate.levels)
     batch = config.training.microbatch or config.training.batch
     assert seen is not None, "a run has training images"
     own = unseen if unseen is not None and len(unseen.x0) >= 8 else seen
-    passes = len(levels) * sum(len(images.x0) for images in (seen, unseen, own) if images is not None)
-    done = 0
+    passes = len(levels) * sum(len(some.x0) for some in (seen, unseen, own) if some is not None)
 
-    def advance(images: int) -> None:
-        nonlocal done
-        done += images
-        progress.update(done)
-
-    def losses(kind: str, images: LossImages) -> Floats:
-        loss_at = build_loss_at(weights.networks[kind].to(device).eval(), config)
-        return measure_losses(loss_at, images, levels, batch, progress=advance)
+    def losses(kind: str, some: LossImages) -> Floats:
+        loss_at = build_loss_at(weights.networks[kind].to(weights.device).eval(), config)
+        return measure_losses(loss_at, some, levels, batch, progress=progress.advance)
 
     with Progress("measuring losses", passes) as progress:
         on_seen = losses("ema", seen)
@@ -199,19 +198,17 @@ def _check_losses(
         skipped.append("overfitting, as no images are held out (--data.held-out 0.05 holds some out, of 100 or more)")
     else:
         findings.append(check_overfitting(record, on_seen, on_unseen))
-    zero, pixelwise = _baseline_losses(
-        config.diffusion, _model_inputs(prepared.as_network_input.train, _COMPARED, see), levels
-    )
+    zero, pixelwise = _baseline_losses(config.diffusion, _model_inputs(images.train, _COMPARED, see), levels)
     # Early on the EMA may lag behind weights that have learned, so the better of the two counts.
     lost = min(float(on_seen.mean()), float(raw.mean()))
     return findings, lost / max(float(zero.mean()), 1e-30), lost / max(float(pixelwise.mean()), 1e-30)
 
 
 def _check_samples(
-    weights: _Weights, prepared: Dataset, device: torch.device, samples: int, unready: str, skipped: list[str]
+    weights: _Weights, prepared: Dataset, samples: int, unready: str, skipped: list[str]
 ) -> list[Finding]:
     """Check images generated with the EMA weights, without guidance, which would shift colours."""
-    config, network = weights.config, weights.networks["ema"].to(device)
+    config, network = weights.config, weights.networks["ema"].to(weights.device)
     # With more classes than samples, evenly spread ones.
     labels = tuple(evenly_spaced(len(config.classes), samples).tolist())
     batch = config.training.microbatch or config.training.batch

@@ -88,17 +88,11 @@ def _check_loss(
     record: RunRecord, relative: float | None, beaten: float | None, by_heart: bool = False
 ) -> Finding | None:
     """run.not_learning where simple predictions do as well; else run.loss: level, falling or rising."""
-    steps, values = record.column("loss")
+    _, values = record.column("loss")
     if not len(values):
         return None
-    series = {"loss": (steps, values)}
-    if len(values) >= 20:
-        series["smoothed"] = (steps, smoothed(values))
-    series["held-out"] = record.column("held_out_loss")
-    positive = values.min() > 0 and values.max() > 8 * values.min()
-    chart = line_chart(series, "step", "loss", log_y=bool(positive), faint=("loss",) if "smoothed" in series else ())
     facts: dict[str, Any] = {"loss": float(values[-1]), "of_answering_0": relative, "of_pixelwise": beaten}
-    exhibits = (Figure("Loss", svg=chart),)
+    exhibits = (_loss_figure(record),)
     if relative is not None and beaten is not None and record.step >= _SOON and (relative > _UNLEARNED or beaten > 1):
         evidence = (
             f"the loss is {relative:.2f} of the loss of predicting 0, and {beaten:.2f} of that of predicting "
@@ -125,6 +119,18 @@ def _check_loss(
     return finding(
         "fine", f"the loss has levelled off at {trend.last:.3g}{known} ({-trend.fall:+.1%} with twice the images)"
     )
+
+
+def _loss_figure(record: RunRecord) -> Figure:
+    steps, values = record.column("loss")
+    series = {"loss": (steps, values)}
+    if len(values) >= 20:
+        series["smoothed"] = (steps, smoothed(values))
+    series["held-out"] = record.column("held_out_loss")
+    # Of a loss that has fallen far, a linear axis would show the last part as a flat line.
+    positive = values.min() > 0 and values.max() > 8 * values.min()
+    chart = line_chart(series, "step", "loss", log_y=bool(positive), faint=("loss",) if "smoothed" in series else ())
+    return Figure("Loss", svg=chart)
 
 
 def _check_learning_rate(record: RunRecord, usual_lr: float | None, beaten: float | None) -> Finding | None:

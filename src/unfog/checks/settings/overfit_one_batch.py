@@ -23,6 +23,8 @@ from unfog.data.dataset import ImageSet
 from unfog.data.stream import Batch
 from unfog.diffusion.objective import Loss, Objective
 from unfog.errors import Interrupted
+from unfog.pipeline.build import build_objective, without_augmentation
+from unfog.pipeline.latents import latent_decoder
 from unfog.reporting.charts import line_chart
 from unfog.reporting.findings import Figure, Finding
 from unfog.reporting.image_grids import Pixels, grid
@@ -45,7 +47,8 @@ _LEAST = 0.01
 STUCK, _STUCK_AFTER = 0.95, 100
 # The same for weights that do not move at all, which shows at once.
 _FROZEN, _FROZEN_AFTER = 0.999, 20
-_MOST_STEPS = 600
+# Whichever comes first; it ends sooner where the images are learned.
+_MOST_STEPS, _MOST_SECONDS = 600, 20.0
 # Relative change of the answers when an input is exchanged, below which the network does not look at it.
 _HEEDED = 1e-6
 
@@ -53,35 +56,25 @@ _ToImages = Callable[[Tensor], Tensor]
 
 
 def overfit_one_batch(
-    config: Config,
-    state: TrainState,
-    objective: Objective,
-    images: ImageSet,
-    seconds: float = 20.0,
-    stop: Callable[[], bool] = lambda: False,
-    steps: int = _MOST_STEPS,
-    see: _ToImages = to_model_range,
-    show: _ToImages = lambda x0: x0,
+    config: Config, state: TrainState, images: ImageSet, stop: Callable[[], bool] = lambda: False
 ) -> Finding:
     """Overfit eight images in the real training loop, with the run's network, objective, optimiser and precision.
 
     Args:
         config: resolved.
         state: fresh, and of no use afterwards.
-        objective: that of the run.
         images: of which eight, evenly spread, are learned, each at a noise level of its own.
-        seconds: time limit; it ends sooner where they are learned.
         stop: whether somebody wants to leave; Interrupted is raised then.
-        steps: limit of steps.
-        see: from images as they are stored to x0; show: from x0 to pixels in [-1, 1]. Where x0 are latents.
     """
-    lesson = replace(_OverfitBatch.of(images, objective, state.precision.device, see), show=show)
+    device, see = state.precision.device, without_augmentation(config)
+    lesson = _OverfitBatch.of(images, build_objective(config), device, see)
+    lesson = replace(lesson, show=latent_decoder(config, device))
     lesson.at_once = min(_IMAGES, config.training.microbatch or _IMAGES)
     settings = replace(config.training, batch=_IMAGES, microbatch=lesson.at_once, images=10**6 * _IMAGES)
     optimizer = replace(config.optimizer, warmup=20, schedule="constant")
     task = Task(lesson, lambda pixels: (see(pixels), None), lesson.loss)
-    with Progress("overfitting eight images, step", steps) as progress:
-        monitor = _OverfitMonitor(lesson, progress, seconds, steps, stop)
+    with Progress("overfitting eight images, step", _MOST_STEPS) as progress:
+        monitor = _OverfitMonitor(lesson, progress, stop)
         train(LoopSettings(settings, optimizer), state, task, monitor)
     if stop():
         raise Interrupted
@@ -199,11 +192,9 @@ class _OverfitBatch:
 class _OverfitMonitor(TrainingHooks):
     """Training hooks that watch the loss and stop when the images are learned or the time is up."""
 
-    def __init__(
-        self, lesson: _OverfitBatch, progress: Progress, seconds: float, steps: int, interrupted: Callable[[], bool]
-    ):
-        self.lesson, self.progress, self.steps, self.interrupted = lesson, progress, steps, interrupted
-        self.deadline = time.monotonic() + seconds
+    def __init__(self, lesson: _OverfitBatch, progress: Progress, interrupted: Callable[[], bool]):
+        self.lesson, self.progress, self.interrupted = lesson, progress, interrupted
+        self.deadline = time.monotonic() + _MOST_SECONDS
         self.blind = lesson.pixelwise_loss().cpu()
         self.first: Tensor
         self.relative: list[float] = []
@@ -228,7 +219,7 @@ class _OverfitMonitor(TrainingHooks):
 
     def stop_requested(self) -> bool:
         learned = len(self.relative) >= 5 and self.reached[0] < LEARNED
-        late = len(self.relative) >= self.steps or time.monotonic() > self.deadline
+        late = len(self.relative) >= _MOST_STEPS or time.monotonic() > self.deadline
         return learned or late or self.interrupted()
 
 

@@ -31,7 +31,7 @@ _RANGES = "from 0 to 1, from -1 to 1, or from 0 to 255"
 
 
 class _Item(NamedTuple):
-    """An image and its label."""
+    """An image as it was given, and its label, None without one."""
 
     image: Any
     label: Any

@@ -152,6 +152,7 @@ def read_manifest(folder: Path) -> CheckpointInfo:
     if manifest.pop("sha256") != manifest_digest(manifest):
         raise ValueError("it is not what was saved (sha256 differs)")
     files = {name: _CheckpointFile(int(file["bytes"]), str(file["sha256"])) for name, file in manifest["files"].items()}
+    # Neither fewer, which would be no whole checkpoint, nor others, which nothing here has written.
     if (listed := _merge_shard_names(files)) - {EMA2} != FILES:
         raise ValueError(f"it lists {sorted(listed)}, not {sorted(FILES)}")
     if not all(0 <= int(manifest[name]) < 2**53 for name in ("step", "images")):

@@ -69,6 +69,7 @@ class TensorFile:
         for name in file.keys():  # noqa: SIM118  it is no dict
             shape = list(file.get_slice(name).get_shape())
             start = starts[name]["saved_offsets"] if told is not None else [0] * len(shape)
+            # Also one that torch wrote for another way of sharding, which is not read here.
             if len(start) != len(shape) or any(start[1:]) or self.shapes.setdefault(name, shape)[1:] != shape[1:]:
                 raise ValueError(f"{name} is not divided by rows")
             first, rows = (int(start[0]), shape[0]) if shape else (0, 0)

@@ -180,6 +180,7 @@ def _to_float16(tensors: list[Tensor]) -> list[Tensor]:
 def _write_snapshot(taken: _EmaSnapshot, folder: Path) -> None:
     """Write a snapshot. Raises OSError if that fails, and then leaves nothing."""
     make_folder(folder, folder.parent)  # not its parents: a run that was moved must not be created again
+    # Renamed when complete, so that a crash leaves no snapshot that is half written.
     path, partial = folder / f"{taken.step:08d}.safetensors", folder / f".partial-{taken.step:08d}"
     said = {METADATA_KEY: json.dumps({"step": taken.step, "updates": taken.updates, "widths": taken.widths})}
     try:
