@@ -25,7 +25,7 @@ from unfog.cache_folder import (
 from unfog.cli.main import main
 from unfog.config.folder_requests import CacheRequest
 from unfog.data.dataset import ImageSet
-from unfog.data.latents import EncodeJob, load_or_encode
+from unfog.data.latents import EncodeJob
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.arrays import store_array
@@ -194,7 +194,7 @@ def test_all_that_unfog_writes_is_known(tmp_path: Path, monkeypatch: pytest.Monk
     compute_statistics(compute_features(pixels, features, "key"), features, "key")
     for key, progress in (("a" * 32, lambda done, total: None), ("b" * 32, stopped)):
         with suppress(Interrupted):
-            load_or_encode(key, EncodeJob([images], (3, 4, 4), 1, lambda x: x[..., ::2, ::2] / 255, 10), progress)
+            EncodeJob([images], (3, 4, 4), 1, lambda x: x[..., ::2, ::2] / 255, 10).load_or_encode(key, progress)
     (cache_folder() / "members").mkdir()
     ByteRangeCache(cache_folder() / "members", 10**9, 10**6).write("c" * 32, 512, b"bytes")
     with tarfile.open(tmp_path / "set.tar", "w") as archive:

@@ -15,7 +15,7 @@ from test_hostile_corpus import corpus  # noqa: F401
 from unfog.checks.images import image_scan
 from unfog.checks.images.dataset_checks import _recommended_size
 from unfog.checks.images.image_checks import check_images, quick_check_images
-from unfog.checks.images.image_scan import scan_images
+from unfog.checks.images.image_scan import ImageScan
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.prepare import prepare
@@ -168,10 +168,10 @@ def test_images_may_be_decoded_on_the_fly(clean: tuple[Path, Dataset], tmp_path:
 def test_how_much_is_read_at_a_time_changes_nothing(
     clean: tuple[Path, Dataset], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    once = scan_images(clean[1])
+    once = ImageScan.create(clean[1])
     monkeypatch.setattr(image_scan, "_PIECE_BYTES", 7 * 3 * 28 * 28)
     calls: list[tuple[int, int]] = []
-    pieces = scan_images(clean[1], progress=lambda done, total: calls.append((done, total)))
+    pieces = ImageScan.create(clean[1], progress=lambda done, total: calls.append((done, total)))
     for a, b in zip(once.statistics, pieces.statistics):
         np.testing.assert_array_equal(a, b)
     np.testing.assert_array_equal(once.histogram, pieces.histogram)

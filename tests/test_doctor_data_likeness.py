@@ -20,7 +20,7 @@ from unfog.checks.images.duplicate_checks import (
     _report_duplicates,
     check_duplicates,
 )
-from unfog.checks.images.image_scan import _perceptual_hash, scan_images, thumbnails
+from unfog.checks.images.image_scan import ImageScan, _perceptual_hash, thumbnails
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
@@ -127,12 +127,12 @@ def test_what_is_mostly_white_is_not_alike_for_that() -> None:
         ImageDraw.Draw(page).text((32, 32), text, "black", ImageFont.load_default(20), anchor="mm")
         images.append(np.asarray(page)[None])
     pages = np.stack(images)
-    copies = _find_duplicates(scan_images(as_prepared(pages, pages[:0])))
+    copies = _find_duplicates(ImageScan.create(as_prepared(pages, pages[:0])))
     assert not copies.equal
     assert len(copies.resaved) == 0
     assert len(copies.similar) <= 25  # of 71,253 pairs: "Pn" and "Ph"
     twice = np.concatenate([pages, [saved(page, 75) for page in pages[:20]]])
-    copies = _find_duplicates(scan_images(as_prepared(twice, twice[:0])))
+    copies = _find_duplicates(ImageScan.create(as_prepared(twice, twice[:0])))
     assert copies.resaved.tolist() == [[i, i + len(pages)] for i in range(20)]
 
 
@@ -154,7 +154,7 @@ def test_copies_in_training_and_across_the_split_are_told_apart() -> None:
     held_out[3] = train[40]
     held_out[[4, 5]] = saved(train[50], 75)
     train[60:65] = 255  # blank ones equal each other, and are no copies
-    looked = scan_images(as_prepared(train, held_out))
+    looked = ImageScan.create(as_prepared(train, held_out))
     found = {f.code: f for f in check_duplicates(looked)}
     assert found["data.duplicates"].facts["groups"] == [["train/0", "train/1", "train/2"]]
     assert found["data.duplicates"].facts["copies"] == 2
@@ -170,7 +170,7 @@ def test_names_listed_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(duplicate_checks, "MOST_NAMES", 5)
     train = CLOTHES[:40].copy()
     train[20:] = train[:20]
-    looked = scan_images(as_prepared(train, train[:0]))
+    looked = ImageScan.create(as_prepared(train, train[:0]))
     found = check_duplicates(looked)[0]
     assert found.facts["copies"] == 20
     assert sum(map(len, found.facts["groups"])) == 5
@@ -179,7 +179,7 @@ def test_names_listed_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_more_pairs_are_looked_at_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(duplicate_checks, "_MOST_PAIRS", 10)
     trousers = CLOTHES[1000:2000]
-    looked = scan_images(as_prepared(trousers, trousers[:0]))
+    looked = ImageScan.create(as_prepared(trousers, trousers[:0]))
     copies = _find_duplicates(looked)
     assert not copies.complete
     found = _report_duplicates(looked, replace(copies, similar=np.array([[0, 1]])))[1]

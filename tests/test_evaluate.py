@@ -23,9 +23,9 @@ from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.settings import Data
 from unfog.errors import RequestError, RunError
 from unfog.evaluation import features as store
-from unfog.evaluation.distances import feature_statistics
+from unfog.evaluation.distances import FeatureStatistics
 from unfog.evaluation.features import _features_folder, open_features
-from unfog.evaluation.held_out import HeldOut, mean_over_images, midpoints
+from unfog.evaluation.held_out import HeldOut, MeanEstimate, midpoints
 from unfog.evaluation.metrics import compare_features
 from unfog.inference.compute_metrics import _paired_difference
 from unfog.inference.evaluation_files import Evaluation, GeneratedSamples
@@ -120,13 +120,17 @@ def test_pairs_tell_apart_what_lies_within_each_others_intervals():
     generator = torch.Generator().manual_seed(0)
     common = torch.rand(3, 200, generator=generator, dtype=torch.float64) * 10
     better = common - 0.01 - 0.01 * torch.rand(3, 200, generator=generator, dtype=torch.float64)
-    a, b, difference = mean_over_images(common), mean_over_images(better), _paired_difference(better, common)
+    a, b, difference = (
+        MeanEstimate.over_images(common),
+        MeanEstimate.over_images(better),
+        _paired_difference(better, common),
+    )
     assert abs(a.value - b.value) < min(a.error, b.error)
     assert difference.value < -10 * difference.error
     by_image = (better - common).numpy().mean(0)
     assert difference.value == pytest.approx(by_image.mean())
     assert difference.error == pytest.approx(by_image.std(ddof=1) / math.sqrt(200))
-    assert math.isnan(mean_over_images(common[:, :1]).error)
+    assert math.isnan(MeanEstimate.over_images(common[:, :1]).error)
     with pytest.raises(ValueError, match="same images"):
         _paired_difference(common, better[:, :10])
 
@@ -168,7 +172,7 @@ def test_statistics_of_the_real_images_are_kept_for_the_next_checkpoint(run):
     real, features = _prepared(run).train, open_features("texture")
     kept = _features_folder(f"{real.fingerprint} spread", found.n_reference, features) / "statistics.safetensors"
     x = features(torch.from_numpy(np.ascontiguousarray(real.pixels[:])))
-    torch.testing.assert_close(load_file(kept)["covariance"], feature_statistics(x).covariance)
+    torch.testing.assert_close(load_file(kept)["covariance"], FeatureStatistics.of(x).covariance)
 
 
 def test_features_of_drawn_pictures_are_kept_until_the_result_is_stored(run, monkeypatch):

@@ -8,9 +8,9 @@ from torch import Tensor
 from unfog.errors import RequestError
 from unfog.evaluation import distances, metrics
 from unfog.evaluation.distances import (
+    FeatureStatistics,
     _frechet_distance,
     extrapolate_frechet,
-    feature_statistics,
     frechet_with_error,
     kernel_distance,
 )
@@ -68,7 +68,7 @@ def test_extrapolated_frechet_distances_of_unequal_numbers_are_not_below_the_tru
 def test_frechet_distance_of_gaussians_that_commute_is_the_closed_form():
     rotation = torch.linalg.qr(normal(6, 6, 0))[0]
     a, b = torch.tensor([4.0, 1, 9, 0, 2, 1]).double(), torch.tensor([1.0, 1, 4, 3, 0, 2]).double()
-    x, y = feature_statistics(normal(10, 6, 1)), feature_statistics(normal(10, 6, 2))
+    x, y = FeatureStatistics.of(normal(10, 6, 1)), FeatureStatistics.of(normal(10, 6, 2))
     x = x._replace(mean=torch.zeros(6).double(), covariance=rotation @ a.diag() @ rotation.T)
     y = y._replace(mean=torch.ones(6).double() * 0.5, covariance=rotation @ b.diag() @ rotation.T)
     expected = 6 * 0.25 + (a.sqrt() - b.sqrt()).square().sum().item()
@@ -87,7 +87,7 @@ def test_a_set_is_at_no_distance_from_itself():
 def test_statistics_of_blocks_are_those_of_the_whole(monkeypatch):
     x = normal(1000, 5, 0, place=1e4)  # far from 0, where a one-pass covariance loses half of its digits
     monkeypatch.setattr("unfog.evaluation.distances._ROWS", 64)
-    found = feature_statistics(x)
+    found = FeatureStatistics.of(x)
     assert torch.allclose(found.mean, x.mean(0), rtol=1e-14)
     assert torch.allclose(found.covariance, torch.cov(x.T), rtol=1e-9, atol=1e-12)
 
@@ -107,7 +107,7 @@ def test_the_extrapolated_distance_has_no_bias_where_the_plain_one_does(place):
     plain, beyond = [], []
     for i in range(40):
         x, y = normal(200, 16, 2 * i), normal(200, 16, 2 * i + 1, math.exp(place), place)
-        whole = _frechet_distance(feature_statistics(x), feature_statistics(y))
+        whole = _frechet_distance(FeatureStatistics.of(x), FeatureStatistics.of(y))
         plain.append(whole - true)
         beyond.append(extrapolate_frechet(x, y, 4, i, whole) - true)
     bias, left = torch.tensor(plain), torch.tensor(beyond)
@@ -250,7 +250,7 @@ def test_a_figure_says_what_it_is_of():
 def test_known_statistics_of_the_reference_change_nothing():
     plain, told = (
         compare_features(["fd"], REAL, FAKE)[0],
-        compare_features(["fd"], REAL, FAKE, reference=feature_statistics(REAL))[0],
+        compare_features(["fd"], REAL, FAKE, reference=FeatureStatistics.of(REAL))[0],
     )
     assert plain == told
 
@@ -286,7 +286,7 @@ def test_neighbours_do_not_depend_on_where_features_lie():
 def test_the_error_of_a_frechet_distance_of_lopsided_features_is_the_jackknife():
     """Of normal features the two terms of a picture's influence do not correlate, so a wrong sign would not show."""
     x, y = normal(400, 2, 0).exp(), 1.5 * normal(300, 2, 1).exp()
-    value = lambda a, b: _frechet_distance(feature_statistics(a), feature_statistics(b))  # noqa: E731
+    value = lambda a, b: _frechet_distance(FeatureStatistics.of(a), FeatureStatistics.of(b))  # noqa: E731
     left = torch.tensor([value(torch.cat([x[:i], x[i + 1 :]]), y) for i in range(len(x))])
     right = torch.tensor([value(x, torch.cat([y[:i], y[i + 1 :]])) for i in range(len(y))])
     variance = (len(x) - 1) * left.var(correction=0) + (len(y) - 1) * right.var(correction=0)
@@ -303,5 +303,5 @@ def test_the_line_is_drawn_through_parts_of_all_of_a_set():
     """Real images come class by class; in that order, halves would be of one class each."""
     x = torch.cat([normal(200, 4, 0), normal(200, 4, 1, place=5)])
     y = torch.cat([normal(200, 4, 2, place=5), normal(200, 4, 3)])
-    whole = _frechet_distance(feature_statistics(x), feature_statistics(y))
+    whole = _frechet_distance(FeatureStatistics.of(x), FeatureStatistics.of(y))
     assert abs(extrapolate_frechet(x, y, 2, 0, whole) - whole) < 1

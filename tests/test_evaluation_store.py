@@ -9,7 +9,7 @@ from torch import Tensor
 
 from unfog.errors import RequestError, RunError
 from unfog.evaluation import features as store
-from unfog.evaluation.distances import feature_statistics
+from unfog.evaluation.distances import FeatureStatistics
 from unfog.evaluation.features import Features, _features_folder, compute_features, compute_statistics, open_features
 
 
@@ -180,7 +180,7 @@ def test_statistics_are_kept_and_read():
     features = open_features("pixels")
     x = compute_features(Source(70), features, "key")
     first, second = compute_statistics(x, features, "key"), compute_statistics(torch.zeros_like(x), features, "key")
-    assert torch.equal(first.covariance, feature_statistics(x).covariance)
+    assert torch.equal(first.covariance, FeatureStatistics.of(x).covariance)
     assert torch.equal(first.covariance, second.covariance)
     assert torch.equal(first.mean, second.mean)
     assert second.n == 70

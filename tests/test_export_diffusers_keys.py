@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from unfog.errors import RequestError
-from unfog.export.diffusers_unet import Network, _from_unet2d_state, _to_unet2d_state, from_unet2d, to_unet2d
+from unfog.export.diffusers_unet import Network, _from_unet2d_state, _to_unet2d_state
 from unfog.models.settings import SIZES, UNet
 from unfog.models.unet import UNetModel
 
@@ -91,7 +91,7 @@ def pair(request) -> tuple[UNet2DModel, UNetModel, Network]:
     torch.manual_seed(0)
     theirs = UNet2DModel(**request.param)
     scatter_(theirs)
-    network = from_unet2d(request.param, theirs.state_dict())
+    network = Network.from_unet2d(request.param, theirs.state_dict())
     return theirs.eval(), build(network).eval(), network
 
 
@@ -126,7 +126,7 @@ def test_gradients_equal(pair):
 
 def test_round_trip_is_exact_and_strict(pair):
     theirs, ours, network = pair
-    config, state = to_unet2d(network, size=16)
+    config, state = network.to_unet2d(size=16)
     assert state.keys() == theirs.state_dict().keys()
     assert all(torch.equal(state[name], tensor) for name, tensor in theirs.state_dict().items())
     again = UNet2DModel(**config)
@@ -135,7 +135,7 @@ def test_round_trip_is_exact_and_strict(pair):
     with torch.no_grad():
         expected = theirs(x, timestep, class_labels=label).sample
         assert torch.equal(again.eval()(x, timestep, class_labels=label).sample, expected)
-    back = from_unet2d(again.config, state)
+    back = Network.from_unet2d(again.config, state)
     assert back[:3] == network[:3]
     assert all(torch.equal(back.state[name], tensor) for name, tensor in ours.state_dict().items())
 
@@ -166,21 +166,21 @@ def test_any_settings_export_to_the_same_function(unet: UNet, image_channels: in
     model = UNetModel(unet, image_channels, num_classes).eval()
     scatter_(model)
     network = Network(unet, image_channels, num_classes, model.state_dict())
-    config, state = to_unet2d(network, size=8)
+    config, state = network.to_unet2d(size=8)
     theirs = UNet2DModel(**config).eval()
     theirs.load_state_dict(state, strict=True)
     x, timestep, label = inputs(network, 8, 4)
     with torch.no_grad():
         expected = theirs(x, timestep, class_labels=label).sample
         torch.testing.assert_close(model(x, timestep, label), expected, atol=1e-5, rtol=1e-5)
-    assert from_unet2d(config, state)[:3] == network[:3]
+    assert Network.from_unet2d(config, state)[:3] == network[:3]
 
 
 def test_no_label_is_the_last_class_of_the_export():
     torch.manual_seed(0)
     model = UNetModel(SIZES["tiny"], 1, num_classes=10).eval()
     scatter_(model)
-    config, state = to_unet2d(Network(SIZES["tiny"], 1, 10, model.state_dict()), size=28)
+    config, state = Network(SIZES["tiny"], 1, 10, model.state_dict()).to_unet2d(size=28)
     assert config["num_class_embeds"] == 11
     theirs = UNet2DModel(**config).eval()
     theirs.load_state_dict(state)
@@ -193,23 +193,23 @@ def test_no_label_is_the_last_class_of_the_export():
 def test_classes_without_a_null_class_get_one():
     theirs = UNet2DModel(**PLAIN, num_class_embeds=10)
     config, state = {**PLAIN, "num_class_embeds": 10}, theirs.state_dict()
-    assert from_unet2d(config, state).num_classes == 9
-    network = from_unet2d(config, state, null_class=False)
+    assert Network.from_unet2d(config, state).num_classes == 9
+    network = Network.from_unet2d(config, state, null_class=False)
     assert network.num_classes == 10
     rows = build(network).class_embedding.weight
     assert torch.equal(rows[:10], state["class_embedding.weight"])
     torch.testing.assert_close(rows[10], state["class_embedding.weight"].mean(dim=0))
     with pytest.raises(RequestError, match="null_class=False"):
-        from_unet2d({**PLAIN, "num_class_embeds": 1}, {})
+        Network.from_unet2d({**PLAIN, "num_class_embeds": 1}, {})
 
 
 def test_cifar10_is_the_published_network():
-    config, _ = to_unet2d(Network(SIZES["cifar10"], 3, 0, {}), size=32)
+    config, _ = Network(SIZES["cifar10"], 3, 0, {}).to_unet2d(size=32)
     published = {**DDPM_CIFAR10, "dropout": 0.1}  # the paper's; a published file is for sampling and leaves it out
     assert {key: config[key] for key in published if key in config} == {
         k: published[k] for k in published if k in config
     }
-    assert from_unet2d(published, {}).settings == SIZES["cifar10"]
+    assert Network.from_unet2d(published, {}).settings == SIZES["cifar10"]
 
 
 def test_exported_weights_share_no_memory():
@@ -251,13 +251,13 @@ def test_exported_weights_share_no_memory():
 )
 def test_refuses_configurations_without_equivalent(key, value, rule):
     with pytest.raises(RequestError, match="no equivalent") as refused:
-        from_unet2d({**PLAIN, key: value}, {})
+        Network.from_unet2d({**PLAIN, key: value}, {})
     assert rule in str(refused.value)
 
 
 def test_refuses_a_scaled_condition():
     with pytest.raises(RequestError, match=r"time_scale = 1000.* has no equivalent"):
-        to_unet2d(Network(UNet(time_scale=1000.0), 3, 0, {}), size=32)
+        Network(UNet(time_scale=1000.0), 3, 0, {}).to_unet2d(size=32)
 
 
 def test_refuses_unknown_weights():
@@ -275,7 +275,7 @@ def test_what_tells_of_an_augmentation_is_left_out_as_samples_have_none():
     torch.manual_seed(0)
     model = UNetModel(SIZES["tiny"], 1, augment_inputs=9).eval()
     torch.nn.init.normal_(model.conv_out.weight)
-    config, state = to_unet2d(Network(SIZES["tiny"], 1, 0, model.state_dict()), size=16)
+    config, state = Network(SIZES["tiny"], 1, 0, model.state_dict()).to_unet2d(size=16)
     theirs = UNet2DModel(**config).eval()
     theirs.load_state_dict(state)
     x, t = torch.randn(2, 1, 16, 16), torch.tensor([3, 800])

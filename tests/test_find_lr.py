@@ -39,7 +39,6 @@ from unfog.planning.lr_range_test import (
     _smoothed,
     _suggest,
     _Trial,
-    run_lr_range_test,
 )
 from unfog.planning.microbatch import MicrobatchChoice
 from unfog.training.precision import Precision
@@ -114,7 +113,7 @@ def test_ramp_learns_and_grows_by_one_factor():
 
 
 def test_network_that_learns_nothing_gets_no_suggestion():
-    found = run_lr_range_test(subject(Mute), seconds=1e-3)
+    found = subject(Mute).run(seconds=1e-3)
     assert found.suggestion is None
     assert found.trials == ()
     assert "never fell by more than 0.0%" in found.reason
@@ -130,7 +129,7 @@ def test_only_a_micro_batch_goes_through_at_once_and_random_numbers_are_left_alo
 
     given = subject(Small)
     before = torch.get_rng_state()
-    run_lr_range_test(replace(given, training=replace(given.training, microbatch=3)), seconds=1e-3)
+    replace(given, training=replace(given.training, microbatch=3)).run(seconds=1e-3)
     assert max(sizes) == 3
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -194,7 +193,7 @@ def test_a_stop_ends_it_within_a_step():
         return len(asked) > 9
 
     with pytest.raises(Interrupted):
-        run_lr_range_test(subject(stop=stop), seconds=1e-3)
+        subject(stop=stop).run(seconds=1e-3)
     assert len(asked) < 13  # it is asked before and after each step
     with pytest.raises(Interrupted):
         lr_range._run_trials(subject(stop=lambda: True), ramp_of(VALLEY), 1e3, 1.0)

@@ -16,10 +16,11 @@ from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.noise import VP, Cosine, Flow, Linear
 from unfog.diffusion.target import FlowVelocity, V
 from unfog.errors import RequestError
-from unfog.export.diffusers_unet import Network, to_unet2d
+from unfog.export.diffusers_unet import Network
 from unfog.inference.run import Run
 from unfog.models.settings import UNet
 from unfog.models.unet import UNetModel
+from unfog.planning.lr_range_test import LrTestSetup
 from unfog.reporting.records import read_events
 from unfog.runs.diffusers import _randomized, objective_from_scheduler
 from unfog.runs.init_weights import recipe_from_weights
@@ -119,7 +120,7 @@ def test_what_unfog_exports_and_names_of_old(photos, tmp_path):
     settings = UNet((8, 16), attention=(False, True), head_channels=8, norm_groups=4)
     with torch.no_grad():
         network = _randomized(UNetModel(settings, 3, 3))
-    config, state = to_unet2d(Network(network.settings, 3, 3, network.state_dict()), 8)
+    config, state = Network(network.settings, 3, 3, network.state_dict()).to_unet2d(8)
     (folder / "config.json").write_text(json.dumps(config))
     old = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
     for new, name in old.items():
@@ -169,11 +170,10 @@ def test_run_to_run_with_and_without_classes(photos, tmp_path):
 
 
 def test_a_search_for_a_rate_begins_with_the_weights(photos, tmp_path, monkeypatch):
-    from unfog.commands import find_lr
 
     old = unfog.train(photos, out=tmp_path / "old", size=8, **QUICK | {"network": NETWORK, "lr": 1e-2})
-    search, subjects = find_lr.run_lr_range_test, []
-    monkeypatch.setattr(find_lr, "run_lr_range_test", lambda subject, s: subjects.append(subject) or search(subject, s))
+    search, subjects = LrTestSetup.run, []
+    monkeypatch.setattr(LrTestSetup, "run", lambda subject, s: subjects.append(subject) or search(subject, s))
     unfog.find_lr(photos, init=tmp_path / "old", seconds=1e-3, **QUICK)
     begun = subjects[0].fresh().model.state_dict()
     assert all(torch.equal(value, begun[name]) for name, value in old.network.state_dict().items())

@@ -24,7 +24,7 @@ from unfog.data import latents
 from unfog.data.augmentation import Augment, to_model_range
 from unfog.data.cache import remove_stale_entries
 from unfog.data.dataset import ImageSet
-from unfog.data.latents import EncodeJob, Normalise, load_or_encode
+from unfog.data.latents import EncodeJob, Normalise
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
@@ -105,7 +105,7 @@ def quiet(done, total):
 
 def test_the_copies_are_the_codes_of_the_image_and_of_its_mirror(codec):
     sets = [images(10), images(3, 1)]
-    stored = load_or_encode("k", wanted(codec, sets), quiet)
+    stored = wanted(codec, sets).load_or_encode("k", quiet)
     assert stored.latents.shape == (13, 2, 3, 4, 4)
     assert stored.latents.dtype == np.float16
     assert isinstance(stored.latents, np.memmap)
@@ -124,12 +124,10 @@ def test_the_copies_are_the_codes_of_the_image_and_of_its_mirror(codec):
 
 def test_an_entry_is_read_again_gone_on_with_and_made_anew(codec):
     sets, calls = [images(10)], []
-    first = np.array(
-        load_or_encode("k", wanted(codec, sets, calls=calls), quiet).latents
-    )  # whose file is damaged below
+    first = np.array(wanted(codec, sets, calls=calls).load_or_encode("k", quiet).latents)  # whose file is damaged below
     bytes_of = (cache_folder() / "latents-k" / "latents.f16").read_bytes()
     assert calls == [4, 4, 4, 4, 2, 2]
-    again = load_or_encode("k", wanted(codec, sets, calls=calls), quiet)
+    again = wanted(codec, sets, calls=calls).load_or_encode("k", quiet)
     assert len(calls) == 6
     assert np.array_equal(first, again.latents)
 
@@ -142,7 +140,7 @@ def test_an_entry_is_read_again_gone_on_with_and_made_anew(codec):
 
     # What nobody goes on with is gone after a week.
     with pytest.raises(Stopped):
-        load_or_encode("0" * 32, wanted(codec, sets), stop)
+        wanted(codec, sets).load_or_encode("0" * 32, stop)
     abandoned = cache_folder() / f"latents-{'0' * 32}.partial"
     for path in abandoned.iterdir():
         os.utime(path, (0, 0))
@@ -151,19 +149,19 @@ def test_an_entry_is_read_again_gone_on_with_and_made_anew(codec):
 
     # What was written after the last line on how far it is, is not counted on.
     with pytest.raises(Stopped):
-        load_or_encode("l", wanted(codec, sets), stop)
+        wanted(codec, sets).load_or_encode("l", stop)
     partial = cache_folder() / "latents-l.partial"
     (partial / "done.json").write_text(json.dumps({"done": 4}))
     calls.clear()
-    load_or_encode("l", wanted(codec, sets, calls=calls), quiet)
+    wanted(codec, sets, calls=calls).load_or_encode("l", quiet)
     assert calls == [4, 4, 2, 2]
     assert (cache_folder() / "latents-l" / "latents.f16").read_bytes() == bytes_of
     assert not partial.exists()
 
     for damage in ("latents.f16", "latents.json"):
         (cache_folder() / "latents-k" / damage).write_bytes(b"{}")
-        assert np.array_equal(load_or_encode("k", wanted(codec, sets), quiet).latents, first)
-    other = load_or_encode("k", wanted(codec, sets, copies=1), quiet)  # what is asked for decides, not what is there
+        assert np.array_equal(wanted(codec, sets).load_or_encode("k", quiet).latents, first)
+    other = wanted(codec, sets, copies=1).load_or_encode("k", quiet)  # what is asked for decides, not what is there
     assert np.array_equal(other.latents[:, 0], first[:, 0])
 
 
@@ -181,9 +179,9 @@ def test_an_interruption_is_gone_on_with_where_the_rest_fits(codec, monkeypatch)
     monkeypatch.setattr("unfog.data.latents.free_bytes", room)
     monkeypatch.setattr("unfog.data.latents._IN_MEMORY", 0)
     with pytest.raises(KeyboardInterrupt):
-        load_or_encode("k", wanted(codec, sets), stop)
+        wanted(codec, sets).load_or_encode("k", stop)
     assert room() < needed
-    load_or_encode("k", wanted(codec, sets, calls=calls), quiet)
+    wanted(codec, sets, calls=calls).load_or_encode("k", quiet)
     assert sum(calls) == 2 * (200 - 128)  # 32 batches are on the disk for certain
 
 
@@ -195,13 +193,13 @@ def test_what_another_process_finishes_at_that_moment_is_taken(codec, monkeypatc
     def late(folder):
         monkeypatch.setattr(latents, "locked", lock)
         folder.rmdir()
-        load_or_encode("k", wanted(codec, [images(10)], calls=other), quiet)
+        wanted(codec, [images(10)], calls=other).load_or_encode("k", quiet)
         folder.mkdir()
         with lock(folder):
             yield
 
     monkeypatch.setattr(latents, "locked", late)
-    stored = load_or_encode("k", wanted(codec, [images(10)], calls=mine), quiet)
+    stored = wanted(codec, [images(10)], calls=mine).load_or_encode("k", quiet)
     assert (len(mine), len(other), len(stored.rows)) == (0, 6, 10)
     assert {path.name for path in cache_folder().iterdir()} - {".used"} == {"latents-k"}
 
@@ -215,10 +213,10 @@ def test_two_do_not_encode_the_same(codec, monkeypatch):
     def other(done, total):
         calls = []
         with pytest.raises(KeyboardInterrupt):
-            load_or_encode("k", wanted(codec, [images(10)], calls=calls), waits)
+            wanted(codec, [images(10)], calls=calls).load_or_encode("k", waits)
         assert not calls
 
-    load_or_encode("k", wanted(codec, [images(10)]), other)
+    wanted(codec, [images(10)]).load_or_encode("k", other)
     assert {path.name for path in (cache_folder() / "latents-k").iterdir()} == {
         *("latents.f16", "rows.i64", "latents.json")
     }
@@ -238,9 +236,9 @@ def of(damaged):
 
 def test_whoever_finds_latents_can_name_the_images_that_are_not_in_them(damaged, codec):
     first, second, calls = of(damaged), of(damaged), []
-    rows = load_or_encode("k", wanted(codec, [first]), quiet).rows
+    rows = wanted(codec, [first]).load_or_encode("k", quiet).rows
     assert rows[7] == 8
-    assert np.array_equal(load_or_encode("k", wanted(codec, [second], calls=calls), quiet).rows, rows)
+    assert np.array_equal(wanted(codec, [second], calls=calls).load_or_encode("k", quiet).rows, rows)
     assert not calls
     assert [one.name for one in second.pixels.skipped] == ["007.png"]
     assert second.pixels.skipped == first.pixels.skipped
@@ -252,9 +250,9 @@ def test_an_interruption_is_gone_on_with_and_names_what_is_not_in_its_beginning(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        load_or_encode("k", wanted(codec, [of(damaged)], batch=1), stop)
+        wanted(codec, [of(damaged)], batch=1).load_or_encode("k", stop)
     train, calls = of(damaged), []
-    stored = load_or_encode("k", wanted(codec, [train], batch=1, calls=calls), quiet)
+    stored = wanted(codec, [train], batch=1, calls=calls).load_or_encode("k", quiet)
     assert len(calls) == 2 * (120 - 32)
     assert stored.rows[7] == 8
     assert [one.name for one in train.pixels.skipped] == ["007.png"]
@@ -263,18 +261,18 @@ def test_an_interruption_is_gone_on_with_and_names_what_is_not_in_its_beginning(
 def test_without_a_cache_they_are_kept_in_memory(codec, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("UNFOG_CACHE", str(tmp_path / "file"))
-    stored = load_or_encode("k", wanted(codec, [images(3)]), quiet)
+    stored = wanted(codec, [images(3)]).load_or_encode("k", quiet)
     assert not isinstance(stored.latents, np.memmap)
     monkeypatch.setattr("unfog.data.latents._IN_MEMORY", 10)
     with pytest.raises(RequestError, match="cannot be written; set UNFOG_CACHE"):
-        load_or_encode("k", wanted(codec, [images(3)]), quiet)
+        wanted(codec, [images(3)]).load_or_encode("k", quiet)
 
 
 def test_latents_that_are_no_numbers_are_refused():
     for value, said in ((1e5, "beyond what float16 holds"), (np.nan, "not finite")):
         bad = EncodeJob([images(2)], (1, 1, 1), 1, lambda x, v=value: np.full((len(x), 1, 1, 1), v, np.float32), 2)
         with pytest.raises(RunError, match=said):
-            load_or_encode("k", bad, quiet)
+            bad.load_or_encode("k", quiet)
 
 
 def test_statistics_are_those_of_numpy_and_the_inverse_is_one(codec):

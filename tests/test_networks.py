@@ -17,12 +17,11 @@ from unfog.data.stream import ImageStream
 from unfog.diffusion.objective import Objective
 from unfog.errors import RequestError
 from unfog.export.diffusers_unet import Network as Exported
-from unfog.export.diffusers_unet import to_unet2d
 from unfog.models.network_settings import build_model
 from unfog.models.settings import ARCHITECTURES, SIZES, DiT, MPUNet, UNet
 from unfog.pipeline.build import build_network, build_state
 from unfog.planning.auto_settings import AutoSettings
-from unfog.planning.flops import count_flops
+from unfog.planning.flops import NetworkCost
 from unfog.planning.memory_estimate import MemoryEstimator, _trace_step, _TracedStep
 from unfog.training.checkpoints import snapshot
 from unfog.training.checkpoints.load import load_checkpoint
@@ -336,9 +335,8 @@ def test_interrupted_is_uninterrupted(settings, changes, tmp_path):
     config = replace(config, training=replace(config.training, memory_format="channels_last"))
     whole = advance(config, build_state(config, CPU), 6)
     config = replace(config, training=replace(config.training, **changes))  # which changes no bit
-    folder = snapshot.write_checkpoint(
-        snapshot.take_snapshot(advance(config, build_state(config, CPU), 3), 3), tmp_path
-    )
+    taken = snapshot.take_snapshot(advance(config, build_state(config, CPU), 3), 3)
+    folder = snapshot.write_checkpoint(taken, tmp_path)
     again = build_state(config, CPU)
     load_checkpoint(folder, again)
     advance(config, again, 6)
@@ -387,7 +385,7 @@ def test_memory_is_traced(settings, device):
 
 @pytest.mark.parametrize("name", ["mp-tiny", "dit-tiny"])
 def test_work_is_counted(name):
-    work = count_flops(lambda: build_model(SIZES[name], 3), (3, 32, 32))
+    work = NetworkCost.of(lambda: build_model(SIZES[name], 3), (3, 32, 32))
     assert 2.7 < work.training / work.forward < 3.3
 
 
@@ -456,4 +454,4 @@ def test_rates_follow_the_kind_and_decay_is_left_to_free_weights():
 def test_what_diffusers_has_no_network_for_is_said(name):
     model = build_model(MICRO[name], 1)
     with pytest.raises(RequestError, match=rf"network = {MICRO[name].kind} has no equivalent in UNet2DModel"):
-        to_unet2d(Exported(MICRO[name], 1, 0, model.state_dict()), 8)
+        Exported(MICRO[name], 1, 0, model.state_dict()).to_unet2d(8)

@@ -21,7 +21,7 @@ from unfog.models.settings import SIZES, UNet
 from unfog.models.unet import UNetModel
 from unfog.planning import disk
 from unfog.planning.auto_settings import AutoSettings, Machine
-from unfog.planning.flops import _DEVICES, GB, TimeRange, count_flops, find_device
+from unfog.planning.flops import _DEVICES, GB, Device, NetworkCost, TimeRange
 from unfog.planning.memory_estimate import MemoryEstimator
 from unfog.planning.microbatch import MARGIN
 from unfog.planning.timing import run_times, seconds_per_step
@@ -54,7 +54,7 @@ class Convolution(nn.Module):
 
 
 def test_operations_of_a_convolution():
-    work = count_flops(Convolution, (3, 8, 8))
+    work = NetworkCost.of(Convolution, (3, 8, 8))
     assert work.forward == 2 * 8 * 8 * 5 * 3 * 9
     assert work.training == 2 * work.forward  # its input asks for no gradient
 
@@ -64,7 +64,7 @@ def test_operations_of_ddpm():
 
     That leaves out the two products of attention, of which it has five layers at 16x16 and one at 4x4.
     """
-    work = count_flops(lambda: UNetModel(SIZES["cifar10"], 3), (3, 32, 32))
+    work = NetworkCost.of(lambda: UNetModel(SIZES["cifar10"], 3), (3, 32, 32))
     attention = 2 * 256 * (5 * 16**4 + 4**4)
     assert work.forward / 2 - attention == pytest.approx(6.06e9, rel=0.003)
     assert 2.9 < work.training / work.forward < 3.05
@@ -76,7 +76,7 @@ def test_operations_of_attention_are_counted_by_hand(size):
 
     def counted(attends: bool):
         settings = UNet((16, 16), attention=(attends, False), mid_attention=False, norm_groups=4, head_channels=8)
-        return count_flops(lambda: UNetModel(settings, 3), (3, size, size))
+        return NetworkCost.of(lambda: UNetModel(settings, 3), (3, size, size))
 
     plain, whole, pixels, channels = counted(False), counted(True), size**2, 16
     weights, attention = 3 * 2 * pixels * channels * 4 * channels, 3 * 4 * pixels**2 * channels
@@ -85,8 +85,8 @@ def test_operations_of_attention_are_counted_by_hand(size):
 
 
 def test_time_is_arithmetic_or_launches():
-    device = find_device("h100")
-    work = count_flops(Convolution, (3, 8, 8))._replace(training=1e12, forward=3e11, operations=1000)
+    device = Device.find("h100")
+    work = NetworkCost.of(Convolution, (3, 8, 8))._replace(training=1e12, forward=3e11, operations=1000)
     fast, slow = work.step_time(device, Training(batch=64, precision="fp16"))
     assert fast == pytest.approx(64e12 / (0.40 * 989e12))
     assert slow == pytest.approx(64e12 / (0.15 * 989e12))
@@ -99,10 +99,10 @@ def test_time_is_arithmetic_or_launches():
 
 
 def test_devices_are_found_however_they_are_written():
-    assert find_device("RTX 4090") is find_device("nvidia_rtx_4090") is _DEVICES["4090"]
-    assert find_device("H200").memory == 141 * GB
+    assert Device.find("RTX 4090") is Device.find("nvidia_rtx_4090") is _DEVICES["4090"]
+    assert Device.find("H200").memory == 141 * GB
     with pytest.raises(RequestError, match="h100"):
-        find_device("h1000")
+        Device.find("h1000")
 
 
 def test_what_a_run_takes_is_the_sum_of_its_parts():

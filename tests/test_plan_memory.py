@@ -22,7 +22,7 @@ from unfog.models.settings import SIZES, DiT, MPUNet, UNet
 from unfog.pipeline.build import build_network
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.memory_estimate import MemoryEstimator, _trace_step, _TracedStep
-from unfog.planning.memory_trace import _CUDA_BLOCK, MB, Trace, record_trace
+from unfog.planning.memory_trace import _CUDA_BLOCK, MB, Trace
 from unfog.planning.microbatch import MARGIN, _largest_that_fits, _memory_upper_bound, choose_microbatch
 from unfog.process import device as memory
 from unfog.process.device import _control_group, available_memory
@@ -55,7 +55,7 @@ def test_a_trace_holds_what_is_alive_and_no_more():
         c = b.view(10, 100) @ torch.zeros(100, 7)  # b, 100 x 7, 10 x 7
         del b, c
 
-    trace = record_trace(work, "cpu")
+    trace = Trace.record(work, "cpu")
     assert live(trace) == 8000
     assert sum(e >= 0 for e in trace.events) == sum(e < 0 for e in trace.events) == len(trace.sizes) == 4
 

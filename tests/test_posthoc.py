@@ -21,6 +21,7 @@ from unfog.training.checkpoints.posthoc_ema import (
     METADATA_KEY,
     EmaSnapshotFile,
     EmaSnapshotWriter,
+    Mixture,
     _coefficients,
     _inner_product,
     _remove_surplus,
@@ -28,7 +29,6 @@ from unfog.training.checkpoints.posthoc_ema import (
     list_snapshots,
     remove_after,
     snapshot_interval,
-    solve_mixture,
     take_ema_snapshot,
 )
 from unfog.training.loop import Intervals
@@ -152,7 +152,7 @@ def flat(tensors: dict[str, torch.Tensor], state: TrainState) -> np.ndarray:
 @pytest.mark.parametrize("width", [0.04, 0.05, 0.07, 0.1, 0.13, 0.16, 0.2])
 def test_any_length_is_rebuilt_to_a_thousandth(trained, width, step):
     folder, history, state = trained
-    mix = solve_mixture(list_snapshots(folder), width, step + EVERY - 1 if step < STEPS else None)
+    mix = Mixture.solve(list_snapshots(folder), width, step + EVERY - 1 if step < STEPS else None)
     assert mix.step == step  # of the snapshot before: between two, the newest weights are in none
     direct = share(PowerEma(width).gamma, np.arange(1, step + 1), step) @ history[:step]
     error = np.linalg.norm(flat(_rebuild(mix), state) - direct) / np.linalg.norm(direct)
@@ -175,7 +175,7 @@ def test_the_solver_alone_is_exact_to_the_profiles(trained):
 
 def test_buffers_are_those_of_the_newest_snapshot_and_what_is_rebuilt_fits(trained):
     folder, _, state = trained
-    rebuilt = _rebuild(solve_mixture(list_snapshots(folder), 0.08))
+    rebuilt = _rebuild(Mixture.solve(list_snapshots(folder), 0.08))
     assert rebuilt.keys() == state.model.state_dict().keys()
     for name, buffer in state.model.named_buffers():
         assert torch.equal(rebuilt[name], buffer)
@@ -205,7 +205,7 @@ def test_what_began_without_or_with_others_takes_no_snapshots(tmp_path):
     without, other = fresh(None), fresh(PowerEma(0.07))
     folder = snapshot.write_checkpoint(snapshot.take_snapshot(without, 0), tmp_path / "a")
     assert not (folder / checkpoint.EMA2).exists()
-    checkpoint.read_manifest(folder)
+    checkpoint.CheckpointInfo.read(folder)
     for place in (folder, snapshot.write_checkpoint(snapshot.take_snapshot(other, 0), tmp_path / "b")):
         into = fresh()
         load_checkpoint(place, into)
@@ -310,13 +310,13 @@ def test_what_cannot_be_rebuilt_is_refused_and_what_is_damaged_passed_over(train
     folder, _, _ = trained
     kept = list_snapshots(folder)
     with pytest.raises(RequestError, match="no EMA snapshots"):
-        solve_mixture([], 0.1)
+        Mixture.solve([], 0.1)
     with pytest.raises(RequestError, match="step = 481 must be from 20 to 480"):
-        solve_mixture(kept, 0.1, 481)
+        Mixture.solve(kept, 0.1, 481)
     with pytest.raises(RequestError, match=r"width = 0\.5 must be from 0\.01"):
-        solve_mixture(kept, 0.5)
+        Mixture.solve(kept, 0.5)
     with pytest.raises(RequestError, match=r"ema = 0.2 cannot be rebuilt at step 20.* nearer to 0.1 or 0.05"):
-        solve_mixture(kept, 0.2, 20)
+        Mixture.solve(kept, 0.2, 20)
     for path in folder.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / "00000100.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0notjson!")
@@ -330,8 +330,8 @@ def test_what_cannot_be_rebuilt_is_refused_and_what_is_damaged_passed_over(train
     assert [one.step for one in list_snapshots(tmp_path)] == [
         one.step for one in kept if one.step not in (100, 120, 140)
     ]
-    assert solve_mixture(list_snapshots(tmp_path), 0.07).error < 0.05
-    mix = solve_mixture(list_snapshots(tmp_path), 0.07)
+    assert Mixture.solve(list_snapshots(tmp_path), 0.07).error < 0.05
+    mix = Mixture.solve(list_snapshots(tmp_path), 0.07)
     (tmp_path / "00000080.safetensors").unlink()
     with pytest.raises(RunError, match="cannot be read"):
         _rebuild(mix)

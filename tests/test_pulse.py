@@ -17,7 +17,7 @@ from unfog.cli.main import main
 from unfog.errors import RequestError
 from unfog.process import heartbeat as module
 from unfog.process import run_folder
-from unfog.process.heartbeat import Heartbeat, read_heartbeat
+from unfog.process.heartbeat import Heartbeat
 from unfog.process.signals import StopSignals
 
 pytestmark = pytest.mark.slow
@@ -36,23 +36,23 @@ def fast(folder, stop=None):
 
 def test_heartbeat_says_who_where_and_what(tmp_path):
     with Heartbeat(tmp_path, StopSignals()) as pulse:
-        first = read_heartbeat(tmp_path)
+        first = Heartbeat.read(tmp_path)
         assert first["pid"] == os.getpid()
         assert (first["step"], first["steps"], first["doing"], first["alive"]) == (0, 0, "starting", True)
         assert abs(datetime.fromisoformat(first["time"]) - datetime.now(UTC)) < timedelta(seconds=5)
         assert first["host"]
         pulse.step, pulse.activity = 7, "preview"
         wait_until(
-            lambda: read_heartbeat(tmp_path)["doing"] == "preview", 3
+            lambda: Heartbeat.read(tmp_path)["doing"] == "preview", 3
         )  # sooner than the five seconds between two
-        assert read_heartbeat(tmp_path)["step"] == 7
+        assert Heartbeat.read(tmp_path)["step"] == 7
 
 
 @pytest.mark.parametrize(("hours", "alive"), [(0, True), (24, False)])
 def test_a_heartbeat_from_the_future_is_not_alive(tmp_path, hours, alive):
     beat = {"time": (datetime.now(UTC) + timedelta(hours=hours)).isoformat(), "pid": 1, "host": "elsewhere", "next": 5}
     (tmp_path / "heartbeat.json").write_text(json.dumps(beat))
-    assert read_heartbeat(tmp_path)["alive"] == alive
+    assert Heartbeat.read(tmp_path)["alive"] == alive
 
 
 @pytest.mark.parametrize("interval", [1e300, float("inf"), float("nan"), 10**400])
@@ -60,7 +60,7 @@ def test_a_heartbeat_that_promises_no_other_is_not_alive_for_ever(tmp_path, inte
     written = (datetime.now(UTC) - timedelta(days=2)).isoformat()
     beat = {"time": written, "pid": 1, "host": "elsewhere", "next": interval}
     (tmp_path / "heartbeat.json").write_text(json.dumps(beat))
-    assert read_heartbeat(tmp_path)["alive"] is False
+    assert Heartbeat.read(tmp_path)["alive"] is False
 
 
 def test_a_run_with_a_heartbeat_from_the_future_is_not_running(tmp_path, monkeypatch, capsys):
@@ -92,9 +92,9 @@ def test_a_run_with_a_heartbeat_from_the_future_is_not_running(tmp_path, monkeyp
 def test_heartbeat_goes_on_while_the_main_thread_waits(tmp_path):
     with fast(tmp_path) as pulse:
         pulse.step = 3
-        before = read_heartbeat(tmp_path)["time"]
+        before = Heartbeat.read(tmp_path)["time"]
         time.sleep(1)
-        beat = read_heartbeat(tmp_path)
+        beat = Heartbeat.read(tmp_path)
     assert beat["time"] > before
     assert beat["step"] == 3
     assert beat["age"] < 5
@@ -108,7 +108,7 @@ def test_it_ends_at_once_and_says_how(tmp_path):
         pulse.end("finished")
         assert time.monotonic() - started < 4, "an interval is 5"
         pulse.end("stopped")
-    beat = read_heartbeat(tmp_path)
+    beat = Heartbeat.read(tmp_path)
     assert (beat["doing"], beat["step"], beat["alive"]) == ("finished", 1000, False)
     assert not [thread for thread in threading.enumerate() if thread.name == "pulse"]
 
@@ -127,7 +127,7 @@ def test_a_session_that_says_nothing_has_ended_all_the_same(tmp_path, error, how
             session()
     else:
         session()
-    assert read_heartbeat(tmp_path)["doing"] == how
+    assert Heartbeat.read(tmp_path)["doing"] == how
 
 
 def test_save_is_asked_for_until_it_is_met_and_can_be_asked_again(tmp_path):
@@ -218,10 +218,10 @@ def test_a_folder_that_vanishes_stops_nothing(tmp_path):
         assert not pulse.save_requested
         pulse.save_finished()
         (tmp_path / "gone").rename(folder)
-        before = read_heartbeat(folder)["time"]
-        wait_until(lambda: read_heartbeat(folder)["time"] > before)
+        before = Heartbeat.read(folder)["time"]
+        wait_until(lambda: Heartbeat.read(folder)["time"] > before)
         folder.rename(tmp_path / "gone")
-    assert read_heartbeat(folder) is None
+    assert Heartbeat.read(folder) is None
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere")
@@ -230,18 +230,18 @@ def test_a_folder_that_takes_no_files_stops_nothing(tmp_path):
     with fast(tmp_path) as pulse:
         time.sleep(0.2)
         pulse.save_finished()
-    assert read_heartbeat(tmp_path) is None
+    assert Heartbeat.read(tmp_path) is None
     tmp_path.chmod(0o700)
 
 
 def test_a_disk_that_takes_no_new_file_still_takes_the_heartbeat(tmp_path):
     with fast(tmp_path) as pulse:
         pulse.activity = "é" * 240  # longer in the file than what follows
-        wait_until(lambda: read_heartbeat(tmp_path)["doing"] == pulse.activity)
+        wait_until(lambda: Heartbeat.read(tmp_path)["doing"] == pulse.activity)
         inode = (tmp_path / "heartbeat.json").stat().st_ino
         (tmp_path / "heartbeat.json.partial").mkdir()
         pulse.activity = "waiting for disk space"
-        wait_until(lambda: (read_heartbeat(tmp_path) or {}).get("doing") == "waiting for disk space")
+        wait_until(lambda: (Heartbeat.read(tmp_path) or {}).get("doing") == "waiting for disk space")
         assert (tmp_path / "heartbeat.json").stat().st_ino == inode
 
 
@@ -259,16 +259,16 @@ def test_a_killed_session_is_told_from_one_that_lives(tmp_path):
     """
     with python(body) as process:
         assert process.stdout.readline() == "ready\n"
-        wait_until(lambda: read_heartbeat(tmp_path)["doing"] == "training")
-        assert read_heartbeat(tmp_path)["alive"]
+        wait_until(lambda: Heartbeat.read(tmp_path)["doing"] == "training")
+        assert Heartbeat.read(tmp_path)["alive"]
         process.kill()
-    beat = read_heartbeat(tmp_path)
+    beat = Heartbeat.read(tmp_path)
     assert not beat["alive"]
     assert beat["doing"] == "training"
     elsewhere = json.loads((tmp_path / "heartbeat.json").read_text()) | {"host": "elsewhere"}
     (tmp_path / "heartbeat.json").write_text(json.dumps(elsewhere))
-    wait_until(lambda: not read_heartbeat(tmp_path)["alive"])  # of a process that cannot be asked for, after a while
-    assert read_heartbeat(tmp_path)["age"] > 3 * 0.5
+    wait_until(lambda: not Heartbeat.read(tmp_path)["alive"])  # of a process that cannot be asked for, after a while
+    assert Heartbeat.read(tmp_path)["age"] > 3 * 0.5
 
 
 def test_it_does_not_keep_a_process_alive(tmp_path):
@@ -304,16 +304,16 @@ WHOLE = {"pid": 1, "host": "a", "step": 1, "steps": 2, "doing": "training", "nex
     ],
 )
 def test_what_is_no_heartbeat_is_none(tmp_path, content):
-    assert read_heartbeat(tmp_path) is None
+    assert Heartbeat.read(tmp_path) is None
     (tmp_path / "heartbeat.json").write_bytes(content)
-    assert read_heartbeat(tmp_path) is None
+    assert Heartbeat.read(tmp_path) is None
 
 
 @pytest.mark.parametrize(("age", "alive"), [(-60, True), (14, True), (16, False)])
 def test_three_missed_heartbeats_are_death(tmp_path, age, alive):
     written = (datetime.now(UTC) - timedelta(seconds=age)).isoformat()
     (tmp_path / "heartbeat.json").write_text(json.dumps({**WHOLE, "time": written}))
-    beat = read_heartbeat(tmp_path)
+    beat = Heartbeat.read(tmp_path)
     assert beat["alive"] is alive
     assert beat["age"] == pytest.approx(max(0, age), abs=0.9)
 
@@ -323,7 +323,7 @@ def test_heartbeats_keep_their_size(tmp_path):
         sizes = set()
         for doing in ("saving", "preview", "ü" * 10):
             pulse.activity = doing
-            wait_until(lambda: read_heartbeat(tmp_path)["doing"] == doing)  # noqa: B023
+            wait_until(lambda: Heartbeat.read(tmp_path)["doing"] == doing)  # noqa: B023
             sizes.add((tmp_path / "heartbeat.json").stat().st_size)
     assert sizes == {module._FILE_BYTES}
 

@@ -17,7 +17,7 @@ from unfog.errors import RequestError
 from unfog.inference.evaluation_files import Evaluation
 from unfog.inference.run import Samples
 from unfog.reporting.findings import Finding
-from unfog.reporting.notebook import in_notebook
+from unfog.reporting.notebook import LiveText
 from unfog.reporting.notebook_html import figure, preformatted
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (12, 8, 8, 3), np.uint8)
@@ -96,7 +96,7 @@ def test_results_say_what_they_are_in_a_line():
     finding = Finding("data.count", "hint", "3 images", "add some")
     assert repr([finding]) == "[<finding data.count, hint: 3 images; add some>]"
     assert preformatted(["a", "<b>"]) == "<pre>a\n&lt;b&gt;</pre>"
-    assert not in_notebook()
+    assert not LiveText.available()
 
 
 @pytest.mark.parametrize("name", unfog.__all__)

@@ -17,11 +17,12 @@ from unfog.diffusion.noise import VP, Cosine
 from unfog.diffusion.target import V
 from unfog.errors import Interrupted
 from unfog.evaluation.held_out import HeldOut
+from unfog.export.diffusers_unet import Network
 from unfog.planning.auto_settings import AutoSettings
 from unfog.process.signals import StopSignals
-from unfog.runs import diffusers, replay, session
 from unfog.runs import dry_run as small
 from unfog.runs import previews as looks
+from unfog.runs import replay, session
 from unfog.runs.dry_run import _shortened, dry_run
 
 pytestmark = pytest.mark.slow
@@ -106,7 +107,7 @@ def test_what_fails_is_named_and_what_needs_it_is_left_out(fashion, tmp_path, mo
         "evaluation": (HeldOut, "losses"),
         "report": (session, "write_report"),
         "sample": (small.Run, "sample"),
-        "export": (diffusers, "to_unet2d"),
+        "export": (Network, "to_unet2d"),
     }
     monkeypatch.setattr(*place[part], fail)
     findings = rehearsed(settled(fashion), fashion, tmp_path)
@@ -160,19 +161,19 @@ def test_a_checkpoint_that_differs_is_fatal(fashion, tmp_path, monkeypatch):
 
 
 def test_an_export_that_answers_otherwise_is_fatal(fashion, tmp_path, monkeypatch):
-    real = diffusers.to_unet2d
+    real = Network.to_unet2d
 
     def spoiled(network, size):
         config, state = real(network, size)
         return config, {**state, "conv_out.bias": state["conv_out.bias"] + 1}
 
-    monkeypatch.setattr(diffusers, "to_unet2d", spoiled)
+    monkeypatch.setattr(Network, "to_unet2d", spoiled)
     assert rehearsed(settled(fashion), fashion, tmp_path)["export"].severity == "fatal"
 
 
 def test_an_export_is_compared_where_everything_in_the_network_matters(fashion, tmp_path, monkeypatch):
     """Two steps leave most branches as the nothing that they began as, whatever weights of them go where."""
-    real = diffusers.to_unet2d
+    real = Network.to_unet2d
 
     def exchanged(one, other):
         def spoiled(network, size):
@@ -185,7 +186,7 @@ def test_an_export_is_compared_where_everything_in_the_network_matters(fashion, 
         return spoiled
 
     for one, other in (("to_q", "to_v"), ("to_k", "to_v"), ("norm1", "norm2")):
-        monkeypatch.setattr(diffusers, "to_unet2d", exchanged(one, other))
+        monkeypatch.setattr(Network, "to_unet2d", exchanged(one, other))
         config = settled(fashion, network=ATTENTIVE, evaluate={"every": -1})
         folder = tmp_path / one
         folder.mkdir()

@@ -22,7 +22,7 @@ from shard_server import EACH, SHARDS, Server, png, serving, shard
 from unfog.cache_folder import cache_folder
 from unfog.data import decode_pool as bulk
 from unfog.data import stream as ahead
-from unfog.data.latents import EncodeJob, load_or_encode
+from unfog.data.latents import EncodeJob
 from unfog.data.lazy import LazyPixels
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data, bytes_of
@@ -470,9 +470,8 @@ def test_latents_made_without_a_shard_are_for_those_alone_who_are_without_it(web
         return pixels[:, :2, :1, :1].astype(np.float32)
 
     def rows_of(stream: ImageStream) -> list[int]:
-        return load_or_encode(
-            "k", EncodeJob([stream.images], (2, 1, 1), 1, encode, 10), lambda done, total: None
-        ).rows.tolist()
+        job = EncodeJob([stream.images], (2, 1, 1), 1, encode, 10)
+        return job.load_or_encode("k", lambda done, total: None).rows.tolist()
 
     first, second = opened(web), opened(web)
     web.faults["s-003.tar"] = "gone"

@@ -338,12 +338,13 @@ def test_a_table_beside_each_shard_does_not_make_them_a_table(sets: Path) -> Non
 
 def test_an_index_is_built_once_and_again_for_what_changed(sets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone_through: list[str] = []
+    build = shard_piece.IndexEntry.build
 
-    def index_shard(where, path, *others):
+    def noted(where, path, *others):
         gone_through.append(os.path.basename(path))
-        return shard_piece.index_shard(where, path, *others)
+        return build(where, path, *others)
 
-    monkeypatch.setattr(shard_index, "index_shard", index_shard)
+    monkeypatch.setattr(shard_piece.IndexEntry, "build", staticmethod(noted))
     first = open_source(sets)
     assert sorted(gone_through) == ["a-000.tar", "a-001.tar", "a-002.tar"]
     again = open_source(sets)

@@ -132,7 +132,8 @@ def with_average(run: Path, change: Callable[[dict[str, torch.Tensor]], object])
     tensors = {kind: {name: t.clone() for name, t in named.items()} for kind, named in tensors.items()}
     change(tensors["ema"])
     config, state = (saved.folder / checkpoint.CONFIG).read_text(), read_state(saved.folder)
-    snapshot.write_checkpoint(
+    taken = snapshot.Snapshot(saved.step, tensors, state, saved.anchor, False, config, saved.made_on, 0.0)
+    snapshot.write_checkpoint(taken, run / "checkpoints")
         snapshot.Snapshot(saved.step, tensors, state, saved.anchor, False, config, saved.made_on, 0.0),
         run / "checkpoints",
     )

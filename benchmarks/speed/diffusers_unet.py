@@ -32,7 +32,7 @@ from unfog.data.dataset import ImageSet
 from unfog.data.settings import Data
 from unfog.data.stream import ImageStream
 from unfog.diffusion.sampler import Sampler
-from unfog.export.diffusers_unet import from_unet2d
+from unfog.export.diffusers_unet import Network
 from unfog.pipeline.build import build_loss, build_state
 from unfog.pipeline.generate import GenerationSettings, generate_images
 from unfog.training.hooks import Task, TrainingHooks
@@ -101,7 +101,7 @@ def main() -> None:
 
 def config_of(batch: int) -> Config:
     """Ours, of the same kind: the noise is guessed, the weights move by AdamW."""
-    base, network = preset("ddpm"), from_unet2d(dict(theirs().config), theirs().state_dict()).settings
+    base, network = preset("ddpm"), Network.from_unet2d(dict(theirs().config), theirs().state_dict()).settings
     return replace(
         base,
         network=network,
@@ -113,7 +113,7 @@ def config_of(batch: int) -> Config:
 
 def our_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same in our names."""
-    return from_unet2d(dict(theirs().config), {k: v.clone() for k, v in weights.items()}).state
+    return Network.from_unet2d(dict(theirs().config), {k: v.clone() for k, v in weights.items()}).state
 
 
 def check_alike(config: Config, weights: dict[str, Tensor]) -> None:

@@ -27,7 +27,7 @@ from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Objective
 from unfog.models.network_settings import build_model
 from unfog.models.settings import SIZES, Architecture, DiT
-from unfog.planning.flops import _LAUNCH, count_flops
+from unfog.planning.flops import _LAUNCH, NetworkCost
 from unfog.training.distributed.world import SINGLE_PROCESS, World, init_world
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import Intervals, LoopSettings, train
@@ -128,7 +128,7 @@ def on_h100(network: Architecture, shape: tuple[int, int, int], batch: int) -> W
     """What a step takes there, by operations counted and rates assumed."""
     with torch.device("meta"):
         parameters = sum(p.numel() for p in build_model(network, shape[0]).parameters())
-    cost, rate = count_flops(lambda: build_model(network, shape[0]), shape), H100 * _UTILISATION
+    cost, rate = NetworkCost.of(lambda: build_model(network, shape[0]), shape), H100 * _UTILISATION
     both = max(batch * cost.training / rate, cost.operations * _LAUNCH)
     forward = both * cost.forward / cost.training
     update = 40 * parameters / MEMORY  # weights, gradient, two moments and two averages are read, and most written

@@ -55,10 +55,7 @@ _TRAINING = ("train", "train-autoencoder", "resume")
 # A signal leaves nothing to continue from, which their exit status says.
 _SAVES_NOTHING = ("doctor", "plan", "find-lr", "ema-sweep", "tune", "export", "cache", "serve")
 # Modules of commands that share one, or are elsewhere; else a module has the name of its command.
-_MODULES = {
-    **{"train-autoencoder": "train", "resume": "train"},
-    **{"report": "evaluate", "export": "sample", "serve": "command"},
-}
+_MODULES = {"report": "evaluate", "export": "sample", "serve": "command"} | dict.fromkeys(_TRAINING, "train")
 _LAYERS = {"completion": "cli", "serve": "serve"}  # completion is about the command line itself
 _MAX_MESSAGE = 1000  # characters
 

@@ -17,7 +17,7 @@ from unfog.config.toml import of_type
 from unfog.data.dataset import Dataset, evenly_spaced
 from unfog.errors import RequestError
 from unfog.evaluation.features import compute_features, open_features
-from unfog.evaluation.held_out import mean_over_images
+from unfog.evaluation.held_out import MeanEstimate
 from unfog.evaluation.metrics import MetricResult, check_count, compare_features
 from unfog.evaluation.pixel_metrics import PIXEL_METRICS, compare_pixels
 from unfog.inference.compute_metrics import held_out_losses
@@ -32,7 +32,7 @@ from unfog.reporting.charts import line_chart
 from unfog.reporting.findings import Figure, Finding, write_result
 from unfog.reporting.progress import Progress, align_columns, print_result, say
 from unfog.text import sanitize
-from unfog.training.checkpoints.posthoc_ema import EmaSnapshotFile, list_snapshots, solve_mixture
+from unfog.training.checkpoints.posthoc_ema import EmaSnapshotFile, Mixture, list_snapshots
 from unfog.training.settings import PowerEma
 
 WIDTHS = (0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.13, 0.16, 0.2, 0.25)
@@ -137,7 +137,7 @@ def ema_sweep(request: EmaSweepRequest) -> EmaSweepResult:
     if config.trains_autoencoder:
         raise RequestError(f"{folder.path} trains an autoencoder, which generates nothing; sweep a diffusion run")
     to_measure = _rebuildable_widths(kept, config, widths, step)
-    step = solve_mixture(kept, to_measure[0], step).step
+    step = Mixture.solve(kept, to_measure[0], step).step
     place = choose_device(request.device)
     folder.check_writable()  # fails now rather than after minutes
     with StopSignals(saves=False) as stop:
@@ -171,14 +171,14 @@ def _rebuildable_widths(
     """
     if widths:
         for width in widths:
-            solve_mixture(kept, width, step)
+            Mixture.solve(kept, width, step)
         return sorted(set(widths))
     found: list[float] = []
     own = {config.ema.width} if isinstance(config.ema, PowerEma) else set()
-    solve_mixture(kept, next(iter(own), WIDTHS[5]), step)  # raises the reason, if no width can be rebuilt
+    Mixture.solve(kept, next(iter(own), WIDTHS[5]), step)  # raises the reason, if no width can be rebuilt
     for width in sorted({*WIDTHS, *own}):
         try:
-            solve_mixture(kept, width, step)
+            Mixture.solve(kept, width, step)
             found.append(width)
         except RequestError:
             say(f"  width {width:g} is skipped: the snapshots are too far apart for it")
@@ -242,7 +242,7 @@ def _held_out_measure(n: int, config: Config, prepared: Dataset, device: torch.d
         raise RequestError(f"this run has no held-out images; choose --metric {DRAWN[0]}")
 
     def value(network: nn.Module) -> tuple[float, float | None]:
-        mean = mean_over_images(held_out_losses(network, config, held_out, 64, lambda images: None))
+        mean = MeanEstimate.over_images(held_out_losses(network, config, held_out, 64, lambda images: None))
         return mean.value, None if math.isnan(mean.error) else mean.error
 
     return len(held_out.x0), "", value

@@ -20,7 +20,7 @@ from unfog.errors import RequestError
 from unfog.pipeline.build import build_augmentation, build_objective, build_state, without_augmentation
 from unfog.pipeline.load_data import load_images
 from unfog.planning.auto_settings import AutoSettings
-from unfog.planning.lr_range_test import LossProbe, LrRangeResult, LrTestSetup, run_lr_range_test
+from unfog.planning.lr_range_test import LossProbe, LrRangeResult, LrTestSetup
 from unfog.process import command_clock
 from unfog.process.device import choose_device
 from unfog.process.run_folder import next_folder
@@ -112,7 +112,7 @@ def find_lr(request: FindLrRequest) -> FindLrResult:
         config = auto.config
         subject = _test_setup(config, prepared, device, stop, initial and initial.state)
         left = max(_LEAST_SHARE * seconds, seconds - _WRITING - (time.monotonic() - began))
-        found = run_lr_range_test(subject, left)
+        found = subject.run(left)
     files = (None, None) if out is None else (out / JSON_FILE, out / PAGE_FILE)
     result = FindLrResult(found, config.optimizer.lr, *files)
     say(f"  {result.finding()}")

@@ -17,7 +17,7 @@ from unfog.errors import RequestError
 from unfog.pipeline.load_data import load_images
 from unfog.planning.auto_settings import AutoSettings, Machine
 from unfog.planning.disk import bytes_to_decode, decoded_bytes, disk_lines, is_memory_mapped
-from unfog.planning.flops import Device, NetworkCost, TimeRange, find_device
+from unfog.planning.flops import Device, NetworkCost, TimeRange
 from unfog.planning.intervals import Choice
 from unfog.planning.memory_estimate import MemoryEstimate, MemoryEstimator, with_precision
 from unfog.planning.memory_trace import CUDA_CONTEXT
@@ -134,7 +134,7 @@ def plan(request: PlanRequest) -> Plan:
     check_request(config)
     if processes < 1:
         raise RequestError(f"processes = {processes} must be at least 1")
-    target = find_device(request.device) if request.device else None
+    target = Device.find(request.device) if request.device else None
     # Before images are read, so that a device that is not there is noticed at once.
     device = torch.device("cuda") if target else choose_device(config.training.device)
     with StopSignals(saves=False) as stop:

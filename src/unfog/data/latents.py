@@ -131,41 +131,40 @@ class EncodeJob(NamedTuple):
             begin += len(images)
         return True
 
+    def load_or_encode(self, key: str, progress: Progress) -> LatentArrays:
+        """Return the entry of a key, encoded now if there is none. `progress` is called with (images done, in all).
 
-def load_or_encode(key: str, job: EncodeJob, progress: Progress) -> LatentArrays:
-    """Return the entry of a key, encoded now if there is none. `progress` is called with (images done, in all).
-
-    Raises:
-        RequestError: the cache cannot be written, and the latents are too large for memory.
-        RunError: the disk fails; the autoencoder's latents are not finite.
-    """
-    folder = cache_folder() / f"latents-{key}"
-    needed, partial = 2 * math.prod(job.full_shape), folder.with_name(f"{folder.name}.partial")
-    hold(folder)
-    entry = _open_valid(folder, job, progress)
-    if entry is None:
-        hold(partial)
-        remove_stale_entries(cache_folder())
-    while entry is None:
-        fits, free = make_room(needed, keep=partial), free_bytes()
-        if not fits or free is None or free + disk_usage(partial) < needed:
-            if needed <= _IN_MEMORY:
-                return job.encode_all(progress)
-            if not fits:
-                raise RequestError(over_limit(needed, "train at a smaller size"))
-            why = "cannot be written" if free is None else f"has {free / 1e9:.1f} GB free"
-            raise RequestError(f"latents take {needed / 1e9:.1f} GB and {cache_folder()} {why}; set UNFOG_CACHE")
-        try:
-            entry = _write_entry(folder, partial, job, progress)
-        except BusyError:  # another process is writing it
-            time.sleep(_WAIT)
-            progress(0, job.full_shape[0])
-            entry = _open_valid(folder, job, progress)
-        except OSError as error:
-            raise RunError(
-                f"{folder} could not be written ({error.strerror}); free some space, then repeat the command"
-            ) from error
-    return entry
+        Raises:
+            RequestError: the cache cannot be written, and the latents are too large for memory.
+            RunError: the disk fails; the autoencoder's latents are not finite.
+        """
+        folder = cache_folder() / f"latents-{key}"
+        needed, partial = 2 * math.prod(self.full_shape), folder.with_name(f"{folder.name}.partial")
+        hold(folder)
+        entry = _open_valid(folder, self, progress)
+        if entry is None:
+            hold(partial)
+            remove_stale_entries(cache_folder())
+        while entry is None:
+            fits, free = make_room(needed, keep=partial), free_bytes()
+            if not fits or free is None or free + disk_usage(partial) < needed:
+                if needed <= _IN_MEMORY:
+                    return self.encode_all(progress)
+                if not fits:
+                    raise RequestError(over_limit(needed, "train at a smaller size"))
+                why = "cannot be written" if free is None else f"has {free / 1e9:.1f} GB free"
+                raise RequestError(f"latents take {needed / 1e9:.1f} GB and {cache_folder()} {why}; set UNFOG_CACHE")
+            try:
+                entry = _write_entry(folder, partial, self, progress)
+            except BusyError:  # another process is writing it
+                time.sleep(_WAIT)
+                progress(0, self.full_shape[0])
+                entry = _open_valid(folder, self, progress)
+            except OSError as error:
+                raise RunError(
+                    f"{folder} could not be written ({error.strerror}); free some space, then repeat the command"
+                ) from error
+        return entry
 
 
 def _open_valid(folder: Path, job: EncodeJob, progress: Progress) -> LatentArrays | None:

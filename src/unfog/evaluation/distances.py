@@ -33,25 +33,25 @@ class FeatureStatistics(NamedTuple):
     mean: Tensor
     covariance: Tensor
 
+    @classmethod
+    def of(cls, x: Tensor) -> FeatureStatistics:
+        """Statistics of features [N, D], N > 1; in two passes over blocks, as one pass would cancel."""
+        mean = torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)
+        for part in torch.split(x, _ROWS):
+            mean += part.double().sum(0)
+        mean /= len(x)
+        covariance = torch.zeros(x.shape[1], x.shape[1], dtype=torch.float64, device=x.device)
+        for part in torch.split(x, _ROWS):
+            centred = part.double() - mean
+            covariance.addmm_(centred.T, centred)
+        return cls(len(x), mean, covariance / (len(x) - 1))
+
 
 class Distance(NamedTuple):
     """A distance of two sets and the standard error of the sampling of both."""
 
     value: float
     error: float
-
-
-def feature_statistics(x: Tensor) -> FeatureStatistics:
-    """Statistics of features [N, D], N > 1; in two passes over blocks, as one pass would cancel."""
-    mean = torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)
-    for part in torch.split(x, _ROWS):
-        mean += part.double().sum(0)
-    mean /= len(x)
-    covariance = torch.zeros(x.shape[1], x.shape[1], dtype=torch.float64, device=x.device)
-    for part in torch.split(x, _ROWS):
-        centred = part.double() - mean
-        covariance.addmm_(centred.T, centred)
-    return FeatureStatistics(len(x), mean, covariance / (len(x) - 1))
 
 
 def _frechet_distance(a: FeatureStatistics, b: FeatureStatistics) -> float:
@@ -70,7 +70,7 @@ def frechet_with_error(x: Tensor, y: Tensor, x_known: FeatureStatistics | None =
     With T the map that carries the first Gaussian to the second, dFD / dS1 = I - T (Takatsu 2011), so an image x
     moves FD by (x - m1)' (I - T) (x - m1) + 2 (m1 - m2)' (x - m1) over N, and likewise for the second set.
     """
-    a, b = x_known or feature_statistics(x), feature_statistics(y)
+    a, b = x_known or FeatureStatistics.of(x), FeatureStatistics.of(y)
     values, vectors = torch.linalg.eigh(a.covariance)
     values = values.clamp(min=0)
     half = (vectors * values.sqrt()) @ vectors.T
@@ -103,7 +103,7 @@ def extrapolate_frechet(x: Tensor, y: Tensor, parts: int, seed: int, whole: floa
     means = [whole]
     for k in range(2, parts + 1):
         pairs = zip(x.tensor_split(k), y.tensor_split(k), strict=True)
-        means.append(sum(_frechet_distance(feature_statistics(p), feature_statistics(q)) for p, q in pairs) / k)
+        means.append(sum(_frechet_distance(FeatureStatistics.of(p), FeatureStatistics.of(q)) for p, q in pairs) / k)
     values = torch.tensor(means, dtype=torch.float64)
     centred = counts - counts.mean()
     slope = (centred * values).sum() / centred.square().sum()

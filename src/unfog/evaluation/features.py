@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from unfog.cache_folder import cache_folder, hold, make_room, release
 from unfog.errors import RequestError, RunError
-from unfog.evaluation.distances import FeatureStatistics, feature_statistics
+from unfog.evaluation.distances import FeatureStatistics
 from unfog.evaluation.feature_networks import (
     load_inception,
     load_torchscript,
@@ -221,7 +221,7 @@ def compute_statistics(x: Tensor, features: Features, cache_key: str) -> Feature
         mean, covariance = kept["mean"], kept["covariance"]
         if mean.shape == (x.shape[1],) and covariance.shape == (x.shape[1], x.shape[1]):
             return FeatureStatistics(len(x), mean.to(x.device), covariance.to(x.device))
-    made = feature_statistics(x)
+    made = FeatureStatistics.of(x)
     with suppress(OSError):
         _write(path, {"mean": made.mean.cpu(), "covariance": made.covariance.cpu()}, features)
     return made

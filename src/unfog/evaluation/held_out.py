@@ -81,12 +81,12 @@ class MeanEstimate(NamedTuple):
     error: float
     n: int
 
-
-def mean_over_images(losses: Tensor) -> MeanEstimate:
-    """Mean of losses [L, N] and its standard error over the N images; those of one image are not independent."""
-    by_image = losses.double().mean(0)
-    error = float(by_image.std(unbiased=True)) / math.sqrt(len(by_image)) if len(by_image) > 1 else math.nan
-    return MeanEstimate(float(by_image.mean()), error, len(by_image))
+    @classmethod
+    def over_images(cls, losses: Tensor) -> MeanEstimate:
+        """Mean of losses [L, N] and its standard error over the N images; those of one image are not independent."""
+        by_image = losses.double().mean(0)
+        error = float(by_image.std(unbiased=True)) / math.sqrt(len(by_image)) if len(by_image) > 1 else math.nan
+        return cls(float(by_image.mean()), error, len(by_image))
 
 
 def midpoints(levels: int) -> Tensor:

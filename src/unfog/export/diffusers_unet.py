@@ -99,59 +99,58 @@ class Network(NamedTuple):
     state: dict[str, Tensor]
     out_channels: int | None = None
 
+    def to_unet2d(self, size: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return `UNet2DModel`'s configuration and state dict for `network` on images of `size` pixels.
 
-def to_unet2d(network: Network, size: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return `UNet2DModel`'s configuration and state dict for `network` on images of `size` pixels.
+        Raises RequestError if the network or a setting has no equivalent.
+        """
+        settings = self.settings
+        as_is = "the weights in RUN/checkpoints are safetensors as they are"
+        if not isinstance(settings, UNet):
+            raise RequestError(f"network = {settings.kind} has no equivalent in UNet2DModel, only unet has; {as_is}")
+        if settings.time_scale != 1:
+            raise RequestError(
+                f"time_scale = {settings.time_scale} has no equivalent in UNet2DModel, which embeds the timestep "
+                f"as it is; {as_is}"
+            )
+        config = {
+            "sample_size": size,
+            "in_channels": self.image_channels,
+            "out_channels": self.out_channels or self.image_channels,
+            "block_out_channels": list(settings.channels),
+            "down_block_types": ["AttnDownBlock2D" if attends else "DownBlock2D" for attends in settings.attention],
+            "up_block_types": ["AttnUpBlock2D" if attends else "UpBlock2D" for attends in reversed(settings.attention)],
+            "attention_head_dim": settings.head_channels or None,
+            # Left out, scale_shift would take the normalisation off the attention in the middle, and there only.
+            "attn_norm_num_groups": settings.norm_groups if settings.scale_shift else None,
+            "resnet_time_scale_shift": "scale_shift" if settings.scale_shift else "default",
+            "num_class_embeds": self.num_classes + 1 if self.num_classes else None,
+            **{theirs: getattr(settings, ours) for theirs, ours in _SETTINGS.items()},
+        }
+        return config, _to_unet2d_state(self.state)
 
-    Raises RequestError if the network or a setting has no equivalent.
-    """
-    settings = network.settings
-    as_is = "the weights in RUN/checkpoints are safetensors as they are"
-    if not isinstance(settings, UNet):
-        raise RequestError(f"network = {settings.kind} has no equivalent in UNet2DModel, only unet has; {as_is}")
-    if settings.time_scale != 1:
-        raise RequestError(
-            f"time_scale = {settings.time_scale} has no equivalent in UNet2DModel, which embeds the timestep as it is; "
-            f"{as_is}"
-        )
-    config = {
-        "sample_size": size,
-        "in_channels": network.image_channels,
-        "out_channels": network.out_channels or network.image_channels,
-        "block_out_channels": list(settings.channels),
-        "down_block_types": ["AttnDownBlock2D" if attends else "DownBlock2D" for attends in settings.attention],
-        "up_block_types": ["AttnUpBlock2D" if attends else "UpBlock2D" for attends in reversed(settings.attention)],
-        "attention_head_dim": settings.head_channels or None,
-        # Left out, scale_shift would take the normalisation off the attention in the middle, and there only.
-        "attn_norm_num_groups": settings.norm_groups if settings.scale_shift else None,
-        "resnet_time_scale_shift": "scale_shift" if settings.scale_shift else "default",
-        "num_class_embeds": network.num_classes + 1 if network.num_classes else None,
-        **{theirs: getattr(settings, ours) for theirs, ours in _SETTINGS.items()},
-    }
-    return config, _to_unet2d_state(network.state)
+    @classmethod
+    def from_unet2d(cls, config: Mapping[str, Any], state: Mapping[str, Tensor], null_class: bool = True) -> Network:
+        """Return our form of a `UNet2DModel`, from its configuration (config.json) and state dict.
 
+        Args:
+            config: keys left out have diffusers' defaults.
+            state: in the names that diffusers saves, or saved before its version 0.11.
+            null_class: True if the last row of a class embedding is the null class, as in exports of Unfog. False adds
+                one: the mean of all rows, from which label dropout then trains it.
 
-def from_unet2d(config: Mapping[str, Any], state: Mapping[str, Tensor], null_class: bool = True) -> Network:
-    """Return our form of a `UNet2DModel`, from its configuration (config.json) and state dict.
-
-    Args:
-        config: keys left out have diffusers' defaults.
-        state: in the names that diffusers saves, or saved before its version 0.11.
-        null_class: True if the last row of a class embedding is the null class, as in exports of Unfog. False adds
-            one: the mean of all rows, from which label dropout then trains it.
-
-    Raises:
-        RequestError: the configuration or a weight has no equivalent.
-    """
-    settings, image_channels, rows = unet2d_settings(config)
-    ours = _from_unet2d_state(state)
-    if rows is not None and not null_class:
-        classes = ours["class_embedding.weight"]
-        ours["class_embedding.weight"] = torch.cat([classes, classes.mean(dim=0, keepdim=True)])
-        rows += 1
-    if rows == 1:
-        raise RequestError("num_class_embeds = 1 leaves no class beside the null class; pass null_class=False")
-    return Network(settings, image_channels, rows - 1 if rows else 0, ours)
+        Raises:
+            RequestError: the configuration or a weight has no equivalent.
+        """
+        settings, image_channels, rows = unet2d_settings(config)
+        ours = _from_unet2d_state(state)
+        if rows is not None and not null_class:
+            classes = ours["class_embedding.weight"]
+            ours["class_embedding.weight"] = torch.cat([classes, classes.mean(dim=0, keepdim=True)])
+            rows += 1
+        if rows == 1:
+            raise RequestError("num_class_embeds = 1 leaves no class beside the null class; pass null_class=False")
+        return cls(settings, image_channels, rows - 1 if rows else 0, ours)
 
 
 def _to_unet2d_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

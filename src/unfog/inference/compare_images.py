@@ -68,45 +68,43 @@ class Comparison(NamedTuple):
     def real(self) -> ImageRows:
         return ImageRows(self.reference, self.rows)
 
+    def features_of_both(self, samples: _Samples, world: World) -> FeaturesOfBoth:
+        """Return features of real images and samples, computed by all ranks; None if no metric needs them."""
+        features = self.features
+        if features is None:
+            return None, None
+
+        def compute(images: _Samples, what: str) -> Tensor:
+            with Progress(f"{features.name} of {what}", len(images)) as progress:
+
+                def update(done: int, total: int) -> None:
+                    progress.total = total
+                    progress.update(done)
+
+                return compute_features(images, features, images.key, update, world.rank, world.size, world.barrier)
+
+        return compute(self.real, "real images"), compute(samples, "samples")
+
+    def sample_metrics(self, samples: _Samples, features_of: FeaturesOfBoth) -> list[MetricResult]:
+        """Return the metrics of the samples, in the order of `metrics`."""
+        found: dict[str, list[MetricResult]] = {}
+        names = [name for name in self.metrics if name not in (*PIXEL_METRICS, *LOSSES)]
+        with Progress("computing metrics", None):
+            features, (real, fake) = self.features, features_of
+            if features is not None and real is not None and fake is not None and names:
+                known = compute_statistics(real, features, self.real.key) if "fid" in names else None
+                # In one call, as the metrics share distances and statistics.
+                by_features = compare_features(names, real, fake, features=features, reference=known)
+                baseline = _real_baseline(names, real, len(fake), features)
+                by_features = [replace(one, real=baseline.get(one.metric)) for one in by_features]
+                found = {name: [one] for name, one in zip(names, by_features, strict=True)}
+            found |= {name: _pixel_metrics(name, self, samples) for name in self.metrics if name in PIXEL_METRICS}
+        return [one for name in self.metrics for one in found.get(name, [])]
+
 
 def reference_rows(reference: ImageSet, count: int) -> NDArray[np.int64]:
     """Return the rows of the real images that `count` samples are compared with."""
     return evenly_spaced(len(reference), max(_MOST_REFERENCE, count))
-
-
-def features_of_both(setup: Comparison, samples: _Samples, world: World) -> FeaturesOfBoth:
-    """Return features of the real images and of the samples, computed by all ranks; None if no metric needs them."""
-    features = setup.features
-    if features is None:
-        return None, None
-
-    def compute(images: _Samples, what: str) -> Tensor:
-        with Progress(f"{features.name} of {what}", len(images)) as progress:
-
-            def update(done: int, total: int) -> None:
-                progress.total = total
-                progress.update(done)
-
-            return compute_features(images, features, images.key, update, world.rank, world.size, world.barrier)
-
-    return compute(setup.real, "real images"), compute(samples, "samples")
-
-
-def sample_metrics(setup: Comparison, samples: _Samples, features_of: FeaturesOfBoth) -> list[MetricResult]:
-    """Return the metrics of the samples, in the order of `setup.metrics`."""
-    found: dict[str, list[MetricResult]] = {}
-    names = [name for name in setup.metrics if name not in (*PIXEL_METRICS, *LOSSES)]
-    with Progress("computing metrics", None):
-        features, (real, fake) = setup.features, features_of
-        if features is not None and real is not None and fake is not None and names:
-            known = compute_statistics(real, features, setup.real.key) if "fid" in names else None
-            # In one call, as the metrics share distances and statistics.
-            by_features = compare_features(names, real, fake, features=features, reference=known)
-            baseline = _real_baseline(names, real, len(fake), features)
-            by_features = [replace(one, real=baseline.get(one.metric)) for one in by_features]
-            found = {name: [one] for name, one in zip(names, by_features, strict=True)}
-        found |= {name: _pixel_metrics(name, setup, samples) for name in setup.metrics if name in PIXEL_METRICS}
-    return [one for name in setup.metrics for one in found.get(name, [])]
 
 
 def sample_spectra(setup: Comparison, samples: _Samples) -> dict[str, list[float]]:

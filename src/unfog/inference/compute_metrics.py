@@ -18,9 +18,9 @@ from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.likelihood import bits_per_dim
 from unfog.diffusion.sampler import NoiseSource
 from unfog.evaluation.features import compute_features
-from unfog.evaluation.held_out import HeldOut, MeanEstimate, mean_over_images
+from unfog.evaluation.held_out import HeldOut, MeanEstimate
 from unfog.evaluation.metrics import MetricResult, Z
-from unfog.inference.compare_images import FeaturesOfBoth, features_of_both, sample_metrics, sample_spectra
+from unfog.inference.compare_images import FeaturesOfBoth, sample_spectra
 from unfog.inference.evaluation_files import Evaluation, EvaluationSetup, GeneratedSamples
 from unfog.inference.loaded_run import LoadedRun
 from unfog.inference.memorization import (
@@ -57,9 +57,9 @@ def compute_metrics(
     metrics, copies = list[MetricResult](), list[dict[str, Any]]()
     spectrum: dict[str, list[float]] = {}
     if samples is not None:
-        both = features_of_both(setup.compared, samples, world)
+        both = setup.compared.features_of_both(samples, world)
         if world.is_main:
-            metrics += sample_metrics(setup.compared, samples, both)
+            metrics += setup.compared.sample_metrics(samples, both)
             spectrum = sample_spectra(setup.compared, samples)
             _draw_spectra(spectrum, out)
             copies += _search_copies(setup, samples, both, out)
@@ -169,7 +169,7 @@ def held_out_losses(
 
 
 def _held_out_loss(losses: Tensor) -> MetricResult:
-    return _as_metric("held_out", mean_over_images(losses), "")
+    return _as_metric("held_out", MeanEstimate.over_images(losses), "")
 
 
 def _held_out_difference(losses: Tensor, others: Tensor, step: int) -> MetricResult:
@@ -196,7 +196,7 @@ def _bits_per_value(
         found.append(bits_per_dim(guess, diffusion, x0, LEVELS, source.draw).cpu())
         progress(len(x0))
     note = f"upper bound on bits per dimension, from at most {LEVELS} noise levels"
-    return _as_metric("bits", mean_over_images(torch.cat(found)[None]), note)
+    return _as_metric("bits", MeanEstimate.over_images(torch.cat(found)[None]), note)
 
 
 def _as_metric(name: str, mean: MeanEstimate, note: str) -> MetricResult:
@@ -214,4 +214,4 @@ def _paired_difference(a: Tensor, b: Tensor) -> MeanEstimate:
     """
     if a.shape != b.shape:
         raise ValueError(f"losses {list(a.shape)} and {list(b.shape)} are not of the same images and levels")
-    return mean_over_images(a - b)
+    return MeanEstimate.over_images(a - b)

@@ -17,14 +17,7 @@ from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError
 from unfog.evaluation.metrics import check_count
 from unfog.evaluation.pixel_metrics import PIXEL_METRICS
-from unfog.inference.compare_images import (
-    Comparison,
-    ImageRows,
-    features_of_both,
-    reference_rows,
-    sample_metrics,
-    sample_spectra,
-)
+from unfog.inference.compare_images import Comparison, ImageRows, reference_rows, sample_spectra
 from unfog.inference.evaluate import check_enough, open_request_features
 from unfog.inference.evaluation_files import Evaluation
 from unfog.inference.verdict import verdict
@@ -62,8 +55,8 @@ def evaluate_images(images: str, request: EvaluationRequest, size: int, device: 
         if features is not None and set(request.metrics) == {"fid"}:
             one = torch.from_numpy(reference.take(np.arange(1)).pixels)
             check_count("fid", min(len(rows), len(reference)), one, features, "--metrics")
-        both = features_of_both(compared, ImageRows(samples, rows), world)
-        found = sample_metrics(compared, ImageRows(samples, rows), both)
+        both = compared.features_of_both(ImageRows(samples, rows), world)
+        found = compared.sample_metrics(ImageRows(samples, rows), both)
         drawn = {"images": sanitize(images), "size": samples.pixels.shape[-1], "reference": name}
         spectrum = sample_spectra(compared, ImageRows(samples, rows))
         seconds = round(time.monotonic() - started, 1)

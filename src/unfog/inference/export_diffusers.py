@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from unfog.config.schema import Config
 from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.sampler import NoiseSource, Sampler
-from unfog.export.diffusers_unet import Network, to_unet2d
+from unfog.export.diffusers_unet import Network
 from unfog.export.plain_source import package_file, plain_source
 from unfog.inference.export_schedulers import (
     check_sampler_maps,
@@ -111,7 +111,7 @@ def _write_network(run: LoadedRun, network: nn.Module, folder: Path) -> list[str
     weights = {name: w for name, w in network.state_dict().items() if not name.startswith("augment_embedding.")}
     if isinstance(settings, UNet):
         plain = Network(replace(settings, time_scale=1.0), channels, classes, weights, out)
-        described, weights = to_unet2d(plain, side)
+        described, weights = plain.to_unet2d(side)
         _write_model(folder, "UNet2DModel", described, weights)
         return ["diffusers", "UNet2DModel"]
     module, _, name = settings.model.partition(":")

@@ -24,7 +24,7 @@ from unfog.safe_files import regular_file
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.format import CheckpointInfo
 from unfog.training.checkpoints.load import load_weights
-from unfog.training.checkpoints.posthoc_ema import Mixture, list_snapshots, solve_mixture
+from unfog.training.checkpoints.posthoc_ema import Mixture, list_snapshots
 from unfog.training.settings import PowerEma
 
 # Result of `unfog ema-sweep`; the width in it is the default of the run from then on.
@@ -159,7 +159,7 @@ def load_ema_weights(network: nn.Module, folder: RunFolder, width: float, step: 
         RequestError: it cannot be rebuilt: no snapshots, too few of them, or a step after the last.
         RunError: the snapshots cannot be read, or are of another network.
     """
-    mix = solve_mixture(list_snapshots(folder.averages), width, step)
+    mix = Mixture.solve(list_snapshots(folder.averages), width, step)
     try:
         network.load_state_dict(_rebuild(mix), strict=True)
     except RuntimeError as error:

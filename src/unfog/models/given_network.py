@@ -118,21 +118,20 @@ class GivenNetwork(CustomNetwork):
     def _refusal(self, problem: str, hint: str = "") -> RequestError:
         return RequestError(f"{self.path} {problem}; {CONTRACT}{hint}")
 
+    def source_text(self) -> str:
+        """Return the source of the classes of the network, other than torch's; a line says where it is not known."""
+        classes = dict.fromkeys(type(part) for part in self.load().modules())
+        printed = repr(self.load())[:_LONGEST_REPR].replace("\n", "\n#   ")
+        parts = [f"# The network of this run, of {self.path}. To be read: nothing executes this file.\n#   {printed}\n"]
+        for kind in classes:
+            if kind.__module__.partition(".")[0] not in _OWN_PACKAGES:
+                parts.append(f"\n# {kind.__module__}.{kind.__qualname__}\n{_source_of(kind)}\n")
+        return "".join(parts)
+
 
 def is_network(value: object) -> bool:
     """Return True for a torch.nn.Module, without importing torch."""
     return any(base.__module__ == "torch.nn.modules.module" for base in type(value).__mro__)
-
-
-def source_text(settings: GivenNetwork) -> str:
-    """Return the source of the classes of the network, other than torch's; a line says where it is not known."""
-    classes = dict.fromkeys(type(part) for part in settings.load().modules())
-    printed = repr(settings.load())[:_LONGEST_REPR].replace("\n", "\n#   ")
-    parts = [f"# The network of this run, of {settings.path}. To be read: nothing executes this file.\n#   {printed}\n"]
-    for kind in classes:
-        if kind.__module__.partition(".")[0] not in _OWN_PACKAGES:
-            parts.append(f"\n# {kind.__module__}.{kind.__qualname__}\n{_source_of(kind)}\n")
-    return "".join(parts)
 
 
 def _source_of(kind: type) -> str:

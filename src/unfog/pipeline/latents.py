@@ -25,7 +25,7 @@ from unfog.config.schema import Config
 from unfog.config.toml import update
 from unfog.data.augmentation import to_model_range
 from unfog.data.dataset import Dataset, ImageSet
-from unfog.data.latents import FORMAT, EncodeJob, LatentArrays, load_or_encode
+from unfog.data.latents import FORMAT, EncodeJob, LatentArrays
 from unfog.diffusion.editing import Edit
 from unfog.errors import RequestError
 from unfog.models.autoencoder import AutoencoderModel, DiffusersAutoencoder
@@ -241,7 +241,7 @@ def _encode_or_load(config: Config, sets: list[ImageSet], stop: StopSignals, few
             show(images, total)
             done = images
 
-        stored = job.encode_all(update) if few else load_or_encode(key, job, update)
+        stored = job.encode_all(update) if few else job.load_or_encode(key, update)
     if done and not few:
         say(f"  latents: {done:,} images encoded in {time.perf_counter() - started:.1f} s")
     return key, stored

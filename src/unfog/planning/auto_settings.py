@@ -16,7 +16,7 @@ from unfog.data.dataset import ImageSet
 from unfog.errors import RequestError
 from unfog.models.settings import SIZES, Architecture, UNet
 from unfog.pipeline.build import build_network, input_shape
-from unfog.planning.flops import Device, NetworkCost, TimeRange, count_flops
+from unfog.planning.flops import Device, NetworkCost, TimeRange
 from unfog.planning.intervals import Changes, Choice, choose_intervals, open_intervals
 from unfog.planning.microbatch import (
     MicrobatchChoice,
@@ -288,7 +288,7 @@ class AutoSettings:
     @cached_property
     def network_cost(self) -> NetworkCost:
         """Floating-point operations of the network, once it is resolved."""
-        return count_flops(lambda: build_network(self.config), input_shape(self.config))
+        return NetworkCost.of(lambda: build_network(self.config), input_shape(self.config))
 
     @cached_property
     def _measured_seconds_per_step(self) -> float:

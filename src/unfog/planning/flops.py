@@ -36,6 +36,17 @@ class Device:
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Its native training precision."""
 
+    @classmethod
+    def find(cls, name: str) -> Device:
+        """Return the device of a name such as "H100" or "rtx 4090". Raises `RequestError` if it is unknown."""
+        plain = name.lower().replace("nvidia", "").replace("rtx", "").strip(" -_").replace(" ", "-").replace("_", "-")
+        if plain not in _DEVICES:
+            raise RequestError(
+                f"for = {name!r} is not a known device{suggest(plain, _DEVICES)}; give one of "
+                f"{', '.join(_DEVICES)}, or omit --for to plan for this machine"
+            )
+        return _DEVICES[plain]
+
 
 _DEVICES = {
     "b200": Device("NVIDIA B200", 180 * GB, 2250 * _TFLOPS, 75 * _TFLOPS),
@@ -53,17 +64,6 @@ _DEVICES = {
     "v100": Device("NVIDIA V100 32GB", 32 * GB, 125 * _TFLOPS, 15.7 * _TFLOPS, "fp16"),
     "t4": Device("NVIDIA T4", 16 * GB, 65 * _TFLOPS, 8.1 * _TFLOPS, "fp16"),
 }
-
-
-def find_device(name: str) -> Device:
-    """Return the device of a name such as "H100" or "rtx 4090". Raises `RequestError` if it is unknown."""
-    plain = name.lower().replace("nvidia", "").replace("rtx", "").strip(" -_").replace(" ", "-").replace("_", "-")
-    if plain not in _DEVICES:
-        raise RequestError(
-            f"for = {name!r} is not a known device{suggest(plain, _DEVICES)}; give one of "
-            f"{', '.join(_DEVICES)}, or omit --for to plan for this machine"
-        )
-    return _DEVICES[plain]
 
 
 # Share of a GPU's dense rate that such networks reach in eager PyTorch, from small ones at low resolution to large
@@ -97,6 +97,31 @@ class NetworkCost(NamedTuple):
         launches = passes * self.operations * _LAUNCH * (4 / 3 if recomputing else 1)
         return _seconds(flops, device.full if training.precision == "fp32" else device.half, launches)
 
+    @classmethod
+    def of(cls, build: Callable[[], nn.Module], shape: tuple[int, int, int]) -> NetworkCost:
+        """Count the operations of a network for one image, on fake tensors.
+
+        Args:
+            build: makes the network, (x, c_noise) -> y.
+            shape: [C, H, W] of an image.
+        """
+        batch = 2  # not 1, for which PyTorch takes other kernels here and there
+        clear_package_caches()
+        try:
+            with FakeTensorMode():
+                network, count = build(), _OperationCounter()
+                x, c_noise = torch.zeros(batch, *shape), torch.zeros(batch)
+                with FlopCounterMode(display=False, custom_mapping=_ATTENTION) as flops:
+                    y: Tensor = network(x, c_noise)
+                    forward = flops.get_total_flops()
+                    y.sum().backward()  # type: ignore[no-untyped-call]
+                    both = flops.get_total_flops()
+                with count:
+                    network(x, c_noise).sum().backward()
+        finally:
+            clear_package_caches()
+        return cls(forward / batch, both / batch, count.operations)
+
 
 class TimeRange(NamedTuple):
     """Seconds at best and at worst."""
@@ -121,31 +146,6 @@ _ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
-
-
-def count_flops(build: Callable[[], nn.Module], shape: tuple[int, int, int]) -> NetworkCost:
-    """Count the operations of a network for one image, on fake tensors.
-
-    Args:
-        build: makes the network, (x, c_noise) -> y.
-        shape: [C, H, W] of an image.
-    """
-    batch = 2  # not 1, for which PyTorch takes other kernels here and there
-    clear_package_caches()
-    try:
-        with FakeTensorMode():
-            network, count = build(), _OperationCounter()
-            x, c_noise = torch.zeros(batch, *shape), torch.zeros(batch)
-            with FlopCounterMode(display=False, custom_mapping=_ATTENTION) as flops:
-                y: Tensor = network(x, c_noise)
-                forward = flops.get_total_flops()
-                y.sum().backward()  # type: ignore[no-untyped-call]
-                both = flops.get_total_flops()
-            with count:
-                network(x, c_noise).sum().backward()
-    finally:
-        clear_package_caches()
-    return NetworkCost(forward / batch, both / batch, count.operations)
 
 
 def measure_flops(work: Callable[[], object]) -> float:

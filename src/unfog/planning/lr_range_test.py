@@ -184,6 +184,24 @@ class LrTestSetup:
     probe: LossProbe
     stop_requested: Callable[[], bool]
 
+    def run(self, seconds: float = 90.0) -> LrRangeResult:
+        """Run ramp and trials in at most about `seconds`; the ramp has at least 12 steps however long they take.
+
+        The global random generators are restored.
+
+        Raises:
+            Interrupted: a stop was requested.
+        """
+        started, device = time.perf_counter(), self.probe.x0.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            ramp, pace = _run_ramp(self, seconds * _RAMP_SHARE, seconds * _RAMP_LIMIT)
+            left = seconds - (time.perf_counter() - started)
+            trials = _run_trials(self, ramp, left, pace) if ramp.learns else ()
+        suggestion, reason = _suggest(ramp, trials)
+        if not trials and (ramp.learns or pace * _RAMP[0] > seconds):
+            reason += f"; --seconds {math.ceil(_enough(pace) / 10) * 10} leaves time for trials"
+        return LrRangeResult(ramp, trials, suggestion, reason, time.perf_counter() - started)
+
 
 @dataclass(frozen=True, eq=False)
 class LossProbe:
@@ -240,25 +258,6 @@ class _ProgressHooks(TrainingHooks):
 
     def on_step_end(self, step: int) -> None:
         self.progress.update(self.before + step)
-
-
-def run_lr_range_test(subject: LrTestSetup, seconds: float = 90.0) -> LrRangeResult:
-    """Run ramp and trials in at most about `seconds`; the ramp has at least 12 steps however long they take.
-
-    The global random generators are restored.
-
-    Raises:
-        Interrupted: a stop was requested.
-    """
-    started, device = time.perf_counter(), subject.probe.x0.device
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        ramp, pace = _run_ramp(subject, seconds * _RAMP_SHARE, seconds * _RAMP_LIMIT)
-        left = seconds - (time.perf_counter() - started)
-        trials = _run_trials(subject, ramp, left, pace) if ramp.learns else ()
-    suggestion, reason = _suggest(ramp, trials)
-    if not trials and (ramp.learns or pace * _RAMP[0] > seconds):
-        reason += f"; --seconds {math.ceil(_enough(pace) / 10) * 10} leaves time for trials"
-    return LrRangeResult(ramp, trials, suggestion, reason, time.perf_counter() - started)
 
 
 def _run_ramp(subject: LrTestSetup, seconds: float, limit: float = math.inf) -> tuple[_Ramp, float]:

@@ -22,16 +22,7 @@ from unfog.pipeline.build import (
     input_shape,
     zero_batch,
 )
-from unfog.planning.memory_trace import (
-    HOLES,
-    HOLES_RECOMPUTING,
-    ONEDNN_HALF,
-    Peak,
-    Recorder,
-    Trace,
-    fake_process_group,
-    record_trace,
-)
+from unfog.planning.memory_trace import HOLES, HOLES_RECOMPUTING, ONEDNN_HALF, Peak, Recorder, Trace, fake_process_group
 from unfog.training import optimizers as optim
 from unfog.training.distributed.fsdp import build_mesh, gathers_in_bf16, shard_network
 from unfog.training.hooks import Augmentation, LossFunction
@@ -232,7 +223,7 @@ def _trace_step(step: _TracedStep) -> Trace:
 
     with fake_process_group(step.processes) if step.sharded else nullcontext():
         mesh = build_mesh("cpu", step.processes) if step.sharded else None
-        return record_trace(work, step.device, DTYPES.get(training.precision))
+        return Trace.record(work, step.device, DTYPES.get(training.precision))
 
 
 def _build_state(recorder: Recorder, step: _TracedStep, mesh: DeviceMesh | None) -> TrainState:
@@ -299,7 +290,7 @@ def _trace_call(config: Config, device: str, images: int) -> Trace:
             x0 = Denoiser(network, config.diffusion)(x, logsnr, blank_labels(config, images))
             del x, x0
 
-    return record_trace(work, device)
+    return Trace.record(work, device)
 
 
 def with_precision(config: Config) -> Config:

@@ -113,6 +113,32 @@ class Trace:
         parts["allocator"] = total - sum(parts.values())
         return Peak(total, dict(parts))
 
+    @classmethod
+    def record(cls, work: Callable[[Recorder], None], device: str, half: torch.dtype | None = None) -> Trace:
+        """Return the trace of `work`, as on a device of this type.
+
+        Args:
+            work: builds what it needs; gets the recorder to name storages. It must not read values.
+            device: "cpu", or another type, which is emulated on fake CPU tensors, as PyTorch cannot differentiate fake
+                tensors of a missing device.
+            half: the type that the autocast of the emulated device casts to.
+        """
+        recorder, attention = Recorder(), layers.attention
+        clear_package_caches()
+        try:
+            with FakeTensorMode(), recorder, recorder.resizing():
+                if device == "cpu":
+                    work(recorder)
+                else:
+                    # Ours takes another path for 16-bit tensors on a CPU.
+                    layers.attention = torch.nn.functional.scaled_dot_product_attention  # type: ignore[assignment]
+                    with _AutocastEmulation(half):
+                        work(recorder)
+        finally:
+            layers.attention = attention
+            clear_package_caches()  # real work must not find fake tensors there
+        return recorder.trace
+
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records a `Trace` of the operations inside its `with`; to be entered after a `FakeTensorMode`.
@@ -190,32 +216,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for number in self._live.values():
             if number >= first and self.trace.kinds[number] == self.kind:
                 self.trace.kinds[number] = kind
-
-
-def record_trace(work: Callable[[Recorder], None], device: str, half: torch.dtype | None = None) -> Trace:
-    """Return the trace of `work`, as on a device of this type.
-
-    Args:
-        work: builds what it needs; gets the recorder to name storages. It must not read values.
-        device: "cpu", or another type, which is emulated on fake CPU tensors, as PyTorch cannot differentiate fake
-            tensors of a missing device.
-        half: the type that the autocast of the emulated device casts to.
-    """
-    recorder, attention = Recorder(), layers.attention
-    clear_package_caches()
-    try:
-        with FakeTensorMode(), recorder, recorder.resizing():
-            if device == "cpu":
-                work(recorder)
-            else:
-                # Ours takes another path for 16-bit tensors on a CPU.
-                layers.attention = torch.nn.functional.scaled_dot_product_attention  # type: ignore[assignment]
-                with _AutocastEmulation(half):
-                    work(recorder)
-    finally:
-        layers.attention = attention
-        clear_package_caches()  # real work must not find fake tensors there
-    return recorder.trace
 
 
 def clear_package_caches() -> None:

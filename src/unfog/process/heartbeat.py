@@ -169,28 +169,30 @@ class Heartbeat:
                 file.write(data)
                 file.truncate()
 
+    @classmethod
+    def read(cls, folder: Path) -> dict[str, Any] | None:
+        """Return the heartbeat of a run; None if there is no readable one.
+
+        The keys are those of the file: `time` (ISO 8601, UTC), `pid`, `host`, `step`, `steps`, `doing`, and `next`
+        (seconds until the next one was due, None for the last of a session); also `age` in seconds, and `alive`: the
+        next one is not long overdue, and its process exists as far as can be told.
+        """
+        try:
+            beat = json.loads(read_file(folder / _HEARTBEAT_FILE))
+            age = (datetime.now(UTC) - datetime.fromisoformat(beat["time"])).total_seconds()
+            # One from the future is of a wrong clock, or forged: it would seem alive for ever.
+            alive = beat["next"] is not None and -_CLOCK_DIFFERENCE <= age <= _MAX_MISSED * min(
+                beat["next"], _MAX_INTERVAL
+            )
+            alive = alive and not (beat["host"] == socket.gethostname() and _is_gone(int(beat["pid"])))
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+        return {**beat, "age": max(0.0, age), "alive": alive}
+
 
 def write_request(folder: Path, name: Request) -> None:
     """Request something of a running run. OSError if it cannot be written, or something else has that name."""
     write_atomic(folder / name, b"", durable=False)
-
-
-def read_heartbeat(folder: Path) -> dict[str, Any] | None:
-    """Return the heartbeat of a run; None if there is no readable one.
-
-    The keys are those of the file: `time` (ISO 8601, UTC), `pid`, `host`, `step`, `steps`, `doing`, and `next` (seconds
-    until the next one was due, None for the last of a session); also `age` in seconds, and `alive`: the next one is not
-    long overdue, and its process exists as far as can be told.
-    """
-    try:
-        beat = json.loads(read_file(folder / _HEARTBEAT_FILE))
-        age = (datetime.now(UTC) - datetime.fromisoformat(beat["time"])).total_seconds()
-        # One from the future is of a wrong clock, or forged: it would seem alive for ever.
-        alive = beat["next"] is not None and -_CLOCK_DIFFERENCE <= age <= _MAX_MISSED * min(beat["next"], _MAX_INTERVAL)
-        alive = alive and not (beat["host"] == socket.gethostname() and _is_gone(int(beat["pid"])))
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
-    return {**beat, "age": max(0.0, age), "alive": alive}
 
 
 def _is_gone(pid: int) -> bool:

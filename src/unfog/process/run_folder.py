@@ -17,7 +17,7 @@ from unfog.config.toml import read_toml, to_toml, with_version
 from unfog.config.validate import check_out, reason_of
 from unfog.errors import RequestError, RunError
 from unfog.locks import LOCK, lock_of
-from unfog.process.heartbeat import read_heartbeat
+from unfog.process.heartbeat import Heartbeat
 from unfog.reporting.progress import say
 from unfog.safe_files import check_folder, read_file, regular_file, remove, remove_tree, write_atomic
 from unfog.text import sanitize
@@ -94,13 +94,13 @@ class RunFolder:
             except BlockingIOError:
                 raise self._in_use_error() from None
             if not supported:  # a network file system without locks: judge by the heartbeat
-                beat = read_heartbeat(self.path)
+                beat = Heartbeat.read(self.path)
                 if beat is not None and beat["alive"]:
                     raise self._in_use_error()
             yield
 
     def _in_use_error(self) -> RequestError:
-        beat = read_heartbeat(self.path)
+        beat = Heartbeat.read(self.path)
         who = f" ({beat['pid']} on {sanitize(str(beat['host']))})" if beat and beat["alive"] else ""
         return RequestError(f"another process{who} is training in {self.path}; wait for it, or stop it")
 

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from unfog.process.heartbeat import read_heartbeat
+from unfog.process.heartbeat import Heartbeat
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.columns import finite_column
 from unfog.reporting.progress import format_duration
@@ -64,7 +64,7 @@ class RunStatus:
         `metrics` and `events` are the last rows of its records, and `metric` is that of `best_metric`, where they were
         read before.
         """
-        beat = read_heartbeat(path) or {}
+        beat = Heartbeat.read(path) or {}
         events = _rows(read_events, path / "events.jsonl", _LAST_EVENTS) if events is None else events
         metrics = _rows(read_metrics, path / "metrics.jsonl", _LAST_METRICS) if metrics is None else metrics
         state, detail = run_state(drop_undone_events(events), beat)

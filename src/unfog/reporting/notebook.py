@@ -7,14 +7,6 @@ from contextlib import suppress
 from typing import Any
 
 
-def in_notebook() -> bool:
-    """Return True in a process that runs the cells of a notebook."""
-    # Without importing IPython, which takes half a second: where a notebook runs, it is there.
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
-    return getattr(shell, "kernel", None) is not None
-
-
 class LiveText:
     """A text below a cell, which later ones replace; an empty one takes it away."""
 
@@ -36,3 +28,11 @@ class LiveText:
                 self._handle.update(data, raw=True)
             if not text:
                 self._handle = None  # the next text is below the cell that runs then
+
+    @classmethod
+    def available(cls) -> bool:
+        """Return True in a process that runs the cells of a notebook."""
+        # Without importing IPython, which takes half a second: where a notebook runs, it is there.
+        ipython = sys.modules.get("IPython")
+        shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
+        return getattr(shell, "kernel", None) is not None

@@ -19,7 +19,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-from unfog.reporting.notebook import LiveText, in_notebook
+from unfog.reporting.notebook import LiveText
 
 _REDRAW = 0.2  # seconds between two drawings of a live line
 _BAR = 16  # characters
@@ -239,7 +239,7 @@ class Progress:
 
 
 def _is_live() -> bool:
-    return _is_terminal() or in_notebook()
+    return _is_terminal() or LiveText.available()
 
 
 def _plain_interval(elapsed: float) -> float:
@@ -260,7 +260,7 @@ def _printable(text: str) -> str:
 def _redraw() -> None:
     global _live
     with suppress(OSError):  # as in `say`
-        if in_notebook():
+        if LiveText.available():
             _cell.show("\n".join(str(line) for one in _shown for line in one.live_lines(time.monotonic())))
         elif not _shown:
             _close_live()

@@ -126,7 +126,7 @@ def drop_undone_events(events: Sequence[Row]) -> list[Row]:
 
 
 def run_state(events: Sequence[Row], heartbeat: Mapping[str, Any] | None) -> tuple[str, str]:
-    """Return the state of a run and details of it, from its last event and the heartbeat of `read_heartbeat`.
+    """Return the state of a run and details of it, from its last event and the heartbeat of `Heartbeat.read`.
 
     The state is finished, running, stopped, killed, failed or not begun.
     """

@@ -15,7 +15,7 @@ from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.noise import VP, Cosine, Flow, FlowUniform, Linear
 from unfog.diffusion.target import X0, Eps, FlowVelocity, Target, V
 from unfog.errors import RequestError
-from unfog.export.diffusers_unet import Network, to_unet2d
+from unfog.export.diffusers_unet import Network
 from unfog.inference.run import Run
 from unfog.pipeline.build import input_shape
 
@@ -74,7 +74,7 @@ def export_difference(run: Run) -> float:
     assert config.network is not None  # a run's is settled
     channels, side, _ = input_shape(config)
     out = channels * (2 if config.diffusion.learned_variance else 1)
-    settings, state = to_unet2d(Network(config.network, channels, len(config.classes), network.state_dict(), out), side)
+    settings, state = Network(config.network, channels, len(config.classes), network.state_dict(), out).to_unet2d(side)
     exported = UNet2DModel(**settings).eval()
     exported.load_state_dict(state)
     x = torch.randn(2, channels, side, side, generator=torch.Generator().manual_seed(1))

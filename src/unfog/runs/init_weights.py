@@ -17,7 +17,7 @@ from unfog.config.validate import reason_of
 from unfog.config.values import format_spec, quote
 from unfog.diffusion.diffusion import Diffusion
 from unfog.errors import RequestError
-from unfog.export.diffusers_unet import UNetFolder, from_unet2d, unet2d_settings
+from unfog.export.diffusers_unet import Network, UNetFolder, unet2d_settings
 from unfog.export.other_networks import reason_of_file
 from unfog.models.autoencoder_settings import AutoencoderFolder
 from unfog.pipeline.build import build_network, input_shape
@@ -41,6 +41,50 @@ class WeightsSource(NamedTuple):
     unet2d: dict[str, Any] | None = None  # `UNet2DModel`'s configuration; None for a run
     scheduler: dict[str, Any] | None = None  # that of diffusers' scheduler, if there is one
 
+    def fit(self, state: dict[str, Tensor], config: Config) -> tuple[dict[str, Tensor], list[Choice]]:
+        """Return the weights under our names, with the classes and inputs of the run."""
+        wanted = len(config.classes)
+        if self.unet2d is not None:
+            rows = self.unet2d.get("num_class_embeds")
+            # Our export has one more row than classes, for no class; a model trained in diffusers has not.
+            state = Network.from_unet2d(self.unet2d, state, null_class=wanted > 0 and rows == wanted + 1).state
+        # Weights are trained in fp32, whatever the file holds.
+        state = {
+            name: tensor.float()
+            for name, tensor in state.items()
+            if not name.startswith(_AUGMENT) or config.data.augment
+        }
+        with torch.no_grad():
+            fresh = build_network(config).state_dict()
+        state |= {name: fresh[name] for name in fresh if name.startswith(_AUGMENT) and name not in state}
+        choices = _fit_classes(state, fresh, self.config.classes, config)
+        wrong = [name for name in {*state, *fresh} if name not in state or name not in fresh]
+        wrong += [name for name in state if name in fresh and state[name].shape != fresh[name].shape]
+        if wrong:
+            raise RequestError(
+                f"{self.weights} does not fit its own settings ({min(wrong)}); it may have been edited: write it again"
+            )
+        return state, choices
+
+    @classmethod
+    def describe(cls, init: Init, diffusion: Diffusion, known: bool = True) -> WeightsSource:
+        """Describe the weights at `init.folder`, without reading them.
+
+        `diffusion` is the objective if the folder has none, or if it is `known`: then a scheduler does not matter.
+        """
+        folder = Path(init.folder).expanduser()
+        try:
+            if not folder.is_dir():
+                rule = "give a run, or a folder that diffusers wrote"
+                raise RequestError(f"init = {quote(init.folder)} is not a folder; {rule}{reason_of_file(folder)}")
+            return (
+                _in_run(init, folder) if (folder / "config.toml").is_file() else _in_diffusers(folder, diffusion, known)
+            )
+        except (OSError, ValueError) as error:
+            raise RequestError(
+                f"init = {quote(init.folder)} cannot be read: {reason_of(error)}; give another folder"
+            ) from None
+
 
 class _InitialWeights(NamedTuple):
     """Weights that fit the network of a run, and the automatic choices made for it."""
@@ -60,7 +104,7 @@ def recipe_from_weights(base: Config, table: Mapping[str, Any]) -> Config:
         return base
     given = table.get("diffusion", {})
     known = isinstance(given, Mapping) and {"path", "schedule", "target"} <= given.keys()
-    trained = describe_weights(init, base.diffusion, known).config
+    trained = WeightsSource.describe(init, base.diffusion, known).config
     data = replace(base.data, size=trained.data.size, channels=trained.data.channels)
     autoencoder = table.get("autoencoder_folder", base.autoencoder_folder)
     if autoencoder and not trained.uses_latents:  # diffusers' folder states the size and channels of the latents
@@ -81,7 +125,7 @@ def adopt_latent_statistics(config: Config) -> Config:
     RequestError if these weights were trained on pixels and the run uses latents, the other way round, or on latents
     of another autoencoder.
     """
-    source = describe_weights(config.init, config.diffusion) if config.init.folder else None
+    source = WeightsSource.describe(config.init, config.diffusion) if config.init.folder else None
     if source is None or source.unet2d is not None:  # a folder of diffusers does not name its autoencoder
         return config
     trained = source.config
@@ -95,23 +139,6 @@ def adopt_latent_statistics(config: Config) -> Config:
             "other weights"
         )
     return replace(config, latents=trained.latents) if ours else config
-
-
-def describe_weights(init: Init, diffusion: Diffusion, known: bool = True) -> WeightsSource:
-    """Describe the weights at `init.folder`, without reading them.
-
-    `diffusion` is the objective if the folder has none, or if it is `known`: then a scheduler does not matter.
-    """
-    folder = Path(init.folder).expanduser()
-    try:
-        if not folder.is_dir():
-            rule = "give a run, or a folder that diffusers wrote"
-            raise RequestError(f"init = {quote(init.folder)} is not a folder; {rule}{reason_of_file(folder)}")
-        return _in_run(init, folder) if (folder / "config.toml").is_file() else _in_diffusers(folder, diffusion, known)
-    except (OSError, ValueError) as error:
-        raise RequestError(
-            f"init = {quote(init.folder)} cannot be read: {reason_of(error)}; give another folder"
-        ) from None
 
 
 def _in_run(init: Init, folder: Path) -> WeightsSource:
@@ -147,7 +174,7 @@ def load_initial_weights(config: Config) -> _InitialWeights:
 
     RequestError if they are those of another network, or not those that the run began with.
     """
-    source = describe_weights(config.init, config.diffusion)
+    source = WeightsSource.describe(config.init, config.diffusion)
     _check_network(source, config)
     sha256 = sha256_of(source.weights)
     if config.init.sha256 not in ("", sha256):
@@ -158,7 +185,7 @@ def load_initial_weights(config: Config) -> _InitialWeights:
     choices = [Choice("init", config.init.folder, source.what), _objective_choice(source, config)]
     if input_shape(source.config)[1] not in (0, input_shape(config)[1]):
         choices.append(Choice("size", config.data.size, f"the weights were trained at {source.config.data.size}"))
-    state, classes = fit_weights(source, read_tensors(source.weights), config)
+    state, classes = source.fit(read_tensors(source.weights), config)
     folder = printable(str(Path(config.init.folder).expanduser().resolve()))
     config = replace(config, init=replace(config.init, folder=folder, sha256=sha256))
     return _InitialWeights(state, config, choices + classes)
@@ -201,32 +228,6 @@ def _objective_choice(source: WeightsSource, config: Config) -> Choice:
     if now != before:
         reason = f"as given; the weights were trained with {', '.join(before)}"
     return Choice("objective", ", ".join(now), reason)
-
-
-def fit_weights(
-    source: WeightsSource, state: dict[str, Tensor], config: Config
-) -> tuple[dict[str, Tensor], list[Choice]]:
-    """Return the weights under our names, with the classes and inputs of the run."""
-    wanted = len(config.classes)
-    if source.unet2d is not None:
-        rows = source.unet2d.get("num_class_embeds")
-        # Our export has one more row than classes, for no class; a model trained in diffusers has not.
-        state = from_unet2d(source.unet2d, state, null_class=wanted > 0 and rows == wanted + 1).state
-    # Weights are trained in fp32, whatever the file holds.
-    state = {
-        name: tensor.float() for name, tensor in state.items() if not name.startswith(_AUGMENT) or config.data.augment
-    }
-    with torch.no_grad():
-        fresh = build_network(config).state_dict()
-    state |= {name: fresh[name] for name in fresh if name.startswith(_AUGMENT) and name not in state}
-    choices = _fit_classes(state, fresh, source.config.classes, config)
-    wrong = [name for name in {*state, *fresh} if name not in state or name not in fresh]
-    wrong += [name for name in state if name in fresh and state[name].shape != fresh[name].shape]
-    if wrong:
-        raise RequestError(
-            f"{source.weights} does not fit its own settings ({min(wrong)}); it may have been edited: write it again"
-        )
-    return state, choices
 
 
 def _fit_classes(

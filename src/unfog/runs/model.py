@@ -19,7 +19,7 @@ from unfog.pipeline.build import build_network, building_for
 from unfog.process.device import choose_device
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.progress import say
-from unfog.runs.init_weights import WeightsSource, describe_weights, fit_weights
+from unfog.runs.init_weights import WeightsSource
 from unfog.text import sanitize
 from unfog.training.checkpoints.format import CheckpointInfo
 from unfog.training.checkpoints.load import read_tensors
@@ -44,12 +44,12 @@ class Model(Run):
 
     def __init__(self, path: str | Path, device: str = "auto"):
         place = Path(path_text(path, "path")).expanduser()
-        source = describe_weights(Init(folder=str(place)), Diffusion(), known=False)
+        source = WeightsSource.describe(Init(folder=str(place)), Diffusion(), known=False)
         self.folder, self.config = RunFolder(place), _settings(place, source)
         self.weights, self.ema, self.device = "ema", None, choose_device(device)
         # There is no checkpoint: what `Run` tells of one is left out in `_describe`.
         self.checkpoint = CheckpointInfo(place, 0, 0, False, False, None, "", "", None, "", {})
-        state, _ = fit_weights(source, read_tensors(source.weights), self.config)
+        state, _ = source.fit(read_tensors(source.weights), self.config)
         with building_for(source.weights if source.unet2d is None else None):
             self.network = build_network(self.config)
         self.network.load_state_dict(state)

@@ -16,7 +16,7 @@ from unfog.data.augmentation import Augment
 from unfog.data.dataset import Dataset
 from unfog.diffusion.weighting import CustomWeighting
 from unfog.evaluation.features import open_features
-from unfog.models.given_network import SOURCE_FILE, GivenNetwork, source_text
+from unfog.models.given_network import SOURCE_FILE, GivenNetwork
 from unfog.models.network_settings import CustomNetwork
 from unfog.pipeline.contact_sheet import contact_sheet
 from unfog.pipeline.latents import copy_autoencoder_into_run
@@ -100,7 +100,7 @@ def _create_run(session: Session) -> None:
     folder.write_launch_file()
     folder.write_config(config)
     if isinstance(config.network, GivenNetwork):
-        write_atomic(folder.path / SOURCE_FILE, source_text(config.network).encode())
+        write_atomic(folder.path / SOURCE_FILE, config.network.source_text().encode())
     folder.checkpoints.mkdir()
     broadcast_config(run.world, folder.checkpoints, config)  # last, as worker ranks look for the folders at once
     run.heartbeat.silent = False

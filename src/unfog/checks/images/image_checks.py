@@ -20,7 +20,6 @@ from unfog.checks.images.image_scan import (
     format_percent,
     format_share,
     list_names,
-    scan_images,
 )
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset
@@ -50,7 +49,7 @@ def check_images(prepared: Dataset, config: Config, progress: Progress | None = 
 
     `progress` is called as (done, total) from the calling thread: first for the images, then for pairs of candidates.
     """
-    return _run_checks(scan_images(prepared, progress=progress), config, progress)
+    return _run_checks(ImageScan.create(prepared, progress=progress), config, progress)
 
 
 def quick_check_images(prepared: Dataset, config: Config) -> list[Finding]:
@@ -59,7 +58,7 @@ def quick_check_images(prepared: Dataset, config: Config) -> list[Finding]:
     most = max(8, min(_QUICK_IMAGES, _QUICK_BYTES // image))
     if isinstance(prepared.train.pixels, LazyPixels):
         most = min(most, _QUICK_DECODED)
-    return _run_checks(scan_images(prepared, most, most_sides=_QUICK_SIDES), config)
+    return _run_checks(ImageScan.create(prepared, most, most_sides=_QUICK_SIDES), config)
 
 
 def _run_checks(scan: ImageScan, config: Config, progress: Progress | None = None) -> list[Finding]:

@@ -125,6 +125,41 @@ class ImageScan:
             pixels = np.rint(thumbnails(pixels, _LARGEST)).astype(np.uint8)
         return pixels.transpose(0, 2, 3, 1)
 
+    @classmethod
+    def create(
+        cls, prepared: Dataset, most: int | None = None, progress: Progress | None = None, most_sides: int | None = None
+    ) -> ImageScan:
+        """Compute statistics of every image, or of `most` evenly spread ones, of which about a tenth are held out.
+
+        Several threads read a few MB of pixels at a time; the statistics take 130 bytes an image.
+        """
+        rows = evenly_spread_rows(len(prepared.train), len(prepared.held_out), most)
+        piece = max(1, _PIECE_BYTES // int(np.prod(prepared.train.pixels.shape[1:])))
+        histogram = np.zeros((prepared.settings.channels, 256), np.int64)
+        parts: list[_PixelStatistics] = []
+
+        def scan(start: int) -> tuple[_PixelStatistics, NDArray[np.int64]]:
+            here = rows[start : start + piece]
+            pixels = _read(prepared, here)
+            return _statistics(pixels), _histogram(pixels[here < len(prepared.train)])
+
+        starts = range(0, len(rows), piece)
+        # Threads suffice: NumPy and image decoders release the interpreter lock.
+        pool = ThreadPoolExecutor(min(_MAX_THREADS, available_cores(), max(1, len(starts))))
+        try:
+            for done, (statistics, counts) in enumerate(pool.map(scan, starts), 1):
+                parts.append(statistics)
+                histogram += counts
+                if progress:
+                    progress(min(done * piece, len(rows)), len(rows))
+        finally:
+            pool.shutdown(cancel_futures=True)  # `progress` raises where somebody wants to leave
+        # Which files are unusable is known only now that lazily decoded images were read.
+        usable = _usable(prepared, rows)
+        statistics = _PixelStatistics(*(np.concatenate(columns)[usable] for columns in zip(*parts)))
+        complete = len(rows) == len(prepared.train) + len(prepared.held_out)
+        return cls(prepared, rows[usable], statistics, histogram, complete, most_sides)
+
 
 def _name_end(name: str) -> str:
     return name if len(name) <= _LETTERS else f"…{name[1 - _LETTERS :]}"  # names of a set differ at their end
@@ -143,41 +178,6 @@ def format_share(part: int, whole: int) -> str:
 def format_percent(fraction: float) -> str:
     """Return a fraction as "34%", "1.2%" or "0.05%"."""
     return f"{100 * fraction:.2g}%" if fraction < 0.0995 else f"{100 * fraction:.0f}%"
-
-
-def scan_images(
-    prepared: Dataset, most: int | None = None, progress: Progress | None = None, most_sides: int | None = None
-) -> ImageScan:
-    """Compute statistics of every image, or of `most` evenly spread ones, of which about a tenth are held out.
-
-    Several threads read a few MB of pixels at a time; the statistics take 130 bytes an image.
-    """
-    rows = evenly_spread_rows(len(prepared.train), len(prepared.held_out), most)
-    piece = max(1, _PIECE_BYTES // int(np.prod(prepared.train.pixels.shape[1:])))
-    histogram = np.zeros((prepared.settings.channels, 256), np.int64)
-    parts: list[_PixelStatistics] = []
-
-    def scan(start: int) -> tuple[_PixelStatistics, NDArray[np.int64]]:
-        here = rows[start : start + piece]
-        pixels = _read(prepared, here)
-        return _statistics(pixels), _histogram(pixels[here < len(prepared.train)])
-
-    starts = range(0, len(rows), piece)
-    # Threads suffice: NumPy and image decoders release the interpreter lock.
-    pool = ThreadPoolExecutor(min(_MAX_THREADS, available_cores(), max(1, len(starts))))
-    try:
-        for done, (statistics, counts) in enumerate(pool.map(scan, starts), 1):
-            parts.append(statistics)
-            histogram += counts
-            if progress:
-                progress(min(done * piece, len(rows)), len(rows))
-    finally:
-        pool.shutdown(cancel_futures=True)  # `progress` raises where somebody wants to leave
-    # Which files are unusable is known only now that lazily decoded images were read.
-    usable = _usable(prepared, rows)
-    statistics = _PixelStatistics(*(np.concatenate(columns)[usable] for columns in zip(*parts)))
-    complete = len(rows) == len(prepared.train) + len(prepared.held_out)
-    return ImageScan(prepared, rows[usable], statistics, histogram, complete, most_sides)
 
 
 def unusable_files(prepared: Dataset) -> list[SkippedFile]:

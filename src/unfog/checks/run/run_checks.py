@@ -32,7 +32,7 @@ from unfog.pipeline.build import build_loss_at, build_network, building_for, wit
 from unfog.pipeline.generate import GenerationSettings, generate_images
 from unfog.pipeline.load_data import load_images
 from unfog.process.device import choose_device
-from unfog.process.heartbeat import read_heartbeat
+from unfog.process.heartbeat import Heartbeat
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.charts import Floats
@@ -77,7 +77,7 @@ def check_run(folder: RunFolder, device: str = "auto", samples: int = 64) -> lis
             f"{folder.path} trains an autoencoder; `unfog report {folder.path}` shows its losses and reconstructions"
         )
     where = choose_device(device)
-    record = RunRecord.read(folder.path, config, read_heartbeat(folder.path))
+    record = RunRecord.read(folder.path, config, Heartbeat.read(folder.path))
     skipped: list[str] = []
     weights, broken = _newest_weights(folder, config.autoencoder_folder, where, skipped)
     record = record.with_broken(broken)

@@ -50,33 +50,33 @@ class ImageItems:
     classes: tuple[str, ...] = ()
     """Names of the classes that whole numbers stand for; () where the labels are names, or nothing names them."""
 
+    @classmethod
+    def read(cls, source: Any) -> ImageItems:
+        """Return the images of a list, a torch or Hugging Face dataset, an iterable, or a generator.
 
-def read_items(source: Any) -> ImageItems:
-    """Return the images of a list, a torch or Hugging Face dataset, an iterable, or a generator.
+        Raises RequestError if the object is none of these.
+        """
+        kind = type(source).__name__
+        if isinstance(source, Image.Image):
+            raise RequestError("a single image was given, and training needs many; give a list of images")
+        if isinstance(source, Mapping):
+            return _read_mapping(source, kind)
+        if type(source).__module__.partition(".")[0] == "datasets" and hasattr(source, "features"):
+            from unfog.data.sources.huggingface import dataset_items
 
-    Raises RequestError if the object is none of these.
-    """
-    kind = type(source).__name__
-    if isinstance(source, Image.Image):
-        raise RequestError("a single image was given, and training needs many; give a list of images")
-    if isinstance(source, Mapping):
-        return _read_mapping(source, kind)
-    if type(source).__module__.partition(".")[0] == "datasets" and hasattr(source, "features"):
-        from unfog.data.sources.huggingface import dataset_items
-
-        if (stored := dataset_items(source)) is not None:
-            images, labels, classes = stored
-            return ImageItems(map(_Item, images, labels), kind, len(source), classes)
-    if isinstance(source, Iterable) and not isinstance(source, bytes):
-        items = iter(source)
-    elif hasattr(source, "__getitem__") and hasattr(source, "__len__") and not isinstance(source, bytes):
-        # Through indices, as a torch dataset need not end an iteration by itself.
-        items = (source[i] for i in range(len(source)))
-    else:
-        remedy = "call it, and give what it returns" if callable(source) else "give a folder, or a list of images"
-        raise RequestError(f"source is of type {kind}, which gives no images; {remedy}")
-    pairs = (_split(item) for item in _named_items(items, kind))
-    return ImageItems(pairs, kind, _length(source), _class_names(source))
+            if (stored := dataset_items(source)) is not None:
+                images, labels, classes = stored
+                return cls(map(_Item, images, labels), kind, len(source), classes)
+        if isinstance(source, Iterable) and not isinstance(source, bytes):
+            items = iter(source)
+        elif hasattr(source, "__getitem__") and hasattr(source, "__len__") and not isinstance(source, bytes):
+            # Through indices, as a torch dataset need not end an iteration by itself.
+            items = (source[i] for i in range(len(source)))
+        else:
+            remedy = "call it, and give what it returns" if callable(source) else "give a folder, or a list of images"
+            raise RequestError(f"source is of type {kind}, which gives no images; {remedy}")
+        pairs = (_split(item) for item in _named_items(items, kind))
+        return cls(pairs, kind, _length(source), _class_names(source))
 
 
 def _length(source: Any) -> int | None:
@@ -180,18 +180,18 @@ class FloatRange:
     def __str__(self) -> str:
         return f"images of floating point, from {self.low:g} to {self.high:g}, are stored as uint8, from 0 to 255"
 
-
-def find_range(items: Iterator[_Item]) -> tuple[FloatRange | None, Iterator[_Item]]:
-    """Return the range of the first images, None if none of them is of floating point; and all items."""
-    first = list(islice(items, _LOOKED_AT))
-    arrays = [as_array(image) for image, _ in first if _is_array(image)]
-    floats = [array for array in arrays if array.dtype.kind == "f" and array.size]
-    found = None
-    if floats:
-        least, most = min(float(a.min()) for a in floats), max(float(a.max()) for a in floats)
-        subject = "image 0" if len(first) == 1 else f"one of the first {len(first)} images"
-        found = FloatRange.of(least, most, subject)
-    return found, chain(first, items)
+    @classmethod
+    def find(cls, items: Iterator[_Item]) -> tuple[FloatRange | None, Iterator[_Item]]:
+        """Return the range of the first images, None if none of them is of floating point; and all items."""
+        first = list(islice(items, _LOOKED_AT))
+        arrays = [as_array(image) for image, _ in first if _is_array(image)]
+        floats = [array for array in arrays if array.dtype.kind == "f" and array.size]
+        found = None
+        if floats:
+            least, most = min(float(a.min()) for a in floats), max(float(a.max()) for a in floats)
+            subject = "image 0" if len(first) == 1 else f"one of the first {len(first)} images"
+            found = FloatRange.of(least, most, subject)
+        return found, chain(first, items)
 
 
 def _is_array(image: Any) -> bool:

@@ -20,14 +20,7 @@ from unfog.data.cache import remove_stale_entries
 from unfog.data.data_report import SkippedFile
 from unfog.data.sources.arrays import store_array
 from unfog.data.sources.base import SourceLocation
-from unfog.data.sources.image_objects import (
-    FloatRange,
-    ImageItems,
-    as_array,
-    encode_image,
-    find_range,
-    read_items,
-)
+from unfog.data.sources.image_objects import FloatRange, ImageItems, as_array, encode_image
 from unfog.data.sources.zip_archive import ZipSource, to_member
 from unfog.errors import RequestError
 from unfog.safe_files import move, open_file, remove
@@ -85,7 +78,7 @@ def store_images(source: Any, labels: Any = None, report: Report | None = None) 
     through once and written one by one, so that they need not fit into memory.
 
     Args:
-        source: an array or tensor of all images, or what `read_items` takes.
+        source: an array or tensor of all images, or what `ImageItems.read` takes.
         labels: a whole number or a text for each image, where the source has none itself.
         report: functions to call meanwhile.
 
@@ -95,7 +88,7 @@ def store_images(source: Any, labels: Any = None, report: Report | None = None) 
     report = report or Report()
     if hasattr(source, "__array__"):
         return store_array(_without_floats(as_array(source), report), labels)
-    items, folder = read_items(source), cache_folder()
+    items, folder = ImageItems.read(source), cache_folder()
     partial = folder / f"images-{os.getpid()}-{time.time_ns()}.partial"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -132,7 +125,7 @@ def _write(partial: Path, source: ImageItems, labels: Any, report: Report) -> st
     found: list[int | str | None] = []
     digest = hashlib.sha256()
     with open_file(partial, "xb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        floats, items = find_range(source.items)
+        floats, items = FloatRange.find(source.items)
         if floats is not None:
             report.say(f"  {floats}")
         for i, (image, label) in enumerate(items):

@@ -84,31 +84,31 @@ class IndexEntry:
             return None
         return cls(rows, names, values, ignored, skipped) if whole else None
 
+    @classmethod
+    def build(cls, storage: Storage, path: str, state: FileState, report: Callable[[int], None]) -> IndexEntry:
+        """Build the entry of a shard. `report` is called with the bytes done, now and then; it may raise to stop.
 
-def index_shard(storage: Storage, path: str, state: FileState, report: Callable[[int], None]) -> IndexEntry:
-    """Build the entry of a shard. `report` is called with the bytes done, now and then; it may raise to stop.
-
-    Raises:
-        RequestError: the shard is compressed as a whole.
-        ImageError: it cannot be read.
-    """
-    file = BlockReader(storage, path, state.size, _REMOTE_BLOCK if storage.remote else _LOCAL_BLOCK)
-    if packed := detect_compression(file.read_at(0, 16)):
-        raise RequestError(
-            f"{sanitize(path)} is compressed as a whole ({packed}), so no image in it can be reached; unpack it to a "
-            "plain .tar first"
-        )
-    builder = _EntryBuilder(file, state.size)
-    try:
-        for count, member in enumerate(iter_members(file)):
-            if count >= _MAX_MEMBERS:
-                raise DamagedTarError(f"a shard of over {_MAX_MEMBERS:,} members")
-            builder.add(member)
-            if count % _REPORT_EVERY == 0:
-                report(member.start)
-    except DamagedTarError as error:  # what comes before the damage is used
-        builder.skipped.append(SkippedFile("", str(error)))
-    return builder.build()
+        Raises:
+            RequestError: the shard is compressed as a whole.
+            ImageError: it cannot be read.
+        """
+        file = BlockReader(storage, path, state.size, _REMOTE_BLOCK if storage.remote else _LOCAL_BLOCK)
+        if packed := detect_compression(file.read_at(0, 16)):
+            raise RequestError(
+                f"{sanitize(path)} is compressed as a whole ({packed}), so no image in it can be reached; "
+                "unpack it to a plain .tar first"
+            )
+        builder = _EntryBuilder(file, state.size)
+        try:
+            for count, member in enumerate(iter_members(file)):
+                if count >= _MAX_MEMBERS:
+                    raise DamagedTarError(f"a shard of over {_MAX_MEMBERS:,} members")
+                builder.add(member)
+                if count % _REPORT_EVERY == 0:
+                    report(member.start)
+        except DamagedTarError as error:  # what comes before the damage is used
+            builder.skipped.append(SkippedFile("", str(error)))
+        return builder.build()
 
 
 @dataclass

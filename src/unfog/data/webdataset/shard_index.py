@@ -31,11 +31,7 @@ from unfog.data.sources.base import ImageError
 from unfog.data.sources.image_files import MAX_FILE_BYTES, os_error_reason
 from unfog.data.sources.label_tables import sort_labels
 from unfog.data.sources.storage import FileState, Storage
-from unfog.data.webdataset.index_entry import (
-    ROW_DTYPE,
-    IndexEntry,
-    index_shard,
-)
+from unfog.data.webdataset.index_entry import ROW_DTYPE, IndexEntry
 from unfog.errors import RequestError
 from unfog.safe_files import read_file, regular_file, remove, replace_file, write_atomic
 from unfog.text import sanitize
@@ -90,43 +86,43 @@ class ShardIndex:
                 return path, start, size
         raise ImageError("in a damaged index")
 
+    @classmethod
+    def open(
+        cls, storage: Storage, states: Mapping[str, FileState], base: str, progress: _Progress | None = None
+    ) -> ShardIndex:
+        """Return the index of these shards, loaded or built. `base` is the part of their paths that names leave out.
 
-def open_shard_index(
-    storage: Storage, states: Mapping[str, FileState], base: str, progress: _Progress | None = None
-) -> ShardIndex:
-    """Return the index of these shards, loaded or built. `base` is the beginning of their paths that names leave out.
-
-    Raises:
-        RequestError: a shard cannot be read or is compressed; the cache cannot be written.
-    """
-    folder = cache_folder() / "shards"
-    hold(folder)
-    try:
-        keys = [_key(path, state) for path, state in states.items()]
-    except OSError as error:
-        raise RequestError(
-            f"{sanitize(str(error.filename))} is a file {os_error_reason(error)}; restore it, or remove it "
-            "from the pattern"
-        ) from None
-    key = hashlib.sha256(repr((plain_url(base), keys)).encode()).hexdigest()[:32]
-    found = _load(folder, key, states)
-    if found is not None:
+        Raises:
+            RequestError: a shard cannot be read or is compressed; the cache cannot be written.
+        """
+        folder = cache_folder() / "shards"
+        hold(folder)
+        try:
+            keys = [_key(path, state) for path, state in states.items()]
+        except OSError as error:
+            raise RequestError(
+                f"{sanitize(str(error.filename))} is a file {os_error_reason(error)}; restore it, or remove it "
+                "from the pattern"
+            ) from None
+        key = hashlib.sha256(repr((plain_url(base), keys)).encode()).hexdigest()[:32]
+        found = _load(folder, key, states)
+        if found is not None:
+            return found
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _remove_partial_files(folder)
+            files = {path: folder / f"{key}.piece.npz" for path, key in zip(states, keys)}
+            _build_entries(storage, states, files, progress)
+            _combine(folder / key, states, files, base)
+        except OSError as error:
+            raise RequestError(
+                f"{folder} cannot be written ({error.strerror or error}), where the index of the shards is kept; set "
+                "UNFOG_CACHE to a folder with room"
+            ) from error
+        found = _load(folder, key, states)
+        if found is None:
+            raise RequestError(f"{folder} does not keep what is written to it; set UNFOG_CACHE to another folder")
         return found
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _remove_partial_files(folder)
-        files = {path: folder / f"{key}.piece.npz" for path, key in zip(states, keys)}
-        _build_entries(storage, states, files, progress)
-        _combine(folder / key, states, files, base)
-    except OSError as error:
-        raise RequestError(
-            f"{folder} cannot be written ({error.strerror or error}), where the index of the shards is kept; set "
-            "UNFOG_CACHE to a folder with room"
-        ) from error
-    found = _load(folder, key, states)
-    if found is None:
-        raise RequestError(f"{folder} does not keep what is written to it; set UNFOG_CACHE to another folder")
-    return found
 
 
 def plain_url(url: str) -> str:
@@ -167,7 +163,7 @@ def _build_entries(
 
         report(0)  # so that a thread that starts after the stop opens nothing
         try:
-            entry = index_shard(storage, path, states[path], report)
+            entry = IndexEntry.build(storage, path, states[path], report)
         except ImageError as error:
             raise RequestError(
                 f"{sanitize(path)} cannot be read: {error}; restore it, or remove it from the pattern"

@@ -17,7 +17,7 @@ from unfog.data.sources.folder import list_only, no_images_error, sample_digest
 from unfog.data.sources.image_files import open_bytes
 from unfog.data.sources.storage import FileState, open_storage
 from unfog.data.webdataset.remote_shards import RemoteShards, remote_states
-from unfog.data.webdataset.shard_index import ShardIndex, open_shard_index, shard_name
+from unfog.data.webdataset.shard_index import ShardIndex, shard_name
 from unfog.errors import RequestError
 
 _NAMES_AT_ONCE = 65536
@@ -48,7 +48,7 @@ class ShardSource(Source):
             states, failed = remote_states(self._storage, location, options.remote)
         else:
             states = self._storage.states(location.paths)
-        self.index = open_shard_index(self._storage, states, location.base, options.progress)
+        self.index = ShardIndex.open(self._storage, states, location.base, options.progress)
         self.names = _ShardNames(self.index, [shard_name(path, location.base) for path in states])
         self.classes, self.labels, self.folders = self.index.classes, self.index.labels, self.index.folders
         self.ignored, self.unreadable = self.index.ignored, self.index.unreadable

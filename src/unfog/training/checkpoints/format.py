@@ -92,6 +92,41 @@ class CheckpointInfo(NamedTuple):
             name = Path(error.filename or "").name
             raise RunError(str(BrokenCheckpoint(self.folder, f"{name}: {error.strerror}", unreadable=True))) from None
 
+    @classmethod
+    def read(cls, folder: Path) -> CheckpointInfo:
+        """Read a checkpoint's manifest. Raises ValueError, OSError, KeyError or another if it is not valid."""
+        if folder.is_symlink():
+            raise ValueError("the folder is a link")
+        manifest = read_json(folder / MANIFEST)
+        if manifest["format"] not in (FORMAT, FORMAT_SHARDED):
+            raise ValueError(
+                f"its format is {manifest['format']}, and this version reads {FORMAT} and {FORMAT_SHARDED}"
+            )
+        if manifest.pop("sha256") != manifest_digest(manifest):
+            raise ValueError("it is not what was saved (sha256 differs)")
+        files = {
+            name: _CheckpointFile(int(file["bytes"]), str(file["sha256"])) for name, file in manifest["files"].items()
+        }
+        # Neither fewer, which would be no whole checkpoint, nor others, which nothing here has written.
+        if (listed := _merge_shard_names(files)) - {EMA2} != FILES:
+            raise ValueError(f"it lists {sorted(listed)}, not {sorted(FILES)}")
+        if not all(0 <= int(manifest[name]) < 2**53 for name in ("step", "images")):
+            raise ValueError("step or images is no count")
+        loss = manifest["held_out_loss"]
+        return cls(
+            folder,
+            int(manifest["step"]),
+            int(manifest["images"]),
+            bool(manifest["anchor"]),
+            bool(manifest["for_best"]),
+            None if loss is None else float(loss),
+            str(manifest["measure"]),
+            str(manifest.get("chosen_by", HELD_OUT_LOSS)),  # which the first checkpoints did not hold
+            None if (value := manifest.get("value", loss)) is None else float(value),
+            str(manifest["made_on"]),
+            files,
+        )
+
 
 class BrokenCheckpoint(NamedTuple):
     """A folder that should be a checkpoint and is not, and the reason."""
@@ -110,7 +145,7 @@ class BrokenCheckpoint(NamedTuple):
         return f"checkpoint {self.folder.name} is broken and is passed over: {self.reason}"
 
 
-# What `read_manifest` raises.
+# What `CheckpointInfo.read` raises.
 _INVALID = (OSError, ValueError, KeyError, TypeError, ArithmeticError, AttributeError, RecursionError)
 
 
@@ -134,43 +169,12 @@ def list_checkpoints(checkpoints: Path) -> tuple[list[CheckpointInfo], list[Brok
         if folder.name.startswith(".") or not (folder.is_dir() or folder.name.isdecimal()):
             continue  # somebody's notes, say
         try:
-            found.append(with_retries(partial(read_manifest, folder)))
+            found.append(with_retries(partial(CheckpointInfo.read, folder)))
         except _INVALID as error:
             reason = (isinstance(error, OSError) and error.strerror) or str(error)
             broken.append(BrokenCheckpoint(folder, f"{MANIFEST}: {reason}", is_unreadable(error)))
     # By contents, as a folder may have been renamed or copied.
     return sorted(found, key=lambda saved: (saved.images, saved.folder.name)), broken
-
-
-def read_manifest(folder: Path) -> CheckpointInfo:
-    """Read a checkpoint's manifest. Raises ValueError, OSError, KeyError or another if it is not valid."""
-    if folder.is_symlink():
-        raise ValueError("the folder is a link")
-    manifest = read_json(folder / MANIFEST)
-    if manifest["format"] not in (FORMAT, FORMAT_SHARDED):
-        raise ValueError(f"its format is {manifest['format']}, and this version reads {FORMAT} and {FORMAT_SHARDED}")
-    if manifest.pop("sha256") != manifest_digest(manifest):
-        raise ValueError("it is not what was saved (sha256 differs)")
-    files = {name: _CheckpointFile(int(file["bytes"]), str(file["sha256"])) for name, file in manifest["files"].items()}
-    # Neither fewer, which would be no whole checkpoint, nor others, which nothing here has written.
-    if (listed := _merge_shard_names(files)) - {EMA2} != FILES:
-        raise ValueError(f"it lists {sorted(listed)}, not {sorted(FILES)}")
-    if not all(0 <= int(manifest[name]) < 2**53 for name in ("step", "images")):
-        raise ValueError("step or images is no count")
-    loss = manifest["held_out_loss"]
-    return CheckpointInfo(
-        folder,
-        int(manifest["step"]),
-        int(manifest["images"]),
-        bool(manifest["anchor"]),
-        bool(manifest["for_best"]),
-        None if loss is None else float(loss),
-        str(manifest["measure"]),
-        str(manifest.get("chosen_by", HELD_OUT_LOSS)),  # which the first checkpoints did not hold
-        None if (value := manifest.get("value", loss)) is None else float(value),
-        str(manifest["made_on"]),
-        files,
-    )
 
 
 def manifest_digest(manifest: dict[str, Any]) -> str:
@@ -222,7 +226,7 @@ def _find_damage(saved: CheckpointInfo) -> str | None:
 def is_broken(folder: Path) -> bool:
     """Read a checkpoint, and return whether it is broken. Raises OSError or RunError if it cannot be read now."""
     try:
-        return with_retries(partial(read_manifest, folder)).find_damage() is not None
+        return with_retries(partial(CheckpointInfo.read, folder)).find_damage() is not None
     except _INVALID as error:
         if is_unreadable(error):
             raise

@@ -63,6 +63,36 @@ class Mixture(NamedTuple):
     step: int
     """Step of the EMA: that of a snapshot."""
 
+    @classmethod
+    def solve(cls, kept: Sequence[EmaSnapshotFile], width: float, step: int | None = None) -> Mixture:
+        """Return the mixture for an EMA of this width at a step; None is that of the last snapshot.
+
+        Raises:
+            RequestError: the width is out of range, the step is after the last, or too few snapshots lie before it.
+        """
+        profile = PowerEma(width)
+        if not kept:
+            raise RequestError(
+                "this run has no EMA snapshots to rebuild another EMA from; runs of 200 steps or more keep "
+                "them, and shorter runs with --ema-snapshots.every N"
+            )
+        last = kept[-1]
+        step = last.step if step is None else step
+        if not kept[0].step <= step <= last.step:
+            raise RequestError(f"step = {step} must be from {kept[0].step} to {last.step}, as snapshots are of these")
+        used = [one for one in kept if one.step <= step]
+        # Of the snapshot before the step: no snapshot holds the weights since then.
+        step, end = used[-1].step, float(used[-1].updates)
+        pairs = [(one, number) for one in used for number in range(len(one.widths))]
+        gammas = np.array([PowerEma(one.widths[number]).gamma for one, number in pairs])
+        weights, error = _coefficients(gammas, np.array([float(one.updates) for one, _ in pairs]), profile.gamma, end)
+        if error > _MAX_PROFILE_ERROR:
+            raise RequestError(
+                f"ema = {width:g} cannot be rebuilt at step {step:,}: the nearest sum of {len(used)} snapshots has a "
+                f"profile {100 * error:.0f}% away; give a width nearer to {' or '.join(f'{w:g}' for w in last.widths)}"
+            )
+        return cls([(one, n, float(w)) for (one, n), w in zip(pairs, weights)], error, step)
+
 
 def _inner_product(gamma_a: Floats, t_a: Floats, gamma_b: Floats | float, t_b: Floats | float) -> Floats:
     """Integrate the product of two profiles; by logarithms, because the powers alone would overflow."""
@@ -105,36 +135,6 @@ def list_snapshots(folder: Path) -> list[EmaSnapshotFile]:
             continue
     # After a roll-back updates count from where it went back to; what was averaged before that is gone by then.
     return [one for one, after in zip(found, [*found[1:], None]) if after is None or one.updates < after.updates]
-
-
-def solve_mixture(kept: Sequence[EmaSnapshotFile], width: float, step: int | None = None) -> Mixture:
-    """Return the mixture for an EMA of this width at a step; None is that of the last snapshot.
-
-    Raises:
-        RequestError: the width is out of range, the step is after the last, or too few snapshots lie before it.
-    """
-    profile = PowerEma(width)
-    if not kept:
-        raise RequestError(
-            "this run has no EMA snapshots to rebuild another EMA from; runs of 200 steps or more keep "
-            "them, and shorter runs with --ema-snapshots.every N"
-        )
-    last = kept[-1]
-    step = last.step if step is None else step
-    if not kept[0].step <= step <= last.step:
-        raise RequestError(f"step = {step} must be from {kept[0].step} to {last.step}, as snapshots are of these")
-    used = [one for one in kept if one.step <= step]
-    # Of the snapshot before the step: no snapshot holds the weights since then.
-    step, end = used[-1].step, float(used[-1].updates)
-    pairs = [(one, number) for one in used for number in range(len(one.widths))]
-    gammas = np.array([PowerEma(one.widths[number]).gamma for one, number in pairs])
-    weights, error = _coefficients(gammas, np.array([float(one.updates) for one, _ in pairs]), profile.gamma, end)
-    if error > _MAX_PROFILE_ERROR:
-        raise RequestError(
-            f"ema = {width:g} cannot be rebuilt at step {step:,}: the nearest sum of {len(used)} snapshots has a "
-            f"profile {100 * error:.0f}% away; give a width nearer to {' or '.join(f'{w:g}' for w in last.widths)}"
-        )
-    return Mixture([(one, n, float(w)) for (one, n), w in zip(pairs, weights)], error, step)
 
 
 class _EmaSnapshot(NamedTuple):

@@ -62,7 +62,7 @@ class Snapshot(NamedTuple):
         text = json.dumps(_build_manifest(self, files), indent=2) + "\n"
         write_atomic(partial / checkpoint.MANIFEST, text.encode())
         # By the reader itself, before an older checkpoint goes.
-        checkpoint.read_manifest(partial)
+        checkpoint.CheckpointInfo.read(partial)
         checkpoint.read_state_json(partial)
         sync(partial)
         rotation.replace_checkpoint(partial, folder)

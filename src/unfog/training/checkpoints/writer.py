@@ -101,7 +101,7 @@ class CheckpointWriter:
                 return
             seconds, size = round(time.perf_counter() - started - waited, 3), taken.bytes
             if post is not None:  # the manifest lists the shards of the other ranks too
-                whole = checkpoint.read_manifest(self.checkpoints / f"{taken.step:08d}")
+                whole = checkpoint.CheckpointInfo.read(self.checkpoints / f"{taken.step:08d}")
                 size = sum(file.bytes for file in whole.files.values())
             costs = {"snapshot_seconds": round(taken.seconds, 4), "write_seconds": seconds, "bytes": size}
             self._tell("checkpoint", taken, folder=f"{taken.step:08d}", **costs)
