@@ -134,9 +134,6 @@ def with_average(run: Path, change: Callable[[dict[str, torch.Tensor]], object])
     config, state = (saved.folder / checkpoint.CONFIG).read_text(), read_state(saved.folder)
     taken = snapshot.Snapshot(saved.step, tensors, state, saved.anchor, False, config, saved.made_on, 0.0)
     snapshot.write_checkpoint(taken, run / "checkpoints")
-        snapshot.Snapshot(saved.step, tensors, state, saved.anchor, False, config, saved.made_on, 0.0),
-        run / "checkpoints",
-    )
 
 
 def tint(run: Path) -> None:

@@ -181,9 +181,8 @@ class Heartbeat:
             beat = json.loads(read_file(folder / _HEARTBEAT_FILE))
             age = (datetime.now(UTC) - datetime.fromisoformat(beat["time"])).total_seconds()
             # One from the future is of a wrong clock, or forged: it would seem alive for ever.
-            alive = beat["next"] is not None and -_CLOCK_DIFFERENCE <= age <= _MAX_MISSED * min(
-                beat["next"], _MAX_INTERVAL
-            )
+            alive = beat["next"] is not None and age >= -_CLOCK_DIFFERENCE
+            alive = alive and age <= _MAX_MISSED * min(beat["next"], _MAX_INTERVAL)
             alive = alive and not (beat["host"] == socket.gethostname() and _is_gone(int(beat["pid"])))
         except (OSError, ValueError, TypeError, KeyError):
             return None
