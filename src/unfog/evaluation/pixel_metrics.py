@@ -14,7 +14,7 @@ from unfog.evaluation.sliced_wasserstein import compare_sliced
 PIXEL_METRICS = ("sliced", "detail")
 
 
-def compare_pixels(names: Sequence[str], real: Tensor, fake: Tensor, seed: int = 0) -> list[MetricResult]:
+def compare_pixels(names: Sequence[str], real: Tensor, fake: Tensor) -> list[MetricResult]:
     """Return metrics of pixels uint8 [N, C, H, W], [M, C, H, W]: of each name its value, then its parts by scale.
 
     Raises:
@@ -24,5 +24,5 @@ def compare_pixels(names: Sequence[str], real: Tensor, fake: Tensor, seed: int =
     for name in names:
         if name not in PIXEL_METRICS:
             raise RequestError(f"metric = {name!r} of pixels is unknown; give one of {', '.join(PIXEL_METRICS)}")
-        results += compare_sliced(real, fake, seed) if name == "sliced" else compare_detail(real, fake)
+        results += compare_sliced(real, fake) if name == "sliced" else compare_detail(real, fake)
     return results

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from unfog.process.heartbeat import read_heartbeat
+from unfog.process.heartbeat import Heartbeat
 from unfog.process.run_status import RunStatus, best_metric, disk_bytes, find_runs
 from unfog.reporting.records import Row, read_events, read_metrics
 from unfog.serve.metric_columns import MetricColumns
@@ -81,7 +81,7 @@ class RunEntry:
         found = dict(zip(_RECORDS, map(stat_of, self._record_files)))
         samples = stat_of(self._samples_folder)
         # No file changes when a process is killed.
-        killed = self.running and not (read_heartbeat(self.path) or {}).get("alive")
+        killed = self.running and not (Heartbeat.read(self.path) or {}).get("alive")
         stamp = (*found.values(), samples, killed)
         if stamp == self._stamp:
             return False

@@ -19,7 +19,7 @@ from unfog.cli.requests import read_request
 from unfog.config.requests import ResumeRequest, TrainRequest
 from unfog.custom import names_code
 from unfog.errors import RequestError
-from unfog.process.heartbeat import Request, read_heartbeat, write_request
+from unfog.process.heartbeat import Heartbeat, Request, write_request
 from unfog.process.run_folder import next_folder
 from unfog.serve.forms import page_settings, setting_words
 from unfog.serve.run_files import read_settings, read_source
@@ -71,7 +71,7 @@ def send_request(run: RunEntry, what: object) -> dict[str, Any]:
     """Write the file that asks a running run to save, to draw a preview, or to stop. RequestError if none runs."""
     if not isinstance(what, str) or what not in _REQUESTS:
         raise RequestError(f"a run can be asked for {', '.join(_REQUESTS)}")
-    beat = read_heartbeat(run.path)
+    beat = Heartbeat.read(run.path)
     if beat is None or not beat["alive"]:
         raise RequestError(f"{run.name} does not run, so nobody would read the request; resume it first")
     try:

@@ -45,7 +45,7 @@ class RunRecord:
     metrics: Sequence[Row] = ()
     events: Sequence[Row] = ()
     heartbeat: Mapping[str, Any] | None = None
-    """The heartbeat with its age, as `process.heartbeat.read_heartbeat` gives it; None where there is none."""
+    """The heartbeat with its age, as `Heartbeat.read` gives it; None where there is none."""
     saved: Sequence[CheckpointInfo] = ()
     """Oldest first."""
     broken: Sequence[BrokenCheckpoint] = ()
