@@ -284,3 +284,52 @@ def test_a_run_is_watched_and_steered(browser, tmp_path):
     finally:
         training.kill()
         training.wait()
+
+
+def test_curves_are_smoothed_before_they_are_thinned_and_keep_their_spikes(browser, address):
+    page = WatchedPage(browser).page
+    page.goto(address)
+    found = page.evaluate("""async () => {
+      const {smooth, thin, logTicks, sentence} = await import('./static/curves.js');
+      const x = Array.from({length: 50000}, (_, i) => i), y = x.map((i) => Math.sin(i / 5000));
+      y[34567] = 9;
+      y[45678] = -9;
+      const kept = thin(x, y, 0, 50000, 300), near = thin(x, y, 34000, 34900, 300), line = smooth(x, x.map((i) => i % 2), 100);
+      return {
+        kept: kept.length,
+        rising: kept.every((one, i) => !i || one > kept[i - 1]),
+        spikes: [34567, 45678].every((i) => kept.includes(i)), ends: [kept[0], kept.at(-1)],
+        near: near.length, constant: smooth(x, x.map(() => 3), 10).every((v) => Math.abs(v - 3) < 1e-9),
+        middle: line.slice(5000).every((v) => Math.abs(v - 0.5) < 0.01), none: smooth(x, y, 0) === y,
+        ticks: logTicks(0.01, 100), few: logTicks(0.3, 0.4).length,
+        said: sentence('loss', 'step', [1, 2, 3], [2, 0.5, 1]),
+      };
+    }""")
+    assert 600 < found["kept"] <= 1204
+    assert found["near"] == 902  # few enough to be exact, with a point beside each end
+    assert found["ends"] == [0, 49999]
+    assert all(found[name] for name in ("rising", "spikes", "constant", "middle", "none"))
+    assert found["ticks"] == pytest.approx([0.01, 0.1, 1, 10, 100])
+    assert 3 <= found["few"] <= 9
+    assert found["said"] == "loss fell from 2 to 1 up to step 3; lowest 0.5 at step 2, highest 2 at step 1."
+
+
+def test_a_long_run_comes_thinned_and_is_exact_where_it_is_zoomed(browser, tmp_path):
+    folder = make_run(tmp_path / "runs" / "long", 0.002)
+    rows = [
+        json.dumps({"step": i, "images": i * 8, "seconds": i / 9, "loss": 9.0 if i == 77_777 else 1.0 + i % 7 / 10})
+        for i in range(120_000)
+    ]
+    (folder / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    with serving(tmp_path / "runs") as (address, _):
+        page = WatchedPage(browser).page
+        page.goto(address)
+        page.click("a:text-is('long')")
+        page.wait_for_selector("unfog-chart canvas", timeout=60_000)
+        raw = "document.querySelector('unfog-chart').series[0]"
+        assert page.evaluate(f"{raw}.x.length") <= 4000
+        assert page.evaluate(f"Math.max(...{raw}.high)") == 9
+        page.evaluate("import('./static/chart.js').then((module) => module.zoom([77700, 77900]))")
+        until(page, f"{raw}.x.length && !{raw}.high")
+        assert page.evaluate(f"{raw}.y[{raw}.x.indexOf(77777)]") == 9
+        assert page.evaluate(f"{raw}.x.filter((x) => x >= 77700 && x <= 77900).length") == 201

@@ -88,8 +88,9 @@ class Chart extends View {
 		this.plot = null;
 	}
 
+	// A curve that is not positive throughout has no logarithm. Found once for each curve, as it takes all of its points.
 	get usesLog() {
-		return this.log && this.series.some((one) => one.y.length) && this.series.every((one) => one.y.every((v) => v > 0));
+		return this.log && this.series.some((one) => one.y.length) && this.series.every((one) => (one.positive ??= one.y.every((v) => v > 0)));
 	}
 
 	render() {
@@ -156,16 +157,20 @@ class Chart extends View {
 	// The points that the pixels can show, of all curves over one common x.
 	points(width) {
 		const [low, high] = range || extent();
-		const picked = this.series.map((one) => thin(one.x, one.y, low, high, width));
-		const xs = [...new Set(picked.flatMap((rows, s) => rows.map((i) => this.series[s].x[i])))].sort((a, b) => a - b);
-		const where = new Map(xs.map((x, i) => [x, i]));
+		const picked = this.series.map((one) => thin(one.x, one.y, low, high, width / 2));
+		const all = Float64Array.from(picked.flatMap((rows, s) => rows.map((i) => this.series[s].x[i]))).sort();
+		const xs = Array.from(all.filter((x, i) => x !== all[i - 1]));
 		const value = this.usesLog ? (v) => (v > 0 ? Math.log10(v) : null) : (v) => v;
 		const data = [xs];
 		this.series.forEach((one, s) => {
 			const columns = one.low ? [one.y, one.low, one.high] : [one.y];
 			for (const from of columns) {
 				const column = new Array(xs.length); // undefined: this curve has no point here, and its line passes
-				for (const i of picked[s]) column[where.get(one.x[i])] = value(from[i]);
+				let j = 0;
+				for (const i of picked[s]) {
+					while (xs[j] < one.x[i]) j++;
+					column[j] = value(from[i]);
+				}
 				data.push(column);
 			}
 		});
@@ -178,7 +183,13 @@ class Chart extends View {
 		if (!box || !this.seen || !box.clientWidth) return;
 		const [data, low, high] = this.points(box.clientWidth);
 		let least = Infinity, most = -Infinity;
-		for (const column of data.slice(1)) for (const v of column) if (v !== undefined && v !== null) [least, most] = [Math.min(least, v), Math.max(most, v)];
+		for (const column of data.slice(1)) {
+			for (const v of column) {
+				if (v === undefined || v === null) continue;
+				if (v < least) least = v;
+				if (v > most) most = v;
+			}
+		}
 		if (!(least <= most)) [least, most] = [0, 1];
 		const spread = most - least || Math.abs(most) || 1;
 		this.limits = {x: [low, high > low ? high : low + 1], y: [this.zero && least >= 0 && !this.usesLog ? 0 : least - 0.06 * spread, most + 0.06 * spread]};

@@ -37,14 +37,13 @@ export function thin(x, y, low, high, bins) {
 		for (let i = from; i < to; i++) kept.push(i);
 		return kept;
 	}
-	const scale = bins / (high - low || 1);
+	const width = (high - low) / bins || 1;
 	for (let i = from; i < to; ) {
-		const bin = Math.floor((x[i] - low) * scale);
-		const first = i;
+		const first = i, end = low + width * (Math.floor((x[i] - low) / width) + 1);
 		let least = i, most = i;
-		for (; i < to && Math.floor((x[i] - low) * scale) === bin; i++) {
+		for (i++; i < to && x[i] < end; i++) {
 			if (y[i] < y[least]) least = i;
-			if (y[i] > y[most]) most = i;
+			else if (y[i] > y[most]) most = i;
 		}
 		const [a, b] = least < most ? [least, most] : [most, least];
 		kept.push(first);

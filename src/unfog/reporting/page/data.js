@@ -166,6 +166,7 @@ export class ServerData {
 	async update(id, rows) {
 		const store = this.store(id);
 		if (store.busy) return store.busy.then(() => store);
+		if (rows > EXACT && performance.now() < store.next) return store;
 		const fetched = rows > EXACT ? this.thinned(id, store) : this.newer(id, store);
 		store.busy = fetched.finally(() => (store.busy = null));
 		return store.busy.then(() => store);
@@ -176,17 +177,17 @@ export class ServerData {
 		store.add(decode(await (await this.ask(`api/runs/${id}/metrics?${query}`)).arrayBuffer()));
 	}
 
-	// Bins of a run that is too long to be sent whole.
+	// Bins of a run that is too long to be sent whole; not at every line that it logs.
 	async thinned(id, store) {
-		const whole = await this.part(id, "step", -1e300, 1e300);
-		Object.assign(store, {held: whole.held, rows: whole.rows, offset: whole.offset, version: store.version + 1});
+		const whole = await this.part(id, "step");
+		Object.assign(store, {held: whole.held, rows: whole.rows, offset: whole.offset, version: store.version + 1, next: performance.now() + 10000});
 	}
 
-	// The rows with `over` from low to high, thinned where there are many.
-	async part(id, over, low, high, points = 4000) {
+	// The rows with `over` from low to high, or all, thinned where there are many.
+	async part(id, x, limits = {}, points = 2000) {
 		const store = new Store();
-		const columns = this.columns.get(String(id)).slice(0, 250).map(encodeURIComponent).join(",");
-		store.add(decode(await (await this.ask(`api/runs/${id}/thinned?x=${over}&low=${low}&high=${high}&points=${points}&columns=${columns}`)).arrayBuffer()));
+		const query = new URLSearchParams({x, ...limits, points, columns: this.columns.get(String(id)).slice(0, 250)});
+		store.add(decode(await (await this.ask(`api/runs/${id}/thinned?${query}`)).arrayBuffer()));
 		return store;
 	}
 

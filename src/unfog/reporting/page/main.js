@@ -100,7 +100,7 @@ class Page extends View {
 
 	updated() {
 		const {view} = route();
-		if (this.data.steers) document.title = `${{run: "Run", compare: "Comparison", start: "Start a run", draw: "Draw"}[view] || "Runs"} · Unfog`;
+		if (this.data.steers && view !== "run") document.title = `${{compare: "Comparison", start: "Start a run", draw: "Draw"}[view] || "Runs"} · Unfog`;
 	}
 }
 customElements.define("unfog-page", Page);

@@ -53,7 +53,7 @@ class Panels extends View {
 			for (const run of range && this.data.steers ? this.runs.filter((one) => one.rows > EXACT) : []) {
 				const held = this.parts.get(run.id), [low, high] = range, width = high - low;
 				if (held && held.over === over && held.low <= low && held.high >= high && held.high - held.low < 6 * width) continue;
-				const store = await this.data.part(run.id, over, low - width, high + width).catch(() => null);
+				const store = await this.data.part(run.id, over, {low: low - width, high: high + width}).catch(() => null);
 				if (store) this.parts.set(run.id, {over, low: low - width, high: high + width, store});
 			}
 			this.requestUpdate();
@@ -74,7 +74,11 @@ class Panels extends View {
 	}
 
 	render() {
-		const {over, axes, share, log} = this.settings(), set = (changes) => { keep(changes); this.requestUpdate(); };
+		const {over, axes, share, log} = this.settings();
+		// Only the curves that are shown are kept: a long run has many points.
+		if (this.shown !== `${over} ${share}`) this.cached.clear();
+		this.shown = `${over} ${share}`;
+		const set = (changes) => { keep(changes); this.requestUpdate(); };
 		const charts = present(this.runs.map((run) => run.store));
 		if (!charts.length) return html`<p class="empty">Nothing has been logged yet: the first line is written after the first step.</p>`;
 		return html`<div class="bar tools-bar" role="group" aria-label="Settings of the charts">

@@ -8,7 +8,7 @@ import {marksOf} from "./panels.js";
 const CELLS = ["metric", "value", "95% interval", "real images", "n", "reference", "features", "resize"];
 
 class Run extends View {
-	static properties = ["data", "run", "detail", "events", "version", "failed", "find"];
+	static properties = ["data", "run", "detail", "events", "version", "failed", "find", "resuming"];
 
 	constructor() {
 		super();
@@ -78,6 +78,10 @@ class Run extends View {
 				${run.events_left_out ? html`<p class="soft">${count(run.events_left_out)} earlier events are in events.jsonl.</p>` : nothing}</section>`;
 	}
 
+	updated() {
+		if (this.detail) document.title = `${this.detail.name} · Unfog`;
+	}
+
 	goTo(name) {
 		const section = document.getElementById(name);
 		section.scrollIntoView({behavior: matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth"});
@@ -110,7 +114,7 @@ class Run extends View {
 		return html`<section class="steering"><h2 class="hidden">Steer</h2>
 			${training ? [["Save now", "save"], ["Preview now", "preview"], ["Stop", "stop"]].map(([label, what]) => ask(label, `${base}/ask`, c[what], {what})) : nothing}
 			${ask("Run the doctor", "api/doctor", c.doctor, {run: run.id})}
-			${training ? nothing : html`<details><summary>Resume, with changed settings if you like</summary><unfog-form .data=${this.data} .kind=${"resume"} .path=${`${base}/resume`}></unfog-form></details>`}
+			${training ? nothing : html`<details @toggle=${(e) => (this.resuming ||= e.target.open)}><summary>Resume, with changed settings if you like</summary>${this.resuming ? html`<unfog-form .data=${this.data} .kind=${"resume"} .path=${`${base}/resume`}></unfog-form>` : nothing}</details>`}
 			<details><summary>Other commands</summary>${Object.entries(c).filter(([name]) => !/^(save|preview|stop|doctor)$/.test(name)).map(([, line]) => html`<p>${command(line)}</p>`)}</details></section>`;
 	}
 

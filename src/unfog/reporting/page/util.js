@@ -68,8 +68,10 @@ export const COLOURS = ["#2f7fd0", "#d9822b", "#1f9d76", "#b565b0", "#c8503c", "
 // Runs differ by dashes as well: colours alone exclude people.
 export const DASHES = [[], [7, 3], [2, 3], [9, 3, 2, 3], [4, 2], [12, 4], [1, 4], [9, 3, 2, 3, 2, 3]];
 
+const whole = new Intl.NumberFormat("en-US", {maximumFractionDigits: 0}); // made once, as that is slow
+
 export function count(value) {
-	return Number.isFinite(value) ? Math.round(value).toLocaleString("en-US") : "–";
+	return Number.isFinite(value) ? whole.format(value) : "–";
 }
 
 export function number(value) {
