@@ -294,7 +294,8 @@ def test_curves_are_smoothed_before_they_are_thinned_and_keep_their_spikes(brows
       const x = Array.from({length: 50000}, (_, i) => i), y = x.map((i) => Math.sin(i / 5000));
       y[34567] = 9;
       y[45678] = -9;
-      const kept = thin(x, y, 0, 50000, 300), near = thin(x, y, 34000, 34900, 300), line = smooth(x, x.map((i) => i % 2), 100);
+      const kept = thin(x, y, 0, 50000, 300), near = thin(x, y, 34000, 34900, 300);
+      const line = smooth(x, x.map((i) => i % 2), 100);
       return {
         kept: kept.length,
         rising: kept.every((one, i) => !i || one > kept[i - 1]),
