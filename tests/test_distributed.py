@@ -146,11 +146,25 @@ def test_who_hangs_is_named_with_what_it_was_at():
     assert "rank 0" in _find_failed_rank(alone, {0: 61.0, 1: 3.0}, 60.0)
 
 
+STATUS = _RankStatus(1.0, first_square=0, first_images=0, stop=0, save=0, preview=0, plan=0, microbatch=0)
+
+
+def test_all_ranks_do_what_the_first_was_asked_for():
+    """Its folder is that of the run; a stop that any of them is asked for counts."""
+    for wish in ("save", "preview", "plan", "stop"):
+        for rank in (0, 1):
+            hooks, state = CoordinatedHooks(TrainingHooks(), World(1, 2)), SimpleNamespace(microbatch=0)
+            statuses = torch.tensor([STATUS._replace(**{wish: float(rank == asked)}) for asked in (0, 1)])
+            hooks.apply_statuses(statuses.flatten().tolist(), statuses, state)
+            decided = {"save": hooks.save_requested(), "preview": hooks.preview_requested()}
+            decided |= {"plan": hooks.plan_due(), "stop": hooks.stop_requested()}
+            assert decided == {name: name == wish and (rank == 0 or wish == "stop") for name in decided}
+
+
 @pytest.mark.parametrize("own", [0, 2, 3, 4])
 def test_ranks_agree_on_the_smallest_micro_batch_of_those_that_ran_out_of_memory(own):
     hooks, state = CoordinatedHooks(TrainingHooks(), World(0, 3)), SimpleNamespace(microbatch=own)
-    norms = _RankStatus(norm=1.0, first_square=0.0, first_images=0.0, stop=0.0, save=0.0, plan=0.0, microbatch=0.0)
-    statuses = torch.tensor([norms._replace(microbatch=float(images)) for images in (own, 0, 2)])
+    statuses = torch.tensor([STATUS._replace(microbatch=float(images)) for images in (own, 0, 2)])
     hooks.apply_statuses(statuses.flatten().tolist(), statuses, state)
     assert state.microbatch == 2
 

@@ -195,13 +195,28 @@ def test_requests_that_cannot_be_removed_are_met_once(tmp_path, capfd):
     assert capfd.readouterr().err.count("\n") == 1
 
 
+def test_a_preview_is_requested_once_for_each_file(tmp_path):
+    with fast(tmp_path) as pulse:
+        for _ in range(2):
+            assert not pulse.preview_requested
+            (tmp_path / "PREVIEW").touch()
+            wait_until(lambda: pulse.preview_requested)
+            assert not (tmp_path / "PREVIEW").exists()
+            time.sleep(0.15)
+            assert pulse.preview_requested  # until the session generates it
+            pulse.preview_requested = False
+        assert not pulse.save_requested
+
+
 def test_requests_from_before_the_start_are_not_obeyed_and_that_is_said(tmp_path, capsys):
     (tmp_path / "SAVE").touch()
+    (tmp_path / "PREVIEW").touch()
     (tmp_path / "STOP").mkdir()
     stop = StopSignals()
     with fast(tmp_path, stop) as pulse:
         time.sleep(0.3)
         assert not pulse.save_requested
+        assert not pulse.preview_requested
         assert not stop()
     assert not (tmp_path / "SAVE").exists()
     said = capsys.readouterr().err
