@@ -13,7 +13,7 @@ from PIL import Image
 import forked
 import unfog
 from conftest import NETWORK
-from unfog.commands.sample import _MAX_IN_GRID, _write_images
+from unfog.commands.sample import _MAX_IN_GRID, _write_grid
 from unfog.config.presets import preset
 from unfog.diffusion.noise import VP, Cosine, LogitNormal
 from unfog.diffusion.sampler import NoiseSource, Sampler
@@ -21,6 +21,7 @@ from unfog.errors import RequestError
 from unfog.models.settings import SIZES
 from unfog.pipeline.generate import parse_labels, sample_grid
 from unfog.pipeline.image_files import DenoisingStrip
+from unfog.pipeline.sample_folder import SampleFolder
 from unfog.planning.auto_settings import AutoSettings, parse_duration
 from unfog.planning.intervals import _round_down_to_125, choose_intervals
 from unfog.reporting.records import read_events, read_metrics
@@ -183,7 +184,9 @@ def test_sample_command(run, tmp_path):
 
 def test_a_grid_of_very_many_pictures_shows_the_first(tmp_path, capsys):
     pictures = np.random.default_rng(0).integers(0, 256, (_MAX_IN_GRID + 1, 1, 1, 1), np.uint8)
-    _write_images(tmp_path, pictures, [], None)
+    folder = SampleFolder(tmp_path, "digest", len(pictures))
+    folder.write(range(len(pictures)), pictures)
+    _write_grid(folder)
     assert len(list(tmp_path.glob("0*.png"))) == _MAX_IN_GRID + 1
     assert np.array_equal(np.asarray(Image.open(tmp_path / "grid.png")), sample_grid(pictures[:_MAX_IN_GRID], []))
     assert "grid.png shows the first 1,000 of 1,001 samples" in capsys.readouterr().err

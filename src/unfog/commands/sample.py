@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,20 +15,19 @@ from unfog.config.run_requests import SampleRequest, SamplingRequest, is_model
 from unfog.config.validate import check_out, check_sampler, override_sampler, report_dropped_levels
 from unfog.config.values import quote
 from unfog.errors import RequestError
+from unfog.pipeline.sample_folder import SampleFolder, is_unfinished, unfinished_or_new
 from unfog.process.run_folder import RunFolder, unused_path
 from unfog.reporting.image_grids import Pixels, grid, save_png, with_caption
 from unfog.reporting.progress import Progress, print_result, say
-from unfog.text import sanitize
 
 if TYPE_CHECKING:
     from unfog.config.schema import Config
     from unfog.diffusion.editing import Edit
     from unfog.diffusion.sampler import Observe, Sampler
     from unfog.diffusion.steps import SamplingStep
-    from unfog.inference.run import Run
+    from unfog.inference.run import PreparedSampling, Run
     from unfog.pipeline.image_files import DenoisingStrip
 
-_LONGEST_NAME = 40  # characters of a class in the name of a file
 _MAX_IN_GRID = 1000  # samples; a grid of ten thousand takes more memory than generating them, and few programs open it
 
 
@@ -84,15 +83,16 @@ def _load(request: SampleRequest) -> Run:
 
 def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Callable[[], Run]) -> Path:
     """Generate images, write them, and return their folder."""
-    check_out(request.out or unused_path(request.run / "pictures"), what="the folder of the samples")
+    if request.out is None or not is_unfinished(request.out):
+        check_out(request.out or unused_path(request.run / "pictures"), what="the folder of the samples")
     if request.animate is not None:
         _check_animation(request.animate)
     # Imported only now, as torch takes seconds: a wrong request is refused before.
-    from unfog.pipeline.animation import DenoisingAnimation
+    from unfog.pipeline.animation import MOST_SAMPLES, DenoisingAnimation
     from unfog.pipeline.generate import parse_labels
     from unfog.pipeline.image_files import DenoisingStrip, build_edit
 
-    parse_labels(request.label, stored.classes)  # before the weights are read
+    labels = parse_labels(request.label, stored.classes)  # before the weights are read
     edit = build_edit(stored, request.image, request.mask, request.strength, request.repeats)
     run = load()
     report_dropped_levels(stored.sampler, sampler)
@@ -100,22 +100,36 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
     strip = DenoisingStrip(diffusion.schedule, run.decode) if request.strip else None
     steps = edit.steps(sampler.steps) if edit else sampler.steps
     animation = DenoisingAnimation(diffusion.path, steps, run.decode) if request.animate else None
-    observe = _observe_all(strip, animation)
-    known = request.ema is None and run.checkpoint.step
-    label = f"sampling from step {run.checkpoint.step:,}" if known else "sampling"
     settings = {f.name: getattr(request, f.name) for f in fields(SamplingRequest)}
     inputs = {name: getattr(request, name) for name in ("label", "image", "mask")}
     guide = request.guide if request.guide_checkpoint is None else request.guide_checkpoint
-    with Progress(label, request.n) as progress:
-        images = run.sample(**settings, **inputs, guide=guide, progress=progress.update, observe=observe)
-    if sampler.kind == "adaptive":
-        say(f"  adaptive took up to {run.calls} network calls")
-    out = request.out or unused_path(run.path / "pictures")
-    classes = [run.classes[i] for i in parse_labels(request.label, run.classes)]
-    _write_images(out, images, classes, strip, edit, run.sampled)
-    if animation is not None and request.animate is not None:
-        animation.save(request.animate, images)
+    prepared = run.prepare(**settings, **inputs, guide=guide)
+    digest = run.digest(prepared)
+    with unfinished_or_new(request.out, run.path / "pictures", digest) as out:
+        folder = SampleFolder(out, digest, request.n, [run.classes[i] for i in labels], prepared.caption)
+        known = request.ema is None and run.checkpoint.step
+        label = f"sampling from step {run.checkpoint.step:,}" if known else "sampling"
+        _draw(run, prepared, folder, _observe_all(strip, animation), label)
+        if animation is not None and request.animate is not None:
+            animation.save(request.animate, folder.first(MOST_SAMPLES))
+        _write_grid(folder, edit, strip)
     return out
+
+
+def _draw(run: Run, prepared: PreparedSampling, folder: SampleFolder, observe: Observe | None, label: str) -> None:
+    """Generate and write the samples that are missing, batch by batch."""
+
+    def skip(numbers: range) -> bool:
+        observed = observe is not None and numbers.start == 0
+        return not observed and folder.holds(numbers)
+
+    start = next((number for number in range(folder.count) if not folder.holds(range(number, number + 1))), 0)
+    with Progress(label, folder.count, start) as progress:
+        for numbers, samples in run.draw(prepared, observe, skip):
+            folder.write(numbers, samples)
+            progress.update(numbers.stop)
+    if prepared.generation.sampler.kind == "adaptive" and run.calls:
+        say(f"  adaptive took up to {run.calls} network calls")
 
 
 def _observe_all(*observers: Observe | None) -> Observe | None:
@@ -139,40 +153,21 @@ def _edit_grid(edit: Edit, samples: Pixels) -> Pixels:
     return grid(np.concatenate([np.stack(first), samples]))
 
 
-def _write_images(
-    folder: Path,
-    samples: Pixels,
-    classes: Sequence[str],
-    strip: DenoisingStrip | None,
-    edit: Edit | None = None,
-    settings: Sequence[str] = (),
-) -> None:
-    """Write 000000-CLASS.png, 000001-CLASS.png, …, grid.png, and strip.png if sampling was observed.
+def _write_grid(folder: SampleFolder, edit: Edit | None = None, strip: DenoisingStrip | None = None) -> None:
+    """Write grid.png of the first thousand samples, and strip.png if sampling was observed; the folder is done then.
 
-    The grid shows the first thousand samples; those of an edit come after the edited image and its mask. The samples
-    cycle through the `classes`. The `settings` are stored in each file, and are the caption of the grid.
+    The samples of an edit come after the edited image and its mask.
     """
     from unfog.pipeline.generate import sample_grid
 
-    folder.mkdir(parents=True, exist_ok=True)
-    for number, sample in enumerate(samples):
-        name = sanitize(classes[number % len(classes)]) if classes else ""
-        text = {"Class": name} if name else {}
-        text |= {"Settings": sanitize(", ".join([*settings, f"sample {number}"]))} if settings else {}
-        save_png(folder / f"{number:06d}{_in_file_name(name)}.png", sample, text=text)
-    if len(samples) > _MAX_IN_GRID:
-        say(f"  grid.png shows the first {_MAX_IN_GRID:,} of {len(samples):,} samples")
-    first = samples[:_MAX_IN_GRID]
-    image = _edit_grid(edit, first) if edit else sample_grid(first, classes)
-    save_png(folder / "grid.png", with_caption(image, settings) if settings else image)
+    if folder.count > _MAX_IN_GRID:
+        say(f"  grid.png shows the first {_MAX_IN_GRID:,} of {folder.count:,} samples")
+    first = folder.first(_MAX_IN_GRID)
+    image = _edit_grid(edit, first) if edit else sample_grid(first, folder.classes)
+    save_png(folder.path / "grid.png", with_caption(image, folder.settings) if folder.settings else image)
     if strip is not None:
-        save_png(folder / "strip.png", strip.image())
-
-
-def _in_file_name(name: str) -> str:
-    """Return a class as part of a file name: "-T_shirt"; letters and digits of any language stay."""
-    plain = "".join(c if c.isalnum() or c in "-_" else "_" for c in name)[:_LONGEST_NAME]
-    return f"-{plain}" if plain else ""
+        save_png(folder.path / "strip.png", strip.image())
+    folder.finish()
 
 
 def _check_animation(file: Path) -> None:

@@ -21,7 +21,7 @@ from unfog.evaluation.pixel_metrics import PIXEL_METRICS
 from unfog.inference.compare_images import Comparison, reference_rows
 from unfog.inference.compute_metrics import compute_metrics
 from unfog.inference.evaluation_files import ARITHMETIC, FORMAT, Evaluation, EvaluationSetup, GeneratedSamples
-from unfog.inference.loaded_run import LoadedRun
+from unfog.inference.loaded_run import LoadedRun, weights_digest
 from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_labels
 from unfog.pipeline.load_data import load_images
 from unfog.planning.timing import cost_per_sample
@@ -185,7 +185,7 @@ def _samples_key(run: LoadedRun, setup: EvaluationSetup) -> str:
     how: tuple[object, ...] = (generation.sampler, labels, generation.seed, generation.guidance, generation.interval)
     # fp32 adds nothing, so that samples from before there was a choice of precision are found.
     how += () if generation.precision == "fp32" else (generation.precision,)
-    settings = (_weights_digest(run.network), run.config.diffusion, how)
+    settings = (weights_digest(run.network), run.config.diffusion, how)
     return hashlib.sha256(repr((FORMAT, settings, generation.batch)).encode()).hexdigest()[:16]
 
 
@@ -243,15 +243,6 @@ def _forget_sample_features(setup: EvaluationSetup, samples: GeneratedSamples | 
     # Only the features of real images are used again, for the next checkpoint; the samples themselves stay.
     if setup.compared.features is not None and samples is not None:
         delete_features(samples.key, len(samples), setup.compared.features)
-
-
-def _weights_digest(network: torch.nn.Module) -> str:
-    """Return the sha256 of the weights, whichever file they were loaded from."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(network.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _wall_seconds(work: Callable[[], object], warm: bool = True) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -200,3 +201,12 @@ def _rebuild(mix: Mixture) -> dict[str, Tensor]:
     except (OSError, SafetensorError, RuntimeError) as error:
         raise RunError(f"an EMA snapshot cannot be read: {error}; remove it, and the others are used") from None
     return averaged
+
+
+def weights_digest(network: nn.Module) -> str:
+    """Return the sha256 of the weights, whichever file they were loaded from."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(network.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 from PIL import Image
+from torch import nn
 
 from unfog.config.aliases import SAMPLING, usual_arguments
 from unfog.config.export_request import ExportSettings
@@ -18,11 +20,13 @@ from unfog.config.schema import Config
 from unfog.config.toml import update
 from unfog.config.validate import path_text
 from unfog.diffusion.denoiser import Denoiser
+from unfog.diffusion.editing import Edit
 from unfog.diffusion.sampler import Observe
 from unfog.errors import RequestError
-from unfog.inference.loaded_run import LoadedRun
-from unfog.pipeline.generate import GenerationSettings, generate_images, parse_labels
+from unfog.inference.loaded_run import LoadedRun, weights_digest
+from unfog.pipeline.generate import GenerationSettings, generate_batches, parse_labels
 from unfog.pipeline.image_files import ImageInput, build_edit
+from unfog.reporting.image_grids import Pixels
 from unfog.reporting.notebook_html import figure, table
 from unfog.training.precision import DTYPES
 
@@ -31,6 +35,16 @@ if TYPE_CHECKING:
 
 # A weaker run, loaded, or its folder, "RUN" or "RUN:STEP"; or the step of another checkpoint of the same run.
 Guide = LoadedRun | str | PathLike[str] | int
+
+
+class PreparedSampling(NamedTuple):
+    """A checked request for samples."""
+
+    generation: GenerationSettings
+    guide: Denoiser | None
+    edit: Edit | None
+    caption: tuple[str, ...]
+    """How the images are generated: run, step, weights, sampler, guidance, seed."""
 
 
 class Samples(np.ndarray[tuple[int, ...], np.dtype[np.uint8]]):
@@ -130,6 +144,25 @@ class Run(LoadedRun):
         Raises:
             RequestError: a setting, an image or a mask is not valid, or the guide does not fit or does not exist.
         """
+        prepared = self.prepare(n, label=label, guide=guide, image=image, mask=mask, **settings)
+        side = self.config.data.size
+        samples = [np.zeros((0, side, side, self.config.data.channels), np.uint8)]  # where it was stopped at once
+        for numbers, batch in self.draw(prepared, observe):
+            samples.append(batch)
+            progress(numbers.stop)
+        return Samples.of(np.concatenate(samples), ", ".join(self.sampled))
+
+    def prepare(
+        self,
+        n: int = 16,
+        *,
+        label: Sequence[str | int] | str | int = (),
+        guide: Guide | None = None,
+        image: ImageInput | None = None,
+        mask: ImageInput | None = None,
+        **settings: Any,
+    ) -> PreparedSampling:
+        """Check a request and read its files. Arguments and errors are those of `sample`."""
         settings = usual_arguments(settings, SAMPLING)
         label = settings.pop("label", label)
         request = update(SamplingRequest(), {"n": n, **settings}, "")
@@ -148,13 +181,32 @@ class Run(LoadedRun):
             to_seed=request.to_seed,
         )
         edit = build_edit(self.config, image, mask, request.strength, request.repeats)
-        calls: list[int] = []
-        samples = generate_images(
-            self.network, self.config, generation, progress, observe, guide=weaker, calls=calls.append, edit=edit
-        )
-        self.sampled = self._describe(generation)
-        self.calls = max(calls, default=0)  # the adaptive sampler takes another number for each batch
-        return Samples.of(samples, ", ".join(self.sampled))
+        return PreparedSampling(generation, weaker, edit, self._describe(generation))
+
+    def draw(
+        self,
+        prepared: PreparedSampling,
+        observe: Observe | None = None,
+        skip: Callable[[range], bool] = lambda numbers: False,
+    ) -> Iterator[tuple[range, Pixels]]:
+        """Yield (numbers, images uint8 [n, H, W, C]) of each batch, but for those that `skip` is true of."""
+        generation, guide, edit, _ = prepared
+        self.sampled, self.calls = prepared.caption, 0
+
+        def count(calls: int) -> None:
+            self.calls = max(self.calls, calls)  # the adaptive sampler takes another number for each batch
+
+        return generate_batches(self.network, self.config, generation, observe, guide, count, edit, skip)
+
+    def digest(self, prepared: PreparedSampling) -> str:
+        """Return a digest of all that the images depend on, to the bit."""
+        generation, guide, edit, _ = prepared
+        of: list[object] = [self.config, generation, weights_digest(self.network)]
+        if guide is not None:
+            of += [guide.diffusion, weights_digest(cast(nn.Module, guide.network))]
+        if edit is not None:
+            of += [edit.strength, edit.repeats, edit.image.tolist(), edit.unknown is not None and edit.unknown.tolist()]
+        return hashlib.sha256(repr(of).encode()).hexdigest()
 
     def export(self, out: str | PathLike[str], **settings: Any) -> Path:
         """Write the network into a new folder, for programs that do not know Unfog; return the folder.

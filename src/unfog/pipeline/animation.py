@@ -17,7 +17,7 @@ from unfog.pipeline.latents import Decode
 from unfog.reporting.image_grids import Pixels, grid
 from unfog.safe_files import write_atomic
 
-_MOST_SAMPLES, _MOST_FRAMES = 16, 120
+MOST_SAMPLES, _MOST_FRAMES = 16, 120
 _SECONDS = 3.0  # of all steps, as far as a frame then lasts from 30 to 200 ms
 _LAST = 1500  # milliseconds for which the finished samples stay
 
@@ -41,7 +41,7 @@ class DenoisingAnimation:
         if step % self._every or first > 0:
             return
         alpha, sigma = self._path(torch.tensor(logsnr, dtype=torch.float64))
-        scaled = x_t[:_MOST_SAMPLES] / float((alpha**2 + sigma**2).sqrt())
+        scaled = x_t[:MOST_SAMPLES] / float((alpha**2 + sigma**2).sqrt())
         self._frames.append(to_pixels(self._decode(scaled)).permute(0, 2, 3, 1).cpu().numpy())
 
     def save(self, file: Path, samples: Pixels) -> None:

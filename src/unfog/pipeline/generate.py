@@ -74,7 +74,6 @@ def default_generation(config: Config, count: int, batch: int) -> GenerationSett
     return GenerationSettings(count, config.sampler, labels, guidance=guidance, interval=interval, batch=batch)
 
 
-@torch.inference_mode()
 def generate_images(
     network: nn.Module,
     config: Config,
@@ -87,10 +86,32 @@ def generate_images(
 ) -> Pixels:
     """Return samples, uint8 [N, H, W, C]. The network is in evaluation mode meanwhile.
 
-    `progress` is called with the number of finished samples, `calls` with the network evaluations of each batch, and
-    `observe` at every step of every batch. Where `observe` returns True, that batch is dropped and the N samples of the
-    batches before it are returned. `edit` is an image to start from, or to paint into.
-    `guide` is a weaker denoiser for autoguidance; None guides away from the unconditional output.
+    `progress` is called with the number of finished samples, the rest is of `generate_batches`.
+    """
+    size = config.data.size
+    samples = [np.zeros((0, size, size, config.data.channels), np.uint8)]
+    for numbers, batch in generate_batches(network, config, settings, observe, guide, calls, edit):
+        samples.append(batch)
+        progress(numbers.stop - settings.first)
+    return np.concatenate(samples)
+
+
+@torch.inference_mode()
+def generate_batches(
+    network: nn.Module,
+    config: Config,
+    settings: GenerationSettings,
+    observe: Observe | None = None,
+    guide: Labelled | None = None,
+    calls: Callable[[int], None] = lambda calls: None,
+    edit: Edit | None = None,
+    skip: Callable[[range], bool] = lambda numbers: False,
+) -> Iterator[tuple[range, Pixels]]:
+    """Yield (numbers, samples uint8 [n, H, W, C]) of each batch, but for those whose numbers `skip` is true of.
+
+    `calls` is called with the network evaluations of each batch, and `observe` at every step of every batch. Where
+    `observe` returns True, that batch is dropped, and it is the last. `edit` is an image to start from, or to paint
+    into. `guide` is a weaker denoiser for autoguidance; None guides away from the unconditional output.
     """
     device = next(network.parameters()).device
     shape, decode = input_shape(config), latent_decoder(config, device)
@@ -98,11 +119,12 @@ def generate_images(
     # Known pixels constrain the predicted image, not the learned variance.
     uses_variance = sampler.kind == "ddpm" and (edit is None or edit.unknown is None)
     variance = config.diffusion.learned_variance and uses_variance
-    end, size = settings.first + settings.count, config.data.size
-    samples = [np.zeros((0, size, size, config.data.channels), np.uint8)]
+    end = settings.first + settings.count
     with _evaluation_mode(network, device, settings.precision):
         for first in range(settings.first, end, settings.batch):
             indices = range(first, min(first + settings.batch, end))
+            if skip(indices):
+                continue
             denoiser = Denoiser(network, config.diffusion, variance, DTYPES.get(settings.precision))
             label = settings.label(indices, device)
             denoise = _CallCounter(conditional_denoiser(denoiser, config, settings, label, guide))
@@ -113,10 +135,8 @@ def generate_images(
             if watch and watch.stopped:
                 break
             images = decode(x) if edit is None else edit.keep(decode(x))
-            samples.append(to_pixels(images).permute(0, 2, 3, 1).cpu().numpy())
-            progress(indices.stop - settings.first)
             calls(denoise.calls)
-    return np.concatenate(samples)
+            yield indices, to_pixels(images).permute(0, 2, 3, 1).cpu().numpy()
 
 
 @contextmanager

@@ -1,0 +1,155 @@
+"""Folder of samples that are written as they come, and from which the same command goes on after a kill."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from unfog.errors import RequestError, RunError
+from unfog.locks import lock_of
+from unfog.process.run_folder import unused_path
+from unfog.reporting.image_grids import Pixels, save_png
+from unfog.reporting.progress import say
+from unfog.safe_files import read_file, remove, write_atomic
+from unfog.text import sanitize
+
+# File in a folder of samples until its grid is written: what the samples are of.
+UNFINISHED = "unfinished.json"
+_LONGEST_NAME = 40  # characters of a class in the name of a file
+_LARGEST_PNG = 2**28  # bytes
+
+
+class SampleFolder:
+    """Samples 0 to count - 1 as numbered PNGs: 000000-CLASS.png, 000001-CLASS.png, …
+
+    Args:
+        path: the folder, of `unfinished_or_new`.
+        digest: of all that the samples depend on.
+        count: number of samples.
+        classes: names that the samples cycle through; () without classes.
+        settings: how the samples are generated, stored in each file.
+    """
+
+    def __init__(self, path: Path, digest: str, count: int, classes: Sequence[str] = (), settings: Sequence[str] = ()):
+        self.path, self.digest, self.count = path, digest, count
+        self.classes, self.settings = [sanitize(name) for name in classes], settings
+
+    def file(self, number: int) -> Path:
+        """Return the path of a sample."""
+        return self.path / f"{number:06d}{_in_file_name(self._name(number))}.png"
+
+    def holds(self, numbers: range) -> bool:
+        """Return True if all these samples are written. A file is whole or absent."""
+        return all(self.file(number).is_file() for number in numbers)
+
+    def write(self, numbers: range, samples: Pixels) -> None:
+        """Write samples, uint8 [n, H, W, C]; those that are there stay."""
+        # With the first samples, as an error before them should leave nothing behind.
+        if _digest_of(self.path) != self.digest:
+            write_atomic(self.path / UNFINISHED, json.dumps({"digest": self.digest, "count": self.count}).encode())
+        for number, sample in zip(numbers, samples, strict=True):
+            if self.file(number).is_file():
+                continue
+            name = self._name(number)
+            text = {"Class": name} if name else {}
+            if self.settings:
+                text["Settings"] = sanitize(", ".join([*self.settings, f"sample {number}"]))
+            save_png(self.file(number), sample, text=text)
+
+    def first(self, count: int) -> Pixels:
+        """Read the first samples back, uint8 [n, H, W, C]."""
+        return np.stack([_read(self.file(number)) for number in range(min(count, self.count))])
+
+    def finish(self) -> None:
+        """Say that all is written: from now on the folder is like any other."""
+        remove(self.path / UNFINISHED)
+
+    def _name(self, number: int) -> str:
+        return self.classes[number % len(self.classes)] if self.classes else ""
+
+
+def is_unfinished(path: Path) -> bool:
+    """Return True for a folder in which samples are being written, or were when their process was killed."""
+    with suppress(OSError):  # such as a name that is too long
+        return (path / UNFINISHED).is_file()
+    return False
+
+
+@contextmanager
+def unfinished_or_new(out: Path | None, usual: Path, digest: str) -> Iterator[Path]:
+    """Lock and yield the folder to write to: one that was begun with this digest, else a new one.
+
+    Args:
+        out: the folder of the request; None looks at `usual`, `usual`-2, … .
+        usual: where samples go without one.
+        digest: of all that the samples depend on.
+
+    Raises:
+        RequestError: `out` holds other unfinished samples, or another process is writing them.
+    """
+    if out is not None and is_unfinished(out) and _digest_of(out) != digest:
+        raise RequestError(
+            f"{out} holds unfinished samples of other settings; give those settings again, another --out, or remove it"
+        )
+    begun = [out] if out is not None else [p for p in _numbered(usual) if _digest_of(p) == digest]
+    with ExitStack() as stack:
+        folder = next((one for one in begun if _enter(one, stack)), None)
+        if folder is None and out is not None:
+            raise RequestError(f"another process is writing samples to {out}; wait for it, or give another --out")
+        if folder is None:
+            _enter(folder := unused_path(usual), stack)
+        if is_unfinished(folder):
+            say(f"  going on in {folder}")
+        yield folder
+
+
+def _enter(folder: Path, stack: ExitStack) -> bool:
+    """Make and lock a folder until the end of the stack, which removes it if it is empty. False if another has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with suppress(BlockingIOError):  # two processes of one command would write the same files at a time
+        stack.callback(_remove_empty, folder)
+        stack.enter_context(lock_of(folder))
+        return True
+    return False
+
+
+def _remove_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def _numbered(path: Path) -> list[Path]:
+    """Return `path`, `path`-2, … as far as there are any without a gap."""
+    found, number = list[Path](), 1
+    while (one := path if number == 1 else path.with_name(f"{path.name}-{number}")).is_dir():
+        found.append(one)
+        number += 1
+    return found
+
+
+def _digest_of(folder: Path) -> str | None:
+    """Return the digest that a folder was begun with; None for a folder that is finished or was not begun."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return str(json.loads(read_file(folder / UNFINISHED))["digest"])
+    return None
+
+
+def _read(path: Path) -> Pixels:
+    try:
+        with Image.open(io.BytesIO(read_file(path, _LARGEST_PNG)), formats=["PNG"]) as image:
+            pixels = np.asarray(image)
+    except (OSError, ValueError, SyntaxError) as error:  # Pillow raises SyntaxError for a broken PNG chunk
+        raise RunError(f"{path} cannot be read ({error}); remove it, and repeat the command") from error
+    return pixels if pixels.ndim == 3 else pixels[..., None]
+
+
+def _in_file_name(name: str) -> str:
+    """Return a class as part of a file name: "-T_shirt"; letters and digits of any language stay."""
+    plain = "".join(c if c.isalnum() or c in "-_" else "_" for c in name)[:_LONGEST_NAME]
+    return f"-{plain}" if plain else ""

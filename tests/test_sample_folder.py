@@ -1,0 +1,155 @@
+"""Samples that are written as they come: a real kill, the same command again, and what stays as it is."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import unfog
+from conftest import NETWORK
+from unfog.cli.main import main
+from unfog.errors import RequestError
+from unfog.inference.run import Run
+from unfog.locks import lock_of
+from unfog.pipeline.sample_folder import UNFINISHED, SampleFolder, is_unfinished, unfinished_or_new
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("many")
+    random = np.random.default_rng(0)
+    for i in range(12):
+        (folder / "data" / "ab"[i % 2]).mkdir(parents=True, exist_ok=True)
+        pixels = random.integers(0, 256, (8, 8, 3), np.uint8)
+        Image.fromarray(pixels).save(folder / "data" / "ab"[i % 2] / f"{i}.png")
+    settings = {"size": 8, "network": NETWORK, "batch": 4, "lr": 1e-3, "device": "cpu", "precision": "fp32"}
+    unfog.train(folder / "data", out=folder / "run", steps=2, sampler={"steps": 3}, data={"held_out": 0.0}, **settings)
+    return folder / "run"
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def sample(run: Path, *arguments: object) -> int:
+    """Run the command in this process, and return its exit status."""
+    with pytest.raises(SystemExit) as ended:
+        main(["sample", str(run), *map(str, arguments), "--device", "cpu"])
+    return int(ended.value.code or 0)
+
+
+def killed_after(run: Path, count: int, *arguments: object) -> None:
+    """Start `unfog sample`, and kill it with SIGKILL once so many files are there."""
+    command = [sys.executable, "-m", "unfog", "sample", run, *arguments, "--device", "cpu"]
+    process = subprocess.Popen([str(one) for one in command], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    where, deadline = Path(str(arguments[arguments.index("--out") + 1])), time.monotonic() + 120
+    while len(list(where.glob("0*.png"))) < count:
+        assert process.poll() is None, "it ended before it was killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+
+
+@pytest.mark.slow
+def test_a_killed_command_goes_on_where_it_was_and_ends_like_an_undisturbed_one(run, tmp_path, capsys):
+    arguments = ("-n", 3000, "--batch", 16, "--steps", 2)
+    killed_after(run, 40, *arguments, "--out", tmp_path / "killed")
+    done = {path: path.stat().st_mtime_ns for path in (tmp_path / "killed").glob("0*.png")}
+    assert 40 <= len(done) < 3000
+    assert is_unfinished(tmp_path / "killed")
+    assert not (tmp_path / "killed" / "grid.png").exists()
+    # Of other settings, nothing is mixed in.
+    assert sample(run, *arguments, "--seed", 1, "--out", tmp_path / "killed") == 2
+    assert "other settings" in capsys.readouterr().err
+    short = ("-n", 200, *arguments[2:])
+    killed_after(run, 20, *short, "--out", tmp_path / "short")
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "short").glob("0*.png")}
+    assert sample(run, *short, "--out", tmp_path / "short") == 0
+    assert "going on in" in capsys.readouterr().err
+    assert all(path.stat().st_mtime_ns == then for path, then in kept.items())
+    assert sample(run, *short, "--out", tmp_path / "whole") == 0
+    assert files(tmp_path / "short") == files(tmp_path / "whole")
+    assert len(files(tmp_path / "whole")) == 201
+    # Image i of the longer command is the same.
+    for path in done:
+        if (other := tmp_path / "whole" / path.name).exists():
+            assert other.read_bytes() == path.read_bytes()
+
+
+def test_without_a_folder_the_unfinished_one_of_these_settings_is_found(run, capsys):
+    assert sample(run, "-n", 6, "--batch", 2) == 0
+    first = Path(capsys.readouterr().out.strip())
+    assert sample(run, "-n", 6, "--batch", 2) == 0  # a finished one is left alone
+    second = Path(capsys.readouterr().out.strip())
+    assert first != second
+    assert files(first) == files(second)
+    # As a kill would have left it after the second batch.
+    prepared = unfog.load(run).prepare(6, batch=2)
+    (second / UNFINISHED).write_text(json.dumps({"digest": unfog.load(run).digest(prepared)}))
+    for gone in ("grid.png", "000004-a.png", "000005-b.png"):
+        (second / gone).unlink()
+    (second / "000001-b.png.partial").write_bytes(b"half")
+    assert sample(run, "-n", 6, "--batch", 2) == 0
+    assert Path(capsys.readouterr().out.strip()) == second
+    (second / "000001-b.png.partial").unlink()
+    assert files(first) == files(second)
+    assert sample(run, "-n", 6, "--batch", 2, "--seed", 5) == 0
+    assert Path(capsys.readouterr().out.strip()) not in (first, second)
+
+
+def test_a_strip_is_of_the_first_batch_also_when_that_is_there(run, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert sample(run, "-n", 4, "--batch", 2, "--out", out) == 0
+    loaded = unfog.load(run)
+    (out / UNFINISHED).write_text(json.dumps({"digest": loaded.digest(loaded.prepare(4, batch=2))}))
+    (out / "000003-b.png").unlink()
+    assert sample(run, "-n", 4, "--batch", 2, "--out", out, "--strip") == 0
+    assert (out / "strip.png").exists()
+    assert (out / "000003-b.png").exists()
+
+
+def test_the_digest_is_of_all_that_samples_depend_on(run):
+    loaded = unfog.load(run)
+    image = np.zeros((8, 8, 3), np.uint8)
+    asked = [{}, {"n": 5}, {"seed": 1}, {"steps": 4}, {"sampler": "ddim"}, {"label": "a"}, {"guidance": 2.0}]
+    asked += [
+        {"batch": 8},
+        {"precision": "bf16"},
+        {"image": image},
+        {"image": image + 1},
+        {"image": image, "strength": 0.5},
+    ]
+    digests = [loaded.digest(loaded.prepare(**settings)) for settings in asked]
+    assert len(set(digests)) == len(asked)
+    assert digests[0] == unfog.load(run).digest(loaded.prepare())
+    raw = Run(run, "raw")
+    assert raw.digest(raw.prepare()) != digests[0]
+
+
+def test_a_folder_is_of_one_process_at_a_time(tmp_path):
+    usual = tmp_path / "pictures"
+    with unfinished_or_new(None, usual, "x") as first:
+        SampleFolder(first, "x", 2).write(range(1), np.zeros((1, 4, 4, 3), np.uint8))
+        with unfinished_or_new(None, usual, "x") as second:
+            assert (first.name, second.name) == ("pictures", "pictures-2")
+        assert not second.exists(), "an empty folder is not left behind"
+        with pytest.raises(RequestError, match="another process"), unfinished_or_new(first, usual, "x"):
+            pass
+    with unfinished_or_new(None, usual, "x") as again:
+        assert again == first
+    with lock_of(first):
+        pass
+
+
+def test_after_an_error_before_the_first_sample_no_folder_is_left(run, tmp_path):
+    with pytest.raises(ZeroDivisionError), unfinished_or_new(tmp_path / "out", tmp_path, "x"):
+        raise ZeroDivisionError
+    assert not (tmp_path / "out").exists()
