@@ -135,3 +135,19 @@ def test_small_images_have_fewer_bands_and_wrong_shapes_are_refused():
         compare_detail(small, natural(20, 9))
     with pytest.raises(RequestError, match="two of each"):
         compare_detail(small, small[:1])
+
+
+def test_colour_is_measured_beside_luma():
+    """Noise of luma leaves colour as it is, and the other way round; the bands of luma keep their names."""
+    grey = natural(200, 11).repeat(1, 3, 1, 1)
+    tint = noise(200, 12, channels=3, std=0.03)
+    tint = tint - tint.mean(1, keepdim=True)
+    real = as_pixels(grey / 127.5 - 1 + tint)
+    more_colour = as_pixels(grey / 127.5 - 1 + 2 * tint)
+    more_luma = as_pixels(real / 127.5 - 1 + noise(200, 13, std=0.1))
+    colour, luma = ({m.metric: m.value for m in compare_detail(real, x)} for x in (more_colour, more_luma))
+    assert colour["detail_colour"] == pytest.approx(4, rel=0.1)
+    assert colour["detail"] == pytest.approx(1, abs=0.25)
+    assert luma["detail_colour"] == pytest.approx(1, abs=0.1)
+    assert luma["detail"] > 1.7
+    assert "detail_colour" not in {m.metric for m in compare_detail(natural(20, 1), natural(20, 2))}

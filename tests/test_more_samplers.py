@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -14,7 +15,7 @@ from test_sampler import CASES, MEAN, STD, compare, exact_denoiser, fake_network
 from unfog.config.validate import check_sampler
 from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.diffusion import Diffusion
-from unfog.diffusion.noise import VE, VP, Cosine, Flow, FlowUniform, Linear, LogNormal, Path, Schedule
+from unfog.diffusion.noise import VE, VP, Cosine, Flow, FlowUniform, Linear, LogitNormal, LogNormal, Path, Schedule
 from unfog.diffusion.sampler import NoiseSource, Sampler, noise_levels
 from unfog.diffusion.steps import Level, churn, ddim
 from unfog.diffusion.target import Eps, V
@@ -372,3 +373,62 @@ def test_the_adaptive_sampler_needs_no_grid_of_the_schedule():
     assert len(Sampler("adaptive", steps=20).levels(VP(), schedule)) == 21
     with pytest.raises(RequestError, match="at most 4"):
         check_sampler(Sampler("dpmpp", steps=20), schedule)
+
+
+def kept_variance(sampler: Sampler, std: float) -> float:
+    """Share of the variance of Gaussian detail of this deviation that sampling keeps with the exact denoiser."""
+
+    def exact(x: Tensor, logsnr: Tensor) -> Tensor:
+        alpha, sigma = Flow()(logsnr[:, None, None, None].double())
+        return alpha * std**2 / (alpha**2 * std**2 + sigma**2) * x
+
+    one = torch.ones(1, 1, 1, 1, dtype=torch.float64)
+    return float((sampler(exact, Flow(), LogitNormal(), lambda: one) / std).square())
+
+
+def test_a_low_last_level_keeps_fine_detail():
+    """Detail that is weaker than the last level is lost; the figures of docs/decisions/0019-sampling-grid.md."""
+    usual = Sampler(steps=20, clip=False)
+    for std, share in ((0.25, 1.02), (0.08, 0.68), (0.02, 0.12)):
+        assert kept_variance(usual, std) == pytest.approx(share, abs=0.02)
+        assert kept_variance(replace(usual, grid="logsnr"), std) == pytest.approx(1.03, abs=0.02)
+    assert kept_variance(replace(usual, last=0.005), 0.02) > 0.5
+    assert kept_variance(replace(usual, grid="logsnr", last=0.1), 0.02) < 0.1
+
+
+@pytest.mark.parametrize("grid", ["schedule", "karras", "logsnr"])
+@pytest.mark.parametrize("schedule", [LogitNormal(), Cosine(steps=1000), LogNormal()])
+def test_the_last_level_of_each_grid_can_be_chosen(grid, schedule):
+    sampler = Sampler(steps=12, grid=grid)
+    levels, chosen = (replace(sampler, last=last).visits(schedule) for last in (0.0, 0.01))
+    assert chosen[0] == pytest.approx(float(levels[0]), rel=1e-9)
+    assert float((-chosen[-2] / 2).sigmoid()) == pytest.approx(0.01)
+    assert (chosen.diff() > 0).all()
+    if grid == "schedule":  # in proportion: evenly spaced shares of noise stay so
+        share, moved = ((-x[:-1] / 2).sigmoid() for x in (levels, chosen))
+        torch.testing.assert_close(
+            (moved - moved[0]) / (moved[-1] - moved[0]), (share - share[0]) / (share[-1] - share[0])
+        )
+    assert replace(sampler, steps=1, last=0.01).visits(schedule)[0] == pytest.approx(float(levels[0]))
+
+
+def test_a_last_level_that_is_mostly_noise_is_refused():
+    for last in (-0.1, 0.6, math.nan):
+        with pytest.raises(RequestError, match=r"from 0 to 0\.5"):
+            Sampler(last=last)
+
+
+@pytest.mark.parametrize("kind", ["heun", "edm"])
+def test_heun_in_so_few_steps_that_it_explodes_is_refused(kind):
+    for steps, grid, schedule in (
+        (2, "karras", LogitNormal()),
+        (3, "logsnr", LogitNormal()),
+        (3, "schedule", LogNormal()),
+    ):
+        with pytest.raises(RequestError, match=r"explodes.*8 steps or more"):
+            check_sampler(Sampler(kind, steps, grid), schedule)
+        check_sampler(Sampler(kind, 4, grid), schedule)
+        check_sampler(Sampler("dpmpp", steps, grid), schedule)
+    check_sampler(Sampler(kind, 2), LogitNormal())  # of evenly spaced t, where it keeps to a Gaussian's deviation
+    assert kept_variance(Sampler("heun", 2, "karras", clip=False), 0.5) > 6000
+    assert 0.1 < kept_variance(Sampler("heun", 2, clip=False), 0.5) < 1

@@ -21,7 +21,7 @@ from unfog.data.settings import LABELS
 from unfog.data.sources.labels import find_table
 from unfog.data.sources.registry import PYTHON, locate, open_source
 from unfog.diffusion.noise import Schedule
-from unfog.diffusion.sampler import Sampler
+from unfog.diffusion.sampler import TWO_CALLS, Sampler
 from unfog.errors import RequestError
 from unfog.locks import LOCK
 from unfog.models.autoencoder_settings import AutoencoderFolder, check_multiple
@@ -29,6 +29,8 @@ from unfog.models.settings import Architecture
 from unfog.reporting.log_settings import check_installed
 from unfog.reporting.progress import plural, say
 
+# Factor of the noise from which on a step of Heun in 2 or 3 steps is refused.
+_LONGEST_STEP = 100
 _TEN_YEARS = 10 * 365 * 86400
 
 
@@ -105,11 +107,17 @@ def check_device(name: str) -> None:
 
 
 def check_sampler(sampler: Sampler, schedule: Schedule) -> None:
-    """Raise RequestError if there are more sampling steps than levels of the schedule."""
+    """Raise RequestError for more sampling steps than levels of the schedule, or so few that they explode."""
     if sampler.grid == "schedule" and sampler.kind != "adaptive" and 0 < schedule.steps < sampler.steps:
         raise RequestError(
             f"sampler.steps = {sampler.steps} is more than the {schedule.steps} levels of the {schedule.kind} "
             f"schedule; use at most {schedule.steps}, or train or resume the run with --sampler.grid karras"
+        )
+    # Heun's mean of two slopes extrapolates by half the ratio of the levels: of a Gaussian's deviation 80-fold in two.
+    if sampler.kind in TWO_CALLS and 2 <= sampler.steps <= 3 and sampler.longest_step(schedule) > _LONGEST_STEP:
+        raise RequestError(
+            f"{sampler.kind} in {sampler.steps} steps on this grid explodes, as one step divides the noise by "
+            f"{sampler.longest_step(schedule):,.0f}; use 8 steps or more, or --sampler dpmpp"
         )
 
 

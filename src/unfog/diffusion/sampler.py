@@ -17,6 +17,7 @@ from unfog.device_copies import to_device
 from unfog.diffusion.adaptive import adaptive
 from unfog.diffusion.noise import EDM_LIMITS, Path, Schedule, karras
 from unfog.diffusion.steps import (
+    PURE_NOISE,
     Level,
     Observe,
     SamplingStep,
@@ -141,6 +142,14 @@ class Sampler:
             return noise_levels(schedule, self.steps, "schedule", self.last)
         share = torch.tensor([*self.tuned, 0.0], dtype=torch.float64)
         return 2 * ((1 - share).log() - share.log())
+
+    def longest_step(self, schedule: Schedule) -> float:
+        """Return the largest factor by which a step divides sigma / alpha, of those that heun does not take as Euler's.
+
+        Raises like `visits`.
+        """
+        noisy = [logsnr for logsnr in self.visits(schedule).tolist() if -2 * math.log(PURE_NOISE) <= logsnr < math.inf]
+        return max((math.exp((then - now) / 2) for now, then in pairwise(noisy)), default=1.0)
 
     def levels(self, path: Path, schedule: Schedule) -> list[Level]:
         """Return the `steps` noise levels, noisiest first, and the clean one. Raises like `visits`."""

@@ -1,4 +1,4 @@
-"""Detail by frequency: variance of luma in bands of frequency, of generated images against real ones.
+"""Detail by frequency: variance of luma and of colour in bands of frequency, of generated images against real ones.
 
 Blurred images lack variance at high frequencies, and noisy ones have too much: a figure for what the eye calls smooth
 or grainy. It needs no network. Frequencies come from the cosine transform (DCT-II, orthonormal), which continues an
@@ -20,19 +20,21 @@ from unfog.evaluation.metrics import MetricResult, Z
 # Edges of the six bands, as frequency over the highest along a row or column (Nyquist's); above 1 are diagonals.
 _EDGES = (0.0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, math.inf)
 FINE = 2  # the last bands, which the metric `detail` itself is of
-_NOTE = "variance of luma over that of real images, by share of the highest frequency; 1 is as real"
-_LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601
+_NOTE = "variance over that of real images, by share of the highest frequency; 1 is as real"
+_LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, as the next two
+_COLOUR = ((-0.168736, -0.331264, 0.5), (0.5, -0.418688, -0.081312))  # Cb and Cr
 _ROUNDING = (2 / 255) ** 2 / 12  # variance that rounding to 256 levels adds, as white noise, for images in [-1, 1]
 _VALUES = 2**24  # of pixels in memory at once
 
 
-def band_powers(images: Tensor) -> Tensor:
+def band_powers(images: Tensor, of: Sequence[float] = ()) -> Tensor:
     """Return the variance of luma in each band, float64 [N, 6], of images uint8 [N, C, H, W] seen as in [-1, 1].
 
-    The sum over the bands is the variance of an image over its pixels: the mean brightness is in none (Parseval).
+    The sum over the bands is the variance of an image over its pixels: the mean brightness is in none (Parseval). `of`
+    are weights [C] of the channels that are added up in place of luma.
     """
     masks = torch.stack([mask.flatten() for mask in _masks(*images.shape[2:])]).double().to(images.device)
-    return torch.cat([power.flatten(1) @ masks.T for power in _powers(images)])
+    return torch.cat([power.flatten(1) @ masks.T for power in _powers(images, of)])
 
 
 def radial_spectrum(images: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,7 +56,10 @@ def radial_spectrum(images: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def compare_detail(real: Tensor, fake: Tensor) -> list[MetricResult]:
-    """Compare variances of luma by band: `detail` of the finest two bands together, then `detail_1` (coarse) to `_6`.
+    """Compare variances by band: `detail` of luma in the finest two together, then `detail_1` (coarse) to `detail_6`.
+
+    Of RGB there is also `detail_colour`: Cb and Cr, in the finest two bands. Photographs have little colour there, as
+    JPEG and cameras store it more coarsely than luma, so it shows noise that a network left.
 
     Args:
         real: uint8 [N, C, H, W].
@@ -72,22 +77,30 @@ def compare_detail(real: Tensor, fake: Tensor) -> list[MetricResult]:
         )
     one, other = band_powers(real), band_powers(fake)
     floors, counts = band_floors(*real.shape[2:]), (len(fake), len(real))
-    fine = _ratio("detail", _EDGES[-1 - FINE], math.inf, one[:, -FINE:].sum(1), other[:, -FINE:].sum(1), floors[-FINE:])
+    fine = [_ratio("detail", -1 - FINE, None, one[:, -FINE:].sum(1), other[:, -FINE:].sum(1), floors[-FINE:])]
+    if real.shape[1] == 3:
+        colour, coloured = (
+            torch.stack([band_powers(images, of)[:, -FINE:] for of in _COLOUR]).sum((0, 2)) for images in (real, fake)
+        )
+        fine += [_ratio("detail_colour", -1 - FINE, None, colour, coloured, floors[-FINE:], "colour")]
     bands = [
-        _ratio(f"detail_{i + 1}", *edges, one[:, i], other[:, i], floors[i : i + 1])
-        for i, edges in enumerate(pairwise(_EDGES))
+        _ratio(f"detail_{i + 1}", i, i + 1, one[:, i], other[:, i], floors[i : i + 1])
+        for i in range(len(floors))
         if floors[i]  # a small image has no frequencies in the coarsest band
     ]
-    return [MetricResult(name, *row, *counts, where, "none", note) for name, where, row, note in (fine, *bands)]
+    return [MetricResult(name, *row, *counts, where, "none", note) for name, where, row, note in fine + bands]
 
 
 # Name, where, (value, low, high, error), note.
 _Row = tuple[str, str, tuple[float | None, float | None, float | None, float | None], str]
 
 
-def _ratio(name: str, low: float, high: float, real: Tensor, fake: Tensor, floors: Sequence[float]) -> _Row:
+def _ratio(
+    name: str, first: int, last: int | None, real: Tensor, fake: Tensor, floors: Sequence[float], what: str = "luma"
+) -> _Row:
     """Return the ratio of the means of fake [M] and real [N] variances, with its interval and error."""
-    where = f"luma {low:.2g}-{high:.2g}" if high < math.inf else f"luma above {low:.2g}"
+    low, high = _EDGES[first], math.inf if last is None else _EDGES[last]
+    where = f"{what} {low:.2g}-{high:.2g}" if high < math.inf else f"{what} above {low:.2g}"
     if float(real.mean()) <= 2 * sum(floors):
         note = "the real images have no detail here beyond the rounding of levels"
         return name, where, (None, None, None, None), note
@@ -99,15 +112,16 @@ def _ratio(name: str, low: float, high: float, real: Tensor, fake: Tensor, floor
     return name, where, (ratio, ratio / around, ratio * around, ratio * relative), _NOTE
 
 
-def _powers(images: Tensor) -> Iterator[Tensor]:
+def _powers(images: Tensor, of: Sequence[float] = ()) -> Iterator[Tensor]:
     """Yield the power of each coefficient, float64 [n, H, W], of parts of the images; its sum is the mean square."""
     rows, columns = (_dct(side).to(images.device) for side in images.shape[2:])
     channels, pixels = images.shape[1], images.shape[2] * images.shape[3]
-    luma_of = _LUMA if channels == 3 else (1 / channels,) * channels
-    weights = torch.tensor(luma_of, dtype=torch.float64, device=images.device)
+    luma = _LUMA if channels == 3 else (1 / channels,) * channels
+    weights = torch.tensor(of or luma, dtype=torch.float64, device=images.device)
     for part in torch.split(images, max(1, _VALUES // (channels * pixels))):
-        luma = torch.einsum("nchw,c->nhw", part.double(), weights) / 127.5 - 1
-        power = (rows @ luma @ columns.T).square_() / pixels
+        # Without the shift to [-1, 1], which is of the mean alone.
+        mixed = torch.einsum("nchw,c->nhw", part.double(), weights) / 127.5
+        power = (rows @ mixed @ columns.T).square_() / pixels
         power[:, 0, 0] = 0
         yield power
 
