@@ -79,7 +79,7 @@ class Sampler:
     last: float = setting(
         0.0,
         added_later=True,
-        measured="detail of deviation 0.02 that an exact denoiser keeps in 20 steps: 12% from 0.05, 98% from 0.002",
+        measured="detail of deviation 0.02 that an exact denoiser keeps in 20 steps: 12% down to 0.05, 95% to 0.005",
         see="docs/decisions/0019-sampling-grid.md",
     )
     """Lowest noise level, as a share of noise, sigma / (alpha + sigma), before the clean image; 0: that of the grid."""

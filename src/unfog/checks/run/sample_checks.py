@@ -36,7 +36,7 @@ _SOFT, _ROUGH = 0.9, 1.25
 _SURE = 2.0
 _SHARPER = (
     "train longer, or with a larger network; `unfog resume RUN --sampler.grid karras` ends sampling at a lower noise "
-    "level, which adds detail at no cost; `unfog evaluate RUN --metrics detail` measures it by frequency"
+    "level: more detail, and after a short training more noise, which `unfog evaluate RUN --metrics detail` measures"
 )
 _NAMES = {1: ("grey",), 3: ("red", "green", "blue")}
 _Labelled = tuple[Pixels, NDArray[np.int64] | None]
