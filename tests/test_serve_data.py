@@ -117,6 +117,21 @@ def test_settings_that_differ_from_the_defaults_are_named(client, run):
     assert "source" not in changed
 
 
+def test_a_run_that_is_watched_has_its_settings_and_data_report_read_once(client, run, monkeypatch):
+    (run / "data.json").write_text('{"images": 3, "files": []}')
+    at, opened = f"/api/runs/{number(client)}", []
+    assert client.get(at).json()["data"]["fields"]["images"] == "3"
+    open_ = os.open
+    monkeypatch.setattr(os, "open", lambda path, *a, **k: opened.append(str(path)) or open_(path, *a, **k))
+    append(run, [40])
+    assert client.get(at).json()["rows"] == 41
+    assert "metrics.jsonl" in opened
+    assert not {"config.toml", "data.json"} & set(opened)
+    monkeypatch.undo()
+    (run / "data.json").write_text('{"images": 44, "files": []}')
+    assert client.get(at).json()["data"]["fields"]["images"] == "44"
+
+
 def test_only_new_rows_travel(client, run):
     at = f"/api/runs/{number(client)}/metrics?columns=step,loss,loss_by_level.2,unknown"
     first, columns = unpack(client.get(at).content)

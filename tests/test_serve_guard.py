@@ -2,11 +2,14 @@
 
 import asyncio
 import json
+import socket
 import threading
 
 import pytest
 
 from served import HOST, SECRET
+from unfog.cli.main import main
+from unfog.serve.command import accepted_hosts
 from unfog.serve.guard import Guard
 from unfog.serve.page import Page
 
@@ -234,3 +237,33 @@ def test_the_page_is_there_before_the_routes_are_and_its_files_are_a_table():
     assert (again[0], again[2]) == (304, b"")
     assert said == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
     assert slow.closed
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["FILE"], "is a file; give the folder that holds runs"),
+        ([".", "--port", "TAKEN"], "another --port, or --port 0"),
+        ([".", "--port", "70000"], "must be from 0 to 65535"),
+        ([".", "--host", "no.such.host.invalid"], "give another --"),
+        ([".", "--source", "no such folder"], "no such folder"),
+    ],
+)
+def test_a_server_that_cannot_start_says_why(tmp_path, monkeypatch, capsys, words, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FILE").touch()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        with pytest.raises(SystemExit) as left:
+            main(["serve", *(port if word == "TAKEN" else word for word in words), "--no-browser"])
+    assert left.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_hosts_are_this_machine_and_the_one_that_was_named():
+    local = {"localhost:9", "127.0.0.1:9", "[::1]:9"}
+    assert accepted_hosts("127.0.0.1", 9) == local
+    assert accepted_hosts("10.0.0.7", 9) == local | {"10.0.0.7:9"}
+    assert accepted_hosts("fe80::1", 9) == local | {"[fe80::1]:9"}
+    assert accepted_hosts("0.0.0.0", 9) == local | {f"{socket.gethostname()}:9"}
+    assert "localhost" in accepted_hosts("127.0.0.1", 80)

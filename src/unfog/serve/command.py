@@ -14,7 +14,9 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from unfog.config.folder_requests import ServeRequest
+from unfog.config.validate import check_source
 from unfog.config.values import quote
+from unfog.custom import names_code
 from unfog.errors import RequestError
 from unfog.reporting.progress import print_result, say
 from unfog.safe_files import make_folder, read_file, write_atomic
@@ -33,6 +35,9 @@ def main(request: ServeRequest) -> int:
             raise RequestError(f"unfog serve needs {package}: pip install 'unfog[serve]'")
     if request.runs.exists() and not request.runs.is_dir():
         raise RequestError(f"{quote(str(request.runs))[1:-1]} is a file; give the folder that holds runs")
+    for source in request.source:
+        if not names_code(source):  # which is run, and checked, only where it is used
+            check_source(source)
     listener = _listen(request.host, request.port)
     port = listener.getsockname()[1]
     secret = address_secret(request.runs)

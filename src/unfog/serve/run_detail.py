@@ -41,7 +41,7 @@ _RESOLVED = ("source", "fingerprint", "classes", "latents", "autoencoder.")
 
 def run_detail(run: RunEntry, result: Path | None = None) -> dict[str, Any]:
     """Return what the page shows of a run. `result`: folder of the newest check of it that the page has started."""
-    settings, events = read_settings(run.path), drop_undone_events(run.events)
+    settings, events = run.unchanged("config.toml", lambda: read_settings(run.path)), drop_undone_events(run.events)
     changed = {
         name: [_defaults().get(name), value]
         for name, value in settings.items()
@@ -63,10 +63,10 @@ def run_detail(run: RunEntry, result: Path | None = None) -> dict[str, Any]:
         "best": run.status.best_step if run.status else None,
         "ema": _ema(run.path, settings),
         "classes": [sanitize(str(name)) for name in classes] if isinstance(classes, list) else [],
-        "evaluations": _evaluations(run.path),
+        "evaluations": run.unchanged("evaluations", lambda: _evaluations(run.path)),
         "counts": {kind: sum(row.get("kind") == kind for row in events) for kind in ("step_refused", "rolled_back")},
         "findings": read_findings(run.path, result),
-        "data": read_data_report(run.path, events),
+        "data": run.unchanged("data.json", lambda: read_data_report(run.path, events)),
         "contact_sheet": stat_of(run.path / "contact-sheet.png") is not None,
         "commands": run_commands(run.path),
     }

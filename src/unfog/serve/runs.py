@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from unfog.process.heartbeat import Heartbeat
 from unfog.process.run_status import RunStatus, best_metric, disk_bytes, find_runs
@@ -23,6 +23,8 @@ from unfog.serve.run_files import numbered_files, saved_values, stat_of
 from unfog.serve.thinning import Thinner
 from unfog.text import sanitize
 from unfog.training.settings import Evaluate
+
+T = TypeVar("T")
 
 _LAST_METRICS, _LAST_EVENTS = 2**14, 2**20  # bytes from the end of a record that give the state of a run
 _IDLE_TICKS = 5  # ticks between two looks at a run that does not run
@@ -51,6 +53,8 @@ class RunEntry:
     disk: int | None = None
     columns: MetricColumns = field(init=False)
     thinner: Thinner = field(init=False)
+    kept: dict[str, tuple[object, Any]] = field(default_factory=dict)
+    """What was read of files that seldom change, by their names: state of the file, and the result."""
     used: float = 0.0
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while the columns are read."""
@@ -71,6 +75,16 @@ class RunEntry:
         """Free the memory of the columns; they are read again when they are asked for."""
         self.columns = MetricColumns(self.path / "metrics.jsonl")
         self.thinner = Thinner(self.columns)
+
+    def unchanged(self, name: str, read: Callable[[], T]) -> T:
+        """Return `read()` of a file or folder of the run, or what it returned before if that has not changed since."""
+        found = stat_of(os.path.join(self.path, name))
+        if found is None:
+            return read()
+        if self.kept.get(name, (None, None))[0] != found:
+            self.kept[name] = found, read()
+        value: T = self.kept[name][1]
+        return value
 
     def refresh(self) -> bool:
         """Read what has changed. Return True if anything has. One thread at a time reads; others wait for it."""
