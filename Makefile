@@ -8,18 +8,20 @@ INSTALL := PIP_CONSTRAINT=$(VENV)/constraints.txt $(PIP) -c $(VENV)/constraints.
 HAS_TORCH := $(BIN)/python -c 'from importlib.metadata import version as v; print("torch==" + v("torch"))' 2>/dev/null
 # Three for two cores, as many tests wait for processes; those that have no work left take some from the others.
 WORKERS := -n 3 --dist worksteal
+# Containers often say that Python is to keep nothing that it compiled: each process would compile all of Unfog anew.
+export PYTHONDONTWRITEBYTECODE :=
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
 .PHONY: demo test test-all test-faults quick lint package clean
 demo: $(VENV)/.installed
 	run=$$($(BIN)/unfog train fashion --preset demo) && $(BIN)/unfog sample "$$run" -n 100 --strip
 
-# Style, types, and every test but the sweeps over many like cases; about thirteen minutes on two cores.
+# Style, types, and every test but the sweeps over many like cases. Types are checked beside the tests: mypy has one core.
 test: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/python -m pytest $(WORKERS) -m "not exhaustive"
+	$(BIN)/mypy & types=$$!; $(BIN)/python -m pytest $(WORKERS) -m "not exhaustive"; tests=$$?; \
+		wait $$types || { echo "mypy found errors, see above"; exit 1; }; exit $$tests
 
 # Every test in its longest form, the sweeps first; UNFOG_TEST_BUDGET=600 skips what has not begun after ten minutes.
 test-all: $(VENV)/.dev

@@ -1,11 +1,13 @@
 """What the tests share: one thread a process, and a network and settings small enough to train in seconds."""
 
 import atexit
+import gc
 import json
 import os
 import shutil
 import tempfile
 import time
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from hypothesis import settings
 from unfog.data.sources.builtin_fashion import FashionSource
 
 torch.set_num_threads(1)
+os.fsync = os.fstat  # no test cuts the power, so none needs to wait for the disk, as a run does a hundred times
 os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
 
 # A change is judged by the same examples as the one before it; HYPOTHESIS_PROFILE=search tries others each time.
@@ -39,6 +42,10 @@ def pytest_collection_modifyitems(items):
     """Where time is limited, what other runs leave out comes first."""
     if "UNFOG_TEST_BUDGET" in os.environ:
         items.sort(key=lambda item: item.get_closest_marker("exhaustive") is None)
+
+
+def pytest_collection_finish():
+    gc.freeze()  # a million objects that live as long as the tests are looked through no more
 
 
 def pytest_runtest_setup(item):
@@ -61,15 +68,27 @@ def _own_cache(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("UNFOG_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
+if "UNFOG_TESTS" not in os.environ:  # else this is a worker of xdist
+    os.environ["UNFOG_TESTS"] = tempfile.mkdtemp(prefix="unfog-tests-")
+    atexit.register(shutil.rmtree, os.environ["UNFOG_TESTS"], ignore_errors=True)
+
+
 @cache
 def few_images() -> str:
-    """A file of 640 of the built-in images with their classes: it opens a second of a core sooner than all 10,000."""
-    built_in = FashionSource()
-    some = slice(None, None, len(built_in.names) // 640)
-    file = Path(tempfile.mkdtemp(prefix="unfog-tests-")) / "few.npz"
-    atexit.register(shutil.rmtree, file.parent, ignore_errors=True)
-    names = [built_in.names[i].split("/")[0] for i in range(len(built_in.names))]
-    np.savez(file, images=built_in.tiles[some], labels=np.array(names[some]))
+    """A file of 640 of the built-in images with their classes: it opens a second of a core sooner than all 10,000.
+
+    All workers of xdist use the same one, as runs that are compared name it.
+    """
+    folder = Path(os.environ["UNFOG_TESTS"])
+    file, mine = folder / "few.npz", folder / f"{os.getpid()}.npz"
+    if not file.exists():
+        built_in = FashionSource()
+        some = slice(None, None, len(built_in.names) // 640)
+        names = [built_in.names[i].split("/")[0] for i in range(len(built_in.names))]
+        np.savez(mine, images=built_in.tiles[some], labels=np.array(names[some]))
+        with suppress(FileExistsError):  # another worker was sooner, and a run may have begun with its file
+            file.hardlink_to(mine)
+        mine.unlink()
     return str(file)
 
 

@@ -6,6 +6,7 @@ imports, of start-up or of memory need is a fresh interpreter instead.
 """
 
 import atexit
+import gc
 import multiprocessing
 import os
 import pkgutil
@@ -138,6 +139,8 @@ def _received(sent) -> int | None:
 
 def _begin(out: int | None, err: int | None, given: dict) -> None:
     """In the process: take on streams, environment and arguments, and run what was asked for."""
+    os.fsync = os.fstat  # as in the tests, see conftest.py
+    gc.freeze()  # what the server has imported is not looked through, which would copy its memory
     os.chdir(given["cwd"])
     os.environ.clear()
     os.environ.update(given["env"])

@@ -70,6 +70,7 @@ def test_two_processes_do_what_one_does_and_decide_alike(tmp_path):
     assert found["previews"] == {"apart": 0, "losses": True, "jobs": 3, "failed": failed}
 
 
+@pytest.mark.exhaustive
 def test_four_processes_do_what_one_does(tmp_path):
     names = ["plain", "uneven", "few", "accumulated"]
     check_equal(cases(tmp_path, 4, names), names)

@@ -373,10 +373,7 @@ def lesson(fashion, diffusion, lr=None, spoil=lambda network: None, steps=600, s
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[] if name in ("default", "edm", "flow, uniform") else pytest.mark.exhaustive)
-        for name in DIFFUSIONS
-    ],
+    [pytest.param(name, marks=[] if name in ("default", "edm") else pytest.mark.exhaustive) for name in DIFFUSIONS],
 )
 def test_every_diffusion_learns_a_batch_by_heart(fashion, name):
     found = lesson(fashion, DIFFUSIONS[name])

@@ -9,6 +9,8 @@ import torch
 from PIL import Image
 from torch import nn
 
+from conftest import few_images
+from test_plan_memory import all_traces_are_kept  # noqa: F401  a fixture
 from unfog.commands.plan import _format_time, _resolve_microbatch, _time_finding, plan
 from unfog.config.requests import PlanRequest
 from unfog.config.schema import Config
@@ -30,13 +32,13 @@ from unfog.training.settings import Evaluate, Optimizer, Training
 pytestmark = pytest.mark.slow
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-SMALL = UNet((8,), attention=(True,), mid_attention=False, norm_groups=4, head_channels=8)
+SMALL = UNet((8,), attention=(False,), mid_attention=False, norm_groups=4, head_channels=8)
 
 
 def asked(**training) -> Config:
     data = Data(size=16, cache="memory")
     return Config(
-        "fashion", data, SMALL, training=Training(**{"steps": 1000, **training}), optimizer=Optimizer(lr=1e-3)
+        few_images(), data, SMALL, training=Training(**{"steps": 1000, **training}), optimizer=Optimizer(lr=1e-3)
     )
 
 

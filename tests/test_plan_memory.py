@@ -1,9 +1,7 @@
 """Memory predicted from a trace: what it consists of, that it is what real tensors take, and what is chosen by it."""
 
 import json
-import os
 import runpy
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +11,13 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from unfog.config.schema import Config
-from unfog.data.settings import Data
+import forked
+from conftest import few_images
+from planned import SMALL, config, live, traced
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Objective
 from unfog.errors import RequestError
-from unfog.models.settings import SIZES, DiT, MPUNet, UNet
+from unfog.models.settings import SIZES, MPUNet
 from unfog.pipeline.build import build_network
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.memory_estimate import MemoryEstimator, _trace_step, _TracedStep
@@ -26,25 +25,18 @@ from unfog.planning.memory_trace import _CUDA_BLOCK, MB, Trace
 from unfog.planning.microbatch import MARGIN, _largest_that_fits, _memory_upper_bound, choose_microbatch
 from unfog.process import device as memory
 from unfog.process.device import _control_group, available_memory
-from unfog.training.settings import EmaSnapshots, Training
+from unfog.training.settings import EmaSnapshots
 
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
-SMALL = UNet((8, 16), attention=(False, True), mid_attention=False, norm_groups=4, head_channels=8, dropout=0.1)
 
 
-def config(batch=8, size=16, network=SMALL, **training) -> Config:
-    training = {"precision": "fp32", **training}
-    return Config(network=network, data=Data(size=size, channels=3), training=Training(batch=batch, **training))
-
-
-def live(trace: Trace) -> int:
-    now = most = 0
-    for event in trace.events:
-        now += trace.sizes[event] if event >= 0 else -trace.sizes[~event]
-        most = max(most, now)
-    return most
+@pytest.fixture(autouse=True, scope="module")
+def all_traces_are_kept():
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("unfog.planning.memory_estimate._KEPT", 1000)
+        yield
 
 
 def test_a_trace_holds_what_is_alive_and_no_more():
@@ -75,31 +67,33 @@ def test_parts_of_a_step():
 
 def test_recomputing_is_imitated_too():
     """In the types of the device that is not there, also within the backward pass."""
-    given = config(8, precision="bf16")
-    kept, recomputed = (_trace_step(_TracedStep(given, "cuda", 8, 1, again)).peak("cuda") for again in (False, True))
+    given = config(8, network=SMALL, precision="bf16")
+    kept, recomputed = (traced(given, "cuda", 8, 1, again).peak("cuda") for again in (False, True))
     assert recomputed.parts["activations"] < 0.6 * kept.parts["activations"]
     assert recomputed.total < kept.total
 
 
 def test_every_tensor_is_affine_in_the_batch():
-    few, more, many = (_trace_step(_TracedStep(config(), "cpu", n, 2)) for n in (2, 4, 11))
+    few, more, many = (traced(config(), "cpu", n, 2) for n in (2, 4, 11))
     assert few.extrapolate(11, more, 2, 4) == many
 
 
 def test_traces_of_different_computations_are_not_continued():
-    few, more = _trace_step(_TracedStep(config(), "cpu", 2, 1)), _trace_step(_TracedStep(config(), "cpu", 4, 2))
+    few, more = traced(config(), "cpu", 2, 1), traced(config(), "cpu", 4, 2)
     with pytest.raises(ValueError, match="different"):
         few.extrapolate(8, more, 2, 4)
 
 
 def test_what_is_saved_by_precision_checkpointing_and_micro_batch():
-    full = MemoryEstimator(config(32), "cpu").step(32, False).parts["activations"]
-    half = MemoryEstimator(config(32, precision="bf16"), "cpu").step(32, False).parts["activations"]
-    on_gpu = MemoryEstimator(config(32, precision="bf16"), "cuda").step(32, False).parts["activations"]
+    def activations(device="cpu", microbatch=8, checkpointing=False, **training):
+        given = config(8, 16, SMALL, **training)
+        return MemoryEstimator(given, device).step(microbatch, checkpointing).parts["activations"]
+
+    full, half, on_gpu = activations(), activations(precision="bf16"), activations("cuda", precision="bf16")
     assert 0.45 < half / full < 0.7
     assert half < 0.8 * on_gpu < full  # CUDA's autocast normalises in fp32, and keeps what it normalised
-    assert MemoryEstimator(config(32), "cpu").step(8, False).parts["activations"] < 0.3 * full
-    assert MemoryEstimator(config(32), "cpu").step(32, True).parts["activations"] < 0.5 * full
+    assert activations(microbatch=2) < 0.3 * full
+    assert activations(checkpointing=True) < 0.5 * full
 
 
 def test_a_trace_leaves_no_trace():
@@ -125,47 +119,29 @@ def test_cuda_rounds_up_and_glibc_loses_some_of_what_is_not_too_large():
 
 
 SCRIPT = """
-import sys, torch, numpy as np
+import sys, torch
 sys.path.insert(0, {tests!r})
 torch.set_num_threads(1)
-from test_plan_memory import config
-from unfog.data.augmentation import Augment
-from unfog.data.dataset import ImageSet
-from unfog.data.stream import ImageStream
-from unfog.diffusion.objective import Objective
-from unfog.pipeline.build import build_state
-from unfog.training.loop import LoopSettings, train
-from unfog.training.hooks import Task, TrainingHooks
+from planned import SMALL, config, counted_memory, train_on_black
 
-def status(key):
-    return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith(key))
-
-def run(config):
-    pixels = np.zeros((8, 3, config.data.size, config.data.size), np.uint8)
-    images = ImageSet(pixels, None, tuple("abcdefgh"), ())
-    state = build_state(config, torch.device("cpu"))
-    task = Task(ImageStream(images, 0), Augment(), Objective(config.diffusion))
-    train(LoopSettings(config.training, config.optimizer), state, task, TrainingHooks())
-
-run(config(2, images=2))
-before = status("VmRSS")
-open("/proc/self/clear_refs", "w").write("5")
-run(config(48, 32, images=96, precision={precision!r}))
-print(status("VmHWM") - before)
+train_on_black(config(2, network=SMALL, images=2), 2)
+for precision in ("fp32", "bf16"):
+    with counted_memory() as found:
+        train_on_black(config(192, 16, SMALL, images=384, precision=precision), 384)
+    print(*found)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts resident memory as Linux does")
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
-def test_real_tensors_take_what_the_trace_says(precision):
+def test_real_tensors_take_what_the_trace_says():
     """With memory of its own for each tensor, which leaves the allocator's holes aside."""
-    script = SCRIPT.format(tests=str(Path(__file__).parent), precision=precision)
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
-    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, env=environment)
-    predicted = live(_trace_step(_TracedStep(config(48, 32, precision=precision), "cpu", 48, 1)))
-    assert predicted > 60e6
-    # Training recovers from out-of-memory, so that buffers inside kernels, which no trace sees, are worth no emulation.
-    assert 0.85 < predicted / int(done.stdout) < 1.15
+    done = forked.run([], SCRIPT.format(tests=str(Path(__file__).parent)))
+    assert done.returncode == 0, done.stderr
+    for precision, taken in zip(("fp32", "bf16"), map(int, done.stdout.split())):
+        predicted = live(traced(config(192, 16, SMALL, precision=precision), "cpu", 192))
+        assert predicted > 60e6
+        # Training recovers from out-of-memory: buffers inside kernels, which no trace sees, are worth no emulation.
+        assert 0.85 < predicted / taken < 1.15
 
 
 @given(st.integers(1, 5000), st.integers(0, 6000))
@@ -242,16 +218,14 @@ def test_a_micro_batch_does_not_depend_on_what_is_free_at_the_moment(monkeypatch
 
 
 def test_the_micro_batch_is_chosen_in_the_precision_of_the_run(monkeypatch):
-    takes = {
-        name: MemoryEstimator(config(24, 32, precision=name), "cpu").training(24, False) for name in ("fp32", "bf16")
-    }
+    takes = {name: MemoryEstimator(config(24, precision=name), "cpu").training(24, False) for name in ("fp32", "bf16")}
     between = sum(takes.values()) / 2 / MARGIN
     monkeypatch.setattr("unfog.planning.microbatch.total_memory", lambda device: int(2 * between))
     monkeypatch.setattr("unfog.planning.microbatch.available_memory", lambda device: 10**12)
     monkeypatch.setattr("unfog.planning.auto_settings.default_precision", lambda device, count: ("bf16", ""))
 
     def chosen(precision):
-        auto = AutoSettings(config(24, 32, precision=precision), None, CPU, lambda: False)
+        auto = AutoSettings(config(24, precision=precision), None, CPU, lambda: False)
         auto.resolve_training()
         return auto.config.training.microbatch
 
@@ -259,7 +233,7 @@ def test_the_micro_batch_is_chosen_in_the_precision_of_the_run(monkeypatch):
 
 
 def test_gradient_checkpointing_only_where_one_image_does_not_fit_without():
-    given = config(4, 32)
+    given = config(4, 32, SMALL)
     one, recomputed = (MemoryEstimator(given, "cpu").training(1, again) for again in (False, True))
     assert recomputed < 0.9 * one
     fit = choose_microbatch(given, CPU, int((one + recomputed) / 2 / MARGIN))
@@ -272,14 +246,13 @@ def test_gradient_checkpointing_only_where_one_image_does_not_fit_without():
 @pytest.mark.parametrize(
     "given",
     [
-        config(3),
+        config(3, network=SMALL),
         replace(config(1), classes=tuple(map(str, range(100_000)))),
-        config(3, 8, DiT(width=8, depth=1, head_channels=8, patch=1, modulation="block")),
-        pytest.param(config(3, 8, MPUNet((8,), attention=(True,), head_channels=8)), marks=pytest.mark.slow),
-        pytest.param(config(4, 64, SIZES["tiny"]), marks=pytest.mark.slow),
+        config(3, 8),
+        config(3, 8, MPUNet((8,), attention=(True,), head_channels=8)),
         *(
             pytest.param(config(4, 64, SIZES[n]), marks=pytest.mark.exhaustive)
-            for n in ("small", "mp-tiny", "dit-tiny")
+            for n in ("tiny", "small", "mp-tiny", "dit-tiny")
         ),
     ],
 )
@@ -318,12 +291,13 @@ LIMITED = """
 import dataclasses, json, resource, sys, torch
 sys.path.insert(0, {tests!r})
 torch.set_num_threads(1)
-from test_plan_memory import config
+from planned import SMALL, config
 from unfog.data.settings import Data
 from unfog.runs.train import train as start
-asked = config(256, 32, steps=2)
+asked = config(256, 32, SMALL, steps=2)
 asked = dataclasses.replace(asked, source={source!r}, data=Data(size=32, cache="memory"))
-asked = dataclasses.replace(asked, preview=dataclasses.replace(asked.preview, images=1))
+asked = dataclasses.replace(asked, preview=dataclasses.replace(asked.preview, every=-1, images=1))
+asked = dataclasses.replace(asked, evaluate=dataclasses.replace(asked.evaluate, every=-1, images=8, levels=2))
 size = next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith("VmSize"))
 resource.setrlimit(resource.RLIMIT_AS, (size + {room}, resource.RLIM_INFINITY))
 folder, done = start(asked, __import__("pathlib").Path({out!r}))
@@ -334,9 +308,9 @@ print(json.dumps([done, folder.read_config().training.microbatch]))
 @pytest.mark.skipif(sys.platform != "linux", reason="address space is limited and counted as Linux does")
 def test_a_batch_that_does_not_fit_is_trained_in_parts(tmp_path):
     script = LIMITED.format(
-        tests=str(Path(__file__).parent), source="fashion", out=str(tmp_path / "run"), room=600 * MB
+        tests=str(Path(__file__).parent), source=few_images(), out=str(tmp_path / "run"), room=600 * MB
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = forked.run([], script)
     assert done.returncode == 0, done.stderr[-2000:]
     ended, microbatch = json.loads(done.stdout.splitlines()[-1])
     assert ended
@@ -362,7 +336,7 @@ def test_available_memory_is_limited_by_the_address_space():
         "n = next(int(l.split()[1]) * 1024 for l in open('/proc/self/status') if l.startswith('VmSize'));"
         "resource.setrlimit(resource.RLIMIT_AS, (n + 2**28, -1)); print(a(torch.device('cpu')))"
     )
-    found = int(subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout)
+    found = int(forked.run([], script).stdout)
     if sys.platform == "linux":
         assert 2**27 < found <= 2**28
     assert available_memory(CPU) > found

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from launches import TORCHRUN, ended, output, started  # noqa: F401  a fixture
-from test_plan_memory import live
+from launches import AGENT, ended, forked, output  # noqa: F401  a fixture
+from planned import live, traced
+from test_plan_memory import all_traces_are_kept  # noqa: F401  a fixture
 from unfog.commands.plan import plan
 from unfog.config.requests import PlanRequest
 from unfog.config.schema import Config
@@ -19,14 +20,14 @@ from unfog.models.settings import DiT
 from unfog.pipeline.build import build_network
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.flops import GB
-from unfog.planning.memory_estimate import MemoryEstimator, _trace_step, _TracedStep
+from unfog.planning.memory_estimate import MemoryEstimator
 from unfog.planning.microbatch import MARGIN, _memory_upper_bound
 from unfog.training.settings import EmaSnapshots, Optimizer, Training
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ended")]
 
 CPU = torch.device("cpu")
-DEPTH = 3
+DEPTH = 2
 
 
 def config(batch=4, width=64, shard=True, **training) -> Config:
@@ -58,7 +59,7 @@ def test_rows_are_held_and_one_block_is_gathered_while_the_next_travels():
         assert parts["average"] == 2 * parts["parameters"]
         assert parts["moments"] == pytest.approx(2 * parts["parameters"], rel=0.02)
         assert not parts["exchange"]
-        trace = _trace_step(_TracedStep(given, device, 4, 2, False, 4))
+        trace = traced(given, device, 4, 2, processes=4)
         assert most(trace, "gathered") == pytest.approx(around + factor * block, rel=0.02)
         travelling = [size for size, kind in zip(trace.sizes, trace.kinds) if kind == "workspace"]
         assert sum(abs(size - factor * block) < 0.01 * block for size in travelling) >= 2 * 2 * DEPTH
@@ -148,66 +149,51 @@ def test_what_no_plan_can_be_made_of_is_said():
 
 
 SCRIPT = """
-import gc, json, sys, torch
-from dataclasses import replace
+import sys, torch
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 torch.set_num_threads(1)
-import numpy as np
+from planned import black_images, counted_memory, forget_peak
 from test_plan_shards import CPU, config
-from unfog.data.augmentation import Augment
-from unfog.data.dataset import ImageSet
-from unfog.data.stream import ImageStream
-from unfog.diffusion.objective import Objective
 from unfog.pipeline.build import build_state
-from unfog.training.loop import LoopSettings, train
 from unfog.training.distributed.world import init_world
-from unfog.training.hooks import Task, TrainingHooks
+from unfog.training.hooks import TrainingHooks
+from unfog.training.loop import LoopSettings, train
 
-def status(key):
-    return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith(key))
-
-class Three(TrainingHooks):
+class Two(TrainingHooks):
     # No more steps, and no end of a run, at which the first process has the network whole.
     def __init__(self, state):
         self.state = state
 
     def stop_requested(self):
-        return self.state.seen >= 24
+        return self.state.seen >= 16
 
 def run(config, world):
-    images = ImageSet(np.zeros((8, 3, 16, 16), np.uint8), None, tuple("abcdefgh"), ())
     state = build_state(config, CPU, home=world.init_device(config.training.shard, CPU))
     if config.training.shard:
         world.shard_state(state)
-    gc.collect()
-    open("/proc/self/clear_refs", "w").write("5")
-    task = Task(ImageStream(images, 0), Augment(), Objective(config.diffusion))
-    train(LoopSettings(config.training, config.optimizer), state, task, Three(state), world)
+    forget_peak()
+    train(LoopSettings(config.training, config.optimizer), state, black_images(config), Two(state), world)
     world.shards = None
 
 with init_world() as world:
     world.init_process_group(CPU, 120.0)
     run(config(8, 32, {shard}, images=800), world)
-    gc.collect()
-    before = status("VmRSS")
-    run(config(8, 512, {shard}, images=800), world)
-    Path({out!r} + str(world.rank)).write_text(str(status("VmHWM") - before))
+    with counted_memory() as found:
+        run(config(8, 512, {shard}, images=800), world)
+    Path({out!r} + str(world.rank)).write_text(str(*found))
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts resident memory as Linux does")
 @pytest.mark.parametrize("shard", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
-def test_real_processes_take_what_the_trace_says(shard, tmp_path, monkeypatch):
-    """With memory of its own for each tensor, which leaves the allocator's holes aside."""
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
+def test_real_processes_take_what_the_trace_says(shard, tmp_path):
     script, out = tmp_path / "script.py", tmp_path / "rank"
     script.write_text(SCRIPT.format(tests=str(Path(__file__).parent), shard=shard, out=str(out)))
-    output(started(*TORCHRUN, 2, script))
+    output(forked([2, 0, script], AGENT))
     share = config(4, 512, shard)
-    MemoryEstimator(share, "cpu", 2).step(4, False)
-    predicted = live(_trace_step(_TracedStep(share, "cpu", 4, 1, False, 2)))
+    predicted = live(traced(share, "cpu", 4, processes=2))
     found = [int(Path(f"{out}{rank}").read_text()) for rank in range(2)]
-    assert predicted > 100e6
+    assert predicted > 70e6
     for taken in found:
         assert 0.88 < predicted / taken < 1.12

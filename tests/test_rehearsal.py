@@ -35,7 +35,7 @@ PARTS = [*RUN, "reload", "repeat", "resume", "sample", "export", "memory"]
 
 @pytest.fixture(scope="module")
 def fashion():
-    return prepare(open_source("fashion"), Data(cache="memory"))
+    return prepare(open_source("fashion"), Data(cache="memory", size=16))
 
 
 def settled(prepared, **settings):

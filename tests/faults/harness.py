@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conftest import NETWORK, without_clock
+from conftest import NETWORK, few_images, without_clock
 from forked import Forked
 from unfog.reporting.records import read_events, read_metrics
 
@@ -58,13 +58,14 @@ class Recipe(NamedTuple):
     every: int
     flags: dict[str, object] = {}  # noqa: RUF012
     """In place of, or besides, those of BASE."""
-    source: str = "fashion"
+    source: str = ""
+    """Or a few of the built-in images."""
 
     def words(self, run: Path) -> list[str]:
         """The command that begins it in the folder `run`."""
         flags = {**BASE, "--steps": self.steps, "--checkpoint.every": self.every, **self.flags}
         words = [[flag] if value is True else [flag, str(value)] for flag, value in flags.items()]
-        return ["train", self.source, "--out", str(run), *(word for pair in words for word in pair)]
+        return ["train", self.source or few_images(), "--out", str(run), *(word for pair in words for word in pair)]
 
 
 USUAL = Recipe("usual", steps=48, every=4)

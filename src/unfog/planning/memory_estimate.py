@@ -96,10 +96,11 @@ class MemoryEstimator:
 
     # No `functools.cache`: a trace empties those of the package (`clear_package_caches`).
     _made: ClassVar[dict[_TracedStep, Trace]] = {}
+    _derived: ClassVar[set[_TracedStep]] = set()  # traced once, with one image and pass, for the sharding alone
 
     def __init__(self, config: Config, device: str, processes: int = 1):
         self.config, self.device, self.processes = _traceable(config), device, processes
-        self._divided, self._known = config.training.is_sharded(processes), False
+        self._divided = config.training.is_sharded(processes)
 
     def estimate(self, microbatch: int, checkpointing: bool, images: int = 0) -> MemoryEstimate:
         """Return the estimate for a micro-batch; `images` are the bytes of decoded images in memory."""
@@ -145,10 +146,11 @@ class MemoryEstimator:
         if key not in self._made:
             if len(self._made) >= _KEPT:
                 self._made.clear()
-            if self._divided and not self._known:
+            first = key._replace(microbatch=1, passes=1, checkpointing=False)
+            if self._divided and first not in self._derived:
                 # The first trace also has tensors by which torch derives the sharding of each operation, once.
                 _trace_step(step)
-                self._known = True
+                self._derived.add(first)
             self._made[key] = _trace_step(step)
         return self._made[key]
 
