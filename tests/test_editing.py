@@ -15,7 +15,7 @@ from unfog.diffusion.editing import Edit, _renoise
 from unfog.diffusion.noise import VE, VP, Cosine, Flow, LogitNormal, LogNormal
 from unfog.diffusion.sampler import Level, NoiseSource, Sampler
 from unfog.errors import RequestError
-from unfog.pipeline.generate import interpolate_noise
+from unfog.pipeline.generate import _interpolate_noise
 
 PATHS = [(VP(), Cosine()), (VE(), LogNormal()), (Flow(), LogitNormal())]
 MEAN, COVARIANCE = torch.tensor([0.1, -0.2]).double(), torch.tensor([[0.25, 0.2], [0.2, 0.25]]).double()
@@ -252,11 +252,11 @@ def test_samples_between_two_seeds(run):
     assert np.abs(between[0].astype(int) - run.sample(1, seed=1)[0]).max() <= 1
     assert np.abs(between[4].astype(int) - run.sample(1, seed=2)[0]).max() <= 1
     a, b = (torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
-    noise = interpolate_noise(a, b, [0, 0.25, 0.5, 1])
+    noise = _interpolate_noise(a, b, [0, 0.25, 0.5, 1])
     assert (noise[0] == a).all()
     assert (noise[3] == b).all()
     assert noise.flatten(1).norm(dim=1).sub(a.norm()).abs().max() < abs(a.norm() - b.norm()) + 0.1
-    assert (interpolate_noise(a, a, [0.3]) == a).all()
+    assert (_interpolate_noise(a, a, [0.3]) == a).all()
 
 
 def test_noise_levels_of_a_drawing(run):

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from unfog.reporting.page.bundle import PAGE, embed, imports_of, joined_script, shell_html
+from unfog.reporting.page.bundle import PAGE, _imports_of, _joined_script, embed, shell_html
 
 MODULES = sorted(path.name for path in PAGE.glob("*.js"))
 PLAYGROUND = [name for name in MODULES if name.startswith("playground")]
@@ -25,7 +25,7 @@ def exports(name):
 def test_every_import_is_exported(name):
     text = (PAGE / name).read_text()
     found = re.findall(r'^import (?:\{([^}]*)\} from )?"\./([\w./-]+\.js)";\n', text, re.MULTILINE)
-    assert len(found) == len(re.findall(r"^import\b", text, re.MULTILINE)) == len(imports_of(text))
+    assert len(found) == len(re.findall(r"^import\b", text, re.MULTILINE)) == len(_imports_of(text))
     assert not re.search(r"\bimport\(|\beval\(|new Function|export default|innerHTML|insertAdjacent|unsafeHTML", text)
     for names, module in found:
         wanted = {one.split(" as ")[0].strip() for one in names.split(",") if one.strip()}
@@ -35,7 +35,7 @@ def test_every_import_is_exported(name):
 
 
 def test_every_module_is_part_of_the_page():
-    script = joined_script()
+    script = _joined_script()
     for name in MODULES:
         assert (f'$modules["{name}"] = ' in script) == (name not in PLAYGROUND)
     assert not re.search(r"^(import|export)\b", script, re.MULTILINE)

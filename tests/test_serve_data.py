@@ -16,7 +16,7 @@ from PIL import Image
 from served import make_run, row_of, unpack
 from unfog.process.run_status import RunStatus
 from unfog.serve.metric_columns import MetricColumns
-from unfog.serve.pictures import encode_webp
+from unfog.serve.pictures import _encode_webp
 from unfog.serve.runs import RunList
 from unfog.serve.server import Server
 from unfog.serve.stream import Hub
@@ -379,7 +379,7 @@ def test_texts_and_scripts_in_a_picture_are_not_passed_on_cve_2026_56670():
     file = io.BytesIO()
     Image.new("RGB", (4, 4)).save(file, "PNG", pnginfo=texts)
     assert b"<script>" in file.getvalue()
-    assert b"script" not in encode_webp(file.getvalue() + b"<script>", "a.png")
+    assert b"script" not in _encode_webp(file.getvalue() + b"<script>", "a.png")
 
 
 def test_the_stream_greets_replays_and_replaces():

@@ -67,7 +67,7 @@ def model_card(run: LoadedRun, settings: CardSettings) -> str:
         _metrics_section(evaluations),
         _license_section(settings.license),
     ]
-    return f"---\n{yaml(front)}---\n\n" + "\n\n".join(sections) + "\n"
+    return f"---\n{_yaml(front)}---\n\n" + "\n\n".join(sections) + "\n"
 
 
 def _weights(run: LoadedRun) -> str:
@@ -211,7 +211,7 @@ def _escaped(text: str) -> str:
     return text
 
 
-def yaml(value: Any, indent: str = "") -> str:
+def _yaml(value: Any, indent: str = "") -> str:
     """Return plain values as YAML in blocks; texts are quoted as in JSON, which YAML contains."""
     if isinstance(value, Mapping):
         return "".join(f"{indent}{key}:{_yaml_item(one, indent)}" for key, one in value.items())
@@ -220,5 +220,5 @@ def yaml(value: Any, indent: str = "") -> str:
 
 def _yaml_item(value: Any, indent: str) -> str:
     if isinstance(value, Mapping | list):
-        return "\n" + yaml(value, f"{indent}  ")
+        return "\n" + _yaml(value, f"{indent}  ")
     return f" {json.dumps(value, ensure_ascii=False)}\n"

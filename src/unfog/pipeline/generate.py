@@ -58,7 +58,7 @@ class GenerationSettings:
             return NoiseSource(self.seed, indices, shape, device).draw
         one, other = (NoiseSource(seed, [0], shape) for seed in (self.seed, self.to_seed))
         shares = [i / max(1, self.count - 1) for i in indices]
-        return lambda: interpolate_noise(one.draw()[0], other.draw()[0], shares).to(device)
+        return lambda: _interpolate_noise(one.draw()[0], other.draw()[0], shares).to(device)
 
     def label(self, indices: Sequence[int], device: torch.device) -> Tensor | None:
         """Return the labels of these samples, int64 [B]; None without classes."""
@@ -157,7 +157,7 @@ def without_pixel_clipping(sampler: Sampler, config: Config) -> Sampler:
     return replace(sampler, clip=False) if config.uses_latents else sampler
 
 
-def interpolate_noise(a: Tensor, b: Tensor, shares: Sequence[float]) -> Tensor:
+def _interpolate_noise(a: Tensor, b: Tensor, shares: Sequence[float]) -> Tensor:
     """Return noise [N, …] between noises a and b, at these shares of the great circle: 0 is a, and 1 is b, exactly.
 
     Along the circle noise keeps its length; on a straight line it would be too weak in the middle, and images grey.

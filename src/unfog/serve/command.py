@@ -40,7 +40,7 @@ def main(request: ServeRequest) -> int:
             check_source(source)
     listener = _listen(request.host, request.port)
     port = listener.getsockname()[1]
-    secret = address_secret(request.runs)
+    secret = _address_secret(request.runs)
     address = f"http://{_shown_host(request.host)}:{port}/{secret}/"
     # Printed first: the address answers as soon as the modules below are imported.
     print_result(address)
@@ -50,7 +50,7 @@ def main(request: ServeRequest) -> int:
             "encrypted. Over ssh, leave --host away and forward the port"
         )
     say("  Ctrl-C ends the page; runs that it has started go on")
-    _serve(request, listener, secret, accepted_hosts(request.host, port), address)
+    _serve(request, listener, secret, _accepted_hosts(request.host, port), address)
     return 0
 
 
@@ -98,7 +98,7 @@ def _serve(request: ServeRequest, listener: socket.socket, secret: str, hosts: f
         WebServer(config).run(sockets=[listener])
 
 
-def accepted_hosts(host: str, port: int) -> frozenset[str]:
+def _accepted_hosts(host: str, port: int) -> frozenset[str]:
     """Return the values of the Host header that this server answers to."""
     names = {"localhost", "127.0.0.1", "[::1]"}
     if host in _ANY:
@@ -109,7 +109,7 @@ def accepted_hosts(host: str, port: int) -> frozenset[str]:
     return frozenset(f"{name}:{port}" for name in names) | (frozenset(names) if port == 80 else frozenset())
 
 
-def address_secret(folder: Path) -> str:
+def _address_secret(folder: Path) -> str:
     """Return 128 bits for the address, as hexadecimal digits: the same each time for a folder of one person.
 
     So a page that is open finds the server again when it is restarted. Made from a key in the folder of settings, which

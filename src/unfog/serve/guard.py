@@ -37,7 +37,7 @@ _MOST_DISCARDED, _DISCARD_SECONDS = 2**25, 3.0  # bytes of a refused body, and t
 _BODY_SECONDS = 30.0  # for a body to arrive; a slow sender holds a connection no longer
 
 
-class Refused(Exception):
+class _Refused(Exception):
     """A request that is not answered, with the status and the reason."""
 
     def __init__(self, status: int, reason: str) -> None:
@@ -71,7 +71,7 @@ class Guard:
             self._check_sender(scope, headers)
             inner = {**scope, "path": self._path_after_secret(scope["path"]), "root_path": ""}
             body = await _read_body(headers, receive) if scope["method"] == "POST" else b""
-        except Refused as error:
+        except _Refused as error:
             await _discard_body(receive)
             await _refuse(error, send)
             return
@@ -80,20 +80,20 @@ class Guard:
     def _check_sender(self, scope: Scope, headers: _Headers) -> None:
         host = headers.only("host").lower()
         if host not in self._hosts:
-            raise Refused(403, "this host name is not accepted; open the address that unfog serve has printed")
+            raise _Refused(403, "this host name is not accepted; open the address that unfog serve has printed")
         if scope["method"] not in _METHODS:
-            raise Refused(405, "this method is not accepted")
+            raise _Refused(405, "this method is not accepted")
         site = headers.only("sec-fetch-site", "none")
         if site not in ("same-origin", "none"):
-            raise Refused(403, "other pages may not link here; paste the address into the address bar")
+            raise _Refused(403, "other pages may not link here; paste the address into the address bar")
         origin = headers.only("origin", f"http://{host}")
         if origin.lower() != f"http://{host}":  # "null" of sandboxed frames is refused here too
-            raise Refused(403, "other sites may not send requests here")
+            raise _Refused(403, "other sites may not send requests here")
 
     def _path_after_secret(self, path: str) -> str:
         first, slash, rest = path.removeprefix("/").partition("/")
         if not (slash and hmac.compare_digest(first.encode("utf-8", "replace"), self._secret)):
-            raise Refused(404, "nothing is here; open the whole address that unfog serve has printed")
+            raise _Refused(404, "nothing is here; open the whole address that unfog serve has printed")
         return "/" + rest
 
 
@@ -106,35 +106,35 @@ class _Headers:
             self._values.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1"))
 
     def only(self, name: str, default: str = "") -> str:
-        """Return the value of a header. Refused if it is sent more than once."""
+        """Return the value of a header. _Refused if it is sent more than once."""
         values = self._values.get(name, [default])
         if len(values) > 1:
-            raise Refused(400, f"the header {name} is sent {len(values)} times")
+            raise _Refused(400, f"the header {name} is sent {len(values)} times")
         return values[0].strip()
 
 
 async def _read_body(headers: _Headers, receive: Receive) -> bytes:
-    """Return the whole body of a POST. Refused if its type is not accepted, or if it is too large or too slow."""
+    """Return the whole body of a POST. _Refused if its type is not accepted, or if it is too large or too slow."""
     kind = headers.only("content-type").partition(";")[0].strip().lower()
     if kind not in _LIMITS:
-        raise Refused(415, f"the body must be {' or '.join(_LIMITS)}")
+        raise _Refused(415, f"the body must be {' or '.join(_LIMITS)}")
     limit, length = _LIMITS[kind], headers.only("content-length", "0")
     if not length.isdecimal() or len(length) > 12 or int(length) > limit:
-        raise Refused(413, f"the body is over {limit:,} bytes")
+        raise _Refused(413, f"the body is over {limit:,} bytes")
     body = bytearray()
     try:
         async with asyncio.timeout(_BODY_SECONDS):
             while True:
                 message = await receive()
                 if message["type"] != "http.request":
-                    raise Refused(400, "the sender has gone")
+                    raise _Refused(400, "the sender has gone")
                 body += message.get("body", b"")
                 if len(body) > limit:  # chunked bodies announce no length
-                    raise Refused(413, f"the body is over {limit:,} bytes")
+                    raise _Refused(413, f"the body is over {limit:,} bytes")
                 if not message.get("more_body", False):
                     return bytes(body)
     except TimeoutError:
-        raise Refused(408, f"the body took over {_BODY_SECONDS:.0f} seconds") from None
+        raise _Refused(408, f"the body took over {_BODY_SECONDS:.0f} seconds") from None
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
@@ -175,7 +175,7 @@ async def _discard_body(receive: Receive) -> None:
                 read += len(message.get("body", b""))
 
 
-async def _refuse(error: Refused, send: Send) -> None:
+async def _refuse(error: _Refused, send: Send) -> None:
     body = json.dumps({"error": str(error)}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     answer = _with_headers(send)

@@ -44,7 +44,7 @@ class Growing:
         return self._data[: self.rows]
 
     def append(self, values: Floats) -> None:
-        """Append float64 [n]."""
+        """Append values, float64 [n], to the column."""
         rows = self.rows + len(values)
         if rows > len(self._data):
             data = np.full(max(rows, 2 * len(self._data)), np.nan)
@@ -82,7 +82,7 @@ class MetricColumns:
 
     @property
     def memory(self) -> int:
-        """Bytes of the columns."""
+        """Bytes of memory that the columns take."""
         return 8 * (1 + len(self._columns)) * len(self._ends._data)
 
     def update(self) -> None:

@@ -40,7 +40,7 @@ class PictureCache:
         key = (path, *found)
         with self._lock:
             if key not in self._kept:
-                self._kept[key] = encode_webp(read_file(path, _LARGEST_FILE, run), path.name)
+                self._kept[key] = _encode_webp(read_file(path, _LARGEST_FILE, run), path.name)
             self._kept.move_to_end(key)
             while len(self._kept) > 1 and sum(map(len, self._kept.values())) > _KEPT_BYTES:
                 self._kept.popitem(last=False)
@@ -60,7 +60,7 @@ def decode_picture(data: bytes, name: str) -> Image.Image:
         raise RequestError(f"{name} cannot be shown: it is {image_error(error)}") from None
 
 
-def encode_webp(data: bytes, name: str) -> bytes:
+def _encode_webp(data: bytes, name: str) -> bytes:
     """Decode an image file, and encode its pixels alone as WebP, lossless up to four megapixels."""
     image = decode_picture(data, name)
     encoded = io.BytesIO()

@@ -52,7 +52,7 @@ async def json_body(request: Request) -> dict[str, Any]:
     return body
 
 
-def columns_answer(header: Mapping[str, Any], columns: Mapping[str, Floats]) -> Response:
+def _columns_answer(header: Mapping[str, Any], columns: Mapping[str, Floats]) -> Response:
     """Return columns as binary: length of a JSON header (uint32), the header, and float64 values, little-endian."""
     rows = len(next(iter(columns.values()), ()))
     head = json.dumps({"columns": list(columns), "rows": rows, **header}, allow_nan=False).encode()
@@ -61,7 +61,7 @@ def columns_answer(header: Mapping[str, Any], columns: Mapping[str, Floats]) -> 
     return Response(len(head).to_bytes(4, "little") + head + values, media_type="application/octet-stream")
 
 
-def run_of(server: Server, request: Request) -> RunEntry:
+def _run_of(server: Server, request: Request) -> RunEntry:
     """Return the run that the address names by number."""
     try:
         return server.runs[request.path_params["run"]]
@@ -87,26 +87,26 @@ def _run_routes(server: Server) -> list[Route]:
         return JSONResponse(await asyncio.to_thread(_list, server))
 
     async def run(request: Request) -> Response:
-        entry = run_of(server, request)
+        entry = _run_of(server, request)
         return JSONResponse(await asyncio.to_thread(_detail, server, entry))
 
     async def metrics(request: Request) -> Response:
-        return await asyncio.to_thread(_metrics, server, run_of(server, request), request)
+        return await asyncio.to_thread(_metrics, server, _run_of(server, request), request)
 
     async def thinned(request: Request) -> Response:
-        return await asyncio.to_thread(_thinned, server, run_of(server, request), request)
+        return await asyncio.to_thread(_thinned, server, _run_of(server, request), request)
 
     async def events(request: Request) -> Response:
         start = _whole(request, "from")
-        return JSONResponse(await asyncio.to_thread(run_detail.new_events, run_of(server, request), start))
+        return JSONResponse(await asyncio.to_thread(run_detail.new_events, _run_of(server, request), start))
 
     async def preview(request: Request) -> Response:
-        entry = run_of(server, request)
+        entry = _run_of(server, request)
         kind = "denoising" if request.url.path.endswith(".denoising.webp") else "samples"
         return await _picture(server, request, entry, entry.path / kind / f"{request.path_params['step']:08d}.png")
 
     async def contact_sheet(request: Request) -> Response:
-        entry = run_of(server, request)
+        entry = _run_of(server, request)
         return await _picture(server, request, entry, entry.path / "contact-sheet.png")
 
     async def stream(request: Request) -> Response:
@@ -156,7 +156,7 @@ def _metrics(server: Server, entry: RunEntry, request: Request) -> Response:
         found = {name: columns.column(name)[first : columns.rows] for name in wanted}
         end = columns.offset
         identity = columns.identity(end)
-    return columns_answer({"from": start, "offset": end, "identity": identity, "reset": reset}, found)
+    return _columns_answer({"from": start, "offset": end, "identity": identity, "reset": reset}, found)
 
 
 def _thinned(server: Server, entry: RunEntry, request: Request) -> Response:
@@ -168,7 +168,7 @@ def _thinned(server: Server, entry: RunEntry, request: Request) -> Response:
         columns = server.runs.read_columns(entry)
         found = entry.thinner.thin(x, _names(request) or columns.names[:_MOST_NAMES], low, high, points)
         header = {"from": 0, "offset": columns.offset, "identity": columns.identity(columns.offset), "reset": False}
-    return columns_answer({**header, "block": found.block}, found.columns)
+    return _columns_answer({**header, "block": found.block}, found.columns)
 
 
 async def _picture(server: Server, request: Request, entry: RunEntry, path: Path) -> Response:
@@ -184,11 +184,11 @@ async def _picture(server: Server, request: Request, entry: RunEntry, path: Path
 
 def _steer_routes(server: Server) -> list[Route]:
     async def ask(request: Request) -> Response:
-        entry, body = run_of(server, request), await json_body(request)
+        entry, body = _run_of(server, request), await json_body(request)
         return JSONResponse(await asyncio.to_thread(steer.send_request, entry, body.get("what")))
 
     async def resume(request: Request) -> Response:
-        entry, body = run_of(server, request), await json_body(request)
+        entry, body = _run_of(server, request), await json_body(request)
         if "finding" in body:  # its remedy, read on the server: the page names it only
             findings = run_detail.read_findings(entry.path, _newest_check(server, entry)) or []
             remedy = next((one["remedy"] for one in findings if one["id"] == body["finding"]), "")

@@ -38,7 +38,7 @@ def numbered_files(run: Path, folder: str, suffix: str = ".png") -> tuple[int, .
     return ()
 
 
-def read_numbered(run: Path, folder: str, step: int, limit: int) -> bytes:
+def _read_numbered(run: Path, folder: str, step: int, limit: int) -> bytes:
     """Return the PNG file of a step. Its name is made here from a number. OSError if it is missing, or a link."""
     return read_file(run / folder / f"{step:08d}.png", limit, run)
 

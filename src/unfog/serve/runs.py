@@ -128,7 +128,7 @@ class RunEntry:
 
     @property
     def events(self) -> list[Row]:
-        """The last rows of events.jsonl."""
+        """The last rows of events.jsonl, read when it changed."""
         return self._events[1]
 
     @property

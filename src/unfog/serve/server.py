@@ -61,7 +61,7 @@ class Server:
         if self.runs.scan(seldom=not everything):
             self.hub.publish("runs", {"count": len(self.runs)})
         for run in self.runs.tick(everything):
-            self.hub.publish("run", run_event(run), f"run {run.id}")
+            self.hub.publish("run", _run_event(run), f"run {run.id}")
         self.tasks.tick()
 
     def close(self) -> None:
@@ -74,10 +74,10 @@ class Server:
         yield "runs", {"count": len(self.runs)}, "runs"
         for run in self.runs:
             if run.running:
-                yield "run", run_event(run), f"run {run.id}"
+                yield "run", _run_event(run), f"run {run.id}"
 
 
-def run_event(run: RunEntry) -> dict[str, Any]:
+def _run_event(run: RunEntry) -> dict[str, Any]:
     """Return the event of a run that has changed: its row of the list, and how far its files reach."""
     row = run.as_json()
     ends = {"metrics": run.sizes.get("metrics.jsonl", 0), "events": run.sizes.get("events.jsonl", 0)}

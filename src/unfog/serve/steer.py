@@ -36,7 +36,7 @@ _checking = threading.Lock()  # checks of a request are written for one thread
 
 
 class Command(NamedTuple):
-    """A command that was checked."""
+    """A command of unfog whose words were checked, and where it writes."""
 
     words: list[str]
     trains: bool

@@ -65,7 +65,7 @@ class Hub:
         return f"id: {self._session}-{number}\nevent: {event}\ndata: {text}\n\n"
 
     def close(self) -> None:
-        """End all streams."""
+        """End all streams, so that the server can stop."""
         for client in self._clients:
             client.closed = True
             client.wake.set()

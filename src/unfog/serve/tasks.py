@@ -30,7 +30,7 @@ _END_SECONDS = 5.0  # in which an ended child may clean up
 
 
 @dataclass
-class Task:
+class _Task:
     """A child process, running or ended."""
 
     id: int
@@ -49,7 +49,7 @@ class Task:
 
     @property
     def command(self) -> str:
-        """The command to copy."""
+        """The command as a person can copy it into a shell."""
         return command_text(self.words)
 
     @property
@@ -93,21 +93,21 @@ class TaskList:
     """
 
     def __init__(self, publish: Callable[[dict[str, Any]], None]) -> None:
-        self._tasks: dict[int, Task] = {}
+        self._tasks: dict[int, _Task] = {}
         self._publish, self._lock = publish, threading.Lock()
         self._number = 0
 
-    def __getitem__(self, number: int) -> Task:
+    def __getitem__(self, number: int) -> _Task:
         """Return a task by its number. KeyError if there is none."""
         return self._tasks[number]
 
-    def list(self) -> list[Task]:
-        """Return all tasks, oldest first."""
+    def list(self) -> list[_Task]:
+        """Return all tasks of this server, the oldest first."""
         return list(self._tasks.values())
 
     def start(
         self, words: Sequence[str], outlives: bool, result: Path | None = None, subject: int | None = None
-    ) -> Task:
+    ) -> _Task:
         """Start `unfog` with these words. RequestError if too many children run already."""
         with self._lock:
             running = [task for task in self.list() if task.status is None]
@@ -122,7 +122,7 @@ class TaskList:
                 start_new_session=True,  # Ctrl-C in the server's terminal is not meant for it
             )
             self._number += 1
-            task = self._tasks[self._number] = Task(
+            task = self._tasks[self._number] = _Task(
                 self._number, tuple(words), outlives, process, output, result, subject
             )
             ended = [one.id for one in self.list() if one.status is not None]

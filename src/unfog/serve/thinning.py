@@ -16,7 +16,7 @@ from unfog.serve.metric_columns import Floats, Growing, MetricColumns
 _BASE = 16  # rows of a block of the lowest level; each level above has blocks of twice as many
 
 
-class Thinned(NamedTuple):
+class _Thinned(NamedTuple):
     """Columns of a part of a record."""
 
     columns: dict[str, Floats]
@@ -91,7 +91,7 @@ class Thinner:
         self._columns, self._generation = columns, -1
         self._pyramids: dict[str, _Pyramid] = {}
 
-    def thin(self, x: str, names: list[str], low: float, high: float, points: int) -> Thinned:
+    def thin(self, x: str, names: list[str], low: float, high: float, points: int) -> _Thinned:
         """Return at most about `points` blocks of the rows with x in [low, high], and a block beside on each side.
 
         All rows count where x does not rise from row to row.
@@ -105,7 +105,7 @@ class Thinner:
             level += 1
         wanted = [x, *(name for name in names if name != x)]
         if end - first <= 2 * points:
-            return Thinned({name: self._columns.column(name)[first:end].copy() for name in wanted}, 1)
+            return _Thinned({name: self._columns.column(name)[first:end].copy() for name in wanted}, 1)
         width, found = _BASE << level, dict[str, Floats]()
         for name in wanted:
             values = self._columns.column(name)[:rows]
@@ -117,7 +117,7 @@ class Thinner:
                 continue
             mean = np.divide(total, count, out=np.full(len(count), np.nan), where=count > 0)
             found |= {f"{name}.min": least, f"{name}.max": most, f"{name}.mean": mean, f"{name}.last": last}
-        return Thinned(found, width)
+        return _Thinned(found, width)
 
 
 def _range_of(along: Floats, low: float, high: float) -> tuple[int, int]:

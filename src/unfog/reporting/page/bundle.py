@@ -46,19 +46,19 @@ def embed(data: Mapping[str, Any], title: str, refresh: int = 0) -> str:
     return f"{before}{_EMBEDDED.replace('></', f'>{escaped}</')}{after}"
 
 
-def imports_of(text: str) -> list[str]:
+def _imports_of(text: str) -> list[str]:
     """Return the names of the modules that a module imports."""
     return [found[2] for found in _IMPORT.finditer(text)]
 
 
-def joined_script() -> str:
+def _joined_script() -> str:
     """Return all modules that main.js needs as one script: each a function that returns its exports."""
     parts: dict[str, str] = {}
 
     def add(name: str) -> None:
         if name not in parts:
             text = (PAGE / name).read_text(encoding="utf-8")
-            for needed in imports_of(text):
+            for needed in _imports_of(text):
                 add(needed)
             parts[name] = _as_function(name, text)
 
@@ -74,7 +74,7 @@ def _shell() -> str:
     def inline(found: re.Match[str]) -> str:
         style, module, script = found.groups()
         kind = "style" if style else "script"
-        text = joined_script() if module else (PAGE / (style or script)).read_text(encoding="utf-8")
+        text = _joined_script() if module else (PAGE / (style or script)).read_text(encoding="utf-8")
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         hashes[kind].append(f"'sha256-{digest}'")
         return f"<{kind}{module or ''}>{text}</{kind}>"
