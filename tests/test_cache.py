@@ -12,16 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from unfog.cache_folder import (
-    cache_entries,
-    cache_folder,
-    cache_limit,
-    clear_cache,
-    fits_limit,
-    hold,
-    make_room,
-    release,
-)
+from unfog.cache_folder import CacheEntry, cache_folder, cache_limit, clear_cache, fits_limit, hold, make_room, release
 from unfog.cli.main import main
 from unfog.config.folder_requests import CacheRequest
 from unfog.data.dataset import ImageSet
@@ -67,12 +58,12 @@ def four() -> list[Path]:
 def test_what_was_used_least_recently_goes_first(four: list[Path]) -> None:
     others = cache_folder() / "inception-2015-12-05.pt"
     others.write_bytes(bytes(4 * MB))
-    assert [found.path for found in cache_entries()] == [four[i] for i in (2, 0, 3, 1)]
+    assert [found.path for found in CacheEntry.all()] == [four[i] for i in (2, 0, 3, 1)]
     assert make_room(needed=MB, limit=3.5 * MB)
     assert [path.exists() for path in four] == [False, True, False, True]
     assert make_room(needed=0, limit=0)
     assert others.exists()
-    assert not cache_entries()
+    assert not CacheEntry.all()
 
 
 def test_nothing_goes_for_what_does_not_fit_even_then(four: list[Path]) -> None:
@@ -109,7 +100,7 @@ def test_a_folder_of_somebody_else_stays(name: str) -> None:
     marks.touch()
     hold(cache_folder() / name)
     release(cache_folder() / name)
-    assert not cache_entries()
+    assert not CacheEntry.all()
     assert make_room(limit=0)
     assert not clear_cache()
     for path in (theirs, beside, marks):
@@ -119,10 +110,10 @@ def test_a_folder_of_somebody_else_stays(name: str) -> None:
 @pytest.mark.parametrize("name", ["a" * 32, f"latents-{'b' * 32}", f"features/{'c' * 32}", "members"])
 def test_one_file_of_somebody_else_keeps_an_entry(name: str) -> None:
     folder = entry(name, 1, used=1)
-    (found,) = cache_entries()
+    (found,) = CacheEntry.all()
     (folder / "notes").mkdir()
     assert not found.remove()
-    assert not cache_entries()
+    assert not CacheEntry.all()
     (folder / "notes").rmdir()
     assert found.remove()
 
@@ -137,7 +128,7 @@ def test_links_lead_to_no_entry(tmp_path: Path) -> None:
     for name in ("a" * 32, "features", ".used"):
         (cache_folder() / name).symlink_to(tmp_path / "outside" / name)
     hold(cache_folder() / "members")
-    assert not cache_entries()
+    assert not CacheEntry.all()
     assert make_room(limit=0)
     assert not clear_cache()
     assert sorted((tmp_path / "outside").rglob("*")) == before
@@ -151,7 +142,7 @@ def test_what_the_datasets_library_keeps_goes_only_when_asked_for(
     datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "set.parquet")
     source = open_source(str(tmp_path / "set.parquet"))
     release(cache_folder() / "hf")
-    (found,) = cache_entries()
+    (found,) = CacheEntry.all()
     assert found.kind == "Hugging Face sets"
     assert not make_room(limit=0)
     assert not fits_limit(cache_limit() - found.nbytes / 2)
@@ -210,7 +201,7 @@ def test_all_that_unfog_writes_is_known(tmp_path: Path, monkeypatch: pytest.Monk
     with suppress(Interrupted):
         prepare(source, Data(size=4, cache="disk"), stopped)
     (cache_folder() / "shards" / f"{'f' * 32}.json.12-34.partial").touch()
-    kinds = sorted(found.kind for found in cache_entries())
+    kinds = sorted(found.kind for found in CacheEntry.all())
     several = ["decoded images"] * 2 + ["features", "index of shards"] + ["latents"] * 2
     assert kinds == ["array", *several, "read from remote shards"]
 
@@ -222,7 +213,7 @@ def test_decoded_images_keep_within_the_limit(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("UNFOG_CACHE_LIMIT", "0.001")
     dataset = prepare(source, settings)
     assert not old.exists()
-    (made,) = [found for found in cache_entries() if found.kind == "decoded images"]
+    (made,) = [found for found in CacheEntry.all() if found.kind == "decoded images"]
     assert made.in_use()
     assert not make_room(limit=0)
     assert dataset.train.pixels[0].shape == (3, 32, 32)

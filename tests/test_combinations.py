@@ -41,7 +41,7 @@ from unfog.process.signals import StopSignals
 from unfog.reporting.records import read_metrics
 from unfog.runs.dry_run import _shortened_evaluation
 from unfog.training.gradient import seed_generators
-from unfog.training.nan_debug import find_nan_source
+from unfog.training.nan_debug import NanReport
 from unfog.training.precision import Precision
 from unfog.training.settings import Evaluate, Optimizer, PowerEma
 from unfog.training.state import TrainState
@@ -207,7 +207,7 @@ def test_the_image_to_blame_is_found_in_every_network(kind):
                 x0[image - first] = np.nan
         return objective(model, x0)
 
-    culprit = find_nan_source(state, forward, [(0, 3), (3, 3)])
+    culprit = NanReport.find(state, forward, [(0, 3), (3, 3)])
     assert (culprit.phase, culprit.where, culprit.images, culprit.every) == ("forward", "input", (4,), False)
 
 

@@ -14,7 +14,7 @@ from unfog.diffusion.objective import Loss, Objective
 from unfog.models.settings import UNet
 from unfog.models.unet import UNetModel
 from unfog.training.gradient import _split_range, seed_generators
-from unfog.training.nan_debug import NanReport, find_nan_source
+from unfog.training.nan_debug import NanReport
 from unfog.training.precision import Precision
 from unfog.training.settings import Optimizer, PowerEma
 from unfog.training.state import TrainState
@@ -125,7 +125,7 @@ class NanBackward(torch.autograd.Function):
 def test_a_broken_image(precision):
     into = state(unet(), precision)
     forward = replay(into, OBJECTIVE, poison)
-    found = find_nan_source(into, forward, PASSES)
+    found = NanReport.find(into, forward, PASSES)
     assert found == NanReport("forward", "input", (WHITE,), (level(forward),), False)
     assert level(forward) == pytest.approx(0.5, abs=1 / 6)  # the second of three levels
 
@@ -136,7 +136,7 @@ def test_a_broken_image_in_a_network_that_mixes_images():
     forward = replay(into, augment=poison)
     assert not forward(*PASSES[1]).per_image.isfinite().any()
     assert not into.model[1].running_mean.isfinite().any()
-    found = find_nan_source(into, forward, PASSES)
+    found = NanReport.find(into, forward, PASSES)
     assert found == NanReport("forward", "input", (WHITE,), (level(forward),), False)
 
 
@@ -147,7 +147,7 @@ def test_an_infinite_loss_of_one_image():
 
     into = state(unet())
     forward = replay(into, loss)
-    assert find_nan_source(into, forward, PASSES) == NanReport("loss", "", (WHITE,), (level(forward),), False)
+    assert NanReport.find(into, forward, PASSES) == NanReport("loss", "", (WHITE,), (level(forward),), False)
 
 
 def test_poisoned_weights():
@@ -156,7 +156,7 @@ def test_poisoned_weights():
     with torch.no_grad():
         into.model.mid[0].residual.conv1.bias[0] = math.nan
         into.model.up[0].blocks[0].residual.conv2.weight[0, 0, 0, 0] = -math.inf
-    found = find_nan_source(into, replay(into, OBJECTIVE), PASSES)
+    found = NanReport.find(into, replay(into, OBJECTIVE), PASSES)
     assert found == NanReport("weights", "mid.0.residual.conv1.bias", (), (), True, more=2)
 
 
@@ -165,7 +165,7 @@ def test_a_poisoned_buffer():
     model.register_buffer("shift", torch.tensor(math.nan), persistent=False)
     model.register_forward_hook(lambda module, args, output: output + module.shift)
     into = state(model)
-    assert find_nan_source(into, replay(into), PASSES) == NanReport("weights", "shift", (), (), True)
+    assert NanReport.find(into, replay(into), PASSES) == NanReport("weights", "shift", (), (), True)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_the_layer_that_overflows_for_one_image(precision, large):
     into = state(straight(2, nn.Identity(), nn.Conv2d(2, 1, 1, bias=False), nn.Sigmoid()), precision)
     nn.init.constant_(into.model[2].weight, large)
     forward = replay(into, lambda model, x0, label: answer(lambda x: model[:3](x).float() / large, x0, label))
-    found = find_nan_source(into, forward, PASSES)
+    found = NanReport.find(into, forward, PASSES)
     assert found == NanReport("forward", "2", (WHITE,), (level(forward),), False)
 
 
@@ -184,7 +184,7 @@ def test_the_layer_of_the_unet_that_overflows_for_every_image():
     into = state(unet(), "fp16")
     with torch.no_grad():
         into.model.down[1].blocks[0].attention.qkv.weight *= 1e6
-    found = find_nan_source(into, replay(into, OBJECTIVE), PASSES)
+    found = NanReport.find(into, replay(into, OBJECTIVE), PASSES)
     assert found == NanReport("forward", "down.1.blocks.0.attention.qkv", (), (), True)
 
 
@@ -202,7 +202,7 @@ def test_the_first_layer_is_named_in_order_of_execution(spoil, where):
             return super().forward(x).float() * (math.nan if where == "network" else 1)
 
     into = state(Net(nn.Conv2d(1, 2, 1), At(spoil), nn.Conv2d(2, 1, 1)))
-    assert find_nan_source(into, replay(into), PASSES) == NanReport("forward", where, (), (), True)
+    assert NanReport.find(into, replay(into), PASSES) == NanReport("forward", where, (), (), True)
 
 
 def test_a_layer_is_not_blamed_for_what_its_surroundings_do():
@@ -217,7 +217,7 @@ def test_a_layer_is_not_blamed_for_what_its_surroundings_do():
             return self.inner(x + infinity(x))
 
     into = state(straight(1, Surroundings(), nn.Identity()))
-    assert find_nan_source(into, replay(into), PASSES[1:2]) == NanReport("forward", "1", (), (), True)
+    assert NanReport.find(into, replay(into), PASSES[1:2]) == NanReport("forward", "1", (), (), True)
 
 
 def test_layers_may_return_anything():
@@ -227,7 +227,7 @@ def test_layers_may_return_anything():
             return [nothing, whole, constant, None, "text", (x.shape, {"spoilt": x / 0})]
 
     into = state(straight(1, Odd(), At(lambda odd: odd[0].sum() + odd[1] + odd[2] + odd[-1][1]["spoilt"])))
-    assert find_nan_source(into, replay(into), PASSES) == NanReport("forward", "1", (), (), True)
+    assert NanReport.find(into, replay(into), PASSES) == NanReport("forward", "1", (), (), True)
 
 
 @pytest.mark.parametrize("spoil", [NanBackward.apply, lambda x: (1 - x).sqrt()])
@@ -235,7 +235,7 @@ def test_a_backward_that_fails_for_one_image(spoil):
     """The root has an infinite slope at white: times the zeros that come from the others it is NaN."""
     into = state(straight(1, At(spoil), nn.Conv2d(1, 1, 1)))
     forward = replay(into)
-    found = find_nan_source(into, forward, PASSES)
+    found = NanReport.find(into, forward, PASSES)
     # The layer after it comes first on the way back, and is well.
     assert found == NanReport("backward", found.where, (WHITE,), (level(forward),), False, more=1)
     assert found.where in ("0.weight", "0.bias")
@@ -244,7 +244,7 @@ def test_a_backward_that_fails_for_one_image(spoil):
 def test_parameters_are_named_in_order_of_the_backward_pass():
     into = state(nn.Sequential(straight(1), nn.Conv2d(1, 1, 1, bias=False), straight(1, At(NanBackward.apply))))
     nn.init.ones_(into.model[1].weight)
-    found = find_nan_source(into, replay(into), PASSES)
+    found = NanReport.find(into, replay(into), PASSES)
     assert found.where.startswith("2.0.")
     assert found.more == 4
 
@@ -269,7 +269,7 @@ def zero_layer():
 def test_a_gradient_that_overflows_in_the_sum_over_the_pixels_of_one_image():
     into = state(zero_layer())
     forward = replay(into, sums(lambda white: torch.where(white, 1e38, 1.0)))
-    found = find_nan_source(into, forward, PASSES)
+    found = NanReport.find(into, forward, PASSES)
     assert found == NanReport("backward", found.where, (WHITE,), (level(forward),), False, more=1)
 
 
@@ -279,7 +279,7 @@ def test_a_gradient_that_overflows_only_in_the_sum_over_images_blames_none():
     into.model[0].weight.requires_grad_(False)
     # 64 pixels of 470 are less than the 65,504 that fp16 reaches, and three such images are more.
     forward = replay(into, sums(lambda white: torch.full(white.shape, 470.0)))
-    assert find_nan_source(into, forward, PASSES) == NanReport("backward", "0.bias", (), (), False)
+    assert NanReport.find(into, forward, PASSES) == NanReport("backward", "0.bias", (), (), False)
 
 
 def test_a_norm_that_overflows_though_no_number_does():
@@ -290,7 +290,7 @@ def test_a_norm_that_overflows_though_no_number_does():
     gradients = [p.grad for p in into.model.parameters()]
     assert all(g.isfinite().all() for g in gradients)
     assert torch.nn.utils.get_total_norm(gradients).isinf()
-    assert find_nan_source(into, forward, PASSES).images == (WHITE,)
+    assert NanReport.find(into, forward, PASSES).images == (WHITE,)
 
 
 def test_an_unscaled_gradient_is_finite_where_the_scaled_one_is_not():
@@ -298,7 +298,7 @@ def test_an_unscaled_gradient_is_finite_where_the_scaled_one_is_not():
     for scale in (1.0, 2.0**13):
         into = state(zero_layer(), "fp16")
         into.precision.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-        found.append(find_nan_source(into, replay(into, sums(lambda white: torch.where(white, 1.0, 1e-3))), PASSES))
+        found.append(NanReport.find(into, replay(into, sums(lambda white: torch.where(white, 1.0, 1e-3))), PASSES))
     assert found[0] == UNKNOWN
     assert (found[1].phase, found[1].images) == ("backward", (WHITE,))
 
@@ -314,7 +314,7 @@ def test_the_norm_that_counts_is_that_of_the_unscaled_gradient():
 
     into = state(Gain(), "fp16")
     forward = replay(into, sums(lambda white: torch.full(white.shape, 1e16)))
-    assert find_nan_source(into, forward, PASSES) == UNKNOWN
+    assert NanReport.find(into, forward, PASSES) == UNKNOWN
 
 
 def test_gradients_that_no_image_can_be_blamed_for():
@@ -329,12 +329,12 @@ def test_gradients_that_no_image_can_be_blamed_for():
             return (1 - x * self.gain).sqrt()
 
     into = state(Root())
-    assert find_nan_source(into, replay(into), PASSES) == NanReport("backward", "gain", (), (), False)
+    assert NanReport.find(into, replay(into), PASSES) == NanReport("backward", "gain", (), (), False)
 
 
 def test_an_infinite_output_that_does_no_harm_is_not_blamed():
     into = state(straight(1, At(lambda x: x - math.inf), At(lambda x: x.exp()), nn.Conv2d(1, 1, 1)))
-    assert find_nan_source(into, replay(into), PASSES) == UNKNOWN
+    assert NanReport.find(into, replay(into), PASSES) == UNKNOWN
 
 
 def test_an_infinite_output_is_blamed_for_the_gradient():
@@ -342,7 +342,7 @@ def test_an_infinite_output_is_blamed_for_the_gradient():
     into = state(straight(1, spoil, At(lambda x: 1 / (1 + x.square())), nn.Conv2d(1, 1, 1)))
     forward = replay(into)
     assert all(forward(*each).per_image.isfinite().all() for each in PASSES)
-    assert find_nan_source(into, forward, PASSES) == NanReport("forward", "1", (WHITE,), (level(forward),), False)
+    assert NanReport.find(into, forward, PASSES) == NanReport("forward", "1", (WHITE,), (level(forward),), False)
 
 
 @pytest.mark.parametrize("microbatch", [1, 2, 3, 5, 7, 8])
@@ -352,7 +352,7 @@ def test_however_the_batch_is_cut_the_image_is_found(microbatch, white):
     for model, augment in ((straight(1), poison), (straight(1, At(NanBackward.apply)), lambda x0: x0)):
         into = state(model)
         forward = replay(into, augment=augment, white=white)
-        found = find_nan_source(into, forward, passes)
+        found = NanReport.find(into, forward, passes)
         assert (found.images, found.levels, found.every) == ((white,), (level(forward, white, passes),), False)
 
 
@@ -360,14 +360,14 @@ def test_however_the_batch_is_cut_the_image_is_found(microbatch, white):
 @pytest.mark.parametrize("spoil", [lambda x: x / 0, lambda x: NanBackward.apply(x * 0 + 1)])
 def test_a_network_is_blamed_for_what_hits_every_image(microbatch, spoil):
     into = state(straight(1, At(spoil)))
-    found = find_nan_source(into, replay(into), list(_split_range(100, 8, microbatch)))
+    found = NanReport.find(into, replay(into), list(_split_range(100, 8, microbatch)))
     assert (found.images, found.levels, found.every) == ((), (), True)
 
 
 def test_at_most_eight_images_are_named_in_order():
     into = state(straight(1))
     white = tuple(range(101, 120))
-    found = find_nan_source(into, replay(into, augment=poison, white=white), [(100, 20)])
+    found = NanReport.find(into, replay(into, augment=poison, white=white), [(100, 20)])
     assert found.images == white[:8]
     assert len(found.levels) == 8
     assert not found.every
@@ -375,7 +375,7 @@ def test_at_most_eight_images_are_named_in_order():
 
 def test_a_step_that_is_finite_when_replayed():
     into = state(unet())
-    assert find_nan_source(into, replay(into, OBJECTIVE), PASSES) == UNKNOWN
+    assert NanReport.find(into, replay(into, OBJECTIVE), PASSES) == UNKNOWN
 
 
 def test_compiled_networks_are_searched_too():
@@ -383,11 +383,11 @@ def test_compiled_networks_are_searched_too():
     into.model.compile(backend="eager")
     forward = replay(into)
     forward(*PASSES[0])
-    found = find_nan_source(into, forward, PASSES)
+    found = NanReport.find(into, forward, PASSES)
     assert found == NanReport("forward", "1", (WHITE,), (level(forward),), False)
     into.model = torch.compile(into.model, backend="eager")
     forward(*PASSES[0])
-    assert find_nan_source(into, forward, PASSES) == found
+    assert NanReport.find(into, forward, PASSES) == found
 
 
 def snapshot(into):
@@ -462,9 +462,9 @@ def test_nothing_is_changed(spoil, expected, precision):
     before = snapshot(into)
     if expected is None:
         with pytest.raises(KeyboardInterrupt):
-            find_nan_source(into, replay(into), PASSES)
+            NanReport.find(into, replay(into), PASSES)
     else:
-        assert find_nan_source(into, replay(into), PASSES).phase == expected
+        assert NanReport.find(into, replay(into), PASSES).phase == expected
     assert snapshot(into) == before
 
 

@@ -18,7 +18,7 @@ from unfog.errors import RequestError, RunError
 from unfog.inference.loaded_run import SWEEP_FILE, _swept_width
 from unfog.inference.run import Run
 from unfog.reporting.records import read_events, read_metrics
-from unfog.training.checkpoints.posthoc_ema import list_snapshots
+from unfog.training.checkpoints.posthoc_ema import EmaSnapshotFile
 
 pytestmark = pytest.mark.slow
 
@@ -217,7 +217,7 @@ def test_what_cannot_be_written_stops_no_run(run, whole):
         assert (ours / f"{name}.safetensors").read_bytes() == (theirs / f"{name}.safetensors").read_bytes()
     left_out = [event["step"] for event in read_events(run / "events.jsonl") if event["kind"] == "averages_left_out"]
     assert left_out == list(range(26, 49, 2))
-    assert list_snapshots(run / "averages") == []
+    assert EmaSnapshotFile.read_all(run / "averages") == []
 
 
 def test_automatic_snapshots_are_chosen_printed_and_stored(photos, tmp_path, capsys):
@@ -229,7 +229,7 @@ def test_automatic_snapshots_are_chosen_printed_and_stored(photos, tmp_path, cap
     capsys.readouterr()
     unfog.train(photos, out=tmp_path / "long", steps=200, **quick)
     assert "ema_snapshots.every = 8: " in capsys.readouterr().err
-    assert len(list_snapshots(tmp_path / "long/averages")) == 25
+    assert len(EmaSnapshotFile.read_all(tmp_path / "long/averages")) == 25
     capsys.readouterr()
     unfog.train(photos, out=tmp_path / "fixed", steps=2, ema="fixed", averages={"every": 5}, **quick)
     assert "ema_snapshots.every = -1: an EMA of fixed decay" in capsys.readouterr().err

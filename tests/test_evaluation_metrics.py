@@ -7,13 +7,7 @@ from torch import Tensor
 
 from unfog.errors import RequestError
 from unfog.evaluation import distances, metrics
-from unfog.evaluation.distances import (
-    FeatureStatistics,
-    _frechet_distance,
-    extrapolate_frechet,
-    frechet_with_error,
-    kernel_distance,
-)
+from unfog.evaluation.distances import Distance, FeatureStatistics, _frechet_distance, extrapolate_frechet
 from unfog.evaluation.feature_networks import INCEPTION_DIGEST
 from unfog.evaluation.features import Features, open_features
 from unfog.evaluation.metrics import METRICS, check_count, compare_features
@@ -95,7 +89,7 @@ def test_statistics_of_blocks_are_those_of_the_whole(monkeypatch):
 @pytest.mark.parametrize(("scale", "most"), [(1.0, 2.0), (1.3, 1.3)])
 def test_the_error_of_a_frechet_distance_is_its_spread(scale, most):
     """Where the sets are alike the first derivative vanishes, and the error is too large rather than too small."""
-    found = [frechet_with_error(normal(300, 8, 2 * i), normal(300, 8, 2 * i + 1, scale, scale - 1)) for i in range(150)]
+    found = [Distance.frechet(normal(300, 8, 2 * i), normal(300, 8, 2 * i + 1, scale, scale - 1)) for i in range(150)]
     spread = torch.tensor([one.value for one in found]).std().item()
     error = sum(one.error for one in found) / len(found)
     assert 0.85 < error / spread < most
@@ -122,25 +116,25 @@ def test_kernel_distance_is_the_double_sum():
     xx = sum(k(x[i], x[j]) for i in range(12) for j in range(12) if i != j) / (12 * 11)
     yy = sum(k(y[i], y[j]) for i in range(9) for j in range(9) if i != j) / (9 * 8)
     xy = sum(k(a, b) for a in x for b in y) / (12 * 9)
-    assert kernel_distance(x, y).value == pytest.approx(xx + yy - 2 * xy, rel=1e-12)
+    assert Distance.kernel(x, y).value == pytest.approx(xx + yy - 2 * xy, rel=1e-12)
 
 
 def test_the_error_of_a_kernel_distance_is_the_jackknife():
     x, y = normal(20, 4, 0), normal(15, 4, 1, place=0.5)
-    value = lambda a, b: kernel_distance(a, b).value  # noqa: E731
+    value = lambda a, b: Distance.kernel(a, b).value  # noqa: E731
     left = torch.tensor([value(torch.cat([x[:i], x[i + 1 :]]), y) for i in range(20)])
     right = torch.tensor([value(x, torch.cat([y[:i], y[i + 1 :]])) for i in range(15)])
     variance = 19 * left.var(correction=0) + 14 * right.var(correction=0)
-    assert kernel_distance(x, y).error == pytest.approx(variance.sqrt().item(), rel=1e-4)
+    assert Distance.kernel(x, y).error == pytest.approx(variance.sqrt().item(), rel=1e-4)
 
 
 @pytest.mark.parametrize("block", [5000, 40])
 @pytest.mark.parametrize(("place", "most"), [(0.0, 2.0), (0.3, 1.3)])
 def test_kernel_distance_has_no_bias_and_an_error_that_holds(block, place, most):
     """In parts as well, which spread more; of like sets the error may be too large."""
-    many = kernel_distance(normal(2000, 8, 1000), normal(2000, 8, 1001, place=place)).value if place else 0.0
+    many = Distance.kernel(normal(2000, 8, 1000), normal(2000, 8, 1001, place=place)).value if place else 0.0
     found = [
-        kernel_distance(normal(120, 8, 2 * i), normal(120, 8, 2 * i + 1, place=place), i, block) for i in range(150)
+        Distance.kernel(normal(120, 8, 2 * i), normal(120, 8, 2 * i + 1, place=place), i, block) for i in range(150)
     ]
     values = torch.tensor([one.value for one in found])
     error = sum(one.error**2 for one in found) / len(found)
@@ -150,9 +144,9 @@ def test_kernel_distance_has_no_bias_and_an_error_that_holds(block, place, most)
 
 def test_kernel_rows_in_blocks_are_those_of_the_whole(monkeypatch):
     x, y = normal(50, 4, 0), normal(50, 4, 1)
-    whole = kernel_distance(x, y)
+    whole = Distance.kernel(x, y)
     monkeypatch.setattr(distances, "_KERNEL_ROWS", 7)
-    assert kernel_distance(x, y) == pytest.approx(whole, rel=1e-12)
+    assert Distance.kernel(x, y) == pytest.approx(whole, rel=1e-12)
 
 
 @pytest.mark.parametrize("fake", [REAL, FAKE, REAL[::3]], ids=["copies", "others", "a third"])
@@ -273,7 +267,7 @@ def test_parts_are_drawn_from_all_of_a_set_whatever_its_order():
     """Real images come class by class; cut in that order, parts would be of one class each."""
     x = torch.cat([normal(200, 4, 0), normal(200, 4, 1, place=5)])
     y = torch.cat([normal(200, 4, 2, place=5), normal(200, 4, 3)])
-    whole, parts = kernel_distance(x, y), kernel_distance(x, y, block=100)
+    whole, parts = Distance.kernel(x, y), Distance.kernel(x, y, block=100)
     assert abs(parts.value - whole.value) < 4 * parts.error
 
 
@@ -290,11 +284,11 @@ def test_the_error_of_a_frechet_distance_of_lopsided_features_is_the_jackknife()
     left = torch.tensor([value(torch.cat([x[:i], x[i + 1 :]]), y) for i in range(len(x))])
     right = torch.tensor([value(x, torch.cat([y[:i], y[i + 1 :]])) for i in range(len(y))])
     variance = (len(x) - 1) * left.var(correction=0) + (len(y) - 1) * right.var(correction=0)
-    assert frechet_with_error(x, y).error == pytest.approx(variance.sqrt().item(), rel=0.1)
+    assert Distance.frechet(x, y).error == pytest.approx(variance.sqrt().item(), rel=0.1)
 
 
 def test_few_pictures_are_not_cut_into_parts_of_one():
-    found = kernel_distance(normal(200, 4, 0), normal(7, 4, 1), block=40)
+    found = Distance.kernel(normal(200, 4, 0), normal(7, 4, 1), block=40)
     assert math.isfinite(found.value)
     assert 0 < found.error < math.inf
 

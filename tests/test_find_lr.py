@@ -326,10 +326,8 @@ def test_from_a_folder_to_a_suggestion_a_page_and_json(folder, tmp_path, capsys,
 
 
 def test_what_does_not_fit_at_once_is_tried_in_parts(folder, monkeypatch, capsys):
-    monkeypatch.setattr(
-        "unfog.planning.auto_settings.choose_microbatch",
-        lambda *given, **more: MicrobatchChoice(3, False, "memory is short"),
-    )
+    chosen = MicrobatchChoice(3, False, "memory is short")
+    monkeypatch.setattr(MicrobatchChoice, "largest", lambda *given, **more: chosen)
     tried = []
     build = command.build_state
     monkeypatch.setattr(

@@ -22,7 +22,7 @@ from unfog.pipeline.build import build_network
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.memory_estimate import MemoryEstimator, _trace_step, _TracedStep
 from unfog.planning.memory_trace import _CUDA_BLOCK, MB, Trace
-from unfog.planning.microbatch import MARGIN, _largest_that_fits, _memory_upper_bound, choose_microbatch
+from unfog.planning.microbatch import MARGIN, MicrobatchChoice, _largest_that_fits, _memory_upper_bound
 from unfog.process import device as memory
 from unfog.process.device import _control_group, available_memory
 from unfog.training.settings import EmaSnapshots
@@ -162,11 +162,11 @@ def test_largest_that_fits(batch, limit):
 def test_micro_batch_follows_from_what_is_available():
     given = config(24)
     traces = MemoryEstimator(given, "cpu")
-    assert choose_microbatch(given, CPU, 10**12)[:2] == (24, False)
+    assert MicrobatchChoice.largest(given, CPU, 10**12)[:2] == (24, False)
     found = []
     for share in (0.6, 0.35):
         room = int(share * traces.training(24, False) / MARGIN)
-        fit = choose_microbatch(given, CPU, room)
+        fit = MicrobatchChoice.largest(given, CPU, room)
         assert 24 % fit.microbatch == 0
         assert not fit.checkpointing
         assert traces.training(fit.microbatch, False) < MARGIN * room
@@ -236,11 +236,11 @@ def test_gradient_checkpointing_only_where_one_image_does_not_fit_without():
     given = config(4, 32, SMALL)
     one, recomputed = (MemoryEstimator(given, "cpu").training(1, again) for again in (False, True))
     assert recomputed < 0.9 * one
-    fit = choose_microbatch(given, CPU, int((one + recomputed) / 2 / MARGIN))
+    fit = MicrobatchChoice.largest(given, CPU, int((one + recomputed) / 2 / MARGIN))
     assert fit.checkpointing
     assert fit.microbatch >= 1
     with pytest.raises(RequestError, match=r"one image of 32 pixels .* smaller --size or --network"):
-        choose_microbatch(given, CPU, int(0.9 * recomputed / MARGIN))
+        MicrobatchChoice.largest(given, CPU, int(0.9 * recomputed / MARGIN))
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,6 @@ from unfog.training.checkpoints.posthoc_ema import (
     _inner_product,
     _remove_surplus,
     _write_snapshot,
-    list_snapshots,
     remove_after,
     snapshot_interval,
     take_ema_snapshot,
@@ -152,7 +151,7 @@ def flat(tensors: dict[str, torch.Tensor], state: TrainState) -> np.ndarray:
 @pytest.mark.parametrize("width", [0.04, 0.05, 0.07, 0.1, 0.13, 0.16, 0.2])
 def test_any_length_is_rebuilt_to_a_thousandth(trained, width, step):
     folder, history, state = trained
-    mix = Mixture.solve(list_snapshots(folder), width, step + EVERY - 1 if step < STEPS else None)
+    mix = Mixture.solve(EmaSnapshotFile.read_all(folder), width, step + EVERY - 1 if step < STEPS else None)
     assert mix.step == step  # of the snapshot before: between two, the newest weights are in none
     direct = share(PowerEma(width).gamma, np.arange(1, step + 1), step) @ history[:step]
     error = np.linalg.norm(flat(_rebuild(mix), state) - direct) / np.linalg.norm(direct)
@@ -175,7 +174,7 @@ def test_the_solver_alone_is_exact_to_the_profiles(trained):
 
 def test_buffers_are_those_of_the_newest_snapshot_and_what_is_rebuilt_fits(trained):
     folder, _, state = trained
-    rebuilt = _rebuild(Mixture.solve(list_snapshots(folder), 0.08))
+    rebuilt = _rebuild(Mixture.solve(EmaSnapshotFile.read_all(folder), 0.08))
     assert rebuilt.keys() == state.model.state_dict().keys()
     for name, buffer in state.model.named_buffers():
         assert torch.equal(rebuilt[name], buffer)
@@ -191,7 +190,7 @@ def test_interrupted_keeps_the_same_snapshots(trained, tmp_path):
     save_file({"0/x": torch.ones(1)}, folder / "00000260.safetensors")  # of what the killed process still did
     (folder / ".partial-00000260").write_bytes(b"half")
     remove_after(folder, 250)
-    assert [one.step for one in list_snapshots(folder)] == list(range(EVERY, 250, EVERY))
+    assert [one.step for one in EmaSnapshotFile.read_all(folder)] == list(range(EVERY, 250, EVERY))
     assert not list(folder.glob(".*"))
     assert not (folder / "00000260.safetensors").exists()
     second = fresh()
@@ -227,7 +226,7 @@ def test_refused_steps_count_for_nothing(tmp_path):
                 p += 0.01 * accepted
         state.advance(8, accepted, [])
         _write_snapshot(take_ema_snapshot(state, place), tmp_path / "averages")
-    kept = list_snapshots(tmp_path / "averages")
+    kept = EmaSnapshotFile.read_all(tmp_path / "averages")
     assert [one.updates for one in kept] == [1, 2, 3, 4, 5, 6, 7]
     assert [one.step for one in kept] == [1, 2, 3, 4, 8, 9, 10]
 
@@ -255,7 +254,7 @@ def test_thinned_on_disk(tmp_path):
         said = {METADATA_KEY: json.dumps({"step": step, "updates": step, "widths": [0.1, 0.05]})}
         save_file({"0/a": torch.ones(1)}, tmp_path / f"{step:08d}.safetensors", said)
     _remove_surplus(tmp_path, 10, 500)
-    assert [one.step for one in list_snapshots(tmp_path)] == [20, 500]
+    assert [one.step for one in EmaSnapshotFile.read_all(tmp_path)] == [20, 500]
 
 
 def test_files_are_half_as_large_and_no_weight_overflows(tmp_path):
@@ -308,7 +307,7 @@ def test_full_disk_is_not_waited_for(tmp_path):
 
 def test_what_cannot_be_rebuilt_is_refused_and_what_is_damaged_passed_over(trained, tmp_path):
     folder, _, _ = trained
-    kept = list_snapshots(folder)
+    kept = EmaSnapshotFile.read_all(folder)
     with pytest.raises(RequestError, match="no EMA snapshots"):
         Mixture.solve([], 0.1)
     with pytest.raises(RequestError, match="step = 481 must be from 20 to 480"):
@@ -327,11 +326,11 @@ def test_what_cannot_be_rebuilt_is_refused_and_what_is_damaged_passed_over(train
         tmp_path / "00000140.safetensors",
         {METADATA_KEY: '{"step": 140, "updates": -1, "widths": []}'},
     )
-    assert [one.step for one in list_snapshots(tmp_path)] == [
+    assert [one.step for one in EmaSnapshotFile.read_all(tmp_path)] == [
         one.step for one in kept if one.step not in (100, 120, 140)
     ]
-    assert Mixture.solve(list_snapshots(tmp_path), 0.07).error < 0.05
-    mix = Mixture.solve(list_snapshots(tmp_path), 0.07)
+    assert Mixture.solve(EmaSnapshotFile.read_all(tmp_path), 0.07).error < 0.05
+    mix = Mixture.solve(EmaSnapshotFile.read_all(tmp_path), 0.07)
     (tmp_path / "00000080.safetensors").unlink()
     with pytest.raises(RunError, match="cannot be read"):
         _rebuild(mix)
@@ -355,7 +354,7 @@ def test_the_newest_snapshot_stays_wherever_it_is(tmp_path):
         said = {METADATA_KEY: json.dumps({"step": step, "updates": step, "widths": [0.1, 0.05]})}
         save_file({"0/a": torch.ones(1)}, tmp_path / f"{step:08d}.safetensors", said)
     _remove_surplus(tmp_path, 10, 505)
-    assert [one.step for one in list_snapshots(tmp_path)] == [20, 505]
+    assert [one.step for one in EmaSnapshotFile.read_all(tmp_path)] == [20, 505]
 
 
 def test_the_last_step_has_a_snapshot_of_the_averages():

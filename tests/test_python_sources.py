@@ -12,7 +12,7 @@ from PIL import Image
 
 import unfog
 from conftest import NETWORK
-from unfog.cache_folder import cache_entries, cache_folder, clear_cache, make_room, release
+from unfog.cache_folder import CacheEntry, cache_folder, clear_cache, make_room, release
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
@@ -248,7 +248,7 @@ def test_a_run_on_objects_resumes_and_keeps_its_images(tmp_path: Path, monkeypat
     run = unfog.train(((image, f"kind {i % 3}") for i, image in enumerate(PILS)), steps=1, **settings)
     assert run.path == Path("runs/images")
     assert run.classes == ("kind 0", "kind 1", "kind 2")
-    (entry,) = [one for one in cache_entries() if one.kind == "images"]
+    (entry,) = [one for one in CacheEntry.all() if one.kind == "images"]
     assert make_room(limit=0) is False
     assert [one.path for one in clear_cache()] == [entry.path]
     assert entry.in_use()

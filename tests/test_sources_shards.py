@@ -29,7 +29,7 @@ from unfog.data.sources.storage import BlockReader, _LocalStorage
 from unfog.data.webdataset import index_entry as shard_files
 from unfog.data.webdataset import index_entry as shard_piece
 from unfog.data.webdataset import shard_index
-from unfog.data.webdataset.tar import DamagedTarError, iter_members
+from unfog.data.webdataset.tar import DamagedTarError, TarMember
 from unfog.errors import RequestError
 from unfog.pipeline.load_data import load_images
 from unfog.process.signals import StopSignals
@@ -139,7 +139,7 @@ def test_every_format_reads_as_tarfile_reads_it(tmp_path: Path, format: int) -> 
             archive.addfile(link)
     with tarfile.open(path) as archive:
         theirs = [(m.name, m.offset_data, m.size, m.isreg()) for m in archive if not m.isdir()]
-    found = iter_members(BlockReader(_LocalStorage(), str(path), path.stat().st_size, 4096))
+    found = TarMember.iterate(BlockReader(_LocalStorage(), str(path), path.stat().st_size, 4096))
     assert [(m.name.decode(), m.start, m.size, m.regular) for m in found] == theirs
     source = open_source(path)
     assert [name.removeprefix("a.tar/") for name in source.names] == names
@@ -635,7 +635,7 @@ def test_every_cut_and_flip_of_a_shard_ends(tmp_path: Path) -> None:
             path = tmp_path / "bad.tar"
             path.write_bytes(data)
             try:
-                found = list(iter_members(BlockReader(_LocalStorage(), str(path), len(data), 4096)))
+                found = list(TarMember.iterate(BlockReader(_LocalStorage(), str(path), len(data), 4096)))
             except DamagedTarError:
                 said += 1
                 continue

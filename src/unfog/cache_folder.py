@@ -134,19 +134,19 @@ class CacheEntry:
                         return True
         return False
 
-
-def cache_entries() -> list[CacheEntry]:
-    """Return all entries of the cache, least recently used first."""
-    folder, found = cache_folder(), list[CacheEntry]()
-    for place in (folder, folder / "features"):
-        with suppress(OSError):
-            for path in [] if place != folder and place.is_symlink() else list(place.iterdir()):
-                with suppress(OSError):  # another process has just removed it
-                    if (kind := _kind_of(path)) is not None:
-                        mark = _mark(path)
-                        used = (mark if mark.is_file() else path).stat().st_mtime
-                        found.append(CacheEntry(path, kind.text, disk_usage(path), used, kind.evictable))
-    return sorted(found, key=lambda entry: entry.used)
+    @classmethod
+    def all(cls) -> list[CacheEntry]:
+        """Return all entries of the cache, least recently used first."""
+        folder, found = cache_folder(), list[CacheEntry]()
+        for place in (folder, folder / "features"):
+            with suppress(OSError):
+                for path in [] if place != folder and place.is_symlink() else list(place.iterdir()):
+                    with suppress(OSError):  # another process has just removed it
+                        if (kind := _kind_of(path)) is not None:
+                            mark = _mark(path)
+                            used = (mark if mark.is_file() else path).stat().st_mtime
+                            found.append(cls(path, kind.text, disk_usage(path), used, kind.evictable))
+        return sorted(found, key=lambda entry: entry.used)
 
 
 def _kind_of(path: Path) -> _Kind | None:
@@ -231,7 +231,7 @@ def make_room(needed: float = 0, limit: float | None = None, keep: Path | None =
     """
     limit = cache_limit() if limit is None else limit
     _remove_remains()
-    entries = [entry for entry in cache_entries() if entry.path != keep]
+    entries = [entry for entry in CacheEntry.all() if entry.path != keep]
     surplus = sum(entry.nbytes for entry in entries) + needed - limit
     chosen = list[CacheEntry]()
     with ExitStack() as locks:
@@ -249,13 +249,13 @@ def fits_limit(needed: float, keep: Path | None = None) -> bool:
     limit = cache_limit()
     if needed > limit:
         return False
-    fixed = (e for e in cache_entries() if e.path != keep and (not e.evictable or e.in_use()))
+    fixed = (e for e in CacheEntry.all() if e.path != keep and (not e.evictable or e.in_use()))
     return needed + sum(entry.nbytes for entry in fixed) <= limit
 
 
 def clear_cache() -> list[CacheEntry]:
     """Remove all entries that are not in use, and return those that are."""
-    left = [entry for entry in cache_entries() if not entry.remove()]
+    left = [entry for entry in CacheEntry.all() if not entry.remove()]
     _remove_remains()
     return left
 
@@ -276,7 +276,7 @@ def _remove_remains() -> None:
     """Remove what a killed process left of an entry, files KEY.json that lead to no entry, and marks of no entry."""
     folder = cache_folder()
     with suppress(OSError):
-        names = {_mark(entry.path).name for entry in cache_entries()}
+        names = {_mark(entry.path).name for entry in CacheEntry.all()}
         for mark in [] if (folder / _MARKS).is_symlink() else list((folder / _MARKS).iterdir()):
             ours = any(re.fullmatch(kind.name.replace("/", "-"), mark.name) for kind in _KINDS)
             if ours and mark.name not in names and stat.S_ISREG(mark.lstat().st_mode):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from unfog.cache_folder import CacheEntry, cache_entries, cache_folder, cache_limit, clear_cache, make_room
+from unfog.cache_folder import CacheEntry, cache_folder, cache_limit, clear_cache, make_room
 from unfog.config.folder_requests import CacheRequest
 from unfog.process.run_folder import printable
 from unfog.reporting.progress import format_bytes, format_duration, plural, print_result, say, warn
@@ -28,7 +28,7 @@ def main(request: CacheRequest) -> int:
     """Clear or make room where that is asked, list the cache, and return the exit status."""
     limit = cache_limit() if request.limit is None else request.limit * 1e9
     if request.clear:
-        for entry in cache_entries():
+        for entry in CacheEntry.all():
             if not entry.evictable and not entry.in_use():  # nothing else removes it
                 say(f"removes {printable(str(entry.path))}: {entry.kind}, {format_bytes(entry.nbytes)}")
         if left := clear_cache():
@@ -38,5 +38,5 @@ def main(request: CacheRequest) -> int:
             f"more than {format_bytes(limit)} are left: entries in use, and images from Python and Hugging Face sets, "
             "which --clear removes"
         )
-    print_result("\n".join(_cache_lines(cache_entries())))
+    print_result("\n".join(_cache_lines(CacheEntry.all())))
     return 0

@@ -32,7 +32,7 @@ from unfog.reporting.charts import line_chart
 from unfog.reporting.findings import Figure, Finding, write_result
 from unfog.reporting.progress import Progress, align_columns, print_result, say
 from unfog.text import sanitize
-from unfog.training.checkpoints.posthoc_ema import EmaSnapshotFile, Mixture, list_snapshots
+from unfog.training.checkpoints.posthoc_ema import EmaSnapshotFile, Mixture
 from unfog.training.settings import PowerEma
 
 WIDTHS = (0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.13, 0.16, 0.2, 0.25)
@@ -133,7 +133,7 @@ def ema_sweep(request: EmaSweepRequest) -> EmaSweepResult:
     if n < 0:
         raise RequestError(f"n = {n} must be at least 1, or 0 for the usual number")
     folder = RunFolder(request.run)
-    config, kept, n = folder.read_config(), list_snapshots(folder.averages), n or _USUAL_N[metric]
+    config, kept, n = folder.read_config(), EmaSnapshotFile.read_all(folder.averages), n or _USUAL_N[metric]
     if config.trains_autoencoder:
         raise RequestError(f"{folder.path} trains an autoencoder, which generates nothing; sweep a diffusion run")
     to_measure = _rebuildable_widths(kept, config, widths, step)

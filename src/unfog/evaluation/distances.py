@@ -53,6 +53,46 @@ class Distance(NamedTuple):
     value: float
     error: float
 
+    @classmethod
+    def frechet(cls, x: Tensor, y: Tensor, x_known: FeatureStatistics | None = None) -> Distance:
+        """FD of two sets of features [N, D], [M, D], N, M > D, and its standard error.
+
+        With T the map that carries the first Gaussian to the second, dFD / dS1 = I - T (Takatsu 2011), so an image x
+        moves FD by (x - m1)' (I - T) (x - m1) + 2 (m1 - m2)' (x - m1) over N, and likewise for the second set.
+        """
+        a, b = x_known or FeatureStatistics.of(x), FeatureStatistics.of(y)
+        values, vectors = torch.linalg.eigh(a.covariance)
+        values = values.clamp(min=0)
+        half = (vectors * values.sqrt()) @ vectors.T
+        inverse = (vectors * _inverse(values.sqrt())) @ vectors.T
+        roots, basis = torch.linalg.eigh(half @ b.covariance @ half)
+        roots = roots.clamp(min=0).sqrt()
+        there = inverse @ ((basis * roots) @ basis.T) @ inverse
+        back = half @ ((basis * _inverse(roots)) @ basis.T) @ half
+        variance = _influence(x, a, b.mean, there) / a.n + _influence(y, b, a.mean, back) / b.n
+        return cls(_sum(a, b, roots.sum()), math.sqrt(variance))
+
+    @classmethod
+    def kernel(cls, x: Tensor, y: Tensor, seed: int = 0, block: int = _KERNEL_BLOCK) -> Distance:
+        """Unbiased squared MMD of features [N, D], [M, D], in float64.
+
+        Every image is used once: sets of more than `block` are cut at random into equally many parts, and the parts'
+        distances averaged, which bounds the work to block * (N + M) kernels. The standard error is the jackknife's over
+        images within each part; where the sets are alike it is too large rather than too small (Efron & Stein 1981).
+
+        Raises:
+            ValueError: a set has fewer than three images.
+        """
+        if min(len(x), len(y)) < 3:
+            raise ValueError(f"sets of {len(x)} and {len(y)} are too small for a kernel distance; give at least 3 each")
+        parts = min(-(-max(len(x), len(y)) // block), min(len(x), len(y)) // 3)
+        generator = torch.Generator().manual_seed(seed)
+        x, y = (z[torch.randperm(len(z), generator=generator).to(z.device)] for z in (x, y)) if parts > 1 else (x, y)
+        found = [
+            _kernel_distance_of_part(p, q) for p, q in zip(x.tensor_split(parts), y.tensor_split(parts), strict=True)
+        ]
+        return cls(sum(one.value for one in found) / parts, math.sqrt(sum(one.error**2 for one in found)) / parts)
+
 
 def _frechet_distance(a: FeatureStatistics, b: FeatureStatistics) -> float:
     """FD of two Gaussians; of equal ones 0 up to rounding. No matrix root of a product that is not symmetric:
@@ -62,25 +102,6 @@ def _frechet_distance(a: FeatureStatistics, b: FeatureStatistics) -> float:
     # Rounding may leave eigenvalues slightly below 0.
     cross = torch.linalg.eigvalsh(half @ b.covariance @ half).clamp(min=0).sqrt().sum()
     return _sum(a, b, cross)
-
-
-def frechet_with_error(x: Tensor, y: Tensor, x_known: FeatureStatistics | None = None) -> Distance:
-    """FD of two sets of features [N, D], [M, D], N, M > D, and its standard error.
-
-    With T the map that carries the first Gaussian to the second, dFD / dS1 = I - T (Takatsu 2011), so an image x
-    moves FD by (x - m1)' (I - T) (x - m1) + 2 (m1 - m2)' (x - m1) over N, and likewise for the second set.
-    """
-    a, b = x_known or FeatureStatistics.of(x), FeatureStatistics.of(y)
-    values, vectors = torch.linalg.eigh(a.covariance)
-    values = values.clamp(min=0)
-    half = (vectors * values.sqrt()) @ vectors.T
-    inverse = (vectors * _inverse(values.sqrt())) @ vectors.T
-    roots, basis = torch.linalg.eigh(half @ b.covariance @ half)
-    roots = roots.clamp(min=0).sqrt()
-    there = inverse @ ((basis * roots) @ basis.T) @ inverse
-    back = half @ ((basis * _inverse(roots)) @ basis.T) @ half
-    variance = _influence(x, a, b.mean, there) / a.n + _influence(y, b, a.mean, back) / b.n
-    return Distance(_sum(a, b, roots.sum()), math.sqrt(variance))
 
 
 def extrapolate_frechet(x: Tensor, y: Tensor, parts: int, seed: int, whole: float) -> float:
@@ -134,25 +155,6 @@ def _influence(x: Tensor, own: FeatureStatistics, other_mean: Tensor, transport:
         centred = part.double() - own.mean
         moved.append(((centred @ matrix) * centred).sum(1) + 2 * centred @ (own.mean - other_mean))
     return float(torch.cat(moved).var())
-
-
-def kernel_distance(x: Tensor, y: Tensor, seed: int = 0, block: int = _KERNEL_BLOCK) -> Distance:
-    """Unbiased squared MMD of features [N, D], [M, D], in float64.
-
-    Every image is used once: sets of more than `block` are cut at random into equally many parts, and the parts'
-    distances averaged, which bounds the work to block * (N + M) kernels. The standard error is the jackknife's over
-    images within each part; where the sets are alike it is too large rather than too small (Efron & Stein 1981).
-
-    Raises:
-        ValueError: a set has fewer than three images.
-    """
-    if min(len(x), len(y)) < 3:
-        raise ValueError(f"sets of {len(x)} and {len(y)} are too small for a kernel distance; give at least 3 each")
-    parts = min(-(-max(len(x), len(y)) // block), min(len(x), len(y)) // 3)
-    generator = torch.Generator().manual_seed(seed)
-    x, y = (z[torch.randperm(len(z), generator=generator).to(z.device)] for z in (x, y)) if parts > 1 else (x, y)
-    found = [_kernel_distance_of_part(p, q) for p, q in zip(x.tensor_split(parts), y.tensor_split(parts), strict=True)]
-    return Distance(sum(one.value for one in found) / parts, math.sqrt(sum(one.error**2 for one in found)) / parts)
 
 
 def _kernel_distance_of_part(x: Tensor, y: Tensor) -> Distance:

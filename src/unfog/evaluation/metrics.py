@@ -12,13 +12,7 @@ import torch
 from torch import Tensor
 
 from unfog.errors import RequestError
-from unfog.evaluation.distances import (
-    Distance,
-    FeatureStatistics,
-    extrapolate_frechet,
-    frechet_with_error,
-    kernel_distance,
-)
+from unfog.evaluation.distances import Distance, FeatureStatistics, extrapolate_frechet
 from unfog.evaluation.feature_networks import INCEPTION_DIGEST
 from unfog.evaluation.features import Features
 
@@ -93,7 +87,7 @@ class _FeatureSets:
 
     @cached_property
     def frechet(self) -> Distance:
-        return frechet_with_error(self.real, self.fake, self.reference)
+        return Distance.frechet(self.real, self.fake, self.reference)
 
     @cached_property
     def in_real(self) -> dict[int, _BallCounts]:
@@ -185,7 +179,7 @@ def _frechet_infinity(sets: _FeatureSets) -> _Estimate:
     if parts < 2:
         return _Estimate(None, note=f"n = {n:,} is less than twice the {width:,} features; kid holds at any n")
     # Of unequal numbers the bias is no straight line in 1 / n where n is a few times D: far below the truth then.
-    whole, error = frechet_with_error(*sets.equal) if sets.unequal else sets.frechet
+    whole, error = Distance.frechet(*sets.equal) if sets.unequal else sets.frechet
     value = extrapolate_frechet(*sets.equal, parts, 0, whole)
     return _normal_interval(
         value, error, f"extrapolated from {n // parts:,} to {n:,} images of each to infinitely many"
@@ -193,7 +187,7 @@ def _frechet_infinity(sets: _FeatureSets) -> _Estimate:
 
 
 def _kernel(sets: _FeatureSets) -> _Estimate:
-    return _normal_interval(*kernel_distance(sets.real, sets.fake))
+    return _normal_interval(*Distance.kernel(sets.real, sets.fake))
 
 
 def _precision(sets: _FeatureSets) -> _Estimate:

@@ -25,7 +25,7 @@ from unfog.safe_files import regular_file
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.format import CheckpointInfo
 from unfog.training.checkpoints.load import load_weights
-from unfog.training.checkpoints.posthoc_ema import Mixture, list_snapshots
+from unfog.training.checkpoints.posthoc_ema import EmaSnapshotFile, Mixture
 from unfog.training.settings import PowerEma
 
 # Result of `unfog ema-sweep`; the width in it is the default of the run from then on.
@@ -99,7 +99,7 @@ class LoadedRun:
         width, own = _swept_width(self.path), self.config.ema
         if width is None or (isinstance(own, PowerEma) and own.width == width):
             return False
-        kept = list_snapshots(self.folder.averages)
+        kept = EmaSnapshotFile.read_all(self.folder.averages)
         try:
             # A run that was stopped between two snapshots is sampled as of the last one.
             load_ema_weights(network, self.folder, width, min(saved.step, kept[-1].step) if kept else None)
@@ -160,7 +160,7 @@ def load_ema_weights(network: nn.Module, folder: RunFolder, width: float, step: 
         RequestError: it cannot be rebuilt: no snapshots, too few of them, or a step after the last.
         RunError: the snapshots cannot be read, or are of another network.
     """
-    mix = Mixture.solve(list_snapshots(folder.averages), width, step)
+    mix = Mixture.solve(EmaSnapshotFile.read_all(folder.averages), width, step)
     try:
         network.load_state_dict(_rebuild(mix), strict=True)
     except RuntimeError as error:

@@ -18,13 +18,7 @@ from unfog.models.settings import SIZES, Architecture, UNet
 from unfog.pipeline.build import build_network, input_shape
 from unfog.planning.flops import Device, NetworkCost, TimeRange
 from unfog.planning.intervals import Changes, Choice, choose_intervals, open_intervals
-from unfog.planning.microbatch import (
-    MicrobatchChoice,
-    choose_microbatch,
-    memory_per_process,
-    required_memory,
-    rooms_per_process,
-)
+from unfog.planning.microbatch import MicrobatchChoice, memory_per_process, required_memory, rooms_per_process
 from unfog.planning.timing import forward_passes, seconds_per_step
 from unfog.process.device import unused_gpu
 from unfog.reporting.progress import format_bytes, plural
@@ -197,8 +191,8 @@ class AutoSettings:
         # The usual room; where not even one image fits in it, the whole memory is tried.
         for room in first:
             with suppress(RequestError):
-                return choose_microbatch(config, machine.device, room, machine.name, self.processes)
-        return choose_microbatch(config, machine.device, last, machine.name, self.processes)
+                return MicrobatchChoice.largest(config, machine.device, room, machine.name, self.processes)
+        return MicrobatchChoice.largest(config, machine.device, last, machine.name, self.processes)
 
     def resolve_precision(self) -> None:
         """Choose the precision by hardware and network; a timing could choose another one when repeated."""

@@ -29,46 +29,46 @@ class MicrobatchChoice(NamedTuple):
     checkpointing: bool
     reason: str
 
+    @classmethod
+    def largest(
+        cls, config: Config, device: torch.device, available: int, name: str = "", processes: int = 1
+    ) -> MicrobatchChoice:
+        """Return the largest micro-batch whose predicted peak fits the available memory with a margin.
 
-def choose_microbatch(
-    config: Config, device: torch.device, available: int, name: str = "", processes: int = 1
-) -> MicrobatchChoice:
-    """Return the largest micro-batch whose predicted peak fits the available memory with a margin.
+        A divisor of the batch is preferred, unless it is less than half of what fits. Gradient checkpointing, which
+        costs time, is used only if not even one image fits without.
 
-    A divisor of the batch is preferred, unless it is less than half of what fits. Gradient checkpointing, which costs
-    time, is used only if not even one image fits without.
+        Args:
+            config: with a resolved network and the batch of one process; its own micro-batch is ignored. Precision auto
+                counts as fp32, which takes the most.
+            device: of the training.
+            available: bytes.
+            name: of the device in messages; "" is torch's name.
+            processes: that train together.
 
-    Args:
-        config: with a resolved network and the batch of one process; its own micro-batch is ignored. Precision auto
-            counts as fp32, which takes the most.
-        device: of the training.
-        available: bytes.
-        name: of the device in messages; "" is torch's name.
-        processes: that train together.
-
-    Raises:
-        RequestError: not even one image fits.
-    """
-    batch, checkpointing = config.training.batch, config.training.checkpointing
-    bound = _memory_upper_bound(config, batch)
-    if bound < available * MARGIN:  # almost always; saves the second that a trace takes
-        reason = f"needs less than {format_bytes(bound)} of {format_bytes(available)} available"
-        return MicrobatchChoice(batch, checkpointing, reason)
-    peak = MemoryEstimator(with_precision(config), device.type, processes).training
-    # False before True: without checkpointing first, unless it was asked for.
-    for recompute in sorted({checkpointing, True}):
-        count = _largest_that_fits(batch, lambda n, recompute=recompute: peak(n, recompute) < available * MARGIN)  # type: ignore[misc]
-        if count:
-            need, most = format_bytes(peak(count, recompute)), format_bytes(available)
-            reason = f"{plural(count)} at once need{'s' * (count == 1)} about {need} of {most} available"
-            if count < batch:
-                reason += f", all {batch:,} would need {format_bytes(peak(batch, checkpointing))}"
-            return MicrobatchChoice(count, recompute, reason)
-    raise RequestError(
-        f"one image of {config.data.size} pixels through this network needs about {format_bytes(peak(1, True))} to "
-        f"train, also with gradient checkpointing, and {name or device} has {format_bytes(available)} available; give "
-        f"a smaller --size or --network{_more_devices_remedy(config, processes)}"
-    )
+        Raises:
+            RequestError: not even one image fits.
+        """
+        batch, checkpointing = config.training.batch, config.training.checkpointing
+        bound = _memory_upper_bound(config, batch)
+        if bound < available * MARGIN:  # almost always; saves the second that a trace takes
+            reason = f"needs less than {format_bytes(bound)} of {format_bytes(available)} available"
+            return cls(batch, checkpointing, reason)
+        peak = MemoryEstimator(with_precision(config), device.type, processes).training
+        # False before True: without checkpointing first, unless it was asked for.
+        for recompute in sorted({checkpointing, True}):
+            count = _largest_that_fits(batch, lambda n, recompute=recompute: peak(n, recompute) < available * MARGIN)  # type: ignore[misc]
+            if count:
+                need, most = format_bytes(peak(count, recompute)), format_bytes(available)
+                reason = f"{plural(count)} at once need{'s' * (count == 1)} about {need} of {most} available"
+                if count < batch:
+                    reason += f", all {batch:,} would need {format_bytes(peak(batch, checkpointing))}"
+                return cls(count, recompute, reason)
+        raise RequestError(
+            f"one image of {config.data.size} pixels through this network needs about {format_bytes(peak(1, True))} to "
+            f"train, also with gradient checkpointing, and {name or device} has {format_bytes(available)} available; "
+            f"give a smaller --size or --network{_more_devices_remedy(config, processes)}"
+        )
 
 
 def memory_per_process(device: torch.device) -> int:

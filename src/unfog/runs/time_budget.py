@@ -13,7 +13,7 @@ from unfog.errors import RequestError
 from unfog.planning.timing import forward_passes, repetitions
 from unfog.reporting.progress import format_duration
 from unfog.reporting.records import LENGTH_EVENT, Row
-from unfog.training.learning_rate import Length, Plan, as_plan
+from unfog.training.learning_rate import Length, Plan
 from unfog.training.loop import Intervals
 
 _CHECKS = 200  # of a run: often enough for its last percent, and few enough for state.json
@@ -195,7 +195,7 @@ def _recorded_plans(events: list[Row], first: int, after: int) -> list[Plan]:
     for row in events:
         if row.get("kind") == LENGTH_EVENT and row.get("first") == first:
             with suppress(KeyError, TypeError, ValueError, OverflowError):
-                found.add([as_plan(*(row[name] for name in Plan._fields))])
+                found.add([Plan.of(*(row[name] for name in Plan._fields))])
     return [plan for plan in found.plans if plan.step >= after]
 
 

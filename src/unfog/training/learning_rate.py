@@ -86,6 +86,14 @@ class Plan(NamedTuple):
     position: float
     """Position in the schedule of the learning rate, in steps of the first length."""
 
+    @classmethod
+    def of(cls, step: int, steps: int, stretch: int, position: float) -> Plan:
+        """Return a plan from numbers of a file. ValueError or TypeError if they are none of a plan."""
+        plan = cls(int(step), int(steps), int(stretch), float(position))
+        if not (0 <= plan.step <= plan.steps <= 10**12 and 0 <= plan.stretch <= 10**6 and math.isfinite(plan.position)):
+            raise ValueError(f"{plan} is no plan")
+        return plan
+
 
 class Length:
     """Length of a run: as its settings give it, and as a time budget has planned it anew since.
@@ -146,15 +154,7 @@ class Length:
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore the values of `state_dict`. Raises ValueError, TypeError or KeyError for anything else."""
-        first, plans = int(saved["first"]), [as_plan(*row) for row in saved["plans"]]
+        first, plans = int(saved["first"]), [Plan.of(*row) for row in saved["plans"]]
         if [plan.step for plan in plans] != sorted({plan.step for plan in plans}):
             raise ValueError("the plans are not in order")
         self.first, self.plans = first, plans
-
-
-def as_plan(step: int, steps: int, stretch: int, position: float) -> Plan:
-    """Return a plan from numbers of a file. ValueError or TypeError if they are none of a plan."""
-    plan = Plan(int(step), int(steps), int(stretch), float(position))
-    if not (0 <= plan.step <= plan.steps <= 10**12 and 0 <= plan.stretch <= 10**6 and math.isfinite(plan.position)):
-        raise ValueError(f"{plan} is no plan")
-    return plan

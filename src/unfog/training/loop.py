@@ -12,7 +12,7 @@ from unfog.training.distributed.world import SINGLE_PROCESS, World
 from unfog.training.gradient import Gradient, GradientComputer, rng_batch_size, split_batch
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.learning_rate import learning_rate
-from unfog.training.nan_debug import NanReport, find_nan_source
+from unfog.training.nan_debug import NanReport
 from unfog.training.out_of_memory import microbatch_size, retry_with_smaller_micro_batches
 from unfog.training.settings import Optimizer, Training
 from unfog.training.state import TrainState
@@ -194,7 +194,7 @@ def _replay_step(training: Training, state: TrainState, computer: GradientComput
     rng_size, most = rng_batch_size(training, state), microbatch_size(training, state)
     batches = {b[:2]: b for b in split_batch(positions[0], training.batch, rng_size, positions, most)}
     state.model.to(state.precision.device)  # a sharded network was gathered in host memory
-    return find_nan_source(state, lambda *place: computer.forward(batches[place], state.model), list(batches))
+    return NanReport.find(state, lambda *place: computer.forward(batches[place], state.model), list(batches))
 
 
 def _roll_back_if_needed(training: Training, state: TrainState, hooks: TrainingHooks, reason: str) -> None:

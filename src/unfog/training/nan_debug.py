@@ -56,26 +56,26 @@ class NanReport(NamedTuple):
         guilty = {"input": "the augmentation or the noise"}.get(self.where, "the network")
         return f"{what}; every image is hit, so {guilty} rather than an image is to blame"
 
+    @classmethod
+    def find(cls, state: TrainState, forward: Forward, passes: Sequence[tuple[int, int]]) -> NanReport:
+        """Replay a skipped step, and find what was not finite first. Changes nothing.
 
-def find_nan_source(state: TrainState, forward: Forward, passes: Sequence[tuple[int, int]]) -> NanReport:
-    """Replay a skipped step, and find what was not finite first. Changes nothing.
+        Takes a few times as long as the step; up to 64 backward passes more for each pass of which only gradients of
+        parameters are not finite. In fp16 the gradients are scaled as the scaler scales them now.
 
-    Takes a few times as long as the step; up to 64 backward passes more for each pass of which only gradients of
-    parameters are not finite. In fp16 the gradients are scaled as the scaler scales them now.
-
-    Args:
-        state: as the skipped step left it, the network in training mode.
-        forward: computes the losses of one micro-batch again, with the randomness of its position and the autocast.
-        passes: (first position, count) of each micro-batch of the step.
-    """
-    try:
-        # Compiled code would not call the hooks.
-        with _buffers_kept(state.model), torch.compiler.set_stance("force_eager"):
-            return _search(state, forward, passes)
-    except RuntimeError:
-        # Out of memory, most likely, for the hooks keep a little more than training does. Not knowing why a step failed
-        # must not end a run that could go on without it.
-        return NanReport("unknown")
+        Args:
+            state: as the skipped step left it, the network in training mode.
+            forward: computes the losses of one micro-batch again, with the randomness of its position and the autocast.
+            passes: (first position, count) of each micro-batch of the step.
+        """
+        try:
+            # Compiled code would not call the hooks.
+            with _buffers_kept(state.model), torch.compiler.set_stance("force_eager"):
+                return _search(state, forward, passes)
+        except RuntimeError:
+            # Out of memory, most likely, for the hooks keep a little more than training does. Not knowing why a step
+            # failed must not end a run that could go on without it.
+            return cls("unknown")
 
 
 class _Fault(NamedTuple):

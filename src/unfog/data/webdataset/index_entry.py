@@ -18,7 +18,7 @@ from unfog.data.sources.folder import ignored_kind, normalize_path
 from unfog.data.sources.image_files import MAX_FILE_BYTES
 from unfog.data.sources.label_tables import normalize_label
 from unfog.data.sources.storage import BlockReader, FileState, Storage
-from unfog.data.webdataset.tar import DamagedTarError, TarMember, detect_compression, iter_members, read_member
+from unfog.data.webdataset.tar import DamagedTarError, TarMember, detect_compression, read_member
 from unfog.errors import RequestError
 from unfog.safe_files import write_atomic
 from unfog.text import sanitize
@@ -100,7 +100,7 @@ class IndexEntry:
             )
         builder = _EntryBuilder(file, state.size)
         try:
-            for count, member in enumerate(iter_members(file)):
+            for count, member in enumerate(TarMember.iterate(file)):
                 if count >= _MAX_MEMBERS:
                     raise DamagedTarError(f"a shard of over {_MAX_MEMBERS:,} members")
                 builder.add(member)

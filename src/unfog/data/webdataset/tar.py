@@ -31,6 +31,45 @@ class TarMember(NamedTuple):
     regular: bool
     """False for a link, a device or a sparse file."""
 
+    @classmethod
+    def iterate(cls, file: BlockReader) -> Iterator[TarMember]:
+        """Yield every member of an archive but its folders, in order. The last one may reach beyond the end.
+
+        Raises:
+            DamagedTarError: a header is damaged, or the archive ends without its end mark or goes on behind it.
+            ImageError: it cannot be read.
+        """
+        at, long_name, attributes = 0, b"", dict[bytes, bytes]()
+        while True:
+            header = file.read_at(at, BLOCK)
+            if len(header) < BLOCK:
+                raise DamagedTarError("a shard that ends too early")
+            if header == bytes(BLOCK):
+                return _check_end(file, at)
+            kind, length = header[156:157], _parse_number(header[124:136])
+            if length is None or not _has_valid_checksum(header):
+                raise DamagedTarError("a shard that is no tar archive" if at == 0 else "a shard damaged from here on")
+            start = _skip_sparse_map(file, at + BLOCK) if kind == b"S" and header[482] else at + BLOCK
+            if kind in b"LKxg":  # GNU's long name and long link; pax attributes of the next member, and of all
+                if length > _MAX_NAME_BYTES:
+                    raise DamagedTarError("a shard damaged from here on")
+                content = file.read_at(start, length)
+                if kind == b"L":
+                    long_name = content.split(b"\0")[0]
+                elif kind == b"x":
+                    attributes = _parse_attributes(content)
+            else:
+                name = attributes.get(b"path") or long_name or _member_name(header)
+                if re.fullmatch(rb"\d{1,18}", stated := attributes.get(b"size", b"")):
+                    length = int(stated)
+                sparse = any(key.startswith(b"GNU.sparse") for key in attributes)
+                # A folder or link has no content, whatever length its header gives.
+                length = length if kind not in b"123456" else 0
+                if kind != b"5" and not (kind == b"\0" and name.endswith(b"/")):
+                    yield cls(name, start, length, kind in _REGULAR and not sparse)
+                long_name, attributes = b"", {}
+            at = start + -(-length // BLOCK) * BLOCK  # content is padded to whole blocks
+
 
 class DamagedTarError(Exception):
     """The archive cannot be read any further. The message is the reason."""
@@ -39,45 +78,6 @@ class DamagedTarError(Exception):
 def detect_compression(start: bytes) -> str:
     """Return the compression of a file that begins so, "" for none."""
     return next((name for magic, name in _COMPRESSED.items() if start.startswith(magic)), "")
-
-
-def iter_members(file: BlockReader) -> Iterator[TarMember]:
-    """Yield every member of an archive but its folders, in order. The last one may reach beyond the end.
-
-    Raises:
-        DamagedTarError: a header is damaged, or the archive ends without its end mark or goes on behind it.
-        ImageError: it cannot be read.
-    """
-    at, long_name, attributes = 0, b"", dict[bytes, bytes]()
-    while True:
-        header = file.read_at(at, BLOCK)
-        if len(header) < BLOCK:
-            raise DamagedTarError("a shard that ends too early")
-        if header == bytes(BLOCK):
-            return _check_end(file, at)
-        kind, length = header[156:157], _parse_number(header[124:136])
-        if length is None or not _has_valid_checksum(header):
-            raise DamagedTarError("a shard that is no tar archive" if at == 0 else "a shard damaged from here on")
-        start = _skip_sparse_map(file, at + BLOCK) if kind == b"S" and header[482] else at + BLOCK
-        if kind in b"LKxg":  # GNU's long name and long link; pax attributes of the next member, and of all
-            if length > _MAX_NAME_BYTES:
-                raise DamagedTarError("a shard damaged from here on")
-            content = file.read_at(start, length)
-            if kind == b"L":
-                long_name = content.split(b"\0")[0]
-            elif kind == b"x":
-                attributes = _parse_attributes(content)
-        else:
-            name = attributes.get(b"path") or long_name or _member_name(header)
-            if re.fullmatch(rb"\d{1,18}", stated := attributes.get(b"size", b"")):
-                length = int(stated)
-            sparse = any(key.startswith(b"GNU.sparse") for key in attributes)
-            # A folder or link has no content, whatever length its header gives.
-            length = length if kind not in b"123456" else 0
-            if kind != b"5" and not (kind == b"\0" and name.endswith(b"/")):
-                yield TarMember(name, start, length, kind in _REGULAR and not sparse)
-            long_name, attributes = b"", {}
-        at = start + -(-length // BLOCK) * BLOCK  # content is padded to whole blocks
 
 
 def is_header(block: bytes) -> bool:

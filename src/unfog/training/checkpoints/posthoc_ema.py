@@ -52,6 +52,23 @@ class EmaSnapshotFile(NamedTuple):
     widths: tuple[float, ...]
     """Widths of its EMAs, in the order of their numbers."""
 
+    @classmethod
+    def read_all(cls, folder: Path) -> list[EmaSnapshotFile]:
+        """Return the snapshots in a folder, oldest first. Damaged ones are passed over: a sum can do without them."""
+        found = []
+        for path in sorted(folder.glob("[0-9]*.safetensors")) if folder.is_dir() else []:
+            try:
+                with safe_open(regular_file(path), "pt") as file:
+                    said = json.loads((file.metadata() or {})[METADATA_KEY])
+                widths = tuple(float(width) for width in said["widths"])
+                one = cls(path, int(said["step"]), int(said["updates"]), widths)
+                if one.updates > 0 and all(0.01 <= width <= 0.28 for width in widths):
+                    found.append(one)
+            except (OSError, SafetensorError, KeyError, ValueError, TypeError, RecursionError):
+                continue
+        # After a roll-back updates count from where it went back to; what was averaged before that is gone by then.
+        return [one for one, after in zip(found, [*found[1:], None]) if after is None or one.updates < after.updates]
+
 
 class Mixture(NamedTuple):
     """Weighted sum of snapshots that makes an EMA."""
@@ -120,23 +137,6 @@ def _coefficients(gammas: Floats, ends: Floats, gamma: float, end: float) -> tup
     return found, math.sqrt(max(0.0, float(square)))
 
 
-def list_snapshots(folder: Path) -> list[EmaSnapshotFile]:
-    """Return the snapshots in a folder, oldest first. Damaged ones are passed over: a sum can do without them."""
-    found = []
-    for path in sorted(folder.glob("[0-9]*.safetensors")) if folder.is_dir() else []:
-        try:
-            with safe_open(regular_file(path), "pt") as file:
-                said = json.loads((file.metadata() or {})[METADATA_KEY])
-            widths = tuple(float(width) for width in said["widths"])
-            one = EmaSnapshotFile(path, int(said["step"]), int(said["updates"]), widths)
-            if one.updates > 0 and all(0.01 <= width <= 0.28 for width in widths):
-                found.append(one)
-        except (OSError, SafetensorError, KeyError, ValueError, TypeError, RecursionError):
-            continue
-    # After a roll-back updates count from where it went back to; what was averaged before that is gone by then.
-    return [one for one, after in zip(found, [*found[1:], None]) if after is None or one.updates < after.updates]
-
-
 class _EmaSnapshot(NamedTuple):
     """Copy of both EMAs in host memory."""
 
@@ -197,7 +197,7 @@ def _write_snapshot(taken: _EmaSnapshot, folder: Path) -> None:
 def _remove_surplus(folder: Path, every: int, step: int) -> None:
     """Remove the snapshots that a doubled interval skips."""
     apart = snapshot_interval(every, step)
-    for one in list_snapshots(folder):
+    for one in EmaSnapshotFile.read_all(folder):
         if one.step % apart and one.step != step:
             remove(one.path)
 
