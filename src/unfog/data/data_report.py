@@ -81,6 +81,7 @@ class DataReport:
     """False where images are decoded only while training, so that all are assumed to be usable."""
 
     def __post_init__(self) -> None:
+        # A list when it comes from JSON; mapped from the file when it comes from a pack.
         object.__setattr__(self, "treatment", np.asarray(self.treatment, np.int32))
 
     def __eq__(self, other: object) -> bool:

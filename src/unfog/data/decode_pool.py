@@ -129,12 +129,14 @@ def decode_all(
 
     def submit(begin: int) -> tuple[int, NDArray[np.uint8], list[Future[list[ImageInfo | str]]]]:
         out = np.empty((min(step, n - begin), format.channels, format.size, format.size), np.uint8)
+        # Four tasks a thread, so that one with slow images does not keep the chunk waiting for long.
         few = max(1, min(_MAX_TASK, len(out) // (4 * thread_count(source))))
         return begin, out, [pool.submit(task, begin + i, out[i : i + few]) for i in range(0, len(out), few)]
 
     pool = ThreadPoolExecutor(thread_count(source))  # threads, as Pillow releases the interpreter's lock
     try:
         starts = iter(range(start, n, step))
+        # Two chunks, so that the threads have work while the first is handed over.
         pending = deque(submit(begin) for begin in islice(starts, 2))
         while pending:
             begin, out, futures = pending.popleft()

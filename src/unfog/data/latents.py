@@ -104,6 +104,7 @@ class EncodeJob(NamedTuple):
         return LatentArrays(latents, rows)
 
     def _encode_copies(self, pixels: NDArray[np.uint8]) -> NDArray[np.float16]:
+        # Contiguous, as torch takes no array with negative strides.
         copies = [pixels, np.ascontiguousarray(pixels[..., ::-1])][: self.copies]
         latents = np.stack([self.encode(copy) for copy in copies], axis=1)
         with np.errstate(over="ignore"):  # an overflow is an error below rather than a warning
@@ -195,6 +196,7 @@ def _write_entry(folder: Path, partial: Path, job: EncodeJob, progress: Progress
             return entry
         done, count = _images_done(partial, job, progress), job.full_shape[0]
         with open_file(partial / _LATENTS, "ab") as latents, open_file(partial / _ROWS, "ab") as rows:
+            # What was written after the last sync may be torn.
             latents.truncate(done * 2 * math.prod(job.full_shape[1:]))
             rows.truncate(done * 8)
             for number, (some, which) in enumerate(job.batches(done), 1):

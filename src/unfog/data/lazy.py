@@ -189,6 +189,7 @@ def lazy_dataset(scan: Scan) -> Dataset:
             labels = labels[held] if inside else np.delete(labels, held)
         digest = hashlib.sha256(f"{state} {inside} {held.tobytes().hex()}".encode())
         digest.update(b"" if labels is None else np.ascontiguousarray(labels).data)
+        # By row when one is asked for, as a list of a hundred million names would take gigabytes.
         names = LazyNames(lambda row: source.names[int(index(np.array([row]))[0])], range(count))
         pixels = LazyPixels(source, count, index, scan.format)
         return ImageSet(pixels, labels, names, scan.classes, UNREAD + digest.hexdigest())

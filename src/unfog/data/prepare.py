@@ -53,6 +53,7 @@ def prepare(
     scan, key = scan_source(source, settings)
     with_labels = replace(settings, labels=labels_setting(scan.source, scan.labels))
     unread = known.startswith(UNREAD)
+    # Before the scan is resolved, which opens images: an entry knows their size and channels.
     if settings.cache in ("auto", "disk") and not unread and (entry := cache.load(key)):
         return replace(entry.dataset(with_labels, source.name), warnings=scan.warnings)
     with silence_pillow():
@@ -80,6 +81,7 @@ def _decode_into_memory(scan: Scan, progress: Progress | None) -> Dataset:
     statistics, done, rows = DecodeStatistics.empty(len(order)), 0, 0
     pixels = np.empty((len(order), scan.channels, scan.size, scan.size), np.uint8)
     try:
+        # Closed whatever happens, or its threads would go on decoding.
         with closing(decode_all(scan.source, order, scan.format, statistics, progress)) as chunks:
             for stop, images in chunks:
                 scan.check_source_unchanged(statistics, done, stop)

@@ -115,6 +115,7 @@ class Heartbeat:
 
     def _run(self) -> None:
         beaten = time.monotonic()
+        # Requests are looked for more often than the file is written, as a person waits for them.
         while not self._over.wait(min(_POLL_INTERVAL, self._interval)):
             with self._lock:
                 self.save_requested |= self._unserved(_SAVE_FILE) is not None

@@ -70,6 +70,7 @@ class RunFolder:
         try:
             made = [path for path in (self.path, *self.path.parents) if not path.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
+            # Raises where the name is no UTF-8, which neither config.toml nor a page could hold.
             str(self.path.resolve()).encode()
         except (OSError, ValueError) as error:
             _remove_empty_folders(made)

@@ -82,6 +82,7 @@ def export_difference(run: Run) -> float:
     label = torch.tensor([0, len(config.classes)]) if config.classes else None  # a class, and no class
     expected = network(x, level, label)
     difference = (exported(x, level, class_labels=label).sample - expected).abs().max()
+    # A network may answer 0 everywhere, which is no division.
     return float(difference / expected.abs().max().clamp_min(1e-12))
 
 

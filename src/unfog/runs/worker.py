@@ -39,6 +39,7 @@ class _WorkerHooks(StoppableHooks):
 
     def log(self, step: int, images: int, record: dict[str, Any]) -> None:
         """Send rank 0 the images and shards that could not be read here since the last log."""
+        # Each rank reads other images, and rank 0 alone writes the record.
         found = failures_on_this_rank(self._dataset.train)
         self._world.send_report([list(one) for one in sorted(found - self._reported)])
         self._reported |= found

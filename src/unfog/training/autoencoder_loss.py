@@ -37,6 +37,7 @@ class AutoencoderLoss:
         Labels and augmentation are ignored. `u`, the noise level of a diffusion, is 1/2 for all.
         """
         image, mean, logvar = network(x0)
+        # In float32: under autocast the image may have 16 bits, whose rounding would count as an error.
         cost = self.reconstruction(image.float() - x0) + self.kl * _standard_normal_kl(mean, logvar).mean((1, 2, 3))
         return Loss(cost, torch.full_like(cost, 0.5), self.reconstruction(x0).detach())
 

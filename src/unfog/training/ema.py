@@ -38,6 +38,7 @@ class Ema:
         parameters, buffers = self._of
         mine, theirs = list(map(to_local, self.parameters)), list(map(to_local, parameters))
         torch._foreach_lerp_(mine, theirs, 1 - self.schedule.decay(update))
+        # Copied: running statistics are averages already, and an average of constants is no use.
         for kept, buffer in zip(self.buffers, buffers):
             kept.copy_(buffer)
 

@@ -217,6 +217,7 @@ def _hit_gradients(state: TrainState, per_image: Tensor, batch: int) -> list[boo
         return not bool(torch.stack(squares).isfinite().all())
 
     images = per_image[:_MAX_BACKWARDS] / batch
+    # A loss of zero has gradients of zero, but for infinite derivatives.
     if hits(images.sum() * 0):
         return [False] * len(images)
     return [hits(loss) for loss in images]

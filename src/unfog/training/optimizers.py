@@ -157,6 +157,7 @@ def build_custom(method: Custom, parameters: list[nn.Parameter], lr: float) -> t
 
 def _toy_parameters() -> nn.ParameterList:
     """Return a kernel, a matrix and a bias."""
+    # Optimisers may treat each of these in a way of its own.
     return nn.ParameterList([torch.ones(4, 2, 3, 3), torch.ones(4, 8), torch.ones(4)])
 
 

@@ -71,6 +71,7 @@ def measure_losses(
 
 
 def _noise(shape: torch.Size, level: int, image: int) -> Tensor:
+    # Far more than there are images, so that no two pairs of level and image share their noise.
     generator = torch.Generator().manual_seed(level * 1_000_003 + image)
     return torch.randn(shape, generator=generator)
 

@@ -147,6 +147,7 @@ def _read_member(archive: zipfile.ZipFile, key: str, name: str) -> NDArray[Any]:
         header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, _, dtype = header(file)
     size, free = math.prod(shape) * dtype.itemsize, _free_memory()
+    # A header may claim any size, and NumPy would make room for it before it reads.
     if size > archive.getinfo(entry).file_size:
         raise ValueError(f"{key} is cut off")
     if free is not None and size > _MAX_MEMORY_SHARE * free:
@@ -178,6 +179,7 @@ def _as_nhwc(name: str, images: NDArray[Any]) -> NDArray[np.uint8]:
     shape = "x".join(map(str, images.shape))
     if images.ndim == 3:
         images = images[..., None]
+    # Where both ends could be channels the last one is: that is the order of NumPy and Pillow.
     elif images.ndim == 4 and images.shape[3] not in (1, 3, 4) and images.shape[1] in (1, 3, 4):
         images = images.transpose(0, 2, 3, 1)
     if images.ndim != 4 or images.shape[3] not in (1, 3, 4) or 0 in images.shape:

@@ -123,6 +123,7 @@ def dataset_items(dataset: Any) -> tuple[Iterator[Any], Iterator[Any], tuple[str
     datasets = _import_datasets()
     if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] == "custom":
         return None
+    # A format, such as that of torch, would give arrays in place of files.
     dataset = dataset.with_format(None)
     column = _image_column("the dataset", dataset, datasets)
     rows = dataset.select_columns([column]).cast_column(column, datasets.Image(decode=False))

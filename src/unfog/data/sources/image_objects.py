@@ -128,6 +128,7 @@ def _first_value(item: Mapping[Any, Any], keys: Sequence[str]) -> Any:
 
 def _class_names(source: Any) -> tuple[str, ...]:
     """Return the names of classes that a dataset has in `classes`, also one that it is a part of; () without."""
+    # A part of a part of a data set, but not for ever: an object may name itself.
     for _ in range(8):
         names = getattr(source, "classes", None)
         if isinstance(names, Sequence) and not isinstance(names, str) and all(isinstance(name, str) for name in names):

@@ -177,6 +177,7 @@ def find_rollback_checkpoint(
         limits = [guard.rollback_images - 1, guard.rollback_images, state.seen]
     saved, unusable = list_checkpoints(checkpoints)
     found: CheckpointInfo | None = None
+    # Kept, as one may lie within several limits, and looking for damage reads all of its files.
     damaged: dict[Path, str] = {}
     for one in (one for limit in limits for one in reversed(saved) if one.anchor and one.images <= limit):
         if one.folder in damaged:

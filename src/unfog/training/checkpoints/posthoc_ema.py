@@ -166,6 +166,7 @@ def take_ema_snapshot(state: TrainState, step: int) -> _EmaSnapshot:
         for name, tensor in zip(names, _to_float16(average.parameters))
     }
     buffers = (name for name, _ in state.model.named_buffers())
+    # Without what the network does not store, such as tables that it computes.
     kept = state.model.state_dict().keys()
     tensors |= {f"buffer/{n}": b.to("cpu", copy=True) for n, b in zip(buffers, state.ema.buffers) if n in kept}
     return _EmaSnapshot(step, state.updates, tuple(average.width for average in averages), tensors)
@@ -240,6 +241,7 @@ class EmaSnapshotWriter:
         return [self._failed.popleft() for _ in range(len(self._failed))]
 
     def _work(self, taken: _EmaSnapshot, folder: Path) -> None:
+        # In this thread, as the answer would hold up training: it reads every number.
         if not all(tensor.isfinite().all() for tensor in taken.tensors.values()):
             self._failed.append((taken.step, "it is not finite"))
             return
