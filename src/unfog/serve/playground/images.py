@@ -44,7 +44,7 @@ def step_sheet(job: Job, number: int, guess: bool) -> bytes | None:
 
     A picture that has not come so far yet is shown as it is.
     """
-    kept = sorted(at for at in job.steps if at <= number)
+    kept = [at for at in sorted(job.steps) if at <= number]  # a copy first: steps arrive meanwhile
     if not kept:
         return None
     tiles: dict[int, Pixels] = {}
