@@ -19,7 +19,8 @@ from unfog.errors import RequestError
 from unfog.models.network_settings import build_model
 from unfog.models.settings import SIZES
 from unfog.models.unet import UNetModel
-from unfog.planning.memory_estimate import MemoryEstimator, _checkpoint_bytes, _persistent_bytes, with_precision
+from unfog.planning.memory_estimate import MemoryEstimator, _checkpoint_bytes, _persistent_bytes
+from unfog.planning.microbatch import with_precision
 from unfog.training import optimizers as optim
 from unfog.training.checkpoints import snapshot
 from unfog.training.checkpoints.load import load_checkpoint, roll_back

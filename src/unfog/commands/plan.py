@@ -19,9 +19,9 @@ from unfog.planning.auto_settings import AutoSettings, Machine
 from unfog.planning.disk import bytes_to_decode, decoded_bytes, disk_lines, is_memory_mapped
 from unfog.planning.flops import Device, NetworkCost, TimeRange
 from unfog.planning.intervals import Choice
-from unfog.planning.memory_estimate import MemoryEstimate, MemoryEstimator, with_precision
+from unfog.planning.memory_estimate import MemoryEstimate, MemoryEstimator
 from unfog.planning.memory_trace import CUDA_CONTEXT
-from unfog.planning.microbatch import MARGIN, rooms_per_process
+from unfog.planning.microbatch import MARGIN, rooms_per_process, with_precision
 from unfog.planning.timing import TOO_SLOW, benchmark_cpu, decoded_images, run_times, seconds_per_call
 from unfog.process.device import available_memory, choose_device
 from unfog.process.signals import StopSignals

@@ -136,7 +136,6 @@ def decode_all(
     pool = ThreadPoolExecutor(thread_count(source))  # threads, as Pillow releases the interpreter's lock
     try:
         starts = iter(range(start, n, step))
-        # Two chunks, so that the threads have work while the first is handed over.
         pending = deque(submit(begin) for begin in islice(starts, 2))
         while pending:
             begin, out, futures = pending.popleft()

@@ -293,10 +293,3 @@ def _trace_call(config: Config, device: str, images: int) -> Trace:
             del x, x0
 
     return Trace.record(work, device)
-
-
-def with_precision(config: Config) -> Config:
-    """Return the configuration with fp32, which takes the most memory, if its precision is open."""
-    if config.training.precision != "auto":
-        return config
-    return replace(config, training=replace(config.training, precision="fp32"))

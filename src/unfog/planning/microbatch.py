@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from unfog.config.schema import Config
 from unfog.data.augmentation import CONDITIONS
 from unfog.errors import RequestError
 from unfog.pipeline.build import input_shape
-from unfog.planning.memory_estimate import MemoryEstimator, with_precision
+from unfog.planning.memory_estimate import MemoryEstimator
 from unfog.planning.memory_trace import CUDA_CONTEXT, CUDNN_WORKSPACE, ONEDNN_HALF
 from unfog.process.device import available_memory, total_memory
 from unfog.reporting.progress import format_bytes, plural
@@ -137,3 +138,10 @@ def _memory_upper_bound(config: Config, at_once: int) -> float:
 def _processes_per_device(device: torch.device) -> int:
     """Return how many of torchrun's processes on this machine share this device at most."""
     return processes_per_gpu() if device.type == "cuda" else local_world_size()
+
+
+def with_precision(config: Config) -> Config:
+    """Return the configuration with fp32, which takes the most memory, if its precision is open."""
+    if config.training.precision != "auto":
+        return config
+    return replace(config, training=replace(config.training, precision="fp32"))

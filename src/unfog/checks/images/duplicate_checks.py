@@ -8,7 +8,7 @@ bits: two hashes that differ in few bits are neighbours in some of these orders 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -235,15 +235,10 @@ def _check_equal(scan: ImageScan, duplicates: _Duplicates) -> Finding:
     facts: dict[str, Any] = {"images": total, "copies": extra, "groups": _names(scan, equal)}
     most = f", one of them {len(equal[0])} times" if equal and len(equal[0]) > 2 else ""
     said = f"{format_share(extra, total)} training images equal another to the pixel{most}"
-    return _finding(
-        scan,
-        "data.duplicates",
-        "warning" if extra >= _EQUAL * total else "hint",
-        _Kind(extra, said, equal, "Equal images", "A group a row."),
-        fine=f"no two of {plural(total)} are equal",
-        remedy=f"keep one of each group (`unfog doctor` lists them in findings.json): {_REASON}",
-        facts=facts,
-    )
+    severity: Severity = "warning" if extra >= _EQUAL * total else "hint"
+    remedy = f"keep one of each group (`unfog doctor` lists them in findings.json): {_REASON}"
+    finding = Finding("data.duplicates", severity, f"no two of {plural(total)} are equal", remedy, facts)
+    return _with_kinds(scan, finding, _Kind(extra, said, equal, "Equal images", "A group a row."))
 
 
 def _check_near_duplicates(scan: ImageScan, duplicates: _Duplicates) -> Finding:
@@ -259,15 +254,14 @@ def _check_near_duplicates(scan: ImageScan, duplicates: _Duplicates) -> Finding:
     said = f"{least}{format_share(extra, total)} {again}"
     near = f"{least}{format_share(related, total)} training images are near-duplicates of another"
     caption = "A group a row; each image resembles at least one other of its group."
-    return _finding(
+    severity: Severity = "warning" if extra >= _RESAVED * total else "hint"
+    remedy = f"check them, and remove those that add nothing: {_REASON}"
+    fine = f"no two of {plural(total)} are near-duplicates"
+    return _with_kinds(
         scan,
-        "data.near_duplicates",
-        "warning" if extra >= _RESAVED * total else "hint",
+        Finding("data.near_duplicates", severity, fine, remedy, facts),
         _Kind(extra, said, resaved, "Saved again", "A group a row."),
         _Kind(related, near, similar, "Near-duplicates", caption, " ~ "),
-        fine=f"no two of {plural(total)} are near-duplicates",
-        remedy=f"check them, and remove those that add nothing: {_REASON}",
-        facts=facts,
     )
 
 
@@ -289,16 +283,17 @@ def _check_leakage(scan: ImageScan, duplicates: _Duplicates) -> Finding:
     said = f"{format_share(leaked, held_out)} held-out images are also in the training set ({kinds})"
     like = f"{format_share(len(related), held_out)} held-out images are near-duplicates of a training image"
     left = "Left: training image."
-    return _finding(
+    severity: Severity = "warning" if leaked >= _LEAKED * held_out else "hint"
+    remedy = (
+        "remove one of each pair (`unfog doctor` lists them in findings.json); until then the held-out loss is "
+        f"too low on up to {format_percent((leaked + len(related)) / held_out)} of its images"
+    )
+    fine = f"none of {held_out:,} held-out images is in the training set"
+    return _with_kinds(
         scan,
-        "data.leakage",
-        "warning" if leaked >= _LEAKED * held_out else "hint",
+        Finding("data.leakage", severity, fine, remedy, facts),
         _Kind(leaked, said, pairs, "In training and held out", left),
         _Kind(len(related), like, near, "Near-duplicates across the split", left, " ~ "),
-        fine=f"none of {held_out:,} held-out images is in the training set",
-        remedy="remove one of each pair (`unfog doctor` lists them in findings.json); until then the held-out loss is "
-        f"too low on up to {format_percent((leaked + len(related)) / held_out)} of its images",
-        facts=facts,
     )
 
 
@@ -313,15 +308,14 @@ class _Kind(NamedTuple):
     sign: str = " = "
 
 
-def _finding(
-    scan: ImageScan, code: str, severity: Severity, *kinds: _Kind, fine: str, remedy: str, facts: dict[str, Any]
-) -> Finding:
+def _with_kinds(scan: ImageScan, finding: Finding, *kinds: _Kind) -> Finding:
+    """Return a finding, whose evidence is of a set without duplicates, for the kinds of them that there are."""
     found = [kind for kind in kinds if kind.images]
     if not found:
-        return Finding(code, "fine", fine, facts=facts)
+        return replace(finding, severity="fine", remedy="")
     said = "; ".join(f"{kind.evidence}: {_examples(scan, kind.groups, kind.sign)}" for kind in found)
     figures = tuple(scan.groups_figure(kind.groups, kind.title, kind.caption) for kind in found)
-    return Finding(code, severity, said, remedy, facts, figures)
+    return replace(finding, evidence=said, figures=figures)
 
 
 def _pairs_across(pairs: Indices, train: int, equal: list[Indices]) -> list[tuple[int, int]]:

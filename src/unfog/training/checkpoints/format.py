@@ -146,7 +146,7 @@ class BrokenCheckpoint(NamedTuple):
 
 
 # What `CheckpointInfo.read` raises.
-_INVALID = (OSError, ValueError, KeyError, TypeError, ArithmeticError, AttributeError, RecursionError)
+INVALID = (OSError, ValueError, KeyError, TypeError, ArithmeticError, AttributeError, RecursionError)
 
 
 def best_of(saved: list[CheckpointInfo]) -> CheckpointInfo | None:
@@ -170,7 +170,7 @@ def list_checkpoints(checkpoints: Path) -> tuple[list[CheckpointInfo], list[Brok
             continue  # somebody's notes, say
         try:
             found.append(with_retries(partial(CheckpointInfo.read, folder)))
-        except _INVALID as error:
+        except INVALID as error:
             reason = (isinstance(error, OSError) and error.strerror) or str(error)
             broken.append(BrokenCheckpoint(folder, f"{MANIFEST}: {reason}", is_unreadable(error)))
     # By contents, as a folder may have been renamed or copied.
@@ -221,16 +221,6 @@ def _find_damage(saved: CheckpointInfo) -> str | None:
     if others and len(_merge_shard_names(saved.files)) < len(saved.files):  # one more would be taken for a part
         return f"{min(others)} does not belong to it"
     return None
-
-
-def is_broken(folder: Path) -> bool:
-    """Read a checkpoint, and return whether it is broken. Raises OSError or RunError if it cannot be read now."""
-    try:
-        return with_retries(partial(CheckpointInfo.read, folder)).find_damage() is not None
-    except _INVALID as error:
-        if is_unreadable(error):
-            raise
-        return True
 
 
 def newest(checkpoints: Path) -> tuple[CheckpointInfo | None, list[BrokenCheckpoint]]:

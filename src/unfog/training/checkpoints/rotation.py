@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 from unfog.safe_files import discard, move, remove_tree
-from unfog.training.checkpoints.format import BrokenCheckpoint, best_of, is_broken, list_checkpoints
+from unfog.training.checkpoints.format import INVALID, BrokenCheckpoint, CheckpointInfo, best_of, list_checkpoints
+from unfog.training.checkpoints.retries import is_unreadable, with_retries
 from unfog.training.settings import Checkpoint
 
 
@@ -56,10 +58,20 @@ def restore_replaced(checkpoints: Path) -> None:
     """Undo a `replace_checkpoint` that was interrupted before the new one was in place, or that put a broken one."""
     for aside in checkpoints.glob(".replaced-*"):
         folder = aside.with_name(aside.name.removeprefix(".replaced-"))
-        if os.path.lexists(folder) and is_broken(folder):
+        if os.path.lexists(folder) and _is_broken(folder):
             _set_aside(folder)
         if not os.path.lexists(folder):
             move(aside, folder, _root(folder))
+
+
+def _is_broken(folder: Path) -> bool:
+    """Read a checkpoint, and return whether it is broken. Raises OSError or RunError if it cannot be read now."""
+    try:
+        return with_retries(partial(CheckpointInfo.read, folder)).find_damage() is not None
+    except INVALID as error:
+        if is_unreadable(error):
+            raise
+        return True
 
 
 def _set_aside(folder: Path) -> None:
