@@ -166,11 +166,13 @@ def test_rows_that_a_resume_takes_back_are_told(client, run, longer):
     at = f"/api/runs/{number(client)}/metrics?columns=step,loss"
     before, _ = unpack(client.get(at).content)
     lines = (run / "metrics.jsonl").read_text().splitlines()[:30]
-    lines += [json.dumps({"step": 30 + i, "loss": 9.0}) for i in range(40 if longer else 2)]
+    lines += [json.dumps({"step": 30 + i, "loss": 9.0}) for i in range(90 if longer else 2)]
+    size = (run / "metrics.jsonl").stat().st_size
     (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert ((run / "metrics.jsonl").stat().st_size > size) == longer
     after, columns = unpack(client.get(f"{at}&from={before['offset']}&identity={before['identity']}").content)
     assert after["reset"]
-    assert after["rows"] == (70 if longer else 32)
+    assert after["rows"] == (120 if longer else 32)
     assert columns["loss"][30] == 9.0
 
 

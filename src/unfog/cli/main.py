@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from unfog import __version__
@@ -142,6 +142,8 @@ def _run(words: list[str]) -> int:
     command, rest = COMMANDS.get(words[0], words[0]), words[1:]
     if command in _TRAINING and os.environ.get("RANK", "0") != "0":
         return _run_worker_rank(rest)
+    if command == "serve" and (quick := _serve_request(rest)) is not None:
+        return _import_main(command)(quick)
     from unfog.cli.requests import REQUESTS, read_request
 
     if command not in REQUESTS:
@@ -150,11 +152,31 @@ def _run(words: list[str]) -> int:
                 f"{quote(command)} comes before the command; write unfog COMMAND first (see unfog --help)"
             )
         raise RequestError(f"{quote(command)} is not a command{suggest(command, REQUESTS)} (see unfog --help)")
-    request = with_old_defaults(words[0], read_request(command, rest))
+    return _import_main(command)(with_old_defaults(words[0], read_request(command, rest)))
+
+
+def _import_main(command: str) -> Callable[[object], int]:
+    """Return the function that runs a command."""
     module = _MODULES.get(command, command.replace("-", "_"))
-    layer = _LAYERS.get(command, "commands")
-    status: int = import_module(f"unfog.{layer}.{module}").main(request)
-    return status
+    main: Callable[[object], int] = import_module(f"unfog.{_LAYERS.get(command, 'commands')}.{module}").main
+    return main
+
+
+def _serve_request(words: list[str]) -> object | None:
+    """Return the request of `unfog serve`, or None for --help and what is wrong, about which `read_request` says more.
+
+    It needs fewer modules than `read_request`, so that the page is there sooner.
+    """
+    from unfog.cli.parse import parse_args
+    from unfog.config.folder_requests import ServeRequest
+    from unfog.config.toml import update
+
+    try:
+        args = parse_args(words, ServeRequest, "unfog serve", {})
+        request: ServeRequest = update(ServeRequest(**args.named), args.table, "")
+    except RequestError:
+        return None
+    return request
 
 
 def _run_worker_rank(words: list[str]) -> int:

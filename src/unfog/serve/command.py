@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 import webbrowser
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +15,6 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from unfog.config.folder_requests import ServeRequest
-from unfog.config.validate import check_source
 from unfog.config.values import quote
 from unfog.custom import names_code
 from unfog.errors import RequestError
@@ -35,9 +35,7 @@ def main(request: ServeRequest) -> int:
             raise RequestError(f"unfog serve needs {package}: pip install 'unfog[serve]'")
     if request.runs.exists() and not request.runs.is_dir():
         raise RequestError(f"{quote(str(request.runs))[1:-1]} is a file; give the folder that holds runs")
-    for source in request.source:
-        if not names_code(source):  # which is run, and checked, only where it is used
-            check_source(source)
+    _check_sources(request.source)
     listener = _listen(request.host, request.port)
     port = listener.getsockname()[1]
     secret = _address_secret(request.runs)
@@ -52,6 +50,15 @@ def main(request: ServeRequest) -> int:
     say("  Ctrl-C ends the page; runs that it has started go on")
     _serve(request, listener, secret, _accepted_hosts(request.host, port), address)
     return 0
+
+
+def _check_sources(sources: Sequence[str]) -> None:
+    if sources:
+        from unfog.config.validate import check_source  # imports the readers of all sources
+
+        for source in sources:
+            if not names_code(source):  # which is run, and checked, only where it is used
+                check_source(source)
 
 
 def _serve(request: ServeRequest, listener: socket.socket, secret: str, hosts: frozenset[str], address: str) -> None:
