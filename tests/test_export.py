@@ -182,6 +182,8 @@ DIFFUSERS = {
     "default, no classes": ("default", UNET, 0, {}, "DPMSolverMultistepScheduler"),
     "default, ddim": ("default", UNET, 3, {"sampler": Sampler("ddim", 6)}, "DPMSolverMultistepScheduler"),
     "default, karras": ("default", UNET, 3, {"sampler": Sampler("dpmpp", 6, "karras")}, "LevelsScheduler"),
+    "default, last level": ("default", UNET, 3, {"sampler": Sampler("dpmpp", 6, last=0.02)}, "LevelsScheduler"),
+    "edm, last level": ("edm", UNET, 0, {"sampler": Sampler("heun", 8, last=0.01)}, "LevelsScheduler"),
     "default, shifted": ("default", UNET, 3, {"diffusion": SHIFTED}, "DPMSolverMultistepScheduler"),
     "demo": ("demo", UNET, 3, {}, "DPMSolverMultistepScheduler"),
     "ddpm": ("ddpm", UNET, 0, {}, "DPMSolverMultistepScheduler"),

@@ -58,7 +58,7 @@ def _is_table(config: Config, sampler: Sampler) -> bool:
     known = isinstance(schedule, Linear) or (
         isinstance(schedule, Cosine) and (schedule.offset, schedule.max_beta) == (Cosine.offset, Cosine.max_beta)
     )
-    on_timesteps = diffusion.conditioning == "timestep" and sampler.grid == "schedule"
+    on_timesteps = diffusion.conditioning == "timestep" and _ends_with_schedule(sampler)
     return isinstance(diffusion.path, VP) and known and schedule.steps > 0 and on_timesteps
 
 
@@ -66,7 +66,12 @@ def _is_flow(config: Config, sampler: Sampler) -> bool:
     """Return True if diffusers' flow schedulers have the noise levels that are sampled at."""
     diffusion = config.diffusion
     straight = isinstance(diffusion.path, Flow) and isinstance(diffusion.schedule, FlowUniform | LogitNormal)
-    return straight and sampler.grid == "schedule"
+    return straight and _ends_with_schedule(sampler)
+
+
+def _ends_with_schedule(sampler: Sampler) -> bool:
+    """Return True if the noise levels are the schedule's own, down to the last."""
+    return sampler.grid == "schedule" and not sampler.last
 
 
 def _has_solver(config: Config, sampler: Sampler) -> bool:
@@ -128,7 +133,7 @@ def _grid(config: Config, sampler: Sampler) -> dict[str, Any]:
     """Return the noise levels of our scheduler: a formula for any number of steps, or a list."""
     diffusion, grid = config.diffusion, sampler.grid
     own = isinstance(diffusion.schedule, LogNormal) and grid == "schedule"  # EDM's, which are karras
-    if (own or grid in ("karras", "logsnr")) and _condition(config)["kind"] != "timestep":
+    if (own or grid in ("karras", "logsnr")) and not sampler.last and _condition(config)["kind"] != "timestep":
         noisiest, cleanest = diffusion.schedule.limits()
         ends = {"noisiest": max(noisiest, EDM_LIMITS[0]), "cleanest": min(cleanest, EDM_LIMITS[1])}
         return {"grid": "karras" if own else grid, **ends}
