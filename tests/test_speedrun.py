@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from conftest import NETWORK
 from unfog.cli.requests import read_request
 
 FOLDER = Path(__file__).parents[1] / "benchmarks/speedrun"
@@ -23,15 +24,15 @@ def record(monkeypatch):
     sys.modules.pop("record")
 
 
-SMALLEST = """
+SMALLEST = f"""
 [one]
 change = "a change"
 rate = 0.2
-flags = "--network unet:channels=8/16,attention=0/0,mid_attention=0,norm_groups=4,head_channels=8 --batch 4 --size 8 --sampler.steps 3 --device cpu"
+flags = "--network {NETWORK} --batch 4 --size 8 --sampler.steps 3 --device cpu"
 [guided]
 change = "too many calls"
 rate = 0.2
-flags = "--network unet:channels=8/16,attention=0/0,mid_attention=0,norm_groups=4,head_channels=8 --batch 4 --size 8 --sampler.steps 21 --device cpu"
+flags = "--network {NETWORK} --batch 4 --size 8 --sampler.steps 21 --device cpu"
 """
 
 
