@@ -215,13 +215,14 @@ def pack(source: Source, out: PathLikeText, **settings: Any) -> Path:
     return write(PackRequest(config.source, Path(path_of(out, "out")), config.data))
 
 
-def load(path: PathLikeText, *, ema: float | None = None, network: Any = None) -> Run:
+def load(path: PathLikeText, *, ema: float | None = None, network: Any = None, size: int = 0) -> Run:
     """Return a run, ready to sample from the EMA weights of its newest whole checkpoint; or a model of diffusers.
 
     `network` is an object like the one that the run was trained with, if it was given from Python.
 
     `ema` is the width of an EMA to rebuild from snapshots, such as 0.07; None is the result of `ema_sweep`, or else the
-    run's own. A folder of diffusers, a UNet2DModel with its scheduler, samples as a run does.
+    run's own. A folder of diffusers, a UNet2DModel or a DiT with its scheduler, and weights of EDM, EDM2 and
+    denoising-diffusion-pytorch sample as a run does; `size` is for weights that do not state that of their images.
     """
     from unfog.config.run_requests import is_model
     from unfog.inference.run import Run
@@ -229,7 +230,9 @@ def load(path: PathLikeText, *, ema: float | None = None, network: Any = None) -
     if ema is None and network is None and is_model(Path(path_of(path))):
         from unfog.runs.model import Model
 
-        return Model(path_of(path))
+        return Model(path_of(path), size=size)
+    if size:
+        raise RequestError(f"size = {size} is of weights without a run, and {path} has a size; leave it away")
     if network is not None:
         adopt_network(_run_folder(path).read_config(), network)
     return Run(path_of(path), ema=ema)

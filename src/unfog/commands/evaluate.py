@@ -59,7 +59,7 @@ def _of_model(request: EvaluateRequest) -> Evaluation:
     from unfog.runs.model import Model
 
     settings = {f.name: getattr(request, f.name) for f in fields(EvaluationRequest)}
-    return Model(request.run, request.device).evaluate(**settings)
+    return Model(request.run, request.device, request.size).evaluate(**settings)
 
 
 def _of_run(request: EvaluateRequest) -> Evaluation:

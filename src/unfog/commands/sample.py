@@ -36,6 +36,8 @@ def main(request: SampleRequest | ExportRequest) -> int:
     if isinstance(request, SampleRequest) and is_model(request.run):
         print_result(str(_sample_model(request)))
         return 0
+    if isinstance(request, SampleRequest) and request.size:
+        raise RequestError(f"size = {request.size}, and {request.run} is a run, which has a size; leave it away")
     stored = RunFolder(request.run).read_config()
     if isinstance(request, ExportRequest):
         sampler = override_sampler(stored.sampler, request.sampler, request.steps)
@@ -65,7 +67,7 @@ def _sample_model(request: SampleRequest) -> Path:
     """Generate images with a network that has no run, and return their folder."""
     from unfog.runs.model import Model
 
-    model = Model(request.run, request.device)
+    model = Model(request.run, request.device, request.size)
     sampler = _sampler(request, model.config)
     check_sampler(sampler, model.config.diffusion.schedule)
     return _sample(request, model.config, sampler, lambda: model)

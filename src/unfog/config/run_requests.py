@@ -22,12 +22,15 @@ ON_REQUEST = ("fid_infinity", "bits")
 METRICS = (*Evaluate.DRAWN, "detail", "fid_infinity", *LOSSES)
 
 
-_MODEL_FILES = ("config.json", "unet/config.json", "model_index.json")
+_MODEL_FILES = ("config.json", "unet/config.json", "transformer/config.json", "model_index.json")
+_WEIGHTS = (".safetensors", ".pt", ".pth")
 
 
 def is_model(path: Path) -> bool:
-    """Return True for a folder of diffusers, which has no run."""
+    """Return True for a folder of diffusers or a file of weights, which has no run."""
     try:
+        if path.suffix in _WEIGHTS and path.is_file():
+            return True
         return not (path / "config.toml").is_file() and any((path / name).is_file() for name in _MODEL_FILES)
     except OSError:  # such as a name that is too long, of which opening the run says more
         return False
@@ -115,6 +118,8 @@ class SampleRequest(SamplingRequest):
     """Also write strip.png: x_t and the predicted x0 of the first image at several steps."""
     animate: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Also write an animation of the denoising of the first 16 images: a file .gif, .webp or .mp4."""
+    size: int = 0
+    """Side of the images in pixels, for weights of another program that do not state it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -202,7 +207,7 @@ class EvaluateRequest(EvaluationRequest):
     device: str = "auto"
     """auto, cpu, cuda, cuda:1 or mps."""
     size: int = 0
-    """Side in pixels at which images without a run are compared. Default: their own."""
+    """Side in pixels at which images without a run are compared, or of weights that do not state it."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Also write the result to this file, as JSON."""
 
@@ -217,7 +222,7 @@ class EvaluateRequest(EvaluationRequest):
 
     def check_without_run(self) -> None:
         """Raise RequestError if a setting needs a run, or is of samples that are not generated here."""
-        drawn = ("sampler", "steps", "seed", "guidance", "precision") if self.is_of_images else ("size",)
+        drawn = ("sampler", "steps", "seed", "guidance", "precision") if self.is_of_images else ()
         _check_usual(self, ("against", "weights", "checkpoint", "best", *drawn))
         wrong = [*(name for name in LOSSES if name in self.metrics), *["held-out"] * (self.reference == "held-out")]
         if wrong:

@@ -43,7 +43,7 @@ class Init:
     """Weights to start from. Network, size and objective are theirs unless given."""
 
     folder: str = setting("", short="init", common=True)
-    """A run, or a folder that diffusers wrote: a UNet2DModel, or a pipeline with one."""
+    """A run; a UNet2DModel or DiT of diffusers, alone or in its pipeline; or weights of other programs as a file."""
     weights: Literal["ema", "raw"] = "ema"
     """Of a run: its EMA weights, or the raw weights of the last step."""
     checkpoint: str = "newest"

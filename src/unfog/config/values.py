@@ -24,6 +24,7 @@ from unfog.diffusion.noise import PATHS, SCHEDULES
 from unfog.diffusion.target import TARGETS
 from unfog.diffusion.weighting import WEIGHTINGS, CustomWeighting
 from unfog.errors import RequestError
+from unfog.models.elsewhere.settings import ELSEWHERE
 from unfog.models.given_network import GivenNetwork
 from unfog.models.network_settings import CustomNetwork
 from unfog.models.settings import ARCHITECTURES, SIZES
@@ -147,7 +148,7 @@ _REGISTRIES = (
     _registry("weighting", (*WEIGHTINGS, CustomWeighting)),
     _registry("ema", EMA_SCHEDULES),
     _registry("optimizer", OPTIMIZERS),
-    _registry("network", (*ARCHITECTURES, CustomNetwork, GivenNetwork), auto=None, **SIZES),
+    _registry("network", (*ARCHITECTURES, *ELSEWHERE, CustomNetwork, GivenNetwork), auto=None, **SIZES),
 )
 
 

@@ -7,17 +7,14 @@ class has the last row; an exported network therefore always needs labels, and t
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from unfog.errors import RequestError
-from unfog.export.other_networks import OTHER_IN_DIFFUSERS
 from unfog.models.settings import Architecture, UNet
 
 # Defaults of diffusers 0.42 for keys that a configuration leaves out.
@@ -267,63 +264,3 @@ def _rename(key: str, patterns: list[tuple[re.Pattern[str], str]]) -> str:
         f"weight {key!r} has no equivalent; if it comes from an old file of diffusers, load that with "
         "UNet2DModel.from_pretrained and save it again"
     )
-
-
-_CONFIG, _WEIGHTS = "config.json", "diffusion_pytorch_model.safetensors"
-_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".json")
-_LARGEST_JSON = 2**20
-
-
-class UNetFolder(NamedTuple):
-    """A `UNet2DModel` on disk, and its scheduler. Only JSON and safetensors are read; nothing is unpickled."""
-
-    config: dict[str, Any]
-    """Its config.json."""
-    weights: Path
-    """The file of its weights."""
-    scheduler: dict[str, Any] | None
-    """Settings of the scheduler beside it; None if there are none."""
-
-    @classmethod
-    def open(cls, folder: Path) -> UNetFolder:
-        """Read the settings of a `UNet2DModel` that `save_pretrained` wrote, alone or within a pipeline.
-
-        RequestError if it is none, or its weights are in a pickle or in several files.
-        """
-        model = folder / "unet" if (folder / "unet" / _CONFIG).is_file() else folder
-        if not (model / _CONFIG).is_file():
-            raise RequestError(
-                f"{folder} is neither a run nor a folder of diffusers: it has no config.toml, {_CONFIG} or "
-                f"unet/{_CONFIG}; give a run or such a folder"
-            )
-        config = _read_json(model / _CONFIG)
-        kind = config.get("_class_name", "UNet2DModel")
-        if kind != "UNet2DModel":
-            why = OTHER_IN_DIFFUSERS.get(str(kind), "")
-            raise RequestError(f"{model} holds a {kind!r}; only a UNet2DModel can be started from{why}")
-        weights = model / _WEIGHTS
-        if not weights.is_file():
-            there = sorted(path.name for path in model.iterdir() if path.suffix in _OTHER_WEIGHTS)
-            raise RequestError(
-                f"{model} has no {_WEIGHTS} ({', '.join(there)}); load it with diffusers in an environment of its own, "
-                "and write it by save_pretrained(FOLDER, safe_serialization=True, max_shard_size='100GB'): pickles can "
-                "run code"
-            )
-        # A pipeline's scheduler is in a folder beside the U-Net's; some models were saved with it in their own.
-        places = (folder / "scheduler", folder.parent / "scheduler", folder)
-        settings = next((path for place in places if (path := place / "scheduler_config.json").is_file()), None)
-        return cls(config, weights, _read_json(settings) if settings else None)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            data = file.read(_LARGEST_JSON + 1)
-        if len(data) > _LARGEST_JSON:
-            raise ValueError(f"over {_LARGEST_JSON:,} bytes")
-        value = json.loads(data)
-        if not isinstance(value, dict):
-            raise ValueError("not a JSON object")
-    except (OSError, ValueError, RecursionError) as error:
-        raise RequestError(f"{path} cannot be read: {error}; write it again with diffusers") from None
-    return value

@@ -118,8 +118,9 @@ def _write_network(run: LoadedRun, network: nn.Module, folder: Path) -> list[str
     source = plain_source(f"The network of an Unfog run: {name}.", ["unfog.models.layers", module])
     described = {"settings": asdict(settings), "in_channels": channels, "out_channels": out, "sample_size": side}
     _write_model(folder, "UnfogNetwork", described | {"num_classes": classes}, _prefixed(weights))
-    write_atomic(folder / f"unfog_{settings.kind}.py", (source + _MODEL.format(name=name)).encode())
-    return [f"unfog_{settings.kind}", "UnfogNetwork"]
+    file = f"unfog_{settings.kind.replace('-', '_')}"
+    write_atomic(folder / f"{file}.py", (source + _MODEL.format(name=name)).encode())
+    return [file, "UnfogNetwork"]
 
 
 def _write_autoencoder(config: Config, folder: Path) -> list[str]:

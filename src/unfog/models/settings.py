@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
 from unfog.errors import RequestError
+from unfog.models.elsewhere.settings import Elsewhere
 from unfog.models.given_network import GivenNetwork
 from unfog.models.network_settings import CustomNetwork, NetworkSettings
 from unfog.settings import check_bounds, setting
@@ -235,7 +236,7 @@ class DiT(NetworkSettings):
         return weights, activations
 
 
-Architecture = UNet | MPUNet | DiT | CustomNetwork | GivenNetwork
+Architecture = UNet | MPUNet | DiT | Elsewhere | CustomNetwork | GivenNetwork
 # The built-in networks.
 ARCHITECTURES = (UNet, MPUNet, DiT)
 

@@ -15,16 +15,21 @@ from unfog.config.schema import Config, Init
 from unfog.config.toml import update
 from unfog.config.validate import reason_of
 from unfog.config.values import format_spec, quote
+from unfog.data.settings import Data
 from unfog.diffusion.diffusion import Diffusion
+from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError
-from unfog.export.diffusers_unet import Network, UNetFolder, unet2d_settings
-from unfog.export.other_networks import reason_of_file
+from unfog.export.diffusers_dit import from_dit
+from unfog.export.diffusers_folder import DiffusersFolder
+from unfog.export.diffusers_unet import Network, unet2d_settings
+from unfog.export.elsewhere import SUFFIXES, ElsewhereModel, read_model
 from unfog.models.autoencoder_settings import AutoencoderFolder
 from unfog.pipeline.build import build_network, input_shape
 from unfog.planning.intervals import Choice
 from unfog.process.run_folder import RunFolder, printable
 from unfog.reporting.progress import warn
 from unfog.runs.diffusers import objective_from_scheduler
+from unfog.runs.elsewhere import objective_of, with_latents_of
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.load import read_tensors, sha256_of
 
@@ -40,6 +45,22 @@ class WeightsSource(NamedTuple):
     what: str  # description for messages
     unet2d: dict[str, Any] | None = None  # `UNet2DModel`'s configuration; None for a run
     scheduler: dict[str, Any] | None = None  # that of diffusers' scheduler, if there is one
+    elsewhere: ElsewhereModel | None = None  # weights of another program; None for a run and for a `UNet2DModel`
+    objective_reason: str = "as it was trained with"
+    known_input: tuple[int, int] | None = None  # channels and side of the network's input; None: as `config` has it
+
+    @property
+    def input(self) -> tuple[int, int]:
+        """Channels and side of the network's input: pixels or latents; the side is 0 where it is not stated."""
+        return self.known_input or input_shape(self.config)[:2]
+
+    @property
+    def is_run(self) -> bool:
+        return self.unet2d is None and self.elsewhere is None
+
+    def read(self) -> dict[str, Tensor]:
+        """Return the weights, by the names of the program that wrote them or, of another than diffusers, by ours."""
+        return read_tensors(self.weights) if self.elsewhere is None else self.elsewhere.state
 
     def fit(self, state: dict[str, Tensor], config: Config) -> tuple[dict[str, Tensor], list[Choice]]:
         """Return the weights under our names, with the classes and inputs of the run."""
@@ -75,8 +96,10 @@ class WeightsSource(NamedTuple):
         folder = Path(init.folder).expanduser()
         try:
             if not folder.is_dir():
-                rule = "give a run, or a folder that diffusers wrote"
-                raise RequestError(f"init = {quote(init.folder)} is not a folder; {rule}{reason_of_file(folder)}")
+                if folder.suffix in SUFFIXES and folder.is_file():
+                    return _in_file(folder, diffusion, known)
+                rule = "give a run, a folder that diffusers wrote, or weights as .safetensors or .pt"
+                raise RequestError(f"init = {quote(init.folder)} is not a folder; {rule}")
             return (
                 _in_run(init, folder) if (folder / "config.toml").is_file() else _in_diffusers(folder, diffusion, known)
             )
@@ -104,17 +127,19 @@ def recipe_from_weights(base: Config, table: Mapping[str, Any]) -> Config:
         return base
     given = table.get("diffusion", {})
     known = isinstance(given, Mapping) and {"path", "schedule", "target"} <= given.keys()
-    trained = WeightsSource.describe(init, base.diffusion, known).config
+    source = WeightsSource.describe(init, base.diffusion, known)
+    trained = source.config
     data = replace(base.data, size=trained.data.size, channels=trained.data.channels)
     autoencoder = table.get("autoencoder_folder", base.autoencoder_folder)
     if autoencoder and not trained.uses_latents:  # diffusers' folder states the size and channels of the latents
-        data = replace(data, size=trained.data.size * AutoencoderFolder.open(str(autoencoder)).factor, channels=0)
+        data = replace(data, size=source.input[1] * AutoencoderFolder.open(str(autoencoder)).factor, channels=0)
     return replace(
         base,
         init=init,
         network=trained.network,
         diffusion=trained.diffusion,
         data=data,
+        sampler=base.sampler if source.elsewhere is None else trained.sampler,
         autoencoder_folder=base.autoencoder_folder or trained.autoencoder_folder,
     )
 
@@ -126,7 +151,7 @@ def adopt_latent_statistics(config: Config) -> Config:
     of another autoencoder.
     """
     source = WeightsSource.describe(config.init, config.diffusion) if config.init.folder else None
-    if source is None or source.unet2d is not None:  # a folder of diffusers does not name its autoencoder
+    if source is None or not (source.is_run or source.config.uses_latents):  # it does not name its autoencoder
         return config
     trained = source.config
     ours = AutoencoderFolder.open(config.autoencoder_folder).sha256() if config.uses_latents else ""
@@ -156,17 +181,47 @@ def _in_run(init: Init, folder: Path) -> WeightsSource:
 
 
 def _in_diffusers(folder: Path, diffusion: Diffusion, known: bool) -> WeightsSource:
-    found = UNetFolder.open(folder)
+    found = DiffusersFolder.open(folder)
+    if found.scheduler is not None and not known:
+        diffusion = objective_from_scheduler(found.scheduler, diffusion)
+    if found.kind == "DiTTransformer2DModel":
+        model = from_dit(found.config, read_tensors(found.weights))
+        if found.scheduler is None:
+            reason = "as given, or as in the recipe: the folder does not state it"
+        else:
+            reason = "as given" if known else "as its scheduler_config.json says"
+        config = with_latents_of(_settings_of(model, diffusion, None), found.pipeline, model.size)
+        known_input, what = (model.channels, model.size), "weights of a DiT"
+        return WeightsSource(config, found.weights, what, None, found.scheduler, model, reason, known_input)
     network, channels, _ = unet2d_settings(found.config)
     size = found.config.get("sample_size")
     # diffusers also writes [height, width]; the two have to be equal here.
     size = size[0] if isinstance(size, list) and size[:1] * len(size) == size != [] else size
-    if found.scheduler is not None and not known:
-        diffusion = objective_from_scheduler(found.scheduler, diffusion)
+    size = size if isinstance(size, int) and size >= 4 else 0
+    config = replace(Config(), network=network, diffusion=diffusion, data=_data_of(channels, size))
+    config, what = with_latents_of(config, found.pipeline, size), "weights of a UNet2DModel"
+    return WeightsSource(config, found.weights, what, found.config, found.scheduler, known_input=(channels, size))
+
+
+def _in_file(path: Path, diffusion: Diffusion, known: bool) -> WeightsSource:
+    model = read_model(path)
+    objective = objective_of(model, diffusion, known)
+    config = _settings_of(model, objective.diffusion, objective.sampler)
+    known_input = (model.channels, model.size)
+    return WeightsSource(config, path, f"weights of {model.what}", None, None, model, objective.reason, known_input)
+
+
+def _settings_of(model: ElsewhereModel, diffusion: Diffusion, sampler: Sampler | None) -> Config:
     base = Config()
-    data = replace(base.data, size=size if isinstance(size, int) and size >= 4 else 0, channels=channels)
-    config = replace(base, network=network, diffusion=diffusion, data=data)
-    return WeightsSource(config, found.weights, "weights of a UNet2DModel", found.config, found.scheduler)
+    learned = model.learned_variance
+    diffusion = replace(diffusion, learned_variance=learned) if learned != diffusion.learned_variance else diffusion
+    data = _data_of(model.channels, model.size)
+    return replace(base, network=model.network, diffusion=diffusion, data=data, sampler=sampler or base.sampler)
+
+
+def _data_of(channels: int, size: int) -> Data:
+    """Return settings of images that the input of a network has the form of; of latents, the form is left open."""
+    return replace(Data(), size=size, channels=channels) if channels in (1, 3) else Data()
 
 
 def load_initial_weights(config: Config) -> _InitialWeights:
@@ -183,9 +238,9 @@ def load_initial_weights(config: Config) -> _InitialWeights:
             "yet; restore the file, or start a new run with another --out"
         )
     choices = [Choice("init", config.init.folder, source.what), _objective_choice(source, config)]
-    if input_shape(source.config)[1] not in (0, input_shape(config)[1]):
+    if source.input[1] not in (0, input_shape(config)[1]):
         choices.append(Choice("size", config.data.size, f"the weights were trained at {source.config.data.size}"))
-    state, classes = source.fit(read_tensors(source.weights), config)
+    state, classes = source.fit(source.read(), config)
     folder = printable(str(Path(config.init.folder).expanduser().resolve()))
     config = replace(config, init=replace(config.init, folder=folder, sha256=sha256))
     return _InitialWeights(state, config, choices + classes)
@@ -202,7 +257,12 @@ def _check_network(source: WeightsSource, config: Config) -> None:
             f"network = {format_spec(ours)} differs from that of {config.init.folder}, "
             f"{format_spec(theirs)}; omit --network, or change only its dropout"
         )
-    channels, known = input_shape(config)[0], input_shape(source.config)[0]
+    channels, known = input_shape(config)[0], source.input[0]
+    if channels != known and not config.uses_latents and known not in (1, 3):
+        raise RequestError(
+            f"the network in {config.init.folder} generates latents of {known} channels; give its autoencoder: "
+            "--autoencoder FOLDER"
+        )
     if channels != known:
         what = "the autoencoder's latents have" if config.uses_latents else "data.channels ="
         raise RequestError(
@@ -216,10 +276,10 @@ def _check_network(source: WeightsSource, config: Config) -> None:
 
 def _objective_choice(source: WeightsSource, config: Config) -> Choice:
     """Return the objective that training uses, and the reason."""
-    trained, reason = source.config.diffusion, "as it was trained with"
+    trained, reason = source.config.diffusion, source.objective_reason
     if source.unet2d is not None:
         trained, reason = config.diffusion, "as given, or as in the recipe: the folder does not state it"
-    if source.scheduler is not None:
+    if source.unet2d is not None and source.scheduler is not None:
         reason = "as given: that of the folder has no equivalent here"
         with suppress(RequestError):
             trained = objective_from_scheduler(source.scheduler, config.diffusion)

@@ -1,4 +1,4 @@
-"""A network of another program, without a run: `unfog.load(FOLDER).sample(16)` on a folder of diffusers."""
+"""A network of another program, without a run: `unfog.load(WEIGHTS).sample(16)` on a folder of diffusers or a file."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from unfog.data.sources.stored_images import Report, store_images
 from unfog.diffusion.diffusion import Diffusion
 from unfog.errors import RequestError
 from unfog.inference.run import Run
-from unfog.pipeline.build import build_network, building_for
+from unfog.pipeline.build import build_network, input_shape
 from unfog.process.device import choose_device
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.progress import say
 from unfog.runs.init_weights import WeightsSource
 from unfog.text import sanitize
 from unfog.training.checkpoints.format import CheckpointInfo
-from unfog.training.checkpoints.load import read_tensors
 
 if TYPE_CHECKING:
     from unfog.inference.evaluation_files import Evaluation
@@ -35,23 +34,25 @@ class Model(Run):
     """A network that another program trained. It samples as a run does, and is evaluated against a reference.
 
     Args:
-        path: a folder of diffusers, with its scheduler.
+        path: a folder of diffusers, with its scheduler, or a file of weights of another program.
         device: auto, cpu, cuda, cuda:1 or mps.
+        size: side of the images in pixels, for weights that do not state it.
 
     Raises:
         RequestError: the network, its noise levels or its size have no equivalent here, or are not stated.
     """
 
-    def __init__(self, path: str | Path, device: str = "auto"):
+    def __init__(self, path: str | Path, device: str = "auto", size: int = 0):
         place = Path(path_text(path, "path")).expanduser()
         source = WeightsSource.describe(Init(folder=str(place)), Diffusion(), known=False)
-        self.folder, self.config = RunFolder(place), _settings(place, source)
+        self.folder, self.config = RunFolder(place), _settings(place, source, size)
         self.weights, self.ema, self.device = "ema", None, choose_device(device)
         # There is no checkpoint: what `Run` tells of one is left out in `_describe`.
         self.checkpoint = CheckpointInfo(place, 0, 0, False, False, None, "", "", None, "", {})
-        state, _ = source.fit(read_tensors(source.weights), self.config)
-        with building_for(source.weights if source.unet2d is None else None):
-            self.network = build_network(self.config)
+        if source.elsewhere is not None:
+            say(f"  {source.what}; objective: {source.objective_reason}")
+        state, _ = source.fit(source.read(), self.config)
+        self.network = build_network(self.config)
         self.network.load_state_dict(state)
         self.network = self.network.to(self.device).eval()
 
@@ -83,20 +84,32 @@ class Model(Run):
         return f"<model {self.path}: {'; '.join(self._facts().values())}; on {self.device}>"
 
 
-def _settings(path: Path, source: WeightsSource) -> Config:
-    """Return the settings to sample with. RequestError if the folder leaves open what only training could choose."""
-    if source.unet2d is not None and source.scheduler is None:
+def _settings(path: Path, source: WeightsSource, size: int) -> Config:
+    """Return the settings to sample with. RequestError if the weights leave open what only training could choose."""
+    config, model = source.config, source.elsewhere
+    if path.is_dir() and source.scheduler is None:
         raise RequestError(
             f"{path} has no scheduler_config.json, which says what the network predicts at which noise levels; save "
             "the whole pipeline, or train on from it: unfog train SOURCE --init"
         )
-    if (path / "vae").is_dir() or (path / "vqvae").is_dir():
+    latents = (path / "vae").is_dir() or (path / "vqvae").is_dir() or source.input[0] not in (1, 3)
+    if latents and not config.uses_latents:
         raise RequestError(
-            f"{path} generates latents, and the mean and deviation that Unfog scales them by are of training images; "
+            f"{path} generates latents, and has no AutoencoderKL or AutoencoderTiny in a folder vae that decodes them; "
             "start a run from it: unfog train SOURCE --init and --autoencoder"
         )
-    if not source.config.data.size:
-        raise RequestError(f"{path} states no sample_size; add it to the config.json of the network")
+    if size and config.data.size not in (0, size):
+        raise RequestError(f"size = {size}, and {path} states {config.data.size}; omit it")
+    if not config.data.size and not size:
+        state = "states no size: give --size" if model is not None else "states no sample_size: add it to config.json"
+        raise RequestError(f"{path} {state}")
+    config = replace(config, data=replace(config.data, size=config.data.size or size))
+    assert config.network is not None  # it is that of the weights
+    config.network.check(input_shape(config)[1])
+    if model is not None:
+        # The class of no class is known, but of these programs only DiT was trained with it as a rule.
+        dropout = config.label_dropout if model.network.kind == "diffusers-dit" else 0.0
+        return replace(config, classes=tuple(map(str, range(model.classes))), label_dropout=dropout)
     rows = (source.unet2d or {}).get("num_class_embeds") or 0
     # Its class for no class, if there is one, is known to its trainer alone: there is no guidance by it.
-    return replace(source.config, classes=tuple(map(str, range(rows))), label_dropout=0.0)
+    return replace(config, classes=tuple(map(str, range(rows))), label_dropout=0.0)

@@ -1,0 +1,210 @@
+"""Weights of other programs: read, recognised by their names and shapes, and converted to the networks of ours."""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from unfog.errors import RequestError
+from unfog.models.elsewhere.settings import DdpmPytorch, Edm, Edm2, Elsewhere
+from unfog.safe_files import regular_file
+
+PICKLES = (".pt", ".pth")
+SUFFIXES = (".safetensors", *PICKLES)
+Weights = Mapping[str, Tensor]
+
+
+class ElsewhereModel(NamedTuple):
+    """Weights of another program as those of one of our networks."""
+
+    what: str
+    """The program and its network, for messages."""
+    network: Elsewhere
+    channels: int
+    """Of the images or latents."""
+    size: int
+    """Side of them; 0 where the weights do not tell it."""
+    classes: int
+    learned_variance: bool
+    state: dict[str, Tensor]
+    """By our names; may be of half precision."""
+    buffers: dict[str, Tensor]
+    """Of the program's diffusion process, where they are stored beside the weights."""
+
+
+def read_model(path: Path) -> ElsewhereModel:
+    """Read a file of weights. RequestError with the reason if it is of no network that we know, or cannot be read."""
+    weights = _read(path)
+    for marks, convert in _KNOWN:
+        ends = {mark: [name for name in weights if name.endswith(mark)] for mark in marks}
+        if all(ends.values()):
+            prefix = _prefix(ends[marks[0]], marks[0])
+            own = {name.removeprefix(prefix): weights[name] for name in weights if name.startswith(prefix)}
+            others = {name: weights[name] for name in weights if not name.startswith(prefix)}
+            try:
+                return convert(own, others)
+            except (KeyError, ValueError, IndexError, AttributeError, ZeroDivisionError) as error:
+                raise RequestError(f"{path} looks like {convert.__doc__}, but is not: {error}") from None
+    raise RequestError(
+        f"{path} holds weights of no network that is known here; there is denoising-diffusion-pytorch, EDM and EDM2, "
+        "and of diffusers give the folder"
+    )
+
+
+def _read(path: Path) -> Weights:
+    """Return the tensors of a file. Of a checkpoint of denoising-diffusion-pytorch, those of its EMA."""
+    try:
+        if path.suffix == ".safetensors":
+            loaded: dict[str, Tensor] = load_file(regular_file(path, follow=True))
+            return loaded
+        if not zipfile.is_zipfile(regular_file(path, follow=True)):
+            raise RequestError(f"{path} is a pickle of torch before 1.6; load it there and save it again")
+        # Only tensors and plain containers are made; anything else in the file is an error, and nothing of it runs.
+        stored = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except RequestError:
+        raise
+    except Exception as error:  # a damaged file raises any kind, and a forbidden one an error of the pickle module
+        reason = " ".join(str(error).split())[:160]
+        raise RequestError(
+            f"{path} cannot be read as plain tensors: {reason}. Whatever else a pickle holds could run code; save the "
+            "state_dict of the network as safetensors where you trust it"
+        ) from None
+    for part in ("ema", "model", "state_dict"):  # those of the EMA give the better images
+        if isinstance(stored, dict) and isinstance(stored.get(part), dict):
+            stored = stored[part]
+    found = stored.items() if isinstance(stored, dict) else ()
+    return {name: tensor for name, tensor in found if isinstance(name, str) and isinstance(tensor, Tensor)}
+
+
+def _prefix(names: Iterable[str], mark: str) -> str:
+    """Return what precedes the names of the network; of an EMA object, that of the average."""
+    prefixes = sorted(name.removesuffix(mark) for name in names)
+    return next((prefix for prefix in prefixes if "ema" in prefix), prefixes[0])
+
+
+def _channels(weights: Weights, name: str) -> int:
+    return int(weights[name].shape[0])
+
+
+def _count(names: Iterable[str], pattern: str) -> int:
+    """Return one more than the largest number that the pattern finds."""
+    numbers = [int(found[1]) for name in names if (found := re.match(pattern, name))]
+    return max(numbers) + 1
+
+
+def _ddpm_pytorch(weights: Weights, others: Weights) -> ElsewhereModel:
+    """denoising-diffusion-pytorch"""
+    if not any(name.endswith("block1.norm.g") for name in weights) or "mid_attn.mem_kv" not in weights:
+        raise ValueError("it is of a version before 2, whose blocks differ; train it on there, or start anew")
+    if "time_mlp.0.weights" in weights:
+        raise ValueError("it has learned or random Fourier features, which that program's trainer refuses too")
+    levels = _count(weights, r"downs\.(\d+)\.")
+    _, heads, memory, head_channels = weights["mid_attn.mem_kv"].shape
+    width, out = weights["time_mlp.1.weight"].shape[1], _channels(weights, "final_conv.weight")
+    first, channels = weights["init_conv.weight"].shape[:2]
+    own = [_channels(weights, f"ups.{levels - 1 - i}.0.block1.proj.weight") for i in range(levels)]
+    if channels == 2 * out:
+        raise ValueError("it is self-conditioned: its input has its last estimate beside the noisy image")
+    network = DdpmPytorch(
+        width,
+        0 if first == width else int(first),
+        tuple(c // width for c in own),
+        tuple(f"downs.{i}.2.to_out.weight" in weights for i in range(levels)),
+        int(heads),
+        int(head_channels),
+        int(memory),
+    )
+    state = dict(weights)
+    buffers = {name.rpartition(".")[2]: tensor for name, tensor in others.items()}
+    learned = out == 2 * channels
+    return ElsewhereModel("denoising-diffusion-pytorch", network, int(channels), 0, 0, learned, state, buffers)
+
+
+def _by_levels(weights: Weights) -> tuple[dict[str, Tensor], int, int]:
+    """Return weights with levels in place of resolutions, the highest resolution, and the number of levels."""
+    sides = {int(found[1]) for name in weights if (found := re.match(r"enc\.(\d+)x\d+_", name))}
+    side = max(sides)
+    named = {
+        re.sub(r"^(enc|dec)\.(\d+)x\d+_", lambda m: f"{m[1]}.{(side // int(m[2])).bit_length() - 1}_", name): tensor
+        for name, tensor in weights.items()
+    }
+    return named, side, len(sides)
+
+
+def _level_settings(weights: Weights, levels: int, width: int, last_conv: str) -> dict[str, tuple[int, ...]]:
+    """Return the mults, the attention and the blocks of a U-Net with numbered levels."""
+    outs = [_channels(weights, f"enc.{i}_block0.{last_conv}.weight") for i in range(levels)]
+    attends = tuple(
+        any(re.match(rf"enc\.{i}_block0\.(qkv|attn_qkv)\.", name) for name in weights) for i in range(levels)
+    )
+    if any(out % width for out in outs):
+        raise ValueError(f"its channels {outs} are no multiples of {width}")
+    return {"mults": tuple(out // width for out in outs), "attention": attends}
+
+
+def _edm(weights: Weights, others: Weights) -> ElsewhereModel:
+    """EDM's SongUNet or DhariwalUNet"""
+    if any("aux_down" in name or "aux_skip" in name or "aux_up" in name for name in weights):
+        raise ValueError("its encoder or decoder is of the kind `skip`, which none of EDM's training settings has")
+    if any(name.rpartition(".")[2] == "u" for name in others):
+        raise ValueError("it is preconditioned as iDDPM, and only EDMPrecond is known")
+    named, side, levels = _by_levels(weights)
+    adm = "out_conv.weight" in named
+    architecture = "adm" if adm else "ncsnpp" if "map_noise.freqs" in named else "ddpmpp"
+    for name, buffer in named.items():
+        if name.endswith("resample_filter") and buffer.shape[-1] != (4 if architecture == "ncsnpp" else 2):
+            raise ValueError(f"its resampling filter has {buffer.shape[-1]} values, other than those of {architecture}")
+    waves = named["map_layer0.weight"].shape[1]
+    width = waves // (2 if architecture == "ncsnpp" else 1)
+    blocks = _count(named, r"enc\.0_block(\d+)\.")
+    network = Edm(architecture, width, blocks=blocks, **_level_settings(named, levels, width, "conv1"))  # type: ignore[arg-type]
+    state, classes = {}, 0
+    for name, tensor in named.items():
+        if name.startswith("map_label."):
+            classes = named["map_label.weight"].shape[1]
+        elif not name.startswith("map_augment.") and not name.endswith("resample_filter"):
+            name = re.sub(r"^dec\.0_aux_(norm|conv)\.", r"out_\1.", name)
+            state[re.sub(r"(aux_residual)\.", r"\1.conv.", name)] = tensor
+    if classes:
+        # A label is a vector with a single 1, scaled by EDM in Song's networks; no class is the zero vector.
+        rows = named["map_label.weight"].float().T * (1.0 if adm else classes**0.5)
+        rows = torch.cat([rows, torch.zeros(1, rows.shape[1])])
+        state["class_embedding.weight"] = rows + named.get("map_label.bias", torch.zeros(())).float()
+    channels = int(named["enc.0_conv.weight"].shape[1])
+    return ElsewhereModel(f"EDM's {architecture}", network, channels, side, int(classes), False, state, {})
+
+
+def _edm2(weights: Weights, others: Weights) -> ElsewhereModel:
+    """EDM2's U-Net"""
+    named, side, levels = _by_levels(weights)
+    width = int(named["emb_fourier.freqs"].shape[0])
+    if width != _channels(named, "enc.0_conv.weight"):
+        raise ValueError("its channel_mult_noise is not that of its first level")
+    blocks = _count(named, r"enc\.0_block(\d+)\.")
+    network = Edm2(width, blocks=blocks, **_level_settings(named, levels, width, "conv_res1"))  # type: ignore[arg-type]
+    state = {name: tensor for name, tensor in named.items() if not name.startswith(("emb_label.", "logvar_"))}
+    classes = 0
+    if "emb_label.weight" in named:
+        table = named["emb_label.weight"].float()
+        classes = table.shape[1]
+        # The rows are normalised over the classes, and a label is a vector of length sqrt(classes).
+        rms = table.square().mean(dim=1, keepdim=True).sqrt()
+        rows = (table / (rms + 1e-4)).T
+        state["class_embedding.weight"] = torch.cat([rows, torch.zeros(1, rows.shape[1])])
+    channels = int(named["enc.0_conv.weight"].shape[1]) - 1
+    return ElsewhereModel("EDM2", network, channels, side, int(classes), False, state, {})
+
+
+# Ends of names that a network alone has, and its conversion.
+_KNOWN: tuple[tuple[tuple[str, ...], Callable[[Weights, Weights], ElsewhereModel]], ...] = (
+    (("emb_fourier.freqs", "emb_noise.weight"), _edm2),
+    (("map_layer0.weight", "map_layer1.weight"), _edm),
+    (("init_conv.weight", "time_mlp.1.weight", "final_conv.weight"), _ddpm_pytorch),
+)
