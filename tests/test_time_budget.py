@@ -40,7 +40,8 @@ class Machine:
         self.every = Intervals(10, every, every, every)
         self.length, self.step, self.aside = Length(), 0, 0.0
         self.length.adopt(first)
-        self.budget = TimeBudget(seconds, 0.0, told or pace(0.0), self.every, costs, lambda: self.now)
+        self.budget = TimeBudget(seconds, 0.0, told or pace(0.0), self.every, costs)
+        self.budget._clock = lambda: self.now
 
     def work(self, steps):
         self.now += steps * self.pace(self.now)

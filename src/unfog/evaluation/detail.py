@@ -77,14 +77,14 @@ def compare_detail(real: Tensor, fake: Tensor) -> list[MetricResult]:
         )
     one, other = band_powers(real), band_powers(fake)
     floors, counts = band_floors(*real.shape[2:]), (len(fake), len(real))
-    fine = [_ratio("detail", -1 - FINE, None, one[:, -FINE:].sum(1), other[:, -FINE:].sum(1), floors[-FINE:])]
+    fine = [_ratio("detail", _where(-1 - FINE), one[:, -FINE:].sum(1), other[:, -FINE:].sum(1), floors[-FINE:])]
     if real.shape[1] == 3:
         colour, coloured = (
             torch.stack([band_powers(images, of)[:, -FINE:] for of in _COLOUR]).sum((0, 2)) for images in (real, fake)
         )
-        fine += [_ratio("detail_colour", -1 - FINE, None, colour, coloured, floors[-FINE:], "colour")]
+        fine += [_ratio("detail_colour", _where(-1 - FINE, what="colour"), colour, coloured, floors[-FINE:])]
     bands = [
-        _ratio(f"detail_{i + 1}", i, i + 1, one[:, i], other[:, i], floors[i : i + 1])
+        _ratio(f"detail_{i + 1}", _where(i, i + 1), one[:, i], other[:, i], floors[i : i + 1])
         for i in range(len(floors))
         if floors[i]  # a small image has no frequencies in the coarsest band
     ]
@@ -95,12 +95,14 @@ def compare_detail(real: Tensor, fake: Tensor) -> list[MetricResult]:
 _Row = tuple[str, str, tuple[float | None, float | None, float | None, float | None], str]
 
 
-def _ratio(
-    name: str, first: int, last: int | None, real: Tensor, fake: Tensor, floors: Sequence[float], what: str = "luma"
-) -> _Row:
-    """Return the ratio of the means of fake [M] and real [N] variances, with its interval and error."""
+def _where(first: int, last: int | None = None, what: str = "luma") -> str:
+    """Return the frequencies between two edges of bands in words; None is the highest of all."""
     low, high = _EDGES[first], math.inf if last is None else _EDGES[last]
-    where = f"{what} {low:.2g}-{high:.2g}" if high < math.inf else f"{what} above {low:.2g}"
+    return f"{what} {low:.2g}-{high:.2g}" if high < math.inf else f"{what} above {low:.2g}"
+
+
+def _ratio(name: str, where: str, real: Tensor, fake: Tensor, floors: Sequence[float]) -> _Row:
+    """Return the ratio of the means of fake [M] and real [N] variances, with its interval and error."""
     if float(real.mean()) <= 2 * sum(floors):
         note = "the real images have no detail here beyond the rounding of levels"
         return name, where, (None, None, None, None), note

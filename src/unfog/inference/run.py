@@ -38,7 +38,7 @@ Guide = LoadedRun | str | PathLike[str] | int
 
 
 class PreparedSampling(NamedTuple):
-    """A checked request for samples."""
+    """A request for samples that was checked, with all that it needs loaded."""
 
     generation: GenerationSettings
     guide: Denoiser | None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from unfog.config.schema import Config
@@ -34,24 +34,15 @@ class TimeBudget:
 
     Args:
         seconds: from the start of the command to its end.
-        began: time of that start, by `clock`.
+        began: time of that start, by `time.monotonic`.
         step_seconds: time of a step, as measured before training.
         every: intervals of the run.
         costs: steps that a preview and an evaluation take, as far as known before the first.
-        clock: the time in seconds.
     """
 
-    def __init__(
-        self,
-        seconds: float,
-        began: float,
-        step_seconds: float,
-        every: Intervals,
-        costs: Mapping[str, float],
-        clock: Callable[[], float] = time.monotonic,
-    ):
+    def __init__(self, seconds: float, began: float, step_seconds: float, every: Intervals, costs: Mapping[str, float]):
         self.seconds, self.step_seconds = seconds, step_seconds
-        self._began, self._every, self._clock = began, every, clock
+        self._began, self._every, self._clock = began, every, time.monotonic
         self._estimated, self._measured = dict(costs), dict[str, float]()
         self._aside = 0.0  # seconds that were not training
         self._marks: deque[tuple[float, int]] = deque()  # seconds of training, and steps

@@ -83,7 +83,7 @@ def _serve(request: ServeRequest, listener: socket.socket, secret: str, hosts: f
         """Server that ends the streams of events as it stops, rather than to wait for them."""
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            """Stop on a signal."""
+            """Stop on a signal, the streams of events first."""
             page.end_streams()
             super().handle_exit(sig, frame)
 

@@ -78,7 +78,7 @@ def train(
     state.model.train()
     network = world.wrap_network(state.model, training.compress)
     computer = GradientComputer(training, state, task, world, stopwatch, network)
-    hooks = _coordinate(hooks, world)
+    hooks = CoordinatedHooks(hooks, world) if world.size > 1 else hooks
     reason = "it was stopped while in trouble"  # for the next roll-back
     try:
         while not hooks.stop_requested():
@@ -241,8 +241,3 @@ def run_due_hooks(state: TrainState, hooks: TrainingHooks, stopwatch: Stopwatch,
         for_best = "save" not in state.due
         state.due = []  # before saving, so that the checkpoint does not ask for itself
         hooks.save(state, for_best)
-
-
-def _coordinate(hooks: TrainingHooks, world: World) -> TrainingHooks:
-    """Return hooks that behave as one over all ranks."""
-    return CoordinatedHooks(hooks, world) if world.size > 1 else hooks

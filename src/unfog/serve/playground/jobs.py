@@ -205,7 +205,7 @@ class JobList:
         return job
 
     def close(self) -> None:
-        """End the worker."""
+        """End the worker, and forget what waits for it."""
         with self._changed:
             self._closed = True
             self._waiting.clear()

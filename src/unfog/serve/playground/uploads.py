@@ -21,7 +21,7 @@ _KEPT, _MOST_PIXELS, _MOST_TEXT = 24, 2**24, 2**16
 
 
 class Upload(NamedTuple):
-    """An uploaded picture."""
+    """An uploaded picture, and the settings that are stored in its file."""
 
     pixels: Pixels
     """uint8 [H, W, 3]."""
