@@ -132,6 +132,24 @@ def test_a_run_that_is_watched_has_its_settings_and_data_report_read_once(client
     assert client.get(at).json()["data"]["fields"]["images"] == "44"
 
 
+def test_columns_of_runs_that_were_not_asked_for_longest_are_dropped(tmp_path, monkeypatch):
+    for name in "abc":
+        make_run(tmp_path / "runs" / name, rows=2000)
+    runs = Server(tmp_path / "runs").runs
+    first, second, third = runs
+    for one in (first, second):
+        runs.read_columns(one)
+        one.thinner.thin("step", ["loss"], -np.inf, np.inf, 50)
+    assert first.memory > first.columns.memory > 8 * 2000
+    monkeypatch.setattr("unfog.serve.runs._MOST_MEMORY", 3 * first.memory)
+    runs.read_columns(first)
+    runs.read_columns(third)
+    assert [one.columns.rows for one in (first, second, third)] == [2000, 2000, 2000]
+    monkeypatch.setattr("unfog.serve.runs._MOST_MEMORY", sum(one.memory for one in runs) - 1)
+    runs.read_columns(third)
+    assert [one.columns.rows for one in (first, second, third)] == [2000, 0, 2000]
+
+
 def test_only_new_rows_travel(client, run):
     at = f"/api/runs/{number(client)}/metrics?columns=step,loss,loss_by_level.2,unknown"
     first, columns = unpack(client.get(at).content)

@@ -3,9 +3,11 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -146,6 +148,18 @@ def test_nobody_is_asked_where_nothing_runs(server):
         with pytest.raises(RequestError, match="asked for"):
             steer.send_request(run, what)
     assert not [name for name in os.listdir(run.path) if name.isupper()]
+
+
+def test_a_request_that_cannot_be_written_is_answered(server):
+    (run,) = server.runs
+    now = datetime.now(UTC).isoformat()
+    beat = {"time": now, "pid": os.getpid(), "host": socket.gethostname(), "next": 5, "doing": "training"}
+    (run.path / "heartbeat.json").write_text(json.dumps(beat))
+    (run.path / "SAVE").mkdir()
+    with pytest.raises(RequestError, match="cannot be written: "):
+        steer.send_request(run, "save")
+    assert steer.send_request(run, "stop") == {"command": f"touch {run.path / 'STOP'}"}
+    assert (run.path / "STOP").exists()
 
 
 def test_a_request_that_is_a_link_is_replaced_and_not_written_through(tmp_path):

@@ -39,6 +39,11 @@ class Growing:
         self.rows = rows
 
     @property
+    def memory(self) -> int:
+        """Bytes that it takes."""
+        return self._data.nbytes
+
+    @property
     def values(self) -> Floats:
         """The values so far, float64 [rows]. A view that later appends leave as it is."""
         return self._data[: self.rows]
@@ -83,7 +88,7 @@ class MetricColumns:
     @property
     def memory(self) -> int:
         """Bytes of memory that the columns take."""
-        return 8 * (1 + len(self._columns)) * len(self._ends._data)
+        return sum(one.memory for one in (self._ends, *self._columns.values()))
 
     def update(self) -> None:
         """Read the lines that were appended. A missing file has no rows."""

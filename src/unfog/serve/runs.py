@@ -76,6 +76,11 @@ class RunEntry:
         self.columns = MetricColumns(self.path / "metrics.jsonl")
         self.thinner = Thinner(self.columns)
 
+    @property
+    def memory(self) -> int:
+        """Bytes of the columns, and of what was made of them."""
+        return self.columns.memory + self.thinner.memory
+
     def unchanged(self, name: str, read: Callable[[], T]) -> T:
         """Return `read()` of a file or folder of the run, or what it returned before if that has not changed since."""
         found = stat_of(os.path.join(self.path, name))
@@ -207,10 +212,10 @@ class RunList:
         entry.used = time.monotonic()
         entry.columns.update()
         by_use = sorted((one for one in self if one is not entry), key=lambda one: one.used)
-        total = sum(one.columns.memory for one in self)
+        total = sum(one.memory for one in self)
         for one in by_use:
             if total > _MOST_MEMORY:
-                total -= one.columns.memory
+                total -= one.memory
                 one.drop_columns()
         return entry.columns
 

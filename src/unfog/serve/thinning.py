@@ -29,31 +29,31 @@ class _Pyramid:
     """Least, most and last finite value, sum and count of whole blocks of one column, for 16, 32, 64, … rows."""
 
     def __init__(self) -> None:
-        self._levels: list[list[Growing]] = []
+        self.levels: list[list[Growing]] = []
 
     def update(self, values: Floats) -> None:
         """Add the blocks that were completed since the last call."""
         level, source = 0, _as_blocks(values)
         while True:
-            if level == len(self._levels):
-                self._levels.append([Growing() for _ in _REDUCE])
-            width, done = (2 if level else _BASE), self._levels[level][0].rows
+            if level == len(self.levels):
+                self.levels.append([Growing() for _ in _REDUCE])
+            width, done = (2 if level else _BASE), self.levels[level][0].rows
             whole = len(source[0]) // width
             if whole > done:
-                for reduce, grown, part in zip(_REDUCE, self._levels[level], source):
+                for reduce, grown, part in zip(_REDUCE, self.levels[level], source):
                     grown.append(reduce(part[done * width : whole * width].reshape(-1, width)))
             if whole < 2:
                 return
-            level, source = level + 1, [grown.values for grown in self._levels[level]]
+            level, source = level + 1, [grown.values for grown in self.levels[level]]
 
     def blocks(self, values: Floats, level: int, first: int, end: int) -> list[Floats]:
         """Return least, most, last, sum and count of blocks first … end - 1; the last may be incomplete."""
         width = _BASE << level
-        whole = self._levels[level][0].rows if level < len(self._levels) else 0
+        whole = self.levels[level][0].rows if level < len(self.levels) else 0
         rest = values[max(whole, first) * width : end * width]
         parts = []
         for kind, (reduce, part) in enumerate(zip(_REDUCE, _as_blocks(rest))):
-            stored = self._levels[level][kind].values[first : min(end, whole)] if whole else np.empty(0)
+            stored = self.levels[level][kind].values[first : min(end, whole)] if whole else np.empty(0)
             # At most one block, or all rows where there is no whole block yet.
             parts.append(np.concatenate([stored, reduce(part[None])] if len(part) else [stored]))
         return parts
@@ -90,6 +90,12 @@ class Thinner:
     def __init__(self, columns: MetricColumns) -> None:
         self._columns, self._generation = columns, -1
         self._pyramids: dict[str, _Pyramid] = {}
+
+    @property
+    def memory(self) -> int:
+        """Bytes of the pyramids."""
+        levels = [level for pyramid in self._pyramids.values() for level in pyramid.levels]
+        return sum(grown.memory for level in levels for grown in level)
 
     def thin(self, x: str, names: list[str], low: float, high: float, points: int) -> _Thinned:
         """Return at most about `points` blocks of the rows with x in [low, high], and a block beside on each side.
