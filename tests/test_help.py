@@ -180,7 +180,7 @@ def test_explanations_name_files_that_exist_and_figures_that_they_hold():
 
 COMPLETED = [
     ("unfog tr", {"train", "train-autoencoder"}),
-    ("unfog train --network di", {"dit", "dit-tiny", "dit-small", "dit-base"}),
+    ("unfog train --network di", {"diffusers-dit", "dit", "dit-tiny", "dit-small", "dit-base"}),
     ("unfog train photos --preset e", {"edm"}),
     ("unfog train photos --optimizer.w", {"--optimizer.warmup", "--optimizer.weight-decay"}),
     ("unfog resume runs/a --size", set()),
