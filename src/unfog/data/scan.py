@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -164,9 +165,7 @@ def _names_to_hash(names: Sequence[str]) -> Sequence[str]:
     """Strip from the names their shards and the folders that all share, unless two names would become equal."""
     # So a folder, an archive of it and an archive of its content hold out the same images.
     members = [strip_shard(name) for name in names]
-    first, last = min(members), max(members)
-    same = next((i for i, (a, b) in enumerate(zip(first, last)) if a != b), min(len(first), len(last)))
-    shared = first.rfind("/", 0, same) + 1
+    shared = os.path.commonprefix(members).rfind("/") + 1  # noqa: RUF071  cut to a whole folder
     members = [name[shared:] for name in members]
     return members if len(set(members)) == len(names) else names
 

@@ -58,8 +58,7 @@ def _class_of_folders(
     source: Source, mode: str, parts: list[tuple[str, ...]], codes: NDArray[np.int64]
 ) -> list[str] | None:
     """Return the class of each folder, None if mode "auto" finds no classes. See `_folders` for parts and codes."""
-    first, last = min(parts), max(parts)
-    shared = next((i for i, (a, b) in enumerate(zip(first, last)) if a != b), min(len(first), len(last)))
+    shared = len(os.path.commonprefix(parts))  # noqa: RUF071  of tuples, so whole folders
     tops = [folder[shared] if len(folder) > shared else "" for folder in parts]
     found = sorted(set(tops))
     if mode == "folders" and shared and found[0] == "":

@@ -75,7 +75,7 @@ class DiffusersDiTModel(ConditionalNetwork):
             zero_(self.augment_embedding)
 
     def forward(self, x: Tensor, c_noise: Tensor, label: Tensor | None = None, augment: Tensor | None = None) -> Tensor:
-        """Compute the network's output."""
+        """Return the output for noisy images x [B, C, H, W], at noise conditions [B]."""
         conditions = self._conditions(c_noise, label, augment, x.dtype)
         h = self.patch_in(x)
         rows, columns = h.shape[2:]

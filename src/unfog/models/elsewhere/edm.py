@@ -20,7 +20,7 @@ _SMOOTH = (1.0, 3.0, 3.0, 1.0)  # filter of NCSN++ before and after a change of 
 
 
 class _Style(NamedTuple):
-    """Differences between the architectures."""
+    """Differences between the architectures of EDM, as its code has them."""
 
     eps: float
     """Of the group normalisations."""
