@@ -130,7 +130,10 @@ def test_bands_without_detail_are_refused():
 
 def test_small_images_have_fewer_bands_and_wrong_shapes_are_refused():
     small = as_pixels(noise(20, 8, side=8))
-    assert [m.metric for m in compare_detail(small, small)] == ["detail", *(f"detail_{i}" for i in range(2, 7))]
+    found = compare_detail(small, small)
+    assert [m.metric for m in found] == ["detail", *(f"detail_{i}" for i in range(2, 7))]
+    assert [m.features for m in found][:2] == ["luma above 1/2", "luma 1/16 to 1/8"]
+    assert found[-1].features == "luma above 1"
     with pytest.raises(RequestError, match="of one shape"):
         compare_detail(small, natural(20, 9))
     with pytest.raises(RequestError, match="two of each"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from itertools import pairwise
 
 import torch
@@ -98,7 +99,7 @@ _Row = tuple[str, str, tuple[float | None, float | None, float | None, float | N
 def _where(first: int, last: int | None = None, what: str = "luma") -> str:
     """Return the frequencies between two edges of bands in words; None is the highest of all."""
     low, high = _EDGES[first], math.inf if last is None else _EDGES[last]
-    return f"{what} {low:.2g}-{high:.2g}" if high < math.inf else f"{what} above {low:.2g}"
+    return f"{what} above {Fraction(low)}" if high == math.inf else f"{what} {Fraction(low)} to {Fraction(high)}"
 
 
 def _ratio(name: str, where: str, real: Tensor, fake: Tensor, floors: Sequence[float]) -> _Row:
