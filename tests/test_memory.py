@@ -1,8 +1,6 @@
 """Memory that does not suffice: the same batch in smaller pieces, also where it is the system that refuses."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +9,9 @@ import torch
 from PIL import Image
 from torch import nn
 
+import forked
 import unfog
-from conftest import NETWORK
+from conftest import NETWORK, few_images
 from test_training import Diary, denoising, linear_state, reconstruction, run, weights
 from unfog.errors import RunError
 from unfog.models.unet import UNetModel
@@ -126,7 +125,7 @@ def test_noise_scale_is_logged_under_accumulation_only():
 def test_a_preview_that_does_not_fit_is_drawn_in_parts_and_changes_no_step(tmp_path, monkeypatch):
     settings = {"network": NETWORK, "precision": "fp32", "steps": 4, "batch": 8, "sampler": {"steps": 2}}
     settings |= {"preview": {"images": 20, "every": 2}, "evaluate": {"images": 30, "every": 2}}
-    unfog.train("fashion", out=tmp_path / "whole", **settings)
+    unfog.train(few_images(), out=tmp_path / "whole", **settings)
     forward = UNetModel.forward
 
     def hungry(self, x, *others):
@@ -135,7 +134,7 @@ def test_a_preview_that_does_not_fit_is_drawn_in_parts_and_changes_no_step(tmp_p
         return forward(self, x, *others)
 
     monkeypatch.setattr(UNetModel, "forward", hungry)
-    unfog.train("fashion", out=tmp_path / "parts", **settings)
+    unfog.train(few_images(), out=tmp_path / "parts", **settings)
     for name in ("model", "ema", "optimizer"):
         file = Path("checkpoints", "00000004", f"{name}.safetensors")
         assert (tmp_path / "parts" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
@@ -175,8 +174,7 @@ def test_a_batch_that_the_system_refuses_is_trained_on_in_pieces(tmp_path):
     out = tmp_path / "run"
     words = ["train", "fashion", "--out", out, "--steps", "1", "--batch", "800", "--microbatch", "800"]
     words += ["--network", "tiny", "--precision", "fp32", "--preview.images", "4", "--evaluate.images", "20"]
-    limited = [sys.executable, "-c", LIMITED, "400", out / "events.jsonl", *words]
-    done = subprocess.run(list(map(str, limited)), capture_output=True, text=True, timeout=240)
+    done = forked.run(["400", out / "events.jsonl", *words], LIMITED)
     assert done.returncode == 0, done.stderr
     events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
     pieces = [event["microbatch"] for event in events if event["kind"] == "out_of_memory"]

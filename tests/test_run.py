@@ -12,7 +12,7 @@ from PIL import Image
 
 import forked
 import unfog
-from conftest import NETWORK
+from conftest import NETWORK, few_images
 from unfog.commands.sample import _MAX_IN_GRID, _write_grid
 from unfog.config.presets import preset
 from unfog.diffusion.noise import VP, Cosine, LogitNormal
@@ -167,7 +167,7 @@ def test_training_leaves_the_global_generator_alone(tmp_path):
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    unfog.train("fashion", out=tmp_path / "run", steps=2, **SETTINGS)
+    unfog.train(few_images(), out=tmp_path / "run", steps=2, **SETTINGS)
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -278,7 +278,7 @@ def test_debug_shows_the_traceback(tmp_path):
 
 
 def test_budget_fixes_the_images(tmp_path):
-    run = unfog.train("fashion", out=tmp_path / "run", budget="3s", **SETTINGS | AT_THE_END)
+    run = unfog.train(few_images(), out=tmp_path / "run", budget="3s", **SETTINGS | AT_THE_END)
     training = run.config.training
     assert training.budget == ""
     assert training.images > 0
@@ -288,7 +288,7 @@ def test_budget_fixes_the_images(tmp_path):
 
 def test_choices_are_settled_in_the_config(tmp_path):
     settings = {k: v for k, v in SETTINGS.items() if k not in ("precision", "device", "network")}
-    run = unfog.train("fashion", out=tmp_path / "run", steps=4, **settings | AT_THE_END)
+    run = unfog.train(few_images(), out=tmp_path / "run", steps=4, **settings | AT_THE_END)
     config = run.config
     assert config.training.precision in ("fp32", "bf16")
     assert config.training.device in ("cpu", "cuda", "mps")
@@ -300,7 +300,7 @@ def test_choices_are_settled_in_the_config(tmp_path):
 
 
 def test_ddpm_preset_trains_the_textbook_recipe(tmp_path):
-    run = unfog.train("fashion", out=tmp_path / "run", preset="ddpm", steps=2, **SETTINGS | AT_THE_END)
+    run = unfog.train(few_images(), out=tmp_path / "run", preset="ddpm", steps=2, **SETTINGS | AT_THE_END)
     config = run.config
     assert (config.diffusion.schedule.kind, config.diffusion.schedule.steps) == ("cosine", 1000)
     assert (config.diffusion.target.kind, config.diffusion.weighting.kind) == ("eps", "plain")

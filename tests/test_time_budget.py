@@ -268,7 +268,7 @@ def test_a_run_with_plans_repeats_to_the_bit_after_a_kill(tmp_path, monkeypatch,
     script = {0: (14, 1), 5: (20, 2), 9: (11, 2), 10: (13, 1)}
     with monkeypatch.context() as patched:
         patched.setattr(Session, "keep_budget", lambda self, auto: setattr(self, "budget", Script(script)))
-        run = unfog.train("fashion", out=tmp_path / "run", steps=12, **SMALL).path
+        run = unfog.train(few_images(), out=tmp_path / "run", steps=12, **SMALL).path
     assert sorted(int(p.name) for p in (run / "checkpoints").iterdir()) == [0, 4, 8, 12, 13]
     assert steps_with(run, "held_out_loss") == [0, 2, 4, 8, 10, 12, 13], "stretched from step 5 to 9"
     assert read_state(run / "checkpoints/00000008")["length"]["plans"][-1][:3] == [5, 20, 2]
@@ -315,7 +315,7 @@ def test_verify_replays_the_plans(tmp_path, monkeypatch):
 
     script = Script({5: (20, 1), 9: (11, 1)})
     monkeypatch.setattr(Session, "keep_budget", lambda self, auto: setattr(self, "budget", script))
-    run = unfog.train("fashion", out=tmp_path / "run", steps=12, **SMALL).path
+    run = unfog.train(few_images(), out=tmp_path / "run", steps=12, **SMALL).path
     assert "equal to the bit" in verify(RunFolder(run))
 
 
