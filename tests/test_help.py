@@ -1,5 +1,6 @@
 """What helps to find a setting: --help, --help-all, explain, completion and init."""
 
+import ast
 import io
 import re
 import shutil
@@ -131,6 +132,26 @@ def test_only_switches_of_settings_have_an_opposite_in_the_help(said):
     assert "--no-store" in said("tune", "--help")
 
 
+# Flags of torchrun, sbatch, wandb and the like, and halves of names that are put together.
+OTHERS = {
+    "codec", "no", "private", "append", "nproc-per-node", "max-restarts",
+    "help", "help-all", "version", "debug",
+}  # fmt: skip
+
+
+def test_every_flag_that_a_message_names_exists():
+    known = OTHERS | {flag for kind in REQUESTS.values() for each in describe(kind) for flag in each.flags}
+    unknown = []
+    for path in sorted((REPOSITORY / "src/unfog").rglob("*.py")):
+        if path.name == "slurm.py":  # a batch file with flags of five other programs
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                named = re.findall(r"(?<![\w/-])--([a-z][a-z0-9.-]*[a-z0-9])", node.value)
+                unknown += [f"{path.name}:{node.lineno}: --{flag}" for flag in named if flag not in known]
+    assert not unknown
+
+
 def test_short_names_and_descriptions_agree():
     described = {flag: each.setting for each in describe(Config) for flag in each.flags}
     assert all(described[short] == place for short, place in SHORT.items())
@@ -154,6 +175,7 @@ def test_explain_tells_all_that_a_field_holds(said):
     assert "with --force" in said("explain", "seed")
     assert "Karras et al. 2022, appendix F" in said("explain", "data.augment")
     assert said("explain", "held_out") == said("explain", "data.held-out")
+    assert said("explain", "learning-rate") == said("explain", "lr")
 
 
 def test_explain_knows_every_setting_section_and_kind(said):

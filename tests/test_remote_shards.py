@@ -332,7 +332,7 @@ def test_sizes_on_disk() -> None:
 
 LASTING = {
     "gone": "is not there",
-    "busy": r"could not be reached in 3 tries \(ClientResponseError: 503.*",
+    "busy": r"could not be reached in 3 tries \(the server answers 503.*",
     "cut": r"could not be reached in 3 tries \(ClientPayloadError.*",
     "stalled": "did not answer in time in 3 tries",
     "trickling": "did not answer in time in 3 tries",

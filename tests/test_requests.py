@@ -320,6 +320,8 @@ TABLE = [
     ("train fashio", "did you mean fashion?"),
     ("train ~nosuchuser/photos", "cannot be read"),
     ("resume runn", "runn is not a run; did you mean run?"),
+    ("resume elsewhere", "elsewhere is not a run: there is no such folder"),
+    ("export run", "OUT is missing; write both: unfog export RUN OUT"),
     ("resume run --network small", "cannot become"),
     ("resume run --seed 5", "--force"),
     ("resume run --verify=1", "--verify takes no value"),

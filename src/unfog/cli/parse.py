@@ -167,7 +167,8 @@ def _wrong_count(free: Sequence[str], args: ParsedArgs, prog: str, metavars: Seq
     if len(free) < len(metavars):
         lists = [f"; {flag} took {quote(' '.join(words))}" for flag, words in args.spelled.values() if words[1:]]
         usage = " ".join([prog, *metavars])
-        return f"{metavars[len(free)]} is missing{''.join(lists)}; write it first: {usage} (see {prog} --help)"
+        write = "both" if free else "it first"  # before the flags, of which one may have taken it
+        return f"{metavars[len(free)]} is missing{''.join(lists)}; write {write}: {usage} (see {prog} --help)"
     extra, taken = " ".join(free[len(metavars) :]), " ".join(free[: len(metavars)])
     if not metavars:
         return f"{prog} takes only flags; {quote(extra)} is not one (see {prog} --help)"

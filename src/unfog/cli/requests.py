@@ -204,8 +204,9 @@ def _open_run(path: Path, else_say: str = "") -> RunFolder:
     except (OSError, ValueError) as error:  # a name too long, a folder that may not be entered
         raise RequestError(f"{quote(str(path))} cannot be read: {reason_of(error)}; give the folder of a run") from None
     except RequestError as error:
+        missing = "it has no config.toml" if path.exists() else "there is no such folder"
         raise RequestError(
-            f"{quote(str(path))[1:-1]} is not a run{_similar_run(path) or ': it has no config.toml' + else_say}"
+            f"{quote(str(path))[1:-1]} is not a run{_similar_run(path) or f': {missing}{else_say}'}"
         ) from error
     return folder
 

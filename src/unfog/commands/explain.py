@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
-from unfog.config.aliases import current_name
+from unfog.config.aliases import USUAL, current_name
 from unfog.config.describe import Description, describe, field_texts, format_value
 from unfog.config.presets import PRESETS
 from unfog.config.requests import ExplainRequest
@@ -39,6 +39,7 @@ def _explain(name: str) -> str:
         RequestError: there is nothing of this name.
     """
     wanted = current_name(name.lstrip("-").replace("-", "_"))
+    wanted = USUAL.get(wanted, wanted)
     settings = describe(Config)
     if not name:
         return _list_sections()

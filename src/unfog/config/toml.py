@@ -51,7 +51,7 @@ def to_toml(settings: Any) -> str:
     if (size := len(text.encode())) > _LARGEST_FILE:
         raise RequestError(
             f"the settings with the names of all classes take {size / 1e6:.1f} MB, and a file of settings has at most "
-            f"{_LARGEST_FILE / 1e6:.0f} MB; give the classes shorter names, or train without them: --labels none"
+            f"{_LARGEST_FILE / 1e6:.0f} MB; give the classes shorter names, or train without them: --data.labels none"
         )
     return text
 

@@ -168,7 +168,7 @@ def check_count(metric: str, n: int, image: Tensor, features: Features, option: 
 def _frechet(sets: _FeatureSets) -> _Estimate:
     n, width = min(len(sets.real), len(sets.fake)), sets.real.shape[1]
     if n <= width:
-        return _Estimate(None, note=f"n = {n:,} is not more than the {width:,} features; kid holds at any n")
+        return _Estimate(None, note=f"{n:,} images are too few for {width:,} features; kid holds at any n")
     note = f"biased upwards, as n < {_FEW:,}: compare only at equal n, or use kid" if n < _FEW else ""
     return _normal_interval(*sets.frechet, note)
 
@@ -177,7 +177,7 @@ def _frechet_infinity(sets: _FeatureSets) -> _Estimate:
     n, width = min(len(sets.real), len(sets.fake)), sets.real.shape[1]
     parts = min(4, n // width)
     if parts < 2:
-        return _Estimate(None, note=f"n = {n:,} is less than twice the {width:,} features; kid holds at any n")
+        return _Estimate(None, note=f"{n:,} images are too few for {width:,} features; kid holds at any n")
     # Of unequal numbers the bias is no straight line in 1 / n where n is a few times D: far below the truth then.
     whole, error = Distance.frechet(*sets.equal) if sets.unequal else sets.frechet
     value = extrapolate_frechet(*sets.equal, parts, 0, whole)

@@ -127,14 +127,14 @@ def _load_reference(
         images, name = other.train, sanitize(request.reference)
     else:
         images, name = dataset.train, "training images"
-    check_enough(images, "the reference")
+    check_enough(len(images), "the reference")
     return images, name
 
 
-def check_enough(images: ImageSet, what: str) -> None:
+def check_enough(count: int, what: str) -> None:
     """Raise RequestError if there are too few images for any metric."""
-    if len(images) < 10:
-        raise RequestError(f"{what} has {plural(len(images))}; at least 10 are needed")
+    if count < 10:
+        raise RequestError(f"{what} has {plural(count)}; at least 10 are needed")
 
 
 def _possible_metrics(

@@ -49,6 +49,7 @@ def evaluate_images(images: str, request: EvaluationRequest, size: int, device: 
         features = open_request_features(request, choose_device(device))
         samples, reference = _load_both(images, request.reference, size, stop)
         rows = _rows_without_grids(samples)
+        check_enough(len(rows), sanitize(images))
         rows = rows[evenly_spaced(len(rows), request.n or len(rows))]
         real = reference_rows(reference, len(rows))
         compared = Comparison(_metrics(request, features is not None), features, reference, real)
@@ -75,8 +76,7 @@ def _load_both(images: str, reference: str, size: int, stop: StopSignals) -> tup
         )
     if samples.pixels.shape[1] != real.pixels.shape[1]:  # grey ones are compared as RGB
         samples, real = (_load(source, side, 3, stop) for source in (images, reference))
-    check_enough(samples, sanitize(images))
-    check_enough(real, "the reference")
+    check_enough(len(real), "the reference")
     return samples, real
 
 

@@ -328,4 +328,6 @@ def _describe(error: Exception) -> str:
         return f"may not be read ({text or name}); check the credentials in the environment, such as AWS_PROFILE"
     if isinstance(error, TimeoutError):
         return f"did not answer in time in {_TRIES} tries; check the network and try again"
-    return f"could not be reached in {_TRIES} tries ({name}{': ' * bool(text)}{text}); check the network and try again"
+    status = _http_status(error)
+    reason = f"the server answers {status}" if status >= 300 else f"{name}: {text}" if text else name
+    return f"could not be reached in {_TRIES} tries ({reason}); check the network and try again"
