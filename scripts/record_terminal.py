@@ -36,6 +36,9 @@ TRAIN = (
     *("--evaluate.every", "60", "--preview.every", "60", "--preview.images", "20"),
 )
 
+LIST = ("runs",)
+WATCH = ("watch", "runs/clothes", "--once")
+
 
 def shown(words: tuple[str, ...]) -> str:
     """Return a command as it is typed."""
@@ -47,10 +50,10 @@ def record(words: tuple[str, ...], until: str = "", keys: bytes = b"") -> tuple[
     with Terminal([sys.executable, "-m", "unfog", *words], *SIZE) as terminal:
         middle = []
         if until:
-            terminal.wait_for(until, 200)
+            terminal.wait_for(until, 400)
             middle = terminal.lines()
             terminal.press(keys) if keys else None
-        terminal.finish(300)
+        terminal.finish(600)
         return middle, terminal.lines()
 
 
@@ -65,6 +68,8 @@ def main() -> int:
         os.chdir(folder)
         os.environ["UNFOG_CACHE"] = str(Path(folder) / "cache")
         training, stopped = record(TRAIN, "falling", b"\x03")
+        _, listed = record(LIST)
+        _, watched = record(WATCH)
     parts = [
         "# What the terminal shows\n\nRecorded by `python scripts/record_terminal.py` from the real program in a "
         "pseudo-terminal: Fashion-MNIST on two\nprocessor cores, with a small network and a short run.",
@@ -73,6 +78,10 @@ def main() -> int:
         block(TRAIN, training),
         "## Ctrl-C\n\nThe live lines disappear, and the run is saved.",
         block(TRAIN, stopped),
+        "## What there is\n\nRuns in a folder, and the charts of one. `unfog watch` refreshes them until q is pressed; "
+        "`--once` prints one frame.",
+        block(LIST, listed),
+        block(WATCH, watched),
     ]
     PAGE.write_text("\n\n".join(parts) + "\n")
     return 0

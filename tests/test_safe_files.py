@@ -1,6 +1,7 @@
 """A folder of a stranger: a link, a pipe, a device or a folder under its names leads nowhere; nothing waits for it."""
 
 import ast
+import errno
 import os
 import shutil
 import subprocess
@@ -277,3 +278,19 @@ def test_a_folder_is_written_as_a_whole_or_not_at_all(tmp_path):
         raise KeyError
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "out"]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["a"]
+
+
+def test_a_folder_that_is_written_whole_may_be_named_by_a_link(tmp_path):
+    (tmp_path / "place").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "place")
+    with whole_folder(tmp_path / "link") as folder:
+        (folder / "a").touch()
+    assert (tmp_path / "link").is_symlink()
+    assert [path.name for path in (tmp_path / "place").iterdir()] == ["a"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "place"]
+
+
+def test_an_error_without_a_name_gets_that_of_the_file(tmp_path):
+    with pytest.raises(OSError, match=r"full.*result\.json"), replace_file(tmp_path / "result.json"):
+        raise OSError(errno.ENOSPC, "the disk is full")
+    assert not list(tmp_path.iterdir())

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from unfog.errors import RequestError
 from unfog.inference.run import Run
 from unfog.locks import lock_of
 from unfog.pipeline.sample_folder import UNFINISHED, SampleFolder, is_unfinished, unfinished_or_new
+from unfog.process.run_folder import new_folder
 
 
 @pytest.fixture(scope="module")
@@ -153,3 +155,11 @@ def test_after_an_error_before_the_first_sample_no_folder_is_left(run, tmp_path)
     with pytest.raises(ZeroDivisionError), unfinished_or_new(tmp_path / "out", tmp_path, "x"):
         raise ZeroDivisionError
     assert not (tmp_path / "out").exists()
+
+
+def test_processes_that_sample_at_once_get_a_folder_each(tmp_path):
+    (tmp_path / "pictures").symlink_to(tmp_path / "nothing")
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda _: new_folder(tmp_path / "pictures"), range(40)))
+    assert sorted(path.name for path in made) == sorted(f"pictures-{n}" for n in range(2, 42))
+    assert not (tmp_path / "nothing").exists()

@@ -167,9 +167,11 @@ def replace_file(
                 os.replace(aside, name, src_dir_fd=at, dst_dir_fd=at)
             except OSError as error:
                 raise _explained(error, path, name, at) from None
-        except BaseException:
+        except BaseException as error:
             with suppress(OSError):
                 os.unlink(aside, dir_fd=at)
+            if isinstance(error, OSError) and error.filename is None:  # as of a full disk, which names no file
+                error.filename = str(path)
             raise
 
 
@@ -221,6 +223,8 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     OSError if something other than an empty folder is there.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
+    if folder.is_dir():  # a link to an empty folder cannot be replaced, and that folder can
+        folder = folder.resolve()
     partial = folder.with_name(f".{folder.name}.partial")
     remove_tree(partial)  # of a process that was killed
     partial.mkdir()

@@ -96,7 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _describe_unexpected(error: Exception) -> str:
     """Return the message for an error that no check has foreseen, with what can be done about it."""
     if isinstance(error, OSError):
-        said = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+        reason = error.strerror or str(error)
+        said = f"{error.filename}: {reason}" if error.filename else reason
         return f"unfog: {_in_a_line(said)}; correct that, then repeat the command\n"
     # Only now, as it imports torch, which a wrong request need not wait for.
     from unfog.training.out_of_memory import is_out_of_memory

@@ -178,9 +178,8 @@ def _check_memorization(drawn: Pixels, matches: Pixels, search: _Search) -> Find
         remedy = "train on more images, for fewer steps, or with --flip and dropout (--network small:dropout=0.1)"
         return Finding("run.memorised", "warning" if clearly_more else "hint", evidence, remedy, facts, figures)
     evidence = (
-        f"generated images are about as near to training images as {what}: the nearest is at "
-        f"{facts['median_ratio']:.2f} of the distance of the next ones, and at {facts['median_ratio_of_unseen']:.2f} "
-        f"for {len(usual)} {what}, of {searched:,} searched"
+        f"no sign of copies: the nearest training image is at {facts['median_ratio']:.2f} of the distance of the next "
+        f"ones, and for {len(usual)} {what} at {facts['median_ratio_of_unseen']:.2f} ({searched:,} searched)"
     )
     return Finding("run.memorised", "fine", evidence, "", facts, figures)
 

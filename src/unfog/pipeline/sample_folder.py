@@ -13,7 +13,7 @@ from PIL import Image
 
 from unfog.errors import RequestError, RunError
 from unfog.locks import lock_of
-from unfog.process.run_folder import unused_path
+from unfog.process.run_folder import new_folder
 from unfog.reporting.image_grids import Pixels, save_png
 from unfog.reporting.progress import say
 from unfog.safe_files import read_file, remove, write_atomic
@@ -103,7 +103,7 @@ def unfinished_or_new(out: Path | None, usual: Path, digest: str) -> Iterator[Pa
         if folder is None and out is not None:
             raise RequestError(f"another process is writing samples to {out}; wait for it, or give another --out")
         if folder is None:
-            _enter(folder := unused_path(usual), stack)
+            _enter(folder := new_folder(usual), stack)
         if is_unfinished(folder):
             say(f"  going on in {folder}")
         yield folder

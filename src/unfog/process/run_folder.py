@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 
 from unfog.cache_folder import note_run
@@ -193,9 +193,18 @@ def printable(name: str) -> str:
 
 
 def unused_path(path: Path) -> Path:
-    """Return `path`, or the first of `path`-2, `path`-3, … that does not exist."""
+    """Return `path`, or the first of `path`-2, `path`-3, … that does not exist, also not as a link to nothing."""
     numbered = (path.with_name(f"{path.name}-{n}") for n in count(2))
-    return path if not path.exists() else next(candidate for candidate in numbered if not candidate.exists())
+    return next(candidate for candidate in chain([path], numbered) if not os.path.lexists(candidate))
+
+
+def new_folder(path: Path) -> Path:
+    """Make and return the `unused_path`. Of several processes that call this at once, each gets its own."""
+    while True:
+        folder = unused_path(path)
+        with suppress(FileExistsError):
+            folder.mkdir()
+            return folder
 
 
 def _launch_id() -> str | None:
