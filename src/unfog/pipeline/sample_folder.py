@@ -106,7 +106,12 @@ def unfinished_or_new(out: Path | None, usual: Path, digest: str) -> Iterator[Pa
             _enter(folder := new_folder(usual), stack)
         if is_unfinished(folder):
             say(f"  going on in {folder}")
-        yield folder
+        try:
+            yield folder
+        except KeyboardInterrupt:
+            if is_unfinished(folder):
+                say(f"the samples so far are in {folder}; the same command continues")
+            raise
 
 
 def _enter(folder: Path, stack: ExitStack) -> bool:
