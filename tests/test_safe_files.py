@@ -294,3 +294,21 @@ def test_an_error_without_a_name_gets_that_of_the_file(tmp_path):
     with pytest.raises(OSError, match=r"full.*result\.json"), replace_file(tmp_path / "result.json"):
         raise OSError(errno.ENOSPC, "the disk is full")
     assert not list(tmp_path.iterdir())
+
+
+def test_one_process_at_a_time_writes_a_whole_folder(tmp_path):
+    (tmp_path / ".out.partial").mkdir()
+    (tmp_path / ".out.partial" / "old").touch()  # of a process that was killed
+    with whole_folder(tmp_path / "out") as folder:
+        (folder / "a").touch()
+        with pytest.raises(OSError, match=r"another process is writing it.*out"), whole_folder(tmp_path / "out"):
+            pass
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["a"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_stands_in_the_place_of_a_partial_folder_is_not_followed(planted, tmp_path):
+    planted(tmp_path / ".out.partial")
+    with whole_folder(tmp_path / "out") as folder:
+        (folder / "a").touch()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["a"]

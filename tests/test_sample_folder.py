@@ -163,3 +163,14 @@ def test_processes_that_sample_at_once_get_a_folder_each(tmp_path):
         made = list(pool.map(lambda _: new_folder(tmp_path / "pictures"), range(40)))
     assert sorted(path.name for path in made) == sorted(f"pictures-{n}" for n in range(2, 42))
     assert not (tmp_path / "nothing").exists()
+
+
+def test_a_stop_says_that_the_same_command_continues(tmp_path, capsys):
+    def stopped():
+        with unfinished_or_new(None, tmp_path / "pictures", "x") as folder:
+            SampleFolder(folder, "x", 2).write(range(1), np.zeros((1, 4, 4, 1), np.uint8))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stopped()
+    assert f"{tmp_path / 'pictures'}; the same command continues" in capsys.readouterr().err
