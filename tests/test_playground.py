@@ -288,7 +288,7 @@ def test_a_worker_yields_to_a_run_that_trains(run):
     queue = JobList(lambda _: None, lambda: training, Worker(FAKE))
     with contextlib.closing(queue):
         wait(submit(queue, run, n=1))
-        assert queue.worker.nice == 15
+        assert queue.worker.nice == 10
         first, training = queue.worker.pid, False
         wait(submit(queue, run, n=1, seed=1))
         assert queue.worker.nice == 0

@@ -31,7 +31,7 @@ from unfog.text import sanitize
 MOST_WAITING = 32
 _MOST_JOBS = 300  # in the history
 _KEPT_BYTES = 2**28  # of pixels; the oldest jobs are forgotten first
-_NICE = 15  # of the worker beside a run that trains here
+_NICE = 10  # of the worker beside a run that trains here
 _PATIENCE = 20.0  # seconds for a job to end after it was cancelled; then the worker is killed
 _RETRIES = 5
 _ENDED = ("done", "cancelled", "failed")
