@@ -171,6 +171,23 @@ def test_painting_into_a_picture_keeps_the_others_to_the_bit(page):
     page.click("text=Start from noise again")
 
 
+def test_the_pictures_follow_the_width_of_the_ema_and_go_between_two_seeds(page):
+    draw(page, Pictures=3, Steps=4)
+    slider = ".controls label:has-text('EMA width') input"
+    page.focus(slider)
+    page.keyboard.press("End")
+    page.wait_for_selector(".result .error:has-text('cannot be rebuilt')", timeout=120_000)  # of three snapshots
+    page.fill(slider, "0.05")
+    until(page, f"{PLAYGROUND}.job.settings.ema === 0.05 && {STATE} === 'done'")
+    page.click("text=Use the run's EMA")
+    until(page, f"{PLAYGROUND}.job.settings.ema === undefined && {STATE} === 'done'")
+    page.click("text=Levels, interpolation, weights")
+    fill(page, "To seed", 9)
+    job = draw(page)
+    assert job["settings"]["to_seed"] == 9
+    assert "--to-seed 9" in page.text_content(".copies")
+
+
 def test_settings_travel_inside_the_png(page, tmp_path):
     draw(page, Pictures=1, Steps=7)
     with page.expect_download() as saving:

@@ -5,7 +5,8 @@ import json
 import os
 import shutil
 import threading
-from contextlib import contextmanager
+import time
+from contextlib import closing, contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -14,15 +15,18 @@ import torch
 from PIL import Image
 
 import unfog
-from conftest import NETWORK
+from conftest import NETWORK, few_images
 from unfog.config.toml import to_toml
 from unfog.errors import RequestError
 from unfog.inference import memorization
 from unfog.serve.playground import drawing, worker
 from unfog.serve.playground.channel import Channel
+from unfog.serve.playground.client import Worker
 from unfog.serve.playground.copies import find_copies
 from unfog.serve.playground.drawing import Studio
+from unfog.serve.playground.jobs import JobList
 from unfog.serve.playground.protocol import Message, read_message, write_message
+from unfog.serve.playground.requests import newest_checkpoint, read_request
 
 
 @pytest.fixture(scope="module")
@@ -215,3 +219,35 @@ def test_code_that_a_run_names_is_not_run_without_consent(run, tmp_path, monkeyp
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(RequestError, match=r"UNFOG_TRUST=mine_code\.Step"):
         Studio().draw(Said(), 1, Message({"run": str(folder), "weights": {"device": "cpu"}, "settings": {"n": 1}}))
+
+
+class Watching:
+    """A callback that draws from the newest checkpoint of a run that trains, in a worker of its own."""
+
+    def __init__(self, run, queue):
+        self.run, self.queue, self.drawn = run, queue, []
+
+    def on_checkpoint(self, event):
+        if newest_checkpoint(self.run) is not None:
+            request = read_request(self.run, {"n": 1, "steps": 2, "seed": len(self.drawn)}, False, False)
+            job = self.queue.submit(1, "watched", request, newest=True)
+            while job.state in ("waiting", "drawing"):
+                time.sleep(0.05)
+            self.drawn.append(job)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_drawn_from_while_it_trains_has_the_bits_of_one_that_nobody_watched(tmp_path):
+    settings = {"network": NETWORK, "device": "cpu", "precision": "fp32", "batch": 8, "preview": {"images": 1}}
+    more = {"steps": 4, "checkpoint": {"every": 1}, "evaluate": {"every": 4}, "sampler": {"steps": 2}}
+    with closing(JobList(lambda _: None, lambda: True, Worker())) as queue:
+        watching = Watching(tmp_path / "watched", queue)
+        for name, callbacks in (("alone", []), ("watched", [watching])):
+            unfog.train(few_images(), out=tmp_path / name, callbacks=callbacks, **settings, **more)
+        assert [job.state for job in watching.drawn].count("done") >= 2, [job.error for job in watching.drawn]
+        assert queue.worker.nice == 10
+    for name in ("model", "ema", "optimizer"):
+        files = [tmp_path / run / "checkpoints" / "00000004" / f"{name}.safetensors" for run in ("alone", "watched")]
+        assert files[0].read_bytes() == files[1].read_bytes(), name
+    names = [sorted(one.name for one in (tmp_path / run).iterdir()) for run in ("alone", "watched")]
+    assert names[0] == names[1]
