@@ -60,9 +60,7 @@ def main() -> None:
         wait_for(lambda: page.evaluate(f"{PLAYGROUND}.job?.state") == "done", 300)
         page.evaluate(WATCH)
         draw(4, asked.steps, 1)
-        wait_for(
-            lambda: page.evaluate(f"{PLAYGROUND}.job.state === 'done' && {PLAYGROUND}.job.settings.seed === 1"), 600
-        )
+        wait_for(lambda: page.evaluate(f"{PLAYGROUND}.job.seconds > 0 && {PLAYGROUND}.job.settings.seed === 1"), 600)
         lags = sorted(page.evaluate("lags"))
         seconds = page.evaluate(f"{PLAYGROUND}.job.seconds")
         late = lags[int(0.95 * len(lags))]
