@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import unfog
 from test_elsewhere_networks import SHAPES, converted, references
-from test_export import shown
+from test_export import run_of, shown
 from unfog.cli.main import main
 from unfog.cli.requests import read_request
 from unfog.config.values import format_spec
@@ -19,6 +19,7 @@ from unfog.errors import RequestError
 from unfog.export.diffusers_dit import from_dit
 from unfog.export.elsewhere import read_model
 from unfog.inference.run import Run
+from unfog.models.elsewhere.settings import DdpmPytorch, DiffusersDiT, Edm, Edm2
 from unfog.models.network_settings import build_model
 from unfog.runs.diffusers import _randomized
 
@@ -282,3 +283,20 @@ def test_the_commands_take_a_file(tmp_path, capsys):
         assert not ended.value.code, capsys.readouterr().err
     assert len(list((tmp_path / "out").glob("0*.png"))) == 10
     assert json.loads((tmp_path / "r.json").read_text())["measured"][0]["n"] == 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "network",
+    [
+        DdpmPytorch(width=8, mults=(1, 2), attention=(False, True), heads=2, head_channels=4),
+        pytest.param(DiffusersDiT(width=24, depth=1, head_channels=12), marks=pytest.mark.exhaustive),
+        pytest.param(Edm("ncsnpp", 8, (1, 2), 1, (False, True)), marks=pytest.mark.exhaustive),
+        pytest.param(Edm2(64, (1,), 1, (True,)), marks=pytest.mark.exhaustive),
+    ],
+    ids=lambda network: network.kind,
+)
+def test_graphs_take_any_number_of_images(tmp_path, network):
+    run = run_of("ddpm", network, 0)
+    run.export(tmp_path / "out", format="pt2")
+    assert run.export_difference < 1e-5

@@ -74,9 +74,9 @@ class _Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.to_qkv(self.norm(x)).flatten(2).unflatten(1, (3, self.heads, -1)).transpose(3, 4)
         q, k, v = qkv.unbind(1)  # each [B, heads, N, D]
-        more = self.mem_kv.to(x.dtype)[:, None].expand(-1, len(x), -1, -1, -1)
+        more = self.mem_kv.to(x.dtype)[:, None].expand(-1, x.shape[0], -1, -1, -1)
         k, v = torch.cat([more[0], k], dim=2), torch.cat([more[1], v], dim=2)
-        mixed = layers.attention(q, k, v).transpose(2, 3).reshape(len(x), -1, *x.shape[2:])
+        mixed = layers.attention(q, k, v).transpose(2, 3).reshape(x.shape[0], -1, *x.shape[2:])
         output: Tensor = self.to_out(mixed)
         return x + output
 
@@ -94,12 +94,12 @@ class _LinearAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.to_qkv(self.norm(x)).flatten(2).unflatten(1, (3, self.heads, -1)).unbind(1)  # [B, heads, D, N]
-        more = self.mem_kv.to(x.dtype)[:, None].expand(-1, len(x), -1, -1, -1)
+        more = self.mem_kv.to(x.dtype)[:, None].expand(-1, x.shape[0], -1, -1, -1)
         k, v = torch.cat([more[0], k], dim=3).softmax(dim=3), torch.cat([more[1], v], dim=3)
         # Keys and values first, a matrix [D, D] whatever the number of pixels.
         context = v @ k.transpose(2, 3)
         mixed = context @ (q.softmax(dim=2) * q.shape[2] ** -0.5)
-        output: Tensor = self.to_out(mixed.reshape(len(x), -1, *x.shape[2:]))
+        output: Tensor = self.to_out(mixed.reshape(x.shape[0], -1, *x.shape[2:]))
         return x + output
 
 

@@ -86,8 +86,8 @@ class DiffusersDiTModel(ConditionalNetwork):
         shift, scale = self.modulation_out(F.silu(conditions[0]))[:, None].chunk(2, dim=2)
         h = self.patch_out(F.layer_norm(h, h.shape[-1:], eps=1e-6) * (1 + scale) + shift)
         patch = self.settings.patch
-        h = h.reshape(len(x), rows, columns, patch, patch, -1).permute(0, 5, 1, 3, 2, 4)
-        output: Tensor = h.reshape(len(x), -1, rows * patch, columns * patch)
+        h = h.reshape(x.shape[0], rows, columns, patch, patch, -1).permute(0, 5, 1, 3, 2, 4)
+        output: Tensor = h.reshape(x.shape[0], -1, rows * patch, columns * patch)
         return output
 
     def _conditions(
