@@ -89,6 +89,11 @@ def test_a_run_with_a_heartbeat_from_the_future_is_not_running(tmp_path, monkeyp
         pass
 
 
+def test_a_heartbeat_of_lists_in_lists_is_none(tmp_path):
+    (tmp_path / "heartbeat.json").write_text("[" * 100_000 + "]" * 100_000)
+    assert Heartbeat.read(tmp_path) is None
+
+
 def test_heartbeat_goes_on_while_the_main_thread_waits(tmp_path):
     with fast(tmp_path) as pulse:
         pulse.step = 3

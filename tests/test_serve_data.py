@@ -262,6 +262,17 @@ def test_a_file_of_a_stranger_takes_a_limited_memory(tmp_path, monkeypatch):
     assert columns.rows < 300
 
 
+def test_a_new_name_in_each_line_costs_no_look_at_all_lines(tmp_path, monkeypatch):
+    path, looks = tmp_path / "metrics.jsonl", []
+    path.write_text("".join(json.dumps({f"{i} {j}": "text" for j in range(20)}) + "\n" for i in range(500)))
+    columns = MetricColumns(path)
+    append = columns._append_values
+    monkeypatch.setattr(columns, "_append_values", lambda *args: looks.append(args[0]) or append(*args))
+    columns.update()
+    assert columns.rows == 500
+    assert len(looks) == 256
+
+
 def test_reading_costs_as_much_as_there_are_new_lines(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(row_of(i)) + "\n" for i in range(5000)))
@@ -495,6 +506,54 @@ def test_a_running_run_is_looked_at_each_tick_and_its_death_is_noticed(server, r
     write(pid=2**22 + 1)
     server.runs.tick()
     assert entry.status.state == "killed"
+
+
+ODD = ["null", "[]", "{}", '"x"', "1e400", "-1", "NaN", "true", "1" + "0" * 400, "[" * 3000 + "]" * 3000]
+ODD += ['{"a":' * 300 + "1" + "}" * 300, '"\\ud800"', "1e99", "[[1,null],{}]"]
+USUAL = {
+    "heartbeat.json": {"time": '"2026-11-24T07:00:00+00:00"', "pid": "1", "host": '"h"', "next": "5", "doing": '"x"'},
+    "events.jsonl": {"time": '"t"', "step": "1", "kind": '"failed"', "reason": '"x"', "steps": "3"},
+    "metrics.jsonl": {"step": "1", "seconds": "1", "loss": "1", "held_out_loss": "1"},
+}
+FILES = ("heartbeat.json", "data.json", "evaluations/1.json", "checkpoints/00000001/manifest.json", "findings.json")
+TOML = ["x = 1979-05-27", "source = 3", "source = [1979-05-27]", "a = " + "[" * 2000, "classes = [1979-05-27, {a=1}]"]
+TOML += [
+    "\xff",
+    "x = inf",
+    "evaluate = 3",
+    "[[a]]\nu='https://a:b@c.d/'",
+    "source = 'a\\u0000b'",
+    "[evaluate]\nbest=['fid']",
+]
+
+
+def odd_files():
+    """(file of a run, content) in which a value is other than what anybody would write."""
+    for odd in ODD:
+        for name, usual in USUAL.items():
+            for key in usual:
+                fields = ",".join(f'"{other}":{value}' for other, value in (usual | {key: odd}).items())
+                yield name, "{" + fields + "}\n"
+        yield from ((name, odd) for name in FILES)
+    yield from (("config.toml", text) for text in TOML)
+
+
+@pytest.mark.slow
+def test_a_run_with_anything_in_its_files_breaks_no_list_and_no_page(tmp_path):
+    for i, (name, text) in enumerate(odd_files()):
+        path = make_run(tmp_path / "runs" / f"{i:03}", rows=3) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    server = Server(tmp_path / "runs")
+    client = TestClient(build_app(server, []))
+    rows = client.get("/api/runs").json()
+    assert len(rows) == sum(1 for _ in odd_files())
+    assert not [row for row in rows if row["state"] == "unreadable"]
+    for row, (name, _) in zip(sorted(rows, key=lambda row: row["name"]), odd_files()):
+        for at in ("", "/events", *(["/metrics", "/thinned?points=1"] if name == "metrics.jsonl" else [])):
+            assert client.get(f"/api/runs/{row['id']}{at}").status_code == 200
+    server.tick(everything=True)
+    assert client.get("/api/state").status_code == 200
 
 
 def test_links_that_lead_out_are_not_followed_cve_2023_6909(server, run, tmp_path):

@@ -9,7 +9,7 @@ import pytest
 
 from served import HOST, SECRET
 from unfog.cli.main import main
-from unfog.serve.command import accepted_hosts
+from unfog.serve.command import _accepted_hosts
 from unfog.serve.guard import Guard
 from unfog.serve.page import Page
 
@@ -262,8 +262,8 @@ def test_a_server_that_cannot_start_says_why(tmp_path, monkeypatch, capsys, word
 
 def test_hosts_are_this_machine_and_the_one_that_was_named():
     local = {"localhost:9", "127.0.0.1:9", "[::1]:9"}
-    assert accepted_hosts("127.0.0.1", 9) == local
-    assert accepted_hosts("10.0.0.7", 9) == local | {"10.0.0.7:9"}
-    assert accepted_hosts("fe80::1", 9) == local | {"[fe80::1]:9"}
-    assert accepted_hosts("0.0.0.0", 9) == local | {f"{socket.gethostname()}:9"}
-    assert "localhost" in accepted_hosts("127.0.0.1", 80)
+    assert _accepted_hosts("127.0.0.1", 9) == local
+    assert _accepted_hosts("10.0.0.7", 9) == local | {"10.0.0.7:9"}
+    assert _accepted_hosts("fe80::1", 9) == local | {"[fe80::1]:9"}
+    assert _accepted_hosts("0.0.0.0", 9) == local | {f"{socket.gethostname()}:9"}
+    assert "localhost" in _accepted_hosts("127.0.0.1", 80)

@@ -22,7 +22,10 @@ def without_secrets(text: str) -> str:
 
 def valid_text(name: str) -> str:
     """Return a file's name as valid Unicode: bytes that are not UTF-8 are spelt \\xff."""
-    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    try:
+        return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can hold and no name of a file
+        return name.encode("utf-8", "backslashreplace").decode()
 
 
 def sanitize(name: str) -> str:

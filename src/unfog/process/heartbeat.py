@@ -185,7 +185,7 @@ class Heartbeat:
             alive = beat["next"] is not None and age >= -_CLOCK_DIFFERENCE
             alive = alive and age <= _MAX_MISSED * min(beat["next"], _MAX_INTERVAL)
             alive = alive and not (beat["host"] == socket.gethostname() and _is_gone(int(beat["pid"])))
-        except (OSError, ValueError, TypeError, KeyError):
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
             return None
         return {**beat, "age": max(0.0, age), "alive": alive}
 

@@ -75,6 +75,7 @@ class MetricColumns:
     def _clear(self, file: bytes) -> None:
         self._file, self.offset, self._tail = file, 0, b""
         self._columns: dict[str, Growing] = {}
+        self._names: set[str] = set()
         self._ends = Growing()  # offset after the line of each row; exact in float64 up to 2**53
 
     @property
@@ -146,7 +147,10 @@ class MetricColumns:
             names.update(dict.fromkeys(row))
         first = self.rows
         for name in names:
-            self._append_values(name, [row.get(name) for row in rows], first)
+            # Each name costs a look at all rows, and a stranger's file could have a new one in each.
+            if name in self._names or len(self._names) < _MOST_COLUMNS:
+                self._names.add(name)
+                self._append_values(name, [row.get(name) for row in rows], first)
         self._ends.append(ends[kept])
         for column in self._columns.values():
             if missing := self.rows - column.rows:

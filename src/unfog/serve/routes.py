@@ -28,6 +28,14 @@ from unfog.text import sanitize
 _MOST_NAMES, _MOST_POINTS = 256, 20_000  # of a request for columns
 
 
+class _Json(JSONResponse):
+    """JSON in ASCII: what a run holds may be half of a surrogate pair, which UTF-8 has no bytes for."""
+
+    def render(self, content: Any) -> bytes:
+        """Return the bytes of the answer."""
+        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+
+
 def build_app(server: Server, more: list[Route]) -> Starlette:
     """Return the application behind the guard and the page's files. `more`: routes of other parts of the page."""
     return Starlette(
@@ -81,14 +89,14 @@ def _run_routes(server: Server) -> list[Route]:
     async def state(_: Request) -> Response:
         sources = await asyncio.to_thread(steer.SourceList(server).as_json)
         facts = {"folder": sanitize(str(server.folder)), "sources": sources, "consent": server.consent}
-        return JSONResponse({"version": __version__, "train_here": True, **facts})
+        return _Json({"version": __version__, "train_here": True, **facts})
 
     async def runs(_: Request) -> Response:
-        return JSONResponse(await asyncio.to_thread(_list, server))
+        return _Json(await asyncio.to_thread(_list, server))
 
     async def run(request: Request) -> Response:
         entry = _run_of(server, request)
-        return JSONResponse(await asyncio.to_thread(_detail, server, entry))
+        return _Json(await asyncio.to_thread(_detail, server, entry))
 
     async def metrics(request: Request) -> Response:
         return await asyncio.to_thread(_metrics, server, _run_of(server, request), request)
@@ -98,7 +106,7 @@ def _run_routes(server: Server) -> list[Route]:
 
     async def events(request: Request) -> Response:
         start = _whole(request, "from")
-        return JSONResponse(await asyncio.to_thread(run_detail.new_events, _run_of(server, request), start))
+        return _Json(await asyncio.to_thread(run_detail.new_events, _run_of(server, request), start))
 
     async def preview(request: Request) -> Response:
         entry = _run_of(server, request)
@@ -185,7 +193,7 @@ async def _picture(server: Server, request: Request, entry: RunEntry, path: Path
 def _steer_routes(server: Server) -> list[Route]:
     async def ask(request: Request) -> Response:
         entry, body = _run_of(server, request), await json_body(request)
-        return JSONResponse(await asyncio.to_thread(steer.send_request, entry, body.get("what")))
+        return _Json(await asyncio.to_thread(steer.send_request, entry, body.get("what")))
 
     async def resume(request: Request) -> Response:
         entry, body = _run_of(server, request), await json_body(request)
@@ -215,19 +223,19 @@ def _steer_routes(server: Server) -> list[Route]:
 
     async def settings(request: Request) -> Response:
         command = request.query_params.get("command", "train")
-        return JSONResponse(await asyncio.to_thread(forms.form_fields, command))
+        return _Json(await asyncio.to_thread(forms.form_fields, command))
 
     async def tasks(_: Request) -> Response:
-        return JSONResponse([task.summary() for task in server.tasks.list()])
+        return _Json([task.summary() for task in server.tasks.list()])
 
     async def task(request: Request) -> Response:
         one = server.tasks[request.path_params["task"]]
-        return JSONResponse({**one.summary(), "output": await asyncio.to_thread(one.text)})
+        return _Json({**one.summary(), "output": await asyncio.to_thread(one.text)})
 
     async def stop(request: Request) -> Response:
         one = server.tasks[request.path_params["task"]]
         one.stop()
-        return JSONResponse(one.summary())
+        return _Json(one.summary())
 
     return [
         Route("/api/runs/{run:int}/ask", ask, methods=["POST"]),
@@ -248,10 +256,10 @@ async def _start(
     """Check a command, and start it unless the page only asks what it would be."""
     made = await asyncio.to_thread(command)
     if request.query_params.get("dry"):
-        return JSONResponse({"command": made.text})
+        return _Json({"command": made.text})
     subject = None if entry is None else entry.id
     task = await asyncio.to_thread(server.tasks.start, made.words, made.trains, made.result, subject)
-    return JSONResponse({"task": task.id, "command": task.command})
+    return _Json({"task": task.id, "command": task.command})
 
 
 def _names(request: Request) -> list[str]:
@@ -279,18 +287,18 @@ def _number(request: Request, name: str, default: float) -> float:
 
 
 async def _bad_request(_: Request, error: Exception) -> Response:
-    return JSONResponse({"error": str(error)}, 400)
+    return _Json({"error": str(error)}, 400)
 
 
 async def _http_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return JSONResponse({"error": error.detail}, error.status_code)
+    return _Json({"error": error.detail}, error.status_code)
 
 
 async def _missing(_: Request, error: Exception) -> Response:
-    return JSONResponse({"error": "there is nothing of this number"}, 404)
+    return _Json({"error": "there is nothing of this number"}, 404)
 
 
 async def _failed(_: Request, error: Exception) -> Response:
     reason = (isinstance(error, OSError) and error.strerror) or str(error)
-    return JSONResponse({"error": f"a file cannot be read or written: {reason}"}, 500)
+    return _Json({"error": f"a file cannot be read or written: {reason}"}, 500)

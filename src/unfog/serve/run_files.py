@@ -101,5 +101,12 @@ def flatten(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
         if isinstance(value, Mapping):
             found |= flatten(value, f"{above}{key}.")
         else:
-            found[f"{above}{key}"] = without_secrets(value) if isinstance(value, str) else value
+            found[f"{above}{key}"] = _plain(value)
     return found
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of TOML as JSON has it, without passwords of URLs. Dates become text."""
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, bool | int | float) else without_secrets(str(value))

@@ -94,7 +94,14 @@ class RunEntry:
     def refresh(self) -> bool:
         """Read what has changed. Return True if anything has. One thread at a time reads; others wait for it."""
         with self._reading:
-            return self._refresh()
+            try:
+                return self._refresh()
+            except Exception as error:  # what nobody foresaw in one run must not hide all others
+                reason = sanitize(f"{type(error).__name__}: {error}")
+                self.status = RunStatus(
+                    self.path, "unreadable", reason, 0, 0, math.nan, Evaluate.best, math.nan, None, math.nan
+                )
+                return False
 
     def _refresh(self) -> bool:
         found = dict(zip(_RECORDS, map(stat_of, self._record_files)))
