@@ -148,7 +148,7 @@ def test_everything_is_measured_stored_and_shown(run, capsys):
     assert "sampler dpmpp" in found["kid"].drawn
     assert found["held_out"].low < found["held_out"].value < found["held_out"].high
     said = capsys.readouterr().err
-    assert "generating 40 samples takes about" in said
+    assert "40 samples will take about" in said
     (path,) = (run.path / "evaluations").glob("*.json")
     assert Evaluation.read(path) == found
     assert found["detail_6"].low < found["detail_6"].value < found["detail_6"].high
