@@ -124,7 +124,7 @@ def test_noise_scale_is_logged_under_accumulation_only():
 
 def test_a_preview_that_does_not_fit_is_drawn_in_parts_and_changes_no_step(tmp_path, monkeypatch):
     settings = {"network": NETWORK, "precision": "fp32", "steps": 4, "batch": 8, "sampler": {"steps": 2}}
-    settings |= {"preview": {"images": 20, "every": 2}, "evaluate": {"images": 30, "every": 2}}
+    settings |= {"preview": {"images": 20, "every": 2}, "evaluate": {"images": 30, "levels": 2, "every": 2}}
     unfog.train(few_images(), out=tmp_path / "whole", **settings)
     forward = UNetModel.forward
 
@@ -174,6 +174,7 @@ def test_a_batch_that_the_system_refuses_is_trained_on_in_pieces(tmp_path):
     out = tmp_path / "run"
     words = ["train", "fashion", "--out", out, "--steps", "1", "--batch", "800", "--microbatch", "800"]
     words += ["--network", "tiny", "--precision", "fp32", "--preview.images", "4", "--evaluate.images", "20"]
+    words += ["--sampler.steps", "2", "--evaluate.levels", "2"]
     done = forked.run(["400", out / "events.jsonl", *words], LIMITED)
     assert done.returncode == 0, done.stderr
     events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
