@@ -47,6 +47,7 @@ SUBFOLDERS = {
     "training.distributed": {"", "checkpoints"},
     "checks.images": {""},
     "checks.settings": {""},
+    "models.elsewhere": {""},
 }
 
 

@@ -50,7 +50,7 @@ def read_model(path: Path) -> ElsewhereModel:
             others = {name: weights[name] for name in weights if not name.startswith(prefix)}
             try:
                 return convert(own, others)
-            except (KeyError, ValueError, IndexError, AttributeError, ZeroDivisionError) as error:
+            except (KeyError, ValueError, TypeError, IndexError, RuntimeError, ArithmeticError) as error:
                 raise RequestError(f"{path} looks like {convert.__doc__}, but is not: {error}") from None
     raise RequestError(
         f"{path} holds weights of no network that is known here; there is denoising-diffusion-pytorch, EDM and EDM2, "
