@@ -61,11 +61,11 @@ function colour(name) {
 }
 
 class Chart extends View {
-	static properties = ["heading", "over", "unit", "note", "series", "marks", "several", "zero", "log", "dots", "table"];
+	static properties = ["heading", "over", "note", "series", "marks", "several", "zero", "log", "table"];
 
 	constructor() {
 		super();
-		Object.assign(this, {heading: "", over: "step", unit: "", series: [], marks: [], shown: null, seen: true, table: false});
+		Object.assign(this, {heading: "", over: "step", series: [], marks: [], shown: null, seen: true, table: false});
 	}
 
 	connectedCallback() {
@@ -143,10 +143,9 @@ class Chart extends View {
 		this.watcher.observe(this);
 	}
 
-	updated(changed) {
-		const rebuilt = ["log", "zero", "dots", "theme"].some((name) => changed.has(name));
-		const shape = JSON.stringify(this.series.map((one, i) => [one.label, this.paint(one, i), !!one.low, one.faint]));
-		if (rebuilt || shape !== this.shape) {
+	updated() {
+		const shape = JSON.stringify([this.usesLog, this.series.map((one, i) => [one.label, this.paint(one, i), !!one.low, one.faint])]);
+		if (shape !== this.shape) {
 			this.shape = shape;
 			this.plot?.destroy();
 			this.plot = null;
@@ -193,7 +192,6 @@ class Chart extends View {
 		if (!(least <= most)) [least, most] = [0, 1];
 		const spread = most - least || Math.abs(most) || 1;
 		this.limits = {x: [low, high > low ? high : low + 1], y: [this.zero && least >= 0 && !this.usesLog ? 0 : least - 0.06 * spread, most + 0.06 * spread]};
-		this.fine = data[0].length;
 		if (!this.plot) this.build(box, data);
 		else {
 			if (this.plot.width !== box.clientWidth) this.plot.setSize({width: box.clientWidth, height: HEIGHT});
@@ -206,7 +204,7 @@ class Chart extends View {
 		const soft = colour("--soft"), rule = colour("--rule"), font = "11px system-ui, sans-serif";
 		const log = this.usesLog, series = [{}], bands = [];
 		this.series.forEach((one, i) => {
-			const paint = this.paint(one, i), few = this.dots || one.x.length < 25;
+			const paint = this.paint(one, i), few = one.x.length < 25;
 			series.push({stroke: one.faint ? `${paint}48` : paint, width: one.faint ? 1 : 1.75, dash: one.dash, points: {show: few, size: 5, fill: paint}});
 			if (!one.low) return;
 			series.push({stroke: `${paint}00`, points: {show: false}}, {stroke: `${paint}00`, points: {show: false}});

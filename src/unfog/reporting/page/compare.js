@@ -43,7 +43,7 @@ class Compare extends View {
 		const sources = this.runs.map(({id, detail, label}) => ({label, steps: detail.previews, url: (step) => this.data.picture(id, "preview", step)}));
 		return html`<h1>Comparison</h1>
 			<ul class="chosen">${this.runs.map((run, i) => html`<li><svg width="26" height="8" aria-hidden="true"><path d="M0 4h26" stroke=${COLOURS[i]} stroke-width="2.5" stroke-dasharray=${DASHES[i].join(" ") || nothing} /></svg>
-				<a href="#/run/${run.id}">${run.label}</a> ${state(run.detail.status.state)} <span class="soft">${count(run.detail.status.step)} steps${Number.isFinite(run.detail.best) ? `, best ${number(run.detail.best)}` : ""}</span></li>`)}</ul>
+				<a href="#/run/${run.id}">${run.label}</a> ${state(run.detail.status.state)} <span class="soft">${count(run.detail.status.step)} steps${Number.isFinite(run.detail.status.best) ? `, ${run.detail.status.metric} ${number(run.detail.status.best)}` : ""}</span></li>`)}</ul>
 			<section><h2>Curves</h2><unfog-panels .data=${this.data} .runs=${this.runs} .version=${this.version}></unfog-panels></section>
 			<section><h2>Samples</h2><unfog-pictures .sources=${sources}></unfog-pictures></section>
 			<section><h2>Settings that differ</h2>${this.difference()}</section>`;

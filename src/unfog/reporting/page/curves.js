@@ -60,7 +60,7 @@ export function logTicks(low, high) {
 	for (let d = Math.floor(Math.log10(low)); d <= Math.ceil(Math.log10(high)); d++) decades.push(d);
 	for (const digits of [[1], [1, 3], [1, 2, 5], [1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 4.5, 5, 6, 7, 8, 9]]) {
 		const ticks = decades.flatMap((d) => digits.map((digit) => digit * 10 ** d)).filter((t) => t >= low && t <= high);
-		if (ticks.length >= 3) return ticks.filter((_, i) => i % Math.ceil(ticks.length / 9) === 0);
+		if (ticks.length >= 3) return ticks.filter((_, i) => i % Math.ceil(ticks.length / 7) === 0);
 	}
 	const step = (high - low) / 4;
 	return step > 0 ? [0, 1, 2, 3, 4].map((i) => low + i * step) : [low];

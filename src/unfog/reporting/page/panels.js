@@ -17,6 +17,7 @@ const CHARTS = [
 ];
 const ELSEWHERE = /^(step|images|seconds|energy.*|drawn)$|_error$|\.\d+$/;
 const NOISY = new Set(["loss", "gradient_norm", "images_per_second", "data_wait"]); // smoothed; the rest is measured rarely
+const RARE = new Set(["refused", "overflows"]); // not worth a chart where there were none
 const AXES = {step: "steps", images: "images", seconds: "time", energy: "energy"};
 
 // Charts that these stores have numbers for; columns that nobody described get one each.
@@ -79,7 +80,7 @@ class Panels extends View {
 		if (this.shown !== `${over} ${share}`) this.cached.clear();
 		this.shown = `${over} ${share}`;
 		const set = (changes) => { keep(changes); this.requestUpdate(); };
-		const charts = present(this.runs.map((run) => run.store));
+		const charts = present(this.runs.map((run) => run.store)).map((chart) => [...chart, this.curves(chart[1], over, share)]).filter((chart) => chart.at(-1).length);
 		if (!charts.length) return html`<p class="empty">Nothing has been logged yet: the first line is written after the first step.</p>`;
 		return html`<div class="bar tools-bar" role="group" aria-label="Settings of the charts">
 			<label>over <select @change=${(e) => { set({x: e.target.value, zoom: null}); zoom(null, false); }}>${axes.map((name) => html`<option value=${name} ?selected=${name === over}>${AXES[name]}</option>`)}</select></label>
@@ -87,8 +88,8 @@ class Panels extends View {
 			<label><input type="checkbox" .checked=${log} @change=${(e) => set({log: e.target.checked ? null : "0"})}> log</label>
 			<span class="group"><button aria-label="Zoom in" @click=${() => zoomBy(0.5)}>+</button><button aria-label="Zoom out" @click=${() => zoomBy(2)}>−</button><button @click=${() => zoom(null)}>all</button></span>
 			<span class="soft hint">drag, or Ctrl and wheel: zoom · double click: all · arrow keys on a chart: read values · e: next event</span></div>
-		<div class="charts">${charts.map(([title, columns, zero, note]) => html`<unfog-chart .heading=${title} .over=${over} .series=${this.curves(columns, over, share)}
-			.marks=${this.marks(over)} .several=${this.runs.length > 1} .zero=${zero} .log=${log && !zero} .note=${note && this.runs.length === 1 ? note : nothing}></unfog-chart>`)}</div>`;
+		<div class="charts">${charts.map(([title, , zero, ...rest]) => html`<unfog-chart .heading=${title} .over=${over} .series=${rest.at(-1)}
+			.marks=${this.marks(over)} .several=${this.runs.length > 1} .zero=${zero} .log=${log && !zero} .note=${rest.length > 1 && this.runs.length === 1 ? rest[0] : ""}></unfog-chart>`)}</div>`;
 	}
 
 	curves(columns, over, share) {
@@ -106,6 +107,7 @@ class Panels extends View {
 		const key = `${label} ${name} ${over} ${share} ${several} ${look.colour}`, held = this.cached.get(key);
 		if (held && held.version === store.version && held.store === store) return held.curves;
 		const raw = store.series(over, name), curves = [];
+		if (RARE.has(name) && raw.y.every((value) => value === 0)) return curves;
 		const errors = store.names.includes(`${name}_error`) && store.series(over, `${name}_error`);
 		if (raw.x.length && errors && errors.x.length) this.addErrors(raw, errors);
 		if (raw.x.length > 20 && NOISY.has(name) && share > 0) {

@@ -47,6 +47,7 @@ class Pictures extends View {
 	render() {
 		if (!this.drawn.length) return html`<p class="empty">No pictures yet: the first preview is drawn early in the run.</p>`;
 		const a = this.picture("a"), b = this.picture("b"), two = this.mode !== "one";
+		const both = {wiper: `left: ${a.label}; right: ${b.label}`, difference: `${a.label}, less ${b.label}: black where they are equal`}[this.mode];
 		return html`<div class="pictures">
 			<div class="bar">${this.slider("a")}
 				<fieldset class="choice"><legend class="hidden">Compare</legend>${Object.entries(MODES).map(([mode, label]) => html`<label><input type="radio" name=${this.name} .checked=${mode === this.mode} @change=${() => { this.mode = mode; this.note(); }}><span>${label}</span></label>`)}</fieldset>
@@ -55,7 +56,7 @@ class Pictures extends View {
 				${this.mode === "flip" ? html`<button aria-pressed=${this.flipped} @click=${() => (this.flipped = !this.flipped)}>Flip: ${this.flipped ? b.label : a.label}</button>` : nothing}
 			</div>
 			<div class="stage ${this.mode}" @pointermove=${this.wipe}>
-				${this.shown(this.mode === "flip" && this.flipped ? b : a)}
+				${this.shown(this.mode === "flip" && this.flipped ? b : a, "", both)}
 				${two && this.mode !== "flip" ? this.shown(b, "over") : nothing}
 			</div></div>`;
 	}
@@ -74,8 +75,8 @@ class Pictures extends View {
 		return {url: source.url(step), label: `${this.drawn.length > 1 ? `${source.label}, ` : ""}step ${count(step)}`};
 	}
 
-	shown({url, label}, kind = "") {
-		return html`<figure class=${kind}><img src=${url} alt="Samples of ${label}" @load=${this.size}><figcaption>${label}</figcaption></figure>`;
+	shown({url, label}, kind = "", caption = label) {
+		return html`<figure class=${kind}><img src=${url} alt="Samples of ${label}" @load=${this.size}><figcaption>${caption}</figcaption></figure>`;
 	}
 
 	// Small pictures are enlarged by whole numbers, so that their pixels stay square.

@@ -1,0 +1,65 @@
+"""Take the pictures of the page that the docs show, from runs that exist:
+
+    python scripts/screenshots.py RUNS
+
+serves that folder, opens it in a real Chromium, and writes docs/page-*.png. The newest run that is not running is shown
+alone, and it and the next are compared. Needs `unfog[dev]` and Debian's chromium.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+from browsers import WatchedPage, open_browser, serving  # noqa: E402
+
+LARGEST = 150_000  # bytes of each
+DESKTOP, PHONE = {"width": 1200, "height": 860}, {"width": 390, "height": 800}
+
+
+def save(page, name: str) -> None:
+    """Write what the page shows now, in as many colours as fit into LARGEST bytes."""
+    page.wait_for_timeout(1500)
+    picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+    path = ROOT / "docs" / f"page-{name}.png"
+    for colours in (256, 128, 64, 32):
+        picture.quantize(colours, dither=Image.Dither.NONE).save(path, optimize=True)
+        if path.stat().st_size < LARGEST:
+            break
+    print(path, path.stat().st_size)
+
+
+def main() -> None:
+    with open_browser() as browser, serving(Path(sys.argv[1])) as (address, _):
+        page = WatchedPage(browser, viewport={**DESKTOP, "height": 320}, color_scheme="light").page
+        page.goto(address)
+        page.wait_for_selector("table.runs tbody tr")
+        runs = page.evaluate("fetch('api/runs').then((answer) => answer.json())")
+        runs = sorted(runs, key=lambda run: (run["state"] == "running", run["age"] or 0))
+        one, ids = runs[0]["id"], ",".join(str(run["id"]) for run in runs[:2])
+        save(page, "runs")
+        page = WatchedPage(browser, viewport=DESKTOP, color_scheme="light").page
+        page.goto(f"{address}#/run/{one}")
+        page.wait_for_selector("unfog-chart canvas")
+        page.wait_for_timeout(500)
+        page.evaluate("document.getElementById('Curves').scrollIntoView()")
+        save(page, "curves")
+        page = WatchedPage(browser, viewport=DESKTOP, color_scheme="dark").page
+        page.goto(f"{address}#/compare/{ids}")
+        page.wait_for_selector("unfog-chart canvas")
+        save(page, "compare-dark")
+        page = WatchedPage(browser, viewport=PHONE, color_scheme="light").page
+        page.goto(f"{address}#/run/{one}")
+        page.wait_for_selector("unfog-chart canvas")
+        page.wait_for_timeout(500)
+        page.evaluate("document.getElementById('Samples').scrollIntoView()")
+        save(page, "phone")
+
+
+if __name__ == "__main__":
+    main()
