@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from unfog.reporting.charts import _POINTS, _Axis, line_chart
+from unfog.reporting.findings import Finding, _render
 from unfog.reporting.image_grids import encode_png, grid, labelled_strip, png_data_uri, printable_name, save_png
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -185,3 +186,11 @@ def test_ticks_are_few_round_and_within(log):
         assert 2 <= len(ticks) <= 9
         assert all(low * (1 - 1e-9) <= tick <= high * (1 + 1e-9) for tick in ticks)
         assert all(float(f"{tick:.4g}") == pytest.approx(tick, rel=1e-9) or high / low < 2 for tick in ticks)
+
+
+def test_findings_are_shown_as_text():
+    page = _render("<i>run</i>", [Finding("data.names", "warning", "<script>alert(1)</script>", "rename <b>")])
+    assert "&lt;script&gt;alert(1)" in page
+    assert "rename &lt;b&gt;" in page
+    assert "<script" not in page
+    assert "<i>" not in page
