@@ -25,6 +25,7 @@ from unfog.config import values as kinds
 from unfog.config.presets import preset
 from unfog.config.schema import Config
 from unfog.config.toml import to_toml
+from unfog.config.validate import check_out
 from unfog.diffusion.noise import Cosine
 from unfog.errors import Interrupted, RequestError, install_command
 from unfog.models.settings import SIZES
@@ -685,3 +686,10 @@ def test_a_stop_at_the_start_says_what_is_there(tmp_path, monkeypatch, capsys, a
     assert left.value.code == 3
     assert said.endswith("Stopped.\n")
     assert (f"next      unfog resume {tmp_path / 'run'}" in said) == next_said == (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("argument", ["--out", "OUT"])
+def test_a_link_that_leads_nowhere_is_refused_before_the_work(tmp_path, argument):
+    (tmp_path / "out").symlink_to(tmp_path / "nothing")
+    with pytest.raises(RequestError, match=f"a link that leads nowhere; give another {argument}"):
+        check_out(tmp_path / "out", argument=argument)

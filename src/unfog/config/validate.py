@@ -205,6 +205,8 @@ def _in_the_way(out: Path, source: str) -> str:
         return "its name has a character that cannot be shown"
     if any(len(os.fsencode(part)) > _LONGEST_NAME for part in out.parts):
         return "its name is too long"
+    if out.is_symlink() and not out.exists():
+        return "it is a link that leads nowhere"
     if not above.is_dir():
         return f"{above} is a file"
     if source and whole == Path(source).expanduser().resolve():
