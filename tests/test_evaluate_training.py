@@ -249,12 +249,19 @@ def test_the_best_is_not_chosen_by_what_will_not_be_measured(tmp_path):
 
 def test_overfitting_is_said_once_with_the_best_step(tmp_path, capsys):
     """Noise cannot be learned but by heart."""
-    noise = np.random.default_rng(0).integers(0, 256, (130, 8, 8), dtype=np.uint8)
+    noise = np.random.default_rng(0).integers(0, 256, (104, 8, 8), dtype=np.uint8)
     network = "unet:channels=32,attention=0,mid_attention=0,norm_groups=4,head_channels=8"
-    settings = {**SETTINGS, "network": network, "data": {"held_out": 0.5}, "log": {"every": 100}, "batch": 32}
+    settings = {
+        **SETTINGS,
+        "network": network,
+        "data": {"held_out": 0.5},
+        "log": {"every": 100},
+        "batch": 16,
+        "lr": 6e-3,
+    }
     settings |= {"ema": "power:width=0.05", "checkpoint": {"every": -1}}
-    evaluate = {"images": 64, "levels": 4, "every": 50}
-    run = unfog.train(noise, out=tmp_path / "run", steps=600, evaluate=evaluate, **settings)
+    evaluate = {"images": 32, "levels": 4, "every": 50}
+    run = unfog.train(noise, out=tmp_path / "run", steps=500, evaluate=evaluate, **settings)
     said = [event for event in read_events(run.path / "events.jsonl") if event["kind"] == "overfitting"]
     assert len(said) == 1
     losses = {
@@ -268,7 +275,7 @@ def test_overfitting_is_said_once_with_the_best_step(tmp_path, capsys):
     assert err.count("overfitting: ") == 1
     assert f"its lowest, at step {best}" in err
     assert "sample" in err
-    again = unfog.resume(run.path, steps=700)
+    again = unfog.resume(run.path, steps=550)
     assert len([event for event in read_events(again.path / "events.jsonl") if event["kind"] == "overfitting"]) == 1
 
 
