@@ -21,21 +21,15 @@ class Compare extends View {
 		if (changed.has("ids") && String(changed.get("ids")) !== String(this.ids)) this.load();
 	}
 
-	async load() {
-		if (this.loading) return;
-		this.loading = true;
-		try {
+	load() {
+		return this.paced(async () => {
 			const one = async (id) => {
 				const detail = await this.data.run(id);
 				return {id, detail, rows: detail.rows, label: detail.name, store: await this.data.update(id, detail.rows)};
 			};
 			this.runs = await Promise.all(this.ids.map(one));
-			this.failed = "";
 			this.version += 1;
-		} catch (error) {
-			this.failed = error.message;
-		}
-		setTimeout(() => (this.loading = false), 1000);
+		});
 	}
 
 	render() {

@@ -32,25 +32,13 @@ class Run extends View {
 			return;
 		}
 		if (event) this.sizes = sizes;
-		if (this.loading) {
-			this.more = true;
-			return;
-		}
-		this.loading = true;
-		try {
-			const before = this.detail?.status.state;
-			const detail = await this.data.run(this.run);
+		return this.paced(async () => {
+			const before = this.detail?.status.state, detail = await this.data.run(this.run);
 			[this.store, this.events] = await Promise.all([this.data.update(this.run, detail.rows), this.data.events(this.run)]);
 			this.detail = detail;
 			this.version = this.store.version;
-			this.failed = "";
-			if (before && before !== this.detail.status.state) announce(`${this.detail.name} is ${this.detail.status.state}`);
-		} catch (error) {
-			this.failed = error.message;
-		}
-		this.loading = false;
-		if (this.more) setTimeout(() => this.load(), 500);
-		this.more = false;
+			if (before && before !== detail.status.state) announce(`${detail.name} is ${detail.status.state}`);
+		});
 	}
 
 	render() {

@@ -30,16 +30,8 @@ class Runs extends View {
 		this.load();
 	}
 
-	// At most one request at a time and one a second, whatever the number of events.
-	async load() {
-		if (this.loading) return;
-		this.loading = true;
-		try {
-			[this.runs, this.failed] = [await this.data.runs(), ""];
-		} catch (error) {
-			this.failed = error.message;
-		}
-		setTimeout(() => (this.loading = false), 1000);
+	load() {
+		return this.paced(async () => (this.runs = await this.data.runs()));
 	}
 
 	// An event of a run holds its whole row.

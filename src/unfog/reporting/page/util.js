@@ -38,6 +38,24 @@ export class View extends HTMLElement {
 		(this.offs ||= []).push(this.data.on(kind, callback));
 	}
 
+	// Load at most once a second; what is asked for meanwhile is done once, after it, and what failed is tried again.
+	async paced(work) {
+		this.more = this.loading;
+		if (this.loading) return;
+		this.loading = true;
+		try {
+			await work();
+			this.failed = "";
+		} catch (error) {
+			this.failed = error.message;
+			this.more = true;
+		}
+		setTimeout(() => {
+			this.loading = false;
+			if (this.more && this.isConnected) this.load();
+		}, 1000);
+	}
+
 	disconnectedCallback() {
 		for (const off of this.offs || []) off();
 		this.offs = [];
