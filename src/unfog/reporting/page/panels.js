@@ -1,6 +1,6 @@
 // Panels of charts over several runs: which charts there are, their axis, smoothing, scale and zoom.
 
-import {html, nothing} from "./vendor/lit.js";
+import {html} from "./vendor/lit.js";
 import {View, COLOURS, DASHES, keep, route} from "./util.js";
 import {smooth} from "./curves.js";
 import {EXACT} from "./data.js";
