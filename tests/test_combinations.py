@@ -15,7 +15,7 @@ import unfog
 from unfog.checks.settings.overfit_one_batch import overfit_one_batch
 from unfog.commands.train import verify
 from unfog.config.values import parse_spec
-from unfog.data.latents import Normalise
+from unfog.data.latent_cache import Normalise
 from unfog.diffusion.denoiser import Autoguided, Denoiser
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.likelihood import bits_per_dim

@@ -97,6 +97,12 @@ def test_a_pack_is_made_and_trained_on_like_its_folder(photos, trained, tmp_path
         assert ours.read_bytes() == theirs.read_bytes()
 
 
+def test_doctor_takes_no_run_with_a_damaged_name_for_a_folder_of_images(tmp_path, capsys):
+    (tmp_path / "config.toml").symlink_to("/dev/zero")
+    assert run("doctor", tmp_path, "--out", tmp_path / "page", "--quick") == 2
+    assert "its config.toml is not a file" in capsys.readouterr().err
+
+
 def test_a_flipped_bit_in_a_pack_is_found_by_the_doctor(photos, tmp_path):
     out = tmp_path / "photos.pack"
     assert run("pack", photos, out, "--size", 16) == 0

@@ -20,11 +20,11 @@ from unfog.config.presets import _default
 from unfog.config.resume_rules import settings_digests
 from unfog.config.schema import nest_settings
 from unfog.config.toml import update
-from unfog.data import latents
+from unfog.data import latent_cache
 from unfog.data.augmentation import Augment, to_model_range
 from unfog.data.cache import remove_stale_entries
 from unfog.data.dataset import ImageSet
-from unfog.data.latents import EncodeJob, Normalise
+from unfog.data.latent_cache import EncodeJob, Normalise
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
@@ -176,8 +176,8 @@ def test_an_interruption_is_gone_on_with_where_the_rest_fits(codec, monkeypatch)
         if done >= 160:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("unfog.data.latents.free_bytes", room)
-    monkeypatch.setattr("unfog.data.latents._IN_MEMORY", 0)
+    monkeypatch.setattr("unfog.data.latent_cache.free_bytes", room)
+    monkeypatch.setattr("unfog.data.latent_cache._IN_MEMORY", 0)
     with pytest.raises(KeyboardInterrupt):
         wanted(codec, sets).load_or_encode("k", stop)
     assert room() < needed
@@ -187,25 +187,25 @@ def test_an_interruption_is_gone_on_with_where_the_rest_fits(codec, monkeypatch)
 
 def test_what_another_process_finishes_at_that_moment_is_taken(codec, monkeypatch):
     """Between the look at the folder and the lock."""
-    mine, other, lock = [], [], latents.locked
+    mine, other, lock = [], [], latent_cache.locked
 
     @contextmanager
     def late(folder):
-        monkeypatch.setattr(latents, "locked", lock)
+        monkeypatch.setattr(latent_cache, "locked", lock)
         folder.rmdir()
         wanted(codec, [images(10)], calls=other).load_or_encode("k", quiet)
         folder.mkdir()
         with lock(folder):
             yield
 
-    monkeypatch.setattr(latents, "locked", late)
+    monkeypatch.setattr(latent_cache, "locked", late)
     stored = wanted(codec, [images(10)], calls=mine).load_or_encode("k", quiet)
     assert (len(mine), len(other), len(stored.rows)) == (0, 6, 10)
     assert {path.name for path in cache_folder().iterdir()} - {".used"} == {"latents-k"}
 
 
 def test_two_do_not_encode_the_same(codec, monkeypatch):
-    monkeypatch.setattr(latents, "_WAIT", 0)
+    monkeypatch.setattr(latent_cache, "_WAIT", 0)
 
     def waits(done, total):
         raise KeyboardInterrupt
@@ -263,7 +263,7 @@ def test_without_a_cache_they_are_kept_in_memory(codec, monkeypatch, tmp_path):
     monkeypatch.setenv("UNFOG_CACHE", str(tmp_path / "file"))
     stored = wanted(codec, [images(3)]).load_or_encode("k", quiet)
     assert not isinstance(stored.latents, np.memmap)
-    monkeypatch.setattr("unfog.data.latents._IN_MEMORY", 10)
+    monkeypatch.setattr("unfog.data.latent_cache._IN_MEMORY", 10)
     with pytest.raises(RequestError, match="cannot be written; set UNFOG_CACHE"):
         wanted(codec, [images(3)]).load_or_encode("k", quiet)
 

@@ -19,12 +19,12 @@ from conftest import NETWORK, few_images
 from unfog.config.toml import to_toml
 from unfog.errors import RequestError
 from unfog.inference import memorization
-from unfog.serve.playground import drawing, worker
+from unfog.serve.playground import generation, worker
 from unfog.serve.playground.channel import Channel
 from unfog.serve.playground.client import Worker
-from unfog.serve.playground.copies import find_copies
-from unfog.serve.playground.drawing import Studio
+from unfog.serve.playground.generation import Studio
 from unfog.serve.playground.jobs import JobList
+from unfog.serve.playground.memorization_check import find_copies
 from unfog.serve.playground.protocol import Message, read_message, write_message
 from unfog.serve.playground.requests import newest_checkpoint, read_request
 
@@ -106,9 +106,9 @@ def test_the_adaptive_sampler_is_shown_image_by_image(run):
 
 
 def test_large_pictures_are_drawn_in_several_batches_and_shown_smaller(run, monkeypatch):
-    monkeypatch.setattr(drawing, "_BATCH_PIXELS", 2 * 64)
-    monkeypatch.setattr(drawing, "_TILE", 4)
-    monkeypatch.setattr(drawing, "_STEP_BYTES", 2 * 3 * 4 * 4 * 3 * 2)
+    monkeypatch.setattr(generation, "_BATCH_PIXELS", 2 * 64)
+    monkeypatch.setattr(generation, "_TILE", 4)
+    monkeypatch.setattr(generation, "_STEP_BYTES", 2 * 3 * 4 * 4 * 3 * 2)
     said = draw(run, n=3)
     assert [(step.head["first"], step.head["number"]) for step in said.of("step")] == [(0, 0), (0, 2), (2, 0), (2, 2)]
     assert said.of("step")[0].head["tiles"] == (2, 4, 4, 3)
@@ -124,7 +124,7 @@ def test_known_pixels_are_checked_to_the_bit(run, monkeypatch):
     assert done.head["kept"] == {"pixels": 40, "equal": True}
     assert (pixels(done)[:, :, :5] == photo[:, :5]).all()
     assert said.of("began")[0].head["steps"] == said.count("step") == 8
-    monkeypatch.setattr(drawing.Run, "sample", lambda *args, **more: np.zeros((2, 8, 8, 3), np.uint8))
+    monkeypatch.setattr(generation.Run, "sample", lambda *args, **more: np.zeros((2, 8, 8, 3), np.uint8))
     assert not draw(run, image=png(photo), mask=png(mask), repeats=2).of("done")[0].head["kept"]["equal"]
 
 
@@ -166,7 +166,7 @@ def test_the_limit_of_a_copy_falls_where_unseen_images_have_near_relatives():
 def test_training_images_that_have_changed_are_not_searched(run, monkeypatch):
     drawn = np.zeros((1, 8, 8, 3), np.uint8)
     monkeypatch.setattr(memorization, "FEWEST", 4)
-    monkeypatch.setattr("unfog.serve.playground.copies.FEWEST", 1000)
+    monkeypatch.setattr("unfog.serve.playground.memorization_check.FEWEST", 1000)
     with pytest.raises(RequestError, match="at least 1000"):
         find_copies(Said(), 7, Message({"run": str(run.path), "images": drawn.shape}, drawn.tobytes()))
 
@@ -205,7 +205,7 @@ def test_an_unexpected_error_is_said(monkeypatch):
     def fail(self, channel, job, message):
         raise MemoryError("no room")
 
-    monkeypatch.setattr(drawing.Studio, "draw", fail)
+    monkeypatch.setattr(generation.Studio, "draw", fail)
     with working() as ask:
         assert ask("failed", op="draw", job=1)["error"] == "MemoryError: no room"
 

@@ -15,8 +15,8 @@ from PIL import Image
 
 from served import make_run, row_of, unpack
 from unfog.process.run_status import RunStatus
+from unfog.serve.image_responses import _encode_webp
 from unfog.serve.metric_columns import MetricColumns
-from unfog.serve.pictures import _encode_webp
 from unfog.serve.runs import RunList
 from unfog.serve.server import Server
 from unfog.serve.stream import Hub

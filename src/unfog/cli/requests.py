@@ -109,7 +109,7 @@ def _training_request(command: str, words: Sequence[str]) -> Any:
                 default = _shown_settings(command, _parse(command, attempt, None).table)
     args = _parse(command, words, _blank(kind, settings=default))
     changes, source = args.table.get("settings", {}), args.named["source"]
-    if command == "doctor" and RunFolder(Path(source)).config_file.is_file():
+    if command == "doctor" and RunFolder(Path(source)).claims_to_be_one:
         if others := [flag for path, (flag, _) in args.spelled.items() if path[-1] not in ("out", "quick", "device")]:
             raise RequestError(f"a run has its own settings, so {', '.join(others)} cannot be given with it")
         settings: Any = update(Config(), changes, "")

@@ -36,7 +36,7 @@ from unfog.text import sanitize
 def doctor(request: DoctorRequest) -> tuple[Path, list[Finding]]:
     """Check images, settings and machine before a run, or check a run. Return the page and the findings."""
     run, config = RunFolder(Path(request.source)), request.settings
-    is_run = run.config_file.is_file()
+    is_run = run.claims_to_be_one
     place = str(run.path) if is_run else config.source
     if is_run:
         run.check_is_run()

@@ -130,7 +130,7 @@ class Dataset:
     warnings: tuple[str, ...] = ()
     """See `Scan.warnings`."""
     latents: tuple[ImageSet, ImageSet] | None = None
-    """(train, held_out) with latents in place of pixels, for latent diffusion: see `data.latents`."""
+    """(train, held_out) with latents in place of pixels, for latent diffusion: see `data.latent_cache`."""
 
     @classmethod
     def split(

@@ -16,7 +16,7 @@ from unfog.config.schema import Config
 from unfog.config.validate import check_network_size
 from unfog.data.augmentation import CONDITIONS, Augment, to_model_range
 from unfog.data.dataset import Dataset
-from unfog.data.latents import Normalise
+from unfog.data.latent_cache import Normalise
 from unfog.diffusion.levels import Levels
 from unfog.diffusion.objective import Objective
 from unfog.errors import RequestError, RunError

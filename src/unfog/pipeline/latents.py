@@ -25,7 +25,7 @@ from unfog.config.schema import Config
 from unfog.config.toml import update
 from unfog.data.augmentation import to_model_range
 from unfog.data.dataset import Dataset, ImageSet
-from unfog.data.latents import FORMAT, EncodeJob, LatentArrays
+from unfog.data.latent_cache import FORMAT, EncodeJob, LatentArrays
 from unfog.diffusion.editing import Edit
 from unfog.errors import RequestError
 from unfog.models.autoencoder import AutoencoderModel, DiffusersAutoencoder

@@ -161,9 +161,15 @@ class RunFolder:
         if (name := _launch_id()) is not None:
             write_atomic(self.path / _LAUNCH_FILE, f"{name}\n{_agent()}\n".encode())
 
+    @property
+    def claims_to_be_one(self) -> bool:
+        """Return whether it has anything called config.toml, so that it is not taken for a folder of images."""
+        return os.path.lexists(self.config_file)
+
     def check_is_run(self) -> None:
         if not self.config_file.is_file():
-            raise RequestError(f"{self.path} is not a run: it has no {self.config_file.name}")
+            wrong = f"its {self.config_file.name} is not a file" if self.claims_to_be_one else "it has no config.toml"
+            raise RequestError(f"{self.path} is not a run: {wrong}")
 
 
 def _remove_empty_folders(folders: list[Path]) -> None:

@@ -40,7 +40,7 @@ class Growing:
 
     @property
     def memory(self) -> int:
-        """Bytes that it takes."""
+        """Bytes of its array, the free room at the end included."""
         return self._data.nbytes
 
     @property

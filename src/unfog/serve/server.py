@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from unfog.serve.pictures import PictureCache
+from unfog.serve.image_responses import PictureCache
 from unfog.serve.runs import RunEntry, RunList
 from unfog.serve.stream import Hub
 from unfog.serve.tasks import TaskList

@@ -93,7 +93,7 @@ class Thinner:
 
     @property
     def memory(self) -> int:
-        """Bytes of the pyramids."""
+        """Bytes that the pyramids of all columns take."""
         levels = [level for pyramid in self._pyramids.values() for level in pyramid.levels]
         return sum(grown.memory for level in levels for grown in level)
 

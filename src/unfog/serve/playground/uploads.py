@@ -15,7 +15,7 @@ from PIL import PngImagePlugin
 from unfog.data.sources.image_files import open_bytes
 from unfog.errors import RequestError
 from unfog.reporting.image_grids import Pixels
-from unfog.serve.pictures import decode_picture
+from unfog.serve.image_responses import decode_picture
 
 _KEPT, _MOST_PIXELS, _MOST_TEXT = 24, 2**24, 2**16
 

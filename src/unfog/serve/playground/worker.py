@@ -16,8 +16,8 @@ from unfog.serve.playground.channel import Channel
 
 def serve(channel: Channel) -> None:
     """Do what the server asks for, job after job, until it goes."""
-    from unfog.serve.playground.copies import find_copies
-    from unfog.serve.playground.drawing import Studio
+    from unfog.serve.playground.generation import Studio
+    from unfog.serve.playground.memorization_check import find_copies
 
     studio = Studio()
     work = {"draw": studio.draw, "copies": find_copies}
