@@ -125,7 +125,7 @@ def test_a_report_opens_from_its_folder_and_asks_for_nothing(browser, runs):
     assert [url for url in watched.requests if not url.startswith(("file:", "data:", "blob:"))] == []
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.exhaustive)])
 def test_axe_finds_nothing(browser, address, runs, scheme):
     watched = WatchedPage(browser, color_scheme=scheme)
     page = watched.page
@@ -143,6 +143,7 @@ def test_axe_finds_nothing(browser, address, runs, scheme):
     assert watched.troubles == []
 
 
+@pytest.mark.exhaustive
 def test_a_phone_needs_no_horizontal_scroll(browser, address):
     page = WatchedPage(browser, viewport={"width": 360, "height": 740}).page
     for name, place in views(page, address).items():
@@ -182,6 +183,7 @@ def test_all_is_reached_by_keyboard(browser, address):
     until(page, "!location.hash.includes('zoom=')")
 
 
+@pytest.mark.exhaustive
 def test_two_runs_are_compared(browser, address):
     watched = WatchedPage(browser)
     page = watched.page
@@ -203,6 +205,7 @@ def test_two_runs_are_compared(browser, address):
     assert watched.troubles == []
 
 
+@pytest.mark.exhaustive
 def test_a_view_is_kept_as_a_file(browser, address, tmp_path):
     page = WatchedPage(browser).page
     page.goto(address)
@@ -224,6 +227,7 @@ def test_a_view_is_kept_as_a_file(browser, address, tmp_path):
     assert again.troubles == []
 
 
+@pytest.mark.exhaustive
 def test_the_page_outlives_its_server(browser, runs):
     watched = WatchedPage(browser)
     page = watched.page
@@ -243,6 +247,7 @@ def test_the_page_outlives_its_server(browser, runs):
         page.wait_for_selector("unfog-chart canvas")
 
 
+@pytest.mark.exhaustive
 def test_a_run_is_watched_and_steered(browser, tmp_path):
     """Train live: the curve grows by itself, a preview comes when asked for, and Stop stops."""
     folder = tmp_path / "runs"
@@ -286,6 +291,7 @@ def test_a_run_is_watched_and_steered(browser, tmp_path):
         training.wait()
 
 
+@pytest.mark.exhaustive
 def test_curves_are_smoothed_before_they_are_thinned_and_keep_their_spikes(browser, address):
     page = WatchedPage(browser).page
     page.goto(address)
@@ -315,6 +321,7 @@ def test_curves_are_smoothed_before_they_are_thinned_and_keep_their_spikes(brows
     assert found["said"] == "loss fell from 2 to 1 up to step 3; lowest 0.5 at step 2, highest 2 at step 1."
 
 
+@pytest.mark.exhaustive
 def test_a_long_run_comes_thinned_and_is_exact_where_it_is_zoomed(browser, tmp_path):
     folder = make_run(tmp_path / "runs" / "long", 0.002)
     rows = [

@@ -126,6 +126,7 @@ def test_every_step_is_seen_and_kept_and_time_can_be_scrubbed(page):
     assert "unfog sample" in page.text_content(".copies")
 
 
+@pytest.mark.exhaustive
 def test_a_drawing_is_cancelled_within_a_step(page):
     fill(page, "Steps", 1000)
     fill(page, "Pictures", 1)
@@ -138,6 +139,7 @@ def test_a_drawing_is_cancelled_within_a_step(page):
     fill(page, "Steps", 6)
 
 
+@pytest.mark.exhaustive
 def test_painting_into_a_picture_keeps_the_others_to_the_bit(page):
     draw(page, Pictures=2, Steps=6)
     page.click("text=Paint into it")
@@ -171,6 +173,7 @@ def test_painting_into_a_picture_keeps_the_others_to_the_bit(page):
     page.click("text=Start from noise again")
 
 
+@pytest.mark.exhaustive
 def test_the_pictures_follow_the_width_of_the_ema_and_go_between_two_seeds(page):
     draw(page, Pictures=3, Steps=4)
     slider = ".controls label:has-text('EMA width') input"
@@ -188,6 +191,7 @@ def test_the_pictures_follow_the_width_of_the_ema_and_go_between_two_seeds(page)
     assert "--to-seed 9" in page.text_content(".copies")
 
 
+@pytest.mark.exhaustive
 def test_settings_travel_inside_the_png(page, tmp_path):
     draw(page, Pictures=1, Steps=7)
     with page.expect_download() as saving:
@@ -203,6 +207,7 @@ def test_settings_travel_inside_the_png(page, tmp_path):
     page.allowed.append("Failed to load resource: the server responded with a status of 400 (Bad Request)")
 
 
+@pytest.mark.exhaustive
 def test_a_grid_over_two_settings(page):
     page.click("text=Grid of two settings")
     page.fill("[name=a-values]", "0 1")
@@ -212,6 +217,7 @@ def test_a_grid_over_two_settings(page):
     until(page, "document.querySelector('table.grid canvas').width === 28")
 
 
+@pytest.mark.exhaustive
 def test_two_checkpoints_are_compared_blindly(page, run):
     fill(page, "Pictures", 2)
     page.click("text=Blind comparison")
@@ -225,6 +231,7 @@ def test_two_checkpoints_are_compared_blindly(page, run):
     assert (run.path / "blind-comparisons.jsonl").read_text().count("\n") == 2
 
 
+@pytest.mark.exhaustive
 def test_copies_are_searched(page):
     draw(page, Pictures=1, Steps=5)
     page.click("text=Is it a copy?")
@@ -232,6 +239,7 @@ def test_copies_are_searched(page):
     page.wait_for_selector("text=This is no copy")
 
 
+@pytest.mark.exhaustive
 def test_the_page_recovers_from_a_killed_worker(page):
     draw(page, Pictures=1, Steps=2)
     until(page, f"{PLAYGROUND}.about.worker.pid > 0")
@@ -247,6 +255,7 @@ def test_the_page_recovers_from_a_killed_worker(page):
     assert page.evaluate(f"{PLAYGROUND}.job.settings.steps") == 3
 
 
+@pytest.mark.exhaustive
 def test_axe_finds_nothing_and_a_phone_needs_no_horizontal_scroll(browser, address):
     for options in ({"color_scheme": "light"}, {"color_scheme": "dark", "viewport": {"width": 360, "height": 740}}):
         watched = WatchedPage(browser, **options)
