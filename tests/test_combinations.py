@@ -3,7 +3,6 @@
 import itertools
 import shutil
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,6 @@ import torch
 from PIL import Image
 
 import unfog
-from unfog.checks.settings.overfit_one_batch import overfit_one_batch
 from unfog.commands.train import verify
 from unfog.config.values import parse_spec
 from unfog.data.latent_cache import Normalise
@@ -25,7 +23,7 @@ from unfog.diffusion.sampler import NoiseSource
 from unfog.diffusion.target import X0, Eps, V
 from unfog.errors import RequestError
 from unfog.inference.compute_metrics import LEVELS, _bits_per_value
-from unfog.inference.evaluate import _weights_digest
+from unfog.inference.loaded_run import weights_digest
 from unfog.inference.run import Run, _check_guide
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.models.autoencoder_settings import Autoencoder
@@ -158,7 +156,7 @@ def test_every_network_draws_pixels_and_latents_whatever_it_answers(photos, code
 @pytest.mark.parametrize(("network", "seen", "answer"), each([*QUICK[1:], ("unet", "latents", "learned")]))
 def test_all_that_a_run_is_for(photos, codec, tmp_path, network, seen, answer, monkeypatch):
     monkeypatch.setattr("unfog.commands.tune._MANY_STEPS", 4)
-    monkeypatch.setattr("unfog.commands.doctor.overfit_one_batch", partial(overfit_one_batch, seconds=0.5))
+    monkeypatch.setattr("unfog.checks.settings.overfit_one_batch._MOST_SECONDS", 0.5)
     run = trained(tmp_path / "run", photos, codec, network, seen, answer)
     assert "equal to the bit" in verify(RunFolder(run.path))
     one = build_edit(run.config, photos / "a" / "000.png", halves(), None, None)
@@ -214,10 +212,10 @@ def test_the_image_to_blame_is_found_in_every_network(kind):
 @pytest.mark.parametrize("kind", NETWORKS)
 def test_weights_have_a_digest_in_every_network(kind):
     model = build_model(parse_spec({k: v() for k, v in KINDS.items()}, NETWORKS[kind]), 3)
-    before = _weights_digest(model)
+    before = weights_digest(model)
     with torch.no_grad():
         list(model.parameters())[-1].add_(1)
-    assert _weights_digest(model) != before
+    assert weights_digest(model) != before
 
 
 def test_guesses_of_latents_are_not_clipped_to_the_range_of_pixels(on_latents, monkeypatch):

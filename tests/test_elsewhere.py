@@ -24,7 +24,7 @@ from unfog.models.network_settings import build_model
 from unfog.runs.diffusers import _randomized
 
 QUICK = {"device": "cpu", "precision": "fp32", "batch": 4, "steps": 1, "preview": {"images": 1}}
-QUICK |= {"evaluate": {"every": -1}, "sampler": {"steps": 2}}
+QUICK |= {"evaluate": {"every": -1}, "sampler": {"steps": 4}}
 
 
 def sigmoid_buffers(steps=40, objective="v", gamma=None):

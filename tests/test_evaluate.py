@@ -281,7 +281,7 @@ def test_without_the_file_of_inception_pictures_are_compared_by_texture(run, cap
     assert {"held_out", "sliced", "kid", "fd"} <= {one.metric for one in found.measured}
     assert found["kid"].features == "texture"
     said = capsys.readouterr().err
-    assert "inception-2015-12-05.pt is not there" in said
+    assert "inception-2015-12-05.pt. " in said
     assert "--features" in said
     with pytest.raises(RequestError, match="inception needs"):
         run.evaluate("fid", n=20)

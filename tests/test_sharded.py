@@ -263,7 +263,7 @@ def test_what_other_processes_have_written_is_seen_or_said(tmp_path, monkeypatch
     post.set(1, {"files": {"here": {"bytes": 4}}})
     assert writer._wait_for_shard(1, tmp_path, post, off) == {"here": {"bytes": 4}}
     post.set(2, {"files": {"elsewhere": {"bytes": 4}}})
-    with pytest.raises(RunError, match=r"rank 2 .* has written .*elsewhere, which is not to be seen .* share"):
+    with pytest.raises(RunError, match=r"rank 2 .* has written .*elsewhere, which cannot be found from here.* share"):
         writer._wait_for_shard(2, tmp_path, post, off)
     post.set(3, {"failed": "Permission denied"})
     with pytest.raises(RunError, match=r"rank 3 .*Permission denied"):

@@ -146,11 +146,12 @@ class Run(LoadedRun):
         """
         prepared = self.prepare(n, label=label, guide=guide, image=image, mask=mask, **settings)
         side = self.config.data.size
-        samples = [np.zeros((0, side, side, self.config.data.channels), np.uint8)]  # where it was stopped at once
+        samples: list[Pixels] = []
         for numbers, batch in self.draw(prepared, observe):
             samples.append(batch)
             progress(numbers.stop)
-        return Samples.of(np.concatenate(samples), ", ".join(self.sampled))
+        none = np.zeros((0, side, side, self.config.data.channels), np.uint8)  # where it was stopped at once
+        return Samples.of(np.concatenate(samples or [none]), ", ".join(self.sampled))
 
     def prepare(
         self,

@@ -35,8 +35,8 @@ _SOFT, _ROUGH = 0.9, 1.25
 # Standard errors of the fine detail. It varies so much between images that four would hide all but blurs.
 _SURE = 2.0
 _SHARPER = (
-    "train longer, or with a larger network; `unfog resume RUN --sampler.grid karras` ends sampling at a lower noise "
-    "level: more detail, and after a short training more noise, which `unfog evaluate RUN --metrics detail` measures"
+    "train longer, or with a larger network; unfog resume RUN --sampler.grid karras, which ends sampling at a lower "
+    "noise level: more detail, and after a short training more noise; unfog evaluate RUN --metrics detail measures both"
 )
 _NAMES = {1: ("grey",), 3: ("red", "green", "blue")}
 _Labelled = tuple[Pixels, NDArray[np.int64] | None]

@@ -96,7 +96,7 @@ class Blind extends View {
 
 	table() {
 		const name = (side) => Object.entries(side).map(([key, value]) => `${key} ${value}`).join(", ");
-		return html`<div class="scroll"><table><caption class="soft">Votes, kept in blind-comparisons.jsonl of the run. The interval is Wilson's, at 95%, without ties.</caption>
+		return html`<div class="scroll" tabindex="0" role="region" aria-label="Votes"><table><caption class="soft">Votes, kept in blind-comparisons.jsonl of the run. The interval is Wilson's, at 95%, without ties.</caption>
 			<thead><tr><th>first</th><th>second</th><th>first better</th><th>second better</th><th>neither</th><th>share of the first</th></tr></thead>
 			<tbody>${this.counts.map((one) => html`<tr><td>${name(one.first)}</td><td>${name(one.second)}</td><td class="number">${one.first_wins}</td><td class="number">${one.second_wins}</td><td class="number">${one.ties}</td>
 				<td class="number">${one.interval.map((share) => `${Math.round(100 * share)}%`).join(" to ")}</td></tr>`)}</tbody></table></div>`;

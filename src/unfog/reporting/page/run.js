@@ -59,7 +59,7 @@ class Run extends View {
 				${run.denoising?.length ? html`<h3>Denoising, step ${count(run.denoising.at(-1))}</h3><div class="scroll" tabindex="0" role="region" aria-label="Denoising"><img class="wide" src=${this.data.picture(this.run, "denoising", run.denoising.at(-1))} alt="Noisy images and what the network makes of them, by noise level"></div>` : nothing}</section>
 			${run.evaluations?.length ? html`<section><h2>Evaluations</h2>${run.evaluations.map((one) => this.evaluation(one))}</section>` : nothing}
 			<section id="Data"><h2>Data</h2>${this.dataReport(run.data)}${run.contact_sheet ? html`<details><summary>Contact sheet of the training images</summary><img src=${this.data.picture(this.run, "contact")} alt="Some of the training images, as the network sees them" loading="lazy"></details>` : nothing}</section>
-			${run.choices?.length ? html`<section><h2>Chosen automatically</h2><div class="scroll"><table><thead><tr><th scope="col">setting</th><th scope="col">value</th><th scope="col">reason</th></tr></thead>
+			${run.choices?.length ? html`<section><h2>Chosen automatically</h2><div class="scroll" tabindex="0" role="region" aria-label="Chosen automatically"><table><thead><tr><th scope="col">setting</th><th scope="col">value</th><th scope="col">reason</th></tr></thead>
 				<tbody>${run.choices.map((one) => html`<tr><th scope="row">${one.setting}</th><td>${text(one.value)}</td><td>${one.reason}</td></tr>`)}</tbody></table></div></section>` : nothing}
 			<section id="Settings"><h2>Settings</h2>${this.settings(run)}</section>
 			<section id="Events"><h2>Events</h2>${this.events.length ? this.table([...this.events].reverse().slice(0, 300), "Events") : html`<p class="empty">None yet.</p>`}
