@@ -58,6 +58,7 @@ def off(drawn: Tensor) -> float:
 
 
 @pytest.mark.parametrize("told", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
 def test_one_sided_images_keep_their_side_if_the_network_is_told_and_only_then(told: bool) -> None:
     torch.manual_seed(0)
     images = one_sided(256)

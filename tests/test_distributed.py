@@ -247,6 +247,7 @@ def test_a_device_is_given_to_each_process_of_a_machine(monkeypatch):
         assert local_device("cpu") == "cpu"
 
 
+@pytest.mark.exhaustive
 def test_a_run_stopped_at_one_process_goes_on_with_any_number_of_them(tmp_path):
     alone("train", tmp_path / "one", "--steps", 24, *SETTINGS)
     several = tmp_path / "several"
@@ -264,6 +265,7 @@ def test_a_run_stopped_at_one_process_goes_on_with_any_number_of_them(tmp_path):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_processes_that_are_killed_and_that_hang_cost_nothing(tmp_path):
     calm, hit = tmp_path / "calm", tmp_path / "hit"
     output(launched(2, "train", calm, "--steps", 24, *SETTINGS))

@@ -42,6 +42,7 @@ def test_a_rate_that_is_far_off_is_found_by_what_comes_of_it(tmp_path, lr, code)
     assert found["run.not_learning"].severity == "fatal"
 
 
+@pytest.mark.exhaustive
 def test_slow_data_and_a_preview_at_every_other_step_are_found(tmp_path, monkeypatch):
     from unfog.data.stream import ImageStream
 

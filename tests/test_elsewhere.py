@@ -127,7 +127,7 @@ def photos(tmp_path_factory):
 @pytest.mark.parametrize(
     "case",
     [
-        "ddpm",
+        pytest.param("ddpm", marks=pytest.mark.exhaustive),
         "edm2, classes",
         pytest.param("ncsnpp", marks=pytest.mark.exhaustive),
         pytest.param("adm, classes", marks=pytest.mark.exhaustive),
@@ -296,6 +296,7 @@ def test_the_commands_take_a_file(tmp_path, capsys):
     ],
     ids=lambda network: network.kind,
 )
+@pytest.mark.exhaustive
 def test_graphs_take_any_number_of_images(tmp_path, network):
     run = run_of("ddpm", network, 0)
     run.export(tmp_path / "out", format="pt2")

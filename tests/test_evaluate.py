@@ -358,6 +358,7 @@ def values(folder: Path) -> list[dict]:
     return json.loads(path.read_text())["measured"]
 
 
+@pytest.mark.exhaustive
 def test_two_processes_measure_what_one_does(run, tmp_path):
     other = shutil.copytree(run.path, tmp_path / "other")
     asked = ("--metrics", "kid,coverage,held_out", "-n", 50, "--features", "pixels", "--batch", 8, "--device", "cpu")

@@ -247,6 +247,7 @@ def test_the_best_is_not_chosen_by_what_will_not_be_measured(tmp_path):
         unfog.train(images(), out=tmp_path / "run", steps=4, evaluate=evaluate, **SETTINGS)
 
 
+@pytest.mark.exhaustive
 def test_overfitting_is_said_once_with_the_best_step(tmp_path, capsys):
     """Noise cannot be learned but by heart."""
     noise = np.random.default_rng(0).integers(0, 256, (104, 8, 8), dtype=np.uint8)

@@ -163,7 +163,10 @@ GRAPHS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", GRAPHS.values(), ids=GRAPHS)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=name, marks=[pytest.mark.exhaustive] * (name != "dit")) for name, case in GRAPHS.items()],
+)
 def test_forty_lines_of_numpy_draw_the_samples_of_an_onnx_export(tmp_path, case):
     run = run_of(*case)
     run.export(tmp_path / "out", format="onnx")

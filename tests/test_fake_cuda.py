@@ -86,16 +86,19 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not sys.platform.startswith("
 
 
 @pytest.mark.parametrize("name", STEPS)
+@pytest.mark.exhaustive
 def test_step(results, name):
     check_step(results[name])
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.exhaustive
 def test_sampler(results, name):
     check_sampler(results[name])
 
 
 @pytest.mark.parametrize(("name", "evidence"), PLANTED.items())
+@pytest.mark.exhaustive
 def test_planted_fault_is_found(results, name, evidence):
     result = results[name]
     assert evidence in json.dumps([result.get("error"), *(result.get(what) for what in ("waits", "faults"))])
@@ -103,6 +106,7 @@ def test_planted_fault_is_found(results, name, evidence):
         check_step(result)
 
 
+@pytest.mark.exhaustive
 def test_snapshot_goes_through_pinned_memory(results):
     copies = results["snapshot"]["copies"]
     assert sum(copies.values()) > 20

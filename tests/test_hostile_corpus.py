@@ -464,6 +464,7 @@ def test_few_images_and_a_batch_of_32(tmp_path: Path, n: int) -> None:
         assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.exhaustive
 def test_files_may_go_while_training(tmp_path: Path) -> None:
     """Once decoded, they are not looked at again, whether what was decoded is in memory or in a mapped file."""
     for where in ("memory", "disk"):

@@ -420,6 +420,7 @@ def test_digests_of_settings_know_of_latents_only_where_there_are_some():
     assert all(other[purpose] != one[purpose] for purpose in ("training", "repeat", "measure"))
 
 
+@pytest.mark.exhaustive
 def test_plan_counts_latents(photos, codec):
     settings = {k: v for k, v in SETTINGS.items() if k not in ("precision", "device")}
     planned = unfog.plan(photos, codec=str(codec.folder), steps=10, device="4090", **settings)

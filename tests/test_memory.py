@@ -170,6 +170,7 @@ main(sys.argv[3:])
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="limits the address space as Linux does")
+@pytest.mark.exhaustive
 def test_a_batch_that_the_system_refuses_is_trained_on_in_pieces(tmp_path):
     out = tmp_path / "run"
     words = ["train", "fashion", "--out", out, "--steps", "1", "--batch", "800", "--microbatch", "800"]

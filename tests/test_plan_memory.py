@@ -306,6 +306,7 @@ print(json.dumps([done, folder.read_config().training.microbatch]))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="address space is limited and counted as Linux does")
+@pytest.mark.exhaustive
 def test_a_batch_that_does_not_fit_is_trained_in_parts(tmp_path):
     script = LIMITED.format(
         tests=str(Path(__file__).parent), source=few_images(), out=str(tmp_path / "run"), room=600 * MB

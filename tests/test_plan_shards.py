@@ -80,12 +80,14 @@ def test_one_process_has_the_whole_for_checkpoints_and_pictures():
 
 
 @pytest.mark.parametrize("shard", [True, False])
+@pytest.mark.exhaustive
 def test_the_glance_is_not_below_the_prediction_for_two_processes(shard):
     for device in ("cpu", "cuda"):
         given = config(shard=shard)
         assert _memory_upper_bound(given, given.training.batch) > MemoryEstimator(given, device, 2).training(4, False)
 
 
+@pytest.mark.exhaustive
 def test_micro_batches_of_a_divided_network_follow_from_what_there_is(monkeypatch):
     share = config(12)
     takes = {n: MemoryEstimator(share, "cpu", 2).training(n, False) for n in (4, 12)}
@@ -118,6 +120,7 @@ def planned_for(config: Config, **options):
     return plan(PlanRequest(config.source, config, **options))
 
 
+@pytest.mark.exhaustive
 def test_a_plan_for_several_processes():
     planned = planned_for(asked(), device="t4", processes=8)
     text = "\n".join(planned.lines())
@@ -186,6 +189,7 @@ with init_world() as world:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts resident memory as Linux does")
 @pytest.mark.parametrize("shard", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
 def test_real_processes_take_what_the_trace_says(shard, tmp_path):
     script, out = tmp_path / "script.py", tmp_path / "rank"
     script.write_text(SCRIPT.format(tests=str(Path(__file__).parent), shard=shard, out=str(out)))

@@ -237,6 +237,7 @@ class Watching:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_that_is_drawn_from_while_it_trains_has_the_bits_of_one_that_nobody_watched(tmp_path):
     settings = {"network": NETWORK, "device": "cpu", "precision": "fp32", "batch": 8, "preview": {"images": 1}}
     more = {"steps": 4, "checkpoint": {"every": 1}, "evaluate": {"every": 4}, "sampler": {"steps": 2}}

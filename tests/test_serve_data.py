@@ -539,6 +539,7 @@ def odd_files():
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_with_anything_in_its_files_breaks_no_list_and_no_page(tmp_path):
     for i, (name, text) in enumerate(odd_files()):
         path = make_run(tmp_path / "runs" / f"{i:03}", rows=3) / name

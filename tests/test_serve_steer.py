@@ -277,6 +277,7 @@ def beat_of(run: Path) -> dict:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_that_the_page_started_outlives_the_server_and_a_check_does_not(tmp_path):
     folder = tmp_path / "runs"
     with serving(folder, "--source", few_images(), XDG_CONFIG_HOME=str(tmp_path)) as (web, process):

@@ -178,6 +178,7 @@ def test_compiled_on_two_processes_divided_or_not(tmp_path, flags):
 
 
 @dynamo.config.patch(recompile_limit=8)  # which is put back
+@pytest.mark.exhaustive
 def test_each_block_of_a_network_that_is_divided_is_compiled_for_its_shape_and_once(monkeypatch):
     graphs, shapes = [], set()
 
@@ -221,6 +222,7 @@ def test_a_process_that_is_killed_in_the_middle_of_a_checkpoint_leaves_the_one_b
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.exhaustive
 def test_a_divided_run_is_killed_stopped_and_damaged_and_goes_on(tmp_path):
     run = tmp_path / "run"
     flags = dict(zip(SETTINGS[::2], SETTINGS[1::2], strict=True)) | {

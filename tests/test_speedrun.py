@@ -37,6 +37,7 @@ flags = "--network {NETWORK} --batch 4 --size 8 --sampler.steps 21 --device cpu"
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_record_is_trained_drawn_measured_and_not_done_again(record, tmp_path, capsys):
     random = np.random.default_rng(0)
     (tmp_path / "data").mkdir()
