@@ -156,3 +156,10 @@ def test_python_does_the_same(photos, trained, tmp_path):
     plan = unfog.plan(photos, device="h200", **settings)
     assert plan.memory.peak > 4 * 4 * plan.parameters
     assert unfog.pack(photos, tmp_path / "p.pack", size=16).name == "p.pack"
+
+
+def test_what_belongs_to_another_command_is_named(capsys):
+    assert run("inpaint", "runs/photos") == 2
+    assert "did you mean 'sample'?" in capsys.readouterr().err
+    assert run("resume", "runs/photos", "--config", "mine.toml") == 2
+    assert "give each setting to change as a flag" in capsys.readouterr().err

@@ -182,7 +182,7 @@ def test_going_on_for_longer_and_what_cannot_change(whole, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
     said = finish(command("resume", folder, "--steps", "40", "--lr", "1e-5"))
-    assert "changed: training.images: 288 -> 320" in said
+    assert "changed: training.images: 288 -> 320 (40 steps of 8)" in said
     assert "changed: optimizer.lr" in said
     assert unfog.load(folder).checkpoint.step == 40
     assert state_of(folder)["last"]["lr"] < 1e-5

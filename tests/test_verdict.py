@@ -30,6 +30,11 @@ def result(metric, value, real, note=""):
         (0.80, 0.30, "The samples look like real images, but are less varied: "),
         (0.40, 0.70, "The samples are as varied as real images, but many do not look like them: "),
         (0.40, 0.30, "Many samples do not look like real images, and they are less varied: "),
+        (
+            1.00,
+            0.00,
+            "The samples have almost nothing of the variety of real images, so that precision does not count: ",
+        ),
     ],
 )
 def test_precision_and_recall_are_judged_by_what_real_images_reach(precision, recall, said):

@@ -19,7 +19,7 @@ usage: unfog COMMAND …
 
   train SOURCE     train on a folder of images, or on the built-in set `fashion`
   resume RUN       continue a run exactly where it stopped
-  sample RUN       generate images
+  sample RUN       generate images; with --image, change a part of one, or vary it
   evaluate RUN     measure FID, KID and other metrics, and the loss of held-out images
   ema-sweep RUN    find the best EMA length after training
   tune RUN         find the best noise levels for sampling in few steps
@@ -127,6 +127,10 @@ def _prepare_streams() -> None:
             stream.reconfigure(errors="replace")
 
 
+# What `unfog sample` does, by other names; the command that is spelled most alike may be another, such as `init`.
+_SAMPLING_WORDS = ("inpaint", "edit", "generate", "vary", "img2img", "images")
+
+
 def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         sys.stdout.write(HELP)
@@ -152,7 +156,8 @@ def _run(words: list[str]) -> int:
             raise RequestError(
                 f"{quote(command)} comes before the command; write unfog COMMAND first (see unfog --help)"
             )
-        raise RequestError(f"{quote(command)} is not a command{suggest(command, REQUESTS)} (see unfog --help)")
+        meant = "; did you mean 'sample'?" if command in _SAMPLING_WORDS else suggest(command, REQUESTS)
+        raise RequestError(f"{quote(command)} is not a command{meant} (see unfog --help)")
     return _import_main(command)(with_old_defaults(words[0], read_request(command, rest)))
 
 

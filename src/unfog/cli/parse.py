@@ -194,7 +194,8 @@ def _unknown_flag(spelled: str, flags: Mapping[str, _Flag], prog: str, others: M
     owners = [command for command, kind in others.items() if named in _flags_of(kind)]
     theirs = f", but of {' and '.join(filter(None, [', '.join(owners[:-1]), *owners[-1:]]))}" if owners else ""
     if theirs and not meant:
-        return f"{quote(spelled)[1:-1]} is not a flag of {prog}{theirs}"
+        instead = "; give each setting to change as a flag" if (prog, named) == ("unfog resume", "--config") else ""
+        return f"{quote(spelled)[1:-1]} is not a flag of {prog}{theirs}{instead}"
     meant = meant or difflib.get_close_matches(named[:40], flags, n=1, cutoff=0.7)
     hint = f"did you mean {' or '.join(meant[:4])}?" if meant else f"see {prog} --help"
     return f"{quote(spelled)[1:-1]} is not a flag of {prog}{theirs}; {hint}"

@@ -131,7 +131,10 @@ def check_changes(old: Config, new: Config, force: bool = False) -> list[str]:
         elif name == "autoencoder_folder" and before and now:
             continue  # only the place; copying it into the run checks that it is the same autoencoder
         elif rules.resume == "free":
-            lines.append(f"{name}: {before!r} -> {now!r}")
+            # A length is kept in images, but asked for in steps.
+            batch = new.training.batch
+            steps = f" ({now // batch:,} steps of {batch})" if name == "training.images" else ""
+            lines.append(f"{name}: {before!r} -> {now!r}{steps}")
         elif rules.resume != "force":
             raise RequestError(
                 f"{name} is {before!r} in this run and cannot become {now!r} on resume; start a new run for that"

@@ -87,6 +87,10 @@ class SamplingRequest:
 class SampleRequest(SamplingRequest):
     """Generate images from RUN: numbered PNGs and grid.png. The run knows its network, sampler and classes.
 
+      unfog sample runs/photos --label cat -n 8                one class
+      unfog sample runs/photos --image me.png --strength 0.4   variations of me.png
+      unfog sample runs/photos --image me.png --mask mask.png  repaint the white part
+
     Image i of a seed is the same for every -n. RUN may be a folder of diffusers: a UNet2DModel with its scheduler.
     """
 

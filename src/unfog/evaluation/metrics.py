@@ -227,7 +227,8 @@ def _proportion(hits: Tensor) -> _Estimate:
     n, p, z = len(hits), float(hits.double().mean()), Z
     middle = (p + z**2 / (2 * n)) / (1 + z**2 / n)
     reach = z / (1 + z**2 / n) * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
-    return _Estimate(p, middle - reach, middle + reach, math.sqrt(p * (1 - p) / n))
+    # Rounding puts the ends past 0 and 1 by 1e-18.
+    return _Estimate(p, max(middle - reach, 0.0), min(middle + reach, 1.0), math.sqrt(p * (1 - p) / n))
 
 
 def _count_in_balls(centres: Tensor, queries: Tensor, neighbours: Sequence[int]) -> dict[int, _BallCounts]:

@@ -9,6 +9,9 @@ from unfog.evaluation.metrics import MetricResult
 
 # Share of the value that real images have, from which precision and recall count as reached.
 _REACHED = 0.9
+# Below this share of their recall, nearly all variety is lost. Then precision means nothing: samples that are all alike
+# and lie amid the real images, such as noise that is nearly grey, can have a precision of 1.
+_ALIKE = 0.1
 _DISTANCES = ("fid", "kid", "fd", "sliced")  # the first that was measured is named
 _JUDGED = {
     (True, True): "The samples look like real images and are as varied",
@@ -16,6 +19,7 @@ _JUDGED = {
     (False, True): "The samples are as varied as real images, but many do not look like them",
     (False, False): "Many samples do not look like real images, and they are less varied",
 }
+_COLLAPSED = "The samples have almost nothing of the variety of real images, so that precision does not count"
 _NEAR = "The samples are as close to real images as real images are to each other"
 _FAR = "The samples are farther from real images than real images are from each other"
 
@@ -31,7 +35,7 @@ def verdict(measured: Sequence[MetricResult], copies: Sequence[Mapping[str, Any]
     shares = [known[name] for name in ("precision", "recall") if name in known]
     if len(shares) == 2:
         looks_real, varied = (_reached(one) for one in shares)
-        said = _JUDGED[looks_real, varied]
+        said = _JUDGED[looks_real, varied] if _reached(shares[1], _ALIKE) else _COLLAPSED
     elif distance is not None:
         said = _NEAR if _near(distance) else _FAR
     else:
@@ -47,5 +51,5 @@ def _near(one: MetricResult) -> bool:
     return lowest is not None and one.real is not None and lowest <= max(one.real, one.real / _REACHED)
 
 
-def _reached(one: MetricResult) -> bool:
-    return one.value is not None and one.real is not None and one.value >= _REACHED * one.real
+def _reached(one: MetricResult, share: float = _REACHED) -> bool:
+    return one.value is not None and one.real is not None and one.value >= share * one.real

@@ -41,7 +41,7 @@ def build_edit(
     if image is None:
         needy = {"mask": mask, "strength": strength, "repeats": repeats}
         if given := [name for name, value in needy.items() if value is not None]:
-            raise RequestError(f"{given[0]} needs an image to edit; give one: image = FILE")
+            raise RequestError(f"{given[0]} needs an image to edit; give --image FILE, or image=… in Python")
         return None
     if mask is None and repeats is not None:
         raise RequestError(f"repeats = {repeats} is for inpainting with a mask; give a mask, or omit repeats")

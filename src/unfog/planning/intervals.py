@@ -53,7 +53,8 @@ def choose_intervals(config: Config) -> tuple[Changes, list[Choice]]:
     if intervals := open_intervals(config):
         changes |= {section: {"every": every} for section, every in intervals.items()}
         values = ", ".join(f"{section} {every}" for section, every in intervals.items())
-        reason = "about ten of each in the run; a crash loses at most 1000 steps"
+        lost = intervals.get("checkpoint", config.checkpoint.every)
+        reason = f"ten or more of each in the run; a crash loses at most {lost} steps"
         choices.append(Choice("intervals", values, reason))
     return changes, choices
 
