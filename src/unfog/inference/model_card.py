@@ -58,7 +58,7 @@ def model_card(run: LoadedRun, settings: CardSettings) -> str:
         del front["metrics"], front["model-index"]
     sections = [
         f"# {_escaped(title)}",
-        f"An image diffusion model, trained with [Unfog](https://pypi.org/project/unfog) {unfog.__version__}: step "
+        f"An image diffusion model, trained with Unfog {unfog.__version__}: step "
         f"{run.checkpoint.step:,}, {_weights(run)} weights, as {settings.format}.",
         f"![Samples of the model]({GRID})\n\n*{_escaped(settings.grid)}*",
         f"## How to use it\n\n{settings.usage}",
