@@ -52,12 +52,17 @@ def test_values_are_those_of_the_pixels_at_their_own_size_without_the_grid(folde
 
 
 def test_the_verdict_tells_like_images_from_others(folders, tmp_path):
-    blurred = [np.asarray(Image.fromarray(one).resize((12, 12)).resize((96, 96))) for one in _blobs(60, 1)]
     settings = {"metrics": "kid,precision,recall", "features": "texture", "device": "cpu"}
-    good, bad = unfog.evaluate(*folders, **settings), unfog.evaluate(blurred, folders[1], **settings)
+
+    def of_blurred(side: int):
+        small = (Image.fromarray(one).resize((side, side)) for one in _blobs(60, 1))
+        return unfog.evaluate([np.asarray(one.resize((96, 96))) for one in small], folders[1], **settings)
+
+    good, bad, worst = unfog.evaluate(*folders, **settings), of_blurred(20), of_blurred(6)
     assert good.verdict.startswith("The samples look like real images")
     assert bad.verdict.startswith("Many samples do not look like real images")
-    assert good["kid"].value < bad["kid"].value
+    assert worst.verdict.startswith("The samples have almost nothing of the variety of real images")
+    assert good["kid"].value < bad["kid"].value < worst["kid"].value
 
 
 def test_other_sizes_are_resized_and_said(folders, tmp_path, capsys):
