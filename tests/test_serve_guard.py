@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from served import HOST, SECRET
+from served import HOST, SECRET, serving
 from unfog.cli.main import main
 from unfog.serve.command import _accepted_hosts
 from unfog.serve.guard import Guard
@@ -243,6 +243,7 @@ def test_the_page_is_there_before_the_routes_are_and_its_files_are_a_table():
     ("words", "said"),
     [
         (["FILE"], "is a file; give the folder that holds runs"),
+        (["nosuch"], "'nosuch' does not exist; give the folder that holds your runs, or make an empty one"),
         ([".", "--port", "TAKEN"], "another --port, or --port 0"),
         ([".", "--port", "70000"], "must be from 0 to 65535"),
         ([".", "--host", "no.such.host.invalid"], "give another --"),
@@ -258,6 +259,13 @@ def test_a_server_that_cannot_start_says_why(tmp_path, monkeypatch, capsys, word
             main(["serve", *(port if word == "TAKEN" else word for word in words), "--no-browser"])
     assert left.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_folder_without_runs_is_served_and_said_to_have_none(tmp_path):
+    with serving(tmp_path) as (address, process):
+        assert address.get("api/runs") == []
+        process.terminate()
+        assert "no runs there yet: start one on the page" in process.stderr.read()
 
 
 def test_hosts_are_this_machine_and_the_one_that_was_named():

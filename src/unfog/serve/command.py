@@ -33,8 +33,7 @@ def main(request: ServeRequest) -> int:
     for package in ("starlette", "uvicorn"):
         if find_spec(package) is None:
             raise RequestError(f"unfog serve needs {package}: pip install 'unfog[serve]'")
-    if request.runs.exists() and not request.runs.is_dir():
-        raise RequestError(f"{quote(str(request.runs))[1:-1]} is a file; give the folder that holds runs")
+    _check_folder(request.runs)
     _check_sources(request.source)
     listener = _listen(request.host, request.port)
     port = listener.getsockname()[1]
@@ -50,6 +49,18 @@ def main(request: ServeRequest) -> int:
     say("  Ctrl-C ends the page; runs that it has started go on")
     _serve(request, listener, secret, _accepted_hosts(request.host, port), address)
     return 0
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise RequestError unless the folder exists: a page that stays empty would hide a misspelt name."""
+    if folder.is_dir():
+        return
+    name = quote(str(folder))
+    if folder.exists():
+        raise RequestError(f"{name} is a file; give the folder that holds runs")
+    raise RequestError(
+        f"{name} does not exist; give the folder that holds your runs, or make an empty one to start the first run there"
+    )
 
 
 def _check_sources(sources: Sequence[str]) -> None:
@@ -75,6 +86,8 @@ def _serve(request: ServeRequest, listener: socket.socket, secret: str, hosts: f
         from unfog.serve.server import Server
 
         server = Server(request.runs, request.source)
+        if not len(server.runs):
+            say("  no runs there yet: start one on the page or in a terminal, and it appears by itself")
         return server, build_app(server, playground_routes(server))
 
     page = Page(build)
