@@ -155,6 +155,7 @@ def _kind_of(path: Path) -> _Kind | None:
     kind = next((kind for kind in _KINDS if re.fullmatch(kind.name, name)), None)
     if kind is None or not kind.files:
         return kind if kind is not None and stat.S_ISREG(path.lstat().st_mode) else None
+    # One file of a person's is enough to leave the whole folder alone.
     known, empty = re.compile(rf"({kind.files})?({_UNFINISHED})?"), True
     for place, folders, files in () if path.is_symlink() else os.walk(path):
         below = "" if place == str(path) else f"{Path(place).relative_to(path).as_posix()}/"
@@ -177,6 +178,7 @@ def hold(entry: Path) -> None:
             cache_folder().mkdir(parents=True, exist_ok=True)
             make_folder(mark.parent, cache_folder())
             descriptor = lock_shared(mark)
+            # After the new lock is held: in between another process could evict the entry.
             release(entry)
             _held[mark] = descriptor
         os.utime(mark)
@@ -239,6 +241,7 @@ def make_room(needed: float = 0, limit: float | None = None, keep: Path | None =
             if surplus > 0 and entry.evictable and locks.enter_context(_locked_alone(entry.path)):
                 chosen.append(entry)
                 surplus -= entry.nbytes
+        # All or nothing: entries that go without making enough room were worth more than nothing.
         if needed and surplus > 0:
             return False
         return surplus + sum(entry.nbytes for entry in chosen if not entry.remove_locked()) <= 0

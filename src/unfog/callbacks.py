@@ -89,6 +89,7 @@ def check_callbacks(callbacks: Sequence[object]) -> tuple[object, ...]:
     if not isinstance(callbacks, list | tuple):
         callbacks = [callbacks]
     for i, one in enumerate(callbacks):
+        # A class has the methods too, and would fail at the first event with a missing `self`.
         if isinstance(one, type):
             raise RequestError(f"callbacks[{i}] is the class {one.__name__}; give an object of it: {one.__name__}()")
         if not any(callable(getattr(one, name, None)) for name in _METHODS.values()):
@@ -122,6 +123,7 @@ class Callbacks:
     def __call__(self, event: _Event) -> None:
         """Pass an event to all callbacks that take it. An error is kept for `raise_error`."""
         method = _METHODS[type(event)]
+        # A copy, as one that fails is removed on the way.
         for one in list(self._callbacks):
             take = getattr(one, method, None)
             if take is None:
@@ -136,6 +138,7 @@ class Callbacks:
                     raise
                 self._stop(f"KeyboardInterrupt of {name}")
             except Exception as error:
+                # One that failed would fail at every event until the run is saved, and hide the first error.
                 self._callbacks.remove(one)
                 self._error = self._error or (name, error)
                 self._stop(f"{name} raised {type(error).__name__}")

@@ -82,6 +82,7 @@ def require_consent(settings: Any) -> None:
     """Import what these settings, read from a file, name only with consent."""
     if isinstance(settings, CustomPart):
         _from_files.add(settings.path)
+    # Samplers and sources are named by text, which holds no part of settings.
     if isinstance(settings, str):
         _from_files.update(_NAMED.findall(settings))
     elif isinstance(settings, tuple):
@@ -98,6 +99,7 @@ def check_consent(path: str, noun: str) -> None:
     Consent is stored, with the file of the module, so that a later command on the same run has it too.
     """
     line, stored = f"{path}\t{_module_file(path)}", _stored_consent()
+    # Announced ones were imported already in this process, so that asking again protects nothing.
     trusted = path in os.environ.get("UNFOG_TRUST", "").split(",") or path in _consented | _announced
     if path in _from_files and not trusted and line not in stored.splitlines():
         raise RequestError(
@@ -191,6 +193,7 @@ def _import_object(path: str, noun: str) -> Any:
         found = getattr(import_module(module), name)
     except Exception as error:  # anything may go wrong in other people's modules
         raise RequestError(f"path = {path!r} cannot be imported: {error}") from error
+    # Only now: a failed import is announced again when it is tried again.
     _announced.add(path)
     return found
 

@@ -52,7 +52,9 @@ def training_settings(source: Source, preset: str, settings: dict[str, Any]) -> 
             settings[name] = path_of(settings[name], name)
     for name in ("network", "model"):
         if is_network(settings.get(name)):
+            # Before consent and nesting, which work on texts and tables.
             settings[name] = GivenNetwork.of(settings[name])
+    # What a person writes into a call is as much consent as what is typed at a prompt.
     give_consent(f"{source if isinstance(source, str) else ''} {settings}")
     changes = nest_settings(settings)
     config = apply_changes(base_settings(recipe(preset), None, changes), changes, "")

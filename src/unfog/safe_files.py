@@ -54,6 +54,7 @@ def _folder_of(path: Path, root: Path | None, make: bool = False) -> Iterator[tu
             path.parent.mkdir(parents=True, exist_ok=True)
         yield str(path), None
         return
+    # Folder by folder from descriptors: a path that is checked and then opened could be exchanged in between.
     at, where = os.open(root, _FOLDER), root
     try:
         for part in path.parent.relative_to(root).parts:
@@ -95,6 +96,7 @@ def open_file(path: Path, mode: Mode, root: Path | None = None, follow: bool = F
         except OSError as error:
             raise _explained(error, path, name, at) from None
     status = os.fstat(descriptor)
+    # Of the open descriptor, which nobody can exchange any more.
     if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, _KINDS.get(stat.S_IFMT(status.st_mode), "no regular file"), str(path))
@@ -148,6 +150,7 @@ def replace_file(
         durable: wait until the content is on the disk.
     """
     unique = f".{os.getpid()}-{time.time_ns()}" if shared else ""
+    # In the same folder, as a rename is atomic within one file system only.
     partial = f"{path.name}{unique}.partial"
     with _folder_of(path, root) as (name, at):
         aside = partial if at is not None else str(path.with_name(partial))

@@ -48,6 +48,7 @@ def _flags(command: str) -> list[_Flag]:
 
 def _flag(setting: Description, name: str) -> _Flag:
     values = setting.choices or _WORDS.get(setting.path[-1], ())
+    # Text without known words may be a SOURCE or a file; completing paths there is right more often than nothing.
     is_path = not values and setting.annotation in (str, Path)
     spelling = f"-{name}" if len(name) == 1 else f"--{name}"
     return _Flag(spelling, values, bool(setting.metavar), is_path, first_sentence(setting.text))
@@ -65,6 +66,7 @@ def _about(command: str) -> str:
 
 
 def _quote(text: str) -> str:
+    # A typographic apostrophe instead of an escaped one, which each of the three shells writes in another way.
     return "'" + text.replace("'", "’") + "'"
 
 

@@ -111,6 +111,7 @@ def parse_args(words: Sequence[str], kind: type, prog: str, others: Mapping[str,
     left, free, only_free = list(words), list[str](), False
     while left:
         word = left.pop(0)
+        # A lone dash is no flag: programs take it for their input.
         if only_free or not word.startswith("-") or word == "-":
             free.append(word)
         elif word == "--":
@@ -124,6 +125,7 @@ def parse_args(words: Sequence[str], kind: type, prog: str, others: Mapping[str,
             if flag.switch is not None and (equals or left[:1] in (["true"], ["false"])):
                 both = " or ".join(name for name, other in flags.items() if other.path == flag.path)
                 raise RequestError(f"{spelled} takes no value; write {both}")
+            # "--flag=value" takes one word whatever it looks like, so a value may begin with a dash.
             values = [attached] if equals else []
             values += _take_values(flag, len(values), left, flags, len(needed) - len(free))
             _check_count(flag, spelled, values)
@@ -196,6 +198,7 @@ def _unknown_flag(spelled: str, flags: Mapping[str, _Flag], prog: str, others: M
     if theirs and not meant:
         instead = "; give each setting to change as a flag" if (prog, named) == ("unfog resume", "--config") else ""
         return f"{quote(spelled)[1:-1]} is not a flag of {prog}{theirs}{instead}"
+    # Last of all, as a name that is spelled alike may be of another thing.
     meant = meant or difflib.get_close_matches(named[:40], flags, n=1, cutoff=0.7)
     hint = f"did you mean {' or '.join(meant[:4])}?" if meant else f"see {prog} --help"
     return f"{quote(spelled)[1:-1]} is not a flag of {prog}{theirs}; {hint}"

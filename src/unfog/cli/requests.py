@@ -105,6 +105,7 @@ def _training_request(command: str, words: Sequence[str]) -> Any:
     plain = [word for word in words if word not in HELP_FLAGS]
     if plain != list(words):  # the help text shows the recipe that the words name
         for attempt in (plain, [*plain, "SOURCE"]):
+            # Help is given whatever else is wrong with the words.
             with suppress(RequestError):
                 default = _shown_settings(command, _parse(command, attempt, None).table)
     args = _parse(command, words, _blank(kind, settings=default))
@@ -151,6 +152,7 @@ def _resume_request(words: Sequence[str]) -> requests.ResumeRequest:
         check_source(source)
     check_request(config)
     request = kind(folder.path, config, source, table.get("force", False), table.get("verify", False))
+    # A replay only reads, so a run whose folders are links can still be verified.
     if not request.verify:
         folder.check_own_files()
         check_changes(stored, config, request.force)

@@ -202,6 +202,7 @@ def _build_measure(
         return _held_out_measure(n, config, prepared, device)
     if n < 10:
         raise RequestError(f"n = {n} samples: {metric} needs at least 10; {_USUAL_N[metric]} is usual")
+    # Rather images that were not trained on, if they are enough for the metric.
     images = prepared.held_out if len(prepared.held_out) >= n else prepared.train
     pixels = np.ascontiguousarray(images.take(evenly_spaced(len(images), n))[0])
     compare, name = _build_comparison(metric, request.features, torch.from_numpy(pixels), device)
@@ -227,6 +228,7 @@ def _build_comparison(
         return lambda drawn: compare_pixels([metric], real, drawn)[0], "7x7 patches"
     extractor = open_features(features or ("inception" if metric == "fid" else "texture"), device)
     check_count(metric, len(real), real[:1], extractor, "--metric")
+    # Once for all widths, as the real images stay the same.
     known = compute_features(real.numpy(), extractor)
 
     def compare(drawn: Tensor) -> MetricResult:

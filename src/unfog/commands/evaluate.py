@@ -84,6 +84,7 @@ def _of_run(request: EvaluateRequest) -> Evaluation:
         say("the same command continues with the samples that are there")
         raise
     if _is_main_process():
+        # The report shows evaluations, so it is out of date as soon as there is a new one.
         write_report(run.path, RunStatus.read(run.path).headline)
     return found
 

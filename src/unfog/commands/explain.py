@@ -38,6 +38,7 @@ def _explain(name: str) -> str:
     Raises:
         RequestError: there is nothing of this name.
     """
+    # As a flag, as in TOML or by an old name: people paste what they have before them.
     wanted = current_name(name.lstrip("-").replace("-", "_"))
     wanted = USUAL.get(wanted, wanted)
     settings = describe(Config)
@@ -48,6 +49,7 @@ def _explain(name: str) -> str:
     blocks = [_explain_setting(each) for each in found] + [_list(wanted, section)] * bool(section)
     blocks = blocks or list(_explain_parts(name))
     if not blocks:
+        # The last name alone, such as `warmup`, is tried after whole names and parts, as several sections may have it.
         near = [each for each in settings if each.path[-1] == wanted]
         blocks = [_explain_setting(each) for each in near]
     if not blocks:
@@ -105,6 +107,7 @@ def _row(label: str, text: str) -> list[str]:
         f"  {label:{_INDENT - 2}}{'' if len(label) < _INDENT - 2 else ' '}{text}",
         _WIDTH,
         subsequent_indent=" " * _INDENT,
+        # A flag that is broken at its dash can no longer be copied.
         break_on_hyphens=False,
     )
 
@@ -128,6 +131,7 @@ def _resume_rule(each: Description) -> str:
 def _describe_part(word: str, part: Any) -> str:
     if part is None:
         return "chosen for the device and the images"
+    # A preset of sizes, such as `small`, has no text of its own: its settings say what it is.
     if word != type(part).kind:
         return format_spec(part)
     return " ".join((inspect.getdoc(type(part)) or "").partition("\n\n")[0].split())

@@ -70,6 +70,7 @@ class FindLrResult:
         else:
             evidence = f"learning rate {found.suggestion:g}: {found.reason}"
             factor = max(found.suggestion / usual, usual / found.suggestion)
+            # The test itself is no more exact than that.
             if factor <= 3:
                 evidence += f"; close to the {usual:g} of these settings"
             else:
@@ -111,6 +112,7 @@ def find_lr(request: FindLrRequest) -> FindLrResult:
             say(f"  {choice}")
         config = auto.config
         subject = _test_setup(config, prepared, device, stop, initial and initial.state)
+        # What was read for the first time may have used up the time, and a test of no steps finds nothing.
         left = max(_LEAST_SHARE * seconds, seconds - _WRITING - (time.monotonic() - began))
         found = subject.run(left)
     files = (None, None) if out is None else (out / JSON_FILE, out / PAGE_FILE)

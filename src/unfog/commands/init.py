@@ -54,6 +54,7 @@ def _ask(request: InitRequest, read: Callable[[], str]) -> dict[str, str]:
             if given is None and not request.yes:
                 sys.stderr.write(f"{number}/{len(_QUESTIONS)}  {question}\n     [{default}] ")
                 sys.stderr.flush()
+                # An end of input, unlike an empty line, which takes the default.
                 if not (line := read()):
                     raise RequestError(
                         "there is no terminal to ask questions in; give --yes for the defaults, and flags for "
@@ -98,6 +99,7 @@ def _config_of(answers: Mapping[str, str]) -> Config:
 
 def _find_source() -> str:
     """Return the first folder here that has images, or the name of the built-in set."""
+    # A limit, as it may be started in a home folder with any number of entries.
     for folder in sorted(path for path in islice(Path().iterdir(), _MAX_LOOKED_AT) if path.is_dir()):
         if not folder.name.startswith(".") and folder.name not in ("runs", "doctor"):
             files = (file for _, _, names in islice(os.walk(folder), 3) for file in islice(names, _MAX_LOOKED_AT))
@@ -137,6 +139,7 @@ def main(request: InitRequest) -> int:
     file = request.file or Path(f"{Path(source.rstrip('/')).stem or 'unfog'}.toml")
     command = shlex.join(["unfog", "train", source, "--config", str(file)])
     try:
+        # "x" refuses a file that is there: somebody's settings are not overwritten by a default name.
         with open_file(file, "xb") as out:
             out.write(with_version(_settings_text(answers, command)).encode())
     except FileExistsError:

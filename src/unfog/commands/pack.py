@@ -27,6 +27,7 @@ def pack(request: PackRequest) -> Path:
             raise RequestError(
                 f"data.{name} acts during training, and a pack stores images without it; give it to unfog train"
             )
+    # Around the indexing too: the headers of remote shards take minutes.
     with StopSignals() as stop:
         with Progress("indexing shards (MB)", None) as progress:
             source = open_source(request.source, stop.watching(progress))
@@ -44,6 +45,7 @@ def pack(request: PackRequest) -> Path:
             started = time.monotonic()
             try:
                 made = write_pack(scan, out, key, "give another folder", stop.watching(progress))
+            # Interrupted is one too. What was written counts, which a person who stops should know before deleting it.
             except KeyboardInterrupt:
                 done = Journal.read(out).done
                 if done:
@@ -57,6 +59,7 @@ def _check_same_pack(found: Pack, scan: Scan) -> None:
     """Raise `RequestError` unless the pack that is there has these images and settings."""
     asked, kept = scan.settings, found.settings
     same = found.manifest["stamp"] == scan.stamp
+    # 0 leaves a size open, which the finished pack has settled.
     same = same and all(getattr(asked, name) in (0, kept[name]) for name in ("size", "channels"))
     same = same and (asked.background, asked.held_out) == (kept["background"], kept["held_out"])
     same = same and (scan.labels is None) == (kept["labels"] == "none")
@@ -94,6 +97,7 @@ def _report_pack(made: Pack, scan: Scan, begun: int, seconds: float) -> None:
         f"packed {n:,} images of {channels}x{side}x{side} into {printable(str(made.path))}: "
         f"{format_bytes(made.nbytes)} in {format_duration(seconds)}, {pace:,.0f} images/s"
     )
+    # A pack of images from before and after a change is of neither set, and nothing in it shows that.
     if scan.source.stamp()[0] != scan.stamp:
         warn("images were changed while they were packed; remove the pack and repeat the command")
 

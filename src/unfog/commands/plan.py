@@ -173,6 +173,7 @@ def plan(request: PlanRequest) -> Plan:
 
 def _resolve(auto: AutoSettings, to_decode: int) -> list[Finding]:
     """Resolve all settings; return fatal findings of memory, for so many bytes of images to decode too."""
+    # In the order of a run: each choice uses those before it, such as the learning rate the size of the network.
     auto.check_length()
     auto.resolve_network()
     auto.resolve_learning_rate()

@@ -57,6 +57,7 @@ def main(request: SampleRequest | ExportRequest) -> int:
 def _export(request: ExportRequest) -> None:
     from unfog.inference.run import Run
 
+    # On the CPU, where what was written is run for the comparison as well.
     run = Run(request.run, request.weights, request.checkpoint, "cpu", request.best, request.ema)
     say(f"  exporting step {run.checkpoint.step:,}, and comparing what was written with the run")
     run.export(request.out, **{f.name: getattr(request, f.name) for f in fields(ExportSettings)})
@@ -95,6 +96,7 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
     from unfog.pipeline.image_files import DenoisingStrip, build_edit
 
     labels = parse_labels(request.label, stored.classes)  # before the weights are read
+    # Before the weights too: a file that cannot be read should not take a minute to be found.
     edit = build_edit(stored, request.image, request.mask, request.strength, request.repeats)
     run = load()
     report_dropped_levels(stored.sampler, sampler)
@@ -122,6 +124,7 @@ def _draw(run: Run, prepared: PreparedSampling, folder: SampleFolder, observe: O
     """Generate and write the samples that are missing, batch by batch."""
 
     def skip(numbers: range) -> bool:
+        # A strip or an animation is of the first batch, which is drawn again for it even if its files are there.
         observed = observe is not None and numbers.start == 0
         return not observed and folder.holds(numbers)
 
@@ -169,6 +172,7 @@ def _write_grid(folder: SampleFolder, edit: Edit | None = None, strip: Denoising
     save_png(folder.path / "grid.png", with_caption(image, folder.settings) if folder.settings else image)
     if strip is not None:
         save_png(folder.path / "strip.png", strip.image())
+    # Last, as a folder that is finished is not gone on with.
     folder.finish()
 
 

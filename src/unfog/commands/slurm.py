@@ -96,6 +96,7 @@ def _batch_script(request: SlurmRequest) -> str:
         gpus=f"--gpus-per-node={request.gpus_per_node} " if request.gpus_per_node else "",
         cores=request.cores,
         time=request.time,
+        # Of a short job a quarter at most, so that it trains at all.
         lead=min(_SAVE_SECONDS, request.seconds // 4),
         options="".join(f"#SBATCH --{name}={value}\n" for name, value in options.items() if value),
         here=shlex.quote(str(Path.cwd())),
@@ -117,6 +118,7 @@ def _container_prefix(image: str, places: Sequence[Path]) -> str:
     if not image:
         return ""
     folders = {next(one for one in (place, *place.parents) if one.is_dir()) for place in places}
+    # Only the outermost: a folder inside another is there already.
     outer = sorted(str(one) for one in folders if folders.isdisjoint(one.parents))
     if image.endswith(".sif"):
         return f'apptainer exec --nv --pwd "$PWD" --bind {shlex.quote(",".join(outer))} {image} '

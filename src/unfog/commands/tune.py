@@ -82,6 +82,7 @@ def tune(request: TuneRequest) -> TuneResult:
         )
     run = Run(request.run, device=request.device)
     own = run.config.sampler
+    # A sampler with noise of its own ends elsewhere each time, so a deterministic one is tuned in its place.
     kind = request.sampler or ("dpmpp" if own.kind in (*RANDOM, "adaptive") else own.kind)
     if kind in RANDOM or kind == "adaptive":
         why = "chooses its own levels" if kind == "adaptive" else "ends elsewhere each time"
@@ -112,6 +113,7 @@ def _search(run: Run, base: Sampler, pictures: int, tries: int) -> TuneResult:
     total = batches * (_MANY_STEPS * 5 // 2 + each * (2 * len(_BUILT_IN) + tries + 1))
     with Progress("tuning", total) as progress:
         calls = _CallCounter(progress.update)
+        # On other noise than it was searched on, or the tuned grid would always win.
         trial, test = (_GridError(run, base, pictures, seed, calls) for seed in _SEEDS)
         best = _search_levels(min(grids.values(), key=trial.error), trial.error, schedule.limits()[0], tries)
         candidates = {name: replace(base, grid=name) for name in _BUILT_IN}
@@ -202,6 +204,7 @@ def _search_levels(
                 for way in (hat, -hat):
                     while tried < tries and _levels_are_valid(moved := best + way, noisiest):
                         found, tried = error(moved), tried + 1
+                        # Also of a NaN, which no comparison is true of.
                         if not found < least:
                             break
                         best, least = moved, found

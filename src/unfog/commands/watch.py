@@ -60,6 +60,7 @@ def main(request: WatchRequest) -> int:
             text = Text("\n".join(lines[: console.height]), no_wrap=True, overflow="crop")
             text.highlight_regex("[\u2800-\u28ff]+", "cyan")
             live.update(text, refresh=True)
+            # The wait for the next frame, which a key ends at once.
             key = pressed(request.interval)
     return 0
 
@@ -158,6 +159,7 @@ def _text_chart(steps: Floats, values: Floats, space: _Space, from_zero: bool = 
     x = _scaled(steps, float(steps.min()), float(steps.max()), canvas.shape[1])
     if len(x) > canvas.shape[1]:
         x, values = _column_means(x, values)
+    # Speed and rate begin at zero, or a change of a percent would look like a collapse.
     low, high = min(float(values.min()), 0.0 if from_zero else np.inf), float(values.max())
     y = canvas.shape[0] - 1 - _scaled(values, low, high, canvas.shape[0])
     _draw_line(canvas, x, y)
@@ -182,6 +184,7 @@ def _scaled(values: Floats, low: float, high: float, count: int) -> npt.NDArray[
 def _column_means(x: npt.NDArray[np.int64], values: Floats) -> tuple[npt.NDArray[np.int64], Floats]:
     columns, column = np.unique(x, return_inverse=True)
     counts = np.bincount(column)
+    # Divided before the sum, which could overflow.
     return columns, np.asarray(np.bincount(column, values / counts[column]), np.float64)
 
 

@@ -150,6 +150,7 @@ class Config:
         return replace(self, training=replace(self.training, **length))
 
     def _check_averages(self) -> None:
+        # Two nearly equal profiles make the equations of a rebuilt EMA nearly singular, and its errors large.
         second = self.ema_snapshots.second
         if second and isinstance(self.ema, PowerEma) and abs(math.log(second / self.ema.width)) < 0.2:
             raise RequestError(
@@ -215,6 +216,7 @@ def nest_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     for given, value in settings.items():
         name = current_name(given)
         name = name if name in known or name in SHORT else USUAL.get(name, name)
+        # Epochs are no measure here, as schedules count images; said before a close name is guessed.
         if name in EPOCHS:
             raise RequestError(f"{name} is not a setting; give steps, images (all images, times {name}) or budget")
         if name.partition(".")[0] not in known and name not in SHORT:

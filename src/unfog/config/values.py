@@ -51,6 +51,7 @@ def quote(value: object) -> str:
         text = repr(value)
     except ValueError:  # a whole number of more digits than Python writes
         text = "a number of thousands of digits"
+    # A line break in a value would break the message, which is one line.
     text = " ".join(text.split())
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 20]} ... {text[-14:]}"
 
@@ -58,6 +59,7 @@ def quote(value: object) -> str:
 def suggest(word: object, known: Iterable[str]) -> str:
     """Return "; did you mean 'x'?" or, if nothing is similar, the list of all that is known."""
     known = sorted(known)
+    # Shortened, as the comparison takes the square of the length.
     close = difflib.get_close_matches(str(word)[:_LONGEST], known, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; give one of {', '.join(known)}"
 

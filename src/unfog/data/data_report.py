@@ -103,6 +103,7 @@ class DataReport:
         applied = Counter[str]()
         for actions, images in zip(self.treatments, self.counts):
             applied.update(dict.fromkeys(actions, images))
+        # Plus leaves out the zeros.
         return dict(+applied)
 
     def treatment_of(self, index: NDArray[np.int64] | slice) -> NDArray[np.int32]:
@@ -160,6 +161,7 @@ class DataReport:
     def from_dict(cls, values: Mapping[str, Any]) -> DataReport:
         """Rebuild a report from `to_dict`, also after a journey through JSON."""
         rebuilt = {name: values[_KEYS_ON_DISK.get(name, name)] for name in (field.name for field in fields(cls))}
+        # JSON has lists alone, and equal reports must compare equal.
         rebuilt["treatments"] = tuple(tuple(actions) for actions in rebuilt["treatments"])
         rebuilt["known_counts"] = tuple(rebuilt["known_counts"])
         rebuilt["skipped"] = tuple(SkippedFile(*file) for file in rebuilt["skipped"])

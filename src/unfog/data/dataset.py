@@ -76,6 +76,7 @@ class ImageSet:
         """
         if self.known_fingerprint:
             return self.known_fingerprint
+        # The shape too: the same bytes could be other images of another size.
         digest = hashlib.sha256(repr((self.pixels.shape, self.classes)).encode())
         for start in range(0, len(self), 4096):  # in parts, as a mapped file may be larger than the memory
             digest.update(np.ascontiguousarray(self.pixels[start : start + 4096]).data)
@@ -97,6 +98,7 @@ class ImageSet:
         """Return the labels at these rows [B]; None without classes. RequestError if the mapped file is damaged."""
         if self.labels is None:
             return None
+        # Of a mapped file nothing is known before it is read, and an index out of range ends the process on CUDA.
         labels = np.asarray(self.labels.take(rows))
         if len(labels) and not 0 <= labels.min() <= labels.max() < len(self.classes):
             raise RequestError("a label is none of the classes: the pack is damaged (labels.npy); pack it again")

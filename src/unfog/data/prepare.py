@@ -88,6 +88,7 @@ def _decode_into_memory(scan: Scan, progress: Progress | None) -> Dataset:
                 done = stop
                 pixels[rows : rows + len(images)] = images
                 rows += len(images)
+    # From the beginning, as images that were decoded as grey have lost their colours.
     except ColourFoundError:
         return _decode_into_memory(scan.as_rgb(), progress)
     result = DecodeResult.create(scan, order, in_train, statistics)
@@ -126,6 +127,7 @@ def _placement(scan: Scan, key: str, to_draw: int) -> tuple[str, str]:
         return "memory", ""
     each, folder = "images are decoded during training", cache_folder()
     remedy = "`unfog pack SOURCE OUT` decodes them once, on any disk"
+    # Less than half of a set is drawn: decoding all of it would cost more than it saves.
     if to_draw and 2 * to_draw < n:
         return "none", (
             f"{each}, as this run needs {to_draw:,} of {n:,}; --data.cache disk decodes all of them once, for "
@@ -152,5 +154,6 @@ def silence_pillow() -> Iterator[None]:
     """Suppress Pillow's warnings about odd files, but make that of a decompression bomb an error."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        # Pillow only warns up to twice its limit, and decodes; a small file could then take gigabytes.
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         yield

@@ -145,6 +145,7 @@ def split_held_out(source: Source, fraction: float) -> tuple[NDArray[np.int64], 
     if source.held_out is not None:
         held = np.fromiter((name in source.held_out for name in source.names), np.bool_, n)
     else:
+        # Partition finds the limit without sorting a hundred thousand numbers.
         hashes = np.fromiter((_unit_hash(name) for name in _names_to_hash(source.names)), np.float64, n)
         limit = np.partition(hashes, _MAX_HELD_OUT)[_MAX_HELD_OUT] if n > _MAX_HELD_OUT else 1.0
         held = hashes < min(fraction, limit)

@@ -156,6 +156,7 @@ class _Prefetcher:
             self._last = end
             return self._read_now(first, size)
         self._next, self._last = end, -1
+        # At a multiple, so that batches of any size share their blocks.
         start = begin - begin % _BLOCK
         self._prefetch(start, end + self._reach(size))
         try:
@@ -179,6 +180,7 @@ class _Prefetcher:
     def _reach(self, size: int) -> int:
         """Return the number of positions to prefetch behind a batch of `size`."""
         fit = _BYTES // int(np.prod(self._pixels.shape[1:]))
+        # At least the next batch, however large its images are: without it nothing would be read ahead.
         return max(size, min(fit, max(_LEAST, _BATCHES * size)))
 
     def _prefetch(self, start: int, end: int) -> None:

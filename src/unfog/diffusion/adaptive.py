@@ -17,6 +17,7 @@ _FLOOR = 0.15
 _MOST_STEPS = 500  # no step is shorter than this part of the way
 # A step is at most so many times as long as the one before, as its error is estimated from the last two guesses.
 _GROWTH = 1.5
+# A millionth of the interval, far finer than the estimate of the error that it solves for.
 _BISECTIONS = 20
 
 
@@ -76,6 +77,7 @@ def adaptive(
         if observe and observe(SamplingStep(called, float(logsnr[0]), x, x0)) is True:
             return x0
         called += 1
+        # The first guess at its end is an image's result: it stays in the batch, and later calls must not change it.
         result = torch.where(_like((logsnr >= end) & ~done, x).bool(), x0, result)
         done = logsnr >= end
         if done.all():

@@ -55,6 +55,7 @@ class TimestepSchedule:
         """Map quantile u in (0, 1) to logsnr. Quantised: table[floor(u T)]."""
         if not self.steps:
             return self.continuous(u)
+        # Clamped, as u T is T itself for u = 1, and may round up to it for u just below.
         k = (u * self.steps).long().clamp(0, self.steps - 1)
         return _table_like(self, u.dtype, u.device)[k]
 
@@ -95,6 +96,7 @@ class TimestepSchedule:
     def limits(self) -> tuple[float, float]:
         """Return (noisiest, cleanest) logsnr: the table's ends, or those of 1000 levels if continuous."""
         if self.steps:
+            # From the cached table of floats: this is asked when settings are read, before torch is imported.
             table = _logsnr_table(self)
             return table[-1], table[0]
         noisiest, *_, cleanest = self.levels(1000).tolist()

@@ -73,6 +73,7 @@ class Autoguided:
         """Return guided E[x0 | x_t, label], [B, C, H, W]; the learned variance, if any, is the denoiser's."""
         weaker, answer = self.weaker(x_t, logsnr, label), self.denoiser(x_t, logsnr, label)
         channels = x_t.shape[1]
+        # Only the guess is extrapolated: the weaker network need not have a learned variance.
         led = weaker + self.scale * (answer[:, :channels] - weaker)
         return torch.cat([led, answer[:, channels:]], 1) if answer.shape[1] > channels else led
 
@@ -94,6 +95,7 @@ class Within:
         """Return E[x0 | x_t, label], [B, C, H, W], guided for the images [B] whose level is within the interval."""
         noise = (-logsnr / 2).sigmoid()
         inside = (self.interval[0] <= noise) & (noise <= self.interval[1])
+        # Adaptive steps give each image a level of its own, so that one batch may be partly inside.
         count = inside.sum().item()  # waits for the device, which costs less than the saved call
         if count == 0:
             return self.plain(x_t, logsnr, label)

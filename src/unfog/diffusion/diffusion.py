@@ -121,6 +121,7 @@ class Diffusion:
             x_t = x_t / (sigma.square() + (self.sigma_data * alpha).square()).sqrt()
         if self.conditioning == "logsnr":
             return x_t, -logsnr / 8  # ln(sigma / alpha) / 4 (EDM, Table 1)
+        # Sinusoids are made for DDPM's timesteps: a continuous schedule is spread over the usual 1000.
         return x_t, (self.schedule.steps or 1000) * self.schedule.quantile(logsnr)
 
     def network_target(self, x0: Tensor, eps: Tensor, logsnr: Tensor) -> Tensor:
@@ -149,6 +150,7 @@ class Diffusion:
         a, b = self.target(alpha, sigma, self.sigma_data)
         own = ((alpha * b - sigma * a) / sigma).square()
         if isinstance(self.weighting, Elbo):
+            # The one weighting that depends on how densely the schedule visits levels, and not on the level alone.
             return self.weighting.of(self.schedule, logsnr) / own
         return self.weighting(logsnr, own, self.sigma_data) / own
 

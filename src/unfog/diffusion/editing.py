@@ -69,6 +69,7 @@ class Edit:
         noise = draw()
         image = self.image.to(noise).expand_as(noise)
         if first == last:
+            # A copy, as the samples of a batch share the memory of an expanded image.
             return image.clone()
         watch = observe and Watch(observe)  # which counts the steps of all walks
         kept = image * (first > 0)  # at full strength the new pixels start from pure noise
@@ -81,6 +82,7 @@ class Edit:
             return torch.where(unknown, denoise(x_t, logsnr), image)
 
         x = levels[first].alpha * torch.where(unknown, kept, image) + levels[first].sigma * noise
+        # The last walk of a stretch adds no noise, as the next stretch begins where it ends.
         for here, there, again in self._walks(first, last):
             x = sampler(denoise_unknown, path, schedule, draw, watch, start=x, stretch=slice(here, there + 1))
             if watch and watch.stopped:

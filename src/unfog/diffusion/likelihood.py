@@ -64,12 +64,14 @@ def bits_per_dim(
     else:
         nats = _integral(guess, path, x0, noisiest, cleanest, levels)
     # KL(N(alpha x0, sigma^2) | N(0, sigma^2)): samplers start from the latter.
+    # Only the signal counts: the sampler starts from N(0, sigma^2) with the same sigma, so that no other term is left.
     prior = math.exp(noisiest) / 2 * x0.square().mean((1, 2, 3))
     return (nats + prior) / math.log(2)
 
 
 def _integral(guess_at: _Guess, path: Path, x0: Tensor, noisiest: float, cleanest: float, levels: int) -> Tensor:
     """Return diffusion and decoder terms, nats per dimension [B]: half the integral of SNR |x0 - D|^2 over logsnr."""
+    # Even in logsnr and not in u, so that the points do not depend on where the schedule trains most.
     width = (cleanest - noisiest) / levels
     nats = _decoder(guess_at, path, x0, cleanest, cleanest)
     for i in range(levels):

@@ -93,6 +93,7 @@ class Objective:
         importance = None
         if u is None:
             u = draw_rows(len(x0), lambda n: _stratified(n, x0.device, self.interleaved))
+            # After u is drawn, so that the same random numbers are used with and without importance.
             if self.levels is not None and self.diffusion.adaptive:
                 divided = isinstance(self.diffusion.weighting, Uncertainty)
                 u, importance = self.levels.draw(u, self.diffusion.adaptive, divided)
@@ -110,9 +111,8 @@ class Objective:
         if self.levels is not None and isinstance(self.diffusion.weighting, Uncertainty):
             loss = loss * (-self.levels.log_mean(u)).exp()
         if self.diffusion.learned_variance:
-            share = (
-                _VLB_SHARE * self.diffusion.schedule.steps / math.log(2)
-            )  # T: a mean over u stands for a sum over timesteps
+            # Times T, as a mean over u stands for a sum over timesteps.
+            share = _VLB_SHARE * self.diffusion.schedule.steps / math.log(2)
             loss = loss + share * variational_bound(self.diffusion, y, x0, x_t, logsnr)
         if importance is not None:
             loss = loss * importance
@@ -147,6 +147,7 @@ def _normal_like(x: Tensor, count: int) -> Tensor:
     """Draw standard normal noise for `count` images in the memory layout of x; for len(x), `torch.randn_like`."""
     if count == len(x):
         return torch.randn_like(x)
+    # Numbers are filled in by their place in memory, so a part of a batch needs the layout of the whole to get its own.
     return x.new_empty_strided((count, *x.shape[1:]), x.stride()).normal_()
 
 

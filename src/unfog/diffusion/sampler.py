@@ -138,6 +138,7 @@ class Sampler:
             return noise_levels(schedule, self.steps, "logsnr")  # only its ends are used
         if self.grid != "tuned":
             return noise_levels(schedule, self.steps, self.grid, self.last)
+        # Levels are tuned jointly for their number; a subset of them was never measured.
         if len(self.tuned) != self.steps:
             return noise_levels(schedule, self.steps, "schedule", self.last)
         share = torch.tensor([*self.tuned, 0.0], dtype=torch.float64)
@@ -190,9 +191,11 @@ class Sampler:
         whole = self.levels(path, schedule)
         levels = whole[stretch]  # of a stretch too, the noisiest level and the first step are those of the whole
         with torch.no_grad():
+            # Without alpha x0, as no image is known yet: the signal that is left at the noisiest level is neglected.
             x = levels[0].sigma * draw() if start is None else start
             if self.kind != "adaptive":
                 return self._walk(at, path, whole[0], levels, x, draw, observe)
+            # Nothing changes visibly beyond EDM's end, and beyond the schedule's the network was not trained.
             cleanest = min(schedule.limits()[1], EDM_LIMITS[1])
             return adaptive(at, path, levels, x, cleanest, len(whole) - 1, self.tolerance, observe)
 
@@ -219,6 +222,7 @@ class Sampler:
 
         before: list[Visit] = []
         for i, (now, then) in enumerate(pairwise(levels)):
+            # Before the network is called: it must see the level that the noise was raised to.
             if self.kind == "edm" and (noisier := self._noisier(now, path, noisiest)):
                 x, now = churn(x, now, noisier, self.churn_noise, draw), noisier
             x0, fraction = evaluate(x, now)
@@ -238,6 +242,7 @@ class Sampler:
                     x = ddim(x, x0, now, then)
                 case "heun" | "edm":
                     x = heun(x, x0, now, then, predict)
+                # In 15 steps or more the last ones are short enough to stay of third order, as in the authors' code.
                 case "dpmpp" if self.order == 3 and (order == 3 or len(levels) > 15):
                     x = dpmpp3(x, x0, now, then, before)
                 case "dpmpp":
@@ -248,11 +253,13 @@ class Sampler:
                     x = unipc_predict(x, x0, now, then, before, order)
                 case _:
                     x = resolve_step(self.kind)(x, x0, now, then, StepContext(predict, before, draw))
+            # Three visits serve the highest order; each more would hold two batches of images.
             before = [*before[-2:], here]
         return x
 
     def _noisier(self, now: Level, path: Path, noisiest: Level) -> Level | None:
         """Return the level that EDM's Algorithm 2 adds noise up to before a step; None where it adds none."""
+        # EDM's cap: never more fresh noise than the image has already.
         more = min(self.churn / self.steps, math.sqrt(2) - 1)
         if more == 0 or not self.churn_from <= now.s <= min(self.churn_to, noisiest.s):
             return None

@@ -20,6 +20,7 @@ class Eps:
     kind: ClassVar[str] = "eps"
 
     def __call__(self, alpha: Tensor, sigma: Tensor, sigma_data: float) -> tuple[Tensor, Tensor]:
+        # det = alpha, which is 0 in pure noise: `Diffusion` refuses schedules that go there.
         return alpha.new_zeros(alpha.shape), alpha.new_ones(alpha.shape)
 
 
@@ -30,6 +31,7 @@ class X0:
     kind: ClassVar[str] = "x0"
 
     def __call__(self, alpha: Tensor, sigma: Tensor, sigma_data: float) -> tuple[Tensor, Tensor]:
+        # det = -sigma, which is 0 only for a clean image, and none is trained on.
         return alpha.new_ones(alpha.shape), alpha.new_zeros(alpha.shape)
 
 
@@ -40,6 +42,7 @@ class V:
     kind: ClassVar[str] = "v"
 
     def __call__(self, alpha: Tensor, sigma: Tensor, sigma_data: float) -> tuple[Tensor, Tensor]:
+        # det = alpha^2 + sigma^2, which is never 0: why this target is safe at both ends of every schedule.
         return -sigma, alpha
 
 
@@ -50,6 +53,7 @@ class FlowVelocity:
     kind: ClassVar[str] = "flow"
 
     def __call__(self, alpha: Tensor, sigma: Tensor, sigma_data: float) -> tuple[Tensor, Tensor]:
+        # det = alpha + sigma: never 0, and 1 on the flow path.
         return -alpha.new_ones(alpha.shape), alpha.new_ones(alpha.shape)
 
 
@@ -61,6 +65,7 @@ class EdmF:
 
     def __call__(self, alpha: Tensor, sigma: Tensor, sigma_data: float) -> tuple[Tensor, Tensor]:
         """Return (a, b) = (sigma / sigma_data, -sigma_data alpha) / sqrt(sigma^2 + sigma_data^2 alpha^2)."""
+        # det = -norm / sigma_data, never 0. The sign is EDM's, so that F at sigma_data = 1 is -v.
         norm = (sigma.square() + (sigma_data * alpha).square()).sqrt()
         return sigma / (sigma_data * norm), -sigma_data * alpha / norm
 

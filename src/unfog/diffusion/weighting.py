@@ -108,6 +108,7 @@ class P2:
 
     def __call__(self, logsnr: Tensor, own: Tensor, sigma_data: float) -> Tensor:
         snr = logsnr.exp()
+        # The paper's weight is on the noise's error; times SNR it is the same weight on the image's.
         return snr / (self.k + snr) ** self.gamma
 
 
@@ -119,6 +120,7 @@ class Edm:
 
     def __call__(self, logsnr: Tensor, own: Tensor, sigma_data: float) -> Tensor:
         """Return the weight on the squared x0 error: SNR + 1 / sigma_data^2, the same number."""
+        # As a sum it holds in pure noise too, where s is infinite and the quotient is not a number.
         return logsnr.exp() + sigma_data**-2
 
 
@@ -146,6 +148,7 @@ class Elbo:
 
     def of(self, schedule: Schedule, logsnr: Tensor) -> Tensor:
         """Return the weight on the squared x0 error; it depends on the density of levels in the schedule."""
+        # The slope undoes how often the schedule visits a level, so that the bound is the same for every schedule.
         return schedule.snr_slope(logsnr) / 2
 
 

@@ -64,6 +64,7 @@ class Distance(NamedTuple):
         values, vectors = torch.linalg.eigh(a.covariance)
         values = values.clamp(min=0)
         half = (vectors * values.sqrt()) @ vectors.T
+        # A pseudo-inverse: with fewer images than features, or dead features, the covariance is singular.
         inverse = (vectors * _inverse(values.sqrt())) @ vectors.T
         roots, basis = torch.linalg.eigh(half @ b.covariance @ half)
         roots = roots.clamp(min=0).sqrt()
@@ -87,6 +88,7 @@ class Distance(NamedTuple):
             raise ValueError(f"sets of {len(x)} and {len(y)} are too small for a kernel distance; give at least 3 each")
         parts = min(-(-max(len(x), len(y)) // block), min(len(x), len(y)) // 3)
         generator = torch.Generator().manual_seed(seed)
+        # Shuffled, as a set may come sorted by class, and parts of one class each would be far apart.
         x, y = (z[torch.randperm(len(z), generator=generator).to(z.device)] for z in (x, y)) if parts > 1 else (x, y)
         found = [
             _kernel_distance_of_part(p, q) for p, q in zip(x.tensor_split(parts), y.tensor_split(parts), strict=True)
@@ -125,6 +127,7 @@ def extrapolate_frechet(x: Tensor, y: Tensor, parts: int, seed: int, whole: floa
     for k in range(2, parts + 1):
         pairs = zip(x.tensor_split(k), y.tensor_split(k), strict=True)
         means.append(sum(_frechet_distance(FeatureStatistics.of(p), FeatureStatistics.of(q)) for p, q in pairs) / k)
+    # FD grows as 1 / n: a line in the number of parts, whose value at 0 is that of infinitely many images.
     values = torch.tensor(means, dtype=torch.float64)
     centred = counts - counts.mean()
     slope = (centred * values).sum() / centred.square().sum()
@@ -175,5 +178,6 @@ def _kernel_sums(x: Tensor, y: Tensor, skip_self: bool = False) -> Tensor:
     y = y.double()
     sums = torch.cat([((part.double() @ y.T) / x.shape[1] + 1).pow_(3).sum(1) for part in torch.split(x, _KERNEL_ROWS)])
     if skip_self:
+        # The kernel of an image with itself, which the unbiased estimate leaves out.
         sums -= (x.double().square().sum(1) / x.shape[1] + 1).pow(3)
     return sums

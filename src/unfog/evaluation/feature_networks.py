@@ -73,6 +73,7 @@ class _TorchScriptNetwork:
 
 
 def _digest(sha256: str, settings: _NetworkInput) -> str:
+    # The resize belongs to it, as features of the same network after another resize are other features.
     parts = f"{sha256} {settings.size} {settings.range} {settings.resize}"
     return hashlib.sha256(parts.encode()).hexdigest()
 
@@ -115,6 +116,7 @@ def load_torchscript(settings: _NetworkInput, device: torch.device, only_known: 
     content = _read(path)
     sha256 = hashlib.sha256(content).hexdigest()
     name = f"{path.stem}@{sha256[:8]}"
+    # By content: under another name it would get the resize of other networks, and a FID that compares with nothing.
     if sha256 == _INCEPTION_SHA256:
         name, settings = "inception", _INCEPTION_INPUT
     elif only_known:
@@ -181,6 +183,7 @@ def _tf1_bilinear(x: Tensor, size: int) -> Tensor:
 
 def _neighbours(length: int, size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """For each output place: the pixel before it, the pixel after, and how far between them, in float32 as there."""
+    # In double precision a few places would round to another pixel than there.
     scale = torch.tensor(length, dtype=torch.float32) / size
     place = torch.arange(size, dtype=torch.float32) * scale
     before = place.long().clamp(max=length - 1)

@@ -68,6 +68,7 @@ class Features:
         if pixels.dtype != torch.uint8 or pixels.ndim != 4 or pixels.shape[1] not in (1, 3):
             raise RequestError(f"pixels are {pixels.dtype} {list(pixels.shape)}; give uint8 [N, 1 or 3, H, W]")
         x = pixels.to(self.device).float().expand(-1, 3, -1, -1)
+        # TF32 would make features depend on the machine, and caches would mix them.
         exact = torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False)
         with torch.autocast(self.device.type, enabled=False), exact:
             y = self.embed(x)
@@ -182,6 +183,7 @@ def compute_features(
         raise RequestError("several processes share features through the cache: give cache_key")
     folder = None if cache_key is None else _features_folder(cache_key, len(pixels), features)
     starts = range(0, len(pixels), CHUNK)
+    # In turns, so that each rank has about as many, and no chunk depends on the number of ranks.
     mine = starts[rank::world]
     if folder is not None:
         hold(folder)
@@ -229,6 +231,7 @@ def compute_statistics(x: Tensor, features: Features, cache_key: str) -> Feature
 
 def _features_folder(cache_key: str, count: int, features: Features) -> Path:
     """Return the cache folder of features of these images by this extractor; it need not exist."""
+    # The size of a chunk too: other chunks round otherwise, and must not be mixed.
     name = hashlib.sha256(repr((_FORMAT, CHUNK, cache_key, count, features.digest)).encode()).hexdigest()[:32]
     return cache_folder() / "features" / name
 

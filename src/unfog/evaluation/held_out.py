@@ -91,4 +91,5 @@ class MeanEstimate(NamedTuple):
 
 def midpoints(levels: int) -> Tensor:
     """Noise quantiles in the middle of `levels` equal parts of (0, 1)."""
+    # The ends themselves are infinitely clean and noisy in continuous schedules.
     return (torch.arange(levels) + 0.5) / levels

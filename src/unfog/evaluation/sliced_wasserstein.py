@@ -42,11 +42,14 @@ def _sliced_wasserstein(real: Tensor, fake: Tensor, seed: int = 0) -> dict[int, 
         for images in (real[:n], fake[:n]):
             generator.set_state(state)
             cut.append(_patches(images, side, generator))
+        # Of the real set alone, for both: each by its own would hide a wrong brightness, contrast or tint.
         mean, deviation = cut[0].mean((0, 2)), cut[0].std((0, 2)).clamp(min=1e-6)
         a, b = (((patches - mean[:, None]) / deviation[:, None]).flatten(1) for patches in cut)
         directions = F.normalize(torch.randn(_DIRECTIONS, a.shape[1], generator=generator)).to(a.device)
         apart = [
-            ((a @ d.T).sort(0).values - (b @ d.T).sort(0).values).abs().mean() for d in torch.split(directions, 16)
+            # In one dimension the optimal transport pairs values in their order.
+            ((a @ d.T).sort(0).values - (b @ d.T).sort(0).values).abs().mean()
+            for d in torch.split(directions, 16)
         ]
         distances[side] = 1000 * float(torch.stack(apart).mean())
     return distances
@@ -100,6 +103,7 @@ def _level(x: Tensor, side: int) -> Tensor:
         return x
     spread = torch.zeros_like(x)
     spread[:, :, ::2, ::2] = _smooth(x)[:, :, ::2, ::2]
+    # 4, as three of four pixels were left at zero when the image was doubled.
     return x - 4 * _smooth(spread)
 
 

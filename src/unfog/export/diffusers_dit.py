@@ -45,6 +45,7 @@ def _converted(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Else
     depth, patch = int(config.get("num_layers", 28)), int(config.get("patch_size", 2))
     width, channels = weights["pos_embed.proj.weight"].shape[:2]
     embedded = [_embedding(weights, i) for i in range(depth)]
+    # Diffusers stores the embedding once for each block, though DiT trained a single one: by its values it is one.
     shared = all(torch.equal(tensor, embedded[0][name]) for one in embedded[1:] for name, tensor in one.items())
     network = DiffusersDiT(
         int(width),
@@ -67,6 +68,7 @@ def _converted(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Else
     if classes != int(config.get("num_embeds_ada_norm", 1000)):
         raise ValueError(f"it has {classes} classes and one for none, and num_embeds_ada_norm says otherwise")
     out = weights["proj_out_2.weight"].shape[0] // patch**2
+    # Twice as many are a learned variance.
     if out not in (channels, 2 * channels):
         raise ValueError(f"{out} channels of its output are neither {channels} nor twice that")
     size = int(config.get("sample_size", 32))

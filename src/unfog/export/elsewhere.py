@@ -47,6 +47,7 @@ def read_model(path: Path) -> ElsewhereModel:
         if all(ends.values()):
             prefix = _prefix(ends[marks[0]], marks[0])
             own = {name.removeprefix(prefix): weights[name] for name in weights if name.startswith(prefix)}
+            # Beside the network such files hold the noise levels, from which its objective is told.
             others = {name: weights[name] for name in weights if not name.startswith(prefix)}
             try:
                 return convert(own, others)
@@ -110,6 +111,7 @@ def _ddpm_pytorch(weights: Weights, others: Weights) -> ElsewhereModel:
     width, out = weights["time_mlp.1.weight"].shape[1], _channels(weights, "final_conv.weight")
     first, channels = weights["init_conv.weight"].shape[:2]
     own = [_channels(weights, f"ups.{levels - 1 - i}.0.block1.proj.weight") for i in range(levels)]
+    # Its shapes are those of a network of twice the channels, which would load and sample noise.
     if channels == 2 * out:
         raise ValueError("it is self-conditioned: its input has its last estimate beside the noisy image")
     network = DdpmPytorch(

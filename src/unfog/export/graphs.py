@@ -63,10 +63,12 @@ def write_graph(network: nn.Module, inputs: dict[str, Tensor], output: str, path
             shapes = tuple({0: batch} for _ in inputs)
             program = torch.export.export(network, tuple(inputs.values()), dynamic_shapes=shapes, strict=False)
         except Exception as error:  # a network may be anybody's code, and the tracer raises many kinds
+            # The tracer prints pages, of which the first lines say what it cannot trace.
             reason = " ".join(str(error).split())[:300]
             raise RequestError(f"torch.export cannot trace this network: {type(error).__name__}: {reason}") from error
         if path.suffix == ".pt2":
             torch.export.save(program, new_file(path))
+            # The file, and not the program in memory: what was written is what is compared with the run.
             graph: Graph = torch.export.load(regular_file(path)).module()
             return graph
         made = torch.onnx.export(program, dynamo=True, input_names=list(inputs), output_names=[output], verbose=False)
@@ -78,6 +80,7 @@ def write_graph(network: nn.Module, inputs: dict[str, Tensor], output: str, path
 def _load_onnx(path: Path, names: Sequence[str]) -> Graph:
     import onnxruntime
 
+    # On the CPU, wherever the run was sampled, so that the comparison needs no other build of the runtime.
     session = onnxruntime.InferenceSession(str(regular_file(path)), providers=["CPUExecutionProvider"])
 
     def graph(*inputs: Tensor) -> Tensor:

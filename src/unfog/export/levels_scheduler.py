@@ -49,9 +49,11 @@ class LevelsScheduler(SchedulerMixin, ConfigMixin):
         self.visits = []
         for index, (alpha, sigma, _) in enumerate(self.levels):
             self.visits.append((index, False))
+            # No correction into the last level, and none from pure noise: as in `diffusion.steps.heun`.
             if config.kind == "heun" and index < count - 1 and sigma <= PURE_NOISE * alpha:
                 self.visits.append((index + 1, True))
         self.timesteps = torch.arange(len(self.visits), device=device)
+        # Or a second image would be extrapolated from the last guess of the first.
         self._before = None
 
     def _grid(self, count):

@@ -49,6 +49,7 @@ def _body(module: ModuleType, imports: dict[str, None], left_out: frozenset[str]
         docstring = number == 0 and isinstance(node, ast.Expr)
         if imported or docstring or getattr(node, "name", "") in left_out:
             assert node.end_lineno is not None
+            # Blank lines in their place, as the numbers of lines from the syntax tree must stay right.
             lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
     # The functions of `layers` are in the same file.
     text = re.sub(r"\blayers\.(?=attention\()", "", "\n".join(lines))

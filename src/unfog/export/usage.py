@@ -67,6 +67,7 @@ def usage(kind: str, name: str, model: Mapping[str, Any], custom: bool) -> str:
     place = repr(name or "FOLDER").replace("'", '"')
     classes = len(model["classes"])
     if kind == "diffusers":
+        # Diffusers runs code from a repository only if the caller says so, and a card must not hide that.
         trust = ", trust_remote_code=True" if custom else ""
         labels = f", class_labels={[i % classes for i in range(4)]}" if classes else ""
         arguments = f"batch_size=4{labels}, num_inference_steps={len(model['levels']) - 1}"

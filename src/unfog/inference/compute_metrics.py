@@ -109,6 +109,7 @@ def _search_copies(
     with Progress("searching copies", len(dataset.train)) as progress:
         found = {"pixels": check_memorization_by_pixels(some, dataset, progress.update)}
     features, (real, fake) = setup.compared.features, features_of
+    # Only against the training images: features of another reference say nothing of copies.
     if features is not None and real is not None and fake is not None and setup.compared.reference is dataset.train:
         unseen = compute_features(UnseenImages(dataset).pixels, features)
         name = features.name if features.name != "pixels" else "small pixels"

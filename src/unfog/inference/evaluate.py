@@ -49,6 +49,7 @@ def evaluate(run: LoadedRun, request: EvaluationRequest) -> Evaluation:
             checkpoint.find_checkpoint(run.folder.checkpoints, request.against)  # fails now rather than after sampling
         dataset = _load_dataset(run, stop)
         setup = _resolve_request(run, request, dataset, stop)
+        # By step and by all that the result depends on, so that a stored one is never that of another question.
         path = run.path / "evaluations" / f"{run.checkpoint.step:08d}-{_result_key(run, setup)}.json"
         stored = Evaluation.read(path)
         world.barrier()  # every rank has looked before rank 0 writes the file

@@ -143,6 +143,7 @@ def _card_grid(job: _Export) -> tuple[Pixels, str]:
     """Return a grid of samples, uint8 [H, W, C], and its caption: some for each class, as those of a run's previews."""
     classes = job.run.classes
     count = _SAMPLES if not classes else len(classes) * max(1, _SAMPLES // len(classes))
+    # Of many classes one sample each would be a page of samples.
     count = count if count <= 2 * _SAMPLES else _SAMPLES
     say(f"  drawing {count} samples for the model card")
     samples = to_pixels(draw_samples(job.run.config, job.network, job.sampler, count)).permute(0, 2, 3, 1).numpy()
@@ -213,6 +214,7 @@ def _write_graphs(job: _Export, suffix: str) -> float:
     fewer = {name: value[:1] for name, value in inputs.items()}
     differences = [_relative_difference(network, graph, given) for given in (inputs, fewer)]
     if latents := job.description["latents"]:
+        # A copy, as it is shared with the sampling of the run, and tracing may change a module.
         autoencoder = deepcopy(open_run_autoencoder(job.run.config, torch.device("cpu")))
         decoder = Decoder(autoencoder, latents["mean"], latents["scale"])
         x0 = {"x0": inputs["x"].clamp(-1, 1)}
@@ -228,6 +230,7 @@ def _example_inputs(description: dict[str, Any]) -> dict[str, Tensor]:
     levels = description["levels"][:-1]
     c_noise = torch.tensor([level["c_noise"] for level in (levels[0], levels[len(levels) // 2], levels[-1])])
     null = description["null_label"]
+    # With the null class among them, as guidance calls the network with it.
     labels = {} if null is None else {"label": torch.tensor([0, null, null - 1])}
     return {"x": x, "c_noise": c_noise, **labels}
 

@@ -59,6 +59,7 @@ def noise_levels(diffusion: Diffusion, sampler: Sampler) -> list[dict[str, float
 def _coefficients(diffusion: Diffusion, level: Level) -> dict[str, float]:
     """Return alpha, sigma, c_in, c_noise, c_skip and c_out at a level, computed in float32 as sampling does."""
     logsnr, one, zero = torch.tensor([level.logsnr]), torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 1, 1)
+    # By calling what sampling calls, rather than by formulas of their own that could differ.
     c_in, c_noise = diffusion.network_input(one, logsnr)
     # x0 is linear in x_t and y.
     c_skip, c_out = diffusion.recover(zero, one, logsnr)[0], diffusion.recover(one, zero, logsnr)[0]

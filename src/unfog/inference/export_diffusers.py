@@ -110,6 +110,7 @@ def _write_network(run: LoadedRun, network: nn.Module, folder: Path) -> list[str
     out = channels * (1 + config.diffusion.learned_variance)
     weights = {name: w for name, w in network.state_dict().items() if not name.startswith("augment_embedding.")}
     if isinstance(settings, UNet):
+        # diffusers has no such factor; the scale is in the timesteps of the scheduler instead.
         plain = Network(replace(settings, time_scale=1.0), channels, classes, weights, out)
         described, weights = plain.to_unet2d(side)
         _write_model(folder, "UNet2DModel", described, weights)
@@ -164,6 +165,7 @@ def _difference(run: LoadedRun, network: nn.Module, sampler: Sampler, folder: Pa
     pipeline = _load(folder, stock)
     generators = NoiseSource(0, range(_IMAGES), input_shape(run.config)).generators
     arguments = {"generator": generators, "num_inference_steps": sampler.steps, "output_type": "np"}
+    # Samples and not outputs are compared: a wrong scheduler around a right network would go unnoticed.
     drawn = torch.from_numpy(pipeline(batch_size=_IMAGES, **arguments).images).permute(0, 3, 1, 2)
     ours = draw_samples(run.config, network, sampler, _IMAGES)
     return float((2 * drawn - 1 - ours.clamp(-1, 1)).abs().max())

@@ -55,6 +55,7 @@ def check_sampler_maps(config: Config, sampler: Sampler) -> None:
 def _is_table(config: Config, sampler: Sampler) -> bool:
     """Return True if diffusers has the table of noise levels that is sampled at."""
     diffusion, schedule = config.diffusion, config.diffusion.schedule
+    # Offset and cap are constants in diffusers' cosine table, so other ones have no equal there.
     known = isinstance(schedule, Linear) or (
         isinstance(schedule, Cosine) and (schedule.offset, schedule.max_beta) == (Cosine.offset, Cosine.max_beta)
     )
@@ -85,6 +86,7 @@ def is_stock(config: Config, sampler: Sampler) -> bool:
     """Return True if a pipeline of diffusers samples this run, so that no code is needed."""
     diffusion, network = config.diffusion, config.network
     plain = not (config.classes or config.uses_latents or diffusion.scale_input or diffusion.learned_variance)
+    # UNet2DModel embeds the timestep as it is.
     unet = isinstance(network, UNet) and network.time_scale == 1
     table = _is_table(config, sampler) and (sampler.kind == "ddpm" or _has_solver(config, sampler))
     # Pipelines of diffusers give a scheduler their generator, and that of UniPC takes none.

@@ -90,6 +90,7 @@ class LoadedRun:
             load_ema_weights(network, self.folder, self.ema, step)
         elif self.weights == "raw":
             load_weights(saved.folder, "model", network)
+        # A width that was measured to be best replaces the default one, but never one that was asked for.
         elif not self._load_swept_ema(network, saved):
             load_weights(saved.folder, "ema", network)
         return network.to(self.device).eval()
@@ -208,5 +209,6 @@ def weights_digest(network: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(network.state_dict().items()):
         digest.update(name.encode())
+        # As bytes: bfloat16 has no counterpart in NumPy.
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -202,6 +202,7 @@ class Run(LoadedRun):
     def digest(self, prepared: PreparedSampling) -> str:
         """Return a digest of all that the images depend on, to the bit."""
         generation, guide, edit, _ = prepared
+        # The weights themselves and not the step: an EMA of a width is rebuilt from whatever snapshots there are now.
         of: list[object] = [self.config, generation, weights_digest(self.network)]
         if guide is not None:
             of += [guide.diffusion, weights_digest(cast(nn.Module, guide.network))]
@@ -290,6 +291,7 @@ def _open_guide(run: LoadedRun, guide: Guide) -> Denoiser:
         other = LoadedRun(path, run.weights, step, str(run.device))
     else:
         other = LoadedRun(run.path, run.weights, guide, str(run.device))
+    # The difference of a network from itself is zero, so that guidance would silently do nothing.
     same = other.checkpoint.folder.resolve() == run.checkpoint.folder.resolve() and other.weights == run.weights
     if same and other.ema is None and run.ema is None:  # an EMA of a given width may be of another step
         raise RequestError(
@@ -323,6 +325,7 @@ def _check_guide(config: Config, other: Config) -> None:
         replace(other.diffusion, schedule=config.diffusion.schedule, learned_variance=False)
     except RequestError as error:
         raise RequestError(f"the guide cannot be used at the noise levels of this run: {error}") from None
+    # Both guesses are subtracted, which makes no sense if the same number stands for another colour.
     if _input_scale(config) != _input_scale(other):
         raise RequestError(
             "the guide must be trained on the same kind of input: pixels, or latents of the same "

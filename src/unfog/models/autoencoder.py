@@ -53,11 +53,13 @@ class AutoencoderModel(nn.Module):
         Draws from torch's global generator of x's device. H and W must be multiples of the factor.
         """
         mean, logvar = self.posterior(x)
+        # exp(logvar / 2) is the deviation; a square root of the variance would have an infinite gradient at 0.
         latent = mean + (0.5 * logvar).exp() * torch.randn_like(mean)
         return self.decode(latent), mean, logvar
 
     def posterior(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and log variance of the latents of images, float32 [B, latent_channels, H/f, W/f] each."""
+        # float32 from here on: exp of a 16-bit log variance would be off by percents.
         mean, logvar = self.encoder(x).float().chunk(2, dim=1)
         return mean, logvar.clamp(*_LOGVAR)
 

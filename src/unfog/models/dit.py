@@ -153,6 +153,7 @@ class DiTModel(ConditionalNetwork):
 
     def _initialise(self) -> None:
         # As in DiT: Xavier for matrices, small embeddings, and zero for all modulations and for the last layer.
+        # Three passes over the weights, the order of which decides: Xavier for all, then the smaller, then the zeros.
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -170,6 +171,7 @@ class DiTModel(ConditionalNetwork):
         """Compute the network's output; see `UNetModel.forward`."""
         patch, embedding = self.settings.patch, self.embed(c_noise, label, augment, x.dtype)
         condition = embedding if self.modulation is None else self.modulation(embedding)
+        # With the linear layer this is the strided convolution of other code; `patch_out` has the same order of pixels.
         squares = F.pixel_unshuffle(x, patch)  # [B, C patch^2, rows, columns]
         rows, columns = squares.shape[2:]
         angles = _rotations(rows, columns, self.settings.head_channels, x.device)

@@ -128,6 +128,7 @@ class _MPBlock(nn.Module):
         self.down, self.resample, self.dropout = down, resample, settings.dropout
         self.conv1 = _MPConv(out_channels if down else in_channels, out_channels, 3)
         self.condition = _MPLinear(width, out_channels)
+        # A scalar for each block, the only weight whose length is free: it says how much the condition may do.
         self.gain = nn.Parameter(torch.zeros(()))
         self.conv2 = _MPConv(out_channels, out_channels, 3)
         same = in_channels == out_channels
@@ -172,6 +173,7 @@ class MPUNetModel(ConditionalNetwork):
     ):
         super().__init__(image_channels, num_classes)
         self.settings = settings
+        # As wide as the widest level, as in EDM2.
         first, width = settings.channels[0], max(settings.channels)
         self.conv_in = _MPConv(image_channels + 1, first, 3)
         self.time_embedding = _MPLinear(first, width)

@@ -23,6 +23,7 @@ CONTRACT = (
 _OWN_PACKAGES = ("torch", "torchvision", "unfog")  # whose classes everybody has
 _LONGEST_REPR = 20_000  # characters
 # (path, structure) -> the object that was given last.
+# Outside of the settings, which are written to a file: an object cannot be.
 _given: dict[tuple[str, str], Any] = {}
 
 
@@ -41,6 +42,7 @@ class GivenNetwork(CustomNetwork):
     @classmethod
     def of(cls, network: Any) -> GivenNetwork:
         """Keep the object for `build`, and return its settings. RequestError if it cannot be trained."""
+        # Weights of a compiled network are named "_orig_mod.…", which a plain one could not load.
         network = getattr(network, "_orig_mod", network)  # of torch.compile
         _check(network)
         settings = cls(path=_class_path(network), structure=_structure(network))
@@ -153,6 +155,7 @@ def _class_path(network: Any) -> str:
 
 def _structure(network: Any) -> str:
     named = [*network.named_parameters(), *network.named_buffers()]
+    # Not the values: a resume gives a fresh object, which the checkpoint fills.
     described = sorted((name, tuple(values.shape), str(values.dtype)) for name, values in named)
     return hashlib.sha256(repr(described).encode()).hexdigest()[:16]
 
@@ -184,6 +187,7 @@ def _copy(network: Any) -> Any:
     copies: dict[int, Any] = {}
     loose = (value for part in network.modules() for value in vars(part).values())
     for one in [*network.parameters(), *network.buffers(), *(v for v in loose if isinstance(v, torch.Tensor))]:
+        # By strides, as the memory layout of weights decides the order of sums, and so the bits of a run.
         fresh = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype)
         if type(fresh) is torch.Tensor and not fresh.is_meta:
             fresh.copy_(one.detach())

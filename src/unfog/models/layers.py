@@ -24,6 +24,7 @@ def sinusoids(position: Tensor, width: int, freq_shift: int = 0, flip_sin_to_cos
     """
     half = width // 2
     exponent = -math.log(10_000) * torch.arange(half, dtype=torch.float32, device=position.device)
+    # In float32: bfloat16 holds no odd whole number above 256, and neighbouring timesteps would be one.
     angle = position.float()[:, None] * (exponent / (half - freq_shift)).exp()
     first, second = (angle.cos(), angle.sin()) if flip_sin_to_cos else (angle.sin(), angle.cos())
     return F.pad(torch.cat([first, second], dim=1), (0, width % 2))
@@ -89,6 +90,7 @@ class ConditionalNetwork(nn.Module):
     def _class_embedding(self, label: Tensor | None, c_noise: Tensor) -> Tensor | None:
         """Return the embedding [B, width] of the labels, or of the null class; None for a network without classes."""
         if self.class_embedding is None:
+            # Refused rather than ignored: somebody would believe that the samples are of that class.
             if label is not None:
                 raise RequestError("a label was given to a network without classes; give none, or train with classes")
             return None

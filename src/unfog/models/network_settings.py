@@ -33,6 +33,7 @@ class NetworkSettings:
 
     def build(self, channels: int, classes: int, augment_inputs: int, out_channels: int | None) -> Any:
         """Return the network, a torch.nn.Module with fresh weights."""
+        # By name, as the modules of networks import torch, and settings must load without it.
         module, _, name = self.model.partition(":")
         return getattr(import_module(module), name)(self, channels, classes, augment_inputs, out_channels)
 

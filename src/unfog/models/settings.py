@@ -67,6 +67,7 @@ class _LevelSettings(NetworkSettings):
 
     def check(self, size: int | tuple[int, int]) -> None:
         levels = len(self.channels)
+        # An odd side at any level would not come back at its size after it was halved and doubled.
         factor = 2 ** (levels - 1)
         for side in (size, size) if isinstance(size, int) else size:
             # A single pixel at the lowest level could not be normalised when one image is sampled.

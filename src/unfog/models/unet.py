@@ -84,6 +84,7 @@ class _Downsample(nn.Module):
 
     def __init__(self, settings: UNet, channels: int):
         super().__init__()
+        # DDPM's TensorFlow code pads "SAME": for even sides and stride 2 that is right and below alone.
         self.right_below = settings.downsample_padding == 0
         self.conv = nn.Conv2d(channels, channels, 3, stride=2, padding=settings.downsample_padding)
 
@@ -162,6 +163,7 @@ class UNetModel(ConditionalNetwork):
     ):
         super().__init__(image_channels, num_classes)
         self.settings = settings
+        # The embedding has 4 times the channels of the first level, as in DDPM.
         first, width = settings.channels[0], 4 * settings.channels[0]
         self.conv_in = nn.Conv2d(image_channels, first, 3, padding=1)
         self.time_embedding = nn.Sequential(nn.Linear(first, width), nn.SiLU(), nn.Linear(width, width))
@@ -203,6 +205,7 @@ class UNetModel(ConditionalNetwork):
         for level in self.up:
             left = len(skips) - self.settings.blocks - 1
             h = level(h, skips[left:], embedding, self._run)
+            # Without gradients, as in sampling, this frees the images of a level as soon as they are used.
             del skips[left:]
         output: Tensor = self.conv_out(F.silu(self.norm_out(h)))
         return output.contiguous()

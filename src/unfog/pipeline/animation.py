@@ -41,6 +41,7 @@ class DenoisingAnimation:
         if step % self._every or first > 0:
             return
         alpha, sigma = self._path(torch.tensor(logsnr, dtype=torch.float64))
+        # On the VE path x_t reaches 80, and every frame but the last would be clipped to black and white.
         scaled = x_t[:MOST_SAMPLES] / float((alpha**2 + sigma**2).sqrt())
         self._frames.append(to_pixels(self._decode(scaled)).permute(0, 2, 3, 1).cpu().numpy())
 
@@ -71,6 +72,7 @@ def _mp4(frames: list[Pixels], each: int) -> bytes:
         writer = imageio_ffmpeg.write_frames(
             str(file), (width, height), fps=1000 / each, quality=8, macro_block_size=2, ffmpeg_log_level="error"
         )
+        # The library's generator begins the file at its first send.
         writer.send(None)
         for frame in [*frames, *frames[-1:] * round(_LAST / each)]:
             padding = [(0, height - frame.shape[0]), (0, width - frame.shape[1]), (0, 0)]

@@ -36,6 +36,7 @@ def contact_sheet(dataset: Dataset, augment: Augment, seed: int) -> Pixels:
     for position, batch in zip(list(chosen), batches):
         if batch.label is not None and int(batch.index[0]) != int(index[position]):  # it stands in for another
             chosen[position] = _class_name(images.classes, int(batch.label[0]))
+    # A picture of the data must not move the numbers that training draws.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         x0, _ = augment(torch.cat([batch.pixels for batch in batches]))

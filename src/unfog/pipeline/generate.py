@@ -163,6 +163,7 @@ def _interpolate_noise(a: Tensor, b: Tensor, shares: Sequence[float]) -> Tensor:
     Along the circle noise keeps its length; on a straight line it would be too weak in the middle, and images grey.
     """
     angle = float(cosine_similarity(a.flatten().double(), b.flatten().double(), 0).clamp(-1, 1).acos())
+    # Both sines are then zero, and their quotient is no number.
     if angle < 1e-6:  # of the same seed
         return a.expand(len(shares), *a.shape).clone()
     sines = [(math.sin((1 - t) * angle) / math.sin(angle), math.sin(t * angle) / math.sin(angle)) for t in shares]

@@ -48,6 +48,7 @@ def build_edit(
     pixels, facts = _read_image(image, "image", config.data.size, config.data.channels, config.data.background)
     unknown = None
     if mask is not None:
+        # Black behind a transparent mask: what is not drawn is kept.
         white, its = _read_image(mask, "mask", config.data.size, 1, "black")
         if (its.width, its.height) != (facts.width, facts.height):
             raise RequestError(
@@ -58,6 +59,7 @@ def build_edit(
         unknown = torch.from_numpy(white >= 128)  # resizing leaves greys at the edges of the white
         if not unknown.any():
             raise RequestError("the mask is black everywhere, so there is nothing to paint; make those areas white")
+    # Behind a mask nothing of the old pixels is wanted; without one, at full strength nothing of the image is left.
     usual = _DEFAULT_STRENGTH if mask is None else 1.0
     return Edit(
         to_model_range(torch.from_numpy(pixels.copy())),

@@ -259,6 +259,7 @@ class AutoSettings:
             config = _changed(config, {section: {"every": every} for section, every in open_intervals(config).items()})
             costs = forward_passes(config, config.evaluate.images)
             aside = (sum(costs.values()) - costs["training"]) * training.images / costs["training"]
+            # At least half: a short run with a costly preview is still to train.
             images = max(possible / 2, possible - aside)
         return round(images)
 

@@ -49,6 +49,7 @@ class Repository(NamedTuple):
         # The errors of three HTTP libraries: huggingface_hub has changed them twice.
         except Exception as error:
             raise RequestError(f"push_to_hub = {quote(name)}: {_reason(error, api.endpoint)}") from None
+        # Checked before the export, which may take minutes.
         if not found.private and not public:
             raise RequestError(
                 f"push_to_hub = {quote(name)} exists and is public, and what is pushed is private unless --public is "
@@ -60,6 +61,7 @@ class Repository(NamedTuple):
         """Push a folder, in one commit: all of it or nothing. RunError if that fails; the folder stays as it is."""
         say(f"  uploading to {self.name} ({'public' if self.public else 'private'})")
         try:
+            # Private unless it was said otherwise: a person's own images may be recognised in what a network draws.
             self.api.create_repo(self.name, private=not self.public, exist_ok=True)
             self.api.upload_folder(repo_id=self.name, folder_path=folder, commit_message=message)
         except Exception as error:

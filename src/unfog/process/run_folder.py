@@ -68,6 +68,7 @@ class RunFolder:
         check_out(self.path, source)
         made: list[Path] = []
         try:
+            # Only folders that this call makes are removed again, so a person's empty folder stays.
             made = [path for path in (self.path, *self.path.parents) if not path.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
             # Raises where the name is no UTF-8, which neither config.toml nor a page could hold.
@@ -119,6 +120,7 @@ class RunFolder:
             raise RequestError(f"{self.config_file} is damaged: it names no source; restore it from a copy")
         own = self.path / AUTOENCODER_FOLDER
         if config.uses_latents and (own / "config.json").is_file():  # the run may have been moved
+            # The copy in the run, as the folder that was named may be gone or trained further.
             config = replace(config, autoencoder_folder=str(own.absolute()))
         return config
 
@@ -182,6 +184,7 @@ def _remove_empty_folders(folders: list[Path]) -> None:
 
 def next_folder(source: str, under: str = "runs") -> Path:
     """Return an unused folder named after the source: runs/photos, runs/photos-2, …; of a URL its last part."""
+    # What is left of a name is safe in a path on any system, and in a shell without quotes or nearly.
     plain = re.sub(r"[^\w .+@]+", "-", source_name(source).removesuffix(".tar").removesuffix(".zip")).strip("-. ")
     return unused_path(Path(under) / (plain or "run"))
 
@@ -208,6 +211,7 @@ def new_folder(path: Path) -> Path:
     """Make and return the `unused_path`. Of several processes that call this at once, each gets its own."""
     while True:
         folder = unused_path(path)
+        # Between the look and the making another process may take the name; mkdir tells the one from the other.
         with suppress(FileExistsError):
             folder.mkdir()
             return folder

@@ -170,6 +170,7 @@ def disk_bytes(folder: Path) -> int:
         for name in names:
             with suppress(OSError):  # a running process may delete files meanwhile
                 found = os.lstat(os.path.join(place, name))
+                # Blocks rather than sizes: what the disk holds, as `du` counts it.
                 total += getattr(found, "st_blocks", -(-found.st_size // 512)) * 512
     return total
 

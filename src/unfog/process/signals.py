@@ -97,6 +97,7 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
             self._process = os.getpid()
+            # Before the handlers of signals, which set the alarm: one that rings without our handler ends the process.
             self._alarm.take()
             for number in _SIGNALS:
                 before = signal.getsignal(number)
@@ -126,6 +127,7 @@ class StopSignals:
             self._alarm.ring_in(_ALARM_INTERVAL)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        # A forked worker of a data loader shares this object, and must die of a signal as any process does.
         if self._closed or os.getpid() != self._process:
             _pass_on(self._before[signal.Signals(number)], number, frame)
             return

@@ -68,6 +68,7 @@ def line_chart(
     x_axis = _Axis(*_limits(np.concatenate([xy[0] for xy in shown])), _LEFT, _WIDTH - _RIGHT)
     y_values = np.concatenate([xy[1] for xy in shown])
     low, high = _limits(y_values, margin=0.06, log=log_y)
+    # Only where nothing would be cut off.
     if zero_y and y_values.min() >= 0:
         low = 0.0
     y_axis = _Axis(low, high, _HEIGHT - _BOTTOM, _TOP if len(lines) > 1 else _TOP - 20, log_y)
@@ -106,6 +107,7 @@ def histogram(values: Sequence[float] | Floats, x_label: str, y_label: str, bins
     finite = finite[np.isfinite(finite)]
     if not len(finite):
         return ""
+    # With limits of ours: equal values would give numpy a range of no width.
     counts, edges = np.histogram(finite, bins, _limits(finite))
     edges, bars = edges.astype(np.float64), counts.astype(np.float64)
     spans = np.array([edges[:-1], edges[1:]])
@@ -127,6 +129,7 @@ def _svg(body: Sequence[str], name: str) -> str:
 def _points(x: Sequence[float] | Floats, y: Sequence[float] | Floats, log: bool) -> Floats:
     """[2, n]: x and y, a gap wherever a value cannot be shown, thinned."""
     points = np.array([np.asarray(x, np.float64), np.asarray(y, np.float64)])
+    # A denormal or a huge value, as of a diverged run, overflows where the length of an axis is computed.
     points[np.abs(points) < _TINY] = 0.0
     points = points[:, np.abs(points[0]) < 1 / _TINY]
     visible = (np.abs(points[1]) < 1 / _TINY) & ((points[1] > 0) | (not log))
@@ -146,6 +149,7 @@ def _thinned(points: Floats) -> Floats:
         if np.isnan(y).all():
             keep.append(int(first))
         else:
+            # In their order along x, so that the line does not run back.
             keep += sorted({int(first + np.nanargmin(y)), int(first + np.nanargmax(y))})
     return points[:, keep]
 

@@ -31,6 +31,7 @@ def smoothed(values: Floats) -> Floats:
     smoothed = np.empty_like(values)
     average = 0.0
     for i, value in enumerate(values):
+        # A wider window from the first value on would drag the high losses of the beginning along the whole line.
         average += (value - average) / max(1.0, min(len(values) / 40, (i + 1) / 8))
         smoothed[i] = average
     return smoothed
@@ -74,6 +75,7 @@ def thinned(columns: Mapping[str, Floats], bins: int) -> dict[str, Floats]:
             continue
         found[f"{name}.min"] = np.where(none, np.nan, np.minimum.reduceat(np.where(present, column, np.inf), edges))
         found[f"{name}.max"] = np.where(none, np.nan, np.maximum.reduceat(np.where(present, column, -np.inf), edges))
+        # The last finite value, not the last row: a metric that is measured seldom has none in most rows.
         indices = np.maximum.reduceat(np.where(present, np.arange(rows), -1), edges)
         found[f"{name}.last"] = np.where(none, np.nan, column[indices])
     return found
@@ -84,7 +86,9 @@ def pack_columns(columns: Mapping[str, Floats]) -> bytes:
     rows = len(next(iter(columns.values()))) if columns else 0
     header = {"columns": list(columns), "rows": rows, "from": 0, "offset": 0, "identity": "", "reset": True, "bits": 32}
     text = json.dumps(header, ensure_ascii=True).encode()
+    # The values begin at a multiple of 8, where the browser can read them in place.
     text += b" " * (-(4 + len(text)) % 8)
+    # What float32 cannot hold becomes infinite, which the page leaves out.
     with np.errstate(over="ignore"):
         values = [np.asarray(column, "<f4").tobytes() for column in columns.values()]
     return b"".join([struct.pack("<I", len(text)), text, *values])

@@ -19,6 +19,7 @@ def _skipped_step(event: Event) -> tuple[str, str]:
     where = f" in {layer}" if layer else ""
     images = f" from {', '.join(map(str, names[:3]))}" if isinstance(names, list) and names else ""
     cause = f"the gradient was not finite{where}{images}; the weights were left as they were"
+    # In 16 bits the range or the rounding is the likely cause, in fp32 an image or the rate.
     if event.get("precision") in ("fp16", "bf16"):
         return cause, "one alone does no harm; if it returns, resume with --precision fp32 or a lower --lr"
     return cause, "one alone does no harm; if it returns, look at the named images, or resume with a lower --lr"
@@ -41,6 +42,7 @@ def _out_of_memory(event: Event) -> tuple[str, str]:
 
 
 def _failed(event: Event) -> tuple[str, str]:
+    # The reason is that of the error message, which has its own remedy.
     return str(event.get("reason", "")), "mend the cause, then resume the run: it goes on from its newest checkpoint"
 
 
@@ -48,6 +50,7 @@ def _reason(remedy: str) -> Callable[[Event], tuple[str, str]]:
     return lambda event: (str(event.get("reason", "")), remedy)
 
 
+# Names of kinds as they are on disk, which older runs have as well.
 _EXPLANATIONS: dict[str, Callable[[Event], tuple[str, str]]] = {
     "step_refused": _skipped_step,
     "rolled_back": _rolled_back,

@@ -131,9 +131,11 @@ def _render(title: str, findings: Sequence[Finding]) -> str:
     """Render the findings as an HTML page that makes no requests."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("unfog.reporting"),
+        # Evidence holds names of files and classes, which may be a stranger's.
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
+        # A misspelt name in the template is an error rather than an empty place on the page.
         undefined=jinja2.StrictUndefined,
     )
     written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")

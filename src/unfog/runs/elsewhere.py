@@ -62,6 +62,7 @@ def _schedule(betas: Tensor) -> Sigmoid | Cosine | Linear:
         candidates: list[TimestepSchedule] = [Sigmoid(steps=steps), Cosine(steps=steps), Linear(steps=steps)]
         for schedule in candidates:
             ours = torch.tensor(schedule.betas(), dtype=torch.float64)
+            # Loosely, as they are stored in float32 and were computed in other ways.
             if torch.allclose(ours, betas.double(), rtol=1e-3, atol=1e-7):
                 return schedule  # type: ignore[return-value]
     raise RequestError(

@@ -71,6 +71,7 @@ class Model(Run):
         count = request.n or (1000 if self.device.type == "cpu" else 10_000)
         chosen = {name: value for name in _DRAWN if (value := getattr(request, name)) is not None}
         samples = self.sample(count, **chosen)
+        # As a source, so that they are compared by the way that images of any program take.
         stored = str(store_images(samples, None, Report(say)))
         found = evaluate_images(stored, replace(request, n=0), 0, str(self.device))
         how = {"samples": count, "of": ", ".join(self.sampled), "reference": sanitize(request.reference)}
@@ -87,6 +88,7 @@ class Model(Run):
 def _settings(path: Path, source: WeightsSource, size: int) -> Config:
     """Return the settings to sample with. RequestError if the weights leave open what only training could choose."""
     config, model = source.config, source.elsewhere
+    # The same weights under another objective give noise, so none is guessed.
     if path.is_dir() and source.scheduler is None:
         raise RequestError(
             f"{path} has no scheduler_config.json, which says what the network predicts at which noise levels; save "

@@ -35,6 +35,7 @@ def main(request: ServeRequest) -> int:
             raise RequestError(f"unfog serve needs {package}: pip install 'unfog[serve]'")
     _check_folder(request.runs)
     _check_sources(request.source)
+    # Before anything is imported, so that a port in use is said at once and the address can be printed.
     listener = _listen(request.host, request.port)
     port = listener.getsockname()[1]
     secret = _address_secret(request.runs)
@@ -156,6 +157,7 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family[0], socket.SOCK_STREAM)
+        # Or a restart within a minute would find its own port in use (TIME_WAIT).
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(family[4])
         listener.listen(128)

@@ -79,11 +79,13 @@ class Guard:
 
     def _check_sender(self, scope: Scope, headers: _Headers) -> None:
         host = headers.only("host").lower()
+        # With DNS rebinding the browser takes a stranger's page to be of this origin, and only Host tells.
         if host not in self._hosts:
             raise _Refused(403, "this host name is not accepted; open the address that unfog serve has printed")
         if scope["method"] not in _METHODS:
             raise _Refused(405, "this method is not accepted")
         site = headers.only("sec-fetch-site", "none")
+        # "none" is the address bar. Old browsers send no such header, and for them Origin and the secret remain.
         if site not in ("same-origin", "none"):
             raise _Refused(403, "other pages may not link here; paste the address into the address bar")
         origin = headers.only("origin", f"http://{host}")
@@ -92,6 +94,7 @@ class Guard:
 
     def _path_after_secret(self, path: str) -> str:
         first, slash, rest = path.removeprefix("/").partition("/")
+        # In constant time, so that the secret cannot be guessed digit by digit.
         if not (slash and hmac.compare_digest(first.encode("utf-8", "replace"), self._secret)):
             raise _Refused(404, "nothing is here; open the whole address that unfog serve has printed")
         return "/" + rest
@@ -119,6 +122,7 @@ async def _read_body(headers: _Headers, receive: Receive) -> bytes:
     if kind not in _LIMITS:
         raise _Refused(415, f"the body must be {' or '.join(_LIMITS)}")
     limit, length = _LIMITS[kind], headers.only("content-length", "0")
+    # Before it is read: Python refuses to read a number of thousands of digits, with an error of its own.
     if not length.isdecimal() or len(length) > 12 or int(length) > limit:
         raise _Refused(413, f"the body is over {limit:,} bytes")
     body = bytearray()
@@ -155,6 +159,7 @@ def _with_headers(send: Send) -> Send:
     async def send_with_headers(message: Message) -> None:
         if message["type"] == "http.response.start":
             headers = list(message.get("headers", ()))
+            # Runs change all the time, and nothing of them should stay in a browser's cache.
             if not any(name.lower() == b"cache-control" for name, _ in headers):
                 headers.append((b"cache-control", b"no-store"))
             message = {**message, "headers": [*headers, *_HEADERS]}

@@ -37,6 +37,7 @@ class PictureCache:
         found = stat_of(path)
         if found is None:
             raise FileNotFoundError(f"{path.name} is not there")
+        # With time and size, as a sample of a step is drawn anew when a run goes on from an older checkpoint.
         key = (path, *found)
         with self._lock:
             if key not in self._kept:

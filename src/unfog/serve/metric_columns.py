@@ -122,6 +122,7 @@ class MetricColumns:
     def _read_new(self, file: BinaryIO) -> None:
         size, name = min(os.fstat(file.fileno()).st_size, _LARGEST_RECORD), _file_id(file)
         tail = os.pread(file.fileno(), len(self._tail), max(0, self.offset - len(self._tail)))
+        # A resume rewrites the file without the undone lines, and it may have grown past the old size since.
         if size < self.offset or name != self._file or tail != self._tail:
             self.generation += bool(self.offset)
             self._clear(name)

@@ -79,6 +79,7 @@ def new_events(run: RunEntry, start: int) -> dict[str, Any]:
     `reset`: events before them were undone by a resume, or the file is another one, so these are all there are.
     """
     rows, end = _event_rows(run.path, start)
+    # A resume undoes events of steps that are trained again, and the page may show some of them.
     reset = end < start or any(row.get("kind") in SESSION_STARTS for row in rows)
     if reset and start:
         rows, end = _event_rows(run.path, 0)
@@ -95,6 +96,7 @@ def _event_rows(run: Path, start: int) -> tuple[list[Row], int]:
             data = os.pread(file.fileno(), max(0, size - first), first)
     except OSError:
         return [], 0
+    # The last line may still be written; it is read the next time.
     whole = data.rfind(b"\n") + 1
     return parse_lines(data[:whole].split(b"\n"))[0], min(first, size) + whole
 

@@ -53,6 +53,7 @@ def read_json(path: Path, run: Path) -> Any:
 
 def checkpoint_steps(run: Path) -> list[int]:
     """Return the steps of the checkpoints that are whole: their manifest is written last."""
+    # Each costs a look at a file, and a stranger's folder may have any number of them.
     steps = numbered_files(run, "checkpoints", "")[-_MOST_CHECKPOINTS:]
     return [step for step in steps if stat_of(run / "checkpoints" / f"{step:08d}" / "manifest.json")]
 
@@ -80,6 +81,7 @@ def read_settings(run: Path) -> dict[str, Any]:
 def read_source(run: Path) -> str:
     """Return the source of a run, with its passwords; "" if it cannot be read."""
     try:
+        # With the mark that Windows editors put at the beginning, which TOML does not know.
         text = read_file(run / "config.toml", _LARGEST_CONFIG, run).decode("utf-8-sig")
         # It stands before the sections, whose parsing takes milliseconds for each run.
         return str(tomllib.loads(text.partition("\n[")[0]).get("source", ""))

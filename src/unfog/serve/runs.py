@@ -206,6 +206,7 @@ class RunList:
         with self._lock:
             self._ticks += 1
             turn = self._ticks % _IDLE_TICKS
+            # A fifth of the idle runs in each tick, so that a folder of hundreds costs evenly and not in bursts.
             due = [one for i, one in enumerate(self) if everything or one.running or i % _IDLE_TICKS == turn]
             changed = [one for one in due if one.refresh()]
             summed = next((one for one in due if one.sum_disk()), None)  # one a tick: it looks at every file

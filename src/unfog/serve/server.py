@@ -52,6 +52,7 @@ class Server:
 
     def look(self) -> None:
         """Look at all files now if nobody has watched them: for a page that polls."""
+        # A page that polls has no stream, so that no watcher looks for it; one look serves all of its requests.
         if not self.hub.listened_to and time.monotonic() - self._looked > _TICK_SECONDS:
             self.tick(everything=True)
 
@@ -73,6 +74,7 @@ class Server:
     def _greeting(self) -> Iterator[tuple[str, dict[str, Any], str]]:
         yield "runs", {"count": len(self.runs)}, "runs"
         for run in self.runs:
+            # The others come with the list of runs, which every page asks for when it opens.
             if run.running:
                 yield "run", _run_event(run), f"run {run.id}"
 

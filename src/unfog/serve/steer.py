@@ -59,6 +59,7 @@ class SourceList:
         found = [_BUILT_IN, *self._server.given_sources]
         for run in self._server.runs:
             source = read_source(run.path)
+            # A run of a stranger may name code or a flag as its source, and the page must not be the way to run it.
             if source and not names_code(source) and not source.startswith("-"):
                 found.append(source)
         return {number_of(text): text for text in found}
@@ -85,6 +86,7 @@ def train_command(server: Server, body: Mapping[str, Any]) -> Command:
     """Return the command of a new run on a source of the list."""
     source = _source(server, body)
     out = next_folder(source, os.fspath(server.folder))
+    # The folder is named here, so that the page knows which run in the list is its own.
     words = ["train", source, *setting_words(body, TrainRequest), "--out", os.fspath(out)]
     return _checked(Command(words, True, out))
 

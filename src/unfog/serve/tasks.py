@@ -147,6 +147,7 @@ class TaskList:
             try:
                 task.process.wait(max(0.1, until - time.monotonic()))
             except subprocess.TimeoutExpired:
+                # It had its seconds; a server that waits on would keep its port.
                 task.process.kill()
 
 

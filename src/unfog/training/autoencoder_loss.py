@@ -39,6 +39,7 @@ class AutoencoderLoss:
         image, mean, logvar = network(x0)
         # In float32: under autocast the image may have 16 bits, whose rounding would count as an error.
         cost = self.reconstruction(image.float() - x0) + self.kl * _standard_normal_kl(mean, logvar).mean((1, 2, 3))
+        # The null loss is that of an output of 0, as of a diffusion: the divergence guard has one rule for both.
         return Loss(cost, torch.full_like(cost, 0.5), self.reconstruction(x0).detach())
 
     def reconstruction(self, error: Tensor) -> Tensor:
@@ -74,6 +75,7 @@ def _blur(x: Tensor) -> Tensor:
     """Convolve [B, C, H, W] with the binomial kernel (1, 4, 6, 4, 1) / 16 along both axes, edges repeated."""
     weights = to_device(torch.tensor([1.0, 4.0, 6.0, 4.0, 1.0], dtype=x.dtype) / 16, x.device)
     channels = x.shape[1]
+    # Zeros would put an edge around every image, which the finest band would count as an error.
     x = F.pad(x, (2, 2, 2, 2), mode="replicate")
     x = F.conv2d(x, weights.view(1, 1, 5, 1).expand(channels, 1, 5, 1), groups=channels)
     return F.conv2d(x, weights.view(1, 1, 1, 5).expand(channels, 1, 1, 5), groups=channels)
@@ -84,5 +86,6 @@ def psnr(x: Tensor, y: Tensor) -> Tensor:
 
     10 log10(255^2 / mean squared error), where an error below half a level counts as half a level.
     """
+    # Half a level, as equal images would be infinitely good, and a mean over images would be too.
     error = (x.double() - y.double()).square().mean((1, 2, 3)).clamp_min(0.25)
     return 10 * torch.log10(255**2 / error)

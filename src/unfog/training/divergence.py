@@ -43,6 +43,7 @@ class DivergenceGuard:
 
     def threshold(self) -> float:
         """Return the relative loss up to which a step is ordinary."""
+        # The median and the deviation of two or three losses are chance.
         if len(self.recent) < _MIN_HISTORY:
             return _MAX_RELATIVE_LOSS
         middle = median(self.recent)
@@ -58,6 +59,7 @@ class DivergenceGuard:
             return False
         self.anomalous = 0
         self.ordinary += 1
+        # Only ordinary steps, or a run that diverges slowly would raise its own threshold.
         self.recent = [*self.recent[1 - _HISTORY :], relative]
         return True
 

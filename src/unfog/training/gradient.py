@@ -60,6 +60,7 @@ def _local_micro_batches(
         needed = max(len(list(split(each))) for each in shares)
     own, end = len(batches), state.seen + settings.batch
     if own < needed:
+        # Any image will do, as its loss does not count; this one lies beside the rank's own.
         place = share.stop if share.stop < end else share.start - 1
         batches += [*split(range(place, place + 1))] * (needed - own)
     return batches, own
@@ -151,6 +152,7 @@ class GradientComputer:
         pixels = to_device(images.pixels, device)
         label = None if images.label is None else to_device(images.label, device)
         self.world.set_phase("forward", self._step)
+        # By the first image that noise is drawn for, which may be another rank's: a split then changes no number.
         seed_generators(self.settings.seed, batch.rng_first)
         # Noise and augmentation are drawn for the whole rng range, and this micro-batch takes its rows.
         with rows_of(batch.first - batch.rng_first, batch.rng_count) if batch.is_split else nullcontext():

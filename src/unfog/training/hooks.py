@@ -98,6 +98,7 @@ class TrainingHooks:
         """Return whether `plan_length` is to be called after this step. Called every step, so it must be cheap."""
         return False
 
+    # Apart from `plan_due`: with several ranks planning is work of rank 0 that the others wait for.
     def plan_length(self, state: TrainState) -> Plan | None:
         """Return how the run goes on from here to its end, if that is to change."""
         return None

@@ -74,10 +74,12 @@ def train(
     """
     training, batch_size = settings.training, settings.training.batch
     stopwatch = Stopwatch()
+    # Before anything asks for the length: a resume with another --steps voids the plans that the checkpoint brought.
     state.length.adopt(training.images // batch_size)
     state.model.train()
     network = world.wrap_network(state.model, training.compress)
     computer = GradientComputer(training, state, task, world, stopwatch, network)
+    # A single process needs no agreement, and its interruptions may come at once.
     hooks = CoordinatedHooks(hooks, world) if world.size > 1 else hooks
     reason = "it was stopped while in trouble"  # for the next roll-back
     try:
@@ -143,6 +145,7 @@ def _set_learning_rate(settings: LoopSettings, state: TrainState, step: int) -> 
 
 def _planned_images(training: Training, state: TrainState) -> int:
     """Return the images of the whole run, as they are planned at the position of the state."""
+    # Whole batches are counted below; a run without plans ends at the image that its settings say.
     if not state.length.plans:
         return training.images
     return state.length.at(state.seen // training.batch).steps * training.batch
@@ -209,6 +212,7 @@ def _roll_back_if_needed(training: Training, state: TrainState, hooks: TrainingH
         reason = reason if bad is None else f"{bad} was not finite"
         hooks.roll_back(state, reason)
         if state.guard.roll_backs > training.rollbacks:
+            # Before the error, so that a resume with a lower learning rate begins from the good weights.
             hooks.save(state)
             raise RunError(
                 f"training diverged {state.guard.roll_backs} times, the last time at step "

@@ -76,8 +76,10 @@ class Training:
 
     def __post_init__(self) -> None:
         check_bounds(self)
+        # Positions are whole numbers in float64 columns and JSON, which hold them exactly up to 2**53.
         if max(self.steps, self.images // 1000) > 10**12:
             raise RequestError(f"steps = {self.steps}, images = {self.images}: this is too long; give less")
+        # Compression hooks into DistributedDataParallel, and FSDP2 reduces gradients by itself.
         if self.shard and self.compress != "none":
             raise RequestError("training.compress and training.shard cannot be combined; omit one of them")
         if self.microbatch > self.batch:
@@ -199,6 +201,7 @@ class PowerEma:
     def gamma(self) -> float:
         """Exponent of the profile, by bisection: the right-hand side falls as gamma grows."""
         low, high = 0.0, 200.0
+        # After sixty halvings of 200 the interval is as small as float64 can tell apart.
         for _ in range(60):
             middle = (low + high) / 2
             if (middle + 1) / ((middle + 2) ** 2 * (middle + 3)) > self.width**2:
@@ -317,10 +320,12 @@ class Evaluate:
         check_bounds(self)
         _check_interval("evaluate.every", self.every)
         _check_interval("evaluate.metrics_every", self.metrics_every)
+        # Stored split, so that "kid,fid" and two words are the same settings, with the same digest.
         object.__setattr__(self, "metrics", split_names(self.metrics))
         for name in self.metrics:
             if name not in self.DRAWN:
                 raise RequestError(f"evaluate.metrics names {name!r}, which is not one of {', '.join(self.DRAWN)}")
+        # Any other name must be a file of weights: a misspelt one is to fail here, and not at the first evaluation.
         if self.features not in ("texture", "pixels", "inception") and ".pt" not in self.features:
             raise RequestError(
                 f"evaluate.features = {self.features!r} is unknown; give texture, pixels, inception or its file"

@@ -34,8 +34,10 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     rows = [to_local(tensor) for tensor in tensors if is_sharded(tensor)]
     if not rows:
         return torch.nn.utils.get_total_norm(tensors)
+    # Squares add up over ranks, norms do not.
     square = torch.nn.utils.get_total_norm(rows).square()
     dist.all_reduce(square)
+    # After the sum over ranks: whole tensors are the same on every rank, and would count once for each.
     if rest := [tensor for tensor in tensors if not is_sharded(tensor)]:
         square += torch.nn.utils.get_total_norm(rest).square()
     return square.sqrt()

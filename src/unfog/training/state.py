@@ -62,6 +62,7 @@ class TrainState:
     ):
         self.model = model
         self.precision = precision
+        # The type of Muon's iterations, which need no more digits; a CPU without bf16 units is slower with it.
         fast = torch.bfloat16 if precision.name == "bf16" or precision.device.type == "cuda" else torch.float32
         self.build_optimizer = partial(optim.build_optimizer, settings=optimizer, fast=fast)
         self.optimizer = self.build_optimizer(model)
@@ -175,8 +176,10 @@ class TrainState:
     def adopt_settings(self, digests: dict[str, str]) -> None:
         """Go on under these settings: forget what was learned under others of the same purpose."""
         before = self.settings_digests
+        # Losses and roll-backs under another learning rate or batch say nothing about this one.
         if digests["training"] != before.get("training"):
             self.guard.recent, self.guard.roll_backs = [], 0
+        # A micro-batch that memory forced was forced on another batch, network or device.
         if digests["repeat"] != before.get("repeat"):
             self.microbatch = 0
         if self.levels is not None and digests.get("objective") != before.get("objective"):

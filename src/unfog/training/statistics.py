@@ -92,6 +92,7 @@ class Stopwatch:
         Returns {} where no image was trained on since: a resume may begin with the log of the session before.
         """
         now = time.perf_counter()
+        # Some clocks stand still between two calls.
         seconds = max(self.busy + now - self.mark, 1e-9)
         record = {"images_per_second": self.images / seconds, "data_wait": self.data_wait / seconds}
         record = record if self.images else {}
@@ -138,6 +139,7 @@ class _NoiseScale:
             whole_square: of the whole batch, before the gradient is clipped.
             whole: images of the batch.
         """
+        # |g_B|^2 is on average |G|^2 + tr(Sigma) / B, so two batch sizes give two equations of two unknowns.
         square = part_square * (whole / part) ** 2  # of the mean gradient of the first pass
         signal = (whole * whole_square - part * square) / (whole - part)
         noise = (square - whole_square) / (1 / part - 1 / whole)
@@ -175,6 +177,7 @@ def noise_scale(records: Iterable[Mapping[str, Any]]) -> float | None:
     known = [row for row in records if row.get("gradient_signal") is not None and row.get("gradient_noise") is not None]
     signal = sum(row["gradient_signal"] for row in known)
     noise = sum(row["gradient_noise"] for row in known)
+    # A ratio of means, as in a window: a mean of ratios is dominated by windows whose signal is nearly zero.
     scale = noise / signal if signal > 0 else math.nan
     return max(scale, 0.0) if math.isfinite(scale) else None
 

@@ -86,6 +86,7 @@ def check_ema(record: RunRecord, average: Floats, raw: Floats, updates: int, wha
         updates: optimiser updates so far.
         what: "training images" or "held-out images".
     """
+    # By image, with the same noise on both: the difference is much steadier than either loss.
     pairs = (average - raw).mean(0)
     excess = float(pairs.mean() / raw.mean())
     error = float(pairs.std(ddof=1) / np.sqrt(len(pairs)) / raw.mean()) if len(pairs) > 1 else np.inf
@@ -106,6 +107,7 @@ def check_ema(record: RunRecord, average: Floats, raw: Floats, updates: int, wha
         f"for now sample with the raw weights: {record.command('sample', '--weights raw')}. The EMA catches "
         f"up as the learning rate falls, or with a shorter window: --ema {narrower}"
     )
+    # Early on an average of weights always lags behind weights that improve fast.
     severity: Severity = "hint" if record.step < 0.2 * record.steps else "warning"
     return Finding("run.ema_behind", severity, evidence, remedy, facts, exhibits)
 
@@ -139,6 +141,7 @@ def check_overfitting(record: RunRecord, seen: Floats, unseen: Floats) -> Findin
     if len(steps) > 2:
         lowest = f"its lowest, at step {facts['lowest_at']:,}"
         evidence += f"; the held-out loss is {rose:.1%} above {lowest}" if rose > 0.001 else "; it is at its lowest"
+    # Large and sure: a gap of two images may be chance, and a sure gap of a percent is harmless.
     certain = gap > max(_GAP, _CERTAIN * error)
     if certain and rose > ROSE:
         return Finding("run.overfitting", "warning", evidence, _overfitting_remedy(record), facts, exhibits)

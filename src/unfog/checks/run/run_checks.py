@@ -88,6 +88,7 @@ def check_run(folder: RunFolder, device: str = "auto", samples: int = 64) -> lis
         try:
             findings, relative, pixelwise = _check_losses(record, weights, prepared, skipped)
             if samples > 0:
+                # While next to nothing is learned, remedies for colours or contrast of samples would mislead.
                 unready = "train longer first" if pixelwise > 0.9 else ""
                 if weights.step < 0.2 * record.steps:
                     unready = "continue training; it is too early to tell"
@@ -142,6 +143,7 @@ def _load_run_images(config: Config, skipped: list[str]) -> Dataset | None:
     except (RequestError, RunError, OSError) as error:
         skipped.append(f"checks against the images ({error})")
         return None
+    # Against other images every sample would look new, and every loss as if it were held out.
     if config.fingerprint and found.fingerprint != config.fingerprint:
         skipped.append(f"checks against the images, as {sanitize(config.source)} has changed since training")
         return None
@@ -181,6 +183,7 @@ def _check_losses(
     levels = midpoints(config.evaluate.levels)
     batch = config.training.microbatch or config.training.batch
     assert seen is not None, "a run has training images"
+    # Fewer give no standard error to judge a difference by.
     own = unseen if unseen is not None and len(unseen.x0) >= 8 else seen
     passes = len(levels) * sum(len(some.x0) for some in (seen, unseen, own) if some is not None)
 

@@ -109,6 +109,7 @@ class RunRecord:
     @cached_property
     def _afresh(self) -> int:
         """Index of the last event that changed a setting of the training steps; -1 for none."""
+        # The same settings whose change makes the guard forget its roll-backs, so that both judge the same stretch.
         changes = (i for i, row in enumerate(self.events) if row.get("kind") == "changed")
         return max(
             (i for i in changes if str(self.events[i].get("setting")).startswith(FRESH_START_SETTINGS)), default=-1

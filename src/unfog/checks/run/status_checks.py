@@ -230,6 +230,7 @@ def _check_speed(record: RunRecord) -> Finding | None:
     steps, speeds = record.column("images_per_second")
     if len(speeds) < _FEW:
         return None
+    # Not the first line, which has the compilation and the filling of caches in it.
     third = len(speeds) // 3
     before, now = float(np.median(speeds[1 : 1 + third])), float(np.median(speeds[-third:]))
     chart = line_chart({"images a second": (steps, speeds)}, "step", "images a second", zero_y=True)

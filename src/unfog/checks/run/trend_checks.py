@@ -71,6 +71,7 @@ class _Trend(NamedTuple):
 def _loss_trend(record: RunRecord, name: str = "loss") -> _Trend | None:
     """Fit the trend of a column; None with too few lines."""
     steps, values = record.column(name)
+    # The last two doublings, in which log loss over log images is nearly a line; the fast start would tilt it.
     keep = (steps >= steps[-1] / 4) & (values > 0) if len(steps) else steps > 0
     if keep.sum() < _FEW:
         return None
@@ -152,11 +153,13 @@ def _check_learning_rate(record: RunRecord, usual_lr: float | None, beaten: floa
         signs.append(f"the loss is still {beaten:.2f} of the loss of predicting each pixel by itself")
     if trend is not None and trend.rises:
         signs.append(f"the loss rises by {-trend.fall:.0%} with twice the images")
+    # Either alone is usual: norms grow as a network learns details, and a tight clip cuts most steps of a sound run.
     if growth > 4 and clipped > 0.9:
         signs.append(f"the gradient norm has grown {growth:.0f} times and is clipped in {clipped:.0%} of the steps")
     facts = {"lr": lr, "usual": usual_lr, "clipped": clipped, "growth": growth, "signs": signs}
     exhibits = (Figure("Learning rate", svg=line_chart({"rate": record.column("lr")}, "step", "rate", zero_y=True)),)
     above = times is None or times > _HIGH
+    # A rate that cannot be compared needs two signs, as each of them has other causes too.
     if signs and above and (times is not None or len(signs) > 1):
         evidence = f"the learning rate {lr:.2g}{compared} is too high: {', and '.join(signs)}"
         return Finding("run.lr_high", "warning", evidence, record.stability_remedy(usual_lr), facts, exhibits)

@@ -136,6 +136,7 @@ def _check_optimizer(config: Config) -> Finding:
         return Finding("settings.optimizer", "fine", f"{said}, which is not checked", facts={})
     (beta1, beta2), eps, decay = settings.betas, settings.eps, settings.lr * settings.weight_decay
     muon = f"Muon with momentum {settings.method.momentum:g}, " if isinstance(settings.method, Muon) else ""
+    # Below its square root beta 1 outlives the running square that its step is divided by.
     unsteady = beta1**2 >= beta2 or beta1 > 0.98 or beta2 < 0.9
     vanish = ": the gradients of a large network are smaller than eps, so its steps almost vanish"
     strong = decay > 2e-3

@@ -163,6 +163,7 @@ def _common_rows(side: int, pace: float | None) -> list[list[str]]:
     rows = [["set", "side", "steps", "images", "epochs", "published time", "time at your speed"]]
     for name, its_side, pictures, steps, told in COMMON_LENGTHS:
         images = steps * _COMMON_BATCH
+        # The measured pace is of this side; a network's work grows with the number of pixels.
         time = format_duration(images * pace * (its_side / side) ** 2) if pace else "not measured"
         counts = [_format_count(value) for value in (steps, images, images / pictures)]
         rows.append([name, str(its_side), *counts, told, time])

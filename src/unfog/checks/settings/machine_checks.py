@@ -86,6 +86,7 @@ def _multiply_seconds(dtype: torch.dtype, device: torch.device) -> float:
         started = time.perf_counter()
         torch.mm(matrix, matrix)
         _wait(device)
+        # The fastest, as other programs only ever make a product slower.
         fastest = min(fastest, time.perf_counter() - started)
     return fastest
 
@@ -148,7 +149,9 @@ def _check_checkpoints(config: Config, seconds_per_step: float | None) -> Findin
     hours = None if seconds_per_step is None else lost * seconds_per_step / 3600
     said = f"a crash loses {lost:,} of {steps:,} steps at most"
     said += "" if hours is None else f", {format_duration(hours * 3600)}"
+    # Without a measured pace steps stand for hours.
     long = steps > 2000 and lost > steps / 2 if hours is None else hours > 1
+    # Every twenty minutes, which is what a crash then costs.
     often = max(1, min(1000, int(1200 / seconds_per_step))) if seconds_per_step else 1000
     return Finding.graded(
         "settings.checkpoints",

@@ -139,6 +139,7 @@ def _check_timesteps(diffusion: Diffusion) -> Finding:
             (wrong, "fatal", ", which do not rise with the noise", "report it"),
             facts={"from": low, "to": high},
         )
+    # Four to a timestep, off its borders: an error by one then shows as a timestep that is missed or met twice.
     values = _conditioning_values(diffusion, (torch.arange(4 * count) + 0.5) / (4 * count))
     whole = values.round()
     met = torch.unique(whole)
@@ -146,6 +147,7 @@ def _check_timesteps(diffusion: Diffusion) -> Finding:
     facts = {"steps": count, "met": len(met), "from": first, "to": last}
     evidence = f"{len(met):,} of the {count:,} timesteps of the {kind} schedule are trained, {first} to {last}"
     remedy = f"--schedule {kind}:steps=1000"
+    # float32 divides and multiplies by T again, which is off by a thousandth at most.
     if not torch.allclose(values, whole, rtol=0, atol=0.01):
         evidence = f"timesteps of the {kind} schedule are fractions, off by {(values - whole).abs().max():.2g}"
         return Finding("settings.timesteps", "fatal", evidence, remedy, facts)
@@ -180,6 +182,7 @@ def _check_terminal_signal(config: Config) -> Finding:
 
 def _check_input_scale(diffusion: Diffusion, x0: Tensor) -> Finding:
     """Check the root mean square of the network's input over all noise levels, for images x0 [B, C, H, W]."""
+    # A generator of its own, as a check must not move the numbers that the run begins with.
     noise = torch.randn(x0[:1].shape, generator=torch.Generator().manual_seed(0))
     loudness = []
     for logsnr in diffusion.schedule(torch.linspace(1e-3, 1 - 1e-3, 33)):

@@ -283,6 +283,7 @@ def _open_files(path: Path, manifest: Mapping[str, Any]) -> tuple[ImageSet, Data
     offsets = _mapped(path / "names.npy", (n + 1,), np.int64)
     size = files["names.bin"]["bytes"]
     text = np.memmap(regular_file(path / "names.bin"), np.uint8, "r") if size else np.zeros(0, np.uint8)
+    # The ends are enough here: `_name_at` bounds each name, and a check of all would read the whole file.
     if offsets[0] != 0 or offsets[-1] != size:
         raise ValueError("names.npy does not fit names.bin")
     images = ImageSet(
@@ -317,5 +318,6 @@ def _mapped_pixels(path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
     with open_file(path, "rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if hasattr(mmap, "MADV_RANDOM") and len(mapped) * _LARGE_SHARE > os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE:
+        # Images are read in a shuffled order, so that what lies behind one is not what is wanted next.
         mapped.madvise(mmap.MADV_RANDOM)
     return np.frombuffer(mapped, np.uint8).reshape(shape)

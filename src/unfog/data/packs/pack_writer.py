@@ -140,6 +140,7 @@ class _PackWriter:
 
     def write_images(self, remedy: str, progress: Progress | None) -> None:
         """Decode and write all images that are not written yet."""
+        # Now rather than after hours of decoding.
         self._check_space(remedy)
         with (
             self._open("pixels.u8", "ab") as pixels,
@@ -205,6 +206,7 @@ class _PackWriter:
                 for name in sorted(["pixels.u8", "names.bin", "chunks.json", *arrays])
             },
         }
+        # Last of all: until now the folder is an unfinished pack, which the next attempt goes on with.
         write_atomic(folder / MANIFEST, seal(manifest))
         remove_work_files(folder)
 

@@ -64,6 +64,7 @@ class SourceLocation:
         """The lower-case suffix of the first path, such as ".tar", or ""."""
         path = self.paths[0] if self.paths else ""
         if "://" in path:
+            # A signed URL ends with its signature, and not with the suffix.
             path = path.partition("?")[0].partition("#")[0]
         return os.path.splitext(path)[1].lower()
 

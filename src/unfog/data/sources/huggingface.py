@@ -185,6 +185,7 @@ def _import_datasets() -> Any:
         raise RequestError(
             f"a Hugging Face dataset needs datasets, which is not installed: {install_command('hf')}"
         ) from None
+    # They would be drawn over our own.
     datasets.disable_progress_bars()
     return datasets
 
@@ -259,6 +260,7 @@ def _read_labels(dataset: Any, datasets: Any) -> tuple[tuple[str, ...], NDArray[
     """Return (classes, label of each image, reasons for columns that are left out), or ((), None, …) without labels."""
     for column, feature in dataset.features.items():
         if isinstance(feature, datasets.ClassLabel) and feature.names:
+            # -1 is what the library itself writes for a label that is not known.
             values = _column(dataset, column).fill_null(-1).to_numpy()
             if unknown := int(np.sum((values < 0) | (values >= len(feature.names)))):
                 return (), None, _missing_values(column, unknown, len(values))
@@ -273,6 +275,7 @@ def _read_labels(dataset: Any, datasets: Any) -> tuple[tuple[str, ...], NDArray[
         if values.dtype.kind == "O" and all(isinstance(value, str) for value in values):
             values = values.astype(str)
         if values.dtype.kind in "iubUT":
+            # Sorted, so that the numbers of classes do not depend on the order of the rows.
             present, index = np.unique(values, return_inverse=True)
             names = [str(value).lower() if isinstance(value, bool) else str(value) for value in present.tolist()]
             return tuple(names), index.astype(np.int64), "; ".join(left_out)

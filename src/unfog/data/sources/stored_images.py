@@ -97,6 +97,7 @@ def store_images(source: Any, labels: Any = None, report: Report | None = None) 
             digest = _write(partial, items, labels, report)
             path = folder / f"images-{digest}.images"
             hold(path)
+            # The name is a digest of the content: one that is there is the same file.
             if not path.exists():
                 move(partial, path)
         finally:
@@ -124,6 +125,7 @@ def _write(partial: Path, source: ImageItems, labels: Any, report: Report) -> st
     given = None if labels is None else [_plain_label(label, i) for i, label in enumerate(labels)]
     found: list[int | str | None] = []
     digest = hashlib.sha256()
+    # Stored without compression, as PNGs are compressed already.
     with open_file(partial, "xb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         floats, items = FloatRange.find(source.items)
         if floats is not None:
@@ -184,6 +186,7 @@ def _index_labels(labels: Sequence[int | str | None], names: Sequence[str]) -> t
         raise RequestError(f"image {without:,} has no label, and others have one; give a label for each image, or none")
     present = set(labels)
     numbers = [label for label in present if isinstance(label, int)]
+    # Numbers and texts mixed: all are taken as texts, which have an order among themselves.
     if len(numbers) < len(present):
         order = sorted({str(label) for label in present})
     elif names and 0 <= min(numbers) <= max(numbers) < len(names):

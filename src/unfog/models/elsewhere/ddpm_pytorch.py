@@ -126,6 +126,7 @@ class DdpmPytorchModel(ConditionalNetwork):
         widths = [first, *(settings.width * mult for mult in settings.mults)]
         self.init_conv = nn.Conv2d(image_channels, first, 7, padding=3)
         linear = (nn.Linear(settings.width, condition), nn.Linear(condition, condition))
+        # Identity has the place of the original's sinusoids, so that the names of the weights keep their numbers.
         self.time_mlp = nn.Sequential(nn.Identity(), linear[0], nn.GELU(), linear[1])
         self.downs, self.ups = nn.ModuleList(), nn.ModuleList()
         for level, (above, own) in enumerate(pairwise(widths)):
@@ -143,12 +144,14 @@ class DdpmPytorchModel(ConditionalNetwork):
         zero_(self.final_conv)
         self.class_embedding = nn.Embedding(num_classes + 1, condition) if num_classes else None
         self.augment_embedding = nn.Linear(augment_inputs, condition, bias=False) if augment_inputs else None
+        # Zero, so that weights from elsewhere, which have no such layer, begin as they were trained.
         if self.augment_embedding is not None:
             zero_(self.augment_embedding)
 
     def forward(self, x: Tensor, c_noise: Tensor, label: Tensor | None = None, augment: Tensor | None = None) -> Tensor:
         """Compute the network's output; c_noise is the timestep."""
         first = h = self._laid_out(self.init_conv(x))
+        # Its own form: sines first, and frequencies that end at exactly 1/10000.
         waves = sinusoids(c_noise, self.settings.width, 1, flip_sin_to_cos=False)
         condition = self._add_augmentation(self.time_mlp(waves.to(x.dtype)), augment)
         if (embedding := self._class_embedding(label, c_noise)) is not None:

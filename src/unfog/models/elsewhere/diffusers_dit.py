@@ -31,6 +31,7 @@ class _Block(nn.Module):
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
         modulation = self.modulation(F.silu(condition))[:, None].chunk(6, dim=2)
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = modulation
+        # 1e-6 whatever `norm_eps` is: in diffusers only the second norm of a block reads that setting.
         h = F.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + shift
         q, k, v = self.qkv(h).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         h = self.out(layers.attention(q, k, v).transpose(1, 2).flatten(2))
@@ -71,6 +72,7 @@ class DiffusersDiTModel(ConditionalNetwork):
         zero_(self.patch_out)
         self.class_embedding = nn.Embedding(num_classes + 1, width * copies) if num_classes else None
         self.augment_embedding = nn.Linear(augment_inputs, width * copies, bias=False) if augment_inputs else None
+        # Zero, so that weights from elsewhere, which have no such layer, begin as they were trained.
         if self.augment_embedding is not None:
             zero_(self.augment_embedding)
 
@@ -105,6 +107,7 @@ class DiffusersDiTModel(ConditionalNetwork):
 
 def _positions(rows: int, columns: int, width: int, device: torch.device) -> Tensor:
     """Return sines and cosines of column and row, [rows * columns, width], a half of the channels each."""
+    # In float64, as the original computes them with numpy, and rounds once at the end.
     rates = torch.arange(width // 4, dtype=torch.float64, device=device) / (width / 4)
     rates = torch.exp(-math.log(10_000) * rates)
     angles = [torch.arange(n, dtype=torch.float64, device=device)[:, None] * rates for n in (columns, rows)]

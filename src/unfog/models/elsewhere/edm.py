@@ -46,6 +46,7 @@ def _resampled(x: Tensor, mode: str, smooth: bool) -> Tensor:
         return x
     if not smooth:
         return F.avg_pool2d(x, 2) if mode == "down" else F.interpolate(x, scale_factor=2.0, mode="nearest")
+    # Doubling puts three zeros beside each pixel, so the filter must add up to 4 to keep the brightness.
     kernel = _kernel(x, 4.0 if mode == "up" else 1.0)
     change = F.conv2d if mode == "down" else F.conv_transpose2d
     return change(x, kernel, stride=2, padding=1, groups=x.shape[1])
@@ -123,6 +124,7 @@ class _Fourier(nn.Module):
     def __init__(self, width: int):
         super().__init__()
         self.freqs: Tensor
+        # A buffer and not a parameter: drawn once, never trained, and part of what the weights mean.
         self.register_buffer("freqs", torch.randn(width // 2) * 16)
 
     def forward(self, position: Tensor) -> Tensor:
@@ -160,6 +162,7 @@ class EdmModel(ConditionalNetwork):
         zero_(self.out_conv)
         self.class_embedding = nn.Embedding(num_classes + 1, waves if song else condition) if num_classes else None
         self.augment_embedding = nn.Linear(augment_inputs, waves, bias=False) if augment_inputs else None
+        # Zero, so that weights from elsewhere, which have no such layer, begin as they were trained.
         if self.augment_embedding is not None:
             zero_(self.augment_embedding)
 
@@ -170,6 +173,7 @@ class EdmModel(ConditionalNetwork):
         skips: list[Tensor] = []
         for part in self.enc.values():
             if isinstance(part, _Residual):
+                # The shrunk image joins after the block that halved, and replaces that block's skip connection.
                 h = image = (h + self._run(part, image)) * math.sqrt(0.5)
                 skips[-1] = h
                 continue
@@ -237,4 +241,5 @@ def _decoder(settings: Edm, skips: list[int], condition: int) -> tuple[nn.Module
 
 
 def _heads(settings: Edm, channels: int) -> int:
+    # Song's networks have a single head, whose width is that of the level.
     return max(1, channels // settings.head_channels) if settings.architecture == "adm" else 1

@@ -58,6 +58,7 @@ class _Weights(nn.Module):
 
     def forward(self, x: Tensor, gain: Tensor | float = 1.0) -> Tensor:
         rows = _unit(self.weight.float(), range(1, self.weight.ndim)) * (gain / math.sqrt(self.weight[0].numel()))
+        # Only now to 16 bits: the length is a sum of thousands of squares, which they cannot hold.
         rows = rows.to(x.dtype)
         return F.linear(x, rows) if rows.ndim == 2 else F.conv2d(x, rows, padding=rows.shape[-1] // 2)
 
@@ -69,6 +70,7 @@ class _Fourier(nn.Module):
         super().__init__()
         self.freqs: Tensor
         self.phases: Tensor
+        # Buffers, as weights from elsewhere mean nothing without the frequencies that they were trained with.
         self.register_buffer("freqs", 2 * math.pi * torch.randn(width))
         self.register_buffer("phases", 2 * math.pi * torch.rand(width))
 
@@ -106,6 +108,7 @@ class _Block(nn.Module):
         x = _sum(x if self.encodes else self.conv_skip(x), h, _BALANCE)
         if self.heads:
             x = self._attend(x)
+        # Always, unlike `edm2_unet`: weights from elsewhere were trained with it.
         return x.clamp(-_LIMIT, _LIMIT)
 
     def _attend(self, x: Tensor) -> Tensor:

@@ -90,6 +90,7 @@ class Edm(_Levels):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # Groups hold at least four channels each, in EDM's code.
         if any(self.width * mult % 4 for mult in (1, *self.mults)):
             raise RequestError(f"width = {self.width} must be a multiple of 4, for its group normalisations")
 
@@ -101,6 +102,7 @@ class Edm2(_Levels):
     kind: ClassVar[str] = "edm2"
     model: ClassVar[str] = "unfog.models.elsewhere.edm2:Edm2Model"
     fixed_norm_weights: ClassVar[bool] = True
+    # Those of `mpunet`, whose weights are kept at the same lengths.
     reference_lr: ClassVar[float] = 3e-2
     lr_exponent: ClassVar[float] = 0.25
     width: int = setting(192, at_least=4, at_most=8192)

@@ -95,6 +95,7 @@ class CheckpointInfo(NamedTuple):
     @classmethod
     def read(cls, folder: Path) -> CheckpointInfo:
         """Read a checkpoint's manifest. Raises ValueError, OSError, KeyError or another if it is not valid."""
+        # Nothing in a run is read through a link: it may lead to files that somebody else changes.
         if folder.is_symlink():
             raise ValueError("the folder is a link")
         manifest = read_json(folder / MANIFEST)
@@ -154,6 +155,7 @@ def best_of(saved: list[CheckpointInfo]) -> CheckpointInfo | None:
     measured = [one for one in saved if one.value is not None and math.isfinite(one.value)]
     best: CheckpointInfo | None = None
     for one in measured:
+        # Losses on other held-out images or noise levels cannot be compared, however good they look.
         if (one.chosen_by, one.measure) != (measured[-1].chosen_by, measured[-1].measure):
             continue
         if best is None or is_better(one.metric, one.value or 0.0, best.value or 0.0):
@@ -177,6 +179,7 @@ def list_checkpoints(checkpoints: Path) -> tuple[list[CheckpointInfo], list[Brok
     return sorted(found, key=lambda saved: (saved.images, saved.folder.name)), broken
 
 
+# Over the values rather than the bytes, so that white space and the order of keys do not matter.
 def manifest_digest(manifest: dict[str, Any]) -> str:
     """Return the sha256 of a manifest's values, which the manifest itself holds too."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
@@ -239,6 +242,7 @@ def newest_intact(checkpoints: Path) -> tuple[CheckpointInfo | None, list[Broken
     found, broken = list_checkpoints(checkpoints)
     if unreadable := next((one for one in broken if one.unreadable), None):
         raise RunError(str(unreadable))
+    # Newest first, and all bytes of each: a resume from a damaged checkpoint is worse than one from an older one.
     for saved in reversed(found):
         wrong = saved.find_damage()
         if wrong is None:
@@ -288,6 +292,7 @@ def _merge_shard_names(names: Iterable[str]) -> set[str]:
         else:
             found.add(name)
     for (name, size), ranks in parts.items():
+        # A file in one piece beside its shards is two different weights under one name, so neither is taken.
         complete = ranks == set(range(1, int(size) + 1)) and name not in found
         found.add(name if complete else f"{len(ranks)} of {int(size)} parts of {name}")
     return found

@@ -90,6 +90,7 @@ class TensorFile:
                 mine.copy_(self._pieces[name][0].file.get_tensor(name))
                 return
             for at, rows, file in self._pieces[name]:
+                # It may be of a run with another number of ranks, so pieces and rows need not fit each other.
                 begin, end = max(at, first), min(at + rows, first + len(mine))
                 if begin < end:
                     mine[begin - first : end - first].copy_(file.get_slice(name)[begin - at : end - at])
@@ -174,6 +175,7 @@ def find_rollback_checkpoint(
     """
     guard, limits = state.guard, [state.seen]
     if guard.roll_backs and guard.ordinary < patience:
+        # In order of preference: strictly before the checkpoint of the last roll-back, that one again, then any.
         limits = [guard.rollback_images - 1, guard.rollback_images, state.seen]
     saved, unusable = list_checkpoints(checkpoints)
     found: CheckpointInfo | None = None

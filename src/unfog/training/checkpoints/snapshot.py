@@ -64,6 +64,7 @@ class Snapshot(NamedTuple):
         # By the reader itself, before an older checkpoint goes.
         checkpoint.CheckpointInfo.read(partial)
         checkpoint.read_state_json(partial)
+        # The folder's names too: after a power cut a renamed folder with no files in it would be a broken checkpoint.
         sync(partial)
         rotation.replace_checkpoint(partial, folder)
         sync(folder.parent)
@@ -72,6 +73,7 @@ class Snapshot(NamedTuple):
         """Read the files back and compare them with the snapshot. Raises OSError if they differ."""
         for file, tensors in self.tensors.items():
             path = folder / _shard_name(file, self.rank, self.size)
+            # From the disk, as `sync` has dropped the cached pages; a checksum would be of what was written.
             found = load_file(path)
             if found.keys() != tensors.keys() or not all(torch.equal(found[name], t) for name, t in tensors.items()):
                 raise OSError(f"{path.name} does not read back as it was written")

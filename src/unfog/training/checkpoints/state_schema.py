@@ -28,6 +28,7 @@ def _rule(what: str, holds: Callable[[Any], bool]) -> Rule:
 
 
 def _whole(most: int = _LARGEST) -> Rule:
+    # Not isinstance: to Python True is a whole number, and a counter of True would pass.
     return _rule(f"a whole number from 0 to {most}", lambda value: type(value) is int and 0 <= value <= most)
 
 

@@ -129,6 +129,7 @@ class CheckpointWriter:
                 except OSError as error:
                     if error.errno not in _NO_ROOM:
                         failures += 1
+                        # A full disk is waited for; anything else is a fault that somebody must see.
                         if failures == _TRIES or self._give_up.wait(RETRY):
                             raise
                         continue

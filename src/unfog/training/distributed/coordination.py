@@ -106,6 +106,7 @@ class CoordinatedHooks(TrainingHooks):
         counts = square is not None and first.first in self.world.batch_range(state.seen, settings.batch)
         hooks = self.hooks
         wanted = [hooks.stop_requested(), hooks.save_requested(), hooks.preview_requested(), hooks.plan_due()]
+        # All in one message with the losses: each collective costs a round trip, whatever its size.
         numbers = [first.images if counts else 0, *wanted]
         norms = torch.stack([norm, torch.zeros_like(norm) if square is None else square])
         rest = torch.tensor([*numbers, state.microbatch], dtype=norm.dtype)
@@ -122,6 +123,7 @@ class CoordinatedHooks(TrainingHooks):
         """
         width = len(_RankStatus._fields)
         ranks = [_RankStatus(*values[i : i + width]) for i in range(0, len(values), width)]
+        # A stop of any rank counts, as a job manager may signal one alone; requests in files are read by rank 0 only.
         self.stopping = any(rank.stop for rank in ranks)
         self.saving, self.previewing = bool(ranks[0].save), bool(ranks[0].preview)
         self.planning = bool(ranks[0].plan)
@@ -215,6 +217,7 @@ class CoordinatedHooks(TrainingHooks):
 def _allow_interrupts(hooks: TrainingHooks) -> Iterator[None]:
     """Let interrupts through again, inside `hooks.defer_interrupts()`."""
     around = hooks.defer_interrupts()
+    # Deferral is a count, so leaving it undoes the caller's entering; an alarm that came meanwhile rings again at once.
     around.__exit__(None, None, None)
     try:
         yield

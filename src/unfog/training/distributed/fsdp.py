@@ -56,6 +56,7 @@ class ShardedState:
         device = state.precision.device.type
         shard_network(state.model, build_mesh(device, world.size), gathers_in_bf16(state.precision.name, device))
         state.model.to_empty(device=state.precision.device)
+        # Built anew: the old one holds the parameters from before they were sharded, which are empty now.
         state.optimizer = state.build_optimizer(state.model)
         state.ema = Ema(state.model, state.ema.schedule)
         state.second_ema = state.second_ema and Ema(state.model, state.second_ema.schedule)
@@ -166,6 +167,7 @@ def shard_network(model: nn.Module, mesh: DeviceMesh, half: bool) -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False) if half else None
     exact = MixedPrecisionPolicy(cast_forward_inputs=False)
     scalars = {p for p in model.parameters() if p.ndim == 0}
+    # Blocks first, then the whole: what is left for the outer call are the layers around them.
     for block in _blocks(model):
         fully_shard(block, mesh=mesh, mp_policy=policy or exact, ignored_params=scalars)
     fully_shard(model, mesh=mesh, mp_policy=exact, ignored_params=scalars)
@@ -198,6 +200,7 @@ def _scatter_rows(tensor: Tensor | None, like: Tensor) -> Tensor:
     rows = -(-len(like) // size)  # FSDP2 rounds up, so the last ranks may hold fewer rows, or none
     own, parts = torch.empty(rows, *like.shape[1:], dtype=like.dtype), None
     if tensor is not None:
+        # A scatter sends equal pieces, and the last ranks may hold fewer rows.
         padded = torch.zeros(rows * size, *like.shape[1:], dtype=tensor.dtype)
         padded[: len(tensor)] = tensor.cpu()
         parts = list(padded.to(like.dtype).chunk(size))

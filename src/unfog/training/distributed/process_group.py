@@ -116,6 +116,7 @@ class ProcessGroup:
             finally:
                 self._shared = None
         except BaseException as error:
+            # Even a KeyboardInterrupt, or the other ranks would wait for this message until the watchdog ends them.
             self._send(key, _failure_message(error))
             raise
         self._send(key, {"value": value})
@@ -158,6 +159,7 @@ class ProcessGroup:
             return
         self._barriers += 1
         self.set_phase("waiting for all")
+        # The last to come tells the others; a barrier of torch would time out while rank 0 reads images for an hour.
         if self._store.add(f"met/{self._barriers}", 1) == self.size:
             self._store.set(f"all met/{self._barriers}", "")
         self._wait(f"all met/{self._barriers}")

@@ -66,6 +66,7 @@ class Watchdog:
     def __init__(self, rank: int, size: int, store: Store, timeout: float):
         self.rank, self.size, self.timeout = rank, size, timeout
         self._store = store
+        # Four within the third of the timeout after which a silent rank is taken for frozen.
         self._interval = min(5.0, timeout / 12)
         self._at = ("starting", -1, time.monotonic())
         self._number = 0

@@ -46,6 +46,7 @@ class World(ProcessGroup):
     def batch_range(self, first: int, batch: int, rank: int | None = None) -> range:
         """Return the positions of a batch that this rank, or another, computes: in order of rank, evenly."""
         rank = self.rank if rank is None else rank
+        # Products before the division, so that the shares cover the batch without a gap whatever its size.
         return range(first + batch * rank // self.size, first + batch * (rank + 1) // self.size)
 
     def init_device(self, shard: bool, device: torch.device) -> torch.device | None:
