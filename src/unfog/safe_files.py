@@ -95,8 +95,8 @@ def open_file(path: Path, mode: Mode, root: Path | None = None, follow: bool = F
             descriptor = os.open(name, flags, 0o666, dir_fd=at)
         except OSError as error:
             raise _explained(error, path, name, at) from None
+    # The kind of the open descriptor, which nobody can exchange any more.
     status = os.fstat(descriptor)
-    # Of the open descriptor, which nobody can exchange any more.
     if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, _KINDS.get(stat.S_IFMT(status.st_mode), "no regular file"), str(path))
