@@ -28,6 +28,7 @@ from unfog.diffusion.sampler import NoiseSource
 from unfog.diffusion.target import Eps, V
 from unfog.diffusion.variance import (
     _HALF,
+    Prediction,
     _discretised_nll,
     _log_variance_bounds,
     deviation,
@@ -92,7 +93,7 @@ def test_step_kl_is_that_of_ddpms_gaussians(fraction: float | None) -> None:
         std = ((1 - share) / 2 * tilde.log() + share / 2 * beta[t].log()).exp()
         expected = kl_divergence(Normal(mean(x0), tilde.sqrt()), Normal(mean(guess), std))
         up = None if fraction is None else torch.full_like(x0, fraction)
-        found = step_kl(VP(), x0, guess, up, *schedule.table()[[t, t - 1]])
+        found = step_kl(VP(), x0, Prediction(guess, up), *schedule.table()[[t, t - 1]])
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
 
 
@@ -133,7 +134,7 @@ def test_the_bound_of_training_is_that_of_the_steps(schedule: Linear, target: Ep
     table = schedule.table()
     for i, t in enumerate(k.tolist()):
         if t:
-            expected = step_kl(VP(), x0[i].double(), guess[i], up[i], table[t], table[t - 1])
+            expected = step_kl(VP(), x0[i].double(), Prediction(guess[i], up[i]), table[t], table[t - 1])
         else:  # of improved diffusion: the lower variance is that of timestep 1
             low, high = _log_variance_bounds(VP(), table[1], table[0])[0], (1 - table[0].sigmoid()).log()
             at = Normal(guess[i], ((low + up[i] * (high - low)) / 2).exp())

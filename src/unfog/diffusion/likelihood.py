@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from unfog.diffusion.diffusion import Diffusion
-from unfog.diffusion.noise import Cosine, Linear, Path
-from unfog.diffusion.variance import decoder_nll, step_kl
+from unfog.diffusion.noise import Cosine, Linear
+from unfog.diffusion.variance import Prediction, decoder_nll, step_kl
 from unfog.errors import RequestError
 
 _Denoise = Callable[[Tensor, Tensor], Tensor]
 """(x_t [B, C, H, W], logsnr [B]) -> E[x0 | x_t], with a learned variance behind it [B, 2 C, H, W]."""
 
-_Guess = Callable[[float | Tensor], tuple[Tensor, Tensor | None]]
-"""logsnr, or one for each image -> (guess of the image from fresh noise at that level, fraction of its variance)."""
+_Predict = Callable[[float | Tensor], Prediction]
+"""logsnr, or one for each image -> prediction of the image from fresh noise at that level."""
 
 
 @torch.no_grad()
@@ -51,38 +51,40 @@ def bits_per_dim(
     if levels < 2:
         raise RequestError(f"levels = {levels}: the bound needs at least 2 noise levels; 64 are good for a percent")
 
-    def guess(logsnr: float | Tensor) -> tuple[Tensor, Tensor | None]:
+    def predict(logsnr: float | Tensor) -> Prediction:
         level = torch.as_tensor(logsnr, dtype=x0.dtype, device=x0.device).expand(len(x0))
         answer = denoise(diffusion.add_noise(x0, noise(), level), level)
         channels = x0.shape[1]
-        return answer[:, :channels], answer[:, channels:] if answer.shape[1] > channels else None
+        return Prediction(answer[:, :channels], answer[:, channels:] if answer.shape[1] > channels else None)
 
-    schedule, path = diffusion.schedule, diffusion.path
-    noisiest, cleanest = schedule.limits()
+    schedule = diffusion.schedule
     if isinstance(schedule, Linear | Cosine) and schedule.steps:
-        nats = _chain(guess, path, x0, schedule.table(), levels, noise)
+        nats = _chain(predict, diffusion, x0, levels, noise)
     else:
-        nats = _integral(guess, path, x0, noisiest, cleanest, levels)
+        nats = _integral(predict, diffusion, x0, levels)
     # KL(N(alpha x0, sigma^2) | N(0, sigma^2)): samplers start from the latter.
     # Only the signal counts: the sampler starts from N(0, sigma^2) with the same sigma, so that no other term is left.
-    prior = math.exp(noisiest) / 2 * x0.square().mean((1, 2, 3))
+    prior = math.exp(schedule.limits()[0]) / 2 * x0.square().mean((1, 2, 3))
     return (nats + prior) / math.log(2)
 
 
-def _integral(guess_at: _Guess, path: Path, x0: Tensor, noisiest: float, cleanest: float, levels: int) -> Tensor:
+def _integral(predict: _Predict, diffusion: Diffusion, x0: Tensor, levels: int) -> Tensor:
     """Return diffusion and decoder terms, nats per dimension [B]: half the integral of SNR |x0 - D|^2 over logsnr."""
+    noisiest, cleanest = diffusion.schedule.limits()
     # Even in logsnr and not in u, so that the points do not depend on where the schedule trains most.
     width = (cleanest - noisiest) / levels
-    nats = _decoder(guess_at, path, x0, cleanest, cleanest)
+    nats = _decoder(predict, diffusion, x0, cleanest, cleanest)
     for i in range(levels):
         logsnr = cleanest - (i + 0.5) * width
-        nats = nats + width / 2 * math.exp(logsnr) * (guess_at(logsnr)[0] - x0).square().mean((1, 2, 3))
+        nats = nats + width / 2 * math.exp(logsnr) * (predict(logsnr).x0 - x0).square().mean((1, 2, 3))
     return nats
 
 
-def _chain(guess_at: _Guess, path: Path, x0: Tensor, table: Tensor, levels: int, noise: Callable[[], Tensor]) -> Tensor:
+def _chain(predict: _Predict, diffusion: Diffusion, x0: Tensor, levels: int, noise: Callable[[], Tensor]) -> Tensor:
     """Return the same terms of the chain through all levels of a table, with one step sampled of each group."""
-    nats = _decoder(guess_at, path, x0, float(table[0]), float(table[1]))
+    assert isinstance(diffusion.schedule, Linear | Cosine)
+    table = diffusion.schedule.table()
+    nats = _decoder(predict, diffusion, x0, float(table[0]), float(table[1]))
     gain = -table.exp().diff()
     # A step's gain in SNR is a small difference, so float64, which MPS does not have.
     wide = torch.float32 if x0.device.type == "mps" else torch.float64
@@ -94,15 +96,15 @@ def _chain(guess_at: _Guess, path: Path, x0: Tensor, table: Tensor, levels: int,
             chosen = torch.searchsorted(share.cumsum(0), uniform).clamp(max=len(links) - 1)
         link = torch.tensor(links)[chosen]
         level, then, weight = (v.to(x0.device, wide) for v in (table[link + 1], table[link], 1 / share[chosen]))
-        guess, fraction = guess_at(level)
-        kl = step_kl(path, x0, guess, fraction, level[:, None, None, None], then[:, None, None, None])
+        predicted = predict(level)
+        kl = step_kl(diffusion.path, x0, predicted, level[:, None, None, None], then[:, None, None, None])
         nats = nats + (kl.mean((1, 2, 3)) * weight).to(x0.dtype)
     return nats
 
 
-def _decoder(guess_at: _Guess, path: Path, x0: Tensor, logsnr: float, second: float) -> Tensor:
-    guess, fraction = guess_at(logsnr)
-    nll = decoder_nll(path, x0, guess, fraction, *torch.tensor([logsnr, second], dtype=torch.float64))
+def _decoder(predict: _Predict, diffusion: Diffusion, x0: Tensor, logsnr: float, second: float) -> Tensor:
+    levels = torch.tensor([logsnr, second], dtype=torch.float64)
+    nll = decoder_nll(diffusion.path, x0, predict(logsnr), *levels)
     return nll.mean((1, 2, 3))
 
 

@@ -11,7 +11,7 @@ Levels are tensors of logsnr that broadcast with images [B, C, H, W]; a cleaner 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,15 @@ _HALF = 1 / 255  # half the distance between two of 256 shades in [-1, 1]
 _FAR = -20.0  # deviations beyond which the first terms of its series give a Gaussian's tail to 2e-5
 # Width of a shade, in deviations, below which its probability is the density times the width, exact to 1e-4.
 _NARROW = 0.05
+
+
+class Prediction(NamedTuple):
+    """What the network says of an image at one level."""
+
+    x0: Tensor
+    """Guess of the clean image, [B, C, H, W]."""
+    fraction: Tensor | None
+    """Place of the variance between its bounds, [B, C, H, W]; None is the lower one, of a network that learned none."""
 
 
 def _log_variance_bounds(path: Path, logsnr: Tensor, then: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,12 +51,13 @@ def fraction_of(y: Tensor, channels: int) -> Tensor:
     return (y[:, channels:].float() + 1) / 2
 
 
-def step_kl(path: Path, x0: Tensor, guess: Tensor, fraction: Tensor | None, logsnr: Tensor, then: Tensor) -> Tensor:
+def step_kl(path: Path, x0: Tensor, predicted: Prediction, logsnr: Tensor, then: Tensor) -> Tensor:
     """Return KL(q(x_s | x_t, x0) | p(x_s | x_t)) of one step, nats for each number [B, C, H, W] (DDPM, eq. 5 and 7).
 
-    Both means are alpha_s (1 - SNR_t / SNR_s) times their x0, plus the same multiple of x_t. `fraction` None is the
-    lower variance, for which it is (SNR_s - SNR_t) / 2 times the squared error.
+    Both means are alpha_s (1 - SNR_t / SNR_s) times their x0, plus the same multiple of x_t. With the lower variance it
+    is (SNR_s - SNR_t) / 2 times the squared error.
     """
+    guess, fraction = predicted
     lower, upper = _log_variance_bounds(path, logsnr, then)
     apart = path(then)[0] * -torch.expm1(logsnr - then) * (x0 - guess)
     if fraction is None:
@@ -56,14 +66,13 @@ def step_kl(path: Path, x0: Tensor, guess: Tensor, fraction: Tensor | None, logs
     return (raised + torch.expm1(-raised) + apart.square() * (-lower - raised).exp()) / 2
 
 
-def decoder_nll(
-    path: Path, x0: Tensor, guess: Tensor, fraction: Tensor | None, logsnr: Tensor, second: Tensor
-) -> Tensor:
+def decoder_nll(path: Path, x0: Tensor, predicted: Prediction, logsnr: Tensor, second: Tensor) -> Tensor:
     """Return -log p(x0 | x_t) at the cleanest level, nats for each number [B, C, H, W].
 
     It is a Gaussian about the guess with that level's noise, (sigma / alpha)^2, or with a learned variance, whose lower
     bound, 0 here, is taken from the step before, which starts at level `second` (Nichol & Dhariwal 2021).
     """
+    guess, fraction = predicted
     alpha, sigma = path(logsnr)
     log_variance = 2 * (sigma.log() - alpha.log())
     if fraction is not None:
@@ -113,8 +122,9 @@ def variational_bound(diffusion: Diffusion, y: Tensor, x0: Tensor, x_t: Tensor, 
     cleanest, second = schedule.cleanest(level)
     # The branch that is not selected must be finite too, or its gradient, times 0, is NaN.
     now, then = torch.where(first, second, level), torch.where(first, level, before)
-    kl = step_kl(diffusion.path, x0, guess, fraction, now, then)
-    decoder = decoder_nll(diffusion.path, x0, torch.where(first, guess, x0), fraction, cleanest, second)
+    kl = step_kl(diffusion.path, x0, Prediction(guess, fraction), now, then)
+    nearest = Prediction(torch.where(first, guess, x0), fraction)
+    decoder = decoder_nll(diffusion.path, x0, nearest, cleanest, second)
     return torch.where(first, decoder, kl).mean((1, 2, 3))
 
 

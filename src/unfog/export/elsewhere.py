@@ -42,7 +42,7 @@ class ElsewhereModel(NamedTuple):
 def read_model(path: Path) -> ElsewhereModel:
     """Read a file of weights. RequestError with the reason if it is of no network that we know, or cannot be read."""
     weights = _read(path)
-    for marks, convert in _KNOWN:
+    for what, marks, convert in _KNOWN:
         ends = {mark: [name for name in weights if name.endswith(mark)] for mark in marks}
         if all(ends.values()):
             prefix = _prefix(ends[marks[0]], marks[0])
@@ -52,7 +52,7 @@ def read_model(path: Path) -> ElsewhereModel:
             try:
                 return convert(own, others)
             except (KeyError, ValueError, TypeError, IndexError, RuntimeError, ArithmeticError) as error:
-                raise RequestError(f"{path} looks like {convert.__doc__}, but is not: {error}") from None
+                raise RequestError(f"{path} looks like {what}, but is not: {error}") from None
     raise RequestError(
         f"{path} holds weights of no network that is known here; there is denoising-diffusion-pytorch, EDM and EDM2, "
         "and of diffusers give the folder"
@@ -101,7 +101,7 @@ def _count(names: Iterable[str], pattern: str) -> int:
 
 
 def _ddpm_pytorch(weights: Weights, others: Weights) -> ElsewhereModel:
-    """denoising-diffusion-pytorch"""
+    """Convert the U-Net of denoising-diffusion-pytorch 2; its EMA object has the noise levels beside it."""
     if not any(name.endswith("block1.norm.g") for name in weights) or "mid_attn.mem_kv" not in weights:
         raise ValueError("it is of a version before 2, whose blocks differ; train it on there, or start anew")
     if "time_mlp.0.weights" in weights:
@@ -152,7 +152,7 @@ def _level_settings(weights: Weights, levels: int, width: int, last_conv: str) -
 
 
 def _edm(weights: Weights, others: Weights) -> ElsewhereModel:
-    """EDM's SongUNet or DhariwalUNet"""
+    """Convert EDM's SongUNet or DhariwalUNet, whose levels are named by their resolutions."""
     if any("aux_down" in name or "aux_skip" in name or "aux_up" in name for name in weights):
         raise ValueError("its encoder or decoder is of the kind `skip`, which none of EDM's training settings has")
     if any(name.rpartition(".")[2] == "u" for name in others):
@@ -184,7 +184,7 @@ def _edm(weights: Weights, others: Weights) -> ElsewhereModel:
 
 
 def _edm2(weights: Weights, others: Weights) -> ElsewhereModel:
-    """EDM2's U-Net"""
+    """Convert EDM2's U-Net, without the network that learned its loss weights."""
     named, side, levels = _by_levels(weights)
     width = int(named["emb_fourier.freqs"].shape[0])
     if width != _channels(named, "enc.0_conv.weight"):
@@ -204,9 +204,13 @@ def _edm2(weights: Weights, others: Weights) -> ElsewhereModel:
     return ElsewhereModel("EDM2", network, channels, side, int(classes), False, state, {})
 
 
-# Ends of names that a network alone has, and its conversion.
-_KNOWN: tuple[tuple[tuple[str, ...], Callable[[Weights, Weights], ElsewhereModel]], ...] = (
-    (("emb_fourier.freqs", "emb_noise.weight"), _edm2),
-    (("map_layer0.weight", "map_layer1.weight"), _edm),
-    (("init_conv.weight", "time_mlp.1.weight", "final_conv.weight"), _ddpm_pytorch),
+# A network in messages, ends of names that it alone has, and its conversion.
+_KNOWN: tuple[tuple[str, tuple[str, ...], Callable[[Weights, Weights], ElsewhereModel]], ...] = (
+    ("EDM2's U-Net", ("emb_fourier.freqs", "emb_noise.weight"), _edm2),
+    ("EDM's SongUNet or DhariwalUNet", ("map_layer0.weight", "map_layer1.weight"), _edm),
+    (
+        "denoising-diffusion-pytorch",
+        ("init_conv.weight", "time_mlp.1.weight", "final_conv.weight"),
+        _ddpm_pytorch,
+    ),
 )

@@ -74,8 +74,8 @@ def line_chart(
     y_axis = _Axis(low, high, _HEIGHT - _BOTTOM, _TOP if len(lines) > 1 else _TOP - 20, log_y)
     colours = _colours(list(lines), faint)
     body = [_frame(x_axis, y_axis, x_label, y_label)]
-    for name, (x, y) in lines.items():
-        body.append(_line(x_axis(x), y_axis(y), x, y, name, colours[name], name in faint))
+    for name, points in lines.items():
+        body.append(_line((x_axis, y_axis), points, name, colours[name], name in faint))
     if len(lines) > 1:
         body.append(_legend(colours, faint))
     return _svg(body, title or f"{y_label} over {x_label}")
@@ -236,8 +236,9 @@ def _frame(x_axis: _Axis, y_axis: _Axis, x_label: str, y_label: str, x_values: S
     return f'<g stroke="currentColor">{"".join(rules)}</g><g fill-opacity="0.75">{"".join(texts)}</g>'
 
 
-def _line(x: Floats, y: Floats, x_values: Floats, y_values: Floats, name: str, colour: str, pale: bool) -> str:
-    """The line through pixels (x, y), broken at gaps; dots where points are few or stand alone."""
+def _line(axes: tuple[_Axis, _Axis], points: Floats, name: str, colour: str, pale: bool) -> str:
+    """The line through points [2, n], broken at gaps; dots where points are few or stand alone."""
+    (x_values, y_values), (x, y) = points, (axis(values) for axis, values in zip(axes, points))
     seen = np.isfinite(y)
     begins = seen & ~np.concatenate([[False], seen[:-1]])
     ends = seen & ~np.concatenate([seen[1:], [False]])
