@@ -62,9 +62,10 @@ def bits_per_dim(
         nats = _chain(predict, diffusion, x0, levels, noise)
     else:
         nats = _integral(predict, diffusion, x0, levels)
-    # KL(N(alpha x0, sigma^2) | N(0, sigma^2)): samplers start from the latter.
-    # Only the signal counts: the sampler starts from N(0, sigma^2) with the same sigma, so that no other term is left.
-    prior = math.exp(schedule.limits()[0]) / 2 * x0.square().mean((1, 2, 3))
+    # KL(N(alpha x0, sigma^2) | N(0, sigma^2)): samplers start from the latter, with the same sigma, so that only the
+    # signal that is left counts.
+    noisiest, _ = schedule.limits()
+    prior = math.exp(noisiest) / 2 * x0.square().mean((1, 2, 3))
     return (nats + prior) / math.log(2)
 
 
