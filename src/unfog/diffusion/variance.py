@@ -28,7 +28,7 @@ _NARROW = 0.05
 
 
 class Prediction(NamedTuple):
-    """What the network says of an image at one level."""
+    """Output of the network for images at one noise level."""
 
     x0: Tensor
     """Guess of the clean image, [B, C, H, W]."""
