@@ -25,7 +25,9 @@ PLANTED = {
     "planted copy": "copy cpu to cuda, blocking",
     "planted generator": "generator of the CPU",
     "planted average": "cpu",
+    "planted norm": "convolution of NCHW",
 }
+CHANNELS_LAST = ("unet fp16", "unet bf16", "unet accumulated", "unet recomputed", "planted norm")
 OTHERS = (
     *("unet bf16", "unet accumulated", "unet bf16 adamw", "unet fp32", "unet fp16 adamw", "unet recomputed"),
     *("unet classes", "unet augmented", "unet learned variance", "unet adaptive"),
@@ -71,6 +73,9 @@ def check_step(result):
     assert result["faults"] == {}
     assert result["copies"], "the images of the step were not seen"
     assert "math" not in result["attention"]
+    if result["name"] in CHANNELS_LAST:
+        assert "convolution of NHWC" in result["layouts"]
+        assert "NCHW" not in json.dumps(result["layouts"]), result["layouts"]
 
 
 def check_sampler(result):
@@ -101,7 +106,7 @@ def test_sampler(results, name):
 @pytest.mark.exhaustive
 def test_planted_fault_is_found(results, name, evidence):
     result = results[name]
-    assert evidence in json.dumps([result.get("error"), *(result.get(what) for what in ("waits", "faults"))])
+    assert evidence in json.dumps([result.get("error"), *(result.get(what) for what in ("waits", "faults", "layouts"))])
     with pytest.raises(AssertionError):
         check_step(result)
 
@@ -161,6 +166,7 @@ def test_a_gpu_that_torch_cannot_use_is_named(monkeypatch, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_other_cases(library):
-    for name, result in run(library, OTHERS).items():
+@pytest.mark.parametrize("part", range(4))
+def test_other_cases(library, part):
+    for name, result in run(library, OTHERS[part::4]).items():
         (check_sampler if name.startswith("sampler") else check_step)(result)

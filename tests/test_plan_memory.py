@@ -92,6 +92,8 @@ def test_what_is_saved_by_precision_checkpointing_and_micro_batch():
     full, half, on_gpu = activations(), activations(precision="bf16"), activations("cuda", precision="bf16")
     assert 0.45 < half / full < 0.7
     assert half < 0.8 * on_gpu < full  # CUDA's autocast normalises in fp32, and keeps what it normalised
+    channels_last = activations("cuda", precision="bf16", memory_format="channels_last")
+    assert channels_last == pytest.approx(half, rel=0.02)  # which the norm for channels_last avoids
     assert activations(microbatch=2) < 0.3 * full
     assert activations(checkpointing=True) < 0.5 * full
 

@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from unfog.errors import RequestError
+from unfog.models.group_norm import group_norm
 from unfog.models.layers import attention, sinusoids
 from unfog.models.settings import SIZES, UNet
 from unfog.models.unet import UNetModel
@@ -356,3 +357,20 @@ def test_a_network_that_is_told_begins_as_one_that_is_not():
 def test_an_augmentation_is_not_told_to_a_network_that_does_not_ask():
     with pytest.raises(RequestError, match=r"data\.augment"):
         UNetModel(MICRO, 1)(torch.randn(1, 1, 8, 8), torch.zeros(1), None, torch.zeros(1, 9))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_group_norm_in_channels_last_is_that_of_torch(dtype):
+    """The one that runs on CUDA; here to the bit, as its kernel is torch's in float32."""
+    torch.manual_seed(0)
+    x, gradient = (torch.randn(2, 8, 5, 3).to(dtype, memory_format=torch.channels_last) for _ in range(2))
+    weight, bias = torch.randn(2, 8, requires_grad=True).unbind()
+    mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    ours = group_norm(mine, 4, weight, bias, 1e-5)
+    plain = F.group_norm(theirs.float().contiguous(), 4, weight, bias, 1e-5).to(dtype)
+    assert ours.dtype == dtype and ours.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(ours, plain)
+    of_ours = torch.autograd.grad(ours, (mine, weight, bias), gradient)
+    assert of_ours[0].is_contiguous(memory_format=torch.channels_last)
+    for one, other in zip(of_ours, torch.autograd.grad(plain, (theirs, weight, bias), gradient)):
+        assert torch.equal(one, other)

@@ -195,6 +195,12 @@ def _average_on_cpu(state):
     state.ema.parameters = [tensor.to("cpu") for tensor in state.ema.parameters]
 
 
+def _norms_of_torch(state):
+    for module in state.model.modules():
+        if isinstance(module, torch.nn.GroupNorm):
+            module.__class__ = torch.nn.GroupNorm
+
+
 CASES = {
     "unet bf16": lambda: step_of(config_of()),
     "unet bf16 adamw": lambda: step_of(config_of(**ADAMW)),
@@ -218,6 +224,7 @@ CASES = {
     "planted generator": lambda: step_of(config_of(SMALL), plant=_cpu_generator),
     "planted copy": lambda: step_of(config_of(SMALL), plant=lambda loss, x0: torch.zeros(8).to(x0.device)),
     "planted average": lambda: step_of(config_of(SMALL), mutate=_average_on_cpu),
+    "planted norm": lambda: step_of(config_of(), mutate=_norms_of_torch),
     # Not the adaptive one, whose steps depend on what it draws, so that it waits for each.
     **{f"sampler {kind}": lambda kind=kind: sampling_of(config_of(), kind) for kind in KINDS},
     "sampler guided": lambda: sampling_of(config_of(classes=("a", "b")), guidance=2.0, interval=(0.0, 1.0)),
@@ -227,13 +234,16 @@ CASES = {
 }
 
 
+WATCHED = ("waits", "copies", "faults", "attention", "named", "layouts")
+
+
 def main():
     warnings.simplefilter("ignore")
     torch.autograd.set_multithreading_enabled(False)
     for name in sys.argv[1:] or CASES:
         try:
             watch = CASES[name]()
-            result = {what: dict(getattr(watch, what)) for what in ("waits", "copies", "faults", "attention", "named")}
+            result = {what: dict(getattr(watch, what)) for what in WATCHED}
             result["operations"] = watch.operations
         except Exception as error:
             frames = "".join(traceback.format_exception(error)[-6:])

@@ -18,6 +18,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
+from torch._prims_common import suggest_memory_format  # noqa: E402
 from torch.utils import _foreach_utils  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
@@ -66,7 +67,7 @@ class Watch(TorchDispatchMode):
 
     def clear(self):
         self.operations, self.waits, self.copies, self.faults = 0, Counter(), Counter(), Counter()
-        self.attention, self.named = Counter(), Counter()
+        self.attention, self.named, self.layouts = Counter(), Counter(), Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -90,10 +91,18 @@ class Watch(TorchDispatchMode):
             self.faults[f"{name} of tensors on cpu and cuda @ {place()}"] += 1
         if name in RAISES_WHEN_DETERMINISTIC and any(t.is_floating_point() for t in given):
             self.faults[f"{name} has no deterministic kernel @ {place()}"] += 1
+        if name in ("convolution", "convolution_backward"):
+            self._convolved(name, given, made)
         if func.namespace != "prim" and not func.is_view and name not in ("detach", "alias", "lift_fresh"):
             self.operations += 1
             self.named[name] += 1
         return out
+
+    def _convolved(self, name, given, made):
+        """Note the formats of a convolution's input, or of gradient and input; those of the network's ends are free."""
+        inputs = given[:1] if name == "convolution" else given[:2]
+        if min(inputs[0].shape[1], (made[0] if name == "convolution" else inputs[1]).shape[1]) > 4:
+            self.layouts[f"{name} of {' and '.join(map(_layout, inputs))}"] += 1
 
     def _copied(self, source, target, free):
         if source.device.type == target.device.type:
@@ -118,6 +127,18 @@ def _pin(tensor, *device):
     out = tensor.clone()
     _pinned[out.untyped_storage()._cdata] = out  # kept alive, so that its number is not given out again
     return out
+
+
+def _layout(tensor):
+    """Return the order of the dimensions of [B, C, H, W] in memory, also of some of the channels of a tensor."""
+    return "NHWC" if suggest_memory_format(tensor) == torch.channels_last else "NCHW"
+
+
+def _cudnn_format(image, weight, backend):
+    """Return the format that cuDNN computes in: the build for CPUs, which has no cuDNN, would answer NCHW."""
+    return max(
+        suggest_memory_format(image), suggest_memory_format(weight), key=lambda form: form == torch.channels_last
+    )
 
 
 class _Stream:
@@ -160,6 +181,7 @@ class FakeCuda(ExitStack):
         self.set(torch.cuda, "current_stream", lambda *device: _Stream())
         self.set(torch.Tensor, "pin_memory", _pin)
         self.set(torch.Tensor, "is_pinned", is_pinned)
+        self.set(torch._C, "_conv_determine_backend_memory_format", _cudnn_format)
         self.set(_foreach_utils, "_has_foreach_support", lambda tensors, device: True)
         self.set(torch.nn.utils.clip_grad, "_has_foreach_support", lambda tensors, device: True)
         for name in READS:

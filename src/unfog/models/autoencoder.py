@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from unfog.errors import RequestError, install_command
 from unfog.models.autoencoder_settings import Autoencoder
+from unfog.models.group_norm import GroupNorm
 from unfog.models.layers import zero_
 
 # Range of a latent's log variance, as in latent diffusion: beyond it exp overflows or vanishes in float32.
@@ -34,14 +35,14 @@ class AutoencoderModel(nn.Module):
             nn.PixelUnshuffle(2),  # no layer works at full resolution, where most of the time would go
             nn.Conv2d(4 * image_channels, channels[0], 3, padding=1),
             *_levels(settings, down=True),
-            nn.GroupNorm(groups, channels[-1]),
+            GroupNorm(groups, channels[-1]),
             nn.SiLU(),
             nn.Conv2d(channels[-1], 2 * settings.latent_channels, 3, padding=1),
         )
         self.decoder = nn.Sequential(
             nn.Conv2d(settings.latent_channels, channels[-1], 3, padding=1),
             *_levels(settings, down=False),
-            nn.GroupNorm(groups, channels[0]),
+            GroupNorm(groups, channels[0]),
             nn.SiLU(),
             nn.Conv2d(channels[0], 4 * image_channels, 3, padding=1),
             nn.PixelShuffle(2),
@@ -78,7 +79,7 @@ class _Residual(nn.Module):
 
     def __init__(self, channels: int, groups: int):
         super().__init__()
-        self.norm1, self.norm2 = nn.GroupNorm(groups, channels), nn.GroupNorm(groups, channels)
+        self.norm1, self.norm2 = GroupNorm(groups, channels), GroupNorm(groups, channels)
         self.conv1 = nn.Conv2d(channels, channels, 3, padding=1)
         self.conv2 = nn.Conv2d(channels, channels, 3, padding=1)
         zero_(self.conv2)  # so that a fresh block is the identity

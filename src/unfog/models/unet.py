@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from unfog.models import layers
+from unfog.models.group_norm import GroupNorm
 from unfog.models.layers import ConditionalNetwork, Runner, sinusoids, zero_
 from unfog.models.settings import UNet
 
@@ -20,10 +21,10 @@ class _ResidualBlock(nn.Module):
     def __init__(self, settings: UNet, in_channels: int, out_channels: int, width: int):
         super().__init__()
         self.scale_shift = settings.scale_shift
-        self.norm1 = nn.GroupNorm(settings.norm_groups, in_channels, settings.norm_eps)
+        self.norm1 = GroupNorm(settings.norm_groups, in_channels, settings.norm_eps)
         self.conv1 = nn.Conv2d(in_channels, out_channels, 3, padding=1)
         self.condition = nn.Linear(width, 2 * out_channels if settings.scale_shift else out_channels)
-        self.norm2 = nn.GroupNorm(settings.norm_groups, out_channels, settings.norm_eps)
+        self.norm2 = GroupNorm(settings.norm_groups, out_channels, settings.norm_eps)
         self.dropout = nn.Dropout(settings.dropout)
         self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1)
         same = in_channels == out_channels
@@ -48,7 +49,7 @@ class _SelfAttention(nn.Module):
     def __init__(self, settings: UNet, channels: int):
         super().__init__()
         self.heads = channels // (settings.head_channels or channels)
-        self.norm = nn.GroupNorm(settings.norm_groups, channels, settings.norm_eps)
+        self.norm = GroupNorm(settings.norm_groups, channels, settings.norm_eps)
         self.qkv = nn.Linear(channels, 3 * channels)
         self.out = nn.Linear(channels, channels)
         zero_(self.out)  # so that a fresh layer is the identity
@@ -174,7 +175,7 @@ class UNetModel(ConditionalNetwork):
         last = settings.channels[-1]
         self.mid = nn.ModuleList([_Block(settings, last, last, width, a) for a in (settings.mid_attention, False)])
         self.up = _up(settings, width, skips)
-        self.norm_out = nn.GroupNorm(settings.norm_groups, first, settings.norm_eps)
+        self.norm_out = GroupNorm(settings.norm_groups, first, settings.norm_eps)
         self.conv_out = nn.Conv2d(first, out_channels or image_channels, 3, padding=1)
         zero_(self.conv_out)
         # Last, so that all other weights are drawn as without it; no bias, so that a condition of 0 adds 0.

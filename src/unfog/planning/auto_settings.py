@@ -86,8 +86,8 @@ class AutoSettings:
         self.resolve_learning_rate()
         self.resolve_weight_decay()
         self.resolve_precision()
-        self.resolve_microbatch()
         self.resolve_memory_format()
+        self.resolve_microbatch()
 
     def resolve_resumed(self, seen: int) -> None:
         """Resolve what a change of settings may have opened again, for a run that has seen so many images."""

@@ -142,7 +142,7 @@ class MemoryEstimator:
 
     def _traced(self, microbatch: int, passes: int, checkpointing: bool) -> Trace:
         step = _TracedStep(self.config, self.device, microbatch, passes, checkpointing, self.processes)
-        key = step._replace(config=_trace_key(self.config))
+        key = step._replace(config=_trace_key(self.config, self.device))
         if key not in self._made:
             if len(self._made) >= _KEPT:
                 self._made.clear()
@@ -179,10 +179,12 @@ def _traceable(config: Config) -> Config:
     return config
 
 
-def _trace_key(config: Config) -> Config:
-    """Return the configuration without the settings that do not change the trace of a step."""
+def _trace_key(config: Config, device: str) -> Config:
+    """Return the configuration without the settings that do not change the trace of a step on a type of device."""
     used = config.training
-    training = Training(precision=used.precision, clip=used.clip, shard=used.shard)
+    # On CUDA alone the format decides what normalisation keeps (`unfog.models.group_norm`).
+    memory_format = used.memory_format if device == "cuda" else Training().memory_format
+    training = Training(precision=used.precision, clip=used.clip, shard=used.shard, memory_format=memory_format)
     optimizer, usual = replace(config.optimizer, lr=1.0, warmup=1), Config()
     asides = {name: getattr(usual, name) for name in ("preview", "evaluate", "log", "checkpoint")}
     # Only whether there are snapshots matters.

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from unfog.errors import RequestError
 from unfog.models import layers
+from unfog.models.group_norm import group_norm, is_channels_last
 
 _ATEN = torch.ops.aten
 MB = 2**20
@@ -264,6 +265,8 @@ class _AutocastEmulation(TorchFunctionMode):
                 first = torch.ones((), dtype=args[0].dtype)
                 engine = torch.autograd.Variable._execution_engine
                 return engine.run_backward((args[0],), (first,), False, False, (), True, True)
+        if func is torch.nn.functional.group_norm and self.half is not None and is_channels_last(args[0]):
+            return group_norm(*args, **kwargs)  # which layers of ours call on CUDA
         # Operations without gradients are those of the optimiser, which runs outside autocast.
         if self.half is not None and torch.is_grad_enabled() and (func in self.HALF or func in self.FULL):
             to = self.half if func in self.HALF else torch.float32

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from unfog.models import layers
+from unfog.models.group_norm import GroupNorm
 from unfog.models.elsewhere.settings import Edm
 from unfog.models.layers import ConditionalNetwork, sinusoids, zero_
 
@@ -36,8 +37,8 @@ _SONG = _Style(1e-6, math.sqrt(0.5), False, True)
 _ADM = _Style(1e-5, 1.0, True, False)
 
 
-def _norm(channels: int, eps: float) -> nn.GroupNorm:
-    return nn.GroupNorm(min(32, max(1, channels // 4)), channels, eps)
+def _norm(channels: int, eps: float) -> GroupNorm:
+    return GroupNorm(min(32, max(1, channels // 4)), channels, eps)
 
 
 def _resampled(x: Tensor, mode: str, smooth: bool) -> Tensor:
