@@ -368,7 +368,8 @@ def test_group_norm_in_channels_last_is_that_of_torch(dtype):
     mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
     ours = group_norm(mine, 4, weight, bias, 1e-5)
     plain = F.group_norm(theirs.float().contiguous(), 4, weight, bias, 1e-5).to(dtype)
-    assert ours.dtype == dtype and ours.is_contiguous(memory_format=torch.channels_last)
+    assert ours.dtype == dtype
+    assert ours.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(ours, plain)
     of_ours = torch.autograd.grad(ours, (mine, weight, bias), gradient)
     assert of_ours[0].is_contiguous(memory_format=torch.channels_last)

@@ -17,8 +17,8 @@ ctypes.CDLL(os.environ["FAKE_CUDA"], mode=ctypes.RTLD_GLOBAL)
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 from torch._prims_common import suggest_memory_format  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 from torch.utils import _foreach_utils  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
