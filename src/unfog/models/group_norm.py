@@ -38,7 +38,7 @@ class _ChannelsLast(torch.autograd.Function):
     """torch's kernel between two conversions, which change type and format in one pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float) -> Tensor:
         batch, channels, height, width = ctx.sizes = x.shape
         ctx.groups = groups
         normal, mean, scale = _ATEN.native_group_norm(
@@ -49,7 +49,7 @@ class _ChannelsLast(torch.autograd.Function):
         return normal.to(x.dtype, memory_format=torch.channels_last)  # type: ignore[no-any-return]
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, scale = ctx.saved_tensors
         batch, channels, height, width = ctx.sizes
