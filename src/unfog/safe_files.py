@@ -40,7 +40,7 @@ _KINDS = {
     stat.S_IFSOCK: "a socket",
 }
 # Bytes of the largest small file of ours; larger ones are read by parts, or with a limit of their own.
-LARGEST_TEXT = 2**26
+_LARGEST_TEXT = 2**26
 
 Mode = Literal["rb", "r+b", "ab", "xb", "a+b"]
 
@@ -114,7 +114,7 @@ def _copy_in_place(path: Path, root: Path | None) -> None:
         os.chmod(copy.fileno() if os.chmod in os.supports_fd else path, stat.S_IMODE(os.fstat(source.fileno()).st_mode))
 
 
-def read_file(path: Path, limit: int = LARGEST_TEXT, root: Path | None = None, follow: bool = False) -> bytes:
+def read_file(path: Path, limit: int = _LARGEST_TEXT, root: Path | None = None, follow: bool = False) -> bytes:
     """Return the content of a regular file. OSError if it is another kind or a link; ValueError above `limit` bytes."""
     with open_file(path, "rb", root, follow) as file:
         # read() sets aside all the memory that it is asked for, and a file may grow while it is read.

@@ -17,7 +17,7 @@ from unfog.errors import RequestError
 T = TypeVar("T")
 
 # Rule of a change on resume: allowed, allowed with --force as it makes another run, or refused.
-Resume = Literal["free", "force", "fixed"]
+_Resume = Literal["free", "force", "fixed"]
 
 # What a setting changes, and so the digests that it enters (`config.resume_rules.settings_digests`). loss: the training
 # loss. steps: the steps, but not the usual loss. objective: the meaning of all losses. held_out_loss: the meaning of
@@ -35,7 +35,7 @@ class Rules:
     above: float | None = None
     below: float | None = None
     usual: str = ""
-    resume: Resume | None = None
+    resume: _Resume | None = None
     affects: Affects | None = None
     added_later: bool = False
     """Not in digests while it has its default, as checkpoints exist that were made before there was this setting."""

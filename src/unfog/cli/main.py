@@ -12,7 +12,7 @@ from unfog import __version__
 from unfog.errors import Interrupted, RequestError, UnfogError
 from unfog.process import command_clock
 
-HELP = """\
+_HELP = """\
 Unfog trains image diffusion models on your own images.
 
 usage: unfog COMMAND …
@@ -133,7 +133,7 @@ _SAMPLING_WORDS = ("inpaint", "edit", "generate", "vary", "img2img", "images")
 
 def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
-        sys.stdout.write(HELP)
+        sys.stdout.write(_HELP)
         return 0 if words else 2
     if words[0] == "--version":
         sys.stdout.write(f"unfog {__version__}\n")

@@ -35,7 +35,7 @@ from unfog.text import sanitize
 from unfog.training.checkpoints.posthoc_ema import EmaSnapshotFile, Mixture
 from unfog.training.settings import PowerEma
 
-WIDTHS = (0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.13, 0.16, 0.2, 0.25)
+_WIDTHS = (0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.13, 0.16, 0.2, 0.25)
 PAGE_FILE = "ema-sweep.html"
 _LOSS = "held_out_loss"
 # Metrics of samples against the images of the run.
@@ -175,8 +175,8 @@ def _rebuildable_widths(
         return sorted(set(widths))
     found: list[float] = []
     own = {config.ema.width} if isinstance(config.ema, PowerEma) else set()
-    Mixture.solve(kept, next(iter(own), WIDTHS[5]), step)  # raises the reason, if no width can be rebuilt
-    for width in sorted({*WIDTHS, *own}):
+    Mixture.solve(kept, next(iter(own), _WIDTHS[5]), step)  # raises the reason, if no width can be rebuilt
+    for width in sorted({*_WIDTHS, *own}):
         try:
             Mixture.solve(kept, width, step)
             found.append(width)

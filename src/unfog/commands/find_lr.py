@@ -34,7 +34,7 @@ from unfog.text import sanitize
 _LEAST_SHARE = 0.5  # of the time that is for the test, however long the images took to read
 _WRITING = 1.0  # seconds for the files and the end of the process
 _PROBED = 256  # images, each with noise at a level of its own
-JSON_FILE, PAGE_FILE = "lr-range.json", "lr-range.html"
+_JSON_FILE, _PAGE_FILE = "lr-range.json", "lr-range.html"
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def find_lr(request: FindLrRequest) -> FindLrResult:
     if not (math.isfinite(seconds) and seconds > 0):
         raise RequestError(f"seconds = {seconds} must be above 0; 90 is usual")
     if out is not None and out.exists() and not out.is_dir():
-        raise RequestError(f"{out} is a file; give a folder for {JSON_FILE} and {PAGE_FILE}")
+        raise RequestError(f"{out} is a file; give a folder for {_JSON_FILE} and {_PAGE_FILE}")
     check_request(config)
     device = choose_device(config.training.device)
     with StopSignals(saves=False) as stop:
@@ -115,12 +115,12 @@ def find_lr(request: FindLrRequest) -> FindLrResult:
         # What was read for the first time may have used up the time, and a test of no steps finds nothing.
         left = max(_LEAST_SHARE * seconds, seconds - _WRITING - (time.monotonic() - began))
         found = subject.run(left)
-    files = (None, None) if out is None else (out / JSON_FILE, out / PAGE_FILE)
+    files = (None, None) if out is None else (out / _JSON_FILE, out / _PAGE_FILE)
     result = FindLrResult(found, config.optimizer.lr, *files)
     say(f"  {result.finding()}")
     if out is not None:
         _write_result(result, config, out)
-        say(f"  the curve is in {out / PAGE_FILE}")
+        say(f"  the curve is in {out / _PAGE_FILE}")
     return result
 
 
@@ -157,7 +157,7 @@ def _write_result(result: FindLrResult, config: Config, out: Path) -> None:
     found["ramp"]["smooth"] = result.range.ramp.smooth
     record = {"suggestion": result.suggestion, "reason": result.reason, "usual": result.usual, **found}
     title = f"Learning rate for {sanitize(config.source)}"
-    write_result(out / JSON_FILE, record, out / PAGE_FILE, title, result.finding())
+    write_result(out / _JSON_FILE, record, out / _PAGE_FILE, title, result.finding())
 
 
 def _lr_chart(found: LrRangeResult) -> str:

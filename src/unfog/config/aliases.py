@@ -18,7 +18,7 @@ T = TypeVar("T")
 COMMANDS = {"train-codec": "train-autoencoder"}
 
 # Dotted names in the tree of settings, old to new.
-SETTINGS = {
+_SETTINGS = {
     "averages": "ema_snapshots",
     "codec": "autoencoder_folder",
     "data.lost_shards": "data.failed_shards",
@@ -86,12 +86,12 @@ def with_old_defaults(command: str, request: T) -> T:
 
 def current_name(setting: str) -> str:
     """Return the present dotted name of a setting: "averages.every" becomes "ema_snapshots.every"."""
-    return _renamed(setting, SETTINGS)
+    return _renamed(setting, _SETTINGS)
 
 
 def stored_name(setting: str) -> str:
     """Return the dotted name that digests of settings are computed over: the oldest one."""
-    return _renamed(setting, {new: old for old, new in SETTINGS.items()})
+    return _renamed(setting, {new: old for old, new in _SETTINGS.items()})
 
 
 def _renamed(setting: str, names: dict[str, str]) -> str:

@@ -15,14 +15,14 @@ from unfog.config.values import quote
 from unfog.diffusion.sampler import Kind
 from unfog.errors import RequestError
 
-ExportFormat = Literal["diffusers", "safetensors", "onnx", "pt2"]
+_ExportFormat = Literal["diffusers", "safetensors", "onnx", "pt2"]
 
 
 @dataclass(frozen=True)
 class ExportSettings:
     """Settings of `unfog export` and of `Run.export`."""
 
-    format: ExportFormat = "safetensors"
+    format: _ExportFormat = "safetensors"
     """diffusers: a pipeline folder; safetensors: weights, JSON and the network in plain torch; onnx, pt2: its graph."""
     sampler: Kind | None = None
     """Sampler whose noise levels are stored. Default: the run's."""

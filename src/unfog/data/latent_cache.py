@@ -43,7 +43,7 @@ _WAIT = 0.2  # seconds between two looks at what another process is encoding
 _FACTS, _LATENTS, _ROWS, _DONE = "latents.json", "latents.f16", "rows.i64", "done.json"
 
 # Images uint8 [B, C, H, W] -> latents [B, c, h, w]; the same to the bit for the same images.
-Encode = Callable[[NDArray[np.uint8]], NDArray[np.float32]]
+_Encode = Callable[[NDArray[np.uint8]], NDArray[np.float32]]
 
 
 class LatentArrays(NamedTuple):
@@ -75,7 +75,7 @@ class EncodeJob(NamedTuple):
     """Shape of one latent."""
     copies: int
     """1, or 2 to encode each image mirrored as well."""
-    encode: Encode
+    encode: _Encode
     batch: int
     """Batch size. Always the same, as sums of floating-point numbers depend on it."""
 

@@ -16,8 +16,8 @@ from unfog.errors import RequestError
 from unfog.models.elsewhere.settings import DdpmPytorch, Edm, Edm2, Elsewhere
 from unfog.safe_files import regular_file
 
-PICKLES = (".pt", ".pth")
-SUFFIXES = (".safetensors", *PICKLES)
+_PICKLES = (".pt", ".pth")
+SUFFIXES = (".safetensors", *_PICKLES)
 Weights = Mapping[str, Tensor]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from unfog.errors import RequestError
 from unfog.safe_files import new_file, regular_file
 
-Graph = Callable[..., Tensor]
+_Graph = Callable[..., Tensor]
 
 
 class Decoder(nn.Module):
@@ -45,7 +45,7 @@ def check_packages(kind: str) -> None:
         raise RequestError(f"--format {kind} needs {' and '.join(missing)}: pip install 'unfog[{extra}]'")
 
 
-def write_graph(network: nn.Module, inputs: dict[str, Tensor], output: str, path: Path) -> Graph:
+def write_graph(network: nn.Module, inputs: dict[str, Tensor], output: str, path: Path) -> _Graph:
     """Write the graph of a network, load it again, and return it as a function of the inputs in order.
 
     Args:
@@ -69,7 +69,7 @@ def write_graph(network: nn.Module, inputs: dict[str, Tensor], output: str, path
         if path.suffix == ".pt2":
             torch.export.save(program, new_file(path))
             # The file, and not the program in memory: what was written is what is compared with the run.
-            graph: Graph = torch.export.load(regular_file(path)).module()
+            graph: _Graph = torch.export.load(regular_file(path)).module()
             return graph
         made = torch.onnx.export(program, dynamo=True, input_names=list(inputs), output_names=[output], verbose=False)
         assert made is not None
@@ -77,7 +77,7 @@ def write_graph(network: nn.Module, inputs: dict[str, Tensor], output: str, path
     return _load_onnx(path, list(inputs))
 
 
-def _load_onnx(path: Path, names: Sequence[str]) -> Graph:
+def _load_onnx(path: Path, names: Sequence[str]) -> _Graph:
     import onnxruntime
 
     # On the CPU, wherever the run was sampled, so that the comparison needs no other build of the runtime.

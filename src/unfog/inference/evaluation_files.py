@@ -32,7 +32,7 @@ FORMAT = 1
 ARITHMETIC = 3
 
 
-TABLE_HEAD = ("metric", "value", "95% interval", "real images", "n", "reference", "features", "resize")
+_TABLE_HEAD = ("metric", "value", "95% interval", "real images", "n", "reference", "features", "resize")
 
 
 class EvaluationSetup(NamedTuple):
@@ -89,7 +89,7 @@ class Evaluation:
             *filter(None, [self.verdict]),
             ("" if self.step is None else f"step {self.step:,}: ")
             + ", ".join(f"{name} {value}" for name, value in self.drawn.items()),
-            *align_columns([TABLE_HEAD, *map(_table_row, self.measured)]),
+            *align_columns([_TABLE_HEAD, *map(_table_row, self.measured)]),
             *(f"{', '.join(names)}: {note}" for note, names in notes.items()),
             *(f"copies, by {one['by']}: {one['evidence']}" for one in self.copies),
         ]

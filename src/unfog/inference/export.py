@@ -34,7 +34,7 @@ from unfog.reporting.progress import say
 from unfog.safe_files import copy_into, new_file, whole_folder, write_atomic
 from unfog.text import sanitize
 
-DESCRIPTION, WEIGHTS, SOURCE = "model.json", "model.safetensors", "network.py"
+_DESCRIPTION, _WEIGHTS, SOURCE = "model.json", "model.safetensors", "network.py"
 # Largest difference between the outputs of the run and of its export, over the largest output.
 _TOLERANCE = 1e-3
 _SAMPLES = 16  # on the model card
@@ -171,9 +171,9 @@ def _check(run: LoadedRun, sampler: Sampler, kind: str) -> None:
 def _write_safetensors(job: _Export) -> float:
     _write_description(job)
     weights = {name: tensor.contiguous() for name, tensor in _plain_weights(job.network).items()}
-    save_file(weights, new_file(job.folder / WEIGHTS))
+    save_file(weights, new_file(job.folder / _WEIGHTS))
     # safetensors writes files that only their owner may read.
-    (job.folder / WEIGHTS).chmod((job.folder / DESCRIPTION).stat().st_mode)
+    (job.folder / _WEIGHTS).chmod((job.folder / _DESCRIPTION).stat().st_mode)
     write_atomic(job.folder / SOURCE, _network_source(job.run).encode())
     if job.run.config.uses_latents:
         described = AutoencoderFolder.open(job.run.config.autoencoder_folder)
@@ -181,12 +181,12 @@ def _write_safetensors(job: _Export) -> float:
     model, settings = job.description, job.run.config.network
     assert settings is not None  # a run's is settled
     rebuilt = build_model(settings, model["input"][0], len(model["classes"]), 0, model["out_channels"])
-    rebuilt.load_state_dict(load_file(job.folder / WEIGHTS))
+    rebuilt.load_state_dict(load_file(job.folder / _WEIGHTS))
     return _relative_difference(job.network, rebuilt.eval(), _example_inputs(model))
 
 
 def _write_description(job: _Export) -> None:
-    write_atomic(job.folder / DESCRIPTION, f"{json.dumps(job.description, indent=1)}\n".encode())
+    write_atomic(job.folder / _DESCRIPTION, f"{json.dumps(job.description, indent=1)}\n".encode())
 
 
 def _plain_weights(network: nn.Module) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from unfog.inference.loaded_run import LoadedRun
 from unfog.pipeline.build import input_shape
 from unfog.pipeline.generate import without_pixel_clipping
 
-VERSION = 1
+_VERSION = 1
 
 
 def describe_model(run: LoadedRun, sampler: Sampler) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def describe_model(run: LoadedRun, sampler: Sampler) -> dict[str, Any]:
     sampler, classes = without_pixel_clipping(sampler, config), list(config.classes)
     described: dict[str, Any] = {
         "format": "unfog-model",
-        "version": VERSION,
+        "version": _VERSION,
         "run": {"name": run.path.resolve().name, "step": run.checkpoint.step, "weights": run.weights, "ema": run.ema},
         "network": {"kind": network.kind, "settings": asdict(network)},
         "input": [channels, side, side],

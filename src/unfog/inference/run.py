@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from unfog.inference.evaluation_files import Evaluation
 
 # A weaker run, loaded, or its folder, "RUN" or "RUN:STEP"; or the step of another checkpoint of the same run.
-Guide = LoadedRun | str | PathLike[str] | int
+_Guide = LoadedRun | str | PathLike[str] | int
 
 
 class PreparedSampling(NamedTuple):
@@ -115,7 +115,7 @@ class Run(LoadedRun):
         n: int = 16,
         *,
         label: Sequence[str | int] | str | int = (),
-        guide: Guide | None = None,
+        guide: _Guide | None = None,
         image: ImageInput | None = None,
         mask: ImageInput | None = None,
         progress: Callable[[int], None] = lambda done: None,
@@ -158,7 +158,7 @@ class Run(LoadedRun):
         n: int = 16,
         *,
         label: Sequence[str | int] | str | int = (),
-        guide: Guide | None = None,
+        guide: _Guide | None = None,
         image: ImageInput | None = None,
         mask: ImageInput | None = None,
         **settings: Any,
@@ -246,7 +246,7 @@ class Run(LoadedRun):
             f"seed {generation.seed}" + ("" if generation.to_seed is None else f" to {generation.to_seed}"),
         )
 
-    def _resolve_guidance(self, guide: Guide | None, request: SamplingRequest) -> tuple[Denoiser | None, float]:
+    def _resolve_guidance(self, guide: _Guide | None, request: SamplingRequest) -> tuple[Denoiser | None, float]:
         """Return the guide, if there is one, and the guidance scale."""
         weaker = None if guide is None else _open_guide(self, guide)
         # Without a guide, a scale makes sense only for a network that was trained to go without its class.
@@ -278,7 +278,7 @@ class Run(LoadedRun):
         return evaluate(self, update(EvaluationRequest(), {"metrics": names, "n": n, **settings}, ""))
 
 
-def _open_guide(run: LoadedRun, guide: Guide) -> Denoiser:
+def _open_guide(run: LoadedRun, guide: _Guide) -> Denoiser:
     """Return the denoiser that guides `run`, on its device: autoguidance (Karras et al. 2024a).
 
     Raises:

@@ -16,7 +16,7 @@ from unfog.models.network_settings import CustomNetwork
 # In a run: the source of the classes of its network, for people to read; nothing executes it.
 SOURCE_FILE = "network-source.txt"
 
-CONTRACT = (
+_CONTRACT = (
     "a network is called as forward(x, noise, label=None), with x float32 [B, C, H, W], noise float32 [B], the noise "
     "level of each image from 0 to 1000, and label int64 [B], or None without classes; it returns one tensor like x"
 )
@@ -77,7 +77,7 @@ class GivenNetwork(CustomNetwork):
 
     def build(self, channels: int, classes: int, augment_inputs: int, out_channels: int | None) -> Any:
         if augment_inputs:
-            raise RequestError(f"data.augment needs a network with an input for it, and {CONTRACT}; leave augment out")
+            raise RequestError(f"data.augment needs a network with an input for it, and {_CONTRACT}; leave augment out")
         network = _copy(self.load())
         network.image_channels, network.num_classes = channels, classes
         return network
@@ -118,7 +118,7 @@ class GivenNetwork(CustomNetwork):
             raise self._refusal(f"returns values that are not finite for {said}")
 
     def _refusal(self, problem: str, hint: str = "") -> RequestError:
-        return RequestError(f"{self.path} {problem}; {CONTRACT}{hint}")
+        return RequestError(f"{self.path} {problem}; {_CONTRACT}{hint}")
 
     def source_text(self) -> str:
         """Return the source of the classes of the network, other than torch's; a line says where it is not known."""
@@ -177,7 +177,7 @@ def _check(network: Any) -> None:
     try:
         inspect.signature(network.forward).bind(None, None, None)
     except TypeError as error:
-        raise RequestError(f"network = {path} cannot be called with three arguments ({error}); {CONTRACT}") from None
+        raise RequestError(f"network = {path} cannot be called with three arguments ({error}); {_CONTRACT}") from None
 
 
 def _copy(network: Any) -> Any:

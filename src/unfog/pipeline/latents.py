@@ -42,17 +42,17 @@ Decode = Callable[[Tensor], Tensor]  # network output [B, C, H, W] -> images [B,
 _PIXELS_AT_ONCE = 2**18  # per batch: 64 images of 64x64, 4 of 256x256
 _FEW = 64  # images that are encoded where only the shape and scale of latents are needed
 _DEAD_CHANNEL = 0.02  # deviation of a channel over the largest one, below which it hardly carries information
-AnyAutoencoder = AutoencoderModel | DiffusersAutoencoder
+_AnyAutoencoder = AutoencoderModel | DiffusersAutoencoder
 _CHUNK = 256  # images that `_statistics` adds at once; its results depend on it in the last bits
 
 
-def _load_autoencoder(described: AutoencoderFolder, device: torch.device) -> AnyAutoencoder:
+def _load_autoencoder(described: AutoencoderFolder, device: torch.device) -> _AnyAutoencoder:
     """Return an autoencoder on a device, in evaluation mode and fp32, checked with an image of zeros.
 
     RequestError if its weights do not fit its description, or need a package that is missing.
     """
     ours, side = described.kind == OURS, 8 * described.factor
-    autoencoder: AnyAutoencoder
+    autoencoder: _AnyAutoencoder
     autoencoder = _load_ours(described) if ours else DiffusersAutoencoder.load(described.folder, described.kind)
     autoencoder = autoencoder.to(device).float().eval().requires_grad_(False)
     with torch.inference_mode():
@@ -133,11 +133,11 @@ def _check_unchanged(described: AutoencoderFolder, config: Config) -> None:
 
 
 @lru_cache(maxsize=2)
-def _opened(place: str, sha256: str, device: torch.device) -> AnyAutoencoder:
+def _opened(place: str, sha256: str, device: torch.device) -> _AnyAutoencoder:
     return _load_autoencoder(AutoencoderFolder.open(place), device)
 
 
-def open_run_autoencoder(config: Config, device: torch.device) -> AnyAutoencoder:
+def open_run_autoencoder(config: Config, device: torch.device) -> _AnyAutoencoder:
     """Return the autoencoder of a run on a device. RequestError if it is not the one that the run began with."""
     _check_unchanged(AutoencoderFolder.open(config.autoencoder_folder), config)
     return _opened(config.autoencoder_folder, config.latents.sha256, device)
@@ -175,7 +175,9 @@ def encode_edit(edit: Edit | None, config: Config, device: torch.device) -> Edit
     return replace(edit, image=image, unknown=unknown)
 
 
-def _encode_pixels(autoencoder: AnyAutoencoder, device: torch.device, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
+def _encode_pixels(
+    autoencoder: _AnyAutoencoder, device: torch.device, pixels: NDArray[np.uint8]
+) -> NDArray[np.float32]:
     """Return the latents of images uint8 [B, C, H, W], in the autoencoder's own scale."""
     x = to_model_range(torch.from_numpy(np.ascontiguousarray(pixels)).to(device))
     with torch.inference_mode(), torch.autocast(device.type, enabled=False):

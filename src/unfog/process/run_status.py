@@ -23,7 +23,7 @@ from unfog.text import sanitize
 from unfog.training.settings import Evaluate
 
 # Beginning of the name of a checkpoint that was set aside, as it could not be read.
-BROKEN = ".broken-"
+_BROKEN = ".broken-"
 _LAST_METRICS, _LAST_EVENTS = 2**26, 2**20  # bytes read from the end; a run of 10,000 logs has 10 MB of metrics
 _LARGEST_CONFIG = 2**20
 _MOST_ENTRIES = 100_000  # of a folder that is searched for runs
@@ -146,7 +146,7 @@ def broken_checkpoints(run: Path) -> tuple[Path, ...]:
     if checkpoints.is_symlink():
         return ()
     with suppress(OSError), os.scandir(checkpoints) as entries:
-        names = [entry.name for entry in islice(entries, _MOST_ENTRIES) if entry.name.startswith(BROKEN)]
+        names = [entry.name for entry in islice(entries, _MOST_ENTRIES) if entry.name.startswith(_BROKEN)]
         return tuple(checkpoints / name for name in sorted(names))
     return ()
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
-Series = Mapping[str, tuple[Sequence[float] | Floats, Sequence[float] | Floats]]
+_Series = Mapping[str, tuple[Sequence[float] | Floats, Sequence[float] | Floats]]
 
 _POINTS = 1000  # a line is thinned to about so many
 _TINY = 1e-100  # what is smaller is zero, and what is larger than its inverse is a gap: axes have to be computed
@@ -46,7 +46,7 @@ class _Axis:
 
 
 def line_chart(
-    series: Series,
+    series: _Series,
     x_label: str,
     y_label: str,
     log_y: bool = False,

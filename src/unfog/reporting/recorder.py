@@ -23,7 +23,7 @@ from unfog.reporting.trackers import open_tracker
 from unfog.safe_files import make_folder, write_atomic
 from unfog.text import sanitize
 
-Value = float | list[float] | npt.NDArray[np.floating] | np.floating
+_Value = float | list[float] | npt.NDArray[np.floating] | np.floating
 
 # What the progress line shows of a log, and how.
 _NOTES: tuple[tuple[str, Callable[[float], str]], ...] = (
@@ -98,7 +98,7 @@ class Recorder:
         self._refresh = self.seconds
         self._refresh_report()
 
-    def log(self, step: int, images: int, **values: Value) -> None:
+    def log(self, step: int, images: int, **values: _Value) -> None:
         """Write a line of metrics after `step` steps and `images` images: numbers, and lists of numbers.
 
         `seconds`, the wall time of the run over all its resumes, is added. Sinks get the numbers, and a list
@@ -227,7 +227,7 @@ def _trend(losses: Sequence[float]) -> str:
     return ", falling" if difference < 0 else ", rising"
 
 
-def _scalars(values: Mapping[str, Value]) -> dict[str, float]:
+def _scalars(values: Mapping[str, _Value]) -> dict[str, float]:
     flat: dict[str, float] = {}
     for name, value in values.items():
         array = np.asarray(value, np.float64)
@@ -238,7 +238,7 @@ def _scalars(values: Mapping[str, Value]) -> dict[str, float]:
     return flat
 
 
-def _log_histograms(sink: Tracker, step: int, values: Mapping[str, Value]) -> None:
+def _log_histograms(sink: Tracker, step: int, values: Mapping[str, _Value]) -> None:
     """Log what was measured by noise level; 0 where nothing was."""
     for name, value in values.items():
         if name.endswith("_by_level"):

@@ -22,7 +22,7 @@ from unfog.safe_files import read_file, remove
 from unfog.text import sanitize
 
 FACTS_FILE = "facts.bin"
-LARGEST_JOURNAL = 2**30  # bytes
+_LARGEST_JOURNAL = 2**30  # bytes
 _CREATED_FIRST = frozenset(["pixels.u8", FACTS_FILE])  # they may exist, empty, before the journal does
 _ARRAYS = ("labels.npy", "treatment.npy", "sides.npy", "grey.npy", "names.npy", "names.bin", "chunks.json")
 _PARTIAL = frozenset(f"{name}.partial" for name in (JOURNAL, MANIFEST, *_CREATED_FIRST, *_ARRAYS))
@@ -47,7 +47,7 @@ class Journal:
     def read(cls, folder: Path) -> Journal:
         """Read the journal in a folder, less a last line that was cut off. Empty if it is missing or damaged."""
         try:
-            text = read_file(folder / JOURNAL, LARGEST_JOURNAL).decode()
+            text = read_file(folder / JOURNAL, _LARGEST_JOURNAL).decode()
             header, *lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
         except (OSError, ValueError, RecursionError):
             return cls()

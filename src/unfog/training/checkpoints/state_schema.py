@@ -12,14 +12,14 @@ from typing import Any
 from unfog.training.learning_rate import Length
 
 # Raises ValueError unless the value at a path, such as guard.recent[3], is as it should be.
-Rule = Callable[[str, Any], None]
+_Rule = Callable[[str, Any], None]
 
 _HOOKS = ("evaluate", "log", "averages", "preview", "save", "keep the best")
 _LARGEST = 2**53
 _MOST_ROLL_BACKS = 1000  # halve any learning rate to zero
 
 
-def _rule(what: str, holds: Callable[[Any], bool]) -> Rule:
+def _rule(what: str, holds: Callable[[Any], bool]) -> _Rule:
     def check(path: str, value: Any) -> None:
         if not holds(value):
             raise ValueError(f"{path} is {repr(value)[:40]}, and should be {what}")
@@ -27,16 +27,16 @@ def _rule(what: str, holds: Callable[[Any], bool]) -> Rule:
     return check
 
 
-def _whole(most: int = _LARGEST) -> Rule:
+def _whole(most: int = _LARGEST) -> _Rule:
     # Not isinstance: to Python True is a whole number, and a counter of True would pass.
     return _rule(f"a whole number from 0 to {most}", lambda value: type(value) is int and 0 <= value <= most)
 
 
-def _optional(rule: Rule) -> Rule:
+def _optional(rule: _Rule) -> _Rule:
     return lambda path, value: None if value is None else rule(path, value)
 
 
-def _list_of(rule: Rule, length: int | None = None) -> Rule:
+def _list_of(rule: _Rule, length: int | None = None) -> _Rule:
     def check(path: str, value: Any) -> None:
         if not isinstance(value, list) or length not in (None, len(value)):
             raise ValueError(f"{path} should be a list{'' if length is None else f' of {length}'}")
@@ -46,7 +46,7 @@ def _list_of(rule: Rule, length: int | None = None) -> Rule:
     return check
 
 
-def _map_of(rule: Rule) -> Rule:
+def _map_of(rule: _Rule) -> _Rule:
     def check(path: str, value: Any) -> None:
         _DICT(path, value)
         for name, item in value.items():
@@ -55,7 +55,7 @@ def _map_of(rule: Rule) -> Rule:
     return check
 
 
-def _record(rules: Mapping[str, Rule], optional: Mapping[str, Rule] | None = None) -> Rule:
+def _record(rules: Mapping[str, _Rule], optional: Mapping[str, _Rule] | None = None) -> _Rule:
     """Return the rule of an object with these keys; others are of registered entries, which check their own."""
 
     def check(path: str, value: Any) -> None:
@@ -69,7 +69,7 @@ def _record(rules: Mapping[str, Rule], optional: Mapping[str, Rule] | None = Non
     return check
 
 
-def _or_empty(rule: Rule) -> Rule:
+def _or_empty(rule: _Rule) -> _Rule:
     return lambda path, value: None if value == {} and isinstance(value, dict) else rule(path, value)
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 # By file (model, ema, optimizer), then by name, as returned by `TrainState.tensors`.
-Tensors = Mapping[str, Mapping[str, Tensor]]
+_Tensors = Mapping[str, Mapping[str, Tensor]]
 # Shapes and dtypes of such tensors.
 Shapes = Mapping[str, Mapping[str, tuple[list[int], str]]]
 
@@ -113,7 +113,7 @@ class ShardedState:
                     found.setdefault(file, {})[name] = full.to("cpu", copy=full is tensor).contiguous()
         return found
 
-    def _scatter_tensors(self, state: TrainState, tensors: Tensors, shapes: Shapes) -> dict[str, dict[str, Tensor]]:
+    def _scatter_tensors(self, state: TrainState, tensors: _Tensors, shapes: Shapes) -> dict[str, dict[str, Tensor]]:
         """Scatter rank 0's full tensors by rows; broadcast those that are not sharded."""
         parameters = dict(state.model.named_parameters())
         rows: dict[str, dict[str, Tensor]] = {file: {} for file in ("optimizer", *shapes)}
@@ -128,7 +128,7 @@ class ShardedState:
         return rows
 
 
-def tensor_shapes(tensors: Tensors) -> Shapes:
+def tensor_shapes(tensors: _Tensors) -> Shapes:
     """Return shape and dtype of each tensor, as JSON can hold them."""
     return {f: {n: (list(t.shape), str(t.dtype)) for n, t in of.items()} for f, of in tensors.items()}
 

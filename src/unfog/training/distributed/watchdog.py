@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 # Phases of a step, in order. None of them takes long, other than by waiting for other ranks.
-STEP = ("data", "forward", "backward", "agreeing")
+_STEP = ("data", "forward", "backward", "agreeing")
 
 
 class _Heartbeat(NamedTuple):
@@ -41,7 +41,7 @@ def _find_failed_rank(signs: Sequence[_Heartbeat], unheard: Mapping[int, float],
         unheard: seconds since the heartbeat of a rank was new, counted only while this rank waits.
         timeout: seconds that a phase of a step may take.
     """
-    late = any(sign.phase in STEP and sign.seconds > timeout for sign in signs)
+    late = any(sign.phase in _STEP and sign.seconds > timeout for sign in signs)
     one = max(signs, key=lambda sign: unheard.get(sign.rank, 0.0))
     silent = unheard.get(one.rank, 0.0)
     if silent > (timeout / 3 if late else timeout):  # frozen, or cut off
@@ -49,7 +49,7 @@ def _find_failed_rank(signs: Sequence[_Heartbeat], unheard: Mapping[int, float],
     if not late:
         return None
     # The rank that is furthest behind is the one that the others wait for.
-    one = min((sign for sign in signs if sign.phase in STEP), key=lambda sign: (sign.step, STEP.index(sign.phase)))
+    one = min((sign for sign in signs if sign.phase in _STEP), key=lambda sign: (sign.step, _STEP.index(sign.phase)))
     return f"rank {one.rank} ({one.where}) has been {_doing(one)} for {one.seconds:.0f} s"
 
 
