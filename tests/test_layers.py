@@ -46,6 +46,7 @@ SUBFOLDERS = {
     "training.checkpoints": {""},
     "training.distributed": {"", "checkpoints"},
     "checks.images": {""},
+    "checks.device": {""},
     "checks.settings": {""},
     "models.elsewhere": {""},
 }

@@ -151,17 +151,20 @@ def verify(path: PathLikeText) -> str:
 
 
 def doctor(
-    source: Source,
+    source: Source | None = None,
     *,
     out: PathLikeText | None = None,
     preset: str = "default",
     quick: bool = False,
+    gpu: bool = False,
     **settings: Any,
 ) -> list[Finding]:
-    """Check images and settings before training, or a run, and return what was found.
+    """Check images and settings before training, a run, or the GPU (without a source), and return what was found.
 
     Writes report.html and findings.json to `out`. `quick` skips the slow checks. A run has its own settings.
     """
+    if gpu != (source is None):
+        raise RequestError("give a source to check, or gpu=True to check the GPU")
     from unfog.commands.doctor import doctor as examine
     from unfog.config.requests import DoctorRequest
     from unfog.config.schema import Config, nest_settings
@@ -175,9 +178,9 @@ def doctor(
             raise RequestError(f"a run has its own settings, so {given} cannot be given with it")
         place, config = path_of(source, "source"), update(Config(), nest_settings({"device": device}), "")
     else:
-        config = training_settings(source, preset, settings)
+        config = training_settings("" if source is None else source, preset, settings)
         place = config.source
-    return examine(DoctorRequest(place, config, preset, out=folder, quick=quick))[1]
+    return examine(DoctorRequest(place, config, preset, out=folder, quick=quick, gpu=gpu))[1]
 
 
 def plan(source: Source, *, device: str = "", processes: int = 1, preset: str = "default", **settings: Any) -> Plan:

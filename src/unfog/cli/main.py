@@ -31,6 +31,7 @@ usage: unfog COMMAND …
 
   doctor SOURCE    check images, settings and machine before a run
   doctor RUN       find what went wrong in a run, and a remedy
+  doctor --gpu     check the GPU: arithmetic, copies, a training step, repeatability
   plan SOURCE      predict memory, time and disk space
   find-lr SOURCE   find a learning rate on a throwaway copy
   pack SOURCE OUT  decode and resize images once, for all later runs

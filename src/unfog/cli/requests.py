@@ -109,7 +109,12 @@ def _training_request(command: str, words: Sequence[str]) -> Any:
             with suppress(RequestError):
                 default = _shown_settings(command, _parse(command, attempt, None).table)
     args = _parse(command, words, _blank(kind, settings=default))
-    changes, source = args.table.get("settings", {}), args.named["source"]
+    changes, source = args.table.get("settings", {}), args.named.get("source", "")
+    gpu = command == "doctor" and args.table.get("gpu", False)
+    if gpu and source:
+        raise RequestError(f"--gpu checks the GPU, without images; omit {quote(source)}, or --gpu")
+    if not (gpu or source):
+        raise RequestError("SOURCE|RUN is missing; write it first: unfog doctor SOURCE|RUN, or unfog doctor --gpu")
     if command == "doctor" and RunFolder(Path(source)).claims_to_be_one:
         if others := [flag for path, (flag, _) in args.spelled.items() if path[-1] not in ("out", "quick", "device")]:
             raise RequestError(f"a run has its own settings, so {', '.join(others)} cannot be given with it")
@@ -117,7 +122,10 @@ def _training_request(command: str, words: Sequence[str]) -> Any:
     else:
         config = apply_changes(_base(command, args.table), changes, source)
         settings = AutoencoderRunSettings.of(config) if command == "train-autoencoder" else config
-        check_request(config)
+        if gpu:
+            check_device(config.training.device)
+        else:
+            check_request(config)
     rest = {name: value for name, value in args.table.items() if name != "settings"}
     request = kind(source=source, settings=settings, **rest)
     if command == "train":

@@ -1,4 +1,4 @@
-"""`unfog doctor`: check images, settings and machine before a run, or check a run."""
+"""`unfog doctor`: check images, settings and machine before a run, a run, or a GPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from unfog.checks.device.gpu_checks import check_gpu
 from unfog.checks.images.image_checks import check_images
 from unfog.checks.run.run_checks import check_run
 from unfog.checks.settings.length_checks import training_length_guide
@@ -34,7 +35,9 @@ from unfog.text import sanitize
 
 
 def doctor(request: DoctorRequest) -> tuple[Path, list[Finding]]:
-    """Check images, settings and machine before a run, or check a run. Return the page and the findings."""
+    """Check images, settings and machine before a run, a run, or a GPU. Return the page and the findings."""
+    if request.gpu:
+        return _check_gpu(request)
     run, config = RunFolder(Path(request.source)), request.settings
     is_run = run.claims_to_be_one
     place = str(run.path) if is_run else config.source
@@ -52,6 +55,15 @@ def doctor(request: DoctorRequest) -> tuple[Path, list[Finding]]:
     print_findings(findings)
     title = f"Checks of {place}" if is_run else f"Checks before training on {sanitize(place)}"
     return write_findings(page, title, findings), findings
+
+
+def _check_gpu(request: DoctorRequest) -> tuple[Path, list[Finding]]:
+    page = request.out or next_folder("gpu", "doctor")
+    check_out(page, "", "the folder of the findings")
+    with StopSignals(saves=False) as stop:
+        findings = check_gpu(request.settings, stop)
+    print_findings(findings, fine=True)  # what a person asks for, even where all is well
+    return write_findings(page, "Checks of the GPU", findings), findings
 
 
 def _check_source(config: Config, stop: StopSignals, quick: bool) -> list[Finding]:

@@ -108,22 +108,26 @@ class ResumeRequest:
 
 @dataclass(frozen=True)
 class DoctorRequest(_TrainingRequest):
-    """Check SOURCE and settings before training, or check RUN for what went wrong.
+    """Check SOURCE and settings before training, RUN for what went wrong, or the GPU.
 
-    Reads every image once, tries every part of a run, and reports each finding with its meaning and a remedy.
+    Reads every image once, tries every part of a run, and reports findings with a remedy.
 
       unfog doctor photos/ --size 64 --budget 2h    before a run
       unfog doctor runs/photos                      during or after it
+      unfog doctor --gpu                            a minute, without images
 
-    The exit status is 2 where training makes no sense. Settings apply to SOURCE only: a run has its own.
+    The exit status is 2 where training makes no sense. A run has its own settings.
     """
 
-    source: Annotated[Positional[str], tyro.conf.arg(metavar="SOURCE|RUN")]
+    source: Annotated[Positional[str], tyro.conf.arg(metavar="SOURCE|RUN")] = ""
     """Images, as for train; or the folder of a run."""
+    settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
     out: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
     """New folder for report.html and findings.json. Default: doctor/ and the name of SOURCE or RUN."""
     quick: bool = False
     """Skip the slow checks: the dry run, the overfit test, and samples of a run."""
+    gpu: bool = False
+    """Check the GPU instead of images: arithmetic, copies, training steps."""
 
 
 @dataclass(frozen=True)

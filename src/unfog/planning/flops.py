@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -46,6 +47,17 @@ class Device:
                 f"{', '.join(_DEVICES)}, or omit --for to plan for this machine"
             )
         return _DEVICES[plain]
+
+    @classmethod
+    def of_gpu(cls, name: str) -> Device | None:
+        """Return the data sheet of a GPU as its driver names it: "NVIDIA H100 80GB HBM3". None if it is not known."""
+        words = re.findall(r"[a-z0-9]+", name.lower())
+        keys = [word for word in words if word in _DEVICES]
+        # Cards with one of these words are other ones, of which no data sheet is here. An A100 is as fast on any board.
+        others = {"laptop", "mobile", "ti", "super", "d", "max", "nvl", "ada", "pcie"}
+        if len(keys) != 1 or (others & {*words}) - ({"pcie"} if keys == ["a100"] else set()):
+            return None
+        return _DEVICES["a100-40" if keys == ["a100"] and "40gb" in words else keys[0]]
 
 
 _DEVICES = {

@@ -14,16 +14,16 @@ from torch import nn
 
 from unfog.config.schema import Config
 from unfog.data.dataset import ImageSet, evenly_spaced
-from unfog.data.stream import ImageStream
 from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.sampler import TWO_CALLS, Sampler
 from unfog.errors import Interrupted
-from unfog.pipeline.build import blank_labels, build_augmentation, build_loss, build_network, build_state, input_shape
+from unfog.pipeline.build import blank_labels, build_network, input_shape
 from unfog.pipeline.generate import GenerationSettings, generate_images
 from unfog.planning.flops import Device, TimeRange
+from unfog.planning.trial_training import TrialTraining
+from unfog.process.device import synchronize
 from unfog.reporting.progress import Progress
-from unfog.training.hooks import Task, TrainingHooks
-from unfog.training.loop import LoopSettings, train
+from unfog.training.hooks import TrainingHooks
 from unfog.training.out_of_memory import microbatch_size
 
 _SLOW = 5  # times the seconds for timing: a step that takes longer is not repeated
@@ -60,20 +60,10 @@ def seconds_per_step(
     config: Config, images: ImageSet, device: torch.device, stop_requested: Callable[[], bool], limit: float = 3.0
 ) -> float:
     """Return the median wall time of an optimiser step, from about `limit` seconds of real training."""
-    mine = [device] if device.type == "cuda" else []
-    # The loop seeds the global generators at each step, so they are restored.
-    state = build_state(config, device)
-    with torch.random.fork_rng(mine), Progress(f"measuring steps in {config.training.precision}", None) as progress:
+    trial = TrialTraining(config, images, device)
+    with Progress(f"measuring steps in {config.training.precision}", None) as progress:
         clock = _StepTimer(limit, progress, stop_requested)
-        train(
-            # A length that is never reached: the timer ends the loop.
-            LoopSettings(replace(config.training, images=10**9 * config.training.batch), config.optimizer),
-            state,
-            Task(
-                ImageStream(images, config.training.seed), build_augmentation(config), build_loss(config, state.levels)
-            ),
-            clock,
-        )
+        trial.train(clock)
     if stop_requested():
         raise Interrupted
     return clock.seconds_per_step()
@@ -142,14 +132,26 @@ TOO_SLOW = 2e13
 _MATRIX = 1024
 
 
+def matmul_seconds(dtype: torch.dtype, device: torch.device, side: int) -> float:
+    """Return the seconds of one product of two square matrices, the fastest of several.
+
+    Raises:
+        RuntimeError: the device has no such arithmetic.
+    """
+    matrix = torch.ones(side, side, dtype=dtype, device=device)
+    fastest = float("inf")
+    for _ in range(6):  # the first one also prepares; the fastest is what other work on the machine disturbed least
+        synchronize(device)
+        started = time.perf_counter()
+        torch.mm(matrix, matrix)
+        synchronize(device)
+        fastest = min(fastest, time.perf_counter() - started)
+    return fastest
+
+
 def benchmark_cpu(memory: int, processes: int = 1) -> Device:
     """Return a data sheet of the CPU at hand, shared by `processes`, from its rate of matrix products."""
-    a, spent = torch.ones(_MATRIX, _MATRIX), []
-    for _ in range(5):
-        started = time.perf_counter()
-        _ = a @ a
-        spent.append(time.perf_counter() - started)
-    rate = 2 * _MATRIX**3 / min(spent) / processes  # the fastest, which other work on the machine disturbed least
+    rate = 2 * _MATRIX**3 / matmul_seconds(torch.float32, torch.device("cpu"), _MATRIX) / processes
     return Device("cpu", memory, rate, rate, "fp32")
 
 

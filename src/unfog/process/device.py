@@ -44,6 +44,14 @@ def unused_gpu() -> str:
     return f"its driver may be too old for the CUDA {torch.version.cuda} of torch {torch.__version__}"
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has done all work that it was given; a clock would time the calls alone without it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
 def resident_bytes() -> int:
     """Return the resident memory of this process; 0 where the system does not report it."""
     return _status("VmRSS")

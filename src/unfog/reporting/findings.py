@@ -91,10 +91,10 @@ def has_fatal(findings: Sequence[Finding]) -> bool:
     return any(finding.severity == "fatal" for finding in findings)
 
 
-def print_findings(findings: Sequence[Finding]) -> None:
-    """Print all findings that are not fine, the worst first, and the number of each severity."""
+def print_findings(findings: Sequence[Finding], fine: bool = False) -> None:
+    """Print the findings, the worst first, those that are `fine` only if asked for, and the number of each severity."""
     for finding in _sort_by_severity(findings):
-        if finding.severity != "fine":
+        if fine or finding.severity != "fine":
             say(f"  {finding}", style=_SEVERITIES[finding.severity])
     say(f"  {_summary(findings)}")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from functools import partial
 from pathlib import Path
 
@@ -11,14 +10,13 @@ import torch
 
 from unfog.config.schema import Config
 from unfog.planning.disk import disk_space_needed
-from unfog.planning.timing import forward_passes, repetitions
+from unfog.planning.timing import forward_passes, matmul_seconds, repetitions
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import format_bytes, format_duration, format_number
 from unfog.training.checkpoints.writer import free_bytes
 from unfog.training.precision import DTYPES
 
 _SIDE = {"cpu": 384, "cuda": 2048, "mps": 1024}  # of the matrices that are multiplied: about a millisecond in fp32
-_ROUNDS = 5
 # Times fp32 that a half precision may take before it is called slow; on a busy machine clocks are a little off.
 _SLOWER = 1.25
 # Share of the time that previews and evaluation may take.
@@ -73,30 +71,7 @@ def _bf16_pays(device: torch.device, fp32: float) -> bool:
 
 
 def _multiply_seconds(dtype: torch.dtype, device: torch.device) -> float:
-    """Return the seconds of one product of two square matrices, the fastest of several.
-
-    Raises:
-        RuntimeError: the device has no such arithmetic.
-    """
-    side = _SIDE[device.type]
-    matrix = torch.ones(side, side, dtype=dtype, device=device)
-    fastest = float("inf")
-    for _ in range(_ROUNDS + 1):  # the first one also prepares
-        _wait(device)
-        started = time.perf_counter()
-        torch.mm(matrix, matrix)
-        _wait(device)
-        # The fastest, as other programs only ever make a product slower.
-        fastest = min(fastest, time.perf_counter() - started)
-    return fastest
-
-
-def _wait(device: torch.device) -> None:
-    # The device computes while Python goes on, so a clock would time the call and not the product.
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
+    return matmul_seconds(dtype, device, _SIDE[device.type])
 
 
 def _check_disk(config: Config, parameters: int, folder: Path) -> Finding:

@@ -1,0 +1,205 @@
+"""Checks of a GPU: build of torch, memory, arithmetic and copies; and how to run all of them."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unfog.checks.device.step_checks import StepChecks
+from unfog.config.schema import Config
+from unfog.device_copies import to_device, to_host
+from unfog.errors import Interrupted, RequestError
+from unfog.planning.flops import Device
+from unfog.planning.timing import matmul_seconds
+from unfog.process.device import available_memory, choose_device, synchronize, total_memory, unused_gpu
+from unfog.process.signals import StopSignals
+from unfog.reporting.findings import Finding, Severity
+from unfog.reporting.progress import Progress, format_bytes
+from unfog.text import sanitize
+
+_DRIVER = Path("/proc/driver/nvidia/version")
+_SIDE = {"cpu": 1024, "cuda": 8192, "mps": 2048}  # of multiplied matrices; large enough to reach the full rate
+_COPIED = {"cpu": 2**24, "cuda": 2**28, "mps": 2**26}  # bytes
+_SLOW_RATE = 0.4  # of the data sheet's: large products reach 60 to 80%
+_CROWDED = 0.5  # of the memory, which others may use before it is worth a word
+_ROUNDING = 2.0**-6  # relative error of a product in bf16, whose numbers are rounded to 2^-8
+
+
+def check_gpu(config: Config, stop: StopSignals) -> list[Finding]:
+    """Check the GPU that `config` names, or the first one, in about a minute; the network's settings are its own.
+
+    Raises:
+        RequestError: torch can use no GPU here.
+    """
+    device = choose_device(config.training.device)
+    if config.training.device == "auto" and device.type == "cpu":
+        why = unused_gpu() or "torch finds neither CUDA, ROCm nor MPS"
+        raise RequestError(f"there is no GPU to check: {why}; --device cpu runs the same checks on the CPU")
+    steps = StepChecks(config, device, stop)
+    checks: dict[str, Callable[[], Finding]] = {
+        "build": partial(_check_build, device),
+        "memory": partial(_check_memory, device),
+        "matmul": partial(_check_matmul, device),
+        "rounding": partial(_check_rounding, device),
+        "copies": partial(_check_copies, device),
+        "step": steps.check_eager,
+        "compile": steps.check_compiled,
+        "repeat": steps.check_repeat,
+    }
+    if device.type == "cpu":
+        del checks["compile"]  # minutes for a C++ compiler, and nobody trains faster by it
+    findings = []
+    with Progress("checking the device", len(checks)) as progress:
+        for number, (name, check) in enumerate(checks.items()):
+            stop.leave_if_requested()
+            progress.update(number, note=name)
+            findings.append(_attempt(name, check))
+    return findings
+
+
+def _attempt(name: str, check: Callable[[], Finding]) -> Finding:
+    """Return the finding of a check, or one of its error: a GPU that cannot do a thing says so by an exception."""
+    try:
+        return check()
+    except (Interrupted, RequestError):
+        raise
+    except Exception as error:
+        said = sanitize(str(error).strip().partition("\n")[0])[:300]
+        compiling = name == "compile"
+        remedy = "train without --compile" if compiling else "update the driver, or install another build of torch"
+        severity: Severity = "warning" if compiling else "fatal"
+        return Finding(f"gpu.{name}", severity, f"{name} failed: {type(error).__name__}: {said}", remedy)
+
+
+def _check_build(device: torch.device) -> Finding:
+    """Check that this build of torch has code for the device."""
+    facts: dict[str, Any] = {"torch": torch.__version__, "device": str(device)}
+    if device.type != "cuda":
+        name = torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else "Apple"
+        said = f"torch {torch.__version__} on {device} ({name}), {torch.get_num_threads()} threads"
+        return Finding("gpu.build", "fine", said, facts=facts)
+    properties, built_for = torch.cuda.get_device_properties(device), torch.cuda.get_arch_list()
+    on_amd = torch.version.hip is not None
+    own = properties.gcnArchName.partition(":")[0] if on_amd else f"sm_{properties.major}{properties.minor}"
+    build = f"ROCm {torch.version.hip}" if on_amd else f"CUDA {torch.version.cuda}"
+    said = f"torch {torch.__version__} ({build}) on {properties.name}, {own}{_driver()}"
+    facts |= {"name": properties.name, "architecture": own, "built_for": built_for, "gpus": torch.cuda.device_count()}
+    fits = own in built_for if on_amd else has_code_for((properties.major, properties.minor), built_for)
+    remedy = "install a build of torch that has it; pytorch.org, under Get started, lists them"
+    missing = f", for which this build has no code: it has {' '.join(built_for)}"
+    return Finding.graded("gpu.build", said, (not fits, "fatal", missing, remedy), facts=facts)
+
+
+def has_code_for(capability: tuple[int, int], built_for: Sequence[str]) -> bool:
+    """Return whether a list such as "sm_80 sm_90 compute_90" has code that runs on a GPU of this capability.
+
+    Machine code (sm) runs on later GPUs of the same major number; PTX (compute) is translated for any later one.
+    """
+    for name in built_for:
+        match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name)
+        if match is None:
+            continue
+        kind, major, minor, special = match[1], int(match[2]), int(match[3]), match[4]
+        if special == "a":  # code for one GPU alone
+            fits = (major, minor) == capability
+        else:
+            fits = (major, minor) <= capability and (kind == "compute" or major == capability[0])
+        if fits:
+            return True
+    return False
+
+
+def _driver() -> str:
+    try:
+        with _DRIVER.open() as file:
+            match = re.search(r"\b\d{3,4}\.[\d.]+", file.read(1000))
+    except OSError:
+        return ""
+    return f", driver {match[0]}" if match else ""
+
+
+def _check_memory(device: torch.device) -> Finding:
+    """Check how much memory is free."""
+    free, total = available_memory(device), total_memory(device)
+    return Finding.graded(
+        "gpu.memory",
+        f"{format_bytes(free)} of {format_bytes(total)} of memory are free",
+        (
+            device.type != "cpu" and free < _CROWDED * total,
+            "warning",
+            ", others use the rest",
+            "end the other programs; nvidia-smi lists them",
+        ),
+        facts={"free": free, "total": total},
+    )
+
+
+def _check_matmul(device: torch.device) -> Finding:
+    """Measure matrix products in fp32 and 16 bits, and compare with the data sheet if the device has one here."""
+    side = _SIDE[device.type]
+    rates = {
+        name: 2 * side**3 / matmul_seconds(dtype, device, side)
+        for name, dtype in {"fp32": torch.float32, half_type(device)[0]: half_type(device)[1]}.items()
+    }
+    said = "a matrix product runs at " + " and ".join(f"{v / 1e12:,.3g} TFLOP/s in {n}" for n, v in rates.items())
+    sheet = Device.of_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    share = rates[half_type(device)[0]] / sheet.half if sheet else 1.0
+    said += f", {share:.0%} of the data sheet" if sheet else ""
+    remedy = "look for another program, a power limit or heat: nvidia-smi -q -d PERFORMANCE"
+    facts = {f"flops_{name}": rate for name, rate in rates.items()} | ({"share": share} if sheet else {})
+    return Finding.graded("gpu.matmul", said, (share < _SLOW_RATE, "warning", "", remedy), facts=facts)
+
+
+def half_type(device: torch.device) -> tuple[str, torch.dtype]:
+    """Return the 16-bit type in which a device trains fastest, where it has one: bf16, or fp16 on older GPUs."""
+    old = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+    return ("fp16", torch.float16) if old else ("bf16", torch.bfloat16)
+
+
+def _check_rounding(device: torch.device) -> Finding:
+    """Check that 16-bit arithmetic is native, and right: against a product in float64 on the CPU."""
+    name, dtype = half_type(device)
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(256, 256, generator=generator).to(dtype) for _ in range(2))
+    exact, found = a.double() @ b.double(), (a.to(device) @ b.to(device)).cpu().double()
+    error = float((found - exact).norm() / exact.norm())
+    said = f"{name} products are right to {error:.1e}"
+    return Finding.graded(
+        "gpu.rounding",
+        said,
+        (not error < _ROUNDING, "fatal", ", and rounding explains 4e-3", "the GPU or its driver is faulty"),
+        (
+            name == "fp16",
+            "hint",
+            "; this GPU has no bf16, so training takes fp16",
+            "fp16 scales the loss, and skips a step now and then",
+        ),
+        facts={"error": error, "precision": name},
+    )
+
+
+def _check_copies(device: torch.device) -> Finding:
+    """Check that what the host does not wait for arrives whole: to the device and back, as training copies."""
+    count = _COPIED[device.type]
+    sent = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    seconds = []
+    for _ in range(2):  # the first pair also pins memory
+        synchronize(device)
+        started = time.perf_counter()
+        there = to_device(sent, device)
+        back = to_host(there)
+        synchronize(device)
+        seconds.append(time.perf_counter() - started)
+    rate = 2 * count / min(seconds)
+    return Finding.graded(
+        "gpu.copies",
+        f"copies to the device and back arrive whole, at {rate / 1e9:,.3g} GB/s",
+        (not torch.equal(sent, back), "fatal", ": no, they differ", "the memory or the driver is faulty"),
+        facts={"bytes_per_second": rate},
+    )
