@@ -18,7 +18,7 @@ from unfog.training.distributed import process_group
 FOLDER = Path(__file__).parent / "fake_cuda"
 THE_WAIT = "training/distributed/coordination.py"  # where a step reads its loss and the norm of its gradient
 STEPS = ("unet fp16", "latents", "autoencoder")
-SAMPLERS = ("sampler ddpm",)
+SAMPLERS = ("sampler ddpm", "sampler guided within")
 PLANTED = {
     "planted item": "item @",
     "planted bool": "__bool__ @",
@@ -27,7 +27,7 @@ PLANTED = {
     "planted average": "cpu",
     "planted norm": "convolution of NCHW",
 }
-CHANNELS_LAST = ("unet fp16", "unet bf16", "unet accumulated", "unet recomputed", "planted norm")
+CHANNELS_LAST = ("unet fp16", "unet bf16", "unet accumulated", "unet recomputed", "sampler bf16", "planted norm")
 OTHERS = (
     *("unet bf16", "unet accumulated", "unet bf16 adamw", "unet fp32", "unet fp16 adamw", "unet recomputed"),
     *("unet classes", "unet augmented", "unet learned variance", "unet adaptive"),
@@ -65,6 +65,14 @@ def results(library):
     return run(library, [*STEPS, *SAMPLERS, *PLANTED, "snapshot"])
 
 
+def check_kernels(result):
+    """No attention by the math kernel; in 16 bits no convolution of a U-Net that would convert what it is given."""
+    assert "math" not in result["attention"]
+    if result["name"] in CHANNELS_LAST:
+        assert "NHWC" in json.dumps(result["layouts"])
+        assert "NCHW" not in json.dumps(result["layouts"]), result["layouts"]
+
+
 def check_step(result):
     """One wait a step, no copy from pageable memory, no tensor or generator on the wrong device, no slow kernel."""
     assert "error" not in result, result
@@ -72,10 +80,7 @@ def check_step(result):
     assert all(wait.startswith(f"tolist @ {THE_WAIT}") for wait in result["waits"])
     assert result["faults"] == {}
     assert result["copies"], "the images of the step were not seen"
-    assert "math" not in result["attention"]
-    if result["name"] in CHANNELS_LAST:
-        assert "convolution of NHWC" in result["layouts"]
-        assert "NCHW" not in json.dumps(result["layouts"]), result["layouts"]
+    check_kernels(result)
 
 
 def check_sampler(result):
@@ -84,7 +89,7 @@ def check_sampler(result):
     assert result["waits"] == {}
     assert result["faults"] == {}
     assert result["operations"] > 0
-    assert "math" not in result["attention"]
+    check_kernels(result)
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs ELF")]

@@ -10,9 +10,11 @@ if TYPE_CHECKING:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a CPU tensor to a device."""
+    """Copy a CPU tensor to a device; one that is there already is returned as it is."""
+    if device.type != "cuda" or tensor.device.type == "cuda":
+        return tensor.to(device)
     # CUDA's copies from pageable memory are staged by the driver, and the host waits for them.
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def to_host(tensor: Tensor, keep: bool = False) -> Tensor:

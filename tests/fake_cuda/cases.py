@@ -18,7 +18,7 @@ from unfog.config.toml import update
 from unfog.data.dataset import ImageSet
 from unfog.data.stream import ImageStream
 from unfog.device_copies import to_device
-from unfog.diffusion import ddpm, likelihood, sampler, steps, variance
+from unfog.diffusion import ddpm, denoiser, likelihood, sampler, steps, variance
 from unfog.pipeline import build
 from unfog.pipeline.generate import default_generation, generate_images
 from unfog.training.checkpoints.snapshot import take_snapshot
@@ -120,7 +120,7 @@ def step_of(config, latents=False, mutate=lambda state: None, plant=None, snapsh
 
 HOST_ARITHMETIC = (
     *((sampler, "_levels_on"), (sampler.Sampler, "visits"), (sampler.Sampler, "levels"), (steps, "_solve")),
-    (sampler.Sampler, "_noisier"),
+    *((sampler.Sampler, "_noisier"), (sampler, "_repeated"), (denoiser.Within, "_inside")),
     *(
         (variance, "deviation"),
         (likelihood, "_groups"),
@@ -228,6 +228,7 @@ CASES = {
     # Not the adaptive one, whose steps depend on what it draws, so that it waits for each.
     **{f"sampler {kind}": lambda kind=kind: sampling_of(config_of(), kind) for kind in KINDS},
     "sampler guided": lambda: sampling_of(config_of(classes=("a", "b")), guidance=2.0, interval=(0.0, 1.0)),
+    "sampler guided within": lambda: sampling_of(config_of(classes=("a", "b")), guidance=2.0, interval=(0.2, 0.8)),
     "sampler bf16": lambda: sampling_of(config_of(), precision="bf16"),
     "sampler ddpm, learned variance": lambda: sampling_of(config_of(diffusion=LEARNED_VARIANCE), "ddpm"),
     "autoencoder": lambda: step_of(config_of(autoencoder={"factor": 4, "channels": (32, 32)})),

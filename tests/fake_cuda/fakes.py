@@ -91,7 +91,7 @@ class Watch(TorchDispatchMode):
             self.faults[f"{name} of tensors on cpu and cuda @ {place()}"] += 1
         if name in RAISES_WHEN_DETERMINISTIC and any(t.is_floating_point() for t in given):
             self.faults[f"{name} has no deterministic kernel @ {place()}"] += 1
-        if name in ("convolution", "convolution_backward"):
+        if name in ("conv2d", "convolution", "convolution_backward"):
             self._convolved(name, given, made)
         if func.namespace != "prim" and not func.is_view and name not in ("detach", "alias", "lift_fresh"):
             self.operations += 1
@@ -100,8 +100,9 @@ class Watch(TorchDispatchMode):
 
     def _convolved(self, name, given, made):
         """Note the formats of a convolution's input, or of gradient and input; those of the network's ends are free."""
-        inputs = given[:1] if name == "convolution" else given[:2]
-        if min(inputs[0].shape[1], (made[0] if name == "convolution" else inputs[1]).shape[1]) > 4:
+        backward = name == "convolution_backward"
+        inputs = given[: 1 + backward]
+        if min(inputs[0].shape[1], (inputs[1] if backward else made[0]).shape[1]) > 4:
             self.layouts[f"{name} of {' and '.join(map(_layout, inputs))}"] += 1
 
     def _copied(self, source, target, free):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from unfog.device_copies import to_device
 from unfog.diffusion.diffusion import Diffusion, Network
 from unfog.diffusion.variance import fraction_of
 
@@ -30,7 +31,11 @@ class Denoiser:
     """Type of the autocast around the network; None disables autocast, even inside an outer one."""
 
     def __call__(self, x_t: Tensor, logsnr: Tensor, label: Tensor | None = None) -> Tensor:
-        """Return E[x0 | x_t]: [B, C, H, W] at noise level [B] -> [B, C, H, W] in data scale."""
+        """Return E[x0 | x_t]: [B, C, H, W] at noise level [B] -> [B, C, H, W] in data scale.
+
+        The level may be on the host, the label is where x_t is.
+        """
+        logsnr = to_device(logsnr, x_t.device)
         inputs = self.diffusion.network_input(x_t, logsnr)
         with torch.autocast(x_t.device.type, self.dtype, enabled=self.dtype is not None):
             y = self.network(*inputs, label)
@@ -82,7 +87,7 @@ class Autoguided:
 class Within:
     """Guidance limited to an interval of the share of noise, sigma / (alpha + sigma) (Kynkaanniemi et al. 2024).
 
-    At the noisiest levels guidance costs variety, at the cleanest it has no effect. Outside of the interval only the
+    Levels are on the host, so that no call waits for the device. At the noisiest levels guidance costs variety, at the cleanest it has no effect. Outside of the interval only the
     plain denoiser is called, which is half the work.
     """
 
@@ -93,13 +98,16 @@ class Within:
 
     def __call__(self, x_t: Tensor, logsnr: Tensor, label: Tensor | None) -> Tensor:
         """Return E[x0 | x_t, label], [B, C, H, W], guided for the images [B] whose level is within the interval."""
-        noise = (-logsnr / 2).sigmoid()
-        inside = (self.interval[0] <= noise) & (noise <= self.interval[1])
-        # Adaptive steps give each image a level of its own, so that one batch may be partly inside.
-        count = inside.sum().item()  # waits for the device, which costs less than the saved call
+        inside = self._inside(logsnr)
+        count = sum(inside)
         if count == 0:
             return self.plain(x_t, logsnr, label)
         guided = self.guided(x_t, logsnr, label)
         if count == len(inside):
             return guided
-        return torch.where(inside[:, None, None, None], guided, self.plain(x_t, logsnr, label))
+        chosen = to_device(torch.tensor(inside), x_t.device)
+        return torch.where(chosen[:, None, None, None], guided, self.plain(x_t, logsnr, label))
+
+    def _inside(self, logsnr: Tensor) -> list[bool]:
+        noise = (-logsnr / 2).sigmoid()
+        return ((self.interval[0] <= noise) & (noise <= self.interval[1])).tolist()

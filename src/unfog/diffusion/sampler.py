@@ -49,7 +49,10 @@ RANDOM = ("ddpm", "edm", "dpmpp-sde")
 """Samplers that draw noise at each step."""
 Grid = Literal["schedule", "karras", "logsnr", "tuned"]
 Denoise = Callable[["Tensor", "Tensor"], "Tensor"]
-"""(x_t [N, C, H, W], logsnr [N]) -> E[x0 | x_t], for ddpm with the learned variance behind it, [N, 2 C, H, W]."""
+"""(x_t [N, C, H, W], logsnr [N]) -> E[x0 | x_t], for ddpm with the learned variance behind it, [N, 2 C, H, W].
+
+Samplers give logsnr on the host, whatever the device of x_t.
+"""
 
 
 @dataclass(frozen=True)
@@ -169,7 +172,7 @@ class Sampler:
         """Sample images.
 
         Args:
-            denoise: E[x0 | x_t] for (x_t [N, C, H, W], logsnr [N]).
+            denoise: E[x0 | x_t] for (x_t [N, C, H, W], logsnr [N] on the host).
             path: maps logsnr to alpha and sigma.
             schedule: the schedule of the training.
             draw: returns fresh standard normal noise [N, C, H, W]; called at the start, and at each random step.
@@ -184,7 +187,8 @@ class Sampler:
         import torch
 
         def at(x: Tensor, logsnr: Tensor) -> Tensor:
-            answer = denoise(x, logsnr.to(x.dtype).to(x.device))
+            # Left on the host, where guidance reads it without waiting for the device.
+            answer = denoise(x, logsnr.to(x.dtype))
             channels = x.shape[1]
             return torch.cat([answer[:, :channels].clamp(-1, 1), answer[:, channels:]], 1) if self.clip else answer
 
@@ -214,7 +218,7 @@ class Sampler:
         from unfog.diffusion.variance import deviation
 
         def evaluate(x: Tensor, level: Level) -> tuple[Tensor, Tensor]:
-            answer = at(x, x.new_full((len(x),), level.logsnr))
+            answer = at(x, _repeated(level.logsnr, x))
             return answer[:, : x.shape[1]], answer[:, x.shape[1] :]
 
         def predict(x: Tensor, level: Level) -> Tensor:
@@ -268,6 +272,13 @@ class Sampler:
         # No noisier than the network was trained at, which is where sampling starts.
         logsnr = max(now.logsnr - 2 * math.log1p(more), noisiest.logsnr)
         return _levels_on(path, torch.tensor([logsnr], dtype=torch.float64))[0] if logsnr < now.logsnr else None
+
+
+def _repeated(logsnr: float, x: Tensor) -> Tensor:
+    """Return a level for each image of x [N, C, H, W], [N] on the host, in the type of x."""
+    import torch
+
+    return torch.full((len(x),), logsnr, dtype=x.dtype)
 
 
 def _levels_on(path: Path, logsnr: Tensor) -> list[Level]:
