@@ -1,9 +1,11 @@
 """Servers that answer with other than what was asked for: no more is read than that, in memory and in time."""
 
+import socketserver
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from threading import Thread
 
 import pytest
 
@@ -106,3 +108,36 @@ def test_no_more_is_read_of_s3_than_was_asked_for(
         out, _ = child.communicate("\n", timeout=40)
     assert said in out
     assert out.endswith("|True\n")
+
+
+def test_a_listing_without_end_is_refused(web: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An S3 endpoint that has one more page of names after each."""
+    pytest.importorskip("s3fs")
+    from unfog.data.sources import web as remote_files
+
+    monkeypatch.setattr(remote_files, "_MOST_PAGES", 5)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{web.port}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "something")
+    web.files["album"] = b"""<?xml version="1.0" encoding="UTF-8"?>
+        <ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><Name>album</Name><Prefix></Prefix>
+        <KeyCount>1</KeyCount><MaxKeys>1000</MaxKeys><Delimiter>/</Delimiter><IsTruncated>true</IsTruncated>
+        <NextContinuationToken>more</NextContinuationToken><Contents><Key>s-000.tar</Key><ETag>"1"</ETag>
+        <LastModified>2026-01-01T00:00:00.000Z</LastModified><Size>512</Size></Contents></ListBucketResult>"""
+    with pytest.raises(RequestError, match=r"is in a folder of over a million names; name the shards"):
+        open_source("s3://album/s-*.tar")
+
+
+def test_an_answer_that_is_not_http_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another service may listen at the port, such as ssh."""
+
+    class Other(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+
+    monkeypatch.setattr(remote, "_FIRST_PAUSE", 0.01)
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Other) as server:
+        Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        with pytest.raises(RequestError, match=r"answers are not HTTP; check the host and port"):
+            open_source(f"http://127.0.0.1:{server.server_address[1]}/s-000.tar")
+        server.shutdown()

@@ -282,6 +282,12 @@ TABLE = [
     ("train fashion --steps 5 --steps 6", "given twice: '--steps 5' and '--steps 6'"),
     ("train fashion --steps 5 --training.steps 6", "given twice"),
     ("train fashion --flip --no-flip", "given twice"),
+    ("sample runs/photos --label a --label b", "after one flag: '--label a b'"),
+    ("evaluate runs/photos --metric fid", "but of unfog ema-sweep; did you mean --metrics?"),
+    (
+        "train fashion --network unet:channels=32/64",
+        "attention has 3 entries, but channels has 2 levels; give one 1 or 0 for each level: attention=0/1",
+    ),
     ("train fashion --flip true", "--flip takes no value; write"),
     ("train fashion --flip=true", "--flip takes no value"),
     ("train fashion --images 1e6", "not a whole number; write 1000000"),

@@ -76,7 +76,10 @@ class ParsedArgs:
         before = self.spelled.setdefault(flag.path, (spelled, words))
         if before != (spelled, words):  # repeated alike, it contradicts nothing
             first, second = (" ".join([name, *said]) for name, said in (before, (spelled, words)))
-            raise RequestError(f"{spelled} is given twice: {quote(first)} and {quote(second)}; give one of them")
+            remedy = "give one of them"
+            if flag.counts()[1] is None:
+                remedy = f"give all values after one flag: {quote(' '.join([spelled, *before[1], *words]))}"
+            raise RequestError(f"{spelled} is given twice: {quote(first)} and {quote(second)}; {remedy}")
         table = self.table
         for name in flag.path[:-1]:
             table = table.setdefault(name, {})
@@ -197,6 +200,8 @@ def _unknown_flag(spelled: str, flags: Mapping[str, _Flag], prog: str, others: M
     theirs = f", but of {' and '.join(filter(None, [', '.join(owners[:-1]), *owners[-1:]]))}" if owners else ""
     if theirs and not meant:
         instead = "; give each setting to change as a flag" if (prog, named) == ("unfog resume", "--config") else ""
+        if several := next((name for name in (f"{named}s", f"{named}es") if name in flags), ""):
+            instead = f"; did you mean {several}?"
         return f"{quote(spelled)[1:-1]} is not a flag of {prog}{theirs}{instead}"
     # Last of all, as a name that is spelled alike may be of another thing.
     meant = meant or difflib.get_close_matches(named[:40], flags, n=1, cutoff=0.7)

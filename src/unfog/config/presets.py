@@ -102,7 +102,7 @@ class _Evaluate:
     """Evaluation during training: error and PSNR of reconstructed held-out images."""
 
     every: int = 0
-    """Steps between evaluations. 0: about ten in the run; -1: none."""
+    """Steps between evaluations. 0: about ten in the run, fewer in a short one; -1: none."""
     images: int = 128
     """Number of held-out images."""
 

@@ -51,7 +51,7 @@ class _LevelSettings(NetworkSettings):
         if len(self.attention) != len(self.channels):
             raise RequestError(
                 f"attention has {len(self.attention)} entries, but channels has {len(self.channels)} levels; "
-                "give one true or false for each level"
+                f"give one 1 or 0 for each level: attention={'/'.join('0' * (len(self.channels) - 1))}/1"
             )
         check_bounds(self)
         self._check_groups()

@@ -14,6 +14,7 @@ from unfog.training.checkpoints.writer import free_bytes
 
 _SNAPSHOTS = 24  # of a run: an EMA 0.3 to 2 times as wide is rebuilt from so many to within 0.1%
 _FEWEST_STEPS_FOR_SNAPSHOTS = 200
+_SHARE = 0.05  # of the arithmetic of a run, for previews and for held-out loss each; four are made in any case
 _MOST_STEPS_LOST = 1000  # to a crash, at the automatic interval of checkpoints
 
 
@@ -54,7 +55,7 @@ def choose_intervals(config: Config) -> tuple[Changes, list[Choice]]:
         changes |= {section: {"every": every} for section, every in intervals.items()}
         values = ", ".join(f"{section} {every}" for section, every in intervals.items())
         lost = intervals.get("checkpoint", config.checkpoint.every)
-        reason = f"ten or more of each in the run; a crash loses at most {lost} steps"
+        reason = f"ten or more of each, if that takes under a tenth of the run; a crash loses at most {lost} steps"
         choices.append(Choice("intervals", values, reason))
     return changes, choices
 
@@ -77,9 +78,23 @@ def _snapshot_interval(config: Config, steps: int) -> tuple[int, str]:
 
 def open_intervals(config: Config) -> dict[str, int]:
     """Return steps by section for previews, evaluation and checkpoints, where they are open; by the length."""
-    every = _round_down_to_125(config.training.images // config.training.batch / 10)
-    usual = {"preview": every, "evaluate": every, "checkpoint": min(every, _MOST_STEPS_LOST)}
+    steps = config.training.images // config.training.batch
+    every = _round_down_to_125(steps / 10)
+    previewed = config.preview.images * config.sampler.steps
+    evaluated = config.evaluate.images * config.evaluate.levels
+    usual = {
+        "preview": max(every, _least_interval(config, previewed, steps)),
+        "evaluate": max(every, _least_interval(config, evaluated, steps)),
+        "checkpoint": min(every, _MOST_STEPS_LOST),
+    }
     return {section: steps for section, steps in usual.items() if getattr(config, section).every == 0}
+
+
+def _least_interval(config: Config, calls: int, steps: int) -> int:
+    """Return the steps between calls of the network for `calls` images each that take no more than _SHARE of a run."""
+    # A backward pass takes twice as long as the forward pass. Counted, and not timed: the same command is the same run.
+    every = calls / (3 * config.training.batch * _SHARE)
+    return _round_down_to_125(min(2.5 * every, steps / 4))  # of which 1, 2 or 5 x 10^n is at least `every`
 
 
 def _round_down_to_125(x: float) -> int:

@@ -271,7 +271,7 @@ class Preview:
     """Sample grids during training, from the same noise each time."""
 
     every: int = 0
-    """Steps between previews. 0: about ten in the run; -1: only the first and the last."""
+    """Steps between previews. 0: about ten in the run, fewer in a short one; -1: only the first and the last."""
     images: int = setting(16, at_least=1, at_most=10000)
     """Samples in a preview. With classes, they cycle through them."""
 
@@ -296,7 +296,7 @@ class Evaluate:
     """Metrics that are better when higher."""
 
     every: int = 0
-    """Steps between evaluations. 0: about ten in the run; -1: none."""
+    """Steps between evaluations. 0: about ten in the run, fewer in a short one; -1: none."""
     images: int = setting(64, at_least=1, at_most=1000000, affects="held_out_loss")
     """Held-out images to use."""
     levels: int = setting(8, at_least=1, at_most=1000, affects="held_out_loss")

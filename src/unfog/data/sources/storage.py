@@ -313,13 +313,25 @@ def _is_permanent(error: Exception) -> bool:
 def _http_status(error: Exception) -> int:
     """Return the HTTP status in an error, 0 without one."""
     # fsspec raises FileNotFoundError for a broken connection, too; the cause tells.
-    status = getattr(error.__cause__ or error, "status", None)
+    cause = error.__cause__ or error
+    if _is_no_http(cause):
+        return 0  # aiohttp gives it the status 400, which no server has sent
+    status = getattr(cause, "status", None)
     return status if isinstance(status, int) else 0
+
+
+def _is_no_http(error: BaseException) -> bool:
+    """Return True if aiohttp could not parse the answer."""
+    return type(error.__cause__).__module__ == "aiohttp.http_exceptions"
 
 
 def _describe(error: Exception) -> str:
     """Return the problem with a remote file, and the remedy."""
     name, text = type(error).__name__, " ".join(without_secrets(str(error)).split())[:120]
+    if isinstance(error, ImageError):
+        return f"is {text}"
+    if _is_no_http(error.__cause__ or error):
+        return "is on a server whose answers are not HTTP; check the host and port of the URL"
     if _is_permanent(error) and _http_status(error) not in (0, 404, 410):
         return f"is refused (the server answers {_http_status(error)}); check the URL, whose signature may have expired"
     if isinstance(error, FileNotFoundError) and _is_permanent(error):

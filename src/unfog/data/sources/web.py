@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections import Counter
+from typing import Any, ClassVar
 
 from aiohttp import ClientResponse, ClientSession, ClientTimeout, DummyCookieJar
 from fsspec.implementations.http import HTTPFileSystem
@@ -11,8 +12,11 @@ from fsspec.implementations.http import HTTPFileSystem
 from unfog.data.sources.base import ImageError
 from unfog.data.sources.image_files import NO_PARTS
 
+_MANY_NAMES = "in a folder of over a million names; name the shards, as in s-{000..099}.tar"
+
 _RANGE = re.compile(r"bytes=(\d+)-(\d+)")
 _LARGEST_ANSWER = 2**24  # of S3 to what names no range: a page of a listing, or the text of an error
+_MOST_PAGES = 1000  # of the listing of a folder, each of up to a thousand names; a server could go on for ever
 
 
 def web_file_system(silence: float) -> Any:
@@ -57,8 +61,8 @@ class _BoundedResponse(ClientResponse):  # type: ignore[misc]
 
 def s3_file_system() -> Any:
     """Return fsspec's file system for S3. ImportError without s3fs."""
-    import fsspec
     from aiobotocore.httpsession import AIOHTTPSession
+    from s3fs import S3FileSystem
 
     class BoundedSession(AIOHTTPSession):  # type: ignore[misc]
         async def send(self, request: Any) -> Any:
@@ -73,7 +77,17 @@ def s3_file_system() -> Any:
                 await response.content
             return response
 
-    return fsspec.filesystem("s3", config_kwargs={"http_session_cls": BoundedSession}, skip_instance_cache=True)
+    class BoundedFileSystem(S3FileSystem):  # type: ignore[misc]
+        pages: ClassVar[Counter[object]] = Counter()
+
+        async def _call_s3(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+            folder = (kwargs.get("Bucket"), kwargs.get("Prefix"))
+            self.pages[folder] = self.pages[folder] + 1 if "ContinuationToken" in kwargs else 0
+            if self.pages[folder] >= _MOST_PAGES:
+                raise ImageError(_MANY_NAMES)
+            return await super()._call_s3(method, *args, **kwargs)
+
+    return BoundedFileSystem(config_kwargs={"http_session_cls": BoundedSession}, skip_instance_cache=True)
 
 
 class _BoundedBody:
