@@ -87,8 +87,8 @@ class Autoguided:
 class Within:
     """Guidance limited to an interval of the share of noise, sigma / (alpha + sigma) (Kynkaanniemi et al. 2024).
 
-    Levels are on the host, so that no call waits for the device. At the noisiest levels guidance costs variety, at the cleanest it has no effect. Outside of the interval only the
-    plain denoiser is called, which is half the work.
+    At the noisiest levels guidance costs variety, at the cleanest it has no effect. Outside of the interval only the
+    plain denoiser is called, which is half the work. Levels are on the host, so that no call waits for the device.
     """
 
     guided: Labelled
