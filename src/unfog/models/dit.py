@@ -120,36 +120,25 @@ class _Block(nn.Module):
 
 
 class DiTModel(ConditionalNetwork):
-    """A diffusion transformer. A fresh one outputs exactly zero, as its last layer begins at zero.
-
-    It has the arguments of `UNetModel`.
-    """
+    """A diffusion transformer. A fresh one outputs exactly zero, as its last layer begins at zero."""
 
     ends = ("patch_in", "patch_out", "class_embedding", "augment_embedding")
     block = _Block
 
-    def __init__(
-        self,
-        settings: DiT,
-        image_channels: int,
-        num_classes: int = 0,
-        augment_inputs: int = 0,
-        out_channels: int | None = None,
-    ):
-        super().__init__(image_channels, num_classes)
-        self.settings = settings
+    settings: DiT
+
+    def _build(self, settings: DiT, out_channels: int) -> int:
         width, area = settings.width, settings.patch**2
-        self.patch_in = nn.Linear(area * image_channels, width)
+        self.patch_in = nn.Linear(area * self.image_channels, width)
         self.time_embedding = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
-        self.class_embedding = nn.Embedding(num_classes + 1, width) if num_classes else None
+        self.class_embedding = self._class_table(width)
         self.blocks = nn.ModuleList([_Block(settings) for _ in range(settings.depth)])
         self.modulation = nn.Linear(width, 6 * width) if settings.modulation == "shared" else None
         self.norm_out = _RMSNorm(width, learned=False)
         self.modulation_out = nn.Linear(width, 2 * width)
-        self.patch_out = nn.Linear(width, area * (out_channels or image_channels))
+        self.patch_out = nn.Linear(width, area * out_channels)
         self._initialise()
-        # Last, so that all other weights are drawn as without it; no bias, so that a condition of 0 adds 0.
-        self.augment_embedding = nn.Linear(augment_inputs, width, bias=False) if augment_inputs else None
+        return width
 
     def _initialise(self) -> None:
         # As in DiT: Xavier for matrices, small embeddings, and zero for all modulations and for the last layer.

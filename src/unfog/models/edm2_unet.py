@@ -155,7 +155,7 @@ class _MPBlock(nn.Module):
 
 
 class MPUNetModel(ConditionalNetwork):
-    """EDM2's U-Net. A fresh one outputs exactly zero, as its gain begins at zero. It has the arguments of `UNetModel`.
+    """EDM2's U-Net. A fresh one outputs exactly zero, as its gain begins at zero.
 
     Call `project` after each update of the weights. The forward pass changes no weight (unlike EDM2's own), so that it
     can be repeated, recomputed and compiled.
@@ -163,27 +163,22 @@ class MPUNetModel(ConditionalNetwork):
 
     block = _MPBlock
 
-    def __init__(
-        self,
-        settings: MPUNet,
-        image_channels: int,
-        num_classes: int = 0,
-        augment_inputs: int = 0,
-        out_channels: int | None = None,
-    ):
-        super().__init__(image_channels, num_classes)
-        self.settings = settings
+    settings: MPUNet
+
+    def _build(self, settings: MPUNet, out_channels: int) -> int:
         # As wide as the widest level, as in EDM2.
         first, width = settings.channels[0], max(settings.channels)
-        self.conv_in = _MPConv(image_channels + 1, first, 3)
+        self.conv_in = _MPConv(self.image_channels + 1, first, 3)
         self.time_embedding = _MPLinear(first, width)
-        self.class_embedding = _MPEmbedding(num_classes + 1, width) if num_classes else None
+        self.class_embedding = _MPEmbedding(self.num_classes + 1, width) if self.num_classes else None
         self.down, skips = _down(settings, width)
         self.up = _up(settings, width, skips)
-        self.conv_out = _MPConv(first, out_channels or image_channels, 3)
+        self.conv_out = _MPConv(first, out_channels, 3)
         self.gain_out = nn.Parameter(torch.zeros(()))
-        # Last, so that all other weights are drawn as without it.
-        self.augment_embedding = _MPLinear(augment_inputs, width) if augment_inputs else None
+        return width
+
+    def _augmentation_layer(self, inputs: int, width: int) -> nn.Module:
+        return _MPLinear(inputs, width)
 
     def forward(self, x: Tensor, c_noise: Tensor, label: Tensor | None = None, augment: Tensor | None = None) -> Tensor:
         """Compute the network's output for images of about unit variance; see `UNetModel.forward`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -47,12 +47,16 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 class ConditionalNetwork(nn.Module):
     """Base of all networks: labels with a null class, an augmentation condition, gradient checkpointing.
 
-    A subclass makes `class_embedding` and `augment_embedding`, or sets them to None.
+    A subclass makes its layers in `_build`, `class_embedding` among them.
 
     Args:
+        settings: the architecture.
         image_channels: channels of the input.
         num_classes: labels are 0 to num_classes - 1, and the label `num_classes` is the null class of classifier-free
             guidance; 0 builds a network without labels.
+        augment_inputs: length of the augmentation condition, all 0 for an unaugmented image; 0 builds a network
+            without that input.
+        out_channels: channels of the output if not those of the input: twice as many with a learned variance.
     """
 
     checkpointing = False
@@ -63,13 +67,39 @@ class ConditionalNetwork(nn.Module):
     """Layers whose other side is not the hidden space: image channels, classes, augmentations."""
     block: ClassVar[type[nn.Module]]
     """Class of the repeated parts, which FSDP shards and gathers one after the other."""
+    augmentation_begins_at_zero: ClassVar[bool] = False
+    """So that weights of other programs, which have no such layer, begin as they were trained."""
+    settings: Any
     class_embedding: nn.Module | None
     augment_embedding: nn.Module | None
 
-    def __init__(self, image_channels: int, num_classes: int):
+    def __init__(
+        self,
+        settings: Any,
+        image_channels: int,
+        num_classes: int = 0,
+        augment_inputs: int = 0,
+        out_channels: int | None = None,
+    ):
         super().__init__()
-        self.image_channels = image_channels
-        self.num_classes = num_classes
+        self.settings, self.image_channels, self.num_classes = settings, image_channels, num_classes
+        width = self._build(settings, out_channels or image_channels)
+        # Last, so that all other weights are drawn as without it.
+        self.augment_embedding = self._augmentation_layer(augment_inputs, width) if augment_inputs else None
+
+    def _build(self, settings: Any, out_channels: int) -> int:
+        """Make all other layers. Return the width of what the embedding of the augmentation is added to."""
+        raise NotImplementedError
+
+    def _augmentation_layer(self, inputs: int, width: int) -> nn.Module:
+        layer = nn.Linear(inputs, width, bias=False)  # no bias, so that a condition of 0 adds 0
+        if self.augmentation_begins_at_zero:
+            zero_(layer)
+        return layer
+
+    def _class_table(self, width: int) -> nn.Embedding | None:
+        """Return a vector for each class and for the null class; None for a network without classes."""
+        return nn.Embedding(self.num_classes + 1, width) if self.num_classes else None
 
     def _laid_out(self, h: Tensor) -> Tensor:
         """Return hidden [B, C, H, W] in the memory format that all later layers keep."""

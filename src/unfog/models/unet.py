@@ -140,35 +140,18 @@ class _UpLevel(nn.Module):
 
 
 class UNetModel(ConditionalNetwork):
-    """A U-Net of residual blocks. A fresh one outputs exactly zero, as its last convolution begins at zero.
-
-    Args:
-        settings: the architecture.
-        image_channels: channels of the input.
-        num_classes: labels are 0 to num_classes - 1, and the label `num_classes` is the null class of
-            classifier-free guidance; 0 builds a network without labels.
-        augment_inputs: length of the augmentation condition, all 0 for an unaugmented image; 0 builds a network
-            without that input.
-        out_channels: channels of the output if not those of the input: twice as many with a learned variance.
-    """
+    """A U-Net of residual blocks. A fresh one outputs exactly zero, as its last convolution begins at zero."""
 
     block = _Block
 
-    def __init__(
-        self,
-        settings: UNet,
-        image_channels: int,
-        num_classes: int = 0,
-        augment_inputs: int = 0,
-        out_channels: int | None = None,
-    ):
-        super().__init__(image_channels, num_classes)
-        self.settings = settings
+    settings: UNet
+
+    def _build(self, settings: UNet, out_channels: int) -> int:
         # The embedding has 4 times the channels of the first level, as in DDPM.
         first, width = settings.channels[0], 4 * settings.channels[0]
-        self.conv_in = nn.Conv2d(image_channels, first, 3, padding=1)
+        self.conv_in = nn.Conv2d(self.image_channels, first, 3, padding=1)
         self.time_embedding = nn.Sequential(nn.Linear(first, width), nn.SiLU(), nn.Linear(width, width))
-        self.class_embedding = nn.Embedding(num_classes + 1, width) if num_classes else None
+        self.class_embedding = self._class_table(width)
         if self.class_embedding is not None:
             nn.init.normal_(self.class_embedding.weight, std=0.02)  # as in DiT: no label outweighs the noise level
         self.down, skips = _down(settings, width)
@@ -176,10 +159,9 @@ class UNetModel(ConditionalNetwork):
         self.mid = nn.ModuleList([_Block(settings, last, last, width, a) for a in (settings.mid_attention, False)])
         self.up = _up(settings, width, skips)
         self.norm_out = GroupNorm(settings.norm_groups, first, settings.norm_eps)
-        self.conv_out = nn.Conv2d(first, out_channels or image_channels, 3, padding=1)
+        self.conv_out = nn.Conv2d(first, out_channels, 3, padding=1)
         zero_(self.conv_out)
-        # Last, so that all other weights are drawn as without it; no bias, so that a condition of 0 adds 0.
-        self.augment_embedding = nn.Linear(augment_inputs, width, bias=False) if augment_inputs else None
+        return width
 
     def forward(self, x: Tensor, c_noise: Tensor, label: Tensor | None = None, augment: Tensor | None = None) -> Tensor:
         """Compute the network's output for images at their noise levels.

@@ -104,27 +104,18 @@ class _LinearAttention(nn.Module):
 
 
 class DdpmPytorchModel(ConditionalNetwork):
-    """The U-Net. The original has no classes and no augmentation; both are added to the embedding of the noise level.
-
-    The arguments are those of `UNetModel`.
-    """
+    """The U-Net. The original has neither classes nor augmentation; both are added to the embedded noise level."""
 
     block = _Block
     ends: ClassVar[tuple[str, ...]] = ("init_conv", "final_conv", "class_embedding", "augment_embedding")
 
-    def __init__(
-        self,
-        settings: DdpmPytorch,
-        image_channels: int,
-        num_classes: int = 0,
-        augment_inputs: int = 0,
-        out_channels: int | None = None,
-    ):
-        super().__init__(image_channels, num_classes)
-        self.settings = settings
+    augmentation_begins_at_zero = True
+    settings: DdpmPytorch
+
+    def _build(self, settings: DdpmPytorch, out_channels: int) -> int:
         first, condition = settings.first or settings.width, 4 * settings.width
         widths = [first, *(settings.width * mult for mult in settings.mults)]
-        self.init_conv = nn.Conv2d(image_channels, first, 7, padding=3)
+        self.init_conv = nn.Conv2d(self.image_channels, first, 7, padding=3)
         linear = (nn.Linear(settings.width, condition), nn.Linear(condition, condition))
         # Identity has the place of the original's sinusoids, so that the names of the weights keep their numbers.
         self.time_mlp = nn.Sequential(nn.Identity(), linear[0], nn.GELU(), linear[1])
@@ -140,13 +131,10 @@ class DdpmPytorchModel(ConditionalNetwork):
         self.mid_attn = _Attention(settings, widths[-1])
         self.mid_block2 = _Block(settings, widths[-1], widths[-1])
         self.final_res_block = _Block(settings, 2 * first, first)
-        self.final_conv = nn.Conv2d(first, out_channels or image_channels, 1)
+        self.final_conv = nn.Conv2d(first, out_channels, 1)
         zero_(self.final_conv)
-        self.class_embedding = nn.Embedding(num_classes + 1, condition) if num_classes else None
-        self.augment_embedding = nn.Linear(augment_inputs, condition, bias=False) if augment_inputs else None
-        # Zero, so that weights from elsewhere, which have no such layer, begin as they were trained.
-        if self.augment_embedding is not None:
-            zero_(self.augment_embedding)
+        self.class_embedding = self._class_table(condition)
+        return condition
 
     def forward(self, x: Tensor, c_noise: Tensor, label: Tensor | None = None, augment: Tensor | None = None) -> Tensor:
         """Compute the network's output; c_noise is the timestep."""

@@ -45,36 +45,28 @@ class _Block(nn.Module):
 class DiffusersDiTModel(ConditionalNetwork):
     """The transformer. Noise level and class are embedded once for all blocks, or for each; the output uses the first.
 
-    The arguments are those of `UNetModel`; the noise condition is the timestep.
+    The noise condition is the timestep.
     """
 
     block = _Block
     ends: ClassVar[tuple[str, ...]] = ("patch_in", "patch_out", "class_embedding", "augment_embedding")
 
-    def __init__(
-        self,
-        settings: DiffusersDiT,
-        image_channels: int,
-        num_classes: int = 0,
-        augment_inputs: int = 0,
-        out_channels: int | None = None,
-    ):
-        super().__init__(image_channels, num_classes)
-        self.settings, width, patch = settings, settings.width, settings.patch
+    augmentation_begins_at_zero = True
+    settings: DiffusersDiT
+
+    def _build(self, settings: DiffusersDiT, out_channels: int) -> int:
+        width, patch = settings.width, settings.patch
         copies = settings.depth if settings.embeddings == "block" else 1
-        self.patch_in = nn.Conv2d(image_channels, width, patch, stride=patch)
+        self.patch_in = nn.Conv2d(self.image_channels, width, patch, stride=patch)
         self.time_in = nn.Linear(_WAVES, width * copies)
         self.time_out = nn.ModuleList(nn.Linear(width, width) for _ in range(copies))
         self.blocks = nn.ModuleList(_Block(settings) for _ in range(settings.depth))
         self.modulation_out = nn.Linear(width, 2 * width)
-        self.patch_out = nn.Linear(width, patch**2 * (out_channels or image_channels))
+        self.patch_out = nn.Linear(width, patch**2 * out_channels)
         zero_(self.modulation_out)
         zero_(self.patch_out)
-        self.class_embedding = nn.Embedding(num_classes + 1, width * copies) if num_classes else None
-        self.augment_embedding = nn.Linear(augment_inputs, width * copies, bias=False) if augment_inputs else None
-        # Zero, so that weights from elsewhere, which have no such layer, begin as they were trained.
-        if self.augment_embedding is not None:
-            zero_(self.augment_embedding)
+        self.class_embedding = self._class_table(width * copies)
+        return width * copies
 
     def forward(self, x: Tensor, c_noise: Tensor, label: Tensor | None = None, augment: Tensor | None = None) -> Tensor:
         """Return the output for noisy images x [B, C, H, W], at noise conditions [B]."""

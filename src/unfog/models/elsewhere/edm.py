@@ -136,36 +136,28 @@ class _Fourier(nn.Module):
 class EdmModel(ConditionalNetwork):
     """EDM's F_theta. Classes are an embedding whose last row, no class, is what EDM's zero vector becomes.
 
-    The arguments are those of `UNetModel`; the noise condition is ln(sigma) / 4.
+    The noise condition is ln(sigma) / 4.
     """
 
     block = _Block
     ends: ClassVar[tuple[str, ...]] = ("enc.0_conv", "out_conv", "class_embedding", "augment_embedding")
 
-    def __init__(
-        self,
-        settings: Edm,
-        image_channels: int,
-        num_classes: int = 0,
-        augment_inputs: int = 0,
-        out_channels: int | None = None,
-    ):
-        super().__init__(image_channels, num_classes)
-        self.settings, song = settings, settings.architecture != "adm"
+    augmentation_begins_at_zero = True
+    settings: Edm
+
+    def _build(self, settings: Edm, out_channels: int) -> int:
+        song = settings.architecture != "adm"
         condition = 4 * settings.width
         waves = settings.width * (2 if settings.architecture == "ncsnpp" else 1)
         self.map_noise = _Fourier(waves) if settings.architecture == "ncsnpp" else None
         self.map_layer0, self.map_layer1 = nn.Linear(waves, condition), nn.Linear(condition, condition)
-        self.enc, skips = _encoder(settings, image_channels, condition)
+        self.enc, skips = _encoder(settings, self.image_channels, condition)
         self.dec, last = _decoder(settings, skips, condition)
         self.out_norm = _norm(last, 1e-6 if song else 1e-5)
-        self.out_conv = nn.Conv2d(last, out_channels or image_channels, 3, padding=1)
+        self.out_conv = nn.Conv2d(last, out_channels, 3, padding=1)
         zero_(self.out_conv)
-        self.class_embedding = nn.Embedding(num_classes + 1, waves if song else condition) if num_classes else None
-        self.augment_embedding = nn.Linear(augment_inputs, waves, bias=False) if augment_inputs else None
-        # Zero, so that weights from elsewhere, which have no such layer, begin as they were trained.
-        if self.augment_embedding is not None:
-            zero_(self.augment_embedding)
+        self.class_embedding = self._class_table(waves if song else condition)
+        return waves
 
     def forward(self, x: Tensor, c_noise: Tensor, label: Tensor | None = None, augment: Tensor | None = None) -> Tensor:
         """Compute the network's output for images of about unit variance."""

@@ -122,34 +122,26 @@ class _Block(nn.Module):
 class Edm2Model(ConditionalNetwork):
     """EDM2's F_theta. Classes are an embedding whose last row, no class, is zero, as EDM2's vector for it is.
 
-    The arguments are those of `UNetModel`; the noise condition is ln(sigma) / 4. Call `project` after each update.
+    The noise condition is ln(sigma) / 4. Call `project` after each update.
     """
 
     block = _Block
     ends: ClassVar[tuple[str, ...]] = ("enc.0_conv", "out_conv", "class_embedding", "augment_embedding")
 
-    def __init__(
-        self,
-        settings: Edm2,
-        image_channels: int,
-        num_classes: int = 0,
-        augment_inputs: int = 0,
-        out_channels: int | None = None,
-    ):
-        super().__init__(image_channels, num_classes)
-        self.settings = settings
+    augmentation_begins_at_zero = True
+    settings: Edm2
+
+    def _build(self, settings: Edm2, out_channels: int) -> int:
         widths = [settings.width * mult for mult in settings.mults]
         condition = max(widths)
         self.emb_fourier = _Fourier(widths[0])
         self.emb_noise = _Weights(condition, widths[0])
-        self.enc, skips = _encoder(settings, widths, image_channels)
+        self.enc, skips = _encoder(settings, widths, self.image_channels)
         self.dec = _decoder(settings, widths, skips)
-        self.out_conv = _Weights(out_channels or image_channels, widths[0], 3, 3)
+        self.out_conv = _Weights(out_channels, widths[0], 3, 3)
         self.out_gain = nn.Parameter(torch.zeros(()))
-        self.class_embedding = nn.Embedding(num_classes + 1, condition) if num_classes else None
-        self.augment_embedding = nn.Linear(augment_inputs, condition, bias=False) if augment_inputs else None
-        if self.augment_embedding is not None:
-            nn.init.zeros_(self.augment_embedding.weight)
+        self.class_embedding = self._class_table(condition)
+        return condition
 
     def forward(self, x: Tensor, c_noise: Tensor, label: Tensor | None = None, augment: Tensor | None = None) -> Tensor:
         """Compute the network's output for images of about unit variance."""
