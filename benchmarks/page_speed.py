@@ -9,6 +9,7 @@ changes at every frame; Chromium draws with the processor where there is no GPU.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 import time
@@ -92,12 +93,46 @@ def measure(browser, folder: Path) -> None:
         print(f"eight runs of 2,000 rows laid over one another: after {time.monotonic() - begun:.2f} s")
 
 
+def measure_long(browser, folder: Path) -> None:
+    """Clock eight long runs that no server has read yet: until their curves are there, and until all rows are."""
+    with serving(folder) as (address, _):
+        page = WatchedPage(browser, viewport={"width": 1280, "height": 900}).page
+        page.goto(address)
+        page.wait_for_selector("table.runs tbody tr")
+        ids = page.evaluate("fetch('api/runs').then((answer) => answer.json())")
+        begun = time.monotonic()
+        page.goto(f"{address}#/compare/{','.join(str(run['id']) for run in ids[:8])}")
+        page.wait_for_selector("unfog-compare unfog-chart canvas", timeout=120_000)
+        seen = time.monotonic() - begun
+        stores = "document.querySelector('unfog-compare').runs.every(({store}) => !store.sampled)"
+        wait_for(lambda: page.evaluate(stores), 300)
+        print(f"eight runs of 100,000 rows: laid over one another after {seen:.2f} s, ", end="")
+        print(f"all rows after {time.monotonic() - begun:.2f} s")
+
+
+def make_long(folder: Path) -> None:
+    """Make eight runs that share a long record by hard links."""
+    folder.mkdir()
+    first = folder / "long-0"
+    make_run(first, 100_000, 0)
+    rows = (json.loads(line) for line in (first / "metrics.jsonl").read_text().splitlines())
+    more = dict.fromkeys(("images_per_second", "data_wait", "noise_scale", *"abcdef"), 0.1234567890123456)
+    lines = [json.dumps({**row, **more, "loss_by_level": [row["loss"]] * 8}) + "\n" for row in rows]
+    (first / "metrics.jsonl").write_text("".join(lines))
+    for i in range(1, 8):
+        make_run(folder / f"long-{i}", 1, i)
+        (folder / f"long-{i}" / "metrics.jsonl").unlink()
+        os.link(first / "metrics.jsonl", folder / f"long-{i}" / "metrics.jsonl")
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder, open_browser() as browser:
         make_run(Path(folder) / "long", 100_000, 0)
         for i in range(199):
             make_run(Path(folder) / f"run-{i:03d}", 2000 if i < 8 else 100, i)
         measure(browser, Path(folder))
+        make_long(Path(folder) / "others")
+        measure_long(browser, Path(folder) / "others")
 
 
 if __name__ == "__main__":

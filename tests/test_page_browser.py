@@ -291,6 +291,88 @@ def test_a_run_is_watched_and_steered(browser, tmp_path):
         training.wait()
 
 
+def pressed(page, button, command, within="main"):
+    """Press a button that starts a command, wait for its end, and return what it wrote."""
+    page.click(f"{within} button:text-is('{button}')")
+    page.wait_for_selector(f"{within} unfog-task .bar:has-text('{command}'):has-text('done')", timeout=300_000)
+    return page.inner_text(f"{within} unfog-task pre")
+
+
+def fill_settings(page, kind, **settings):
+    for name, value in settings.items():
+        page.fill(f"[id='f-{kind}-{name.replace('__', '.')}']", value)
+    page.keyboard.press("Tab")
+
+
+@pytest.mark.exhaustive
+def test_a_run_is_planned_checked_started_checked_again_and_resumed_by_buttons_in_two_tabs(browser, tmp_path):
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    with serving(folder, 0, "--source", few_images()) as (address, _):
+        first, second = WatchedPage(browser), WatchedPage(browser)
+        page, other = first.page, second.page
+        page.goto(address)
+        page.wait_for_selector("text=No runs yet")
+        page.click("nav >> text=Start a run")
+        page.wait_for_selector("unfog-form .field")
+        page.select_option("main select >> nth=0", index=1)  # the source that was given
+        fill_settings(page, "train", network="nonsense")
+        page.wait_for_selector(".error:has-text('is unknown; give one of')")
+        assert page.is_disabled("button.accent")
+        fill_settings(page, "train", network=NETWORK, data__size="8", training__steps="20", training__batch="4")
+        page.wait_for_selector("form .command:has-text('--steps=20')")
+        assert "memory" in pressed(page, "Plan time and memory", "unfog plan")
+        page.wait_for_selector("form .command:has-text('unfog train')")
+        assert "fine" in pressed(page, "Check images and settings", "unfog doctor")
+        page.click("form button.accent")
+        page.click("text=See its curves")
+        page.wait_for_selector(".run-head .state.finished", timeout=300_000)
+        run = page.evaluate("location.hash")
+        assert page.get_attribute("nav a:text-is('Draw')", "href") == run.replace("run", "draw")
+        other.goto(f"{address}{run}")
+        other.wait_for_selector("unfog-chart canvas")
+        pressed(page, "Run the doctor", "unfog doctor", ".steering")
+        assert other.query_selector("unfog-task") is None  # each tab shows what was started in it
+        page.click("text=Resume, with changed settings")
+        page.wait_for_selector("unfog-form .field")
+        assert page.get_attribute("[id='f-resume-training.steps']", "placeholder") == "20"  # what the run has
+        fill_settings(page, "resume", training__steps="30")
+        page.wait_for_selector("form .command:has-text('--steps=30')")
+        page.click("form button.accent")
+        for tab in (page, other):
+            tab.wait_for_selector(".run-head p:has-text('30 of 30 steps')", timeout=300_000)
+            tab.wait_for_selector(".run-head .state.finished", timeout=300_000)
+        assert second.troubles == []
+        # The unknown network, and the run that is opened before it is there.
+        assert all("status of 400" in trouble or "status of 404" in trouble for trouble in first.troubles)
+
+
+@pytest.mark.exhaustive
+def test_the_best_run_comes_first_choices_are_kept_and_the_end_is_explained(browser, address, runs):
+    page = WatchedPage(browser).page
+    page.goto(address)
+    page.click("th.best button")
+    best = page.evaluate("[...document.querySelectorAll('td.best')].map((cell) => parseFloat(cell.textContent))")
+    assert best == sorted(best)
+    page.check("[aria-label='Compare first']")
+    page.check("[aria-label='Compare second']")
+    page.click("text=Compare 2")
+    page.wait_for_selector("unfog-chart canvas")
+    page.go_back()
+    page.wait_for_selector("text=Compare 2")
+    assert page.evaluate("document.querySelectorAll('tbody input:checked').length") == 2
+    page.goto(f"{address}#/run/{ids_of(page)[0]['id']}")
+    page.wait_for_selector("unfog-chart canvas")
+    assert page.query_selector(".ending") is None  # it has finished
+    status = "{...document.querySelector('unfog-run').detail.status, state: 'killed', detail: 'evaluation'}"
+    change = f"run.detail = {{...run.detail, checkpoints: [100], status: {status}}}"
+    page.evaluate(f"(() => {{ const run = document.querySelector('unfog-run'); {change}; }})()")
+    text = page.inner_text(".ending")
+    assert "it was killed, memory ran out, or the machine went down. Last it did: evaluation" in text
+    assert "from its checkpoint of step 100" in text
+    assert page.inner_text(".ending code").startswith("unfog resume ")
+
+
 @pytest.mark.exhaustive
 def test_curves_are_smoothed_before_they_are_thinned_and_keep_their_spikes(browser, address):
     page = WatchedPage(browser).page

@@ -15,12 +15,12 @@ from PIL import Image
 
 from served import make_run, row_of, unpack
 from unfog.process.run_status import RunStatus
+from unfog.serve.columns.metric_columns import MetricColumns
+from unfog.serve.columns.thinning import _REDUCE, Thinner
 from unfog.serve.image_responses import _encode_webp
-from unfog.serve.metric_columns import MetricColumns
 from unfog.serve.runs import RunList
 from unfog.serve.server import Server
 from unfog.serve.stream import Hub
-from unfog.serve.thinning import _REDUCE, Thinner
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
@@ -71,6 +71,27 @@ def test_a_page_that_polls_sees_new_runs_and_new_steps_without_a_stream(client, 
     append(run, [50])
     make_run(run.parent / "b", rows=3)
     assert [row["step"] for row in client.get("/api/runs").json()] == [50, 3]
+
+
+def test_a_long_record_is_seen_in_a_sample_until_all_of_it_was_read(client, run, monkeypatch):
+    monkeypatch.setattr("unfog.serve.runs.LONG", 100_000)
+    monkeypatch.setattr("unfog.serve.columns.sample._PLACES", 20)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row_of(i)) + "\n" for i in range(10, 60_010, 10)))
+    address = f"/api/runs/{number(client)}"
+    detail = client.get(address).json()
+    assert detail["sampled"]
+    assert detail["rows"] == pytest.approx(6000, rel=0.02)
+    assert "loss_by_level.1" in detail["columns"]
+    head, part = unpack(client.get(f"{address}/thinned?sample=1&columns=step,loss&points=4000").content)
+    assert head["sampled"]
+    assert 200 < head["rows"] < 2000
+    assert (part["step"][0], part["step"][-1]) == (10, 60_000)
+    assert np.diff(part["step"]).min() > 0
+    assert len(client.get(f"{address}/thinned?columns=loss&points=4000").content) > 6000 * 8  # all of them
+    head, whole = unpack(client.get(f"{address}/thinned?sample=1&columns=step,loss&points=4000").content)
+    assert "sampled" not in head
+    assert dict(zip(part["step"], part["loss"])).items() <= dict(zip(whole["step"], whole["loss"])).items()
+    assert not client.get(address).json()["sampled"]
 
 
 def test_many_pages_ask_while_the_runs_are_still_being_read(run, monkeypatch):
@@ -248,9 +269,9 @@ def test_a_column_that_comes_late_begins_with_gaps(tmp_path):
 
 
 def test_a_file_of_a_stranger_takes_a_limited_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("unfog.serve.metric_columns._MOST_COLUMNS", 10)
-    monkeypatch.setattr("unfog.serve.metric_columns._MOST_CELLS", 1000)
-    monkeypatch.setattr("unfog.serve.metric_columns._BLOCK", 4096)
+    monkeypatch.setattr("unfog.serve.columns.metric_columns._MOST_COLUMNS", 10)
+    monkeypatch.setattr("unfog.serve.columns.metric_columns._MOST_CELLS", 1000)
+    monkeypatch.setattr("unfog.serve.columns.metric_columns._BLOCK", 4096)
     path = tmp_path / "metrics.jsonl"
     with path.open("w") as file:
         for i in range(5000):
@@ -346,7 +367,7 @@ def test_a_pyramid_costs_as_much_as_there_are_new_rows(tmp_path, monkeypatch):
     thinner.thin("step", ["loss"], -np.inf, np.inf, 100)
     reduced = []
     counting = [lambda blocks, reduce=reduce: reduced.append(blocks.size) or reduce(blocks) for reduce in _REDUCE]
-    monkeypatch.setattr("unfog.serve.thinning._REDUCE", counting)
+    monkeypatch.setattr("unfog.serve.columns.thinning._REDUCE", counting)
     with path.open("a") as file:
         file.writelines(json.dumps({"step": 20_000 + i, "loss": i}) + "\n" for i in range(32))
     columns.update()

@@ -1,6 +1,7 @@
 """The guard of the server, called as uvicorn calls it: what is refused before any route, and the headers of answers."""
 
 import asyncio
+import gzip
 import json
 import socket
 import threading
@@ -221,6 +222,9 @@ def test_the_page_is_there_before_the_routes_are_and_its_files_are_a_table():
         await asyncio.sleep(0.01)
         index, script = await get("/"), await get("/static/main.js")
         again = await get("/", (b"if-none-match", index[1][b"etag"]))
+        packed = await get("/static/main.js", (b"accept-encoding", b"gzip, br"))
+        assert (packed[1][b"content-encoding"], gzip.decompress(packed[2])) == (b"gzip", script[2])
+        assert packed[1][b"content-length"] == str(len(packed[2])).encode()
         waiting = asyncio.create_task(get("/static/../guard.py"))
         await asyncio.sleep(0.05)
         assert not waiting.done()

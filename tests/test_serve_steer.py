@@ -17,11 +17,12 @@ from served import make_run, serving
 from unfog.config.requests import ResumeRequest, TrainRequest
 from unfog.errors import RequestError
 from unfog.process.heartbeat import write_request
-from unfog.serve import steer
-from unfog.serve.forms import form_fields, page_settings
 from unfog.serve.run_detail import read_findings
+from unfog.serve.runs import number_of
 from unfog.serve.server import Server
-from unfog.serve.tasks import TaskList
+from unfog.serve.steering import commands as steer
+from unfog.serve.steering.forms import form_fields, page_settings
+from unfog.serve.steering.tasks import TaskList
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
@@ -54,6 +55,8 @@ def test_a_form_becomes_the_command_that_a_person_would_type(server):
     out = server.folder / "fashion"
     assert command.text == f"unfog train fashion --size=16 --lr=0.001 --flip --optimizer.betas=0.9 0.99 --out {out}"
     assert command.trains
+    (run,) = server.runs
+    assert command.new_run == number_of("fashion") != run.id  # as the list will name it
     off = steer.train_command(server, body(server, data__flip="off"))
     assert "--no-flip" in off.words
 
@@ -113,7 +116,10 @@ def test_forms_list_the_settings_with_their_rules():
     assert (lr["type"], lr["at_least"], lr["group"], lr["resume"]) == ("number", 0, "optimizer", "free")
     assert "fp32" in next(field["choices"] for field in fields if field["name"] == "training.precision")
     assert not {"source", "out", "config", "init.folder", "autoencoder_folder", "log.sinks"} & set(names)
-    assert "data.size" not in [field["name"] for field in form_fields("resume")]
+    resume = {field["name"]: field for field in form_fields("resume")}
+    assert "data.size" not in resume
+    assert resume["training.steps"]["common"]
+    assert not resume["training.seed"]["common"]  # it changes what the run computes: behind the search
     assert {each.setting for each in page_settings(ResumeRequest)} <= {
         each.setting for each in page_settings(TrainRequest)
     }
@@ -180,7 +186,7 @@ def quick_child(monkeypatch, code):
 
 
 def test_output_of_a_child_is_kept_up_to_a_limit(monkeypatch):
-    monkeypatch.setattr("unfog.serve.tasks._MOST_BYTES", 10**6)
+    monkeypatch.setattr("unfog.serve.steering.tasks._MOST_BYTES", 10**6)
     quick_child(monkeypatch, "print('x' * 3_000_000); input()")
     published = []
     tasks = TaskList(published.append)
@@ -191,12 +197,12 @@ def test_output_of_a_child_is_kept_up_to_a_limit(monkeypatch):
     tasks.tick()
     assert task.size() == 0
     assert published[0]["running"]
-    assert published[-1] == {"id": 1, "command": "unfog plan a", "running": False, "status": 1}
+    assert published[-1] == {"id": 1, "command": "unfog plan a", "run": None, "running": False, "status": 1}
 
 
 def test_too_many_children_are_refused_and_old_ones_forgotten(monkeypatch):
-    monkeypatch.setattr("unfog.serve.tasks._MOST_RUNNING", 2)
-    monkeypatch.setattr("unfog.serve.tasks._MOST_KEPT", 3)
+    monkeypatch.setattr("unfog.serve.steering.tasks._MOST_RUNNING", 2)
+    monkeypatch.setattr("unfog.serve.steering.tasks._MOST_KEPT", 3)
     quick_child(monkeypatch, "import time; time.sleep(60)")
     tasks = TaskList(lambda task: None)
     for _ in range(2):
@@ -280,12 +286,13 @@ def beat_of(run: Path) -> dict:
 @pytest.mark.exhaustive
 def test_a_run_that_the_page_started_outlives_the_server_and_a_check_does_not(tmp_path):
     folder = tmp_path / "runs"
+    folder.mkdir()
     with serving(folder, "--source", few_images(), XDG_CONFIG_HOME=str(tmp_path)) as (web, process):
         source = next(one["id"] for one in web.get("api/state")["sources"] if one["name"] == few_images())
         wanted = {"source": source, "settings": FORM}
         status, dry = web.post("api/train?dry=1", wanted)
         assert (status, list(dry)) == (200, ["command"])
-        assert not folder.exists()
+        assert not list(folder.iterdir())
         status, started = web.post("api/train", wanted)
         assert (status, started["command"]) == (200, dry["command"])
         wait_until(lambda: [row for row in web.get("api/runs") if row["state"] == "running" and row["step"]])

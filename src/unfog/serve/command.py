@@ -60,8 +60,7 @@ def _check_folder(folder: Path) -> None:
     if folder.exists():
         raise RequestError(f"{name} is a file; give the folder that holds runs")
     raise RequestError(
-        f"{name} does not exist; give the folder that holds your runs, or make an empty one to start the first run "
-        "there"
+        f"{name} does not exist; give the folder that holds your runs, or make an empty one to start your first run in"
     )
 
 

@@ -17,8 +17,8 @@ from unfog.errors import RequestError
 from unfog.reporting.page.run_data import event_rows, read_choices, read_data_report, read_evaluations
 from unfog.reporting.records import SESSION_STARTS, Row, drop_undone_events, json_values
 from unfog.safe_files import open_file
-from unfog.serve.forms import setting_words
-from unfog.serve.metric_columns import parse_lines
+from unfog.serve.columns.metric_columns import parse_lines
+from unfog.serve.columns.sample import Sample
 from unfog.serve.run_files import (
     checkpoint_steps,
     flatten,
@@ -28,8 +28,9 @@ from unfog.serve.run_files import (
     stat_of,
 )
 from unfog.serve.runs import RunEntry
-from unfog.serve.steer import remedy_settings, run_commands
-from unfog.serve.tasks import command_text
+from unfog.serve.steering.commands import remedy_settings, run_commands
+from unfog.serve.steering.forms import setting_words
+from unfog.serve.steering.tasks import command_text
 from unfog.text import sanitize
 
 _FINDINGS, _MOST_EVENTS = 200, 5000  # shown, at most
@@ -39,8 +40,15 @@ _DOCTOR_FOLDERS = 50  # that are looked into for the findings about a run
 _RESOLVED = ("source", "fingerprint", "classes", "latents", "autoencoder.")
 
 
-def run_detail(run: RunEntry, result: Path | None = None) -> dict[str, Any]:
-    """Return what the page shows of a run. `result`: folder of the newest check of it that the page has started."""
+def run_detail(run: RunEntry, result: Path | None = None, sample: Sample | None = None) -> dict[str, Any]:
+    """Return what the page shows of a run.
+
+    Args:
+        run: its columns are read, unless there is a sample of them.
+        result: folder of the newest check of it that the page has started.
+        sample: lines of a long record that has not been read yet.
+    """
+    columns, rows = (run.columns, run.columns.rows) if sample is None else sample
     settings, events = run.unchanged("config.toml", lambda: read_settings(run.path)), drop_undone_events(run.events)
     changed = {
         name: [_defaults().get(name), value]
@@ -55,8 +63,9 @@ def run_detail(run: RunEntry, result: Path | None = None) -> dict[str, Any]:
         "settings": settings,
         "changed": changed,
         "choices": read_choices(events),
-        "columns": run.columns.names,
-        "rows": run.columns.rows,
+        "columns": columns.names,
+        "rows": rows,
+        "sampled": sample is not None,
         "previews": list(run.previews),
         "denoising": list(numbered_files(run.path, "denoising")),
         "checkpoints": checkpoint_steps(run.path),

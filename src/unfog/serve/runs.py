@@ -18,9 +18,10 @@ from typing import Any, TypeVar
 from unfog.process.heartbeat import Heartbeat
 from unfog.process.run_status import RunStatus, best_metric, disk_bytes, find_runs
 from unfog.reporting.records import Row, read_events, read_metrics
-from unfog.serve.metric_columns import MetricColumns
+from unfog.serve.columns.metric_columns import MetricColumns
+from unfog.serve.columns.sample import LONG, Sample, read_sample
+from unfog.serve.columns.thinning import Thinner
 from unfog.serve.run_files import numbered_files, saved_values, stat_of
-from unfog.serve.thinning import Thinner
 from unfog.text import sanitize
 from unfog.training.settings import Evaluate
 
@@ -75,6 +76,22 @@ class RunEntry:
         """Free the memory of the columns; they are read again when they are asked for."""
         self.columns = MetricColumns(self.path / "metrics.jsonl")
         self.thinner = Thinner(self.columns)
+        self._read_whole = False
+
+    def read_columns(self) -> None:
+        """Read the lines that are new. Its `lock` is to be held."""
+        self.columns.update()
+        self._read_whole = True
+        self.kept.pop("metrics.jsonl", None)  # the sample
+
+    def sample(self) -> Sample | None:
+        """Return lines at even distances of a long record that has not been read yet, else None."""
+        if self._read_whole or self.sizes.get("metrics.jsonl", 0) < LONG:
+            return None
+        try:
+            return self.unchanged("metrics.jsonl", lambda: read_sample(self.path / "metrics.jsonl"))
+        except OSError:
+            return None
 
     @property
     def memory(self) -> int:
@@ -164,7 +181,8 @@ class RunEntry:
         row.pop("run"), row.pop("broken_checkpoints"), row.pop("age_seconds")
         written = [found[0] for found in map(stat_of, self._record_files) if found is not None]
         age = max(0.0, time.time() - max(written) / 1e9) if written else None
-        return {"id": self.id, "name": self.name, **row, "bytes": self.disk, "age": age}
+        row |= {"bytes": self.disk, "age": age, "higher": self.status.higher_is_better}
+        return {"id": self.id, "name": self.name, **row}
 
 
 class RunList:
@@ -218,7 +236,7 @@ class RunList:
         Its `lock` is to be held.
         """
         entry.used = time.monotonic()
-        entry.columns.update()
+        entry.read_columns()
         by_use = sorted((one for one in self if one is not entry), key=lambda one: one.used)
         total = sum(one.memory for one in self)
         for one in by_use:

@@ -12,8 +12,8 @@ from typing import Any
 
 from unfog.serve.image_responses import PictureCache
 from unfog.serve.runs import RunEntry, RunList
+from unfog.serve.steering.tasks import TaskList
 from unfog.serve.stream import Hub
-from unfog.serve.tasks import TaskList
 
 _TICK_SECONDS = 0.8
 
@@ -41,6 +41,11 @@ class Server:
     def consent(self) -> bool:
         """True if code that a run names was trusted when the server was started."""
         return bool(os.environ.get("UNFOG_TRUST"))
+
+    def newest_check(self, run: RunEntry) -> Path | None:
+        """Return the folder of the doctor's newest check of a run that the page has started."""
+        checks = [task.result for task in self.tasks.list() if task.subject == run.id and task.words[0] == "doctor"]
+        return checks[-1] if checks else None
 
     async def watch(self) -> None:
         """Look at the files for ever, and publish what has changed; nothing is looked at while no browser listens."""

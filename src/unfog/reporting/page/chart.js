@@ -1,7 +1,7 @@
 // A chart of curves: drawn by uPlot, zoomed together with all others, and readable without seeing it.
 
 import {html, nothing} from "./vendor/lit.js";
-import {View, COLOURS, count, number, download, keep, route} from "./util.js";
+import {View, COLOURS, count, number, download, keep, route, scroller} from "./util.js";
 import {lower, thin, logTicks, ranking, sentence, place} from "./curves.js";
 
 const HEIGHT = 210;
@@ -126,9 +126,9 @@ class Chart extends View {
 			const i = lower(one.x, x);
 			return i < one.x.length && one.x[i] === x ? number(one.y[i]) : "";
 		};
-		return html`<div class="scroll" tabindex="0" role="region" aria-label="Table of ${this.heading}"><table>
+		return scroller(`Table of ${this.heading}`, html`<table>
 			<thead><tr><th scope="col">${this.over}</th>${main.map((one) => html`<th scope="col">${one.label}</th>`)}</tr></thead>
-			<tbody>${picked.map((x) => html`<tr><td>${place(this.over, x)}</td>${main.map((one) => html`<td>${at(one, x)}</td>`)}</tr>`)}</tbody></table></div>`;
+			<tbody>${picked.map((x) => html`<tr><td>${place(this.over, x)}</td>${main.map((one) => html`<td>${at(one, x)}</td>`)}</tr>`)}</tbody></table>`);
 	}
 
 	within(one) {
@@ -213,7 +213,7 @@ class Chart extends View {
 		const axis = {stroke: soft, font, grid: {stroke: rule, width: 1}, ticks: {stroke: rule, width: 1, size: 4}};
 		const text = (v) => (this.over === "seconds" ? place("seconds", v) : v >= 1e6 ? number(v) : count(v));
 		this.plot = new uPlot({
-			width: box.clientWidth, height: HEIGHT, series, bands, legend: {show: false}, padding: [8, 12, 0, 0],
+			width: box.clientWidth, height: HEIGHT, series, bands, legend: {show: false}, padding: [8, 22, 0, 0],
 			scales: {x: {time: false, range: () => this.limits.x}, y: {range: () => this.limits.y}},
 			axes: [
 				{...axis, size: 30, space: 70, values: (u, splits) => splits.map((v) => (Number.isInteger(v) || this.over === "seconds" ? text(v) : number(v)))},

@@ -1,7 +1,7 @@
 // Up to eight runs laid over one another: curves, pictures at the same step, and the settings that differ.
 
 import {html, nothing} from "./vendor/lit.js";
-import {View, COLOURS, DASHES, count, number, state, text} from "./util.js";
+import {View, COLOURS, DASHES, count, number, scroller, state, text} from "./util.js";
 
 class Compare extends View {
 	static properties = ["data", "ids", "runs", "failed", "version"];
@@ -47,8 +47,8 @@ class Compare extends View {
 		const names = [...new Set(this.runs.flatMap((run) => Object.keys(run.detail.settings || {})))].sort();
 		const differing = names.filter((name) => new Set(this.runs.map((run) => JSON.stringify(run.detail.settings?.[name]))).size > 1);
 		if (!differing.length) return html`<p class="empty">None: these runs have the same settings.</p>`;
-		return html`<div class="scroll" tabindex="0" role="region" aria-label="Settings that differ"><table><thead><tr><th scope="col">setting</th>${this.runs.map((run) => html`<th scope="col">${run.label}</th>`)}</tr></thead>
-			<tbody>${differing.map((name) => html`<tr><th scope="row">${name}</th>${this.runs.map((run) => html`<td>${text(run.detail.settings?.[name])}</td>`)}</tr>`)}</tbody></table></div>`;
+		return scroller("Settings that differ", html`<table><thead><tr><th scope="col">setting</th>${this.runs.map((run) => html`<th scope="col">${run.label}</th>`)}</tr></thead>
+			<tbody>${differing.map((name) => html`<tr><th scope="row">${name}</th>${this.runs.map((run) => html`<td>${text(run.detail.settings?.[name])}</td>`)}</tr>`)}</tbody></table>`);
 	}
 }
 customElements.define("unfog-compare", Compare);

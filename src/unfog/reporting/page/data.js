@@ -19,7 +19,7 @@ export class Store {
 	}
 
 	clear() {
-		Object.assign(this, {rows: 0, offset: 0, identity: "", version: (this.version || 0) + 1, held: new Map()});
+		Object.assign(this, {rows: 0, offset: 0, identity: "", sampled: false, version: (this.version || 0) + 1, held: new Map()});
 	}
 
 	add(block) {
@@ -148,8 +148,9 @@ export class ServerData {
 	}
 
 	async run(id) {
-		const run = await this.get(`api/runs/${id}`);
+		const run = await this.get(`api/runs/${id}`), store = this.store(id);
 		this.columns.set(String(id), run.columns);
+		if (run.sampled && !store.rows) await this.sample(id, run, store);
 		return run;
 	}
 
@@ -162,9 +163,17 @@ export class ServerData {
 		return this.stores.get(id);
 	}
 
+	// Lines at even distances of a long run, whose record the server has yet to read; then all, one run after another.
+	async sample(id, run, store) {
+		const {held, rows} = await this.part(id, "step", {sample: 1}, 4000);
+		Object.assign(store, {held, rows, sampled: true, version: store.version + 1});
+		this.queue = (this.queue || Promise.resolve()).then(() => this.update(id, run.rows, true)).catch(() => store.clear()).then(() => this.emit("refresh", {}));
+	}
+
 	// Fetch the rows that are new since the last call, of a run with this many rows so far.
-	async update(id, rows) {
+	async update(id, rows, whole = false) {
 		const store = this.store(id);
+		if (store.sampled && !whole) return store;
 		if (store.busy) return store.busy.then(() => store);
 		if (rows > EXACT && performance.now() < store.next) return store;
 		const fetched = rows > EXACT ? this.thinned(id, store) : this.newer(id, store);
@@ -174,13 +183,15 @@ export class ServerData {
 
 	async newer(id, store) {
 		const query = `from=${store.offset}&identity=${encodeURIComponent(store.identity)}`;
-		store.add(decode(await (await this.ask(`api/runs/${id}/metrics?${query}`)).arrayBuffer()));
+		const block = decode(await (await this.ask(`api/runs/${id}/metrics?${query}`)).arrayBuffer());
+		if (store.sampled) store.clear();
+		store.add(block);
 	}
 
 	// Bins of a run that is too long to be sent whole; not at every line that it logs.
 	async thinned(id, store) {
 		const whole = await this.part(id, "step");
-		Object.assign(store, {held: whole.held, rows: whole.rows, offset: whole.offset, version: store.version + 1, next: performance.now() + 10000});
+		Object.assign(store, {sampled: false, held: whole.held, rows: whole.rows, offset: whole.offset, version: store.version + 1, next: performance.now() + 10000});
 	}
 
 	// The rows with `over` from low to high, or all, thinned where there are many.

@@ -1,7 +1,7 @@
 // The page: which view the address names, the theme, the banner when the server is gone, and "Keep this view".
 
 import {html, nothing} from "./vendor/lit.js";
-import {View, announce, download, keep, route} from "./util.js";
+import {View, announce, download, route} from "./util.js";
 import {FileData, ServerData} from "./data.js";
 import {repaint, zoomFromAddress} from "./chart.js";
 import {keptPage} from "./keep.js";
@@ -58,10 +58,10 @@ class Page extends View {
 	render() {
 		const {path, view, ids} = route(), server = this.data.steers;
 		this.path = path;
-		const link = (to, label) => html`<a href="#/${to}" aria-current=${view === to ? "page" : nothing}>${label}</a>`;
+		const link = (to, label, of = "") => html`<a href="#/${to}${of}" aria-current=${view === to ? "page" : nothing}>${label}</a>`;
 		return html`<a class="skip" href="#main" @click=${(e) => { e.preventDefault(); document.getElementById("main").focus(); }}>Skip to the content</a>
 			<header class="top"><a class="brand" href="#/">Unfog</a>
-				<nav aria-label="Views">${server || this.data.embedded?.runs.length > 1 ? link("", "Runs") : nothing}${server ? link("start", "Start a run") : nothing}${server ? link("draw", "Draw") : nothing}</nav><span class="grow"></span>
+				<nav aria-label="Views">${server || this.data.embedded?.runs.length > 1 ? link("", "Runs") : nothing}${server ? link("start", "Start a run") : nothing}${server ? link("draw", "Draw", view === "run" && ids.length ? `/${ids[0]}` : "") : nothing}</nav><span class="grow"></span>
 				${view === "run" || view === "compare" ? html`<button class="quiet" ?disabled=${this.busy} @click=${this.keepView}>${this.busy ? "Writing …" : "Keep this view"}</button>` : nothing}
 				<label class="theme"><span class="hidden">Theme</span><select @change=${(e) => { this.theme = e.target.value; this.applyTheme(); }}>${["", "light", "dark"].map((name) => html`<option value=${name} ?selected=${name === this.theme}>${name || "auto"}</option>`)}</select></label></header>
 			${this.connected ? nothing : html`<div class="banner" role="alert"><b>The server does not answer.</b> What you see was true a moment ago. The page tries again by itself; if the server was started anew, open the address that it prints.</div>`}

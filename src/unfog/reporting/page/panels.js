@@ -1,6 +1,6 @@
 // Panels of charts over several runs: which charts there are, their axis, smoothing, scale and zoom.
 
-import {html} from "./vendor/lit.js";
+import {html, nothing} from "./vendor/lit.js";
 import {View, COLOURS, DASHES, keep, route} from "./util.js";
 import {smooth} from "./curves.js";
 import {EXACT} from "./data.js";
@@ -87,6 +87,7 @@ class Panels extends View {
 			<label>smoothing <input type="range" min="0" max="10" step="0.5" .value=${String(share)} aria-valuetext="${share}% of the run" @input=${(e) => set({smooth: e.target.value})}> ${share}%</label>
 			<label><input type="checkbox" .checked=${log} @change=${(e) => set({log: e.target.checked ? null : "0"})}> log</label>
 			<span class="group"><button aria-label="Zoom in" @click=${() => zoomBy(0.5)}>+</button><button aria-label="Zoom out" @click=${() => zoomBy(2)}>−</button><button @click=${() => zoom(null)}>all</button></span>
+			${this.runs.some(({store}) => store.sampled) ? html`<b role="status">Some lines of a long record; all of them are being read …</b>` : nothing}
 			<span class="soft hint">drag, or Ctrl and wheel: zoom · double click: all · arrow keys on a chart: read values · e: next event</span></div>
 		<div class="charts">${charts.map(([title, , zero, ...rest]) => html`<unfog-chart .heading=${title} .over=${over} .series=${rest.at(-1)}
 			.marks=${this.marks(over)} .several=${this.runs.length > 1} .zero=${zero} .log=${log && !zero} .note=${rest.length > 1 && this.runs.length === 1 ? rest[0] : ""}></unfog-chart>`)}</div>`;

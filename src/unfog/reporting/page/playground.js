@@ -28,13 +28,11 @@ class Playground extends View {
 	connectedCallback() {
 		super.connectedCallback();
 		this.sheets ||= new Sheets(this.data);
-		this.offs = [this.data.on("draw", (event) => this.progress(event)), this.data.on("refresh", () => this.load(true)), this.data.on("runs", () => this.data.runs().then((runs) => (this.runs = runs)).catch(() => {})), this.data.on("run", (event) => String(event.id) === String(this.run) && this.loadRun())];
+		this.listen("draw", (event) => this.progress(event));
+		this.listen("refresh", () => this.load(true));
+		this.listen("runs", () => this.data.runs().then((runs) => (this.runs = runs)).catch(() => {}));
+		this.listen("run", (event) => String(event.id) === String(this.run) && this.loadRun());
 		this.start();
-	}
-
-	disconnectedCallback() {
-		super.disconnectedCallback();
-		for (const off of this.offs) off();
 	}
 
 	async start() {
@@ -266,7 +264,7 @@ class Playground extends View {
 	}
 
 	choice(name, label, names, usual) {
-		return html`<label class="setting"><span>${label}</span><select @change=${(e) => this.set(name, e.target.value || null)}><option value="">${usual} (the run's)</option>${names.map((one) => html`<option value=${one} ?selected=${one === this.form[name]}>${one}</option>`)}</select></label>`;
+		return html`<label class="setting"><span>${label}</span><select @change=${(e) => this.set(name, e.target.value || null)}><option value="">${usual} (run's)</option>${names.map((one) => html`<option value=${one} ?selected=${one === this.form[name]}>${one}</option>`)}</select></label>`;
 	}
 
 	controls() {

@@ -1,7 +1,7 @@
 // Blind comparison: pairs of pictures from the same noise, side by side in random order; the counts are kept with the run.
 
 import {html, nothing} from "./vendor/lit.js";
-import {View, announce, count} from "./util.js";
+import {View, announce, count, scroller} from "./util.js";
 
 class Blind extends View {
 	static properties = ["data", "run", "detail", "sheets", "settings", "a", "b", "pairs", "at", "counts", "said"];
@@ -96,10 +96,10 @@ class Blind extends View {
 
 	table() {
 		const name = (side) => Object.entries(side).map(([key, value]) => `${key} ${value}`).join(", ");
-		return html`<div class="scroll" tabindex="0" role="region" aria-label="Votes"><table><caption class="soft">Votes, kept in blind-comparisons.jsonl of the run. The interval is Wilson's, at 95%, without ties.</caption>
+		return scroller("Votes", html`<table><caption class="soft">Votes, kept in blind-comparisons.jsonl of the run. The interval is Wilson's, at 95%, without ties.</caption>
 			<thead><tr><th>first</th><th>second</th><th>first better</th><th>second better</th><th>neither</th><th>share of the first</th></tr></thead>
 			<tbody>${this.counts.map((one) => html`<tr><td>${name(one.first)}</td><td>${name(one.second)}</td><td class="number">${one.first_wins}</td><td class="number">${one.second_wins}</td><td class="number">${one.ties}</td>
-				<td class="number">${one.interval.map((share) => `${Math.round(100 * share)}%`).join(" to ")}</td></tr>`)}</tbody></table></div>`;
+				<td class="number">${one.interval.map((share) => `${Math.round(100 * share)}%`).join(" to ")}</td></tr>`)}</tbody></table>`);
 	}
 }
 customElements.define("unfog-blind", Blind);

@@ -1,7 +1,7 @@
 // One run: its state, what it needs, curves, samples, evaluations, data, choices, settings and events.
 
 import {html, nothing} from "./vendor/lit.js";
-import {View, announce, bytes, command, count, duration, number, state, text} from "./util.js";
+import {View, announce, bytes, command, count, duration, number, scroller, state, text} from "./util.js";
 import {smooth} from "./curves.js";
 import {marksOf} from "./panels.js";
 
@@ -50,17 +50,18 @@ class Run extends View {
 				${status.steps ? html`<progress max=${status.steps} value=${status.step} aria-label="Progress"></progress> ${count(status.step)} of ${count(status.steps)} steps` : nothing}
 				${status.seconds_left ? html`· ${duration(status.seconds_left)} left` : nothing}</p>
 				<nav class="inner" aria-label="On this page">${["Curves", "Samples", "Data", "Settings", "Events"].map((name) => html`<button class="quiet" @click=${() => this.goTo(name)}>${name}</button>`)}</nav></header>
+			${this.ending(run)}
 			<dl class="facts">${this.facts(run).map(([label, value, remark]) => html`<div><dt>${label}</dt><dd><b>${value}</b> <span class="soft">${remark}</span></dd></div>`)}</dl>
 			${this.data.steers ? this.steering(run) : nothing}
 			${troubles.length || run.findings?.length ? html`<section><h2>Needs attention</h2>${this.findings(run)}${troubles.length ? this.table(troubles, "Troubles") : nothing}</section>` : nothing}
 			<section id="Curves"><h2>Curves</h2><unfog-panels .data=${this.data} .runs=${[{id: this.run, label: run.name, store: this.store, rows: run.rows, marks}]} .version=${this.version}></unfog-panels>
 				<unfog-levels .store=${this.store} .version=${this.version}></unfog-levels></section>
 			<section id="Samples"><h2>Samples</h2><unfog-pictures .sources=${sources}></unfog-pictures>
-				${run.denoising?.length ? html`<h3>Denoising, step ${count(run.denoising.at(-1))}</h3><div class="scroll" tabindex="0" role="region" aria-label="Denoising"><img class="wide" src=${this.data.picture(this.run, "denoising", run.denoising.at(-1))} alt="Noisy images and what the network makes of them, by noise level"></div>` : nothing}</section>
+				${run.denoising?.length ? html`<h3>Denoising, step ${count(run.denoising.at(-1))}</h3>${scroller("Denoising", html`<img class="wide" src=${this.data.picture(this.run, "denoising", run.denoising.at(-1))} alt="Noisy images and what the network makes of them, by noise level">`)}` : nothing}</section>
 			${run.evaluations?.length ? html`<section><h2>Evaluations</h2>${run.evaluations.map((one) => this.evaluation(one))}</section>` : nothing}
 			<section id="Data"><h2>Data</h2>${this.dataReport(run.data)}${run.contact_sheet ? html`<details><summary>Contact sheet of the training images</summary><img src=${this.data.picture(this.run, "contact")} alt="Some of the training images, as the network sees them" loading="lazy"></details>` : nothing}</section>
-			${run.choices?.length ? html`<section><h2>Chosen automatically</h2><div class="scroll" tabindex="0" role="region" aria-label="Chosen automatically"><table><thead><tr><th scope="col">setting</th><th scope="col">value</th><th scope="col">reason</th></tr></thead>
-				<tbody>${run.choices.map((one) => html`<tr><th scope="row">${one.setting}</th><td>${text(one.value)}</td><td>${one.reason}</td></tr>`)}</tbody></table></div></section>` : nothing}
+			${run.choices?.length ? html`<section><h2>Chosen automatically</h2>${scroller("Chosen automatically", html`<table><thead><tr><th scope="col">setting</th><th scope="col">value</th><th scope="col">reason</th></tr></thead>
+				<tbody>${run.choices.map((one) => html`<tr><th scope="row">${one.setting}</th><td>${text(one.value)}</td><td>${one.reason}</td></tr>`)}</tbody></table>`)}</section>` : nothing}
 			<section id="Settings"><h2>Settings</h2>${this.settings(run)}</section>
 			<section id="Events"><h2>Events</h2>${this.events.length ? this.table([...this.events].reverse().slice(0, 300), "Events") : html`<p class="empty">None yet.</p>`}
 				${run.events_left_out ? html`<p class="soft">${count(run.events_left_out)} earlier events are in events.jsonl.</p>` : nothing}</section>`;
@@ -68,6 +69,17 @@ class Run extends View {
 
 	updated() {
 		if (this.detail) document.title = `${this.detail.name} · Unfog`;
+	}
+
+	// Why a run that does not run any more has ended, and how it goes on.
+	ending({status, checkpoints, commands}) {
+		const from = checkpoints?.length ? ` It goes on from its checkpoint of step ${count(checkpoints.at(-1))}:` : "";
+		const why = {
+			killed: `Its process is gone without a word: it was killed, memory ran out, or the machine went down${status.detail ? `. Last it did: ${status.detail}` : ""}.${from}`,
+			failed: `It ended in an error; see below.${from}`,
+			stopped: `It was stopped on request, at step ${count(status.step)}.${from}`,
+		}[status.state];
+		return why ? html`<p class="ending">${why} ${from && this.data.steers ? command(commands?.resume) : nothing}</p>` : nothing;
 	}
 
 	goTo(name) {
@@ -102,7 +114,7 @@ class Run extends View {
 		return html`<section class="steering"><h2 class="hidden">Steer</h2>
 			${training ? [["Save now", "save"], ["Preview now", "preview"], ["Stop", "stop"]].map(([label, what]) => ask(label, `${base}/ask`, c[what], {what})) : nothing}
 			${ask("Run the doctor", "api/doctor", c.doctor, {run: run.id})}
-			${training ? nothing : html`<details @toggle=${(e) => (this.resuming ||= e.target.open)}><summary>Resume, with changed settings if you like</summary>${this.resuming ? html`<unfog-form .data=${this.data} .kind=${"resume"} .path=${`${base}/resume`}></unfog-form>` : nothing}</details>`}
+			${training ? nothing : html`<details @toggle=${(e) => (this.resuming ||= e.target.open)}><summary>Resume, with changed settings if you like</summary>${this.resuming ? html`<unfog-form .data=${this.data} .kind=${"resume"} .current=${{...run.settings, "training.steps": run.status.steps || undefined}} .path=${`${base}/resume`}></unfog-form>` : nothing}</details>`}
 			<details><summary>Other commands</summary>${Object.entries(c).filter(([name]) => !/^(save|preview|stop|doctor)$/.test(name)).map(([, line]) => html`<p>${command(line)}</p>`)}</details></section>`;
 	}
 
@@ -112,19 +124,19 @@ class Run extends View {
 	}
 
 	table(rows, name) {
-		return html`<div class="scroll" tabindex="0" role="region" aria-label=${name}><table class="events"><thead><tr><th scope="col">time, UTC</th><th scope="col">step</th><th scope="col">kind</th><th scope="col">details</th></tr></thead>
+		return scroller(name, html`<table class="events"><thead><tr><th scope="col">time, UTC</th><th scope="col">step</th><th scope="col">kind</th><th scope="col">details</th></tr></thead>
 			<tbody>${rows.map((row) => html`<tr><td class="fixed">${String(row.time).slice(0, 19).replace("T", " ")}</td><td class="fixed number">${count(row.step)}</td>
-				<td class="fixed ${row.trouble ? "warning" : ""}">${row.trouble ? "▲ " : ""}${row.kind}</td><td>${row.cause && row.trouble ? row.cause : row.details}${row.remedy ? html`<br><span class="soft">Remedy: ${row.remedy}</span>` : nothing}</td></tr>`)}</tbody></table></div>`;
+				<td class="fixed ${row.trouble ? "warning" : ""}">${row.trouble ? "▲ " : ""}${row.kind}</td><td>${row.cause && row.trouble ? row.cause : row.details}${row.remedy ? html`<br><span class="soft">Remedy: ${row.remedy}</span>` : nothing}</td></tr>`)}</tbody></table>`);
 	}
 
 	evaluation(one) {
 		const interval = (m) => (m.low === null || m.high === null || m.low === undefined ? "" : `${number(m.low)} to ${number(m.high)}`);
 		return html`<h3>step ${count(one.step)}</h3>${one.verdict ? html`<p>${one.verdict}</p>` : nothing}<p class="soft">${text(one.drawn)}</p>
-			<div class="scroll" tabindex="0" role="region" aria-label="Evaluation of step ${one.step}"><table><thead><tr>${CELLS.map((cell) => html`<th scope="col">${cell}</th>`)}</tr></thead><tbody>${(one.measured || []).map((m) => html`<tr>
-				<th scope="row">${m.metric}</th><td>${m.value === null ? "refused" : number(m.value)}</td><td>${interval(m)}</td><td>${m.real === null ? "" : number(m.real)}</td><td>${count(m.n)}</td><td>${count(m.n_reference)}</td><td>${m.features}</td><td>${m.resize}</td></tr>`)}</tbody></table></div>
+			${scroller(`Evaluation of step ${one.step}`, html`<table><thead><tr>${CELLS.map((cell) => html`<th scope="col">${cell}</th>`)}</tr></thead><tbody>${(one.measured || []).map((m) => html`<tr>
+				<th scope="row">${m.metric}</th><td>${m.value === null ? "refused" : number(m.value)}</td><td>${interval(m)}</td><td>${m.real === null ? "" : number(m.real)}</td><td>${count(m.n)}</td><td>${count(m.n_reference)}</td><td>${m.features}</td><td>${m.resize}</td></tr>`)}</tbody></table>`)}
 			${(one.measured || []).filter((m) => m.note).map((m) => html`<p class="soft">${m.metric}: ${m.note}</p>`)}
 			${(one.copies || []).map((copy) => html`<p class=${copy.severity}>copies of training images, by ${copy.by}: ${copy.evidence}${copy.remedy ? `; ${copy.remedy}` : ""}</p>
-				${String(copy.picture).startsWith("data:") ? html`<div class="scroll" tabindex="0" role="region" aria-label="Copies"><img src=${copy.picture} alt="Generated images over the training images nearest to them"></div>` : nothing}`)}`;
+				${String(copy.picture).startsWith("data:") ? scroller("Copies", html`<img src=${copy.picture} alt="Generated images over the training images nearest to them">`) : nothing}`)}`;
 	}
 
 	dataReport(data) {

@@ -10,7 +10,8 @@ const COLUMNS = [
 	["state", "state", (run) => run.state],
 	["step", "progress", (run) => (run.steps ? run.step / run.steps : run.step ? 1 : 0)],
 	["left", "time left", (run) => run.seconds_left ?? Infinity],
-	["best", "best", (run) => run.best ?? Infinity],
+	["best", "best", // the best first, whether that is the highest or the lowest
+		(run) => (Number.isFinite(run.best) ? (run.higher ? -run.best : run.best) : Infinity)],
 	["bytes", "disk", (run) => run.bytes ?? 0],
 	["age", "last written", (run) => run.age ?? Infinity],
 ];
@@ -20,7 +21,7 @@ class Runs extends View {
 
 	constructor() {
 		super();
-		Object.assign(this, {runs: null, failed: "", chosen: new Set()});
+		Object.assign(this, {runs: null, failed: "", chosen: new Set((route().query.get("pick") || "").split(",").filter(Boolean).map(Number))});
 	}
 
 	connectedCallback() {
@@ -83,6 +84,7 @@ class Runs extends View {
 	choose(id) {
 		if (!this.chosen.delete(id)) this.chosen.add(id);
 		this.chosen = new Set(this.chosen);
+		keep({pick: [...this.chosen].join(",")}); // so they are still chosen on the way back from a comparison
 	}
 }
 customElements.define("unfog-runs", Runs);

@@ -1,7 +1,7 @@
 // Steering: requests to a running run, forms made from the settings' own fields, and the output of commands.
 
 import {html, nothing} from "./vendor/lit.js";
-import {View, announce, command} from "./util.js";
+import {View, announce, command, route} from "./util.js";
 
 // A command that the server runs: its output as it comes, and a way to stop it.
 class Task extends View {
@@ -28,9 +28,10 @@ class Task extends View {
 
 	render() {
 		if (!this.told) return html`<p class="soft">Starting …</p>`;
-		const {running, status, output} = this.told;
+		const {running, status, output, run} = this.told;
 		return html`<section class="task"><div class="bar">${command(this.told.command)}<span class="soft">${running ? "running" : status === 0 ? "done" : `ended with status ${status}`}</span>
-			${running ? html`<button @click=${() => this.data.post(`api/tasks/${this.task}/stop`, {}).catch((error) => announce(error.message))}>Stop</button>` : nothing}</div>
+			${running ? html`<button @click=${() => this.data.post(`api/tasks/${this.task}/stop`, {}).catch((error) => announce(error.message))}>Stop</button>` : nothing}
+			${run && route().ids[0] !== String(run) ? html`<a class="button" href="#/run/${run}">See its curves</a>` : nothing}</div>
 			<pre tabindex="0" role="log" aria-label="Output">${output}</pre></section>`;
 	}
 
@@ -67,7 +68,7 @@ customElements.define("unfog-ask", Ask);
 
 // A form of settings: the common ones first, the rest behind a search. Only what was changed is sent.
 class Form extends View {
-	static properties = ["data", "kind", "path", "extra", "actions", "fields", "find", "checked", "task", "given"];
+	static properties = ["data", "kind", "path", "extra", "current", "actions", "fields", "find", "checked", "task", "given"];
 
 	constructor() {
 		super();
@@ -132,10 +133,12 @@ class Form extends View {
 
 	field(f) {
 		const id = `f-${this.kind}-${f.name}`, value = this.given[f.name] ?? "", set = (e) => this.set(f.name, e.target.value);
+		// Of a resume, what the run has: what is left empty stays so.
+		const held = this.current?.[f.name], usual = held === undefined ? f.default : [held].flat().map((one) => (one === true ? "on" : one === false ? "off" : one)).join(" ");
 		const words = f.type === "switch" ? ["on", "off"] : f.choices || [], closed = f.type === "switch" || (words.length && f.type === "choice" && !/network|method/.test(f.name));
 		return html`<div class="field"><label for=${id}>${f.name} ${value === "" ? nothing : html`<span class="changed">changed</span>`}</label>
-			${closed ? html`<select id=${id} aria-describedby="${id}-h" @change=${set}><option value="" ?selected=${value === ""}>${f.default || "default"}</option>${words.map((w) => html`<option ?selected=${w === value}>${w}</option>`)}</select>`
-				: html`<input id=${id} aria-describedby="${id}-h" placeholder=${f.default || ""} .value=${value} list=${words.length ? `${id}-l` : nothing} @change=${set}>
+			${closed ? html`<select id=${id} aria-describedby="${id}-h" @change=${set}><option value="" ?selected=${value === ""}>${usual || "default"}</option>${words.map((w) => html`<option ?selected=${w === value}>${w}</option>`)}</select>`
+				: html`<input id=${id} aria-describedby="${id}-h" placeholder=${usual || ""} .value=${value} list=${words.length ? `${id}-l` : nothing} @change=${set}>
 					${words.length ? html`<datalist id="${id}-l">${words.map((w) => html`<option value=${w}></option>`)}</datalist>` : nothing}`}
 			<p id="${id}-h" class="help">${f.help}</p></div>`;
 	}

@@ -158,6 +158,11 @@ export function announce(message) {
 	if (region) region.textContent = message;
 }
 
+// A part that scrolls by itself, by keys too.
+export function scroller(label, content) {
+	return html`<div class="scroll" tabindex="0" role="region" aria-label=${label}>${content}</div>`;
+}
+
 const SIGNS = {running: "▶", finished: "✓", stopped: "■", failed: "✕", killed: "✕", "not begun": "○", queued: "○"};
 
 export function state(word) {

@@ -14,11 +14,11 @@ from starlette.routing import Route
 from unfog import __version__
 from unfog.errors import RequestError
 from unfog.reporting.image_grids import Pixels, encode_png
+from unfog.serve.answers import json_body
 from unfog.serve.playground import blind, images
 from unfog.serve.playground.jobs import MOST_WAITING, Job, JobList
 from unfog.serve.playground.requests import GRIDS, MOST_IMAGES, SAMPLERS, read_request, settings_of
 from unfog.serve.playground.uploads import Uploads
-from unfog.serve.routes import json_body
 from unfog.serve.server import Server
 
 

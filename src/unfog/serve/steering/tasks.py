@@ -68,7 +68,8 @@ class _Task:
 
     def summary(self) -> dict[str, Any]:
         """Return what an event says of it."""
-        return {"id": self.id, "command": self.command, "running": self.status is None, "status": self.status}
+        running = {"running": self.status is None, "status": self.status}
+        return {"id": self.id, "command": self.command, "run": self.subject, **running}
 
     def has_changed(self) -> bool:
         """Return True if it has written or ended since the last call. Cuts an output that is too long."""

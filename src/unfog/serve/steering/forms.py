@@ -50,10 +50,11 @@ def form_fields(command: str) -> list[dict[str, Any]]:
         raise RequestError(f"there are forms for {', '.join(kinds)}")
     listed = [each for each in page_settings(kinds[command]) if command == "train" or each.changes_on_resume]
     usual = preset("default")
-    return [_field(each, usual) for each in sorted(listed, key=lambda each: not each.rules.common)]
+    fields = [_field(each, usual, command) for each in listed]
+    return sorted(fields, key=lambda field: not field["common"])
 
 
-def _field(each: Description, usual: Config) -> dict[str, Any]:
+def _field(each: Description, usual: Config, command: str) -> dict[str, Any]:
     section, dot, _ = each.setting.rpartition(".")
     return {
         "name": each.setting,
@@ -63,7 +64,8 @@ def _field(each: Description, usual: Config) -> dict[str, Any]:
         "choices": list(each.choices) if each.setting != "data.labels" else list(LABELS),
         "help": each.text,
         "group": section if dot else "",
-        "common": each.rules.common,
+        # Of a resume, only what people may change freely: the rest needs --force, and a reason.
+        "common": each.rules.common and (command == "train" or each.rules.resume == "free"),
         "resume": each.rules.resume or "fixed",
         "at_least": each.rules.at_least,
         "at_most": each.rules.at_most,

@@ -134,12 +134,12 @@ class MetricColumns:
                 if len(block) < _BLOCK:
                     break  # a line that is being written
                 whole = len(block)
-            self._append(block[:whole].split(b"\n"))
+            self.append_lines(block[:whole].split(b"\n"))
             self.offset += whole
         if self.offset != before:
             self._tail = os.pread(file.fileno(), min(_TAIL, self.offset), max(0, self.offset - _TAIL))
 
-    def _append(self, lines: list[bytes]) -> None:
+    def append_lines(self, lines: list[bytes]) -> None:
         """Append the rows of these lines; those that are no JSON objects are left out."""
         ends = self.offset + np.cumsum([len(line) + 1 for line in lines], dtype=np.float64)
         rows, kept = parse_lines(lines)
@@ -163,17 +163,31 @@ class MetricColumns:
         kinds = set(map(type, values))
         if kinds & {int, float} or kinds == {type(None)}:
             self._append_numbers(name, values, first)
-        if list in kinds:
+        if list in kinds and not self._append_equal_lists(name, values, first):
             lists = [value if isinstance(value, list) else [] for value in values]
             for i in range(min(_MOST_ITEMS, max(map(len, lists)))):
                 self._append_numbers(f"{name}.{i}", [one[i] if i < len(one) else None for one in lists], first)
 
+    def _append_equal_lists(self, name: str, values: list[Any], first: int) -> bool:
+        """Append lists that are all there, of one length and of numbers: the usual ones. Return False for others."""
+        with suppress(ValueError, TypeError, OverflowError):
+            table = np.array(values, np.float64)
+            if table.ndim == 2:
+                table[~(np.abs(table) < LARGEST)] = np.nan
+                for i in range(min(_MOST_ITEMS, table.shape[1])):
+                    self._append_column(f"{name}.{i}", table[:, i], first)
+                return True
+        return False
+
     def _append_numbers(self, name: str, values: list[Any], first: int) -> None:
+        self._append_column(name, _floats(values), first)
+
+    def _append_column(self, name: str, values: Floats, first: int) -> None:
         if name not in self._columns:
             if len(self._columns) >= _MOST_COLUMNS:
                 return
             self._columns[name] = Growing(first)
-        self._columns[name].append(_floats(values))
+        self._columns[name].append(values)
 
 
 def _floats(values: list[Any]) -> Floats:

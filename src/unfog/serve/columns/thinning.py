@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from unfog.serve.metric_columns import Floats, Growing, MetricColumns
+from unfog.serve.columns.metric_columns import Floats, Growing, MetricColumns
 
 _BASE = 16  # rows of a block of the lowest level; each level above has blocks of twice as many
 

@@ -21,11 +21,11 @@ from unfog.custom import names_code
 from unfog.errors import RequestError
 from unfog.process.heartbeat import Heartbeat, Request, write_request
 from unfog.process.run_folder import next_folder
-from unfog.serve.forms import page_settings, setting_words
 from unfog.serve.run_files import read_settings, read_source
 from unfog.serve.runs import RunEntry, number_of
 from unfog.serve.server import Server
-from unfog.serve.tasks import command_text
+from unfog.serve.steering.forms import page_settings, setting_words
+from unfog.serve.steering.tasks import command_text
 from unfog.text import sanitize
 
 _REQUESTS: dict[str, Request] = {"save": "SAVE", "preview": "PREVIEW", "stop": "STOP"}
@@ -42,6 +42,8 @@ class Command(NamedTuple):
     trains: bool
     result: Path | None = None
     """Folder that it writes to."""
+    new_run: int | None = None
+    """Number that the list of runs will give to the run that it begins."""
 
     @property
     def text(self) -> str:
@@ -88,7 +90,7 @@ def train_command(server: Server, body: Mapping[str, Any]) -> Command:
     out = next_folder(source, os.fspath(server.folder))
     # The folder is named here, so that the page knows which run in the list is its own.
     words = ["train", source, *setting_words(body, TrainRequest), "--out", os.fspath(out)]
-    return _checked(Command(words, True, out))
+    return _checked(Command(words, True, out, number_of(out.relative_to(server.folder).as_posix())))
 
 
 def resume_command(run: RunEntry, body: Mapping[str, Any]) -> Command:
