@@ -1,4 +1,4 @@
-"""What the routes of all parts share: JSON answers, the object of a POST, and the run that an address names."""
+"""Parts that all routes share: JSON answers, the object of a POST, and the run that an address names."""
 
 from __future__ import annotations
 
