@@ -33,7 +33,10 @@ OTHERS = (
     *("unet classes", "unet augmented", "unet learned variance", "unet adaptive"),
     *("mp bf16", "mp fp16", "dit bf16", "dit fp32 adamw"),
     *("sampler dpmpp", "sampler edm", "sampler guided", "sampler ddim", "sampler heun", "sampler dpmpp-sde"),
-    *("sampler unipc", "sampler bf16", "sampler ddpm, learned variance"),
+    *("sampler unipc", "sampler bf16", "sampler ddpm, learned variance", "sampler edit", "sampler inpaint"),
+    *("measured held-out loss", "measured bits", "measured bits by a table"),
+    *("measured features texture", "measured features pixels", "resume", "resume fp16 adamw"),
+    *("measured features tf1", "measured features bicubic"),
 )
 
 
@@ -174,4 +177,4 @@ def test_a_gpu_that_torch_cannot_use_is_named(monkeypatch, tmp_path):
 @pytest.mark.parametrize("part", range(4))
 def test_other_cases(library, part):
     for name, result in run(library, OTHERS[part::4]).items():
-        (check_sampler if name.startswith("sampler") else check_step)(result)
+        (check_sampler if name.startswith(("sampler", "measured")) else check_step)(result)

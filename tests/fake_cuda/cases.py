@@ -5,6 +5,8 @@ import sys
 import traceback
 import warnings
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import get_args
 
 from fakes import DEVICE, FakeCuda, Watch  # isort: skip - it must come before torch
@@ -12,6 +14,7 @@ from fakes import DEVICE, FakeCuda, Watch  # isort: skip - it must come before t
 import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
 from unfog.config.presets import preset
 from unfog.config.toml import update
@@ -19,6 +22,11 @@ from unfog.data.dataset import ImageSet
 from unfog.data.stream import ImageStream
 from unfog.device_copies import to_device
 from unfog.diffusion import ddpm, denoiser, likelihood, sampler, steps, variance
+from unfog.diffusion.editing import Edit
+from unfog.evaluation import feature_networks
+from unfog.evaluation.features import Features, open_features
+from unfog.evaluation.held_out import HeldOut, midpoints
+from unfog.inference.compute_metrics import _bits_per_value
 from unfog.pipeline import build
 from unfog.pipeline.generate import default_generation, generate_images
 from unfog.training.checkpoints.snapshot import take_snapshot
@@ -79,11 +87,13 @@ def _on_device(fake, config):
     fake.set(torch.nn.Module, "to", moved)
 
 
-def step_of(config, latents=False, mutate=lambda state: None, plant=None, snapshot=False):
+def step_of(config, latents=False, mutate=lambda state: None, plant=None, snapshot=False, resumed=False):
     """Return what `STEPS` steps of the real loop do, after a first one; or what a snapshot does after them.
 
-    `plant` is called with the loss of each micro-batch and its images; `mutate` with the state before training.
+    `plant` is called with the loss of each micro-batch and its images; `mutate` with the state before training. A
+    state that is `resumed` is read from a checkpoint that the CPU wrote after its first step.
     """
+    stored = _checkpoint_of(config) if resumed else None
     with FakeCuda() as fake:
         _on_device(fake, config)
         shape = build.input_shape(config)
@@ -93,6 +103,8 @@ def step_of(config, latents=False, mutate=lambda state: None, plant=None, snapsh
         labels = np.zeros(64, np.int64) if config.classes else None
         with fake.mode:
             state = build.build_state(config, DEVICE)
+            if stored is not None:
+                _resume(fake, state, stored)
             mutate(state)
             stream = _FakeStream(ImageSet(pixels, labels, ["image"] * 64, config.classes), 0)
             stream.mode = fake.mode
@@ -118,9 +130,47 @@ def step_of(config, latents=False, mutate=lambda state: None, plant=None, snapsh
         return fake.watch
 
 
+def _checkpoint_of(config):
+    """Return what a checkpoint holds after a first step on the CPU."""
+    state = build.build_state(config, torch.device("cpu"))
+    for parameter in state.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    state.optimizer.step()
+    return state.tensors(), state.progress()
+
+
+def _resume(fake, state, stored):
+    """Load a checkpoint as a resume does, whose files are read to the CPU."""
+    files, progress = stored
+    state.load_full(tree_map_only(torch.Tensor, fake.mode.from_tensor, files), progress)
+
+
+def measuring_of(measure, few=2, more=3):
+    """Return what a measurement does for an image more: `measure` is called with two numbers of images."""
+    watches = []
+    with FakeCuda() as fake, fake.mode:
+        for owner, name in HOST_ARITHMETIC:
+            fake.set(owner, name, _for_real(getattr(owner, name)))
+        fake.set(sampler.NoiseSource, "draw", _fake_noise(fake.mode))
+        for count in (few, more):
+            fake.watch = Watch()
+            with fake.watch:
+                measure(fake, count)
+            watches.append(fake.watch)
+    return _difference(*watches)
+
+
+def _difference(few, more):
+    for what in ("waits", "copies", "named"):
+        setattr(more, what, getattr(more, what) - getattr(few, what))
+    more.operations -= few.operations
+    return more
+
+
 HOST_ARITHMETIC = (
     *((sampler, "_levels_on"), (sampler.Sampler, "visits"), (sampler.Sampler, "levels"), (steps, "_solve")),
     *((sampler.Sampler, "_noisier"), (sampler, "_repeated"), (denoiser.Within, "_inside")),
+    (feature_networks, "_neighbours"),
     *(
         (variance, "deviation"),
         (likelihood, "_groups"),
@@ -143,16 +193,13 @@ def sampling_of(config, label="dpmpp", edit=None, **settings):
             network = build.build_network(config)
             for count in (10, 12):
                 chosen = replace(config.sampler, kind=label, steps=count)
+                edited = edit and Edit(**tree_map_only(torch.Tensor, fake.mode.from_tensor, edit))
                 generation = replace(default_generation(config, 4, 4), sampler=chosen, **settings)
                 fake.watch = Watch()
                 with fake.watch:
-                    generate_images(network, config, generation, edit=edit)
+                    generate_images(network, config, generation, edit=edited)
                 watches.append(fake.watch)
-    few, more = watches
-    for what in ("waits", "copies", "named"):
-        setattr(more, what, getattr(more, what) - getattr(few, what))
-    more.operations -= few.operations
-    return more
+    return _difference(*watches)
 
 
 def _for_real(function):
@@ -184,6 +231,7 @@ def _latent_config():
     return config_of(autoencoder_folder="/nowhere", latents=latents, data={"size": 8 * SIDE, "flip": True})
 
 
+IMAGE = torch.zeros(3, SIDE, SIDE)
 KINDS = [kind for kind in get_args(sampler.Kind) if kind != "adaptive"]
 
 
@@ -193,6 +241,37 @@ def _cpu_generator(loss, x0):
 
 def _average_on_cpu(state):
     state.ema.parameters = [tensor.to("cpu") for tensor in state.ema.parameters]
+
+
+def _held_out(fake, images, config=None):
+    """Measure the held-out loss of images, one by one."""
+    config = config or config_of(SMALL)
+    _on_device(fake, config)
+    network, x0 = build.build_network(config), torch.zeros(images, *build.input_shape(config), device=DEVICE)
+    held_out = HeldOut(x0, None, midpoints(2).to(DEVICE))
+    held_out.losses(build.build_loss_at(network, config), 1)
+    return network, held_out
+
+
+def _bits(fake, images, config=None):
+    config = config or config_of(SMALL)
+    network, held_out = _held_out(fake, images, config)
+    _bits_per_value(SimpleNamespace(config=config, network=network), held_out, 1, 0, lambda images: None)
+
+
+def _features(fake, images, name=None, network=None):
+    """Compute the features of images, one by one."""
+    features = open_features(name, DEVICE) if network is None else Features("", "", "", DEVICE, network)
+    for _ in range(images):
+        features(fake.mode.from_tensor(torch.zeros(1, 3, 20, 20, dtype=torch.uint8)))
+
+
+class _Script(torch.nn.Flatten):
+    """A feature network: TorchScript does not run on tensors without values, what is around it does."""
+
+
+def _network(resize, range):
+    return feature_networks._TorchScriptNetwork(_Script(), "", "", feature_networks._NetworkInput("", 8, range, resize))
 
 
 def _norms_of_torch(state):
@@ -231,6 +310,21 @@ CASES = {
     "sampler guided within": lambda: sampling_of(config_of(classes=("a", "b")), guidance=2.0, interval=(0.2, 0.8)),
     "sampler bf16": lambda: sampling_of(config_of(), precision="bf16"),
     "sampler ddpm, learned variance": lambda: sampling_of(config_of(diffusion=LEARNED_VARIANCE), "ddpm"),
+    "sampler edit": lambda: sampling_of(config_of(), edit={"image": IMAGE}),
+    "sampler inpaint": lambda: sampling_of(
+        config_of(SMALL), edit={"image": IMAGE, "unknown": IMAGE[:1] > 0, "repeats": 2}
+    ),
+    "measured held-out loss": lambda: measuring_of(_held_out),
+    "measured bits": lambda: measuring_of(_bits),
+    "measured bits by a table": lambda: measuring_of(
+        partial(_bits, config=config_of(SMALL, diffusion=LEARNED_VARIANCE))
+    ),
+    "measured features texture": lambda: measuring_of(partial(_features, name="texture")),
+    "measured features pixels": lambda: measuring_of(partial(_features, name="pixels")),
+    "measured features tf1": lambda: measuring_of(partial(_features, network=_network("tf1", "inception"))),
+    "measured features bicubic": lambda: measuring_of(partial(_features, network=_network("bicubic", "imagenet"))),
+    "resume": lambda: step_of(config_of(SMALL), resumed=True),
+    "resume fp16 adamw": lambda: step_of(config_of(SMALL, "fp16", **ADAMW), resumed=True),
     "autoencoder": lambda: step_of(config_of(autoencoder={"factor": 4, "channels": (32, 32)})),
 }
 

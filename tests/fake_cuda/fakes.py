@@ -125,7 +125,9 @@ def is_pinned(tensor):
 
 
 def _pin(tensor, *device):
-    out = tensor.clone()
+    out = torch.empty(
+        tensor.shape, dtype=tensor.dtype
+    )  # not a copy, as a fake tensor made of numbers knows them, and would use CUDA itself
     _pinned[out.untyped_storage()._cdata] = out  # kept alive, so that its number is not given out again
     return out
 

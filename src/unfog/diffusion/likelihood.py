@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from unfog.device_copies import to_device
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.noise import Cosine, Linear
 from unfog.diffusion.variance import Prediction, decoder_nll, step_kl
@@ -52,7 +53,10 @@ def bits_per_dim(
         raise RequestError(f"levels = {levels}: the bound needs at least 2 noise levels; 64 are good for a percent")
 
     def predict(logsnr: float | Tensor) -> Prediction:
-        level = torch.as_tensor(logsnr, dtype=x0.dtype, device=x0.device).expand(len(x0))
+        if isinstance(logsnr, Tensor):
+            level = logsnr.to(x0.dtype).expand(len(x0))
+        else:  # filled in there: a tensor made of a number here would be copied, and waited for
+            level = x0.new_full((len(x0),), logsnr)
         answer = denoise(diffusion.add_noise(x0, noise(), level), level)
         channels = x0.shape[1]
         return Prediction(answer[:, :channels], answer[:, channels:] if answer.shape[1] > channels else None)
@@ -89,14 +93,20 @@ def _chain(predict: _Predict, diffusion: Diffusion, x0: Tensor, levels: int, noi
     gain = -table.exp().diff()
     # A step's gain in SNR is a small difference, so float64, which MPS does not have.
     wide = torch.float32 if x0.device.type == "mps" else torch.float64
+
+    def there(values: Tensor) -> Tensor:
+        return to_device(values.to(wide), x0.device)
+
+    levels_there = there(table)
     for links in _groups(table, levels):
-        share, chosen = gain[links] / gain[links].sum(), torch.zeros(len(x0), dtype=torch.long)
+        share, chosen = gain[links] / gain[links].sum(), torch.zeros(len(x0), dtype=torch.long, device=x0.device)
         if len(links) > 1:
             # From the same stream as the noise, which an image has to itself: the choice depends on no other image.
-            uniform = torch.special.ndtr(noise()[:, 0, 0, 0].cpu().double())
-            chosen = torch.searchsorted(share.cumsum(0), uniform).clamp(max=len(links) - 1)
-        link = torch.tensor(links)[chosen]
-        level, then, weight = (v.to(x0.device, wide) for v in (table[link + 1], table[link], 1 / share[chosen]))
+            uniform = torch.special.ndtr(noise()[:, 0, 0, 0].to(wide))
+            # Summed on the CPU, as sums along a dimension are not deterministic on CUDA.
+            chosen = torch.searchsorted(there(share.cumsum(0)), uniform).clamp(max=len(links) - 1)
+        link = to_device(torch.tensor(links), x0.device)[chosen]
+        level, then, weight = levels_there[link + 1], levels_there[link], there(1 / share)[chosen]
         predicted = predict(level)
         kl = step_kl(diffusion.path, x0, predicted, level[:, None, None, None], then[:, None, None, None])
         nats = nats + (kl.mean((1, 2, 3)) * weight).to(x0.dtype)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from unfog.cache_folder import cache_folder
+from unfog.device_copies import to_device
 from unfog.errors import RequestError
 
 INCEPTION_FILE = "inception-2015-12-05.pt"
@@ -64,7 +65,7 @@ class _TorchScriptNetwork:
         size = self.settings.size
         if size and x.shape[2:] != (size, size):
             x = _tf1_bilinear(x, size) if self.settings.resize == "tf1" else _antialiased(x, size)
-        mean, deviation = (torch.tensor(v, device=x.device).view(-1, 1, 1) for v in _RANGES[self.settings.range])
+        mean, deviation = (to_device(torch.tensor(v), x.device).view(-1, 1, 1) for v in _RANGES[self.settings.range])
         x = ((x - mean) / deviation).contiguous(memory_format=torch.channels_last)  # a quarter faster on a CPU
         # The profiling executor may fuse from the second call on, and then rounds otherwise than in the first.
         with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
@@ -175,19 +176,19 @@ def _tf1_bilinear(x: Tensor, size: int) -> Tensor:
     last pixel the last one is repeated (`resize_bilinear`, align_corners=False). The FID of the literature rests on
     it (Heusel et al. 2017; Parmar et al. 2022, section 3, on what other resizes do to the figure).
     """
-    rows, next_row, down = _neighbours(x.shape[2], size, x.device)
-    columns, next_column, right = _neighbours(x.shape[3], size, x.device)
+    rows, next_row, down = (to_device(values, x.device) for values in _neighbours(x.shape[2], size))
+    columns, next_column, right = (to_device(values, x.device) for values in _neighbours(x.shape[3], size))
     x = x[:, :, :, columns].lerp(x[:, :, :, next_column], right)
     return x[:, :, rows].lerp(x[:, :, next_row], down[:, None])
 
 
-def _neighbours(length: int, size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _neighbours(length: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """For each output place: the pixel before it, the pixel after, and how far between them, in float32 as there."""
     # In double precision a few places would round to another pixel than there.
     scale = torch.tensor(length, dtype=torch.float32) / size
     place = torch.arange(size, dtype=torch.float32) * scale
     before = place.long().clamp(max=length - 1)
-    return before.to(device), (before + 1).clamp(max=length - 1).to(device), (place - before).to(device)
+    return before, (before + 1).clamp(max=length - 1), place - before
 
 
 def _antialiased(x: Tensor, size: int) -> Tensor:

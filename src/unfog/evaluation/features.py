@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from unfog.cache_folder import cache_folder, hold, make_room, release
+from unfog.device_copies import to_device
 from unfog.errors import RequestError, RunError
 from unfog.evaluation.distances import FeatureStatistics
 from unfog.evaluation.feature_networks import (
@@ -67,7 +68,7 @@ class Features:
         """
         if pixels.dtype != torch.uint8 or pixels.ndim != 4 or pixels.shape[1] not in (1, 3):
             raise RequestError(f"pixels are {pixels.dtype} {list(pixels.shape)}; give uint8 [N, 1 or 3, H, W]")
-        x = pixels.to(self.device).float().expand(-1, 3, -1, -1)
+        x = to_device(pixels, self.device).float().expand(-1, 3, -1, -1)
         # TF32 would make features depend on the machine, and caches would mix them.
         exact = torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False)
         with torch.autocast(self.device.type, enabled=False), exact:
@@ -134,14 +135,14 @@ def _texture(x: Tensor) -> Tensor:
 
 def _luma_and_chroma(x: Tensor) -> Tensor:
     """Y, Cb, Cr of RGB (BT.601)."""
-    matrix = torch.tensor([[0.299, 0.587, 0.114], [-0.169, -0.331, 0.5], [0.5, -0.419, -0.081]], device=x.device)
-    return torch.einsum("ij,njhw->nihw", matrix, x)
+    matrix = torch.tensor([[0.299, 0.587, 0.114], [-0.169, -0.331, 0.5], [0.5, -0.419, -0.081]])
+    return torch.einsum("ij,njhw->nihw", to_device(matrix, x.device), x)
 
 
 def _details(x: Tensor) -> Tensor:
     """Haar details of each channel at every place, in three directions."""
-    haar = torch.tensor([[[1, -1], [1, -1]], [[1, 1], [-1, -1]], [[1, -1], [-1, 1]]], device=x.device) / 2
-    found = F.conv2d(x.flatten(0, 1)[:, None], haar[:, None].to(x.dtype))
+    haar = torch.tensor([[[1, -1], [1, -1]], [[1, 1], [-1, -1]], [[1, -1], [-1, 1]]]) / 2
+    found = F.conv2d(x.flatten(0, 1)[:, None], to_device(haar[:, None], x.device).to(x.dtype))
     return found.reshape(*x.shape[:2], *found.shape[1:])
 
 

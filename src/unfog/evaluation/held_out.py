@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from unfog.device_copies import to_device
+
 # (x0 [B, C, H, W], label [B] or None, u [B], noise like x0) -> weighted loss [B], squared error of the noise [B].
 LossAt = Callable[[Tensor, Tensor | None, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -37,7 +39,8 @@ class HeldOut(NamedTuple):
 
         `progress` is called with the images of each pass. Levels that are not among the `only` ones stay 0.
         """
-        table = torch.zeros(2, len(self.levels), len(self.x0), dtype=torch.float64)
+        # Read once at the end: each reading would wait for the device.
+        table: Tensor | None = None
         for level in range(len(self.levels))[only]:
             u = self.levels[level]
             # All noise of a level is drawn at once, so that it does not depend on the batch.
@@ -46,11 +49,18 @@ class HeldOut(NamedTuple):
             for first in range(0, len(self.x0), batch):
                 x0 = self.x0[first : first + batch]
                 label = None if self.label is None else self.label[first : first + batch]
-                noise = noises[first : first + batch].to(x0.device)
-                for row, values in enumerate(loss_at(x0, label, u.expand(len(x0)), noise)):
-                    table[row, level, first : first + batch] = values.cpu().double()
+                noise = to_device(noises[first : first + batch], x0.device)
+                values = torch.stack(loss_at(x0, label, u.expand(len(x0)), noise))
+                if table is None:
+                    table = values.new_zeros(2, len(self.levels), len(self.x0))
+                table[:, level, first : first + batch] = values
                 progress(len(x0))
-        return table
+        # On the CPU first, as MPS has no float64.
+        return (
+            torch.zeros(2, len(self.levels), len(self.x0), dtype=torch.float64)
+            if table is None
+            else table.cpu().double()
+        )
 
     def measure(self, loss_at: LossAt, batch: int, seed: int = 0) -> dict[str, float | list[float]]:
         """Return the `summary` of the losses at all levels."""

@@ -194,10 +194,10 @@ def _bits_per_value(
         # Noise by the number of the image, so that the batch size does not change the result.
         source = NoiseSource(seed, range(first, first + len(x0)), (x0.shape[1], x0.shape[2], x0.shape[3]), x0.device)
         guess = partial(denoiser, label=label)
-        found.append(bits_per_dim(guess, diffusion, x0, LEVELS, source.draw).cpu())
+        found.append(bits_per_dim(guess, diffusion, x0, LEVELS, source.draw))
         progress(len(x0))
     note = f"upper bound on bits per dimension, from at most {LEVELS} noise levels"
-    return _as_metric("bits", MeanEstimate.over_images(torch.cat(found)[None]), note)
+    return _as_metric("bits", MeanEstimate.over_images(torch.cat(found)[None].cpu()), note)
 
 
 def _as_metric(name: str, mean: MeanEstimate, note: str) -> MetricResult:
