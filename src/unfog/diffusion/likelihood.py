@@ -53,10 +53,9 @@ def bits_per_dim(
         raise RequestError(f"levels = {levels}: the bound needs at least 2 noise levels; 64 are good for a percent")
 
     def predict(logsnr: float | Tensor) -> Prediction:
-        if isinstance(logsnr, Tensor):
-            level = logsnr.to(x0.dtype).expand(len(x0))
-        else:  # filled in there: a tensor made of a number here would be copied, and waited for
-            level = x0.new_full((len(x0),), logsnr)
+        # Numbers are filled in there: a tensor made of one here would be copied, and waited for.
+        each = logsnr if isinstance(logsnr, Tensor) else torch.full((), logsnr, device=x0.device, dtype=x0.dtype)
+        level = each.to(x0.dtype).expand(len(x0))
         answer = denoise(diffusion.add_noise(x0, noise(), level), level)
         channels = x0.shape[1]
         return Prediction(answer[:, :channels], answer[:, channels:] if answer.shape[1] > channels else None)
