@@ -33,8 +33,8 @@ from unfog.reporting.records import read_events
 from unfog.runs.ranks import RunContext
 from unfog.runs.session import Session
 from unfog.training import loop
-from unfog.training.divergence import DivergenceGuard
 from unfog.training.settings import Checkpoint, Evaluate, Preview
+from unfog.training.stability.divergence import DivergenceGuard
 
 import torch
 

@@ -14,9 +14,10 @@ from unfog.diffusion.objective import Loss, Objective
 from unfog.models.settings import UNet
 from unfog.models.unet import UNetModel
 from unfog.training.gradient import _split_range, seed_generators
-from unfog.training.nan_debug import NanReport
+from unfog.training.optimizer_settings import Optimizer
 from unfog.training.precision import Precision
-from unfog.training.settings import Optimizer, PowerEma
+from unfog.training.settings import PowerEma
+from unfog.training.stability.nan_debug import NanReport
 from unfog.training.state import TrainState
 
 PASSES = list(_split_range(100, 8, 3))  # of 3, 3 and 2 images

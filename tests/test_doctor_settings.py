@@ -37,8 +37,8 @@ from unfog.planning import disk
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.disk import disk_space_needed
 from unfog.planning.timing import forward_passes
-from unfog.training.learning_rate import default_learning_rate
-from unfog.training.settings import Checkpoint, FixedEma, Muon, PowerEma
+from unfog.training.optimizer_settings import Muon, default_learning_rate
+from unfog.training.settings import Checkpoint, FixedEma, PowerEma
 
 pytestmark = pytest.mark.slow
 

@@ -41,8 +41,9 @@ from unfog.planning.lr_range_test import (
     _Trial,
 )
 from unfog.planning.microbatch import MicrobatchChoice
+from unfog.training.optimizer_settings import Optimizer
 from unfog.training.precision import Precision
-from unfog.training.settings import Optimizer, PowerEma, Training
+from unfog.training.settings import PowerEma, Training
 from unfog.training.state import TrainState
 
 pytestmark = pytest.mark.slow

@@ -16,7 +16,7 @@ from test_training import Diary, denoising, linear_state, reconstruction, run, w
 from unfog.errors import RunError
 from unfog.models.unet import UNetModel
 from unfog.training.loop import Intervals
-from unfog.training.out_of_memory import is_out_of_memory
+from unfog.training.stability.out_of_memory import is_out_of_memory
 from unfog.training.statistics import noise_scale
 
 pytestmark = pytest.mark.slow

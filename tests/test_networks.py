@@ -26,9 +26,9 @@ from unfog.planning.memory_estimate import MemoryEstimator, _trace_step, _Traced
 from unfog.training.checkpoints import snapshot
 from unfog.training.checkpoints.load import load_checkpoint
 from unfog.training.hooks import Task, TrainingHooks
-from unfog.training.learning_rate import default_learning_rate
 from unfog.training.loop import LoopSettings, train
-from unfog.training.settings import Optimizer, Training
+from unfog.training.optimizer_settings import Optimizer, default_learning_rate
+from unfog.training.settings import Training
 
 CPU = torch.device("cpu")
 MICRO = {

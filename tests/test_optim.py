@@ -25,8 +25,15 @@ from unfog.training import optimizers as optim
 from unfog.training.checkpoints import snapshot
 from unfog.training.checkpoints.load import load_checkpoint, roll_back
 from unfog.training.learning_rate import learning_rate
+from unfog.training.optimizer_settings import (
+    AdamW,
+    Custom,
+    Muon,
+    Optimizer,
+    OptimizerKind,
+)
 from unfog.training.precision import Precision
-from unfog.training.settings import AdamW, Custom, Muon, Optimizer, OptimizerKind, PowerEma, Training
+from unfog.training.settings import PowerEma, Training
 from unfog.training.state import TrainState
 
 CPU = torch.device("cpu")

@@ -27,7 +27,8 @@ from unfog.planning.flops import _DEVICES, GB, Device, NetworkCost, TimeRange
 from unfog.planning.memory_estimate import MemoryEstimator
 from unfog.planning.microbatch import MARGIN
 from unfog.planning.timing import run_times, seconds_per_step
-from unfog.training.settings import Evaluate, Optimizer, Training
+from unfog.training.optimizer_settings import Optimizer
+from unfog.training.settings import Evaluate, Training
 
 pytestmark = pytest.mark.slow
 

@@ -22,7 +22,8 @@ from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.flops import GB
 from unfog.planning.memory_estimate import MemoryEstimator
 from unfog.planning.microbatch import MARGIN, _memory_upper_bound
-from unfog.training.settings import EmaSnapshots, Optimizer, Training
+from unfog.training.optimizer_settings import Optimizer
+from unfog.training.settings import EmaSnapshots, Training
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ended")]
 

@@ -43,8 +43,14 @@ from unfog.training.distributed.fsdp import _blocks, build_mesh, compile_blocks,
 from unfog.training.distributed.watchdog import Watchdog
 from unfog.training.distributed.world import World
 from unfog.training.gradient import _local_micro_batches
+from unfog.training.optimizer_settings import (
+    AdamW,
+    Custom,
+    Muon,
+    Optimizer,
+)
 from unfog.training.precision import Precision
-from unfog.training.settings import AdamW, Checkpoint, Custom, Muon, Optimizer, PowerEma, Training
+from unfog.training.settings import Checkpoint, PowerEma, Training
 from unfog.training.sharded_tensors import all_finite, is_sharded, total_norm
 from unfog.training.state import TrainState
 

@@ -83,7 +83,8 @@ def config_of(case: Case):
     from unfog.config.schema import Config
     from unfog.data.settings import Data
     from unfog.models.settings import SIZES
-    from unfog.training.settings import Optimizer, Training
+    from unfog.training.optimizer_settings import Optimizer
+    from unfog.training.settings import Training
 
     training = Training(
         batch=case.batch,

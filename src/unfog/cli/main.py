@@ -101,7 +101,7 @@ def _describe_unexpected(error: Exception) -> str:
         said = f"{error.filename}: {reason}" if error.filename else reason
         return f"unfog: {_in_a_line(said)}; correct that, then repeat the command\n"
     # Only now, as it imports torch, which a wrong request need not wait for.
-    from unfog.training.out_of_memory import is_out_of_memory
+    from unfog.training.stability.out_of_memory import is_out_of_memory
 
     if is_out_of_memory(error):
         advice = "lower --microbatch: the effective batch stays the same; or choose a smaller --size or --network"

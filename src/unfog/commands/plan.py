@@ -29,7 +29,7 @@ from unfog.reporting.findings import Finding, has_fatal, print_findings
 from unfog.reporting.notebook_html import preformatted
 from unfog.reporting.progress import format_bytes, format_duration, plural, print_result
 from unfog.reporting.records import json_values
-from unfog.training.out_of_memory import microbatch_size
+from unfog.training.stability.out_of_memory import microbatch_size
 
 _LONG = 30 * 86400.0  # seconds from which on a plan warns
 

@@ -28,7 +28,8 @@ from unfog.models.elsewhere.settings import ELSEWHERE
 from unfog.models.given_network import GivenNetwork
 from unfog.models.network_settings import CustomNetwork
 from unfog.models.settings import ARCHITECTURES, SIZES
-from unfog.training.settings import EMA_SCHEDULES, OPTIMIZERS
+from unfog.training.optimizer_settings import OPTIMIZERS
+from unfog.training.settings import EMA_SCHEDULES
 
 _BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 # ASCII only: Python's own reading takes digits of every script, and words such as "infinity".

@@ -22,10 +22,10 @@ from unfog.planning.microbatch import MicrobatchChoice, memory_per_process, requ
 from unfog.planning.timing import forward_passes, seconds_per_step
 from unfog.process.device import unused_gpu
 from unfog.reporting.progress import format_bytes, plural
-from unfog.training.learning_rate import FINE_TUNING_FACTOR, default_learning_rate
-from unfog.training.out_of_memory import microbatch_size
+from unfog.training.optimizer_settings import FINE_TUNING_FACTOR, default_learning_rate
 from unfog.training.precision import default_memory_format, default_precision
 from unfog.training.settings import MemoryFormat, PrecisionName
+from unfog.training.stability.out_of_memory import microbatch_size
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from unfog.config.values import suggest
 from unfog.errors import RequestError
 from unfog.planning.memory_trace import clear_package_caches
-from unfog.training.out_of_memory import microbatch_size
 from unfog.training.settings import Training
+from unfog.training.stability.out_of_memory import microbatch_size
 
 GB = 10**9
 _TFLOPS = 10**12

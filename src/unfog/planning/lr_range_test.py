@@ -25,8 +25,9 @@ from unfog.errors import Interrupted
 from unfog.reporting.progress import Progress
 from unfog.training.hooks import Augmentation, Stream, Task, TrainingHooks
 from unfog.training.loop import LoopSettings, train
-from unfog.training.out_of_memory import microbatch_size
-from unfog.training.settings import Optimizer, Training
+from unfog.training.optimizer_settings import Optimizer
+from unfog.training.settings import Training
+from unfog.training.stability.out_of_memory import microbatch_size
 from unfog.training.state import TrainState
 
 _FLAT = 0.02  # share of its loss at the start that a network must lose to have learned something

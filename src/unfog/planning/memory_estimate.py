@@ -26,8 +26,9 @@ from unfog.planning.memory_trace import HOLES, HOLES_RECOMPUTING, ONEDNN_HALF, P
 from unfog.training import optimizers as optim
 from unfog.training.distributed.fsdp import build_mesh, gathers_in_bf16, shard_network
 from unfog.training.hooks import Augmentation, LossFunction
+from unfog.training.optimizer_settings import AdamW, Custom
 from unfog.training.precision import DTYPES, Precision
-from unfog.training.settings import AdamW, Custom, PrecisionName, Training
+from unfog.training.settings import PrecisionName, Training
 from unfog.training.sharded_tensors import is_sharded, to_local
 from unfog.training.state import TrainState
 

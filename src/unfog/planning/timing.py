@@ -24,7 +24,7 @@ from unfog.planning.trial_training import TrialTraining
 from unfog.process.device import synchronize
 from unfog.reporting.progress import Progress
 from unfog.training.hooks import TrainingHooks
-from unfog.training.out_of_memory import microbatch_size
+from unfog.training.stability.out_of_memory import microbatch_size
 
 _SLOW = 5  # times the seconds for timing: a step that takes longer is not repeated
 _TIMED = 64  # images that steps are timed with, if none are decoded yet

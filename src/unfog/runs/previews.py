@@ -30,7 +30,7 @@ from unfog.training.autoencoder_loss import AutoencoderLoss, psnr
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.load import load_weights
 from unfog.training.distributed.world import SINGLE_PROCESS, World
-from unfog.training.out_of_memory import is_out_of_memory, microbatch_size
+from unfog.training.stability.out_of_memory import is_out_of_memory, microbatch_size
 from unfog.training.state import TrainState
 
 T = TypeVar("T")

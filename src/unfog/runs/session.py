@@ -42,8 +42,8 @@ from unfog.training.checkpoints.load import load_checkpoint, read_state
 from unfog.training.checkpoints.writer import ShardStatusStore
 from unfog.training.learning_rate import Plan
 from unfog.training.loop import run_due_hooks
-from unfog.training.nan_debug import NanReport
-from unfog.training.out_of_memory import microbatch_size
+from unfog.training.stability.nan_debug import NanReport
+from unfog.training.stability.out_of_memory import microbatch_size
 from unfog.training.state import TrainState
 from unfog.training.statistics import Stopwatch
 

@@ -35,8 +35,8 @@ from unfog.runs.previews import export_autoencoder
 from unfog.runs.ranks import broadcast_config, device_for, open_run
 from unfog.runs.session import Session
 from unfog.safe_files import write_atomic
+from unfog.training.optimizer_settings import Custom
 from unfog.training.optimizers import check_resumable
-from unfog.training.settings import Custom
 
 
 def train(config: Config, out: Path | None = None, callbacks: Sequence[object] = ()) -> tuple[RunFolder, bool]:

@@ -17,10 +17,10 @@ from unfog.errors import Interrupted
 from unfog.sharded_rng import rows_of
 from unfog.training.distributed.world import World
 from unfog.training.hooks import Task, TrainingHooks
-from unfog.training.out_of_memory import microbatch_size
 from unfog.training.precision import gradients
 from unfog.training.settings import Training
 from unfog.training.sharded_tensors import total_norm
+from unfog.training.stability.out_of_memory import microbatch_size
 from unfog.training.state import TrainState
 from unfog.training.statistics import Stopwatch
 

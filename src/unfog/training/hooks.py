@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from unfog.diffusion.objective import Loss
 from unfog.training.checkpoints.writer import ShardStatusStore
 from unfog.training.learning_rate import Plan
-from unfog.training.nan_debug import NanReport
+from unfog.training.stability.nan_debug import NanReport
 from unfog.training.state import TrainState
 
 # Pixels uint8 [B, C, H, W] -> (images float32 [B, C, H, W] in [-1, 1], augmentation parameters [B, 9] or None).

@@ -12,9 +12,10 @@ from unfog.training.distributed.world import SINGLE_PROCESS, World
 from unfog.training.gradient import Gradient, GradientComputer, rng_batch_size, split_batch
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.learning_rate import learning_rate
-from unfog.training.nan_debug import NanReport
-from unfog.training.out_of_memory import microbatch_size, retry_with_smaller_micro_batches
-from unfog.training.settings import Optimizer, Training
+from unfog.training.optimizer_settings import Optimizer
+from unfog.training.settings import Training
+from unfog.training.stability.nan_debug import NanReport
+from unfog.training.stability.out_of_memory import microbatch_size, retry_with_smaller_micro_batches
 from unfog.training.state import TrainState
 from unfog.training.statistics import Stopwatch
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unfog.errors import RequestError
-from unfog.training.settings import Custom, Muon, Optimizer
+from unfog.training.optimizer_settings import Custom, Muon, Optimizer
 from unfog.training.sharded_tensors import is_sharded, to_local
 
 # Of the quintic whose iteration brings singular values near to one the fastest (Jordan et al. 2024).

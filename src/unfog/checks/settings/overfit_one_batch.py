@@ -32,7 +32,7 @@ from unfog.reporting.progress import Progress, format_number
 from unfog.reporting.records import json_values
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import LoopSettings, train
-from unfog.training.out_of_memory import microbatch_size
+from unfog.training.stability.out_of_memory import microbatch_size
 from unfog.training.state import TrainState
 
 _IMAGES = 8

@@ -18,8 +18,8 @@ from unfog.training.distributed.world import World
 from unfog.training.gradient import Gradient
 from unfog.training.hooks import TrainingHooks
 from unfog.training.learning_rate import Plan
-from unfog.training.nan_debug import NanReport
 from unfog.training.settings import Training
+from unfog.training.stability.nan_debug import NanReport
 from unfog.training.state import TrainState
 
 T = TypeVar("T")

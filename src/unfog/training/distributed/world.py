@@ -29,8 +29,8 @@ from unfog.training.distributed.process_group import (
     world_size,
 )
 from unfog.training.distributed.watchdog import Watchdog
-from unfog.training.out_of_memory import is_out_of_memory
 from unfog.training.settings import Training
+from unfog.training.stability.out_of_memory import is_out_of_memory
 from unfog.training.state import TrainState
 
 
