@@ -74,6 +74,8 @@ def check_kernels(result):
     if result["name"] in CHANNELS_LAST:
         assert "NHWC" in json.dumps(result["layouts"])
         assert "NCHW" not in json.dumps(result["layouts"]), result["layouts"]
+    if result["name"].startswith("mp"):
+        assert "copy_" not in result["named"], "weights were projected one by one"
 
 
 def check_step(result):

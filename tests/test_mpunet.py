@@ -21,6 +21,7 @@ from unfog.models.edm2_unet import (
     _MPLinear,
     _unit_rms,
     _Weights,
+    project_together,
 )
 from unfog.models.layers import sinusoids
 from unfog.models.settings import MPUNet
@@ -180,6 +181,24 @@ def test_magnitudes_after_training():
     # The average is of projected weights, each as long as they agree: below 1, and used at 1.
     average = torch.cat([p.flatten() for p in state.ema.parameters if p.ndim])
     assert 0.5 < rms(average) < 1
+
+
+def test_weights_are_projected_together_as_one_by_one():
+    """To the bit; together on CUDA, where each operation is a launch."""
+    torch.manual_seed(0)
+    model = MPUNetModel(MICRO, 3, num_classes=2)
+    weights = [module.weight for module in model.modules() if isinstance(module, _Weights)]
+    for weight in weights:
+        weight.data += torch.randn(weight.shape)
+    moved = [weight.detach().clone() for weight in weights]
+    model.project()
+    one_by_one = [weight.detach().clone() for weight in weights]
+    for weight, value in zip(weights, moved):
+        weight.data.copy_(value)
+    project_together(weights)
+    assert not torch.equal(weights[0], moved[0])
+    for weight, value in zip(weights, one_by_one):
+        assert torch.equal(weight, value)
 
 
 def test_weights_grow_unless_they_are_projected():

@@ -6,6 +6,7 @@ Every layer maps inputs of unit variance to outputs of unit variance. Equation n
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from typing import Literal
 
 import torch
@@ -208,9 +209,14 @@ class MPUNetModel(ConditionalNetwork):
 
     def project(self) -> None:
         """Force all weights back to unit magnitude (eq. 66)."""
-        for module in self.modules():
-            if isinstance(module, _Weights):
-                module.project()
+        layers = [module for module in self.modules() if isinstance(module, _Weights)]
+        # Launches cost more than copies on a GPU; on a CPU the copies take five times as long as they save.
+        weights = [layer.weight for layer in layers]
+        if all(weight.device.type == "cuda" and not hasattr(weight, "to_local") for weight in weights):  # not sharded
+            project_together(weights)
+        else:
+            for layer in layers:
+                layer.project()
 
 
 class _UpLevel(nn.Module):
@@ -228,6 +234,20 @@ class _UpLevel(nn.Module):
         for block in self.blocks:
             x = run(block, x, embedding, skips.pop())
         return x
+
+
+@torch.no_grad()
+def project_together(weights: list[nn.Parameter]) -> None:
+    """Normalise the rows of weights to unit root mean square, all rows of one length together; to the bit as one by one.
+
+    Six operations for each length, and five for each weight if one by one: 90 in place of 615 for `mp-base`.
+    """
+    by_length: dict[int, list[Tensor]] = defaultdict(list)
+    for weight in weights:
+        by_length[weight[0].numel()].append(weight.flatten(1))
+    for length, rows in by_length.items():
+        unit = F.normalize(torch.cat(rows).float()) * math.sqrt(length)
+        torch._foreach_copy_(rows, unit.split([len(part) for part in rows]))
 
 
 def _down(settings: MPUNet, width: int) -> tuple[nn.ModuleList, list[int]]:
