@@ -106,7 +106,8 @@ def tune(request: TuneRequest) -> TuneResult:
 def _search(run: Run, base: Sampler, pictures: int, tries: int) -> TuneResult:
     """Search a grid on one noise, and measure all grids on another."""
     schedule = run.config.diffusion.schedule
-    grids = {name: noise_levels(schedule, base.steps, name)[:-1] for name in _BUILT_IN}
+    candidates = {name: replace(base, grid=name) for name in _BUILT_IN}
+    grids = [sampler.visits(schedule)[:-1] for sampler in candidates.values()]
     each = base.steps * (2 if base.kind in TWO_CALLS else 1)
     batches = -(-pictures // _BATCH)
     # The references, each built-in grid twice, the tries, and the result.
@@ -115,8 +116,7 @@ def _search(run: Run, base: Sampler, pictures: int, tries: int) -> TuneResult:
         calls = _CallCounter(progress.update)
         # On other noise than it was searched on, or the tuned grid would always win.
         trial, test = (_GridError(run, base, pictures, seed, calls) for seed in _SEEDS)
-        best = _search_levels(min(grids.values(), key=trial.error), trial.error, schedule.limits()[0], tries)
-        candidates = {name: replace(base, grid=name) for name in _BUILT_IN}
+        best = _search_levels(min(grids, key=trial.error), trial.error, schedule.limits()[0], tries)
         candidates["tuned"] = replace(base, grid="tuned", tuned=tuple((-best / 2).sigmoid().tolist()))
         errors = {name: test.error(sampler.visits(schedule)[:-1]) for name, sampler in candidates.items()}
         reference = test.half_as_many()
