@@ -33,7 +33,7 @@ from unfog.models.settings import DiT, MPUNet, UNet
 from unfog.pipeline.build import build_network, input_shape
 from unfog.pipeline.generate import conditional_denoiser, default_generation, without_pixel_clipping
 from unfog.pipeline.latents import apply_autoencoder_settings, save_autoencoder
-from unfog.runs.diffusers import _randomized
+from unfog.runs.weights.diffusers import _randomized
 
 CPU, COUNT = torch.device("cpu"), 3
 UNET = UNet(channels=(8, 16), attention=(False, True), norm_groups=4, head_channels=8)

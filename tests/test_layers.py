@@ -50,6 +50,7 @@ SUBFOLDERS = {
     "checks.device": {""},
     "checks.settings": {""},
     "models.elsewhere": {""},
+    "runs.weights": set(),
 }
 
 

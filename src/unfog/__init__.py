@@ -231,7 +231,7 @@ def load(path: PathLikeText, *, ema: float | None = None, network: Any = None, s
     from unfog.inference.run import Run
 
     if ema is None and network is None and is_model(Path(path_of(path))):
-        from unfog.runs.model import Model
+        from unfog.runs.weights.model import Model
 
         return Model(path_of(path), size=size)
     if size:

@@ -56,7 +56,7 @@ def _of_images(request: EvaluateRequest) -> Evaluation:
 def _of_model(request: EvaluateRequest) -> Evaluation:
     check_source(request.reference)
     # Imported only now, as torch takes seconds: a wrong request is refused before.
-    from unfog.runs.model import Model
+    from unfog.runs.weights.model import Model
 
     settings = {f.name: getattr(request, f.name) for f in fields(EvaluationRequest)}
     return Model(request.run, request.device, request.size).evaluate(**settings)

@@ -28,7 +28,7 @@ from unfog.process.signals import StopSignals
 from unfog.reporting.charts import line_chart
 from unfog.reporting.findings import Figure, Finding, Severity, write_result
 from unfog.reporting.progress import print_result, say
-from unfog.runs.init_weights import adopt_latent_statistics, load_initial_weights
+from unfog.runs.weights.init_weights import adopt_latent_statistics, load_initial_weights
 from unfog.text import sanitize
 
 _LEAST_SHARE = 0.5  # of the time that is for the test, however long the images took to read

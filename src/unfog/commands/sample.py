@@ -66,7 +66,7 @@ def _export(request: ExportRequest) -> None:
 
 def _sample_model(request: SampleRequest) -> Path:
     """Generate images with a network that has no run, and return their folder."""
-    from unfog.runs.model import Model
+    from unfog.runs.weights.model import Model
 
     model = Model(request.run, request.device, request.size)
     sampler = _sampler(request, model.config)

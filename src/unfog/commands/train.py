@@ -49,7 +49,7 @@ def base_settings(recipe: Config, file: Path | None, changes: Mapping[str, Any])
     init = read_toml(file, recipe.without_length()).init if file else recipe.init
     base, given = recipe, changes.get("init", {})
     if init.folder or (given.get("folder") if isinstance(given, Mapping) else given):
-        from unfog.runs.init_weights import recipe_from_weights
+        from unfog.runs.weights.init_weights import recipe_from_weights
 
         base = recipe_from_weights(replace(recipe, init=init), changes)
     return read_toml(file, base.without_length()).with_length_of(base) if file else base

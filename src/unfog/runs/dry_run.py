@@ -14,27 +14,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset
 from unfog.errors import Interrupted, RequestError, install_command
 from unfog.inference.run import Run
 from unfog.planning.disk import disk_space_needed
-from unfog.process.device import peak_bytes, resident_bytes
+from unfog.process.device import resident_bytes
 from unfog.process.heartbeat import Heartbeat
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.findings import Finding
 from unfog.reporting.log_settings import Log
 from unfog.reporting.progress import Progress, format_bytes
-from unfog.reporting.records import read_events, read_metrics
-from unfog.runs.diffusers import export_difference
+from unfog.runs.dry_run_findings import ema_moved, failed, memory_held, passed, slowest, steps_trained
 from unfog.runs.evaluation_hook import MIN_SAMPLES, TRIAL_SAMPLES
 from unfog.runs.ranks import RunContext
 from unfog.runs.replay import differing_tensors, replay_newest
 from unfog.runs.resume import find_resume_point
 from unfog.runs.session import Session
+from unfog.runs.weights.diffusers import export_difference
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.writer import free_bytes
 from unfog.training.settings import Evaluate
@@ -45,15 +44,6 @@ _SAMPLES = 4
 _EXPORT_TOLERANCE = 1e-4  # of the largest output: what rounding may change between our network and diffusers'
 # Activity of the heartbeat -> part of the dry run.
 _PART_OF_ACTIVITY = {"preview": "preview", "drawing": "preview", "evaluation": "evaluation", "saving": "checkpoint"}
-# Part -> consequence of its failure for the run.
-_CONSEQUENCES = {
-    **dict.fromkeys(("training", "preview", "evaluation", "checkpoint"), "the run would fail with it as well"),
-    "report": "the run would be trained and saved, but end with this error",
-    **dict.fromkeys(("reload", "resume"), "the run itself may end well, but an interrupted one could not continue"),
-    "repeat": "the run itself may end well, but `unfog resume RUN --verify` would fail",
-    "sample": "the run itself may end well, but `unfog sample RUN` would fail",
-    "export": "the run itself may end well, but it could not be exported to diffusers",
-}
 
 
 def dry_run(
@@ -74,7 +64,7 @@ def dry_run(
         torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
     ):
         findings = _DryRun(config, dataset, device, stop, RunFolder(Path(place))).run(progress)
-    return [*findings, _memory(before, device)]
+    return [*findings, memory_held(before, device)]
 
 
 class _Heartbeat(Heartbeat):
@@ -121,14 +111,14 @@ class _DryRun:
             with contextlib.redirect_stderr(output):
                 self.findings += action()
         except Exception as error:  # any error that would end the run later is a finding
-            self.findings.append(_failure(self.part, error, output.getvalue()))
+            self.findings.append(failed(self.part, error, output.getvalue()))
             return False
         return True
 
     def _finding(self, said: str, **facts: Any) -> list[Finding]:
         """Return the finding of a part that succeeded, with the time since it began."""
         took = time.perf_counter() - self.started
-        return [_passed(self.part, f"{said} in {took:.2g} s", seconds=took, **facts)]
+        return [passed(self.part, f"{said} in {took:.2g} s", seconds=took, **facts)]
 
     def _session(self, config: Config, saved: checkpoint.CheckpointInfo | None) -> Session:
         """Run a session to its end. Where it fails, `part` becomes the part in which it did."""
@@ -163,57 +153,19 @@ class _DryRun:
         seconds, self.state = time.perf_counter() - self.started, session.state
         saved = checkpoint.list_checkpoints(self.folder.checkpoints)[0][-1]
         stored, stall = sum(file.bytes for file in saved.files.values()), session.saver.stall_seconds
+        training = self.config.training
+        moved = ema_moved(self.state, self.initial, training.precision, self.steps)
+        self.initial = []  # as large as the network, and needed no more
         page = (self.folder.path / "report.html").stat().st_size
         written = f"a checkpoint of {format_bytes(stored)} written, for which training stood still {stall:.2g} s"
         return [
-            self._steps(seconds),
-            self._ema(),
-            *self._slowest("preview", "preview", f"{self.config.preview.images} samples generated"),
-            *self._slowest("evaluation", "evaluated", "held-out loss measured"),
-            _passed("checkpoint", written, seconds=stall, bytes=stored),
-            _passed("report", f"a report of {format_bytes(page)} written", bytes=page),
+            steps_trained(self.folder, self.state, training.batch, self.steps, seconds),
+            moved,
+            *slowest(self.folder, "preview", "preview", f"{self.config.preview.images} samples generated"),
+            *slowest(self.folder, "evaluation", "evaluated", "held-out loss measured"),
+            passed("checkpoint", written, seconds=stall, bytes=stored),
+            passed("report", f"a report of {format_bytes(page)} written", bytes=page),
         ]
-
-    def _slowest(self, part: str, kind: str, said: str) -> list[Finding]:
-        """Return a finding with the longest time of the events of a kind, if there are any."""
-        took = [event["seconds"] for event in read_events(self.folder.events) if event["kind"] == kind]
-        return [_passed(part, f"{said} in {max(took):.2g} s", seconds=max(took))] if took else []
-
-    def _steps(self, seconds: float) -> Finding:
-        batch, steps = self.config.training.batch, self.steps
-        rows = [row for row in read_metrics(self.folder.metrics) if "images_per_second" in row]
-        first, last = (batch / rows[i]["images_per_second"] for i in (0, -1))
-        events = read_events(self.folder.events)
-        skipped = sum(event["kind"] == "step_refused" for event in events)
-        shrunk = [event["microbatch"] for event in events if event["kind"] == "out_of_memory"]
-        facts: dict[str, Any] = {"seconds_per_step": last, "first": first, "batch": batch, "seconds": seconds}
-        if skipped:
-            said = f"{skipped} of {steps} steps were skipped, as their gradient is not finite"
-            return Finding("rehearsal.training", "warning", said, "--precision fp32, or bf16", facts)
-        said = f"{steps} steps of {batch} images trained, {first:.2g} s the first and {last:.2g} s the last"
-        if self.state.updates < steps:
-            said += f"; fp16's loss scale came down to {self.state.precision.scale:g} meanwhile, as it does in any run"
-        if shrunk:
-            facts["microbatch"] = shrunk[-1]
-            said += f", but memory sufficed for only {shrunk[-1]} images at a time"
-            return Finding("rehearsal.training", "hint", said, f"--microbatch {shrunk[-1]}", facts)
-        return Finding("rehearsal.training", "fine", said, facts=facts)
-
-    def _ema(self) -> Finding:
-        """Compare how far the weights and their EMA have moved."""
-        model, ema = list(self.state.model.parameters()), self.state.ema.parameters
-        moved, followed = _distance(model, self.initial), _distance(ema, self.initial)
-        self.initial = []
-        facts = {"updates": self.state.updates, "moved": moved, "average_moved": followed}
-        if not moved:
-            if not self.state.updates and self.config.training.precision == "fp16":
-                said = f"none of {self.steps} steps was taken, because every gradient overflowed fp16"
-                return Finding("rehearsal.ema", "warning", said, "--precision fp32, or bf16", facts)
-            said = f"the weights did not change in {self.steps} steps"
-            return Finding("rehearsal.ema", "fatal", said, "--lr 0 chooses a learning rate", facts)
-        if not followed:
-            return Finding("rehearsal.ema", "fatal", "the EMA does not follow the weights", "--ema power", facts)
-        return _passed("ema", f"the EMA has moved {100 * followed / moved:.3g}% as far as the weights", **facts)
 
     def _reload(self) -> list[Finding]:
         """Compare the checkpoint on disk with the state in memory and with its own checksums."""
@@ -230,7 +182,7 @@ class _DryRun:
         """Train from the first checkpoint to the last once more, as after an interruption."""
         different, _ = replay_newest(self.folder, self.config, self.dataset, self.stop)
         if not different:
-            return [_passed("repeat", "a step repeated from its checkpoint is equal to the bit")]
+            return [passed("repeat", "a step repeated from its checkpoint is equal to the bit")]
         said = f"a step repeated from its checkpoint differs ({different[0]} and {len(different) - 1} others)"
         remedy = (
             "an interrupted run continues just as well, but its result is not bit-identical to an uninterrupted one"
@@ -293,24 +245,6 @@ def _shortened_evaluation(evaluate: Evaluate, steps: int) -> Evaluate:
     return replace(few, every=every, metrics_every=every)
 
 
-def _passed(part: str, said: str, **facts: Any) -> Finding:
-    return Finding(f"rehearsal.{part}", "fine", said, facts=facts)
-
-
-def _failure(part: str, error: Exception, output: str) -> Finding:
-    """Return the finding for an error, with its message and the remedy where that is known."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        remedy = "free some space there, or set TMPDIR to a folder on another disk"  # it is no fault of the run
-        reason = error if error.filename else error.strerror
-        return Finding("rehearsal.room", "hint", f"the dry run was not finished: {reason}", remedy)
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    kind = "" if isinstance(error, RequestError) else f"{type(error).__name__}: "
-    memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "out of memory" in first.lower()
-    remedy = "a smaller --microbatch, --network or --size" if memory else _CONSEQUENCES[part]
-    facts = {"error": type(error).__name__, "said": output[-2000:]}
-    return Finding(f"rehearsal.{part}", "fatal", f"{part} failed: {kind}{first}", remedy, facts)
-
-
 def _check_disk_space(folder: Path, session: Session) -> None:
     """OSError unless there is disk space for all checkpoints that a dry run keeps at a time."""
     parameters = sum(p.numel() for p in session.state.model.parameters())
@@ -319,18 +253,3 @@ def _check_disk_space(folder: Path, session: Session) -> None:
         size = format_bytes(needed.checkpoints * needed.checkpoint)
         said = f"{folder.parent} has {format_bytes(free)} free, and {needed.checkpoints} checkpoints take {size}"
         raise OSError(errno.ENOSPC, said)
-
-
-def _distance(a: list[Any], b: list[Tensor]) -> float:
-    return float(torch.stack([(x.detach() - y).norm() for x, y in zip(a, b)]).norm())
-
-
-def _memory(before: int, device: torch.device) -> Finding:
-    """Return a finding with the memory of the process before and after, and its peak."""
-    facts = {"before": before, "after": resident_bytes(), "peak": peak_bytes()}
-    held = [format_bytes(value) for value in facts.values()]
-    said = f"the process held {held[0]} before the dry run, {held[1]} after it and {held[2]} at most"
-    if device.type == "cuda":
-        facts["device_peak"] = torch.cuda.max_memory_allocated(device)
-        said += f"; {format_bytes(facts['device_peak'])} of {device} at most"
-    return _passed("memory", said, **facts)

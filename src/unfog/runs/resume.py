@@ -23,12 +23,12 @@ from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
 from unfog.reporting.progress import say
 from unfog.reporting.records import Events, finite_number, read_events, read_metrics
 from unfog.runs.evaluation_hook import resolve_metrics
-from unfog.runs.init_weights import load_initial_weights
 from unfog.runs.previews import export_autoencoder
 from unfog.runs.ranks import RunContext, broadcast_config, open_run
 from unfog.runs.session import Session
 from unfog.runs.time_budget import check_time_left, estimated_costs, resume_length
 from unfog.runs.train import check_custom_parts, settings_findings, write_data_files
+from unfog.runs.weights.init_weights import load_initial_weights
 from unfog.safe_files import make_folder
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import rotation

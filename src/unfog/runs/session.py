@@ -1,50 +1,35 @@
-"""A session: one process training a run. It implements the hooks that the training loop calls."""
+"""A session: one process training a run, from the checkpoint or the beginning to the end or a stop."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from unfog.callbacks import EndEvent
 from unfog.config.resume_rules import settings_digests
-from unfog.config.schema import Config
-from unfog.config.toml import to_toml
-from unfog.data.dataset import Dataset
-from unfog.data.stream import ImageStream
 from unfog.errors import Interrupted, LostProcess
 from unfog.openmp import SPINNING_LIMITED
-from unfog.pipeline.build import build_intervals, build_state
-from unfog.pipeline.skipped_images import FailureReporter
+from unfog.pipeline.build import build_intervals
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.intervals import Choice
 from unfog.reporting.findings import Finding
-from unfog.reporting.log_settings import check_installed
 from unfog.reporting.progress import format_duration, plural, say, warn
 from unfog.reporting.recorder import Recorder
-from unfog.reporting.records import LENGTH_EVENT, read_events
+from unfog.reporting.records import read_events
 from unfog.reporting.report import write_report
-from unfog.runs.evaluation_hook import EvaluationHook
-from unfog.runs.previews import build_previews
-from unfog.runs.ranks import RunContext, StoppableHooks, run_training_loop
-from unfog.runs.saver import Saver
-from unfog.runs.time_budget import STRETCHES, TimeBudget, estimated_costs, plan_fields, resume_length
+from unfog.runs.ranks import run_training_loop
+from unfog.runs.session_hooks import SessionHooks
+from unfog.runs.time_budget import TimeBudget, estimated_costs, resume_length
 from unfog.safe_files import remove
 from unfog.text import without_secrets
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.load import load_checkpoint, read_state
-from unfog.training.checkpoints.writer import ShardStatusStore
 from unfog.training.learning_rate import Plan
 from unfog.training.loop import run_due_hooks
-from unfog.training.stability.nan_debug import NanReport
-from unfog.training.stability.out_of_memory import microbatch_size
-from unfog.training.state import TrainState
 from unfog.training.statistics import Stopwatch
 
 
@@ -61,51 +46,8 @@ def _last_logged(step: int, due: Sequence[str]) -> int:
     return step - ("log" in due or "evaluate" in due)
 
 
-class Session(StoppableHooks):
-    """Trains a run to its end, or until a stop, and records, previews, evaluates and saves when the loop calls.
-
-    The network begins with `weights`, or with fresh ones.
-    """
-
-    def __init__(
-        self, context: RunContext, config: Config, dataset: Dataset, weights: dict[str, torch.Tensor] | None = None
-    ):
-        config.sampler.visits(config.diffusion.schedule)  # RequestError unless the sampler fits the noise schedule
-        check_installed(config.log.sinks)
-        super().__init__(context.stop)
-        self.context, self.config, self.dataset = context, config, dataset
-        device, world = context.device, context.world
-        self.stream = ImageStream(dataset.as_network_input.train, config.training.seed)
-        self.state = build_state(config, device, weights, world.init_device(config.training.shard, device))
-        self.state.precision.processes = world.size
-        self.sharded = config.training.is_sharded(world.size)
-        # Nothing changes it before it is sharded, so that the first checkpoint, of the beginning, needs no copy.
-        self.state.in_host_memory = self.sharded
-        self.sharded_from: Path | None = None  # the checkpoint that a sharded state is read from
-        self.previews = build_previews(config, dataset, self.state, context.stop, world)
-        self.evaluation = EvaluationHook(context, config, dataset, self.previews)
-        self.failures = FailureReporter(context.folder, dataset)
-        self.state.length.adopt(config.training.images // config.training.batch)
-        self.budget: TimeBudget | None = None
-        self._said_steps = 0  # the length that was printed last
-        self._new_length = False  # a resume gives one
-        self.recorder: Recorder
-        self.saver: Saver
-
-    @property
-    def step(self) -> int:
-        """Steps taken or skipped so far."""
-        return self.state.seen // self.config.training.batch
-
-    @property
-    def steps(self) -> int:
-        """Steps of the whole run, as planned last."""
-        return self.state.length.steps
-
-    @property
-    def done(self) -> bool:
-        """True at the end of the run, with nothing left to do."""
-        return self.step >= self.steps and not self.state.due
+class Session(SessionHooks):
+    """Trains a run to its end, or until a stop, and records it from the first line to the last."""
 
     def keep_budget(self, auto: AutoSettings) -> None:
         """Plan the length anew as the run trains, if a time budget chose it; else end earlier plans if it is given."""
@@ -132,14 +74,7 @@ class Session(StoppableHooks):
             remove(self.context.folder.metrics)
         else:
             self._load(saved)
-            logged = _last_logged(self.step, self.state.due)
-            length, events = self.state.length, read_events(self.context.folder.events)
-            first = self.config.training.images // self.config.training.batch
-            fixed = resume_length(length, first, self.step, events, self._new_length)
-            if self.done:  # a step that was not to be the last when it was trained
-                every = build_intervals(self.config, self.state).stretched(length.at(self.step).stretch)
-                due = every.due(self.step, last=True)
-                self.state.due = [name for name in due if name != "log" or not self.state.window.empty]
+            logged, fixed = _last_logged(self.step, self.state.due), self._resume_length()
         self.state.adopt_settings(settings_digests(self.config))
         with self._open_recorder(logged) as recorder:
             self.attach(recorder)
@@ -147,12 +82,7 @@ class Session(StoppableHooks):
                 self.saver.saved = (self.step, list(self.state.due))
             try:
                 self._announce(choices, findings, changes, fresh=saved is None)
-                if fixed is not None:
-                    self._record_plan(fixed, reason="the length was given")
-                    if self.budget is None:
-                        say(f"  {plural(fixed.steps, 'step')} in all, as given; the time budget no longer applies")
-                if self.budget is not None and (plan := self.plan_length(self.state)) is not None:
-                    self.state.length.add([plan])
+                self._record_length(fixed)
                 if saved is None:
                     self._dry_run_hooks()
                 recorder.progress.restart()  # without the time of preparations
@@ -170,6 +100,26 @@ class Session(StoppableHooks):
         self._end(done)
         self.context.callbacks.raise_error()
         return done
+
+    def _resume_length(self) -> Plan | None:
+        """Take up the length of the run where a checkpoint left it; return the plan if a resume has given another."""
+        length, events = self.state.length, read_events(self.context.folder.events)
+        first = self.config.training.images // self.config.training.batch
+        fixed = resume_length(length, first, self.step, events, self._new_length)
+        if self.done:  # a step that was not to be the last when it was trained
+            every = build_intervals(self.config, self.state).stretched(length.at(self.step).stretch)
+            due = every.due(self.step, last=True)
+            self.state.due = [name for name in due if name != "log" or not self.state.window.empty]
+        return fixed
+
+    def _record_length(self, fixed: Plan | None) -> None:
+        """Record the length that a resume has given, or plan it by the time budget."""
+        if fixed is not None:
+            self._record_plan(fixed, reason="the length was given")
+            if self.budget is None:
+                say(f"  {plural(fixed.steps, 'step')} in all, as given; the time budget no longer applies")
+        if self.budget is not None and (plan := self.plan_length(self.state)) is not None:
+            self.state.length.add([plan])
 
     def _end(self, done: bool, error: str = "") -> None:
         place = self.context.folder.path
@@ -193,13 +143,6 @@ class Session(StoppableHooks):
             write_report(self.context.folder.path)
         except OSError as error:
             warn(f"the report could not be written: {error}")
-
-    def attach(self, recorder: Recorder) -> None:
-        settings = to_toml(self.config.without_secrets())
-        recorder.callbacks = self.context.callbacks
-        self.recorder, self.saver = recorder, Saver(self.context, self.config, recorder, settings)
-        self.context.heartbeat.step, self.context.heartbeat.steps = self.step, self.steps
-        self.context.heartbeat.on_activity = recorder.progress.show
 
     def _open_recorder(self, logged: int) -> Recorder:
         settings = asdict(self.config.without_secrets())
@@ -285,106 +228,3 @@ class Session(StoppableHooks):
         self.saver.wait(leaving=True)
         self.recorder.event("finished" if done else "stopped", self.step)
         return done
-
-    # Hooks of the training loop.
-
-    def log(self, step: int, images: int, record: dict[str, Any]) -> None:
-        self.recorder.log(step, images, **record)
-        self.failures.report(self.recorder, step, self.context.world.collect_reports())
-
-    def on_skipped_step(self, state: TrainState, norm: float, culprit: NanReport | None) -> None:
-        """Record a skipped step, with the images and the layer that made it not finite, where these are known."""
-        fields: dict[str, Any] = {"gradient_norm": norm, "precision": self.config.training.precision}
-        if culprit is not None:
-            # Read through the stream, as an image that cannot be decoded is replaced by another.
-            index = [int(self.stream.batch(place, 1).index[0]) for place in culprit.images]
-            names = [self.dataset.train.names[i] for i in index]
-            fields |= {"images": names, "levels": culprit.levels, "layer": culprit.where, "phase": culprit.phase}
-            warn(f"step {self.step:,} was skipped: {culprit.describe(names)}")
-        self.recorder.event("step_refused", self.step, **fields)
-
-    def on_out_of_memory(self, state: TrainState) -> None:
-        now = microbatch_size(self.config.training, state)
-        checkpointing = getattr(state.model, "checkpointing", False)
-        how = "one at a time with gradient checkpointing" if checkpointing else f"{now:,} images at a time"
-        self.recorder.warn(self.step, f"out of memory; continuing with {how}, at the same batch size")
-        self.recorder.event("out_of_memory", self.step, microbatch=now, checkpointing=checkpointing)
-
-    def on_step_end(self, step: int) -> None:
-        self.recorder.update_progress(step)
-        self.context.heartbeat.step = step
-        self.saver.poll()
-
-    def save_requested(self) -> bool:
-        """Return True if RUN/SAVE exists, or if the folder was moved: its new place gets a last checkpoint."""
-        heartbeat = self.context.heartbeat
-        return heartbeat.save_requested or heartbeat.moved
-
-    def preview_requested(self) -> bool:
-        return self.context.heartbeat.preview_requested
-
-    def preview(self, state: TrainState) -> None:
-        started = time.perf_counter()
-        self.context.heartbeat.preview_requested = False  # a request that comes from now on is for another one
-        with self._aside("preview"), self.context.heartbeat.during("preview"):
-            grid = self.previews.preview()
-        self.recorder.log_image(self.step, "samples", grid)
-        self.recorder.event("preview", self.step, seconds=round(time.perf_counter() - started, 3))
-
-    def save_ema_snapshot(self, state: TrainState) -> None:
-        with self._aside("averages"):
-            self.saver.save_ema_snapshot(state)
-
-    def evaluate(self, state: TrainState) -> dict[str, Any]:
-        with self._aside("evaluate"):
-            return self.evaluation.evaluate(self.step, self.recorder)
-
-    def save(self, state: TrainState, for_best: bool = False) -> None:
-        state.lost_shards = self.failures.shards
-        with self._aside("save"):
-            self.saver.save(state, for_best)
-
-    def prepare_save(self, state: TrainState) -> str:
-        state.lost_shards = self.failures.shards
-        return self.saver.prepare()
-
-    def save_shards(self, state: TrainState, for_best: bool, place: str, post: ShardStatusStore) -> None:
-        with self._aside("save"):
-            self.saver.take_snapshot(state, for_best, post)
-
-    def needs_final_save(self, state: TrainState) -> bool:
-        """Return True if the run stops early and the newest checkpoint is older; nothing interrupts from here."""
-        if self.done:
-            return False
-        self.stop.silence()
-        return self.saver.saved != (self.step, state.due)
-
-    def roll_back(self, state: TrainState, reason: str) -> str:
-        with self._aside("roll-back"):
-            return self.saver.roll_back(state, reason)
-
-    def _aside(self, kind: str) -> AbstractContextManager[None]:
-        return nullcontext() if self.budget is None else self.budget.aside(kind)
-
-    def plan_due(self) -> bool:
-        return self.budget is not None and self.budget.due(self.step + 1, self.step + 1 >= self.steps)
-
-    def plan_length(self, state: TrainState) -> Plan | None:
-        """Return how the run goes on to end in time, if that changes; print and record it."""
-        if self.budget is None or (plan := self.budget.plan(self.step, state.length)) is None:
-            return None
-        before, why = state.length.at(self.step), self.budget.describe(plan)
-        self._record_plan(plan, seconds_per_step=self.budget.step_seconds, reason=why)
-        self.recorder.set_total(plan.steps)
-        self.context.heartbeat.steps = plan.steps
-        if abs(plan.steps - (self._said_steps or before.steps)) > 0.1 * plan.steps:
-            self._said_steps = plan.steps
-            say(f"  {plural(plan.steps, 'step')} in all from here on: {why}")
-        if plan.stretch != before.stretch:
-            apart = f"{plan.stretch} times as far apart" if plan.stretch < STRETCHES[-1] else "at the end only"
-            what = f"previews and evaluation {apart}" if plan.stretch else "previews at the end only, no evaluation"
-            say(f"  {what}, so that they and checkpoints take at most a tenth of the budget")
-        return plan
-
-    def _record_plan(self, plan: Plan, **facts: object) -> None:
-        self.recorder.event(LENGTH_EVENT, self.step, **plan_fields(plan, self.state.length.first), **facts)

@@ -30,10 +30,10 @@ from unfog.reporting.findings import Finding
 from unfog.reporting.image_grids import encode_png
 from unfog.reporting.progress import say, warn
 from unfog.runs.evaluation_hook import resolve_metrics
-from unfog.runs.init_weights import adopt_latent_statistics, load_initial_weights
 from unfog.runs.previews import export_autoencoder
 from unfog.runs.ranks import broadcast_config, device_for, open_run
 from unfog.runs.session import Session
+from unfog.runs.weights.init_weights import adopt_latent_statistics, load_initial_weights
 from unfog.safe_files import write_atomic
 from unfog.training.optimizer_settings import Custom
 from unfog.training.optimizers import check_resumable

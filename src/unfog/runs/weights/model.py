@@ -19,7 +19,7 @@ from unfog.pipeline.build import build_network, input_shape
 from unfog.process.device import choose_device
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.progress import say
-from unfog.runs.init_weights import WeightsSource
+from unfog.runs.weights.weights_source import WeightsSource
 from unfog.text import sanitize
 from unfog.training.checkpoints.format import CheckpointInfo
 

@@ -1,0 +1,146 @@
+"""Initialise a run from trained weights: its recipe, its latents, and the weights as its network takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from unfog.config.schema import Config
+from unfog.config.toml import update
+from unfog.config.values import format_spec, quote
+from unfog.errors import RequestError
+from unfog.models.autoencoder_settings import AutoencoderFolder
+from unfog.pipeline.build import input_shape
+from unfog.planning.intervals import Choice
+from unfog.process.run_folder import printable
+from unfog.runs.weights.diffusers import objective_from_scheduler
+from unfog.runs.weights.weights_source import WeightsSource
+from unfog.training.checkpoints.load import sha256_of
+
+
+class _InitialWeights(NamedTuple):
+    """Weights that fit the network of a run, and the automatic choices made for it."""
+
+    state: dict[str, Tensor]
+    config: Config
+    choices: list[Choice]
+
+
+def recipe_from_weights(base: Config, table: Mapping[str, Any]) -> Config:
+    """Return the recipe `base` with the network, size and objective of the weights that `table` names as init, if any.
+
+    `table` holds the settings given beside the recipe, nested; they are not applied.
+    """
+    init = replace(update(base.init, table.get("init", {}), "init"), sha256="")
+    if not init.folder:
+        return base
+    given = table.get("diffusion", {})
+    known = isinstance(given, Mapping) and {"path", "schedule", "target"} <= given.keys()
+    source = WeightsSource.describe(init, base.diffusion, known)
+    trained = source.config
+    data = replace(base.data, size=trained.data.size, channels=trained.data.channels)
+    autoencoder = table.get("autoencoder_folder", base.autoencoder_folder)
+    if autoencoder and not trained.uses_latents:  # diffusers' folder states the size and channels of the latents
+        data = replace(data, size=source.input[1] * AutoencoderFolder.open(str(autoencoder)).factor, channels=0)
+    return replace(
+        base,
+        init=init,
+        network=trained.network,
+        diffusion=trained.diffusion,
+        data=data,
+        sampler=base.sampler if source.elsewhere is None else trained.sampler,
+        autoencoder_folder=base.autoencoder_folder or trained.autoencoder_folder,
+    )
+
+
+def adopt_latent_statistics(config: Config) -> Config:
+    """Return the configuration with the mean and deviation of latents that the initial weights were trained with.
+
+    RequestError if these weights were trained on pixels and the run uses latents, the other way round, or on latents
+    of another autoencoder.
+    """
+    source = WeightsSource.describe(config.init, config.diffusion) if config.init.folder else None
+    if source is None or not (source.is_run or source.config.uses_latents):  # it does not name its autoencoder
+        return config
+    trained = source.config
+    ours = AutoencoderFolder.open(config.autoencoder_folder).sha256() if config.uses_latents else ""
+    theirs = trained.latents.sha256 if trained.uses_latents else ""
+    if ours != theirs:
+        trained_on = "latents of another autoencoder" if ours and theirs else "latents" if theirs else "pixels"
+        raise RequestError(
+            f"the weights in {config.init.folder} were trained on {trained_on}, which does not fit "
+            f"autoencoder_folder = {quote(config.autoencoder_folder)}; omit --autoencoder, or start from "
+            "other weights"
+        )
+    return replace(config, latents=trained.latents) if ours else config
+
+
+def load_initial_weights(config: Config) -> _InitialWeights:
+    """Return the weights that a run with these settings starts from, once its images are known.
+
+    RequestError if they are those of another network, or not those that the run began with.
+    """
+    source = WeightsSource.describe(config.init, config.diffusion)
+    _check_network(source, config)
+    sha256 = sha256_of(source.weights)
+    if config.init.sha256 not in ("", sha256):
+        raise RequestError(
+            f"{source.weights} changed since this run began (sha256 differs), and the run has no checkpoint "
+            "yet; restore the file, or start a new run with another --out"
+        )
+    choices = [Choice("init", config.init.folder, source.what), _objective_choice(source, config)]
+    if source.input[1] not in (0, input_shape(config)[1]):
+        choices.append(Choice("size", config.data.size, f"the weights were trained at {source.config.data.size}"))
+    state, classes = source.fit(source.read(), config)
+    folder = printable(str(Path(config.init.folder).expanduser().resolve()))
+    config = replace(config, init=replace(config.init, folder=folder, sha256=sha256))
+    return _InitialWeights(state, config, choices + classes)
+
+
+def _check_network(source: WeightsSource, config: Config) -> None:
+    """RequestError unless the weights are those of the run's network, apart from dropout."""
+    ours, theirs = config.network, source.config.network
+    assert theirs is not None  # a run's is settled
+    # A network given by its import path may have no dropout.
+    dropout = {f.name: getattr(theirs, f.name) for f in fields(theirs) if f.name == "dropout"}
+    if ours is None or type(ours) is not type(theirs) or replace(ours, **dropout) != theirs:
+        raise RequestError(
+            f"network = {format_spec(ours)} differs from that of {config.init.folder}, "
+            f"{format_spec(theirs)}; omit --network, or change only its dropout"
+        )
+    channels, known = input_shape(config)[0], source.input[0]
+    if channels != known and not config.uses_latents and known not in (1, 3):
+        raise RequestError(
+            f"the network in {config.init.folder} generates latents of {known} channels; give its autoencoder: "
+            "--autoencoder FOLDER"
+        )
+    if channels != known:
+        what = "the autoencoder's latents have" if config.uses_latents else "data.channels ="
+        raise RequestError(
+            f"the network in {config.init.folder} has {known} channel(s), and {what} {channels}; omit that setting"
+        )
+    learned = config.diffusion.learned_variance
+    if learned != (source.unet2d is None and source.config.diffusion.learned_variance):
+        has = "no learned variance, and here it has" if learned else "a learned variance, and here it has none"
+        raise RequestError(f"the network in {config.init.folder} has {has}; omit diffusion.learned_variance")
+
+
+def _objective_choice(source: WeightsSource, config: Config) -> Choice:
+    """Return the objective that training uses, and the reason."""
+    trained, reason = source.config.diffusion, source.objective_reason
+    if source.unet2d is not None:
+        trained, reason = config.diffusion, "as given, or as in the recipe: the folder does not state it"
+    if source.unet2d is not None and source.scheduler is not None:
+        reason = "as given: that of the folder has no equivalent here"
+        with suppress(RequestError):
+            trained = objective_from_scheduler(source.scheduler, config.diffusion)
+            reason = "as its scheduler_config.json says"
+    before, now = ([format_spec(part) for part in (d.path, d.schedule, d.target)] for d in (trained, config.diffusion))
+    if now != before:
+        reason = f"as given; the weights were trained with {', '.join(before)}"
+    return Choice("objective", ", ".join(now), reason)
