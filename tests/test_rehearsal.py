@@ -24,6 +24,7 @@ from unfog.runs import dry_run as small
 from unfog.runs import previews as looks
 from unfog.runs import replay, session
 from unfog.runs.dry_run import _shortened, dry_run
+from unfog.runs.dry_run_findings import failed
 
 pytestmark = pytest.mark.slow
 
@@ -209,12 +210,12 @@ def test_no_room_for_the_rehearsal_is_no_fault_of_the_run(fashion, tmp_path, mon
     assert "17 MB free" in findings["room"].evidence
 
     full = OSError(errno.ENOSPC, "No space left on device")
-    assert small._failure("checkpoint", full, "").severity == "hint"
-    assert small._failure("checkpoint", OSError(errno.EACCES, "Permission denied"), "").severity == "fatal"
+    assert failed("checkpoint", full, "").severity == "hint"
+    assert failed("checkpoint", OSError(errno.EACCES, "Permission denied"), "").severity == "fatal"
 
 
 def test_only_what_is_part_of_the_run_is_said_to_fail_in_it():
-    said = {part: small._failure(part, ValueError("it"), "").remedy for part in PARTS if part not in ("ema", "memory")}
+    said = {part: failed(part, ValueError("it"), "").remedy for part in PARTS if part not in ("ema", "memory")}
     in_run = {part for part, remedy in said.items() if "the run would" in remedy}
     assert in_run == {"training", "preview", "evaluation", "checkpoint", "report"}
     assert "sample RUN" in said["sample"]
