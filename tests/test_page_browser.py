@@ -15,6 +15,7 @@ pytest.importorskip("starlette", reason="starlette is not installed: pip install
 
 from browsers import CHROMIUM, WatchedPage, open_browser, serving, wait_for
 from conftest import NETWORK, few_images
+from faults.mounts import SmallDisk
 from unfog.config.schema import Config
 from unfog.config.toml import to_toml
 from unfog.reporting.image_grids import grid
@@ -371,6 +372,41 @@ def test_the_best_run_comes_first_choices_are_kept_and_the_end_is_explained(brow
     assert "it was killed, memory ran out, or the machine went down. Last it did: evaluation" in text
     assert "from its checkpoint of step 100" in text
     assert page.inner_text(".ending code").startswith("unfog resume ")
+
+
+@pytest.mark.exhaustive
+def test_a_full_disk_is_said_with_its_remedy_and_the_page_recovers_when_there_is_room(browser, tmp_path):
+    disk = SmallDisk(tmp_path / "disk", "size=40m")
+    folder = disk.path / "runs"
+    folder.mkdir()
+    command = [sys.executable, "-m", "unfog", "train", few_images(), "--out", str(folder / "live")]
+    command += ["--network", NETWORK, "--steps", "100000", "--batch", "4", "--size", "8", "--log.every", "5"]
+    command += ["--evaluate.every", "-1", "--preview.every", "-1", "--checkpoint.every", "40"]
+    training = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=os.environ)
+    try:
+        record = folder / "live" / "metrics.jsonl"
+        wait_for(lambda: record.exists() and record.read_bytes().count(b"\n") > 1, 120)
+        with serving(folder) as (address, _):
+            watched = WatchedPage(browser)
+            page = watched.page
+            page.goto(address)
+            page.click("a:text-is('live')")
+            page.wait_for_selector("unfog-chart canvas", timeout=60_000)
+            filler = disk.fill()
+            page.wait_for_selector(".run-head .line:has-text('waiting for disk space')", timeout=120_000)
+            trouble = page.inner_text("tr:has-text('disk_full') >> nth=0")
+            assert "the disk is full: a checkpoint needs" in trouble
+            assert "Remedy: free some space: the run waits" in trouble
+            checkpoints = "document.querySelector('unfog-run').detail.checkpoints.at(-1)"
+            before = page.evaluate(checkpoints)
+            filler.unlink()
+            until(page, f"{checkpoints} > {before}", 120)
+            page.wait_for_selector(".run-head .line:has-text('training')", timeout=60_000)
+            assert watched.troubles == []
+    finally:
+        training.kill()
+        training.wait()
+        disk.remove()
 
 
 @pytest.mark.exhaustive

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import warnings
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +18,12 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from served import make_run
+from unfog.cache_folder import CacheEntry
 from unfog.cli.requests import read_request as from_words
 from unfog.errors import RequestError
 from unfog.serve.playground import blind, jobs
 from unfog.serve.playground.client import Worker
+from unfog.serve.playground.history import History, StoredDrawing
 from unfog.serve.playground.images import at_run_size, disagreement, sheet
 from unfog.serve.playground.jobs import MOST_WAITING, JobList
 from unfog.serve.playground.protocol import ProtocolError, read_message, write_message
@@ -88,6 +91,50 @@ def png(pixels, **text):
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG", pnginfo=info)
     return file.getvalue()
+
+
+# History
+
+
+def stored(number, **facts):
+    return StoredDrawing(number, {"key": str(number), **facts}, np.full((2, 4, 4, 1), number, np.uint8))
+
+
+def test_drawings_outlive_the_server_in_the_cache_and_the_oldest_go_first(tmp_path, monkeypatch):
+    monkeypatch.setattr("unfog.serve.playground.history._MOST_FILES", 3)
+    store = History(tmp_path)
+    for n in range(1, 6):
+        store.add(stored(n))
+    monkeypatch.setattr("unfog.serve.playground.history._LARGEST", 40)
+    store.add(StoredDrawing(9, {}, np.zeros((3, 4, 4, 1), np.uint8)))  # too large to be kept
+    found = [(one.number, one.facts["key"], one.pictures.mean()) for one in History(tmp_path).read()]
+    assert found == [(3, "3", 3), (4, "4", 4), (5, "5", 5)]
+    assert list(History(tmp_path / "other").read()) == []
+    (entry,) = [one for one in CacheEntry.all() if one.kind == "drawings of the page"]  # so `unfog cache` clears them
+    assert not any(file.stat().st_mode & 0o077 for file in entry.path.iterdir())
+
+
+DAMAGED = [b"", b"{}", b"[]\n", b'{"shape": [2, 4, 4, 1]}\nxx', b'{"shape": [9, 9, 9, 1]}\n' + zlib.compress(bytes(32))]
+BOMB = b'{"shape": [1, 4000, 4000, 1]}\n' + zlib.compress(bytes(16_000_000))
+
+
+@pytest.mark.parametrize("data", [*DAMAGED, BOMB])
+def test_a_damaged_drawing_is_left_out(tmp_path, data):
+    store = History(tmp_path)
+    store.add(stored(1))
+    (store._folder / "00000002.drawing").write_bytes(data)
+    (store._folder / "00000003.drawing").symlink_to(store._folder / "00000001.drawing")
+    assert [one.number for one in store.read()] == [1]
+
+
+def test_the_worker_leaves_when_nobody_draws(queue, run, monkeypatch):
+    monkeypatch.setattr(jobs, "_IDLE_SECONDS", 0.2)
+    wait(submit(queue, run))
+    until = time.monotonic() + 20
+    while queue.worker.pid is not None and time.monotonic() < until:
+        time.sleep(0.02)
+    assert queue.worker.pid is None
+    wait(submit(queue, run, seed=1))  # the next drawing starts another
 
 
 # Protocol
@@ -431,6 +478,26 @@ def drawn(client, **body):
 def pixels(answer):
     assert answer.status_code == 200, answer.text
     return np.asarray(Image.open(io.BytesIO(answer.content)).convert("L"))
+
+
+def test_a_restarted_server_shows_what_was_drawn_and_does_not_draw_it_again(client, run):
+    files = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    job = drawn(client, settings={"n": 2, "seed": 5})
+    pictures = pixels(client.get(f"/api/draw/{job['job']}/pictures.webp"))
+    until = time.monotonic() + 20
+    while not list(History(run.parent).read()) and time.monotonic() < until:  # it is stored after it was published
+        time.sleep(0.02)
+    server = Server(run.parent)
+    again = TestClient(build_app(server, routes.playground_routes(server)), raise_server_exceptions=False)
+    (listed,) = again.get("/api/draw").json()["jobs"]
+    assert (listed["job"], listed["state"], listed["settings"]["seed"]) == (job["job"], "done", 5)
+    assert (pixels(again.get(f"/api/draw/{job['job']}/pictures.webp")) == pictures).all()
+    assert again.get("/api/draw").json()["worker"]["pid"] is None
+    assert drawn(again, settings={"n": 2, "seed": 5})["job"] == job["job"]
+    assert again.get("/api/draw").json()["worker"]["pid"] is None  # it was not drawn again
+    assert drawn(again, settings={"n": 2, "seed": 6})["job"] == job["job"] + 1
+    server.close()
+    assert files == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
 
 
 def test_a_drawing_through_the_routes(client, run):

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from unfog.reporting.progress import format_bytes
+from unfog.reporting.records import finite_number
+
 Event = Mapping[str, Any]
 
 
@@ -46,6 +49,12 @@ def _failed(event: Event) -> tuple[str, str]:
     return str(event.get("reason", "")), "mend the cause, then resume the run: it goes on from its newest checkpoint"
 
 
+def _disk_full(event: Event) -> tuple[str, str]:
+    needed, free = (finite_number(event.get(name)) for name in ("needed", "free"))
+    sizes = f": a checkpoint needs {format_bytes(needed)}, and {format_bytes(free)} are free" if needed >= 0 else ""
+    return f"the disk is full{sizes}", "free some space: the run waits, and saves as soon as there is room"
+
+
 def _reason(remedy: str) -> Callable[[Event], tuple[str, str]]:
     return lambda event: (str(event.get("reason", "")), remedy)
 
@@ -57,7 +66,7 @@ _EXPLANATIONS: dict[str, Callable[[Event], tuple[str, str]]] = {
     "out_of_memory": _out_of_memory,
     "failed": _failed,
     "passed_over": _reason("an older checkpoint took its place; check the disk, and run `unfog doctor` on the run"),
-    "disk_full": _reason("free some space: the run waits, and saves as soon as there is room"),
+    "disk_full": _disk_full,
     "not_removed": _reason("old checkpoints only take up space; permit their removal, or delete them"),
     "averages_left_out": _reason("an EMA of another length is rebuilt from the other snapshots; free some space"),
     "sink_failed": _reason("the record in the run folder is whole; only the copy in the tracker ends here"),

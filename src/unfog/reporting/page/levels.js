@@ -72,6 +72,7 @@ class Levels extends View {
 			: xs.length ? `At ${place(this.over, xs[column])} the loss is highest, ${number(profile[hardest])}, at noise level ${hardest + 1} of ${n} (1 is clean), and lowest, ${number(Math.min(...profile.filter(Number.isFinite)))}.` : "";
 		return html`<figure class="chart levels"><div class="chart-head"><h3>Loss by noise level over time</h3><span class="tools">
 				${this.kinds.length > 1 ? html`<select aria-label="Which loss" @change=${(e) => (this.kind = e.target.value)}>${this.kinds.map((kind) => html`<option value=${kind} ?selected=${kind === this.kind}>${KINDS[kind]}</option>`)}</select>` : nothing}
+				<button class="quiet" aria-label="Download the map as PNG" @click=${() => this.querySelector(".map").toBlob((blob) => download("loss-by-noise-level.png", blob))}>PNG</button>
 				<button class="quiet" aria-label="Download the map as CSV" @click=${() => this.save()}>CSV</button></span></div>
 			<ul class="legend"><li>${number(Math.exp(this.scale[0]))}</li><li><canvas class="ramp" width="96" height="8"></canvas></li><li>${number(Math.exp(this.scale[1]))}</li><li class="faint">clean below, noisy above</li></ul>
 			<canvas class="map" height=${HEIGHT} tabindex="0" role="img" aria-label="${said} Arrow keys move over the map."

@@ -16,7 +16,7 @@ from unfog.data.sources.base import ImageError
 from unfog.errors import RequestError
 from unfog.reporting.image_grids import Pixels
 from unfog.safe_files import read_file
-from unfog.serve.playground.jobs import Job
+from unfog.serve.playground.job import Job
 
 _CONFIG_BYTES = 2**20
 _EMPTY = 128  # grey, of a picture that has not begun

@@ -6,26 +6,19 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from unfog.config.run_requests import SampleRequest
 from unfog.errors import RequestError, RunError
-from unfog.reporting.image_grids import Pixels
 from unfog.serve.playground.client import Worker
+from unfog.serve.playground.job import Job, Step
 from unfog.serve.playground.protocol import Message
-from unfog.serve.playground.requests import (
-    command_of,
-    job_of,
-    key_of,
-    newest_checkpoint,
-    python_of,
-    settings_of,
-)
+from unfog.serve.playground.requests import job_of, key_of, newest_checkpoint
 from unfog.text import sanitize
 
 MOST_WAITING = 32
@@ -34,90 +27,8 @@ _KEPT_BYTES = 2**28  # of pixels; the oldest jobs are forgotten first
 _NICE = 10  # of the worker beside a run that trains here
 _PATIENCE = 20.0  # seconds for a job to end after it was cancelled; then the worker is killed
 _RETRIES = 5
+_IDLE_SECONDS = 900.0  # without a drawing; then the worker ends, and the memory of the device is free for others
 _ENDED = ("done", "cancelled", "failed")
-
-
-@dataclass
-class Step:
-    """A step that is kept: tiles of the pictures that have made it, by number of the picture."""
-
-    share: float
-    """Share of noise of the state before the step."""
-    noisy: dict[int, Pixels] = field(default_factory=dict)
-    guess: dict[int, Pixels] = field(default_factory=dict)
-
-
-@dataclass
-class Job:
-    """A drawing: what was asked for, and what there is of it."""
-
-    id: int
-    run: int
-    run_name: str
-    request: SampleRequest
-    key: str
-    body: bytes = b""
-    """PNGs of the image and of the mask of an edit."""
-    image_bytes: int = 0
-    """How many bytes of them are the image."""
-    newest: bool = False
-    """True if no checkpoint was named, so that the newest one of a run that trains is drawn from."""
-    state: str = "waiting"
-    error: str = ""
-    steps: dict[int, Step] = field(default_factory=dict)
-    pictures: Pixels | None = None
-    facts: dict[str, Any] = field(default_factory=dict)
-    """Steps, batches, seconds, network calls, device, and whether kept pixels are equal."""
-    copies: dict[str, Any] = field(default_factory=dict)
-    nearest: Pixels | None = None
-    cancelled: bool = False
-    done_steps: int = 0
-    at: tuple[int, float] = (0, 1.0)
-    """Number and share of noise of the newest step."""
-    computed: float = 0.0
-    """When that was computed, in seconds since 1970."""
-
-    @property
-    def pixels(self) -> int:
-        """Bytes of pixels that it holds."""
-        tiles = sum(
-            tile.nbytes for step in self.steps.values() for tile in (*step.noisy.values(), *step.guess.values())
-        )
-        return tiles + sum(0 if of is None else of.nbytes for of in (self.pictures, self.nearest)) + len(self.body)
-
-    def progress(self) -> dict[str, Any]:
-        """Return what an event says of it."""
-        total = self.facts.get("steps", 0) * self.facts.get("batches", 1)
-        number, share = self.at
-        return {
-            "job": self.id,
-            "run": self.run,
-            "state": self.state,
-            "error": self.error,
-            "step": number,
-            "share": round(share, 5),
-            "done": self.done_steps,
-            "of": total,
-            "computed": self.computed,
-        }
-
-    def summary(self) -> dict[str, Any]:
-        """Return its line in the history."""
-        return {**self.progress(), "run_name": self.run_name, "settings": settings_of(self.request)}
-
-    def detail(self) -> dict[str, Any]:
-        """Return all about it but the pixels."""
-        steps = [{"number": number, "share": round(step.share, 5)} for number, step in sorted(self.steps.items())]
-        return {
-            **self.summary(),
-            **self.facts,
-            "kept_steps": steps,
-            "pictures": 0 if self.pictures is None else len(self.pictures),
-            "command": command_of(self.request),
-            "python": python_of(self.request),
-            "edit": {"image": self.image_bytes > 0, "mask": len(self.body) > self.image_bytes},
-            "copies": self.copies or None,
-        }
 
 
 class JobList:
@@ -127,13 +38,21 @@ class JobList:
         publish: called with the progress of a job that has changed.
         training: returns True while a run trains on this machine.
         worker: draws them.
+        restore: returns the drawings of an earlier server, done and oldest first.
+        keep: called with each drawing that is done, so that it can be restored.
     """
 
     def __init__(
-        self, publish: Callable[[dict[str, Any]], None], training: Callable[[], bool], worker: Worker | None = None
+        self,
+        publish: Callable[[dict[str, Any]], None],
+        training: Callable[[], bool],
+        worker: Worker | None = None,
+        restore: Callable[[], Iterable[Job]] = tuple,
+        keep: Callable[[Job], None] = lambda _: None,
     ) -> None:
         self._publish, self._training, self.worker = publish, training, worker or Worker()
-        self._jobs: dict[int, Job] = {}
+        self._restore, self._keep = restore, keep
+        self._known: dict[int, Job] | None = None
         self._waiting: deque[tuple[str, Job]] = deque()
         self._numbers = itertools.count(1)
         self._changed = threading.Condition(threading.RLock())
@@ -141,6 +60,15 @@ class JobList:
         self._closed = False
         self.current: Job | None = None
         self.busy_seconds = 0.0
+
+    @property
+    def _jobs(self) -> dict[int, Job]:
+        """Jobs by number, with those of an earlier server, which are read when somebody first asks."""
+        with self._changed:
+            if self._known is None:
+                self._known = {job.id: job for job in self._restore()}
+                self._numbers = itertools.count(max(self._known, default=0) + 1)
+            return self._known
 
     def __getitem__(self, number: int) -> Job:
         """Return a job by its number. KeyError if there is none, or not any more."""
@@ -232,7 +160,8 @@ class JobList:
         while True:
             with self._changed:
                 while not self._waiting and not self._closed:
-                    self._changed.wait()
+                    if not self._changed.wait(_IDLE_SECONDS):
+                        self.worker.kill()
                 if self._closed:
                     return
                 what, job = self._waiting.popleft()
@@ -243,6 +172,8 @@ class JobList:
             except (RunError, RequestError, ValueError, KeyError, TypeError) as error:
                 self._fail(what, job, str(error))
             self.busy_seconds += time.monotonic() - began
+            if what == "draw" and job.state == "done":
+                self._keep(job)
             with self._changed:
                 self.current = None
                 self._forget_old()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -16,7 +18,9 @@ from unfog.errors import RequestError
 from unfog.reporting.image_grids import Pixels, encode_png
 from unfog.serve.answers import json_body
 from unfog.serve.playground import blind, images
-from unfog.serve.playground.jobs import MOST_WAITING, Job, JobList
+from unfog.serve.playground.history import History, StoredDrawing
+from unfog.serve.playground.job import Job
+from unfog.serve.playground.jobs import MOST_WAITING, JobList
 from unfog.serve.playground.requests import GRIDS, MOST_IMAGES, SAMPLERS, read_request, settings_of
 from unfog.serve.playground.uploads import Uploads
 from unfog.serve.server import Server
@@ -50,9 +54,29 @@ class _Playground:
         self.jobs = JobList(
             lambda progress: server.hub.publish("draw", progress, f"draw {progress['job']}"),
             lambda: any(run.running for run in server.runs),
+            restore=self._restored,
+            keep=self._store,
         )
+        self._history = History(server.folder)
         self.uploads = Uploads()
         server.on_close.append(self.jobs.close)
+
+    def _store(self, job: Job) -> None:
+        if job.pictures is None:
+            return
+        facts = {"run": job.run, "key": job.key, "settings": settings_of(job.request), "facts": job.facts}
+        inputs = [job.request.image is not None, job.request.mask is not None]
+        self._history.add(StoredDrawing(job.id, {**facts, "inputs": inputs}, job.pictures))
+
+    def _restored(self) -> Iterator[Job]:
+        """Yield the drawings of an earlier server, of runs that are still here. What they started from is not kept."""
+        for number, facts, pictures in self._history.read():
+            with suppress(KeyError, TypeError, ValueError, RequestError):
+                run = self._server.runs[facts["run"]]
+                asked = read_request(run.path, facts["settings"], *facts["inputs"])
+                job = Job(number, run.id, run.name, asked, str(facts["key"]), state="done", pictures=pictures)
+                job.facts = dict(facts["facts"])
+                yield job
 
     async def list(self, _: Request) -> Response:
         jobs, training = self.jobs, any(run.running for run in self._server.runs)
