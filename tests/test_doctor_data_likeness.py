@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFont
 
 from unfog.checks.images import duplicate_checks
-from unfog.checks.images.duplicate_checks import (
+from unfog.checks.images.duplicate_checks import _report_duplicates, check_duplicates
+from unfog.checks.images.duplicate_search import (
     _candidate_pairs,
     _compare_thumbnails,
-    _connected_groups,
-    _find_duplicates,
-    _report_duplicates,
-    check_duplicates,
+    connected_groups,
+    find_duplicates,
 )
 from unfog.checks.images.image_scan import ImageScan, _perceptual_hash, thumbnails
 from unfog.data.dataset import Dataset, ImageSet
@@ -94,7 +93,7 @@ def test_groups_are_connected_components(pairs: list[tuple[int, int]]) -> None:
     for a, b in pairs:
         group = {one: group[a] if which == group[b] else which for one, which in group.items()}
     sets = [[one for one in group if group[one] == which] for which in set(group.values())]
-    found = _connected_groups(np.array(pairs, np.int64).reshape(-1, 2))
+    found = connected_groups(np.array(pairs, np.int64).reshape(-1, 2))
     assert sorted(group.tolist() for group in found) == sorted(sorted(one) for one in sets)
     assert [len(group) for group in found] == sorted(map(len, found), reverse=True)
 
@@ -127,12 +126,12 @@ def test_what_is_mostly_white_is_not_alike_for_that() -> None:
         ImageDraw.Draw(page).text((32, 32), text, "black", ImageFont.load_default(20), anchor="mm")
         images.append(np.asarray(page)[None])
     pages = np.stack(images)
-    copies = _find_duplicates(ImageScan.create(as_prepared(pages, pages[:0])))
+    copies = find_duplicates(ImageScan.create(as_prepared(pages, pages[:0])))
     assert not copies.equal
     assert len(copies.resaved) == 0
     assert len(copies.similar) <= 25  # of 71,253 pairs: "Pn" and "Ph"
     twice = np.concatenate([pages, [saved(page, 75) for page in pages[:20]]])
-    copies = _find_duplicates(ImageScan.create(as_prepared(twice, twice[:0])))
+    copies = find_duplicates(ImageScan.create(as_prepared(twice, twice[:0])))
     assert copies.resaved.tolist() == [[i, i + len(pages)] for i in range(20)]
 
 
@@ -180,7 +179,7 @@ def test_no_more_pairs_are_looked_at_than_allowed(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(duplicate_checks, "_MOST_PAIRS", 10)
     trousers = CLOTHES[1000:2000]
     looked = ImageScan.create(as_prepared(trousers, trousers[:0]))
-    copies = _find_duplicates(looked)
+    copies = find_duplicates(looked)
     assert not copies.complete
     found = _report_duplicates(looked, replace(copies, similar=np.array([[0, 1]])))[1]
     assert "at least 1 of 1,000" in found.evidence

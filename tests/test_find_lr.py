@@ -33,12 +33,14 @@ from unfog.planning.lr_range_test import (
     LossProbe,
     LrRangeResult,
     LrTestSetup,
-    _next_rates,
-    _Ramp,
-    _ramp_stop_reason,
+)
+from unfog.planning.lr_suggestion import (
+    Ramp,
+    Trial,
     _smoothed,
-    _suggest,
-    _Trial,
+    next_rates,
+    ramp_stop_reason,
+    suggest,
 )
 from unfog.planning.microbatch import MicrobatchChoice
 from unfog.training.optimizer_settings import Optimizer
@@ -91,9 +93,9 @@ def subject(network=unet, stop=lambda: False) -> LrTestSetup:
     )
 
 
-def ramp_of(losses, start: float = 1.0, low: float = 1e-5, ended: str = "") -> _Ramp:
+def ramp_of(losses, start: float = 1.0, low: float = 1e-5, ended: str = "") -> Ramp:
     rates = tuple(low * 10 ** (i / 4) for i in range(len(losses)))
-    return _Ramp(start, rates, tuple(losses), ended)
+    return Ramp(start, rates, tuple(losses), ended)
 
 
 VALLEY = [1.0] * 8 + [0.9, 0.7, 0.5, 0.4, 0.3, 0.5, 0.9, 1.1]  # lowest at 1e-2
@@ -154,7 +156,7 @@ def test_trials_tell_a_rate_that_learns_from_one_that_does_not():
 
 def test_trials_go_on_beyond_the_best_one():
     def after(*losses: float) -> list[float]:
-        return _next_rates([_Trial(lr, 50, loss) for lr, loss in zip((0.01, 0.003, 0.001), losses)])
+        return next_rates([Trial(lr, 50, loss) for lr, loss in zip((0.01, 0.003, 0.001), losses)])
 
     assert after(0.5, 0.4, 0.6) == []
     assert after(0.4, 0.5, 0.6) == [0.03]
@@ -225,7 +227,7 @@ def test_ramp_ends_where_what_was_gained_is_lost_and_not_at_a_spike():
     rates = [1e-5 * 10 ** (i / 4) for i in range(20)]
 
     def ends(losses) -> str:
-        return _ramp_stop_reason(1.0, rates[: len(losses)], losses)
+        return ramp_stop_reason(1.0, rates[: len(losses)], losses)
 
     assert ends([*VALLEY[:13], math.nan]) == "not finite"
     assert ends([*VALLEY[:13], math.inf]) == "not finite"
@@ -235,16 +237,16 @@ def test_ramp_ends_where_what_was_gained_is_lost_and_not_at_a_spike():
     assert ends([1.0, 3.0]) == "diverged"
     fine = [1e-5 * 10 ** (i / 24) for i in range(100)]  # 24 steps a decade, so one of them is soon averaged away
     losses = [1.0] * 40 + [0.4] * 40 + [1.6]
-    assert _ramp_stop_reason(1.0, fine[: len(losses)], losses) == ""
+    assert ramp_stop_reason(1.0, fine[: len(losses)], losses) == ""
 
 
 def test_lowest_point_is_not_moved_by_the_smoothing():
     rates = tuple(1e-5 * 10 ** (i / 24) for i in range(97))
     bowl = tuple(0.3 + 0.7 * min(1, abs(i - 72) / 30) for i in range(97))
-    assert _Ramp(1.0, rates, bowl, "").lowest[0] == pytest.approx(rates[72])
+    assert Ramp(1.0, rates, bowl, "").lowest[0] == pytest.approx(rates[72])
     noisy = tuple(loss + 0.05 * (-1) ** i for i, loss in enumerate(bowl))
-    assert _Ramp(1.0, rates, noisy, "").lowest[0] == pytest.approx(rates[72], rel=0.3)
-    assert _Ramp(1.0, rates, (*bowl[:96], math.nan), "").lowest[0] == pytest.approx(rates[72])
+    assert Ramp(1.0, rates, noisy, "").lowest[0] == pytest.approx(rates[72], rel=0.3)
+    assert Ramp(1.0, rates, (*bowl[:96], math.nan), "").lowest[0] == pytest.approx(rates[72])
 
 
 def test_an_explosion_at_the_end_hides_nothing_that_was_learned_before():
@@ -263,7 +265,7 @@ def test_suggestion_from_trials():
     ramp = ramp_of(VALLEY)
 
     def chosen(*losses: float) -> tuple[float | None, str]:
-        return _suggest(ramp, [_Trial(lr, 50, loss) for lr, loss in zip((0.01, 0.003, 0.001, 0.0003), losses)])
+        return suggest(ramp, [Trial(lr, 50, loss) for lr, loss in zip((0.01, 0.003, 0.001, 0.0003), losses)])
 
     assert chosen(0.5, 0.3, 0.4, 0.8)[0] == 0.003
     assert chosen(0.300, 0.305, 0.4, 0.8)[0] == 0.003  # as good, and lower
@@ -276,12 +278,12 @@ def test_suggestion_from_trials():
 
 
 def test_suggestion_from_the_ramp_alone_lies_below_its_lowest_point():
-    rate, reason = _suggest(ramp_of(VALLEY), ())
+    rate, reason = suggest(ramp_of(VALLEY), ())
     assert rate is not None
     assert 1e-3 <= rate < 1e-2
     assert "no time for trials" in reason
     flat = ramp_of([1.0, 0.995, 1.01, 2.0], ended="diverged")
-    rate, reason = _suggest(flat, ())
+    rate, reason = suggest(flat, ())
     assert rate is None
     assert "diverged" in reason
 
@@ -349,7 +351,7 @@ def test_what_cannot_be_is_refused_before_the_images_are_read(folder, tmp_path):
 
 
 def test_a_ramp_that_ends_in_no_number_has_a_chart(folder):
-    ramp = _Ramp(1.0, (1e-5, 1e-4, 1e-3), (1.0, 0.9, math.nan), "not finite")
+    ramp = Ramp(1.0, (1e-5, 1e-4, 1e-3), (1.0, 0.9, math.nan), "not finite")
     assert "<svg" in _lr_chart(LrRangeResult(ramp, (), None, "it never learned"))
 
 

@@ -15,7 +15,7 @@ from unfog.commands.tune import TuneResult
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError
 from unfog.inference.evaluation_files import Evaluation
-from unfog.inference.run import Samples
+from unfog.inference.samples import Samples
 from unfog.reporting.findings import Finding
 from unfog.reporting.notebook import LiveText
 from unfog.reporting.notebook_html import figure, preformatted

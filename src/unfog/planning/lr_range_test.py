@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -22,6 +22,14 @@ from torch import Tensor
 
 from unfog.diffusion.objective import Objective
 from unfog.errors import Interrupted
+from unfog.planning.lr_suggestion import (
+    Ramp,
+    Trial,
+    next_rates,
+    ramp_stop_reason,
+    rounded,
+    suggest,
+)
 from unfog.reporting.progress import Progress
 from unfog.training.hooks import Augmentation, Stream, Task, TrainingHooks
 from unfog.training.loop import LoopSettings, train
@@ -29,123 +37,6 @@ from unfog.training.optimizer_settings import Optimizer
 from unfog.training.settings import Training
 from unfog.training.stability.out_of_memory import microbatch_size
 from unfog.training.state import TrainState
-
-_FLAT = 0.02  # share of its loss at the start that a network must lose to have learned something
-_AS_GOOD = 1.03  # factor on the best loss within which trials are as good; the lowest rate of those is suggested
-# Losses are clipped to this times the loss at the start before smoothing. With weights of fixed norm the loss explodes
-# from one step to the next, and its average would hide all that was learned before.
-_WORST = 2.0
-_RAMP_ALONE = 0.3  # factor on the rate of the ramp's lowest loss, if there is no time for trials
-
-
-@dataclass(frozen=True)
-class _Trial:
-    """Result of a short run at one rate."""
-
-    lr: float
-    steps: int
-    loss: float
-    """Relative loss of the EMA weights at the end; infinite if it diverged."""
-
-
-@dataclass(frozen=True)
-class _Ramp:
-    """Losses over growing rates. A relative loss is the loss over that of predicting 0 at the same noise levels."""
-
-    start: float
-    """Relative loss of the fresh network."""
-    rates: tuple[float, ...]
-    losses: tuple[float, ...]
-    """Relative loss after the step at each rate; the last one may be nan or infinite."""
-    ended: str
-    """Why it stopped: "diverged", "not finite", or "" for the end of the ramp."""
-
-    @property
-    def smooth(self) -> list[float]:
-        """Finite losses, averaged over a quarter of a decade in both directions, so that a dip stays at its rate."""
-        known = [min(loss, _WORST * self.start) for loss in self.losses if math.isfinite(loss)]
-        forward, backward = _smoothed(known, self.memory), _smoothed(known[::-1], self.memory)[::-1]
-        return [(before + after) / 2 for before, after in zip(forward, backward)]
-
-    @property
-    def memory(self) -> float:
-        """Steps in a quarter of a decade."""
-        growth = math.log10(self.rates[1] / self.rates[0]) if len(self.rates) > 1 else 1.0
-        return max(1.0, 0.25 / growth)
-
-    @property
-    def lowest(self) -> tuple[float, float]:
-        """Rate and _smoothed loss where that is lowest."""
-        smooth = self.smooth or [math.inf]
-        best = min(range(len(smooth)), key=smooth.__getitem__)
-        return self.rates[best], smooth[best]
-
-    @property
-    def learns(self) -> bool:
-        """True if the loss fell noticeably at any rate."""
-        return self.lowest[1] < (1 - _FLAT) * self.start
-
-
-def _ramp_stop_reason(start: float, rates: Sequence[float], losses: Sequence[float]) -> str:
-    """Return why the ramp stops at the last loss: "not finite", "diverged", or "" if it goes on.
-
-    Diverged means that the smoothed loss is half as high again as at the start, or has lost three quarters of its gain.
-    """
-    if not math.isfinite(losses[-1]):
-        return "not finite"
-    smooth = _smoothed(losses, _Ramp(start, tuple(rates), tuple(losses), "").memory)
-    gain = start - min(smooth)
-    # Only of a gain that is no noise can three quarters be lost.
-    lost = gain > 0.1 * start and smooth[-1] > start - gain / 4
-    return "diverged" if lost or smooth[-1] > 1.5 * start else ""
-
-
-def _next_rates(trials: Sequence[_Trial]) -> list[float]:
-    """Return the rate of the next trial, if the best of the trials, highest rate first, is at either end."""
-    best = min(trials, key=lambda trial: trial.loss)
-    if not math.isfinite(best.loss) or best is trials[-1]:
-        return [_rounded(trials[-1].lr / 3)]
-    return [_rounded(trials[0].lr * 3)] if best is trials[0] else []
-
-
-def _suggest(ramp: _Ramp, trials: Sequence[_Trial]) -> tuple[float | None, str]:
-    """Return the rate and its reason, from the trials, or from the ramp alone if there are none."""
-    edge, lowest = ramp.lowest
-    if not ramp.learns:
-        ended = {"diverged": ", where training diverged", "not finite": ", where the loss was not finite", "": ""}
-        return None, (
-            f"the loss never fell by more than {max(0.0, 1 - lowest / ramp.start):.1%} in {len(ramp.losses)} steps, at "
-            f"rates up to {ramp.rates[-1]:.2g}{ended[ramp.ended]}; check the data and the other settings first"
-        )
-    if not trials:
-        return _rounded(edge * _RAMP_ALONE), (
-            f"{_RAMP_ALONE:g} times {edge:.2g}, at which the loss was lowest; a rough guess, as there was no time for "
-            "trials"
-        )
-    best = min(trials, key=lambda trial: trial.loss)
-    if not best.loss < (1 - _FLAT) * ramp.start:
-        rates = f"{trials[-1].lr:g} to {trials[0].lr:g}"
-        return None, f"no trial of {best.steps} steps learned anything at rates from {rates}"
-    chosen = min((trial for trial in trials if trial.loss <= _AS_GOOD * best.loss), key=lambda trial: trial.lr)
-    losses = ", ".join(f"{trial.loss:.3f} at {trial.lr:g}" for trial in sorted(trials, key=lambda trial: trial.lr))
-    how = "best" if chosen is best else f"lowest rate within {_AS_GOOD - 1:.0%} of the best"
-    return chosen.lr, f"{how} of {len(trials)} trials of {best.steps} steps; loss {losses} (1: nothing learned)"
-
-
-def _smoothed(values: Sequence[float], memory: float) -> list[float]:
-    """Return the exponential average over about `memory` values, with Adam's bias correction (Kingma and Ba 2015)."""
-    keep = 1 - 1 / max(memory, 1.0)
-    total = weight = 0.0
-    result = []
-    for value in values:
-        total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
-        result.append(total / weight)
-    return result
-
-
-def _rounded(rate: float) -> float:
-    return float(f"{rate:.2g}")
-
 
 # Rates of the ramp: AdamW moves each weight by about the rate, and weights are about 0.1.
 _LOWEST, _HIGHEST = 1e-5, 1.0
@@ -162,8 +53,8 @@ _MOST_TRIALS = 6  # with the trials that are added, three times as high or as lo
 class LrRangeResult:
     """Result of a learning-rate range test: its curves, and the rate that they suggest."""
 
-    ramp: _Ramp
-    trials: tuple[_Trial, ...]
+    ramp: Ramp
+    trials: tuple[Trial, ...]
     suggestion: float | None
     """The rate; None if none can be recommended."""
     reason: str
@@ -198,7 +89,7 @@ class LrTestSetup:
             ramp, pace = _run_ramp(self, seconds * _RAMP_SHARE, seconds * _RAMP_LIMIT)
             left = seconds - (time.perf_counter() - started)
             trials = _run_trials(self, ramp, left, pace) if ramp.learns else ()
-        suggestion, reason = _suggest(ramp, trials)
+        suggestion, reason = suggest(ramp, trials)
         if not trials and (ramp.learns or pace * _RAMP[0] > seconds):
             reason += f"; --seconds {math.ceil(_enough(pace) / 10) * 10} leaves time for trials"
         return LrRangeResult(ramp, trials, suggestion, reason, time.perf_counter() - started)
@@ -261,7 +152,7 @@ class _ProgressHooks(TrainingHooks):
         self.progress.update(self.before + step)
 
 
-def _run_ramp(subject: LrTestSetup, seconds: float, limit: float = math.inf) -> tuple[_Ramp, float]:
+def _run_ramp(subject: LrTestSetup, seconds: float, limit: float = math.inf) -> tuple[Ramp, float]:
     """Return the ramp, and seconds per step of training and loss. It aims at `seconds`, and ends before `limit`."""
     state = subject.fresh()
     probe = subject.probe.first(max(16, min(64, subject.training.batch)))
@@ -280,9 +171,9 @@ def _run_ramp(subject: LrTestSetup, seconds: float, limit: float = math.inf) -> 
             if len(losses) >= 4:
                 left = limit - (marks[-1] - marks[0])
                 progress.total = steps = _shortened(steps, len(losses), left / pace)
-            ended = _ramp_stop_reason(start, rates, losses)
+            ended = ramp_stop_reason(start, rates, losses)
             if ended or len(losses) >= steps:
-                return _Ramp(start, tuple(rates), tuple(losses), ended), pace
+                return Ramp(start, tuple(rates), tuple(losses), ended), pace
             # Equal factors over the steps that are left, whose number may have just changed.
             rates.append(rates[-1] * (_HIGHEST / rates[-1]) ** (1 / (steps - len(losses))))
 
@@ -308,13 +199,13 @@ def _train(subject: LrTestSetup, state: TrainState, optimizer: Optimizer, images
         raise Interrupted
 
 
-def _run_trials(subject: LrTestSetup, ramp: _Ramp, seconds: float, pace: float) -> tuple[_Trial, ...]:
+def _run_trials(subject: LrTestSetup, ramp: Ramp, seconds: float, pace: float) -> tuple[Trial, ...]:
     """Return short runs around the ramp's lowest point, highest rate first; none if there is too little time."""
     steps, end = _trial_steps(seconds, pace), time.perf_counter() + seconds
     if steps < _TRIAL[0]:
         return ()
-    rates = [_rounded(ramp.lowest[0] * part) for part in _TRIED]
-    trials: list[_Trial] = []
+    rates = [rounded(ramp.lowest[0] * part) for part in _TRIED]
+    trials: list[Trial] = []
     with Progress(f"trials of {steps} steps", steps * len(_TRIED)) as progress:
         while rates:
             progress.total = steps * (len(trials) + len(rates))
@@ -325,7 +216,7 @@ def _run_trials(subject: LrTestSetup, ramp: _Ramp, seconds: float, pace: float) 
                 break
             trials.sort(key=lambda trial: -trial.lr)
             if not rates and len(trials) < _MOST_TRIALS:
-                rates = _next_rates(trials)
+                rates = next_rates(trials)
     return tuple(trials) if len(trials) > 1 else ()
 
 
@@ -340,11 +231,11 @@ def _enough(pace: float) -> float:
     return 1.05 * _TRIAL[0] * (len(_TRIED) + 1) / (1 - _RAMP_SHARE) * pace
 
 
-def _run_trial(subject: LrTestSetup, lr: float, steps: int, run: TrainingHooks) -> _Trial:
+def _run_trial(subject: LrTestSetup, lr: float, steps: int, run: TrainingHooks) -> Trial:
     """Train a fresh network at this rate with the schedule of a real run. Raises `Interrupted` after a stop request."""
     state = subject.fresh()
     optimizer = replace(subject.optimizer, lr=lr, warmup=max(1, steps // 20))
     _train(subject, state, optimizer, steps * subject.training.batch, run)
     with state.ema.swapped_into(state.model):
         loss = _relative_loss(subject, subject.probe, state)
-    return _Trial(lr, steps, loss if math.isfinite(loss) else math.inf)
+    return Trial(lr, steps, loss if math.isfinite(loss) else math.inf)

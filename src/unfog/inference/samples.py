@@ -1,0 +1,67 @@
+"""Samples as Python sees them: an array of images that shows itself in notebooks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image
+
+from unfog.errors import RequestError
+from unfog.reporting.notebook_html import figure
+
+if TYPE_CHECKING:
+    pass
+
+
+class Samples(np.ndarray[tuple[int, ...], np.dtype[np.uint8]]):
+    """Images, uint8 [n, H, W, C]: an array of NumPy, with `pil()`, and shown as a grid in notebooks.
+
+    A part of it, such as `samples[:4]`, is the same; what is computed from it is an array like any other.
+    """
+
+    caption: str
+    """How the images were generated: run, step, weights, sampler, seed."""
+
+    @classmethod
+    def of(cls, images: Any, caption: str) -> Samples:
+        """Return the same memory as samples."""
+        samples: Samples = np.asarray(images).view(cls)
+        samples.caption = caption
+        return samples
+
+    def __array_finalize__(self, other: Any) -> None:
+        self.caption = getattr(other, "caption", "")
+
+    @property
+    def _are_images(self) -> bool:
+        return self.dtype == np.uint8 and self.ndim == 4 and self.shape[3] in (1, 3) and self.size > 0
+
+    def pil(self) -> Any:
+        """Return a list of PIL images, of mode RGB or L; of a single image [H, W, C] that image.
+
+        Raises RequestError if this is no longer an array of images.
+        """
+        single = self.ndim == 3
+        images = self[None].view(Samples) if single else self
+        if not images._are_images:
+            shape = "x".join(map(str, self.shape))
+            raise RequestError(
+                f"{self.dtype} of shape {shape} is not an array of images; use pil() of uint8 [n, H, W, C]"
+            )
+        plain = np.asarray(images)
+        made = [Image.fromarray(np.ascontiguousarray(one[..., 0] if one.shape[2] == 1 else one)) for one in plain]
+        return made[0] if single else made
+
+    def _title(self) -> str:
+        n, height, width, _ = self.shape
+        count = "1 image" if n == 1 else f"{n:,} images"
+        return f"{count} of {width}x{height} pixels{f', {self.caption}' * bool(self.caption)}"
+
+    def __repr__(self) -> str:
+        if not self._are_images:
+            return repr(np.asarray(self))
+        return f"<samples: {self._title()}; uint8 {[*self.shape]}>"
+
+    def _repr_html_(self) -> str | None:
+        return figure(np.asarray(self), self._title()) if self._are_images else None
