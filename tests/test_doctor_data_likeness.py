@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFont
 
-from unfog.checks.images import duplicate_checks
+from unfog.checks.images import duplicate_search
 from unfog.checks.images.duplicate_checks import _report_duplicates, check_duplicates
 from unfog.checks.images.duplicate_search import (
     _candidate_pairs,
@@ -176,7 +176,7 @@ def test_names_listed_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_more_pairs_are_looked_at_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(duplicate_checks, "_MOST_PAIRS", 10)
+    monkeypatch.setattr(duplicate_search, "_MOST_PAIRS", 10)
     trousers = CLOTHES[1000:2000]
     looked = ImageScan.create(as_prepared(trousers, trousers[:0]))
     copies = find_duplicates(looked)
