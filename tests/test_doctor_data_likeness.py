@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFont
 
-from unfog.checks.images import duplicate_search
+from unfog.checks.images import duplicate_checks, duplicate_search
 from unfog.checks.images.duplicate_checks import _report_duplicates, check_duplicates
 from unfog.checks.images.duplicate_search import (
     _candidate_pairs,
