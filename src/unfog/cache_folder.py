@@ -43,6 +43,8 @@ class _Kind(NamedTuple):
     """Pattern of all paths in the entry; "" if it is a file."""
     evictable: bool = True
     """Whether entries may go without being asked for: not where the cache does not know what it takes to make anew."""
+    nested: bool = False
+    """Whether an entry has folders of its own."""
 
 
 _KINDS = (
@@ -60,7 +62,14 @@ _KINDS = (
     _Kind("drawings of the page", rf"drawings-{_KEY}", r"[0-9]{8}\.drawing"),
     _Kind("index of shards", "shards", rf"{_KEY}\.(rows|codes|names|json|seen\.json|piece\.npz)"),
     # As the datasets library names them.
-    _Kind("Hugging Face sets", "hf", r"[^/]*\.lock|parquet(/default-[0-9a-f]+(/.*)?)?", evictable=False),
+    _Kind("Hugging Face sets", "hf", r"[^/]*\.lock|parquet(/default-[0-9a-f]+(/.*)?)?", evictable=False, nested=True),
+    # As torch names them; the two letters begin a hash.
+    _Kind(
+        "compiled code",
+        "compiled",
+        r"([a-z0-9]{2}|aotautograd|fxgraph|locks|triton|temp|cache|autotune|precompiled_headers)(/.*)?",
+        nested=True,
+    ),
 )
 # Descriptors of the locks that this process holds until it ends.
 _held: dict[Path, int] = {}
@@ -162,7 +171,7 @@ def _kind_of(path: Path) -> _Kind | None:
         below = "" if place == str(path) else f"{Path(place).relative_to(path).as_posix()}/"
         if not all(known.fullmatch(below + one) for one in (*folders, *files)):
             return None
-        if kind.name != "hf" and folders:
+        if folders and not kind.nested:
             return None
         empty = empty and not files
     return None if empty else kind

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from unfog.compile_cache import keep_compiled_code
 from unfog.config.schema import Config
 from unfog.config.validate import check_network_size
 from unfog.data.augmentation import CONDITIONS, Augment, to_model_range
@@ -185,6 +186,8 @@ def build_state(
         network.load_state_dict(weights)
     network = network.to(home or device)
     network.checkpointing = config.training.checkpointing
+    if config.training.compile:
+        keep_compiled_code()
     if config.training.compile and home is None:
         _compile(network, device)
     elif config.training.compile:

@@ -1,0 +1,41 @@
+"""Compiled code of `--compile`, kept in Unfog's cache folder, so that a second start takes seconds."""
+
+from __future__ import annotations
+
+import os
+import stat
+from contextlib import suppress
+
+from unfog.cache_folder import CacheEntry, cache_folder, hold, make_room
+
+NAME = "compiled"
+_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+_ROOM = 500e6  # bytes kept free for a run: a network takes about 50 MB, in each shape
+_MOST = 2e9  # the folder is begun anew beyond this, as torch removes nothing from it
+
+
+def keep_compiled_code() -> None:
+    """Let torch store compiled code in the cache folder of Unfog, from now on.
+
+    It stays where torch puts it, usually below /tmp, if TORCHINDUCTOR_CACHE_DIR is set, the cache has no room, or
+    others could write there: what is stored is code that later runs load.
+    """
+    if os.environ.get(_VARIABLE):
+        return
+    folder = cache_folder() / NAME
+    for entry in CacheEntry.all():
+        if entry.path == folder and entry.nbytes > _MOST:
+            entry.remove()
+    with suppress(OSError):
+        if not make_room(_ROOM, keep=folder):
+            return
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if _is_private(folder.lstat()):
+            hold(folder)
+            os.environ[_VARIABLE] = str(folder.absolute())
+
+
+def _is_private(status: os.stat_result) -> bool:
+    """Return whether a folder, not a link, is of this user, and nobody else may write there."""
+    own = not hasattr(os, "getuid") or status.st_uid == os.getuid()
+    return stat.S_ISDIR(status.st_mode) and own and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

@@ -1,0 +1,114 @@
+"""Compiled runs: how often a run compiles, and where the compiled code is kept."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+import pytest
+import torch
+
+import unfog
+from conftest import few_images
+from unfog import compile_cache
+from unfog.cache_folder import CacheEntry, make_room, release
+
+NETWORKS = {
+    "unet": "unet:channels=8/8,attention=false/true,blocks=1,norm_groups=4,head_channels=8",
+    "mpunet": "mpunet:channels=8/8,attention=false/true,blocks=1,head_channels=8",
+    "dit": "dit:width=16,depth=1,head_channels=8,patch=7",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "network", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name != "dit")) for name in NETWORKS]
+)
+def test_a_run_compiles_twice_at_most_and_each_time_one_graph(network, tmp_path, monkeypatch):
+    """Once for the micro-batches and once for what is left of a batch; previews and evaluation compile nothing."""
+    graphs, real = [], torch.nn.Module.compile
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def cheap(module, **options):
+        real(module, backend=count, fullgraph=True, **options)
+
+    monkeypatch.setattr(torch.nn.Module, "compile", cheap)
+    monkeypatch.setenv("UNFOG_CACHE", str(tmp_path / "cache"))
+    torch._dynamo.reset()
+    every = {
+        "log": {"every": 1},
+        "preview": {"every": 2, "images": 4},
+        "evaluate": {"every": 2, "images": 8, "levels": 2},
+    }
+    training = {"batch": 8, "microbatch": 3, "compile": True, "precision": "bf16"}
+    unfog.train(
+        few_images(),
+        out=tmp_path / "run",
+        network=NETWORKS[network],
+        steps=4,
+        training=training,
+        device="cpu",
+        sampler={"steps": 2},
+        **every,
+    )
+    assert len(graphs) == 2
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A cache folder in which nothing is compiled yet."""
+    monkeypatch.setenv("UNFOG_CACHE", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    yield tmp_path
+    release(tmp_path / compile_cache.NAME)
+
+
+def test_compiled_code_is_an_entry_of_the_cache(home):
+    compile_cache.keep_compiled_code()
+    folder = home / "compiled"
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    (folder / "fxgraph" / "ab").mkdir(parents=True)
+    (folder / "fxgraph" / "ab" / "graph").write_bytes(bytes(5000))
+    [entry] = CacheEntry.all()
+    assert (entry.kind, entry.path, entry.in_use()) == ("compiled code", folder, True)
+    release(folder)
+    make_room(0, limit=0)
+    assert not folder.exists()
+
+
+def test_a_file_of_somebody_keeps_compiled_code_from_being_removed(home):
+    compile_cache.keep_compiled_code()
+    (home / "compiled" / "notes.txt").write_text("mine")
+    release(home / "compiled")
+    make_room(0, limit=0)
+    assert (home / "compiled" / "notes.txt").exists()
+
+
+@pytest.mark.parametrize("why", ["chosen by the user", "no room", "others may write", "a link"])
+def test_compiled_code_stays_where_torch_puts_it(why, home, monkeypatch):
+    before, folder = "", home / "compiled"
+    match why:
+        case "chosen by the user":
+            monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", before := str(home / "mine"))
+        case "no room":
+            monkeypatch.setenv("UNFOG_CACHE_LIMIT", "0.1")
+        case "others may write":
+            folder.mkdir()
+            folder.chmod(0o777)
+        case "a link":
+            (home / "elsewhere").mkdir(mode=0o700)
+            folder.symlink_to(home / "elsewhere")
+    compile_cache.keep_compiled_code()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == before
+
+
+def test_compiled_code_that_has_grown_too_large_is_begun_anew(home, monkeypatch):
+    monkeypatch.setattr(compile_cache, "_MOST", 1000)
+    (home / "compiled" / "ab").mkdir(parents=True)
+    (home / "compiled" / "ab" / "old.py").write_bytes(bytes(5000))
+    compile_cache.keep_compiled_code()
+    assert list((home / "compiled").iterdir()) == []
