@@ -20,6 +20,7 @@ BASE = {
     "sharded_rng",
     "callbacks",
     "cache_folder",
+    "compile_cache",
     "text",
     "settings",
     "openmp",
