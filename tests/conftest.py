@@ -1,7 +1,11 @@
 """What the tests share: one thread a process, and a network and settings small enough to train in seconds."""
 
+import no_collector  # noqa: F401  # before all that is imported
+
+# isort: split
 import atexit
 import gc
+import itertools
 import json
 import os
 import shutil
@@ -46,6 +50,7 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
     gc.freeze()  # a million objects that live as long as the tests are looked through no more
+    gc.enable()
 
 
 def pytest_runtest_setup(item):
@@ -57,15 +62,18 @@ def pytest_runtest_setup(item):
 def _nobodys_cache(tmp_path_factory):
     """What a module's own fixtures make is made before a test has its cache; nor is that a person's."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("UNFOG_CACHE", str(tmp_path_factory.mktemp("cache")))
+        caches = tmp_path_factory.mktemp("caches")
+        patched.setenv("UNFOG_CACHE", str(caches / "shared"))
         patched.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
         patched.delenv("UNFOG_INCEPTION", raising=False)
-        yield
+        yield (caches / str(number) for number in itertools.count())
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("UNFOG_CACHE", str(tmp_path_factory.mktemp("cache")))
+def _own_cache(_nobodys_cache, monkeypatch):
+    cache = next(_nobodys_cache)  # `mktemp` would look at the names of all of them each time
+    cache.mkdir()
+    monkeypatch.setenv("UNFOG_CACHE", str(cache))
 
 
 if "UNFOG_TESTS" not in os.environ:  # else this is a worker of xdist

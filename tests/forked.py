@@ -24,7 +24,9 @@ import unfog
 CONTEXT = multiprocessing.get_context("forkserver")
 _MODULES = [module.name for module in pkgutil.walk_packages(unfog.__path__, "unfog.")]
 # Optimizers import torch._dynamo when the first is made, which takes a second.
-CONTEXT.set_forkserver_preload([*(name for name in _MODULES if not name.endswith("__main__")), "torch._dynamo"])
+CONTEXT.set_forkserver_preload(
+    ["no_collector", *(name for name in _MODULES if not name.endswith("__main__")), "torch._dynamo"]
+)
 
 
 class Forked:
@@ -141,6 +143,7 @@ def _begin(out: int | None, err: int | None, given: dict) -> None:
     """In the process: take on streams, environment and arguments, and run what was asked for."""
     os.fsync = os.fstat  # as in the tests, see conftest.py
     gc.freeze()  # what the server has imported is not looked through, which would copy its memory
+    gc.enable()
     os.chdir(given["cwd"])
     os.environ.clear()
     os.environ.update(given["env"])

@@ -616,7 +616,7 @@ def children_time():
     return used.ru_utime + used.ru_stime
 
 
-@pytest.mark.parametrize("words", map(started_always, PROCESSES))
+@pytest.mark.parametrize("words", [started_always(words) for words in PROCESSES])
 def test_a_refusal_takes_no_time(here, words):
     before = everything(here)
     started = children_time()
