@@ -373,7 +373,7 @@ def test_two_processes_measure_what_one_does(run, tmp_path):
 
 def test_a_signal_ends_it_with_3_and_the_same_command_goes_on(run):
     words = ("evaluate", run.path, "--metrics", "kid", "-n", 160, "--features", "pixels", "--batch", 8)
-    words = (*words, "--steps", 20, "--device", "cpu")
+    words = (*words, "--steps", 8, "--device", "cpu")
     process = Forked(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     drawn = run.path / "evaluations" / "drawn"
     deadline = time.monotonic() + 120

@@ -14,6 +14,7 @@ from PIL import Image
 
 import forked
 import unfog
+from conftest import few_images
 from unfog.config.presets import preset
 from unfog.config.schema import Config
 from unfog.data.settings import Data
@@ -342,14 +343,14 @@ def test_a_network_of_other_code_is_refused_with_the_remedy(tmp_path):
 @pytest.mark.slow
 def test_the_command_writes_the_ema_or_what_it_is_told(tmp_path):
     kind = "unet:channels=8/8,attention=0/0,mid_attention=0,norm_groups=4"
-    run = unfog.train("fashion", out=tmp_path / "run", steps=4, size=8, network=kind, device="cpu", batch=8)
+    run = unfog.train(few_images(), out=tmp_path / "run", steps=2, size=8, network=kind, device="cpu", batch=8)
     written = {}
     for name, words in {"ema": (), "raw": ("--weights", "raw", "--sampler", "ddim", "--steps", "4")}.items():
         done = forked.run(["export", run.path, tmp_path / name, *words])
         assert done.returncode == 0, done.stderr
         assert done.stdout.strip() == str(tmp_path / name)
         written[name] = json.loads((tmp_path / name / "model.json").read_text())
-    assert written["ema"]["run"] == {"name": "run", "step": 4, "weights": "ema", "ema": None}
+    assert written["ema"]["run"] == {"name": "run", "step": 2, "weights": "ema", "ema": None}
     assert written["raw"]["run"]["weights"] == "raw"
     assert written["raw"]["sampler"]["kind"] == "ddim"
     assert len(written["raw"]["levels"]) == 5

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 import unfog
-from conftest import NETWORK
+from conftest import NETWORK, few_images
 from unfog.cli.main import _run as command
 from unfog.commands.tune import _BUILT_IN, _CallCounter, _GridError, _levels_are_valid, _search_levels
 from unfog.config.resume_rules import omit_tuned_settings
@@ -42,7 +42,8 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    return unfog.train("fashion", out=tmp_path_factory.mktemp("run") / "fashion", steps=40, lr=6e-3, **SETTINGS)
+    out = tmp_path_factory.mktemp("run") / "fashion"
+    return unfog.train(few_images(), out=out, steps=40, lr=6e-3, size=16, **SETTINGS)
 
 
 def gaussian(mean: float, std: float, x: Tensor, logsnr: Tensor, label: Tensor | None = None) -> Tensor:
@@ -143,8 +144,8 @@ def test_a_guide_that_is_none_is_refused(run, tmp_path):
         run.sample(1, guidance=2.0, guide=str(run.path))
     with pytest.raises(RequestError, match="guidance = 1 does not use a guide"):
         run.sample(1, guidance=1.0, guide=20)
-    other = unfog.train("fashion", out=tmp_path / "other", steps=2, size=16, **SETTINGS)
-    with pytest.raises(RequestError, match=r"another image size than this run \(16, not 28\)"):
+    other = unfog.train(few_images(), out=tmp_path / "other", steps=2, size=12, **SETTINGS)
+    with pytest.raises(RequestError, match=r"another image size than this run \(12, not 16\)"):
         run.sample(1, guidance=2.0, guide=other.path)
 
 

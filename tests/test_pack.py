@@ -310,13 +310,13 @@ def test_two_do_not_make_the_same_pack(photos: Path, tmp_path: Path) -> None:
 
 
 def test_the_command_stops_on_a_signal_and_goes_on(photos: Path, tmp_path: Path) -> None:
-    """With pictures large enough that it is at work when the signal comes."""
-    for i in range(1500):
+    """With pictures large enough that it is at work when the signal comes, and that a chunk holds 21 of them."""
+    for i in range(600):
         path = tmp_path / f"large/{i}.png"
         path.parent.mkdir(exist_ok=True)
         path.symlink_to(tmp_path / "one.png")
-    Image.fromarray(np.random.default_rng(0).integers(0, 256, (1200, 1200, 3), np.uint8)).save(tmp_path / "one.png")
-    words = ["pack", tmp_path / "large", tmp_path / "out", "--size", "512"]
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (600, 600, 3), np.uint8)).save(tmp_path / "one.png")
+    words = ["pack", tmp_path / "large", tmp_path / "out", "--size", "1024"]
     process = Forked(words, stderr=subprocess.PIPE)
     while not (tmp_path / "out/journal.jsonl").exists() or (tmp_path / "out/journal.jsonl").read_text().count("\n") < 3:
         assert process.poll() is None
