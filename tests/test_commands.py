@@ -11,13 +11,13 @@ import pytest
 from PIL import Image
 
 import unfog
-from conftest import NETWORK
+from conftest import TRANSFORMER
 from forked import Forked
 from unfog.cli.main import main
 
 pytestmark = pytest.mark.slow
 
-SMALL = ("--network", NETWORK, "--precision", "fp32", "--batch", "8", "--size", "16")
+SMALL = ("--network", TRANSFORMER, "--precision", "fp32", "--batch", "8", "--size", "16")
 
 
 def run(*words: object) -> int:
@@ -147,7 +147,7 @@ def test_a_search_that_is_stopped_leaves_nothing(tmp_path):
 
 
 def test_python_does_the_same(photos, trained, tmp_path):
-    settings = {"network": NETWORK, "precision": "fp32", "batch": 8, "size": 16, "steps": 20}
+    settings = {"network": TRANSFORMER, "precision": "fp32", "batch": 8, "size": 16, "steps": 20}
     findings = unfog.doctor(photos, out=tmp_path / "page", quick=True, **settings)
     assert {finding.code for finding in findings} >= {"data.count", "settings.lr"}
     assert unfog.doctor(trained, out=tmp_path / "other", quick=True, device="cpu")

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 import unfog
-from conftest import NETWORK
+from conftest import TRANSFORMER
 from unfog.config.schema import Config
 from unfog.data.augmentation import Augment
 from unfog.data.data_report import ACTIONS, COMMON_ACTIONS, DataReport, SkippedFile
@@ -229,7 +229,7 @@ def test_damaged_images_are_told_of_once_also_those_held_out(
         steps=14,
         batch=8,
         sampler={"steps": 2},
-        network=NETWORK,
+        network=TRANSFORMER,
         device="cpu",
         precision="fp32",
         data=asked,

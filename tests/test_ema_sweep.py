@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 import unfog
-from conftest import NETWORK
+from conftest import TRANSFORMER
 from unfog.cli.main import _run as run_command
 from unfog.commands import ema_sweep
 from unfog.commands.ema_sweep import PAGE_FILE, EmaSweepResult, _WidthResult
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 STEPS, EVERY = 48, 2
 SETTINGS = {
-    "network": NETWORK, "precision": "fp32", "device": "cpu", "batch": 8, "size": 8, "lr": 3e-3,
+    "network": TRANSFORMER, "precision": "fp32", "device": "cpu", "batch": 8, "size": 8, "lr": 3e-3,
     "log": {"every": 16}, "preview": {"every": -1, "images": 2}, "sampler": {"steps": 2},
     "evaluate": {"every": 16, "images": 16, "levels": 2}, "checkpoint": {"every": 24},
 }  # fmt: skip

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import forked
-from conftest import NETWORK
+from conftest import TRANSFORMER
 from test_data_profiles import P3, PILLOW_SRGB, grey_profile, inks
 from unfog.data.augmentation import Augment
 from unfog.data.dataset import Dataset
@@ -412,7 +412,7 @@ def test_folders_beyond_the_longest_path_are_named(deep_folder: Path) -> None:
 
 
 FLAGS = [
-    *("--network", NETWORK, "--precision", "fp32", "--device", "cpu", "--batch", "32", "--size", "16"),
+    *("--network", TRANSFORMER, "--precision", "fp32", "--device", "cpu", "--batch", "32", "--size", "16"),
     *("--sampler.steps", "2", "--preview.images", "2", "--preview.every", "-1", "--evaluate.every", "-1"),
 ]
 

@@ -13,13 +13,13 @@ import pytest
 
 import forked
 import unfog
-from conftest import NETWORK
+from conftest import TRANSFORMER
 from test_safe_files import KINDS, plant
 
 pytestmark = pytest.mark.slow
 
 SETTINGS = {
-    "network": NETWORK, "precision": "fp32", "device": "cpu", "batch": 8, "size": 8, "lr": 3e-3,
+    "network": TRANSFORMER, "precision": "fp32", "device": "cpu", "batch": 8, "size": 8, "lr": 3e-3,
     "log": {"every": 4}, "preview": {"every": 8, "images": 2}, "sampler": {"steps": 2}, "averages": {"every": 2},
     "evaluate": {"every": 8, "images": 16, "levels": 2}, "checkpoint": {"every": 8},
 }  # fmt: skip

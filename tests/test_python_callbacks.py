@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 import unfog
-from conftest import NETWORK, without_clock
+from conftest import TRANSFORMER, without_clock
 from unfog.callbacks import Callback, CheckpointEvent, EndEvent, LogEvent, SampleEvent
 from unfog.errors import RequestError, RunError
 from unfog.reporting.records import read_events
@@ -18,7 +18,7 @@ SETTINGS = {
     "size": 8,
     "batch": 4,
     "lr": 1e-3,
-    "network": NETWORK,
+    "network": TRANSFORMER,
     "steps": 4,
     "log": {"every": 2},
     "preview": {"images": 1, "every": 4},

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import unfog
-from conftest import NETWORK
+from conftest import TRANSFORMER
 from shard_server import EACH, SHARDS, Server, png, serving, shard
 from unfog.cache_folder import cache_folder
 from unfog.data import decode_pool as bulk
@@ -499,7 +499,7 @@ def test_latents_made_without_a_shard_are_for_those_alone_who_are_without_it(web
 SETTINGS = {
     "size": 8,
     "batch": 8,
-    "network": NETWORK,
+    "network": TRANSFORMER,
     "device": "cpu",
     "precision": "fp32",
     "data": {"cache": "none", "lost_shards": 0.2, "held_out": 0},

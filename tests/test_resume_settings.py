@@ -13,7 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import unfog
-from conftest import NETWORK, without_clock
+from conftest import NETWORK, TRANSFORMER, without_clock
 from unfog.config.presets import _default
 from unfog.config.resume_rules import _walk, check_changes, settings_digests
 from unfog.config.schema import Config, nest_settings
@@ -38,10 +38,10 @@ pytestmark = pytest.mark.slow
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (120, 8, 8, 1), dtype=np.uint8)
 LABELS = np.arange(len(IMAGES)) % 3
-MPUNET = "mpunet:channels=8/16,blocks=1,attention=0/1,head_channels=8"
+MPUNET = "mpunet:channels=8,blocks=1,attention=1,head_channels=8"
 DIT = "dit:width=32,depth=1,head_channels=16,patch=2"
 COMMON = {
-    "network": NETWORK,
+    "network": TRANSFORMER,
     "precision": "fp32",
     "device": "cpu",
     "batch": 8,
@@ -70,6 +70,7 @@ EVERYTHING = {
         "augment": 0.3,
     },
     "variance": {
+        "network": NETWORK,
         "path": "vp",
         "schedule": "cosine:steps=50,zero_terminal=1",
         "target": "v",
@@ -402,8 +403,7 @@ def test_a_step_waits_for_the_device_once(settings):
 
 
 def test_a_snapshot_of_averages_waits_once_for_all_whether_they_fit_in_float16():
-    config = configured()
-    state = build_state(config, torch.device("cpu"))
+    state = build_state(configured(network=MPUNET), torch.device("cpu"))
     assert len(state.ema.parameters) > 20
     with Waits() as waits:
         _to_float16(state.ema.parameters)

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 import unfog
-from conftest import NETWORK
+from conftest import TRANSFORMER
 from unfog.cli.main import main
 from unfog.errors import RequestError
 from unfog.inference.run import Run
@@ -31,7 +31,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / "data" / "ab"[i % 2]).mkdir(parents=True, exist_ok=True)
         pixels = random.integers(0, 256, (8, 8, 3), np.uint8)
         Image.fromarray(pixels).save(folder / "data" / "ab"[i % 2] / f"{i}.png")
-    settings = {"size": 8, "network": NETWORK, "batch": 4, "lr": 1e-3, "device": "cpu", "precision": "fp32"}
+    settings = {"size": 8, "network": TRANSFORMER, "batch": 4, "lr": 1e-3, "device": "cpu", "precision": "fp32"}
     unfog.train(folder / "data", out=folder / "run", steps=2, sampler={"steps": 3}, data={"held_out": 0.0}, **settings)
     return folder / "run"
 

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 import unfog
-from conftest import NETWORK
+from conftest import TRANSFORMER
 from unfog.commands.pack import pack
 from unfog.config.presets import preset
 from unfog.config.requests import PackRequest
@@ -401,7 +401,7 @@ def test_train_with_a_relative_table_and_resume_from_elsewhere(
     settings = {
         "size": 8,
         "batch": 4,
-        "network": NETWORK,
+        "network": TRANSFORMER,
         "device": "cpu",
         "precision": "fp32",
         "preview": {"every": 0},

@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 import unfog
-from conftest import NETWORK
+from conftest import TRANSFORMER
 from unfog.config.validate import check_source
 from unfog.data import decode_pool as bulk
 from unfog.data.decode import decode
@@ -154,7 +154,7 @@ def test_train_from_s3_and_resume(tmp_path: Path, capfd: pytest.CaptureFixture[s
     settings = {
         "size": 8,
         "batch": 4,
-        "network": NETWORK,
+        "network": TRANSFORMER,
         "device": "cpu",
         "precision": "fp32",
         "preview": {"every": 0},
@@ -315,7 +315,7 @@ def test_what_a_url_opens_with_is_in_the_settings_alone(
     web: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"{web}/sets/set-{{000..002}}.tar?signature=SECRET".replace("http://", "http://me:SECRET@")
-    settings = {"size": 8, "batch": 4, "network": NETWORK, "steps": 1, "device": "cpu", "precision": "fp32"}
+    settings = {"size": 8, "batch": 4, "network": TRANSFORMER, "steps": 1, "device": "cpu", "precision": "fp32"}
     run, pack = tmp_path / "run", tmp_path / "pack"
     unfog.train(url, out=run, **settings)
     assert (run / "config.toml").stat().st_mode & 0o077 == 0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from conftest import NETWORK
+from conftest import TRANSFORMER
 from terminal import Terminal
 
 RUN = """
@@ -100,7 +100,7 @@ def test_a_run_on_a_terminal_from_its_start_to_ctrl_c(folder, tmp_path):
         Image.fromarray(pixels).save(tmp_path / "photos" / f"{number}.png")
     words = ["train", "photos", "--out", folder, "--data.size", 8, "--batch", 4, "--steps", 100_000, "--device", "cpu"]
     words += ["--evaluate.every", 50, "--log.every", 5, "--sampler.steps", 2, "--precision", "fp32", "--lr", "1e-3"]
-    words += ["--data.held-out", "0.2", "--network", NETWORK]
+    words += ["--data.held-out", "0.2", "--network", TRANSFORMER]
     with Terminal([sys.executable, "-m", "unfog", *words], columns=100) as terminal:
         terminal.wait_for("images/s")
         terminal.press(b"\x03")

@@ -13,7 +13,7 @@ import torch
 
 import forked
 import unfog
-from conftest import NETWORK, few_images
+from conftest import TRANSFORMER, few_images
 from unfog.checks.run.run_record import RunRecord
 from unfog.planning.auto_settings import AutoSettings
 from unfog.process import command_clock
@@ -218,7 +218,7 @@ def test_other_ranks_take_the_plan_of_rank_0():
 
 
 SMALL = {
-    "network": NETWORK,
+    "network": TRANSFORMER,
     "device": "cpu",
     "precision": "fp32",
     "batch": 4,
@@ -323,7 +323,7 @@ def test_verify_replays_the_plans(tmp_path, monkeypatch):
 def test_a_budget_is_kept_beside_a_busy_process(tmp_path):
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
-        words = ["train", few_images(), "--network", NETWORK, "--batch", "8"]
+        words = ["train", few_images(), "--network", TRANSFORMER, "--batch", "8"]
         more = ["--precision", "fp32", "--device", "cpu", "--sampler.steps", "3", "--budget", "10s"]
         began = time.monotonic()
         out = tmp_path / "run"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import unfog
-from conftest import NETWORK
+from conftest import TRANSFORMER
 from test_checkpoint import trained, write
 from unfog.diffusion.objective import Objective
 from unfog.errors import RequestError, RunError
@@ -114,7 +114,7 @@ def test_a_roll_back_says_which_damaged_checkpoint_it_passes_over(tmp_path, monk
     monkeypatch.setattr(Objective, "__call__", disturbed)
     images = np.random.default_rng(0).integers(0, 256, (16, 8, 8), np.uint8)
     settings = {"training": {"patience": 2}, "checkpoint": {"every": 8}, "preview": {"every": -1}}
-    unfog.train(images, out=run, steps=20, batch=8, network=NETWORK, device="cpu", **settings)
+    unfog.train(images, out=run, steps=20, batch=8, network=TRANSFORMER, device="cpu", **settings)
     back, *_ = (event for event in read_events(run / "events.jsonl") if event["kind"] == "rolled_back")
     passed, *_ = (event for event in read_events(run / "events.jsonl") if event["kind"] == "passed_over")
     assert back["to"] == 0
@@ -138,7 +138,7 @@ def test_names_that_could_not_be_read_again_are_refused_before_training(tmp_path
     images = np.zeros((4, 8, 8), np.uint8)
     labels = [f"{i}{'x' * 1_100_000}" for i in range(4)]
     with pytest.raises(RequestError, match=r"names of all classes take 4.4 MB.*--data.labels none"):
-        unfog.train(images, labels=labels, out=tmp_path / "run", steps=2, network=NETWORK, device="cpu")
+        unfog.train(images, labels=labels, out=tmp_path / "run", steps=2, network=TRANSFORMER, device="cpu")
     assert not (tmp_path / "run").exists()
 
 

@@ -113,7 +113,7 @@ def _training_request(command: str, words: Sequence[str]) -> Any:
     gpu = command == "doctor" and args.table.get("gpu", False)
     if gpu and source:
         raise RequestError(f"--gpu checks the GPU, without images; omit {quote(source)}, or --gpu")
-    if not (gpu or source):
+    if not gpu and "source" not in args.named:
         raise RequestError("SOURCE|RUN is missing; write it first: unfog doctor SOURCE|RUN, or unfog doctor --gpu")
     if command == "doctor" and RunFolder(Path(source)).claims_to_be_one:
         if others := [flag for path, (flag, _) in args.spelled.items() if path[-1] not in ("out", "quick", "device")]:
