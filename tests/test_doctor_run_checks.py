@@ -9,6 +9,16 @@ import numpy as np
 import pytest
 import torch
 
+from unfog.checks.run.cost_checks import (
+    _check_data_wait,
+    _check_memory,
+    _check_noise_scale,
+    _check_overhead,
+    _check_speed,
+    _check_unused_images,
+    _round_down,
+    _round_up,
+)
 from unfog.checks.run.loss_checks import (
     LossImages,
     _ema_window,
@@ -19,18 +29,7 @@ from unfog.checks.run.loss_checks import (
 )
 from unfog.checks.run.run_checks import _baseline_losses
 from unfog.checks.run.run_record import FRESH_START_SETTINGS, RunRecord
-from unfog.checks.run.status_checks import (
-    _check_data_wait,
-    _check_memory,
-    _check_noise_scale,
-    _check_overhead,
-    _check_speed,
-    _check_state,
-    _check_unused_images,
-    _round_down,
-    _round_up,
-    check_progress,
-)
+from unfog.checks.run.status_checks import _check_state, check_progress
 from unfog.checks.run.trend_checks import _check_learning_rate, _check_loss, _check_stability, _loss_trend, check_trends
 from unfog.config import resume_rules
 from unfog.config.presets import preset

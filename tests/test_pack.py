@@ -27,8 +27,9 @@ from unfog.config.requests import PackRequest
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset
 from unfog.data.packs import pack_writer as packing
-from unfog.data.packs.pack import Pack, PackSource, seal
+from unfog.data.packs.pack import Pack, seal
 from unfog.data.packs.pack_journal import BusyError, remove_work_files
+from unfog.data.packs.pack_source import PackSource
 from unfog.data.packs.pack_writer import write_pack
 from unfog.data.prepare import prepare, scan_source
 from unfog.data.settings import Data

@@ -21,6 +21,7 @@ from unfog.config.presets import AutoencoderRunSettings, autoencoder_recipe, pre
 from unfog.config.resume_rules import apply_changes as apply_resume_changes
 from unfog.config.resume_rules import check_changes
 from unfog.config.schema import Config
+from unfog.config.slurm_request import SlurmRequest
 from unfog.config.toml import update
 from unfog.config.validate import check_device, check_out, check_request, check_source, reason_of
 from unfog.config.values import quote
@@ -44,7 +45,7 @@ REQUESTS: dict[str, type] = {
     "plan": requests.PlanRequest,
     "find-lr": requests.FindLrRequest,
     "pack": requests.PackRequest,
-    "slurm": requests.SlurmRequest,
+    "slurm": SlurmRequest,
     "init": requests.InitRequest,
     "explain": requests.ExplainRequest,
     "completion": requests.CompletionRequest,
@@ -167,10 +168,10 @@ def _resume_request(words: Sequence[str]) -> requests.ResumeRequest:
     return request
 
 
-def _slurm_request(words: Sequence[str]) -> requests.SlurmRequest:
+def _slurm_request(words: Sequence[str]) -> SlurmRequest:
     at = _command_at(words)
-    args = _parse("slurm", words[:at], requests.SlurmRequest())
-    job = update(requests.SlurmRequest(words=tuple(words)), args.table, "")
+    args = _parse("slurm", words[:at], SlurmRequest())
+    job = update(SlurmRequest(words=tuple(words)), args.table, "")
     command = words[at + (words[at : at + 1] == ["--"]) :]
     name, rest = next(iter(command), ""), command[1:]
     if name == "train":

@@ -16,10 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from unfog.checks.run.cost_checks import check_costs
 from unfog.checks.run.loss_checks import LossImages, check_ema, check_overfitting, loss_images, measure_losses
 from unfog.checks.run.run_record import RunRecord
 from unfog.checks.run.sample_checks import check_samples
-from unfog.checks.run.status_checks import check_costs, check_progress
+from unfog.checks.run.status_checks import check_progress
 from unfog.checks.run.trend_checks import check_trends
 from unfog.config.schema import Config
 from unfog.config.toml import read_toml

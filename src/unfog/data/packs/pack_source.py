@@ -1,0 +1,88 @@
+"""A pack as a source of images: its own, or resized to other settings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from unfog.data.dataset import Dataset
+from unfog.data.packs.pack import Pack, is_pack, is_unfinished_pack
+from unfog.data.settings import Data
+from unfog.data.sources.base import OpenOptions, Source, SourceLocation
+from unfog.errors import RequestError
+from unfog.text import sanitize
+
+
+class PackSource(Source):
+    """A pack as a source, for settings other than its own: its images are resized anew."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name, self.pack = folder, name, Pack.open(folder)
+        self.resolved = str(folder.resolve())
+        self.names = self.pack.images.names
+        self.classes = self.pack.images.classes
+        self.labels = self.pack.images.labels
+
+    @classmethod
+    def match(cls, location: SourceLocation) -> SourceLocation | None:
+        if location.form != "folder":
+            return None
+        folder = Path(location.resolved)
+        if is_pack(folder):
+            return location
+        if is_unfinished_pack(folder):
+            raise RequestError(
+                f"{sanitize(location.name)} is an unfinished pack; repeat the same `unfog pack` to finish it"
+            )
+        return None
+
+    @classmethod
+    def load(cls, location: SourceLocation, options: OpenOptions) -> PackSource:
+        return cls(Path(location.resolved), location.name)
+
+    def open(self, i: int) -> Image.Image:
+        pixels = self.pack.images.pixels[i]
+        return Image.fromarray(pixels[0] if len(pixels) == 1 else np.ascontiguousarray(pixels.transpose(1, 2, 0)))
+
+    def stamp(self) -> tuple[str, int]:
+        # The manifest's digest covers a checksum of every file.
+        return str(self.pack.manifest["digest"]), self.pack.nbytes
+
+    def decoded_dataset(self, settings: Data) -> Dataset | None:
+        # Automatic settings fit, and so does the default `held_out`.
+        pack, packed = self.pack, self.pack.settings
+        size = packed["size"]
+        if settings.size > size:
+            raise RequestError(
+                f"size = {settings.size}, but {sanitize(self.name)} holds images of {size}x{size}; pack the "
+                f"originals again with --size {settings.size}, or omit --size"
+            )
+        fits = settings.size in (0, size) and settings.channels in (0, packed["channels"])
+        fits = fits and settings.labels in ("auto", "none", packed["labels"])
+        if not (fits and (settings.held_out == 0 or self._has_split(settings.held_out))):
+            return None
+        dataset = pack.dataset(settings, self.name)
+        drop_labels = settings.labels == "none" and packed["labels"] != "none"
+        join = len(dataset.held_out) > 0 and not self._has_split(settings.held_out)
+        if not (drop_labels or join):
+            return dataset
+        images, train, report, resolved = pack.images, pack.train, dataset.report, dataset.settings
+        if drop_labels:
+            images, report = replace(images, labels=None, classes=()), replace(report, class_counts={})
+        if settings.held_out == 0:
+            train, report, resolved = len(images), replace(report, held_out=0), replace(resolved, held_out=0.0)
+        return Dataset.split(images, train, resolved, report)
+
+    def _has_split(self, held_out: float) -> bool:
+        # The default means "no wish", so it takes the pack's own split, whatever fraction that has.
+        return held_out in (Data().held_out, self.pack.settings["held_out"])
+
+    def train_count(self, held_out: float) -> int | None:
+        return self.pack.train if self._has_split(held_out) else None
+
+    def fill_settings(self, settings: Data) -> Data:
+        resolved = self.pack.resolve_settings(settings)
+        return replace(settings, size=settings.size or resolved.size, labels=resolved.labels)
