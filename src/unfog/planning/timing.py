@@ -138,7 +138,9 @@ def matmul_seconds(dtype: torch.dtype, device: torch.device, side: int) -> float
     Raises:
         RuntimeError: the device has no such arithmetic.
     """
-    matrix = torch.ones(side, side, dtype=dtype, device=device)
+    # Not of ones, which a GPU multiplies sooner, as few of its bits change; and not by the generators of a run.
+    generator = torch.Generator(device).manual_seed(0)
+    matrix = torch.randn(side, side, device=device, generator=generator).to(dtype)
     fastest = float("inf")
     for _ in range(6):  # the first one also prepares; the fastest is what other work on the machine disturbed least
         synchronize(device)

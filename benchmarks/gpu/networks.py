@@ -1,0 +1,48 @@
+"""The networks that are timed, as settings of a run; and a tiny one of each kind, for the rehearsal on a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from unfog.checks.device.step_checks import trial_settings
+from unfog.config.presets import preset
+from unfog.config.schema import Config
+from unfog.config.toml import update
+
+import torch
+
+LATENTS = {"channels": 4, "factor": 8, "mean": [0.0] * 4, "deviation": [1.0] * 4}
+_FULL: dict[str, dict[str, Any]] = {
+    "unet-64": {"network": "base", "data": {"size": 64}, "training": {"batch": 64}},
+    "cifar10": {"network": "cifar10", "data": {"size": 32}, "training": {"batch": 256}},
+    "dit-latents": {  # 256 tokens, as of images of 256 pixels
+        "network": "dit:width=1024,depth=12,head_channels=64",
+        "data": {"size": 256},
+        "training": {"batch": 64},
+        "autoencoder_folder": "/nowhere",
+        "latents": LATENTS,
+    },
+}
+_TINY: dict[str, dict[str, Any]] = {
+    "unet-64": {"network": "unet:channels=32/32,attention=0/1,blocks=1", "data": {"size": 16}},
+    "cifar10": {"network": "unet:channels=32/32,attention=0/0,mid_attention=0", "data": {"size": 16}},
+    "dit-latents": {
+        "network": "dit:width=64,depth=2",
+        "data": {"size": 64},
+        "autoencoder_folder": "/nowhere",
+        "latents": LATENTS,
+    },
+}
+
+
+def settings_of(name: str, cpu: bool) -> Config:
+    """Return the settings of a run of one of the networks, with everything chosen that a step needs."""
+    device = torch.device("cpu" if cpu else "cuda")
+    usual = {"data": {"channels": 3}, "optimizer": {"method": "adamw"}, "training": {"device": device.type}}
+    config = update(preset("default"), usual, "")
+    config = update(config, _TINY[name] | {"training": {"batch": 4}} if cpu else _FULL[name], "")
+    # Dropout takes part in time and not in what is compared, and would need the same random numbers everywhere.
+    if getattr(config.network, "dropout", 0):
+        config = replace(config, network=replace(config.network, dropout=0.0))  # type: ignore[type-var, arg-type]
+    return trial_settings(config, device, lambda: False)

@@ -1,0 +1,73 @@
+"""Part: whether steps repeat, and a run resumes, to the bit: with attention and without, in 16 bits and in fp32."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import unfog
+from unfog.planning.trial_training import TrialTraining, differing_tensors, random_images
+from unfog.training.settings import PrecisionName
+
+import networks
+import torch
+from parts import Setting, attempt
+from rows import Row
+
+_STEPS = 4
+
+
+def measure(setting: Setting) -> Iterator[Row]:
+    """Yield a row for each network and precision, and those of a run that is resumed and verified."""
+    cases: dict[str, tuple[PrecisionName, ...]]
+    cases = {"unet-64": ("bf16", "fp32"), "cifar10": ("bf16",), "dit-latents": ("bf16",)}
+    for name, precision in ((name, one) for name, several in cases.items() for one in several):
+        try:
+            yield repeated(setting, name, precision)
+        except Exception as error:
+            yield attempt("exact", f"{name} {precision}", error)
+    yield from resumed(setting)
+
+
+def repeated(setting: Setting, name: str, precision: PrecisionName) -> Row:
+    """Train the same steps twice, in micro-batches too, and compare all that a checkpoint would hold."""
+    config = networks.settings_of(name, setting.cpu)
+    batch = min(16, config.training.batch)
+    training = replace(config.training, batch=batch, microbatch=batch // 2, precision=precision)
+    config = replace(config, training=training)
+    trials = [TrialTraining(config, random_images(config, 64), torch.device(setting.device)) for _ in range(2)]
+    for trial in trials:
+        trial.run(_STEPS)
+    different = differing_tensors(*trials)
+    said = f"{len(different)} tensors differ, such as {different[0]}" if different else "equal to the bit"
+    what = f"{_STEPS} steps twice, {name} in {precision}"
+    return Row("exact", what, said, "failed" if different else "ok", {"differing": len(different)})
+
+
+def resumed(setting: Setting) -> Iterator[Row]:
+    """Yield whether a run that lost its last checkpoint trains the same one again, and whether `--verify` agrees."""
+    network = "unet:channels=32/32,attention=0/1" if setting.cpu else "small"
+    whole, again = setting.folder / "whole", setting.folder / "again"
+    settings = {"network": network, "size": 16 if setting.cpu else 32, "batch": 8, "steps": 8}
+    quiet = {"checkpoint.every": 4, "preview.every": -1, "evaluate.every": -1, "ema_snapshots.every": -1}
+    shutil.rmtree(whole, ignore_errors=True)
+    try:
+        unfog.train("fashion", out=whole, device=setting.device, **settings, **quiet)
+        shutil.copytree(whole, again)
+        shutil.rmtree(again / "checkpoints" / "00000008")
+        unfog.resume(again)
+        different = [name for name, digest in digests(whole).items() if digests(again).get(name) != digest]
+        said = f"{', '.join(different)} differ" if different else "equal to the bit"
+        yield Row("exact", "a run resumed", said, "failed" if different else "ok", {"differing": len(different)})
+        yield Row("exact", "resume --verify", unfog.verify(whole), figures={"differing": 0})
+    except Exception as error:
+        yield attempt("exact", "a run resumed", error)
+
+
+def digests(run: Path) -> dict[str, str]:
+    """Return the SHA-256 of each tensor file of the last checkpoint of a run of 8 steps."""
+    files = sorted((run / "checkpoints" / "00000008").glob("*.safetensors"))
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
