@@ -1,5 +1,6 @@
 """`unfog plan`: arithmetic counted on the real network, time and memory of machines that are not here, what is said."""
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -21,12 +22,14 @@ from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError
 from unfog.models.settings import SIZES, UNet
 from unfog.models.unet import UNetModel
-from unfog.planning import disk
+from unfog.planning import auto_settings, disk, timing
 from unfog.planning.auto_settings import AutoSettings, Machine
 from unfog.planning.flops import _DEVICES, GB, Device, NetworkCost, TimeRange
 from unfog.planning.memory_estimate import MemoryEstimator
 from unfog.planning.microbatch import MARGIN
-from unfog.planning.timing import run_times, seconds_per_step
+from unfog.planning.timing import measure_step, run_times
+from unfog.planning.trial_training import StepTime
+from unfog.reporting.progress import Progress
 from unfog.training.optimizer_settings import Optimizer
 from unfog.training.settings import Evaluate, Training
 
@@ -190,11 +193,38 @@ def test_what_is_not_known_is_null_in_json(monkeypatch):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_what_compiling_costs_and_gains_is_measured_or_said_to_be_unknown(monkeypatch):
+    times = {True: StepTime(41.0, 0.2), False: StepTime(1.0, 0.4)}
+    monkeypatch.setattr(auto_settings, "measure_step", lambda config, *_: times[config.training.compile])
+    lines = planned_for(asked(device="cpu", precision="fp32", compile=True)).lines()
+    said = next(line.split(maxsplit=1)[1] for line in lines if line.split()[0] == "compiling")
+    assert said == "takes 41 s, and a step is 2.00 times as fast: it pays from step 200 on"
+    times[True] = StepTime(41.0, 0.4)
+    found = AutoSettings(asked(compile=True), None, CPU, lambda: False)
+    assert found.describe_compiling().endswith("1.00 times as fast: it never pays")
+    assert AutoSettings(asked(), None, CPU, lambda: False).describe_compiling() == ""
+    elsewhere = AutoSettings(asked(compile=True), None, Machine(CUDA, data_sheet=Device.find("h100")), lambda: False)
+    assert "unfog doctor --gpu" in elsewhere.describe_compiling()
+
+
+def test_a_step_that_compiles_first_is_not_taken_for_the_pace(monkeypatch):
+    """The limit counts from the end of the first step, however long that took."""
+    for compiles, steps in ((True, [50.0, 1.0, 1.0, 1.0, 1.0]), (False, [50.0])):
+        clock = iter([0.0, *itertools.accumulate(steps)])
+        monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))  # noqa: B023
+        timer = timing._StepTimer(3.0, Progress("", None), lambda: False, compiles)
+        for step in range(len(steps)):
+            assert not timer.stop_requested()
+            timer.on_step_end(step + 1)
+        assert timer.stop_requested()
+        assert timer.step_time() == StepTime(50.0, 1.0 if compiles else 50.0)
+
+
 def test_a_plan_leaves_random_numbers_alone():
     pixels = np.zeros((8, 1, 16, 16), np.uint8)
     config = replace(asked(batch=2, precision="fp32", device="cpu"), data=Data(size=16, channels=1))
     before = torch.get_rng_state()
-    assert seconds_per_step(config, ImageSet(pixels, None, tuple("abcdefgh"), ()), CPU, lambda: False, 0.01) > 0
+    assert measure_step(config, ImageSet(pixels, None, tuple("abcdefgh"), ()), CPU, lambda: False, 0.01).step > 0
     assert torch.equal(torch.get_rng_state(), before)
 
 

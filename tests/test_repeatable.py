@@ -21,6 +21,7 @@ from unfog.data.settings import Data
 from unfog.openmp import _limit_spinning
 from unfog.planning import auto_settings
 from unfog.planning.auto_settings import AutoSettings
+from unfog.planning.trial_training import StepTime
 from unfog.runs import session
 from unfog.runs.evaluation_hook import resolve_metrics
 from unfog.training.precision import default_precision
@@ -62,7 +63,7 @@ def resolved(evaluate=NO_METRICS, **training) -> AutoSettings:
 
 
 def test_no_automatic_setting_of_a_length_in_steps_is_timed(monkeypatch):
-    monkeypatch.setattr(auto_settings, "seconds_per_step", lambda *asked: pytest.fail("a step was timed"))
+    monkeypatch.setattr(auto_settings, "measure_step", lambda *asked: pytest.fail("a step was timed"))
     fast = {"cpu_name": ZEN, "avx512_bf16": True}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: fast, raising=False)
     found = resolved(steps=100)
@@ -70,7 +71,7 @@ def test_no_automatic_setting_of_a_length_in_steps_is_timed(monkeypatch):
 
 
 def test_metrics_are_planned_by_counting_and_not_by_the_clock(monkeypatch):
-    monkeypatch.setattr(auto_settings, "seconds_per_step", lambda *asked: pytest.fail("a step was timed"))
+    monkeypatch.setattr(auto_settings, "measure_step", lambda *asked: pytest.fail("a step was timed"))
     clock = iter(range(10**9))
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock) ** 2))  # ever slower
     pixels = np.random.default_rng(0).integers(0, 256, (200, 1, 16, 16), np.uint8)
@@ -85,7 +86,7 @@ def test_metrics_are_planned_by_counting_and_not_by_the_clock(monkeypatch):
 
 
 def test_a_length_by_time_is_announced_as_measured(monkeypatch):
-    monkeypatch.setattr(auto_settings, "seconds_per_step", lambda *asked: 0.5)
+    monkeypatch.setattr(auto_settings, "measure_step", lambda *asked: StepTime(0.5, 0.5))
     found = resolved(budget="10m")
     reason = next(choice.reason for choice in found.choices if choice.name == "images")
     assert "10m at the measured pace of 128 images/s" in reason

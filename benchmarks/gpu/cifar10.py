@@ -73,7 +73,7 @@ def slice_of(given: argparse.Namespace, work: Path, deadline: float) -> int:
         if status:
             return status
         (work / "trained").write_text("")
-    samples, features = str(given.samples or (64 if given.cpu else 50_000)), given.fid or "texture"
+    samples, features = str(given.samples or (128 if given.cpu else 50_000)), given.fid or "texture"
     measure = ["evaluate", str(run), "--metrics", "fid", "-n", samples, "--features", features, "--reference", source]
     status = within([*measure, "--batch", "16" if given.cpu else "500", *device], deadline)
     if status == 0:

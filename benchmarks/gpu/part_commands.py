@@ -15,7 +15,8 @@ from parts import Setting, missing
 from PIL import Image
 from rows import Row
 
-# Other statuses of commands that have done their work: 48 drawings are too few to train on, or to find a rate with.
+COUNT = 128  # drawings: some are held out
+# Other statuses of commands that have done their work: so few drawings are no set to train on, or to find a rate with.
 VERDICTS = {"doctor": 2, "find-lr": 1}
 TINY = "unet:channels=32/32,attention=0/1"
 
@@ -74,9 +75,9 @@ def call(name: str, words: list[str]) -> Row:
 
 
 def draw_photos(folder: Path) -> Path:
-    """Write 48 images of two classes: bright and dark squares on noise."""
+    """Write the images of two classes: bright and dark squares on noise."""
     rng = np.random.default_rng(0)
-    for i in range(48):
+    for i in range(COUNT):
         pixels, kind = rng.integers(0, 120, (32, 32, 3)), ("bright", "dark")[i % 2]
         x, y = rng.integers(0, 16, 2)
         pixels[y : y + 14, x : x + 14] = 230 if kind == "bright" else 20

@@ -101,7 +101,7 @@ class _Timer:
                 said += f", {gain:.2f} x {other}"
         if name == "unfog compiled" and "unfog eager" in self.found:
             figures["pays_from"] = pays = time.pays_from(self.found["unfog eager"])
-            said += f", pays from step {pays:,.0f} on"
+            said += ", never pays" if pays == float("inf") else f", pays from step {pays:,.0f} on"
         return Row(self.part, name, said, figures=figures)
 
 

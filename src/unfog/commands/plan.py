@@ -62,6 +62,8 @@ class Plan:
     """Seconds of each part: step, training, previews, evaluations, total, and of generating samples."""
     disk: tuple[str, ...]
     findings: tuple[Finding, ...]
+    compiling: str = ""
+    """What compiling costs and gains; "" if it is not asked for."""
 
     def __repr__(self) -> str:
         return f"<{self.lines()[0]}>"
@@ -85,6 +87,7 @@ class Plan:
             *self._memory_rows(),
             ("time", f"{_format_time(self.times['in all'])} in all" + ", but for what they send each other" * apart),
             *self._time_rows(),
+            *([("compiling", self.compiling)] * bool(self.compiling)),
             *(("disk", line) for line in self.disk),
         ]
         return [title, *(f"  {name:<22} {text}" for name, text in rows)]
@@ -123,6 +126,7 @@ class Plan:
                 **{name: getattr(memory, name) for name in ("drawing", "measuring", "snapshot", "images")},
             },
             "seconds": json_values(self.times),
+            "compiling": self.compiling,
             "disk": list(self.disk),
             "findings": [{**{name: getattr(f, name) for name in _OF_FINDING}, **f.facts} for f in self.findings],
         }
@@ -168,6 +172,7 @@ def plan(request: PlanRequest) -> Plan:
         times,
         tuple(disk),
         tuple(fatal + findings),
+        auto.describe_compiling(),
     )
 
 

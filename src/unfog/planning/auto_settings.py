@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,9 +20,10 @@ from unfog.pipeline.build import build_network, input_shape
 from unfog.planning.flops import Device, NetworkCost, TimeRange
 from unfog.planning.intervals import Changes, Choice, choose_intervals, open_intervals
 from unfog.planning.microbatch import MicrobatchChoice, memory_per_process, required_memory, rooms_per_process
-from unfog.planning.timing import forward_passes, seconds_per_step
+from unfog.planning.timing import forward_passes, measure_step
+from unfog.planning.trial_training import StepTime
 from unfog.process.device import unused_gpu
-from unfog.reporting.progress import format_bytes, plural
+from unfog.reporting.progress import format_bytes, format_duration, plural
 from unfog.training.optimizer_settings import FINE_TUNING_FACTOR, default_learning_rate
 from unfog.training.precision import default_memory_format, default_precision
 from unfog.training.settings import MemoryFormat, PrecisionName
@@ -274,7 +276,7 @@ class AutoSettings:
         if self.machine.data_sheet is not None:
             step = self.predicted_step_time(self.machine.data_sheet)
             return (step.low + step.high) / 2
-        return self._measured_seconds_per_step
+        return self.measured_step.step
 
     def predicted_step_time(self, device: Device) -> TimeRange:
         """Return the seconds of a step by the data sheet of a device."""
@@ -286,8 +288,22 @@ class AutoSettings:
         return NetworkCost.of(lambda: build_network(self.config), input_shape(self.config))
 
     @cached_property
-    def _measured_seconds_per_step(self) -> float:
-        return seconds_per_step(self.process_config(), self._images, self.machine.device, self._stop)
+    def measured_step(self) -> StepTime:
+        """The wall time of a training step on this machine, with the present settings."""
+        return measure_step(self.process_config(), self._images, self.machine.device, self._stop)
+
+    def describe_compiling(self) -> str:
+        """Return what compiling costs and gains, where it is asked for; measured, as no rule predicts it."""
+        if not self.config.training.compile:
+            return ""
+        if self.machine.data_sheet is not None or not self.machine.timed:
+            return "its time and its gain are measured on the device alone: unfog doctor --gpu, there"
+        compiled, config = self.measured_step, self.process_config()
+        plain = replace(config, training=replace(config.training, compile=False))
+        eager = measure_step(plain, self._images, self.machine.device, self._stop)
+        took, pays = format_duration(compiled.first - compiled.step), compiled.pays_from(eager)
+        verdict = "it never pays" if math.isinf(pays) else f"it pays from step {pays:,.0f} on"
+        return f"takes {took}, and a step is {eager.step / compiled.step:.2f} times as fast: {verdict}"
 
     @cached_property
     def _parameters(self) -> int:

@@ -20,7 +20,7 @@ from unfog.errors import Interrupted
 from unfog.pipeline.build import blank_labels, build_network, input_shape
 from unfog.pipeline.generate import GenerationSettings, generate_images
 from unfog.planning.flops import Device, TimeRange
-from unfog.planning.trial_training import TrialTraining
+from unfog.planning.trial_training import StepTime, TrialTraining
 from unfog.process.device import synchronize
 from unfog.reporting.progress import Progress
 from unfog.training.hooks import TrainingHooks
@@ -33,8 +33,8 @@ _TIMED = 64  # images that steps are timed with, if none are decoded yet
 class _StepTimer(TrainingHooks):
     """Training hooks that record the time after each step."""
 
-    def __init__(self, seconds: float, progress: Progress, stop_requested: Callable[[], bool]):
-        self.seconds = seconds
+    def __init__(self, seconds: float, progress: Progress, stop_requested: Callable[[], bool], compiles: bool):
+        self.seconds, self.compiles = seconds, compiles
         self.progress = progress
         self.interrupted = stop_requested
         self.times = [time.perf_counter()]
@@ -46,27 +46,28 @@ class _StepTimer(TrainingHooks):
 
     def stop_requested(self) -> bool:
         """Return True once the time is over after two steps or more, or one very slow one, or a stop is requested."""
-        taken, spent = len(self.times) - 1, self.times[-1] - self.times[0]
-        enough = spent > self.seconds if taken > 1 else taken and spent > _SLOW * self.seconds
+        taken = len(self.times) - 1
+        # The first step may compile for a minute, which says nothing of the second.
+        spent = self.times[-1] - self.times[min(taken, int(self.compiles))]
+        enough = spent > self.seconds if taken > 1 + self.compiles else taken and spent > _SLOW * self.seconds
         return bool(enough) or self.interrupted()
 
-    def seconds_per_step(self) -> float:
-        """Return the median, without the first step, which also allocates."""
-        times = self.times[1:] if len(self.times) > 2 else self.times
-        return statistics.median(b - a for a, b in pairwise(times))
+    def step_time(self) -> StepTime:
+        first, *others = [b - a for a, b in pairwise(self.times)]
+        return StepTime(first, statistics.median(others or [first]))
 
 
-def seconds_per_step(
+def measure_step(
     config: Config, images: ImageSet, device: torch.device, stop_requested: Callable[[], bool], limit: float = 3.0
-) -> float:
-    """Return the median wall time of an optimiser step, from about `limit` seconds of real training."""
+) -> StepTime:
+    """Return the wall time of an optimiser step, from about `limit` seconds of real training."""
     trial = TrialTraining(config, images, device)
     with Progress(f"measuring steps in {config.training.precision}", None) as progress:
-        clock = _StepTimer(limit, progress, stop_requested)
+        clock = _StepTimer(limit, progress, stop_requested, config.training.compile)
         trial.train(clock)
     if stop_requested():
         raise Interrupted
-    return clock.seconds_per_step()
+    return clock.step_time()
 
 
 def decoded_images(images: ImageSet) -> ImageSet:
