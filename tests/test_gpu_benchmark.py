@@ -232,7 +232,7 @@ def test_cifar10_goes_on_in_slices_until_the_distance_is_there(bench, tmp_path, 
     fake = types.SimpleNamespace(Popen=begin, TimeoutExpired=subprocess.TimeoutExpired)
     monkeypatch.setattr(script, "subprocess", fake)
     monkeypatch.setattr(script, "within", within)
-    words = [str(tmp_path / "state"), "--cpu", "--images", "1600"]
+    words = [str(tmp_path / "state"), "--cpu", "--images", "800"]
     assert script.main(words) == 3
     index = json.loads((tmp_path / "state/index.json").read_text())
     assert any(name.startswith("run/checkpoints/") for name in index)
