@@ -174,6 +174,64 @@ def test_painting_into_a_picture_keeps_the_others_to_the_bit(page):
 
 
 @pytest.mark.exhaustive
+def test_a_finger_paints_and_two_fingers_zoom(browser, address):
+    watched = WatchedPage(browser, has_touch=True, viewport={"width": 400, "height": 900})
+    page = watched.page
+    opened(page, address)
+    draw(page, Pictures=1, Steps=3)
+    page.click("text=Paint into it")
+    page.wait_for_selector(".mask canvas")
+    page.locator(".mask canvas").scroll_into_view_if_needed()
+    box = page.locator(".mask canvas").bounding_box()
+    fingers = watched.context.new_cdp_session(page)
+
+    def touch(kind, *places):
+        points = [{"x": box["x"] + x, "y": box["y"] + y, "id": i} for i, (x, y) in enumerate(places)]
+        fingers.send("Input.dispatchTouchEvent", {"type": f"touch{kind}", "touchPoints": points})
+
+    mask = "document.querySelector('unfog-mask')"
+    for kind, places in (("Start", [(40, 40)]), ("Move", [(90, 60)]), ("Move", [(140, 60)]), ("End", [])):
+        touch(kind, *places)
+    until(page, f"{mask}.painted > 20")
+    painted, zoom = page.evaluate(f"[{mask}.painted, {mask}.shownZoom]")
+    steps = [[(60, 60)], [(60, 60), (100, 60)], [(40, 60), (120, 60)], [(20, 60), (140, 60)], []]
+    for kind, places in zip(("Start", "Start", "Move", "Move", "End"), steps):
+        touch(kind, *places)
+    until(page, f"{mask}.shownZoom > {zoom}")
+    assert page.evaluate(f"{mask}.painted") == painted  # what the first of two fingers touched is not painted
+    page.click("text=Start from noise again")
+    assert watched.troubles == [] or all("readback" in trouble for trouble in watched.troubles)
+    watched.context.close()
+
+
+@pytest.mark.exhaustive
+def test_levels_are_dragged_and_moved_by_keys(page):
+    draw(page, Pictures=1, Steps=5)
+    page.click("text=Levels of this drawing")
+    page.click("text=Take these levels")
+    page.wait_for_selector(".shares button")
+    levels = f"{PLAYGROUND}.form.levels"
+    before = page.evaluate(levels)
+    assert len(before) == 5
+    assert before == sorted(before, reverse=True)
+    handle = page.locator(".shares button >> nth=2")
+    handle.focus()
+    page.keyboard.press("ArrowRight")
+    until(page, f"{levels}[2] > {before[2]}")
+    until(page, f"{PLAYGROUND}.job.settings.levels?.[2] === {levels}[2] && {STATE} === 'done'")  # it is drawn with them
+    axis, box = page.locator(".shares").bounding_box(), handle.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.mouse.down()
+    page.mouse.move(axis["x"] - 50, box["y"] + 5, steps=4)
+    page.mouse.up()
+    moved = page.evaluate(levels)
+    assert moved[2] == pytest.approx(before[3] + 0.001)  # it stops before its neighbour
+    assert moved == sorted(moved, reverse=True)
+    until(page, f"{PLAYGROUND}.job.settings.levels?.[2] === {levels}[2] && {STATE} === 'done'")
+    assert "--levels" in page.text_content(".copies")
+
+
+@pytest.mark.exhaustive
 def test_the_pictures_follow_the_width_of_the_ema_and_go_between_two_seeds(page):
     draw(page, Pictures=3, Steps=4)
     slider = ".controls label:has-text('EMA width') input"

@@ -3,6 +3,7 @@
 import {html, nothing} from "./vendor/lit.js";
 import {View, announce, command, count, keep, route} from "./util.js";
 import {Sheets} from "./playground_sheets.js";
+import "./playground_levels.js";
 import "./playground_mask.js";
 import "./playground_blind.js";
 
@@ -284,8 +285,9 @@ class Playground extends View {
 			${this.field("steps", "Steps", {min: 1, max: 1000, usual: of("sampler.steps")})}
 			${classes.length && of("label_dropout") > 0 ? html`${this.field("guidance", "Guidance", {step: 0.1, usual: of("guidance")})}
 				<div class="setting"><span>Guided where noise is</span><span class="inline">${[0, 1].map((i) => html`<input type="number" min="0" max="1" step="0.05" aria-label=${i ? "Highest share of noise with guidance" : "Lowest share of noise with guidance"} .value=${String(interval[i] ?? "")} placeholder=${of("guidance_interval")?.[i] ?? i} @input=${(e) => this.setInterval(i, e.target.value)}>`)}</span></div>` : nothing}
-			<details><summary>Levels, interpolation, weights</summary>${this.choice("grid", "Grid of levels", (about?.grids || []).filter((one) => one !== "tuned"), of("sampler.grid"))}
+			<details ?open=${Boolean(form.levels)}><summary>Levels, interpolation, weights</summary>${this.choice("grid", "Grid of levels", (about?.grids || []).filter((one) => one !== "tuned"), of("sampler.grid"))}
 				<label class="setting wide"><span>Levels (falling shares of noise)</span><input .value=${(form.levels || []).join(" ")} placeholder="1 0.8 0.5 0.2" @change=${(e) => { this.set("levels", values(e.target.value).length ? values(e.target.value) : null); if (this.form.levels) this.form = {...this.form, steps: null, grid: null}; }}></label>
+				${form.levels?.length > 1 ? html`<unfog-shares .shares=${form.levels} @moved=${(e) => this.set("levels", e.detail, true)}></unfog-shares>` : nothing}
 				${this.field("to_seed", "To seed (interpolation)", {usual: "none"})}
 				<label class="setting"><span>Weights</span><select @change=${(e) => this.set("weights", e.target.value || null)}><option value="">EMA</option><option value="raw" ?selected=${form.weights === "raw"}>raw</option></select></label></details>
 			${this.editing()}
@@ -345,7 +347,7 @@ class Playground extends View {
 			${job.pictures ? html`<div class="bar"><button @click=${() => this.take(false)}>Variations</button><button @click=${() => this.take(true)}>Paint into it</button>
 				<button ?disabled=${Boolean(copies)} @click=${() => this.data.post(`api/draw/${job.job}/copies`, {}).then((told) => (this.job = told)).catch((error) => (this.error = error.message))}>${copies?.state === "waiting" ? "Searching …" : "Is it a copy?"}</button>
 				<a class="button" href=${this.data.url(`api/draw/${job.job}/${i}.png`)} download>Save as PNG</a></div>` : nothing}
-			${job.kept_steps?.length ? html`<details><summary>Levels of this drawing</summary><p class="soft">${job.kept_steps.map((one) => one.share.toFixed(3)).join(" ")} (share of noise at each step; ${job.calls ?? "–"} network calls, ${job.seconds ?? "–"} s on ${job.device})</p><button @click=${() => (this.form = {...this.form, levels: job.kept_steps.map((one) => one.share), steps: null, grid: null})}>Take these levels, to change them</button></details>` : nothing}</div>`;
+			${job.kept_steps?.length ? html`<details><summary>Levels of this drawing</summary><p class="soft">${job.kept_steps.map((one) => one.share.toFixed(3)).join(" ")} (share of noise at each step; ${job.calls ?? "–"} network calls, ${job.seconds ?? "–"} s on ${job.device})</p><button @click=${() => (this.form = {...this.form, levels: job.kept_steps.map((one) => Number(one.share.toFixed(3))), steps: null, grid: null})}>Take these levels, to change them</button></details>` : nothing}</div>`;
 	}
 
 	gridPane() {

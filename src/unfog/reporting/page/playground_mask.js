@@ -11,7 +11,7 @@ class Mask extends View {
 
 	constructor() {
 		super();
-		Object.assign(this, {brush: 3, erase: false, zoom: 0, at: null, painted: 0, past: [], future: []});
+		Object.assign(this, {brush: 3, erase: false, zoom: 0, at: null, painted: 0, past: [], future: [], fingers: new Map()});
 	}
 
 	get canvas() {
@@ -35,6 +35,10 @@ class Mask extends View {
 		}
 		this.canvas.style.width = `${this.size * this.shownZoom}px`;
 		this.paint();
+	}
+
+	get mostZoom() {
+		return Math.max(2, Math.round(960 / this.size));
 	}
 
 	get shownZoom() {
@@ -104,11 +108,34 @@ class Mask extends View {
 		event.preventDefault();
 		this.canvas.focus();
 		this.canvas.setPointerCapture(event.pointerId);
+		this.fingers.set(event.pointerId, [event.clientX, event.clientY]);
+		if (this.fingers.size > 1) return this.pinch();
 		this.last = this.place(event);
 		this.change(() => this.dot(...this.last));
 	}
 
+	// Two fingers zoom and move the picture. The dot that the first of them made is taken back.
+	pinch() {
+		if (this.last) this.bits = this.past.pop();
+		this.last = null;
+		this.count();
+		this.pinched = {...this.spread(), zoom: this.shownZoom};
+	}
+
+	spread() {
+		const [[ax, ay], [bx, by]] = [...this.fingers.values()];
+		return {far: Math.hypot(ax - bx, ay - by), middle: [(ax + bx) / 2, (ay + by) / 2]};
+	}
+
 	move(event) {
+		if (this.fingers.has(event.pointerId)) this.fingers.set(event.pointerId, [event.clientX, event.clientY]);
+		if (this.fingers.size > 1 && this.pinched) {
+			const {far, middle} = this.spread(), before = this.pinched;
+			this.zoom = Math.min(this.mostZoom, Math.max(1, Math.round((before.zoom * far) / before.far)));
+			this.querySelector(".scroll").scrollBy(before.middle[0] - middle[0], before.middle[1] - middle[1]);
+			before.middle = middle;
+			return;
+		}
 		if (!this.last) return;
 		// All places since the last event, so that a quick stroke has no gaps.
 		for (const one of event.getCoalescedEvents?.().length ? event.getCoalescedEvents() : [event]) {
@@ -119,7 +146,9 @@ class Mask extends View {
 		this.paint();
 	}
 
-	up() {
+	up(event) {
+		this.fingers.delete(event.pointerId);
+		if (!this.fingers.size) this.pinched = null;
 		if (!this.last) return;
 		this.last = null;
 		this.count();
@@ -159,12 +188,12 @@ class Mask extends View {
 			<button type="button" aria-pressed=${!this.erase} @click=${() => (this.erase = false)}>Brush</button>
 			<button type="button" aria-pressed=${this.erase} @click=${() => (this.erase = true)}>Eraser</button>
 			<label>size <input type="range" min="1" max=${Math.max(2, Math.round(this.size / 2))} .value=${String(this.brush)} @input=${(e) => (this.brush = Number(e.target.value))}></label>
-			<label>zoom <input type="range" min="1" max=${Math.max(2, Math.round(960 / this.size))} .value=${String(this.shownZoom)} @input=${(e) => (this.zoom = Number(e.target.value))}></label>
+			<label>zoom <input type="range" min="1" max=${this.mostZoom} .value=${String(this.shownZoom)} @input=${(e) => (this.zoom = Number(e.target.value))}></label>
 			<button type="button" ?disabled=${!this.past.length} @click=${() => this.step(this.past, this.future)}>Undo</button>
 			<button type="button" ?disabled=${!this.future.length} @click=${() => this.step(this.future, this.past)}>Redo</button>
 			<button type="button" @click=${() => this.fill("clear")}>Clear</button><button type="button" @click=${() => this.fill("invert")}>Invert</button></div>
 			<div class="scroll"><canvas width=${this.size} height=${this.size} tabindex="0" role="application" aria-label="Image to paint a mask on: arrows move, space paints, shift and arrows draw, e switches the eraser, brackets change the size, z undoes"
-				@pointerdown=${(e) => this.down(e)} @pointermove=${(e) => this.move(e)} @pointerup=${() => this.up()} @pointercancel=${() => this.up()} @keydown=${(e) => this.key(e)}></canvas></div>
+				@pointerdown=${(e) => this.down(e)} @pointermove=${(e) => this.move(e)} @pointerup=${(e) => this.up(e)} @pointercancel=${(e) => this.up(e)} @keydown=${(e) => this.key(e)}></canvas></div>
 			<p class="soft">${this.painted ? `${this.painted} of ${this.size * this.size} pixels are drawn anew, the others stay` : "Paint over what is to be drawn anew."}</p></div>`;
 	}
 }
