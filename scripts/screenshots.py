@@ -3,7 +3,7 @@
     python scripts/screenshots.py RUNS
 
 serves that folder, opens it in a real Chromium, and writes docs/page-*.png. The newest run that is not running is shown
-alone, and it and the next are compared. Needs `unfog[dev]` and Debian's chromium.
+alone and drawn from, and it and the next are compared. Needs `unfog[dev]` and Debian's chromium.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
-from browsers import WatchedPage, open_browser, serving  # noqa: E402
+from browsers import WatchedPage, open_browser, serving, wait_for  # noqa: E402
 
 LARGEST = 150_000  # bytes of each
 DESKTOP, PHONE = {"width": 1200, "height": 860}, {"width": 390, "height": 800}
@@ -59,6 +59,37 @@ def main() -> None:
         page.wait_for_timeout(500)
         page.evaluate("document.getElementById('Samples').scrollIntoView()")
         save(page, "phone")
+        for scheme, name in (("light", "playground"), ("dark", "playground-dark")):
+            page = WatchedPage(browser, viewport=DESKTOP, color_scheme=scheme).page
+            page.goto(f"{address}#/draw/{one}")
+            draw(page, dark=scheme == "dark")
+            save(page, name)
+
+
+def draw(page, dark: bool) -> None:
+    """Draw pictures, and look at a step half-way; in the dark, paint into one of them, with the levels in sight."""
+    state = "document.querySelector('unfog-playground').job"
+    page.wait_for_selector(".controls button.accent")
+    page.click(".controls button.accent")
+    wait_for(lambda: page.evaluate(f"{state}?.state === 'done'"), 120)
+    if not dark:
+        page.focus(".scrub input")
+        for _ in range(9):
+            page.keyboard.press("ArrowLeft")
+        return
+    page.click("text=Levels of this drawing")
+    page.click("text=Take these levels")
+    page.click("text=Paint into it")
+    page.wait_for_selector(".mask canvas")
+    box = page.locator(".mask canvas").bounding_box()
+    page.mouse.move(box["x"] + 60, box["y"] + 90)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 160, box["y"] + 110, steps=5)
+    page.mouse.up()
+    before = page.evaluate(f"{state}.job")
+    page.click(".controls button.accent")
+    wait_for(lambda: page.evaluate(f"{state}.job !== {before} && {state}.state === 'done'"), 120)
+    page.evaluate("scrollTo(0, 0)")
 
 
 if __name__ == "__main__":

@@ -205,7 +205,11 @@ def test_a_finger_paints_and_two_fingers_zoom(browser, address):
 
 
 @pytest.mark.exhaustive
-def test_levels_are_dragged_and_moved_by_keys(page):
+def test_levels_are_dragged_and_moved_by_keys(page, address):
+    run = page.evaluate(f"{PLAYGROUND}.run")
+    page.goto(f"{address}#/draw/{run}")  # as from the page of a run
+    page.reload()
+    page.wait_for_selector(".controls button.accent")
     draw(page, Pictures=1, Steps=5)
     page.click("text=Levels of this drawing")
     page.click("text=Take these levels")

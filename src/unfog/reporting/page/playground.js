@@ -132,7 +132,7 @@ class Playground extends View {
 		this.error = "";
 		keep({form: JSON.stringify(this.settings)});
 		try {
-			const body = {run: this.run, settings: this.settings, ...(await this.edited())};
+			const body = {run: Number(this.run), settings: this.settings, ...(await this.edited())};
 			if (!body.mask) delete body.settings.repeats;
 			const job = await this.data.post("api/draw", body);
 			if (this.job?.job !== job.job) this.past = [...this.past, this.job?.job].filter(Boolean).slice(-100);
@@ -218,7 +218,7 @@ class Playground extends View {
 				this.grid.cells.push(cell);
 				try {
 					const settings = {...this.settings, n: 1, [columns[0]]: column, ...(rows[0] ? {[rows[0]]: row} : {})};
-					Object.assign(cell, await this.data.post("api/draw", {run: this.run, settings, ...inputs}));
+					Object.assign(cell, await this.data.post("api/draw", {run: Number(this.run), settings, ...inputs}));
 				} catch (error) {
 					Object.assign(cell, {state: "failed", error: error.message});
 				}

@@ -26,7 +26,7 @@ class Blind extends View {
 		const steps = this.detail.checkpoints;
 		try {
 			const [first, second] = await Promise.all([this.a ?? steps[0], this.b ?? steps.at(-1)].map((checkpoint) =>
-				this.data.post("api/draw", {run: this.run, settings: {...this.settings, checkpoint, ema: null, strength: null, repeats: null}})));
+				this.data.post("api/draw", {run: Number(this.run), settings: {...this.settings, checkpoint, ema: null, strength: null, repeats: null}})));
 			if (first.job === second.job) throw new Error("choose two different checkpoints");
 			Object.assign(this, {first, second, said: "", at: 0});
 			const order = [...Array(first.settings.n).keys()];
