@@ -92,11 +92,7 @@ class Objective:
         """
         importance = None
         if u is None:
-            u = draw_rows(len(x0), lambda n: _stratified(n, x0.device, self.interleaved))
-            # After u is drawn, so that the same random numbers are used with and without importance.
-            if self.levels is not None and self.diffusion.adaptive:
-                divided = isinstance(self.diffusion.weighting, Uncertainty)
-                u, importance = self.levels.draw(u, self.diffusion.adaptive, divided)
+            u, importance = self._draw_levels(x0)
         noise = draw_rows(len(x0), lambda n: _normal_like(x0, n)) if noise is None else noise
         if label is not None and self.label_dropout > 0:
             hide = draw_rows(len(x0), lambda n: torch.rand(n, device=x0.device)) < self.label_dropout
@@ -117,6 +113,14 @@ class Objective:
         if importance is not None:
             loss = loss * importance
         return Loss(loss, u, null_loss, None if loss is error else error.detach(), importance)
+
+    def _draw_levels(self, x0: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return noise quantiles u [B] for the images x0, and their importance [B] if they are not drawn evenly."""
+        u = draw_rows(len(x0), lambda n: _stratified(n, x0.device, self.interleaved))
+        if self.levels is None or not self.diffusion.adaptive:
+            return u, None
+        # After u is drawn, so that the same random numbers are used with and without importance.
+        return self.levels.draw(u, self.diffusion.adaptive, isinstance(self.diffusion.weighting, Uncertainty))
 
     def at(
         self, network: Network, x0: Tensor, label: Tensor | None, logsnr: Tensor, noise: Tensor

@@ -203,13 +203,8 @@ def compute_features(
         make_room()
     if folder is not None and world > 1:
         barrier()
-        for first in starts:
-            chunk = found[first] if first in found else _load(folder, first, len(pixels))
-            if chunk is None:
-                raise RunError(
-                    f"{_chunk(folder, first)} of another process is missing; UNFOG_CACHE must be a folder they share"
-                )
-            found[first] = chunk
+        others = [first for first in starts if first not in found]
+        found |= {first: _of_other_process(folder, first, len(pixels)) for first in others}
     if folder is not None:
         release(folder)
     return torch.cat([found[first] for first in starts])
@@ -267,6 +262,14 @@ def _load(folder: Path, first: int, count: int) -> Tensor | None:
         if x.dtype == torch.float32 and x.ndim == 2 and whole and bool(x.isfinite().all()):
             return x
     return None
+
+
+def _of_other_process(folder: Path, first: int, count: int) -> Tensor:
+    if (chunk := _load(folder, first, count)) is None:
+        raise RunError(
+            f"{_chunk(folder, first)} of another process is missing; UNFOG_CACHE must be a folder they share"
+        )
+    return chunk
 
 
 def _keep(folder: Path, first: int, chunk: Tensor, features: Features, must: bool) -> None:

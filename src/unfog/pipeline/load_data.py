@@ -56,8 +56,24 @@ def load_images(
         few: only a few images are needed, so a large set that is not in the cache is decoded on demand.
         lost: name -> reason of the shards that the run continued without; None for a new run.
     """
-
     config = apply_autoencoder_settings(config)
+    source, dataset = _read_source(config, stop, few, lost)
+    _report(config, source, dataset, few)
+    config = replace(
+        config,
+        source=source.resolved,  # so that a resume finds it from anywhere
+        data=replace(dataset.settings, cache=config.data.cache) if few else dataset.settings,
+        classes=tuple(printable(name) for name in dataset.train.classes),
+        fingerprint=dataset.train.fingerprint,
+    )
+    to_toml(config)  # what cannot be stored raises here, before anything is trained
+    return add_latents(dataset, config, stop, few)
+
+
+def _read_source(
+    config: Config, stop: StopSignals, few: bool, lost: Mapping[str, str] | None
+) -> tuple[Source, Dataset]:
+    """Open and decode the source of a run, with progress; arguments are those of `load_images`."""
     if config.source.startswith(PYTHON):  # a run's settings may be somebody else's
         say(f"  source: imports and runs {config.source.removeprefix(PYTHON)}, as these settings ask for")
     # Only a run that continues may do without shards that it had at its beginning.
@@ -69,6 +85,11 @@ def load_images(
         wanted = config.training.images or config.training.steps * config.training.batch
         data = replace(config.data, cache="auto") if few else config.data
         dataset = prepare(source, data, stop.watching(progress), 1 if few else wanted, config.fingerprint)
+    return source, dataset
+
+
+def _report(config: Config, source: Source, dataset: Dataset, few: bool) -> None:
+    """Print what was read, where it is kept, and what may not be as it was meant."""
     say(dataset.report.line())
     if dataset.placement and not few:
         say(f"  cache: {dataset.placement}")
@@ -88,12 +109,3 @@ def load_images(
         warn(warning)
     _warn_of_no_effect(config.data, dataset)
     _report_splits(source.names)
-    config = replace(
-        config,
-        source=source.resolved,  # so that a resume finds it from anywhere
-        data=replace(dataset.settings, cache=config.data.cache) if few else dataset.settings,
-        classes=tuple(printable(name) for name in dataset.train.classes),
-        fingerprint=dataset.train.fingerprint,
-    )
-    to_toml(config)  # what cannot be stored raises here, before anything is trained
-    return add_latents(dataset, config, stop, few)

@@ -35,6 +35,7 @@ from unfog.reporting.records import read_events, read_metrics
 from unfog.runs.previews import Previews
 from unfog.runs.ranks import RunContext
 from unfog.training.learning_rate import Plan
+from unfog.training.settings import Evaluate
 
 MIN_SAMPLES, _MAX_SAMPLES, _MAX_REFERENCE = 100, 5000, 10_000  # limits of what is chosen automatically
 _TARGET_TIMES = 5  # evaluations with metrics in a run, if the share of time permits
@@ -82,6 +83,12 @@ def resolve_metrics(auto: AutoSettings, images: ImageSet, device: torch.device) 
         return samples * (costs.sample + costs.features) + metrics
 
     chosen, each = _fit_to_budget(config, len(images), costs, allowed, once)
+    _adopt_metrics(auto, chosen, each / costs.training)
+
+
+def _adopt_metrics(auto: AutoSettings, chosen: Evaluate, each: float) -> None:
+    """Take settings of the metrics that take `each` of the arithmetic of training each time; warn if they take none."""
+    config, evaluate = auto.config, auto.config.evaluate
     auto.config = replace(config, evaluate=chosen)
     share, best = f"at most {evaluate.share:.2g} of the arithmetic of training", "held_out_loss"
     if chosen.metrics_every < 0:
@@ -89,13 +96,13 @@ def resolve_metrics(auto: AutoSettings, images: ImageSet, device: torch.device) 
         auto.config = replace(config, evaluate=replace(chosen, best=best))
         warn(
             f"{' and '.join(chosen.metrics)} will not be measured during training: {chosen.samples} samples "
-            f"would take {each / costs.training:.2g} of the arithmetic of training, and --evaluate.share "
+            f"would take {each:.2g} of the arithmetic of training, and --evaluate.share "
             f"allows {evaluate.share:.2g}{instead}. Give a higher --evaluate.share, or measure afterwards: "
             "unfog evaluate RUN"
         )
         return
     what = f"{chosen.samples} samples against {chosen.reference} training images, every {chosen.metrics_every} steps"
-    reason = f"{each / costs.training:.2g} each time; {share} in all"
+    reason = f"{each:.2g} each time; {share} in all"
     auto.choices.append(Choice("evaluate.metrics", what, reason))
 
 

@@ -52,6 +52,17 @@ class TrainState:
     rate. `updates` counts the optimiser steps that were taken; a skipped step advances `seen` and not `updates`.
     """
 
+    in_host_memory = False
+    """Whether the tensors are a copy in host memory already, which a snapshot may keep."""
+    ema_history_known = True
+    """Whether both EMAs had their schedules since the beginning, so that other EMAs can be rebuilt from them."""
+    seen = 0
+    updates = 0
+    microbatch = 0
+    """Images of a forward pass if memory did not suffice for as many as the settings say; else 0."""
+    best: float | None = None
+    """Best value so far of the metric that chooses the best checkpoint, since it is measured as it is now."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -72,20 +83,10 @@ class TrainState:
         self.ema = Ema(model, ema)
         self.second_ema = Ema(model, second) if second else None
         """Its snapshots, together with those of `ema`, rebuild EMAs of any length."""
-        self.in_host_memory = False
-        """Whether the tensors are a copy in host memory already, which a snapshot may keep."""
-        self.ema_history_known = True
-        """Whether both EMAs had their schedules since the beginning, so that other EMAs can be rebuilt from them."""
-        self.seen = 0
-        self.updates = 0
-        self.microbatch = 0
-        """Images of a forward pass if memory did not suffice for as many as the settings say; else 0."""
         self.due: list[str] = []
         """Hooks still to be called after the last step: evaluate, log, averages, preview, save, keep the best."""
         self.last: dict[str, float] = {}
         """Numbers of the last step: gradient_norm, lr, and the best checkpoint's metric if it was measured."""
-        self.best: float | None = None
-        """Best value so far of that metric, since it is measured as it is now."""
         self.settings_digests: dict[str, str] = {}
         """Digests of settings, by purpose: see `settings_digests` in `config.resume_rules`. "best" begins with the
         name of the metric by which the best checkpoint is chosen."""

@@ -85,16 +85,7 @@ def check_run(folder: RunFolder, device: str = "auto", samples: int = 64) -> lis
     findings: list[Finding] = []
     relative = pixelwise = None
     if weights is not None and prepared is not None:
-        try:
-            findings, relative, pixelwise = _check_losses(record, weights, prepared, skipped)
-            if samples > 0:
-                # While next to nothing is learned, remedies for colours or contrast of samples would mislead.
-                unready = "train longer first" if pixelwise > 0.9 else ""
-                if weights.step < 0.2 * record.steps:
-                    unready = "continue training; it is too early to tell"
-                findings += _check_samples(weights, prepared, samples, unready, skipped)
-        except torch.OutOfMemoryError:
-            skipped.append(f"checks of the weights, as {where} has too little memory free (try --device cpu)")
+        findings, relative, pixelwise = _check_weights(record, weights, prepared, samples, skipped)
     memorized = any(f.code in ("run.memorised", "run.overfitting") and f.severity == "warning" for f in findings)
     usual_lr = _usual_learning_rate(folder, config)
     findings = [
@@ -166,6 +157,25 @@ def _usual_learning_rate_of(config: Config) -> float | None:
     parameters = sum(p.numel() for p in build_network(config).parameters())
     tuned = bool(config.init.folder)
     return default_learning_rate(parameters, config.training.batch, config.network, method, tuned)
+
+
+def _check_weights(
+    record: RunRecord, weights: _Weights, prepared: Dataset, samples: int, skipped: list[str]
+) -> tuple[list[Finding], float | None, float | None]:
+    """Check losses, and so many samples. Returns the same as `_check_losses`; None where memory did not suffice."""
+    findings: list[Finding] = []
+    relative = pixelwise = None
+    try:
+        findings, relative, pixelwise = _check_losses(record, weights, prepared, skipped)
+        if samples > 0:
+            # While next to nothing is learned, remedies for colours or contrast of samples would mislead.
+            unready = "train longer first" if pixelwise > 0.9 else ""
+            if weights.step < 0.2 * record.steps:
+                unready = "continue training; it is too early to tell"
+            findings += _check_samples(weights, prepared, samples, unready, skipped)
+    except torch.OutOfMemoryError:
+        skipped.append(f"checks of the weights, as {weights.device} has too little memory free (try --device cpu)")
+    return findings, relative, pixelwise
 
 
 def _check_losses(
