@@ -9,7 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from unfog.data import device_stream
 from unfog.data.dataset import ImageSet, evenly_spaced
+from unfog.data.device_stream import DeviceStream, fits_device, open_device_stream
 from unfog.data.permutation import epoch_keys, permute
 from unfog.data.stream import ImageStream
 from unfog.errors import RequestError
@@ -139,3 +141,27 @@ def test_what_is_spread_has_both_ends_and_gaps_that_differ_by_one_at_most(n: int
 
 def test_what_is_spread_is_rounded_to_the_nearest() -> None:
     assert evenly_spaced(100, 8).tolist() == [0, 14, 28, 42, 57, 71, 85, 99]
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_images_on_a_device_are_those_of_the_stream(labelled, monkeypatch):
+    """Over epochs, in and between the parts that rows and pixels are copied in, and back again as after a resume."""
+    monkeypatch.setattr(device_stream, "_WINDOW", 20)
+    monkeypatch.setattr(device_stream, "_CHUNK", 300)
+    stream = ImageStream(images(50, labelled), 3)
+    kept = DeviceStream(stream, torch.device("cpu"))
+    for first, size in ((0, 8), (8, 8), (16, 8), (48, 5), (130, 25), (7, 1), (2**60, 4)):
+        mine, theirs = kept.batch(first, size), stream.batch(first, size)
+        assert torch.equal(mine.pixels, theirs.pixels)
+        assert torch.equal(mine.index, theirs.index)
+        assert mine.first == theirs.first
+        assert (mine.label is None) == (theirs.label is None) == (not labelled)
+        assert not labelled or torch.equal(mine.label, theirs.label)
+
+
+def test_only_a_gpu_keeps_images_and_only_few():
+    stream = ImageStream(images(50), 0)
+    assert open_device_stream(stream, torch.device("cpu"), 10**12) is stream
+    assert open_device_stream(stream, torch.device("cuda"), 1000) is stream  # of which 800 bytes are too much
+    assert fits_device(50, 1000)
+    assert not fits_device(51, 1000)

@@ -17,7 +17,7 @@ from unfog.training.distributed import process_group
 
 FOLDER = Path(__file__).parent / "fake_cuda"
 THE_WAIT = "training/distributed/coordination.py"  # where a step reads its loss and the norm of its gradient
-STEPS = ("unet fp16", "latents", "autoencoder")
+STEPS = ("unet fp16", "latents", "autoencoder", "kept images", "kept latents")
 SAMPLERS = ("sampler ddpm", "sampler guided within")
 PLANTED = {
     "planted item": "item @",
@@ -84,7 +84,11 @@ def check_step(result):
     assert sum(result["waits"].values()) == result["steps"], result["waits"]
     assert all(wait.startswith(f"tolist @ {THE_WAIT}") for wait in result["waits"])
     assert result["faults"] == {}
-    assert result["copies"], "the images of the step were not seen"
+    if result["name"].startswith("kept images"):
+        assert result["copies"] == {}, "the images were copied"
+    elif not result["name"].startswith("kept"):
+        assert result["copies"], "the images of the step were not seen"
+        assert result["named"]["read ahead"] >= 1, "the next images were not read before the wait"
     check_kernels(result)
 
 

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 from unfog.config.presets import preset
 from unfog.config.toml import update
 from unfog.data.dataset import ImageSet
+from unfog.data.device_stream import DeviceStream
 from unfog.data.stream import ImageStream
 from unfog.device_copies import to_device
 from unfog.diffusion import ddpm, denoiser, likelihood, sampler, steps, variance
@@ -63,10 +64,12 @@ class _Stopping(TrainingHooks):
 class _FakeStream(ImageStream):
     """A stream whose batches are fake tensors of the CPU."""
 
-    mode = None
+    mode = watch = None
+    seen = staticmethod(int)
 
     def batch(self, first, size):
         real = super().batch(first, size)
+        self.watch().named["read ahead"] += first >= self.seen() + BATCH
         label = None if real.label is None else self.mode.from_tensor(real.label)
         return type(real)(real.first, self.mode.from_tensor(real.pixels), label, real.index)
 
@@ -87,11 +90,12 @@ def _on_device(fake, config):
     fake.set(torch.nn.Module, "to", moved)
 
 
-def step_of(config, latents=False, mutate=lambda state: None, plant=None, snapshot=False, resumed=False):
+def step_of(config, latents=False, mutate=lambda state: None, plant=None, snapshot=False, resumed=False, kept=False):
     """Return what `STEPS` steps of the real loop do, after a first one; or what a snapshot does after them.
 
     `plant` is called with the loss of each micro-batch and its images; `mutate` with the state before training. A
-    state that is `resumed` is read from a checkpoint that the CPU wrote after its first step.
+    state that is `resumed` is read from a checkpoint that the CPU wrote after its first step. Images that are `kept` are
+    on the device from the start.
     """
     stored = _checkpoint_of(config) if resumed else None
     with FakeCuda() as fake:
@@ -107,7 +111,7 @@ def step_of(config, latents=False, mutate=lambda state: None, plant=None, snapsh
                 _resume(fake, state, stored)
             mutate(state)
             stream = _FakeStream(ImageSet(pixels, labels, ["image"] * 64, config.classes), 0)
-            stream.mode = fake.mode
+            stream.mode, stream.watch, stream.seen = fake.mode, lambda: fake.watch, lambda: state.seen
             loss_function = build.build_loss(config, state.levels)
 
             def loss(network, x0, label, condition):
@@ -116,7 +120,8 @@ def step_of(config, latents=False, mutate=lambda state: None, plant=None, snapsh
                     plant(loss.per_image, x0)
                 return loss
 
-            task = Task(stream, build.build_augmentation(config), loss)
+            images = DeviceStream(stream, DEVICE) if kept else stream
+            task = Task(images, build.build_augmentation(config), loss)
             hooks = _Stopping()
             for steps in (1, STEPS):
                 hooks.until += steps
@@ -297,6 +302,8 @@ CASES = {
     "dit bf16": lambda: step_of(config_of(DIT)),
     "dit fp32 adamw": lambda: step_of(config_of(DIT, "fp32", **ADAMW)),
     "latents": lambda: step_of(_latent_config(), latents=True),
+    "kept images": lambda: step_of(config_of(SMALL, classes=("a", "b")), kept=True),
+    "kept latents": lambda: step_of(_latent_config(), latents=True, kept=True),
     "snapshot": lambda: step_of(config_of(SMALL), snapshot=True),
     "planted item": lambda: step_of(config_of(SMALL), plant=lambda loss, x0: loss.sum().item()),
     "planted bool": lambda: step_of(config_of(SMALL), plant=lambda loss, x0: bool(loss.sum() > 1)),

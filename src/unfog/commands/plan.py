@@ -13,6 +13,7 @@ from unfog.config.requests import PlanRequest
 from unfog.config.schema import Config
 from unfog.config.validate import check_request
 from unfog.data.dataset import Dataset
+from unfog.data.device_stream import fits_device, nbytes
 from unfog.errors import RequestError
 from unfog.pipeline.load_data import load_images
 from unfog.planning.auto_settings import AutoSettings, Machine
@@ -23,7 +24,7 @@ from unfog.planning.memory_estimate import MemoryEstimate, MemoryEstimator
 from unfog.planning.memory_trace import CUDA_CONTEXT
 from unfog.planning.microbatch import MARGIN, rooms_per_process, with_precision
 from unfog.planning.timing import TOO_SLOW, benchmark_cpu, decoded_images, run_times, seconds_per_call
-from unfog.process.device import available_memory, choose_device
+from unfog.process.device import available_memory, choose_device, total_memory
 from unfog.process.signals import StopSignals
 from unfog.reporting.findings import Finding, has_fatal, print_findings
 from unfog.reporting.notebook_html import preformatted
@@ -61,6 +62,8 @@ class Plan:
     times: dict[str, TimeRange]
     """Seconds of each part: step, training, previews, evaluations, total, and of generating samples."""
     disk: tuple[str, ...]
+    transfer: str
+    """How training images reach a GPU; "" on other devices."""
     findings: tuple[Finding, ...]
     compiling: str = ""
     """What compiling costs and gains; "" if it is not asked for."""
@@ -89,6 +92,7 @@ class Plan:
             *self._time_rows(),
             *([("compiling", self.compiling)] * bool(self.compiling)),
             *(("disk", line) for line in self.disk),
+            *((("images", self.transfer),) if self.transfer else ()),
         ]
         return [title, *(f"  {name:<22} {text}" for name, text in rows)]
 
@@ -128,6 +132,7 @@ class Plan:
             "seconds": json_values(self.times),
             "compiling": self.compiling,
             "disk": list(self.disk),
+            "transfer": self.transfer,
             "findings": [{**{name: getattr(f, name) for name in _OF_FINDING}, **f.facts} for f in self.findings],
         }
 
@@ -171,6 +176,7 @@ def plan(request: PlanRequest) -> Plan:
         available,
         times,
         tuple(disk),
+        _describe_transfer(auto.config, device, target, dataset),
         tuple(fatal + findings),
         auto.describe_compiling(),
     )
@@ -226,6 +232,18 @@ def _step_and_call_time(auto: AutoSettings) -> tuple[TimeRange, TimeRange]:
         return _UNKNOWN, _UNKNOWN
     step, call = auto.seconds_per_step(), seconds_per_call(config, device) / count
     return TimeRange(step, step), TimeRange(call, call)
+
+
+def _describe_transfer(config: Config, device: torch.device, target: Device | None, dataset: Dataset) -> str:
+    """Return a line on whether a run keeps its images on the GPU, as `open_device_stream` decides; "" without one."""
+    if device.type != "cuda":
+        return ""
+    size = nbytes(dataset.as_network_input.train)
+    if config.data.cache == "none":
+        return "decoded while training, and copied to the GPU one batch ahead"
+    if fits_device(size, target.memory if target else total_memory(device)):
+        return f"kept on the GPU, {format_bytes(size)}, so that a step copies none"
+    return f"copied to the GPU one batch ahead: {format_bytes(size)} are too much to be kept there"
 
 
 def _image_memory_findings(images: int) -> list[Finding]:

@@ -16,9 +16,11 @@ import torch
 
 from unfog.config.schema import Config
 from unfog.data.dataset import ImageSet
+from unfog.data.device_stream import DeviceStream, open_device_stream
 from unfog.data.stream import ImageStream
 from unfog.pipeline.build import build_augmentation, build_loss, build_state, zero_batch
-from unfog.process.device import synchronize
+from unfog.process.device import synchronize, total_memory
+from unfog.training.distributed.process_group import processes_per_gpu
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import LoopSettings, train
 
@@ -39,6 +41,13 @@ class _StepLimit(TrainingHooks):
         return self.left <= 0
 
 
+def open_task_stream(stream: ImageStream, device: torch.device) -> ImageStream | DeviceStream:
+    """Return the stream that the loop reads: on a GPU that it is small beside, one whose images are kept there."""
+    if device.type != "cuda":
+        return stream
+    return open_device_stream(stream, device, total_memory(device) // processes_per_gpu())
+
+
 class TrialTraining:
     """A fresh training state that goes on for as many steps as are asked for. Records nothing, saves nothing.
 
@@ -48,7 +57,7 @@ class TrialTraining:
     def __init__(self, config: Config, images: ImageSet, device: torch.device):
         self.device, training = device, config.training
         self.state = build_state(config, device)
-        stream = ImageStream(images, training.seed)
+        stream = open_task_stream(ImageStream(images, training.seed), device)
         self._task = Task(stream, build_augmentation(config), build_loss(config, self.state.levels))
         # A length that is never reached: the hooks end the loop.
         self._settings = LoopSettings(replace(training, images=10**9 * training.batch), config.optimizer)

@@ -16,6 +16,7 @@ from unfog.config.toml import to_toml
 from unfog.data.stream import ImageStream
 from unfog.errors import LostProcess
 from unfog.pipeline.build import build_augmentation, build_intervals, build_loss
+from unfog.planning.trial_training import open_task_stream
 from unfog.process.device import choose_device
 from unfog.process.heartbeat import Heartbeat
 from unfog.process.run_folder import RunFolder
@@ -113,7 +114,11 @@ def run_training_loop(
                 # Otherwise each rank would prefetch the images of all of them.
                 stream.prefetch_share(own.start, len(own), config.training.batch, state.seen)
             settings = LoopSettings(config.training, config.optimizer, build_intervals(config, state))
-            task = Task(stream, build_augmentation(config), build_loss(config, state.levels))
+            task = Task(
+                open_task_stream(stream, state.precision.device),
+                build_augmentation(config),
+                build_loss(config, state.levels),
+            )
             train(settings, state, task, hooks, world)
             CoordinatedHooks(hooks, world).finish(state)
         except RuntimeError as error:

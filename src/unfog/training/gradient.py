@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
@@ -138,6 +138,8 @@ class GradientComputer:
     stopwatch: Stopwatch
     network: nn.Module
     """The network as wrapped for data parallelism."""
+    _ahead: dict[tuple[int, int], tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+    """Images of the next step on a GPU, with their labels, by position and count; at most one entry."""
 
     @property
     def _step(self) -> int:
@@ -146,11 +148,7 @@ class GradientComputer:
     def forward(self, batch: _MicroBatch, network: nn.Module) -> Loss:
         """Return the losses of a micro-batch, always the same for the same weights."""
         self.world.set_phase("data", self._step)
-        with self.stopwatch.waiting_for_data():
-            images = self.task.stream.batch(batch.first, batch.images)
-        device = self.state.precision.device
-        pixels = to_device(images.pixels, device)
-        label = None if images.label is None else to_device(images.label, device)
+        pixels, label = self._ahead.pop((batch.first, batch.images), None) or self._read(batch.first, batch.images)
         self.world.set_phase("forward", self._step)
         # By the first image that noise is drawn for, which may be another rank's: a split then changes no number.
         seed_generators(self.settings.seed, batch.rng_first)
@@ -160,6 +158,21 @@ class GradientComputer:
             called = _with_own_seed(network, self.settings.seed, batch.first) if batch.is_split else network
             with self.state.precision.autocast():
                 return self.task.loss_function(called, x0, label, condition)
+
+    def _read(self, first: int, count: int) -> tuple[Tensor, Tensor | None]:
+        """Return images and labels at these positions, on the device."""
+        with self.stopwatch.waiting_for_data():
+            images = self.task.stream.batch(first, count)
+        device = self.state.precision.device
+        return to_device(images.pixels, device), None if images.label is None else to_device(images.label, device)
+
+    def _read_ahead(self, first: int, count: int) -> None:
+        """Read and copy images of the next step while a GPU computes this one, before the host waits for it."""
+        self._ahead.clear()
+        if self.state.precision.device.type == "cuda":
+            # What cannot be read is reported once it is needed: the run may end before.
+            with suppress(Exception):
+                self._ahead[first, count] = self._read(first, count)
 
     def compute(self, hooks: TrainingHooks, rng_size: int | None = None) -> Gradient:
         """Leave the gradient of the mean loss over the next batch in the parameters. Interrupted if `hooks` stop it.
@@ -185,6 +198,7 @@ class GradientComputer:
                 # DDP has not averaged this gradient yet, so it is `size` times as long as its share of the mean.
                 times = world.size if world.shards is None else 1
                 first_square = _squared_gradient_norm(state.optimizer) / times**2
+        self._read_ahead(batches[0].first + self.settings.batch, batches[0].images)
         return Gradient(batches, losses, first_square)
 
     def _forward_backward(self, batch: _MicroBatch, last: bool, counts: bool) -> Loss:
