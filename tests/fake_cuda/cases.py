@@ -94,8 +94,8 @@ def step_of(config, latents=False, mutate=lambda state: None, plant=None, snapsh
     """Return what `STEPS` steps of the real loop do, after a first one; or what a snapshot does after them.
 
     `plant` is called with the loss of each micro-batch and its images; `mutate` with the state before training. A
-    state that is `resumed` is read from a checkpoint that the CPU wrote after its first step. Images that are `kept` are
-    on the device from the start.
+    state that is `resumed` is read from a checkpoint that the CPU wrote after its first step. Images that are `kept`
+    are on the device from the start.
     """
     stored = _checkpoint_of(config) if resumed else None
     with FakeCuda() as fake:

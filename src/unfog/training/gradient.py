@@ -148,7 +148,8 @@ class GradientComputer:
     def forward(self, batch: _MicroBatch, network: nn.Module) -> Loss:
         """Return the losses of a micro-batch, always the same for the same weights."""
         self.world.set_phase("data", self._step)
-        pixels, label = self._ahead.pop((batch.first, batch.images), None) or self._read(batch.first, batch.images)
+        place = batch.first, batch.images
+        pixels, label = self._ahead.pop(place) if place in self._ahead else self._read(*place)
         self.world.set_phase("forward", self._step)
         # By the first image that noise is drawn for, which may be another rank's: a split then changes no number.
         seed_generators(self.settings.seed, batch.rng_first)
