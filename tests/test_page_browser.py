@@ -36,6 +36,13 @@ DRAWN = """[...document.querySelectorAll('unfog-chart canvas')].every((canvas) =
   return colours.size > 5;
 })"""
 
+# Messages of the system are noted, as there is no desktop to show them.
+NOTIFICATIONS = """window.told = []; window.Notification = class {
+  static permission = 'default';
+  static async requestPermission() { return (this.permission = 'granted'); }
+  constructor(title) { told.push(title); }
+};"""
+
 
 def make_run(path, lr, steps=200):
     """A run folder as training writes it, with a trouble, previews and numbers with their errors."""
@@ -197,7 +204,11 @@ def test_two_runs_are_compared(browser, address):
     assert "optimizer.lr" in page.inner_text("main")
     page.select_option("text=over", "images")
     assert "x=images" in page.evaluate("location.hash")
+    page.focus(".slider input >> nth=0")
+    page.keyboard.press("Home")
+    assert page.inner_text(".slider b >> nth=0") == "50"  # the first preview
     page.check("input[type=radio] >> nth=1", force=True)  # wiper
+    assert page.inner_text(".slider b >> nth=1") == "50"  # one slider for all runs
     assert page.evaluate("getComputedStyle(document.querySelector('.over img')).clipPath") == "inset(0px 0px 0px 50%)"
     hash_before = page.evaluate("location.hash")
     page.reload()
@@ -272,6 +283,7 @@ def test_a_run_is_watched_and_steered(browser, tmp_path):
         with serving(folder) as (address, _):
             watched = WatchedPage(browser)
             page = watched.page
+            page.add_init_script(NOTIFICATIONS)
             page.goto(address)
             page.click("a:text-is('live')")
             page.wait_for_selector("unfog-chart canvas", timeout=60_000)
@@ -283,8 +295,11 @@ def test_a_run_is_watched_and_steered(browser, tmp_path):
             previews = len(list((folder / "live" / "samples").glob("*.png")))
             page.click("button:text-is('Preview now')")
             wait_for(lambda: len(list((folder / "live" / "samples").glob("*.png"))) > previews)
+            page.click("text=Tell me when runs end")
+            page.wait_for_selector("text=Tell me when runs end ✓")
             page.click("button:text-is('Stop')")
             page.wait_for_selector(".run-head .state.stopped", timeout=60_000)
+            until(page, "told.includes('live: stopped')")
             assert training.wait(60) == 3  # stopped on request
             assert watched.troubles == []
     finally:
@@ -333,7 +348,9 @@ def test_a_run_is_planned_checked_started_checked_again_and_resumed_by_buttons_i
         other.goto(f"{address}{run}")
         other.wait_for_selector("unfog-chart canvas")
         pressed(page, "Run the doctor", "unfog doctor", ".steering")
-        assert other.query_selector("unfog-task") is None  # each tab shows what was started in it
+        assert other.query_selector("unfog-task:has-text('unfog doctor')") is None  # a tab shows what it has asked for
+        other.click("text=Output of the run")  # and what the run itself has written
+        other.wait_for_selector("unfog-task pre:has-text('training')")
         page.click("text=Resume, with changed settings")
         page.wait_for_selector("unfog-form .field")
         assert page.get_attribute("[id='f-resume-training.steps']", "placeholder") == "20"  # what the run has

@@ -124,6 +124,8 @@ def test_every_step_is_seen_and_kept_and_time_can_be_scrubbed(page):
     page.wait_for_timeout(500)
     assert page.evaluate(f"{PLAYGROUND}.jobs.length") == again
     assert "unfog sample" in page.text_content(".copies")
+    page.reload()  # what was drawn is still there
+    until(page, f"{PLAYGROUND}?.jobs.length === {again} && {STATE} === 'done'")
 
 
 @pytest.mark.exhaustive

@@ -73,13 +73,13 @@ export class Store {
 export class ServerData {
 	constructor(base = "./") {
 		Object.assign(this, {base, steers: true, connected: true, stores: new Map(), listeners: new Map(), columns: new Map()});
-		document.addEventListener("visibilitychange", () => (document.hidden ? this.close() : this.open()));
+		document.addEventListener("visibilitychange", () => (document.hidden && !this.staysOpen ? this.close() : this.open()));
 		this.open();
 	}
 
-	// One stream for all views, closed while the tab is hidden: browsers allow six connections in all tabs together.
+	// One stream for all views, closed while the tab is hidden unless it is to tell of ends: browsers allow six connections in all tabs together.
 	open() {
-		if (this.stream || document.hidden) return;
+		if (this.stream || (document.hidden && !this.staysOpen)) return;
 		const stream = (this.stream = new EventSource(this.url("api/stream")));
 		stream.onopen = () => {
 			this.set(true);

@@ -23,7 +23,7 @@ function stored(name, value) {
 }
 
 class Page extends View {
-	static properties = ["data", "connected", "theme", "busy"];
+	static properties = ["data", "connected", "theme", "busy", "notifies"];
 
 	constructor() {
 		super();
@@ -36,9 +36,24 @@ class Page extends View {
 			this.connected = connected;
 			announce(connected ? "The server answers again" : "The server does not answer");
 		});
+		this.data.on("run", (run) => this.tell(run));
+		this.states = new Map();
+		this.notifies = this.data.steers && isSecureContext && "Notification" in window && Notification.permission === "granted" && stored("unfog-notify") === "on";
 		addEventListener("hashchange", () => this.moved());
 		this.applyTheme();
 		zoomFromAddress();
+	}
+
+	// A message of the system when a run ends, also while the tab is hidden: the stream of events then stays open.
+	tell({id, name, state, detail}) {
+		const before = this.states.get(id);
+		this.states.set(id, state);
+		if (this.notifies && before === "running" && state !== "running") new Notification(`${name}: ${state}`, {body: detail, tag: String(id)});
+	}
+
+	async notify() {
+		this.notifies = !this.notifies && (await Notification.requestPermission()) === "granted";
+		stored("unfog-notify", this.notifies ? "on" : "off");
 	}
 
 	moved() {
@@ -63,6 +78,7 @@ class Page extends View {
 			<header class="top"><a class="brand" href="#/">Unfog</a>
 				<nav aria-label="Views">${server || this.data.embedded?.runs.length > 1 ? link("", "Runs") : nothing}${server ? link("start", "Start a run") : nothing}${server ? link("draw", "Draw", view === "run" && ids.length ? `/${ids[0]}` : "") : nothing}</nav><span class="grow"></span>
 				${view === "run" || view === "compare" ? html`<button class="quiet" ?disabled=${this.busy} @click=${this.keepView}>${this.busy ? "Writing …" : "Keep this view"}</button>` : nothing}
+				${server && isSecureContext && "Notification" in window ? html`<button class="quiet" aria-pressed=${Boolean(this.notifies)} @click=${this.notify}>Tell me when runs end${this.notifies ? " ✓" : ""}</button>` : nothing}
 				<label class="theme"><span class="hidden">Theme</span><select @change=${(e) => { this.theme = e.target.value; this.applyTheme(); }}>${["", "light", "dark"].map((name) => html`<option value=${name} ?selected=${name === this.theme}>${name || "auto"}</option>`)}</select></label></header>
 			${this.connected ? nothing : html`<div class="banner" role="alert"><b>The server does not answer.</b> What you see was true a moment ago. The page tries again by itself; if the server was started anew, open the address that it prints.</div>`}
 			<main id="main" tabindex="-1">${this.view(view, ids)}</main>
@@ -99,6 +115,7 @@ class Page extends View {
 	}
 
 	updated() {
+		this.data.staysOpen = this.notifies;
 		const {view} = route();
 		if (this.data.steers && view !== "run") document.title = `${{compare: "Comparison", start: "Start a run", draw: "Draw"}[view] || "Runs"} · Unfog`;
 	}

@@ -8,7 +8,7 @@ import {marksOf} from "./panels.js";
 const CELLS = ["metric", "value", "95% interval", "real images", "n", "reference", "features", "resize"];
 
 class Run extends View {
-	static properties = ["data", "run", "detail", "events", "version", "failed", "find", "resuming"];
+	static properties = ["data", "run", "detail", "events", "output", "version", "failed", "find", "resuming"];
 
 	constructor() {
 		super();
@@ -35,6 +35,8 @@ class Run extends View {
 		return this.paced(async () => {
 			const before = this.detail?.status.state, detail = await this.data.run(this.run);
 			[this.store, this.events] = await Promise.all([this.data.update(this.run, detail.rows), this.data.events(this.run)]);
+			// The newest command of the page that trained this run, with its output.
+			if (this.data.steers) this.output = (await this.data.get("api/tasks")).findLast((task) => task.run === detail.id && /^unfog (train|resume) /.test(task.command))?.id;
 			this.detail = detail;
 			this.version = this.store.version;
 			if (before && before !== detail.status.state) announce(`${detail.name} is ${detail.status.state}`);
@@ -115,6 +117,7 @@ class Run extends View {
 			${training ? [["Save now", "save"], ["Preview now", "preview"], ["Stop", "stop"]].map(([label, what]) => ask(label, `${base}/ask`, c[what], {what})) : nothing}
 			${ask("Run the doctor", "api/doctor", c.doctor, {run: run.id})}
 			${training ? nothing : html`<details @toggle=${(e) => (this.resuming ||= e.target.open)}><summary>Resume, with changed settings if you like</summary>${this.resuming ? html`<unfog-form .data=${this.data} .kind=${"resume"} .current=${{...run.settings, "training.steps": run.status.steps || undefined}} .path=${`${base}/resume`}></unfog-form>` : nothing}</details>`}
+			${this.output ? html`<details><summary>Output of the run</summary><unfog-task .data=${this.data} .task=${this.output}></unfog-task></details>` : nothing}
 			<details><summary>Other commands</summary>${Object.entries(c).filter(([name]) => !/^(save|preview|stop|doctor)$/.test(name)).map(([, line]) => html`<p>${command(line)}</p>`)}</details></section>`;
 	}
 

@@ -14,6 +14,12 @@ class Task extends View {
 		this.load();
 	}
 
+	updated(changes) {
+		if (changes.get("task")) this.load(); // another command took the place of one
+		const log = this.querySelector("pre");
+		if (log) log.scrollTop = log.scrollHeight;
+	}
+
 	async load() {
 		const before = this.told?.running;
 		try {
@@ -33,11 +39,6 @@ class Task extends View {
 			${running ? html`<button @click=${() => this.data.post(`api/tasks/${this.task}/stop`, {}).catch((error) => announce(error.message))}>Stop</button>` : nothing}
 			${run && route().ids[0] !== String(run) ? html`<a class="button" href="#/run/${run}">See its curves</a>` : nothing}</div>
 			<pre tabindex="0" role="log" aria-label="Output">${output}</pre></section>`;
-	}
-
-	updated() {
-		const log = this.querySelector("pre");
-		if (log) log.scrollTop = log.scrollHeight;
 	}
 }
 customElements.define("unfog-task", Task);
