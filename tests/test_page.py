@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
@@ -85,6 +86,16 @@ def test_vendored_files_are_those_that_are_named():
     for name, digest in named.items():
         assert hashlib.sha256((PAGE / "vendor" / name).read_bytes()).hexdigest() == digest
     assert {path.name for path in (PAGE / "vendor").glob("LICENSE-*")} == {"LICENSE-lit", "LICENSE-uplot"}
+
+
+def test_each_feature_of_the_table_has_a_test():
+    tests = Path(__file__).parent
+    rows = re.findall(
+        r"^\| (\d+) \|.*\| `(\w+\.py)::(\w+)` \|$", (tests.parent / "docs/serve-features.md").read_text(), re.M
+    )
+    assert [int(number) for number, *_ in rows] == list(range(1, 36))
+    for _, file, name in rows:
+        assert f"def {name}(" in (tests / file).read_text(), name
 
 
 def test_embedded_text_cannot_end_the_script():
