@@ -182,6 +182,7 @@ def _add_autoencoder(
         raise RequestError(f"width = {quote(width)} is unknown{suggest(width, WIDTHS)}")
     if factor not in FACTORS:
         raise RequestError(f"factor = {quote(factor)} is not one of {', '.join(map(str, FACTORS))}; 4 or 8 is usual")
+    # One level for each halving of the side.
     levels = WIDTHS[width][: factor.bit_length() - 1]
     codec = Autoencoder(factor=factor, latent_channels=channels, channels=levels)
     return replace(config, autoencoder=replace(codec, **weights))  # type: ignore[arg-type]

@@ -96,6 +96,7 @@ def stored_name(setting: str) -> str:
 
 def _renamed(setting: str, names: dict[str, str]) -> str:
     for one, other in names.items():
+        # With its dot, so that a setting whose name only begins with the same letters keeps it.
         if setting == one or setting.startswith(f"{one}."):
             return other + setting[len(one) :]
     return setting

@@ -36,6 +36,7 @@ class CacheRequest:
     """Remove the least recently used entries until at most so many GB are left."""
 
     def __post_init__(self) -> None:
+        # `not`, rather than below 0: a NaN, of which no comparison is true, is refused too.
         if self.limit is not None and not self.limit >= 0:
             raise RequestError(f"limit = {self.limit} must be at least 0 GB")
         if self.clear and self.limit is not None:

@@ -73,6 +73,7 @@ def _walk(settings: Any, where: str = "", rules: Rules = Rules()) -> Iterator[tu
         yield where, settings, rules
         return
     if where:
+        # Two kinds may have the same settings with the same values.
         yield f"{where}.kind", getattr(type(settings), "kind", ""), rules
     for f in fields(settings):
         name = f"{where}.{f.name}" if where else f.name
@@ -91,6 +92,7 @@ def _differences(
     rules: Rules = Rules(),  # noqa: B008
 ) -> Iterator[tuple[str, Any, Any, Rules]]:
     """Yield (dotted name, old, new, rules) of each setting that differs between two trees."""
+    # Parts of two kinds have no settings to compare one by one, so the part is one difference.
     if type(old) is not type(new) or not is_dataclass(old):
         if old != new:
             yield where, old, new, rules
@@ -154,5 +156,6 @@ def omit_tuned_settings(lines: list[str], events: Path, sampler: Sampler) -> lis
     rows = [row for row in read_events(events) if row.get("kind") == TUNED_EVENT]
     found: object = rows[-1].get("sampler") if rows else None
     now: dict[str, Any] = json.loads(json.dumps(asdict(sampler)))  # turns tuples into lists, as in the event
+    # `tune` wrote them into config.toml after the checkpoint, and recorded that: the resume has changed none of them.
     theirs = [name for name, value in now.items() if isinstance(found, Mapping) and found.get(name) == value]
     return [line for line in lines if not line.startswith(tuple(f"sampler.{name}: " for name in theirs))]

@@ -58,6 +58,7 @@ def to_toml(settings: Any) -> str:
 
 def _tables(settings: Any, name: str) -> list[str]:
     lines = [f"\n[{name}]"] if name else []
+    # The sampler has its kind as a setting, which the loop below writes.
     if hasattr(type(settings), "kind") and "kind" not in [f.name for f in fields(settings)]:
         lines.append(f'kind = "{settings.kind}"')
     values = {f.name: getattr(settings, f.name) for f in fields(settings)}
@@ -73,6 +74,7 @@ def literal(value: Any) -> str:
     """Return a value as TOML that reads back as the same value, floats to the last digit."""
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON strings are TOML strings
+    # `repr` would write True, which TOML does not know.
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (list, tuple)):
@@ -112,6 +114,7 @@ def read_toml(path: Path, base: T) -> T:
     except RequestError as error:
         remedy = f" ({_version_remedy(text)})" if str(error).startswith(_UNKNOWN) else ""
         raise RequestError(f"{path}: {error}{remedy}") from None
+    # Last, when it is known to be a file of settings. It may be somebody else's, and name code that would be imported.
     require_consent(settings)
     return settings
 
@@ -133,6 +136,7 @@ def _version_remedy(text: str) -> str:
 
 def update(base: T, table: Mapping[str, Any], where: str) -> T:
     """Return `base` with the changes of a nested dict; `where` is the dotted name of `base`."""
+    # Annotations are only texts in modules that put them off by `from __future__ import annotations`.
     hints = typing.get_type_hints(type(base))
     known = [f.name for f in fields(base)]  # type: ignore[arg-type]
     changes: dict[str, Any] = {}

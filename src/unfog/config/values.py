@@ -108,6 +108,7 @@ def parse_value(annotation: Any, words: Sequence[str]) -> Any:
         return tuple(parse_value(args[0], [word]) for word in words)
     (word,) = words
     if typing.get_origin(annotation) is typing.Literal:
+        # A choice may be a number, and on the command line everything is a text.
         choices = {str(choice): choice for choice in args}
         if word in choices:
             return choices[word]

@@ -57,6 +57,7 @@ class Guided:
     def __call__(self, x_t: Tensor, logsnr: Tensor, label: Tensor) -> Tensor:
         """Return guided E[x0 | x_t, label]: [B, C, H, W] at noise level [B], label int64 [B]."""
         labels = torch.cat([label, torch.full_like(label, self.null_label)])
+        # One call of twice the batch rather than two: a small batch leaves a GPU idle.
         both = self.denoiser(torch.cat([x_t, x_t]), torch.cat([logsnr, logsnr]), labels)
         conditional, unconditional = both.chunk(2)
         return unconditional + self.scale * (conditional - unconditional)

@@ -66,6 +66,7 @@ class MinSnr:
             raise RequestError(f"gamma = {self.gamma}: must be above 0, and at most 1e9; the paper has 5")
 
     def __call__(self, logsnr: Tensor, own: Tensor, sigma_data: float) -> Tensor:
+        # `own` plays no part: a weight on x0's error holds for every target, and is converted later.
         return logsnr.exp().clamp(max=self.gamma)
 
 
@@ -190,6 +191,7 @@ class CustomWeighting(CustomPart):
 
         load, keywords = self.load(), self.keywords()
         try:
+            # Of two, as a function that gives one weight for all would look right in a batch of one.
             shape = load(torch.zeros(2), torch.ones(2), 0.5, **keywords).shape
         except Exception as error:  # anything may go wrong in other people's code
             raise RequestError(f"{self.path} cannot be used as a weighting: {error}") from error

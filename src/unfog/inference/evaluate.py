@@ -120,6 +120,7 @@ def _load_reference(
     if request.reference == "held-out":
         images, name = dataset.held_out, "held-out images"
     elif request.reference:
+        # All of them are compared with, and their classes, if they have any, are not those of the run.
         data = replace(run.config.data, held_out=0.0, labels="none")
         config = replace(
             run.config, source=request.reference, data=data, fingerprint="", classes=(), autoencoder_folder=""

@@ -55,6 +55,7 @@ def evaluate_images(images: str, request: EvaluationRequest, size: int, device: 
         compared = Comparison(_metrics(request, features is not None), features, reference, real)
         if features is not None and set(request.metrics) == {"fid"}:
             one = torch.from_numpy(reference.take(np.arange(1)).pixels)
+            # With any other metric beside it, a refused FID is a line of the table and no error.
             check_count("fid", min(len(rows), len(reference)), one, features, "--metrics")
         both = compared.features_of_both(ImageRows(samples, rows), world)
         found = compared.sample_metrics(ImageRows(samples, rows), both)

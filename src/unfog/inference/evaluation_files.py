@@ -101,6 +101,7 @@ class Evaluation:
 
     def to_json(self) -> bytes:
         """Return the file of this evaluation, without the passwords of URLs."""
+        # Python would write NaN, which no other reader of JSON takes.
         text = json.dumps({"format": FORMAT, **asdict(self)}, indent=2, allow_nan=False) + os.linesep
         return without_secrets(text).encode()
 
@@ -197,6 +198,7 @@ class GeneratedSamples:
         """Return a chunk; None if it is missing, damaged or has too few samples."""
         with suppress(OSError, SafetensorError, KeyError):
             samples: NDArray[np.uint8] = load_file(regular_file(self._file(start), self._root))["pictures"]
+            # The last chunk has more than are needed after an evaluation of more samples.
             if samples.dtype == np.uint8 and samples.ndim == 4 and len(samples) >= self._size(start):
                 return samples
         return None

@@ -132,8 +132,10 @@ def _evaluations(run: LoadedRun) -> list[Evaluation]:
     found: list[Evaluation] = []
     seen: set[tuple[str, str]] = set()
     stored = (run.path / "evaluations").glob(f"{run.checkpoint.step:08d}-*.json")
+    # By time, as the names end in digests, which have no order.
     for path in sorted(stored, key=lambda path: path.stat().st_mtime, reverse=True):
         evaluation = Evaluation.read(path)
+        # A run has several EMAs at one step, and a figure of another is not one of the exported weights.
         if evaluation is None or evaluation.drawn.get("weights") != _weights(run):
             continue
         new = [one for one in evaluation.measured if _valid(one) and (one.metric, one.features) not in seen]

@@ -40,6 +40,7 @@ def failed(part: str, error: Exception, output: str) -> Finding:
         return Finding("rehearsal.room", "hint", f"the dry run was not finished: {reason}", remedy)
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     kind = "" if isinstance(error, RequestError) else f"{type(error).__name__}: "
+    # Libraries below torch raise a plain RuntimeError for it.
     memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "out of memory" in first.lower()
     remedy = "a smaller --microbatch, --network or --size" if memory else _CONSEQUENCES[part]
     facts = {"error": type(error).__name__, "said": output[-2000:]}
@@ -64,6 +65,7 @@ def steps_trained(folder: RunFolder, state: TrainState, batch: int, steps: int, 
         said = f"{skipped} of {steps} steps were skipped, as their gradient is not finite"
         return Finding("rehearsal.training", "warning", said, "--precision fp32, or bf16", facts)
     said = f"{steps} steps of {batch} images trained, {first:.2g} s the first and {last:.2g} s the last"
+    # A step that only lowers the loss scale is expected of fp16, and so no warning, unlike those counted above.
     if state.updates < steps:
         said += f"; fp16's loss scale came down to {state.precision.scale:g} meanwhile, as it does in any run"
     if shrunk:

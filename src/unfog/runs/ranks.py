@@ -60,6 +60,7 @@ def open_run(
         init_world(config.training.timeout) as world,
         StopSignals() as stop,
         folder.create_locked(config.source) if new else folder.locked(),
+        # After the lock: it writes into the folder, which another process may still be training in.
         Heartbeat(folder.path, stop, silent=new) as heartbeat,
     ):
         yield RunContext(folder, device, stop, heartbeat, world, Callbacks(callbacks, stop.request, stop))

@@ -56,6 +56,7 @@ def _run_routes(server: Server) -> list[Route]:
         return Json({"version": __version__, "train_here": True, **facts})
 
     async def runs(_: Request) -> Response:
+        # In a thread, as reading a folder of runs takes time in which no other page would be answered.
         return Json(await asyncio.to_thread(_list, server))
 
     async def run(request: Request) -> Response:
@@ -110,6 +111,7 @@ async def _picture(server: Server, request: Request, entry: RunEntry, path: Path
         data, tag = await asyncio.to_thread(server.pictures.webp, path, entry.path)
     except FileNotFoundError:
         raise HTTPException(404, "there is no such picture") from None
+    # Asked for again each time: the picture of a step changes when a resume trains it once more.
     headers = {"etag": f'"{tag}"', "cache-control": "private, no-cache"}
     if request.headers.get("if-none-match") == headers["etag"]:
         return Response(status_code=304, headers=headers)

@@ -80,6 +80,7 @@ class RunRecord:
     @cached_property
     def step(self) -> int:
         """Last step in any part of the record."""
+        # Of all, as each may be missing, and a killed process wrote its last lines into some of them only.
         told = [finite_number(row.get("step")) for row in (*self.metrics, *self.events, self.heartbeat or {})]
         told += [float(one.step) for one in self.saved]
         return int(max((step for step in told if step > 0), default=0))

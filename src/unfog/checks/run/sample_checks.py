@@ -79,6 +79,7 @@ def _color_statistics(pixels: Pixels, labels: NDArray[np.int64] | None = None) -
 def _weighted_mean(values: Floats, of: _ColorStatistics) -> tuple[float, float]:
     """Return the weighted mean of values [N] and its standard error, from the variation within classes."""
     weight = of.weight / of.weight.sum()
+    # A class of which nothing was drawn has no mean, and is divided by 1.
     means = np.bincount(of.group, values) / np.maximum(np.bincount(of.group), 1)
     counts = np.bincount(of.group)[of.group]
     # Each class loses one degree of freedom; a class of one image has no variation of its own.
@@ -96,6 +97,7 @@ class _Difference(NamedTuple):
     error: float
 
     def beyond(self, tolerance: float) -> bool:
+        # Both: large enough to matter, and more than the choice of images explains.
         return abs(self.value) > max(tolerance, _CERTAIN * self.error)
 
 
@@ -155,6 +157,7 @@ def _check_color_cast(drawn: _ColorStatistics, data: _ColorStatistics, exhibit: 
 
 def _check_contrast(drawn: _ColorStatistics, data: _ColorStatistics, unready: str) -> Finding:
     """run.contrast: compare the mean contrast, over the pixels of all channels."""
+    # As with _FAINT, so that blank pictures have a ratio too.
     ratio = (_weighted_mean(drawn.contrast, drawn)[0] + _BLANK) / (_weighted_mean(data.contrast, data)[0] + _BLANK)
     gap = _difference(drawn.contrast, drawn, data.contrast, data)
     return Finding.graded(
@@ -184,6 +187,7 @@ def _check_detail(
     images = [torch.from_numpy(pixels.transpose(0, 3, 1, 2).copy()) for pixels in (mine, theirs)]
     fine = [band_powers(pixels).numpy()[:, -FINE:].sum(1) for pixels in images]
     (value, error), (usual, usual_error) = (_weighted_mean(x, of) for x, of in zip(fine, (drawn, data)))
+    # The floor is what rounding to 8 bits adds; a ratio of two roundings says nothing.
     if usual <= 2 * sum(band_floors(*images[0].shape[2:])[-FINE:]):
         return Finding("run.detail", "fine", "the training images have no fine detail to compare")
     ratio, spread = value / usual, _SURE * math.hypot(error / max(value, 1e-12), usual_error / usual)

@@ -266,6 +266,7 @@ class LazyNames(Sequence[str]):
     def __getitem__(self, index: slice) -> LazyNames: ...
     def __getitem__(self, index: int | slice) -> str | LazyNames:
         if isinstance(index, slice):
+            # A range of a range: a slice costs nothing either, whatever its length.
             return LazyNames(self._name_of, self._images[index])
         return self._name_of(self._images[index])
 

@@ -125,6 +125,7 @@ class DiffusersDiT(NetworkSettings):
 
     kind: ClassVar[str] = "diffusers-dit"
     model: ClassVar[str] = "unfog.models.elsewhere.diffusers_dit:DiffusersDiTModel"
+    # Those of the paper's largest network, DiT-XL/2.
     width: int = setting(1152, at_least=4, at_most=16384)
     """Channels of a token: heads times channels of a head, a multiple of 4."""
     depth: int = setting(28, at_least=1, at_most=200)

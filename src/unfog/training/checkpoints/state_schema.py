@@ -15,6 +15,7 @@ from unfog.training.learning_rate import Length
 _Rule = Callable[[str, Any], None]
 
 _HOOKS = ("evaluate", "log", "averages", "preview", "save", "keep the best")
+# Beyond it a float, as which JSON may be read elsewhere, misses whole numbers.
 _LARGEST = 2**53
 _MOST_ROLL_BACKS = 1000  # halve any learning rate to zero
 
