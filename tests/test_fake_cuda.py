@@ -17,7 +17,7 @@ from unfog.training.distributed import process_group
 
 FOLDER = Path(__file__).parent / "fake_cuda"
 THE_WAIT = "training/distributed/coordination.py"  # where a step reads its loss and the norm of its gradient
-STEPS = ("unet fp16", "latents", "autoencoder", "kept images", "kept latents")
+STEPS = ("unet bf16", "unet fp16", "latents", "autoencoder", "kept images", "kept latents")
 SAMPLERS = ("sampler ddpm", "sampler guided within")
 PLANTED = {
     "planted item": "item @",
@@ -29,7 +29,7 @@ PLANTED = {
 }
 CHANNELS_LAST = ("unet fp16", "unet bf16", "unet accumulated", "unet recomputed", "sampler bf16", "planted norm")
 OTHERS = (
-    *("unet bf16", "unet accumulated", "unet bf16 adamw", "unet fp32", "unet fp16 adamw", "unet recomputed"),
+    *("unet accumulated", "unet bf16 adamw", "unet fp32", "unet fp16 adamw", "unet recomputed"),
     *("unet classes", "unet augmented", "unet learned variance", "unet adaptive"),
     *("mp bf16", "mp fp16", "dit bf16", "dit fp32 adamw"),
     *("sampler dpmpp", "sampler edm", "sampler guided", "sampler ddim", "sampler heun", "sampler dpmpp-sde"),
@@ -74,6 +74,9 @@ def check_kernels(result):
     if result["name"] in CHANNELS_LAST:
         assert "NHWC" in json.dumps(result["layouts"])
         assert "NCHW" not in json.dumps(result["layouts"]), result["layouts"]
+    if result["name"] == "unet bf16":  # 298 with the casts of autocast; five for each norm are left, and a few others
+        assert result["named"]["_to_copy"] < 140
+        assert result["named"]["_foreach_copy_"] == 2
     if result["name"].startswith("mp"):
         assert "copy_" not in result["named"], "weights were projected one by one"
 

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 DEVICE = torch.device("cuda", 0)
 PACKAGE = f"{os.sep}unfog{os.sep}"
 READS = ("item", "__float__", "__int__", "__bool__", "__index__")
+FREE = ("detach", "alias", "lift_fresh", "empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided")
 # From the page of torch.use_deterministic_algorithms, as of 2.13: what raises an error on CUDA.
 RAISES_WHEN_DETERMINISTIC = frozenset(
     (
@@ -93,7 +94,7 @@ class Watch(TorchDispatchMode):
             self.faults[f"{name} has no deterministic kernel @ {place()}"] += 1
         if name in ("conv2d", "convolution", "convolution_backward"):
             self._convolved(name, given, made)
-        if func.namespace != "prim" and not func.is_view and name not in ("detach", "alias", "lift_fresh"):
+        if func.namespace != "prim" and not func.is_view and name not in FREE:
             self.operations += 1
             self.named[name] += 1
         return out

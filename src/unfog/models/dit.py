@@ -124,6 +124,7 @@ class DiTModel(ConditionalNetwork):
 
     ends = ("patch_in", "patch_out", "class_embedding", "augment_embedding")
     block = _Block
+    calls_layers_once = True
 
     settings: DiT
 

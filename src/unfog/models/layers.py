@@ -63,6 +63,8 @@ class ConditionalNetwork(nn.Module):
     """Recompute each block for the gradient: less memory, more time, the same bits."""
     channels_last = False
     """Compute in torch's channels_last memory format: other bits, and faster on some machines."""
+    calls_layers_once: ClassVar[bool] = False
+    """Whether a forward pass calls each linear layer and convolution once, and takes their weights from nowhere else."""
     ends: ClassVar[tuple[str, ...]] = ("conv_in", "conv_out", "class_embedding", "augment_embedding")
     """Layers whose other side is not the hidden space: image channels, classes, augmentations."""
     block: ClassVar[type[nn.Module]]

@@ -143,6 +143,7 @@ class UNetModel(ConditionalNetwork):
     """A U-Net of residual blocks. A fresh one outputs exactly zero, as its last convolution begins at zero."""
 
     block = _Block
+    calls_layers_once = True
 
     settings: UNet
 

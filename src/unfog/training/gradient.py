@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -16,8 +16,9 @@ from unfog.diffusion.objective import Loss
 from unfog.errors import Interrupted
 from unfog.sharded_rng import rows_of
 from unfog.training.distributed.world import World
+from unfog.training.half_weights import HalfWeights
 from unfog.training.hooks import Task, TrainingHooks
-from unfog.training.precision import gradients
+from unfog.training.precision import DTYPES, gradients
 from unfog.training.settings import Training
 from unfog.training.sharded_tensors import total_norm
 from unfog.training.stability.out_of_memory import microbatch_size
@@ -141,6 +142,16 @@ class GradientComputer:
     _ahead: dict[tuple[int, int], tuple[Tensor, Tensor | None]] = field(default_factory=dict)
     """Images of the next step on a GPU, with their labels, by position and count; at most one entry."""
 
+    @cached_property
+    def _half(self) -> HalfWeights | None:
+        """16-bit copies of the weights on a GPU; None where they gain nothing, or where others look at gradients."""
+        network, precision = self.state.model, self.state.precision
+        compiled = network._compiled_call_impl is not None  # whose casts are parts of other kernels
+        half = DTYPES.get(precision.name) if precision.device.type == "cuda" else None
+        if half is None or compiled or self.world.size > 1 or not getattr(network, "calls_layers_once", False):
+            return None
+        return HalfWeights(network, half)
+
     @property
     def _step(self) -> int:
         return self.state.seen // self.settings.batch
@@ -184,7 +195,17 @@ class GradientComputer:
         rng_size = rng_size or rng_batch_size(self.settings, state)
         batches, own = _local_micro_batches(world, self.settings, state, rng_size)
         losses: list[Loss] = []
-        first_square = None
+        # Made anew in each step, as the weights have moved.
+        with nullcontext() if self._half is None else self._half.in_use():
+            first_square = self._sum_gradients(hooks, batches, own, losses)
+        self._read_ahead(batches[0].first + self.settings.batch, batches[0].images)
+        return Gradient(batches, losses, first_square)
+
+    def _sum_gradients(
+        self, hooks: TrainingHooks, batches: list[_MicroBatch], own: int, losses: list[Loss]
+    ) -> Tensor | None:
+        """Add the gradients of all micro-batches, and their losses to `losses`. Returns `Gradient.first_square`."""
+        state, world, first_square = self.state, self.world, None
         for batch in batches:
             if hooks.stop_requested():
                 raise Interrupted  # half a batch is no loss, as its randomness is a function of the position
@@ -199,8 +220,7 @@ class GradientComputer:
                 # DDP has not averaged this gradient yet, so it is `size` times as long as its share of the mean.
                 times = world.size if world.shards is None else 1
                 first_square = _squared_gradient_norm(state.optimizer) / times**2
-        self._read_ahead(batches[0].first + self.settings.batch, batches[0].images)
-        return Gradient(batches, losses, first_square)
+        return first_square
 
     def _forward_backward(self, batch: _MicroBatch, last: bool, counts: bool) -> Loss:
         world = self.world
@@ -212,6 +232,8 @@ class GradientComputer:
         mean = loss.per_image.sum() / self.settings.batch
         with world.explain_out_of_memory(last):
             self.state.precision.backward(mean if world.size == 1 else mean * (float(counts) * world.size))
+            if self._half is not None:
+                self._half.collect_gradients()
         return loss.detached()  # kept until the log, without its graph
 
 

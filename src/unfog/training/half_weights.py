@@ -1,0 +1,72 @@
+"""16-bit copies of weights, made once a step, where autocast would cast each weight at each use: hundreds of launches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class HalfWeights:
+    """Copies of the weights of linear layers and convolutions, which these compute with while `in_use`.
+
+    Gradients are the same as those of autocast to the bit, as long as a layer is called once in a forward pass: with
+    more calls, autocast adds their gradients in float32.
+    """
+
+    def __init__(self, network: nn.Module, dtype: torch.dtype):
+        self._active = False
+        self._weights: list[nn.Parameter] = []
+        self._copies: list[Tensor] = []
+        for layer in network.modules():
+            # Not subclasses, which may do anything with their weights.
+            if type(layer) in (nn.Linear, nn.Conv2d):
+                self._wrap(cast("nn.Linear | nn.Conv2d", layer), dtype)
+
+    def _wrap(self, layer: nn.Linear | nn.Conv2d, dtype: torch.dtype) -> None:
+        own = [parameter for parameter in (layer.weight, layer.bias) if parameter is not None]
+        copies = [torch.empty_like(parameter, dtype=dtype, requires_grad=parameter.requires_grad) for parameter in own]
+        self._weights += own
+        self._copies += copies
+        weight, bias, usual = copies[0], copies[1] if len(copies) > 1 else None, layer.forward
+
+        def forward(x: Tensor) -> Tensor:
+            if not self._active:
+                return usual(x)
+            if isinstance(layer, nn.Linear):
+                return F.linear(x, weight, bias)
+            return cast(Tensor, cast(Any, layer)._conv_forward(x, weight, bias))
+
+        # The parameters stay where they are: an interrupt at any place leaves the network as it was.
+        layer.forward = forward  # type: ignore[method-assign]
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Copy the weights, and let the layers compute with the copies inside, also where they are recomputed."""
+        with torch.no_grad():
+            torch._foreach_copy_(self._copies, self._weights)
+        self._active = True
+        try:
+            yield
+        finally:
+            self._active = False
+            for copy in self._copies:
+                copy.grad = None
+
+    @torch.no_grad()
+    def collect_gradients(self) -> None:
+        """Add the gradients of the copies to those of the weights, in float32."""
+        pairs = [(weight, copy) for weight, copy in zip(self._weights, self._copies) if copy.grad is not None]
+        if not pairs:
+            return
+        wide = [torch.empty_like(weight) for weight, _ in pairs]
+        torch._foreach_copy_(wide, [cast(Tensor, copy.grad) for _, copy in pairs])
+        if summed := [weight.grad for weight, _ in pairs if weight.grad is not None]:
+            torch._foreach_add_(summed, [w for w, (weight, _) in zip(wide, pairs) if weight.grad is not None])
+        for (weight, copy), gradient in zip(pairs, wide):
+            weight.grad = gradient if weight.grad is None else weight.grad
+            copy.grad = None
