@@ -64,7 +64,7 @@ class ConditionalNetwork(nn.Module):
     channels_last = False
     """Compute in torch's channels_last memory format: other bits, and faster on some machines."""
     calls_layers_once: ClassVar[bool] = False
-    """Whether a forward pass calls each linear layer and convolution once, and takes their weights from nowhere else."""
+    """Whether a forward pass calls each linear layer and convolution once, and uses their weights nowhere else."""
     ends: ClassVar[tuple[str, ...]] = ("conv_in", "conv_out", "class_embedding", "augment_embedding")
     """Layers whose other side is not the hidden space: image channels, classes, augmentations."""
     block: ClassVar[type[nn.Module]]

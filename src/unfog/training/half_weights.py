@@ -1,4 +1,4 @@
-"""16-bit copies of weights, made once a step, where autocast would cast each weight at each use: hundreds of launches."""
+"""16-bit copies of weights, made once a step: autocast would cast each weight at each use, in hundreds of launches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class HalfWeights:
 
     def __init__(self, network: nn.Module, dtype: torch.dtype):
         self._active = False
-        self._weights: list[nn.Parameter] = []
+        self._weights: list[Tensor] = []
         self._copies: list[Tensor] = []
         for layer in network.modules():
             # Not subclasses, which may do anything with their weights.
@@ -42,7 +42,7 @@ class HalfWeights:
             return cast(Tensor, cast(Any, layer)._conv_forward(x, weight, bias))
 
         # The parameters stay where they are: an interrupt at any place leaves the network as it was.
-        layer.forward = forward  # type: ignore[method-assign]
+        cast(Any, layer).forward = forward
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
