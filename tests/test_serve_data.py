@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import os
+import shutil
 import threading
 import time
 import warnings
@@ -519,6 +520,11 @@ def test_a_running_run_is_looked_at_each_tick_and_its_death_is_noticed(server, r
         server.runs.tick()
     (entry,) = server.runs
     assert entry.running
+    row = entry.as_json()
+    assert 10**6 < row["memory"] < 10**11  # of this process
+    assert row["free"] == pytest.approx(shutil.disk_usage(run).free, rel=0.1)
+    write(host="another")
+    assert "memory" not in entry.as_json()
     write(step=13)
     os.utime(run / "heartbeat.json", (1, 1))
     assert server.runs.tick() == [entry]

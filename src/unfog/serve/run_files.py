@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import socket
 import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from unfog.process.heartbeat import Heartbeat
 from unfog.reporting.records import finite_number
 from unfog.safe_files import check_folder, read_file
 from unfog.text import without_secrets
@@ -27,6 +29,19 @@ def stat_of(path: str | Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.st_mtime_ns, found.st_size
+
+
+def machine_use(run: Path) -> dict[str, int]:
+    """Return `memory` of the process of a run that runs here, and `free` on its disk, in bytes, as far as known."""
+    found, beat = {}, Heartbeat.read(run) or {}
+    with suppress(OSError, ValueError, TypeError, IndexError):
+        if beat.get("host") == socket.gethostname():
+            pages = int(Path(f"/proc/{int(beat['pid'])}/statm").read_text().split()[1])  # Linux alone has it
+            found["memory"] = pages * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError, AttributeError):  # Windows has no statvfs
+        disk = os.statvfs(run)
+        found["free"] = disk.f_bavail * disk.f_frsize
+    return found
 
 
 def numbered_files(run: Path, folder: str, suffix: str = ".png") -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from unfog.reporting.records import Row, read_events, read_metrics
 from unfog.serve.columns.metric_columns import MetricColumns
 from unfog.serve.columns.sample import LONG, Sample, read_sample
 from unfog.serve.columns.thinning import Thinner
-from unfog.serve.run_files import numbered_files, saved_values, stat_of
+from unfog.serve.run_files import machine_use, numbered_files, saved_values, stat_of
 from unfog.text import sanitize
 from unfog.training.settings import Evaluate
 
@@ -182,7 +182,7 @@ class RunEntry:
         written = [found[0] for found in map(stat_of, self._record_files) if found is not None]
         age = max(0.0, time.time() - max(written) / 1e9) if written else None
         row |= {"bytes": self.disk, "age": age, "higher": self.status.higher_is_better}
-        return {"id": self.id, "name": self.name, **row}
+        return {"id": self.id, "name": self.name, **row, **(machine_use(self.path) if self.running else {})}
 
 
 class RunList:

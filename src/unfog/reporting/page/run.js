@@ -103,6 +103,8 @@ class Run extends View {
 			facts.push(["held-out loss", number(held.y.at(-1)), `lowest ${number(held.y[best])} at step ${count(held.x[best])}`]);
 		}
 		if (run.checkpoints?.length) facts.push(["checkpoints", count(run.checkpoints.length), `newest at step ${count(run.checkpoints.at(-1))}${run.checkpoint_bytes ? `, ${bytes(run.checkpoint_bytes)}` : ""}`]);
+		if (run.status.memory) facts.push(["memory", bytes(run.status.memory), "of the process"]);
+		if (run.status.free !== undefined) facts.push(["free on the disk", bytes(run.status.free), `the run takes ${bytes(run.status.bytes ?? NaN)}`]);
 		for (const [kind, label] of [["step_refused", "steps skipped"], ["rolled_back", "roll-backs"]]) {
 			const n = run.counts[kind];
 			if (n) facts.push([label, count(n), kind === "step_refused" ? "not finite; weights untouched" : "to earlier weights, as it diverged"]);
