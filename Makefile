@@ -2,7 +2,8 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check -q install
+# A third of pip's time would go into compiling modules, most of which nobody imports; Python compiles those it imports.
+PIP := $(BIN)/python -m pip --disable-pip-version-check -q install --no-compile
 # As an environment variable too, because only that reaches what the package is built with.
 INSTALL := PIP_CONSTRAINT=$(VENV)/constraints.txt $(PIP) -c $(VENV)/constraints.txt
 HAS_TORCH := $(BIN)/python -c 'from importlib.metadata import version as v; print("torch==" + v("torch"))' 2>/dev/null
@@ -67,8 +68,10 @@ $(VENV)/.installed: pyproject.toml $(VENV)/.torch
 	$(INSTALL) -e .
 	@touch $@
 
+# As pip keeps one core busy, another compiles torch and sympy meanwhile, which all processes of the tests import.
 $(VENV)/.dev: pyproject.toml $(VENV)/.torch
-	$(INSTALL) -e '.[dev]'
+	cd $(VENV)/lib/python3*/site-packages && $(abspath $(BIN))/python -m compileall -qq torch sympy & \
+		$(INSTALL) -e '.[dev]' && wait
 	@touch $@ $(VENV)/.installed
 
 clean:

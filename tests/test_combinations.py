@@ -51,7 +51,7 @@ CPU = torch.device("cpu")
 KINDS = {"unet": UNet, "mpunet": MPUNet, "dit": DiT}
 NETWORKS = {
     "unet": "unet:channels=8/16,attention=0/1,mid_attention=0,norm_groups=4,head_channels=8",
-    "mpunet": "mpunet:channels=8/16,attention=0/1,head_channels=8",
+    "mpunet": "mpunet:channels=8,attention=1,head_channels=8",
     "dit": "dit:width=16,depth=2,head_channels=8,patch=2",
 }
 SETTINGS = {

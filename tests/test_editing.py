@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 import unfog
-from conftest import NETWORK
+from conftest import TRANSFORMER
 from unfog.cli.main import main
 from unfog.diffusion.editing import Edit, _renoise
 from unfog.diffusion.noise import VE, VP, Cosine, Flow, LogitNormal, LogNormal
@@ -107,7 +107,7 @@ def run(tmp_path_factory):
     rng = np.random.default_rng(0)
     for i in range(24):
         Image.fromarray(rng.integers(0, 256, (8, 8, 3), np.uint8)).save(folder / f"{i}.png")
-    settings = {"network": NETWORK, "device": "cpu", "precision": "fp32", "batch": 8, "preview": {"images": 4}}
+    settings = {"network": TRANSFORMER, "device": "cpu", "precision": "fp32", "batch": 8, "preview": {"images": 4}}
     return unfog.train(folder, out=folder.with_name("run"), steps=2, sampler={"steps": 4}, **settings)
 
 

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 import unfog
-from conftest import NETWORK
+from conftest import TRANSFORMER
 from forked import Forked
 from unfog.config.run_requests import EvaluationRequest
 from unfog.data.dataset import Dataset, ImageSet
@@ -47,7 +47,7 @@ from unfog.training.distributed.world import World
 pytestmark = pytest.mark.slow
 
 SETTINGS = {
-    "network": NETWORK,
+    "network": TRANSFORMER,
     "device": "cpu",
     "precision": "fp32",
     "batch": 8,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import unfog
-from conftest import NETWORK, without_clock
+from conftest import NETWORK, TRANSFORMER, without_clock
 from unfog.runs.weights.diffusers import export_difference
 from unfog.training.checkpoints import format as checkpoint
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (120, 8, 8, 1), dtype=np.uint8)
 COMMON = {
-    "network": NETWORK,
+    "network": TRANSFORMER,
     "precision": "fp32",
     "device": "cpu",
     "batch": 8,
@@ -75,7 +75,7 @@ def test_the_variance_is_learned_and_used(tmp_path: Path) -> None:
     """The ddpm sampler heeds the second half of the output, and only it does."""
     import torch
 
-    run = unfog.load(trained(tmp_path / "run", diffusion={"learned_variance": True}, **LEARNED))
+    run = unfog.load(trained(tmp_path / "run", network=NETWORK, diffusion={"learned_variance": True}, **LEARNED))
     assert run.network.conv_out.weight.shape[0] == 2
     before = {kind: run.sample(4, steps=5, sampler=kind, guidance=1.0) for kind in ("ddpm", "ddim")}
     with torch.no_grad():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import NETWORK
+from conftest import NETWORK, few_images
 from forked import Forked
 from forked import run as run_forked
 from unfog.config.presets import preset
@@ -97,7 +97,8 @@ BUSY = "while True: sum(range(10_000))"
 
 @pytest.mark.slow
 def test_the_same_command_beside_busy_processes_trains_the_same_model(tmp_path):
-    words = ["train", "fashion", "--size", 8, "--network", NETWORK, "--batch", 8, "--steps", 4, "--preview.images", 1]
+    words = ["train", few_images(), "--network", NETWORK, "--size", 8, "--batch", 8, "--steps", 4]
+    words += ["--preview.images", 1]
     words += ["--sampler.steps", 2, "--evaluate.every", -1, "--precision", "auto", "--device", "cpu"]
 
     def trained(name):

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 import forked
 import unfog
-from conftest import NETWORK, few_images, without_clock
+from conftest import NETWORK, TRANSFORMER, few_images, without_clock
 from forked import Forked
 from unfog.errors import RequestError, RunError
 from unfog.reporting.records import read_events, read_metrics
@@ -380,7 +380,7 @@ def test_other_images_are_noticed(tmp_path):
 
     for i in range(8):
         Image.new("RGB", (20, 16), (i * 30, 100, 200)).save(source / f"{i}.png")
-    settings = {"network": NETWORK, "precision": "fp32", "batch": 4, "size": 16, "device": "cpu"}
+    settings = {"network": TRANSFORMER, "precision": "fp32", "batch": 4, "size": 16, "device": "cpu"}
     settings |= {"preview": {"images": 1, "every": -1}, "sampler": {"steps": 2}}
     run = unfog.train(source, out=tmp_path / "run", steps=4, **settings)
     Image.new("RGB", (20, 16), (255, 0, 0)).save(source / "3.png")
@@ -434,7 +434,7 @@ def test_resumed_in_any_epoch(tmp_path):
         folder = tmp_path / "photos"
         folder.mkdir(exist_ok=True)
         Image.new("RGB", (16, 16), (i * 13, 100, 255 - i * 13)).save(folder / f"{i}.png")
-    settings = {"network": NETWORK, "precision": "fp32", "batch": batch, "microbatch": 3, "device": "cpu"}
+    settings = {"network": TRANSFORMER, "precision": "fp32", "batch": batch, "microbatch": 3, "device": "cpu"}
     settings |= {"preview": {"images": 1, "every": 6}, "sampler": {"steps": 2}}
     settings |= {"evaluate": {"every": 6, "images": 4, "levels": 2}}
     settings |= {"checkpoint": {"every": 1, "keep": 99}}

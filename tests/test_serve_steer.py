@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import NETWORK, few_images, without_clock
+from conftest import TRANSFORMER, few_images, without_clock
 from served import make_run, serving
 from unfog.config.requests import ResumeRequest, TrainRequest
 from unfog.errors import RequestError
@@ -220,7 +220,8 @@ def test_too_many_children_are_refused_and_old_ones_forgotten(monkeypatch):
     assert len(tasks.list()) <= 3
 
 
-SMALL = ["--size", "8", "--network", NETWORK, "--device", "cpu", "--batch", "8", "--lr", "1e-3", "--precision", "fp32"]
+SMALL = ["--size", "8", "--network", TRANSFORMER, "--device", "cpu", "--batch", "8", "--lr", "1e-3"]
+SMALL += ["--precision", "fp32"]
 SMALL += ["--sampler.steps", "2", "--preview.images", "2", "--evaluate.images", "4", "--evaluate.levels", "2"]
 SMALL += ["--log.every", "5", "--checkpoint.every", "20", "--preview.every", "1000", "--evaluate.every", "20"]
 
@@ -273,7 +274,8 @@ def test_a_run_that_is_watched_and_asked_for_previews_is_that_of_nobody(tmp_path
     assert without_clock(alone / "metrics.jsonl") == without_clock(watched / "metrics.jsonl")
 
 
-FORM = {"data.size": "8", "network": NETWORK, "training.device": "cpu", "training.batch": "8", "optimizer.lr": "0.001"}
+FORM = {"data.size": "8", "network": TRANSFORMER, "training.device": "cpu", "training.batch": "8"}
+FORM |= {"optimizer.lr": "0.001"}
 FORM |= {"training.steps": "100000", "training.precision": "fp32", "preview.images": "2", "sampler.steps": "2"}
 FORM |= {"evaluate.images": "4", "evaluate.levels": "2"}
 
