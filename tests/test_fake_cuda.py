@@ -40,12 +40,10 @@ OTHERS = (
 )
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    """The device, compiled against the torch that is installed."""
+def compiled(source, made):
+    """Compile a device against the torch that is installed, and return the path of the library."""
     home = Path(torch.__file__).parent
-    made = tmp_path_factory.mktemp("fake_cuda") / "device.so"
-    compiler = ["g++", "-w", "-shared", "-fPIC", "-std=c++20", str(FOLDER / "device.cpp"), f"-I{home / 'include'}"]
+    compiler = ["g++", "-w", "-shared", "-fPIC", "-std=c++20", str(FOLDER / source), f"-I{home / 'include'}"]
     libraries = [f"-L{home / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{home / 'lib'}", "-o", str(made)]
     try:
         subprocess.run([*compiler, *libraries], check=True, capture_output=True, timeout=200)
@@ -54,10 +52,15 @@ def library(tmp_path_factory):
     return made
 
 
-def run(library, names):
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    return compiled("device.cpp", tmp_path_factory.mktemp("fake_cuda") / "device.so")
+
+
+def run(library, names, script="cases.py"):
     """Return the results of cases by name, from one process."""
     environment = os.environ | {"FAKE_CUDA": str(library), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(FOLDER / "cases.py"), *names]
+    command = [sys.executable, str(FOLDER / script), *names]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
     assert done.returncode == 0, done.stderr
     return {result["name"]: result for result in map(json.loads, done.stdout.splitlines())}
