@@ -70,6 +70,16 @@ def test_sources_are_the_built_in_one_those_of_the_command_line_and_those_of_run
     assert names == ["fashion", few_images(), "https://example.org/x.tar"]
 
 
+def test_a_run_may_be_given_a_name_that_is_no_path(server):
+    command = steer.train_command(server, body(server) | {"name": "bags-2.b"})
+    assert (command.words[-1], command.new_run) == (str(server.folder / "bags-2.b"), number_of("bags-2.b"))
+    for name in ("../x", "a/b", ".hidden", "-n", "a b", "a\n", "x" * 61, "ä", 3, ["a"], "a\\b", "c:d"):
+        with pytest.raises(RequestError, match="name of a run"):
+            steer.train_command(server, body(server) | {"name": name})
+    with pytest.raises(RequestError, match="already"):
+        steer.train_command(server, body(server) | {"name": "a"})
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

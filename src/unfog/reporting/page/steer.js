@@ -85,6 +85,10 @@ class Form extends View {
 		this.check();
 	}
 
+	updated(changes) {
+		if (changes.has("extra") && this.fields) this.check(); // other images, or another name
+	}
+
 	body() {
 		return {...this.extra, settings: this.given};
 	}
@@ -148,7 +152,7 @@ customElements.define("unfog-form", Form);
 
 // Start a run on one of the sources that the server was given.
 class Start extends View {
-	static properties = ["data", "about", "source", "failed"];
+	static properties = ["data", "about", "source", "name", "failed"];
 
 	async firstUpdated() {
 		try {
@@ -163,8 +167,9 @@ class Start extends View {
 		if (!this.about) return html`<p class="empty" role="status">${this.failed || "Asking the server …"}</p>`;
 		if (!this.about.sources.length) return html`<p class="empty">No source of images is known. Start the server with <code>unfog serve RUNS --source PHOTOS</code>.</p>`;
 		return html`<h1>Start a run</h1><p><label>Images <select @change=${(e) => (this.source = this.about.sources[e.target.selectedIndex].id)}>
-			${this.about.sources.map((one) => html`<option ?selected=${one.id === this.source}>${one.name}</option>`)}</select></label></p>
-			<unfog-form .data=${this.data} .kind=${"train"} .path=${"api/train"} .extra=${{source: this.source}} .actions=${[["Check images and settings", "api/doctor"], ["Plan time and memory", "api/plan"]]}></unfog-form>`;
+			${this.about.sources.map((one) => html`<option ?selected=${one.id === this.source}>${one.name}</option>`)}</select></label>
+			<label>Name of the run <input placeholder="after the images" @change=${(e) => (this.name = e.target.value.trim())}></label></p>
+			<unfog-form .data=${this.data} .kind=${"train"} .path=${"api/train"} .extra=${{source: this.source, name: this.name}} .actions=${[["Check images and settings", "api/doctor"], ["Plan time and memory", "api/plan"]]}></unfog-form>`;
 	}
 }
 customElements.define("unfog-start", Start);

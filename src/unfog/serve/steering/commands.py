@@ -32,6 +32,7 @@ _REQUESTS: dict[str, Request] = {"save": "SAVE", "preview": "PREVIEW", "stop": "
 _BUILT_IN = "fashion"
 _RESUME = re.compile(r"unfog resume (?:'[^']*'|\S+)((?: --[\w.-]+(?: [\w.:=+-]+)?)*)")
 _FLAG = re.compile(r"(--[\w.-]+)(?: ([\w.:=+][\w.:=+-]*))?")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,59}")
 _checking = threading.Lock()  # checks of a request are written for one thread
 
 
@@ -87,10 +88,23 @@ def send_request(run: RunEntry, what: object) -> dict[str, Any]:
 def train_command(server: Server, body: Mapping[str, Any]) -> Command:
     """Return the command of a new run on a source of the list."""
     source = _source(server, body)
-    out = next_folder(source, os.fspath(server.folder))
+    out = _named_folder(server.folder, body.get("name")) or next_folder(source, os.fspath(server.folder))
     # The folder is named here, so that the page knows which run in the list is its own.
     words = ["train", source, *setting_words(body, TrainRequest), "--out", os.fspath(out)]
     return _checked(Command(words, True, out, number_of(out.relative_to(server.folder).as_posix())))
+
+
+def _named_folder(folder: Path, name: object) -> Path | None:
+    """Return the new folder of a run that was given a name, None without one. A name is a word, and never a path."""
+    if name in (None, ""):
+        return None
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+        raise RequestError(
+            "the name of a run is up to 60 letters, digits and . _ + -, and begins with a letter or digit"
+        )
+    if os.path.lexists(folder / name):
+        raise RequestError(f"there is a run named {name} already; give another name, or resume that one")
+    return folder / name
 
 
 def resume_command(run: RunEntry, body: Mapping[str, Any]) -> Command:
