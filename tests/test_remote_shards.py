@@ -26,6 +26,7 @@ from unfog.data.latent_cache import EncodeJob
 from unfog.data.lazy import LazyPixels
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data, bytes_of
+from unfog.data.sources import remote_errors
 from unfog.data.sources import storage as remote
 from unfog.data.sources.base import RemotePolicy
 from unfog.data.sources.registry import open_source
@@ -51,7 +52,7 @@ CARE = RemotePolicy(max_failed=0.2)
 
 @pytest.fixture
 def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(remote, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(remote_errors, "_FIRST_PAUSE", 0.01)
     monkeypatch.setattr(bulk, "_FIRST_PAUSE", 0.01)
     with serving() as server:
         yield server

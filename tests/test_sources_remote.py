@@ -23,10 +23,12 @@ from unfog.data import decode_pool as bulk
 from unfog.data.decode import decode
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
+from unfog.data.sources import remote_errors
 from unfog.data.sources import storage as remote
 from unfog.data.sources.base import TransientImageError
 from unfog.data.sources.labels import read_labels
 from unfog.data.sources.registry import open_source
+from unfog.data.sources.remote_errors import is_permanent
 from unfog.errors import RequestError, RunError, install_command
 
 pytestmark = pytest.mark.slow
@@ -216,7 +218,7 @@ class Web(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(remote, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(remote_errors, "_FIRST_PAUSE", 0.01)
     monkeypatch.setattr(Web, "faults", Counter())
     monkeypatch.setattr(Web, "asked", [])
     server = ThreadingHTTPServer(("127.0.0.1", 0), Web)
@@ -280,7 +282,7 @@ def test_what_fails_twice_is_read_the_third_time_and_else_unreachable_for_now(we
 def test_a_server_that_asks_for_patience_gets_it(status: int, permanent: bool) -> None:
     error = OSError("an answer")
     error.status = status  # type: ignore[attr-defined]
-    assert remote._is_permanent(error) == permanent
+    assert is_permanent(error) == permanent
 
 
 def test_the_first_look_at_a_server_is_tried_again_and_then_said(web: str) -> None:

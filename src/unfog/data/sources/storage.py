@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import os
-import random
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from io import RawIOBase
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 from unfog.data.sources.base import ImageError, TransientImageError
 from unfog.data.sources.image_files import CHANGED, MAX_FILE_BYTES, NO_PARTS, os_error_reason
+from unfog.data.sources.remote_errors import describe_remote_error, http_status, is_permanent, retry
 from unfog.errors import RequestError, install_command
-from unfog.text import sanitize, without_secrets
+from unfog.text import sanitize
 
 _MAX_OPEN_FILES = 128
-_TRIES = 3
-_FIRST_PAUSE = 0.5  # seconds before the second try; then twice that, and up to half more
 _THREADS = 16
 _MIN_LISTED = 8  # files of one folder, from which on its listing costs less than looking at each
 _SILENCE = 30.0  # seconds without a byte from a web server that count as a failure
 _NO_SUCH_RANGE = 416  # HTTP status
 _MIN_RATE = 2**15  # bytes a second; a server that is slower once _SILENCE is over has failed as well
-
-
-_T = TypeVar("_T")
 
 
 class FileState(NamedTuple):
@@ -211,12 +205,12 @@ class _RemoteStorage:
         if size <= 0:
             return b""
         try:
-            data: bytes = _retry(lambda: self._read_range(path, start, size))
+            data: bytes = retry(lambda: self._read_range(path, start, size))
         except ImageError:
             raise
         except Exception as error:
-            reason = _describe(error).partition(";")[0]
-            raise (ImageError if _is_permanent(error) else TransientImageError)(reason) from error
+            reason = describe_remote_error(error).partition(";")[0]
+            raise (ImageError if is_permanent(error) else TransientImageError)(reason) from error
         if len(data) > size:
             raise ImageError(NO_PARTS)
         return data
@@ -240,13 +234,13 @@ class _RemoteStorage:
             if not _is_pattern(path):
                 # All of an answer's headers may come a byte now and then, too.
                 limit = {"timeout": 2 * _SILENCE} if self._web else {}
-                return {path: _retry(lambda: self._system.info(path, **limit))}
-            matches: dict[str, dict[str, Any]] = _retry(lambda: self._system.glob(path, detail=True))
+                return {path: retry(lambda: self._system.info(path, **limit))}
+            matches: dict[str, dict[str, Any]] = retry(lambda: self._system.glob(path, detail=True))
         except Exception as error:  # each protocol has errors of its own
             if absent is not None:
-                absent[path] = _describe(error).partition(";")[0]
+                absent[path] = describe_remote_error(error).partition(";")[0]
                 return {}
-            raise RequestError(f"{sanitize(path)} {_describe(error)}") from error
+            raise RequestError(f"{sanitize(path)} {describe_remote_error(error)}") from error
         if not matches:
             raise RequestError(f"nothing is there under {sanitize(path)}; give a URL or pattern of .tar shards")
         return {self._prefix + name: info for name, info in matches.items()}
@@ -262,12 +256,12 @@ class _RemoteStorage:
         """Raise RequestError if a web server ignores Range requests, without fetching a whole file."""
 
         try:
-            _retry(lambda: self._read_range(url, 1, 1))
+            retry(lambda: self._read_range(url, 1, 1))
         except ImageError as error:
             raise RequestError(f"{sanitize(url)} is {error}; download it, or use another server") from error
         except Exception as error:  # each protocol has errors of its own
-            if _http_status(error) != _NO_SUCH_RANGE:  # of a file of a byte
-                raise RequestError(f"{sanitize(url)} {_describe(error)}") from error
+            if http_status(error) != _NO_SUCH_RANGE:  # of a file of a byte
+                raise RequestError(f"{sanitize(url)} {describe_remote_error(error)}") from error
 
     def _state(self, path: str, info: dict[str, Any]) -> FileState:
         size = info.get("size")
@@ -284,62 +278,3 @@ class _RemoteStorage:
 
 def _is_pattern(url: str) -> bool:
     return "*" in url.partition("?")[0]
-
-
-def _retry(action: Callable[[], _T]) -> _T:
-    """Call an action, and again after errors that may pass."""
-    for attempt in range(_TRIES - 1):
-        try:
-            return action()
-        except Exception as error:  # each protocol has errors of its own
-            if _is_permanent(error):
-                raise
-            # Random, so that many ranks do not come back at once; the system's generator, as ours are a run's state.
-            time.sleep(_FIRST_PAUSE * 2**attempt * random.SystemRandom().uniform(1, 1.5))
-    return action()
-
-
-def _is_permanent(error: Exception) -> bool:
-    if isinstance(error, ImageError):
-        return True
-    if status := _http_status(error):
-        return 400 <= status < 500 and status not in (408, 429)  # timeout, too many requests
-    cause = error.__cause__ or error
-    if type(cause).__module__.startswith("aiohttp") or isinstance(error.__cause__, OSError):
-        return False  # the connection broke
-    return isinstance(error, FileNotFoundError | PermissionError) or "Credentials" in type(error).__name__
-
-
-def _http_status(error: Exception) -> int:
-    """Return the HTTP status in an error, 0 without one."""
-    # fsspec raises FileNotFoundError for a broken connection, too; the cause tells.
-    cause = error.__cause__ or error
-    if _is_no_http(cause):
-        return 0  # aiohttp gives it the status 400, which no server has sent
-    status = getattr(cause, "status", None)
-    return status if isinstance(status, int) else 0
-
-
-def _is_no_http(error: BaseException) -> bool:
-    """Return True if aiohttp could not parse the answer."""
-    return type(error.__cause__).__module__ == "aiohttp.http_exceptions"
-
-
-def _describe(error: Exception) -> str:
-    """Return the problem with a remote file, and the remedy."""
-    name, text = type(error).__name__, " ".join(without_secrets(str(error)).split())[:120]
-    if isinstance(error, ImageError):
-        return f"is {text}"
-    if _is_no_http(error.__cause__ or error):
-        return "is on a server whose answers are not HTTP; check the host and port of the URL"
-    if _is_permanent(error) and _http_status(error) not in (0, 404, 410):
-        return f"is refused (the server answers {_http_status(error)}); check the URL, whose signature may have expired"
-    if isinstance(error, FileNotFoundError) and _is_permanent(error):
-        return "is not there; check the URL and, for S3, AWS_ENDPOINT_URL"
-    if isinstance(error, PermissionError) or "Credentials" in name:
-        return f"may not be read ({text or name}); check the credentials in the environment, such as AWS_PROFILE"
-    if isinstance(error, TimeoutError):
-        return f"did not answer in time in {_TRIES} tries; check the network and try again"
-    status = _http_status(error)
-    reason = f"the server answers {status}" if status >= 300 else f"{name}: {text}" if text else name
-    return f"could not be reached in {_TRIES} tries ({reason}); check the network and try again"
