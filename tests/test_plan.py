@@ -12,7 +12,7 @@ from torch import nn
 
 from conftest import few_images
 from test_plan_memory import all_traces_are_kept  # noqa: F401  a fixture
-from unfog.commands.plan import _format_time, _resolve_microbatch, _time_finding, plan
+from unfog.commands.plan import _resolve_microbatch, _time_finding, plan
 from unfog.config.requests import PlanRequest
 from unfog.config.schema import Config
 from unfog.data.dataset import ImageSet
@@ -27,6 +27,7 @@ from unfog.planning.auto_settings import AutoSettings, Machine
 from unfog.planning.flops import _DEVICES, GB, Device, NetworkCost, TimeRange
 from unfog.planning.memory_estimate import MemoryEstimator
 from unfog.planning.microbatch import MARGIN
+from unfog.planning.plan import format_time
 from unfog.planning.timing import measure_step, run_times
 from unfog.planning.trial_training import StepTime
 from unfog.reporting.progress import Progress
@@ -124,7 +125,7 @@ def test_what_a_run_takes_is_the_sum_of_its_parts():
     more = run_times(drawing, TimeRange(0.1, 0.2), TimeRange(0.01, 0.02), held_out=40)
     assert more["sampling for metrics"].low == pytest.approx(2 * 300 * 20 * 0.01)
     assert more["in all"].low == pytest.approx(times["in all"].low + more["sampling for metrics"].low)
-    assert _format_time(TimeRange(0.0123, 0.2)) == "12 ms to 200 ms"
+    assert format_time(TimeRange(0.0123, 0.2)) == "12 ms to 200 ms"
     assert _time_finding(TimeRange(86400.0, 1e9)) is None
     assert _time_finding(TimeRange(float("nan"), float("nan"))) is None
     assert _time_finding(TimeRange(1e7, 1e8)).severity == "warning"

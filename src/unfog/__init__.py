@@ -39,10 +39,10 @@ from unfog.from_python import (
 if TYPE_CHECKING:
     from unfog.commands.ema_sweep import EmaSweepResult
     from unfog.commands.find_lr import FindLrResult
-    from unfog.commands.plan import Plan
     from unfog.commands.tune import TuneResult
     from unfog.inference.evaluation_files import Evaluation
     from unfog.inference.run import Run
+    from unfog.planning.plan import Plan
     from unfog.process.run_folder import RunFolder
     from unfog.reporting.findings import Finding
 

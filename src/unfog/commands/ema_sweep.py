@@ -124,16 +124,9 @@ def ema_sweep(request: EmaSweepRequest) -> EmaSweepResult:
     Writes ema-sweep.json and ema-sweep.html into the run. `unfog sample` and `unfog.load` read the former. If the run
     cannot be written to, the table is printed and RunError raised.
     """
-    metric = request.metric
-    if metric not in _USUAL_N:
-        raise RequestError(f"metric = {metric!r} is none of {', '.join(_USUAL_N)}")
-    n, widths = of_type(int, request.n, "n"), of_type(tuple[float, ...], request.widths, "widths")
-    step = of_type(int | None, request.checkpoint, "step")
-    of_type(str, request.features, "features")
-    if n < 0:
-        raise RequestError(f"n = {n} must be at least 1, or 0 for the usual number")
+    metric, n, widths, step = _checked(request)
     folder = RunFolder(request.run)
-    config, kept, n = folder.read_config(), EmaSnapshotFile.read_all(folder.averages), n or _USUAL_N[metric]
+    config, kept = folder.read_config(), EmaSnapshotFile.read_all(folder.averages)
     if config.trains_autoencoder:
         raise RequestError(f"{folder.path} trains an autoencoder, which generates nothing; sweep a diffusion run")
     to_measure = _rebuildable_widths(kept, config, widths, step)
@@ -159,6 +152,19 @@ def ema_sweep(request: EmaSweepRequest) -> EmaSweepResult:
     with folder.saving_results(swept.lines):
         _write_result(swept, folder)
     return swept
+
+
+def _checked(request: EmaSweepRequest) -> tuple[str, int, tuple[float, ...], int | None]:
+    """Return metric, number of images, widths and step; from Python, a request may hold anything."""
+    metric = request.metric
+    if metric not in _USUAL_N:
+        raise RequestError(f"metric = {metric!r} is none of {', '.join(_USUAL_N)}")
+    n, widths = of_type(int, request.n, "n"), of_type(tuple[float, ...], request.widths, "widths")
+    step = of_type(int | None, request.checkpoint, "step")
+    of_type(str, request.features, "features")
+    if n < 0:
+        raise RequestError(f"n = {n} must be at least 1, or 0 for the usual number")
+    return metric, n or _USUAL_N[metric], widths, step
 
 
 def _rebuildable_widths(
