@@ -55,6 +55,8 @@ def test_the_time_in_which_a_kernel_runs_counts_overlaps_once(bench):
     rows, profile = bench("rows"), bench("part_profile")
     assert rows.busy([]) == 0
     assert rows.busy([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.0, 1.5)]) == 4
+    assert [profile.is_kernel(name, False) for name in ("ampere_gemm", "Optimizer.step#Muon.step")] == [True, False]
+    assert [profile.is_kernel(name, True) for name in ("aten::add", "profiled range")] == [True, False]
     events = [("conv", 0.0, 3e5), ("add", 2e5, 4e5), ("conv", 9e5, 1e6)]
     total, first, second = profile.kernels("net", events, seconds=1.0)
     assert total.figures == {"launches": 1.0, "idle": pytest.approx(0.5)}
@@ -79,6 +81,11 @@ def test_rows_become_a_table_a_ledger_row_and_a_picture(bench, tmp_path):
     ledger = rows.ledger_row("2026-01-01", "H100", "run.sh", found)
     assert ledger.count("|") == 5
     assert "steps a, unfog eager: 120 images/s" in ledger
+    aside = [
+        rows.Row("commands", "train", "1 s", figures={"s": 1}),
+        rows.Row("profile", "kernel 1", "9%", figures=rate),
+    ]
+    assert rows.ledger_row("2026-01-01", "H100", "run.sh", aside).endswith("| . 2 ok |")
     assert "1 failed (ranks: FSDP2)" in ledger
     rows.picture(tmp_path / "gpu.png", "H100", found)
     with Image.open(tmp_path / "gpu.png") as image:

@@ -28,7 +28,6 @@ def measure(setting: Setting) -> Iterator[Row]:
     short = ("--steps", "12", "--sampler.steps", "2", "--preview.images", "4", "--checkpoint.every", "6")
     kept = ("--data.held-out", "0.2", "--ema-snapshots.every", "3")
     commands = {
-        "doctor": ("doctor", photos, "--out", setting.folder / "doctor", *["--quick"] * setting.cpu, *small, *short),
         "plan": ("plan", photos, *small, *short),
         "find-lr": ("find-lr", photos, "--out", setting.folder / "lr", "--seconds", "4", *small),
         "pack": ("pack", photos, setting.folder / "pack", "--data.size", "16"),
@@ -52,6 +51,16 @@ def measure(setting: Setting) -> Iterator[Row]:
     }
     if not missing(["diffusers"]):
         commands["export diffusers"] = ("export", run, setting.folder / "diffusers", "--format", "diffusers")
+    # Last, as it takes longest.
+    commands["doctor"] = (
+        "doctor",
+        photos,
+        "--out",
+        setting.folder / "doctor",
+        *["--quick"] * setting.cpu,
+        *small,
+        *short,
+    )
     for name, words in commands.items():
         yield call(name, [str(word) for word in words])
 

@@ -39,8 +39,13 @@ def measure(setting: Setting, name: str) -> Iterator[Row]:
         seconds = time.perf_counter() - started
     # On a CPU there are no kernels, and operations stand for them.
     wanted = DeviceType.CPU if setting.cpu else DeviceType.CUDA
-    events = [e for e in profiler.events() if e.device_type == wanted and (not setting.cpu or "::" in e.name)]
+    events = [e for e in profiler.events() if e.device_type == wanted and is_kernel(e.name, setting.cpu)]
     yield from kernels(name, [(e.name, e.time_range.start, e.time_range.end) for e in events], seconds)
+
+
+def is_kernel(name: str, on_cpu: bool) -> bool:
+    """Return whether an event of the profiler is work: not the annotation of a range, which spans all that is in it."""
+    return "::" in name if on_cpu else not name.startswith(("Optimizer.", "ProfilerStep", "## ", "Torch-Compiled"))
 
 
 def kernels(name: str, events: list[tuple[str, float, float]], seconds: float) -> Iterator[Row]:

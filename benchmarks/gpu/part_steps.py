@@ -95,6 +95,7 @@ class _Timer:
             figures["mfu"] = used
             said += f"MFU {used:.1%}, "
         said += f"first step {time.first:.1f} s"
+        said += ", compiler off" * (self.device.type == "cpu" and "compiled" in name)
         for other in ("bare eager", "diffusers eager"):
             if other in self.found and other != name:
                 figures[f"times_{other.replace(' ', '_')}"] = gain = self.found[other].step / time.step

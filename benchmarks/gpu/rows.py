@@ -84,8 +84,10 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def ledger_row(date: str, machine: str, command: str, rows: Sequence[Row]) -> str:
-    """Return a row for benchmarks/LEDGER.md, with all that has figures."""
-    figures = "; ".join(f"{row.part}, {row.name}: {row.said}" for row in rows if row.state == "ok" and row.figures)
+    """Return a row for benchmarks/LEDGER.md: what was measured, less seconds of commands and single kernels."""
+    kept = [row for row in rows if row.state == "ok" and row.figures and row.part != "commands"]
+    kept = [row for row in kept if not row.name.startswith("kernel ")]
+    figures = "; ".join(f"{row.part}, {row.name}: {row.said}" for row in kept)
     return f"| {date} | {_cell(machine)} | `{command}` | {_cell(figures)}. {_cell(summary(rows))} |"
 
 
