@@ -34,10 +34,10 @@ def measure(setting: Setting, name: str) -> Iterator[Row]:
     timer = _Timer(part, config, device, setting.seconds)
     yield timer.describe()
     yield from memory(part, config, device)
-    yield timer.time("unfog eager", lambda: _ours(config, device))
     yield timer.time("bare eager", lambda: steps.bare(config, device))
     if not missing(["diffusers"]):
         yield timer.time("diffusers eager", lambda: steps.diffusers(config, device))
+    yield timer.time("unfog eager", lambda: _ours(config, device))
     yield timer.time("unfog compiled", lambda: _ours(config, device, compiled=True))
     if setting.cpu:
         yield Row(part, "bare captured", "CUDA graphs need CUDA", "skipped")
