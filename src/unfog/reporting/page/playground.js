@@ -67,10 +67,10 @@ class Playground extends View {
 			this.about = await this.data.get("api/draw");
 			this.jobs = this.about.jobs;
 			if (again && this.job && !this.jobs.some((one) => one.job === this.job.job)) this.job = {...this.job, state: "failed", error: "the server was started anew; draw again"};
-			else if (again && this.job) await this.open(this.job.job);
+			else if (again && this.job) await this.open(this.job.job, true);
 			else if (!this.job && this.jobs.length) {
 				const last = this.jobs.findLast((one) => String(one.run) === String(this.run));
-				if (last) await this.open(last.job);
+				if (last && !this.job) await this.open(last.job);
 			}
 		} catch (error) {
 			this.error = error.message;
@@ -93,14 +93,16 @@ class Playground extends View {
 		this.job = {...this.job, ...event, kept_steps: next};
 		if (ended && (!ENDED.includes(before) || this.job.copies?.state === "waiting")) {
 			if (!ENDED.includes(before)) announce(event.state === "failed" ? `The drawing failed: ${event.error}` : event.state === "done" ? "The drawing is done" : "The drawing was cancelled");
-			this.open(event.job);
+			this.open(event.job, true);
 			this.load();
 		}
 	}
 
-	async open(number) {
+	// Show a drawing; with `still`, only if no other one was begun while the server answered.
+	async open(number, still = false) {
 		try {
 			const job = await this.data.get(`api/draw/${number}`);
+			if (still && (this.job?.job !== number || (ENDED.includes(this.job.state) && !ENDED.includes(job.state)))) return;
 			this.job = job;
 			this.shown = Math.min(this.shown, job.settings.n - 1);
 			this.error = "";
@@ -138,6 +140,7 @@ class Playground extends View {
 			if (this.job?.job !== job.job) this.past = [...this.past, this.job?.job].filter(Boolean).slice(-100);
 			Object.assign(this, {job, future: [], shown: Math.min(this.shown, job.settings.n - 1)});
 			if (!this.jobs.some((one) => one.job === job.job)) this.jobs = [...this.jobs, job];
+			if (!ENDED.includes(job.state)) this.open(job.job, true); // its events may have been quicker than this answer
 			announce(ENDED.includes(job.state) ? "This was drawn before" : "Drawing");
 		} catch (error) {
 			this.error = error.message;
