@@ -12,7 +12,7 @@ from torch import nn
 
 from conftest import few_images
 from test_plan_memory import all_traces_are_kept  # noqa: F401  a fixture
-from unfog.commands.plan import _resolve_microbatch, _time_finding, plan
+from unfog.commands.plan import _describe_compiling, _resolve_microbatch, _time_finding, plan
 from unfog.config.requests import PlanRequest
 from unfog.config.schema import Config
 from unfog.data.dataset import ImageSet
@@ -203,10 +203,10 @@ def test_what_compiling_costs_and_gains_is_measured_or_said_to_be_unknown(monkey
     assert said == "takes 41 s, and a step is 2.00 times as fast: it pays from step 200 on"
     times[True] = StepTime(41.0, 0.4)
     found = AutoSettings(asked(compile=True), None, CPU, lambda: False)
-    assert found.describe_compiling().endswith("1.00 times as fast: it never pays")
-    assert AutoSettings(asked(), None, CPU, lambda: False).describe_compiling() == ""
+    assert _describe_compiling(found).endswith("1.00 times as fast: it never pays")
+    assert _describe_compiling(AutoSettings(asked(), None, CPU, lambda: False)) == ""
     elsewhere = AutoSettings(asked(compile=True), None, Machine(CUDA, data_sheet=Device.find("h100")), lambda: False)
-    assert "unfog doctor --gpu" in elsewhere.describe_compiling()
+    assert "unfog doctor --gpu" in _describe_compiling(elsewhere)
 
 
 def test_a_step_that_compiles_first_is_not_taken_for_the_pace(monkeypatch):

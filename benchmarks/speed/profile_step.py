@@ -22,6 +22,7 @@ from unfog.config.schema import Config
 from unfog.data.settings import Data
 from unfog.models.settings import SIZES
 from unfog.pipeline.build import build_network
+from unfog.planning.timing import matmul_seconds
 from unfog.training.precision import Precision, default_memory_format
 from unfog.training.settings import Training
 
@@ -119,8 +120,7 @@ def timed(step: Callable[[], None], device: torch.device) -> float:
 def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Floating-point operations per second of a square matrix product, the best of several."""
     n = 8192 if device.type == "cuda" else 1536
-    a, b = torch.randn(n, n, device=device).to(dtype), torch.randn(n, n, device=device).to(dtype)
-    return 2 * n**3 / min(timed(lambda: a @ b, device) for _ in range(8))
+    return 2 * n**3 / matmul_seconds(dtype, device, n)
 
 
 if __name__ == "__main__":

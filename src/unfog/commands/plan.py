@@ -26,7 +26,7 @@ from unfog.planning.timing import TOO_SLOW, benchmark_cpu, decoded_images, run_t
 from unfog.process.device import available_memory, choose_device, total_memory
 from unfog.process.signals import StopSignals
 from unfog.reporting.findings import Finding, has_fatal, print_findings
-from unfog.reporting.progress import format_bytes, plural, print_result
+from unfog.reporting.progress import format_bytes, format_duration, plural, print_result
 from unfog.training.stability.out_of_memory import microbatch_size
 
 _LONG = 30 * 86400.0  # seconds from which on a plan warns
@@ -75,7 +75,7 @@ def plan(request: PlanRequest) -> Plan:
         tuple(disk),
         _describe_transfer(auto.config, device, target, dataset),
         tuple(fatal + findings),
-        auto.describe_compiling(),
+        _describe_compiling(auto),
     )
 
 
@@ -188,6 +188,18 @@ def _memory_finding(memory: MemoryEstimate, available: int) -> Finding:
         return Finding("plan.memory", "fine", evidence, facts=facts)
     remedy = "lower --microbatch, --preview.images or --evaluate.images"
     return Finding("plan.memory", "fatal" if memory.peak > available else "warning", evidence, remedy, facts)
+
+
+def _describe_compiling(auto: AutoSettings) -> str:
+    """Return what compiling costs and gains, where it is asked for: measured, as no rule predicts it."""
+    if not auto.config.training.compile:
+        return ""
+    if auto.machine.data_sheet is not None or not auto.machine.timed:
+        return "its time and its gain are measured on the device alone: unfog doctor --gpu, there"
+    compiled, eager = auto.measured_step, auto.measure_eager_step()
+    took, pays = format_duration(compiled.first - compiled.step), compiled.pays_from(eager)
+    verdict = "it never pays" if math.isinf(pays) else f"it pays from step {pays:,.0f} on"
+    return f"takes {took}, and a step is {eager.step / compiled.step:.2f} times as fast: {verdict}"
 
 
 def main(request: PlanRequest) -> int:

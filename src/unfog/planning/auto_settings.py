@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,7 +22,7 @@ from unfog.planning.microbatch import MicrobatchChoice, memory_per_process, requ
 from unfog.planning.timing import forward_passes, measure_step
 from unfog.planning.trial_training import StepTime
 from unfog.process.device import unused_gpu
-from unfog.reporting.progress import format_bytes, format_duration, plural
+from unfog.reporting.progress import format_bytes, plural
 from unfog.training.optimizer_settings import FINE_TUNING_FACTOR, default_learning_rate
 from unfog.training.precision import default_memory_format, default_precision
 from unfog.training.settings import MemoryFormat, PrecisionName
@@ -292,18 +291,10 @@ class AutoSettings:
         """The wall time of a training step on this machine, with the present settings."""
         return measure_step(self.process_config(), self._images, self.machine.device, self._stop)
 
-    def describe_compiling(self) -> str:
-        """Return what compiling costs and gains, where it is asked for; measured, as no rule predicts it."""
-        if not self.config.training.compile:
-            return ""
-        if self.machine.data_sheet is not None or not self.machine.timed:
-            return "its time and its gain are measured on the device alone: unfog doctor --gpu, there"
-        compiled, config = self.measured_step, self.process_config()
-        plain = replace(config, training=replace(config.training, compile=False))
-        eager = measure_step(plain, self._images, self.machine.device, self._stop)
-        took, pays = format_duration(compiled.first - compiled.step), compiled.pays_from(eager)
-        verdict = "it never pays" if math.isinf(pays) else f"it pays from step {pays:,.0f} on"
-        return f"takes {took}, and a step is {eager.step / compiled.step:.2f} times as fast: {verdict}"
+    def measure_eager_step(self) -> StepTime:
+        """Measure a step that is not compiled, for comparison."""
+        config = _changed(self.process_config(), {"training": {"compile": False}})
+        return measure_step(config, self._images, self.machine.device, self._stop)
 
     @cached_property
     def _parameters(self) -> int:
