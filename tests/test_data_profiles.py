@@ -233,6 +233,7 @@ def test_a_broken_profile_does_not_cost_the_image(broken: bytes) -> None:
     assert np.array_equal(pixels, x.transpose(2, 0, 1))
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, len(P3) - 1), st.integers(0, 255)), min_size=1, max_size=6), st.data())
 def test_no_damage_to_a_profile_raises(flips: list[tuple[int, int]], data: st.DataObject) -> None:
@@ -246,6 +247,7 @@ def test_no_damage_to_a_profile_raises(flips: list[tuple[int, int]], data: st.Da
         assert actions in ([], ["srgb"], ["profile_ignored"])
 
 
+@pytest.mark.slow
 def test_threads_agree_with_one() -> None:
     def convert(i: int) -> bytes:
         # Few colours, so that littleCMS's memory of the last pixel matters; a profile each three share.

@@ -213,6 +213,7 @@ def test_a_background_that_a_pack_does_not_have_is_said(tmp_path: Path, capsys: 
     assert "background" not in said(made, Data(), capsys)
 
 
+@pytest.mark.slow
 def test_damaged_images_are_told_of_once_also_those_held_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,6 +44,7 @@ def test_small_orders_are_all_reached_about_equally_often() -> None:
     assert max(abs(count - 1000) for count in counts.values()) < 200  # 6 standard deviations
 
 
+@pytest.mark.slow
 def test_places_and_neighbours_are_uniform() -> None:
     """Chi-squared over its degrees of freedom is 1 within a few times sqrt(2 / freedom)."""
     n = 200

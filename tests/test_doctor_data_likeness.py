@@ -118,6 +118,7 @@ def test_a_changed_part_is_no_copy_and_noise_is() -> None:
     assert not other.similar.any()
 
 
+@pytest.mark.slow
 def test_what_is_mostly_white_is_not_alike_for_that() -> None:
     """Letters on white: all agree in most pixels and in much of the hash, and are different pictures."""
     texts = [a + b for a in "ABDEFGHJKLMNPQRSTUWXZ" for b in "abdeghkmnpqrsuwxz"]

@@ -50,6 +50,7 @@ def of_few_kinds(x: Tensor) -> Tensor:
     return x[torch.arange(len(x)) % 30]
 
 
+@pytest.mark.slow
 def test_real_pictures_are_nearer_than_slightly_worse_ones(clothes):
     """By patches; a grain of 4 of 256 is below what they see."""
     one, other = clothes

@@ -159,6 +159,7 @@ def unets(draw) -> UNet:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(unets(), st.sampled_from([1, 3, 4]), st.sampled_from([0, 1, 10]))
 def test_any_settings_export_to_the_same_function(unet: UNet, image_channels: int, num_classes: int):

@@ -66,6 +66,7 @@ def test_unipc_is_of_third_order(path: Path, schedule: Schedule) -> None:
     assert math.log2(errors[0] / errors[1]) == pytest.approx(3, abs=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "order", "expected"), [("dpmpp", 2, 2), ("dpmpp", 3, 3), ("unipc", 2, 3)])
 def test_orders_on_a_mixture(kind: str, order: int, expected: int) -> None:
     """No closed form here, and none of a Gaussian's symmetries: against many steps of another sampler."""
@@ -81,6 +82,7 @@ def test_orders_on_a_mixture(kind: str, order: int, expected: int) -> None:
     assert math.log2(errors[0] / errors[1]) == pytest.approx(expected, abs=0.12)
 
 
+@pytest.mark.slow
 def test_unipc_of_order_three_is_better_still() -> None:
     """Its first steps, of lower order, keep it from being of order 4 in the limit; before that it shows."""
     path, schedule = Flow(), FlowUniform()

@@ -167,6 +167,7 @@ def test_magnitudes_of_a_fresh_network():
         assert 0.8 < value < 1.2, f"{name}: {value}"
 
 
+@pytest.mark.slow
 def test_magnitudes_after_training():
     torch.manual_seed(0)
     model = MPUNetModel(MICRO, 3, 4)

@@ -92,6 +92,7 @@ def test_every_parameter_learns(settings):
     assert silent == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [MICRO[name] for name in NEW], ids=NEW)
 def test_learns_what_a_label_means(settings):
     torch.manual_seed(0)
@@ -204,6 +205,7 @@ def test_autocast_is_close_to_float32(settings, dtype):
     assert (rough_gradient - gradient).norm() < 0.05 * gradient.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [MICRO[name] for name in NEW], ids=NEW)
 def test_compiles_to_one_graph(settings):
     model = scattered(settings, 1, 2)
@@ -328,6 +330,7 @@ def advance(config, state, steps):
     return state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"checkpointing": True}], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize("settings", [MICRO[name] for name in NEW], ids=NEW)
 def test_interrupted_is_uninterrupted(settings, changes, tmp_path):
@@ -368,7 +371,7 @@ def test_compiled_training_learns_the_same(settings):
 @pytest.mark.parametrize(
     ("settings", "device"),
     [
-        (MICRO["dit"], "cpu"),
+        pytest.param(MICRO["dit"], "cpu", marks=pytest.mark.slow),
         pytest.param(replace(MICRO["dit-block"], depth=1), "cuda", marks=pytest.mark.slow),
         pytest.param(MICRO["mpunet"], "cpu", marks=pytest.mark.exhaustive),
         pytest.param(MPUNet((8,), attention=(True,), head_channels=8), "cuda", marks=pytest.mark.slow),
@@ -383,6 +386,7 @@ def test_memory_is_traced(settings, device):
     assert MemoryEstimator(config, device).step(8, True).parts["activations"] < 0.8 * peak.parts["activations"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mp-tiny", "dit-tiny"])
 def test_work_is_counted(name):
     work = NetworkCost.of(lambda: build_model(SIZES[name], 3), (3, 32, 32))

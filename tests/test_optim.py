@@ -325,6 +325,7 @@ def test_a_constant_run_branches_into_a_cooldown_at_its_new_end():
     assert learning_rate(branch, 101, 125) < 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "copies"), [(Muon(), 1), (MOMENTUM, 3), (Custom("torch.optim.Adafactor"), 2)])
 def test_plan_counts_the_moments_that_there_are(method, copies):
     """And takes AdamW's for an optimiser that looks at values, as Adafactor does."""

@@ -347,6 +347,7 @@ def test_trouble_ahead_is_nobody_s_business_yet(photos: Path, monkeypatch: pytes
     stream.close()
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     st.lists(

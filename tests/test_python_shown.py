@@ -81,6 +81,7 @@ def test_a_run_says_what_it_is_and_shows_its_newest_preview(run):
     assert "<img" not in run._repr_html_()
 
 
+@pytest.mark.slow
 def test_results_say_what_they_are_in_a_line():
     plan = unfog.plan(IMAGES, steps=2, device="h200", **SETTINGS)
     assert repr(plan) == "<plan: 0.05M parameters, 12 images of 8x8, batches of 4>"

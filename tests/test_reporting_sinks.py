@@ -58,6 +58,7 @@ def test_tensorboard_forgets_what_a_resume_writes_again(tmp_path):
     assert [round(e.value, 2) for e in scalars] == [1, 2, 3, 4, 5, 6.05, 7.05, 8.05, 9.05, 10.05]
 
 
+@pytest.mark.slow
 def test_wandb_works_offline_and_keeps_its_id(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_MODE", raising=False)
     # An address where nobody answers: whatever needed the network would fail.

@@ -69,6 +69,7 @@ def opening(folder: Path) -> tuple[dict[str, int], int, int]:
     return read, held, ready
 
 
+@pytest.mark.slow
 def test_it_depends_on_the_number_of_images_by_no_more_than_their_labels(tmp_path: Path) -> None:
     few, many = (opening(make(tmp_path / f"{n}", n)) for n in (FEW, MANY))
     for read, held, _ in (few, many):

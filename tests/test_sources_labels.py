@@ -393,6 +393,7 @@ def test_a_table_of_many_rows_is_quick(tmp_path: Path) -> None:
     assert len(found) == 50_000
 
 
+@pytest.mark.slow
 def test_train_with_a_relative_table_and_resume_from_elsewhere(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -273,6 +273,7 @@ def test_timestep_conditioning_is_the_integer_timestep() -> None:
     torch.testing.assert_close(c_noise, torch.full((5,), 250.0))
 
 
+@pytest.mark.slow
 def test_product_is_finite_or_refused_with_the_reason() -> None:
     u = torch.tensor([1e-6, 0.1, 0.5, 0.9, 1 - 1e-6])
     x0, eps = torch.randn(2, 5, 1, 2, 2, generator=torch.Generator().manual_seed(4))

@@ -56,6 +56,7 @@ def contents(folder):
                 yield from (archive.read(name) for name in archive.namelist())
 
 
+@pytest.mark.slow
 def test_mlflow_keeps_one_run(tmp_path, secret):
     run_dir = tmp_path / "photos"
     # More settings than MLflow takes at once.

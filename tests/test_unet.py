@@ -76,6 +76,7 @@ def test_every_parameter_learns():
     assert silent[2] == set()
 
 
+@pytest.mark.slow
 def test_learns_what_a_label_means():
     torch.manual_seed(0)
     model = UNetModel(MICRO, 1, num_classes=2)
@@ -162,6 +163,7 @@ def test_autocast_is_close_to_float32(dtype):
     assert (rough_gradient - gradient).norm() < 0.05 * gradient.norm()
 
 
+@pytest.mark.slow
 def test_compiles_to_one_graph():
     model = scattered(MICRO, num_classes=2).eval()
     compiled = torch.compile(model, backend="eager", fullgraph=True)

@@ -134,6 +134,7 @@ def test_a_roll_back_does_not_pass_over_what_cannot_be_read_now(tmp_path, failin
         find_rollback_checkpoint(tmp_path, state, patience=2)
 
 
+@pytest.mark.slow
 def test_names_that_could_not_be_read_again_are_refused_before_training(tmp_path):
     images = np.zeros((4, 8, 8), np.uint8)
     labels = [f"{i}{'x' * 1_100_000}" for i in range(4)]
