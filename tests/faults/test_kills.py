@@ -22,7 +22,7 @@ from faults.harness import (
 
 LIFE = Recipe("life", steps=160, every=3, flags={"--checkpoint.keep": 2}) if FULL else USUAL
 # Seconds of a process, over which the moments are spread: short enough for the run to need many.
-WALL = 1.0
+WALL = 0.5
 LIVES = [(seed, 10) for seed in range(5)] if FULL else [(0, 8)]
 
 
