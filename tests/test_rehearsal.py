@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from conftest import NETWORK
+from conftest import NETWORK, TRANSFORMER, few_images
 from unfog.config.presets import preset
 from unfog.config.toml import update
 from unfog.data.prepare import prepare
@@ -36,15 +36,15 @@ PARTS = [*RUN, "reload", "repeat", "resume", "sample", "export", "memory"]
 
 @pytest.fixture(scope="module")
 def fashion():
-    return prepare(open_source("fashion"), Data(cache="memory", size=16))
+    return prepare(open_source(few_images()), Data(cache="memory", size=16))
 
 
 def settled(prepared, **settings):
     base = preset("default")
-    base = replace(base, source="fashion", data=prepared.settings, classes=prepared.train.classes)
+    base = replace(base, source=few_images(), data=prepared.settings, classes=prepared.train.classes)
     base = replace(base, training=replace(base.training, budget="", images=100_000, precision="fp32"))
     small = {
-        "network": NETWORK,
+        "network": TRANSFORMER,
         "training": {"batch": 8},
         "sampler": {"steps": 2},
         "preview": {"images": 2},
@@ -68,7 +68,7 @@ def rehearsed(config, prepared, folder):
 @pytest.fixture(scope="module")
 def sound(fashion, tmp_path_factory):
     before = torch.get_rng_state()
-    findings = rehearsed(settled(fashion), fashion, tmp_path_factory.mktemp("rehearsal"))
+    findings = rehearsed(settled(fashion, network=NETWORK), fashion, tmp_path_factory.mktemp("rehearsal"))
     assert torch.equal(torch.get_rng_state(), before)
     return findings
 
@@ -139,7 +139,7 @@ def test_a_request_that_cannot_be_met_is_fatal(fashion, tmp_path):
 
 
 def test_weights_that_do_not_move_are_fatal(fashion, tmp_path):
-    config = settled(fashion)
+    config = settled(fashion, network=NETWORK)
     config = replace(config, optimizer=replace(config.optimizer, lr=0.0, weight_decay=0.0))
     findings = rehearsed(config, fashion, tmp_path)
     assert {code: f.severity for code, f in findings.items() if f.severity != "fine"} == {"ema": "fatal"}
@@ -169,7 +169,7 @@ def test_an_export_that_answers_otherwise_is_fatal(fashion, tmp_path, monkeypatc
         return config, {**state, "conv_out.bias": state["conv_out.bias"] + 1}
 
     monkeypatch.setattr(Network, "to_unet2d", spoiled)
-    assert rehearsed(settled(fashion), fashion, tmp_path)["export"].severity == "fatal"
+    assert rehearsed(settled(fashion, network=NETWORK), fashion, tmp_path)["export"].severity == "fatal"
 
 
 def test_an_export_is_compared_where_everything_in_the_network_matters(fashion, tmp_path, monkeypatch):
@@ -205,7 +205,7 @@ def test_fp16_may_seek_its_scale(fashion, tmp_path):
 
 def test_no_room_for_the_rehearsal_is_no_fault_of_the_run(fashion, tmp_path, monkeypatch):
     monkeypatch.setattr(small, "free_bytes", lambda folder: 17 * 10**6)
-    findings = rehearsed(settled(fashion), fashion, tmp_path)
+    findings = rehearsed(settled(fashion, network=NETWORK), fashion, tmp_path)
     assert {code: f.severity for code, f in findings.items()} == {"room": "hint", "memory": "fine"}
     assert "17 MB free" in findings["room"].evidence
 
