@@ -9,7 +9,7 @@ from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
 from safetensors.torch import load_file, save_file
 
 import unfog
-from conftest import NETWORK
+from conftest import TRANSFORMER
 from unfog.cli.requests import read_request
 from unfog.config.schema import Config
 from unfog.diffusion.diffusion import Diffusion
@@ -151,7 +151,7 @@ def test_classes_of_others_begin_as_none(photos, tmp_path):
 
 
 def test_run_to_run_with_and_without_classes(photos, tmp_path):
-    settings = QUICK | {"network": NETWORK, "steps": 3, "lr": 1e-2, "checkpoint": {"every": 1}}
+    settings = QUICK | {"network": TRANSFORMER, "steps": 3, "lr": 1e-2, "checkpoint": {"every": 1}}
     old = unfog.train(photos, out=tmp_path / "old", size=8, **settings)
     new = unfog.train(photos, out=tmp_path / "new", init=tmp_path / "old", **QUICK)
     assert new.config.network == old.config.network
@@ -171,7 +171,7 @@ def test_run_to_run_with_and_without_classes(photos, tmp_path):
 
 def test_a_search_for_a_rate_begins_with_the_weights(photos, tmp_path, monkeypatch):
 
-    old = unfog.train(photos, out=tmp_path / "old", size=8, **QUICK | {"network": NETWORK, "lr": 1e-2})
+    old = unfog.train(photos, out=tmp_path / "old", size=8, **QUICK | {"network": TRANSFORMER, "lr": 1e-2})
     search, subjects = LrTestSetup.run, []
     monkeypatch.setattr(LrTestSetup, "run", lambda subject, s: subjects.append(subject) or search(subject, s))
     unfog.find_lr(photos, init=tmp_path / "old", seconds=1e-3, **QUICK)

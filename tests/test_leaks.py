@@ -23,7 +23,7 @@ GROWTH = 4e6  # bytes that the memory of the process may differ by, of allocator
 SMALL = "dit:width=8,depth=1,head_channels=4,patch=8"
 
 
-def configured(steps):
+def configured(steps, source):
     settings = {
         "network": SMALL,
         "training": {"batch": 2, "images": 2 * steps, "precision": "fp32"},
@@ -36,7 +36,7 @@ def configured(steps):
         "checkpoint": {"every": steps // 20},
         "averages": {"every": steps // 20},
     }
-    return update(replace(preset("default"), source="fashion"), settings, "")
+    return update(replace(preset("default"), source=source), settings, "")
 
 
 def held():
@@ -55,7 +55,7 @@ def held():
     }
 
 
-def watch(folder, steps):
+def watch(folder, steps, source):
     """Train, and print what is held at each of some steps, when all that followed the step before is done."""
     torch.set_num_threads(1)
     advance, early, seen = session.Session.on_step_end, steps // 10, {}
@@ -68,15 +68,17 @@ def watch(folder, steps):
             seen[step] = held()
 
     session.Session.on_step_end = advanced
-    train(configured(steps), Path(folder))
+    train(configured(steps, source), Path(folder))
     print(json.dumps(seen))
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
 @pytest.mark.parametrize("steps", [500, pytest.param(10_000, marks=pytest.mark.exhaustive)])
 def test_many_steps_hold_no_more_than_the_first_ones(tmp_path, steps):
+    from conftest import few_images  # not at the top, as the process below runs this file
+
     done = subprocess.run(
-        [sys.executable, __file__, str(tmp_path / "run"), str(steps)],
+        [sys.executable, __file__, str(tmp_path / "run"), str(steps), few_images()],
         capture_output=True,
         text=True,
         check=True,
@@ -90,4 +92,4 @@ def test_many_steps_hold_no_more_than_the_first_ones(tmp_path, steps):
 
 
 if __name__ == "__main__":
-    watch(sys.argv[1], int(sys.argv[2]))
+    watch(sys.argv[1], int(sys.argv[2]), sys.argv[3])

@@ -11,7 +11,7 @@ from torch import nn
 
 import forked
 import unfog
-from conftest import NETWORK, few_images
+from conftest import TRANSFORMER, few_images
 from test_training import Diary, denoising, linear_state, reconstruction, run, weights
 from unfog.errors import RunError
 from unfog.models.unet import UNetModel
@@ -123,7 +123,7 @@ def test_noise_scale_is_logged_under_accumulation_only():
 
 
 def test_a_preview_that_does_not_fit_is_drawn_in_parts_and_changes_no_step(tmp_path, monkeypatch):
-    settings = {"network": NETWORK, "precision": "fp32", "steps": 4, "batch": 8, "sampler": {"steps": 2}}
+    settings = {"network": TRANSFORMER, "precision": "fp32", "steps": 4, "batch": 8, "sampler": {"steps": 2}}
     settings |= {"preview": {"images": 20, "every": 2}, "evaluate": {"images": 30, "levels": 2, "every": 2}}
     unfog.train(few_images(), out=tmp_path / "whole", **settings)
     forward = UNetModel.forward
