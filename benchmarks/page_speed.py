@@ -22,7 +22,7 @@ from browsers import WatchedPage, open_browser, serving, wait_for
 
 # Zooms to and fro for five seconds, and gives the frames' times in milliseconds.
 ZOOM = """async () => {
-  const {zoom} = await import('./static/chart.js'), times = [], begun = performance.now();
+  const {zoom} = await import('./static/range.js'), times = [], begun = performance.now();
   const last = document.querySelector('unfog-chart').series[0].x.at(-1);
   for (let now = begun; now - begun < 5000;) {
     const share = 0.02 + 0.48 * (1 + Math.cos((now - begun) / 800));

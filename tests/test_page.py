@@ -13,7 +13,7 @@ from unfog.reporting.page.bundle import PAGE, _imports_of, _joined_script, embed
 MODULES = sorted(path.name for path in PAGE.glob("*.js"))
 PLAYGROUND = [name for name in MODULES if name.startswith("playground")]
 """Fetched only when it is opened, and no part of single files."""
-LARGEST, LARGEST_PLAYGROUND = 150_000, 45_000  # bytes of scripts; lines of comment do not count, so that none is spared
+LARGEST, LARGEST_PLAYGROUND = 150_000, 46_000  # bytes of scripts; lines of comment do not count, so that none is spared
 LARGEST_SENT, ALL_SENT = 65_000, 82_000  # bytes of scripts as browsers get them: without the playground, and all
 _NAMES = re.compile(r"^export (?:async )?(?:function|class|const) (\w+)", re.MULTILINE)
 

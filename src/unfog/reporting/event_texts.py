@@ -51,8 +51,10 @@ def _failed(event: Event) -> tuple[str, str]:
 
 def _disk_full(event: Event) -> tuple[str, str]:
     needed, free = (finite_number(event.get(name)) for name in ("needed", "free"))
-    sizes = f": a checkpoint needs {format_bytes(needed)}, and {format_bytes(free)} are free" if needed >= 0 else ""
-    return f"the disk is full{sizes}", "free some space: the run waits, and saves as soon as there is room"
+    cause = str(event.get("reason") or "the disk is full")
+    if needed >= 0:
+        cause += f": a checkpoint needs {format_bytes(needed)}, and {format_bytes(free)} are free"
+    return cause, "free some space: the run waits, and saves as soon as there is room"
 
 
 def _reason(remedy: str) -> Callable[[Event], tuple[str, str]]:

@@ -1,61 +1,11 @@
 // A chart of curves: drawn by uPlot, zoomed together with all others, and readable without seeing it.
 
 import {html, nothing} from "./vendor/lit.js";
-import {View, COLOURS, count, number, download, keep, route, scroller} from "./util.js";
+import {View, COLOURS, count, number, download, scroller} from "./util.js";
+import {charts, pan, visible, zoom, zoomBy} from "./range.js";
 import {lower, thin, logTicks, ranking, sentence, place} from "./curves.js";
 
 const HEIGHT = 210;
-const charts = new Set(); // those on the page; they share their range
-let range = null; // [low, high] of x that is shown, null for all
-let pending = 0, noting = 0;
-
-export function zoomed() {
-	return range;
-}
-
-// Show this part of x in all charts; null for all of it.
-export function zoom(part, note = true) {
-	range = part && part[1] > part[0] ? part : null;
-	pending ||= requestAnimationFrame(() => {
-		pending = 0;
-		for (const chart of charts) chart.redraw();
-		dispatchEvent(new Event("zoomed"));
-	});
-	clearTimeout(noting);
-	// Browsers limit how often the address may change.
-	if (note) noting = setTimeout(() => keep({zoom: range ? range.map((v) => Number(v.toPrecision(8))).join("_") : null}), 400);
-}
-
-export function zoomFromAddress() {
-	const parts = (route().query.get("zoom") || "").split("_").map(Number);
-	zoom(parts.length === 2 && parts.every(Number.isFinite) ? parts : null, false);
-}
-
-// Zoom by a factor around the middle, or around `at`.
-export function zoomBy(factor, at) {
-	const [low, high] = extent();
-	const [from, to] = range || [low, high];
-	const middle = at ?? (from + to) / 2;
-	const a = Math.max(low, middle - (middle - from) * factor), b = Math.min(high, middle + (to - middle) * factor);
-	zoom(a <= low && b >= high ? null : [a, b]);
-}
-
-function pan(share) {
-	const [low, high] = extent();
-	if (!range) return;
-	const width = range[1] - range[0];
-	const from = Math.min(Math.max(low, range[0] + share * width), high - width);
-	zoom([from, from + width]);
-}
-
-function extent() {
-	let low = Infinity, high = -Infinity;
-	for (const chart of charts) {
-		for (const {x} of chart.series) if (x.length) [low, high] = [Math.min(low, x[0]), Math.max(high, x[x.length - 1])];
-	}
-	return low <= high ? [low, high] : [0, 1];
-}
-
 function colour(name) {
 	return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
@@ -132,7 +82,7 @@ class Chart extends View {
 	}
 
 	within(one) {
-		const [low, high] = range || extent();
+		const [low, high] = visible();
 		const found = [];
 		for (let i = lower(one.x, low); i < one.x.length && one.x[i] <= high; i++) found.push(i);
 		return found;
@@ -155,7 +105,7 @@ class Chart extends View {
 
 	// The points that the pixels can show, of all curves over one common x.
 	points(width) {
-		const [low, high] = range || extent();
+		const [low, high] = visible();
 		const picked = this.series.map((one) => thin(one.x, one.y, low, high, width / 2));
 		const all = Float64Array.from(picked.flatMap((rows, s) => rows.map((i) => this.series[s].x[i]))).sort();
 		const xs = Array.from(all.filter((x, i) => x !== all[i - 1]));

@@ -3,7 +3,8 @@
 import {html, nothing} from "./vendor/lit.js";
 import {View, announce, download, route} from "./util.js";
 import {FileData, ServerData} from "./data.js";
-import {repaint, zoomFromAddress} from "./chart.js";
+import {repaint} from "./chart.js";
+import {zoomFromAddress} from "./range.js";
 import {keptPage} from "./keep.js";
 import "./levels.js";
 import "./pictures.js";

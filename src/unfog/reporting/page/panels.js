@@ -4,7 +4,7 @@ import {html, nothing} from "./vendor/lit.js";
 import {View, COLOURS, DASHES, keep, route} from "./util.js";
 import {smooth} from "./curves.js";
 import {EXACT} from "./data.js";
-import {zoomBy, zoom, zoomed} from "./chart.js";
+import {zoomBy, zoom, zoomed} from "./range.js";
 
 // [title, columns with the labels of their curves, unit, from zero, how to read it]
 const CHARTS = [

@@ -3,27 +3,22 @@
 import {html, nothing} from "./vendor/lit.js";
 import {View, announce, command, count, keep, route} from "./util.js";
 import {Sheets} from "./playground_sheets.js";
+import {ENDED, values} from "./playground_grid.js";
 import "./playground_levels.js";
 import "./playground_mask.js";
 import "./playground_blind.js";
 
 const USUAL = {n: 8, seed: 0};
 const VIEWS = {x0: "guess of the image", x: "noisy state"};
-const ENDED = ["done", "cancelled", "failed"];
 const WAIT = 250; // ms that a slider rests before it draws
-const MOST_CELLS = 30;
 const NUMBERS = ["n", "seed", "to_seed", "steps", "guidance", "strength", "repeats", "checkpoint", "ema"];
 
-function values(text) {
-	return text.split(/[\s,;]+/).filter(Boolean).map((one) => (Number.isFinite(Number(one)) ? Number(one) : one));
-}
-
 class Playground extends View {
-	static properties = ["data", "run", "runs", "detail", "form", "edit", "about", "jobs", "job", "shown", "view", "position", "pane", "grid", "error", "past", "future"];
+	static properties = ["data", "run", "runs", "detail", "form", "edit", "about", "jobs", "job", "shown", "view", "position", "pane", "error", "past", "future"];
 
 	constructor() {
 		super();
-		Object.assign(this, {runs: [], form: {...USUAL}, jobs: [], shown: 0, view: "x0", position: null, error: "", past: [], future: [], pane: "draw", grid: null, edit: null});
+		Object.assign(this, {runs: [], form: {...USUAL}, jobs: [], shown: 0, view: "x0", position: null, error: "", past: [], future: [], pane: "draw", edit: null});
 	}
 
 	connectedCallback() {
@@ -82,11 +77,6 @@ class Playground extends View {
 		const known = this.jobs.find((one) => one.job === event.job);
 		if (known) this.jobs = this.jobs.map((one) => (one.job === event.job ? {...one, ...event} : one));
 		else this.load();
-		const cell = this.grid?.cells.find((one) => one.job === event.job);
-		if (cell) {
-			Object.assign(cell, event);
-			this.requestUpdate();
-		}
 		if (event.job !== this.job?.job) return;
 		const ended = ENDED.includes(event.state), before = this.job.state, steps = this.job.kept_steps || [];
 		const next = event.done > 0 && !steps.some((one) => one.number === event.step) ? [...steps, {number: event.step, share: event.share}] : steps;
@@ -208,28 +198,6 @@ class Playground extends View {
 		announce(masked ? "Paint over what is to be drawn anew" : "Variations start from this picture");
 	}
 
-	async drawGrid(event) {
-		event.preventDefault();
-		const of = new FormData(event.target), axes = ["a", "b"].map((axis) => [of.get(axis), values(of.get(`${axis}-values`))]).filter(([name, list]) => name && list.length);
-		const [rows, columns] = axes.length > 1 ? axes : [["", [""]], axes[0] || ["", []]];
-		if (!columns[1].length || rows[1].length * columns[1].length > MOST_CELLS) return void (this.error = `Give values for one or two settings, ${MOST_CELLS} cells at most.`);
-		this.grid = {rows, columns, cells: []};
-		const inputs = await this.edited();
-		for (const row of rows[1]) {
-			for (const column of columns[1]) {
-				const cell = {row, column, job: null, state: "waiting"};
-				this.grid.cells.push(cell);
-				try {
-					const settings = {...this.settings, n: 1, [columns[0]]: column, ...(rows[0] ? {[rows[0]]: row} : {})};
-					Object.assign(cell, await this.data.post("api/draw", {run: Number(this.run), settings, ...inputs}));
-				} catch (error) {
-					Object.assign(cell, {state: "failed", error: error.message});
-				}
-				this.requestUpdate();
-			}
-		}
-	}
-
 	// The sheet to show of a drawing: the chosen step, the newest one, or the finished pictures.
 	sheet(job, view = this.view) {
 		const steps = job.kept_steps || [], finished = job.pictures > 0, at = this.position;
@@ -257,7 +225,8 @@ class Playground extends View {
 			<div class="result">${this.error ? html`<p class="error" role="alert">${this.error}</p>` : nothing}
 				<div class="bar" role="group" aria-label="What to do">${Object.entries({draw: "Pictures", grid: "Grid of two settings", blind: "Blind comparison"}).map(([pane, label]) => html`<button aria-pressed=${pane === this.pane} @click=${() => (this.pane = pane)}>${label}</button>`)}
 					<span class="grow"></span><button ?disabled=${!this.past.length} @click=${() => this.back("past", "future")}>Undo</button><button ?disabled=${!this.future.length} @click=${() => this.back("future", "past")}>Redo</button></div>
-				${this.detail && this.pane === "grid" ? this.gridPane() : this.detail && this.pane === "blind" ? html`${[this.run].map(() => html`<unfog-blind .data=${this.data} .run=${this.run} .detail=${this.detail} .sheets=${this.sheets} .settings=${this.settings}></unfog-blind>`)}` : this.drawing()}
+				<unfog-grid ?hidden=${this.pane !== "grid"} .data=${this.data} .run=${this.run} .settings=${this.settings} .sheets=${this.sheets} .inputs=${() => this.edited()}></unfog-grid>
+				${this.pane === "grid" ? nothing : this.detail && this.pane === "blind" ? html`${[this.run].map(() => html`<unfog-blind .data=${this.data} .run=${this.run} .detail=${this.detail} .sheets=${this.sheets} .settings=${this.settings}></unfog-blind>`)}` : this.drawing()}
 				${this.history()}</div></div>`;
 	}
 
@@ -351,16 +320,6 @@ class Playground extends View {
 				<button ?disabled=${Boolean(copies)} @click=${() => this.data.post(`api/draw/${job.job}/copies`, {}).then((told) => (this.job = told)).catch((error) => (this.error = error.message))}>${copies?.state === "waiting" ? "Searching …" : "Is it a copy?"}</button>
 				<a class="button" href=${this.data.url(`api/draw/${job.job}/${i}.png`)} download>Save as PNG</a></div>` : nothing}
 			${job.kept_steps?.length ? html`<details><summary>Levels of this drawing</summary><p class="soft">${job.kept_steps.map((one) => one.share.toFixed(3)).join(" ")} (share of noise at each step; ${job.calls ?? "–"} network calls, ${job.seconds ?? "–"} s on ${job.device})</p><button @click=${() => (this.form = {...this.form, levels: job.kept_steps.map((one) => Number(one.share.toFixed(3))), steps: null, grid: null})}>Take these levels, to change them</button></details>` : nothing}</div>`;
-	}
-
-	gridPane() {
-		const names = ["seed", "steps", "sampler", "checkpoint", "guidance", "ema", "strength", "grid"], {grid} = this;
-		const axis = (id, label, name, list) => html`<label>${label} <select name=${id}><option value="">none</option>${names.map((one) => html`<option ?selected=${one === name}>${one}</option>`)}</select></label> <label>values <input name="${id}-values" .defaultValue=${list}></label>`;
-		return html`<section><form class="bar" @submit=${(e) => this.drawGrid(e)}>${axis("a", "down", "seed", "0 1 2")} ${axis("b", "across", "steps", "5 10 20")}<button>Draw the grid</button>${grid ? html`<button type="button" @click=${() => grid.cells.filter((one) => one.job && !ENDED.includes(one.state)).forEach((one) => this.cancel(one.job))}>Cancel</button>` : nothing}</form>
-			${grid ? html`<div class="scroll" tabindex="0" role="region" aria-label="Grid of two settings"><table class="grid"><thead><tr><td></td>${grid.columns[1].map((value) => html`<th>${grid.columns[0]} ${value}</th>`)}</tr></thead><tbody>${grid.rows[1].map((row, y) => html`<tr><th>${grid.rows[0]} ${row}</th>${grid.columns[1].map((column, x) => {
-				const cell = grid.cells[y * grid.columns[1].length + x];
-				return html`<td>${cell?.state === "done" ? this.tile(cell, 0, {path: `${cell.job}/pictures.webp`, count: 1, label: `${grid.rows[0]} ${row}, ${grid.columns[0]} ${column}`}) : html`<span class=${cell?.state === "failed" ? "error" : "soft"}>${cell ? cell.error || cell.state : ""}</span>`}</td>`;
-			})}</tr>`)}</tbody></table></div>` : nothing}</section>`;
 	}
 
 	history() {

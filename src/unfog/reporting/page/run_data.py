@@ -157,7 +157,10 @@ def _flatten(tree: Mapping[str, Any], section: str) -> dict[str, str]:
 
 
 def _is_plain(value: object) -> bool:
-    return isinstance(value, str | float) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
+    if isinstance(value, list):
+        return all(isinstance(item, str) for item in value)
+    # A whole number may have thousands of digits, which Python refuses to write.
+    return isinstance(value, str) or math.isfinite(finite_number(value))
 
 
 def _lists(value: object) -> list[dict[str, Any]]:
