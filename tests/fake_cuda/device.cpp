@@ -2,6 +2,7 @@
 // cuda in a CPU build of torch. Loaded before torch is imported, because torch looks the hooks up once.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/library.h>
 
 namespace absent {
 
@@ -33,6 +34,11 @@ struct Hooks : at::CUDAHooksInterface {
   c10::DeviceIndex deviceCount() const override { return 1; }
   int getNumGPUs() const override { return 1; }
 };
+
+// Never called: without a kernel of CUDA, torch would take it for a composition of seven operations.
+at::Tensor silu_backward(const at::Tensor& gradient, const at::Tensor&) { return gradient; }
+
+TORCH_LIBRARY_IMPL(aten, CUDA, library) { library.impl("silu_backward", silu_backward); }
 
 }  // namespace absent
 

@@ -25,7 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 DEVICE = torch.device("cuda", 0)
 PACKAGE = f"{os.sep}unfog{os.sep}"
 READS = ("item", "__float__", "__int__", "__bool__", "__index__")
-FREE = ("detach", "alias", "lift_fresh", "empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided")
+FREE = (  # of launches
+    *("detach", "alias", "lift_fresh", "_unsafe_view"),
+    *("empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided"),
+)
 # From the page of torch.use_deterministic_algorithms, as of 2.13: what raises an error on CUDA.
 RAISES_WHEN_DETERMINISTIC = frozenset(
     (
