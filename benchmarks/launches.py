@@ -18,7 +18,7 @@ def main() -> None:
     sys.path.insert(0, str(FAKES))
     from compile_device import compile_device
 
-    os.environ["FAKE_CUDA"] = str(compile_device(Path(tempfile.mkdtemp())))
+    os.environ["FAKE_CUDA"] = str(compile_device(Path(tempfile.mkdtemp()) / "device.so"))
     import cases  # loads the device, and torch after it
 
     cases.torch.autograd.set_multithreading_enabled(False)

@@ -44,17 +44,17 @@ OTHERS = (
 )
 
 
-def compiled(source, folder):
+def compiled(source, made):
     """Compile a device against the torch that is installed, and return the path of the library."""
     try:
-        return compile_device(folder, source)
+        return compile_device(made, source)
     except FileNotFoundError:
         pytest.skip("needs g++")
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    return compiled("device.cpp", tmp_path_factory.mktemp("fake_cuda"))
+    return compiled("device.cpp", tmp_path_factory.mktemp("fake_cuda") / "device.so")
 
 
 def run(library, names, script="cases.py"):
