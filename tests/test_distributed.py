@@ -33,8 +33,9 @@ from unfog.training.distributed.coordination import CoordinatedHooks, _RankStatu
 from unfog.training.distributed.process_group import local_device
 from unfog.training.distributed.watchdog import _find_failed_rank, _Heartbeat
 from unfog.training.distributed.world import World
-from unfog.training.gradient import _with_own_seed, seed_generators, split_batch
+from unfog.training.gradient import split_batch
 from unfog.training.hooks import TrainingHooks
+from unfog.training.seeding import seed_generators, with_own_seed
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ended")]
 
@@ -118,7 +119,7 @@ def test_the_randomness_of_a_part_is_that_of_its_rows():
 
 def test_parts_of_what_is_drawn_together_have_dropout_of_their_own():
     dropout, x = torch.nn.Dropout(0.5), torch.ones(2, 64)
-    first, again, other = (_with_own_seed(dropout, 3, place)(x) for place in (8, 8, 12))
+    first, again, other = (with_own_seed(dropout, 3, place)(x) for place in (8, 8, 12))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     seed_generators(3, 8)

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
-from typing import Any, NamedTuple, cast
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from unfog.device_copies import to_device
 from unfog.diffusion.objective import Loss
 from unfog.errors import Interrupted
 from unfog.sharded_rng import rows_of
+from unfog.training.batch_reader import BatchReader
 from unfog.training.distributed.world import World
 from unfog.training.half_weights import HalfWeights
 from unfog.training.hooks import Task, TrainingHooks
-from unfog.training.precision import DTYPES, gradients
+from unfog.training.precision import gradients
+from unfog.training.seeding import seed_generators, with_own_seed
 from unfog.training.settings import Training
 from unfog.training.sharded_tensors import total_norm
 from unfog.training.stability.out_of_memory import microbatch_size
 from unfog.training.state import TrainState
 from unfog.training.statistics import Stopwatch
-
-_OWN_SEED = 0x5EED  # distinguishes the seed of a split micro-batch from that of the batch that its noise is drawn for
 
 
 class _MicroBatch(NamedTuple):
@@ -89,36 +88,6 @@ def rng_batch_size(settings: Training, state: TrainState) -> int:
     return settings.batch if settings.noise == "batch" else microbatch_size(settings, state)
 
 
-def seed_generators(seed: int, position: int) -> None:
-    """Seed every generator from a position in the stream, so that randomness needs no saved state."""
-    # SplitMix64's finaliser keeps neighbouring positions from giving related seeds (Steele et al. 2014).
-    z = (seed * 0xD1342543DE82EF95 + (position + 1) * 0x9E3779B97F4A7C15) % 2**64
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % 2**64
-    z = (z ^ (z >> 31)) % 2**63
-    if _has_accelerator():
-        torch.manual_seed(z)
-    else:  # torch.manual_seed would keep the seed, and a stack trace with it, for accelerators that may turn up later
-        torch.default_generator.manual_seed(z)
-
-
-@cache
-def _has_accelerator() -> bool:
-    return torch.accelerator.is_available()
-
-
-def _with_own_seed(network: nn.Module, seed: int, first: int) -> nn.Module:
-    """Wrap a network so that its dropout gets a seed of this micro-batch's own."""
-
-    # Dropout cannot be drawn for more images than go through the network, and with a common seed all parts of a split
-    # batch would drop the same.
-    def call(*inputs: Tensor | None) -> Any:
-        seed_generators(seed ^ _OWN_SEED, first)
-        return network(*inputs)
-
-    return cast(nn.Module, call)
-
-
 class Gradient(NamedTuple):
     """Result of a step's forward and backward passes on this rank; the gradient itself is in `.grad`."""
 
@@ -139,18 +108,14 @@ class GradientComputer:
     stopwatch: Stopwatch
     network: nn.Module
     """The network as wrapped for data parallelism."""
-    _ahead: dict[tuple[int, int], tuple[Tensor, Tensor | None]] = field(default_factory=dict)
-    """Images of the next step on a GPU, with their labels, by position and count; at most one entry."""
+
+    @cached_property
+    def _reader(self) -> BatchReader:
+        return BatchReader(self.task.stream, self.state.precision.device, self.stopwatch)
 
     @cached_property
     def _half(self) -> HalfWeights | None:
-        """16-bit copies of the weights on a GPU; None where they gain nothing, or where others look at gradients."""
-        network, precision = self.state.model, self.state.precision
-        compiled = network._compiled_call_impl is not None  # whose casts are parts of other kernels
-        half = DTYPES.get(precision.name) if precision.device.type == "cuda" else None
-        if half is None or compiled or self.world.size > 1 or not getattr(network, "calls_layers_once", False):
-            return None
-        return HalfWeights(network, half)
+        return HalfWeights.of(self.state.model, self.state.precision) if self.world.size == 1 else None
 
     @property
     def _step(self) -> int:
@@ -159,32 +124,16 @@ class GradientComputer:
     def forward(self, batch: _MicroBatch, network: nn.Module) -> Loss:
         """Return the losses of a micro-batch, always the same for the same weights."""
         self.world.set_phase("data", self._step)
-        place = batch.first, batch.images
-        pixels, label = self._ahead.pop(place) if place in self._ahead else self._read(*place)
+        pixels, label = self._reader.read(batch.first, batch.images)
         self.world.set_phase("forward", self._step)
         # By the first image that noise is drawn for, which may be another rank's: a split then changes no number.
         seed_generators(self.settings.seed, batch.rng_first)
         # Noise and augmentation are drawn for the whole rng range, and this micro-batch takes its rows.
         with rows_of(batch.first - batch.rng_first, batch.rng_count) if batch.is_split else nullcontext():
             x0, condition = self.task.augment(pixels)
-            called = _with_own_seed(network, self.settings.seed, batch.first) if batch.is_split else network
+            called = with_own_seed(network, self.settings.seed, batch.first) if batch.is_split else network
             with self.state.precision.autocast():
                 return self.task.loss_function(called, x0, label, condition)
-
-    def _read(self, first: int, count: int) -> tuple[Tensor, Tensor | None]:
-        """Return images and labels at these positions, on the device."""
-        with self.stopwatch.waiting_for_data():
-            images = self.task.stream.batch(first, count)
-        device = self.state.precision.device
-        return to_device(images.pixels, device), None if images.label is None else to_device(images.label, device)
-
-    def _read_ahead(self, first: int, count: int) -> None:
-        """Read and copy images of the next step while a GPU computes this one, before the host waits for it."""
-        self._ahead.clear()
-        if self.state.precision.device.type == "cuda":
-            # What cannot be read is reported once it is needed: the run may end before.
-            with suppress(Exception):
-                self._ahead[first, count] = self._read(first, count)
 
     def compute(self, hooks: TrainingHooks, rng_size: int | None = None) -> Gradient:
         """Leave the gradient of the mean loss over the next batch in the parameters. Interrupted if `hooks` stop it.
@@ -198,7 +147,7 @@ class GradientComputer:
         # Made anew in each step, as the weights have moved.
         with nullcontext() if self._half is None else self._half.in_use():
             first_square = self._sum_gradients(hooks, batches, own, losses)
-        self._read_ahead(batches[0].first + self.settings.batch, batches[0].images)
+        self._reader.read_ahead(batches[0].first + self.settings.batch, batches[0].images)
         return Gradient(batches, losses, first_square)
 
     def _sum_gradients(

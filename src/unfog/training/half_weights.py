@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from unfog.training.precision import DTYPES, Precision
+
 
 class HalfWeights:
     """Copies of the weights of linear layers and convolutions, which these compute with while `in_use`.
@@ -26,6 +28,15 @@ class HalfWeights:
             # Not subclasses, which may do anything with their weights.
             if type(layer) in (nn.Linear, nn.Conv2d):
                 self._wrap(cast("nn.Linear | nn.Conv2d", layer), dtype)
+
+    @classmethod
+    def of(cls, network: nn.Module, precision: Precision) -> HalfWeights | None:
+        """Return copies for a network on a GPU; None where they gain nothing, or would change gradients."""
+        compiled = network._compiled_call_impl is not None  # whose casts are parts of other kernels
+        dtype = DTYPES.get(precision.name) if precision.device.type == "cuda" else None
+        if dtype is None or compiled or not getattr(network, "calls_layers_once", False):
+            return None
+        return cls(network, dtype)
 
     def _wrap(self, layer: nn.Linear | nn.Conv2d, dtype: torch.dtype) -> None:
         own = [parameter for parameter in (layer.weight, layer.bias) if parameter is not None]
