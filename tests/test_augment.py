@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from unfog.data.augmentation import CONDITIONS, Augment, _draw_geometry, _Geometry, _warp, to_model_range
 from unfog.data.settings import Data
 from unfog.errors import RequestError
-from unfog.training.seeding import seed_generators
+from unfog.sharded_rng import seed_generators
 
 
 def photos(n: int = 4, channels: int = 3, height: int = 16, width: int = 16) -> Tensor:

@@ -13,10 +13,10 @@ from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Loss, Objective
 from unfog.models.settings import UNet
 from unfog.models.unet import UNetModel
+from unfog.sharded_rng import seed_generators
 from unfog.training.gradient import _split_range
 from unfog.training.optimizer_settings import Optimizer
 from unfog.training.precision import Precision
-from unfog.training.seeding import seed_generators
 from unfog.training.settings import PowerEma
 from unfog.training.stability.nan_debug import NanReport
 from unfog.training.state import TrainState

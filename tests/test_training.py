@@ -15,6 +15,7 @@ from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.levels import Levels
 from unfog.diffusion.objective import Loss, Objective
 from unfog.errors import Interrupted, RequestError, RunError
+from unfog.sharded_rng import seed_generators
 from unfog.training.ema import Ema
 from unfog.training.gradient import _split_range
 from unfog.training.hooks import Task, TrainingHooks
@@ -22,7 +23,6 @@ from unfog.training.learning_rate import learning_rate
 from unfog.training.loop import Intervals, LoopSettings, train
 from unfog.training.optimizer_settings import Optimizer
 from unfog.training.precision import Precision
-from unfog.training.seeding import seed_generators
 from unfog.training.settings import FixedEma, PowerEma, Training
 from unfog.training.stability.divergence import DivergenceGuard
 from unfog.training.state import TrainState

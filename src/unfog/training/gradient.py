@@ -13,13 +13,12 @@ from torch import Tensor, nn
 
 from unfog.diffusion.objective import Loss
 from unfog.errors import Interrupted
-from unfog.sharded_rng import rows_of
+from unfog.sharded_rng import rows_of, seed_generators, with_own_seed
 from unfog.training.batch_reader import BatchReader
 from unfog.training.distributed.world import World
 from unfog.training.half_weights import HalfWeights
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.precision import gradients
-from unfog.training.seeding import seed_generators, with_own_seed
 from unfog.training.settings import Training
 from unfog.training.sharded_tensors import total_norm
 from unfog.training.stability.out_of_memory import microbatch_size
