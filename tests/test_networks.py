@@ -358,7 +358,7 @@ def test_interrupted_is_uninterrupted(settings, changes, tmp_path):
     [MICRO["dit"], MPUNet((8,), attention=(True,), head_channels=8)],
     ids=["dit", "mpunet"],
 )
-@pytest.mark.exhaustive  # `make test` compiles a run in test_resume, and two ranks in test_sharded
+@pytest.mark.exhaustive  # CI compiles a run in test_resume
 def test_compiled_training_learns_the_same(settings):
     plain = config_of(settings, training=Training(images=48, batch=8, precision="fp32", device="cpu"))
     compiled = replace(plain, training=replace(plain.training, compile=True))

@@ -389,6 +389,7 @@ def test_other_images_are_noticed(tmp_path):
     assert unfog.resume(run.path, steps=6, force=True).checkpoint.step == 6
 
 
+@pytest.mark.exhaustive  # takes half a minute of a core where nothing is compiled yet
 @pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="compiling needs C++")
 def test_compiled_and_eager_weights_load_into_each_other(tmp_path):
     # Without dropout, which compiled code draws otherwise; the loss of the first step then only rounds otherwise.

@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conftest import TRANSFORMER, few_images, without_clock
+from conftest import NETWORK, TRANSFORMER, few_images, without_clock
 from forked import Forked
 from unfog.reporting.records import read_events, read_metrics
 
@@ -29,7 +29,7 @@ long_form = pytest.mark.exhaustive("long form")
 """Marks what only `make test-faults` and `make test-all` run."""
 
 BASE = {
-    "--network": TRANSFORMER,
+    "--network": NETWORK if FULL else TRANSFORMER,
     "--precision": "fp32",
     "--device": "cpu",
     "--batch": 8,

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from conftest import NETWORK
 from faults.harness import (
     FULL,
-    USUAL,
     Job,
     Recipe,
     assert_same,
@@ -20,9 +20,11 @@ from faults.harness import (
     train_or_resume,
 )
 
-LIFE = Recipe("life", steps=160, every=3, flags={"--checkpoint.keep": 2}) if FULL else USUAL
+# A U-Net, as the run is to last for all kills.
+SLOWER = Recipe("slower", steps=48, every=4, flags={"--network": NETWORK})
+LIFE = Recipe("life", steps=160, every=3, flags={"--checkpoint.keep": 2}) if FULL else SLOWER
 # Seconds of a process, over which the moments are spread: short enough for the run to need many.
-WALL = 0.5
+WALL = 1.0
 LIVES = [(seed, 10) for seed in range(5)] if FULL else [(0, 8)]
 
 
