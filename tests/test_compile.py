@@ -12,6 +12,7 @@ import unfog
 from conftest import few_images
 from unfog import compile_cache
 from unfog.cache_folder import CacheEntry, make_room, release
+from unfog.errors import RunError
 
 NETWORKS = {
     "unet": "unet:channels=8/8,attention=false/true,blocks=1,norm_groups=4,head_channels=8",
@@ -112,3 +113,17 @@ def test_compiled_code_that_has_grown_too_large_is_begun_anew(home, monkeypatch)
     (home / "compiled" / "ab" / "old.py").write_bytes(bytes(5000))
     compile_cache.keep_compiled_code()
     assert list((home / "compiled").iterdir()) == []
+
+
+def test_code_that_is_damaged_is_removed_and_the_remedy_said(home):
+    compile_cache.keep_compiled_code()
+    from torch._inductor.exc import CppCompileError  # sets TORCHINDUCTOR_CACHE_DIR, where it is not set
+
+    (home / "compiled" / "ab").mkdir()
+    (home / "compiled" / "ab" / "half.so").write_bytes(b"half")
+    why = r"removed: resume the run, with --training.no-compile"
+    with pytest.raises(RunError, match=why), compile_cache.compile_errors_explained():
+        raise CppCompileError(["g++", "x.cpp"], "file too short")
+    assert not (home / "compiled").exists()
+    with pytest.raises(ValueError, match="other"), compile_cache.compile_errors_explained():
+        raise ValueError("other")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
-from unfog.cache_folder import CacheEntry, cache_folder, hold, make_room
+from unfog.cache_folder import CacheEntry, cache_folder, hold, make_room, release
+from unfog.errors import RunError
 
 NAME = "compiled"
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
@@ -33,6 +35,26 @@ def keep_compiled_code() -> None:
         if _is_private(folder.lstat()):
             hold(folder)
             os.environ[_VARIABLE] = str(folder.absolute())
+
+
+@contextmanager
+def compile_errors_explained() -> Iterator[None]:
+    """Raise RunError where torch cannot compile. Stored code is removed then: a process that was killed may have left
+    half a file of it, which torch would meet again at each start."""
+    try:
+        yield
+    except Exception as error:
+        if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            raise
+        folder, what = cache_folder() / NAME, "stored code may be damaged and is in use by another process"
+        release(folder)
+        if all(entry.remove() for entry in CacheEntry.all() if entry.path == folder):
+            what = "stored code, which may have been damaged, is removed"
+        reason = " ".join(str(error).split())[:200]
+        raise RunError(
+            f"compiling failed ({reason}); {what}: resume the run, with --training.no-compile if this is not the "
+            "first time"
+        ) from error
 
 
 def _is_private(status: os.stat_result) -> bool:

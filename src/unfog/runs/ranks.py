@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from unfog.callbacks import Callbacks
+from unfog.compile_cache import compile_errors_explained
 from unfog.config.schema import Config
 from unfog.config.toml import to_toml
 from unfog.data.stream import ImageStream
@@ -120,7 +121,8 @@ def run_training_loop(
                 build_augmentation(config),
                 build_loss(config, state.levels),
             )
-            train(settings, state, task, hooks, world)
+            with compile_errors_explained():
+                train(settings, state, task, hooks, world)
             CoordinatedHooks(hooks, world).finish(state)
         except RuntimeError as error:
             if world.size == 1 or not _is_lost_process(error):
