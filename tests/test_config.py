@@ -1,8 +1,10 @@
 """Settings in and out of TOML, by word and by name, and what is said about mistakes."""
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -84,6 +86,17 @@ def test_mistakes_are_named(tmp_path, text, message):
         read_toml(file, Config())
     assert message in str(error.value)
     assert str(file) in str(error.value)
+
+
+def test_a_pipe_is_refused_unless_it_is_the_shells(tmp_path):
+    os.mkfifo(tmp_path / "config.toml")
+    with pytest.raises(RequestError, match=r"config.toml: it is a pipe; give a file"):
+        read_toml(tmp_path / "config.toml", Config())
+    end, start = os.pipe()
+    with os.fdopen(start, "w") as written:
+        written.write("[training]\nseed = 7\n")
+    assert read_toml(Path(f"/dev/fd/{end}"), Config()).training.seed == 7
+    os.close(end)
 
 
 def test_a_partial_file_changes_only_what_it_names():

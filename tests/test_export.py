@@ -1,8 +1,10 @@
 """Exports of a run: loaded without Unfog, by the code that docs/export.md shows, they give the samples of the run."""
 
 import ast
+import inspect
 import json
 import re
+import sys
 from contextlib import chdir
 from dataclasses import replace
 from pathlib import Path
@@ -290,8 +292,14 @@ def test_a_pipeline_takes_classes_steps_and_noise(tmp_path):
 
 
 def test_a_list_of_levels_is_for_its_number_of_steps(tmp_path):
+    from diffusers.utils import dynamic_modules_utils
+
     run_of("ddpm", diffusion=TERMINAL).export(tmp_path / "out", format="diffusers", steps=4)
+    path, modules = [*sys.path], dynamic_modules_utils.HF_MODULES_CACHE
     pipeline = exporting_diffusers._load(tmp_path / "out", stock=False)
+    # The code is not copied to the folder that all processes share, where another pipeline of the name may come.
+    assert not Path(inspect.getfile(type(pipeline))).is_relative_to(modules)
+    assert (sys.path, dynamic_modules_utils.HF_MODULES_CACHE) == (path, modules)
     assert len(pipeline().images) == 1
     with pytest.raises(ValueError, match=r"exported for 4 steps; export it again with --steps 5"):
         pipeline(num_inference_steps=5)

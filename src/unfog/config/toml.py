@@ -99,6 +99,9 @@ def read_toml(path: Path, base: T) -> T:
     """Return `from_toml` of a file. Messages of RequestError begin with its name."""
     text = ""
     try:
+        # A shell's <(command) is a pipe below /dev. To another one, as in the run of a stranger, nobody may ever write.
+        if path.is_fifo() and not path.is_relative_to("/dev"):
+            raise RequestError("it is a pipe; give a file of settings, or a shell's <(command)")
         with path.open("rb") as file:
             content = file.read(_LARGEST_FILE + 1)  # one byte more tells a longer file, without reading all of it
         if len(content) > _LARGEST_FILE:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -173,18 +175,22 @@ def _difference(run: LoadedRun, network: nn.Module, sampler: Sampler, folder: Pa
 
 def _load(folder: Path, stock: bool) -> Any:
     from diffusers import DiffusionPipeline
-    from diffusers.utils import logging
+    from diffusers.utils import dynamic_modules_utils, logging
 
-    shown = logging.is_progress_bar_enabled()
+    shown, modules, path = logging.is_progress_bar_enabled(), dynamic_modules_utils.HF_MODULES_CACHE, [*sys.path]
     logging.disable_progress_bar()
-    try:
-        # The code in it was written a moment ago, by this process, from this package.
-        pipeline = DiffusionPipeline.from_pretrained(
-            str(folder), trust_remote_code=not stock, low_cpu_mem_usage=False, local_files_only=True
-        )
-    finally:
-        if shown:
-            logging.enable_progress_bar()
+    with TemporaryDirectory(prefix="unfog-") as own:
+        # diffusers copies the code to a folder of all processes under its name alone, where two exports would collide.
+        dynamic_modules_utils.HF_MODULES_CACHE = own
+        try:
+            # The code in it was written a moment ago, by this process, from this package.
+            pipeline = DiffusionPipeline.from_pretrained(
+                str(folder), trust_remote_code=not stock, low_cpu_mem_usage=False, local_files_only=True
+            )
+        finally:
+            dynamic_modules_utils.HF_MODULES_CACHE, sys.path[:] = modules, path
+            if shown:
+                logging.enable_progress_bar()
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
