@@ -181,7 +181,7 @@ def test_a_run_with_a_mutated_state_goes_on_or_says_why_not(run: Path, tmp_path:
         shutil.rmtree(copy)
 
 
-@pytest.mark.parametrize("change", [{"channels": (4096, 8192)}, {"blocks": 90}])
+@pytest.mark.parametrize("change", [{"width": 8192}, {"depth": 90}])
 def test_a_network_larger_than_its_weights_is_not_allocated(run: Path, tmp_path: Path, change: dict[str, Any]) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "run"))
     config = RunFolder(copy).read_config()

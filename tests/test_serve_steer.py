@@ -276,8 +276,8 @@ def train_watched(run: Path, steps: int) -> int:
 def test_a_run_that_is_watched_and_asked_for_previews_is_that_of_nobody(tmp_path):
     """Curves, details, checkpoints and previews for the page: the same bits come out."""
     alone, watched = tmp_path / "alone", tmp_path / "runs" / "watched"
-    subprocess.run(train_words(alone, 50), check=True, capture_output=True)
-    requests = train_watched(watched, 50)
+    subprocess.run(train_words(alone, 300), check=True, capture_output=True)
+    requests = train_watched(watched, 300)
     assert digest(alone) == digest(watched)
     more = len(list((watched / "samples").iterdir())) - len(list((alone / "samples").iterdir()))
     assert 0 < more <= requests

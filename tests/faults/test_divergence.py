@@ -52,7 +52,24 @@ def disturbing(before: str = "pass", after: str = "pass") -> str:
 
 SOLID = disturbing("x0 = torch.where(x0.std((2, 3), keepdim=True).amax(1, keepdim=True) < 1e-4, torch.nan, x0)")
 """An image of a single colour is not a number."""
-BAD_WEIGHT = disturbing("if n == 100: next(network.parameters()).data.view(-1)[0] = torch.nan")
+BAD_WEIGHT = """
+import sys
+import torch
+from unfog.training.gradient import GradientComputer
+
+undisturbed, n = GradientComputer.compute, 0
+
+def disturbed(self, *rest):
+    global n
+    n += 1
+    if n == 50:
+        next(self.state.model.parameters()).data.view(-1)[0] = torch.nan
+    return undisturbed(self, *rest)
+
+GradientComputer.compute = disturbed
+from unfog.cli.main import main
+main(sys.argv[1:])
+"""
 INFINITE = disturbing(after="if n > 100: loss = loss._replace(per_image=loss.per_image * torch.inf)")
 EXPLODING = disturbing(after="if n > 100: loss = loss._replace(per_image=loss.per_image * 1.5 ** (n - 100))")
 SPIKE = disturbing(after="if 100 < n < 112: loss = loss._replace(per_image=loss.per_image * 1e6)")

@@ -122,7 +122,7 @@ class ConditionalNetwork(nn.Module):
     def _class_embedding(self, label: Tensor | None, c_noise: Tensor) -> Tensor | None:
         """Return the embedding [B, width] of the labels, or of the null class; None for a network without classes."""
         if self.class_embedding is None:
-            # Refused rather than ignored: somebody would believe that the samples are of that class.
+            # Refused rather than ignored: a reader would believe that the samples are of that class.
             if label is not None:
                 raise RequestError("a label was given to a network without classes; give none, or train with classes")
             return None
