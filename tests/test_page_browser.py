@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -259,52 +260,49 @@ def test_the_page_outlives_its_server(browser, runs):
         page.wait_for_selector("unfog-chart canvas")
 
 
+@contextmanager
+def training_live(folder, *flags):
+    """Train the run `live` in a folder of runs until the end of the `with`, from its first two rows on."""
+    command = [sys.executable, "-m", "unfog", "train", few_images(), "--out", str(folder / "live")]
+    command += ["--network", NETWORK, "--steps", "100000", "--batch", "4", "--size", "8", "--log.every", "5"]
+    command += ["--evaluate.every", "-1", "--preview.every", "-1", *flags]
+    training = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=os.environ)
+    try:
+        record = folder / "live" / "metrics.jsonl"
+        wait_for(lambda: record.exists() and record.read_bytes().count(b"\n") > 1, 120)
+        yield training
+    finally:
+        training.kill()
+        training.wait()
+
+
 @pytest.mark.exhaustive
 def test_a_run_is_watched_and_steered(browser, tmp_path):
     """Train live: the curve grows by itself, a preview comes when asked for, and Stop stops."""
     folder = tmp_path / "runs"
     folder.mkdir()
-    command = [
-        sys.executable,
-        "-m",
-        "unfog",
-        "train",
-        few_images(),
-        "--out",
-        str(folder / "live"),
-        "--network",
-        NETWORK,
-    ]
-    command += ["--steps", "100000", "--batch", "4", "--size", "8", "--log.every", "5", "--evaluate.every", "-1"]
-    training = subprocess.Popen([*command, "--preview.every", "-1"], stderr=subprocess.DEVNULL, env=os.environ)
-    try:
-        record = folder / "live" / "metrics.jsonl"
-        wait_for(lambda: record.exists() and record.read_bytes().count(b"\n") > 1, 120)
-        with serving(folder) as (address, _):
-            watched = WatchedPage(browser)
-            page = watched.page
-            page.add_init_script(NOTIFICATIONS)
-            page.goto(address)
-            page.click("a:text-is('live')")
-            page.wait_for_selector("unfog-chart canvas", timeout=60_000)
-            rows = "document.querySelector('unfog-run').store.rows"
-            before = page.evaluate(rows)
-            until(page, f"{rows} > {before} + 5")
-            asked = len([url for url in watched.requests if "/metrics?from=0" in url])
-            assert asked == 1  # all of them once, then only what is new
-            previews = len(list((folder / "live" / "samples").glob("*.png")))
-            page.click("button:text-is('Preview now')")
-            wait_for(lambda: len(list((folder / "live" / "samples").glob("*.png"))) > previews)
-            page.click("text=Tell me when runs end")
-            page.wait_for_selector("text=Tell me when runs end ✓")
-            page.click("button:text-is('Stop')")
-            page.wait_for_selector(".run-head .state.stopped", timeout=60_000)
-            until(page, "told.includes('live: stopped')")
-            assert training.wait(60) == 3  # stopped on request
-            assert watched.troubles == []
-    finally:
-        training.kill()
-        training.wait()
+    with training_live(folder) as training, serving(folder) as (address, _):
+        watched = WatchedPage(browser)
+        page = watched.page
+        page.add_init_script(NOTIFICATIONS)
+        page.goto(address)
+        page.click("a:text-is('live')")
+        page.wait_for_selector("unfog-chart canvas", timeout=60_000)
+        rows = "document.querySelector('unfog-run').store.rows"
+        before = page.evaluate(rows)
+        until(page, f"{rows} > {before} + 5")
+        asked = len([url for url in watched.requests if "/metrics?from=0" in url])
+        assert asked == 1  # all of them once, then only what is new
+        previews = len(list((folder / "live" / "samples").glob("*.png")))
+        page.click("button:text-is('Preview now')")
+        wait_for(lambda: len(list((folder / "live" / "samples").glob("*.png"))) > previews)
+        page.click("text=Tell me when runs end")
+        page.wait_for_selector("text=Tell me when runs end ✓")
+        page.click("button:text-is('Stop')")
+        page.wait_for_selector(".run-head .state.stopped", timeout=60_000)
+        until(page, "told.includes('live: stopped')")
+        assert training.wait(60) == 3  # stopped on request
+        assert watched.troubles == []
 
 
 def pressed(page, button, command, within="main"):
@@ -399,14 +397,8 @@ def test_a_full_disk_is_said_with_its_remedy_and_the_page_recovers_when_there_is
     disk = SmallDisk(tmp_path / "disk", "size=40m")
     folder = disk.path / "runs"
     folder.mkdir()
-    command = [sys.executable, "-m", "unfog", "train", few_images(), "--out", str(folder / "live")]
-    command += ["--network", NETWORK, "--steps", "100000", "--batch", "4", "--size", "8", "--log.every", "5"]
-    command += ["--evaluate.every", "-1", "--preview.every", "-1", "--checkpoint.every", "40"]
-    training = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=os.environ)
     try:
-        record = folder / "live" / "metrics.jsonl"
-        wait_for(lambda: record.exists() and record.read_bytes().count(b"\n") > 1, 120)
-        with serving(folder) as (address, _):
+        with training_live(folder, "--checkpoint.every", "40"), serving(folder) as (address, _):
             watched = WatchedPage(browser)
             page = watched.page
             page.goto(address)
@@ -424,8 +416,6 @@ def test_a_full_disk_is_said_with_its_remedy_and_the_page_recovers_when_there_is
             page.wait_for_selector(".run-head .line:has-text('training')", timeout=60_000)
             assert watched.troubles == []
     finally:
-        training.kill()
-        training.wait()
         disk.remove()
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 from unfog.config.schema import Config
 from unfog.export.diffusers_unet import Network
@@ -83,26 +85,36 @@ def diffusers(config: Config, device: torch.device, compiled: bool = False) -> R
 
     Noise, AdamW, cosine schedule, clipping and EMA as in the script, under autocast; the network is its counterpart.
     """
-    from diffusers import DDPMScheduler
-    from diffusers.optimization import get_scheduler
-    from diffusers.training_utils import EMAModel
-
     network, call = _counterpart(config)
     network.to(device).train()
     if compiled:
         network.compile()
+    precision, shape = Precision(config.training.precision, device), (config.training.batch, *input_shape(config))
+    clean = torch.rand(shape, device=device) * 2 - 1
+    return timed(diffusers_step(network, call, clean, precision.autocast), device)
+
+
+def diffusers_step(
+    network: nn.Module,
+    call: Callable[[nn.Module, Tensor, Tensor], Tensor],
+    clean: Tensor,
+    autocast: Callable[[], AbstractContextManager[Any]],
+) -> Callable[[], None]:
+    """Return a step of the script on images `clean`; `call` maps network, noisy images and timesteps to the noise."""
+    from diffusers import DDPMScheduler
+    from diffusers.optimization import get_scheduler
+    from diffusers.training_utils import EMAModel
+
     scheduler = DDPMScheduler(num_train_timesteps=1000, beta_schedule="linear")
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, betas=(0.95, 0.999), weight_decay=1e-6, eps=1e-8)
     rate = get_scheduler("cosine", optimizer=optimizer, num_warmup_steps=500, num_training_steps=10**5)
     ema = EMAModel(network.parameters(), decay=0.9999, use_ema_warmup=True, inv_gamma=1.0, power=3 / 4)
-    ema.to(device)
-    precision, batch = Precision(config.training.precision, device), config.training.batch
-    clean = torch.rand((batch, *input_shape(config)), device=device) * 2 - 1
+    ema.to(clean.device)
 
     def step() -> None:
         noise = torch.randn_like(clean)
-        timesteps = torch.randint(0, 1000, (batch,), device=device)
-        with precision.autocast():
+        timesteps = torch.randint(0, 1000, (len(clean),), device=clean.device)
+        with autocast():
             answer = call(network, scheduler.add_noise(clean, noise, timesteps), timesteps)
         F.mse_loss(answer.float(), noise).backward()
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
@@ -111,7 +123,7 @@ def diffusers(config: Config, device: torch.device, compiled: bool = False) -> R
         optimizer.zero_grad()
         ema.step(network.parameters())
 
-    return timed(step, device)
+    return step
 
 
 def _counterpart(config: Config) -> tuple[nn.Module, Callable[[nn.Module, Tensor, Tensor], Tensor]]:

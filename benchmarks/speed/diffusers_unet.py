@@ -20,9 +20,11 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from unfog.config.presets import preset
@@ -42,11 +44,12 @@ from unfog.training.settings import Training
 
 import numpy as np
 import torch
-from diffusers import DDIMPipeline, DDIMScheduler, DDPMScheduler, UNet2DModel
-from diffusers.optimization import get_scheduler
-from diffusers.training_utils import EMAModel
+from diffusers import DDIMPipeline, DDIMScheduler, UNet2DModel
 from torch import Tensor
 from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
+from steps import diffusers_step
 
 SIZE = 32
 Steps = Callable[[int], float]  # number of steps -> seconds a step
@@ -146,26 +149,17 @@ def bare(weights: dict[str, Tensor], batch: int) -> Steps:
 
 def script(weights: dict[str, Tensor], batch: int, precision: str) -> Steps:
     """The loop of train_unconditional.py."""
-    network, scheduler = theirs().train(), DDPMScheduler(num_train_timesteps=1000, beta_schedule="linear")
+    network = theirs().train()
     network.load_state_dict(weights)
-    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, betas=(0.95, 0.999), weight_decay=1e-6, eps=1e-8)
-    rate = get_scheduler("cosine", optimizer=optimizer, num_warmup_steps=500, num_training_steps=10**5)
-    ema = EMAModel(network.parameters(), decay=0.9999, use_ema_warmup=True, inv_gamma=1.0, power=3 / 4)
     clean = torch.rand(batch, 3, SIZE, SIZE) * 2 - 1
-
-    def step() -> None:
-        noise = torch.randn(clean.shape)
-        timesteps = torch.randint(0, 1000, (batch,)).long()
-        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-            answer = network(scheduler.add_noise(clean, noise, timesteps), timesteps).sample
-        F.mse_loss(answer.float(), noise).backward()
-        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-        optimizer.step()
-        rate.step()
-        optimizer.zero_grad()
-        ema.step(network.parameters())
-
-    return timed(step)
+    return timed(
+        diffusers_step(
+            network,
+            lambda network, noisy, timesteps: network(noisy, timesteps).sample,
+            clean,
+            lambda: torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"),
+        )
+    )
 
 
 class Some(TrainingHooks):

@@ -1,26 +1,13 @@
 // A CUDA device that is not there: a guard and hooks that do nothing, so that autograd accepts fake tensors of device
 // cuda in a CPU build of torch. Loaded before torch is imported, because torch looks the hooks up once.
 #include <ATen/detail/CUDAHooksInterface.h>
-#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
+
+#include "guard.h"
 
 namespace absent {
 
-const c10::Device kDevice{c10::DeviceType::CUDA, 0};
-
-struct Guard final : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
-  c10::Device getDevice() const override { return kDevice; }
-  c10::Device exchangeDevice(c10::Device) const override { return kDevice; }
-  c10::Stream getStream(c10::Device) const noexcept override { return stream(); }
-  c10::Stream getNewStream(c10::Device, int) const override { return stream(); }
-  c10::Stream exchangeStream(c10::Stream) const noexcept override { return stream(); }
-  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
-
- private:
-  static c10::Stream stream() noexcept { return c10::Stream(c10::Stream::DEFAULT, kDevice); }
-};
-
-c10::impl::DeviceGuardImplRegistrar registrar(c10::DeviceType::CUDA, new Guard());
+c10::impl::DeviceGuardImplRegistrar registrar(c10::DeviceType::CUDA, new Guard<c10::DeviceType::CUDA>());
 
 struct Hooks : at::CUDAHooksInterface {
   explicit Hooks(at::CUDAHooksArgs) {}

@@ -198,12 +198,11 @@ def _unknown_flag(spelled: str, flags: Mapping[str, _Flag], prog: str, others: M
     meant = meant or [flag for flag in flags if last and flag.rpartition(".")[2] == last]
     owners = [command for command, kind in others.items() if named in _flags_of(kind)]
     theirs = f", but of {' and '.join(filter(None, [', '.join(owners[:-1]), *owners[-1:]]))}" if owners else ""
+    # A flag of another command is meant as it is, unless one here differs by a letter.
+    meant = meant or difflib.get_close_matches(named[:40], flags, n=1, cutoff=0.9 if theirs else 0.7)
     if theirs and not meant:
         instead = "; give each setting to change as a flag" if (prog, named) == ("unfog resume", "--config") else ""
-        if several := next((name for name in (f"{named}s", f"{named}es") if name in flags), ""):
-            instead = f"; did you mean {several}?"
         return f"{quote(spelled)[1:-1]} is not a flag of {prog}{theirs}{instead}"
     # Last of all, as a name that is spelled alike may be of another thing.
-    meant = meant or difflib.get_close_matches(named[:40], flags, n=1, cutoff=0.7)
     hint = f"did you mean {' or '.join(meant[:4])}?" if meant else f"see {prog} --help"
     return f"{quote(spelled)[1:-1]} is not a flag of {prog}{theirs}; {hint}"

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from unfog.errors import RequestError
 from unfog.reporting.notebook_html import figure
-
-if TYPE_CHECKING:
-    pass
 
 
 class Samples(np.ndarray[tuple[int, ...], np.dtype[np.uint8]]):

@@ -17,7 +17,9 @@ from unfog.config.schema import Config
 from unfog.config.validate import check_network_size
 from unfog.data.augmentation import CONDITIONS, Augment, to_model_range
 from unfog.data.dataset import Dataset
+from unfog.data.device_stream import DeviceStream, open_device_stream
 from unfog.data.latent_cache import Normalise
+from unfog.data.stream import ImageStream
 from unfog.diffusion.levels import Levels
 from unfog.diffusion.objective import Objective
 from unfog.errors import RequestError, RunError
@@ -25,9 +27,11 @@ from unfog.evaluation.held_out import HeldOut, LossAt, midpoints
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.models.layers import ConditionalNetwork
 from unfog.models.network_settings import CustomNetwork, build_model
+from unfog.process.device import total_memory
 from unfog.training.autoencoder_loss import AutoencoderLoss
 from unfog.training.checkpoints.load import TensorFile
 from unfog.training.distributed.fsdp import compile_blocks
+from unfog.training.distributed.process_group import processes_per_gpu
 from unfog.training.hooks import Augmentation, LossFunction
 from unfog.training.loop import Intervals
 from unfog.training.precision import Precision
@@ -228,3 +232,8 @@ def build_held_out_set(dataset: Dataset, config: Config, device: torch.device, w
     x0 = without_augmentation(config)(torch.from_numpy(pixels)).to(device)
     label = None if labels is None else torch.from_numpy(labels).to(device)
     return HeldOut(x0, label, midpoints(config.evaluate.levels).to(device))
+
+
+def open_task_stream(stream: ImageStream, device: torch.device) -> ImageStream | DeviceStream:
+    """Return the stream that the loop reads: on a GPU that it is small beside, one whose images are kept there."""
+    return open_device_stream(stream, device, total_memory(device) // processes_per_gpu())

@@ -16,11 +16,9 @@ import torch
 
 from unfog.config.schema import Config
 from unfog.data.dataset import ImageSet
-from unfog.data.device_stream import DeviceStream, open_device_stream
 from unfog.data.stream import ImageStream
-from unfog.pipeline.build import build_augmentation, build_loss, build_state, zero_batch
-from unfog.process.device import synchronize, total_memory
-from unfog.training.distributed.process_group import processes_per_gpu
+from unfog.pipeline.build import build_augmentation, build_loss, build_state, open_task_stream, zero_batch
+from unfog.process.device import synchronize
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import LoopSettings, train
 
@@ -39,13 +37,6 @@ class _StepLimit(TrainingHooks):
 
     def stop_requested(self) -> bool:
         return self.left <= 0
-
-
-def open_task_stream(stream: ImageStream, device: torch.device) -> ImageStream | DeviceStream:
-    """Return the stream that the loop reads: on a GPU that it is small beside, one whose images are kept there."""
-    if device.type != "cuda":
-        return stream
-    return open_device_stream(stream, device, total_memory(device) // processes_per_gpu())
 
 
 class TrialTraining:

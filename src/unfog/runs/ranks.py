@@ -16,8 +16,7 @@ from unfog.config.schema import Config
 from unfog.config.toml import to_toml
 from unfog.data.stream import ImageStream
 from unfog.errors import LostProcess
-from unfog.pipeline.build import build_augmentation, build_intervals, build_loss
-from unfog.planning.trial_training import open_task_stream
+from unfog.pipeline.build import build_augmentation, build_intervals, build_loss, open_task_stream
 from unfog.process.device import choose_device
 from unfog.process.heartbeat import Heartbeat
 from unfog.process.run_folder import RunFolder

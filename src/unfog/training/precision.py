@@ -85,6 +85,11 @@ def gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
+def gpu_has_bf16(device: torch.device) -> bool:
+    """Return whether a device is a CUDA GPU with bf16 units; older ones emulate it, at the speed of fp32 at best."""
+    return device.type == "cuda" and bool(torch.cuda.is_bf16_supported(including_emulation=False))
+
+
 def default_precision(device: torch.device, parameters: Callable[[], int]) -> tuple[PrecisionName, str]:
     """Return the precision in which a network of so many `parameters` usually trains fastest, and the reason.
 
@@ -92,8 +97,7 @@ def default_precision(device: torch.device, parameters: Callable[[], int]) -> tu
     measured in the benchmark ledger.
     """
     if device.type == "cuda":
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
-        return ("bf16" if native else "fp16"), f"native to {device}"
+        return ("bf16" if gpu_has_bf16(device) else "fp16"), f"native to {device}"
     if device.type != "cpu":
         return "fp32", f"native to {device}"
     if not _cpu_has_fast_bf16():

@@ -22,6 +22,7 @@ from unfog.process.signals import StopSignals
 from unfog.reporting.findings import Finding, Severity
 from unfog.reporting.progress import Progress, format_bytes
 from unfog.text import sanitize
+from unfog.training.precision import gpu_has_bf16
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _SIDE = {"cpu": 1024, "cuda": 8192, "mps": 2048}  # of multiplied matrices; large enough to reach the full rate
@@ -158,7 +159,7 @@ def _check_matmul(device: torch.device) -> Finding:
 
 def half_type(device: torch.device) -> tuple[str, torch.dtype]:
     """Return the 16-bit type in which a device trains fastest, where it has one: bf16, or fp16 on older GPUs."""
-    old = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+    old = device.type == "cuda" and not gpu_has_bf16(device)
     return ("fp16", torch.float16) if old else ("bf16", torch.bfloat16)
 
 

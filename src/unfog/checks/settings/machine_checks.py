@@ -14,7 +14,7 @@ from unfog.planning.timing import forward_passes, matmul_seconds, repetitions
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import format_bytes, format_duration, format_number
 from unfog.training.checkpoints.writer import free_bytes
-from unfog.training.precision import DTYPES
+from unfog.training.precision import DTYPES, gpu_has_bf16
 
 _SIDE = {"cpu": 384, "cuda": 2048, "mps": 1024}  # of the matrices that are multiplied: about a millisecond in fp32
 # Times fp32 that a half precision may take before it is called slow; on a busy machine clocks are a little off.
@@ -41,7 +41,7 @@ def _check_precision(config: Config, device: torch.device) -> Finding:
     finding, name = partial(Finding, "settings.precision"), config.training.precision
     dtype = DTYPES.get(name)
     if dtype is None:
-        if _has_native_bf16(device):
+        if gpu_has_bf16(device):
             return finding("hint", f"fp32 on {device}, which has bf16", "--precision bf16 is about twice as fast")
         return finding("fine", f"fp32 on {device}")
     try:
@@ -60,13 +60,9 @@ def _check_precision(config: Config, device: torch.device) -> Finding:
     )
 
 
-def _has_native_bf16(device: torch.device) -> bool:
-    return device.type == "cuda" and bool(torch.cuda.is_bf16_supported(including_emulation=False))
-
-
 def _bf16_pays(device: torch.device, fp32: float) -> bool:
-    if device.type == "cuda":  # older ones emulate it, at the speed of fp32 at best
-        return _has_native_bf16(device)
+    if device.type == "cuda":
+        return gpu_has_bf16(device)
     return _multiply_seconds(torch.bfloat16, device) < fp32
 
 
