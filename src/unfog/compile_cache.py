@@ -39,8 +39,10 @@ def keep_compiled_code() -> None:
 
 @contextmanager
 def compile_errors_explained() -> Iterator[None]:
-    """Raise RunError where torch cannot compile. Stored code is removed then: a process that was killed may have left
-    half a file of it, which torch would meet again at each start."""
+    """Raise RunError, with the remedy, where torch cannot compile.
+
+    The stored code is removed first. A killed process may have left half a file, which would fail at every start.
+    """
     try:
         yield
     except Exception as error:

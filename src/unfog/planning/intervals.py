@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from unfog.config.schema import Config
 from unfog.pipeline.build import build_network
 from unfog.planning.disk import snapshot_bytes
-from unfog.reporting.progress import format_bytes
+from unfog.reporting.progress import format_bytes, plural
 from unfog.training.checkpoints.writer import free_bytes
 
 _SNAPSHOTS = 24  # of a run: an EMA 0.3 to 2 times as wide is rebuilt from so many to within 0.1%
@@ -55,7 +55,9 @@ def choose_intervals(config: Config) -> tuple[Changes, list[Choice]]:
         changes |= {section: {"every": every} for section, every in intervals.items()}
         values = ", ".join(f"{section} {every}" for section, every in intervals.items())
         lost = intervals.get("checkpoint", config.checkpoint.every)
-        reason = f"ten or more of each, if that takes under a tenth of the run; a crash loses at most {lost} steps"
+        reason = (
+            f"ten or more of each, if that takes under a tenth of the run; a crash loses at most {plural(lost, 'step')}"
+        )
         choices.append(Choice("intervals", values, reason))
     return changes, choices
 

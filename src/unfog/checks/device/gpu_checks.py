@@ -65,7 +65,7 @@ def check_gpu(config: Config, stop: StopSignals) -> list[Finding]:
 
 
 def _attempt(name: str, check: Callable[[], Finding]) -> Finding:
-    """Return the finding of a check, or one of its error: a GPU that cannot do a thing says so by an exception."""
+    """Return the finding of a check; of a check that raises, a finding that names the error."""
     try:
         return check()
     except (Interrupted, RequestError):
@@ -170,11 +170,16 @@ def _check_rounding(device: torch.device) -> Finding:
     a, b = (torch.randn(256, 256, generator=generator).to(dtype) for _ in range(2))
     exact, found = a.double() @ b.double(), (a.to(device) @ b.to(device)).cpu().double()
     error = float((found - exact).norm() / exact.norm())
-    said = f"{name} products are right to {error:.1e}"
+    said = f"a {name} matrix product has a relative error of {error:.1e}"
     return Finding.graded(
         "gpu.rounding",
         said,
-        (not error < _ROUNDING, "fatal", ", and rounding explains 4e-3", "the GPU or its driver is faulty"),
+        (
+            not error < _ROUNDING,
+            "fatal",
+            ", of which rounding explains at most 4e-3",
+            "the GPU or its driver is faulty",
+        ),
         (
             name == "fp16",
             "hint",
@@ -186,7 +191,7 @@ def _check_rounding(device: torch.device) -> Finding:
 
 
 def _check_copies(device: torch.device) -> Finding:
-    """Check that what the host does not wait for arrives whole: to the device and back, as training copies."""
+    """Check that bytes copied to the device and back, as training copies them, come back unchanged."""
     count = _COPIED[device.type]
     sent = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     seconds = []
@@ -200,7 +205,7 @@ def _check_copies(device: torch.device) -> Finding:
     rate = 2 * count / min(seconds)
     return Finding.graded(
         "gpu.copies",
-        f"copies to the device and back arrive whole, at {rate / 1e9:,.3g} GB/s",
-        (not torch.equal(sent, back), "fatal", ": no, they differ", "the memory or the driver is faulty"),
+        f"{format_bytes(count)} were copied to the device and back at {rate / 1e9:,.3g} GB/s",
+        (not torch.equal(sent, back), "fatal", ", and came back changed", "the memory or the driver is faulty"),
         facts={"bytes_per_second": rate},
     )
