@@ -54,10 +54,8 @@ def choose_intervals(config: Config) -> tuple[Changes, list[Choice]]:
     if intervals := open_intervals(config):
         changes |= {section: {"every": every} for section, every in intervals.items()}
         values = ", ".join(f"{section} {every}" for section, every in intervals.items())
-        lost = intervals.get("checkpoint", config.checkpoint.every)
-        reason = (
-            f"ten or more of each, if that takes under a tenth of the run; a crash loses at most {plural(lost, 'step')}"
-        )
+        lost = plural(intervals.get("checkpoint", config.checkpoint.every), "step")
+        reason = f"ten or more of each, if that takes under a tenth of the run; a crash loses at most {lost}"
         choices.append(Choice("intervals", values, reason))
     return changes, choices
 

@@ -177,7 +177,7 @@ def _check_rounding(device: torch.device) -> Finding:
         (
             not error < _ROUNDING,
             "fatal",
-            ", of which rounding explains at most 4e-3",
+            ", of which rounding explains 4e-3",
             "the GPU or its driver is faulty",
         ),
         (
