@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from conftest import NETWORK
 from faults.harness import (
     FULL,
     GRACE,
@@ -54,9 +55,10 @@ main(sys.argv[1:])
 """
 LEARNING = {"--preview.every": -1, "--evaluate.every": -1}
 SHORT = Recipe("short", steps=120, every=6, flags=LEARNING)
-# Each takes some seconds, and comes three times.
-SLOW_PREVIEW = {**LEARNING, "--preview.every": 5, "--sampler.steps": 400}
-SLOW_EVALUATION = {**LEARNING, "--evaluate.every": 5, "--evaluate.levels": 60, "--evaluate.images": 100}
+# Each takes some seconds, and comes three times. The small transformer would be through before it is asked to stop.
+SLOW = {**LEARNING, "--network": NETWORK}
+SLOW_PREVIEW = {**SLOW, "--preview.every": 5, "--sampler.steps": 400}
+SLOW_EVALUATION = {**SLOW, "--evaluate.every": 5, "--evaluate.levels": 60, "--evaluate.images": 100}
 SMALLER = "unet:channels=8,attention=0,mid_attention=0,norm_groups=4,head_channels=8"
 PHASES = {
     "first step": SHORT,
