@@ -266,7 +266,7 @@ class AutoSettings:
 
     def resolve_intervals(self) -> None:
         """Choose warm-up and intervals by the length."""
-        changes, choices = choose_intervals(self.config)
+        changes, choices = choose_intervals(self.config, self.budget)
         self.config = _changed(self.config, changes)
         self.choices += choices
 
