@@ -12,7 +12,9 @@ import unfog
 from conftest import few_images
 from unfog import compile_cache
 from unfog.cache_folder import CacheEntry, make_room, release
+from unfog.config.schema import Config
 from unfog.errors import RunError
+from unfog.planning import lr_range_test, timing
 
 NETWORKS = {
     "unet": "unet:channels=8/8,attention=false/true,blocks=1,norm_groups=4,head_channels=8",
@@ -122,8 +124,24 @@ def test_code_that_is_damaged_is_removed_and_the_remedy_said(home):
     (home / "compiled" / "ab").mkdir()
     (home / "compiled" / "ab" / "half.so").write_bytes(b"half")
     why = r"removed: resume the run, with --training.no-compile"
-    with pytest.raises(RunError, match=why), compile_cache.compile_errors_explained():
+    with pytest.raises(RunError, match=why), compile_cache.compile_errors_explained("resume the run"):
         raise CppCompileError(["g++", "x.cpp"], "file too short")
     assert not (home / "compiled").exists()
     with pytest.raises(ValueError, match="other"), compile_cache.compile_errors_explained():
         raise ValueError("other")
+
+
+def test_plan_and_find_lr_explain_a_failing_compiler_too(home, monkeypatch):
+    from torch._inductor.exc import CppCompileError
+
+    def fail(*_):
+        raise CppCompileError(["g++", "x.cpp"], "no such compiler")
+
+    monkeypatch.setattr(timing.TrialTraining, "__init__", lambda *_: None)
+    monkeypatch.setattr(timing.TrialTraining, "train", fail)
+    monkeypatch.setattr(lr_range_test, "_run_ramp", fail)
+    probe = lr_range_test.LossProbe.create(torch.zeros(1, 1, 4, 4), None)
+    subject = lr_range_test.LrTestSetup(None, None, None, None, None, None, probe, lambda: False)
+    for work in (lambda: timing.measure_step(Config(), None, probe.x0.device, lambda: False), subject.run):
+        with pytest.raises(RunError, match=r"no such compiler.*: repeat the command, with --training.no-compile"):
+            work()

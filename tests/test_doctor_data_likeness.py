@@ -19,8 +19,7 @@ from unfog.checks.images.duplicate_search import (
     connected_groups,
     find_duplicates,
 )
-from unfog.checks.images.image_scan import ImageScan
-from unfog.checks.images.thumbnails import perceptual_hash, thumbnails
+from unfog.checks.images.image_scan import ImageScan, perceptual_hash, thumbnails
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data

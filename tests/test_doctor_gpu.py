@@ -7,15 +7,14 @@ import pytest
 import torch
 
 import unfog
-from unfog.checks.device import gpu_checks, step_checks
-from unfog.checks.device.gpu_checks import check_gpu, has_code_for
-from unfog.checks.device.step_checks import StepChecks
+from unfog.checks import gpu_checks
+from unfog.checks.gpu_checks import StepChecks, _has_code_for, check_gpu
 from unfog.cli.main import main
 from unfog.config.presets import preset
 from unfog.config.toml import update
 from unfog.errors import RequestError
 from unfog.planning.flops import Device, NetworkCost
-from unfog.planning.trial_training import StepTime, TrialTraining, differing_tensors, random_images, waits_for_device
+from unfog.planning.timing import StepTime, TrialTraining, differing_tensors, random_images, waits_for_device
 from unfog.process.signals import StopSignals
 
 TINY = "unet:channels=8/8,attention=0/0,mid_attention=0,norm_groups=4,head_channels=8"
@@ -164,7 +163,7 @@ def test_steps_are_timed_after_the_first_and_compiling_pays_once_it_is_made_up_f
     ],
 )
 def test_code_for_a_gpu(capability, built_for, fits):
-    assert has_code_for(capability, built_for.split()) == fits
+    assert _has_code_for(capability, built_for.split()) == fits
 
 
 @pytest.mark.parametrize(
@@ -199,7 +198,7 @@ def test_waits_are_counted_by_place_where_torch_tells_of_them(monkeypatch):
 @pytest.mark.slow
 def test_trials_train_on_what_a_run_trains_on(config):
     """Two of one seed are equal to the bit, another seed is not; latents and classes are of a run's formats."""
-    config = step_checks.trial_settings(config, CPU, lambda: False)
+    config = gpu_checks.trial_settings(config, CPU, lambda: False)
     trials = [TrialTraining(config, random_images(config), CPU) for _ in range(2)]
     other = TrialTraining(update(config, {"training": {"seed": 1}}, ""), random_images(config), CPU)
     for trial in (*trials, other):

@@ -16,7 +16,6 @@ from unfog.checks.run.cost_checks import (
     _check_overhead,
     _check_speed,
     _check_unused_images,
-    _round_down,
     _round_up,
 )
 from unfog.checks.run.loss_checks import (
@@ -39,6 +38,7 @@ from unfog.diffusion.noise import VE, VP, Cosine, Flow, FlowUniform, LogitNormal
 from unfog.diffusion.objective import Objective
 from unfog.diffusion.target import EdmF, Eps, FlowVelocity, V
 from unfog.models.settings import UNet
+from unfog.planning.intervals import round_down_to_125
 from unfog.reporting.records import run_state
 from unfog.training.settings import FixedEma, PowerEma
 
@@ -535,4 +535,4 @@ def test_the_horizon_of_the_average_is_within_the_run(tmp_path):
     [(0.3, 1, 1), (1, 1, 1), (3, 2, 5), (7, 5, 10), (1900, 1000, 2000), (2500, 2000, 5000), (4900, 2000, 5000)],
 )
 def test_intervals_are_round_numbers(x, down, up):
-    assert (_round_down(x), _round_up(x)) == (down, up)
+    assert (round_down_to_125(x), _round_up(x)) == (down, up)

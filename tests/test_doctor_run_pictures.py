@@ -12,7 +12,7 @@ from unfog.checks.run.sample_checks import (
     _color_statistics,
     _comparison_figure,
 )
-from unfog.inference.memorization import COPY, _check_memorization, _find_nearest, _pixel_features, _Search
+from unfog.inference.memorization import COPY, Nearness, _check_memorization, _find_nearest, _pixel_features
 
 # Copies.
 
@@ -64,7 +64,7 @@ def verdict(drawn, bank, unseen=None):
         usual = _find_nearest(torch.from_numpy(unseen), bank)
     pictures = drawn.transpose(0, 2, 3, 1)
     matches = bank[found.image[:, 0].numpy()].transpose(0, 2, 3, 1)
-    return _check_memorization(pictures, matches, _Search(found, usual, "others", len(bank)))
+    return _check_memorization(pictures, matches, Nearness(found, usual, "others", len(bank)))
 
 
 @pytest.mark.parametrize("count", [20, 140, 1000])

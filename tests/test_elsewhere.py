@@ -16,8 +16,7 @@ from unfog.cli.requests import read_request
 from unfog.config.values import format_spec
 from unfog.diffusion.sampler import NoiseSource
 from unfog.errors import RequestError
-from unfog.export.diffusers_dit import from_dit
-from unfog.export.elsewhere import read_model
+from unfog.export.elsewhere import from_dit, read_model
 from unfog.inference.run import Run
 from unfog.models.elsewhere.settings import DdpmPytorch, DiffusersDiT, Edm, Edm2
 from unfog.models.network_settings import build_model

@@ -30,10 +30,10 @@ from unfog.evaluation.metrics import compare_features
 from unfog.inference.compute_metrics import _paired_difference
 from unfog.inference.evaluation_files import Evaluation, GeneratedSamples
 from unfog.inference.memorization import (
+    Nearness,
     UnseenImages,
     _check_memorization,
     _find_nearest_features,
-    _Search,
     check_memorization_by_features,
     check_memorization_by_pixels,
 )
@@ -335,7 +335,7 @@ def test_copies_are_found_in_features_and_unseen_pictures_are_not():
     usual = _find_nearest_features(unseen, train)
     for drawn, severity in ((copied, "warning"), (fresh, "fine")):
         found = _find_nearest_features(drawn, train)
-        finding = _check_memorization(pictures, pictures, _Search(found, usual, "held-out images", 140, 1e-3))
+        finding = _check_memorization(pictures, pictures, Nearness(found, usual, "held-out images", 140, 1e-3))
         assert finding.severity == severity
     assert _find_nearest_features(copied, train).image[:, 0].tolist() == list(range(40))
     without_self = _find_nearest_features(train, train, list(range(140)))

@@ -8,9 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from unfog.errors import RequestError
-from unfog.evaluation import detail
-from unfog.evaluation.detail import band_powers, compare_detail, radial_spectrum
-from unfog.evaluation.pixel_metrics import compare_pixels
+from unfog.evaluation import pixel_metrics as detail
+from unfog.evaluation.pixel_metrics import band_powers, compare_detail, compare_pixels, radial_spectrum
 
 
 def as_pixels(x: Tensor) -> Tensor:

@@ -10,11 +10,10 @@ from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError
-from unfog.evaluation import sliced_wasserstein as sliced
+from unfog.evaluation import pixel_metrics as sliced
 from unfog.evaluation.features import open_features
 from unfog.evaluation.metrics import compare_features
-from unfog.evaluation.pixel_metrics import compare_pixels
-from unfog.evaluation.sliced_wasserstein import _sliced_wasserstein
+from unfog.evaluation.pixel_metrics import _sliced_wasserstein, compare_pixels
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,6 @@ SUBFOLDERS = {
     "training.checkpoints": {""},
     "training.distributed": {"", "checkpoints", "stability"},
     "checks.images": {""},
-    "checks.device": {""},
     "checks.settings": {""},
     "models.elsewhere": {""},
     "runs.weights": set(),

@@ -23,13 +23,12 @@ from unfog.errors import RequestError
 from unfog.models.settings import SIZES, UNet
 from unfog.models.unet import UNetModel
 from unfog.planning import auto_settings, disk, timing
-from unfog.planning.auto_settings import AutoSettings, Machine
+from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.flops import _DEVICES, GB, Device, NetworkCost, TimeRange
 from unfog.planning.memory_estimate import MemoryEstimator
-from unfog.planning.microbatch import MARGIN
+from unfog.planning.microbatch import MARGIN, Machine
 from unfog.planning.plan import format_time
-from unfog.planning.timing import measure_step, run_times
-from unfog.planning.trial_training import StepTime
+from unfog.planning.timing import StepTime, measure_step, run_times
 from unfog.reporting.progress import Progress
 from unfog.training.optimizer_settings import Optimizer
 from unfog.training.settings import Evaluate, Training

@@ -22,13 +22,11 @@ from unfog.cache_folder import CacheEntry
 from unfog.cli.requests import read_request as from_words
 from unfog.errors import RequestError
 from unfog.serve.playground import blind, jobs
-from unfog.serve.playground.client import Worker
-from unfog.serve.playground.history import History, StoredDrawing
-from unfog.serve.playground.images import at_run_size, disagreement, sheet
+from unfog.serve.playground.channel import ProtocolError, Worker, read_message, write_message
+from unfog.serve.playground.images import Uploads, at_run_size, disagreement, sheet
+from unfog.serve.playground.job import History, StoredDrawing
 from unfog.serve.playground.jobs import MOST_WAITING, JobList
-from unfog.serve.playground.protocol import ProtocolError, read_message, write_message
 from unfog.serve.playground.requests import command_of, key_of, python_of, read_request, settings_of
-from unfog.serve.playground.uploads import Uploads
 from unfog.serve.server import Server
 
 pytest.importorskip("starlette")
@@ -101,11 +99,11 @@ def stored(number, **facts):
 
 
 def test_drawings_outlive_the_server_in_the_cache_and_the_oldest_go_first(tmp_path, monkeypatch):
-    monkeypatch.setattr("unfog.serve.playground.history._MOST_FILES", 3)
+    monkeypatch.setattr("unfog.serve.playground.job._MOST_FILES", 3)
     store = History(tmp_path)
     for n in range(1, 6):
         store.add(stored(n))
-    monkeypatch.setattr("unfog.serve.playground.history._LARGEST", 40)
+    monkeypatch.setattr("unfog.serve.playground.job._LARGEST", 40)
     store.add(StoredDrawing(9, {}, np.zeros((3, 4, 4, 1), np.uint8)))  # too large to be kept
     found = [(one.number, one.facts["key"], one.pictures.mean()) for one in History(tmp_path).read()]
     assert found == [(3, "3", 3), (4, "4", 4), (5, "5", 5)]

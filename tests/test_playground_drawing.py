@@ -20,12 +20,9 @@ from unfog.config.toml import to_toml
 from unfog.errors import RequestError
 from unfog.inference import memorization
 from unfog.serve.playground import generation, worker
-from unfog.serve.playground.channel import Channel
-from unfog.serve.playground.client import Worker
-from unfog.serve.playground.generation import Studio
+from unfog.serve.playground.channel import Channel, Message, Worker, read_message, write_message
+from unfog.serve.playground.generation import Studio, find_copies
 from unfog.serve.playground.jobs import JobList
-from unfog.serve.playground.memorization_check import find_copies
-from unfog.serve.playground.protocol import Message, read_message, write_message
 from unfog.serve.playground.requests import newest_checkpoint, read_request
 
 
@@ -157,8 +154,8 @@ def test_the_limit_of_a_copy_falls_where_unseen_images_have_near_relatives():
         distances[:, 0] = ratios
         return memorization._NearestImages(distances, distances.long())
 
-    usual = memorization.Nearness(images(torch.ones(2)), images(torch.linspace(0.8, 1, 40)), "held-out images")
-    near = memorization.Nearness(images(torch.ones(2)), images(torch.linspace(0.2, 1, 40)), "held-out images")
+    usual = memorization.Nearness(images(torch.ones(2)), images(torch.linspace(0.8, 1, 40)), "held-out images", 40)
+    near = memorization.Nearness(images(torch.ones(2)), images(torch.linspace(0.2, 1, 40)), "held-out images", 40)
     assert usual.limit == memorization.COPY
     assert near.limit < 0.12
 
@@ -166,7 +163,7 @@ def test_the_limit_of_a_copy_falls_where_unseen_images_have_near_relatives():
 def test_training_images_that_have_changed_are_not_searched(run, monkeypatch):
     drawn = np.zeros((1, 8, 8, 3), np.uint8)
     monkeypatch.setattr(memorization, "FEWEST", 4)
-    monkeypatch.setattr("unfog.serve.playground.memorization_check.FEWEST", 1000)
+    monkeypatch.setattr("unfog.serve.playground.generation.FEWEST", 1000)
     with pytest.raises(RequestError, match="at least 1000"):
         find_copies(Said(), 7, Message({"run": str(run.path), "images": drawn.shape}, drawn.tobytes()))
 

@@ -17,8 +17,7 @@ from unfog.errors import RequestError
 from unfog.inference.evaluation_files import Evaluation
 from unfog.inference.samples import Samples
 from unfog.reporting.findings import Finding
-from unfog.reporting.notebook import LiveText
-from unfog.reporting.notebook_html import figure, preformatted
+from unfog.reporting.notebook import LiveText, figure, preformatted
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (12, 8, 8, 3), np.uint8)
 SETTINGS = {"size": 8, "batch": 4, "lr": 1e-3, "network": NETWORK, "preview": {"images": 1}}

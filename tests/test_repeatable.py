@@ -21,7 +21,7 @@ from unfog.data.settings import Data
 from unfog.openmp import _limit_spinning
 from unfog.planning import auto_settings
 from unfog.planning.auto_settings import AutoSettings
-from unfog.planning.trial_training import StepTime
+from unfog.planning.timing import StepTime
 from unfog.runs import session
 from unfog.runs.evaluation_hook import resolve_metrics
 from unfog.training.precision import default_precision

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from unfog.errors import RequestError
-from unfog.reporting.columns import finite_column, pack_columns, smoothed, thinned
 from unfog.reporting.image_grids import grid
 from unfog.reporting.log_settings import Log
 from unfog.reporting.recorder import Recorder
-from unfog.reporting.report import write_report
+from unfog.reporting.records import finite_column, smoothed
+from unfog.reporting.report import _pack_columns, _thinned, write_report
 
 VOID = {"meta", "link"}
 CONFIG = """
@@ -146,14 +146,14 @@ def test_long_runs_are_thinned_and_keep_their_extremes():
     loss[34_567], loss[77_777] = 9.0, -9.0
     held_out = np.where(steps % 1000 == 0, steps, np.nan)
     levels = {f"loss_by_level.{i}": loss + i for i in range(10)}
-    found = thinned({"step": steps, "loss": loss, "held_out_loss": held_out, **levels}, 600)
+    found = _thinned({"step": steps, "loss": loss, "held_out_loss": held_out, **levels}, 600)
     assert len(found["loss.mean"]) == 600
     assert found["loss.max"].max() == 9
     assert found["loss.min"].min() == -9
     assert found["step.last"][-1] == 99_999
     assert "loss_by_level.3.max" not in found
     np.testing.assert_array_equal(found["held_out_loss.last"][np.isfinite(found["held_out_loss.last"])], steps[::1000])
-    packed = {"metrics": base64.b64encode(pack_columns(found))}
+    packed = {"metrics": base64.b64encode(_pack_columns(found))}
     assert len(packed["metrics"]) < 100_000
     np.testing.assert_allclose(columns_of(packed)["loss.mean"], found["loss.mean"], rtol=1e-6)
 

@@ -23,7 +23,7 @@ from unfog.pipeline.generate import parse_labels, sample_grid
 from unfog.pipeline.image_files import DenoisingStrip
 from unfog.pipeline.sample_folder import SampleFolder
 from unfog.planning.auto_settings import AutoSettings, parse_duration
-from unfog.planning.intervals import _round_down_to_125, choose_intervals
+from unfog.planning.intervals import choose_intervals, round_down_to_125
 from unfog.reporting.records import read_events, read_metrics
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.settings import EmaSnapshots
@@ -327,7 +327,7 @@ def test_small_folder_of_ordinary_pictures(tmp_path):
 
 def test_time_spans_and_round_numbers():
     assert [parse_duration(t) for t in ("90s", "10m", "1.5h", "1d")] == [90, 600, 5400, 86400]
-    assert [_round_down_to_125(x) for x in (0.3, 1, 3, 7, 19, 99, 100, 260)] == [1, 1, 2, 5, 10, 50, 100, 200]
+    assert [round_down_to_125(x) for x in (0.3, 1, 3, 7, 19, 99, 100, 260)] == [1, 1, 2, 5, 10, 50, 100, 200]
 
 
 def test_an_automatic_warm_up_is_a_twentieth_of_the_run_and_5000_steps_at_most():

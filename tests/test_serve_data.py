@@ -18,10 +18,9 @@ from served import make_run, row_of, unpack
 from unfog.process.run_status import RunStatus
 from unfog.serve.columns.metric_columns import MetricColumns
 from unfog.serve.columns.thinning import _REDUCE, Thinner
-from unfog.serve.image_responses import _encode_webp
+from unfog.serve.run_files import _encode_webp
 from unfog.serve.runs import RunList
-from unfog.serve.server import Server
-from unfog.serve.stream import Hub
+from unfog.serve.server import Hub, Server
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
@@ -469,7 +468,7 @@ def test_the_stream_greets_replays_and_replaces():
 
 
 def test_too_many_streams_end_the_oldest(monkeypatch):
-    monkeypatch.setattr("unfog.serve.stream._MOST_CLIENTS", 2)
+    monkeypatch.setattr("unfog.serve.server._MOST_CLIENTS", 2)
 
     async def listen():
         hub = Hub()

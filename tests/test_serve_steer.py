@@ -17,12 +17,12 @@ from served import make_run, serving
 from unfog.config.requests import ResumeRequest, TrainRequest
 from unfog.errors import RequestError
 from unfog.process.heartbeat import write_request
+from unfog.serve import steering as steer
 from unfog.serve.run_detail import read_findings
 from unfog.serve.runs import number_of
 from unfog.serve.server import Server
-from unfog.serve.steering import commands as steer
-from unfog.serve.steering.forms import form_fields, page_settings
-from unfog.serve.steering.tasks import TaskList
+from unfog.serve.steering import form_fields, page_settings
+from unfog.serve.tasks import TaskList
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
@@ -196,7 +196,7 @@ def quick_child(monkeypatch, code):
 
 
 def test_output_of_a_child_is_kept_up_to_a_limit(monkeypatch):
-    monkeypatch.setattr("unfog.serve.steering.tasks._MOST_BYTES", 10**6)
+    monkeypatch.setattr("unfog.serve.tasks._MOST_BYTES", 10**6)
     quick_child(monkeypatch, "print('x' * 3_000_000); input()")
     published = []
     tasks = TaskList(published.append)
@@ -211,8 +211,8 @@ def test_output_of_a_child_is_kept_up_to_a_limit(monkeypatch):
 
 
 def test_too_many_children_are_refused_and_old_ones_forgotten(monkeypatch):
-    monkeypatch.setattr("unfog.serve.steering.tasks._MOST_RUNNING", 2)
-    monkeypatch.setattr("unfog.serve.steering.tasks._MOST_KEPT", 3)
+    monkeypatch.setattr("unfog.serve.tasks._MOST_RUNNING", 2)
+    monkeypatch.setattr("unfog.serve.tasks._MOST_KEPT", 3)
     quick_child(monkeypatch, "import time; time.sleep(60)")
     tasks = TaskList(lambda task: None)
     for _ in range(2):

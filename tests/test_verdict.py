@@ -9,9 +9,8 @@ from PIL import Image
 
 from unfog.commands.sample import _write_grid
 from unfog.evaluation.metrics import MetricResult
-from unfog.inference.compare_images import _real_baseline
+from unfog.inference.compare_images import _real_baseline, verdict
 from unfog.inference.evaluation_files import Evaluation
-from unfog.inference.verdict import verdict
 from unfog.pipeline.sample_folder import SampleFolder, is_unfinished
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from unfog.checks.device.step_checks import trial_settings
+from unfog.checks.gpu_checks import trial_settings
 from unfog.config.presets import preset
 from unfog.config.schema import Config
 from unfog.config.toml import update

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unfog.checks.device.gpu_checks import check_gpu
+from unfog.checks.gpu_checks import check_gpu
 from unfog.config.presets import preset
 from unfog.config.toml import update
 from unfog.process.signals import StopSignals

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import unfog
-from unfog.planning.trial_training import TrialTraining, differing_tensors, random_images
+from unfog.planning.timing import TrialTraining, differing_tensors, random_images
 from unfog.training.settings import PrecisionName
 
 import networks

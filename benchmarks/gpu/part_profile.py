@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 
-from unfog.planning.trial_training import TrialTraining, random_images, waits_for_device
+from unfog.planning.timing import TrialTraining, random_images, waits_for_device
 from unfog.process.device import synchronize
 
 import networks

@@ -7,13 +7,12 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from unfog.checks.device.gpu_checks import half_type
+from unfog.checks.gpu_checks import half_type
 from unfog.config.schema import Config
 from unfog.pipeline.build import build_network, input_shape
-from unfog.planning.flops import Device, NetworkCost
+from unfog.planning.flops import Device, NetworkCost, matmul_seconds
 from unfog.planning.memory_estimate import MemoryEstimator
-from unfog.planning.timing import matmul_seconds
-from unfog.planning.trial_training import StepTime, TrialTraining, random_images
+from unfog.planning.timing import StepTime, TrialTraining, random_images
 
 import networks
 import steps

@@ -31,9 +31,9 @@ from unfog.config.values import parse_value
 from unfog.data.prepare import prepare
 from unfog.data.sources.registry import open_source
 from unfog.diffusion.sampler import RANDOM, Sampler
-from unfog.evaluation.detail import compare_detail
 from unfog.evaluation.features import open_features
 from unfog.evaluation.metrics import compare_features
+from unfog.evaluation.pixel_metrics import compare_detail
 from unfog.inference.run import Run, _open_guide
 from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_labels, sample_grid
 from unfog.reporting.image_grids import Pixels, save_png

@@ -22,7 +22,7 @@ from unfog.config.schema import Config
 from unfog.data.settings import Data
 from unfog.models.settings import SIZES
 from unfog.pipeline.build import build_network
-from unfog.planning.timing import matmul_seconds
+from unfog.planning.flops import matmul_seconds
 from unfog.training.precision import Precision, default_memory_format
 from unfog.training.settings import Training
 

@@ -193,12 +193,7 @@ def plan(source: Source, *, device: str = "", processes: int = 1, preset: str = 
 
 
 def find_lr(
-    source: Source,
-    *,
-    out: PathLikeText | None = None,
-    preset: str = "default",
-    seconds: float = 90.0,
-    **settings: Any,
+    source: Source, *, out: PathLikeText | None = None, preset: str = "default", seconds: float = 90.0, **settings: Any
 ) -> FindLrResult:
     """Find a learning rate on a throwaway copy of the network. Writes the curve to `out`, unless it is None."""
     from unfog.commands.find_lr import find_lr as search
@@ -221,11 +216,10 @@ def pack(source: Source, out: PathLikeText, **settings: Any) -> Path:
 def load(path: PathLikeText, *, ema: float | None = None, network: Any = None, size: int = 0) -> Run:
     """Return a run, ready to sample from the EMA weights of its newest whole checkpoint; or a model of diffusers.
 
-    `network` is an object like the one that the run was trained with, if it was given from Python.
-
-    `ema` is the width of an EMA to rebuild from snapshots, such as 0.07; None is the result of `ema_sweep`, or else the
-    run's own. A folder of diffusers, a UNet2DModel or a DiT with its scheduler, and weights of EDM, EDM2 and
-    denoising-diffusion-pytorch sample as a run does; `size` is for weights that do not state that of their images.
+    `network` is an object like the one that the run was trained with, if it was given from Python. `ema` is the width
+    of an EMA to rebuild from snapshots, such as 0.07; None is that of `ema_sweep`, or else the run's own. A folder
+    of diffusers, a UNet2DModel or a DiT with its scheduler, and weights of EDM, EDM2 and denoising-diffusion-pytorch
+    sample as a run does; `size` is for weights that do not state that of their images.
     """
     from unfog.config.run_requests import is_model
     from unfog.inference.run import Run

@@ -127,9 +127,8 @@ class CacheEntry:
     def remove_locked(self) -> bool:
         """Remove the entry, whose mark this process has locked. Return True if it is gone."""
         with suppress(OSError):
-            if (
-                not self._named_by_run() and _kind_of(self.path) is not None
-            ):  # still: somebody may have put a file of theirs into it
+            # Looked at again, as somebody may have put a file of theirs into it.
+            if not self._named_by_run() and _kind_of(self.path) is not None:
                 # Renamed first, so that no process finds one half removed.
                 discard(self.path, cache_folder() / f".removed-{os.getpid()}-{time.time_ns()}", cache_folder())
                 remove(_mark(self.path))

@@ -38,8 +38,8 @@ def keep_compiled_code() -> None:
 
 
 @contextmanager
-def compile_errors_explained() -> Iterator[None]:
-    """Raise RunError, with the remedy, where torch cannot compile.
+def compile_errors_explained(again: str = "repeat the command") -> Iterator[None]:
+    """Raise RunError where torch cannot compile. The remedy is to do it `again`, and then without compiling.
 
     The stored code is removed first. A killed process may have left half a file, which would fail at every start.
     """
@@ -54,8 +54,7 @@ def compile_errors_explained() -> Iterator[None]:
             what = "stored code, which may have been damaged, is removed"
         reason = " ".join(str(error).split())[:200]
         raise RunError(
-            f"compiling failed ({reason}); {what}: resume the run, with --training.no-compile if this is not the "
-            "first time"
+            f"compiling failed ({reason}); {what}: {again}, with --training.no-compile if this is not the first time"
         ) from error
 
 

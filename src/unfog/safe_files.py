@@ -12,7 +12,6 @@ import hashlib
 import os
 import shutil
 import stat
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -218,50 +217,6 @@ def check_folder(path: Path, root: Path) -> bool:
             return True
     except FileNotFoundError:
         return False
-
-
-@contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
-    """Make a folder beside `folder`, which takes its place at the end of the `with`; nothing stays after an exception.
-
-    OSError if something other than an empty folder is there, or another process is writing it.
-    """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    if folder.is_dir():  # a link to an empty folder cannot be replaced, and that folder can
-        folder = folder.resolve()
-    partial = folder.with_name(f".{folder.name}.partial")
-    if not partial.is_dir() or partial.is_symlink():
-        remove_tree(partial)
-        partial.mkdir(exist_ok=True)
-    with _alone(partial, folder):
-        for name in os.listdir(partial):  # of a process that was killed
-            remove_tree(partial / name)
-        try:
-            yield partial
-            move(partial, folder)
-        except BaseException:
-            remove_tree(partial)
-            raise
-
-
-@contextmanager
-def _alone(partial: Path, folder: Path) -> Iterator[None]:
-    """Lock the folder beside `folder` that one process writes. OSError if another process does."""
-    if sys.platform == "win32":
-        yield
-        return
-    import fcntl  # Windows has none
-
-    descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | _NO_LINK)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if isinstance(error, BlockingIOError):  # any other is of a file system without locks
-                raise OSError(errno.EBUSY, "another process is writing it", str(folder)) from None
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def remove(path: Path, root: Path | None = None) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from unfog.checks.device.gpu_checks import check_gpu
+from unfog.checks.gpu_checks import check_gpu
 from unfog.checks.images.image_checks import check_images
 from unfog.checks.run.run_checks import check_run
 from unfog.checks.settings.length_checks import training_length_guide

@@ -21,17 +21,15 @@ from unfog.evaluation.held_out import MeanEstimate
 from unfog.evaluation.metrics import MetricResult, check_count, compare_features
 from unfog.evaluation.pixel_metrics import PIXEL_METRICS, compare_pixels
 from unfog.inference.compute_metrics import held_out_losses
-from unfog.inference.loaded_run import SWEEP_FILE, load_ema_weights
+from unfog.inference.loaded_run import SWEEP_FILE, load_ema_weights, load_run_images
 from unfog.pipeline.build import build_held_out_set, build_network, building_for
 from unfog.pipeline.generate import default_generation, generate_images, proportional_labels
-from unfog.pipeline.load_data import load_images
 from unfog.process.device import choose_device
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.charts import line_chart
 from unfog.reporting.findings import Figure, Finding, write_result
 from unfog.reporting.progress import Progress, align_columns, print_result, say
-from unfog.text import sanitize
 from unfog.training.checkpoints.posthoc_ema import EmaSnapshotFile, Mixture
 from unfog.training.settings import PowerEma
 
@@ -134,9 +132,7 @@ def ema_sweep(request: EmaSweepRequest) -> EmaSweepResult:
     place = choose_device(request.device)
     folder.check_writable()  # fails now rather than after minutes
     with StopSignals(saves=False) as stop:
-        prepared, now = load_images(config, stop)
-        if now.fingerprint != config.fingerprint:
-            raise RequestError(f"the images in {sanitize(config.source)} are not those of this run; restore them")
+        prepared = load_run_images(config, stop)
         with building_for(kept[-1].path):
             network = build_network(config)
         network = network.to(place).eval()

@@ -15,14 +15,14 @@ from unfog.data.dataset import Dataset
 from unfog.data.device_stream import fits_device, nbytes
 from unfog.errors import RequestError
 from unfog.pipeline.load_data import load_images
-from unfog.planning.auto_settings import AutoSettings, Machine
+from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.disk import bytes_to_decode, decoded_bytes, disk_lines, is_memory_mapped
-from unfog.planning.flops import Device, TimeRange
+from unfog.planning.flops import Device, TimeRange, benchmark_cpu
 from unfog.planning.memory_estimate import MemoryEstimate, MemoryEstimator
 from unfog.planning.memory_trace import CUDA_CONTEXT
-from unfog.planning.microbatch import MARGIN, rooms_per_process, with_precision
+from unfog.planning.microbatch import MARGIN, Machine, rooms_per_process, with_precision
 from unfog.planning.plan import Plan, format_time
-from unfog.planning.timing import TOO_SLOW, benchmark_cpu, decoded_images, run_times, seconds_per_call
+from unfog.planning.timing import TOO_SLOW, decoded_images, run_times, seconds_per_call
 from unfog.process.device import available_memory, choose_device, total_memory
 from unfog.process.signals import StopSignals
 from unfog.reporting.findings import Finding, has_fatal, print_findings
@@ -53,29 +53,25 @@ def plan(request: PlanRequest) -> Plan:
         # A data sheet tells nothing of host memory, which decoded images need.
         fatal = _resolve(auto, 0 if target else bytes_to_decode(dataset, config) * processes)
         step, call = _step_and_call_time(auto)
-    available = machine.memory or 0
-    memory, disk, findings = _predict_memory_and_disk(auto, dataset)
-    if not fatal:
-        findings.append(_memory_finding(memory, available))
+    available, (memory, disk, findings) = machine.memory or 0, _predict_memory_and_disk(auto, dataset)
     times = run_times(auto.config, step, call, len(dataset.held_out))
-    if slow := _time_finding(times["in all"]):
-        findings.append(slow)
+    findings += [] if fatal else [_memory_finding(memory, available)]
     return Plan(
-        auto.config,
-        processes,
-        tuple(auto.choices),
-        len(dataset.train),
-        machine.name,
-        auto.machine.data_sheet is not None,
-        memory.weights // 4,
-        auto.network_cost,
-        memory,
-        available,
-        times,
-        tuple(disk),
-        _describe_transfer(auto.config, device, target, dataset),
-        tuple(fatal + findings),
-        _describe_compiling(auto),
+        config=auto.config,
+        processes=processes,
+        choices=tuple(auto.choices),
+        images=len(dataset.train),
+        machine=machine.name,
+        estimated=auto.machine.data_sheet is not None,
+        parameters=memory.weights // 4,
+        work=auto.network_cost,
+        memory=memory,
+        available=available,
+        times=times,
+        disk=tuple(disk),
+        transfer=_describe_transfer(auto.config, device, target, dataset),
+        findings=(*fatal, *findings, *_time_findings(times["in all"])),
+        compiling=_describe_compiling(auto),
     )
 
 
@@ -154,12 +150,12 @@ def _image_memory_findings(images: int) -> list[Finding]:
 def _resolve_microbatch(auto: AutoSettings) -> list[Finding]:
     """Resolve the micro-batch; a given one that does not fit, where training would take less, is a fatal finding."""
     asked = auto.process_config().training.microbatch
-    needed, available = auto.memory_needed() if asked else (0, 0)
+    needed, available = auto.machine.memory_needed(auto.process_config(), auto.processes) if asked else (0, 0)
     try:
         if needed < available or not asked:
             auto.resolve_microbatch()
             return []
-        fit = auto.largest_microbatch(available)
+        fit = auto.machine.largest_microbatch(auto.process_config(), auto.processes, available)
     except RequestError as error:
         return [Finding("plan.memory", "fatal", str(error))]  # whose message has the remedy
     evidence = (
@@ -210,9 +206,8 @@ def main(request: PlanRequest) -> int:
     return 2 if has_fatal(planned.findings) else 0
 
 
-def _time_finding(total: TimeRange) -> Finding | None:
+def _time_findings(total: TimeRange) -> list[Finding]:
     """Return a warning if a run takes more than a month."""
-    if not total.low > _LONG:
-        return None
     remedy = "a smaller --size, --network, --batch or --steps, or another machine: --for h100"
-    return Finding("plan.time", "warning", f"all of it takes {format_time(total)}", remedy, {"seconds": total.low})
+    said, facts = f"all of it takes {format_time(total)}", {"seconds": total.low}
+    return [Finding("plan.time", "warning", said, remedy, facts)] if total.low > _LONG else []

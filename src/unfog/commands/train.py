@@ -18,7 +18,6 @@ from unfog.config.values import quote, suggest
 from unfog.errors import RequestError, RunError
 from unfog.models.autoencoder_settings import FACTORS, WIDTHS, Autoencoder, Latents
 from unfog.process.run_folder import RunFolder, find_earlier_attempt, next_folder
-from unfog.text import sanitize
 
 # Modules that import torch are imported inside functions, so that a wrong request is refused at once.
 
@@ -119,19 +118,14 @@ def verify(folder: RunFolder) -> str:
         RunError: it came out differently.
         Interrupted: a signal came.
     """
-    from unfog.pipeline.load_data import load_images
+    from unfog.inference.loaded_run import load_run_images
     from unfog.process.signals import StopSignals
     from unfog.runs.replay import find_replayable, replay_newest
 
     config = folder.read_config()
     with StopSignals(saves=False) as stop, folder.locked():
         first, last = find_replayable(folder, config)  # before the images are read, which may take long
-        dataset, now = load_images(config, stop)
-        if now.fingerprint != config.fingerprint:
-            raise RequestError(
-                f"the images in {sanitize(config.source)} are not those of this run, so it cannot be verified"
-            )
-        different, machine = replay_newest(folder, config, dataset, stop)
+        different, machine = replay_newest(folder, config, load_run_images(config, stop), stop)
     what = f"steps {first.step:,} to {last.step:,} of {folder.path}, trained once more,"
     if different:
         raise RunError(

@@ -21,7 +21,7 @@ from unfog.errors import RequestError
 from unfog.inference.run import Run
 from unfog.pipeline.build import input_shape
 from unfog.pipeline.generate import conditional_denoiser, default_generation, without_pixel_clipping
-from unfog.reporting.notebook_html import preformatted
+from unfog.reporting.notebook import preformatted
 from unfog.reporting.progress import Progress, plural, print_result, say
 from unfog.reporting.records import Events
 

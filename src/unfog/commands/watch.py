@@ -20,9 +20,8 @@ from rich.text import Text
 from unfog.config.folder_requests import WatchRequest
 from unfog.process.run_status import RunStatus
 from unfog.reporting.charts import Floats
-from unfog.reporting.columns import SMOOTHED_FROM, finite_column, smoothed
 from unfog.reporting.progress import format_duration, format_number, print_result
-from unfog.reporting.records import Row, read_metrics
+from unfog.reporting.records import SMOOTHED_FROM, Row, finite_column, read_metrics, smoothed
 from unfog.text import sanitize
 
 # Bit of each dot of a Braille character, by row and column.

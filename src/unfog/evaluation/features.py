@@ -170,9 +170,8 @@ def compute_features(
     """Compute features of all images, float32 [N, D] on the CPU, the same on every rank.
 
     `cache_key` identifies the images: the data's fingerprint, which covers their size, or a hash of all that generated
-    ones depend on. Chunks that are cached under it are not read from `pixels`; None caches nothing. `progress` gets the
-    number of this rank's images that are done, and of all. Each of `world` processes computes every `world`-th chunk,
-    waits at `barrier`, and reads the chunks of the others from the shared cache folder.
+    ones depend on; None caches nothing. `progress` gets the number of this rank's images that are done, and of all.
+    Each of `world` processes computes every `world`-th chunk, waits at `barrier`, and reads the others' from the cache.
 
     Raises:
         RequestError: there are no images; several processes without a key.
@@ -184,30 +183,31 @@ def compute_features(
         raise RequestError("several processes share features through the cache: give cache_key")
     folder = None if cache_key is None else _features_folder(cache_key, len(pixels), features)
     starts = range(0, len(pixels), CHUNK)
-    # In turns, so that each rank has about as many, and no chunk depends on the number of ranks.
-    mine = starts[rank::world]
+    mine = starts[rank::world]  # in turns, so that each rank has about as many, and no chunk depends on their number
     if folder is not None:
         hold(folder)
-    found: dict[int, Tensor] = {}
-    total, done = sum(min(CHUNK, len(pixels) - first) for first in mine), 0
+    found, total = dict[int, Tensor](), sum(min(CHUNK, len(pixels) - first) for first in mine)
     for first in mine:
-        chunk = None if folder is None else _load(folder, first, len(pixels))
-        if chunk is None:
-            chunk = _compute(pixels, features, first)
-            if folder is not None:
-                _keep(folder, first, chunk, features, must=world > 1)
-        found[first] = chunk
-        done += len(chunk)
-        progress(done, total)
+        found[first] = _cached_chunk(pixels, features, first, folder, must=world > 1)
+        progress(sum(map(len, found.values())), total)
     if folder is not None:
         make_room()
-    if folder is not None and world > 1:
-        barrier()
-        others = [first for first in starts if first not in found]
-        found |= {first: _of_other_process(folder, first, len(pixels)) for first in others}
-    if folder is not None:
+        if world > 1:
+            barrier()
+            others = [first for first in starts if first not in found]
+            found |= {first: _of_other_process(folder, first, len(pixels)) for first in others}
         release(folder)
     return torch.cat([found[first] for first in starts])
+
+
+def _cached_chunk(pixels: PixelSource, features: Features, first: int, folder: Path | None, must: bool) -> Tensor:
+    """Return the features of a chunk from the cache, or compute and keep them there."""
+    chunk = None if folder is None else _load(folder, first, len(pixels))
+    if chunk is None:
+        chunk = _compute(pixels, features, first)
+        if folder is not None:
+            _keep(folder, first, chunk, features, must)
+    return chunk
 
 
 def compute_statistics(x: Tensor, features: Features, cache_key: str) -> FeatureStatistics:

@@ -40,14 +40,12 @@ class UnfogPipeline(DiffusionPipeline):
         """Generate images.
 
         Args:
-            batch_size: number of images.
             class_labels: numbers of classes, of which `config.objective["classes"]` has the names; None: all in turn.
             generator: a torch.Generator, or one for each image.
             latents: the noise to start from, standard normal, instead of drawing it.
             num_inference_steps: None is the number that the run was exported with.
             guidance_scale: None is the run's; 1 is no guidance.
             output_type: "pil", "np" (float [B, H, W, C] from 0 to 1) or "pt" ([B, C, H, W]).
-            return_dict: return an ImagePipelineOutput instead of a tuple.
         """
         objective, device = self.config.objective, self._execution_device
         channels, side = self.unet.config.in_channels, self.unet.config.sample_size
@@ -60,13 +58,7 @@ class UnfogPipeline(DiffusionPipeline):
         for index, timestep in enumerate(self.progress_bar(self.scheduler.timesteps)):
             alpha, sigma, c_noise = self._level(index, timestep)
             x = sigma * latents.to(device) if x is None else x
-            x0 = self._clean(x, alpha, sigma, c_noise, labels)
-            low, high = objective["guidance_interval"]
-            if guidance != 1 and labels is not None and low <= sigma / (alpha + sigma) <= high:
-                without = torch.full_like(labels, objective["null_label"])
-                weaker = self._clean(x, alpha, sigma, c_noise, without)
-                x0 = weaker + guidance * (x0 - weaker)
-            x0 = x0.clamp(-1, 1) if objective["clip"] else x0
+            x0 = self._guided(x, (alpha, sigma, c_noise), labels, guidance)
             noise = {"generator": generator} if objective["random"] else {}
             x = self.scheduler.step(x0, timestep, x, **noise).prev_sample
         images = (self._decoded(x) / 2 + 0.5).clamp(0, 1)
@@ -119,6 +111,15 @@ class UnfogPipeline(DiffusionPipeline):
             else:
                 c_noise = noisiness / 4
         return alpha, sigma, c_noise * condition["scale"]
+
+    def _guided(self, x, level, labels, guidance):
+        """Return the clean image, moved away from the estimate without a class."""
+        objective, (alpha, sigma, _) = self.config.objective, level
+        x0, (low, high) = self._clean(x, *level, labels), objective["guidance_interval"]
+        if guidance != 1 and labels is not None and low <= sigma / (alpha + sigma) <= high:
+            weaker = self._clean(x, *level, torch.full_like(labels, objective["null_label"]))
+            x0 = weaker + guidance * (x0 - weaker)
+        return x0.clamp(-1, 1) if objective["clip"] else x0
 
     def _clean(self, x, alpha, sigma, c_noise, labels):
         """Return the network's estimate of the clean image, E[x0 | x_t]."""

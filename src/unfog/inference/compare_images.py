@@ -1,10 +1,10 @@
-"""Comparison of samples with real images: features of both, the metrics, and what real images reach themselves."""
+"""Comparison of samples with real images: features of both, the metrics, what real images reach, and the verdict."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -14,10 +14,9 @@ from torch import Tensor
 from unfog.config.run_requests import LOSSES, ON_REQUEST
 from unfog.data.dataset import ImageSet, evenly_spaced
 from unfog.errors import RequestError
-from unfog.evaluation.detail import radial_spectrum
 from unfog.evaluation.features import Features, PixelSource, compute_features, compute_statistics
 from unfog.evaluation.metrics import MetricResult, compare_features
-from unfog.evaluation.pixel_metrics import PIXEL_METRICS, compare_pixels
+from unfog.evaluation.pixel_metrics import PIXEL_METRICS, compare_pixels, radial_spectrum
 from unfog.reporting.progress import Progress
 from unfog.training.distributed.world import World
 
@@ -27,6 +26,21 @@ _MOST_REFERENCE = 10_000  # real images, or as many as samples, if those are mor
 
 # Of the real images and of the samples, float32 [N, D]; None if no metric needs features.
 FeaturesOfBoth = tuple[Tensor | None, Tensor | None]
+# Share of the value that real images have, from which precision and recall count as reached.
+_REACHED = 0.9
+# Below this share of their recall, nearly all variety is lost. Then precision means nothing: samples that are all alike
+# and lie amid the real images, such as noise that is nearly grey, can have a precision of 1.
+_ALIKE = 0.1
+_DISTANCES = ("fid", "kid", "fd", "sliced")  # the first that was measured is named
+_JUDGED = {
+    (True, True): "The samples look like real images and are as varied",
+    (True, False): "The samples look like real images, but are less varied",
+    (False, True): "The samples are as varied as real images, but many do not look like them",
+    (False, False): "Many samples do not look like real images, and they are less varied",
+}
+_COLLAPSED = "The samples have almost nothing of the variety of real images, so that precision does not count"
+_NEAR = "The samples are as close to real images as real images are to each other"
+_FAR = "The samples are farther from real images than real images are from each other"
 
 
 class _Samples(PixelSource, Protocol):
@@ -151,3 +165,34 @@ def _pixel_metrics(name: str, setup: Comparison, samples: _Samples) -> list[Metr
     # Real images against the rest of them; as the metric falls with the number, it is too high for the fewer of both.
     baseline = compare_pixels([name], real[::2][:half], real[1::2][:half])
     return [replace(one, real=two.value) for one, two in zip(found, baseline, strict=True)]
+
+
+def verdict(measured: Sequence[MetricResult], copies: Sequence[Mapping[str, Any]] = ()) -> str:
+    """Return the verdict; "" where no metric was measured on real images too.
+
+    Precision says how many samples look real, and recall how much of the variety is reached. Each is judged by what
+    real images reach against other real images.
+    """
+    known = {one.metric: one for one in measured if one.value is not None and one.real is not None}
+    distance = next((known[name] for name in _DISTANCES if name in known), None)
+    shares = [known[name] for name in ("precision", "recall") if name in known]
+    if len(shares) == 2:
+        looks_real, varied = (_reached(one) for one in shares)
+        said = _JUDGED[looks_real, varied] if _reached(shares[1], _ALIKE) else _COLLAPSED
+    elif distance is not None:
+        said = _NEAR if _near(distance) else _FAR
+    else:
+        return ""
+    evidence = [f"{one.metric} {one.value:.3g} (real images {one.real:.3g})" for one in (*shares, distance) if one]
+    copied = "; some are nearly copies of training images" if any(c["severity"] == "warning" for c in copies) else ""
+    return f"{said}: {', '.join(evidence)}{copied}."
+
+
+def _near(one: MetricResult) -> bool:
+    # A kernel distance may be negative; its interval tells whether it is more than that of real images.
+    lowest = one.value if one.low is None else one.low
+    return lowest is not None and one.real is not None and lowest <= max(one.real, one.real / _REACHED)
+
+
+def _reached(one: MetricResult, share: float = _REACHED) -> bool:
+    return one.value is not None and one.real is not None and one.value >= share * one.real

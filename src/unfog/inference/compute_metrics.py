@@ -20,7 +20,7 @@ from unfog.diffusion.sampler import NoiseSource
 from unfog.evaluation.features import compute_features
 from unfog.evaluation.held_out import HeldOut, MeanEstimate
 from unfog.evaluation.metrics import MetricResult, Z
-from unfog.inference.compare_images import FeaturesOfBoth, sample_spectra
+from unfog.inference.compare_images import FeaturesOfBoth, sample_spectra, verdict
 from unfog.inference.evaluation_files import Evaluation, EvaluationSetup, GeneratedSamples
 from unfog.inference.loaded_run import LoadedRun
 from unfog.inference.memorization import (
@@ -30,7 +30,6 @@ from unfog.inference.memorization import (
     check_memorization_by_features,
     check_memorization_by_pixels,
 )
-from unfog.inference.verdict import verdict
 from unfog.pipeline.build import build_held_out_set, build_loss_at
 from unfog.pipeline.generate import sample_grid
 from unfog.reporting.charts import line_chart

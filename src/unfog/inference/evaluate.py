@@ -21,7 +21,7 @@ from unfog.evaluation.pixel_metrics import PIXEL_METRICS
 from unfog.inference.compare_images import Comparison, reference_rows
 from unfog.inference.compute_metrics import compute_metrics
 from unfog.inference.evaluation_files import ARITHMETIC, FORMAT, Evaluation, EvaluationSetup, GeneratedSamples
-from unfog.inference.loaded_run import LoadedRun, weights_digest
+from unfog.inference.loaded_run import LoadedRun, load_run_images, weights_digest
 from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_labels
 from unfog.pipeline.load_data import load_images
 from unfog.planning.timing import cost_per_sample
@@ -47,7 +47,7 @@ def evaluate(run: LoadedRun, request: EvaluationRequest) -> Evaluation:
         started = time.monotonic()
         if request.against is not None:
             checkpoint.find_checkpoint(run.folder.checkpoints, request.against)  # fails now rather than after sampling
-        dataset = _load_dataset(run, stop)
+        dataset = load_run_images(run.config, stop)
         setup = _resolve_request(run, request, dataset, stop)
         # By step and by all that the result depends on, so that a stored one is never that of another question.
         path = run.path / "evaluations" / f"{run.checkpoint.step:08d}-{_result_key(run, setup)}.json"
@@ -65,14 +65,6 @@ def evaluate(run: LoadedRun, request: EvaluationRequest) -> Evaluation:
         if world.is_main:
             _forget_sample_features(setup, samples)
         return Evaluation.read(path) or evaluation
-
-
-def _load_dataset(run: LoadedRun, stop: StopSignals) -> Dataset:
-    config = replace(run.config, training=replace(run.config.training, images=0, steps=0))
-    dataset, found = load_images(config, stop)
-    if found.fingerprint != run.config.fingerprint:
-        raise RequestError(f"the images in {sanitize(config.source)} are not those that this run was trained on")
-    return dataset
 
 
 def _resolve_request(

@@ -17,10 +17,9 @@ from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError
 from unfog.evaluation.metrics import check_count
 from unfog.evaluation.pixel_metrics import PIXEL_METRICS
-from unfog.inference.compare_images import Comparison, ImageRows, reference_rows, sample_spectra
+from unfog.inference.compare_images import Comparison, ImageRows, reference_rows, sample_spectra, verdict
 from unfog.inference.evaluate import check_enough, open_request_features
 from unfog.inference.evaluation_files import Evaluation
-from unfog.inference.verdict import verdict
 from unfog.pipeline.load_data import load_images
 from unfog.process.device import choose_device
 from unfog.process.signals import StopSignals

@@ -21,7 +21,7 @@ from unfog.evaluation.metrics import MetricResult
 from unfog.inference.compare_images import Comparison
 from unfog.pipeline.generate import GenerationSettings
 from unfog.reporting.image_grids import Pixels
-from unfog.reporting.notebook_html import preformatted
+from unfog.reporting.notebook import preformatted
 from unfog.reporting.progress import align_columns
 from unfog.safe_files import make_folder, read_file, regular_file, write_atomic
 from unfog.text import without_secrets

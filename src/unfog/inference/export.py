@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from unfog.config.export_request import ExportSettings
@@ -18,12 +18,12 @@ from unfog.config.validate import check_out, check_sampler
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError, RunError
 from unfog.export.graphs import Decoder, check_packages, write_graph
-from unfog.export.plain_source import plain_source
-from unfog.export.usage import sample_file, usage
+from unfog.export.source_code import plain_source, sample_file, usage
 from unfog.inference.export_description import describe_model
-from unfog.inference.export_diffusers import draw_samples, write_pipeline
+from unfog.inference.export_diffusers import draw_samples, plain_weights, save_weights, write_pipeline
 from unfog.inference.loaded_run import LoadedRun
 from unfog.inference.model_card import GRID, CardSettings, model_card
+from unfog.locks import whole_folder
 from unfog.models.autoencoder_settings import CONFIG, OURS, AutoencoderFolder
 from unfog.models.network_settings import CustomNetwork, build_model
 from unfog.pipeline.generate import sample_grid, to_pixels
@@ -31,7 +31,7 @@ from unfog.pipeline.latents import open_run_autoencoder
 from unfog.process.hub import Repository
 from unfog.reporting.image_grids import Pixels, save_png
 from unfog.reporting.progress import say
-from unfog.safe_files import copy_into, new_file, whole_folder, write_atomic
+from unfog.safe_files import copy_into, write_atomic
 from unfog.text import sanitize
 
 _DESCRIPTION, _WEIGHTS, SOURCE = "model.json", "model.safetensors", "network.py"
@@ -170,10 +170,7 @@ def _check(run: LoadedRun, sampler: Sampler, kind: str) -> None:
 
 def _write_safetensors(job: _Export) -> float:
     _write_description(job)
-    weights = {name: tensor.contiguous() for name, tensor in _plain_weights(job.network).items()}
-    save_file(weights, new_file(job.folder / _WEIGHTS))
-    # safetensors writes files that only their owner may read.
-    (job.folder / _WEIGHTS).chmod((job.folder / _DESCRIPTION).stat().st_mode)
+    save_weights(plain_weights(job.network), job.folder / _WEIGHTS, job.folder / _DESCRIPTION)
     write_atomic(job.folder / SOURCE, _network_source(job.run).encode())
     if job.run.config.uses_latents:
         described = AutoencoderFolder.open(job.run.config.autoencoder_folder)
@@ -187,11 +184,6 @@ def _write_safetensors(job: _Export) -> float:
 
 def _write_description(job: _Export) -> None:
     write_atomic(job.folder / _DESCRIPTION, f"{json.dumps(job.description, indent=1)}\n".encode())
-
-
-def _plain_weights(network: nn.Module) -> dict[str, Tensor]:
-    """Return the weights without the embedding of the augmentation, which adds exactly 0 to samples."""
-    return {name: w for name, w in network.state_dict().items() if not name.startswith("augment_embedding.")}
 
 
 def _network_source(run: LoadedRun) -> str:

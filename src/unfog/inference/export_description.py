@@ -1,25 +1,36 @@
-"""Description of an exported model: all that a sampler has to know besides the weights, as JSON.
+"""Description of an exported model: all that a sampler has to know besides the weights, for ours and for diffusers.
 
 At each noise level the network's output y becomes E[x0 | x_t] by four numbers, whatever path, target and condition
 the run was trained with:
 
     x0 = c_skip x_t + c_out y(c_in x_t, c_noise, label)
+
+A pipeline of diffusers has a scheduler that samples as the run does, and the objective of the network.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from unfog.config.schema import Config
 from unfog.diffusion.diffusion import Diffusion
-from unfog.diffusion.sampler import Level, Sampler
+from unfog.diffusion.noise import EDM_LIMITS, VP, Cosine, Flow, FlowUniform, Linear, LogitNormal, LogNormal
+from unfog.diffusion.sampler import RANDOM, Level, Sampler
+from unfog.diffusion.target import X0, Eps, V
+from unfog.errors import RequestError
 from unfog.inference.loaded_run import LoadedRun
+from unfog.models.settings import UNet
 from unfog.pipeline.build import input_shape
 from unfog.pipeline.generate import without_pixel_clipping
 
 _VERSION = 1
+_KINDS = ("ddim", "dpmpp", "heun", "ddpm", "dpmpp-sde", "unipc")
+# Kind -> algorithm of diffusers' DPM-Solver.
+_SOLVERS = {"ddim": "dpmsolver++", "dpmpp": "dpmsolver++", "dpmpp-sde": "sde-dpmsolver++"}
+_PREDICTIONS = {Eps.kind: "epsilon", X0.kind: "sample", V.kind: "v_prediction"}
 
 
 def describe_model(run: LoadedRun, sampler: Sampler) -> dict[str, Any]:
@@ -65,3 +76,162 @@ def _coefficients(diffusion: Diffusion, level: Level) -> dict[str, float]:
     c_skip, c_out = diffusion.recover(zero, one, logsnr)[0], diffusion.recover(one, zero, logsnr)[0]
     names = {"c_in": c_in, "c_noise": c_noise, "c_skip": c_skip, "c_out": c_out}
     return {"alpha": level.alpha, "sigma": level.sigma} | {name: value.item() for name, value in names.items()}
+
+
+class _Scheduler(NamedTuple):
+    """A scheduler of diffusers, or ours in a file of its own, and its settings."""
+
+    kind: str
+    settings: dict[str, Any]
+
+    @property
+    def component(self) -> list[str]:
+        return ["levels_scheduler" if self.kind == "LevelsScheduler" else "diffusers", self.kind]
+
+
+def check_sampler_maps(config: Config, sampler: Sampler) -> None:
+    """Raise RequestError if no pipeline samples as this sampler does."""
+    if sampler.kind not in _KINDS:
+        raise RequestError(
+            f"sampler = {sampler.kind} has no equivalent in diffusers; give --sampler ddim, dpmpp or heun"
+        )
+    if sampler.kind in ("unipc", "dpmpp-sde") and not _has_solver(config, sampler):
+        raise RequestError(
+            f"sampler = {sampler.kind} has an equivalent in diffusers only with the levels of a flow schedule, or with "
+            "the timesteps of a linear or cosine one, none of them pure noise; give --sampler ddim, dpmpp or heun"
+        )
+    if sampler.kind == "dpmpp" and sampler.order != 2:
+        raise RequestError(
+            f"sampler.order = {sampler.order} of dpmpp has no equivalent in diffusers; give --sampler ddim, or set it "
+            "to 2: unfog resume RUN --sampler.order 2"
+        )
+    if sampler.kind == "ddpm" and (config.diffusion.learned_variance or not _is_table(config, sampler)):
+        raise RequestError(
+            "sampler = ddpm has an equivalent in diffusers only with the timesteps of a linear or cosine schedule on "
+            "the vp path, without a learned variance; give --sampler ddim"
+        )
+
+
+def _is_table(config: Config, sampler: Sampler) -> bool:
+    """Return True if diffusers has the table of noise levels that is sampled at."""
+    diffusion, schedule = config.diffusion, config.diffusion.schedule
+    # Offset and cap are constants in diffusers' cosine table, so other ones have no equal there.
+    known = isinstance(schedule, Linear) or (
+        isinstance(schedule, Cosine) and (schedule.offset, schedule.max_beta) == (Cosine.offset, Cosine.max_beta)
+    )
+    on_timesteps = diffusion.conditioning == "timestep" and _ends_with_schedule(sampler)
+    return isinstance(diffusion.path, VP) and known and schedule.steps > 0 and on_timesteps
+
+
+def _is_flow(config: Config, sampler: Sampler) -> bool:
+    """Return True if diffusers' flow schedulers have the noise levels that are sampled at."""
+    diffusion = config.diffusion
+    straight = isinstance(diffusion.path, Flow) and isinstance(diffusion.schedule, FlowUniform | LogitNormal)
+    return straight and _ends_with_schedule(sampler)
+
+
+def _ends_with_schedule(sampler: Sampler) -> bool:
+    """Return True if the noise levels are the schedule's own, down to the last."""
+    return sampler.grid == "schedule" and not sampler.last
+
+
+def _has_solver(config: Config, sampler: Sampler) -> bool:
+    """Return True if a solver of diffusers takes these steps."""
+    # In pure noise, where alpha is 0, it takes another level.
+    table = _is_table(config, sampler) and not getattr(config.diffusion.schedule, "zero_terminal", False)
+    return (sampler.kind in _SOLVERS or sampler.kind == "unipc") and (table or _is_flow(config, sampler))
+
+
+def is_stock(config: Config, sampler: Sampler) -> bool:
+    """Return True if a pipeline of diffusers samples this run, so that no code is needed."""
+    diffusion, network = config.diffusion, config.network
+    plain = not (config.classes or config.uses_latents or diffusion.scale_input or diffusion.learned_variance)
+    # UNet2DModel embeds the timestep as it is.
+    unet = isinstance(network, UNet) and network.time_scale == 1
+    table = _is_table(config, sampler) and (sampler.kind == "ddpm" or _has_solver(config, sampler))
+    # Pipelines of diffusers give a scheduler their generator, and that of UniPC takes none.
+    return plain and unet and table and sampler.kind != "unipc" and diffusion.target.kind in _PREDICTIONS
+
+
+def _table(config: Config) -> dict[str, Any]:
+    """Return the settings by which diffusers' schedulers make the table of a linear or cosine schedule."""
+    schedule = config.diffusion.schedule
+    assert isinstance(schedule, Linear | Cosine)  # checked by `_is_table`
+    table: dict[str, Any] = {"num_train_timesteps": schedule.steps, "timestep_spacing": "trailing"}
+    if isinstance(schedule, Cosine):
+        return table | {"beta_schedule": "squaredcos_cap_v2"}
+    betas = schedule.betas()
+    return table | {"beta_schedule": "linear", "beta_start": betas[0], "beta_end": betas[-1]}
+
+
+def stock_scheduler(config: Config, sampler: Sampler) -> _Scheduler:
+    """Return the scheduler for a pipeline of diffusers, which gives it the output of the network as it is."""
+    kind, settings = custom_scheduler(config, sampler)
+    predicted = {"prediction_type": _PREDICTIONS[config.diffusion.target.kind]}
+    if kind == "DDPMScheduler":
+        return _Scheduler(kind, settings | predicted | {"clip_sample": sampler.clip})
+    # Not DDIMScheduler, which clips the image and leaves the noise that belongs to the unclipped one.
+    return _Scheduler(kind, settings | predicted | {"thresholding": sampler.clip, "sample_max_value": 1.0})
+
+
+def custom_scheduler(config: Config, sampler: Sampler) -> _Scheduler:
+    """Return the scheduler for our pipeline, which gives it clean images."""
+    schedule, shared = config.diffusion.schedule, {"prediction_type": "sample"}
+    if sampler.kind == "ddpm":
+        zero = {"rescale_betas_zero_snr": getattr(schedule, "zero_terminal", False), "clip_sample": False}
+        return _Scheduler("DDPMScheduler", shared | _table(config) | zero)
+    if not _has_solver(config, sampler):
+        path = {"kind": sampler.kind, "path": config.diffusion.path.kind}
+        return _Scheduler("LevelsScheduler", path | _grid(config, sampler))
+    flow = {"use_flow_sigmas": True, "flow_shift": getattr(schedule, "shift", 1.0), "num_train_timesteps": 1000}
+    levels = {"final_sigmas_type": "zero", **shared} | (flow if _is_flow(config, sampler) else _table(config))
+    if sampler.kind == "unipc":
+        return _Scheduler("UniPCMultistepScheduler", levels | {"solver_order": sampler.order, "solver_type": "bh2"})
+    solver = {"solver_order": 1 if sampler.kind == "ddim" else 2, "solver_type": "midpoint"}
+    return _Scheduler("DPMSolverMultistepScheduler", levels | solver | {"algorithm_type": _SOLVERS[sampler.kind]})
+
+
+def _grid(config: Config, sampler: Sampler) -> dict[str, Any]:
+    """Return the noise levels of our scheduler: a formula for any number of steps, or a list."""
+    diffusion, grid = config.diffusion, sampler.grid
+    own = isinstance(diffusion.schedule, LogNormal) and grid == "schedule"  # EDM's, which are karras
+    if (own or grid in ("karras", "logsnr")) and not sampler.last and _condition(config)["kind"] != "timestep":
+        noisiest, cleanest = diffusion.schedule.limits()
+        ends = {"noisiest": max(noisiest, EDM_LIMITS[0]), "cleanest": min(cleanest, EDM_LIMITS[1])}
+        return {"grid": "karras" if own else grid, **ends}
+    levels = noise_levels(diffusion, sampler)[:-1]
+    return {"grid": "list", "levels": [[level[name] for name in ("alpha", "sigma", "c_noise")] for level in levels]}
+
+
+def _condition(config: Config) -> dict[str, Any]:
+    """Return how the noise condition of the network follows from the noise level."""
+    diffusion, schedule, network = config.diffusion, config.diffusion.schedule, config.network
+    # UNet2DModel has no such factor, and other networks have it inside.
+    scale = {"scale": network.time_scale if isinstance(network, UNet) else 1.0}
+    if diffusion.conditioning == "logsnr":
+        return {"kind": "logsnr", **scale}
+    if isinstance(schedule, LogNormal | LogitNormal):
+        return {"kind": "normal", "mean": schedule.mean, "std": schedule.std, **scale}
+    if isinstance(schedule, FlowUniform):
+        return {"kind": "flow", "shift": schedule.shift, **scale}
+    return {"kind": "timestep", **scale}
+
+
+def describe_objective(config: Config, sampler: Sampler) -> dict[str, Any]:
+    """Return what our pipeline has to know besides its components."""
+    diffusion, latents, classes = config.diffusion, config.latents, list(config.classes)
+    scale = [deviation / diffusion.sigma_data for deviation in latents.deviation]
+    return {
+        "target": diffusion.target.kind,
+        "sigma_data": diffusion.sigma_data,
+        "scale_input": diffusion.scale_input,
+        "condition": _condition(config),
+        "classes": classes,
+        "null_label": len(classes),
+        "guidance": config.usual_guidance,
+        "guidance_interval": list(config.guidance_interval),
+        "clip": sampler.clip,
+        "random": sampler.kind in RANDOM,
+        "steps": sampler.steps,
+        "latents": {"mean": list(latents.mean), "scale": scale} if config.uses_latents else None,
+    }

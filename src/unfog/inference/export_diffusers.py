@@ -17,8 +17,8 @@ from unfog.config.schema import Config
 from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.sampler import NoiseSource, Sampler
 from unfog.export.diffusers_unet import Network
-from unfog.export.plain_source import package_file, plain_source
-from unfog.inference.export_schedulers import (
+from unfog.export.source_code import package_file, plain_source
+from unfog.inference.export_description import (
     check_sampler_maps,
     custom_scheduler,
     describe_objective,
@@ -110,7 +110,7 @@ def _write_network(run: LoadedRun, network: nn.Module, folder: Path) -> list[str
     assert settings is not None  # a run's is settled
     (channels, side, _), classes = input_shape(config), len(config.classes)
     out = channels * (1 + config.diffusion.learned_variance)
-    weights = {name: w for name, w in network.state_dict().items() if not name.startswith("augment_embedding.")}
+    weights = plain_weights(network)
     if isinstance(settings, UNet):
         # diffusers has no such factor; the scale is in the timesteps of the scheduler instead.
         plain = Network(replace(settings, time_scale=1.0), channels, classes, weights, out)
@@ -147,10 +147,18 @@ def _prefixed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _write_model(folder: Path, kind: str, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
     _write_json(folder, "config.json", kind, config)
-    plain = {name: tensor.contiguous() for name, tensor in weights.items()}
-    save_file(plain, new_file(folder / _WEIGHTS), {"format": "pt"})
-    # safetensors writes files that only their owner may read.
-    (folder / _WEIGHTS).chmod((folder / "config.json").stat().st_mode)
+    save_weights(weights, folder / _WEIGHTS, folder / "config.json")
+
+
+def plain_weights(network: nn.Module) -> dict[str, Tensor]:
+    """Return the weights without the embedding of the augmentation, which adds exactly 0 to samples."""
+    return {name: w for name, w in network.state_dict().items() if not name.startswith("augment_embedding.")}
+
+
+def save_weights(weights: dict[str, Tensor], path: Path, beside: Path) -> None:
+    """Write a safetensors file that those may read who may read the file `beside` it."""
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, new_file(path), {"format": "pt"})
+    path.chmod(beside.stat().st_mode)  # safetensors lets the owner alone read its files
 
 
 def _write_json(folder: Path, name: str, kind: str, settings: dict[str, Any]) -> None:

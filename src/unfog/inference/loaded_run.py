@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,14 +15,18 @@ from torch import Tensor, nn
 from unfog.config.schema import Config
 from unfog.config.toml import of_type
 from unfog.config.validate import override_sampler, path_text
+from unfog.data.dataset import Dataset
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError, RunError
 from unfog.pipeline.build import build_network, building_for
 from unfog.pipeline.latents import Decode, latent_decoder
+from unfog.pipeline.load_data import load_images
 from unfog.process.device import choose_device
 from unfog.process.run_folder import RunFolder
+from unfog.process.signals import StopSignals
 from unfog.reporting.progress import warn
 from unfog.safe_files import regular_file
+from unfog.text import sanitize
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.format import CheckpointInfo
 from unfog.training.checkpoints.load import load_weights
@@ -150,6 +155,18 @@ class LoadedRun:
     ) -> Sampler:
         """Return the sampler of the run, with another kind, number of steps, grid or noise levels where given."""
         return override_sampler(self.config.sampler, kind, steps, grid, levels)
+
+
+def load_run_images(config: Config, stop: StopSignals) -> Dataset:
+    """Load all images of a run, however long it trains. RequestError if they are not those that it was trained on."""
+    config = replace(config, training=replace(config.training, images=0, steps=0))
+    dataset, found = load_images(config, stop)
+    # A run that names no fingerprint has never read its images.
+    if config.fingerprint and found.fingerprint != config.fingerprint:
+        raise RequestError(
+            f"the images in {sanitize(config.source)} are not those that this run was trained on; restore them"
+        )
+    return dataset
 
 
 def load_ema_weights(network: nn.Module, folder: RunFolder, width: float, step: int | None) -> Mixture:

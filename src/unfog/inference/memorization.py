@@ -120,7 +120,7 @@ def _distances(a: Tensor, b: Tensor) -> Tensor:
     return (squared.clamp_min(0) / a.shape[1]).sqrt().float()
 
 
-class _Search(NamedTuple):
+class Nearness(NamedTuple):
     """Training images nearest to generated images, and to real ones that are not searched or do not find themselves."""
 
     found: _NearestImages
@@ -131,6 +131,13 @@ class _Search(NamedTuple):
     """Number of training images searched."""
     same: float = _SAME
     """Distance below which two images are the same."""
+
+    @property
+    def limit(self) -> float:
+        """Ratio of distances below which one generated image counts as a copy."""
+        if (self.unseen.ratio < COPY).mean() <= _RELATED:
+            return COPY
+        return min(COPY, _NEARER * float(np.quantile(self.unseen.ratio, _LOWEST)))
 
     def copy_shares(self, limit: float) -> tuple[float, float, bool]:
         """Return the shares of copies among generated and unseen images, and True where the first is surely larger.
@@ -148,13 +155,13 @@ class _Search(NamedTuple):
         return share, expected, share - expected > 3 * error
 
 
-def _check_memorization(drawn: Pixels, matches: Pixels, search: _Search) -> Finding:
+def _check_memorization(drawn: Pixels, matches: Pixels, search: Nearness) -> Finding:
     """Make the finding run.memorised of generated images and the training image nearest to each, [N, H, W, C]."""
     ratio, usual, what, searched = search.found.ratio, search.unseen.ratio, search.what, search.searched
     limit, (share, expected, certain) = COPY, search.copy_shares(COPY)
     related = expected
-    if not certain and related > _RELATED:
-        limit = min(COPY, _NEARER * float(np.quantile(usual, _LOWEST)))
+    if not certain:
+        limit = search.limit
         share, expected, certain = search.copy_shares(limit)
     copies = round(share * len(ratio))
     facts = {
@@ -221,22 +228,6 @@ class UnseenImages:
         return [-1] * len(self.rows) if self.enough else self.rows.tolist()
 
 
-class Nearness(NamedTuple):
-    """The training images nearest to generated images, and those nearest to unseen real images."""
-
-    found: _NearestImages
-    unseen: _NearestImages
-    what: str
-    """Name of the unseen images: "held-out images"."""
-
-    @property
-    def limit(self) -> float:
-        """Ratio of distances below which one generated image counts as a copy."""
-        if (self.unseen.ratio < COPY).mean() <= _RELATED:
-            return COPY
-        return min(COPY, _NEARER * float(np.quantile(self.unseen.ratio, _LOWEST)))
-
-
 def find_nearest_images(
     drawn: Pixels, prepared: Dataset, progress: Callable[[int], None] = lambda done: None
 ) -> Nearness:
@@ -244,14 +235,14 @@ def find_nearest_images(
     unseen = UnseenImages(prepared)
     queries = torch.cat([torch.from_numpy(drawn.copy()).permute(0, 3, 1, 2), torch.from_numpy(unseen.pixels)])
     both = _find_nearest(queries, prepared.train.pixels, [-1] * len(drawn) + unseen.own, progress)
-    return Nearness(*_split_queries(both, len(drawn)), unseen.what)
+    return Nearness(*_split_queries(both, len(drawn)), unseen.what, len(prepared.train))
 
 
 def check_memorization_by_pixels(drawn: Pixels, prepared: Dataset, progress: Callable[[int], None]) -> Finding:
     """Compare generated images [N, H, W, C] with all training images by pixels."""
     near, train = find_nearest_images(drawn, prepared, progress), prepared.train
     matches = train.pixels[near.found.image[:, 0].numpy()].transpose(0, 2, 3, 1)
-    return _check_memorization(drawn, matches, _Search(*near, len(train)))
+    return _check_memorization(drawn, matches, near)
 
 
 def check_memorization_by_features(
@@ -266,7 +257,7 @@ def check_memorization_by_features(
     matches = prepared.train.pixels[rows[found.image[:, 0].numpy()]].transpose(0, 2, 3, 1)
     # Distance of equal images in this scale: a thousandth of the distance of real images to their neighbours.
     same = 1e-3 * float(other.distance[:, 1:].median())
-    return _check_memorization(drawn, matches, _Search(found, other, usual.what, len(rows), same))
+    return _check_memorization(drawn, matches, Nearness(found, other, usual.what, len(rows), same))
 
 
 def _split_queries(both: _NearestImages, count: int) -> tuple[_NearestImages, _NearestImages]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import unfog
@@ -15,7 +13,7 @@ from unfog.evaluation.metrics import MetricResult
 from unfog.inference.evaluation_files import Evaluation
 from unfog.inference.loaded_run import LoadedRun
 from unfog.process.run_folder import source_name
-from unfog.safe_files import read_file
+from unfog.reporting.records import read_object
 from unfog.text import sanitize
 
 GRID = "samples.png"
@@ -81,7 +79,7 @@ class _Data(NamedTuple):
 
 def _data(run: LoadedRun) -> _Data:
     """Return what the images are: nothing of where they are kept, and no file names."""
-    config, report = run.config, _read_report(run.path)
+    config, report = run.config, read_object(run.path / "data.json", _LARGEST_REPORT)
     name = sanitize(source_name(config.source)) or "images"
     counts = report.get("class_counts")
     counts = counts if isinstance(counts, dict) else {}
@@ -98,13 +96,6 @@ def _data(run: LoadedRun) -> _Data:
         ("classes", ", ".join([*named, *more]) or "none"),
     ]
     return _Data(name, rows)
-
-
-def _read_report(path: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError, RecursionError):
-        report = json.loads(read_file(path / "data.json", _LARGEST_REPORT))
-        return report if isinstance(report, dict) else {}
-    return {}
 
 
 def _training(run: LoadedRun) -> list[tuple[str, str]]:

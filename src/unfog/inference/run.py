@@ -26,7 +26,7 @@ from unfog.inference.loaded_run import LoadedRun, weights_digest
 from unfog.pipeline.generate import GenerationSettings, generate_batches, parse_labels
 from unfog.pipeline.image_files import ImageInput, build_edit
 from unfog.reporting.image_grids import Pixels
-from unfog.reporting.notebook_html import table
+from unfog.reporting.notebook import table
 from unfog.training.precision import DTYPES
 
 if TYPE_CHECKING:
@@ -76,7 +76,6 @@ class Run(LoadedRun):
         Image i is the same whatever n and batch are, to within the last bit of floating-point sums.
 
         Args:
-            n: number of images.
             label: class names (text) or numbers (integers, from 0) that the images cycle through; () is all classes.
             guide: a weaker network, given the same class; samples move away from what it generates. Without one,
                 guidance moves them away from what the network generates without a class.
@@ -84,7 +83,6 @@ class Run(LoadedRun):
                 are variations of it.
             mask: file, or uint8 or bool of the image's height and width: only what is white is generated, to match
                 the rest, which stays as it is to the bit.
-            progress: called with the number of images done.
             observe: called with a `SamplingStep` at each step of each batch, of edits too. Where it returns True,
                 sampling ends, and the images of the batches that were finished are returned.
             settings: seed, to_seed, steps, sampler, grid, levels, guidance, guidance_interval, batch, precision,

@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 
 from unfog.errors import RequestError
-from unfog.reporting.notebook_html import figure
+from unfog.reporting.notebook import figure
 
 
 class Samples(np.ndarray[tuple[int, ...], np.dtype[np.uint8]]):

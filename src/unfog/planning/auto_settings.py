@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -18,32 +17,14 @@ from unfog.models.settings import SIZES, Architecture, UNet
 from unfog.pipeline.build import build_network, input_shape
 from unfog.planning.flops import Device, NetworkCost, TimeRange
 from unfog.planning.intervals import Changes, Choice, choose_intervals, open_intervals
-from unfog.planning.microbatch import MicrobatchChoice, memory_per_process, required_memory, rooms_per_process
-from unfog.planning.timing import forward_passes, measure_step
-from unfog.planning.trial_training import StepTime
+from unfog.planning.microbatch import Machine, MicrobatchChoice
+from unfog.planning.timing import StepTime, forward_passes, measure_step
 from unfog.process.device import unused_gpu
 from unfog.reporting.progress import format_bytes, plural
 from unfog.training.optimizer_settings import FINE_TUNING_FACTOR, default_learning_rate
 from unfog.training.precision import default_memory_format, default_precision
 from unfog.training.settings import MemoryFormat, PrecisionName
 from unfog.training.stability.out_of_memory import microbatch_size
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The machine that a run is for: the one at hand, or one that is known by its data sheet."""
-
-    device: torch.device
-    name: str = ""
-    """For messages; "" is the name of the device."""
-    memory: int | None = None
-    """Bytes available to one process; None is what is free here when it is asked for."""
-    rooms: tuple[int, ...] = ()
-    """Bytes by which a micro-batch is chosen, the usual number first; () is `memory`, or what the device has."""
-    data_sheet: Device | None = None
-    """Predicts the speed; None measures it here."""
-    timed: bool = True
-    """False: the network cannot run here, so that nothing is measured."""
 
 
 class AutoSettings:
@@ -151,11 +132,11 @@ class AutoSettings:
             RequestError: not even one image fits, or what was chosen or asked for does not fit what is free now.
         """
         if not (self.config.training.microbatch or resuming):
-            self._adopt(self.largest_microbatch())
-        needed, available = self.memory_needed()  # without a margin
+            self._adopt(self.machine.largest_microbatch(self.process_config(), self.processes))
+        needed, available = self.machine.memory_needed(self.process_config(), self.processes)  # without a margin
         if needed < available:
             return
-        fits = self.largest_microbatch(available)
+        fits = self.machine.largest_microbatch(self.process_config(), self.processes, available)
         if resuming:
             self._adopt(fits)
             return
@@ -174,26 +155,6 @@ class AutoSettings:
         if fit.checkpointing and not training.checkpointing:
             self._note("checkpointing", True, "not even one image fits without")
             self._set_training(checkpointing=True)
-
-    def memory_needed(self) -> tuple[int, int]:
-        """Return the bytes that one process needs for the present settings, and those that are available."""
-        device, memory = self.machine.device, self.machine.memory
-        available = memory_per_process(device) if memory is None else memory
-        return required_memory(self.process_config(), device, available, self.processes), available
-
-    def largest_microbatch(self, available: int | None = None) -> MicrobatchChoice:
-        """Return the largest micro-batch that fits so many bytes; None: the memory of the machine, free or not.
-
-        RequestError if not even one image does.
-        """
-        machine, config = self.machine, self.process_config()
-        rooms = machine.rooms or (rooms_per_process(machine.device) if machine.memory is None else (machine.memory,))
-        *first, last = rooms if available is None else (available,)
-        # The usual room; where not even one image fits in it, the whole memory is tried.
-        for room in first:
-            with suppress(RequestError):
-                return MicrobatchChoice.largest(config, machine.device, room, machine.name, self.processes)
-        return MicrobatchChoice.largest(config, machine.device, last, machine.name, self.processes)
 
     def resolve_precision(self) -> None:
         """Choose the precision by hardware and network; a timing could choose another one when repeated."""

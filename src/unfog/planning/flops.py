@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from unfog.config.values import suggest
 from unfog.errors import RequestError
 from unfog.planning.memory_trace import clear_package_caches
+from unfog.process.device import synchronize
 from unfog.training.settings import Training
 from unfog.training.stability.out_of_memory import microbatch_size
 
@@ -77,6 +79,8 @@ _DEVICES = {
     "t4": Device("NVIDIA T4", 16 * GB, 65 * _TFLOPS, 8.1 * _TFLOPS, "fp16"),
 }
 
+
+_MATRIX = 1024  # side of the matrices by which a CPU is rated
 
 # Share of a GPU's dense rate that such networks reach in eager PyTorch, from small ones at low resolution to large
 # ones. An assumption: not measured.
@@ -187,3 +191,28 @@ class _OperationCounter(torch.utils._python_dispatch.TorchDispatchMode):  # type
 def _seconds(flops: float, rate: float, launches: float) -> TimeRange:
     worst, best = _UTILISATION
     return TimeRange(max(flops / (rate * best), launches), max(flops / (rate * worst), launches))
+
+
+def matmul_seconds(dtype: torch.dtype, device: torch.device, side: int) -> float:
+    """Return the seconds of one product of two square matrices, the fastest of several.
+
+    Raises:
+        RuntimeError: the device has no such arithmetic.
+    """
+    # Not of ones, which a GPU multiplies sooner, as few of its bits change; and not by the generators of a run.
+    generator = torch.Generator(device).manual_seed(0)
+    matrix = torch.randn(side, side, device=device, generator=generator).to(dtype)
+    fastest = float("inf")
+    for _ in range(6):  # the first one also prepares; the fastest is what other work on the machine disturbed least
+        synchronize(device)
+        started = time.perf_counter()
+        torch.mm(matrix, matrix)
+        synchronize(device)
+        fastest = min(fastest, time.perf_counter() - started)
+    return fastest
+
+
+def benchmark_cpu(memory: int, processes: int = 1) -> Device:
+    """Return a data sheet of the CPU at hand, shared by `processes`, from its rate of matrix products."""
+    rate = 2 * _MATRIX**3 / matmul_seconds(torch.float32, torch.device("cpu"), _MATRIX) / processes
+    return Device("cpu", memory, rate, rate, "fp32")

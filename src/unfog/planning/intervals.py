@@ -47,7 +47,7 @@ def choose_intervals(config: Config, budget: float = 0.0) -> tuple[Changes, list
     if config.optimizer.warmup == 0:
         choose("optimizer", "warmup", max(1, min(5000, steps // 20)), "5% of the run, at most 5000 steps")
     if config.log.every == 0:
-        every = min(50, _round_down_to_125(steps / 20))
+        every = min(50, round_down_to_125(steps / 20))
         choose("log", "every", every, "at least 20 times in the run, and at least every 50 steps")
     if config.ema_snapshots.every >= 0:
         choose("ema_snapshots", "every", *_snapshot_interval(config, steps))
@@ -80,7 +80,7 @@ def _snapshot_interval(config: Config, steps: int) -> tuple[int, str]:
 def open_intervals(config: Config, budget: float = 0.0) -> dict[str, int]:
     """Return steps by section for previews, evaluation and checkpoints, where they are open; by the length."""
     steps = config.training.images // config.training.batch
-    every = _round_down_to_125(steps / 10)
+    every = round_down_to_125(steps / 10)
     previewed = config.preview.images * config.sampler.steps
     evaluated = config.evaluate.images * config.evaluate.levels
     # A run with a time budget widens its intervals as it trains, by what previews and evaluations are found to take.
@@ -96,10 +96,10 @@ def _least_interval(config: Config, calls: int, steps: int) -> int:
     """Return the steps between calls of the network for `calls` images each that take no more than _SHARE of a run."""
     # A backward pass takes twice as long as the forward pass. Counted, and not timed: the same command is the same run.
     every = calls / (3 * config.training.batch * _SHARE)
-    return _round_down_to_125(min(2.5 * every, steps / 4))  # of which 1, 2 or 5 x 10^n is at least `every`
+    return round_down_to_125(min(2.5 * every, steps / 4))  # of which 1, 2 or 5 x 10^n is at least `every`
 
 
-def _round_down_to_125(x: float) -> int:
+def round_down_to_125(x: float) -> int:
     """Return the largest of 1, 2, 5, 10, 20, 50, … that is at most x; at least 1."""
     power = int(10 ** math.floor(math.log10(max(x, 1))))
     return max(m * power for m in (1, 2, 5) if m == 1 or m * power <= x)

@@ -20,6 +20,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from unfog.compile_cache import compile_errors_explained
 from unfog.diffusion.objective import Objective
 from unfog.errors import Interrupted
 from unfog.planning.lr_suggestion import (
@@ -85,7 +86,7 @@ class LrTestSetup:
             Interrupted: a stop was requested.
         """
         started, device = time.perf_counter(), self.probe.x0.device
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), compile_errors_explained():
             ramp, pace = _run_ramp(self, seconds * _RAMP_SHARE, seconds * _RAMP_LIMIT)
             left = seconds - (time.perf_counter() - started)
             trials = _run_trials(self, ramp, left, pace) if ramp.learns else ()

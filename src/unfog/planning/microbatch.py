@@ -1,9 +1,10 @@
-"""Choose the micro-batch: as many images per forward pass as fit the memory, at an unchanged batch."""
+"""Choose the micro-batch: as many images per forward pass as fit the memory of a machine, at an unchanged batch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from unfog.config.schema import Config
 from unfog.data.augmentation import CONDITIONS
 from unfog.errors import RequestError
 from unfog.pipeline.build import input_shape
+from unfog.planning.flops import Device
 from unfog.planning.memory_estimate import MemoryEstimator
 from unfog.planning.memory_trace import CUDA_CONTEXT, CUDNN_WORKSPACE, ONEDNN_HALF
 from unfog.process.device import available_memory, total_memory
@@ -72,7 +74,42 @@ class MicrobatchChoice(NamedTuple):
         )
 
 
-def memory_per_process(device: torch.device) -> int:
+@dataclass(frozen=True)
+class Machine:
+    """The machine that a run is for: the one at hand, or one that is known by its data sheet."""
+
+    device: torch.device
+    name: str = ""
+    """For messages; "" is the name of the device."""
+    memory: int | None = None
+    """Bytes available to one process; None is what is free here when it is asked for."""
+    rooms: tuple[int, ...] = ()
+    """Bytes by which a micro-batch is chosen, the usual number first; () is `memory`, or what the device has."""
+    data_sheet: Device | None = None
+    """Predicts the speed; None measures it here."""
+    timed: bool = True
+    """False: the network cannot run here, so that nothing is measured."""
+
+    def memory_needed(self, config: Config, processes: int) -> tuple[int, int]:
+        """Return the bytes that one process needs for its share of a batch, and those that are available."""
+        available = _memory_per_process(self.device) if self.memory is None else self.memory
+        return _required_memory(config, self.device, available, processes), available
+
+    def largest_microbatch(self, config: Config, processes: int, available: int | None = None) -> MicrobatchChoice:
+        """Return the largest micro-batch that fits so many bytes; None: the memory of the machine, free or not.
+
+        RequestError if not even one image does.
+        """
+        rooms = self.rooms or (rooms_per_process(self.device) if self.memory is None else (self.memory,))
+        *first, last = rooms if available is None else (available,)
+        # The usual room; where not even one image fits in it, the whole memory is tried.
+        for room in first:
+            with suppress(RequestError):
+                return MicrobatchChoice.largest(config, self.device, room, self.name, processes)
+        return MicrobatchChoice.largest(config, self.device, last, self.name, processes)
+
+
+def _memory_per_process(device: torch.device) -> int:
     """Return bytes that this process can allocate on a device, an equal share if other ranks of this machine use it."""
     return available_memory(device) // _processes_per_device(device)
 
@@ -94,7 +131,7 @@ def _more_devices_remedy(config: Config, processes: int) -> str:
     return ", or start more processes" if config.training.shard else ", or divide it: --training.shard"
 
 
-def required_memory(config: Config, device: torch.device, available: int, processes: int = 1) -> int:
+def _required_memory(config: Config, device: torch.device, available: int, processes: int = 1) -> int:
     """Return bytes of training with the micro-batch of `config`, or an upper bound if that is available anyway."""
     at_once = config.training.microbatch or config.training.batch
     bound = _memory_upper_bound(config, at_once)

@@ -11,7 +11,7 @@ from unfog.planning.flops import NetworkCost, TimeRange
 from unfog.planning.intervals import Choice
 from unfog.planning.memory_estimate import MemoryEstimate
 from unfog.reporting.findings import Finding
-from unfog.reporting.notebook_html import preformatted
+from unfog.reporting.notebook import preformatted
 from unfog.reporting.progress import format_bytes, format_duration
 from unfog.reporting.records import json_values
 

@@ -15,9 +15,16 @@ from typing import Any
 
 from unfog.process.heartbeat import Heartbeat
 from unfog.process.run_folder import RunFolder
-from unfog.reporting.columns import finite_column
 from unfog.reporting.progress import format_duration
-from unfog.reporting.records import Row, drop_undone_events, finite_number, read_events, read_metrics, run_state
+from unfog.reporting.records import (
+    Row,
+    drop_undone_events,
+    finite_column,
+    finite_number,
+    read_events,
+    read_metrics,
+    run_state,
+)
 from unfog.safe_files import open_file
 from unfog.text import sanitize
 from unfog.training.settings import Evaluate

@@ -17,6 +17,7 @@ from unfog.reporting.image_grids import Pixels, encode_png
 from unfog.reporting.progress import say
 from unfog.reporting.records import json_values
 from unfog.safe_files import write_atomic
+from unfog.text import sanitize
 
 Severity = Literal["fatal", "warning", "hint", "fine"]
 
@@ -79,6 +80,21 @@ class Finding:
     def __str__(self) -> str:
         mark = "" if self.severity == "fine" else f"{self.severity}: "
         return f"{mark}{self.evidence}" + (f"; {self.remedy}" if self.remedy else "")
+
+
+def list_names(names: Sequence[str]) -> str:
+    """Return the first names as "a.png, b.png, c.png, ..."."""
+    return ", ".join([*map(sanitize, names[:3]), *["..."] * (len(names) > 3)])
+
+
+def format_share(part: int, whole: int) -> str:
+    """Return a part of a whole as "34 of 100 (34%)"."""
+    return f"{part:,} of {whole:,} ({format_percent(part / max(whole, 1))})"
+
+
+def format_percent(fraction: float) -> str:
+    """Return a fraction as "34%", "1.2%" or "0.05%"."""
+    return f"{100 * fraction:.2g}%" if fraction < 0.0995 else f"{100 * fraction:.0f}%"
 
 
 def _sort_by_severity(findings: Sequence[Finding]) -> list[Finding]:

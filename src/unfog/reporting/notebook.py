@@ -1,10 +1,21 @@
-"""Live text in notebooks: progress below a cell, which later texts replace in place. Imports nothing heavy."""
+"""Text and HTML in notebooks: progress below a cell; images, tables and lines. Imports nothing heavy at once."""
 
 from __future__ import annotations
 
+import base64
+import html
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from unfog.reporting.image_grids import Pixels
+
+_SHOWN = 36  # images of a grid
+_CELL = 128  # pixels of the longest side of one
+_WIDTH = 800  # pixels of a grid that is read from a file
 
 
 class LiveText:
@@ -36,3 +47,41 @@ class LiveText:
         ipython = sys.modules.get("IPython")
         shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
         return getattr(shell, "kernel", None) is not None
+
+
+def figure(images: Pixels, caption: str) -> str:
+    """Return HTML with a grid of the first images, uint8 [N, H, W, C], made smaller where they are large."""
+    import numpy as np
+    from PIL import Image
+
+    from unfog.reporting.image_grids import encode_png, grid
+
+    longest = max(images.shape[1:3])
+    cells = np.asarray(images[:_SHOWN])
+    if longest > _CELL:
+        height, width = (max(1, side * _CELL // longest) for side in images.shape[1:3])
+        small = [
+            Image.fromarray(cell[..., 0] if cell.shape[2] == 1 else cell).resize((width, height)) for cell in cells
+        ]
+        cells = np.stack([np.asarray(one).reshape(height, width, -1) for one in small])
+    encoded = base64.b64encode(encode_png(grid(cells))).decode()
+    more = f" (the first {_SHOWN} of {len(images):,})" if len(images) > _SHOWN else ""
+    return _figure(f"data:image/png;base64,{encoded}", caption + more)
+
+
+def table(rows: Mapping[str, object], image: Path | None = None, caption: str = "") -> str:
+    """Return HTML of names and values, with the image of a file below, if it can be read."""
+    from unfog.reporting.image_grids import png_data_uri
+
+    lines = (f"<tr><th>{html.escape(name)}</th><td>{html.escape(str(value))}</td></tr>" for name, value in rows.items())
+    found = None if image is None else png_data_uri(image, _WIDTH)
+    return f"<table>{''.join(lines)}</table>{_figure(found[0], caption) if found else ''}"
+
+
+def preformatted(lines: Sequence[str]) -> str:
+    """Return HTML of lines whose columns stand below each other."""
+    return f"<pre>{html.escape(chr(10).join(lines))}</pre>"
+
+
+def _figure(source: str, caption: str) -> str:
+    return f'<figure><img src="{source}"><figcaption>{html.escape(caption)}</figcaption></figure>'

@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from unfog.safe_files import open_file
+from unfog.safe_files import open_file, read_file
 
 Row = dict[str, Any]
+Floats = npt.NDArray[np.float64]
 
 SESSION_STARTS = ("started", "resumed")
 SESSION_ENDS = ("finished", "stopped", "failed")
@@ -29,6 +31,7 @@ LENGTH_EVENT = "length"  # the run was planned anew, for its time budget
 # Last heartbeats of a resume that failed before training; they say nothing about the session before.
 UNBEGUN = ("failed: RequestError", "failed: Interrupted", "interrupted")
 
+SMOOTHED_FROM = 20  # with fewer points a smoothed line says nothing
 LARGEST = 1e100  # beyond it a number is a mistake, and an axis would overflow
 _LARGEST_RECORD = 2**30  # bytes; a million lines have fewer
 
@@ -152,6 +155,43 @@ def finite_number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < LARGEST:
         return math.nan
     return float(value)
+
+
+def flatten(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted name, value) of the values of nested tables, such as ("training.batch", 16)."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
+
+
+def read_object(path: Path, limit: int) -> dict[str, Any]:
+    """Return the object in a JSON file of at most so many bytes; {} where it is missing, a link, or damaged."""
+    with suppress(OSError, ValueError, RecursionError):
+        value = json.loads(read_file(path, limit))
+        if isinstance(value, dict):
+            return value
+    return {}
+
+
+def finite_column(metrics: Sequence[Row], name: str) -> tuple[Floats, Floats]:
+    """(steps, values) of the lines that hold a finite number of this name."""
+    rows = [(finite_number(row.get("step", 0)), finite_number(row.get(name))) for row in metrics]
+    points = np.array(rows, np.float64).reshape(-1, 2)
+    points = points[np.isfinite(points).all(axis=1)]
+    return points[:, 0], points[:, 1]
+
+
+def smoothed(values: Floats) -> Floats:
+    """Exponential average over a fortieth of the values, but at first over an eighth of those so far."""
+    smoothed = np.empty_like(values)
+    average = 0.0
+    for i, value in enumerate(values):
+        # A wider window from the first value on would drag the high losses of the beginning along the whole line.
+        average += (value - average) / max(1.0, min(len(values) / 40, (i + 1) / 8))
+        smoothed[i] = average
+    return smoothed
 
 
 def _read(path: Path, last: int | None = None) -> Iterator[Row]:

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import base64
+import json
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from unfog.errors import RequestError
-from unfog.reporting.columns import number_columns, pack_columns, thinned
 from unfog.reporting.image_grids import png_data_uri
 from unfog.reporting.page import run_data
 from unfog.reporting.page.bundle import embed
 from unfog.reporting.records import (
     SESSION_ENDS,
     SESSION_STARTS,
+    Floats,
     Row,
     drop_undone_events,
     finite_number,
@@ -32,6 +34,8 @@ from unfog.safe_files import write_atomic
 _FILMSTRIP = 12  # sample grids over time, at most
 _THUMBNAIL, _LARGE = 400, 1600  # pixels across, at most, that an image is embedded with
 _EVENTS = 300  # latest events shown, at most
+_MOST_COLUMNS = 200  # people add columns of their own; a damaged file could have any number
+_LONGEST_LIST = 64
 _BINS = 600  # of the metrics; up to four times as many rows are embedded as they are
 _REFRESH = 10  # seconds after which the report of a running run loads itself again
 
@@ -62,7 +66,7 @@ def write_report(run_dir: Path, unended: tuple[str, str] | None = None) -> Path:
 def _record(run_dir: Path, events: Sequence[Row]) -> dict[str, Any]:
     """Return what the record on disk says of the run."""
     metrics, kept = read_metrics(run_dir / "metrics.jsonl"), drop_undone_events(events)
-    columns = number_columns(metrics)
+    columns = _number_columns(metrics)
     steps = [finite_number(event.get("steps")) for event in kept]
     last = finite_number(metrics[-1].get("step")) if metrics else 0.0
     whole, size = _checkpoints(run_dir / "checkpoints")
@@ -73,7 +77,7 @@ def _record(run_dir: Path, events: Sequence[Row]) -> dict[str, Any]:
         "steps": next((count for count in reversed(steps) if count > 0), None),
         "columns": list(columns),
         "rows": len(metrics),
-        "metrics": base64.b64encode(pack_columns(thinned(columns, _BINS))).decode(),
+        "metrics": base64.b64encode(_pack_columns(_thinned(columns, _BINS))).decode(),
         "events": run_data.event_rows(events[-_EVENTS:]),
         "events_left_out": max(0, len(events) - _EVENTS),
         "counts": {kind: sum(event.get("kind") == kind for event in kept) for kind in ("step_refused", "rolled_back")},
@@ -157,3 +161,60 @@ def _data_uri(path: Path, widest: int) -> str:
         if (image := png_data_uri(path, widest)) is not None:
             return image[0]
     return ""
+
+
+def _number_columns(metrics: Sequence[Row]) -> dict[str, Floats]:
+    """Return name -> float64 [rows], nan where a line has no number; a list is NAME.0, NAME.1, …"""
+    columns: dict[str, Floats] = {}
+    for i, row in enumerate(metrics):
+        for name, value in row.items():
+            cells = value[:_LONGEST_LIST] if isinstance(value, list) else [value]
+            for j, cell in enumerate(cells):
+                key = f"{name}.{j}" if isinstance(value, list) else name
+                if not np.isfinite(number := finite_number(cell)):
+                    continue
+                if key not in columns:
+                    if len(columns) >= _MOST_COLUMNS:
+                        continue
+                    columns[key] = np.full(len(metrics), np.nan)
+                columns[key][i] = number
+    return columns
+
+
+def _thinned(columns: Mapping[str, Floats], bins: int) -> dict[str, Floats]:
+    """Return NAME.mean, NAME.min, NAME.max and NAME.last of so many parts of the rows, each of finite values alone.
+
+    Of lists only the mean: a map shows no spikes. Columns of up to four values a bin are returned as they are.
+    """
+    rows = max((len(column) for column in columns.values()), default=0)
+    if rows <= 4 * bins:
+        return dict(columns)
+    edges = np.linspace(0, rows, bins + 1).astype(int)[:-1]
+    found: dict[str, Floats] = {}
+    for name, column in columns.items():
+        present = np.isfinite(column)
+        counts = np.add.reduceat(present.astype(np.float64), edges)
+        none = counts == 0
+        mean = np.add.reduceat(np.where(present, column, 0.0), edges) / np.where(none, np.nan, counts)
+        found[f"{name}.mean"] = mean
+        if name.rpartition(".")[2].isdecimal():
+            continue
+        found[f"{name}.min"] = np.where(none, np.nan, np.minimum.reduceat(np.where(present, column, np.inf), edges))
+        found[f"{name}.max"] = np.where(none, np.nan, np.maximum.reduceat(np.where(present, column, -np.inf), edges))
+        # The last finite value, not the last row: a metric that is measured seldom has none in most rows.
+        indices = np.maximum.reduceat(np.where(present, np.arange(rows), -1), edges)
+        found[f"{name}.last"] = np.where(none, np.nan, column[indices])
+    return found
+
+
+def _pack_columns(columns: Mapping[str, Floats]) -> bytes:
+    """Return columns of one length as bytes that the page decodes: a header, and float32 values little-endian."""
+    rows = len(next(iter(columns.values()))) if columns else 0
+    header = {"columns": list(columns), "rows": rows, "from": 0, "offset": 0, "identity": "", "reset": True, "bits": 32}
+    text = json.dumps(header, ensure_ascii=True).encode()
+    # The values begin at a multiple of 8, where the browser can read them in place.
+    text += b" " * (-(4 + len(text)) % 8)
+    # What float32 cannot hold becomes infinite, which the page leaves out.
+    with np.errstate(over="ignore"):
+        values = [np.asarray(column, "<f4").tobytes() for column in columns.values()]
+    return b"".join([struct.pack("<I", len(text)), text, *values])

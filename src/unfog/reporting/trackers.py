@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from unfog.custom import PREFIX, resolve_path
+from unfog.reporting.records import flatten
 from unfog.reporting.tracker_base import Tracker
 from unfog.safe_files import make_folder, read_file, write_atomic
 from unfog.text import without_secrets
@@ -136,7 +137,7 @@ class _MLflow(Tracker):
             experiment = known.experiment_id if known else self._client.create_experiment(project)
             run = self._client.create_run(experiment, run_name=run_dir.resolve().name).info.run_id
             # Of the beginning only, as MLflow lets no parameter change; the artifact has what a resume changed.
-            params = iter([Param(key, str(value)[:6000]) for key, value in _flatten(config)])
+            params = iter([Param(key, str(value)[:6000]) for key, value in flatten(config)])
             while some := list(islice(params, 100)):  # MLflow takes no more at once
                 self._client.log_batch(run, params=some)
             return str(run)
@@ -173,7 +174,7 @@ class _Trackio(Tracker):
             self._run = trackio.init(
                 project=os.environ.get("TRACKIO_PROJECT", "unfog"),
                 name=f"{run_dir.resolve().name}-{_stored_id(run_dir, 'trackio', _new_id)}",
-                config=dict(_flatten(config)),
+                config=dict(flatten(config)),
                 resume="allow",
                 embed=False,
                 auto_log_gpu=False,
@@ -229,7 +230,7 @@ class _Comet(Tracker):
                 display_summary_level=0,
             ),
         )
-        self._experiment.log_parameters(dict(_flatten(config)))
+        self._experiment.log_parameters(dict(flatten(config)))
 
     def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
         self._experiment.log_metrics(dict(values), step=step)
@@ -285,12 +286,3 @@ def _stored_id(run_dir: Path, folder: str, create: Callable[[], str]) -> str:
 
 def _edges(values: Sequence[float]) -> list[float]:
     return [float(edge) for edge in np.linspace(0, 1, len(values) + 1)]
-
-
-def _flatten(config: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the settings as (training.batch, 16)."""
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value

@@ -120,7 +120,7 @@ def run_training_loop(
                 build_augmentation(config),
                 build_loss(config, state.levels),
             )
-            with compile_errors_explained():
+            with compile_errors_explained("resume the run"):
                 train(settings, state, task, hooks, world)
             CoordinatedHooks(hooks, world).finish(state)
         except RuntimeError as error:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from unfog.config.folder_requests import ServeRequest
 from unfog.config.values import quote
@@ -26,6 +26,17 @@ if TYPE_CHECKING:
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _ANY = ("0.0.0.0", "::")
+_UVICORN: dict[str, Any] = {
+    "http": "h11",
+    "ws": "none",
+    "lifespan": "on",
+    "log_level": "warning",
+    "access_log": False,  # its lines would hold the secret
+    "server_header": False,
+    "proxy_headers": False,
+    "timeout_keep_alive": 30,
+    "timeout_graceful_shutdown": 3,
+}
 
 
 def main(request: ServeRequest) -> int:
@@ -101,18 +112,7 @@ def _serve(request: ServeRequest, listener: socket.socket, secret: str, hosts: f
             page.end_streams()
             super().handle_exit(sig, frame)
 
-    config = uvicorn.Config(
-        Guard(page, secret, hosts),
-        http="h11",
-        ws="none",
-        lifespan="on",
-        log_level="warning",
-        access_log=False,  # its lines would hold the secret
-        server_header=False,
-        proxy_headers=False,
-        timeout_keep_alive=30,
-        timeout_graceful_shutdown=3,
-    )
+    config = uvicorn.Config(Guard(page, secret, hosts), **_UVICORN)
     if request.browser:
         webbrowser.open(address)
     with suppress(KeyboardInterrupt):

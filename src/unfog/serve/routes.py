@@ -1,4 +1,4 @@
-"""Routes of the server: list and details of runs, their pictures, and the stream of events. Others have a module each.
+"""Routes of the server: runs and their pictures, the stream of events, and the buttons. Others have a module each.
 
 Everything that a page sends is a number or a setting.
 """
@@ -6,6 +6,7 @@ Everything that a page sends is a number or a setting.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +19,17 @@ from starlette.routing import Route
 from unfog import __version__
 from unfog.errors import RequestError
 from unfog.reporting.page.bundle import shell_html
-from unfog.serve import run_detail
-from unfog.serve.answers import Json, run_of, whole_number
+from unfog.serve import run_detail, steering
 from unfog.serve.columns.routes import column_routes
 from unfog.serve.runs import RunEntry
-from unfog.serve.server import Server
-from unfog.serve.steering.commands import SourceList
-from unfog.serve.steering.routes import steer_routes
+from unfog.serve.server import Json, Server, json_body, run_of, whole_number
 from unfog.text import sanitize
 
 
 def build_app(server: Server, more: list[Route]) -> Starlette:
     """Return the application behind the guard and the page's files. `more`: routes of other parts of the page."""
     return Starlette(
-        routes=[*_page_routes(), *_run_routes(server), *column_routes(server), *steer_routes(server), *more],
+        routes=[*_run_routes(_Runs(server)), *column_routes(server), *_button_routes(_Buttons(server)), *more],
         exception_handlers={
             RequestError: _bad_request,
             HTTPException: _http_error,
@@ -41,81 +39,160 @@ def build_app(server: Server, more: list[Route]) -> Starlette:
     )
 
 
-def _page_routes() -> list[Route]:
-    async def shell(_: Request) -> Response:
-        """Answer the page as one file without data; "keep this view" puts data into it."""
-        return Response(await asyncio.to_thread(shell_html), media_type="text/html")
-
-    return [Route("/static/shell.html", shell)]
-
-
-def _run_routes(server: Server) -> list[Route]:
-    async def state(_: Request) -> Response:
-        sources = await asyncio.to_thread(SourceList(server).as_json)
-        facts = {"folder": sanitize(str(server.folder)), "sources": sources, "consent": server.consent}
-        return Json({"version": __version__, "train_here": True, **facts})
-
-    async def runs(_: Request) -> Response:
-        # In a thread, as reading a folder of runs takes time in which no other page would be answered.
-        return Json(await asyncio.to_thread(_list, server))
-
-    async def run(request: Request) -> Response:
-        entry = run_of(server, request)
-        return Json(await asyncio.to_thread(_detail, server, entry))
-
-    async def events(request: Request) -> Response:
-        start = whole_number(request, "from")
-        return Json(await asyncio.to_thread(run_detail.new_events, run_of(server, request), start))
-
-    async def preview(request: Request) -> Response:
-        entry = run_of(server, request)
-        kind = "denoising" if request.url.path.endswith(".denoising.webp") else "samples"
-        return await _picture(server, request, entry, entry.path / kind / f"{request.path_params['step']:08d}.png")
-
-    async def contact_sheet(request: Request) -> Response:
-        entry = run_of(server, request)
-        return await _picture(server, request, entry, entry.path / "contact-sheet.png")
-
-    async def stream(request: Request) -> Response:
-        events = server.hub.listen(request.headers.get("last-event-id", ""))
-        return StreamingResponse(events, media_type="text/event-stream")
-
+def _run_routes(runs: _Runs) -> list[Route]:
     return [
-        Route("/api/state", state),
-        Route("/api/runs", runs),
-        Route("/api/runs/{run:int}", run),
-        Route("/api/runs/{run:int}/events", events),
-        Route("/api/runs/{run:int}/preview/{step:int}.webp", preview),
-        Route("/api/runs/{run:int}/preview/{step:int}.denoising.webp", preview),
-        Route("/api/runs/{run:int}/contact-sheet.webp", contact_sheet),
-        Route("/api/stream", stream),
+        Route("/static/shell.html", runs.shell),
+        Route("/api/state", runs.state),
+        Route("/api/runs", runs.list),
+        Route("/api/runs/{run:int}", runs.detail),
+        Route("/api/runs/{run:int}/events", runs.events),
+        Route("/api/runs/{run:int}/preview/{step:int}.webp", runs.preview),
+        Route("/api/runs/{run:int}/preview/{step:int}.denoising.webp", runs.preview),
+        Route("/api/runs/{run:int}/contact-sheet.webp", runs.contact_sheet),
+        Route("/api/stream", runs.stream),
     ]
 
 
-def _list(server: Server) -> list[dict[str, Any]]:
-    server.look()
-    return [run.as_json() for run in server.runs]
+class _Runs:
+    """Answers to the page about its runs: list, details, events and pictures."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    async def shell(self, _: Request) -> Response:
+        """Answer the page as one file without data; "keep this view" puts data into it."""
+        return Response(await asyncio.to_thread(shell_html), media_type="text/html")
+
+    async def state(self, _: Request) -> Response:
+        sources = await asyncio.to_thread(steering.SourceList(self._server).as_json)
+        facts = {"folder": sanitize(str(self._server.folder)), "sources": sources, "consent": self._server.consent}
+        return Json({"version": __version__, "train_here": True, **facts})
+
+    async def list(self, _: Request) -> Response:
+        def read() -> Any:
+            self._server.look()
+            return [run.as_json() for run in self._server.runs]
+
+        # In a thread, as reading a folder of runs takes time in which no other page would be answered.
+        return Json(await asyncio.to_thread(read))
+
+    async def detail(self, request: Request) -> Response:
+        server, entry = self._server, run_of(self._server, request)
+
+        def read() -> Any:
+            server.look()
+            sample = entry.sample()
+            if sample is None:
+                with entry.lock:
+                    server.runs.read_columns(entry)
+            return run_detail.run_detail(entry, server.newest_check(entry), sample)
+
+        return Json(await asyncio.to_thread(read))
+
+    async def events(self, request: Request) -> Response:
+        start = whole_number(request, "from")
+        return Json(await asyncio.to_thread(run_detail.new_events, run_of(self._server, request), start))
+
+    async def preview(self, request: Request) -> Response:
+        kind = "denoising" if request.url.path.endswith(".denoising.webp") else "samples"
+        return await self._picture(request, Path(kind) / f"{request.path_params['step']:08d}.png")
+
+    async def contact_sheet(self, request: Request) -> Response:
+        return await self._picture(request, Path("contact-sheet.png"))
+
+    async def stream(self, request: Request) -> Response:
+        events = self._server.hub.listen(request.headers.get("last-event-id", ""))
+        return StreamingResponse(events, media_type="text/event-stream")
+
+    async def _picture(self, request: Request, name: Path) -> Response:
+        run = run_of(self._server, request).path
+        try:
+            data, tag = await asyncio.to_thread(self._server.pictures.webp, run / name, run)
+        except FileNotFoundError:
+            raise HTTPException(404, "there is no such picture") from None
+        # Asked for again each time: the picture of a step changes when a resume trains it once more.
+        headers = {"etag": f'"{tag}"', "cache-control": "private, no-cache"}
+        if request.headers.get("if-none-match") == headers["etag"]:
+            return Response(status_code=304, headers=headers)
+        return Response(data, media_type="image/webp", headers=headers)
 
 
-def _detail(server: Server, entry: RunEntry) -> dict[str, Any]:
-    server.look()
-    sample = entry.sample()
-    if sample is None:
-        with entry.lock:
-            server.runs.read_columns(entry)
-    return run_detail.run_detail(entry, server.newest_check(entry), sample)
+def _button_routes(buttons: _Buttons) -> list[Route]:
+    return [
+        Route("/api/runs/{run:int}/ask", buttons.ask, methods=["POST"]),
+        Route("/api/runs/{run:int}/resume", buttons.resume, methods=["POST"]),
+        Route("/api/train", buttons.train, methods=["POST"]),
+        Route("/api/doctor", buttons.doctor, methods=["POST"]),
+        Route("/api/plan", buttons.plan, methods=["POST"]),
+        Route("/api/settings", buttons.settings),
+        Route("/api/tasks", buttons.tasks),
+        Route("/api/tasks/{task:int}", buttons.task),
+        Route("/api/tasks/{task:int}/stop", buttons.stop, methods=["POST"]),
+    ]
 
 
-async def _picture(server: Server, request: Request, entry: RunEntry, path: Path) -> Response:
-    try:
-        data, tag = await asyncio.to_thread(server.pictures.webp, path, entry.path)
-    except FileNotFoundError:
-        raise HTTPException(404, "there is no such picture") from None
-    # Asked for again each time: the picture of a step changes when a resume trains it once more.
-    headers = {"etag": f'"{tag}"', "cache-control": "private, no-cache"}
-    if request.headers.get("if-none-match") == headers["etag"]:
-        return Response(status_code=304, headers=headers)
-    return Response(data, media_type="image/webp", headers=headers)
+class _Buttons:
+    """Answers to the page's buttons: requests to a run, commands that are checked and started, and their output."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    async def ask(self, request: Request) -> Response:
+        entry, body = run_of(self._server, request), await json_body(request)
+        return Json(await asyncio.to_thread(steering.send_request, entry, body.get("what")))
+
+    async def resume(self, request: Request) -> Response:
+        entry, body = run_of(self._server, request), await json_body(request)
+        if "finding" in body:  # its remedy, read on the server: the page names it only
+            findings = run_detail.read_findings(entry.path, self._server.newest_check(entry)) or []
+            remedy = next((one["remedy"] for one in findings if one["id"] == body["finding"]), "")
+            body = {"settings": steering.remedy_settings(remedy) or {}}
+        return await self._start(request, lambda: steering.resume_command(entry, body), entry)
+
+    async def train(self, request: Request) -> Response:
+        body = await json_body(request)
+        return await self._start(request, lambda: steering.train_command(self._server, body))
+
+    async def doctor(self, request: Request) -> Response:
+        body = await json_body(request)
+        entry = None
+        if "run" in body:
+            try:
+                entry = self._server.runs[body["run"]]
+            except (KeyError, TypeError):
+                raise RequestError("the run must be the number of one in the list") from None
+        return await self._start(request, lambda: steering.doctor_command(self._server, entry, body), entry)
+
+    async def plan(self, request: Request) -> Response:
+        body = await json_body(request)
+        return await self._start(request, lambda: steering.plan_command(self._server, body))
+
+    async def settings(self, request: Request) -> Response:
+        command = request.query_params.get("command", "train")
+        return Json(await asyncio.to_thread(steering.form_fields, command))
+
+    async def tasks(self, _: Request) -> Response:
+        return Json([task.summary() for task in self._server.tasks.list()])
+
+    async def task(self, request: Request) -> Response:
+        one = self._server.tasks[request.path_params["task"]]
+        return Json({**one.summary(), "output": await asyncio.to_thread(one.text)})
+
+    async def stop(self, request: Request) -> Response:
+        one = self._server.tasks[request.path_params["task"]]
+        one.stop()
+        return Json(one.summary())
+
+    async def _start(
+        self, request: Request, command: Callable[[], steering.Command], entry: RunEntry | None = None
+    ) -> Response:
+        """Check a command, and start it unless the page only asks what it would be."""
+        made = await asyncio.to_thread(command)
+        if request.query_params.get("dry"):
+            return Json({"command": made.text})
+        subject = entry.id if entry is not None else made.new_run
+        task = await asyncio.to_thread(self._server.tasks.start, made.words, made.trains, made.result, subject)
+        return Json({"task": task.id, "command": task.command})
 
 
 async def _bad_request(_: Request, error: Exception) -> Response:

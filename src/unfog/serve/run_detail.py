@@ -21,16 +21,15 @@ from unfog.serve.columns.metric_columns import parse_lines
 from unfog.serve.columns.sample import Sample
 from unfog.serve.run_files import (
     checkpoint_steps,
-    flatten,
     numbered_files,
+    plain_settings,
     read_json,
     read_settings,
     stat_of,
 )
 from unfog.serve.runs import RunEntry
-from unfog.serve.steering.commands import remedy_settings, run_commands
-from unfog.serve.steering.forms import setting_words
-from unfog.serve.steering.tasks import command_text
+from unfog.serve.steering import remedy_settings, run_commands, setting_words
+from unfog.serve.tasks import command_text
 from unfog.text import sanitize
 
 _FINDINGS, _MOST_EVENTS = 200, 5000  # shown, at most
@@ -112,7 +111,7 @@ def _event_rows(run: Path, start: int) -> tuple[list[Row], int]:
 
 @cache
 def _defaults() -> dict[str, Any]:
-    return flatten(tomllib.loads(to_toml(Config())))
+    return plain_settings(tomllib.loads(to_toml(Config())))
 
 
 def _ema(run: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -1,25 +1,39 @@
-"""Files of a run folder as the page needs them: by numbers, with a limit on what is read, no link followed."""
+"""Files of a run folder as the page needs them: by numbers, with a limit on what is read, no link followed.
+
+Pictures are decoded by the guarded decoder and encoded anew, so that nothing of a file is passed on.
+"""
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import socket
+import threading
 import tomllib
+from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
+from unfog.data.sources.image_files import image_error, open_bytes
+from unfog.errors import RequestError
 from unfog.process.heartbeat import Heartbeat
-from unfog.reporting.records import finite_number
+from unfog.reporting.records import finite_number, flatten
 from unfog.safe_files import check_folder, read_file
 from unfog.text import without_secrets
 
 _LARGEST_JSON, _LARGEST_CONFIG = 2**22, 2**20  # bytes
 _MOST_CHECKPOINTS = 1000
 _UNREADABLE = (OSError, ValueError, RecursionError)
+_LARGEST_FILE = 2**28  # bytes
+_MOST_PIXELS = 2**26
+_KEPT_BYTES = 2**26  # of encoded pictures
+_LOSSY_FROM = 2**22  # pixels; a lossless picture of that size takes a second to encode
 
 
 def stat_of(path: str | Path) -> tuple[int, int] | None:
@@ -89,7 +103,7 @@ def saved_values(run: Path, metric: str) -> list[tuple[float, int]]:
 def read_settings(run: Path) -> dict[str, Any]:
     """Return the settings of config.toml by dotted name, without passwords of URLs; {} if it cannot be read."""
     with suppress(RecursionError):
-        return flatten(_read_config(run))
+        return plain_settings(_read_config(run))
     return {}
 
 
@@ -111,15 +125,9 @@ def _read_config(run: Path) -> dict[str, Any]:
         return {}
 
 
-def flatten(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Return the values of a nested table by dotted name."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            found |= flatten(value, f"{above}{key}.")
-        else:
-            found[f"{above}{key}"] = _plain(value)
-    return found
+def plain_settings(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a nested table by dotted name, as JSON has them and without passwords of URLs."""
+    return {name: _plain(value) for name, value in flatten(tree)}
 
 
 def _plain(value: Any) -> Any:
@@ -127,3 +135,53 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(item) for item in value]
     return value if isinstance(value, bool | int | float) else without_secrets(str(value))
+
+
+class PictureCache:
+    """Encoded pictures by file and time of change. One is decoded at a time, as each may take a gigabyte."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[object, ...], bytes] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def webp(self, path: Path, run: Path) -> tuple[bytes, str]:
+        """Return a picture of a run as WebP, and a tag that changes with the file.
+
+        Raises:
+            FileNotFoundError: there is none.
+            RequestError: it cannot be decoded.
+        """
+        found = stat_of(path)
+        if found is None:
+            raise FileNotFoundError(f"{path.name} is not there")
+        # With time and size, as a sample of a step is drawn anew when a run goes on from an older checkpoint.
+        key = (path, *found)
+        with self._lock:
+            if key not in self._kept:
+                self._kept[key] = _encode_webp(read_file(path, _LARGEST_FILE, run), path.name)
+            self._kept.move_to_end(key)
+            while len(self._kept) > 1 and sum(map(len, self._kept.values())) > _KEPT_BYTES:
+                self._kept.popitem(last=False)
+            return self._kept[key], f"{found[0]:x}-{found[1]:x}"
+
+
+def decode_picture(data: bytes, name: str) -> Image.Image:
+    """Return the pixels of an image file, RGB. RequestError if it cannot be decoded, or has too many."""
+    try:
+        image = open_bytes(data, name)
+        if image.width * image.height > _MOST_PIXELS:
+            raise RequestError(f"{name} has over {_MOST_PIXELS / 1e6:.0f} megapixels")
+        return image.convert("RGB")
+    except RequestError:
+        raise
+    except Exception as error:  # Pillow's readers fail in many ways on a damaged file
+        raise RequestError(f"{name} cannot be shown: it is {image_error(error)}") from None
+
+
+def _encode_webp(data: bytes, name: str) -> bytes:
+    """Decode an image file, and encode its pixels alone as WebP, lossless up to four megapixels."""
+    image = decode_picture(data, name)
+    encoded = io.BytesIO()
+    lossless = image.width * image.height <= _LOSSY_FROM
+    image.save(encoded, "WEBP", lossless=lossless, quality=20 if lossless else 90, method=0 if lossless else 2)
+    return encoded.getvalue()

@@ -9,16 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from unfog.checks.images.duplicate_search import Duplicates, connected_groups, find_duplicates
-from unfog.checks.images.image_scan import (
-    MOST_NAMES,
-    ImageScan,
-    Indices,
-    Progress,
-    format_percent,
-    format_share,
-    list_names,
-)
-from unfog.reporting.findings import Finding, Severity
+from unfog.checks.images.image_scan import MOST_NAMES, ImageScan, Indices, Progress
+from unfog.reporting.findings import Finding, Severity, format_percent, format_share, list_names
 from unfog.reporting.progress import plural
 
 _EQUAL, _RESAVED, _LEAKED = 0.01, 0.02, 0.02  # shares of images from which each kind is a warning

@@ -16,11 +16,14 @@ from numpy.typing import NDArray
 
 from unfog.checks.images.image_scan import (
     BLANK_DEVIATION,
+    Floats,
+    Hashes,
     ImageScan,
     Indices,
     Progress,
+    luma,
+    thumbnails,
 )
-from unfog.checks.images.thumbnails import Floats, Hashes, luma, thumbnails
 
 _BATCH_BYTES = 64 * 2**20  # of pixels, read for one batch of pairs
 _MOST_PAIRS = 1_000_000  # compared; only large sets of similar subjects, such as aligned faces, have more candidates

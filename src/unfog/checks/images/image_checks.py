@@ -13,21 +13,14 @@ from numpy.typing import NDArray
 
 from unfog.checks.images import dataset_checks
 from unfog.checks.images.duplicate_checks import check_duplicates
-from unfog.checks.images.image_scan import (
-    BLANK_DEVIATION,
-    ImageScan,
-    Progress,
-    format_percent,
-    format_share,
-    list_names,
-)
+from unfog.checks.images.image_scan import BLANK_DEVIATION, ImageScan, Progress
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset
 from unfog.data.lazy import LazyPixels
 from unfog.diffusion.target import EdmF
 from unfog.diffusion.weighting import Edm
 from unfog.reporting.charts import line_chart
-from unfog.reporting.findings import Figure, Finding, Severity
+from unfog.reporting.findings import Figure, Finding, Severity, format_percent, format_share, list_names
 from unfog.reporting.progress import plural
 
 # Limits that keep the quick check within a fraction of a second.

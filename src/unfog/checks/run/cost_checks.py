@@ -11,11 +11,11 @@ import numpy as np
 from unfog.checks.run.run_record import RunRecord
 from unfog.config.schema import Config
 from unfog.data.settings import Data
+from unfog.planning.intervals import round_down_to_125
 from unfog.reporting.charts import line_chart
-from unfog.reporting.columns import smoothed
 from unfog.reporting.findings import Figure, Finding, Severity
 from unfog.reporting.progress import format_duration, plural
-from unfog.reporting.records import finite_number
+from unfog.reporting.records import finite_number, smoothed
 from unfog.text import without_secrets
 from unfog.training.statistics import batch_advice
 from unfog.training.statistics import noise_scale as ratio_of_means
@@ -95,7 +95,7 @@ def _check_overhead(record: RunRecord) -> Finding | None:
             continue
         cost, times = seconds[name], len(spent)
         # At least four times in the run.
-        better = min(_round_up(cost / times / (_AIM * step)), _round_down(record.steps / 4))
+        better = min(_round_up(cost / times / (_AIM * step)), round_down_to_125(record.steps / 4))
         rows.append((name, f"{times:,}", f"{cost:,.1f}", f"{cost / record.seconds:.1%}", f"{now}", f"{better}"))
         shares.append(f"{name} {min(1.0, cost / record.seconds):.0%}")
         if cost > _AIM * record.seconds and better > now > 0:
@@ -123,12 +123,6 @@ def _round_up(x: float) -> int:
     """Return the smallest of 1, 2, 5, 10, 20, 50, … that is at least x."""
     power = 10 ** math.floor(math.log10(max(x, 1.0)))
     return int(next(m * power for m in (1, 2, 5, 10) if m * power >= x))
-
-
-def _round_down(x: float) -> int:
-    """Return the largest of 1, 2, 5, 10, … that is at most x; at least 1."""
-    power = 10 ** math.floor(math.log10(max(x, 1.0)))
-    return int(next(m * power for m in (5, 2, 1) if m * power <= max(x, 1.0)))
 
 
 def _check_speed(record: RunRecord) -> Finding | None:

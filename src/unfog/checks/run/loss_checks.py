@@ -13,10 +13,9 @@ from unfog.checks.run.run_record import RunRecord
 from unfog.data.dataset import ImageSet, evenly_spaced
 from unfog.evaluation.held_out import LossAt
 from unfog.reporting.charts import Floats, line_chart
-from unfog.reporting.columns import finite_column
 from unfog.reporting.findings import Figure, Finding, Severity
 from unfog.reporting.progress import plural
-from unfog.reporting.records import finite_number, json_values
+from unfog.reporting.records import finite_column, finite_number, json_values
 from unfog.training.settings import FixedEma, PowerEma
 
 # Images of each kind whose loss is measured.

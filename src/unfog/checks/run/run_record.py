@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,17 +11,17 @@ from typing import Any
 
 from unfog.config.schema import Config
 from unfog.reporting.charts import Floats
-from unfog.reporting.columns import finite_column
 from unfog.reporting.records import (
     LENGTH_EVENT,
     SESSION_STARTS,
     Row,
     drop_undone_events,
+    finite_column,
     finite_number,
     read_events,
     read_metrics,
+    read_object,
 )
-from unfog.safe_files import read_file
 from unfog.training.checkpoints.format import BrokenCheckpoint, CheckpointInfo, list_checkpoints
 
 # Settings whose change makes a run forget its roll-backs, as `events.jsonl` names them (`settings_digests`).
@@ -57,7 +56,9 @@ class RunRecord:
         """Read the record of a run folder; what is missing or damaged is left out."""
         saved, broken = list_checkpoints(path / "checkpoints")
         metrics, events = read_metrics(path / "metrics.jsonl"), drop_undone_events(read_events(path / "events.jsonl"))
-        return cls(path, config, metrics, events, beat, saved, broken, _read_data_report(path / "data.json"))
+        report = read_object(path / "data.json", _LARGEST_REPORT)
+        report.pop("files", None)
+        return cls(path, config, metrics, events, beat, saved, broken, report)
 
     def with_broken(self, broken: Sequence[BrokenCheckpoint]) -> RunRecord:
         """Add checkpoints that turned out to be broken when they were read, which manifests cannot show."""
@@ -151,12 +152,3 @@ class RunRecord:
         if self.config.training.precision != "fp32":
             return f"{said}; compute in fp32: {self.resume_command('--precision fp32')}"
         return f"{said}; check the images: unfog doctor {shlex.quote(self.config.source)}"
-
-
-def _read_data_report(path: Path) -> dict[str, Any]:
-    """Read data.json without its list of files; {} where it is missing or unreadable."""
-    try:
-        account = json.loads(read_file(path, _LARGEST_REPORT))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return {k: v for k, v in account.items() if k != "files"} if isinstance(account, dict) else {}

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from unfog.evaluation.detail import FINE, band_floors, band_powers, radial_spectrum
+from unfog.evaluation.pixel_metrics import FINE, band_floors, band_powers, radial_spectrum
 from unfog.reporting.charts import Floats, line_chart
 from unfog.reporting.findings import Figure, Finding, Severity
 from unfog.reporting.image_grids import Pixels, grid

@@ -12,10 +12,9 @@ import numpy as np
 
 from unfog.checks.run.run_record import RunRecord
 from unfog.reporting.charts import Floats, line_chart
-from unfog.reporting.columns import smoothed
 from unfog.reporting.findings import Figure, Finding, Severity
 from unfog.reporting.progress import format_number, plural
-from unfog.reporting.records import Row, finite_number
+from unfog.reporting.records import Row, finite_number, smoothed
 from unfog.text import without_secrets
 
 # Lines of metrics without which a trend is none.

@@ -10,7 +10,8 @@ import torch
 
 from unfog.config.schema import Config
 from unfog.planning.disk import disk_space_needed
-from unfog.planning.timing import forward_passes, matmul_seconds, repetitions
+from unfog.planning.flops import matmul_seconds
+from unfog.planning.timing import forward_passes, repetitions
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import format_bytes, format_duration, format_number
 from unfog.training.checkpoints.writer import free_bytes

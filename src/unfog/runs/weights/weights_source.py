@@ -16,10 +16,9 @@ from unfog.data.settings import Data
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError
-from unfog.export.diffusers_dit import from_dit
 from unfog.export.diffusers_folder import DiffusersFolder
 from unfog.export.diffusers_unet import Network, unet2d_settings
-from unfog.export.elsewhere import SUFFIXES, ElsewhereModel, read_model
+from unfog.export.elsewhere import SUFFIXES, ElsewhereModel, from_dit, read_model
 from unfog.pipeline.build import build_network, input_shape
 from unfog.planning.intervals import Choice
 from unfog.process.run_folder import RunFolder

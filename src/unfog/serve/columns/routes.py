@@ -14,11 +14,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from unfog.errors import RequestError
-from unfog.serve.answers import run_of, whole_number
 from unfog.serve.columns.metric_columns import Floats
 from unfog.serve.columns.thinning import Thinner
 from unfog.serve.runs import RunEntry
-from unfog.serve.server import Server
+from unfog.serve.server import Server, run_of, whole_number
 
 _MOST_NAMES, _MOST_POINTS = 256, 20_000  # of a request
 

@@ -1,13 +1,74 @@
-"""The worker's side of the pipes to the server."""
+"""Channel between the server and the worker of the playground: messages, and both sides of the pipes.
+
+A message is a JSON object and bytes, each with its length before it. Nothing is unpickled.
+"""
 
 from __future__ import annotations
 
+import io
+import json
+import os
 import queue
+import struct
+import subprocess
+import sys
 import threading
 import traceback
-from typing import Any, BinaryIO
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any, BinaryIO, NamedTuple, cast
 
-from unfog.serve.playground.protocol import Message, ProtocolError, read_message, write_message
+from unfog.errors import RunError
+
+_LENGTHS = struct.Struct("<II")
+_MOST_JSON, _MOST_BYTES = 2**20, 2**28
+_ERROR_BYTES = 2**13  # of what the worker prints, from its end
+
+
+class ProtocolError(Exception):
+    """Bytes that are no message: the other side is broken, or something else has written into the pipe."""
+
+
+class Message(NamedTuple):
+    """A JSON object, and the bytes that go with it."""
+
+    head: dict[str, Any]
+    body: bytes = b""
+
+
+def write_message(pipe: BinaryIO, head: dict[str, Any], body: bytes = b"") -> None:
+    """Write a message and flush. OSError if the other side has gone; ProtocolError if it is too long."""
+    text = json.dumps(head, allow_nan=False).encode()
+    _check(len(text), len(body))
+    pipe.write(_LENGTHS.pack(len(text), len(body)) + text)
+    pipe.write(body)
+    pipe.flush()
+
+
+def read_message(pipe: BinaryIO) -> Message | None:
+    """Read a message; None at the end of the pipe. ProtocolError if it is cut off, too long or no JSON object."""
+    lengths = pipe.read(_LENGTHS.size)
+    if not lengths:
+        return None
+    if len(lengths) < _LENGTHS.size:
+        raise ProtocolError("a message is cut off")
+    of_text, of_body = _LENGTHS.unpack(lengths)
+    _check(of_text, of_body)
+    text, body = pipe.read(of_text), pipe.read(of_body)
+    if (len(text), len(body)) != (of_text, of_body):
+        raise ProtocolError("a message is cut off")
+    try:
+        head = json.loads(text)
+    except (ValueError, RecursionError):
+        head = None
+    if not isinstance(head, dict):
+        raise ProtocolError("a message is no JSON object")
+    return Message(head, body)
+
+
+def _check(of_text: int, of_body: int) -> None:
+    if of_text > _MOST_JSON or of_body > _MOST_BYTES:
+        raise ProtocolError(f"a message of {of_text + of_body:,} bytes is too long")
 
 
 class Channel:
@@ -46,3 +107,101 @@ class Channel:
             traceback.print_exc()
         self.closed = True
         self._waiting.put(None)
+
+
+class Worker:
+    """The worker process, started when it is needed. Safe to use from several threads.
+
+    Args:
+        command: words that start it.
+    """
+
+    def __init__(self, command: tuple[str, ...] = (sys.executable, "-m", "unfog.serve.playground.worker")) -> None:
+        self._command = command
+        self._process: subprocess.Popen[bytes] | None = None
+        # Writing has a lock of its own: a worker that reads no more is to be killed all the same.
+        self._lock, self._writing = threading.Lock(), threading.Lock()
+        self._printed = b""
+        self.nice = 0
+
+    @property
+    def pid(self) -> int | None:
+        """Number of the process; None while there is none."""
+        process = self._process
+        return process.pid if process is not None and process.poll() is None else None
+
+    def work(self, head: dict[str, Any], body: bytes, last: tuple[str, ...]) -> Iterator[Message]:
+        """Send a job, and yield what the worker says of it, up to an event of a name in `last`.
+
+        Raises:
+            RunError: the worker has ended meanwhile; the next job starts another.
+        """
+        process = self._start(head.get("nice", 0))
+        try:
+            self._send(process, head, body)
+            while (message := read_message(cast(BinaryIO, process.stdout))) is not None:
+                if message.head.get("job") != head["job"]:
+                    continue
+                yield message
+                if message.head.get("event") in last:
+                    return
+        except (OSError, ProtocolError) as error:
+            self.kill()
+            raise RunError(f"the worker has failed: {error}") from None
+        process.wait()
+        raise RunError(
+            f"the worker has ended {_how(process.returncode)}{self._last_words()}; the next drawing starts another"
+        )
+
+    def cancel(self, job: int) -> None:
+        """Ask the worker to end a job within a step."""
+        if (process := self._process) is not None:
+            with suppress(OSError, ProtocolError, ValueError):
+                self._send(process, {"op": "cancel", "job": job})
+
+    def kill(self) -> None:
+        """End the process at once; the next job starts another."""
+        with self._lock:
+            process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+
+    def _start(self, nice: int) -> subprocess.Popen[bytes]:
+        with self._lock:
+            # One that was slowed down beside a run stays slow, so another takes its place once no run trains.
+            if self._process is not None and nice < self.nice and self._process.poll() is None:
+                self._process.kill()
+                self._process.wait()
+            if self._process is None or self._process.poll() is not None:
+                environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+                self._process = subprocess.Popen(
+                    self._command,
+                    env=environment,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    process_group=0,  # so that Ctrl-C reaches the server alone, which then ends the worker
+                )
+                self._printed = b""
+                threading.Thread(target=self._listen, args=(self._process,), daemon=True).start()
+            self.nice = nice
+            return self._process
+
+    def _send(self, process: subprocess.Popen[bytes], head: dict[str, Any], body: bytes = b"") -> None:
+        with self._writing:
+            write_message(cast(BinaryIO, process.stdin), head, body)
+
+    def _listen(self, process: subprocess.Popen[bytes]) -> None:
+        """Keep the end of what the worker prints."""
+        pipe = cast(io.BufferedReader, process.stderr)
+        while printed := pipe.read1(_ERROR_BYTES):
+            self._printed = (self._printed + printed)[-_ERROR_BYTES:]
+
+    def _last_words(self) -> str:
+        lines = self._printed.decode("utf-8", "replace").strip().splitlines()
+        return f": {lines[-1][:300]}" if lines else ""
+
+
+def _how(status: int) -> str:
+    return f"by signal {-status}" if status < 0 else f"with status {status}"

@@ -1,4 +1,4 @@
-"""Draw a job of the playground: every step of every picture is sent as small pixels, and the pictures at the end."""
+"""Jobs of the worker: draw pictures, every step of which is sent as small pixels, and search for copies."""
 
 from __future__ import annotations
 
@@ -15,17 +15,22 @@ from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
 from unfog.diffusion.steps import SamplingStep
+from unfog.errors import RequestError
+from unfog.inference.loaded_run import load_run_images
+from unfog.inference.memorization import FEWEST, find_nearest_images
 from unfog.inference.run import Run
 from unfog.pipeline.generate import to_pixels
 from unfog.pipeline.image_files import build_edit
+from unfog.process.run_folder import RunFolder
+from unfog.process.signals import StopSignals
 from unfog.reporting.image_grids import Pixels
-from unfog.serve.playground.channel import Channel
-from unfog.serve.playground.protocol import Message
+from unfog.serve.playground.channel import Channel, Message
 
 _TILE = 128  # longest side of a kept step, in pixels
 _STEP_BYTES = 2**26  # of all kept steps of a job; of more, every second one is left out, or every third
 _BATCH_PIXELS = 2**18  # of the images of a batch
 _LOADED = 2  # networks in memory: two checkpoints are compared
+_SHOWN = 3  # nearest training images of a picture
 
 
 class Studio:
@@ -124,3 +129,42 @@ def _inputs(message: Message) -> tuple[Pixels | None, Pixels | None]:
     parts = (message.body[:first], message.body[first:])
     image, mask = (np.asarray(Image.open(io.BytesIO(part), formats=["PNG"])) if part else None for part in parts)
     return image, mask
+
+
+def find_copies(channel: Channel, job: int, message: Message) -> None:
+    """Find the nearest training images of the pictures in the message, uint8 [N, H, W, C], and send them.
+
+    Raises:
+        RequestError: the training images are not there any more, have changed, or are too few.
+    """
+    drawn = np.frombuffer(message.body, np.uint8).reshape(message.head["images"])
+    dataset = load_run_images(RunFolder(Path(message.head["run"])).read_config(), StopSignals())
+    if len(dataset.train) < FEWEST:
+        raise RequestError(f"of {len(dataset.train)} training images all are near; at least {FEWEST} are needed")
+    near = find_nearest_images(drawn, dataset)
+    shown = min(_SHOWN, near.found.image.shape[1])
+    rows = near.found.image[:, :shown].numpy()
+    ratios, usual = near.found.ratio, np.sort(near.unseen.ratio)
+    pictures = [
+        {
+            "ratio": round(float(ratios[i]), 4),
+            "copy": bool(ratios[i] < near.limit),
+            "distances": [round(float(one), 2) for one in near.found.distance[i, :shown]],
+            "nearer_than": round(1 - float(np.searchsorted(usual, ratios[i], "right")) / len(usual), 4),
+        }
+        for i in range(len(drawn))
+    ]
+    unseen = near.unseen.distance[:, 0].numpy()
+    facts = {
+        "pictures": pictures,
+        "limit": round(near.limit, 4),
+        "searched": len(dataset.train),
+        "unseen": {
+            "what": near.what,
+            "count": len(usual),
+            "distances": [round(float(one), 2) for one in np.quantile(unseen, [0.05, 0.5, 0.95])],
+            "ratios": [round(float(one), 4) for one in np.quantile(usual, [0.05, 0.5, 0.95])],
+        },
+    }
+    nearest = dataset.train.pixels[rows.flatten()].transpose(0, 2, 3, 1)
+    channel.send("copies", job, np.ascontiguousarray(nearest).tobytes(), images=nearest.shape, shown=shown, **facts)

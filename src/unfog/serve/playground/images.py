@@ -1,25 +1,34 @@
-"""Pixels of the playground as the page shows them: sheets of pictures, a map of disagreement, edits at run size."""
+"""Pixels of the playground: uploads, sheets of pictures, a map of disagreement, and edits at the size of a run."""
 
 from __future__ import annotations
 
 import io
+import itertools
+import json
 import math
+import threading
 import tomllib
+from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 from unfog.data.decode import decode, parse_colour
 from unfog.data.sources.base import ImageError
+from unfog.data.sources.image_files import open_bytes
 from unfog.errors import RequestError
 from unfog.reporting.image_grids import Pixels
 from unfog.safe_files import read_file
 from unfog.serve.playground.job import Job
+from unfog.serve.run_files import decode_picture
 
 _CONFIG_BYTES = 2**20
 _EMPTY = 128  # grey, of a picture that has not begun
+_KEPT, _MOST_PIXELS, _MOST_TEXT = 24, 2**24, 2**16
 
 
 def sheet(pictures: Sequence[Pixels | None], columns: int = 0) -> bytes:
@@ -85,3 +94,53 @@ def at_run_size(pixels: Pixels, size: int, channels: int) -> Pixels:
     except ImageError as error:
         raise RequestError(f"the image cannot be used: {error}") from None
     return np.ascontiguousarray(prepared.transpose(1, 2, 0))
+
+
+class Upload(NamedTuple):
+    """An uploaded picture, and the settings that are stored in its file."""
+
+    pixels: Pixels
+    """uint8 [H, W, 3]."""
+    settings: dict[str, Any] | None
+    """What Unfog has written into it: version, run, number of the picture, settings. Not checked yet."""
+
+
+class Uploads:
+    """The newest uploads by number. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[int, Upload] = OrderedDict()
+        self._numbers, self._lock = itertools.count(1), threading.Lock()
+
+    def __getitem__(self, number: int) -> Upload:
+        """Return an upload. RequestError if it is not there any more."""
+        try:
+            return self._kept[number]
+        except KeyError:
+            raise RequestError("this upload is not there any more; upload the picture again") from None
+
+    def add(self, data: bytes) -> tuple[int, Upload]:
+        """Decode a picture. RequestError if it cannot be decoded, or has too many pixels."""
+        settings = _read_settings(data)
+        image = decode_picture(data, "the upload")
+        if image.width * image.height > _MOST_PIXELS:
+            raise RequestError(f"the upload has over {_MOST_PIXELS / 1e6:.0f} megapixels; make it smaller")
+        upload = Upload(np.asarray(image), settings)
+        with self._lock:
+            number = next(self._numbers)
+            self._kept[number] = upload
+            while len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        return number, upload
+
+
+def _read_settings(data: bytes) -> dict[str, Any] | None:
+    """Return the settings that were written into a PNG by the playground; None if there are none."""
+    with suppress(Exception):  # a stranger's file; `decode_picture` says what is wrong with it
+        image = open_bytes(data, "the upload")
+        text = image.text.get("Unfog", "") if isinstance(image, PngImagePlugin.PngImageFile) else ""
+        if 0 < len(text) < _MOST_TEXT:
+            found = json.loads(text)
+            if isinstance(found, dict) and isinstance(found.get("settings"), dict):
+                return {name: found.get(name) for name in ("unfog", "run", "picture", "settings")}
+    return None

@@ -15,9 +15,8 @@ import numpy as np
 
 from unfog.config.run_requests import SampleRequest
 from unfog.errors import RequestError, RunError
-from unfog.serve.playground.client import Worker
+from unfog.serve.playground.channel import Message, Worker
 from unfog.serve.playground.job import Job, Step
-from unfog.serve.playground.protocol import Message
 from unfog.serve.playground.requests import job_of, key_of, newest_checkpoint
 from unfog.text import sanitize
 

@@ -16,14 +16,12 @@ from starlette.routing import Route
 from unfog import __version__
 from unfog.errors import RequestError
 from unfog.reporting.image_grids import Pixels, encode_png
-from unfog.serve.answers import json_body
 from unfog.serve.playground import blind, images
-from unfog.serve.playground.history import History, StoredDrawing
-from unfog.serve.playground.job import Job
+from unfog.serve.playground.images import Uploads
+from unfog.serve.playground.job import History, Job, StoredDrawing
 from unfog.serve.playground.jobs import MOST_WAITING, JobList
 from unfog.serve.playground.requests import GRIDS, MOST_IMAGES, SAMPLERS, read_request, settings_of
-from unfog.serve.playground.uploads import Uploads
-from unfog.serve.server import Server
+from unfog.serve.server import Server, json_body
 
 
 def playground_routes(server: Server) -> list[Route]:

@@ -16,8 +16,7 @@ from unfog.serve.playground.channel import Channel
 
 def serve(channel: Channel) -> None:
     """Do what the server asks for, job after job, until it goes."""
-    from unfog.serve.playground.generation import Studio
-    from unfog.serve.playground.memorization_check import find_copies
+    from unfog.serve.playground.generation import Studio, find_copies
 
     studio = Studio()
     work = {"draw": studio.draw, "copies": find_copies}

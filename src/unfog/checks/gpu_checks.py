@@ -1,26 +1,35 @@
-"""Checks of a GPU: build of torch, memory, arithmetic and copies; and how to run all of them."""
+"""Checks of a GPU: build of torch, memory, arithmetic, copies, and training steps; and how to run all of them."""
 
 from __future__ import annotations
 
+import gc
 import re
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from unfog.checks.device.step_checks import StepChecks
 from unfog.config.schema import Config
 from unfog.device_copies import to_device, to_host
 from unfog.errors import Interrupted, RequestError
-from unfog.planning.flops import Device
-from unfog.planning.timing import matmul_seconds
+from unfog.pipeline.build import build_network, input_shape
+from unfog.planning.auto_settings import AutoSettings
+from unfog.planning.flops import Device, NetworkCost, matmul_seconds
+from unfog.planning.timing import (
+    StepTime,
+    TrialTraining,
+    differing_tensors,
+    random_images,
+    waits_for_device,
+)
 from unfog.process.device import available_memory, choose_device, synchronize, total_memory, unused_gpu
 from unfog.process.signals import StopSignals
 from unfog.reporting.findings import Finding, Severity
-from unfog.reporting.progress import Progress, format_bytes
+from unfog.reporting.progress import Progress, format_bytes, format_number
 from unfog.text import sanitize
 from unfog.training.precision import gpu_has_bf16
 
@@ -30,6 +39,10 @@ _COPIED = {"cpu": 2**24, "cuda": 2**28, "mps": 2**26}  # bytes
 _SLOW_RATE = 0.4  # of the data sheet's: large products reach 60 to 80%
 _CROWDED = 0.5  # of the memory, which others may use before it is worth a word
 _ROUNDING = 2.0**-6  # relative error of a product in bf16, whose numbers are rounded to 2^-8
+_SIZE = 32  # pixels of the images, unless the settings say otherwise
+_WAITS = 1  # a step: to learn whether its gradient is finite
+_FEW_STEPS = 2
+_GAIN = 1.05  # times as fast, from which on compiling is worth its start
 
 
 def check_gpu(config: Config, stop: StopSignals) -> list[Finding]:
@@ -91,13 +104,13 @@ def _check_build(device: torch.device) -> Finding:
     build = f"ROCm {torch.version.hip}" if on_amd else f"CUDA {torch.version.cuda}"
     said = f"torch {torch.__version__} ({build}) on {properties.name}, {own}{_driver()}"
     facts |= {"name": properties.name, "architecture": own, "built_for": built_for, "gpus": torch.cuda.device_count()}
-    fits = own in built_for if on_amd else has_code_for((properties.major, properties.minor), built_for)
+    fits = own in built_for if on_amd else _has_code_for((properties.major, properties.minor), built_for)
     remedy = "install a build of torch that has it; pytorch.org, under Get started, lists them"
     missing = f", for which this build has no code: it has {' '.join(built_for)}"
     return Finding.graded("gpu.build", said, (not fits, "fatal", missing, remedy), facts=facts)
 
 
-def has_code_for(capability: tuple[int, int], built_for: Sequence[str]) -> bool:
+def _has_code_for(capability: tuple[int, int], built_for: Sequence[str]) -> bool:
     """Return whether a list such as "sm_80 sm_90 compute_90" has code that runs on a GPU of this capability.
 
     Machine code (sm) runs on later GPUs of the same major number; PTX (compute) is translated for any later one.
@@ -128,15 +141,11 @@ def _driver() -> str:
 def _check_memory(device: torch.device) -> Finding:
     """Check how much memory is free."""
     free, total = available_memory(device), total_memory(device)
+    crowded, remedy = device.type != "cpu" and free < _CROWDED * total, "end the other programs; nvidia-smi lists them"
     return Finding.graded(
         "gpu.memory",
         f"{format_bytes(free)} of {format_bytes(total)} of memory are free",
-        (
-            device.type != "cpu" and free < _CROWDED * total,
-            "warning",
-            ", others use the rest",
-            "end the other programs; nvidia-smi lists them",
-        ),
+        (crowded, "warning", ", others use the rest", remedy),
         facts={"free": free, "total": total},
     )
 
@@ -170,22 +179,12 @@ def _check_rounding(device: torch.device) -> Finding:
     a, b = (torch.randn(256, 256, generator=generator).to(dtype) for _ in range(2))
     exact, found = a.double() @ b.double(), (a.to(device) @ b.to(device)).cpu().double()
     error = float((found - exact).norm() / exact.norm())
-    said = f"a {name} matrix product has a relative error of {error:.1e}"
+    wrong, without = ", of which rounding explains 4e-3", "; this GPU has no bf16, so training takes fp16"
     return Finding.graded(
         "gpu.rounding",
-        said,
-        (
-            not error < _ROUNDING,
-            "fatal",
-            ", of which rounding explains 4e-3",
-            "the GPU or its driver is faulty",
-        ),
-        (
-            name == "fp16",
-            "hint",
-            "; this GPU has no bf16, so training takes fp16",
-            "fp16 scales the loss, and skips a step now and then",
-        ),
+        f"a {name} matrix product has a relative error of {error:.1e}",
+        (not error < _ROUNDING, "fatal", wrong, "the GPU or its driver is faulty"),
+        (name == "fp16", "hint", without, "fp16 scales the loss, and skips a step now and then"),
         facts={"error": error, "precision": name},
     )
 
@@ -209,3 +208,87 @@ def _check_copies(device: torch.device) -> Finding:
         (not torch.equal(sent, back), "fatal", ", and came back changed", "the memory or the driver is faulty"),
         facts={"bytes_per_second": rate},
     )
+
+
+class StepChecks:
+    """Checks of one training step on images of noise, with the settings that a run would choose."""
+
+    def __init__(self, config: Config, device: torch.device, stop: StopSignals):
+        self._unresolved, self.device, self._stop = config, device, stop
+        self._eager: StepTime | None = None
+
+    def _trial(self, compiled: bool = False) -> TrialTraining:
+        # What an earlier trial held is given back first, so that both fit where one does.
+        gc.collect()
+        config = replace(self.config, training=replace(self.config.training, compile=compiled))
+        return TrialTraining(config, random_images(config), self.device)
+
+    @cached_property
+    def config(self) -> Config:
+        """The settings with all that a step needs chosen."""
+        return trial_settings(self._unresolved, self.device, self._stop)
+
+    def check_eager(self) -> Finding:
+        """Time the step as it is, and count its waits for the device."""
+        trial = self._trial()
+        self._eager = found = StepTime.measure(trial.run)
+        waits = waits_for_device(lambda: trial.run(_FEW_STEPS), self.device)
+        config, batch = self.config, self.config.training.batch
+        cost = NetworkCost.of(lambda: build_network(config), input_shape(config))
+        rate = batch / found.step
+        side, count = config.data.size, sum(p.numel() for p in trial.state.model.parameters())
+        said = (
+            f"a step of {batch} images ({count / 1e6:.3g}M parameters, {side}x{side}, {config.training.precision}) "
+            f"takes {found.step * 1e3:,.3g} ms: {format_number(rate)} images/s, "
+            f"{rate * cost.training / 1e12:.3g} TFLOP/s"
+        )
+        each = sum(waits.values()) / _FEW_STEPS if waits is not None else 0.0
+        where = f", and waits {each:g} times for the device, at {', '.join(waits)}" if waits else ""
+        return Finding.graded(
+            "gpu.step",
+            said,
+            (each > _WAITS, "hint", where, "it waits once where all is well: please report it"),
+            facts={
+                "seconds": found.step,
+                "images_per_second": rate,
+                "flops_per_second": rate * cost.training,
+                "waits": None if waits is None else each,
+            },
+        )
+
+    def check_compiled(self) -> Finding:
+        """Time the compiled step, and say from which step on it pays."""
+        if self._eager is None:
+            return Finding("gpu.compile", "hint", "a compiled step was not timed, as a plain one failed")
+        found, eager = StepTime.measure(self._trial(compiled=True).run), self._eager
+        gain, cost, pays = eager.step / found.step, found.first - found.step, found.pays_from(eager)
+        rate = format_number(self.config.training.batch / found.step)
+        said = f"compiled: {rate} images/s, {gain:.2f} times as fast; compiling took {cost:.2g} s"
+        if gain > _GAIN:
+            said += f", which pays from step {pays:,.0f} on: --compile"
+        facts = {"seconds": found.step, "first_seconds": found.first, "gain": gain}
+        return Finding.graded("gpu.compile", said, (gain <= _GAIN, "hint", "", "train without --compile"), facts=facts)
+
+    def check_repeat(self) -> Finding:
+        """Train the same steps twice, and compare everything that a checkpoint would hold."""
+        trials = []
+        for _ in range(2):
+            trial = self._trial()
+            trial.run(_FEW_STEPS)
+            trials.append(trial)
+        different, twice = differing_tensors(*trials), f"{_FEW_STEPS} steps, trained twice"
+        if not different:
+            return Finding("gpu.repeat", "fine", f"{twice}, are equal to the bit")
+        said = f"{twice}: {len(different)} tensors differ, such as {different[0]}"
+        remedy = "training works, but a resumed run will not equal an uninterrupted one; please report it"
+        return Finding("gpu.repeat", "warning", said, remedy)
+
+
+def trial_settings(config: Config, device: torch.device, stop: StopSignals) -> Config:
+    """Return settings with size, network, rate, precision and memory format chosen as a run would choose them."""
+    data = replace(config.data, size=config.data.size or _SIZE, channels=config.data.channels or 3)
+    training = replace(config.training, steps=0, budget="", images=config.training.batch)
+    config = replace(config, data=data, training=training)
+    auto = AutoSettings(config, random_images(config), device, stop)
+    auto.resolve_training()
+    return auto.config
