@@ -333,8 +333,8 @@ def test_a_sampler_without_levels_is_refused(tmp_path):
 
 def test_what_is_written_is_compared_and_an_export_that_differs_leaves_nothing(tmp_path, monkeypatch):
     run = run_of()
-    real = exporting._plain_weights
-    monkeypatch.setattr(exporting, "_plain_weights", lambda network: {k: w * 1.01 for k, w in real(network).items()})
+    real = exporting.plain_weights
+    monkeypatch.setattr(exporting, "plain_weights", lambda network: {k: w * 1.01 for k, w in real(network).items()})
     with pytest.raises(RunError, match="differs from the run by"):
         run.export(tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

@@ -12,7 +12,7 @@ from torch import nn
 
 from conftest import few_images
 from test_plan_memory import all_traces_are_kept  # noqa: F401  a fixture
-from unfog.commands.plan import _describe_compiling, _resolve_microbatch, _time_finding, plan
+from unfog.commands.plan import _describe_compiling, _resolve_microbatch, _time_findings, plan
 from unfog.config.requests import PlanRequest
 from unfog.config.schema import Config
 from unfog.data.dataset import ImageSet
@@ -125,9 +125,9 @@ def test_what_a_run_takes_is_the_sum_of_its_parts():
     assert more["sampling for metrics"].low == pytest.approx(2 * 300 * 20 * 0.01)
     assert more["in all"].low == pytest.approx(times["in all"].low + more["sampling for metrics"].low)
     assert format_time(TimeRange(0.0123, 0.2)) == "12 ms to 200 ms"
-    assert _time_finding(TimeRange(86400.0, 1e9)) is None
-    assert _time_finding(TimeRange(float("nan"), float("nan"))) is None
-    assert _time_finding(TimeRange(1e7, 1e8)).severity == "warning"
+    assert _time_findings(TimeRange(86400.0, 1e9)) == []
+    assert _time_findings(TimeRange(float("nan"), float("nan"))) == []
+    assert [one.severity for one in _time_findings(TimeRange(1e7, 1e8))] == ["warning"]
 
 
 def test_a_plan_for_another_machine():

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import unfog
-from unfog.locks import lock_of
+from unfog.locks import lock_of, whole_folder
 from unfog.safe_files import (
     check_folder,
     discard,
@@ -23,7 +23,6 @@ from unfog.safe_files import (
     remove,
     remove_tree,
     replace_file,
-    whole_folder,
     write_atomic,
 )
 
