@@ -118,10 +118,10 @@ def main() -> None:
     clocked(Session, "save_requested", "looking for RUN/SAVE")
     clocked(Heartbeat, "_beat", "heartbeat")
     clocked(loop, "train", "all")
-    from unfog.runs import session as sessions
+    from unfog.runs import train as runs
     from unfog.runs.saver import Saver
 
-    sessions.train = loop.train  # it has the name already
+    runs.advance = loop.train  # it has the name already
     clocked(Saver, "report_writer_events", "news of the writer")
     clocked(Saver, "save", "checkpoints, training waits")
     clocked(Session, "preview", "preview")
@@ -132,7 +132,7 @@ def main() -> None:
         clock_edges(stop)
         with stop, Heartbeat(folder, stop) as pulse:
             context = RunContext(RunFolder(folder), torch.device(given.device), stop, pulse)
-            Session(context, config, prepared).run([])
+            runs.train_session(runs.open_session(context, config, prepared), [])
         saves = [event for event in read_events(folder / "events.jsonl") if event["kind"] == "checkpoint"]
     report(given, config, saves)
 

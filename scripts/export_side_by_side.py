@@ -17,7 +17,6 @@ from diffusers import DiffusionPipeline
 
 import unfog
 from unfog.diffusion.sampler import NoiseSource
-from unfog.pipeline.build import input_shape
 from unfog.reporting.image_grids import grid, save_png, with_caption
 
 PICTURE = Path(__file__).parent.parent / "docs" / "export.png"
@@ -37,7 +36,7 @@ def main() -> None:
         pipeline = DiffusionPipeline.from_pretrained(
             f"{place}/diffusers", trust_remote_code=True, low_cpu_mem_usage=False
         )
-        noise = NoiseSource(0, range(count), input_shape(run.config)).generators
+        noise = NoiseSource(0, range(count), run.config.input_shape).generators
         theirs = np.stack([np.asarray(one) for one in pipeline(batch_size=count, generator=noise).images])
     theirs = theirs.reshape(ours.shape)
     print("largest difference of pixels, of 255:", int(np.abs(ours.astype(int) - theirs).max()))

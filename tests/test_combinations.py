@@ -29,7 +29,7 @@ from unfog.models.autoencoder import AutoencoderModel
 from unfog.models.autoencoder_settings import Autoencoder
 from unfog.models.network_settings import build_model
 from unfog.models.settings import DiT, MPUNet, UNet
-from unfog.pipeline.build import build_held_out_set, input_shape, latent_normalisation, without_augmentation
+from unfog.pipeline.build import build_held_out_set, latent_normalisation, without_augmentation
 from unfog.pipeline.generate import to_pixels
 from unfog.pipeline.image_files import build_edit
 from unfog.pipeline.latents import encode_edit, open_run_autoencoder, save_autoencoder
@@ -138,7 +138,7 @@ def each(cells):
 @pytest.mark.parametrize(("network", "seen", "answer"), each(CELLS))
 def test_every_network_draws_pixels_and_latents_whatever_it_answers(photos, codec, tmp_path, network, seen, answer):
     run = trained(tmp_path / "run", photos, codec, network, seen, answer)
-    channels, side, _ = input_shape(run.config)
+    channels, side, _ = run.config.input_shape
     assert (channels, side) == ((3, 4) if seen == "latents" else (3, 16))
     x = torch.randn(2, channels, side, side)
     with torch.no_grad():

@@ -18,7 +18,7 @@ from unfog.config.toml import update
 from unfog.data.dataset import ImageSet
 from unfog.data.stream import ImageStream
 from unfog.pipeline.build import build_augmentation, build_loss, build_state
-from unfog.pipeline.generate import default_generation, generate_images
+from unfog.pipeline.generate import GenerationSettings, generate_images
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import LoopSettings, train
 
@@ -150,7 +150,7 @@ def counted_drawing(kind, guidance, steps, monkeypatch):
     counting.wrap(network, "forward", "forward")
     with counting, monkeypatch.context() as patched:
         counting.watch_reads(patched)
-        generate_images(network, config, replace(default_generation(config, 4, 4), guidance=guidance))
+        generate_images(network, config, replace(GenerationSettings.default(config, 4, 4), guidance=guidance))
     return counting
 
 
@@ -158,7 +158,7 @@ def counted_drawing(kind, guidance, steps, monkeypatch):
 def test_sampling_leaves_a_network_in_its_mode(training):
     config = configured(sampler={"steps": 1})
     network = build_state(config, CPU).model.train(training)
-    generate_images(network, config, default_generation(config, 1, 1))
+    generate_images(network, config, GenerationSettings.default(config, 1, 1))
     assert network.training == training
 
 

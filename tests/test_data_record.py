@@ -22,7 +22,7 @@ from unfog.data.data_report import ACTIONS, COMMON_ACTIONS, DataReport, SkippedF
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.packs.pack_writer import write_pack
 from unfog.data.prepare import prepare, scan_source
-from unfog.data.scan import split_held_out
+from unfog.data.scan import Scan
 from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
 from unfog.pipeline import contact_sheet as sheet_module
@@ -32,7 +32,7 @@ from unfog.pipeline.load_data import load_images
 from unfog.pipeline.skipped_images import data_json
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
-from unfog.runs.train import _write_data_report
+from unfog.runs.session import _write_data_report
 
 TREATMENTS = (("resized",), ("flattened", "resized"), ("rotated",), ())
 
@@ -220,7 +220,7 @@ def test_damaged_images_are_told_of_once_also_those_held_out(
     folder = pictures(tmp_path / "set", 120)
     asked = Data(size=8, channels=3, cache="none", held_out=0.2)
     names = open_source(folder).names
-    order, train = split_held_out(open_source(folder), 0.2)
+    order, train = Scan.create(open_source(folder), Data(held_out=0.2)).split_held_out()
     bad = {names[order[0]], names[order[train]]}
     for name in bad:
         (folder / name).write_bytes(b"")

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from unfog.data.prepare import prepare
-from unfog.data.scan import split_held_out
+from unfog.data.scan import Scan
 from unfog.data.settings import Data
 from unfog.data.sources import registry
 from unfog.data.sources.base import ImageError, SourceLocation
@@ -199,7 +199,7 @@ def test_a_folder_and_archives_of_it_hold_out_the_same_images(tmp_path: Path) ->
     held = []
     for place in ("set", "inside.TAR", "whole.TAR", "inside.zip", "whole.zip", "part-{0..2}.TAR"):
         source = open_source(str(tmp_path / place))
-        order, train = split_held_out(source, 0.2)
+        order, train = Scan.create(source, Data(held_out=0.2)).split_held_out()
         held.append({"/".join(source.names[i].split("/")[-2:]) for i in order[train:]})
     assert 10 < len(held[0]) < 40
     assert held == [held[0]] * 6
@@ -212,7 +212,7 @@ def test_members_of_one_name_in_many_shards_are_held_out_each_for_itself(tmp_pat
             for i in range(5):
                 tar.add(tmp_path / "x.png", f"{i}.png")
     source = open_source(str(tmp_path / "*.tar"))
-    order, train = split_held_out(source, 0.2)
+    order, train = Scan.create(source, Data(held_out=0.2)).split_held_out()
     members = [strip_shard(source.names[i]) for i in order[train:]]
     assert 20 < len(members) < 60
     assert max(Counter(members).values()) < 30  # and not all 40 of one name

@@ -9,11 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unfog.data import device_stream
+from unfog.data import stream as streams
 from unfog.data.dataset import ImageSet, evenly_spaced
-from unfog.data.device_stream import DeviceStream, fits_device, open_device_stream
 from unfog.data.permutation import epoch_keys, permute
-from unfog.data.stream import ImageStream
+from unfog.data.stream import DeviceStream, ImageStream
 from unfog.errors import RequestError
 
 
@@ -147,8 +146,8 @@ def test_what_is_spread_is_rounded_to_the_nearest() -> None:
 @pytest.mark.parametrize("labelled", [True, False])
 def test_images_on_a_device_are_those_of_the_stream(labelled, monkeypatch):
     """Over epochs, in and between the parts that rows and pixels are copied in, and back again as after a resume."""
-    monkeypatch.setattr(device_stream, "_WINDOW", 20)
-    monkeypatch.setattr(device_stream, "_CHUNK", 300)
+    monkeypatch.setattr(streams, "_WINDOW", 20)
+    monkeypatch.setattr(streams, "_CHUNK", 300)
     stream = ImageStream(images(50, labelled), 3)
     kept = DeviceStream(stream, torch.device("cpu"))
     for first, size in ((0, 8), (8, 8), (16, 8), (48, 5), (130, 25), (7, 1), (2**60, 4)):
@@ -162,7 +161,7 @@ def test_images_on_a_device_are_those_of_the_stream(labelled, monkeypatch):
 
 def test_only_a_gpu_keeps_images_and_only_few():
     stream = ImageStream(images(50), 0)
-    assert open_device_stream(stream, torch.device("cpu"), 10**12) is stream
-    assert open_device_stream(stream, torch.device("cuda"), 1000) is stream  # of which 800 bytes are too much
-    assert fits_device(50, 1000)
-    assert not fits_device(51, 1000)
+    assert DeviceStream.open(stream, torch.device("cpu"), 10**12) is stream
+    assert DeviceStream.open(stream, torch.device("cuda"), 1000) is stream  # of which 800 bytes are too much
+    assert DeviceStream.fits(50, 1000)
+    assert not DeviceStream.fits(51, 1000)

@@ -27,7 +27,7 @@ from unfog.data.augmentation import Augment
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Objective
 from unfog.errors import RequestError
-from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder, find_earlier_attempt
+from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
 from unfog.sharded_rng import rows_of, seed_generators, with_own_seed
 from unfog.training.distributed.coordination import CoordinatedHooks, _RankStatus
 from unfog.training.distributed.process_group import local_device
@@ -201,22 +201,24 @@ def test_only_a_restart_goes_on_and_only_with_its_own_run(tmp_path, monkeypatch)
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
         folder.write_launch_file()
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job 1")
-    assert find_earlier_attempt("photos", mine.path) == mine  # a node has joined, which torchrun does not count
-    assert find_earlier_attempt("photos", other.path) is None
-    monkeypatch.setattr("os.getppid", lambda: 1)
-    assert find_earlier_attempt("photos", other.path) is None
     assert (
-        find_earlier_attempt("photos", mine.path) is None
+        RunFolder.find_earlier_attempt("photos", mine.path) == mine
+    )  # a node has joined, which torchrun does not count
+    assert RunFolder.find_earlier_attempt("photos", other.path) is None
+    monkeypatch.setattr("os.getppid", lambda: 1)
+    assert RunFolder.find_earlier_attempt("photos", other.path) is None
+    assert (
+        RunFolder.find_earlier_attempt("photos", mine.path) is None
     )  # an earlier launch by the same name, forgotten from here on
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert find_earlier_attempt("photos", mine.path) is None
+    assert RunFolder.find_earlier_attempt("photos", mine.path) is None
     mine.write_launch_file()
-    assert find_earlier_attempt("photos", mine.path) == mine
-    assert find_earlier_attempt("photos", other.path) is None
-    assert find_earlier_attempt("photos", tmp_path / "none") is None
+    assert RunFolder.find_earlier_attempt("photos", mine.path) == mine
+    assert RunFolder.find_earlier_attempt("photos", other.path) is None
+    assert RunFolder.find_earlier_attempt("photos", tmp_path / "none") is None
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("unfog.process.run_folder.next_folder", lambda source: tmp_path / "photos-3")
-    assert find_earlier_attempt("photos", None) == mine
+    assert RunFolder.find_earlier_attempt("photos", None) == mine
 
 
 def test_what_an_attempt_left_that_was_killed_before_its_run_began_is_not_in_the_way(tmp_path, monkeypatch):
@@ -228,9 +230,9 @@ def test_what_an_attempt_left_that_was_killed_before_its_run_began_is_not_in_the
     with pytest.raises(RequestError, match="not empty"), begun.create_locked("photos"):
         pass
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert find_earlier_attempt("photos", another.path) is None
+    assert RunFolder.find_earlier_attempt("photos", another.path) is None
     assert (another.path / AUTOENCODER_FOLDER).is_dir()
-    assert find_earlier_attempt("photos", begun.path) is None
+    assert RunFolder.find_earlier_attempt("photos", begun.path) is None
     with begun.create_locked("photos"):
         assert [one.name for one in begun.path.iterdir()] == [".lock"]
     assert not begun.path.exists() or not list(begun.path.iterdir())

@@ -20,7 +20,7 @@ from unfog.export.elsewhere import from_dit, read_model
 from unfog.inference.run import Run
 from unfog.models.elsewhere.settings import DdpmPytorch, DiffusersDiT, Edm, Edm2
 from unfog.models.network_settings import build_model
-from unfog.runs.weights.diffusers import _randomized
+from unfog.runs.weights.objectives import _randomized
 
 QUICK = {"device": "cpu", "precision": "fp32", "batch": 4, "steps": 1, "preview": {"images": 1}}
 QUICK |= {"evaluate": {"every": -1}, "sampler": {"steps": 4}}

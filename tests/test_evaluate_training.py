@@ -25,7 +25,7 @@ from unfog.errors import RequestError
 from unfog.evaluation.features import open_features
 from unfog.evaluation.metrics import compare_features
 from unfog.inference.run import Run
-from unfog.pipeline.generate import default_generation, generate_images
+from unfog.pipeline.generate import GenerationSettings, generate_images
 from unfog.pipeline.load_data import load_images
 from unfog.planning.timing import _trial_steps
 from unfog.process.signals import StopSignals
@@ -33,7 +33,7 @@ from unfog.reporting.records import read_events, read_metrics
 from unfog.runs import previews
 from unfog.runs.evaluation_hook import _TARGET_TIMES, MIN_SAMPLES, _Costs, _fit_to_budget, _metrics_due
 from unfog.training.checkpoints import format as checkpoint
-from unfog.training.learning_rate import Plan
+from unfog.training.length import Plan
 from unfog.training.settings import Evaluate, Training
 
 pytestmark = pytest.mark.slow
@@ -327,7 +327,9 @@ def test_pictures_are_drawn_in_the_proportions_of_the_classes(tmp_path, monkeypa
 def test_values_are_those_of_the_average_drawn_by_hand(measured):
     run = Run(measured, step=24)
     rows = read_metrics(measured / "metrics.jsonl")
-    pictures = generate_images(run.network, run.config, default_generation(run.config, 20, 8)).transpose(0, 3, 1, 2)
+    pictures = generate_images(run.network, run.config, GenerationSettings.default(run.config, 20, 8)).transpose(
+        0, 3, 1, 2
+    )
     train = load_images(run.config, StopSignals())[0].train
     texture = open_features("texture")
     real = texture(torch.from_numpy(train.pixels[evenly_spaced(len(train), 60)]))

@@ -33,10 +33,10 @@ from unfog.models.autoencoder import AutoencoderModel
 from unfog.models.autoencoder_settings import Autoencoder
 from unfog.models.network_settings import CustomNetwork
 from unfog.models.settings import DiT, MPUNet, UNet
-from unfog.pipeline.build import build_network, input_shape
-from unfog.pipeline.generate import conditional_denoiser, default_generation, without_pixel_clipping
+from unfog.pipeline.build import build_network
+from unfog.pipeline.generate import GenerationSettings, conditional_denoiser, without_pixel_clipping
 from unfog.pipeline.latents import apply_autoencoder_settings, save_autoencoder
-from unfog.runs.weights.diffusers import _randomized
+from unfog.runs.weights.objectives import _randomized
 
 CPU, COUNT = torch.device("cpu"), 3
 UNET = UNet(channels=(8, 16), attention=(False, True), norm_groups=4, head_channels=8)
@@ -103,7 +103,7 @@ def latent_run(folder: Path, kind: str, **changes) -> Untrained:
 
 
 def inputs(run: Run) -> tuple[torch.Tensor, torch.Tensor | None]:
-    noise = NoiseSource(0, range(COUNT), input_shape(run.config)).draw()
+    noise = NoiseSource(0, range(COUNT), run.config.input_shape).draw()
     return noise, torch.arange(COUNT) % len(run.classes) if run.classes else None
 
 
@@ -111,10 +111,10 @@ def inputs(run: Run) -> tuple[torch.Tensor, torch.Tensor | None]:
 def drawn(run: Run, draw=None) -> torch.Tensor:
     """Samples of a run as its own code draws them, before they become uint8."""
     config, (_, label) = run.config, inputs(run)
-    settings = default_generation(config, COUNT, COUNT)
+    settings = GenerationSettings.default(config, COUNT, COUNT)
     denoise = conditional_denoiser(Denoiser(run.network, config.diffusion), config, settings, label)
     sampler = without_pixel_clipping(config.sampler, config)
-    draw = draw or NoiseSource(0, range(COUNT), input_shape(config)).draw
+    draw = draw or NoiseSource(0, range(COUNT), config.input_shape).draw
     return run.decode(sampler(denoise, config.diffusion.path, config.diffusion.schedule, draw))
 
 
@@ -249,7 +249,7 @@ def check_pipeline(run, folder, trusted=True):
         assert not [line for line in imports if "unfog" in line]
     pipeline = DiffusionPipeline.from_pretrained(folder, trust_remote_code=trusted, low_cpu_mem_usage=False)
     pipeline.set_progress_bar_config(disable=True)
-    generators = NoiseSource(0, range(COUNT), input_shape(run.config)).generators
+    generators = NoiseSource(0, range(COUNT), run.config.input_shape).generators
     steps = run.config.sampler.steps
     images = pipeline(batch_size=COUNT, generator=generators, num_inference_steps=steps, output_type="np").images
     expected = drawn(run).clamp(-1, 1)

@@ -12,8 +12,8 @@ import unfog
 from unfog.cli.main import main
 from unfog.diffusion.sampler import NoiseSource
 from unfog.errors import RequestError
-from unfog.runs.weights.diffusers import _randomized
 from unfog.runs.weights.model import Model
+from unfog.runs.weights.objectives import _randomized
 
 pytestmark = pytest.mark.slow
 THEIRS = {

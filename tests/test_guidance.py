@@ -16,7 +16,6 @@ import unfog
 from conftest import NETWORK, few_images
 from unfog.cli.main import _run as command
 from unfog.commands.tune import _BUILT_IN, _CallCounter, _GridError, _levels_are_valid, _search_levels
-from unfog.config.resume_rules import omit_tuned_settings
 from unfog.config.schema import Config
 from unfog.config.toml import from_toml, to_toml
 from unfog.diffusion.denoiser import Autoguided, Within
@@ -26,6 +25,7 @@ from unfog.errors import RequestError, RunError
 from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_labels
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.records import read_events
+from unfog.runs.resume import _omit_tuned_settings
 
 pytestmark = pytest.mark.slow
 
@@ -333,10 +333,10 @@ def test_what_is_no_word_of_tune_hides_nothing(run, tmp_path):
     folder, lines = RunFolder(tmp_path), ["sampler.steps: 20 -> 5", "log.every: 1 -> 2"]
     for text in ("", '{"kind": "tuned"}\n', '{"kind": "tuned", "sampler": [5]}\n', '{"kind": "started"}\n[]\n{'):
         (tmp_path / "events.jsonl").write_text(text)
-        assert omit_tuned_settings(lines, folder.events, Sampler(steps=5)) == lines
+        assert _omit_tuned_settings(lines, folder.events, Sampler(steps=5)) == lines
     (tmp_path / "events.jsonl").write_text('{"kind": "tuned", "sampler": {"steps": 5}}\n')
-    assert omit_tuned_settings(lines, folder.events, Sampler(steps=5)) == lines[1:]
-    assert omit_tuned_settings(lines, folder.events, Sampler(steps=6)) == lines
+    assert _omit_tuned_settings(lines, folder.events, Sampler(steps=5)) == lines[1:]
+    assert _omit_tuned_settings(lines, folder.events, Sampler(steps=6)) == lines
 
 
 def test_many_steps_begin_where_the_run_does(run, monkeypatch):

@@ -35,7 +35,7 @@ from unfog.data.sources.image_files import open_image
 from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError
 from unfog.process.run_folder import RunFolder
-from unfog.runs.train import _write_data_report
+from unfog.runs.session import _write_data_report
 
 pytestmark = [
     pytest.mark.slow,

@@ -31,7 +31,7 @@ from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError, RunError
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.models.autoencoder_settings import Autoencoder, Latents
-from unfog.pipeline.build import build_network, input_shape
+from unfog.pipeline.build import build_network
 from unfog.pipeline.latents import (
     _encode_pixels,
     _load_autoencoder,
@@ -315,11 +315,12 @@ def configured(photos, codec, **settings):
 
 def test_the_network_sees_latents(photos, codec):
     config = apply_autoencoder_settings(configured(photos, codec))
-    assert input_shape(config) == (3, 4, 4)
+    assert config.input_shape == (3, 4, 4)
     assert build_network(config).image_channels == 3
-    assert input_shape(replace(config, autoencoder_folder="")) == (3, 16, 16)
+    assert replace(config, autoencoder_folder="").input_shape == (3, 16, 16)
     with StopSignals() as stop:
-        prepared, config = load_images(config, stop)
+        prepared, facts = load_images(config, stop)
+        config = config.adopt(facts)
         entries = set(cache_folder().iterdir())
         load_images(config, stop)
         assert set(cache_folder().iterdir()) == entries

@@ -19,9 +19,9 @@ from unfog.models.edm2_unet import (
     _MPConv,
     _MPEmbedding,
     _MPLinear,
+    _project_by_row_length,
     _unit_rms,
     _Weights,
-    project_by_row_length,
 )
 from unfog.models.layers import sinusoids
 from unfog.models.settings import MPUNet
@@ -196,7 +196,7 @@ def test_weights_are_projected_together_as_one_by_one():
     one_by_one = [weight.detach().clone() for weight in weights]
     for weight, value in zip(weights, moved):
         weight.data.copy_(value)
-    project_by_row_length(weights)
+    _project_by_row_length(weights)
     assert not torch.equal(weights[0], moved[0])
     for weight, value in zip(weights, one_by_one):
         assert torch.equal(weight, value)

@@ -24,7 +24,6 @@ from unfog.planning.microbatch import with_precision
 from unfog.training import optimizers as optim
 from unfog.training.checkpoints import snapshot
 from unfog.training.checkpoints.load import load_checkpoint, roll_back
-from unfog.training.learning_rate import learning_rate
 from unfog.training.optimizer_settings import (
     AdamW,
     Custom,
@@ -302,7 +301,7 @@ def test_optimisers_by_word_and_by_table():
 
 def test_cooldown_stays_and_then_falls_to_zero_as_one_minus_root():
     settings = Optimizer(lr=2.0, warmup=10, schedule="cooldown", cooldown=0.25)
-    rates = [learning_rate(settings, n, 200) for n in range(200)]
+    rates = [settings.learning_rate(n, 200) for n in range(200)]
     assert rates[9:151] == [2.0] * 142
     for n in range(150, 200):
         assert rates[n] == pytest.approx(2 * (1 - math.sqrt((n - 150) / 50)))
@@ -310,8 +309,8 @@ def test_cooldown_stays_and_then_falls_to_zero_as_one_minus_root():
     assert all(a > b for a, b in pairwise(rates[150:]))
     # Longer than what the warm-up leaves: it begins where that ends.
     whole = Optimizer(lr=1.0, warmup=10, schedule="cooldown", cooldown=1.0)
-    assert learning_rate(whole, 10, 20) == 1.0
-    assert learning_rate(whole, 15, 20) == pytest.approx(1 - math.sqrt(0.5))
+    assert whole.learning_rate(10, 20) == 1.0
+    assert whole.learning_rate(15, 20) == pytest.approx(1 - math.sqrt(0.5))
     for wrong in (0.0, -0.1, 1.1):
         with pytest.raises(RequestError, match="cooldown"):
             Optimizer(cooldown=wrong)
@@ -321,8 +320,8 @@ def test_a_constant_run_branches_into_a_cooldown_at_its_new_end():
     constant = Optimizer(lr=1.0, warmup=10, schedule="constant")
     branch = Optimizer(lr=1.0, warmup=10, schedule="cooldown", cooldown=0.2)
     # 100 steps are done; the end is at 125 now: the last 25 fall, and what lies behind was as the branch has it.
-    assert [learning_rate(branch, n, 125) for n in range(101)] == [learning_rate(constant, n, 100) for n in range(101)]
-    assert learning_rate(branch, 101, 125) < 1.0
+    assert [branch.learning_rate(n, 125) for n in range(101)] == [constant.learning_rate(n, 100) for n in range(101)]
+    assert branch.learning_rate(101, 125) < 1.0
 
 
 @pytest.mark.slow

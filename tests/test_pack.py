@@ -27,7 +27,7 @@ from unfog.config.requests import PackRequest
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset
 from unfog.data.packs import pack_writer as packing
-from unfog.data.packs.pack import Pack, seal
+from unfog.data.packs.pack import Pack
 from unfog.data.packs.pack_journal import BusyError, remove_work_files
 from unfog.data.packs.pack_source import PackSource
 from unfog.data.packs.pack_writer import write_pack
@@ -426,7 +426,7 @@ def test_forged_arrays_are_refused(made: Path, tmp_path: Path, name: str, array:
         np.save(forged / name, array, allow_pickle=True)
     manifest = json.loads((forged / "pack.json").read_text())
     manifest["files"][name]["bytes"] = (forged / name).stat().st_size
-    (forged / "pack.json").write_bytes(seal({k: v for k, v in manifest.items() if k != "digest"}))
+    (forged / "pack.json").write_bytes(Pack.seal({k: v for k, v in manifest.items() if k != "digest"}))
     with pytest.raises(RequestError, match="damaged pack"):
         Pack.open(forged)
 
@@ -567,7 +567,7 @@ def test_a_forged_manifest_opens_whole_or_not_at_all(
     forged = tmp_path_factory.getbasetemp() / "forged"
     if not forged.exists():
         copied(made, forged)
-    sealed = seal(manifest) if isinstance(manifest, dict) else json.dumps(manifest).encode()
+    sealed = Pack.seal(manifest) if isinstance(manifest, dict) else json.dumps(manifest).encode()
     (forged / "pack.json").write_bytes(sealed)
     try:
         pack_ = Pack.open(forged)
@@ -609,7 +609,7 @@ def sparse(folder: Path, made: Path, n: int) -> Path:
     counts = [n] + [0] * (len(manifest["ledger"]["treatments"]) - 1)
     manifest["ledger"] |= {"used": n, "held_out": 1000, "found": n, "known_counts": counts}
     manifest |= {"shape": [n, channels, size, size], "train": n - 1000}
-    (folder / "pack.json").write_bytes(seal(manifest))
+    (folder / "pack.json").write_bytes(Pack.seal(manifest))
     return folder
 
 

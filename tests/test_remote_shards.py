@@ -35,7 +35,7 @@ from unfog.data.webdataset import byte_range_cache as member_cache
 from unfog.data.webdataset import remote_shards as remote_shards
 from unfog.data.webdataset.byte_range_cache import ByteRangeCache
 from unfog.errors import RequestError, RunError
-from unfog.pipeline.skipped_images import FailureReporter, failures_on_this_rank
+from unfog.pipeline.skipped_images import FailureReporter
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.log_settings import Log
 from unfog.reporting.recorder import Recorder
@@ -379,7 +379,7 @@ def test_a_shard_that_another_process_has_given_up_is_given_up_here_too(web: Ser
     here = ImageStream(prepared.train, 0)
     web.faults["s-003.tar"] = "gone"
     found = numbers(there, 0, N)
-    elsewhere = [list(one) for one in failures_on_this_rank(there.images)]
+    elsewhere = [list(one) for one in FailureReporter.on_this_rank(there.images)]
     assert elsewhere == [["s-003.tar", "is not there", "shard"]]
     missing = FailureReporter(RunFolder(tmp_path), prepared)
     with Recorder(tmp_path, Log(), total=10) as recorder:

@@ -24,6 +24,7 @@ from unfog.diffusion.weighting import Elbo
 from unfog.errors import RequestError
 from unfog.models.settings import ARCHITECTURES
 from unfog.pipeline.build import build_loss, build_state
+from unfog.process.run_folder import RunFolder
 from unfog.reporting.records import read_metrics
 from unfog.runs.session import Session, _last_logged
 from unfog.safe_files import file_digest
@@ -283,7 +284,7 @@ def test_a_line_that_is_due_again_is_cut_off_first(tmp_path, due, left):
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in (8, 9, 10)))
     session = SimpleNamespace(
         step=9, steps=20, config=Config(), defer_interrupts=nullcontext,
-        context=SimpleNamespace(folder=SimpleNamespace(path=tmp_path)),
+        context=SimpleNamespace(folder=RunFolder(tmp_path)),
     )  # fmt: skip
     Session._open_recorder(session, _last_logged(9, due)).close()
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == left

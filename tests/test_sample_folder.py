@@ -19,7 +19,7 @@ from unfog.cli.main import main
 from unfog.errors import RequestError
 from unfog.inference.run import Run
 from unfog.locks import lock_of
-from unfog.pipeline.sample_folder import UNFINISHED, SampleFolder, is_unfinished, unfinished_or_new
+from unfog.pipeline.sample_folder import UNFINISHED, SampleFolder
 from unfog.process.run_folder import new_folder
 
 
@@ -66,7 +66,7 @@ def test_a_killed_command_goes_on_where_it_was_and_ends_like_an_undisturbed_one(
     killed_after(run, 40, *arguments, "--out", tmp_path / "killed")
     done = {path: path.stat().st_mtime_ns for path in (tmp_path / "killed").glob("0*.png")}
     assert 40 <= len(done) < 3000
-    assert is_unfinished(tmp_path / "killed")
+    assert SampleFolder.is_unfinished(tmp_path / "killed")
     assert not (tmp_path / "killed" / "grid.png").exists()
     # Of other settings, nothing is mixed in.
     assert sample(run, *arguments, "--seed", 1, "--out", tmp_path / "killed") == 2
@@ -138,21 +138,21 @@ def test_the_digest_is_of_all_that_samples_depend_on(run):
 
 def test_a_folder_is_of_one_process_at_a_time(tmp_path):
     usual = tmp_path / "pictures"
-    with unfinished_or_new(None, usual, "x") as first:
+    with SampleFolder.reserve(None, usual, "x") as first:
         SampleFolder(first, "x", 2).write(range(1), np.zeros((1, 4, 4, 3), np.uint8))
-        with unfinished_or_new(None, usual, "x") as second:
+        with SampleFolder.reserve(None, usual, "x") as second:
             assert (first.name, second.name) == ("pictures", "pictures-2")
         assert not second.exists(), "an empty folder is not left behind"
-        with pytest.raises(RequestError, match="another process"), unfinished_or_new(first, usual, "x"):
+        with pytest.raises(RequestError, match="another process"), SampleFolder.reserve(first, usual, "x"):
             pass
-    with unfinished_or_new(None, usual, "x") as again:
+    with SampleFolder.reserve(None, usual, "x") as again:
         assert again == first
     with lock_of(first):
         pass
 
 
 def test_after_an_error_before_the_first_sample_no_folder_is_left(run, tmp_path):
-    with pytest.raises(ZeroDivisionError), unfinished_or_new(tmp_path / "out", tmp_path, "x"):
+    with pytest.raises(ZeroDivisionError), SampleFolder.reserve(tmp_path / "out", tmp_path, "x"):
         raise ZeroDivisionError
     assert not (tmp_path / "out").exists()
 
@@ -167,7 +167,7 @@ def test_processes_that_sample_at_once_get_a_folder_each(tmp_path):
 
 def test_a_stop_says_that_the_same_command_continues(tmp_path, capsys):
     def stopped():
-        with unfinished_or_new(None, tmp_path / "pictures", "x") as folder:
+        with SampleFolder.reserve(None, tmp_path / "pictures", "x") as folder:
             SampleFolder(folder, "x", 2).write(range(1), np.zeros((1, 4, 4, 1), np.uint8))
             raise KeyboardInterrupt
 

@@ -16,7 +16,7 @@ from conftest import TRANSFORMER, few_images, without_clock
 from served import make_run, serving
 from unfog.config.requests import ResumeRequest, TrainRequest
 from unfog.errors import RequestError
-from unfog.process.heartbeat import write_request
+from unfog.process.heartbeat import Heartbeat
 from unfog.serve import steering as steer
 from unfog.serve.run_detail import read_findings
 from unfog.serve.runs import number_of
@@ -182,7 +182,7 @@ def test_a_request_that_is_a_link_is_replaced_and_not_written_through(tmp_path):
     (tmp_path / "target").write_text("kept")
     (tmp_path / "run").mkdir()
     os.symlink(tmp_path / "target", tmp_path / "run" / "SAVE")
-    write_request(tmp_path / "run", "SAVE")
+    Heartbeat.request(tmp_path / "run", "SAVE")
     assert (tmp_path / "target").read_text() == "kept"
     assert not (tmp_path / "run" / "SAVE").is_symlink()
 

@@ -22,8 +22,8 @@ from launches import (
 )
 from unfog.cli.main import main
 from unfog.commands.slurm import _batch_script
+from unfog.config.folder_requests import SlurmRequest
 from unfog.config.schema import Config
-from unfog.config.slurm_request import SlurmRequest
 from unfog.config.toml import to_toml
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ended")]

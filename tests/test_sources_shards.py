@@ -702,7 +702,7 @@ def test_shards_of_a_split_are_all_used_and_that_is_said(tmp_path: Path, capfd: 
         shard(tmp_path / f"s/{name}.tar", pictures(range(2 * k, 2 * k + 2)))
     config = replace(preset("default"), source=str(tmp_path / "s"))
     with StopSignals() as stop:
-        prepared, config = load_images(config, stop)
+        prepared, facts = load_images(config, stop)
     assert len(prepared.train) == 6
     assert "all of train, val is used; to train on one of them, give only that" in capfd.readouterr().err
-    assert config.source == str(tmp_path / "s")
+    assert facts.source == str(tmp_path / "s")

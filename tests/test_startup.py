@@ -97,9 +97,9 @@ def test_a_second_start_looks_at_each_file_once_and_decodes_none(folder, tmp_pat
     monkeypatch.setenv("UNFOG_CACHE", str(tmp_path))
     config = update(replace(preset("default"), source=str(folder)), {"data": {"cache": "disk"}}, "")
     with StopSignals() as stop:
-        first, settled = load_images(config, stop)
+        first, facts = load_images(config, stop)
         files = Files(folder, monkeypatch)
-        for asked in (config, settled):  # begun anew, and gone on with
+        for asked in (config, config.adopt(facts)):  # begun anew, and gone on with
             files.opened.clear(), files.looked_at.clear()
             again, _ = load_images(asked, stop)
             assert len(again.train) == len(first.train)

@@ -25,7 +25,7 @@ from unfog.training.checkpoints.load import read_state, read_tensors
 from unfog.training.distributed.coordination import CoordinatedHooks, _RankStatus
 from unfog.training.distributed.world import World
 from unfog.training.hooks import TrainingHooks
-from unfog.training.learning_rate import Length, Plan, learning_rate
+from unfog.training.length import Length, Plan
 from unfog.training.loop import Intervals
 from unfog.training.optimizer_settings import Optimizer
 
@@ -122,7 +122,7 @@ def test_the_schedule_ends_with_the_run_and_never_jumps():
     length.adopt(1000)
     for step, steps in ((300, 500), (450, 2000), (1900, 1950)):
         length.add([Plan(step, steps, 1, length.position(step))])
-    rates = [learning_rate(settings, length.position(step), 1000, length.warmed(step)) for step in range(1950)]
+    rates = [settings.learning_rate(length.position(step), 1000, length.warmed(step)) for step in range(1950)]
     assert rates[-1] < 0.15
     assert length.position(1950) == 1000
     # As fast as the schedule is run through, which is fastest at its end.
@@ -187,7 +187,7 @@ def test_a_plan_in_the_warm_up_makes_no_jump(schedule, changes):
     length.adopt(1000)
     for step, steps in changes:
         length.add([Plan(step, steps, 1, length.position(step))])
-    rates = [learning_rate(settings, length.position(n), 1000, length.warmed(n)) for n in range(length.steps)]
+    rates = [settings.learning_rate(length.position(n), 1000, length.warmed(n)) for n in range(length.steps)]
     assert max(rates) <= 1.0
     assert max(b - a for a, b in pairwise(rates)) <= 1 / 50 + 1e-9
     assert rates[0] <= 1 / 50

@@ -19,7 +19,6 @@ from unfog.sharded_rng import seed_generators
 from unfog.training.ema import Ema
 from unfog.training.gradient import _split_range
 from unfog.training.hooks import Task, TrainingHooks
-from unfog.training.learning_rate import learning_rate
 from unfog.training.loop import Intervals, LoopSettings, train
 from unfog.training.optimizer_settings import Optimizer
 from unfog.training.precision import Precision
@@ -558,14 +557,14 @@ def test_low_precision_follows_fp32(precision):
 
 def test_learning_rate_schedules():
     constant = Optimizer(lr=1.0, warmup=4)
-    assert [learning_rate(constant, s, 100) for s in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert [constant.learning_rate(s, 100) for s in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
     cosine = replace(constant, schedule="cosine")
-    assert learning_rate(cosine, 4, 100) == 1.0
-    assert learning_rate(cosine, 52, 100) == pytest.approx(0.5)
-    assert learning_rate(cosine, 99, 100) < 1e-3
+    assert cosine.learning_rate(4, 100) == 1.0
+    assert cosine.learning_rate(52, 100) == pytest.approx(0.5)
+    assert cosine.learning_rate(99, 100) < 1e-3
     root = replace(constant, schedule="inverse-sqrt")
-    assert learning_rate(root, 3, 100) == 1.0
-    assert learning_rate(root, 15, 100) == pytest.approx(0.5)
+    assert root.learning_rate(3, 100) == 1.0
+    assert root.learning_rate(15, 100) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(("width", "gamma"), [(0.05, 16.97), (0.10, 6.94)])

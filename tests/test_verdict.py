@@ -11,7 +11,7 @@ from unfog.commands.sample import _write_grid
 from unfog.evaluation.metrics import MetricResult
 from unfog.inference.compare_images import _real_baseline, verdict
 from unfog.inference.evaluation_files import Evaluation
-from unfog.pipeline.sample_folder import SampleFolder, is_unfinished
+from unfog.pipeline.sample_folder import SampleFolder
 
 
 def result(metric, value, real, note=""):
@@ -73,7 +73,7 @@ def test_files_carry_their_class_and_settings_and_the_grid_its_captions(tmp_path
     samples = np.zeros((4, 8, 8, 3), np.uint8)
     folder = SampleFolder(tmp_path, "digest", 4, ["T-shirt/top", "été"], ("photos", "step 1,200", "seed 0"))
     folder.write(range(4), samples)
-    assert is_unfinished(tmp_path)
+    assert SampleFolder.is_unfinished(tmp_path)
     _write_grid(folder)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["000000-T-shirt_top.png", "000001-été.png", "000002-T-shirt_top.png", "000003-été.png", "grid.png"]

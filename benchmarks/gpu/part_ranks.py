@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from unfog.pipeline.build import build_network, input_shape
+from unfog.pipeline.build import build_network
 
 import networks
 import torch
@@ -87,7 +87,7 @@ def _shards(device: torch.device, backend: str) -> Row:
     """Take a step of a whole network and of a sharded one, and compare their next losses."""
     config = networks.settings_of("dit-latents", cpu=device.type == "cpu")
     torch.manual_seed(0)
-    x, t = torch.randn(8, *input_shape(config)).to(device), torch.rand(8).to(device)
+    x, t = torch.randn(8, *config.input_shape).to(device), torch.rand(8).to(device)
     losses = []
     for sharded in (False, True):
         network = build_network(config).to(device)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from unfog.checks.gpu_checks import half_type
 from unfog.config.schema import Config
-from unfog.pipeline.build import build_network, input_shape
+from unfog.pipeline.build import build_network
 from unfog.planning.flops import Device, NetworkCost, matmul_seconds
 from unfog.planning.memory_estimate import MemoryEstimator
 from unfog.planning.timing import StepTime, TrialTraining, random_images
@@ -59,13 +59,13 @@ class _Timer:
     def __init__(self, part: str, config: Config, device: torch.device, seconds: float):
         self.part, self.config, self.device = part, config, device
         self.deadline = steps.time.monotonic() + seconds
-        self.cost = NetworkCost.of(lambda: build_network(config), input_shape(config))
+        self.cost = NetworkCost.of(lambda: build_network(config), config.input_shape)
         self.peak, self.source = _peak(device)
         self.found: dict[str, StepTime] = {}
 
     def describe(self) -> Row:
         count = sum(p.numel() for p in build_network(self.config).parameters())
-        channels, side, _ = input_shape(self.config)
+        channels, side, _ = self.config.input_shape
         training = self.config.training
         said = (
             f"{count / 1e6:.1f}M parameters, {channels}x{side}x{side}, batch {training.batch}, {training.precision}, "

@@ -10,7 +10,7 @@ from typing import Any
 from unfog.config.schema import Config
 from unfog.export.diffusers_unet import Network
 from unfog.models.settings import DiT, UNet
-from unfog.pipeline.build import build_network, input_shape
+from unfog.pipeline.build import build_network
 from unfog.process.device import synchronize
 from unfog.training.precision import Precision
 
@@ -52,7 +52,7 @@ def _squared_error_step(
     network: nn.Module, config: Config, device: torch.device, capturable: bool
 ) -> Callable[[], object]:
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-5, fused=True, capturable=capturable)
-    precision, shape = Precision(config.training.precision, device), (config.training.batch, *input_shape(config))
+    precision, shape = Precision(config.training.precision, device), (config.training.batch, *config.input_shape)
     x, y, t = torch.randn(shape, device=device), torch.randn(shape, device=device), torch.rand(shape[0], device=device)
 
     def step() -> None:
@@ -89,7 +89,7 @@ def diffusers(config: Config, device: torch.device, compiled: bool = False) -> R
     network.to(device).train()
     if compiled:
         network.compile()
-    precision, shape = Precision(config.training.precision, device), (config.training.batch, *input_shape(config))
+    precision, shape = Precision(config.training.precision, device), (config.training.batch, *config.input_shape)
     clean = torch.rand(shape, device=device) * 2 - 1
     return timed(diffusers_step(network, call, clean, precision.autocast), device)
 
@@ -128,7 +128,7 @@ def diffusers_step(
 
 def _counterpart(config: Config) -> tuple[nn.Module, Callable[[nn.Module, Tensor, Tensor], Tensor]]:
     """Return diffusers' network that ours equals, or the nearest of as many channels and blocks, and how to call it."""
-    channels, side, _ = input_shape(config)
+    channels, side, _ = config.input_shape
     if isinstance(config.network, UNet):
         from diffusers import UNet2DModel
 

@@ -23,8 +23,9 @@ Seconds = tuple[float, float]  # of the processor, of the clock
 PARTS = {
     "images": ("unfog.runs.train", ["load_images"]),
     "choices": ("unfog.planning.auto_settings:AutoSettings", ["resolve"]),
-    "session": ("unfog.runs.train:Session", ["__init__"]),
-    "examination": ("unfog.runs.train", ["write_data_files", "quick_check_images", "settings_findings"]),
+    "session": ("unfog.runs.train", ["open_session"]),
+    "images checked": ("unfog.runs.train", ["quick_check_images"]),
+    "settings checked": ("unfog.runs.train:Session", ["write_data_files", "settings_findings"]),
     "rehearsal": ("unfog.runs.train:Session", ["_dry_run_hooks"]),
 }
 ALL = ["imports", *PARTS, "rest, with the first step", "in all"]

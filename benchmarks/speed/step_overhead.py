@@ -39,7 +39,7 @@ from unfog.process.signals import StopSignals
 from unfog.reporting.log_settings import Log
 from unfog.reporting.recorder import Recorder
 from unfog.runs.ranks import RunContext
-from unfog.runs.session import Session
+from unfog.runs.train import open_session, run_training_loop
 from unfog.training.optimizers import build_optimizer
 from unfog.training.precision import Precision
 from unfog.training.settings import Checkpoint, Evaluate, PrecisionName, Preview
@@ -93,7 +93,7 @@ def unfog(config: Config, prepared: Dataset, device: torch.device, folder: Path)
     wanted = 0
     stop = StopSignals()
     context = RunContext(RunFolder(folder), device, stop, Heartbeat(folder, stop))
-    session = Session(context, config, prepared)
+    session = open_session(context, config, prepared)
     session.stop_requested = lambda: len(marks) > wanted  # type: ignore[method-assign]
     session.attach(Recorder(folder, config.log, total=None))
     advance = session.recorder.update_progress
@@ -108,7 +108,7 @@ def unfog(config: Config, prepared: Dataset, device: torch.device, folder: Path)
         nonlocal wanted
         marks[:] = [now()]
         wanted = count
-        session.train()
+        run_training_loop(config, session.state, session.stream, session, context.world)
         return [b - a for a, b in pairwise(marks)]
 
     return steps

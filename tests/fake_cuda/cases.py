@@ -19,8 +19,7 @@ from torch.utils._pytree import tree_map_only
 from unfog.config.presets import preset
 from unfog.config.toml import update
 from unfog.data.dataset import ImageSet
-from unfog.data.device_stream import DeviceStream
-from unfog.data.stream import ImageStream
+from unfog.data.stream import DeviceStream, ImageStream
 from unfog.device_copies import to_device
 from unfog.diffusion import ddpm, denoiser, likelihood, sampler, steps, variance
 from unfog.diffusion.editing import Edit
@@ -29,7 +28,7 @@ from unfog.evaluation.features import Features, open_features
 from unfog.evaluation.held_out import HeldOut, midpoints
 from unfog.inference.compute_metrics import _bits_per_value
 from unfog.pipeline import build
-from unfog.pipeline.generate import default_generation, generate_images
+from unfog.pipeline.generate import GenerationSettings, generate_images
 from unfog.training.checkpoints.snapshot import take_snapshot
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import LoopSettings, train
@@ -199,7 +198,7 @@ def sampling_of(config, label="dpmpp", edit=None, **settings):
             for count in (10, 12):
                 chosen = replace(config.sampler, kind=label, steps=count)
                 edited = edit and Edit(**tree_map_only(torch.Tensor, fake.mode.from_tensor, edit))
-                generation = replace(default_generation(config, 4, 4), sampler=chosen, **settings)
+                generation = replace(GenerationSettings.default(config, 4, 4), sampler=chosen, **settings)
                 fake.watch = Watch()
                 with fake.watch:
                     generate_images(network, config, generation, edit=edited)

@@ -16,7 +16,7 @@ import torch
 from unfog.config.schema import Config
 from unfog.device_copies import to_device, to_host
 from unfog.errors import Interrupted, RequestError
-from unfog.pipeline.build import build_network, input_shape
+from unfog.pipeline.build import build_network
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.flops import Device, NetworkCost, matmul_seconds
 from unfog.planning.timing import (
@@ -234,7 +234,7 @@ class StepChecks:
         self._eager = found = StepTime.measure(trial.run)
         waits = waits_for_device(lambda: trial.run(_FEW_STEPS), self.device)
         config, batch = self.config, self.config.training.batch
-        cost = NetworkCost.of(lambda: build_network(config), input_shape(config))
+        cost = NetworkCost.of(lambda: build_network(config), config.input_shape)
         rate = batch / found.step
         side, count = config.data.size, sum(p.numel() for p in trial.state.model.parameters())
         said = (

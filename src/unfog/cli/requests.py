@@ -16,12 +16,11 @@ from unfog.cli.help import HELP_FLAGS, format_help
 from unfog.cli.parse import ParsedArgs, parse_args
 from unfog.commands.train import apply_changes, base_settings, check_new_run
 from unfog.config import folder_requests, requests, run_requests
-from unfog.config.export_request import ExportRequest
+from unfog.config.folder_requests import ExportRequest, SlurmRequest
 from unfog.config.presets import AutoencoderRunSettings, autoencoder_recipe, preset
 from unfog.config.resume_rules import apply_changes as apply_resume_changes
 from unfog.config.resume_rules import check_changes
 from unfog.config.schema import Config
-from unfog.config.slurm_request import SlurmRequest
 from unfog.config.toml import update
 from unfog.config.validate import check_device, check_out, check_request, check_source, reason_of
 from unfog.config.values import quote

@@ -18,7 +18,7 @@ from unfog.config.schema import Config
 from unfog.config.validate import check_out, check_request
 from unfog.data.augmentation import Augment
 from unfog.data.dataset import Dataset
-from unfog.data.packs.pack import Pack, is_pack
+from unfog.data.packs.pack import Pack
 from unfog.errors import RequestError
 from unfog.pipeline.build import build_state
 from unfog.pipeline.contact_sheet import contact_sheet
@@ -68,7 +68,8 @@ def _check_gpu(request: DoctorRequest) -> tuple[Path, list[Finding]]:
 
 def _check_source(config: Config, stop: StopSignals, quick: bool) -> list[Finding]:
     device = choose_device(config.training.device)
-    prepared, config = load_images(config, stop)
+    prepared, facts = load_images(config, stop)
+    config = config.adopt(facts)
     findings = _check_source_images(prepared, config, stop)
     return findings + _check_planned_run(prepared, config, device, stop, quick)
 
@@ -77,7 +78,7 @@ def _check_source_images(prepared: Dataset, config: Config, stop: StopSignals) -
     with Progress("checking images", None) as progress:
         update = stop.watching(progress)
         findings = check_images(prepared, config, update)
-        if is_pack(Path(config.source)):
+        if Pack.is_at(Path(config.source)):
             findings.append(_check_pack(Path(config.source), update))
     sheet = Figure("Contact sheet", contact_sheet(prepared, Augment.from_settings(config.data), config.training.seed))
     return [*findings, Finding("data.seen", "fine", "the contact sheet shows the network's input", figures=(sheet,))]

@@ -23,7 +23,7 @@ from unfog.evaluation.pixel_metrics import PIXEL_METRICS, compare_pixels
 from unfog.inference.compute_metrics import held_out_losses
 from unfog.inference.loaded_run import SWEEP_FILE, load_ema_weights, load_run_images
 from unfog.pipeline.build import build_held_out_set, build_network, building_for
-from unfog.pipeline.generate import default_generation, generate_images, proportional_labels
+from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_labels
 from unfog.process.device import choose_device
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
@@ -209,7 +209,7 @@ def _build_measure(
     pixels = np.ascontiguousarray(images.take(evenly_spaced(len(images), n))[0])
     compare, name = _build_comparison(metric, request.features, torch.from_numpy(pixels), device)
     # Classes in proportion to the data, or the metric would compare the proportions.
-    drawing = replace(default_generation(config, n, min(n, 64)), labels=proportional_labels(images.labels, n))
+    drawing = replace(GenerationSettings.default(config, n, min(n, 64)), labels=proportional_labels(images.labels, n))
 
     def value(network: nn.Module) -> tuple[float, float | None]:
         with Progress("generating", n) as progress:

@@ -104,7 +104,9 @@ def find_lr(request: FindLrRequest) -> FindLrResult:
     check_request(config)
     device = choose_device(config.training.device)
     with StopSignals(saves=False) as stop:
-        prepared, config = load_images(adopt_latent_statistics(config), stop)
+        config = adopt_latent_statistics(config)
+        prepared, facts = load_images(config, stop)
+        config = config.adopt(facts)
         initial = load_initial_weights(config) if config.init.folder else None
         auto = AutoSettings(initial.config if initial else config, prepared.as_network_input.train, device, stop)
         auto.resolve_training()

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from unfog.config.requests import PackRequest
-from unfog.data.packs.pack import Pack, is_pack
+from unfog.data.packs.pack import Pack
 from unfog.data.packs.pack_journal import Journal, remove_work_files
 from unfog.data.packs.pack_writer import write_pack
 from unfog.data.prepare import scan_source, silence_pillow
@@ -34,7 +34,7 @@ def pack(request: PackRequest) -> Path:
         scan, key = scan_source(source, data)
         for left_out in scan.warnings:
             warn(left_out)
-        if is_pack(out):
+        if Pack.is_at(out):
             _check_same_pack(Pack.open(out), scan)
             remove_work_files(out)
             say(f"{printable(str(out))} is already complete, with these images and settings")

@@ -12,7 +12,7 @@ from unfog.config.requests import PlanRequest
 from unfog.config.schema import Config
 from unfog.config.validate import check_request
 from unfog.data.dataset import Dataset
-from unfog.data.device_stream import fits_device, nbytes
+from unfog.data.stream import DeviceStream
 from unfog.errors import RequestError
 from unfog.pipeline.load_data import load_images
 from unfog.planning.auto_settings import AutoSettings
@@ -44,7 +44,8 @@ def plan(request: PlanRequest) -> Plan:
     # Before images are read, so that a device that is not there is noticed at once.
     device = torch.device("cuda") if target else choose_device(config.training.device)
     with StopSignals(saves=False) as stop:
-        dataset, config = load_images(config, stop, few=True)
+        dataset, facts = load_images(config, stop, few=True)
+        config = config.adopt(facts)
         machine = _describe_machine(config, device, target, dataset, processes)
         images = dataset.as_network_input.train
         if target is None and config.data.cache != "none":
@@ -128,13 +129,13 @@ def _step_and_call_time(auto: AutoSettings) -> tuple[TimeRange, TimeRange]:
 
 
 def _describe_transfer(config: Config, device: torch.device, target: Device | None, dataset: Dataset) -> str:
-    """Return a line on whether a run keeps its images on the GPU, as `open_device_stream` decides; "" without one."""
+    """Return a line on whether a run keeps its images on the GPU, as `DeviceStream.open` decides; "" without one."""
     if device.type != "cuda":
         return ""
-    size = nbytes(dataset.as_network_input.train)
+    size = dataset.as_network_input.train.nbytes
     if config.data.cache == "none":
         return "decoded while training, and copied to the GPU one batch ahead"
-    if fits_device(size, target.memory if target else total_memory(device)):
+    if DeviceStream.fits(size, target.memory if target else total_memory(device)):
         return f"kept on the GPU, {format_bytes(size)}, so that a step copies none"
     return f"copied to the GPU one batch ahead: {format_bytes(size)} are too much to be kept there"
 

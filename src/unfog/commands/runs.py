@@ -7,11 +7,12 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from unfog.cache_folder import disk_usage
 from unfog.config.folder_requests import RunsRequest
 from unfog.config.validate import reason_of
 from unfog.config.values import quote
 from unfog.errors import RequestError
-from unfog.process.run_status import RunStatus, broken_checkpoints, disk_bytes, find_runs
+from unfog.process.run_status import RunStatus, broken_checkpoints, find_runs
 from unfog.reporting.progress import align_columns, format_bytes, format_duration, plural, print_result, say, warn
 from unfog.safe_files import remove_tree
 from unfog.text import sanitize
@@ -42,7 +43,7 @@ def main(request: RunsRequest) -> int:
 
 
 def _cells(run: RunStatus) -> tuple[str, ...]:
-    size, age = format_bytes(disk_bytes(run.path)), format_duration(run.age)
+    size, age = format_bytes(disk_usage(run.path)), format_duration(run.age)
     return (sanitize(str(run.path)), run.state_text, run.step_text, run.best_text, size, age)
 
 
@@ -51,7 +52,7 @@ def _list_broken(runs: Sequence[RunStatus], folder: Path) -> None:
     if broken:
         say(f"\n{plural(len(broken), 'broken checkpoint')}, set aside and never read again:")
         for path in broken:
-            say(f"  {sanitize(str(path))}  {format_bytes(disk_bytes(path))}")
+            say(f"  {sanitize(str(path))}  {format_bytes(disk_usage(path))}")
         say(f"delete with: unfog runs {shlex.quote(str(folder))} --remove-broken")
 
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from unfog.config.export_request import ExportRequest, ExportSettings
+from unfog.config.folder_requests import ExportRequest, ExportSettings
 from unfog.config.run_requests import SampleRequest, SamplingRequest, is_model
 from unfog.config.validate import check_out, check_sampler, override_sampler, report_dropped_levels
 from unfog.config.values import quote
 from unfog.errors import RequestError
-from unfog.pipeline.sample_folder import SampleFolder, is_unfinished, unfinished_or_new
+from unfog.pipeline.sample_folder import SampleFolder
 from unfog.process.run_folder import RunFolder, unused_path
 from unfog.reporting.image_grids import Pixels, grid, save_png, with_caption
 from unfog.reporting.progress import Progress, print_result, say
@@ -86,14 +86,13 @@ def _load(request: SampleRequest) -> Run:
 
 def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Callable[[], Run]) -> Path:
     """Generate images, write them, and return their folder."""
-    if request.out is None or not is_unfinished(request.out):
+    if request.out is None or not SampleFolder.is_unfinished(request.out):
         check_out(request.out or unused_path(request.run / "pictures"), what="the folder of the samples")
     if request.animate is not None:
         _check_animation(request.animate)
     # Imported only now, as torch takes seconds: a wrong request is refused before.
-    from unfog.pipeline.animation import MOST_SAMPLES, DenoisingAnimation
     from unfog.pipeline.generate import parse_labels
-    from unfog.pipeline.image_files import DenoisingStrip, build_edit
+    from unfog.pipeline.image_files import MOST_SAMPLES, DenoisingAnimation, DenoisingStrip, build_edit
 
     labels = parse_labels(request.label, stored.classes)  # before the weights are read
     # Before the weights too: a file that cannot be read should not take a minute to be found.
@@ -109,7 +108,7 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
     guide = request.guide if request.guide_checkpoint is None else request.guide_checkpoint
     prepared = run.prepare(**settings, **inputs, guide=guide)
     digest = run.digest(prepared)
-    with unfinished_or_new(request.out, run.path / "pictures", digest) as out:
+    with SampleFolder.reserve(request.out, run.path / "pictures", digest) as out:
         folder = SampleFolder(out, digest, request.n, [run.classes[i] for i in labels], prepared.caption)
         known = request.ema is None and run.checkpoint.step
         label = f"sampling from step {run.checkpoint.step:,}" if known else "sampling"

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from unfog.config.slurm_request import SlurmRequest
+from unfog.config.folder_requests import SlurmRequest
 from unfog.config.validate import reason_of
 from unfog.config.values import quote
 from unfog.errors import RequestError

@@ -17,7 +17,7 @@ from unfog.config.validate import check_autoencoder, check_out
 from unfog.config.values import quote, suggest
 from unfog.errors import RequestError, RunError
 from unfog.models.autoencoder_settings import FACTORS, WIDTHS, Autoencoder, Latents
-from unfog.process.run_folder import RunFolder, find_earlier_attempt, next_folder
+from unfog.process.run_folder import RunFolder, next_folder
 
 # Modules that import torch are imported inside functions, so that a wrong request is refused at once.
 
@@ -37,7 +37,7 @@ def train(request: TrainRequest, callbacks: Sequence[object] = ()) -> tuple[RunF
     from unfog.runs.train import train as start
 
     # torchrun starts all processes again after a failure: then the run exists already.
-    earlier = find_earlier_attempt(request.settings.source, request.out)
+    earlier = RunFolder.find_earlier_attempt(request.settings.source, request.out)
     if earlier is not None:
         return resume(earlier, callbacks=callbacks)
     return start(request.settings, request.out, callbacks)

@@ -19,8 +19,7 @@ from unfog.diffusion.noise import EDM_LIMITS
 from unfog.diffusion.sampler import RANDOM, TWO_CALLS, Denoise, Grid, NoiseSource, Sampler, noise_levels
 from unfog.errors import RequestError
 from unfog.inference.run import Run
-from unfog.pipeline.build import input_shape
-from unfog.pipeline.generate import conditional_denoiser, default_generation, without_pixel_clipping
+from unfog.pipeline.generate import GenerationSettings, conditional_denoiser, without_pixel_clipping
 from unfog.reporting.notebook import preformatted
 from unfog.reporting.progress import Progress, plural, print_result, say
 from unfog.reporting.records import Events
@@ -143,7 +142,7 @@ class _GridError:
 
     def __init__(self, run: Run, sampler: Sampler, pictures: int, seed: int, calls: _CallCounter):
         self.run, self.sampler, self.calls = run, sampler, calls
-        self.drawing = replace(default_generation(run.config, pictures, min(pictures, _BATCH)), seed=seed)
+        self.drawing = replace(GenerationSettings.default(run.config, pictures, min(pictures, _BATCH)), seed=seed)
         self.reference = self.draw(self.many(_MANY_STEPS))
 
     def many(self, steps: int) -> Sampler:
@@ -158,7 +157,7 @@ class _GridError:
     def draw(self, sampler: Sampler) -> Tensor:
         """Return samples, pixels or latents as the network sees them, float32 [N, C, H, W]."""
         config, device = self.run.config, self.run.device
-        shape, sampler = input_shape(config), without_pixel_clipping(sampler, config)
+        shape, sampler = config.input_shape, without_pixel_clipping(sampler, config)
         denoiser, drawn = Denoiser(self.run.network, config.diffusion), []
         for first in range(0, self.drawing.count, self.drawing.batch):
             indices = range(first, min(first + self.drawing.batch, self.drawing.count))

@@ -1,14 +1,18 @@
-"""Requests of the commands that list, show or clear folders: report, cache, runs, watch and serve."""
+"""One dataclass for each other command: report, runs, watch, serve, cache, export and slurm."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
-from tyro.conf import Positional
+from tyro.conf import Positional, Suppress
 
+from unfog.config.run_requests import check_one_checkpoint
+from unfog.config.values import quote
+from unfog.diffusion.sampler import Kind
 from unfog.errors import RequestError
 
 
@@ -102,3 +106,132 @@ class ServeRequest:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise RequestError(f"port = {self.port} must be from 0 to 65535")
+
+
+_ExportFormat = Literal["diffusers", "safetensors", "onnx", "pt2"]
+
+
+@dataclass(frozen=True)
+class ExportSettings:
+    """Settings of `unfog export` and of `Run.export`."""
+
+    format: _ExportFormat = "safetensors"
+    """diffusers: a pipeline folder; safetensors: weights, JSON and the network in plain torch; onnx, pt2: its graph."""
+    sampler: Kind | None = None
+    """Sampler whose noise levels are stored. Default: the run's."""
+    steps: int | None = None
+    """Sampling steps. Default: the run's."""
+    license: str = ""
+    """Licence in the model card, by the Hub's identifier, such as cc-by-4.0. Default: left open."""
+    push_to_hub: str = ""
+    """Also upload OUT to this repository of the Hugging Face Hub, NAME or OWNER/NAME, which is private."""
+    public: bool = False
+    """With --push-to-hub: the repository may be, or becomes, public."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[a-z0-9][a-z0-9.-]{0,62}|", self.license):
+            raise RequestError(
+                f"license = {quote(self.license)} is no identifier of the Hub, such as mit, cc-by-4.0 or other"
+            )
+        if self.public and not self.push_to_hub:
+            raise RequestError("public needs a repository: give --push-to-hub NAME, or omit it")
+
+
+@dataclass(frozen=True)
+class ExportRequest(ExportSettings):
+    """Write the network of RUN into a new folder OUT, for programs that do not know Unfog.
+
+      unfog export runs/photos photos-diffusers --format diffusers
+      unfog export runs/photos photos-onnx --format onnx --steps 10
+      unfog export runs/photos photos-hub --format diffusers --push-to-hub me/photos
+
+    The folder is loaded again and compared with the run. docs/export.md shows how to load each format.
+    """
+
+    run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")] = field(kw_only=True)
+    """Folder of the run."""
+    out: Annotated[Positional[Path], tyro.conf.arg(metavar="OUT")] = field(kw_only=True)
+    """New folder, written as a whole or not at all."""
+    weights: Literal["ema", "raw"] = "ema"
+    """EMA weights, or the raw weights of the last step."""
+    ema: float | None = None
+    """Width of an EMA to rebuild from snapshots, such as 0.07, at any --checkpoint. Default: the run's EMA."""
+    checkpoint: int | None = None
+    """Step of the checkpoint. Default: the newest whole one."""
+    best: bool = False
+    """Use the best checkpoint that was kept, by held-out loss or the run's evaluate.best."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_one_checkpoint(self.best, self.checkpoint)
+
+
+_CORES_PER_GPU = 8
+_TIME = re.compile(r"(?:(?P<days>\d{1,4})-)?(?P<rest>\d{1,6}(?::\d{1,2}){0,2})")
+_NAME = re.compile(r"[\w.,:/@#+=-]*")
+
+
+@dataclass(frozen=True)
+class SlurmRequest:
+    """Write a batch file that trains on a Slurm cluster. The command is checked as if it were run.
+
+      unfog slurm --nodes 2 --gpus-per-node 8 train /data/photos --out /shared/photos
+
+    The job saves before its time limit and requeues itself until the run is finished. Give other options of sbatch to
+    sbatch, or add them to the file.
+    """
+
+    nodes: int = 1
+    """Number of nodes."""
+    gpus_per_node: int = 1
+    """GPUs of each node, with one process for each. 0: one process per node, on its CPU."""
+    cpus_per_task: int = 0
+    """CPU cores of each node. 0: 8 for each GPU."""
+    time: str = "24:00:00"
+    """Time limit of one job: minutes, hours:minutes:seconds or days-hours:minutes:seconds. A run may take many jobs."""
+    partition: str = ""
+    """Partition of the cluster. Default: the cluster's."""
+    account: str = ""
+    """Account to charge. Default: yours."""
+    container: str = ""
+    """Image to run in: an Apptainer file (.sif), or any other with pyxis. Default: this Python environment."""
+    file: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    """Path of the new batch file. Default: the name of the run with .sbatch."""
+    words: Suppress[tuple[str, ...]] = ()
+    """The words of the command line after `unfog slurm`, noted in the file."""
+    command: Suppress[tuple[str, ...]] = ()
+    """The command that begins the run: `train …` with its --out, or `resume …`."""
+    run: Suppress[Path] = Path()
+    """Folder of the run."""
+    source: Suppress[str] = ""
+    """The images."""
+
+    def __post_init__(self) -> None:
+        for name, least, most in (("nodes", 1, 10_000), ("gpus_per_node", 0, 64), ("cpus_per_task", 0, 4096)):
+            if not least <= (value := getattr(self, name)) <= most:
+                raise RequestError(f"{name} = {value} must be from {least} to {most}")
+        if self.seconds < 120:
+            raise RequestError(f"time = {quote(self.time)} is too short; give at least 2 minutes")
+        for name in ("partition", "account", "container"):
+            # These go into the script unquoted.
+            if not _NAME.fullmatch(value := getattr(self, name)):
+                raise RequestError(f"{name} = {quote(value)} has characters that Slurm does not allow in a name")
+
+    @property
+    def seconds(self) -> int:
+        """Time limit in seconds. Raises RequestError if `time` is not in a format of Slurm."""
+        match = _TIME.fullmatch(self.time)
+        if not match:
+            raise RequestError(
+                f"time = {quote(self.time)} is not a time that Slurm knows; write 90, 12:00:00 or 2-00:00:00"
+            )
+        parts = [int(part) for part in match["rest"].split(":")]
+        if match["days"] or len(parts) == 3:  # hours come first, and else minutes
+            hours, minutes, seconds = (*parts, 0, 0)[:3]
+            return ((int(match["days"] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+        return 60 * parts[0] + sum(parts[1:])
+
+    @property
+    def cores(self) -> int:
+        """Number of CPU cores of each node."""
+        return self.cpus_per_task or _CORES_PER_GPU * max(1, self.gpus_per_node)

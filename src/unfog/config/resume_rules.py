@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, fields, is_dataclass, replace
-from pathlib import Path
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from unfog.config.aliases import stored_name
@@ -14,9 +12,7 @@ from unfog.config.schema import Config, check_given_length
 from unfog.config.toml import update
 from unfog.config.validate import override_sampler
 from unfog.data.settings import UNREAD
-from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError
-from unfog.reporting.records import read_events
 from unfog.settings import Affects, Rules, rules_of
 
 # The digests that a setting enters, by what it affects.
@@ -149,13 +145,3 @@ def check_changes(old: Config, new: Config, force: bool = False) -> list[str]:
         else:
             lines.append(f"{name}: {before!r} -> {now!r} (forced)")
     return lines
-
-
-def omit_tuned_settings(lines: list[str], events: Path, sampler: Sampler) -> list[str]:
-    """Return the lines of `check_changes`, without those on sampler settings that `unfog tune` set last."""
-    rows = [row for row in read_events(events) if row.get("kind") == TUNED_EVENT]
-    found: object = rows[-1].get("sampler") if rows else None
-    now: dict[str, Any] = json.loads(json.dumps(asdict(sampler)))  # turns tuples into lists, as in the event
-    # `tune` wrote them into config.toml after the checkpoint, and recorded that: the resume has changed none of them.
-    theirs = [name for name, value in now.items() if isinstance(found, Mapping) and found.get(name) == value]
-    return [line for line in lines if not line.startswith(tuple(f"sampler.{name}: " for name in theirs))]

@@ -138,6 +138,10 @@ class Config:
         labels = without_secrets(self.data.labels)
         return replace(self, source=without_secrets(self.source), data=replace(self.data, labels=labels))
 
+    def adopt(self, facts: ImageFacts) -> Config:
+        """Return the settings with what the images determine."""
+        return replace(self, **vars(facts))
+
     def without_length(self) -> Config:
         """Return the settings with no length, so that one of steps, images and budget can be given."""
         return replace(self, training=replace(self.training, steps=0, images=0, budget=""))
@@ -169,9 +173,29 @@ class Config:
         return bool(self.autoencoder_folder)
 
     @property
+    def input_shape(self) -> tuple[int, int, int]:
+        """(C, H, W) of the network's input: pixels, or latents."""
+        if not self.uses_latents:
+            return self.data.channels, self.data.size, self.data.size
+        side = self.data.size // self.latents.factor
+        return self.latents.channels, side, side
+
+    @property
     def usual_guidance(self) -> float:
         """Default guidance scale of samples: 1, which is none, without classes or without label dropout."""
         return self.guidance if self.classes and self.label_dropout > 0 else 1.0
+
+
+@dataclass(frozen=True)
+class ImageFacts:
+    """Settings that the images determine: `load_images` returns them, and `Config.adopt` takes them over."""
+
+    source: str
+    """Absolute, so that a resume finds it from anywhere."""
+    data: Data
+    classes: tuple[str, ...]
+    fingerprint: str
+    latents: Latents
 
 
 def _short_flags(kind: type, above: str = "") -> dict[str, str]:

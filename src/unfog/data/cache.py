@@ -22,7 +22,7 @@ import PIL
 
 from unfog.cache_folder import cache_folder, cache_limit, hold, make_room
 from unfog.data.decode_pool import Progress
-from unfog.data.packs.pack import FORMAT, Pack, is_pack, is_unfinished_pack
+from unfog.data.packs.pack import FORMAT, Pack
 from unfog.data.packs.pack_journal import FILES, BusyError, locked
 from unfog.data.packs.pack_writer import write_pack
 from unfog.data.scan import Scan
@@ -50,11 +50,11 @@ def load(key: str) -> Pack | None:
     folder = cache_folder()
     # Whatever the files hold, an invalid entry is decoded anew rather than reported.
     with suppress(OSError, RequestError, LookupError, RecursionError, TypeError, ValueError):
-        if is_pack(folder / key):
+        if Pack.is_at(folder / key):
             return _open(folder / key)
         see = json.loads(read_file(folder / f"{key}.json"))["see"]
         # A bare name, so that the file cannot lead out of the cache folder.
-        if re.fullmatch(r"\w+", see) and is_pack(folder / see):
+        if re.fullmatch(r"\w+", see) and Pack.is_at(folder / see):
             return _open(folder / see)
     return None
 
@@ -72,7 +72,7 @@ def make(scan: Scan, key: str, progress: Progress | None = None) -> Pack:
     remedy = f"set UNFOG_CACHE to a folder with {needed / 1e9:.1f} GB free, or use cache = none or memory"
     remove_stale_entries(folder)
     _remove_damaged(key)
-    if not is_pack(folder / key) and not make_room(needed, keep=folder / key):
+    if not Pack.is_at(folder / key) and not make_room(needed, keep=folder / key):
         raise RequestError(over_limit(needed, "use cache = none or memory"))
     pack = _write_or_wait(scan, folder / key, key, remedy, progress)
     now, _ = scan.source.stamp()
@@ -92,7 +92,7 @@ def make(scan: Scan, key: str, progress: Progress | None = None) -> Pack:
 
 
 def _write_or_wait(scan: Scan, folder: Path, key: str, remedy: str, progress: Progress | None) -> Pack:
-    while not is_pack(folder):
+    while not Pack.is_at(folder):
         try:
             write_pack(scan, folder, key, remedy, progress)
         except BusyError:  # another process is writing it
@@ -100,7 +100,7 @@ def _write_or_wait(scan: Scan, folder: Path, key: str, remedy: str, progress: Pr
             if progress:
                 progress(0, len(scan.source.names))  # it may raise to stop
         except RequestError:  # such as no space, which does not matter if another process has finished the pack
-            if not is_pack(folder):
+            if not Pack.is_at(folder):
                 raise
     return _open(folder)
 
@@ -112,9 +112,9 @@ def _redirect(path: Path, key: str) -> None:
 
 def _remove_damaged(key: str) -> None:
     folder = cache_folder() / key
-    if is_pack(folder):
+    if Pack.is_at(folder):
         with suppress(OSError, BusyError), locked(folder):
-            if is_pack(folder) and load(key) is None:  # still, as another process may have made it anew
+            if Pack.is_at(folder) and load(key) is None:  # still, as another process may have made it anew
                 remove_tree(folder)
 
 
@@ -152,7 +152,7 @@ def remove_stale_entries(folder: Path) -> None:
 
 def _is_abandoned(path: Path) -> bool:
     if re.fullmatch(r"[0-9a-f]{32}", path.name):
-        known = FILES if is_unfinished_pack(path) else frozenset[str]()
+        known = FILES if Pack.is_unfinished_at(path) else frozenset[str]()
     else:
         known = _LATENT_FILES if re.fullmatch(r"latents-[0-9a-f]{32}\.partial", path.name) else frozenset[str]()
     files = [file for file in path.iterdir() if file.name != LOCK] if known else []

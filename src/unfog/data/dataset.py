@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -67,6 +68,11 @@ class ImageSet:
 
     def __len__(self) -> int:
         return len(self.pixels)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pixels, or latents."""
+        return math.prod(self.pixels.shape) * getattr(self.pixels, "dtype", np.dtype(np.uint8)).itemsize
 
     @cached_property
     def fingerprint(self) -> str:

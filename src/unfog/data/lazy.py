@@ -17,7 +17,7 @@ from unfog.data.data_report import SkippedFile
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.decode_pool import PixelFormat, decode_with_retries, thread_count
 from unfog.data.permutation import epoch_keys, permute
-from unfog.data.scan import COLOURS_SAMPLED, Scan, held_out_indices
+from unfog.data.scan import COLOURS_SAMPLED, Scan
 from unfog.data.settings import UNREAD
 from unfog.data.sources.base import FailedShardError, ImageError, LazyNames, ShardFailures, Source
 from unfog.errors import RunError
@@ -179,7 +179,7 @@ def lazy_dataset(scan: Scan) -> Dataset:
         # RGB, unless all images were looked at: one in colour could not be handled once training has begun.
         scan = scan.as_rgb()
     source, settings, n = scan.source, scan.resolved_settings, len(scan.source.names)
-    held = held_out_indices(source, settings.held_out)
+    held = scan.held_out_indices()
     state = repr((scan.stamp, settings.size, settings.channels, settings.background, scan.classes))
 
     def subset(inside: bool) -> ImageSet:

@@ -17,7 +17,7 @@ from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.decode import parse_colour
 from unfog.data.decode_pool import ColourFoundError, DecodeStatistics, Progress, decode_all
 from unfog.data.lazy import lazy_dataset, remote_shards_of
-from unfog.data.scan import DecodeResult, Scan, split_held_out
+from unfog.data.scan import DecodeResult, Scan
 from unfog.data.settings import UNREAD, Data
 from unfog.data.sources.base import Source
 from unfog.data.sources.labels import labels_setting
@@ -77,7 +77,7 @@ def scan_source(source: Source, settings: Data) -> tuple[Scan, str]:
 
 
 def _decode_into_memory(scan: Scan, progress: Progress | None) -> Dataset:
-    order, in_train = split_held_out(scan.source, scan.settings.held_out)
+    order, in_train = scan.split_held_out()
     statistics, done, rows = DecodeStatistics.empty(len(order)), 0, 0
     pixels = np.empty((len(order), scan.channels, scan.size, scan.size), np.uint8)
     try:

@@ -117,6 +117,37 @@ class Scan:
                 "the command when nothing writes to them"
             )
 
+    def split_held_out(self) -> tuple[NDArray[np.int64], int]:
+        """Return (indices of the training images, then of those held out; number of training images).
+
+        An image is held out if the hash of its name, as a number in [0, 1), is below the fraction in the settings, so
+        adding images leaves the others where they are. At most 1,000 are held out, those with the lowest hashes.
+        """
+        source, fraction = self.source, self.settings.held_out
+        n = len(source.names)
+        if fraction == 0 or (source.held_out is None and n < MIN_TO_HOLD_OUT):
+            return np.arange(n), n
+        if (train := source.train_count(fraction)) is not None:
+            return np.arange(n), train
+        if source.held_out is not None:
+            held = np.fromiter((name in source.held_out for name in source.names), np.bool_, n)
+        else:
+            # Partition finds the limit without sorting a hundred thousand numbers.
+            hashes = np.fromiter((_unit_hash(name) for name in _names_to_hash(source.names)), np.float64, n)
+            limit = np.partition(hashes, _MAX_HELD_OUT)[_MAX_HELD_OUT] if n > _MAX_HELD_OUT else 1.0
+            held = hashes < min(fraction, limit)
+        return np.concatenate([np.flatnonzero(~held), np.flatnonzero(held)]), n - int(held.sum())
+
+    def held_out_indices(self) -> NDArray[np.int64]:
+        """Return the sorted indices of the images held out where images are decoded as they are read."""
+        source, fraction = self.source, self.settings.held_out
+        n = len(source.names)
+        if source.held_out is None and n > _EVEN_SPLIT_FROM:
+            count = min(_MAX_HELD_OUT, int(n * fraction))
+            return np.arange(count) * n // max(1, count)
+        order, in_train = self.split_held_out()
+        return np.sort(order[in_train:])
+
     def report(self, classes: Sequence[str], labels: NDArray[np.int64] | None, **outcome: Any) -> DataReport:
         """Return the report on images with these labels. `outcome` holds the fields that the scan does not know."""
         counts = np.bincount([] if labels is None else labels, minlength=len(classes))
@@ -129,37 +160,6 @@ class Scan:
             ignored=dict(self.source.ignored),
             **outcome,
         )
-
-
-def split_held_out(source: Source, fraction: float) -> tuple[NDArray[np.int64], int]:
-    """Return (indices of the training images, then of those held out; number of training images).
-
-    An image is held out if the hash of its name, as a number in [0, 1), is below `fraction`, so that adding images
-    leaves the others where they are. At most 1,000 are, those with the lowest hashes.
-    """
-    n = len(source.names)
-    if fraction == 0 or (source.held_out is None and n < MIN_TO_HOLD_OUT):
-        return np.arange(n), n
-    if (train := source.train_count(fraction)) is not None:
-        return np.arange(n), train
-    if source.held_out is not None:
-        held = np.fromiter((name in source.held_out for name in source.names), np.bool_, n)
-    else:
-        # Partition finds the limit without sorting a hundred thousand numbers.
-        hashes = np.fromiter((_unit_hash(name) for name in _names_to_hash(source.names)), np.float64, n)
-        limit = np.partition(hashes, _MAX_HELD_OUT)[_MAX_HELD_OUT] if n > _MAX_HELD_OUT else 1.0
-        held = hashes < min(fraction, limit)
-    return np.concatenate([np.flatnonzero(~held), np.flatnonzero(held)]), n - int(held.sum())
-
-
-def held_out_indices(source: Source, fraction: float) -> NDArray[np.int64]:
-    """Return the sorted indices of the images held out where images are decoded as they are read."""
-    n = len(source.names)
-    if source.held_out is None and n > _EVEN_SPLIT_FROM:
-        count = min(_MAX_HELD_OUT, int(n * fraction))
-        return np.arange(count) * n // max(1, count)
-    order, in_train = split_held_out(source, fraction)
-    return np.sort(order[in_train:])
 
 
 def _names_to_hash(names: Sequence[str]) -> Sequence[str]:

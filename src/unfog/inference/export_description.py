@@ -23,7 +23,6 @@ from unfog.diffusion.target import X0, Eps, V
 from unfog.errors import RequestError
 from unfog.inference.loaded_run import LoadedRun
 from unfog.models.settings import UNet
-from unfog.pipeline.build import input_shape
 from unfog.pipeline.generate import without_pixel_clipping
 
 _VERSION = 1
@@ -37,7 +36,7 @@ def describe_model(run: LoadedRun, sampler: Sampler) -> dict[str, Any]:
     """Return the description of a run's network and of its sampler, as plain values for JSON."""
     config, network = run.config, run.config.network
     assert network is not None  # a run's is settled
-    channels, side, _ = input_shape(config)
+    channels, side, _ = config.input_shape
     sampler, classes = without_pixel_clipping(sampler, config), list(config.classes)
     described: dict[str, Any] = {
         "format": "unfog-model",

@@ -28,8 +28,7 @@ from unfog.inference.export_description import (
 from unfog.inference.loaded_run import LoadedRun
 from unfog.models.autoencoder_settings import OURS, AutoencoderFolder
 from unfog.models.settings import UNet
-from unfog.pipeline.build import input_shape
-from unfog.pipeline.generate import conditional_denoiser, default_generation, without_pixel_clipping
+from unfog.pipeline.generate import GenerationSettings, conditional_denoiser, without_pixel_clipping
 from unfog.pipeline.latents import latent_decoder, open_run_autoencoder
 from unfog.safe_files import copy_into, new_file, write_atomic
 
@@ -108,7 +107,7 @@ def _write_network(run: LoadedRun, network: nn.Module, folder: Path) -> list[str
     """Write the network, and return its module and class."""
     config, settings = run.config, run.config.network
     assert settings is not None  # a run's is settled
-    (channels, side, _), classes = input_shape(config), len(config.classes)
+    (channels, side, _), classes = config.input_shape, len(config.classes)
     out = channels * (1 + config.diffusion.learned_variance)
     weights = plain_weights(network)
     if isinstance(settings, UNet):
@@ -173,7 +172,7 @@ def _json(value: dict[str, Any]) -> bytes:
 def _difference(run: LoadedRun, network: nn.Module, sampler: Sampler, folder: Path, stock: bool) -> float:
     """Return the largest difference, in [-1, 1], of samples from the same noise by the run and by its pipeline."""
     pipeline = _load(folder, stock)
-    generators = NoiseSource(0, range(_IMAGES), input_shape(run.config)).generators
+    generators = NoiseSource(0, range(_IMAGES), run.config.input_shape).generators
     arguments = {"generator": generators, "num_inference_steps": sampler.steps, "output_type": "np"}
     # Samples and not outputs are compared: a wrong scheduler around a right network would go unnoticed.
     drawn = torch.from_numpy(pipeline(batch_size=_IMAGES, **arguments).images).permute(0, 3, 1, 2)
@@ -205,8 +204,8 @@ def _load(folder: Path, stock: bool) -> Any:
 
 def draw_samples(config: Config, network: nn.Module, sampler: Sampler, count: int) -> Tensor:
     """Return the first samples of seed 0 on the CPU, about [-1, 1], as a run draws them before they become uint8."""
-    settings, cpu = replace(default_generation(config, count, count), sampler=sampler), torch.device("cpu")
-    noise = NoiseSource(settings.seed, range(count), input_shape(config))
+    settings, cpu = replace(GenerationSettings.default(config, count, count), sampler=sampler), torch.device("cpu")
+    noise = NoiseSource(settings.seed, range(count), config.input_shape)
     label = settings.label(range(count), cpu)
     denoise = conditional_denoiser(Denoiser(network, config.diffusion), config, settings, label)
     x0 = without_pixel_clipping(sampler, config)(denoise, config.diffusion.path, config.diffusion.schedule, noise.draw)

@@ -13,7 +13,7 @@ import numpy as np
 from torch import nn
 
 from unfog.config.aliases import SAMPLING, usual_arguments
-from unfog.config.export_request import ExportSettings
+from unfog.config.folder_requests import ExportSettings
 from unfog.config.run_requests import EvaluationRequest, SamplingRequest
 from unfog.config.schema import Config
 from unfog.config.toml import update
@@ -162,7 +162,7 @@ class Run(LoadedRun):
 
         Args:
             out: the folder, new or empty; it is written as a whole or not at all.
-            settings: format, sampler, steps: see `config.export_request.ExportSettings`.
+            settings: format, sampler, steps: see `config.folder_requests.ExportSettings`.
 
         Raises:
             RequestError: the folder is not empty, or the format cannot hold this run.

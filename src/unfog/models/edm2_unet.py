@@ -213,7 +213,7 @@ class MPUNetModel(ConditionalNetwork):
         # Launches cost more than copies on a GPU; on a CPU the copies take five times as long as they save.
         weights = [layer.weight for layer in layers]
         if all(weight.device.type == "cuda" and not hasattr(weight, "to_local") for weight in weights):  # not sharded
-            project_by_row_length(weights)
+            _project_by_row_length(weights)
         else:
             for layer in layers:
                 layer.project()
@@ -237,7 +237,7 @@ class _UpLevel(nn.Module):
 
 
 @torch.no_grad()
-def project_by_row_length(weights: list[nn.Parameter]) -> None:
+def _project_by_row_length(weights: list[nn.Parameter]) -> None:
     """Normalise the rows of weights to unit root mean square, all rows of one length together.
 
     To the bit as one by one. Six operations for each length, and five for each weight if one by one: 90 in place of

@@ -53,6 +53,53 @@ class NetworkSettings:
         return float("inf"), float("inf")
 
 
+class LevelSettings(NetworkSettings):
+    """Base of the settings of U-Nets. Level i works at 1/2^i of the image's height and width."""
+
+    prefers_channels_last: ClassVar[bool] = True
+    lowest_side: ClassVar[int] = 1
+    """Least height and width at the lowest level."""
+    remedy: ClassVar[str] = ""
+    """End of the message for a size that does not fit."""
+    attention: tuple[bool, ...]
+    """An entry for each level."""
+
+    def check(self, size: int | tuple[int, int]) -> None:
+        levels = len(self.attention)
+        # An odd side at any level would not come back at its size after it was halved and doubled.
+        factor, least = 2 ** (levels - 1), self.lowest_side
+        for side in (size, size) if isinstance(size, int) else size:
+            if side < least * factor or side % factor:
+                nearest = max(least, round(side / factor)) * factor
+                raise RequestError(
+                    f"size = {side} must be a multiple of {factor} and at least {least * factor} for a network of "
+                    f"{levels} levels; try size = {nearest}{self.remedy}"
+                )
+
+    def layout(self, height: int, width: int) -> str:
+        levels = len(self.attention)
+        return f"in {levels} levels for {width}x{height} pixels, the lowest at {height // 2 ** (levels - 1)}"
+
+
+class PatchSettings(NetworkSettings):
+    """Base of the settings of transformers, which work on square patches of the image."""
+
+    patch: int
+    depth: int
+
+    def check(self, size: int | tuple[int, int]) -> None:
+        for side in (size, size) if isinstance(size, int) else size:
+            if side < self.patch or side % self.patch:
+                nearest = max(1, round(side / self.patch)) * self.patch
+                raise RequestError(
+                    f"size = {side} must be a multiple of patch = {self.patch}; try size = {nearest}, or another patch"
+                )
+
+    def layout(self, height: int, width: int) -> str:
+        tokens = f"{width // self.patch}x{height // self.patch} patches of {self.patch}x{self.patch}"
+        return f"in {self.depth} blocks over {tokens} pixels"
+
+
 @dataclass(frozen=True)
 class CustomNetwork(CustomPart, NetworkSettings):
     """A network from your own module by its dotted path. Naming one runs its code: it is imported to build it.

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, NamedTuple
 from unfog.errors import RequestError
 from unfog.models.elsewhere.settings import Elsewhere
 from unfog.models.given_network import GivenNetwork
-from unfog.models.network_settings import CustomNetwork, NetworkSettings
+from unfog.models.network_settings import CustomNetwork, LevelSettings, PatchSettings
 from unfog.settings import check_bounds, setting
 
 
@@ -26,13 +26,13 @@ class _LevelBound(NamedTuple):
     """Numbers of all attention maps of the level, if it has attention."""
 
 
-class _LevelSettings(NetworkSettings):
-    """Base of the settings of both U-Nets. Level i works at 1/2^i of the image's height and width."""
+class _OwnLevels(LevelSettings):
+    """Base of the settings of both of our U-Nets."""
 
-    prefers_channels_last: ClassVar[bool] = True
+    lowest_side: ClassVar[int] = 2  # a single pixel could not be normalised when one image is sampled
+    remedy: ClassVar[str] = ", or fewer levels"
     channels: tuple[int, ...]
     blocks: int
-    attention: tuple[bool, ...]
     head_channels: int
 
     def attending(self) -> tuple[int, ...]:
@@ -65,23 +65,6 @@ class _LevelSettings(NetworkSettings):
     def _check_groups(self) -> None:
         """Raise `RequestError` if the channels do not fit a normalisation; the default has none."""
 
-    def check(self, size: int | tuple[int, int]) -> None:
-        levels = len(self.channels)
-        # An odd side at any level would not come back at its size after it was halved and doubled.
-        factor = 2 ** (levels - 1)
-        for side in (size, size) if isinstance(size, int) else size:
-            # A single pixel at the lowest level could not be normalised when one image is sampled.
-            if side < 2 * factor or side % factor:
-                nearest = max(2, round(side / factor)) * factor
-                raise RequestError(
-                    f"size = {side} must be a multiple of {factor} and at least {2 * factor} for a network "
-                    f"of {levels} levels; try size = {nearest}, or fewer levels"
-                )
-
-    def layout(self, height: int, width: int) -> str:
-        levels = len(self.channels)
-        return f"in {levels} levels for {width}x{height} pixels, the lowest at {height // 2 ** (levels - 1)}"
-
     def _level_bounds(self, side: int) -> Iterator[_LevelBound]:
         count = 2 * self.blocks + 4  # down, up, the middle ones and resampling
         for number, own in enumerate(self.channels):
@@ -96,7 +79,7 @@ def _common_divisor(values: tuple[int, ...], limit: int = 32) -> int:
 
 
 @dataclass(frozen=True)
-class UNet(_LevelSettings):
+class UNet(_OwnLevels):
     """A U-Net of residual blocks (DDPM, appendix B), equal key by key to what diffusers calls UNet2DModel."""
 
     kind: ClassVar[str] = "unet"
@@ -153,7 +136,7 @@ class UNet(_LevelSettings):
 
 
 @dataclass(frozen=True)
-class MPUNet(_LevelSettings):
+class MPUNet(_OwnLevels):
     """A U-Net that keeps every activation and weight at unit magnitude (Karras et al. 2024, EDM2, config G)."""
 
     kind: ClassVar[str] = "mpunet"
@@ -188,7 +171,7 @@ class MPUNet(_LevelSettings):
 
 
 @dataclass(frozen=True)
-class DiT(NetworkSettings):
+class DiT(PatchSettings):
     """A transformer over patches (Peebles & Xie 2023): RMSNorm, SwiGLU, 2-D rotary positions, normalised queries."""
 
     kind: ClassVar[str] = "dit"
@@ -216,18 +199,6 @@ class DiT(NetworkSettings):
                 f"head_channels = {self.head_channels} must be a multiple of 4 that divides width = "
                 f"{self.width}, because rows and columns each use pairs of channels; 32 or 64 is usual"
             )
-
-    def check(self, size: int | tuple[int, int]) -> None:
-        for side in (size, size) if isinstance(size, int) else size:
-            if side < self.patch or side % self.patch:
-                nearest = max(1, round(side / self.patch)) * self.patch
-                raise RequestError(
-                    f"size = {side} must be a multiple of patch = {self.patch}; try size = {nearest}, or another patch"
-                )
-
-    def layout(self, height: int, width: int) -> str:
-        tokens = f"{width // self.patch}x{height // self.patch} patches of {self.patch}x{self.patch}"
-        return f"in {self.depth} blocks over {tokens} pixels"
 
     def size_bound(self, channels: int, side: int, conditions: int) -> tuple[float, float]:
         width, tokens, heads = self.width, (side / self.patch) ** 2, self.width / self.head_channels

@@ -17,9 +17,8 @@ from unfog.config.schema import Config
 from unfog.config.validate import check_network_size
 from unfog.data.augmentation import CONDITIONS, Augment, to_model_range
 from unfog.data.dataset import Dataset
-from unfog.data.device_stream import DeviceStream, open_device_stream
 from unfog.data.latent_cache import Normalise
-from unfog.data.stream import ImageStream
+from unfog.data.stream import DeviceStream, ImageStream
 from unfog.diffusion.levels import Levels
 from unfog.diffusion.objective import Objective
 from unfog.errors import RequestError, RunError
@@ -78,14 +77,6 @@ def _only_stored_shapes() -> Iterator[None]:
         hook.remove()
 
 
-def input_shape(config: Config) -> tuple[int, int, int]:
-    """Return (C, H, W) of the network's input: pixels, or latents."""
-    if not config.uses_latents:
-        return config.data.channels, config.data.size, config.data.size
-    side = config.data.size // config.latents.factor
-    return config.latents.channels, side, side
-
-
 def build_augmentation(config: Config) -> Augmentation:
     """Return the transform of training: augmentation of pixels, or normalisation of stored latents."""
     return latent_normalisation(config) if config.uses_latents else Augment.from_settings(config.data)
@@ -108,8 +99,8 @@ def without_augmentation(config: Config) -> Callable[[Tensor], Tensor]:
 def zero_batch(config: Config, images: int) -> Tensor:
     """Return zeros in the format of the stream: uint8 [B, C, H, W], or stored latents [B, K, C, H, W]."""
     if config.uses_latents:
-        return torch.zeros((images, 1 + config.data.flip, *input_shape(config)), dtype=torch.float16)
-    return torch.zeros((images, *input_shape(config)), dtype=torch.uint8)
+        return torch.zeros((images, 1 + config.data.flip, *config.input_shape), dtype=torch.float16)
+    return torch.zeros((images, *config.input_shape), dtype=torch.uint8)
 
 
 def blank_labels(config: Config, images: int) -> Tensor | None:
@@ -152,7 +143,7 @@ def build_network(config: Config) -> ConditionalNetwork | AutoencoderModel:
             return AutoencoderModel(config.autoencoder, config.data.channels)
     if config.network is None:
         raise RequestError("network = auto has to be resolved before a network can be built")
-    channels, side, _ = input_shape(config)
+    channels, side, _ = config.input_shape
     check_network_size(config.network, side, config.latents.factor if config.uses_latents else 1)
     with torch.random.fork_rng(devices=[]):  # leaves the caller's random state as it is
         torch.manual_seed(config.training.seed)
@@ -236,4 +227,4 @@ def build_held_out_set(dataset: Dataset, config: Config, device: torch.device, w
 
 def open_task_stream(stream: ImageStream, device: torch.device) -> ImageStream | DeviceStream:
     """Return the stream that the loop reads: on a GPU that it is small beside, one whose images are kept there."""
-    return open_device_stream(stream, device, total_memory(device) // processes_per_gpu())
+    return DeviceStream.open(stream, device, total_memory(device) // processes_per_gpu())

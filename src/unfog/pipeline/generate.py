@@ -20,7 +20,6 @@ from unfog.diffusion.editing import Edit
 from unfog.diffusion.sampler import Denoise, NoiseSource, Observe, Sampler
 from unfog.diffusion.steps import Watch
 from unfog.errors import RequestError
-from unfog.pipeline.build import input_shape
 from unfog.pipeline.latents import encode_edit, latent_decoder
 from unfog.reporting.image_grids import GAP, Pixels, grid, printable_name, with_column_captions
 from unfog.training.precision import DTYPES, default_memory_format
@@ -51,6 +50,13 @@ class GenerationSettings:
             if getattr(self, name) < 1:
                 raise RequestError(f"{name} of samples = {getattr(self, name)} must be at least 1")
 
+    @classmethod
+    def default(cls, config: Config, count: int, batch: int) -> GenerationSettings:
+        """Return the settings of a run's previews: its sampler and guidance, seed 0, all classes in turn."""
+        labels = tuple(range(len(config.classes)))
+        guidance, interval = config.usual_guidance, config.guidance_interval
+        return cls(count, config.sampler, labels, guidance=guidance, interval=interval, batch=batch)
+
     def noise(self, indices: Sequence[int], shape: tuple[int, int, int], device: torch.device) -> Callable[[], Tensor]:
         """Return what draws the noise of these samples, float32 [B, C, H, W], anew at each call."""
         if self.to_seed is None:
@@ -65,13 +71,6 @@ class GenerationSettings:
         if not self.labels:
             return None
         return torch.tensor([self.labels[i % len(self.labels)] for i in indices], device=device)
-
-
-def default_generation(config: Config, count: int, batch: int) -> GenerationSettings:
-    """Return the settings of a run's previews: its sampler and guidance, seed 0, all classes in turn."""
-    labels = tuple(range(len(config.classes)))
-    guidance, interval = config.usual_guidance, config.guidance_interval
-    return GenerationSettings(count, config.sampler, labels, guidance=guidance, interval=interval, batch=batch)
 
 
 def generate_images(
@@ -114,7 +113,7 @@ def generate_batches(
     into. `guide` is a weaker denoiser for autoguidance; None guides away from the unconditional output.
     """
     device = next(network.parameters()).device
-    shape, decode = input_shape(config), latent_decoder(config, device)
+    shape, decode = config.input_shape, latent_decoder(config, device)
     sampler, encoded_edit = without_pixel_clipping(settings.sampler, config), encode_edit(edit, config, device)
     # Known pixels constrain the predicted image, not the learned variance.
     uses_variance = sampler.kind == "ddpm" and (edit is None or edit.unknown is None)

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from unfog.config.schema import Config
+from unfog.config.schema import Config, ImageFacts
 from unfog.config.toml import update
 from unfog.data.augmentation import to_model_range
 from unfog.data.dataset import Dataset, ImageSet
@@ -205,22 +205,22 @@ def apply_autoencoder_settings(config: Config) -> Config:
     return replace(config, latents=latents, data=replace(config.data, channels=described.image_channels))
 
 
-def add_latents(dataset: Dataset, config: Config, stop: StopSignals, few: bool = False) -> tuple[Dataset, Config]:
-    """Return the dataset with latents, of only some images if `few`, and the configuration with their statistics.
+def add_latents(
+    dataset: Dataset, config: Config, facts: ImageFacts, stop: StopSignals, few: bool = False
+) -> tuple[Dataset, ImageFacts]:
+    """Return the dataset with latents, of only some images if `few`, and the facts with their statistics.
 
-    `config` has the settings of the autoencoder applied, and the image size. Interrupted after a stop request.
+    `config` has the settings of the autoencoder and the facts applied. Interrupted after a stop request.
     """
-    if not config.uses_latents:
-        return dataset, config
     check_multiple(config.data.size, config.latents.factor)
     sets = [_few_images(part) if few else part for part in (dataset.train, dataset.held_out)]
     key, stored = _encode_or_load(config, sets, stop, few)
     train, held_out = stored.image_sets(sets, key)
     if not config.latents.mean:  # a resumed run keeps the statistics that it began with, to the bit
         mean, deviation = _statistics(stored.latents[: len(train)])
-        config = replace(config, latents=replace(config.latents, mean=mean, deviation=deviation))
-        _report_statistics(config, few)
-    return replace(dataset, latents=(train, held_out)), config
+        facts = replace(facts, latents=replace(config.latents, mean=mean, deviation=deviation))
+        _report_statistics(config.adopt(facts), few)
+    return replace(dataset, latents=(train, held_out)), facts
 
 
 def _encode_or_load(config: Config, sets: list[ImageSet], stop: StopSignals, few: bool) -> tuple[str, LatentArrays]:

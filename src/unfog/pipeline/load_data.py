@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from unfog.config.schema import Config
+from unfog.config.schema import Config, ImageFacts
 from unfog.config.toml import to_toml
 from unfog.data.dataset import Dataset
 from unfog.data.prepare import prepare
@@ -46,11 +46,11 @@ def _report_splits(names: Sequence[str]) -> None:
 
 def load_images(
     config: Config, stop: StopSignals, few: bool = False, lost: Mapping[str, str] | None = None
-) -> tuple[Dataset, Config]:
+) -> tuple[Dataset, ImageFacts]:
     """Scan and decode the source with progress, and report every file in one line.
 
-    Returns the images, and the configuration with what they determine: size, channels, classes, fingerprint.
-    Interrupted after a stop request.
+    Returns the images, and the settings that they determine: size, channels, classes, fingerprint. Interrupted after a
+    stop request.
 
     Args:
         few: only a few images are needed, so a large set that is not in the cache is decoded on demand.
@@ -59,15 +59,11 @@ def load_images(
     config = apply_autoencoder_settings(config)
     source, dataset = _read_source(config, stop, few, lost)
     _report(config, source, dataset, few)
-    config = replace(
-        config,
-        source=source.resolved,  # so that a resume finds it from anywhere
-        data=replace(dataset.settings, cache=config.data.cache) if few else dataset.settings,
-        classes=tuple(printable(name) for name in dataset.train.classes),
-        fingerprint=dataset.train.fingerprint,
-    )
-    to_toml(config)  # what cannot be stored raises here, before anything is trained
-    return add_latents(dataset, config, stop, few)
+    data = replace(dataset.settings, cache=config.data.cache) if few else dataset.settings
+    classes = tuple(printable(name) for name in dataset.train.classes)
+    facts = ImageFacts(source.resolved, data, classes, dataset.train.fingerprint, config.latents)
+    to_toml(facts)  # what cannot be stored raises here, before anything is trained
+    return add_latents(dataset, config.adopt(facts), facts, stop, few) if config.uses_latents else (dataset, facts)
 
 
 def _read_source(

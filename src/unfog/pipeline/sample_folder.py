@@ -29,7 +29,7 @@ class SampleFolder:
     """Samples 0 to count - 1 as numbered PNGs: 000000-CLASS.png, 000001-CLASS.png, …
 
     Args:
-        path: the folder, of `unfinished_or_new`.
+        path: the folder, of `reserve`.
         digest: of all that the samples depend on.
         count: number of samples.
         classes: names that the samples cycle through; () without classes.
@@ -70,48 +70,49 @@ class SampleFolder:
         """Say that all is written: from now on the folder is like any other."""
         remove(self.path / UNFINISHED)
 
+    @staticmethod
+    def is_unfinished(path: Path) -> bool:
+        """Return True for a folder in which samples are being written, or were when their process was killed."""
+        with suppress(OSError):  # such as a name that is too long
+            return (path / UNFINISHED).is_file()
+        return False
+
+    @staticmethod
+    @contextmanager
+    def reserve(out: Path | None, usual: Path, digest: str) -> Iterator[Path]:
+        """Lock and yield the folder to write to: one that was begun with this digest, else a new one.
+
+        Args:
+            out: the folder of the request; None looks at `usual`, `usual`-2, … .
+            usual: where samples go without one.
+            digest: of all that the samples depend on.
+
+        Raises:
+            RequestError: `out` holds other unfinished samples, or another process is writing them.
+        """
+        if out is not None and SampleFolder.is_unfinished(out) and _digest_of(out) != digest:
+            raise RequestError(
+                f"{out} holds unfinished samples of other settings; give those settings again, another --out, or "
+                "remove it"
+            )
+        begun = [out] if out is not None else [p for p in _numbered(usual) if _digest_of(p) == digest]
+        with ExitStack() as stack:
+            folder = next((one for one in begun if _enter(one, stack)), None)
+            if folder is None and out is not None:
+                raise RequestError(f"another process is writing samples to {out}; wait for it, or give another --out")
+            if folder is None:
+                _enter(folder := new_folder(usual), stack)
+            if SampleFolder.is_unfinished(folder):
+                say(f"  going on in {folder}")
+            try:
+                yield folder
+            except KeyboardInterrupt:
+                if SampleFolder.is_unfinished(folder):
+                    say(f"the samples so far are in {folder}; the same command continues")
+                raise
+
     def _name(self, number: int) -> str:
         return self.classes[number % len(self.classes)] if self.classes else ""
-
-
-def is_unfinished(path: Path) -> bool:
-    """Return True for a folder in which samples are being written, or were when their process was killed."""
-    with suppress(OSError):  # such as a name that is too long
-        return (path / UNFINISHED).is_file()
-    return False
-
-
-@contextmanager
-def unfinished_or_new(out: Path | None, usual: Path, digest: str) -> Iterator[Path]:
-    """Lock and yield the folder to write to: one that was begun with this digest, else a new one.
-
-    Args:
-        out: the folder of the request; None looks at `usual`, `usual`-2, … .
-        usual: where samples go without one.
-        digest: of all that the samples depend on.
-
-    Raises:
-        RequestError: `out` holds other unfinished samples, or another process is writing them.
-    """
-    if out is not None and is_unfinished(out) and _digest_of(out) != digest:
-        raise RequestError(
-            f"{out} holds unfinished samples of other settings; give those settings again, another --out, or remove it"
-        )
-    begun = [out] if out is not None else [p for p in _numbered(usual) if _digest_of(p) == digest]
-    with ExitStack() as stack:
-        folder = next((one for one in begun if _enter(one, stack)), None)
-        if folder is None and out is not None:
-            raise RequestError(f"another process is writing samples to {out}; wait for it, or give another --out")
-        if folder is None:
-            _enter(folder := new_folder(usual), stack)
-        if is_unfinished(folder):
-            say(f"  going on in {folder}")
-        try:
-            yield folder
-        except KeyboardInterrupt:
-            if is_unfinished(folder):
-                say(f"the samples so far are in {folder}; the same command continues")
-            raise
 
 
 def _enter(folder: Path, stack: ExitStack) -> bool:

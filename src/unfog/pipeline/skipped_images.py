@@ -71,13 +71,6 @@ def _rows(dataset: Dataset, everything: bool) -> Iterator[dict[str, object]]:
         yield {"name": name, "status": "quarantined", "converted": [], "reason": reason}
 
 
-def failures_on_this_rank(images: ImageSet) -> set[tuple[str, ...]]:
-    """Return (name, reason) of images that this rank could not decode, and (name, reason, _SHARD) of failed shards."""
-    shards = remote_shards_of(images)
-    found: set[tuple[str, ...]] = {(one.name, one.reason) for one in getattr(images.pixels, "skipped", [])}
-    return found | ({(*item, _SHARD) for item in shards.failed.items()} if shards is not None else set())
-
-
 class FailureReporter:
     """Warns once of each image that cannot be decoded and each shard that fails during training."""
 
@@ -86,13 +79,20 @@ class FailureReporter:
         self._shards = remote_shards_of(dataset.train)
         self._reported: set[SkippedFile] = set()
 
+    @staticmethod
+    def on_this_rank(images: ImageSet) -> set[tuple[str, ...]]:
+        """Return (name, reason) of images that could not be decoded, and (name, reason, _SHARD) of failed shards."""
+        shards = remote_shards_of(images)
+        found: set[tuple[str, ...]] = {(one.name, one.reason) for one in getattr(images.pixels, "skipped", [])}
+        return found | ({(*item, _SHARD) for item in shards.failed.items()} if shards is not None else set())
+
     @property
     def shards(self) -> dict[str, str]:
         """Name -> reason of the failed shards."""
         return {} if self._shards is None else self._shards.failed
 
     def report(self, recorder: Recorder, step: int, elsewhere: Sequence[Sequence[str]] = ()) -> None:
-        """Warn of new failures and record them, including those of other ranks (`failures_on_this_rank`).
+        """Warn of new failures and record them, including those of other ranks (`on_this_rank`).
 
         RunError if more shards failed on all ranks together than `data.failed_shards` allows.
         """

@@ -14,7 +14,7 @@ from unfog.config.validate import parse_duration
 from unfog.data.dataset import ImageSet
 from unfog.errors import RequestError
 from unfog.models.settings import SIZES, Architecture, UNet
-from unfog.pipeline.build import build_network, input_shape
+from unfog.pipeline.build import build_network
 from unfog.planning.flops import Device, NetworkCost, TimeRange
 from unfog.planning.intervals import Changes, Choice, choose_intervals, open_intervals
 from unfog.planning.microbatch import Machine, MicrobatchChoice
@@ -88,7 +88,7 @@ class AutoSettings:
         """
         if self.config.trains_autoencoder:
             return
-        size = input_shape(self.config)[1]
+        size = self.config.input_shape[1]
         if self.config.network is not None:
             self.config.network.check(size)
             return
@@ -245,7 +245,7 @@ class AutoSettings:
     @cached_property
     def network_cost(self) -> NetworkCost:
         """Floating-point operations of the network, once it is resolved."""
-        return NetworkCost.of(lambda: build_network(self.config), input_shape(self.config))
+        return NetworkCost.of(lambda: build_network(self.config), self.config.input_shape)
 
     @cached_property
     def measured_step(self) -> StepTime:

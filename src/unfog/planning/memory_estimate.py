@@ -19,7 +19,6 @@ from unfog.pipeline.build import (
     build_augmentation,
     build_loss,
     build_network,
-    input_shape,
     zero_batch,
 )
 from unfog.planning.memory_trace import HOLES, HOLES_RECOMPUTING, ONEDNN_HALF, Peak, Recorder, Trace, fake_process_group
@@ -183,7 +182,7 @@ def _traceable(config: Config) -> Config:
 def _trace_key(config: Config, device: str) -> Config:
     """Return the configuration without the settings that do not change the trace of a step on a type of device."""
     used = config.training
-    # On CUDA alone the format decides what normalisation keeps (`unfog.models.group_norm`).
+    # On CUDA alone the format decides what normalisation keeps (`unfog.models.layers`).
     memory_format = used.memory_format if device == "cuda" else Training().memory_format
     training = Training(precision=used.precision, clip=used.clip, shard=used.shard, memory_format=memory_format)
     optimizer, usual = replace(config.optimizer, lr=1.0, warmup=1), Config()
@@ -284,7 +283,7 @@ def _allocate_moments(recorder: Recorder, state: TrainState) -> None:
 
 def _trace_call(config: Config, device: str, images: int) -> Trace:
     """Trace a forward pass of sampling: in fp32 without gradients."""
-    shape = (images, *input_shape(config))
+    shape = (images, *config.input_shape)
 
     def work(recorder: Recorder) -> None:
         recorder.kind = "parameters"

@@ -12,7 +12,6 @@ import torch
 from unfog.config.schema import Config
 from unfog.data.augmentation import CONDITIONS
 from unfog.errors import RequestError
-from unfog.pipeline.build import input_shape
 from unfog.planning.flops import Device
 from unfog.planning.memory_estimate import MemoryEstimator
 from unfog.planning.memory_trace import CUDA_CONTEXT, CUDNN_WORKSPACE, ONEDNN_HALF
@@ -164,7 +163,7 @@ def _memory_upper_bound(config: Config, at_once: int) -> float:
     """
     if config.network is None:
         return float("inf")
-    channels, side, _ = input_shape(config)
+    channels, side, _ = config.input_shape
     weights, activations = config.network.size_bound(channels, side, len(config.classes) + 1 + CONDITIONS)
     # 17 = weights, gradients, two averages, two moments and what the optimiser allocates for a moment, with gaps
     # between them; a checkpoint's snapshot of all that; and the gradient buckets of several processes.

@@ -29,7 +29,6 @@ from unfog.pipeline.build import (
     build_loss,
     build_network,
     build_state,
-    input_shape,
     open_task_stream,
     zero_batch,
 )
@@ -181,7 +180,7 @@ def seconds_per_call(config: Config, device: torch.device) -> float:
     """Return the median wall time of a forward pass of one micro-batch in fp32."""
     network = build_network(config).to(device).eval()
     denoise, count = Denoiser(network, config.diffusion), microbatch_size(config.training)
-    x, logsnr = torch.zeros(count, *input_shape(config), device=device), torch.zeros(count, device=device)
+    x, logsnr = torch.zeros(count, *config.input_shape, device=device), torch.zeros(count, device=device)
     label = blank_labels(config, count)
     label = None if label is None else label.to(device)
     spent = []

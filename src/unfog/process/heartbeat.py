@@ -170,6 +170,11 @@ class Heartbeat:
                 file.write(data)
                 file.truncate()
 
+    @staticmethod
+    def request(folder: Path, name: Request) -> None:
+        """Request something of a running run. OSError if it cannot be written, or something else has that name."""
+        write_atomic(folder / name, b"", durable=False)
+
     @classmethod
     def read(cls, folder: Path) -> dict[str, Any] | None:
         """Return the heartbeat of a run; None if there is no readable one.
@@ -188,11 +193,6 @@ class Heartbeat:
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
             return None
         return {**beat, "age": max(0.0, age), "alive": alive}
-
-
-def write_request(folder: Path, name: Request) -> None:
-    """Request something of a running run. OSError if it cannot be written, or something else has that name."""
-    write_atomic(folder / name, b"", durable=False)
 
 
 def _is_gone(pid: int) -> bool:

@@ -7,9 +7,10 @@ import re
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import chain, count
 from pathlib import Path
+from typing import Any
 
 from unfog.cache_folder import note_run
 from unfog.config.schema import Config
@@ -112,6 +113,11 @@ class RunFolder:
         write_atomic(self.config_file, text.encode(), private=config != config.without_secrets())
         note_run(config.source, self.path)
 
+    def shown_settings(self, config: Config) -> tuple[str, dict[str, Any]]:
+        """Return the settings without secrets, as checkpoints (TOML) and trackers (a nested dict) have them."""
+        shown = config.without_secrets()
+        return to_toml(shown), asdict(shown)
+
     def read_config(self) -> Config:
         """Return the stored configuration. RequestError if this is no run, or its configuration is damaged."""
         self.check_is_run()
@@ -162,6 +168,33 @@ class RunFolder:
         """Note the launch by torchrun in the run, so that a later attempt finds it."""
         if (name := _launch_id()) is not None:
             write_atomic(self.path / _LAUNCH_FILE, f"{name}\n{_agent()}\n".encode())
+
+    @classmethod
+    def find_earlier_attempt(cls, source: str, out: Path | None) -> RunFolder | None:
+        """Return the run that an earlier attempt of this launch has created; None if there is none.
+
+        It is looked for at `out`, or among those named after the source. Leftovers of an attempt that was killed before
+        its run began are removed.
+        """
+        # torchrun counts restarts after failures, but not when a node joins; then the same agent marks a later attempt.
+        name, failed = _launch_id(), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        if name is None:
+            return None
+        beside = next_folder(source).parent
+        places = [out] if out is not None else list(beside.iterdir()) if beside.is_dir() else []
+        for one in [cls(place) for place in places if (place / _LAUNCH_FILE).is_file()]:
+            noted = read_file(one.path / _LAUNCH_FILE).decode("utf-8", "replace").splitlines()
+            if noted[:1] != [name]:
+                continue
+            begun, mine = one.config_file.is_file(), failed or noted[1:] == [_agent()]
+            if begun and mine:
+                return one
+            remove(one.path / _LAUNCH_FILE)  # it is of an earlier launch with the same id
+            if mine:
+                remove_tree(one.path / AUTOENCODER_FOLDER)
+                remove(one.path / LOCK)
+                _remove_empty_folders([one.path])
+        return None
 
     @property
     def claims_to_be_one(self) -> bool:
@@ -228,30 +261,3 @@ def _launch_id() -> str | None:
 def _agent() -> str:
     """Return the torchrun agent of this machine: the parent process of its workers, also after a restart."""
     return f"{socket.gethostname()}:{os.getppid()}"
-
-
-def find_earlier_attempt(source: str, out: Path | None) -> RunFolder | None:
-    """Return the run that an earlier attempt of this launch has created; None if there is none.
-
-    It is looked for at `out`, or among those named after the source. Leftovers of an attempt that was killed before its
-    run began are removed.
-    """
-    # torchrun counts restarts after failures, but not when a node joins; then the same agent marks a later attempt.
-    name, failed = _launch_id(), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    if name is None:
-        return None
-    beside = next_folder(source).parent
-    places = [out] if out is not None else list(beside.iterdir()) if beside.is_dir() else []
-    for one in [RunFolder(place) for place in places if (place / _LAUNCH_FILE).is_file()]:
-        noted = read_file(one.path / _LAUNCH_FILE).decode("utf-8", "replace").splitlines()
-        if noted[:1] != [name]:
-            continue
-        begun, mine = one.config_file.is_file(), failed or noted[1:] == [_agent()]
-        if begun and mine:
-            return one
-        remove(one.path / _LAUNCH_FILE)  # it is of an earlier launch with the same id
-        if mine:
-            remove_tree(one.path / AUTOENCODER_FOLDER)
-            remove(one.path / LOCK)
-            _remove_empty_folders([one.path])
-    return None

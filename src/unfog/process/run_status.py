@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from unfog.cache_folder import disk_usage
 from unfog.process.heartbeat import Heartbeat
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.progress import format_duration
@@ -127,7 +128,7 @@ class RunStatus:
             "metric": self.metric,
             "best": _or_null(self.best),
             "best_step": self.best_step,
-            "bytes": disk_bytes(self.path) if bytes_on_disk is None else bytes_on_disk,
+            "bytes": disk_usage(self.path) if bytes_on_disk is None else bytes_on_disk,
             "age_seconds": _or_null(self.age),
             "broken_checkpoints": [str(path) for path in broken_checkpoints(self.path)],
         }
@@ -168,18 +169,6 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
     with suppress(OSError):
         return not entry.name.startswith(".") and entry.is_dir()
     return False
-
-
-def disk_bytes(folder: Path) -> int:
-    """Return the disk space of a folder. Links are not followed."""
-    total = 0
-    for place, _, names in os.walk(folder):
-        for name in names:
-            with suppress(OSError):  # a running process may delete files meanwhile
-                found = os.lstat(os.path.join(place, name))
-                # Blocks rather than sizes: what the disk holds, as `du` counts it.
-                total += getattr(found, "st_blocks", -(-found.st_size // 512)) * 512
-    return total
 
 
 def _rows(read: Callable[[Path, int], list[Row]], path: Path, last: int) -> list[Row]:

@@ -33,7 +33,8 @@ from unfog.runs.ranks import RunContext
 from unfog.runs.replay import differing_tensors, replay_newest
 from unfog.runs.resume import find_resume_point
 from unfog.runs.session import Session
-from unfog.runs.weights.diffusers import export_difference
+from unfog.runs.train import open_session, train_session
+from unfog.runs.weights.objectives import export_difference
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.writer import free_bytes
 from unfog.training.settings import Evaluate
@@ -125,13 +126,13 @@ class _DryRun:
         # Signals and heartbeat of its own: at its end a session silences its signals for good.
         with StopSignals() as own, self.folder.locked(), (pulse := _Heartbeat(self.folder.path, own)):
             try:
-                session = Session(RunContext(self.folder, self.device, own, pulse), config, self.dataset)
+                session = open_session(RunContext(self.folder, self.device, own, pulse), config, self.dataset)
                 if saved is None:
                     _check_disk_space(self.folder.path, session)
                     self.folder.checkpoints.mkdir()
                     self.initial = [p.detach().clone() for p in session.state.model.parameters()]
                 self.folder.write_config(config)
-                session.run((), saved=saved)
+                train_session(session, (), saved=saved)
             except Exception:
                 # The session writes its report after the last heartbeat, so nothing else can have failed then.
                 ended = pulse.activity == "finished"

@@ -22,8 +22,8 @@ from unfog.evaluation.features import Features, compute_features, open_features
 from unfog.evaluation.metrics import MetricResult, compare_features
 from unfog.evaluation.pixel_metrics import compare_pixels
 from unfog.inference.compare_images import ImageRows
-from unfog.pipeline.build import build_network, input_shape, without_augmentation
-from unfog.pipeline.generate import default_generation, proportional_labels
+from unfog.pipeline.build import build_network, without_augmentation
+from unfog.pipeline.generate import GenerationSettings, proportional_labels
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.flops import measure_flops
 from unfog.planning.intervals import Choice
@@ -34,7 +34,7 @@ from unfog.reporting.recorder import Recorder
 from unfog.reporting.records import read_events, read_metrics
 from unfog.runs.previews import Previews
 from unfog.runs.ranks import RunContext
-from unfog.training.learning_rate import Plan
+from unfog.training.length import Plan
 from unfog.training.settings import Evaluate
 
 MIN_SAMPLES, _MAX_SAMPLES, _MAX_REFERENCE = 100, 5000, 10_000  # limits of what is chosen automatically
@@ -139,11 +139,11 @@ def _count_costs(config: Config, images: ImageSet, features: Features, device: t
     """Count the arithmetic of a few samples, of their features, and of training."""
     with Progress("counting the arithmetic of the metrics", None):
         network, few = build_network(config).to(device), min(config.training.batch, 64)
-        sample = cost_per_sample(network, config, default_generation(config, few, few), measure_flops)
+        sample = cost_per_sample(network, config, GenerationSettings.default(config, few, few), measure_flops)
         pixels = torch.from_numpy(np.ascontiguousarray(images.pixels[evenly_spaced(len(images), few)]))
         width = features(pixels).shape[1]
         extraction = measure_flops(lambda: features(pixels)) / len(pixels) + _PER_VALUE * pixels[0].numel()
-        x, zeros = torch.zeros(few, *input_shape(config), device=device), torch.zeros(few, device=device)
+        x, zeros = torch.zeros(few, *config.input_shape, device=device), torch.zeros(few, device=device)
         with torch.no_grad():
             forward = measure_flops(lambda: network(x, zeros)) / few
     # A backward pass costs two forward passes. In 16 bits both take about two thirds of the time.

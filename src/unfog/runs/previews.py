@@ -18,7 +18,7 @@ from unfog.data.dataset import Dataset
 from unfog.evaluation.held_out import HeldOut, LossAt, midpoints
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.pipeline.build import build_held_out_set, build_loss, build_loss_at, build_network
-from unfog.pipeline.generate import default_generation, generate_images, sample_grid, to_pixels
+from unfog.pipeline.generate import GenerationSettings, generate_images, sample_grid, to_pixels
 from unfog.pipeline.image_files import DenoisingStrip
 from unfog.pipeline.latents import autoencoder_batch, latent_decoder, save_autoencoder
 from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
@@ -56,6 +56,14 @@ class Previews:
         self.config, self.state, self.held_out, self._stop, self._world = config, state, held_out, stop, world
         self._batch = config.training.batch  # images at once; shrinks where memory does not suffice
 
+    @classmethod
+    def build(
+        cls, config: Config, dataset: Dataset, state: TrainState, stop: StopSignals, world: World = SINGLE_PROCESS
+    ) -> Previews:
+        """Return the previews of a run: those of its kind, with its held-out images."""
+        kind = _AutoencoderPreviews if config.trains_autoencoder else cls
+        return kind(config, state, build_held_out_set(dataset, config, state.precision.device), stop, world)
+
     def preview(self) -> Pixels:
         """Return a grid of samples from the same noise each time: those of `unfog sample` without flags."""
         labels = tuple(range(len(self.config.classes)))
@@ -76,7 +84,9 @@ class Previews:
         few = end - first
 
         def generate(batch: int) -> Pixels:
-            settings = replace(default_generation(self.config, few, batch), labels=tuple(job["labels"]), first=first)
+            settings = replace(
+                GenerationSettings.default(self.config, few, batch), labels=tuple(job["labels"]), first=first
+            )
             return generate_images(self.state.model, self.config, settings)
 
         return self.with_ema_weights(few, generate)
@@ -86,7 +96,7 @@ class Previews:
         decode = latent_decoder(self.config, self.state.precision.device)
         strip = DenoisingStrip(self.config.diffusion.schedule, decode)
         with self._ema_weights():
-            generate_images(self.state.model, self.config, default_generation(self.config, 1, 1), observe=strip)
+            generate_images(self.state.model, self.config, GenerationSettings.default(self.config, 1, 1), observe=strip)
         return strip.image()
 
     def held_out_loss(self) -> dict[str, Any]:
@@ -198,13 +208,6 @@ class _AutoencoderPreviews(Previews):
             return torch.cat([network.decode(network.encode(part)) for part in parts])
 
         return self.with_ema_weights(len(x0), compute)
-
-
-def build_previews(
-    config: Config, dataset: Dataset, state: TrainState, stop: StopSignals, world: World = SINGLE_PROCESS
-) -> Previews:
-    kind = _AutoencoderPreviews if config.trains_autoencoder else Previews
-    return kind(config, state, build_held_out_set(dataset, config, state.precision.device), stop, world)
 
 
 def export_autoencoder(folder: RunFolder, config: Config) -> None:

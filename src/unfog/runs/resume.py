@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from unfog.config.resume_rules import SAMPLING, check_changes, omit_tuned_settings
+from unfog.config.resume_rules import SAMPLING, TUNED_EVENT, check_changes
 from unfog.config.schema import LENGTH, Config
 from unfog.config.toml import read_toml
 from unfog.config.validate import check_request, check_source, report_dropped_levels
 from unfog.data.dataset import Dataset
+from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError, RunError
 from unfog.pipeline.build import building_for
 from unfog.pipeline.latents import copy_autoencoder_into_run
@@ -24,20 +27,17 @@ from unfog.reporting.progress import say
 from unfog.reporting.records import Events, finite_number, read_events, read_metrics
 from unfog.runs.evaluation_hook import resolve_metrics
 from unfog.runs.previews import export_autoencoder
-from unfog.runs.ranks import RunContext, broadcast_config, open_run
-from unfog.runs.session import Session
-from unfog.runs.time_budget import check_time_left, estimated_costs, resume_length
-from unfog.runs.train import check_custom_parts, settings_findings, write_data_files
+from unfog.runs.ranks import RunContext, broadcast_config
+from unfog.runs.time_budget import TimeBudget, resume_length
+from unfog.runs.train import check_custom_parts, open_session, train_session
 from unfog.runs.weights.init_weights import load_initial_weights
 from unfog.safe_files import make_folder
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import rotation
 from unfog.training.checkpoints.format import CheckpointInfo
-from unfog.training.checkpoints.load import (
-    read_state,
-)
+from unfog.training.checkpoints.load import read_state
 from unfog.training.checkpoints.posthoc_ema import remove_after
-from unfog.training.learning_rate import Length
+from unfog.training.length import Length
 
 
 def resume(
@@ -58,14 +58,14 @@ def resume(
     config = config or stored
     _check_resume_request(stored, config)
     folder.check_own_files()
-    with open_run(folder, config, callbacks=callbacks) as run, ExitStack() as stack:
+    with RunContext.open(folder, config, callbacks=callbacks) as run, ExitStack() as stack:
         point = find_resume_point(folder, stored)
         # An edited config.toml must not make it build a network that the weights do not fit, however large.
         stack.enter_context(building_for(point.weights))
         run.heartbeat.step = point.step  # for monitoring, while the images are read
         check_changes(point.config, config, force)
-        dataset, config = load_images(config, run.stop, lost=point.failed_shards)
-        config = _disable_impossible_snapshots(config, point)
+        dataset, facts = load_images(config, run.stop, lost=point.failed_shards)
+        config = _disable_impossible_snapshots(config.adopt(facts), point)
         check_changes(point.config, config, force)  # once more, as reading the images has completed the settings
         auto = _resolve_open_settings(run, config, dataset, point, began)
         if point.is_end_of(auto, folder, dataset):
@@ -74,9 +74,9 @@ def resume(
             return folder, True
         resumed = copy_autoencoder_into_run(folder, auto.config)
         restart = bool(config.init.folder) and point.saved is None
-        session = Session(run, resumed, dataset, load_initial_weights(resumed).state if restart else None)
+        session = open_session(run, resumed, dataset, load_initial_weights(resumed).state if restart else None)
         session.keep_budget(auto)
-        changes = omit_tuned_settings(check_changes(point.config, resumed, force), folder.events, resumed.sampler)
+        changes = _omit_tuned_settings(check_changes(point.config, resumed, force), folder.events, resumed.sampler)
         if any(line.startswith("evaluate.") for line in changes):
             session.evaluation.dry_run()  # an error of the next evaluation surfaces now
         # Only now, as all that can be refused is refused above.
@@ -84,9 +84,9 @@ def resume(
         point.discard_later_files(folder)
         # Other images, or a start that was killed before it wrote them.
         if config.fingerprint != point.config.fingerprint or not (folder.path / DATA_FILE).exists():
-            write_data_files(session)
+            session.write_data_files()
         broadcast_config(run.world, folder.checkpoints, resumed, point.failed_shards)
-        done = session.run(auto.choices, settings_findings(session), point.saved, changes)
+        done = train_session(session, auto.choices, session.settings_findings(), point.saved, changes)
         export_autoencoder(folder, resumed)
         return folder, done
 
@@ -160,6 +160,16 @@ def find_resume_point(folder: RunFolder, stored: Config) -> _ResumePoint:
     return _ResumePoint(saved, broken, config)
 
 
+def _omit_tuned_settings(lines: list[str], events: Path, sampler: Sampler) -> list[str]:
+    """Return the lines of `check_changes`, without those on sampler settings that `unfog tune` set last."""
+    rows = [row for row in read_events(events) if row.get("kind") == TUNED_EVENT]
+    found: object = rows[-1].get("sampler") if rows else None
+    now: dict[str, Any] = json.loads(json.dumps(asdict(sampler)))  # turns tuples into lists, as in the event
+    # `tune` wrote them into config.toml after the checkpoint, and recorded that: the resume has changed none of them.
+    theirs = [name for name, value in now.items() if isinstance(found, Mapping) and found.get(name) == value]
+    return [line for line in lines if not line.startswith(tuple(f"sampler.{name}: " for name in theirs))]
+
+
 def _check_resume_request(stored: Config, config: Config) -> None:
     check_request(config)
     check_custom_parts(config)
@@ -192,8 +202,8 @@ def _resolve_open_settings(
     same = config.training.images == point.config.training.images > 0
     auto.resolve_resumed(seen=0 if same or point.saved is None else point.saved.images)
     if auto.budget:
-        costs = estimated_costs(auto.config, len(dataset.held_out))
-        check_time_left(auto.budget, began, auto.seconds_per_step(), costs)
+        costs = TimeBudget.estimated_costs(auto.config, len(dataset.held_out))
+        TimeBudget.check_left(auto.budget, began, auto.seconds_per_step(), costs)
     resolve_metrics(auto, dataset.train, run.device)
     run.stop.leave_if_requested()
     return auto

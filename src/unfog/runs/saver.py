@@ -28,8 +28,8 @@ _SHARE_OF_GRACE = 0.8  # of the seconds between a request to stop and the kill; 
 class Saver:
     """Copies the training state to host memory, has it written while training goes on, and rolls back to it."""
 
-    def __init__(self, context: RunContext, config: Config, recorder: Recorder, settings: str):
-        self._settings = settings  # as TOML, for each checkpoint
+    def __init__(self, context: RunContext, config: Config, recorder: Recorder):
+        self._settings, _ = context.folder.shown_settings(config)  # as TOML, for each checkpoint
         self.folder, self.config, self.recorder = context.folder, config, recorder
         self._stop, self._heartbeat, self._callbacks = context.stop, context.heartbeat, context.callbacks
         self._writer = CheckpointWriter(self.folder.checkpoints, config.checkpoint)

@@ -1,34 +1,39 @@
-"""A session: one process training a run, from the checkpoint or the beginning to the end or a stop."""
+"""A session: one process trains a run, from a checkpoint or the beginning to the end or a stop, and records it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 
 import torch
 
 from unfog.callbacks import EndEvent
+from unfog.checks.settings.settings_checks import check_settings
 from unfog.config.resume_rules import settings_digests
+from unfog.data.augmentation import Augment
+from unfog.data.dataset import Dataset
 from unfog.errors import Interrupted, LostProcess
 from unfog.openmp import SPINNING_LIMITED
 from unfog.pipeline.build import build_intervals
+from unfog.pipeline.contact_sheet import contact_sheet
+from unfog.pipeline.skipped_images import DATA_FILE, data_json
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.intervals import Choice
+from unfog.process.run_folder import RunFolder
 from unfog.reporting.findings import Finding
+from unfog.reporting.image_grids import encode_png
 from unfog.reporting.progress import format_duration, plural, say, warn
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.records import read_events
 from unfog.reporting.report import write_report
-from unfog.runs.ranks import run_training_loop
 from unfog.runs.session_hooks import SessionHooks
-from unfog.runs.time_budget import TimeBudget, estimated_costs, resume_length
-from unfog.safe_files import remove
+from unfog.runs.time_budget import TimeBudget, resume_length
+from unfog.safe_files import remove, write_atomic
 from unfog.text import without_secrets
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.load import load_checkpoint, read_state
-from unfog.training.learning_rate import Plan
+from unfog.training.length import Plan
 from unfog.training.loop import run_due_hooks
 from unfog.training.statistics import Stopwatch
 
@@ -46,25 +51,35 @@ def _last_logged(step: int, due: Sequence[str]) -> int:
     return step - ("log" in due or "evaluate" in due)
 
 
+def _write_data_report(folder: RunFolder, dataset: Dataset, augment: Augment, seed: int) -> None:
+    """Write contact-sheet.png and data.json into a run folder, each atomically. OSError if that is impossible.
+
+    `seed` is that of the stream and of the augmentation; the random state of torch is left as it is.
+    """
+    write_atomic(folder.path / DATA_FILE, data_json(dataset))
+    write_atomic(folder.path / "contact-sheet.png", encode_png(contact_sheet(dataset, augment, seed)))
+
+
 class Session(SessionHooks):
-    """Trains a run to its end, or until a stop, and records it from the first line to the last."""
+    """The parts and hooks of a run in training, which it records from the first line to the last."""
 
     def keep_budget(self, auto: AutoSettings) -> None:
         """Plan the length anew as the run trains, if a time budget chose it; else end earlier plans if it is given."""
         self._new_length = auto.new_length
         if auto.budget and auto.began is not None:
             every = build_intervals(self.config, self.state)
-            costs = estimated_costs(self.config, len(self.dataset.held_out))
+            costs = TimeBudget.estimated_costs(self.config, len(self.dataset.held_out))
             self.budget = TimeBudget(auto.budget, auto.began, auto.seconds_per_step(), every, costs)
 
-    def run(
+    @contextmanager
+    def recording(
         self,
         choices: Sequence[Choice],
         findings: Sequence[Finding] = (),
         saved: checkpoint.CheckpointInfo | None = None,
         changes: Sequence[str] = (),
-    ) -> bool:
-        """Train from the checkpoint `saved`, or from the beginning, until the end of the run (True) or a stop (False).
+    ) -> Iterator[None]:
+        """Record the training inside the `with`, from the state of the checkpoint `saved`, or from the beginning.
 
         Automatic `choices`, `changes` of settings and bad `findings` of the checks are printed and recorded first.
         """
@@ -87,7 +102,7 @@ class Session(SessionHooks):
                     self._dry_run_hooks()
                 recorder.progress.restart()  # without the time of preparations
                 self.context.heartbeat.activity = "training"
-                self.train()
+                yield
                 done = self._conclude()
             except (Exception, KeyboardInterrupt) as error:
                 self._record_failure(error)
@@ -99,7 +114,20 @@ class Session(SessionHooks):
         self._report(done)
         self._end(done)
         self.context.callbacks.raise_error()
-        return done
+
+    def settings_findings(self) -> list[Finding]:
+        """Return what the doctor finds in the settings. Its rules are about diffusion, so an autoencoder gets none."""
+        if self.config.trains_autoencoder:
+            return []
+        return check_settings(self.config, self.dataset, self.context.device, folder=self.context.folder.path)
+
+    def write_data_files(self) -> None:
+        """Write data.json and the contact sheet; if that fails, warn and train without."""
+        augment = Augment.from_settings(self.config.data)
+        try:
+            _write_data_report(self.context.folder, self.dataset, augment, self.config.training.seed)
+        except OSError as error:
+            warn(f"data.json and contact-sheet.png could not be written: {error.strerror or error}")
 
     def _resume_length(self) -> Plan | None:
         """Take up the length of the run where a checkpoint left it; return the plan if a resume has given another."""
@@ -145,9 +173,9 @@ class Session(SessionHooks):
             warn(f"the report could not be written: {error}")
 
     def _open_recorder(self, logged: int) -> Recorder:
-        settings = asdict(self.config.without_secrets())
-        folder = self.context.folder.path
-        return Recorder(folder, self.config.log, self.steps, self.step, settings, logged, self.defer_interrupts)
+        folder = self.context.folder
+        _, settings = folder.shown_settings(self.config)
+        return Recorder(folder.path, self.config.log, self.steps, self.step, settings, logged, self.defer_interrupts)
 
     def _load(self, saved: checkpoint.CheckpointInfo) -> None:
         """Restore a checkpoint; of a sharded state only the progress, as each rank reads its own rows later."""
@@ -158,13 +186,6 @@ class Session(SessionHooks):
             load_checkpoint(saved.folder, self.state)
         if saved.made_on != (machine := self.state.precision.describe_machine()):
             say(f"  now computed by {machine}, before by {saved.made_on}; the last bits may differ")
-
-    def train(self) -> None:
-        """Run the training loop to the end or until a stop. The caller's random state is left as it was."""
-        device = self.state.precision.device
-        # The loop seeds torch's global generators for every micro-batch.
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            run_training_loop(self.config, self.state, self.stream, self, self.context.world, self.sharded_from)
 
     def _announce(
         self, choices: Sequence[Choice], findings: Sequence[Finding], changes: Sequence[str], fresh: bool

@@ -7,52 +7,39 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from unfog.config.schema import Config
-from unfog.config.toml import to_toml
 from unfog.data.dataset import Dataset
 from unfog.data.stream import ImageStream
-from unfog.pipeline.build import build_state
 from unfog.pipeline.skipped_images import FailureReporter
-from unfog.reporting.log_settings import check_installed
 from unfog.reporting.progress import plural, say, warn
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.records import LENGTH_EVENT
 from unfog.runs.evaluation_hook import EvaluationHook
-from unfog.runs.previews import build_previews
+from unfog.runs.previews import Previews
 from unfog.runs.ranks import RunContext, StoppableHooks
 from unfog.runs.saver import Saver
-from unfog.runs.time_budget import STRETCHES, TimeBudget, plan_fields
+from unfog.runs.time_budget import STRETCHES, TimeBudget
 from unfog.training.checkpoints.writer import ShardStatusStore
-from unfog.training.learning_rate import Plan
+from unfog.training.length import Plan
 from unfog.training.stability.nan_debug import NanReport
 from unfog.training.stability.out_of_memory import microbatch_size
 from unfog.training.state import TrainState
 
 
 class SessionHooks(StoppableHooks):
-    """The parts of a run in training, and the hooks that use them.
+    """The parts of a run in training, and the hooks that use them."""
 
-    The network begins with `weights`, or with fresh ones.
-    """
-
-    def __init__(
-        self, context: RunContext, config: Config, dataset: Dataset, weights: dict[str, torch.Tensor] | None = None
-    ):
-        config.sampler.visits(config.diffusion.schedule)  # RequestError unless the sampler fits the noise schedule
-        check_installed(config.log.sinks)
+    def __init__(self, context: RunContext, config: Config, dataset: Dataset, state: TrainState):
         super().__init__(context.stop)
         self.context, self.config, self.dataset = context, config, dataset
-        device, world = context.device, context.world
         self.stream = ImageStream(dataset.as_network_input.train, config.training.seed)
-        self.state = build_state(config, device, weights, world.init_device(config.training.shard, device))
+        self.state, world = state, context.world
         self.state.precision.processes = world.size
         self.sharded = config.training.is_sharded(world.size)
         # Nothing changes it before it is sharded, so that the first checkpoint, of the beginning, needs no copy.
         self.state.in_host_memory = self.sharded
         self.sharded_from: Path | None = None  # the checkpoint that a sharded state is read from
-        self.previews = build_previews(config, dataset, self.state, context.stop, world)
+        self.previews = Previews.build(config, dataset, self.state, context.stop, world)
         self.evaluation = EvaluationHook(context, config, dataset, self.previews)
         self.failures = FailureReporter(context.folder, dataset)
         self.state.length.adopt(config.training.images // config.training.batch)
@@ -78,9 +65,8 @@ class SessionHooks(StoppableHooks):
         return self.step >= self.steps and not self.state.due
 
     def attach(self, recorder: Recorder) -> None:
-        settings = to_toml(self.config.without_secrets())
         recorder.callbacks = self.context.callbacks
-        self.recorder, self.saver = recorder, Saver(self.context, self.config, recorder, settings)
+        self.recorder, self.saver = recorder, Saver(self.context, self.config, recorder)
         self.context.heartbeat.step, self.context.heartbeat.steps = self.step, self.steps
         self.context.heartbeat.on_activity = recorder.progress.show
 
@@ -183,4 +169,5 @@ class SessionHooks(StoppableHooks):
         return plan
 
     def _record_plan(self, plan: Plan, **facts: object) -> None:
-        self.recorder.event(LENGTH_EVENT, self.step, **plan_fields(plan, self.state.length.first), **facts)
+        fields = {"first": self.state.length.first, "steps": plan.steps, "stretch": plan.stretch}
+        self.recorder.event(LENGTH_EVENT, self.step, **fields, position=plan.position, **facts)

@@ -13,7 +13,7 @@ from unfog.errors import RequestError
 from unfog.planning.timing import forward_passes, repetitions
 from unfog.reporting.progress import format_duration
 from unfog.reporting.records import LENGTH_EVENT, Row
-from unfog.training.learning_rate import Length, Plan
+from unfog.training.length import Length, Plan
 from unfog.training.loop import Intervals
 
 _CHECKS = 200  # of a run: often enough for its last percent, and few enough for state.json
@@ -60,6 +60,25 @@ class TimeBudget:
         cost = spent / self.step_seconds
         # A mean, as metrics are measured in some evaluations only.
         self._measured[kind] = (self._measured.get(kind, cost) + cost) / 2
+
+    @staticmethod
+    def estimated_costs(config: Config, held_out: int) -> dict[str, float]:
+        """Return the steps that a preview and an evaluation take, by their numbers of forward passes."""
+        passes, steps = forward_passes(config, held_out), max(1, config.training.images // config.training.batch)
+        times = {name: repetitions(getattr(config, name).every, steps) for name in ("preview", "evaluate")}
+        return {name: passes[name] / count / (passes["training"] / steps) for name, count in times.items()}
+
+    @staticmethod
+    def check_left(seconds: float, began: float, step_seconds: float, costs: Mapping[str, float]) -> None:
+        """RequestError if a time budget is over before a step and the preview at the end."""
+        spent = time.monotonic() - began
+        needed = step_seconds * (1 + _FINAL_PREVIEWS * costs["preview"])
+        if spent + needed > seconds:
+            raise RequestError(
+                f"a budget of {format_duration(seconds)} leaves no time to train: the start took {spent:.2g} s, and "
+                f"one step with the preview at the end takes about {needed:.2g} s; give --budget "
+                f"{math.ceil(2 * (spent + needed))}s or more, or --steps"
+            )
 
     def affordable(self, due: list[str]) -> list[str]:
         """Return which of the hooks can be called before the first step, if they are to be called at the end too."""
@@ -151,30 +170,6 @@ class TimeBudget:
 
     def _cost(self, kind: str) -> float:
         return self._measured.get(kind, self._estimated.get(kind, 0.0))
-
-
-def estimated_costs(config: Config, held_out: int) -> dict[str, float]:
-    """Return the steps that a preview and an evaluation take, by their numbers of forward passes."""
-    passes, steps = forward_passes(config, held_out), max(1, config.training.images // config.training.batch)
-    times = {name: repetitions(getattr(config, name).every, steps) for name in ("preview", "evaluate")}
-    return {name: passes[name] / count / (passes["training"] / steps) for name, count in times.items()}
-
-
-def check_time_left(seconds: float, began: float, step_seconds: float, costs: Mapping[str, float]) -> None:
-    """RequestError if a time budget is over before a step and the preview at the end; see `TimeBudget`."""
-    spent = time.monotonic() - began
-    needed = step_seconds * (1 + _FINAL_PREVIEWS * costs["preview"])
-    if spent + needed > seconds:
-        raise RequestError(
-            f"a budget of {format_duration(seconds)} leaves no time to train: the start took {spent:.2g} s, and "
-            f"one step with the preview at the end takes about {needed:.2g} s; give --budget "
-            f"{math.ceil(2 * (spent + needed))}s or more, or --steps"
-        )
-
-
-def plan_fields(plan: Plan, first: int) -> dict[str, int | float]:
-    """Return a plan as the fields of its event."""
-    return {"first": first, "steps": plan.steps, "stretch": plan.stretch, "position": plan.position}
 
 
 def _recorded_plans(events: list[Row], first: int, after: int) -> list[Plan]:

@@ -4,39 +4,50 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
 from unfog.checks.images.image_checks import quick_check_images
-from unfog.checks.settings.settings_checks import check_settings
+from unfog.compile_cache import compile_errors_explained
 from unfog.config.schema import Config
 from unfog.config.validate import check_request
 from unfog.custom import PREFIX, resolve_path, resolve_step
-from unfog.data.augmentation import Augment
 from unfog.data.dataset import Dataset
+from unfog.data.stream import ImageStream
 from unfog.diffusion.weighting import CustomWeighting
+from unfog.errors import LostProcess
 from unfog.evaluation.features import open_features
 from unfog.models.given_network import SOURCE_FILE, GivenNetwork
 from unfog.models.network_settings import CustomNetwork
-from unfog.pipeline.contact_sheet import contact_sheet
+from unfog.pipeline.build import build_augmentation, build_intervals, build_loss, build_state, open_task_stream
 from unfog.pipeline.latents import copy_autoencoder_into_run
 from unfog.pipeline.load_data import load_images
-from unfog.pipeline.skipped_images import DATA_FILE, data_json
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.disk import check_disk_room
+from unfog.planning.intervals import Choice
 from unfog.process import command_clock
 from unfog.process.run_folder import RunFolder, next_folder
 from unfog.reporting.findings import Finding
-from unfog.reporting.image_grids import encode_png
-from unfog.reporting.progress import say, warn
+from unfog.reporting.log_settings import check_installed
+from unfog.reporting.progress import say
 from unfog.runs.evaluation_hook import resolve_metrics
 from unfog.runs.previews import export_autoencoder
-from unfog.runs.ranks import broadcast_config, device_for, open_run
+from unfog.runs.ranks import RunContext, broadcast_config, device_for
 from unfog.runs.session import Session
 from unfog.runs.weights.init_weights import adopt_latent_statistics, load_initial_weights
 from unfog.safe_files import write_atomic
+from unfog.training.checkpoints.format import CheckpointInfo
+from unfog.training.distributed.coordination import CoordinatedHooks
+from unfog.training.distributed.world import World
+from unfog.training.hooks import Task, TrainingHooks
+from unfog.training.loop import LoopSettings
+from unfog.training.loop import train as advance
 from unfog.training.optimizer_settings import Custom
 from unfog.training.optimizers import check_resumable
+from unfog.training.state import TrainState
 
 
 def train(config: Config, out: Path | None = None, callbacks: Sequence[object] = ()) -> tuple[RunFolder, bool]:
@@ -50,9 +61,11 @@ def train(config: Config, out: Path | None = None, callbacks: Sequence[object] =
     check_custom_parts(config)
     folder = RunFolder(out or next_folder(config.source))
     _check_metric_features(config)
-    with _say_how_to_go_on(folder), open_run(folder, config, new=True, callbacks=callbacks) as run:
+    with _say_how_to_go_on(folder), RunContext.open(folder, config, new=True, callbacks=callbacks) as run:
         # Latents are normalised as the initial weights expect them, so their statistics come before the images.
-        dataset, config = load_images(adopt_latent_statistics(config), run.stop)
+        config = adopt_latent_statistics(config)
+        dataset, facts = load_images(config, run.stop)
+        config = config.adopt(facts)
         initial = load_initial_weights(config) if config.init.folder else None
         images, settings = dataset.as_network_input.train, initial.config if initial else config
         auto = AutoSettings(settings, images, run.device, run.stop, run.world.size)
@@ -62,15 +75,95 @@ def train(config: Config, out: Path | None = None, callbacks: Sequence[object] =
         run.stop.leave_if_requested()  # nothing is written yet, so there is nothing to save
         config = copy_autoencoder_into_run(folder, auto.config)
         # Before the folder becomes a run: what does not fit together raises here, and leaves no folder behind.
-        session = Session(run, config, dataset, initial.state if initial else None)
+        session = open_session(run, config, dataset, initial.state if initial else None)
         session.keep_budget(auto)
         _create_run(session)
-        write_data_files(session)
+        session.write_data_files()
         choices = [*(initial.choices if initial else ()), *auto.choices]
-        findings = [*quick_check_images(dataset, config), *settings_findings(session)]
-        done = session.run(choices, findings)
+        findings = [*quick_check_images(dataset, config), *session.settings_findings()]
+        done = train_session(session, choices, findings)
         export_autoencoder(folder, config)
         return folder, done
+
+
+def open_session(
+    run: RunContext, config: Config, dataset: Dataset, weights: dict[str, torch.Tensor] | None = None
+) -> Session:
+    """Build the training state from a configuration with no setting left open, and a session that trains it.
+
+    The network begins with `weights`, or with fresh ones. RequestError if settings do not fit together.
+    """
+    config.sampler.visits(config.diffusion.schedule)  # raises unless the sampler fits the noise schedule
+    check_installed(config.log.sinks)
+    state = build_state(config, run.device, weights, run.world.init_device(config.training.shard, run.device))
+    return Session(run, config, dataset, state)
+
+
+def train_session(
+    session: Session,
+    choices: Sequence[Choice],
+    findings: Sequence[Finding] = (),
+    saved: CheckpointInfo | None = None,
+    changes: Sequence[str] = (),
+) -> bool:
+    """Train from the checkpoint `saved`, or from the beginning, until the end of the run (True) or a stop (False).
+
+    Automatic `choices`, `changes` of settings and bad `findings` of the checks are printed and recorded first.
+    """
+    device = session.context.device
+    # The loop seeds torch's global generators for every micro-batch; those of the caller are left as they were.
+    own_generators = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    with session.recording(choices, findings, saved, changes), own_generators:
+        world, saved_shards = session.context.world, session.sharded_from
+        run_training_loop(session.config, session.state, session.stream, session, world, saved_shards)
+    return session.done
+
+
+def run_training_loop(
+    config: Config,
+    state: TrainState,
+    stream: ImageStream,
+    hooks: TrainingHooks,
+    world: World,
+    saved: Path | None = None,
+) -> None:
+    """Train from the state of rank 0, to the end or until one rank is asked to stop.
+
+    The state of rank 0 is broadcast; a sharded one is read from its checkpoint `saved`. LostProcess if another rank
+    ended or does not answer.
+    """
+    # A signal must not interrupt one rank alone while the others wait for it: they agree to stop.
+    with hooks.defer_interrupts() if world.size > 1 else nullcontext():
+        try:
+            world.init_process_group(state.precision.device, config.training.timeout)
+            if config.training.is_sharded(world.size):
+                world.shard_state(state, saved)
+            world.broadcast_state(state)
+            if world.size > 1 and (own := world.batch_range(0, config.training.batch)):
+                # Otherwise each rank would prefetch the images of all of them.
+                stream.prefetch_share(own.start, len(own), config.training.batch, state.seen)
+            settings = LoopSettings(config.training, config.optimizer, build_intervals(config, state))
+            task = Task(
+                open_task_stream(stream, state.precision.device),
+                build_augmentation(config),
+                build_loss(config, state.levels),
+            )
+            with compile_errors_explained("resume the run"):
+                advance(settings, state, task, hooks, world)
+            CoordinatedHooks(hooks, world).finish(state)
+        except RuntimeError as error:
+            if world.size == 1 or not _is_lost_process(error):
+                raise
+            raise LostProcess(
+                f"rank {world.rank} has lost another rank, which ended or does not answer; unfog resume continues "
+                f"from the newest checkpoint, as torchrun does by itself with --max-restarts ({str(error)[:160]})"
+            ) from error
+
+
+def _is_lost_process(error: BaseException) -> bool:
+    """Return whether this is how torch reports that another process is gone, or does not answer."""
+    named = any(name in str(error).lower() for name in ("gloo", "nccl"))
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and named)
 
 
 @contextmanager
@@ -122,30 +215,3 @@ def check_custom_parts(config: Config) -> None:
             resolve_path(tracker, "a tracker")
     if isinstance(config.optimizer.method, Custom):
         check_resumable(config.optimizer.method)
-
-
-def settings_findings(session: Session) -> list[Finding]:
-    """Return what the doctor finds in the settings. Its rules are about diffusion, so an autoencoder gets none."""
-    if session.config.trains_autoencoder:
-        return []
-    run = session.context
-    return check_settings(session.config, session.dataset, run.device, folder=run.folder.path)
-
-
-def write_data_files(session: Session) -> None:
-    """Write data.json and the contact sheet; if that fails, warn and train without."""
-    config = session.config
-    augment = Augment.from_settings(config.data)
-    try:
-        _write_data_report(session.context.folder, session.dataset, augment, config.training.seed)
-    except OSError as error:
-        warn(f"data.json and contact-sheet.png could not be written: {error.strerror or error}")
-
-
-def _write_data_report(folder: RunFolder, dataset: Dataset, augment: Augment, seed: int) -> None:
-    """Write contact-sheet.png and data.json into a run folder, each atomically. OSError if that is impossible.
-
-    `seed` is that of the stream and of the augmentation; the random state of torch is left as it is.
-    """
-    write_atomic(folder.path / DATA_FILE, data_json(dataset))
-    write_atomic(folder.path / "contact-sheet.png", encode_png(contact_sheet(dataset, augment, seed)))

@@ -17,10 +17,11 @@ from unfog.data.stream import ImageStream
 from unfog.errors import RunError
 from unfog.pipeline.build import build_state
 from unfog.pipeline.load_data import load_images
-from unfog.pipeline.skipped_images import failures_on_this_rank
+from unfog.pipeline.skipped_images import FailureReporter
 from unfog.process.signals import StopSignals
-from unfog.runs.previews import Previews, build_previews
-from unfog.runs.ranks import StoppableHooks, device_for, run_training_loop
+from unfog.runs.previews import Previews
+from unfog.runs.ranks import StoppableHooks, device_for
+from unfog.runs.train import run_training_loop
 from unfog.text import sanitize
 from unfog.training.checkpoints import snapshot
 from unfog.training.checkpoints.writer import CheckpointWriter, ShardStatusStore
@@ -40,7 +41,7 @@ class _WorkerHooks(StoppableHooks):
     def log(self, step: int, images: int, record: dict[str, Any]) -> None:
         """Send rank 0 the images and shards that could not be read here since the last log."""
         # Each rank reads other images, and rank 0 alone writes the record.
-        found = failures_on_this_rank(self._dataset.train)
+        found = FailureReporter.on_this_rank(self._dataset.train)
         self._world.send_report([list(one) for one in sorted(found - self._reported)])
         self._reported |= found
 
@@ -98,7 +99,7 @@ def _train_worker(config: Config, dataset: Dataset, stop: StopSignals, world: Wo
 
     @cache
     def previews() -> Previews:
-        return build_previews(own_config, dataset, state, stop, world)
+        return Previews.build(own_config, dataset, state, stop, world)
 
     if not config.training.shard:  # else this rank never has the whole network
         world.part = lambda job, rank, ranks: previews().part(job, rank, ranks)

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from unfog.cache_folder import disk_usage
 from unfog.process.heartbeat import Heartbeat
-from unfog.process.run_status import RunStatus, best_metric, disk_bytes, find_runs
+from unfog.process.run_status import RunStatus, best_metric, find_runs
 from unfog.reporting.records import Row, read_events, read_metrics
 from unfog.serve.columns.metric_columns import MetricColumns
 from unfog.serve.columns.sample import LONG, Sample, read_sample
@@ -168,7 +169,7 @@ class RunEntry:
         """Sum the disk space anew if that is due. Return True if it has changed."""
         if time.monotonic() - self._summed < (_SIZE_SECONDS if self.running or self.disk is None else math.inf):
             return False
-        before, self.disk = self.disk, disk_bytes(self.path)
+        before, self.disk = self.disk, disk_usage(self.path)
         self._summed = time.monotonic()
         return self.disk != before
 

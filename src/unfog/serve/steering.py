@@ -23,7 +23,7 @@ from unfog.config.schema import Config
 from unfog.custom import names_code
 from unfog.data.settings import LABELS
 from unfog.errors import RequestError
-from unfog.process.heartbeat import Heartbeat, Request, write_request
+from unfog.process.heartbeat import Heartbeat, Request
 from unfog.process.run_folder import next_folder
 from unfog.serve.run_files import read_settings, read_source
 from unfog.serve.runs import RunEntry, number_of
@@ -85,7 +85,7 @@ def send_request(run: RunEntry, what: object) -> dict[str, Any]:
     if beat is None or not beat["alive"]:
         raise RequestError(f"{run.name} does not run, so nobody would read the request; resume it first")
     try:
-        write_request(run.path, _REQUESTS[what])
+        Heartbeat.request(run.path, _REQUESTS[what])
     except OSError as error:
         raise RequestError(f"the request cannot be written: {error.strerror}; make room or permit it") from None
     return {"command": shlex.join(["touch", os.fspath(run.path / _REQUESTS[what])])}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from unfog.diffusion.objective import Loss
 from unfog.training.checkpoints.writer import ShardStatusStore
-from unfog.training.learning_rate import Plan
+from unfog.training.length import Plan
 from unfog.training.stability.nan_debug import NanReport
 from unfog.training.state import TrainState
 

@@ -11,7 +11,6 @@ from unfog.training.distributed.coordination import CoordinatedHooks, StepResult
 from unfog.training.distributed.world import SINGLE_PROCESS, World
 from unfog.training.gradient import Gradient, GradientComputer, rng_batch_size, split_batch
 from unfog.training.hooks import Task, TrainingHooks
-from unfog.training.learning_rate import learning_rate
 from unfog.training.optimizer_settings import Optimizer
 from unfog.training.settings import Training
 from unfog.training.stability.nan_debug import NanReport
@@ -138,7 +137,8 @@ def _set_learning_rate(settings: LoopSettings, state: TrainState, step: int) -> 
     """Set and return the learning rate of step `step`, halved by each roll-back so far."""
     steps = settings.training.images // settings.training.batch
     length = state.length
-    lr = learning_rate(settings.optimizer, length.position(step), steps, length.warmed(step)) * state.guard.lr_scale
+    rate = settings.optimizer.learning_rate(length.position(step), steps, length.warmed(step))
+    lr = rate * state.guard.lr_scale
     for group in state.optimizer.param_groups:
         group["lr"] = lr
     return lr

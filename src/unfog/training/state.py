@@ -14,7 +14,7 @@ from unfog.diffusion.levels import Levels
 from unfog.diffusion.objective import Loss
 from unfog.training import optimizers as optim
 from unfog.training.ema import Ema
-from unfog.training.learning_rate import Length
+from unfog.training.length import Length
 from unfog.training.optimizer_settings import Custom, Optimizer
 from unfog.training.precision import Precision
 from unfog.training.settings import EmaSchedule, Evaluate, PowerEma

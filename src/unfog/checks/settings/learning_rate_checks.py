@@ -11,7 +11,6 @@ from unfog.models.network_settings import NetworkSettings
 from unfog.models.settings import UNet
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import format_number
-from unfog.training.learning_rate import learning_rate
 from unfog.training.optimizer_settings import REFERENCE_BATCH, Custom, Muon, OptimizerKind, default_learning_rate
 from unfog.training.settings import EmaSchedule
 
@@ -54,7 +53,7 @@ def _check_learning_rate(config: Config, parameters: int) -> Finding:
     if isinstance(config.optimizer.method, Custom):
         said = f"lr {peak:.2g} of {config.optimizer.method.path}, for which no usual rate is known"
         return Finding("settings.lr", "fine", said, facts={"lr": peak, "parameters": parameters})
-    mean = float(np.mean([learning_rate(config.optimizer, int(s), steps) for s in np.linspace(0, steps - 1, 200)]))
+    mean = float(np.mean([config.optimizer.learning_rate(int(s), steps) for s in np.linspace(0, steps - 1, 200)]))
     # A cosine schedule halves the mean, which is no sign of a low rate.
     above, below = peak / max(by_root, by_line), min(1.0, 2 * mean / peak if peak else 0) * peak / min(by_root, by_line)
     facts = {"lr": peak, "mean": mean, "square_root_rule": by_root, "linear_rule": by_line, "parameters": parameters}

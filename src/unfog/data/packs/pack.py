@@ -76,6 +76,32 @@ class Pack:
             ) from None
         return pack
 
+    @staticmethod
+    def is_at(path: Path) -> bool:
+        """Return True if the folder is a finished pack."""
+        return (path / MANIFEST).is_file()
+
+    @staticmethod
+    def is_unfinished_at(path: Path) -> bool:
+        """Return True if the folder is an unfinished pack: it has a journal with our header, or an empty one."""
+        try:
+            with open_file(path / JOURNAL, "rb") as file:
+                line = file.readline(_LONGEST_HEADER)
+            header = json.loads(line) if line else {"format": FORMAT, "key": "", "stamp": ""}
+        except (OSError, ValueError, RecursionError):
+            return False
+        return isinstance(header, dict) and {"format", "key", "stamp"} <= header.keys()
+
+    @staticmethod
+    def seal(manifest: Mapping[str, Any]) -> bytes:
+        """Return the content of pack.json: the manifest and its digest."""
+        data = json.dumps({**manifest, "digest": _digest(manifest)}, indent=1, sort_keys=True).encode()
+        if len(data) > _LARGEST_MANIFEST:
+            raise RequestError(
+                f"the names of its classes take {len(data) / 1e6:.0f} MB; give the classes shorter names"
+            )
+        return data
+
     @property
     def train(self) -> int:
         """Number of training images, which are the first rows of the pack."""
@@ -125,30 +151,6 @@ class Pack:
         except (OSError, ValueError, TypeError) as error:
             problems.append(f"it cannot be read: {error}")
         return problems
-
-
-def is_pack(path: Path) -> bool:
-    """Return True if the folder is a finished pack."""
-    return (path / MANIFEST).is_file()
-
-
-def is_unfinished_pack(path: Path) -> bool:
-    """Return True if the folder is an unfinished pack: it has a journal with our header, or an empty one."""
-    try:
-        with open_file(path / JOURNAL, "rb") as file:
-            line = file.readline(_LONGEST_HEADER)
-        header = json.loads(line) if line else {"format": FORMAT, "key": "", "stamp": ""}
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(header, dict) and {"format", "key", "stamp"} <= header.keys()
-
-
-def seal(manifest: Mapping[str, Any]) -> bytes:
-    """Return the content of pack.json: the manifest and its digest."""
-    data = json.dumps({**manifest, "digest": _digest(manifest)}, indent=1, sort_keys=True).encode()
-    if len(data) > _LARGEST_MANIFEST:
-        raise RequestError(f"the names of its classes take {len(data) / 1e6:.0f} MB; give the classes shorter names")
-    return data
 
 
 def _digest(content: Mapping[str, Any]) -> str:

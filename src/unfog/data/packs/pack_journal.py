@@ -14,7 +14,7 @@ import numpy as np
 import PIL
 from numpy.typing import NDArray
 
-from unfog.data.packs.pack import FORMAT, JOURNAL, MANIFEST, PACK_SETTINGS, is_pack, is_unfinished_pack
+from unfog.data.packs.pack import FORMAT, JOURNAL, MANIFEST, PACK_SETTINGS, Pack
 from unfog.data.scan import Scan
 from unfog.errors import RequestError, RunError
 from unfog.locks import LOCK, lock_of
@@ -124,7 +124,7 @@ def pack_folder(folder: Path, remedy: str) -> Iterator[None]:
         foreign = _has_foreign_files(folder)
     except OSError as error:
         raise RequestError(f"{name} cannot be written ({error.strerror}); {remedy}") from error
-    if is_pack(folder) or foreign:
+    if Pack.is_at(folder) or foreign:
         raise RequestError(f"{name} exists and is not a pack; give another folder, or remove it")
     try:
         yield
@@ -139,7 +139,7 @@ def _has_foreign_files(folder: Path) -> bool:
     # A pack's own files are overwritten, so without a journal of ours only empty or partial ones pass as its own.
     # Hidden files do no harm: our lock, and what file systems and desktops leave.
     there = [path for path in folder.iterdir() if not path.name.startswith(".")]
-    if is_unfinished_pack(folder):
+    if Pack.is_unfinished_at(folder):
         return any(path.name not in FILES for path in there)
     own = _CREATED_FIRST | _PARTIAL
     return any(path.name not in own or (path.name in _CREATED_FIRST and path.lstat().st_size) for path in there)
@@ -148,7 +148,7 @@ def _has_foreign_files(folder: Path) -> bool:
 def _remove_empty_files(folder: Path) -> None:
     """Remove the files of a pack that no image was written to."""
     with suppress(OSError):
-        if not is_pack(folder) and not Journal.read(folder).rows:
+        if not Pack.is_at(folder) and not Journal.read(folder).rows:
             for name in (FACTS_FILE, "pixels.u8", JOURNAL):  # the journal last, as it proves that the others are ours
                 remove(folder / name)
 

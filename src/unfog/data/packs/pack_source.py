@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 from unfog.data.dataset import Dataset
-from unfog.data.packs.pack import Pack, is_pack, is_unfinished_pack
+from unfog.data.packs.pack import Pack
 from unfog.data.settings import Data
 from unfog.data.sources.base import OpenOptions, Source, SourceLocation
 from unfog.errors import RequestError
@@ -31,9 +31,9 @@ class PackSource(Source):
         if location.form != "folder":
             return None
         folder = Path(location.resolved)
-        if is_pack(folder):
+        if Pack.is_at(folder):
             return location
-        if is_unfinished_pack(folder):
+        if Pack.is_unfinished_at(folder):
             raise RequestError(
                 f"{sanitize(location.name)} is an unfinished pack; repeat the same `unfog pack` to finish it"
             )

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.data.decode_pool import INFO_DTYPE, ColourFoundError, DecodeStatistics, Progress, decode_all
-from unfog.data.packs.pack import FORMAT, JOURNAL, MANIFEST, PACK_SETTINGS, Pack, is_pack, seal
+from unfog.data.packs.pack import FORMAT, JOURNAL, MANIFEST, PACK_SETTINGS, Pack
 from unfog.data.packs.pack_journal import (
     FACTS_FILE,
     Journal,
@@ -28,7 +28,7 @@ from unfog.data.packs.pack_journal import (
     pack_folder,
     remove_work_files,
 )
-from unfog.data.scan import DecodeResult, Scan, split_held_out
+from unfog.data.scan import DecodeResult, Scan
 from unfog.data.sources.image_files import ARCHIVE_GONE, CHANGED, GONE
 from unfog.errors import RequestError
 from unfog.safe_files import Mode, file_digest, open_file, replace_file, write_atomic
@@ -50,7 +50,7 @@ def write_pack(scan: Scan, folder: Path, key: str, remedy: str, progress: Progre
         RunError: the disk is full or fails; the images disappeared or changed while they were read.
     """
     with pack_folder(folder, remedy), locked(folder):
-        if is_pack(folder):  # another process has finished it meanwhile
+        if Pack.is_at(folder):  # another process has finished it meanwhile
             pack = Pack.open(folder)
             if pack.manifest["key"] != key:
                 raise RequestError(
@@ -77,7 +77,7 @@ class _PackWriter:
             scan = scan.as_rgb()  # an earlier attempt met an image in colour
             header = Journal.header_of(scan, key)
         self.scan, self._image_bytes = scan, scan.channels * scan.size**2
-        self.order, self.in_train = split_held_out(scan.source, scan.settings.held_out)
+        self.order, self.in_train = scan.split_held_out()
         self.statistics = DecodeStatistics.empty(len(self.order))
         self.journal = Journal(header)
         self.treatments_written = 0
@@ -207,7 +207,7 @@ class _PackWriter:
             },
         }
         # Last of all: until now the folder is an unfinished pack, which the next attempt goes on with.
-        write_atomic(folder / MANIFEST, seal(manifest))
+        write_atomic(folder / MANIFEST, Pack.seal(manifest))
         remove_work_files(folder)
 
     def _write_arrays(self, result: DecodeResult) -> list[str]:

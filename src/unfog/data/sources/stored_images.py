@@ -21,7 +21,7 @@ from unfog.data.data_report import SkippedFile
 from unfog.data.sources.arrays import store_array
 from unfog.data.sources.base import SourceLocation
 from unfog.data.sources.image_objects import FloatRange, ImageItems, as_array, encode_image
-from unfog.data.sources.zip_archive import ZipSource, to_member
+from unfog.data.sources.zip_archive import ZipSource
 from unfog.errors import RequestError
 from unfog.safe_files import move, open_file, remove
 from unfog.text import sanitize
@@ -54,7 +54,7 @@ class StoredImages(ZipSource):
 
     def _read_labels(self, info: zipfile.ZipInfo) -> None:
         try:
-            stored = json.loads(self._content(to_member(info)))
+            stored = json.loads(self._read_table(info))
             self.classes, labels = tuple(stored["classes"]), np.asarray(stored["labels"])
             # None of its values is trusted, as the file may be somebody else's.
             whole = labels.dtype.kind == "i" and all(type(name) is str for name in self.classes)

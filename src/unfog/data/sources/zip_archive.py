@@ -42,6 +42,10 @@ class _Member(NamedTuple):
     method: int
     checksum: int
 
+    @classmethod
+    def of(cls, info: zipfile.ZipInfo) -> _Member:
+        return cls(info.header_offset, info.compress_size, info.file_size, info.compress_type, info.CRC)
+
 
 class ZipSource(Source):
     """Every image in a zip archive, at any depth, sorted by path. Hidden files are left out, as in a folder.
@@ -107,7 +111,7 @@ class ZipSource(Source):
     def _read_table(self, info: zipfile.ZipInfo) -> bytes:
         if reason := _unusable_reason(info):
             raise ImageError(reason)
-        return self._content(to_member(info))
+        return self._content(_Member.of(info))
 
     def _read_directory(self) -> list[zipfile.ZipInfo]:
         try:
@@ -136,7 +140,7 @@ class ZipSource(Source):
         if reason := _unusable_reason(info):
             unreadable.append(SkippedFile(name, reason))
         else:
-            self._members[name] = to_member(info)
+            self._members[name] = _Member.of(info)
 
     def _remove_overlapping(self, unreadable: list[SkippedFile]) -> None:
         """Drop members that overlap others: with those, a small archive could hold any number of large images."""
@@ -180,10 +184,6 @@ class ZipSource(Source):
         if zlib.crc32(data) != member.checksum:
             raise ImageError("damaged (its checksum is another)")
         return data
-
-
-def to_member(info: zipfile.ZipInfo) -> _Member:
-    return _Member(info.header_offset, info.compress_size, info.file_size, info.compress_type, info.CRC)
 
 
 def _least_end(member: _Member) -> int:

@@ -18,7 +18,7 @@ from unfog.data.sources.folder import ignored_kind, normalize_path
 from unfog.data.sources.image_files import MAX_FILE_BYTES
 from unfog.data.sources.label_tables import normalize_label
 from unfog.data.sources.storage import BlockReader, FileState, Storage
-from unfog.data.webdataset.tar import DamagedTarError, TarMember, detect_compression, read_member
+from unfog.data.webdataset.tar import DamagedTarError, TarMember, detect_compression
 from unfog.errors import RequestError
 from unfog.safe_files import write_atomic
 from unfog.text import sanitize
@@ -147,7 +147,7 @@ class _EntryBuilder:
         stem, kind = _split_suffix(name)
         if kind not in _LABEL_FILES:
             return False
-        data = read_member(self.file, member, _LABEL_FILES[kind])
+        data = member.read(self.file, _LABEL_FILES[kind])
         value = _json_label(data) if kind == "json" else _text_label(data)
         key = stem, list(_LABEL_FILES).index(kind)
         if not value:

@@ -57,6 +57,41 @@ class RemoteShards:
         self._lock = threading.Lock()
         self.cache: ByteRangeCache | None = None
 
+    @staticmethod
+    def states(
+        storage: Storage, location: SourceLocation, policy: RemotePolicy
+    ) -> tuple[dict[str, FileState], dict[str, str]]:
+        """Return (the state of each shard, sorted by URL; URL -> reason of the failed ones a resume does without).
+
+        Failed shards have the state in which they were last seen, so that the set stays the one the run began with.
+        RequestError if a shard cannot be looked at and was never seen, or too many cannot be.
+        """
+        absent: dict[str, str] = {}
+        states = storage.states(location.paths, None if policy.failed_before is None else absent)
+        failed: dict[str, str] = {}
+        if policy.failed_before is not None:
+            known, present = _remembered_states(location), {plain_url(path) for path in states}
+            urls = {plain_url(path): path for path in location.paths}
+            # If more failed before than may now, all get another chance: some may be back.
+            allowed = len(policy.failed_before) <= policy.max_failed * len(known)
+            failed_before = policy.failed_before if allowed else {}
+            for name, state in known.items():
+                path = urls.get(name, name)
+                reason = failed_before.get(shard_name(path, location.base))
+                if reason is None and name not in present:
+                    reason = absent.get(path, "is not there")
+                if reason is not None:
+                    states[path], failed[path] = state, reason
+        for path, reason in absent.items():
+            if path not in states:
+                raise RequestError(f"{sanitize(path)} {reason}; restore it, or check the URL")
+        if len(failed) > policy.max_failed * len(states):
+            named = {shard_name(path, location.base): reason for path, reason in failed.items()}
+            raise RequestError(_too_many_failed(location.name, named, len(states)))
+        if not failed:
+            _remember_states(location, states)
+        return dict(sorted(states.items())), failed
+
     @property
     def failed(self) -> dict[str, str]:
         # A copy, as other threads may add to it.
@@ -197,41 +232,6 @@ def _too_many_failed(source: str, failed: Mapping[str, str], count: int) -> str:
         f"allows: {named}{'; ...' * (len(failed) > _MAX_NAMED)}. Restore them and use `unfog resume`, or "
         "allow more: --data.failed-shards 0.1"
     )
-
-
-def remote_states(
-    storage: Storage, location: SourceLocation, policy: RemotePolicy
-) -> tuple[dict[str, FileState], dict[str, str]]:
-    """Return (the state of each shard, sorted by URL; URL -> reason of the failed ones a resume does without).
-
-    Failed shards have the state in which they were last seen, so that the set stays the one the run began with.
-    RequestError if a shard cannot be looked at and was never seen, or too many cannot be.
-    """
-    absent: dict[str, str] = {}
-    states = storage.states(location.paths, None if policy.failed_before is None else absent)
-    failed: dict[str, str] = {}
-    if policy.failed_before is not None:
-        known, present = _remembered_states(location), {plain_url(path) for path in states}
-        urls = {plain_url(path): path for path in location.paths}
-        # If more failed before than may now, all get another chance: some may be back.
-        allowed = len(policy.failed_before) <= policy.max_failed * len(known)
-        failed_before = policy.failed_before if allowed else {}
-        for name, state in known.items():
-            path = urls.get(name, name)
-            reason = failed_before.get(shard_name(path, location.base))
-            if reason is None and name not in present:
-                reason = absent.get(path, "is not there")
-            if reason is not None:
-                states[path], failed[path] = state, reason
-    for path, reason in absent.items():
-        if path not in states:
-            raise RequestError(f"{sanitize(path)} {reason}; restore it, or check the URL")
-    if len(failed) > policy.max_failed * len(states):
-        named = {shard_name(path, location.base): reason for path, reason in failed.items()}
-        raise RequestError(_too_many_failed(location.name, named, len(states)))
-    if not failed:
-        _remember_states(location, states)
-    return dict(sorted(states.items())), failed
 
 
 def _states_file(location: SourceLocation) -> Path:

@@ -16,7 +16,7 @@ from unfog.data.sources.base import ImageError, OpenOptions, Source, SourceLocat
 from unfog.data.sources.folder import list_only, no_images_error, sample_digest
 from unfog.data.sources.image_files import open_bytes
 from unfog.data.sources.storage import FileState, open_storage
-from unfog.data.webdataset.remote_shards import RemoteShards, remote_states
+from unfog.data.webdataset.remote_shards import RemoteShards
 from unfog.data.webdataset.shard_index import ShardIndex, shard_name
 from unfog.errors import RequestError
 
@@ -45,7 +45,7 @@ class ShardSource(Source):
         self._storage, self._base, failed = open_storage(location.paths[0]), location.base, dict[str, str]()
         self.remote = self._storage.remote
         if self.remote:
-            states, failed = remote_states(self._storage, location, options.remote)
+            states, failed = RemoteShards.states(self._storage, location, options.remote)
         else:
             states = self._storage.states(location.paths)
         self.index = ShardIndex.open(self._storage, states, location.base, options.progress)

@@ -31,6 +31,16 @@ class TarMember(NamedTuple):
     regular: bool
     """False for a link, a device or a sparse file."""
 
+    def read(self, file: BlockReader, max_bytes: int) -> bytes:
+        """Return the content of a small member, b"" if it is larger than `max_bytes` or not whole."""
+        if self.size > max_bytes:
+            return b""
+        try:
+            data = file.read_at(self.start, self.size)
+        except ImageError:
+            return b""
+        return data if len(data) == self.size else b""
+
     @classmethod
     def iterate(cls, file: BlockReader) -> Iterator[TarMember]:
         """Yield every member of an archive but its folders, in order. The last one may reach beyond the end.
@@ -139,14 +149,3 @@ def _parse_attributes(content: bytes) -> dict[bytes, bytes]:
         found[match[2]] = content[match.end() : end - 1]
         at = end
     return found
-
-
-def read_member(file: BlockReader, member: TarMember, max_bytes: int) -> bytes:
-    """Return the content of a small member, b"" if it is larger than `max_bytes` or not whole."""
-    if member.size > max_bytes:
-        return b""
-    try:
-        data = file.read_at(member.start, member.size)
-    except ImageError:
-        return b""
-    return data if len(data) == member.size else b""

@@ -6,17 +6,15 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from unfog.errors import RequestError
-from unfog.models.network_settings import NetworkSettings
+from unfog.models.network_settings import LevelSettings, PatchSettings
 from unfog.settings import check_bounds, setting
 
 
-class _Levels(NetworkSettings):
-    """Base of the U-Nets: level i has `width * mults[i]` channels, at 1/2^i of the image's height and width."""
+class _Levels(LevelSettings):
+    """Base of the U-Nets: level i has `width * mults[i]` channels."""
 
-    prefers_channels_last: ClassVar[bool] = True
     width: int
     mults: tuple[int, ...]
-    attention: tuple[bool, ...]
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -27,20 +25,6 @@ class _Levels(NetworkSettings):
                 f"attention has {len(self.attention)} entries, but mults has {len(self.mults)} levels; give one true "
                 "or false for each level"
             )
-
-    def check(self, size: int | tuple[int, int]) -> None:
-        factor = 2 ** (len(self.mults) - 1)
-        for side in (size, size) if isinstance(size, int) else size:
-            if side < factor or side % factor:
-                nearest = max(1, round(side / factor)) * factor
-                raise RequestError(
-                    f"size = {side} must be a multiple of {factor} for a network of {len(self.mults)} levels; try "
-                    f"size = {nearest}"
-                )
-
-    def layout(self, height: int, width: int) -> str:
-        levels = len(self.mults)
-        return f"in {levels} levels for {width}x{height} pixels, the lowest at {height // 2 ** (levels - 1)}"
 
 
 @dataclass(frozen=True)
@@ -120,11 +104,11 @@ class Edm2(_Levels):
 
 
 @dataclass(frozen=True)
-class DiffusersDiT(NetworkSettings):
+class DiffusersDiT(PatchSettings):
     """The DiT of Peebles and Xie (2023) as diffusers has it: layer norms, added positions, GELU; `dit` is our own."""
 
     kind: ClassVar[str] = "diffusers-dit"
-    model: ClassVar[str] = "unfog.models.elsewhere.diffusers_dit:DiffusersDiTModel"
+    model: ClassVar[str] = "unfog.models.dit:DiffusersDiTModel"
     # Those of the paper's largest network, DiT-XL/2.
     width: int = setting(1152, at_least=4, at_most=16384)
     """Channels of a token: heads times channels of a head, a multiple of 4."""
@@ -147,16 +131,6 @@ class DiffusersDiT(NetworkSettings):
             raise RequestError(
                 f"width = {self.width} must be a multiple of 4 and of head_channels = {self.head_channels}"
             )
-
-    def check(self, size: int | tuple[int, int]) -> None:
-        for side in (size, size) if isinstance(size, int) else size:
-            if side < self.patch or side % self.patch:
-                nearest = max(1, round(side / self.patch)) * self.patch
-                raise RequestError(f"size = {side} must be a multiple of patch = {self.patch}; try size = {nearest}")
-
-    def layout(self, height: int, width: int) -> str:
-        tokens = f"{width // self.patch}x{height // self.patch} patches of {self.patch}x{self.patch}"
-        return f"in {self.depth} blocks over {tokens} pixels"
 
 
 Elsewhere = DdpmPytorch | Edm | Edm2 | DiffusersDiT

@@ -15,10 +15,9 @@ from unfog.config.toml import update
 from unfog.config.values import format_spec, quote
 from unfog.errors import RequestError
 from unfog.models.autoencoder_settings import AutoencoderFolder
-from unfog.pipeline.build import input_shape
 from unfog.planning.intervals import Choice
 from unfog.process.run_folder import printable
-from unfog.runs.weights.diffusers import objective_from_scheduler
+from unfog.runs.weights.objectives import objective_from_scheduler
 from unfog.runs.weights.weights_source import WeightsSource
 from unfog.training.checkpoints.load import sha256_of
 
@@ -94,7 +93,7 @@ def load_initial_weights(config: Config) -> _InitialWeights:
             "yet; restore the file, or start a new run with another --out"
         )
     choices = [Choice("init", config.init.folder, source.what), _objective_choice(source, config)]
-    if source.input[1] not in (0, input_shape(config)[1]):
+    if source.input[1] not in (0, config.input_shape[1]):
         choices.append(Choice("size", config.data.size, f"the weights were trained at {source.config.data.size}"))
     state, classes = source.fit(source.read(), config)
     folder = printable(str(Path(config.init.folder).expanduser().resolve()))
@@ -113,7 +112,7 @@ def _check_network(source: WeightsSource, config: Config) -> None:
             f"network = {format_spec(ours)} differs from that of {config.init.folder}, "
             f"{format_spec(theirs)}; omit --network, or change only its dropout"
         )
-    channels, known = input_shape(config)[0], source.input[0]
+    channels, known = config.input_shape[0], source.input[0]
     if channels != known and not config.uses_latents and known not in (1, 3):
         raise RequestError(
             f"the network in {config.init.folder} generates latents of {known} channels; give its autoencoder: "

@@ -15,7 +15,7 @@ from unfog.data.sources.stored_images import Report, store_images
 from unfog.diffusion.diffusion import Diffusion
 from unfog.errors import RequestError
 from unfog.inference.run import Run
-from unfog.pipeline.build import build_network, input_shape
+from unfog.pipeline.build import build_network
 from unfog.process.device import choose_device
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.progress import say
@@ -107,7 +107,7 @@ def _settings(path: Path, source: WeightsSource, size: int) -> Config:
         raise RequestError(f"{path} {state}")
     config = replace(config, data=replace(config.data, size=config.data.size or size))
     assert config.network is not None  # it is that of the weights
-    config.network.check(input_shape(config)[1])
+    config.network.check(config.input_shape[1])
     if model is not None:
         # The class of no class is known, but of these programs only DiT was trained with it as a rule.
         dropout = config.label_dropout if model.network.kind == "diffusers-dit" else 0.0

@@ -19,12 +19,11 @@ from unfog.errors import RequestError
 from unfog.export.diffusers_folder import DiffusersFolder
 from unfog.export.diffusers_unet import Network, unet2d_settings
 from unfog.export.elsewhere import SUFFIXES, ElsewhereModel, from_dit, read_model
-from unfog.pipeline.build import build_network, input_shape
+from unfog.pipeline.build import build_network
 from unfog.planning.intervals import Choice
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.progress import warn
-from unfog.runs.weights.diffusers import objective_from_scheduler
-from unfog.runs.weights.elsewhere import objective_of, with_latents_of
+from unfog.runs.weights.objectives import Objective, objective_from_scheduler, with_latents_of
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.load import read_tensors
 
@@ -47,7 +46,7 @@ class WeightsSource(NamedTuple):
     @property
     def input(self) -> tuple[int, int]:
         """Channels and side of the network's input: pixels or latents; the side is 0 where it is not stated."""
-        return self.known_input or input_shape(self.config)[:2]
+        return self.known_input or self.config.input_shape[:2]
 
     @property
     def is_run(self) -> bool:
@@ -143,7 +142,7 @@ def _in_diffusers(folder: Path, diffusion: Diffusion, known: bool) -> WeightsSou
 
 def _in_file(path: Path, diffusion: Diffusion, known: bool) -> WeightsSource:
     model = read_model(path)
-    objective = objective_of(model, diffusion, known)
+    objective = Objective.of(model, diffusion, known)
     config = _settings_of(model, objective.diffusion, objective.sampler)
     known_input = (model.channels, model.size)
     return WeightsSource(config, path, f"weights of {model.what}", None, None, model, objective.reason, known_input)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from unfog.training.learning_rate import Length
+from unfog.training.length import Length
 
 # Raises ValueError unless the value at a path, such as guard.recent[3], is as it should be.
 _Rule = Callable[[str, Any], None]

@@ -17,7 +17,7 @@ from unfog.training.checkpoints.load import roll_back
 from unfog.training.distributed.world import World
 from unfog.training.gradient import Gradient
 from unfog.training.hooks import TrainingHooks
-from unfog.training.learning_rate import Plan
+from unfog.training.length import Plan
 from unfog.training.settings import Training
 from unfog.training.stability.nan_debug import NanReport
 from unfog.training.state import TrainState

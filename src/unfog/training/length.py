@@ -1,4 +1,4 @@
-"""The learning rate: its schedule over a run; also the planned length of a run. Imports no torch."""
+"""The length of a run: as its settings give it, and as a time budget has planned it anew. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,35 +6,6 @@ import math
 from collections.abc import Iterable, Mapping
 from itertools import zip_longest
 from typing import Any, NamedTuple
-
-from unfog.training.optimizer_settings import Optimizer
-
-
-def learning_rate(settings: Optimizer, step: float, steps: int, warmed: float | None = None) -> float:
-    """Return the learning rate of step `step` (0, 1, …) of `steps`: a function of position, with no state to resume.
-
-    A run whose length was planned anew gives its position in the schedule instead of the step, and how far its warm-up
-    has come as `warmed`; see `Length`.
-    """
-    warmup = max(settings.warmup, 1)
-    warmed = step if warmed is None else warmed
-    if warmed >= warmup:
-        return _after_warmup(settings, warmup, step, steps)
-    lr = settings.lr * min(warmed + 1, warmup) / warmup  # a first step at 0 would be wasted
-    # A run that was shortened may have to cool down before it is warm.
-    return lr if step < warmup else min(lr, _after_warmup(settings, warmup, step, steps))
-
-
-def _after_warmup(settings: Optimizer, warmup: int, step: float, steps: int) -> float:
-    if settings.schedule == "cosine":
-        return settings.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(steps - warmup, 1)))
-    if settings.schedule == "inverse-sqrt":
-        return settings.lr * math.sqrt(warmup / (step + 1))
-    if settings.schedule == "cooldown":
-        # 1 - sqrt ends better than a line does, and a fifth of the run as well as a cosine (Haegele et al. 2024).
-        length = max(1, min(round(settings.cooldown * steps), steps - warmup))
-        return settings.lr * (1 - math.sqrt(max(0, step - (steps - length)) / length))
-    return settings.lr
 
 
 class Plan(NamedTuple):

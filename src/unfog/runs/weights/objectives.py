@@ -1,0 +1,188 @@
+"""Objectives of weights from elsewhere, told by the files; and the check of an export to diffusers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from unfog.config.presets import preset
+from unfog.config.schema import Config
+from unfog.config.values import quote
+from unfog.diffusion.ddpm import TimestepSchedule
+from unfog.diffusion.diffusion import Diffusion
+from unfog.diffusion.noise import VP, Cosine, Flow, FlowUniform, Linear, LogNormal
+from unfog.diffusion.sampler import Sampler
+from unfog.diffusion.sigmoid import Sigmoid
+from unfog.diffusion.target import X0, Eps, FlowVelocity, Target, V
+from unfog.errors import RequestError
+from unfog.export.diffusers_unet import Network
+from unfog.export.elsewhere import ElsewhereModel
+from unfog.inference.run import Run
+from unfog.models.autoencoder_settings import AutoencoderFolder, Latents
+
+_TARGETS: dict[str, Target] = {"epsilon": Eps(), "sample": X0(), "v_prediction": V()}
+
+
+def objective_from_scheduler(scheduler: Mapping[str, Any], base: Diffusion) -> Diffusion:
+    """Return the objective of a scheduler_config.json of diffusers, and everything else, such as the weighting, of
+    `base`. RequestError if it has no equivalent here."""
+    # Missing keys have the defaults of diffusers' DDPMScheduler.
+    kind, steps = str(scheduler.get("_class_name", "DDPMScheduler")), scheduler.get("num_train_timesteps", 1000)
+    plain = replace(base, conditioning="timestep", scale_input=False)
+    if kind.startswith("FlowMatch"):
+        return replace(plain, path=Flow(), schedule=FlowUniform(), target=FlowVelocity())
+    # Levels is of our own exports: their levels say nothing of what the network predicts.
+    if kind.startswith(("EDM", "KarrasVe", "ScoreSdeVe", "VQ", "Cosine", "CM", "Levels")) or scheduler.get(
+        "trained_betas"
+    ):
+        raise _untranslatable(kind, "has no equivalent that could be read off it")
+    if not isinstance(steps, int) or steps < 2:
+        raise _untranslatable(f"'s num_train_timesteps = {quote(steps)}", "is no number of steps")
+    betas, zero = scheduler.get("beta_schedule", "linear"), bool(scheduler.get("rescale_betas_zero_snr", False))
+    if betas == "linear":
+        ends = (float(scheduler.get(name, usual)) for name, usual in (("beta_start", 1e-4), ("beta_end", 0.02)))
+        # Ours are stated for 1,000 steps. Rounded, as the product need not be the number that a person would write.
+        first, last = (round(beta * steps / 1000, 12) for beta in ends)
+        schedule: Linear | Cosine = Linear(steps=steps, beta_start=first, beta_end=last, zero_terminal=zero)
+    elif betas == "squaredcos_cap_v2":
+        schedule = Cosine(steps=steps, zero_terminal=zero)
+    else:
+        known = "has no equivalent; there is linear and squaredcos_cap_v2"
+        raise _untranslatable(f"'s beta_schedule = {quote(betas)}", known)
+    predicted = scheduler.get("prediction_type", "epsilon")
+    if predicted not in _TARGETS:
+        known = f"has no equivalent; there is {', '.join(_TARGETS)}"
+        raise _untranslatable(f"'s prediction_type = {quote(predicted)}", known)
+    return replace(plain, path=VP(), schedule=schedule, target=_TARGETS[predicted])
+
+
+def _untranslatable(what: str, reason: str) -> RequestError:
+    scheduler = f"the scheduler{what}" if what.startswith("'") else f"the scheduler {what}"
+    return RequestError(f"{scheduler} {reason}; give --path, --schedule and --target")
+
+
+@torch.inference_mode()
+def export_difference(run: Run) -> float:
+    """Return the largest output difference between a run's network and its export to diffusers, relative to ours.
+
+    RequestError if diffusers has no equivalent network.
+    """
+    from diffusers import UNet2DModel
+
+    # Many branches of a network start at zero and are nearly zero after two steps, so that an exchanged weight would
+    # go unnoticed: both get random weights.
+    config, network = run.config, _randomized(run.network.cpu())
+    assert config.network is not None  # a run's is settled
+    channels, side, _ = config.input_shape
+    out = channels * (2 if config.diffusion.learned_variance else 1)
+    settings, state = Network(config.network, channels, len(config.classes), network.state_dict(), out).to_unet2d(side)
+    exported = UNet2DModel(**settings).eval()
+    exported.load_state_dict(state)
+    x = torch.randn(2, channels, side, side, generator=torch.Generator().manual_seed(1))
+    level = torch.tensor([10.0, 500.0])
+    label = torch.tensor([0, len(config.classes)]) if config.classes else None  # a class, and no class
+    expected = network(x, level, label)
+    difference = (exported(x, level, class_labels=label).sample - expected).abs().max()
+    # A network may answer 0 everywhere, which is no division.
+    return float(difference / expected.abs().max().clamp_min(1e-12))
+
+
+def _randomized(network: nn.Module) -> nn.Module:
+    """Return a copy of a network with random weights of ordinary size, so that all of them affect the output."""
+    copy, generator = deepcopy(network), torch.Generator().manual_seed(0)
+    for parameter in copy.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.ndim > 1:
+            parameter.copy_(noise * (parameter.numel() / parameter.shape[0]) ** -0.5)
+        else:  # biases about 0, the scales of normalisations about 1
+            parameter.copy_(parameter.round().clamp(0, 1) + 0.1 * noise)
+    return copy
+
+
+_LEVELS = {"edm": LogNormal(), "edm2": LogNormal(mean=-0.4, std=1.0)}  # for EDM2: Karras et al. 2024, table 5
+
+
+class Objective(NamedTuple):
+    """The objective that weights were trained with, and their usual sampler."""
+
+    diffusion: Diffusion
+    sampler: Sampler | None
+    """None: that of the recipe."""
+    reason: str
+
+    @classmethod
+    def of(cls, model: ElsewhereModel, base: Diffusion, known: bool) -> Objective:
+        """Return the objective of weights, with everything else, such as the weighting, of `base` where it is open.
+
+        `known`: path, schedule and target are given, so that `base` is the objective. RequestError if nothing tells it.
+        """
+        if model.network.kind in _LEVELS:
+            recipe = preset("edm")
+            diffusion = replace(recipe.diffusion, schedule=_LEVELS[model.network.kind])
+            return cls(diffusion, recipe.sampler, "EDM's preconditioning, EDMPrecond, as the weights cannot tell")
+        if known:
+            return cls(base, None, "as given")
+        plain = replace(base, path=VP(), conditioning="timestep", scale_input=False)
+        betas, weight = model.buffers.get("betas"), model.buffers.get("loss_weight")
+        if betas is None or weight is None:
+            reason = "the program's defaults, as the file has weights alone; if it was another: --target, --schedule"
+            return cls(replace(plain, schedule=Sigmoid(), target=V()), None, reason)
+        diffusion = replace(plain, schedule=_schedule(betas), target=_target(betas, weight))
+        return cls(diffusion, None, "as the noise levels and the loss weights in the file say")
+
+
+def _schedule(betas: Tensor) -> Sigmoid | Cosine | Linear:
+    steps = len(betas)
+    if betas.ndim == 1 and 2 <= steps <= 100_000:
+        candidates: list[TimestepSchedule] = [Sigmoid(steps=steps), Cosine(steps=steps), Linear(steps=steps)]
+        for schedule in candidates:
+            ours = torch.tensor(schedule.betas(), dtype=torch.float64)
+            # Loosely, as they are stored in float32 and were computed in other ways.
+            if torch.allclose(ours, betas.double(), rtol=1e-3, atol=1e-7):
+                return schedule  # type: ignore[return-value]
+    raise RequestError(
+        "the noise levels in this checkpoint are those of no schedule with its usual settings; there is sigmoid, "
+        "cosine and linear: give --path, --schedule and --target"
+    )
+
+
+def _target(betas: Tensor, weight: Tensor) -> Target:
+    kept = (1 - betas.double()).cumprod(0)
+    snr = kept / (1 - kept)
+    # Where the SNR is a half, below the limits that min-SNR weighting has.
+    at = int((snr - 0.5).abs().argmin())
+    s, found = snr[at].item(), weight[at].item()
+    # A checkpoint has no name for the target, but the weight of the loss at SNR s.
+    known: list[tuple[Target, float]] = [(Eps(), 1.0), (X0(), s), (V(), s / (s + 1))]
+    for target, expected in known:
+        if math.isclose(found, expected, rel_tol=1e-3):
+            return target
+    raise RequestError(
+        "the loss weights in this checkpoint are of no objective that is known; give --target and others"
+    )
+
+
+def with_latents_of(config: Config, pipeline: Path, side: int) -> Config:
+    """Return settings with the autoencoder of a diffusers pipeline, and the scale of latents that it was trained with.
+
+    `side` is that of the latents. Unchanged if the pipeline has no autoencoder.
+    """
+    folder = pipeline / "vae"
+    if not (folder / "config.json").is_file():
+        return config
+    opened = AutoencoderFolder.open(str(folder))
+    scale, shift = (opened.config.get(name) for name in ("scaling_factor", "shift_factor"))
+    scale = float(scale) if isinstance(scale, int | float) and 1e-6 < abs(scale) < 1e6 else 1.0
+    shift = float(shift) if isinstance(shift, int | float) else 0.0
+    # There, the network sees (latent - shift) * scale; here, (latent - mean) / deviation * sigma_data.
+    count, deviation = opened.channels, config.diffusion.sigma_data / scale
+    latents = Latents(opened.sha256(), opened.factor, count, (shift,) * count, (deviation,) * count)
+    data = replace(config.data, size=side * opened.factor, channels=opened.image_channels)
+    return replace(config, data=data, latents=latents, autoencoder_folder=str(folder))
