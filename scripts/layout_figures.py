@@ -35,7 +35,7 @@ LOOP = (
     ),
     (
         *("training/loop.py", "training/gradient.py", "training/hooks.py", "training/state.py"),
-        *("training/stability/out_of_memory.py",),
+        *("training/updates/updater.py",),
     ),
 )
 LR = 0.00123

@@ -102,6 +102,14 @@ def few_images() -> str:
     return str(file)
 
 
+def advance(state, images: int, accepted: bool = True, losses=()) -> None:
+    """Count a step as the training loop does, after the optimiser's part of it."""
+    state.seen += images
+    if accepted:
+        state.follow_update(list(losses))
+        state.count_update(list(losses))
+
+
 def without_clock(path: Path) -> list[dict]:
     """Metrics of a run, less what a clock measured."""
     clock = ("seconds", "images_per_second", "data_wait")

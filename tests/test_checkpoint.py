@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from conftest import advance
 from unfog.config.schema import Config
 from unfog.config.toml import update
 from unfog.errors import RunError
@@ -39,7 +40,7 @@ def step(state: TrainState) -> None:
     state.model(torch.randn(8, 3)).square().sum().backward()
     state.optimizer.step()
     state.optimizer.zero_grad()
-    state.advance(8, True, [])
+    advance(state, 8, True, [])
 
 
 def trained(steps: int = 3) -> TrainState:

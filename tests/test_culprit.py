@@ -14,7 +14,7 @@ from unfog.diffusion.objective import Loss, Objective
 from unfog.models.settings import UNet
 from unfog.models.unet import UNetModel
 from unfog.sharded_rng import seed_generators
-from unfog.training.gradient import _split_range
+from unfog.training.distributed.micro_batches import _split_range
 from unfog.training.optimizer_settings import Optimizer
 from unfog.training.precision import Precision
 from unfog.training.settings import PowerEma

@@ -30,10 +30,10 @@ from unfog.errors import RequestError
 from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
 from unfog.sharded_rng import rows_of, seed_generators, with_own_seed
 from unfog.training.distributed.coordination import CoordinatedHooks, _RankStatus
+from unfog.training.distributed.micro_batches import split_batch
 from unfog.training.distributed.process_group import local_device
 from unfog.training.distributed.watchdog import _find_failed_rank, _Heartbeat
 from unfog.training.distributed.world import World
-from unfog.training.gradient import split_batch
 from unfog.training.hooks import TrainingHooks
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ended")]

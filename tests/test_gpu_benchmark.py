@@ -201,6 +201,8 @@ def test_rehearsal_of_everything_on_the_cpu(tmp_path):
     for network in ("unet-64", "cifar10", "dit-latents"):
         ways = {f"{who} {how}" for who in ("unfog", "bare", "diffusers") for how in ("eager", "compiled")}
         assert ways < set(by_part[f"steps {network}"])
+        assert {"unfog captured", "unfog compiled, captured"} < set(by_part[f"steps {network}"])
+    assert sum("plain and captured" in name for name in by_part["exact"]) == 4
     assert len([name for name in by_part["profile"] if name.startswith("kernel ")]) == 20
     assert {"a run resumed", "resume --verify"} < set(by_part["exact"])
     assert {"all-reduce", "FSDP2"} == set(by_part["ranks"])

@@ -47,6 +47,7 @@ SUBFOLDERS = {
     "training.stability": {""},
     "training.checkpoints": {""},
     "training.distributed": {"", "checkpoints", "stability"},
+    "training.updates": {"", "distributed", "stability"},
     "checks.images": {""},
     "checks.settings": {""},
     "models.elsewhere": {""},

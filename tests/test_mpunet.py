@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from conftest import advance
 from unfog.models import edm2_unet
 from unfog.models.edm2_unet import (
     MPUNetModel,
@@ -155,7 +156,7 @@ def trained(model: MPUNetModel, steps: int, lr: float) -> TrainState:
         state.optimizer.zero_grad()
         loss.backward()
         state.optimizer.step()
-        state.advance(8, True, [])
+        advance(state, 8, True, [])
     return state
 
 

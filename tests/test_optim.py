@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import unfog
-from conftest import NETWORK
+from conftest import NETWORK, advance
 from unfog.config.presets import preset
 from unfog.config.schema import Network, nest_settings
 from unfog.config.values import format_spec, parse_spec, registry_of
@@ -34,6 +34,7 @@ from unfog.training.optimizer_settings import (
 from unfog.training.precision import Precision
 from unfog.training.settings import PowerEma, Training
 from unfog.training.state import TrainState
+from unfog.training.updates import muon
 
 CPU = torch.device("cpu")
 MOMENTUM = Custom("torch.optim.RMSprop", ("momentum=0.9", "centered=True"))
@@ -98,7 +99,7 @@ def step(into: TrainState, bad: bool = False) -> None:
     accepted = math.isfinite(norm)
     into.precision.update(into.optimizer, 1.0, norm, accepted)
     into.optimizer.zero_grad()
-    into.advance(4, accepted, [])
+    advance(into, 4, accepted, [])
 
 
 def everything(of: TrainState) -> dict[str, torch.Tensor]:
@@ -114,10 +115,10 @@ def test_orthogonalised_applies_its_polynomial_to_the_singular_values(shape):
     x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     u, s, vt = torch.linalg.svd(x, full_matrices=False)
     s = s / s.norm(dim=1, keepdim=True)
-    a, b, c = optim._NEWTON_SCHULZ
+    a, b, c = muon._NEWTON_SCHULZ
     for _ in range(5):
         s = a * s + b * s**3 + c * s**5
-    torch.testing.assert_close(optim._orthogonalize(x, 5), u @ s.diag_embed() @ vt, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(muon._orthogonalize(x, 5), u @ s.diag_embed() @ vt, rtol=1e-10, atol=1e-12)
     assert s.min() > 0.6
     assert s.max() < 1.25
 
@@ -129,7 +130,7 @@ def test_muon_moves_matrices_and_kernels_as_torch_does():
     theirs = [nn.Parameter(p.detach().reshape(len(p), -1).clone()) for p in ours]
     rest = nn.Parameter(torch.randn(5))
     settings = Optimizer(lr=0.02, weight_decay=0.1, method=Muon())
-    mine = optim._MuonAdamW(ours, [rest], settings, Muon(), torch.bfloat16)
+    mine = muon.MuonAdamW(ours, optim._build_adamw([rest], settings), 0.95, 5, torch.bfloat16)
     reference = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
     begun = [p.detach().clone() for p in theirs]
     for _ in range(3):

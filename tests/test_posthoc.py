@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from conftest import advance
 from test_training import CPU, Diary, denoising, run
 from unfog.errors import RequestError, RunError
 from unfog.inference.loaded_run import _rebuild
@@ -230,7 +231,7 @@ def test_refused_steps_count_for_nothing(tmp_path):
         with torch.no_grad():
             for p in state.model.parameters():
                 p += 0.01 * accepted
-        state.advance(8, accepted, [])
+        advance(state, 8, accepted, [])
         _write_snapshot(take_ema_snapshot(state, place), tmp_path / "averages")
     kept = EmaSnapshotFile.read_all(tmp_path / "averages")
     assert [one.updates for one in kept] == [1, 2, 3, 4, 5, 6, 7]
@@ -267,7 +268,7 @@ def test_files_are_half_as_large_and_no_weight_overflows(tmp_path):
     state = fresh()
     with torch.no_grad():
         next(state.model.parameters())[0] = 1e6
-    state.advance(8, True, [])
+    advance(state, 8, True, [])
     path = tmp_path / "averages"
     _write_snapshot(take_ema_snapshot(state, 1), path)
     tensors = load_file(next(path.iterdir()))
@@ -279,7 +280,7 @@ def test_files_are_half_as_large_and_no_weight_overflows(tmp_path):
 
 def test_what_cannot_be_written_is_told_and_stops_nothing(tmp_path):
     writer, state = EmaSnapshotWriter(EmaSnapshots(every=1)), fresh()
-    state.advance(8, True, [])
+    advance(state, 8, True, [])
     (tmp_path / "averages").write_text("somebody's notes")
     writer.submit(take_ema_snapshot(state, 1), tmp_path / "averages")
     writer.submit(take_ema_snapshot(state, 2), tmp_path / "gone/averages")  # a run that was moved is not made anew
@@ -297,7 +298,7 @@ def test_what_cannot_be_written_is_told_and_stops_nothing(tmp_path):
 def test_full_disk_is_not_waited_for(tmp_path):
     resource = pytest.importorskip("resource")
     state, writer = fresh(), EmaSnapshotWriter(EmaSnapshots(every=1))
-    state.advance(8, True, [])
+    advance(state, 8, True, [])
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # no file may grow beyond: EFBIG
     try:

@@ -40,9 +40,9 @@ from unfog.training.checkpoints import rotation, snapshot, writer
 from unfog.training.checkpoints.load import load_weights, read_tensors, write_merged
 from unfog.training.checkpoints.writer import ShardStatusStore
 from unfog.training.distributed.fsdp import _blocks, build_mesh, compile_blocks, shard_network
+from unfog.training.distributed.micro_batches import local_micro_batches
 from unfog.training.distributed.watchdog import Watchdog
 from unfog.training.distributed.world import World
-from unfog.training.gradient import _local_micro_batches
 from unfog.training.optimizer_settings import (
     AdamW,
     Custom,
@@ -321,7 +321,7 @@ def test_all_take_part_in_as_many_passes(batch, microbatch, size):
     for rank in range(size):
         world = World(rank, size)
         world.shards = object()
-        passes, own = _local_micro_batches(world, settings, Seen(), drawn)
+        passes, own = local_micro_batches(world, settings, Seen(), drawn)
         counts.add(len(passes))
         seen += [place for one in passes[:own] for place in range(one.first, one.first + one.images)]
         idle = [one.first for one in passes[own:]]

@@ -10,14 +10,15 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from conftest import advance
 from unfog.data.augmentation import Augment, to_model_range
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.levels import Levels
 from unfog.diffusion.objective import Loss, Objective
 from unfog.errors import Interrupted, RequestError, RunError
 from unfog.sharded_rng import seed_generators
+from unfog.training.distributed.micro_batches import _split_range
 from unfog.training.ema import Ema
-from unfog.training.gradient import _split_range
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import Intervals, LoopSettings, train
 from unfog.training.optimizer_settings import Optimizer
@@ -286,9 +287,9 @@ def test_what_counts_a_step_takes_few_operations_however_many_weights_there_are(
         run(into, images=8)
         loss = denoising(model, torch.zeros(8, 1, 4, 4), None).detached()
         with Operations() as plain:
-            into.advance(8, True, [loss])
+            advance(into, 8, True, [loss])
         with Operations() as followed:
-            following(into).advance(8, True, [loss])
+            advance(following(into), 8, True, [loss])
         assert plain.count <= 11  # one for the average, ten for the window
         assert plain.count < followed.count <= 30
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import unfog
+from unfog.config.schema import Config
 from unfog.planning.timing import TrialTraining, differing_tensors, random_images
 from unfog.training.settings import PrecisionName
 
@@ -25,10 +26,11 @@ def measure(setting: Setting) -> Iterator[Row]:
     cases: dict[str, tuple[PrecisionName, ...]]
     cases = {"unet-64": ("bf16", "fp32"), "cifar10": ("bf16",), "dit-latents": ("bf16",)}
     for name, precision in ((name, one) for name, several in cases.items() for one in several):
-        try:
-            yield repeated(setting, name, precision)
-        except Exception as error:
-            yield attempt("exact", f"{name} {precision}", error)
+        for compared in (repeated, captured):
+            try:
+                yield compared(setting, name, precision)
+            except Exception as error:
+                yield attempt("exact", f"{name} {precision}", error)
     yield from resumed(setting)
 
 
@@ -38,12 +40,25 @@ def repeated(setting: Setting, name: str, precision: PrecisionName) -> Row:
     batch = min(16, config.training.batch)
     training = replace(config.training, batch=batch, microbatch=batch // 2, precision=precision)
     config = replace(config, training=training)
-    trials = [TrialTraining(config, random_images(config, 64), torch.device(setting.device)) for _ in range(2)]
-    for trial in trials:
-        trial.run(_STEPS)
+    return _compared(setting, f"{_STEPS} steps twice, {name} in {precision}", [config] * 2, _STEPS)
+
+
+def captured(setting: Setting, name: str, precision: PrecisionName) -> Row:
+    """Train the same steps plain, and captured in a CUDA graph from the fourth on, and compare."""
+    config = networks.settings_of(name, setting.cpu)
+    batch = min(16, config.training.batch)
+    training = replace(config.training, batch=batch, precision=precision)
+    configs = [replace(config, training=replace(training, capture=capture)) for capture in (False, True)]
+    return _compared(setting, f"steps plain and captured, {name} in {precision}", configs, 2 * _STEPS)
+
+
+def _compared(setting: Setting, what: str, configs: list[Config], steps: int) -> Row:
+    device, trials = torch.device(setting.device), []
+    for config in configs:
+        trials.append(TrialTraining(config, random_images(config, 64), device))
+        trials[-1].run(steps)
     different = differing_tensors(*trials)
     said = f"{len(different)} tensors differ, such as {different[0]}" if different else "equal to the bit"
-    what = f"{_STEPS} steps twice, {name} in {precision}"
     return Row("exact", what, said, "failed" if different else "ok", {"differing": len(different)})
 
 

@@ -12,7 +12,7 @@ from unfog.config.schema import Config
 from unfog.pipeline.build import build_network
 from unfog.planning.flops import Device, NetworkCost, matmul_seconds
 from unfog.planning.memory_estimate import MemoryEstimator
-from unfog.planning.timing import StepTime, TrialTraining, random_images
+from unfog.planning.timing import StepTime, TrialTraining, measure_step, random_images
 
 import networks
 import steps
@@ -39,8 +39,11 @@ def measure(setting: Setting, name: str) -> Iterator[Row]:
     yield timer.time("unfog eager", lambda: _ours(config, device))
     yield timer.time("unfog compiled", lambda: _ours(config, device, compiled=True))
     if setting.cpu:
-        yield Row(part, "bare captured", "CUDA graphs need CUDA", "skipped")
+        for name in ("unfog captured", "unfog compiled, captured", "bare captured"):
+            yield Row(part, name, "CUDA graphs need CUDA", "skipped")
     else:
+        for name, compiled in (("unfog captured", False), ("unfog compiled, captured", True)):
+            yield timer.time_steps(name, lambda compiled=compiled: _ours_captured(config, device, compiled))
         yield timer.time("bare captured", lambda: steps.bare(config, device, captured=True))
         yield timer.time("bare compiled, captured", lambda: steps.bare(config, device, True, captured=True))
     yield timer.time("bare compiled", lambda: steps.bare(config, device, compiled=True))
@@ -51,6 +54,12 @@ def measure(setting: Setting, name: str) -> Iterator[Row]:
 def _ours(config: Config, device: torch.device, compiled: bool = False) -> steps.Run:
     config = replace(config, training=replace(config.training, compile=compiled))
     return TrialTraining(config, random_images(config, 2048 if device.type == "cuda" else 64), device).run
+
+
+def _ours_captured(config: Config, device: torch.device, compiled: bool) -> StepTime:
+    """Time captured steps of one training: each call of the loop would capture anew."""
+    config = replace(config, training=replace(config.training, compile=compiled, capture=True))
+    return measure_step(config, random_images(config, 2048), device, lambda: False, _SECONDS)
 
 
 class _Timer:
@@ -76,13 +85,17 @@ class _Timer:
 
     def time(self, name: str, make: Callable[[], steps.Run]) -> Row:
         """Return the row of one way: images/s, MFU, and the ratio to diffusers' and to the bare step."""
+        return self.time_steps(name, lambda: StepTime.measure(make(), _SECONDS if self.device.type == "cuda" else 0.2))
+
+    def time_steps(self, name: str, measure: Callable[[], StepTime]) -> Row:
+        """Return the same row, of steps that `measure` times."""
         if self.deadline - steps.time.monotonic() < _LEAST:
             return Row(self.part, name, "no time was left for it", "skipped")
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         try:
-            time = StepTime.measure(make(), _SECONDS if self.device.type == "cuda" else 0.2)
+            time = measure()
         except Exception as error:
             return attempt(self.part, name, error)
         self.found[name] = time

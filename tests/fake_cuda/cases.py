@@ -60,6 +60,21 @@ class _Stopping(TrainingHooks):
         return self.step >= self.until
 
 
+class _Watching(_Stopping):
+    """Hooks that begin to watch after a step, and note what they are told of a capture."""
+
+    watch = begin = said = None
+
+    def on_step_end(self, step):
+        super().on_step_end(step)
+        if step == self.begin:
+            self.watch().clear()
+            self.watch().__enter__()
+
+    def on_capture(self, message):
+        self.said = message
+
+
 class _FakeStream(ImageStream):
     """A stream whose batches are fake tensors of the CPU."""
 
@@ -89,12 +104,14 @@ def _on_device(fake, config):
     fake.set(torch.nn.Module, "to", moved)
 
 
-def step_of(config, latents=False, mutate=lambda state: None, plant=None, snapshot=False, resumed=False, kept=False):
+def step_of(
+    config, latents=False, mutate=lambda state: None, plant=None, snapshot=False, resumed=False, kept=False, whole=False
+):
     """Return what `STEPS` steps of the real loop do, after a first one; or what a snapshot does after them.
 
     `plant` is called with the loss of each micro-batch and its images; `mutate` with the state before training. A
     state that is `resumed` is read from a checkpoint that the CPU wrote after its first step. Images that are `kept`
-    are on the device from the start.
+    are on the device from the start. Of a run as a `whole`, what is captured is watched, and the steps after the sixth.
     """
     stored = _checkpoint_of(config) if resumed else None
     with FakeCuda() as fake:
@@ -121,17 +138,35 @@ def step_of(config, latents=False, mutate=lambda state: None, plant=None, snapsh
 
             images = DeviceStream(stream, DEVICE) if kept else stream
             task = Task(images, build.build_augmentation(config), loss)
-            hooks = _Stopping()
+            hooks, settings = _Stopping(), LoopSettings(config.training, config.optimizer)
+            if whole:
+                return _whole_run(fake, settings, state, task)
             for steps in (1, STEPS):
                 hooks.until += steps
                 fake.watch.clear()
                 with fake.watch:
-                    train(LoopSettings(config.training, config.optimizer), state, task, hooks)
+                    train(settings, state, task, hooks)
             if snapshot:
                 fake.watch.clear()
                 with fake.watch:
                     take_snapshot(state, STEPS)
         return fake.watch
+
+
+def _whole_run(fake, settings, state, task):
+    """Return what `STEPS` steps after the sixth do, together with what waits and is copied in a captured one."""
+    hooks = _Watching()
+    hooks.begin, hooks.until, hooks.watch = 6, 6 + STEPS, lambda: fake.watch
+    train(settings, state, task, hooks)
+    fake.watch.__exit__(None, None, None)
+    if fake.graph is not None:
+        captured = fake.graph.watch
+        fake.watch.named["captured"] = captured.operations
+        fake.watch.faults.update(captured.faults)
+        fake.watch.faults.update({f"captured {what}": n for what, n in (captured.waits + captured.copies).items()})
+        fake.watch.attention, fake.watch.layouts = captured.attention, captured.layouts
+    fake.watch.said = hooks.said
+    return fake.watch
 
 
 def _checkpoint_of(config):
@@ -227,6 +262,7 @@ MP = "mpunet:channels=32/32,attention=false/true,blocks=1"
 DIT = "dit:width=64,depth=2,head_channels=32,patch=4"
 SMALL = "dit:width=64,depth=1,head_channels=32,patch=4"  # the fewest operations
 LEARNED_VARIANCE = {"schedule": "cosine", "target": "eps", "path": "vp", "learned_variance": True}
+AUGMENTED = {"augment": 0.5, "flip": True, "jitter": 0.1, "crop": 0.2}
 ADAMW = {"optimizer": {"method": "adamw"}}
 
 
@@ -241,6 +277,10 @@ KINDS = [kind for kind in get_args(sampler.Kind) if kind != "adaptive"]
 
 def _cpu_generator(loss, x0):
     torch.randn(x0.shape, generator=torch.Generator(), device=x0.device)
+
+
+def _copied(loss, x0):
+    to_device(torch.zeros(8), x0.device)
 
 
 def _average_on_cpu(state):
@@ -293,7 +333,7 @@ CASES = {
     "unet accumulated": lambda: step_of(config_of(training={"microbatch": BATCH // 2})),
     "unet recomputed": lambda: step_of(config_of(training={"checkpointing": True})),
     "unet classes": lambda: step_of(config_of(classes=("a", "b"))),
-    "unet augmented": lambda: step_of(config_of(data={"augment": 0.5, "flip": True, "jitter": 0.1, "crop": 0.2})),
+    "unet augmented": lambda: step_of(config_of(data=AUGMENTED)),
     "unet learned variance": lambda: step_of(config_of(diffusion=LEARNED_VARIANCE)),
     "unet adaptive": lambda: step_of(config_of(diffusion={"adaptive": 0.5, "weighting": "uncertainty"})),
     "mp bf16": lambda: step_of(config_of(MP)),
@@ -304,6 +344,20 @@ CASES = {
     "kept images": lambda: step_of(config_of(SMALL, classes=("a", "b")), kept=True),
     "kept latents": lambda: step_of(_latent_config(), latents=True, kept=True),
     "snapshot": lambda: step_of(config_of(SMALL), snapshot=True),
+    "captured unet": lambda: step_of(config_of(training={"capture": True}), whole=True),
+    "captured unet adamw": lambda: step_of(config_of(training={"capture": True}, **ADAMW), whole=True),
+    "captured fp32": lambda: step_of(config_of(SMALL, "fp32", training={"capture": True}), whole=True),
+    "captured dit": lambda: step_of(config_of(DIT, training={"capture": True}), whole=True, kept=True),
+    "captured mp": lambda: step_of(config_of(MP, training={"capture": True}), whole=True),
+    "captured classes": lambda: step_of(
+        config_of(SMALL, classes=("a", "b"), data=AUGMENTED, training={"capture": True}), whole=True
+    ),
+    "captured latents": lambda: step_of(
+        update(_latent_config(), {"training": {"capture": True}}, ""), latents=True, whole=True
+    ),
+    "not captured": lambda: step_of(config_of(SMALL, training={"capture": True, "microbatch": 4}), whole=True),
+    "not captured fp16": lambda: step_of(config_of(SMALL, "fp16", training={"capture": True}), whole=True),
+    "planted capture": lambda: step_of(config_of(SMALL, training={"capture": True}), whole=True, plant=_copied),
     "planted item": lambda: step_of(config_of(SMALL), plant=lambda loss, x0: loss.sum().item()),
     "planted bool": lambda: step_of(config_of(SMALL), plant=lambda loss, x0: bool(loss.sum() > 1)),
     "planted generator": lambda: step_of(config_of(SMALL), plant=_cpu_generator),
@@ -345,7 +399,7 @@ def main():
         try:
             watch = CASES[name]()
             result = {what: dict(getattr(watch, what)) for what in WATCHED}
-            result["operations"] = watch.operations
+            result |= {"operations": watch.operations, "said": watch.said}
         except Exception as error:
             frames = "".join(traceback.format_exception(error)[-6:])
             result = {"error": f"{type(error).__name__}: {error}", "where": frames}

@@ -9,7 +9,7 @@ import os
 import sys
 import traceback
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 assert "torch" not in sys.modules, "torch looks up the hooks of a device once, so they must be loaded before it"
 ctypes.CDLL(os.environ["FAKE_CUDA"], mode=ctypes.RTLD_GLOBAL)
@@ -44,6 +44,12 @@ RAISES_WHEN_DETERMINISTIC = frozenset(
 ) - {"resize_", "index_copy"}
 
 
+# Fused optimisers that write into what they are given, and that torch does not know on tensors without values.
+_without_values = torch.library.Library("aten", "IMPL", "Meta")
+for _name in ("_fused_adamw_.tensor_lr", "_fused_sgd_", "_fused_sgd_.tensor_lr"):
+    _without_values.impl(_name, lambda *args, **options: None)
+
+
 def place(limit=2):
     """Return where in the package an operation was called: "training/loop.py:12 < ..."."""
     frames = [frame for frame in traceback.extract_stack() if PACKAGE in frame.filename]
@@ -62,12 +68,17 @@ def tensors_in(value):
             yield from tensors_in(one)
 
 
+_updates = Counter()  # by the optimiser, of all that were watched, so that events know what came after them
+
+
 class Watch(TorchDispatchMode):
     """Counts the operations on the fake device, and notes what a GPU would punish."""
 
     def __init__(self):
         super().__init__()
         self.clear()
+
+    said = None  # of a capture
 
     def clear(self):
         self.operations, self.waits, self.copies, self.faults = 0, Counter(), Counter(), Counter()
@@ -100,6 +111,7 @@ class Watch(TorchDispatchMode):
         if func.namespace != "prim" and not func.is_view and name not in FREE:
             self.operations += 1
             self.named[name] += 1
+            _updates[name] += name.startswith("_fused_adamw")
         return out
 
     def _convolved(self, name, given, made):
@@ -153,8 +165,48 @@ class _Stream:
         """A wait that is meant: nothing is counted."""
 
 
+class _Event:
+    """An event behind a step's verdict: waiting for it while the next step is queued leaves the device at work."""
+
+    def __init__(self, fake):
+        self.fake, self.recorded = fake, None
+
+    def record(self):
+        self.recorded = _updates.total()
+
+    def synchronize(self):
+        assert self.recorded is not None, "an event that was never recorded"
+        late = _updates.total() > self.recorded
+        self.fake.watch.named["late read" if late else "read at the end"] += 1
+
+
+class _Graph:
+    """A CUDA graph: `watch` is of what was captured, which a replay does not do anew."""
+
+    def __init__(self, fake):
+        self.fake, self.watch = fake, Watch()
+
+    def replay(self):
+        _updates["replay"] += 1
+        self.fake.watch.named["replay"] += 1
+
+
+@contextmanager
+def _captured(fake, graph, capture_error_mode):
+    assert capture_error_mode == "thread_local", "other threads write checkpoints"
+    fake.graph, before, fake.watch = graph, fake.watch, graph.watch
+    with graph.watch:
+        yield
+    fake.watch = before
+
+
 class FakeCuda(ExitStack):
-    """Context in which torch has one GPU. `watch` counts what happens on it; `mode` is the `FakeTensorMode`."""
+    """Context in which torch has one GPU. `watch` counts what happens on it; `mode` is the `FakeTensorMode`.
+
+    `graph` is the last CUDA graph that was captured.
+    """
+
+    graph = None
 
     def __init__(self, name="NVIDIA H100", native_bf16=True):
         super().__init__()
@@ -186,6 +238,9 @@ class FakeCuda(ExitStack):
         self.set(torch.cuda, "is_bf16_supported", lambda including_emulation=True: self._bf16)
         self.set(torch.cuda, "manual_seed_all", lambda seed: None)
         self.set(torch.cuda, "current_stream", lambda *device: _Stream())
+        self.set(torch.cuda, "Event", lambda: _Event(self))
+        self.set(torch.cuda, "CUDAGraph", lambda: _Graph(self))
+        self.set(torch.cuda, "graph", lambda graph, **settings: _captured(self, graph, **settings))
         self.set(torch.Tensor, "pin_memory", _pin)
         self.set(torch.Tensor, "is_pinned", is_pinned)
         self.set(torch._C, "_conv_determine_backend_memory_format", _cudnn_format)

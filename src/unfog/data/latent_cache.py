@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -241,6 +241,7 @@ class Normalise:
     deviation: tuple[float, ...]
     sigma_data: float
     flip: bool = False
+    _placed: dict[torch.device, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def __call__(self, stored: Tensor) -> tuple[Tensor, None]:
         """Return (x0 float32 [B, C, H, W], None for the augmentation condition).
@@ -264,4 +265,6 @@ class Normalise:
         return x0 * (deviation / self.sigma_data) + mean
 
     def _statistics(self, device: torch.device) -> Tensor:
-        return to_device(torch.tensor([self.mean, self.deviation])[:, :, None, None], device)
+        if device not in self._placed:  # kept, as a copy in a captured step would read memory that is given out again
+            self._placed[device] = to_device(torch.tensor([self.mean, self.deviation])[:, :, None, None], device)
+        return self._placed[device]

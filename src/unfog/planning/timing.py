@@ -56,7 +56,7 @@ class _StepTimer(TrainingHooks):
         self.times = [time.perf_counter()]
 
     def on_step_end(self, step: int) -> None:
-        # The loop has just synchronised with the device, to see whether the gradient is finite.
+        # The loop is a step ahead of the device at most, which it waits for to see whether a gradient was finite.
         self.times.append(time.perf_counter())
         self.progress.update(step)
 

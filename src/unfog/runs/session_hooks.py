@@ -92,6 +92,9 @@ class SessionHooks(StoppableHooks):
         self.recorder.warn(self.step, f"out of memory; continuing with {how}, at the same batch size")
         self.recorder.event("out_of_memory", self.step, microbatch=now, checkpointing=checkpointing)
 
+    def on_capture(self, message: str) -> None:
+        say(f"  {message}")
+
     def on_step_end(self, step: int) -> None:
         self.recorder.update_progress(step)
         self.context.heartbeat.step = step

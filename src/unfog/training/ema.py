@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from unfog.training.settings import EmaSchedule, PowerEma
 from unfog.training.sharded_tensors import to_local
+from unfog.training.updates.masked import lerp_unless
 
 
 class Ema:
@@ -24,6 +25,7 @@ class Ema:
         # Kept, because looking them up again would take half as long as an update.
         self._of: tuple[list[Tensor], list[Tensor]] = list(model.parameters()), list(model.buffers())
         self.parameters, self.buffers = ([tensor.detach().clone() for tensor in part] for part in self._of)
+        self._weight = torch.zeros((), device=self._of[0][0].device)  # of the network in the next `update_unless`
 
     @property
     def width(self) -> float:
@@ -41,6 +43,15 @@ class Ema:
         # Copied: running statistics are averages already, and an average of constants is no use.
         for kept, buffer in zip(self.buffers, buffers):
             kept.copy_(buffer)
+
+    def prepare(self, update: int) -> None:
+        """Set the weight that `update_unless` gives the network: that of optimiser update number `update`."""
+        self._weight.fill_(1 - self.schedule.decay(update))
+
+    @torch.no_grad()
+    def update_unless(self, skip: Tensor) -> None:
+        """Average in the weights of a network without buffers, unless `skip`, 0-d on the device, is 1."""
+        lerp_unless(skip, self.parameters, self._of[0], self._weight)
 
     def swap(self, model: nn.Module) -> None:
         """Exchange the average and the network's weights; a second call restores them. See `swapped_into`."""

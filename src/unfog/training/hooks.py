@@ -79,6 +79,9 @@ class TrainingHooks:
     def on_skipped_step(self, state: TrainState, norm: float, report: NanReport | None) -> None:
         """Record that a step was skipped because its gradient was not finite. `report` is None if not debugged."""
 
+    def on_capture(self, message: str) -> None:
+        """Tell that each step is one CUDA graph from here on, or why `training.capture` has no effect."""
+
     def on_out_of_memory(self, state: TrainState) -> None:
         """Record the micro-batch size or gradient checkpointing with which training goes on."""
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from typing import NamedTuple
 
-from unfog.errors import Interrupted, RunError
+from unfog.errors import Interrupted
 from unfog.training.checkpoints.posthoc_ema import snapshot_interval
-from unfog.training.distributed.coordination import CoordinatedHooks, StepResult, reduce_step
+from unfog.training.distributed.coordination import CoordinatedHooks, StepResult
+from unfog.training.distributed.micro_batches import rng_batch_size
 from unfog.training.distributed.world import SINGLE_PROCESS, World
-from unfog.training.gradient import Gradient, GradientComputer, rng_batch_size, split_batch
+from unfog.training.gradient import Gradient, GradientComputer
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.optimizer_settings import Optimizer
+from unfog.training.optimizers import set_learning_rate
 from unfog.training.settings import Training
-from unfog.training.stability.nan_debug import NanReport
-from unfog.training.stability.out_of_memory import microbatch_size, retry_with_smaller_micro_batches
+from unfog.training.stability.out_of_memory import retry_with_smaller_micro_batches
 from unfog.training.state import TrainState
 from unfog.training.statistics import Stopwatch
+from unfog.training.updates.captured import CapturedStep
+from unfog.training.updates.recovery import roll_back_if_needed, skip_step
+from unfog.training.updates.updater import Updater
 
 _RAREST_CHECKPOINTS = 4  # times the interval, at most
 
@@ -81,45 +86,67 @@ def train(
     computer = GradientComputer(training, state, task, world, stopwatch, network)
     # A single process needs no agreement, and its interruptions may come at once.
     hooks = CoordinatedHooks(hooks, world) if world.size > 1 else hooks
+    updater = Updater(training, state, hooks, world)
+    captured = CapturedStep(computer, updater, hooks) if training.capture else None
     reason = "it was stopped while in trouble"  # for the next roll-back
     try:
         while not hooks.stop_requested():
             # 0. What the last step left to do, also if an interruption and a resume lie between.
             with stopwatch.exclude():
-                _roll_back_if_needed(training, state, hooks, reason)
+                roll_back_if_needed(training, state, hooks, reason)
                 run_due_hooks(state, hooks, stopwatch, batch_size)
             if state.seen >= _planned_images(training, state):
                 return
 
-            # 1. Gradient of the mean loss over the batch, one micro-batch at a time.
+            # 1. Gradient of the mean loss over the batch, one micro-batch at a time; or all at once in a captured step.
             step = state.seen // batch_size
-            gradient = _compute_gradient(training, state, hooks, computer)
+            gradient = captured and captured.gradient()
+            gradient = gradient or _compute_gradient(training, state, hooks, computer)
 
-            # 2. One update, or none, and everything that counts it. An interrupt between the two would leave weights of
-            #    one step with the position of another.
+            # 2. One update, or none, and the position. An interrupt between the two would leave weights of one step
+            #    with the position of another.
             with hooks.defer_interrupts():
                 lr = _set_learning_rate(settings, state, step)
-                # The loop's only wait for the device between logs.
-                result = reduce_step(training, state, gradient, hooks, world)
+                updater.update(gradient, lr)
                 plan_due = hooks.plan_due()
-                reason = _update_weights(training, state, result, lr) or reason
+                state.seen += batch_size  # also of a step that is not taken, so that it is not tried for ever
                 if plan_due and (plan := hooks.plan_length(state)) is not None:
                     state.length.add([plan])
                 last = step + 1 >= _planned_images(training, state) // batch_size
                 state.due = settings.intervals.stretched(state.length.at(step + 1).stretch).due(step + 1, last)
 
-            # 3. Debugging of a step that was not finite, and what a person or a job manager asks for.
-            if result.outcome == "skipped":
-                with stopwatch.exclude():
-                    reason = _skip_step(training, state, hooks, result.norm_value, computer)
+            # 3. What a person or a job manager asks for.
             if hooks.save_requested() and "save" not in state.due:
                 state.due.append("save")
             if hooks.preview_requested() and "preview" not in state.due:
                 state.due.append("preview")
             hooks.on_step_end(step + 1)
             stopwatch.images += batch_size
+
+            # 4. The verdict on the step; on a GPU that on the step before, but where a hook is due after this one.
+            reason = _read_verdicts(computer, hooks, updater, wait=bool(state.due)) or reason
     except Interrupted:
         state.optimizer.zero_grad(set_to_none=True)  # the sum over half a batch; a resume begins the step anew
+    with suppress(Interrupted):  # a stop that is under way already
+        _read_verdicts(computer, hooks, updater, wait=True)
+
+
+def _read_verdicts(computer: GradientComputer, hooks: TrainingHooks, updater: Updater, wait: bool) -> str | None:
+    """Read the verdicts on the last steps, `wait` for all; count the steps, and debug one that was not finite.
+
+    Steps after one that went wrong are taken back, to be taken once more. Returns why to roll back, if there is reason.
+    """
+    training, state, reason = computer.settings, computer.state, None
+    while updater.has_verdict(wait):
+        with hooks.defer_interrupts():
+            result, lr = updater.read_verdict()
+            reason = _count_step(training, state, result, lr) or reason
+            if result.outcome != "accepted" or state.guard.anomalous >= training.patience:
+                computer.stopwatch.images -= updater.take_back() * training.batch
+        if result.outcome == "skipped":
+            with computer.stopwatch.exclude():
+                reason = skip_step(training, state, hooks, result.norm_value, computer)
+    return reason
 
 
 def _compute_gradient(
@@ -139,8 +166,7 @@ def _set_learning_rate(settings: LoopSettings, state: TrainState, step: int) -> 
     length = state.length
     rate = settings.optimizer.learning_rate(length.position(step), steps, length.warmed(step))
     lr = rate * state.guard.lr_scale
-    for group in state.optimizer.param_groups:
-        group["lr"] = lr
+    set_learning_rate(state.optimizer, lr)
     return lr
 
 
@@ -152,16 +178,15 @@ def _planned_images(training: Training, state: TrainState) -> int:
     return state.length.at(state.seen // training.batch).steps * training.batch
 
 
-def _update_weights(training: Training, state: TrainState, result: StepResult, lr: float) -> str | None:
-    """Take the optimiser's step if gradient and loss are finite. Returns why to roll back if the loss was anomalous."""
+def _count_step(training: Training, state: TrainState, result: StepResult, lr: float) -> str | None:
+    """Count a step, which was taken if gradient and loss are finite. Returns why to roll back if it was anomalous."""
     outcome = result.outcome
     accepted = outcome == "accepted"
-    if accepted and result.first_square is not None:
-        square = result.first_square / result.scale**2
-        state.window.noise.add(square, result.first_images, result.norm.square(), training.batch)
-    state.precision.update(state.optimizer, training.clip, result.norm_value, accepted)
-    state.optimizer.zero_grad(set_to_none=True)
-    state.advance(training.batch, accepted, result.losses)
+    if accepted:
+        state.count_update(result.losses)
+        if result.first_square is not None:
+            square = result.first_square / result.scale**2
+            state.window.noise.add(square, result.first_images, result.norm.square(), training.batch)
     state.last = {"gradient_norm": result.norm_value, "lr": lr}
     if outcome == "overflow":  # of fp16: nobody's fault, and the scale is lower from here on
         state.window.overflows += 1
@@ -169,58 +194,6 @@ def _update_weights(training: Training, state: TrainState, result: StepResult, l
         state.window.skipped += not accepted
         return f"the loss rose to {result.relative_loss:.3g} of what no answer would lose, and stayed there"
     return None
-
-
-def _skip_step(
-    training: Training, state: TrainState, hooks: TrainingHooks, norm: float, computer: GradientComputer
-) -> str:
-    """Report a step that was skipped, and debug the first of several in a row. Returns the reason for a roll-back."""
-    report = None
-    try:
-        if state.guard.skipped == 1:  # a replay takes a few times as long as the step
-            with computer.world.full_state(state, "model"):
-                replay = computer.world.run_on_main("replay", lambda: _replay_step(training, state, computer))
-                report = NanReport(*replay)
-    except Interrupted:
-        hooks.on_skipped_step(state, norm, None)  # now, because the step is counted already
-        raise
-    hooks.on_skipped_step(state, norm, report)
-    if report is not None and report.phase == "weights":
-        # No image will make the weights finite again, so roll back at once.
-        state.guard.anomalous = training.patience
-        return f"weights were not finite ({report.where})"
-    return f"the gradient was not finite in {state.guard.skipped} steps in a row"
-
-
-def _replay_step(training: Training, state: TrainState, computer: GradientComputer) -> NanReport:
-    """Compute the last step again, to find what was not finite."""
-    positions = range(state.seen - training.batch, state.seen)
-    rng_size, most = rng_batch_size(training, state), microbatch_size(training, state)
-    batches = {b[:2]: b for b in split_batch(positions[0], training.batch, rng_size, positions, most)}
-    state.model.to(state.precision.device)  # a sharded network was gathered in host memory
-    return NanReport.find(state, lambda *place: computer.forward(batches[place], state.model), list(batches))
-
-
-def _roll_back_if_needed(training: Training, state: TrainState, hooks: TrainingHooks, reason: str) -> None:
-    """Restore the last good weights after `patience` anomalous steps, or if what is to be saved is not finite.
-
-    RunError if that happened more than `rollbacks` times.
-    """
-    with hooks.defer_interrupts():
-        bad = state.non_finite() if "save" in state.due else None
-        if bad is None and state.guard.anomalous < training.patience:
-            return
-        reason = reason if bad is None else f"{bad} was not finite"
-        hooks.roll_back(state, reason)
-        if state.guard.roll_backs > training.rollbacks:
-            # Before the error, so that a resume with a lower learning rate begins from the good weights.
-            hooks.save(state)
-            raise RunError(
-                f"training diverged {state.guard.roll_backs} times, the last time at step "
-                f"{state.seen // training.batch:,} (lr {state.last['lr']:.3g}): {reason}. The last good weights are "
-                "saved. Resume with a lower --lr, which starts this count anew, or with --precision fp32, or train "
-                "without the images that events.jsonl names."
-            )
 
 
 def run_due_hooks(state: TrainState, hooks: TrainingHooks, stopwatch: Stopwatch, batch_size: int) -> None:

@@ -6,19 +6,15 @@ import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from unfog.errors import RequestError
 from unfog.training.optimizer_settings import Custom, Muon, Optimizer
-from unfog.training.sharded_tensors import is_sharded, to_local
-
-# Of the quintic whose iteration brings singular values near to one the fastest (Jordan et al. 2024).
-_NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+from unfog.training.sharded_tensors import is_sharded
+from unfog.training.updates.muon import MuonAdamW
 
 
 def build_optimizer(model: nn.Module, settings: Optimizer, fast: torch.dtype = torch.float32) -> torch.optim.Optimizer:
@@ -30,7 +26,7 @@ def build_optimizer(model: nn.Module, settings: Optimizer, fast: torch.dtype = t
     if isinstance(method, Custom):
         return build_custom(method, _sharded_first(model), settings.lr)
     if isinstance(method, Muon):
-        return _MuonAdamW(*_split_for_muon(model), settings, method, fast)
+        return _build_muon(model, settings, method, fast)
     return _build_adamw(_sharded_first(model), settings)
 
 
@@ -42,8 +38,30 @@ def _sharded_first(model: nn.Module) -> list[nn.Parameter]:
 def _build_adamw(parameters: list[nn.Parameter], settings: Optimizer) -> torch.optim.AdamW:
     # A fused one refuses parameters on "meta", whose values come later.
     fused = not any(p.is_meta for p in parameters)
-    lr, betas, eps, decay = settings.lr, settings.betas, settings.eps, settings.weight_decay
-    return torch.optim.AdamW(parameters, lr, betas, eps, decay, fused=fused)
+    betas, eps, decay = settings.betas, settings.eps, settings.weight_decay
+    # On CUDA the rate is on the device, where a captured step finds that of each replay.
+    on_device = bool(parameters) and all(p.device.type == "cuda" and not is_sharded(p) for p in parameters)
+    lr = torch.full((), settings.lr, device=parameters[0].device) if on_device else settings.lr
+    return torch.optim.AdamW(parameters, lr, betas, eps, decay, fused=fused, capturable=on_device)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of all groups, without waiting for a device that it is on."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+
+
+def can_be_masked(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a step changes nothing if `found_inf`, an attribute of the optimiser, is 1 on the device."""
+    return isinstance(optimizer, torch.optim.AdamW | MuonAdamW) and bool(optimizer.param_groups[-1]["fused"])
+
+
+def _build_muon(model: nn.Module, settings: Optimizer, muon: Muon, fast: torch.dtype) -> MuonAdamW:
+    matrices, others = _split_for_muon(model)
+    return MuonAdamW(matrices, _build_adamw(others, settings), muon.momentum, muon.rounds, fast)
 
 
 def _split_for_muon(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -60,76 +78,6 @@ def _split_for_muon(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Param
     matrices = {id(p) for _, p in found} - {id(p) for _, p in ends}
     of = _sharded_first(model)
     return [p for p in of if id(p) in matrices], [p for p in of if id(p) not in matrices]
-
-
-class _MuonAdamW(torch.optim.Optimizer):
-    """Muon for parameters of two dimensions or more, and AdamW for the others, as one optimiser.
-
-    One, so that the loss scaler, a skipped step and a roll-back treat both alike. A kernel [out, in, k, k] is the
-    matrix [out, in k k]. Matrices of one shape are stacked.
-    """
-
-    def __init__(
-        self,
-        matrices: list[nn.Parameter],
-        others: list[nn.Parameter],
-        settings: Optimizer,
-        muon: Muon,
-        fast: torch.dtype = torch.float32,
-    ):
-        self.fast = fast
-        self._adamw = _build_adamw(others, settings)
-        own = {"momentum": muon.momentum, "rounds": muon.rounds}
-        defaults = {"lr": settings.lr, "weight_decay": settings.weight_decay, **own}
-        super().__init__([{"params": matrices}, *self._adamw.param_groups], defaults)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Take one step with both optimisers. `closure` is not supported."""
-        assert closure is None
-        group = self.param_groups[0]
-        by_shape: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
-        for p in group["params"]:
-            if p.grad is not None:
-                by_shape[len(p), p.numel() // len(p)].append(p)
-        for (rows, columns), parameters in by_shape.items():
-            updates = self._directions(parameters, rows, columns, group["momentum"], group["rounds"])
-            moved = list(map(to_local, parameters))
-            torch._foreach_mul_(moved, 1 - group["lr"] * group["weight_decay"])
-            far = group["lr"] * 0.2 * math.sqrt(max(rows, columns))  # AdamW's steps have a root mean square of 0.2 lr
-            torch._foreach_add_(moved, [u.view_as(p) for u, p in zip(updates, moved)], alpha=-far)
-        # Loading a state dict replaces groups and state, so AdamW gets them anew each time.
-        self._adamw.param_groups, self._adamw.state = self.param_groups[1:], self.state
-        self._adamw.step()
-
-    def _directions(self, parameters: list[Tensor], rows: int, columns: int, momentum: float, rounds: int) -> Tensor:
-        """Return the orthogonalised Nesterov momenta [N, rows, columns], or this rank's rows of them."""
-        gradients = [to_local(p.grad) for p in parameters if p.grad is not None]
-        for p in parameters:
-            if not self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        means = [to_local(self.state[p]["momentum_buffer"]) for p in parameters]
-        torch._foreach_lerp_(means, gradients, 1 - momentum)
-        ahead = torch._foreach_lerp(gradients, means, momentum)
-        stacked = torch.stack([a.reshape(len(a), columns) for a in ahead])
-        work, fast = partial(_orthogonalize, rounds=rounds), stacked.to(self.fast)
-        made = _map_full_matrices(fast, rows, work) if is_sharded(parameters[0]) else work(fast)
-        return made.to(stacked.dtype)
-
-
-def _orthogonalize(x: Tensor, rounds: int = 5) -> Tensor:
-    """Set the singular values of matrices [N, R, C] to about one, by Newton-Schulz iteration.
-
-    X <- a X + (b X X' + c (X X')^2) X, begun at X / |X|, where no singular value is above one (Jordan et al. 2024).
-    """
-    a, b, c = _NEWTON_SCHULZ
-    tall = x.shape[1] > x.shape[2]
-    x = x.mT if tall else x
-    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
-    for _ in range(rounds):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if tall else x
 
 
 def build_custom(method: Custom, parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
@@ -163,8 +111,7 @@ def _toy_parameters() -> nn.ParameterList:
 
 def _step_once(optimizer: torch.optim.Optimizer, toys: nn.ParameterList) -> None:
     """Take one step with a gradient of 0.1, and the learning rate set as the loop sets it."""
-    for group in optimizer.param_groups:
-        group["lr"] = 1e-3
+    set_learning_rate(optimizer, 1e-3)
     for toy in toys:
         toy.grad = torch.full_like(toy, 0.1)
     optimizer.step()
@@ -263,25 +210,3 @@ def load_optimizer_state(
     for (place, key), items in lists.items():
         state.setdefault(place, {})[key] = [items[i] for i in sorted(items)]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-
-def _map_full_matrices(shards: Tensor, rows: int, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply a function of full matrices [1, rows, C] to matrices that are sharded by rows. A collective.
-
-    `shards` and the results are [N, R, C], this rank's rows of each matrix.
-    """
-    # Each matrix is gathered on one rank only, so that the ranks share the work.
-    size, (count, mine, columns) = dist.get_world_size(), shards.shape
-    results, share = torch.empty_like(shards), -(-rows // size)
-    for first in range(0, count, size):
-        some = shards[first : first + size]
-        sent = shards.new_zeros(size, share, columns)
-        sent[: len(some), :mine] = some
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent)
-        if dist.get_rank() < len(some):
-            matrix = received.view(-1, columns)[:rows]
-            matrix.copy_(function(matrix[None])[0])
-        dist.all_to_all_single(sent, received)
-        results[first : first + size] = sent[: len(some), :mine]
-    return results

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -43,6 +43,17 @@ class Precision:
         """Unscale the gradients, and return their norm as a 0-d tensor on the device."""
         self.scaler.unscale_(optimizer)
         return total_norm(gradients(optimizer))
+
+    def update_unless(self, skip: Tensor, optimizer: torch.optim.Optimizer, clip: float, norm: Tensor) -> None:
+        """Step with the gradient clipped to norm `clip`, as `update`, unless `skip`, 0-d on the device, is 1."""
+        if clip > 0:
+            # In float64, as `update` computes it.
+            factor = (clip / (norm.double() + 1e-6)).clamp(max=1).float()
+            torch._foreach_mul_(gradients(optimizer), factor)
+        # Where torch's own loss scaler puts it, and fused optimisers look.
+        cast(Any, optimizer).found_inf = skip
+        optimizer.step()
+        del cast(Any, optimizer).found_inf
 
     def update(self, optimizer: torch.optim.Optimizer, clip: float, norm: float, accepted: bool) -> None:
         """Step with the gradient clipped to norm `clip` (0: not clipped), or only adapt the loss scale."""

@@ -72,6 +72,8 @@ class Training:
     """Gradient checkpointing: a third more time, for a third to a half less peak memory."""
     compile: bool = setting(False, short="compile", affects="nothing", resume="free")
     """Compile the network with torch.compile: slow to start, faster after that on GPUs."""
+    capture: bool = setting(False, affects="nothing", resume="free")
+    """Capture the whole step as one CUDA graph, for networks whose launches take longer than their arithmetic."""
 
     def __post_init__(self) -> None:
         check_bounds(self)

@@ -119,29 +119,34 @@ class TrainState:
         if rolled_back:
             self._rolled_back.add(name)
 
-    def advance(self, images: int, accepted: bool, losses: list[Loss]) -> None:
-        """Count one step of `images` images with the losses of its micro-batches.
+    def follow_update(self, losses: list[Loss], skip: Tensor | None = None) -> None:
+        """Project the weights after the optimiser's step, and let EMAs and levels follow them and the step's losses.
 
-        A skipped step moves the position on, so that it is not tried for ever; weights and EMAs stay as they are.
+        With `skip`, EMAs follow as they were prepared, and nothing changes where it is 1, 0-d on the device.
         """
-        self.seen += images
-        if not accepted:
-            return
-        self.updates += 1
-        self.project()
-        self.ema.update(self.updates)
-        if self.second_ema is not None:
-            self.second_ema.update(self.updates)
-        for loss in losses:
-            self.window.add(loss.measured, loss.u, loss.importance)
+        self.project(skip)
+        for ema in self.emas:
+            if skip is None:
+                ema.update(self.updates + 1)
+            else:
+                ema.update_unless(skip)
         if losses and self.levels is not None:
             self.levels.add(torch.cat([loss.u for loss in losses]), torch.cat([loss.measured for loss in losses]))
 
-    def project(self) -> None:
-        """Bring the weights back to the set that the network keeps them in, such as rows of unit length, in place."""
+    def count_update(self, losses: list[Loss]) -> None:
+        """Count an optimiser step that was taken, with the losses of its micro-batches."""
+        self.updates += 1
+        for loss in losses:
+            self.window.add(loss.measured, loss.u, loss.importance)
+
+    def project(self, skip: Tensor | None = None) -> None:
+        """Bring the weights back to the set that the network keeps them in, such as rows of unit length, in place.
+
+        They stay as they are where `skip`, 0-d on the device, is 1.
+        """
         # After the update and not in the forward pass, so that the EMA and checkpoints hold projected weights.
         if project := getattr(self.model, "project", None):
-            project()
+            project() if skip is None else project(skip)
 
     def update_best(self, record: dict[str, Any]) -> bool:
         """Note the metrics measured after the last step. Returns whether the best checkpoint's metric improved."""
@@ -158,6 +163,11 @@ class TrainState:
         moments = optim.optimizer_tensors(self.optimizer, self.model)
         files = {"model": self.model.state_dict(), "ema": self.ema.state_dict(self.model), "optimizer": moments}
         return files if self.second_ema is None else files | {"ema2": self.second_ema.state_dict(self.model)}
+
+    @property
+    def emas(self) -> list[Ema]:
+        """The EMA, and the second one if there is one."""
+        return [self.ema] if self.second_ema is None else [self.ema, self.second_ema]
 
     @property
     def ema_widths(self) -> list[float]:

@@ -58,6 +58,21 @@ class StepResult(NamedTuple):
     scale: float
     """Loss scale of the gradient; 1 except in fp16."""
 
+    @classmethod
+    def of(
+        cls,
+        losses: list[Loss],
+        read: tuple[float, float, float],
+        norm: Tensor,
+        first_images: int,
+        first_square: Tensor | None,
+        scale: float = 1.0,
+    ) -> StepResult:
+        """Return the result of a step of which the host has `read` norm, loss and null loss."""
+        norm_value, loss, null_loss = read
+        relative = loss / max(null_loss, 1e-30)  # 0 / 0 where all weights of a small batch are 0
+        return cls(losses, norm, norm_value, relative, first_images, first_square, scale)
+
     @property
     def outcome(self) -> Literal["accepted", "skipped", "overflow"]:
         """Decision on the step. An overflow of fp16 is not accepted either, but nothing is wrong with the network."""
@@ -77,13 +92,13 @@ def reduce_step(
     # Each path reads all its numbers at once, because reading makes the host wait for the device.
     if isinstance(hooks, CoordinatedHooks):
         losses, norm, statuses = hooks.all_reduce_step(settings, state, gradient, norm)
-        numbers = torch.cat([torch.stack([norm, *_sum_losses(losses), *scale]), statuses.flatten()])
+        numbers = torch.cat([torch.stack([norm, *sum_losses(losses), *scale]), statuses.flatten()])
         norm_value, loss, null_loss, *values = numbers.tolist()
         first_images, first_square = hooks.apply_statuses(values[len(scale) :], statuses, state)
     else:
-        norm_value, loss, null_loss, *values = torch.stack([norm, *_sum_losses(losses), *scale]).tolist()
-    relative = loss / max(null_loss, 1e-30)  # 0 / 0 where all weights of a small batch are 0
-    return StepResult(losses, norm, norm_value, relative, first_images, first_square, values[0] if scale else 1.0)
+        norm_value, loss, null_loss, *values = torch.stack([norm, *sum_losses(losses), *scale]).tolist()
+    read, scale_value = (norm_value, loss, null_loss), values[0] if scale else 1.0
+    return StepResult.of(losses, read, norm, first_images, first_square, scale_value)
 
 
 class CoordinatedHooks(TrainingHooks):
@@ -142,6 +157,10 @@ class CoordinatedHooks(TrainingHooks):
     def on_skipped_step(self, state: TrainState, norm: float, report: NanReport | None) -> None:
         if self.world.is_main:
             self.hooks.on_skipped_step(state, norm, report)
+
+    def on_capture(self, message: str) -> None:
+        if self.world.is_main:
+            self.hooks.on_capture(message)
 
     def on_out_of_memory(self, state: TrainState) -> None:
         if self.world.is_main:
@@ -250,7 +269,7 @@ def _all_reduce_losses(world: World, first: int, batch: int, gradient: Gradient,
     return reduced, flat[rows.numel() :].view_as(statuses)
 
 
-def _sum_losses(losses: Sequence[Loss]) -> tuple[Tensor, Tensor]:
+def sum_losses(losses: Sequence[Loss]) -> tuple[Tensor, Tensor]:
     """Return the sums of weighted squared errors and of null losses of a step, 0-d."""
     loss, null_loss = [loss.measured.sum() for loss in losses], [loss.null_loss.sum() for loss in losses]
     return (loss[0], null_loss[0]) if len(losses) == 1 else (torch.stack(loss).sum(), torch.stack(null_loss).sum())

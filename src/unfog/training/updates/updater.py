@@ -1,0 +1,129 @@
+"""Updates of the weights, and the verdict on each: whether gradient and loss were finite, so that it was taken.
+
+On the CPU the host reads the verdict, and then takes the update or leaves it out. A GPU would be idle meanwhile, so
+there the device masks the update by its own verdict, and the host reads that once it has launched the next step. After
+an update that was left out, the device leaves out the next one too; the host then takes that step once more. So a run
+is the same to the bit whenever the verdict is read: a step that went wrong is looked into before another changes
+anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from unfog.device_copies import to_host
+from unfog.diffusion.objective import Loss
+from unfog.training.distributed.coordination import StepResult, reduce_step, sum_losses
+from unfog.training.distributed.world import World
+from unfog.training.gradient import Gradient
+from unfog.training.hooks import TrainingHooks
+from unfog.training.settings import Training
+from unfog.training.state import TrainState
+from unfog.training.updates.obstacles import why_not_masked
+
+_LAG = 1  # steps by which the verdict is read late
+
+
+class _Unread(NamedTuple):
+    """A step whose verdict the host has not read."""
+
+    lr: float
+    read: Callable[[], StepResult]
+    """Waits for the device, if the verdict was not read before the update."""
+
+
+class Updater:
+    """Takes the steps of the optimiser, and reads the verdicts on them in the same order."""
+
+    def __init__(self, training: Training, state: TrainState, hooks: TrainingHooks, world: World):
+        self._training, self._state, self._hooks, self._world = training, state, hooks, world
+        self._unread: list[_Unread] = []
+        self.why_at_once = why_not_masked(state, world)
+        """Why the host reads each verdict before the update; None if it reads them one step late."""
+        if self.why_at_once is None:
+            self._halted = torch.zeros((), device=state.precision.device)  # 1 from an update that was left out on
+
+    def update(self, gradient: Gradient, lr: float) -> None:
+        """Take the optimiser's step with the gradient, if it is finite; `lr` is its learning rate, for the record."""
+        decided = self.why_at_once is not None
+        self._unread.append(_Unread(lr, self._decide(gradient) if decided else self._launch(gradient)))
+
+    def _decide(self, gradient: Gradient) -> Callable[[], StepResult]:
+        """Read the verdict, which is the loop's only wait for the device between logs, and update by it."""
+        state = self._state
+        result = reduce_step(self._training, state, gradient, self._hooks, self._world)
+        accepted = result.outcome == "accepted"
+        state.precision.update(state.optimizer, self._training.clip, result.norm_value, accepted)
+        state.optimizer.zero_grad(set_to_none=True)
+        if accepted:
+            state.follow_update(result.losses)
+        return lambda: result
+
+    def _launch(self, gradient: Gradient) -> Callable[[], StepResult]:
+        """Have the device update by its own verdict, and copy what the host needs for the same one to its memory."""
+        for ema in self._state.emas:
+            # As if all steps before were taken: after one that is not, this one is left out.
+            ema.prepare(self._state.updates + len(self._unread) + 1)
+        losses, numbers = self.update_on_device(gradient) if gradient.replay is None else gradient.replay()
+        copy = to_host(numbers)
+        ready = torch.cuda.Event() if numbers.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        if ready is not None:
+            ready.record()
+
+        def read() -> StepResult:
+            if ready is not None:
+                ready.synchronize()  # with this step alone: the next one is on its way
+            norm, loss, null_loss = copy.tolist()
+            first = gradient.micro_batches[0].images
+            return StepResult.of(losses, (norm, loss, null_loss), numbers[0], first, gradient.first_square)
+
+        return read
+
+    def update_on_device(self, gradient: Gradient) -> tuple[list[Loss], Tensor]:
+        """Update by work on the device alone, of which nothing depends on a number of the host.
+
+        Returns the losses, and float32 [3] on the device: norm of the gradient, and sums of losses and null losses.
+        """
+        state, clip = self._state, self._training.clip
+        norm = state.precision.gradient_norm(state.optimizer)
+        numbers = torch.stack([norm, *sum_losses(gradient.losses)])
+        self._halted.copy_(torch.maximum(self._halted, _is_bad(numbers)))
+        state.precision.update_unless(self._halted, state.optimizer, clip, norm)
+        state.optimizer.zero_grad(set_to_none=True)
+        state.follow_update(gradient.losses, self._halted)
+        return gradient.losses, numbers
+
+    def has_verdict(self, wait: bool) -> bool:
+        """Return whether there is a verdict to read: one that is ready before the next step ends, or to `wait` for."""
+        late = self.why_at_once is None and not wait
+        return len(self._unread) > (_LAG if late else 0)
+
+    def read_verdict(self) -> tuple[StepResult, float]:
+        """Return the result of the oldest step whose verdict was not read, and its learning rate."""
+        taken = self._unread.pop(0)
+        return taken.read(), taken.lr
+
+    def take_back(self) -> int:
+        """Undo the steps after the one whose verdict was read last, which was bad. Returns how many they are.
+
+        Nothing is left of them, or soon will be: the device has left them out, or a roll-back is due.
+        """
+        count = len(self._unread)
+        if count:
+            self._state.seen -= count * self._training.batch
+            self._state.due = []  # the step before had none, or else it would have been read at once
+        self._unread.clear()
+        if self.why_at_once is None:
+            self._halted.zero_()
+        return count
+
+
+def _is_bad(numbers: Tensor) -> Tensor:
+    """Return 1.0, 0-d, unless norm and relative loss are finite, by the arithmetic of `StepResult.of`; else 0.0."""
+    norm, loss, null_loss = numbers.double().unbind()
+    finite = norm.isfinite() & (loss / null_loss.clamp(min=1e-30)).isfinite()
+    return 1 - finite.float()
