@@ -19,7 +19,7 @@ from unfog.data.dataset import ImageSet
 from unfog.data.latent_cache import EncodeJob
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.data.sources.arrays import store_array
+from unfog.data.sources.arrays import ArraySource
 from unfog.data.sources.registry import open_source
 from unfog.data.webdataset.byte_range_cache import ByteRangeCache
 from unfog.errors import Interrupted, RequestError
@@ -192,7 +192,7 @@ def test_all_that_unfog_writes_is_known(tmp_path: Path, monkeypatch: pytest.Monk
         (tmp_path / "0.png").write_bytes(png(1))
         archive.add(tmp_path / "0.png", "0.png")
     open_source(str(tmp_path / "set.tar"))
-    store_array(pixels)
+    ArraySource.store(pixels)
     np.save(tmp_path / "set.npy", pixels)
     source = open_source(str(tmp_path / "set.npy"))
     prepare(source, Data(size=8, cache="disk"))

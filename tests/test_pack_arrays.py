@@ -22,7 +22,7 @@ from conftest import TRANSFORMER
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources import arrays
-from unfog.data.sources.arrays import store_array
+from unfog.data.sources.arrays import ArraySource
 from unfog.data.sources.base import ImageError
 from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError
@@ -53,8 +53,8 @@ def test_every_layout_in_files_and_in_memory(tmp_path: Path, array: np.ndarray, 
     np.save(tmp_path / "a.npy", array)
     np.savez(tmp_path / "a.npz", array)
     np.savez_compressed(tmp_path / "b.npz", images=array)
-    files = [tmp_path / "a.npy", tmp_path / "a.npz", tmp_path / "b.npz", store_array(array)]
-    assert store_array(torch.from_numpy(np.ascontiguousarray(array))) == files[-1]
+    files = [tmp_path / "a.npy", tmp_path / "a.npz", tmp_path / "b.npz", ArraySource.store(array)]
+    assert ArraySource.store(torch.from_numpy(np.ascontiguousarray(array))) == files[-1]
     for source in map(open_source, files):
         assert np.array_equal(opened(source), expected)
         assert list(source.names[:2]) == ["00000000", "00000001"]
@@ -74,7 +74,7 @@ def test_a_npy_file_is_mapped(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["y", "labels"])
 def test_labels_become_classes(tmp_path: Path, labels: list[object], name: str) -> None:
     np.savez(tmp_path / "a.npz", **{"x": RGB, name: np.array(labels)})
-    for source in (open_source(tmp_path / "a.npz"), open_source(store_array(RGB, labels))):
+    for source in (open_source(tmp_path / "a.npz"), open_source(ArraySource.store(RGB, labels))):
         prepared = prepare(source, ASKED)
         assert prepared.train.classes == tuple(map(str, sorted(set(labels), key=str)))
         assert prepared.train.labels is not None
@@ -98,7 +98,7 @@ def test_what_is_no_array_of_images_is_refused(
     tmp_path: Path, array: np.ndarray, labels: np.ndarray | None, said: str
 ) -> None:
     np.savez(tmp_path / "a.npz", x=array, **({} if labels is None else {"y": labels}))
-    for make in (lambda: open_source(tmp_path / "a.npz"), lambda: store_array(array, labels)):
+    for make in (lambda: open_source(tmp_path / "a.npz"), lambda: ArraySource.store(array, labels)):
         with pytest.raises(RequestError, match=said):
             make()
 
@@ -151,15 +151,15 @@ def test_nothing_is_ever_unpickled(tmp_path: Path) -> None:
 
 
 def test_another_array_is_another_file() -> None:
-    assert store_array(RGB) == store_array(RGB.copy())
+    assert ArraySource.store(RGB) == ArraySource.store(RGB.copy())
     assert (
         len(
             {
-                store_array(RGB),
-                store_array(255 - RGB),
-                store_array(RGB, [0, 1] * 6),
-                store_array(RGB, [1, 0] * 6),
-                store_array(RGB[:6]),
+                ArraySource.store(RGB),
+                ArraySource.store(255 - RGB),
+                ArraySource.store(RGB, [0, 1] * 6),
+                ArraySource.store(RGB, [1, 0] * 6),
+                ArraySource.store(RGB[:6]),
             }
         )
         == 5
@@ -167,7 +167,7 @@ def test_another_array_is_another_file() -> None:
 
 
 def test_classes_of_numbers_are_in_their_order() -> None:
-    assert open_source(store_array(RGB, [10, 2, 2] * 4)).classes == ("2", "10")
+    assert open_source(ArraySource.store(RGB, [10, 2, 2] * 4)).classes == ("2", "10")
 
 
 def test_an_array_is_trained_on_and_a_run_of_it_resumed(tmp_path: Path) -> None:
@@ -527,5 +527,5 @@ def test_a_store_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(np, "savez", full)
     with pytest.raises(RequestError, match="No space left"):
-        store_array(RGB)
+        ArraySource.store(RGB)
     assert not list(Path(os.environ["UNFOG_CACHE"]).glob("*.partial"))

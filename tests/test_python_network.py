@@ -9,7 +9,7 @@ import unfog
 from unfog.cli.main import main
 from unfog.errors import RequestError
 from unfog.models import given_network
-from unfog.models.given_network import SOURCE_FILE, GivenNetwork, is_network
+from unfog.models.given_network import SOURCE_FILE, GivenNetwork
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (12, 8, 8, 3), np.uint8)
 LABELS = [i % 3 for i in range(12)]
@@ -146,8 +146,8 @@ def test_a_broken_contract_is_explained_before_training(make, settings, said, tm
 def test_a_compiled_network_is_that_network():
     compiled = torch.compile(Net())
     assert GivenNetwork.of(compiled).path == f"{__name__}.Net"
-    assert is_network(compiled)
-    assert not any(map(is_network, (Net, None, "tiny", torch.zeros(1))))
+    assert GivenNetwork.accepts(compiled)
+    assert not any(map(GivenNetwork.accepts, (Net, None, "tiny", torch.zeros(1))))
     with pytest.raises(RequestError, match="stands for an object from Python"):
         unfog.train(IMAGES, network="given", **SETTINGS)
 

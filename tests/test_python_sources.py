@@ -16,7 +16,7 @@ from unfog.cache_folder import CacheEntry, cache_folder, clear_cache, make_room,
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
-from unfog.data.sources.stored_images import Report, store_images
+from unfog.data.sources.stored_images import Report, StoredImages
 from unfog.errors import RequestError
 
 RGB = np.random.default_rng(0).integers(0, 256, (12, 16, 16, 3), np.uint8)
@@ -41,7 +41,7 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 def stored(source: Any, labels: Any = None, said: list[str] | None = None) -> Any:
-    return open_source(store_images(source, labels, Report(said.append) if said is not None else None))
+    return open_source(StoredImages.store(source, labels, Report(said.append) if said is not None else None))
 
 
 def pixels(source: Any) -> np.ndarray:
@@ -87,11 +87,11 @@ def test_every_kind_of_object_gives_its_images_and_labels(name: str) -> None:
 
 
 def test_the_same_images_are_the_same_file_however_they_come() -> None:
-    path = store_images(list(zip(PILS, LABELS)))
-    assert store_images(pair for pair in zip(RGB, LABELS)) == path
-    assert store_images(PILS, np.array(LABELS)) == path
-    assert store_images(PILS) != path
-    assert store_images(list(zip(PILS, LABELS[::-1]))) != path
+    path = StoredImages.store(list(zip(PILS, LABELS)))
+    assert StoredImages.store(pair for pair in zip(RGB, LABELS)) == path
+    assert StoredImages.store(PILS, np.array(LABELS)) == path
+    assert StoredImages.store(PILS) != path
+    assert StoredImages.store(list(zip(PILS, LABELS[::-1]))) != path
     assert {one.name.split("-")[0] for one in cache_folder().iterdir() if one.is_file()} == {"images"}
 
 
@@ -126,8 +126,8 @@ def test_paths_and_the_bytes_of_files_are_kept_as_they_are(tmp_path: Path) -> No
     for i, image in enumerate(PILS):
         image.save(tmp_path / f"{i:02}.jpg")
         content.append((tmp_path / f"{i:02}.jpg").read_bytes())
-    by_path = store_images(sorted(tmp_path.glob("*.jpg")))
-    assert store_images(content) == by_path
+    by_path = StoredImages.store(sorted(tmp_path.glob("*.jpg")))
+    assert StoredImages.store(content) == by_path
     assert np.array_equal(pixels(open_source(by_path)), pixels(open_source(tmp_path)))
 
 
@@ -179,7 +179,7 @@ REFUSED = [
 @pytest.mark.parametrize(("source", "said"), REFUSED, ids=[said[:40] for _, said in REFUSED])
 def test_what_is_no_set_of_images_is_refused_and_leaves_no_file(source: Any, said: str) -> None:
     with pytest.raises(RequestError, match=said):
-        store_images(source)
+        StoredImages.store(source)
     assert not cache_folder().exists() or not [one for one in cache_folder().iterdir() if one.is_file()]
 
 
@@ -189,20 +189,20 @@ def test_errors_of_somebodys_dataset_name_the_image() -> None:
         raise OSError("the disk is on fire")
 
     with pytest.raises(RequestError, match="image 1 of the generator cannot be read: OSError: the disk is on fire"):
-        store_images(broken())
+        StoredImages.store(broken())
     cut = BytesIO()
     PILS[0].save(cut, "PNG")
     with pytest.raises(RequestError, match="image 0 cannot be read: "):
-        store_images([Image.open(BytesIO(cut.getvalue()[:200]))])
+        StoredImages.store([Image.open(BytesIO(cut.getvalue()[:200]))])
     for labels, said in ([LABELS, "own; give one"], [LABELS[:3], "12 images and 3 labels"]):
         with pytest.raises(RequestError, match=said):
-            store_images(zip(PILS, LABELS) if labels is LABELS else PILS, labels)
+            StoredImages.store(zip(PILS, LABELS) if labels is LABELS else PILS, labels)
 
 
 def test_labels_of_a_damaged_file_are_refused() -> None:
     import zipfile
 
-    path = store_images(zip(PILS, LABELS))
+    path = StoredImages.store(zip(PILS, LABELS))
     for content in (
         b"{",
         b"[]",
@@ -234,7 +234,7 @@ def test_a_stream_is_stored_one_image_at_a_time() -> None:
             del one
 
     seen: list[tuple[int, int | None]] = []
-    store_images(images(), report=Report(progress=lambda done, total: seen.append((done, total))))
+    StoredImages.store(images(), report=Report(progress=lambda done, total: seen.append((done, total))))
     assert most < 40  # the range of floating-point images is read from the first 32
     assert seen == [(i + 1, None) for i in range(200)]
 

@@ -127,14 +127,14 @@ def resume(path: PathLikeText, *, force: bool = False, callbacks: Sequence[objec
     from unfog.config.schema import nest_settings
     from unfog.custom import give_consent
     from unfog.inference.run import Run
-    from unfog.models.given_network import is_network
+    from unfog.models.given_network import GivenNetwork
 
     callbacks, folder = check_callbacks(callbacks), _run_folder(path)
     if "source" in settings:
         settings["source"] = stored_source(settings["source"], settings.pop("labels", None))
     give_consent(str(settings))
     stored = folder.read_config()
-    if is_network(settings.get("network")):
+    if GivenNetwork.accepts(settings.get("network")):
         adopt_network(stored, settings.pop("network"))
     config = apply_changes(stored, nest_settings(settings))
     return Run(_finished(*go_on(ResumeRequest(folder.path, config, force=force), callbacks)))

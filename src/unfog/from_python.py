@@ -44,14 +44,14 @@ def training_settings(source: Source, preset: str, settings: dict[str, Any]) -> 
     from unfog.config.presets import preset as recipe
     from unfog.config.schema import nest_settings
     from unfog.custom import give_consent
-    from unfog.models.given_network import GivenNetwork, is_network
+    from unfog.models.given_network import GivenNetwork
 
     labels = _pop_labels(source, settings)
     for name in ("init", "autoencoder", "codec"):
         if isinstance(settings.get(name), PathLike):
             settings[name] = path_of(settings[name], name)
     for name in ("network", "model"):
-        if is_network(settings.get(name)):
+        if GivenNetwork.accepts(settings.get(name)):
             # Before consent and nesting, which work on texts and tables.
             settings[name] = GivenNetwork.of(settings[name])
     # What a person writes into a call is as much consent as what is typed at a prompt.
@@ -82,9 +82,9 @@ def autoencoder_request(source: Source, out: PathLikeText | None, settings: dict
 def adopt_network(config: Config, network: object) -> None:
     """Use an object as the network of a run that was trained with one like it. RequestError if it is another."""
     from unfog.config.values import quote
-    from unfog.models.given_network import GivenNetwork, is_network
+    from unfog.models.given_network import GivenNetwork
 
-    if not is_network(network):
+    if not GivenNetwork.accepts(network):
         raise RequestError(f"network = {quote(network)} is no torch.nn.Module, and the network of a run cannot change")
     if not isinstance(config.network, GivenNetwork):
         kind = "its own" if config.network is None else f"the network {config.network.kind}"
@@ -96,7 +96,7 @@ def stored_source(source: Any, labels: Any = None) -> str:
     """Return SOURCE as text; images that are given as objects are written to the cache, with their labels."""
     if isinstance(source, str | PathLike):
         return path_of(source, "source")
-    from unfog.data.sources.stored_images import Report, store_images
+    from unfog.data.sources.stored_images import Report, StoredImages
     from unfog.reporting.progress import Progress, say
 
     with Progress("storing images", None) as progress:
@@ -105,7 +105,7 @@ def stored_source(source: Any, labels: Any = None) -> str:
             progress.total = total
             progress.update(done)
 
-        return str(store_images(source, labels, Report(say, show)))
+        return str(StoredImages.store(source, labels, Report(say, show)))
 
 
 def path_of(given: object, name: str = "path") -> str:

@@ -18,7 +18,7 @@ from unfog.config.toml import update
 from unfog.config.values import quote
 from unfog.data.decode import parse_colour
 from unfog.data.settings import LABELS
-from unfog.data.sources.labels import find_table
+from unfog.data.sources.base import LabelTable
 from unfog.data.sources.registry import PYTHON, locate, open_source
 from unfog.diffusion.noise import Schedule
 from unfog.diffusion.sampler import TWO_CALLS, Sampler
@@ -56,7 +56,7 @@ def check_request(config: Config) -> None:
         check_source(config.source)
         source, _ = locate(config.source)
         if config.data.labels not in LABELS and not source.tables_inside:
-            find_table(config.data.labels, config.source)
+            LabelTable.find(config.data.labels, config.source)
 
 
 def check_network_size(network: Architecture, side: int, factor: int) -> None:

@@ -39,6 +39,11 @@ class GivenNetwork(CustomNetwork):
     structure: str = ""
     """Digest of the names, shapes and types of its weights."""
 
+    @staticmethod
+    def accepts(value: object) -> bool:
+        """Return True for a torch.nn.Module, without importing torch."""
+        return any(base.__module__ == "torch.nn.modules.module" for base in type(value).__mro__)
+
     @classmethod
     def of(cls, network: Any) -> GivenNetwork:
         """Keep the object for `build`, and return its settings. RequestError if it cannot be trained."""
@@ -129,11 +134,6 @@ class GivenNetwork(CustomNetwork):
             if kind.__module__.partition(".")[0] not in _OWN_PACKAGES:
                 parts.append(f"\n# {kind.__module__}.{kind.__qualname__}\n{_source_of(kind)}\n")
         return "".join(parts)
-
-
-def is_network(value: object) -> bool:
-    """Return True for a torch.nn.Module, without importing torch."""
-    return any(base.__module__ == "torch.nn.modules.module" for base in type(value).__mro__)
 
 
 def _source_of(kind: type) -> str:

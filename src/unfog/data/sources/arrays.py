@@ -40,7 +40,7 @@ _SHAPES = "[N, H, W], [N, H, W, C] or [N, C, H, W] with C = 1, 3 or 4"
 
 
 class ArraySource(Source):
-    """uint8 images in a NumPy file; `store_array` writes one from memory.
+    """uint8 images in a NumPy file; `store` writes one from memory.
 
     A .npy file is memory-mapped. An .npz file has the images as x, images or arr_0, and may have labels as y or labels:
     whole numbers or texts, of which each value is a class. RequestError if it cannot be read or holds no uint8 images.
@@ -70,6 +70,42 @@ class ArraySource(Source):
     def load(cls, location: SourceLocation, options: OpenOptions) -> ArraySource:
         return cls(Path(location.resolved), location.name)
 
+    @staticmethod
+    def store(array: Any, labels: Any = None) -> Path:
+        """Write images from memory into the cache, once, as an .npz file that is a SOURCE, and return its path.
+
+        Args:
+            array: uint8 images: a NumPy array, a tensor, or what NumPy makes an array of; shapes as in a file.
+            labels: a whole number or a text for each image; None without classes.
+
+        Raises:
+            RequestError: they are no uint8 images or not as many labels, or the cache cannot be written.
+        """
+        images = _as_nhwc("the array", as_array(array))
+        arrays: dict[str, Any] = {"images": images}
+        digest = hashlib.sha256(repr(images.shape).encode())
+        for start in range(0, len(images), 4096):
+            digest.update(np.ascontiguousarray(images[start : start + 4096]).data)
+        if labels is not None:
+            arrays["labels"] = as_array(labels)
+            _index_labels("the array", arrays["labels"], len(images))  # only to refuse what are no labels
+            digest.update(repr(arrays["labels"].tolist()).encode())
+        path = cache_folder() / f"array-{digest.hexdigest()[:32]}.npz"
+        hold(path)
+        if path.exists():
+            return path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            remove_stale_entries(path.parent)
+            make_room(images.nbytes)
+            with replace_file(path, shared=True) as file:
+                np.savez(file, **arrays)
+        except OSError as error:
+            raise RequestError(
+                f"{path.parent} cannot be written ({error.strerror}); set UNFOG_CACHE to another"
+            ) from None
+        return path
+
     def open(self, i: int) -> Image.Image:
         pixels = np.ascontiguousarray(self._images[i])
         return Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
@@ -80,40 +116,6 @@ class ArraySource(Source):
             with suppress(OSError):
                 return _file_digest(self._path), self._images.nbytes
         return self._stamp, self._images.nbytes
-
-
-def store_array(array: Any, labels: Any = None) -> Path:
-    """Write images from memory into the cache, once, as an .npz file that is a SOURCE, and return its path.
-
-    Args:
-        array: uint8 images: a NumPy array, a tensor, or what NumPy makes an array of; shapes as in a file.
-        labels: a whole number or a text for each image; None without classes.
-
-    Raises:
-        RequestError: they are no uint8 images or not as many labels, or the cache cannot be written.
-    """
-    images = _as_nhwc("the array", as_array(array))
-    arrays: dict[str, Any] = {"images": images}
-    digest = hashlib.sha256(repr(images.shape).encode())
-    for start in range(0, len(images), 4096):
-        digest.update(np.ascontiguousarray(images[start : start + 4096]).data)
-    if labels is not None:
-        arrays["labels"] = as_array(labels)
-        _index_labels("the array", arrays["labels"], len(images))  # only to refuse what are no labels
-        digest.update(repr(arrays["labels"].tolist()).encode())
-    path = cache_folder() / f"array-{digest.hexdigest()[:32]}.npz"
-    hold(path)
-    if path.exists():
-        return path
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        remove_stale_entries(path.parent)
-        make_room(images.nbytes)
-        with replace_file(path, shared=True) as file:
-            np.savez(file, **arrays)
-    except OSError as error:
-        raise RequestError(f"{path.parent} cannot be written ({error.strerror}); set UNFOG_CACHE to another") from None
-    return path
 
 
 def _file_digest(path: Path) -> str:

@@ -21,6 +21,8 @@ from PIL import Image
 from unfog.data.data_report import SkippedFile
 from unfog.data.dataset import Dataset
 from unfog.data.settings import Data
+from unfog.errors import RequestError
+from unfog.text import sanitize
 
 
 class ImageError(Exception):
@@ -109,6 +111,15 @@ class LabelTable:
     @classmethod
     def from_path(cls, path: Path) -> LabelTable:
         return cls(str(path), str(path.resolve()), path.read_bytes)
+
+    @classmethod
+    def find(cls, path: str, *folders: str) -> LabelTable:
+        """Return the label table at a path, as it is or in one of the folders. Raises RequestError if it is nowhere."""
+        places = [os.path.expanduser(path), *(os.path.join(folder, os.path.basename(path)) for folder in folders)]
+        table = next(filter(os.path.isfile, places), None)
+        if table is None:
+            raise RequestError(f"labels = {sanitize(path)} does not exist; give a .csv or .jsonl file, or auto")
+        return cls.from_path(Path(table))
 
     @property
     def base_name(self) -> str:

@@ -96,6 +96,26 @@ class HuggingFaceSource(Source):
     def load(cls, location: SourceLocation, options: OpenOptions) -> HuggingFaceSource:
         return cls(location.resolved.removeprefix("hf:"), location.name)
 
+    @staticmethod
+    def items_of(dataset: Any) -> tuple[Iterator[Any], Iterator[Any], tuple[str, ...]] | None:
+        """Return (files of the images, labels, classes) of a dataset in memory; None where it gives images itself.
+
+        It does so if it is a stream, or has a transform.
+        """
+        datasets = _import_datasets()
+        if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] == "custom":
+            return None
+        # A format, such as that of torch, would give arrays in place of files.
+        dataset = dataset.with_format(None)
+        column = _image_column("the dataset", dataset, datasets)
+        rows = dataset.select_columns([column]).cast_column(column, datasets.Image(decode=False))
+        classes, labels, _ = _read_labels(dataset, datasets)
+        each = repeat(None) if labels is None else iter(labels.tolist())
+        columns = (row[column] for row in rows)
+        # The bytes of an image's file, else its path; None if it has neither.
+        files = (None if one is None else one.get("bytes") or one.get("path") for one in columns)
+        return files, each, classes
+
     def open(self, i: int) -> Image.Image:
         one = self._images[i][self._column]
         if one is None or (one.get("bytes") is None and not one.get("path")):
@@ -113,28 +133,6 @@ class HuggingFaceSource(Source):
         if self._image_files:
             fingerprint = f"{fingerprint} {files_digest(self._roots[0], self._image_files)[0]}"
         return hashlib.sha256(fingerprint.encode()).hexdigest(), size
-
-
-def dataset_items(dataset: Any) -> tuple[Iterator[Any], Iterator[Any], tuple[str, ...]] | None:
-    """Return (files of the images, labels, classes) of a dataset in memory; None where it gives images itself.
-
-    It does so if it is a stream, or has a transform.
-    """
-    datasets = _import_datasets()
-    if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] == "custom":
-        return None
-    # A format, such as that of torch, would give arrays in place of files.
-    dataset = dataset.with_format(None)
-    column = _image_column("the dataset", dataset, datasets)
-    rows = dataset.select_columns([column]).cast_column(column, datasets.Image(decode=False))
-    classes, labels, _ = _read_labels(dataset, datasets)
-    each = repeat(None) if labels is None else iter(labels.tolist())
-    return (_file_of(row[column]) for row in rows), each, classes
-
-
-def _file_of(one: Any) -> Any:
-    """Return the bytes of an image's file, else its path; None if it has neither."""
-    return None if one is None else one.get("bytes") or one.get("path")
 
 
 def _is_parquet(path: Path) -> bool:

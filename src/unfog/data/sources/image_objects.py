@@ -62,9 +62,9 @@ class ImageItems:
         if isinstance(source, Mapping):
             return _read_mapping(source, kind)
         if type(source).__module__.partition(".")[0] == "datasets" and hasattr(source, "features"):
-            from unfog.data.sources.huggingface import dataset_items
+            from unfog.data.sources.huggingface import HuggingFaceSource
 
-            if (stored := dataset_items(source)) is not None:
+            if (stored := HuggingFaceSource.items_of(source)) is not None:
                 images, labels, classes = stored
                 return cls(map(_Item, images, labels), kind, len(source), classes)
         if isinstance(source, Iterable) and not isinstance(source, bytes):

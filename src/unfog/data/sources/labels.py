@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -153,16 +152,7 @@ def apply_label_table(source: Source, mode: str, warn: Callable[[str], None] = l
     if isinstance(source, _LabelTableSource):
         return source
     table = None if os.path.isfile(os.path.expanduser(mode)) else source.table(os.path.basename(mode))
-    return _LabelTableSource(source, table or LabelTable.from_path(find_table(mode)))
-
-
-def find_table(path: str, *folders: str) -> Path:
-    """Return the path of a label table, as it is or in one of the folders. Raises RequestError if it is nowhere."""
-    places = [os.path.expanduser(path), *(os.path.join(folder, os.path.basename(path)) for folder in folders)]
-    table = next(filter(os.path.isfile, places), None)
-    if table is None:
-        raise RequestError(f"labels = {sanitize(path)} does not exist; give a .csv or .jsonl file, or auto")
-    return Path(table)
+    return _LabelTableSource(source, table or LabelTable.find(mode))
 
 
 def labels_setting(source: Source, labels: NDArray[np.int64] | None) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 from unfog.cache_folder import cache_folder, hold, make_room
 from unfog.data.cache import remove_stale_entries
 from unfog.data.data_report import SkippedFile
-from unfog.data.sources.arrays import store_array
+from unfog.data.sources.arrays import ArraySource
 from unfog.data.sources.base import SourceLocation
 from unfog.data.sources.image_objects import FloatRange, ImageItems, as_array, encode_image
 from unfog.data.sources.zip_archive import ZipSource
@@ -41,7 +41,7 @@ class Report(NamedTuple):
 
 
 class StoredImages(ZipSource):
-    """Images that `store_images` wrote: a zip archive with the class of each image in labels.json."""
+    """Images that `store` wrote: a zip archive with the class of each image in labels.json."""
 
     suffixes = (".images",)
     tables_inside = False
@@ -51,6 +51,44 @@ class StoredImages(ZipSource):
         super().__init__(location)
         for info in self._stored_labels:
             self._read_labels(info)
+
+    @staticmethod
+    def store(source: Any, labels: Any = None, report: Report | None = None) -> Path:
+        """Write images given as objects into the cache, once, and return the path of the file, which is a SOURCE.
+
+        The name of the file is a digest of the images and labels, so that the same list is the same file. Images are
+        gone through once and written one by one, so that they need not fit into memory.
+
+        Args:
+            source: an array or tensor of all images, or what `ImageItems.read` takes.
+            labels: a whole number or a text for each image, where the source has none itself.
+            report: functions to call meanwhile.
+
+        Raises:
+            RequestError: there are no images, one is none, the labels do not fit, or the cache cannot be written.
+        """
+        report = report or Report()
+        if hasattr(source, "__array__"):
+            return ArraySource.store(_without_floats(as_array(source), report), labels)
+        items, folder = ImageItems.read(source), cache_folder()
+        partial = folder / f"images-{os.getpid()}-{time.time_ns()}.partial"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            remove_stale_entries(folder)
+            try:
+                digest = _write(partial, items, labels, report)
+                path = folder / f"images-{digest}.images"
+                hold(path)
+                # The name is a digest of the content: one that is there is the same file.
+                if not path.exists():
+                    move(partial, path)
+            finally:
+                with suppress(OSError):
+                    remove(partial)
+            make_room()
+        except OSError as error:
+            raise RequestError(f"{folder} cannot be written ({error.strerror}); set UNFOG_CACHE to another") from None
+        return path
 
     def _read_labels(self, info: zipfile.ZipInfo) -> None:
         try:
@@ -69,44 +107,6 @@ class StoredImages(ZipSource):
             self._stored_labels.append(info)
         else:
             super()._add(info, ignored, unreadable)
-
-
-def store_images(source: Any, labels: Any = None, report: Report | None = None) -> Path:
-    """Write images given as objects into the cache, once, and return the path of the file, which is a SOURCE.
-
-    The name of the file is a digest of the images and labels, so that the same list is the same file. Images are gone
-    through once and written one by one, so that they need not fit into memory.
-
-    Args:
-        source: an array or tensor of all images, or what `ImageItems.read` takes.
-        labels: a whole number or a text for each image, where the source has none itself.
-        report: functions to call meanwhile.
-
-    Raises:
-        RequestError: there are no images, one is none, the labels do not fit, or the cache cannot be written.
-    """
-    report = report or Report()
-    if hasattr(source, "__array__"):
-        return store_array(_without_floats(as_array(source), report), labels)
-    items, folder = ImageItems.read(source), cache_folder()
-    partial = folder / f"images-{os.getpid()}-{time.time_ns()}.partial"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        remove_stale_entries(folder)
-        try:
-            digest = _write(partial, items, labels, report)
-            path = folder / f"images-{digest}.images"
-            hold(path)
-            # The name is a digest of the content: one that is there is the same file.
-            if not path.exists():
-                move(partial, path)
-        finally:
-            with suppress(OSError):
-                remove(partial)
-        make_room()
-    except OSError as error:
-        raise RequestError(f"{folder} cannot be written ({error.strerror}); set UNFOG_CACHE to another") from None
-    return path
 
 
 def _without_floats(images: Any, report: Report) -> Any:

@@ -11,7 +11,7 @@ from unfog.config.run_requests import EvaluateRequest, SamplingRequest
 from unfog.config.schema import Config, Init
 from unfog.config.toml import update
 from unfog.config.validate import path_text
-from unfog.data.sources.stored_images import Report, store_images
+from unfog.data.sources.stored_images import Report, StoredImages
 from unfog.diffusion.diffusion import Diffusion
 from unfog.errors import RequestError
 from unfog.inference.run import Run
@@ -72,7 +72,7 @@ class Model(Run):
         chosen = {name: value for name in _DRAWN if (value := getattr(request, name)) is not None}
         samples = self.sample(count, **chosen)
         # As a source, so that they are compared by the way that images of any program take.
-        stored = str(store_images(samples, None, Report(say)))
+        stored = str(StoredImages.store(samples, None, Report(say)))
         found = evaluate_images(stored, replace(request, n=0), 0, str(self.device))
         how = {"samples": count, "of": ", ".join(self.sampled), "reference": sanitize(request.reference)}
         return replace(found, drawn=how, asked=asdict(SamplingRequest()) | chosen)
