@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -211,6 +212,17 @@ class Source(ABC):
 
     def __init__(self, location: SourceLocation) -> None:
         self.name, self.resolved = location.name, location.resolved
+
+    def _no_images_error(self) -> RequestError:
+        """Return the error for a source without images, which names what else it holds."""
+        others = sum(self.ignored.values())
+        listed = ", ".join(f"{count:,} {sanitize(kind)}" for kind, count in Counter(self.ignored).most_common(3))
+        closed = "".join(f"; {reason}: {sanitize(below)}" for below, reason in self.unreadable[:3])
+        return RequestError(
+            f"found 0 images; looked for .png .jpg .jpeg .webp .gif .tif .bmp ... in {sanitize(self.name)} "
+            f"({others:,} other file{'s' * (others != 1)}{': ' * (others > 0)}{listed}{closed}); give a folder "
+            "of images"
+        )
 
     @classmethod
     def match(cls, location: SourceLocation) -> SourceLocation | None:

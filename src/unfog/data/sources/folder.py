@@ -6,7 +6,7 @@ import hashlib
 import os
 import stat
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from heapq import heappop, heappush
 from pathlib import Path
@@ -17,7 +17,6 @@ from unfog.data.data_report import SkippedFile
 from unfog.data.sources.base import LabelTable, OpenOptions, Source, SourceLocation
 from unfog.data.sources.image_files import SUFFIXES, open_image, os_error_reason
 from unfog.errors import RequestError
-from unfog.text import sanitize
 
 _SKIPPED_FOLDERS = frozenset(["__MACOSX", "@eaDir", "$RECYCLE.BIN"])
 # Number of files of which `files_digest` reads a sample, and bytes at the beginning, middle and end of each.
@@ -35,7 +34,7 @@ class FolderSource(Source):
         self.resolved = str(folder.resolve())
         self.names, self.ignored, self.unreadable = _list_images(folder)
         if not self.names:
-            raise no_images_error(name, self.ignored, self.unreadable)
+            raise self._no_images_error()
 
     @classmethod
     def match(cls, location: SourceLocation) -> SourceLocation | None:
@@ -68,18 +67,6 @@ def ignored_kind(name: str) -> str | None:
         return "hidden"
     suffix = os.path.splitext(base)[1].lower()
     return None if suffix in SUFFIXES else suffix or "without suffix"
-
-
-def no_images_error(name: str, ignored: Mapping[str, int], unreadable: Sequence[SkippedFile]) -> RequestError:
-    """Return the error for a source called `name` without images, which names what else it holds."""
-    others = sum(ignored.values())
-    listed = ", ".join(f"{count:,} {sanitize(kind)}" for kind, count in Counter(ignored).most_common(3))
-    closed = "".join(f"; {reason}: {sanitize(below)}" for below, reason in unreadable[:3])
-    return RequestError(
-        f"found 0 images; looked for .png .jpg .jpeg .webp .gif .tif .bmp ... in {sanitize(name)} "
-        f"({others:,} other file{'s' * (others != 1)}{': ' * (others > 0)}{listed}{closed}); give a folder "
-        "of images"
-    )
 
 
 def _list_images(folder: Path) -> tuple[list[str], Counter[str], list[SkippedFile]]:

@@ -17,7 +17,7 @@ from PIL import Image
 from unfog.data.data_report import SkippedFile
 from unfog.data.settings import TABLES
 from unfog.data.sources.base import ImageError, LabelTable, Source, SourceLocation, TransientImageError
-from unfog.data.sources.folder import ignored_kind, no_images_error, normalize_path, sample_digest
+from unfog.data.sources.folder import ignored_kind, normalize_path, sample_digest
 from unfog.data.sources.image_files import MAX_FILE_BYTES, has_image_signature, open_bytes
 from unfog.data.sources.storage import BlockReader, FileState, open_storage
 from unfog.errors import RequestError
@@ -74,7 +74,7 @@ class ZipSource(Source):
         # The directory has the checksum of every member, so that its digest stands for the contents.
         self._contents = hashlib.sha256(repr(sorted(self._members.items())).encode("utf-8", "replace")).digest()
         if not self.names:
-            raise no_images_error(self.name, self.ignored, self.unreadable)
+            raise self._no_images_error()
 
     @classmethod
     def match(cls, location: SourceLocation) -> SourceLocation | None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from unfog.data.sources.base import ImageError, OpenOptions, Source, SourceLocation
-from unfog.data.sources.folder import list_only, no_images_error, sample_digest
+from unfog.data.sources.folder import list_only, sample_digest
 from unfog.data.sources.image_files import open_bytes
 from unfog.data.sources.storage import FileState, open_storage
 from unfog.data.webdataset.remote_shards import RemoteShards
@@ -53,7 +53,7 @@ class ShardSource(Source):
         self.classes, self.labels, self.folders = self.index.classes, self.index.labels, self.index.folders
         self.ignored, self.unreadable = self.index.ignored, self.index.unreadable
         if not len(self.index):
-            raise no_images_error(self.name, self.ignored, self.unreadable)
+            raise self._no_images_error()
         self._remote_shards: RemoteShards | None = None
         if self.remote:
             self._remote_shards = RemoteShards(location, self._storage, self.index, options.remote, failed)
