@@ -2,13 +2,20 @@
 
 import json
 import sys
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
+from PIL import Image
 
 import unfog
 from unfog.cli.requests import read_request
 from unfog.models.network_settings import build_model
+from unfog.models.settings import SIZES
+from unfog.training.settings import PowerEma
 
 QUALITY = Path(unfog.__file__).parents[2] / "benchmarks" / "quality"
 
@@ -65,3 +72,54 @@ def test_a_cell_of_ours_goes_on_where_it_was(contest, tmp_path):
     assert cell.train(1000, tmp_path, "fp32")[2:] == ["unfog", "resume", str(cell.folder / "run")]
     with pytest.raises(SystemExit, match="nobody is not in ladder"):
         contest.chosen("nobody")
+
+
+PEERS = ("edm", "diffusers_flow", "tuned", "shared")
+
+
+@pytest.fixture
+def peers(monkeypatch):
+    pytest.importorskip("diffusers")
+    monkeypatch.syspath_prepend(str(QUALITY / "peers"))
+    yield {name: import_module(name) for name in PEERS}
+    for name in PEERS:
+        sys.modules.pop(name)
+
+
+class _Zero(torch.nn.Module):
+    def forward(self, x, timestep):
+        return SimpleNamespace(sample=torch.zeros_like(x))
+
+
+def test_edm_of_a_peer_draws_what_it_was_told_the_data_is(peers):
+    # With an answer of zero the guess is c_skip x, exact for a Gaussian of deviation sigma_data.
+    assert float(peers["edm"].heun(_Zero(), 64, 60).std()) == pytest.approx(0.5, abs=0.01)
+    # Its weighted loss is then that of guessing nothing: the residual's variance, which c_out makes one.
+    torch.manual_seed(0)
+    gaussian = 0.5 * torch.randn(512, 3, 16, 16)
+    assert float(peers["edm"].loss_of(_Zero(), gaussian)) == pytest.approx(1, abs=0.02)
+
+
+def test_tuned_peers_have_our_network_and_average(peers):
+    ours = build_model(SIZES["tiny"], 3)
+    theirs = peers["tuned"].network()
+    assert sum(p.numel() for p in theirs.parameters()) == sum(p.numel() for p in ours.parameters())
+    from diffusers.training_utils import EMAModel
+
+    ema = EMAModel(theirs.parameters(), decay=1, use_ema_warmup=True, inv_gamma=7.94, power=1.0)
+    for step in (200, 1000, 4000):
+        assert 1 - ema.get_decay(step) == pytest.approx(1 - PowerEma().decay(step), rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("peer", ["edm", "diffusers_flow"])
+def test_tuned_peers_train_and_draw(peers, peer, tmp_path):
+    images = tmp_path / "images"
+    images.mkdir()
+    rng = np.random.default_rng(0)
+    for i in range(64):
+        Image.fromarray(rng.integers(0, 256, (32, 32, 3), np.uint8)).save(images / f"{i}.png")
+    peers[peer].main("train", str(images), tmp_path / "run", 128, 0)
+    peers[peer].main("draw", str(images), tmp_path / "run", 2, 0, str(tmp_path), "19")
+    assert np.load(tmp_path / "pictures.npy").shape == (2, 32, 32, 3)
+    assert json.loads((tmp_path / "drawn.json").read_text())["calls"] == 19

@@ -1,10 +1,12 @@
 """Guidance by a weaker network and within an interval, labels like a data set's, levels tuned to a run."""
 
+import importlib
 import math
 import re
 import shutil
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from unfog.diffusion.denoiser import Autoguided, Within
 from unfog.diffusion.noise import VE, Cosine, LogNormal
 from unfog.diffusion.sampler import Sampler, noise_levels
 from unfog.errors import RequestError, RunError
+from unfog.inference.loaded_run import LoadedRun
 from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_labels
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.records import read_events
@@ -100,6 +103,33 @@ def test_the_interval_is_where_it_says_and_costs_nothing_elsewhere():
     assert calls == {"guided": 0, "plain": 1}
     within(x[2:5], logsnr[2:5], None)
     assert calls == {"guided": 1, "plain": 1}
+
+
+def test_auto_guides_by_the_own_average_of_an_earlier_step(run, tmp_path, monkeypatch):
+    with pytest.raises(RequestError, match="no EMA snapshots"):
+        run.sample(2, guide="auto")  # too short a run to keep them
+    own = unfog.train(
+        few_images(), out=tmp_path / "own", steps=40, lr=6e-3, size=16, ema_snapshots={"every": 4}, **SETTINGS
+    )
+    asked = {"steps": 4, "label": 1}
+    guided = own.sample(4, guide="auto", **asked)
+    earlier = LoadedRun(own.path, step=12, ema=0.1)  # 30% of 40
+    assert np.array_equal(guided, own.sample(4, guide=earlier, guidance=2.0, **asked))
+    assert not np.array_equal(guided, own.sample(4, guidance=1.0, **asked))
+    with pytest.raises(RequestError, match="does not use a guide"):
+        own.sample(2, guide="auto", guidance=1.0)
+    # An evaluation measures what is drawn so, and keeps it apart from what is not.
+    plain = own.evaluate("sliced", n=10, steps=4, guidance=1.0)
+    with_guide = own.evaluate("sliced", n=10, steps=4, guide="auto")
+    assert with_guide.drawn["guide"] == "auto"
+    assert "guide" not in plain.drawn
+    assert with_guide.measured[0].value != plain.measured[0].value
+    assert len(list((own.path / "evaluations" / "drawn").iterdir())) == 2
+    # The contest counts the guide's passes: 12 levels, of which 7 are within shares of noise 0.2 to 0.8.
+    monkeypatch.syspath_prepend(str(Path(unfog.__file__).parents[2] / "benchmarks" / "speedrun"))
+    calls = importlib.import_module("record").calls_per_image
+    assert calls(own, {"steps": 12, "guidance": 1.0}) == 12
+    assert calls(own, {"steps": 12, "guide": "auto"}) == 19
 
 
 def test_the_interval_of_a_run(run):

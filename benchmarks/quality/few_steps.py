@@ -34,7 +34,8 @@ from unfog.diffusion.sampler import RANDOM, Sampler
 from unfog.evaluation.features import open_features
 from unfog.evaluation.metrics import compare_features
 from unfog.evaluation.pixel_metrics import compare_detail
-from unfog.inference.run import Run, _open_guide
+from unfog.inference.guide import open_guide
+from unfog.inference.run import Run
 from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_labels, sample_grid
 from unfog.reporting.image_grids import Pixels, save_png
 from unfog.reporting.progress import say
@@ -89,7 +90,7 @@ def cell_of(text: str, base: Sampler) -> Cell:
 
 def pictures_of(run: Run, cell: Cell, labels: tuple[int, ...], n: int, out: Path) -> tuple[Pixels, int]:
     """The cell's pictures, uint8 [n, H, W, C], and the network's calls for each."""
-    guide = None if cell.guide is None else _open_guide(run, cell.guide)
+    guide = None if cell.guide is None else open_guide(run, cell.guide)
     kept = out / "pictures" / re.sub(r"[^\w.=@-]+", "_", cell.name)
     kept.mkdir(parents=True, exist_ok=True)
     parts, calls = [], 0
@@ -120,7 +121,7 @@ def distance(run: Run, cell: Cell, labels: tuple[int, ...], drawn: Pixels) -> fl
     """How far the first pictures are from what many steps give, in [-1, 1] scale."""
     many = replace(cell.sampler, kind="unipc", steps=128, grid="schedule", order=2)
     drawing = GenerationSettings(AWAY, many, labels[:AWAY], guidance=cell.guidance, interval=cell.interval, batch=AWAY)
-    guide = None if cell.guide is None else _open_guide(run, cell.guide)
+    guide = None if cell.guide is None else open_guide(run, cell.guide)
     exact = generate_images(run.network, run.config, drawing, guide=guide)
     difference = (drawn[:AWAY].astype(float) - exact) / 127.5
     return float(np.sqrt((difference**2).mean((1, 2, 3))).mean())

@@ -17,6 +17,7 @@ import sys
 import tomllib
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import unfog
 from unfog.inference.run import Run
@@ -46,10 +47,11 @@ def main(arguments: list[str]) -> None:
     print("|---|---|---|---|---|---|---|---|---|")
     for seed in map(int, given.seeds.split(",")):
         run = trained(folder / str(seed), given.source, images, seed, shlex.split(record["flags"]))
-        calls = calls_per_image(run)
+        drawing = record.get("draw", {})
+        calls = calls_per_image(run, drawing)
         if calls > MOST_CALLS:
             sys.exit(f"{calls:g} calls of the network for an image are more than the {MOST_CALLS} of the protocol")
-        found = run.evaluate(METRICS, n=given.n, features=given.features)
+        found = run.evaluate(METRICS, n=given.n, features=given.features, **drawing)
         values = {one.metric: asdict(one) for one in found.measured}
         whole = {"record": record, "images": images, "seed": seed, "calls": calls, "measured": values}
         (folder / f"{seed}.json").write_text(json.dumps(whole, indent=2))
@@ -68,16 +70,16 @@ def trained(out: Path, source: str, images: int, seed: int, flags: list[str]) ->
     return unfog.load(out)
 
 
-def calls_per_image(run: Run) -> float:
-    """Return how often the network sees an image while it is drawn; guidance's second pass counts."""
+def calls_per_image(run: Run, drawing: dict[str, Any]) -> float:
+    """Return how often a network sees an image while it is drawn; guidance's second pass and a guide's count."""
     seen = 0
 
     def count(network: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         nonlocal seen
-        seen += len(output)
+        seen += len(output) if type(network) is type(run.network) else 0
 
-    hook = run.network.register_forward_hook(count)
-    run.sample(2)
+    hook = torch.nn.modules.module.register_module_forward_hook(count)  # the guide is another network than the run's
+    run.sample(2, **drawing)
     hook.remove()
     return seen / 2
 

@@ -101,8 +101,8 @@ class SampleRequest(SamplingRequest):
     """New folder for the images. Default: a new one in the run folder; a folder of diffusers needs one."""
     label: tuple[str, ...] = ()
     """Classes by name, or by number where no class has that name; images cycle through them. Default: all classes."""
-    guide: Annotated[str | None, tyro.conf.arg(metavar="RUN[:STEP]")] = None
-    """Weaker run to guide away from, such as one of a smaller network (autoguidance)."""
+    guide: Annotated[str | None, tyro.conf.arg(metavar="auto|RUN[:STEP]")] = None
+    """Weaker network to guide away from (autoguidance): auto is this run's EMA at 30% of its steps; or another run."""
     guide_checkpoint: Annotated[int | None, tyro.conf.arg(metavar="STEP")] = None
     """Earlier checkpoint of this run to guide away from."""
     weights: Literal["ema", "raw"] = "ema"
@@ -162,7 +162,9 @@ class EvaluationRequest:
     seed: int = 0
     """Seed of the noise. Another seed gives other samples."""
     guidance: float | None = None
-    """Classifier-free guidance scale. Default: the run's."""
+    """Guidance scale. Default: the run's; 2 with --guide auto."""
+    guide: Annotated[str | None, tyro.conf.arg(metavar="auto|RUN[:STEP]")] = None
+    """Weaker network to guide away from, as for `unfog sample`."""
     batch: int = 64
     """Samples per batch. Lower it when memory is short."""
     precision: SamplingPrecision = "fp32"
@@ -227,7 +229,7 @@ class EvaluateRequest(EvaluationRequest):
 
     def check_without_run(self) -> None:
         """Raise RequestError if a setting needs a run, or is of samples that are not generated here."""
-        drawn = ("sampler", "steps", "seed", "guidance", "precision") if self.is_of_images else ()
+        drawn = ("sampler", "steps", "seed", "guidance", "guide", "precision") if self.is_of_images else ()
         _check_usual(self, ("against", "weights", "checkpoint", "best", *drawn))
         wrong = [*(name for name in LOSSES if name in self.metrics), *["held-out"] * (self.reference == "held-out")]
         if wrong:

@@ -78,6 +78,7 @@ def _describe_generation(run: LoadedRun, setup: EvaluationSetup) -> dict[str, An
         "steps": generation.sampler.steps,
         "seed": generation.seed,
         "guidance": generation.guidance,
+        **({"guide": setup.guide_name} if setup.guide_name else {}),
         **({"within": f"{low:g} to {high:g} of noise"} if partly else {}),
         "precision": generation.precision,
         "labels": "as in the data" if generation.labels else "none",

@@ -7,9 +7,11 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
+from torch import nn
 
 from unfog.config.run_requests import LOSSES, METRICS, ON_REQUEST, EvaluationRequest
 from unfog.data.dataset import Dataset, ImageSet
@@ -21,6 +23,7 @@ from unfog.evaluation.pixel_metrics import PIXEL_METRICS
 from unfog.inference.compare_images import Comparison, reference_rows
 from unfog.inference.compute_metrics import compute_metrics
 from unfog.inference.evaluation_files import ARITHMETIC, FORMAT, Evaluation, EvaluationSetup, GeneratedSamples
+from unfog.inference.guide import resolve_guidance
 from unfog.inference.loaded_run import LoadedRun, load_run_images, weights_digest
 from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_labels
 from unfog.pipeline.load_data import load_images
@@ -78,18 +81,19 @@ def _resolve_request(
         one = torch.from_numpy(reference.take(np.arange(1))[0])
         check_count("fid", min(n, len(reference)), one, features, "--metrics")
     metrics = _possible_metrics(run, request, dataset, features)
+    guide, scale = resolve_guidance(run, request.guide, request.guidance, request.precision)
     generation = GenerationSettings(
         n,
         run.sampler(request.sampler, request.steps),
         proportional_labels(dataset.train.labels, n),
         request.seed,
-        config.usual_guidance if request.guidance is None else request.guidance,
+        scale,
         request.batch,
         config.guidance_interval,
         precision=request.precision,
     )
     compared = Comparison(metrics, features, reference, reference_rows(reference, n))
-    return EvaluationSetup(compared, generation, dataset, name, request.against)
+    return EvaluationSetup(compared, generation, dataset, name, request.against, guide, request.guide or "")
 
 
 def open_request_features(request: EvaluationRequest, device: torch.device) -> Features | None:
@@ -179,6 +183,8 @@ def _samples_key(run: LoadedRun, setup: EvaluationSetup) -> str:
     how: tuple[object, ...] = (generation.sampler, labels, generation.seed, generation.guidance, generation.interval)
     # fp32 adds nothing, so that samples from before there was a choice of precision are found.
     how += () if generation.precision == "fp32" else (generation.precision,)
+    if setup.guide is not None:
+        how += (setup.guide.diffusion, weights_digest(cast(nn.Module, setup.guide.network)))
     settings = (weights_digest(run.network), run.config.diffusion, how)
     return hashlib.sha256(repr((FORMAT, settings, generation.batch)).encode()).hexdigest()[:16]
 
@@ -200,7 +206,9 @@ def _generate_samples(
 
     def generate(first: int, count: int) -> Pixels:
         stop.leave_if_requested()
-        return generate_images(run.network, run.config, replace(generation, first=first, count=count))
+        return generate_images(
+            run.network, run.config, replace(generation, first=first, count=count), guide=setup.guide
+        )
 
     with Progress("generating", missing) as progress:
         samples.generate_missing(generate, world, progress.update)
@@ -210,7 +218,7 @@ def _generate_samples(
 def _report_cost(run: LoadedRun, setup: EvaluationSetup, missing: int, world: World) -> None:
     """Say how long generation and features will take, from a few sampler steps and a few images."""
     few = replace(setup.generation, count=min(setup.generation.batch, missing))
-    seconds = cost_per_sample(run.network, run.config, few, _wall_seconds) * missing
+    seconds = cost_per_sample(run.network, run.config, few, _wall_seconds, setup.guide) * missing
     line = f"{plural(missing, 'sample')} will take about {format_duration(seconds / world.size)} to generate"
     if (features := setup.compared.features) is not None:
         pixels = torch.from_numpy(np.ascontiguousarray(setup.compared.reference.pixels[setup.compared.rows[:50]]))

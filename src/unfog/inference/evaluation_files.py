@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from unfog.data.dataset import Dataset
+from unfog.diffusion.denoiser import Denoiser
 from unfog.errors import RunError
 from unfog.evaluation.metrics import MetricResult
 from unfog.inference.compare_images import Comparison
@@ -44,6 +45,9 @@ class EvaluationSetup(NamedTuple):
     """Of the run."""
     reference_name: str
     against: int | None
+    guide: Denoiser | None = None
+    """Weaker network of autoguidance."""
+    guide_name: str = ""
 
 
 @dataclass(frozen=True)

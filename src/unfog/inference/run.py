@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -15,28 +14,24 @@ from torch import nn
 from unfog.config.aliases import SAMPLING, usual_arguments
 from unfog.config.folder_requests import ExportSettings
 from unfog.config.run_requests import EvaluationRequest, SamplingRequest
-from unfog.config.schema import Config
 from unfog.config.toml import update
 from unfog.config.validate import path_text
 from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.editing import Edit
 from unfog.diffusion.sampler import Observe
 from unfog.errors import RequestError
+from unfog.inference.guide import Guide, resolve_guidance
 from unfog.inference.loaded_run import LoadedRun, weights_digest
 from unfog.pipeline.generate import GenerationSettings, generate_batches, parse_labels
 from unfog.pipeline.image_files import ImageInput, build_edit
 from unfog.reporting.image_grids import Pixels
 from unfog.reporting.notebook import table
-from unfog.training.precision import DTYPES
 
 if TYPE_CHECKING:
     from unfog.inference.evaluation_files import Evaluation
 from unfog.inference.samples import (
     Samples,
 )
-
-# A weaker run, loaded, or its folder, "RUN" or "RUN:STEP"; or the step of another checkpoint of the same run.
-_Guide = LoadedRun | str | PathLike[str] | int
 
 
 class PreparedSampling(NamedTuple):
@@ -64,7 +59,7 @@ class Run(LoadedRun):
         n: int = 16,
         *,
         label: Sequence[str | int] | str | int = (),
-        guide: _Guide | None = None,
+        guide: Guide | None = None,
         image: ImageInput | None = None,
         mask: ImageInput | None = None,
         progress: Callable[[int], None] = lambda done: None,
@@ -77,8 +72,9 @@ class Run(LoadedRun):
 
         Args:
             label: class names (text) or numbers (integers, from 0) that the images cycle through; () is all classes.
-            guide: a weaker network, given the same class; samples move away from what it generates. Without one,
-                guidance moves them away from what the network generates without a class.
+            guide: a weaker network, given the same class; samples move away from what it generates. "auto" is this
+                run's EMA of an earlier step. Without one, guidance moves samples away from what the network generates
+                without a class.
             image: file, or uint8 [H, W] or [H, W, C], brought to the run's size as training images are; the samples
                 are variations of it.
             mask: file, or uint8 or bool of the image's height and width: only what is white is generated, to match
@@ -105,7 +101,7 @@ class Run(LoadedRun):
         n: int = 16,
         *,
         label: Sequence[str | int] | str | int = (),
-        guide: _Guide | None = None,
+        guide: Guide | None = None,
         image: ImageInput | None = None,
         mask: ImageInput | None = None,
         **settings: Any,
@@ -116,7 +112,9 @@ class Run(LoadedRun):
         request = update(SamplingRequest(), {"n": n, **settings}, "")
         words = list(label) if isinstance(label, Iterable) and not isinstance(label, str) else [label]
         labels = parse_labels(words, self.classes)
-        weaker, scale = self._resolve_guidance(guide, request)
+        weaker, scale = resolve_guidance(self, guide, request.guidance, request.precision)
+        if scale == 1 and request.guidance_interval is not None:
+            raise RequestError("guidance_interval has no effect with guidance = 1; give --guidance 2, or omit it")
         generation = GenerationSettings(
             request.n,
             self.sampler(request.sampler, request.steps, request.grid, request.levels),
@@ -193,25 +191,13 @@ class Run(LoadedRun):
             f"seed {generation.seed}" + ("" if generation.to_seed is None else f" to {generation.to_seed}"),
         )
 
-    def _resolve_guidance(self, guide: _Guide | None, request: SamplingRequest) -> tuple[Denoiser | None, float]:
-        """Return the guide, if there is one, and the guidance scale."""
-        weaker = None if guide is None else _open_guide(self, guide)
-        # Without a guide, a scale makes sense only for a network that was trained to go without its class.
-        usual = self.config.usual_guidance if weaker is None else self.config.guidance
-        scale = usual if request.guidance is None else request.guidance
-        if scale == 1 and weaker is not None:
-            raise RequestError("guidance = 1 does not use a guide; give --guidance 2, or omit the guide")
-        if scale == 1 and request.guidance_interval is not None:
-            raise RequestError("guidance_interval has no effect with guidance = 1; give --guidance 2, or omit it")
-        return weaker and replace(weaker, dtype=DTYPES.get(request.precision)), scale
-
     def evaluate(self, metrics: Sequence[str] | str = (), n: int = 0, **settings: Any) -> Evaluation:
         """Compute metrics of this run, as `unfog evaluate` does, or read those that the run folder has already.
 
         Args:
             metrics: of fid, kid, precision, recall, density, coverage, sliced, detail, held_out, bits; () is all.
             n: number of samples; 0 is 1,000 on a CPU, and 10,000 elsewhere.
-            settings: features, reference, sampler, steps, seed, guidance, batch, precision, against: see
+            settings: features, reference, sampler, steps, seed, guidance, guide, batch, precision, against: see
                 `config.run_requests.EvaluationRequest`.
 
         Raises:
@@ -223,65 +209,3 @@ class Run(LoadedRun):
 
         names = (metrics,) if isinstance(metrics, str) else metrics
         return evaluate(self, update(EvaluationRequest(), {"metrics": names, "n": n, **settings}, ""))
-
-
-def _open_guide(run: LoadedRun, guide: _Guide) -> Denoiser:
-    """Return the denoiser that guides `run`, on its device: autoguidance (Karras et al. 2024a).
-
-    Raises:
-        RequestError: there is no such run or checkpoint, it generates other images, or it is `run` itself.
-    """
-    if isinstance(guide, LoadedRun):
-        other = guide
-    elif isinstance(guide, str | PathLike):
-        path, step = _split_step(path_text(guide, "guide"))
-        other = LoadedRun(path, run.weights, step, str(run.device))
-    else:
-        other = LoadedRun(run.path, run.weights, guide, str(run.device))
-    # The difference of a network from itself is zero, so that guidance would silently do nothing.
-    same = other.checkpoint.folder.resolve() == run.checkpoint.folder.resolve() and other.weights == run.weights
-    if same and other.ema is None and run.ema is None:  # an EMA of a given width may be of another step
-        raise RequestError(
-            f"guide = step {other.checkpoint.step} is the checkpoint that samples; give an earlier one, or a "
-            "smaller network"
-        )
-    _check_guide(run.config, other.config)
-    return Denoiser(other.network, other.config.diffusion)
-
-
-def _split_step(text: str) -> tuple[str, int | None]:
-    path, colon, step = text.rpartition(":")
-    # A folder may itself be called "RUN:100".
-    if colon and step.isdecimal() and len(step) < 16 and not Path(text).exists():
-        return path, int(step)
-    return text, None
-
-
-def _check_guide(config: Config, other: Config) -> None:
-    """Raise `RequestError` unless both networks can denoise the same noisy image."""
-    for what, mine, its in (
-        ("image size", config.data.size, other.data.size),
-        ("channels", config.data.channels, other.data.channels),
-        ("classes", config.classes, other.classes),
-        ("diffusion.path", config.diffusion.path.kind, other.diffusion.path.kind),
-    ):
-        if mine != its:
-            raise RequestError(f"the guide has another {what} than this run ({its}, not {mine}), so it cannot guide it")
-    try:
-        # The settings of the guide are valid with the noise levels of the run.
-        replace(other.diffusion, schedule=config.diffusion.schedule, learned_variance=False)
-    except RequestError as error:
-        raise RequestError(f"the guide cannot be used at the noise levels of this run: {error}") from None
-    # Both guesses are subtracted, which makes no sense if the same number stands for another colour.
-    if _input_scale(config) != _input_scale(other):
-        raise RequestError(
-            "the guide must be trained on the same kind of input: pixels, or latents of the same "
-            "autoencoder with the same mean, deviation and sigma_data; give a checkpoint of this run, or a "
-            "run on the same images with the same autoencoder"
-        )
-
-
-def _input_scale(config: Config) -> tuple[object, ...]:
-    """Return what decides which image a latent stands for; () for pixels."""
-    latents = config.latents
-    return (latents.sha256, latents.mean, latents.deviation, config.diffusion.sigma_data) if config.uses_latents else ()

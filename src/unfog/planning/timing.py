@@ -20,7 +20,7 @@ from unfog.compile_cache import compile_errors_explained
 from unfog.config.schema import Config
 from unfog.data.dataset import ImageSet, evenly_spaced
 from unfog.data.stream import ImageStream
-from unfog.diffusion.denoiser import Denoiser
+from unfog.diffusion.denoiser import Denoiser, Labelled
 from unfog.diffusion.sampler import TWO_CALLS, Sampler
 from unfog.errors import Interrupted
 from unfog.pipeline.build import (
@@ -96,12 +96,16 @@ def decoded_images(images: ImageSet) -> ImageSet:
 
 
 def cost_per_sample(
-    network: nn.Module, config: Config, drawing: GenerationSettings, measure: Callable[[Callable[[], object]], float]
+    network: nn.Module,
+    config: Config,
+    drawing: GenerationSettings,
+    measure: Callable[[Callable[[], object]], float],
+    guide: Labelled | None = None,
 ) -> float:
     """Return what `measure` gives for one sample, from the first two sampler steps of those in `drawing`."""
     sampler, steps = drawing.sampler, _trial_steps(drawing.sampler)
     trial = replace(drawing, sampler=replace(sampler, steps=steps))
-    return measure(lambda: generate_images(network, config, trial)) / drawing.count * sampler.steps / steps
+    return measure(lambda: generate_images(network, config, trial, guide=guide)) / drawing.count * sampler.steps / steps
 
 
 def _trial_steps(sampler: Sampler) -> int:

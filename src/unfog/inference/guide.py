@@ -1,0 +1,110 @@
+"""The guide of autoguidance (Karras et al. 2024a): a weaker network that samples move away from, found and checked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+
+from unfog.config.schema import Config
+from unfog.config.validate import path_text
+from unfog.diffusion.denoiser import Denoiser
+from unfog.errors import RequestError
+from unfog.inference.loaded_run import LoadedRun
+from unfog.training.precision import DTYPES
+from unfog.training.settings import PowerEma, SamplingPrecision
+
+# A weaker run, loaded, or as "RUN" or "RUN:STEP"; the step of another checkpoint of the same run; or "auto", this run's
+# EMA of an earlier step.
+Guide = LoadedRun | str | PathLike[str] | int
+
+_AUTO = "auto"
+# Where "auto" is, as a share of the run's steps, and its usual scale (docs/decisions/0020-guide-of-the-same-run.md).
+_SHARE, _AUTO_SCALE = 0.3, 2.0
+
+
+def resolve_guidance(
+    run: LoadedRun, guide: Guide | None, scale: float | None, precision: SamplingPrecision
+) -> tuple[Denoiser | None, float]:
+    """Return the guide, if there is one, and the guidance scale; a scale of None is the usual one.
+
+    RequestError if there is no such guide, or the scale does not use it.
+    """
+    weaker = None if guide is None else open_guide(run, guide)
+    # Without a guide, a scale makes sense only for a network that was trained to go without its class.
+    usual = run.config.usual_guidance if weaker is None else run.config.guidance
+    scale = (_AUTO_SCALE if guide == _AUTO else usual) if scale is None else scale
+    if scale == 1 and weaker is not None:
+        raise RequestError("guidance = 1 does not use a guide; give --guidance 2, or omit the guide")
+    return weaker and replace(weaker, dtype=DTYPES.get(precision)), scale
+
+
+def open_guide(run: LoadedRun, guide: Guide) -> Denoiser:
+    """Return the denoiser that guides `run`, on its device: autoguidance (Karras et al. 2024a).
+
+    Raises:
+        RequestError: there is no such run or checkpoint, it generates other images, or it is `run` itself.
+    """
+    if isinstance(guide, LoadedRun):
+        other = guide
+    elif guide == _AUTO:
+        other = _earlier_self(run)
+    elif isinstance(guide, str | PathLike):
+        path, step = _split_step(path_text(guide, "guide"))
+        other = LoadedRun(path, run.weights, step, str(run.device))
+    else:
+        other = LoadedRun(run.path, run.weights, guide, str(run.device))
+    # The difference of a network from itself is zero, so that guidance would silently do nothing.
+    same = other.checkpoint.folder.resolve() == run.checkpoint.folder.resolve() and other.weights == run.weights
+    if same and other.ema is None and run.ema is None:  # an EMA of a given width may be of another step
+        raise RequestError(
+            f"guide = step {other.checkpoint.step} is the checkpoint that samples; give an earlier one, or a "
+            "smaller network"
+        )
+    _check_guide(run.config, other.config)
+    return Denoiser(other.network, other.config.diffusion)
+
+
+def _earlier_self(run: LoadedRun) -> LoadedRun:
+    """Return the run with its EMA of an earlier step, rebuilt from snapshots, so that no checkpoint has to be kept."""
+    own = run.config.ema
+    width = run.ema or (own.width if isinstance(own, PowerEma) else PowerEma().width)
+    return LoadedRun(run.path, step=round(_SHARE * run.checkpoint.step), device=str(run.device), ema=width)
+
+
+def _split_step(text: str) -> tuple[str, int | None]:
+    path, colon, step = text.rpartition(":")
+    # A folder may itself be called "RUN:100".
+    if colon and step.isdecimal() and len(step) < 16 and not Path(text).exists():
+        return path, int(step)
+    return text, None
+
+
+def _check_guide(config: Config, other: Config) -> None:
+    """Raise `RequestError` unless both networks can denoise the same noisy image."""
+    for what, mine, its in (
+        ("image size", config.data.size, other.data.size),
+        ("channels", config.data.channels, other.data.channels),
+        ("classes", config.classes, other.classes),
+        ("diffusion.path", config.diffusion.path.kind, other.diffusion.path.kind),
+    ):
+        if mine != its:
+            raise RequestError(f"the guide has another {what} than this run ({its}, not {mine}), so it cannot guide it")
+    try:
+        # The settings of the guide are valid with the noise levels of the run.
+        replace(other.diffusion, schedule=config.diffusion.schedule, learned_variance=False)
+    except RequestError as error:
+        raise RequestError(f"the guide cannot be used at the noise levels of this run: {error}") from None
+    # Both guesses are subtracted, which makes no sense if the same number stands for another colour.
+    if _input_scale(config) != _input_scale(other):
+        raise RequestError(
+            "the guide must be trained on the same kind of input: pixels, or latents of the same "
+            "autoencoder with the same mean, deviation and sigma_data; give a checkpoint of this run, or a "
+            "run on the same images with the same autoencoder"
+        )
+
+
+def _input_scale(config: Config) -> tuple[object, ...]:
+    """Return what decides which image a latent stands for; () for pixels."""
+    latents = config.latents
+    return (latents.sha256, latents.mean, latents.deviation, config.diffusion.sigma_data) if config.uses_latents else ()
