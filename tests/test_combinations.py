@@ -23,7 +23,8 @@ from unfog.diffusion.sampler import NoiseSource
 from unfog.diffusion.target import X0, Eps, V
 from unfog.errors import RequestError
 from unfog.inference.compute_metrics import LEVELS, _bits_per_value
-from unfog.inference.guide import _check_guide, weights_digest
+from unfog.inference.guide import _check_guide
+from unfog.inference.loaded_run import weights_digest
 from unfog.inference.run import Run
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.models.autoencoder_settings import Autoencoder

@@ -3,6 +3,7 @@
 import json
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 import unfog.data.augmentation
 from conftest import NETWORK
-from unfog.checks.run.run_checks import _usual_learning_rate_of
+from unfog.checks.run.run_checks import _usual_learning_rate
 from unfog.checks.settings import learning_rate_checks as rate_checks
 from unfog.checks.settings import machine_checks as machine
 from unfog.checks.settings import overfit_one_batch as overfitting
@@ -37,12 +38,14 @@ from unfog.planning import disk
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.disk import disk_space_needed
 from unfog.planning.timing import forward_passes
+from unfog.process.run_folder import RunFolder
 from unfog.training.optimizer_settings import Muon, default_learning_rate
 from unfog.training.settings import Checkpoint, FixedEma, PowerEma
 
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
+NO_FOLDER = RunFolder(Path("none"))
 SEVERE = ("fatal", "warning")
 
 
@@ -114,13 +117,13 @@ def test_a_rate_is_judged_by_no_other_optimizer(fashion):
     found = examined(config, fashion)["settings.lr"]
     assert found.severity == "fine"
     assert "torch.optim.Adadelta" in found.evidence
-    assert _usual_learning_rate_of(config) is None
+    assert _usual_learning_rate(NO_FOLDER, config) is None
 
 
 def test_trained_weights_have_a_usual_rate_of_their_own(fashion):
     config = settled(fashion)
     tuned = replace(config, init=replace(config.init, folder="runs/flowers"))
-    assert _usual_learning_rate_of(tuned) == pytest.approx(0.3 * _usual_learning_rate_of(config))
+    assert _usual_learning_rate(NO_FOLDER, tuned) == pytest.approx(0.3 * _usual_learning_rate(NO_FOLDER, config))
 
 
 @pytest.mark.parametrize(

@@ -415,9 +415,9 @@ def test_old_uploads_are_forgotten():
 
 def test_wilson_interval():
     # 10 of 20: (0.299, 0.701); 0 of 10: (0, 0.278) (Brown, Cai and DasGupta 2001).
-    assert blind.wilson_interval(10, 20) == pytest.approx((0.2993, 0.7007), abs=1e-4)
-    assert blind.wilson_interval(0, 10) == pytest.approx((0, 0.2775), abs=1e-4)
-    assert blind.wilson_interval(0, 0) == (0, 1)
+    assert blind._wilson_interval(10, 20) == pytest.approx((0.2993, 0.7007), abs=1e-4)
+    assert blind._wilson_interval(0, 10) == pytest.approx((0, 0.2775), abs=1e-4)
+    assert blind._wilson_interval(0, 0) == (0, 1)
 
 
 def test_votes_are_kept_in_the_run_and_counted_whatever_the_order(run):
@@ -429,7 +429,7 @@ def test_votes_are_kept_in_the_run_and_counted_whatever_the_order(run):
     (found,) = blind.add_vote(run, old, new, 3, "first")  # changed one's mind
     assert (found["first"], found["second"]) == ({"checkpoint": 10}, {"checkpoint": 20})
     assert (found["first_wins"], found["second_wins"], found["ties"]) == (1, 2, 1)
-    assert found["interval"] == [round(one, 4) for one in blind.wilson_interval(1, 3)]
+    assert found["interval"] == [round(one, 4) for one in blind._wilson_interval(1, 3)]
     with (run / "blind-comparisons.jsonl").open("ab") as file:
         file.write(b'{"torn\n[1]\n' + b"[" * 100_000 + b"\n")
     assert blind.tallies(run) == [found]

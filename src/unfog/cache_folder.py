@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from unfog.errors import RequestError
 from unfog.locks import LOCK, is_at, lock_alone, lock_shared
-from unfog.safe_files import discard, make_folder, open_file, read_file, remove, remove_tree
+from unfog.safe_files import discard, disk_usage, make_folder, open_file, read_file, remove, remove_tree
 
 _MARKS = ".used"  # folder of a file for each entry; not in the entry, which others may read only
 _REMOVED = re.compile(r"\.removed-[0-9]+-[0-9]{19}")
@@ -270,18 +270,6 @@ def clear_cache() -> list[CacheEntry]:
     left = [entry for entry in CacheEntry.all() if not entry.remove()]
     _remove_remains()
     return left
-
-
-def disk_usage(path: Path) -> int:
-    """Return the bytes on disk of a file or folder; 0 if there is none."""
-    files = [path] if not path.is_dir() else [Path(place) / name for place, _, names in os.walk(path) for name in names]
-    total = 0
-    for file in files:
-        with suppress(OSError):
-            status = file.lstat()
-            # Blocks, as a file may have holes.
-            total += 512 * status.st_blocks if hasattr(status, "st_blocks") else status.st_size
-    return total
 
 
 def _remove_remains() -> None:

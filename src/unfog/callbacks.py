@@ -105,10 +105,7 @@ def check_callbacks(callbacks: Sequence[object]) -> tuple[object, ...]:
 class Callbacks:
     """Calls the callbacks of a run. One that raises ends the run, once it is saved.
 
-    Args:
-        callbacks: objects with one or more of the methods of `Callback`.
-        stop: requests a stop of the run, with a reason.
-        stopping: returns True if a stop was requested.
+    `stop` requests a stop of the run, with a reason; `stopping` returns True if one was requested.
     """
 
     def __init__(

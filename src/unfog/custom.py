@@ -176,8 +176,7 @@ class CustomPart:
 def _import_object(path: str, noun: str) -> Any:
     """Announce a dotted path once per process, and import it, which runs the code of its module.
 
-    Raises:
-        RequestError: the path names nothing that can be imported.
+    RequestError if the path names nothing that can be imported.
     """
     module, _, name = path.rpartition(".")
     if not module:

@@ -100,12 +100,7 @@ def stored_source(source: Any, labels: Any = None) -> str:
     from unfog.reporting.progress import Progress, say
 
     with Progress("storing images", None) as progress:
-
-        def show(done: int, total: int | None) -> None:
-            progress.total = total
-            progress.update(done)
-
-        return str(StoredImages.store(source, labels, Report(say, show)))
+        return str(StoredImages.store(source, labels, Report(say, progress.set)))
 
 
 def path_of(given: object, name: str = "path") -> str:

@@ -191,9 +191,9 @@ def write_atomic(
         file.write(data)
 
 
-def new_file(path: Path, root: Path | None = None) -> Path:
+def new_file(path: Path) -> Path:
     """Remove what lies at a path, and return it, for a library that writes by name."""
-    remove(path, root)
+    remove(path)
     return path
 
 
@@ -285,3 +285,15 @@ def _copy(path: Path, target: Path, root: Path, into: Path) -> None:
             copy.flush()
             os.fsync(copy.fileno())  # before the original is removed
         os.chmod(target, stat.S_IMODE(mode))
+
+
+def disk_usage(path: Path) -> int:
+    """Return the bytes on disk of a file or folder, as `du` counts them; 0 if there is none. Links are not followed."""
+    total = 0
+    for place, _, names in os.walk(path) if path.is_dir() else [(str(path.parent), [], [path.name])]:
+        for name in names:
+            with suppress(OSError):  # another process may delete files meanwhile
+                found = os.lstat(os.path.join(place, name))
+                # Blocks rather than sizes, as a file may have holes.
+                total += getattr(found, "st_blocks", -(-found.st_size // 512)) * 512
+    return total

@@ -116,7 +116,7 @@ def step_of(
     stored = _checkpoint_of(config) if resumed else None
     with FakeCuda() as fake:
         _on_device(fake, config)
-        shape = build.input_shape(config)
+        shape = config.input_shape
         pixels = (
             np.zeros((64, 1 + config.data.flip, *shape), np.float16) if latents else np.zeros((64, *shape), np.uint8)
         )
@@ -291,7 +291,7 @@ def _held_out(fake, images, config=None):
     """Measure the held-out loss of images, one by one."""
     config = config or config_of(SMALL)
     _on_device(fake, config)
-    network, x0 = build.build_network(config), torch.zeros(images, *build.input_shape(config), device=DEVICE)
+    network, x0 = build.build_network(config), torch.zeros(images, *config.input_shape, device=DEVICE)
     held_out = HeldOut(x0, None, midpoints(2).to(DEVICE))
     held_out.losses(build.build_loss_at(network, config), 1)
     return network, held_out

@@ -19,13 +19,7 @@ from unfog.errors import Interrupted, RequestError
 from unfog.pipeline.build import build_network
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.flops import Device, NetworkCost, matmul_seconds
-from unfog.planning.timing import (
-    StepTime,
-    TrialTraining,
-    differing_tensors,
-    random_images,
-    waits_for_device,
-)
+from unfog.planning.timing import StepTime, TrialTraining, differing_tensors, random_images, waits_for_device
 from unfog.process.device import available_memory, choose_device, synchronize, total_memory, unused_gpu
 from unfog.process.signals import StopSignals
 from unfog.reporting.findings import Finding, Severity
@@ -48,14 +42,13 @@ _GAIN = 1.05  # times as fast, from which on compiling is worth its start
 def check_gpu(config: Config, stop: StopSignals) -> list[Finding]:
     """Check the GPU that `config` names, or the first one, in about a minute; the network's settings are its own.
 
-    Raises:
-        RequestError: torch can use no GPU here.
+    RequestError if torch can use no GPU here.
     """
     device = choose_device(config.training.device)
     if config.training.device == "auto" and device.type == "cpu":
         why = unused_gpu() or "torch finds neither CUDA, ROCm nor MPS"
         raise RequestError(f"there is no GPU to check: {why}; --device cpu runs the same checks on the CPU")
-    steps = StepChecks(config, device, stop)
+    steps = _StepChecks(config, device, stop)
     checks: dict[str, Callable[[], Finding]] = {
         "build": partial(_check_build, device),
         "memory": partial(_check_memory, device),
@@ -210,7 +203,7 @@ def _check_copies(device: torch.device) -> Finding:
     )
 
 
-class StepChecks:
+class _StepChecks:
     """Checks of one training step on images of noise, with the settings that a run would choose."""
 
     def __init__(self, config: Config, device: torch.device, stop: StopSignals):

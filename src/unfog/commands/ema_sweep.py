@@ -168,8 +168,7 @@ def _rebuildable_widths(
 ) -> list[float]:
     """Return the widths to measure, in order: those given, or the usual ones that can be rebuilt.
 
-    Raises:
-        RequestError: a given width cannot be rebuilt, or none of the usual ones can.
+    RequestError if a given width cannot be rebuilt, or none of the usual ones can.
     """
     if widths:
         for width in widths:
@@ -196,8 +195,7 @@ def _build_measure(
 ) -> tuple[int, str, Measure]:
     """Return the number of images, the name of the features, and the measure, which uses the same noise each time.
 
-    Raises:
-        RequestError: there are no held-out images, or no such features.
+    RequestError if there are no held-out images, or no such features.
     """
     metric, n = request.metric, request.n
     if metric == _LOSS:

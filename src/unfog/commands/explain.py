@@ -35,8 +35,7 @@ _COMPARES = {
 def _explain(name: str) -> str:
     """Return what is known of a setting, a section, or a kind of a part such as `min-snr`; of "", all sections.
 
-    Raises:
-        RequestError: there is nothing of this name.
+    RequestError if there is nothing of this name.
     """
     # As a flag, as in TOML or by an old name: people paste what they have before them.
     wanted = current_name(name.lstrip("-").replace("-", "_"))

@@ -42,8 +42,7 @@ _MAX_LOOKED_AT = 200  # entries of a folder
 def _ask(request: InitRequest, read: Callable[[], str]) -> dict[str, str]:
     """Return the answers by name: given as flags, read, or the defaults with --yes.
 
-    Raises:
-        RequestError: a flag has a value that it cannot have, or there is nothing more to read.
+    RequestError if a flag has a value that it cannot have, or there is nothing more to read.
     """
     answers: dict[str, str] = {}
     for number, (name, question) in enumerate(_QUESTIONS.items(), 1):

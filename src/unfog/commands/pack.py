@@ -73,8 +73,7 @@ def _check_same_pack(found: Pack, scan: Scan) -> None:
 def _packed_before(out: Path, scan: Scan, key: str) -> int:
     """Return the number of images that an interrupted call has packed.
 
-    Raises:
-        RequestError: they are other images or settings, and are not to be overwritten unasked.
+    RequestError if they are other images or settings, and are not to be overwritten unasked.
     """
     found = Journal.read(out)
     if not found.done:

@@ -7,14 +7,13 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from unfog.cache_folder import disk_usage
 from unfog.config.folder_requests import RunsRequest
 from unfog.config.validate import reason_of
 from unfog.config.values import quote
 from unfog.errors import RequestError
 from unfog.process.run_status import RunStatus, broken_checkpoints, find_runs
 from unfog.reporting.progress import align_columns, format_bytes, format_duration, plural, print_result, say, warn
-from unfog.safe_files import remove_tree
+from unfog.safe_files import disk_usage, remove_tree
 from unfog.text import sanitize
 
 _HEAD = ("run", "state", "step", "best", "disk", "age")
@@ -34,7 +33,7 @@ def main(request: RunsRequest) -> int:
     if request.json:
         print_result(json.dumps([run.as_json() for run in runs], indent=2))
     elif runs:
-        print_result("\n".join(align_columns([_HEAD, *(_cells(run) for run in runs)])))
+        print_result("\n".join(align_columns([_HEAD, *map(_cells, runs)])))
     else:
         say(f"no runs in {sanitize(str(request.folder))}")
     if not request.json:

@@ -57,8 +57,7 @@ def base_settings(recipe: Config, file: Path | None, changes: Mapping[str, Any])
 def apply_changes(base: Config, changes: Mapping[str, Any], source: str) -> Config:
     """Return the settings of a new run: `base` with the changes of a nested table.
 
-    Raises:
-        RequestError: a setting is unknown, or has a value that it cannot have.
+    RequestError if a setting is unknown, or has a value that it cannot have.
     """
     check_given_length(changes)
     config = replace(

@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from unfog.cache_folder import cache_folder, disk_usage, hold, make_room
+from unfog.cache_folder import cache_folder, hold, make_room
 from unfog.data.cache import free_bytes, over_limit, remove_stale_entries
 from unfog.data.dataset import ImageSet
 from unfog.data.decode_pool import Progress
@@ -32,7 +32,7 @@ from unfog.data.packs.pack_journal import BusyError, locked, sync
 from unfog.device_copies import to_device
 from unfog.errors import RequestError, RunError
 from unfog.locks import LOCK
-from unfog.safe_files import move, open_file, read_file, regular_file, remove, remove_tree, write_atomic
+from unfog.safe_files import disk_usage, move, open_file, read_file, regular_file, remove, remove_tree, write_atomic
 from unfog.sharded_rng import draw_rows
 
 FORMAT = 1

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 from PIL import Image
 
-from unfog.cache_folder import cache_folder, cache_limit, disk_usage, fits_limit
+from unfog.cache_folder import cache_folder, cache_limit, fits_limit
 from unfog.data import cache
 from unfog.data.cache import free_bytes
 from unfog.data.dataset import Dataset, ImageSet
@@ -22,6 +22,7 @@ from unfog.data.settings import UNREAD, Data
 from unfog.data.sources.base import Source
 from unfog.data.sources.labels import labels_setting
 from unfog.errors import RequestError
+from unfog.safe_files import disk_usage
 
 # cache = auto keeps images in memory up to these sizes, as decoding them anew for each command takes about a second.
 _MEMORY_FILES = 10_000

@@ -80,9 +80,7 @@ class Distance(NamedTuple):
         Every image is used once: sets of more than `block` are cut at random into equally many parts, and the parts'
         distances averaged, which bounds the work to block * (N + M) kernels. The standard error is the jackknife's over
         images within each part; where the sets are alike it is too large rather than too small (Efron & Stein 1981).
-
-        Raises:
-            ValueError: a set has fewer than three images.
+        ValueError if a set has fewer than three images.
         """
         if min(len(x), len(y)) < 3:
             raise ValueError(f"sets of {len(x)} and {len(y)} are too small for a kernel distance; give at least 3 each")
@@ -112,10 +110,8 @@ def extrapolate_frechet(x: Tensor, y: Tensor, parts: int, seed: int, whole: floa
 
     Chong & Forsyth 2020, section 3, draw subsets at random and shrink only the generated set, so that the reference's
     own bias stays. Here both shrink; and the k parts are disjoint and averaged, so that the sampling noise, to first
-    order a sum over images, is the same for every k, and the line does not amplify it.
-
-    Raises:
-        ValueError: fewer than two parts make no line.
+    order a sum over images, is the same for every k, and the line does not amplify it. ValueError if fewer than two
+    parts make no line.
     """
     if parts < 2:
         raise ValueError(f"parts = {parts} must be at least 2")

@@ -92,8 +92,7 @@ def inception_path() -> Path:
 def load_inception(device: torch.device) -> _TorchScriptNetwork:
     """Load the Inception network of FID from `inception_path`.
 
-    Raises:
-        RequestError: the file is missing, or has another SHA-256.
+    RequestError if the file is missing, or has another SHA-256.
     """
     path = inception_path()
     if not path.is_file():
@@ -110,8 +109,7 @@ def load_inception(device: torch.device) -> _TorchScriptNetwork:
 def load_torchscript(settings: _NetworkInput, device: torch.device, only_known: bool) -> _TorchScriptNetwork:
     """Load the network of a file; Inception is recognised under any file name, and gets its own input settings.
 
-    Raises:
-        RequestError: there is no such file, it is no TorchScript, or `only_known` and it is not Inception.
+    RequestError if there is no such file, it is no TorchScript, or `only_known` and it is not Inception.
     """
     path = Path(settings.path).expanduser()
     content = _read(path)
@@ -131,8 +129,7 @@ def load_torchscript(settings: _NetworkInput, device: torch.device, only_known: 
 def parse_network_file(text: str) -> _NetworkInput:
     """`PATH.pt`, or `PATH.pt:size=224,range=imagenet,resize=bicubic` with any of these.
 
-    Raises:
-        RequestError: an option that is none, or a value that is not among those it may have.
+    RequestError for an option that is none, or a value that is not among those it may have.
     """
     match = re.fullmatch(r"(.*\.pt)(?::(.*))?", text)
     if not match:

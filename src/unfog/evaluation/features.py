@@ -28,11 +28,7 @@ from unfog.cache_folder import cache_folder, hold, make_room, release
 from unfog.device_copies import to_device
 from unfog.errors import RequestError, RunError
 from unfog.evaluation.distances import FeatureStatistics
-from unfog.evaluation.feature_networks import (
-    load_inception,
-    load_torchscript,
-    parse_network_file,
-)
+from unfog.evaluation.feature_networks import load_inception, load_torchscript, parse_network_file
 from unfog.safe_files import regular_file, remove_tree, write_atomic
 
 _FORMAT = 1  # part of the cache key: a new one makes old entries unused
@@ -63,8 +59,7 @@ class Features:
     def __call__(self, pixels: Tensor) -> Tensor:
         """Extract features; grey is made RGB. Always in full float32, whatever autocast or TF32 settings are active.
 
-        Raises:
-            RequestError: these are no such pixels, or the network does not answer with [N, D].
+        RequestError if these are no such pixels, or the network does not answer with [N, D].
         """
         if pixels.dtype != torch.uint8 or pixels.ndim != 4 or pixels.shape[1] not in (1, 3):
             raise RequestError(f"pixels are {pixels.dtype} {list(pixels.shape)}; give uint8 [N, 1 or 3, H, W]")
@@ -81,12 +76,10 @@ class Features:
 def open_features(name_or_path: str, device: torch.device | str = "cpu", only_known: bool = False) -> Features:
     """Return an extractor: `inception`, `texture`, `pixels`, or the path of a TorchScript file with options.
 
-    A TorchScript file is a program, and PyTorch has no safe way to load one. Naming a file is taken for consent to
-    run it. Where the name comes out of something that a stranger may have written, such as the settings of a run that
-    was sent, `only_known` refuses every file but Inception's, whose SHA-256 is checked before it is loaded.
-
-    Raises:
-        RequestError: no such name or file; not TorchScript; options that are none; a file that may not be run.
+    A TorchScript file is a program, and PyTorch has no safe way to load one. Naming a file is taken for consent to run
+    it. Where the name comes out of something that a stranger may have written, such as the settings of a run that was
+    sent, `only_known` refuses every file but Inception's, whose SHA-256 is checked before it is loaded. RequestError
+    for no such name or file; not TorchScript; options that are none; a file that may not be run.
     """
     device = torch.device(device)
     # MPS pools to sizes that divide the image's alone.

@@ -119,13 +119,11 @@ def compare_features(
     `features` names the extractor in the results, and decides whether a Frechet distance is called fid or fd.
     `reference` are the statistics of `real`, where they are known.
 
-    A Frechet distance of n images (the smaller set) is too large by about c / n. Below 10,000 it is marked: compare
-    it at equal n alone. At n <= D it is refused: covariances without full rank have most of their distance from n.
+    A Frechet distance of n images (the smaller set) is too large by about c / n. Below 10,000 it is marked: compare it
+    at equal n alone. At n <= D it is refused: covariances without full rank have most of their distance from n.
     `fd_infinity` takes the c / n away, and needs n >= 2 D to know it; kid has no such term at any n. `fd_infinity` and
-    `coverage` are of as many images of both sets, the smaller number, evenly spread over the larger set.
-
-    Raises:
-        RequestError: a name that is no metric, or sets that are not [N, D] with equal D and at least ten images.
+    `coverage` are of as many images of both sets, the smaller number, evenly spread over the larger set. RequestError
+    for a name that is no metric, or sets that are not [N, D] with equal D and at least ten images.
     """
     if real.ndim != 2 or fake.ndim != 2 or real.shape[1] != fake.shape[1]:
         raise RequestError(f"features {list(real.shape)} and {list(fake.shape)} must be [N, D] and [M, D]")
@@ -146,17 +144,10 @@ def compare_features(
 
 
 def check_count(metric: str, n: int, image: Tensor, features: Features, option: str) -> None:
-    """Reject what `compare_features` would reject for n images, before they are generated.
+    """Reject what `compare_features` would reject for n images in the smaller set, before they are generated.
 
-    Args:
-        metric: of METRICS. None but the Frechet distance is refused.
-        n: images in the smaller set.
-        image: uint8 [1, C, H, W], any one, to see how many features it has.
-        features: what makes them.
-        option: by which another metric is chosen, such as --metric.
-
-    Raises:
-        RequestError: they are too few.
+    RequestError if they are too few, which names the `option` that chooses another metric. None but the Frechet
+    distance is refused. `image` is any one, uint8 [1, C, H, W], to see how many features it has.
     """
     if METRICS[metric] is _frechet and n <= (width := features(image).shape[1]):
         raise RequestError(
@@ -234,8 +225,7 @@ def _proportion(hits: Tensor) -> _Estimate:
 def _count_in_balls(centres: Tensor, queries: Tensor, neighbours: Sequence[int]) -> dict[int, _BallCounts]:
     """Count queries [M, D] in the nearest-neighbour balls of centres [N, D], for each k of `neighbours`.
 
-    Raises:
-        ValueError: fewer than k + 1 centres have no k-th neighbour.
+    ValueError if fewer than k + 1 centres have no k-th neighbour.
     """
     if len(centres) <= max(neighbours):
         raise ValueError(f"{len(centres)} images have no {max(neighbours)}th neighbour; give more")

@@ -42,34 +42,30 @@ _VALUES = 2**24  # of pixels in memory at once
 def compare_pixels(names: Sequence[str], real: Tensor, fake: Tensor) -> list[MetricResult]:
     """Return metrics of pixels uint8 [N, C, H, W], [M, C, H, W]: of each name its value, then its parts by scale.
 
-    Raises:
-        RequestError: a name that is no such metric; images that are too small, too few or of two shapes.
+    RequestError for a name that is no such metric; images that are too small, too few or of two shapes.
     """
     results = list[MetricResult]()
     for name in names:
         if name not in PIXEL_METRICS:
             raise RequestError(f"metric = {name!r} of pixels is unknown; give one of {', '.join(PIXEL_METRICS)}")
-        results += compare_sliced(real, fake) if name == "sliced" else compare_detail(real, fake)
+        results += _compare_sliced(real, fake) if name == "sliced" else compare_detail(real, fake)
     return results
 
 
-def _sliced_wasserstein(real: Tensor, fake: Tensor, seed: int = 0) -> dict[int, float]:
+def _sliced_wasserstein(real: Tensor, fake: Tensor) -> dict[int, float]:
     """Distance by side of the level, times 1,000: patches of a Laplacian pyramid of pixels uint8 [N, C, H, W].
 
-    Unlike there, both sets are scaled by the real one's mean and deviation of each channel, as each by its own would
-    not see a wrong brightness, contrast or tint. Of sets of unequal size the first of the larger are taken. It is
+    Unlike in the paper, both sets are scaled by the real one's mean and deviation of each channel, as each by its own
+    would not see a wrong brightness, contrast or tint. Of sets of unequal size the first of the larger are taken. It is
     biased upwards where n is small, like every distance of two samples, and does not see errors that no single patch
-    shows.
-
-    Raises:
-        RequestError: images that are smaller than a patch, or of two shapes.
+    shows. RequestError for images that are smaller than a patch, or of two shapes.
     """
     if real.shape[1:] != fake.shape[1:] or min(real.shape[2:]) < _PATCH:
         raise RequestError(
             f"images {list(real.shape)} and {list(fake.shape)} must be of one shape, of {_PATCH} pixels or more"
         )
     n = min(len(real), len(fake), _PATCHES)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     distances = {}
     for side in _sides(min(real.shape[2:])):
         # Both sets are cut at the same places, so that equal sets are at distance 0.
@@ -91,11 +87,10 @@ def _sliced_wasserstein(real: Tensor, fake: Tensor, seed: int = 0) -> dict[int, 
     return distances
 
 
-def compare_sliced(real: Tensor, fake: Tensor) -> list[MetricResult]:
+def _compare_sliced(real: Tensor, fake: Tensor) -> list[MetricResult]:
     """Compare patches of pixels uint8 [N, C, H, W], [M, C, H, W]: `sliced`, the mean over levels, and each level.
 
-    Raises:
-        RequestError: images that are too small or of two shapes.
+    RequestError for images that are too small or of two shapes.
     """
     levels = _sliced_wasserstein(real, fake)
     note = "biased upwards by small n: compare only at equal n"
@@ -161,10 +156,9 @@ def band_powers(images: Tensor, of: Sequence[float] = ()) -> Tensor:
 
 
 def radial_spectrum(images: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (frequency [R], power [R]): mean power of a coefficient in rings, so that white noise is flat.
+    """Return (frequency [R], power [R]) of images uint8 [N, C, H, W]: mean power of a coefficient in rings.
 
-    Args:
-        images: uint8 [N, C, H, W]; rings are as wide as one frequency of the shorter side.
+    White noise is flat. Rings are as wide as one frequency of the shorter side.
     """
     radius, side = _radius(*images.shape[2:]), min(images.shape[2:])
     ring = (radius * side).round().long().flatten().to(images.device)
@@ -181,18 +175,13 @@ def radial_spectrum(images: Tensor) -> tuple[Tensor, Tensor]:
 def compare_detail(real: Tensor, fake: Tensor) -> list[MetricResult]:
     """Compare variances by band: `detail` of luma in the finest two together, then `detail_1` (coarse) to `detail_6`.
 
-    Of RGB there is also `detail_colour`: Cb and Cr, in the finest two bands. Photographs have little colour there, as
-    JPEG and cameras store it more coarsely than luma, so it shows noise that a network left.
-
-    Args:
-        real: uint8 [N, C, H, W].
-        fake: uint8 [M, C, H, W].
+    Images are uint8 [N, C, H, W] and [M, C, H, W]. Of RGB there is also `detail_colour`: Cb and Cr, in the finest two
+    bands. Photographs have little colour there, as JPEG and cameras store it more coarsely than luma, so it shows noise
+    that a network left.
 
     The interval is of the choice of images: the delta method for the logarithm of a ratio of means. A band in which
-    real images have no more than the rounding to 256 levels is refused.
-
-    Raises:
-        RequestError: images of two shapes, or fewer than two of either.
+    real images have no more than the rounding to 256 levels is refused. RequestError for images of two shapes, or fewer
+    than two of either.
     """
     if real.shape[1:] != fake.shape[1:] or min(len(real), len(fake)) < 2:
         raise RequestError(

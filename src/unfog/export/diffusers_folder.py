@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from unfog.errors import RequestError
+from unfog.safe_files import read_file
 
 _KINDS = ("UNet2DModel", "DiTTransformer2DModel")
 _CONFIG, _WEIGHTS = "config.json", "diffusion_pytorch_model.safetensors"
@@ -62,11 +63,7 @@ class DiffusersFolder(NamedTuple):
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
-            data = file.read(_LARGEST_JSON + 1)
-        if len(data) > _LARGEST_JSON:
-            raise ValueError(f"over {_LARGEST_JSON:,} bytes")
-        value = json.loads(data)
+        value = json.loads(read_file(path, _LARGEST_JSON, follow=True))
         if not isinstance(value, dict):
             raise ValueError("not a JSON object")
     except (OSError, ValueError, RecursionError) as error:

@@ -136,8 +136,7 @@ class Network(NamedTuple):
             null_class: True if the last row of a class embedding is the null class, as in exports of Unfog. False adds
                 one: the mean of all rows, from which label dropout then trains it.
 
-        Raises:
-            RequestError: the configuration or a weight has no equivalent.
+        RequestError if the configuration or a weight has no equivalent.
         """
         settings, image_channels, rows = unet2d_settings(config)
         ours = _from_unet2d_state(state)

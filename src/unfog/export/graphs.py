@@ -54,8 +54,7 @@ def write_graph(network: nn.Module, inputs: dict[str, Tensor], output: str, path
         output: name of the output.
         path: the new file; .onnx or .pt2 decides on the format.
 
-    Raises:
-        RequestError: torch cannot trace the network.
+    RequestError if torch cannot trace the network.
     """
     batch = torch.export.Dim("batch")
     with _quiet():

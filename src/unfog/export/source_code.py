@@ -117,13 +117,9 @@ def package_file(name: str) -> bytes:
 
 
 def usage(kind: str, name: str, model: Mapping[str, Any], custom: bool) -> str:
-    """Return Markdown that shows how to sample from an export.
+    """Return Markdown that shows how to sample from an export of this format, described by its model.json.
 
-    Args:
-        kind: the format.
-        name: of the repository on the Hub; "" without one.
-        model: its description, as in model.json.
-        custom: a pipeline of diffusers has code of its own.
+    `name` is that of the repository on the Hub, or "". `custom`: a pipeline of diffusers has code of its own.
     """
     place = repr(name or "FOLDER").replace("'", '"')
     classes = len(model["classes"])

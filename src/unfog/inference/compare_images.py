@@ -90,12 +90,8 @@ class Comparison(NamedTuple):
 
         def compute(images: _Samples, what: str) -> Tensor:
             with Progress(f"{features.name} of {what}", len(images)) as progress:
-
-                def update(done: int, total: int) -> None:
-                    progress.total = total
-                    progress.update(done)
-
-                return compute_features(images, features, images.key, update, world.rank, world.size, world.barrier)
+                ranks = world.rank, world.size, world.barrier
+                return compute_features(images, features, images.key, progress.set, *ranks)
 
         return compute(self.real, "real images"), compute(samples, "samples")
 
@@ -115,19 +111,18 @@ class Comparison(NamedTuple):
             found |= {name: _pixel_metrics(name, self, samples) for name in self.metrics if name in PIXEL_METRICS}
         return [one for name in self.metrics for one in found.get(name, [])]
 
+    def spectra(self, samples: _Samples) -> dict[str, list[float]]:
+        """Return radial spectra of luma as `Evaluation` stores them; {} unless `detail` is measured."""
+        if "detail" not in self.metrics:
+            return {}
+        real, fake = _pixels_of_both(self, samples)
+        (frequency, generated), (_, given) = radial_spectrum(fake), radial_spectrum(real)
+        return {"frequency": frequency.tolist(), "generated": generated.tolist(), "real": given.tolist()}
+
 
 def reference_rows(reference: ImageSet, count: int) -> NDArray[np.int64]:
     """Return the rows of the real images that `count` samples are compared with."""
     return evenly_spaced(len(reference), max(_MOST_REFERENCE, count))
-
-
-def sample_spectra(setup: Comparison, samples: _Samples) -> dict[str, list[float]]:
-    """Return radial spectra of luma as `Evaluation` stores them; {} unless `detail` is measured."""
-    if "detail" not in setup.metrics:
-        return {}
-    real, fake = _pixels_of_both(setup, samples)
-    (frequency, generated), (_, given) = radial_spectrum(fake), radial_spectrum(real)
-    return {"frequency": frequency.tolist(), "generated": generated.tolist(), "real": given.tolist()}
 
 
 def _real_baseline(

@@ -20,7 +20,7 @@ from unfog.diffusion.sampler import NoiseSource
 from unfog.evaluation.features import compute_features
 from unfog.evaluation.held_out import HeldOut, MeanEstimate
 from unfog.evaluation.metrics import MetricResult, Z
-from unfog.inference.compare_images import FeaturesOfBoth, sample_spectra, verdict
+from unfog.inference.compare_images import FeaturesOfBoth, verdict
 from unfog.inference.evaluation_files import Evaluation, EvaluationSetup, GeneratedSamples
 from unfog.inference.loaded_run import LoadedRun
 from unfog.inference.memorization import (
@@ -59,7 +59,7 @@ def compute_metrics(
         both = setup.compared.features_of_both(samples, world)
         if world.is_main:
             metrics += setup.compared.sample_metrics(samples, both)
-            spectrum = sample_spectra(setup.compared, samples)
+            spectrum = setup.compared.spectra(samples)
             _draw_spectra(spectrum, out)
             copies += _search_copies(setup, samples, both, out)
     if world.is_main:
@@ -142,7 +142,7 @@ def _held_out_metrics(run: LoadedRun, setup: EvaluationSetup) -> list[MetricResu
         passes = len(held_out.levels) * len(held_out.x0) * (1 if setup.against is None else 2)
         with Progress("measuring losses", passes) as progress:
             losses = held_out_losses(run.network, config, held_out, batch, progress.advance)
-            found.append(_held_out_loss(losses))
+            found.append(_as_metric("held_out", MeanEstimate.over_images(losses), ""))
             if setup.against is not None:
                 saved = checkpoint.find_checkpoint(run.folder.checkpoints, setup.against)
                 other = run.load_network(saved, setup.against)
@@ -167,10 +167,6 @@ def held_out_losses(
 ) -> Tensor:
     """Return the loss [L, N] of each image at each noise level; `progress` gets the images of every forward pass."""
     return held_out.losses(build_loss_at(network, config), batch, progress=progress)[0]
-
-
-def _held_out_loss(losses: Tensor) -> MetricResult:
-    return _as_metric("held_out", MeanEstimate.over_images(losses), "")
 
 
 def _held_out_difference(losses: Tensor, others: Tensor, step: int) -> MetricResult:

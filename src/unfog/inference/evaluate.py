@@ -65,8 +65,9 @@ def evaluate(run: LoadedRun, request: EvaluationRequest) -> Evaluation:
             seconds = round(time.monotonic() - started, 1)
             _write_result(path, replace(evaluation, asked=asdict(request), seconds=seconds))
         world.barrier()  # no rank reads the result, and none of the features are deleted, before it is written
-        if world.is_main:
-            _forget_sample_features(setup, samples)
+        # Only the features of real images are used again, for the next checkpoint; the samples themselves stay.
+        if world.is_main and setup.compared.features is not None and samples is not None:
+            delete_features(samples.key, len(samples), setup.compared.features)
         return Evaluation.read(path) or evaluation
 
 
@@ -140,8 +141,7 @@ def _possible_metrics(
 ) -> tuple[str, ...]:
     """Return the metrics of the request, or all that are possible for this run, and say which are left out.
 
-    Raises:
-        RequestError: a metric of the request is not possible.
+    RequestError if a metric of the request is not possible.
     """
     metrics = request.metrics or tuple(
         name
@@ -240,17 +240,9 @@ def _write_result(path: Path, evaluation: Evaluation) -> None:
         raise RunError(f"{path} cannot be written ({error.strerror}); the samples are kept") from error
 
 
-def _forget_sample_features(setup: EvaluationSetup, samples: GeneratedSamples | None) -> None:
-    """Delete the features of the samples from the cache, once all ranks have read them and the result is stored."""
-    # Only the features of real images are used again, for the next checkpoint; the samples themselves stay.
-    if setup.compared.features is not None and samples is not None:
-        delete_features(samples.key, len(samples), setup.compared.features)
-
-
-def _wall_seconds(work: Callable[[], object], warm: bool = True) -> float:
-    """Return the wall time of `work`; with `warm`, of its second call, as the first also allocates."""
-    if warm:
-        work()
+def _wall_seconds(work: Callable[[], object]) -> float:
+    """Return the wall time of the second call of `work`, as the first also allocates."""
+    work()
     started = time.perf_counter()
     work()
     return time.perf_counter() - started

@@ -17,7 +17,7 @@ from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError
 from unfog.evaluation.metrics import check_count
 from unfog.evaluation.pixel_metrics import PIXEL_METRICS
-from unfog.inference.compare_images import Comparison, ImageRows, reference_rows, sample_spectra, verdict
+from unfog.inference.compare_images import Comparison, ImageRows, reference_rows, verdict
 from unfog.inference.evaluate import check_enough, open_request_features
 from unfog.inference.evaluation_files import Evaluation
 from unfog.pipeline.load_data import load_images
@@ -59,7 +59,7 @@ def evaluate_images(images: str, request: EvaluationRequest, size: int, device: 
         both = compared.features_of_both(ImageRows(samples, rows), world)
         found = compared.sample_metrics(ImageRows(samples, rows), both)
         drawn = {"images": sanitize(images), "size": samples.pixels.shape[-1], "reference": name}
-        spectrum = sample_spectra(compared, ImageRows(samples, rows))
+        spectrum = compared.spectra(ImageRows(samples, rows))
         seconds = round(time.monotonic() - started, 1)
         return Evaluation(None, drawn, found, verdict=verdict(found), spectrum=spectrum, seconds=seconds)
 

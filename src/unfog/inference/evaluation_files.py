@@ -177,8 +177,7 @@ class GeneratedSamples:
             world: the ranks, which share the folder.
             progress: called with the number of samples that are done on all ranks, estimated from this one.
 
-        Raises:
-            RunError: another rank writes to another folder, or the folder cannot be written.
+        RunError if another rank writes to another folder, or the folder cannot be written.
         """
         missing, done = self.missing(), 0
         world.barrier()  # every rank has listed the missing chunks before any is written

@@ -85,9 +85,7 @@ class LoadedRun:
     def load_network(self, saved: checkpoint.CheckpointInfo, step: int | None) -> nn.Module:
         """Return the network of a checkpoint, with the kind of weights that this run was loaded with.
 
-        Args:
-            saved: the checkpoint.
-            step: of the EMA where a width is given, which needs no checkpoint; None is the last snapshot.
+        `step` is of the EMA where a width is given, which needs no checkpoint; None is the last snapshot.
         """
         with building_for(saved.folder / "model.safetensors"):
             network = build_network(self.config)

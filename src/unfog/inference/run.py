@@ -29,9 +29,7 @@ from unfog.reporting.notebook import table
 
 if TYPE_CHECKING:
     from unfog.inference.evaluation_files import Evaluation
-from unfog.inference.samples import (
-    Samples,
-)
+from unfog.inference.samples import Samples
 
 
 class PreparedSampling(NamedTuple):
@@ -84,8 +82,7 @@ class Run(LoadedRun):
             settings: seed, to_seed, steps, sampler, grid, levels, guidance, guidance_interval, batch, precision,
                 strength, repeats: see `config.run_requests.SamplingRequest`.
 
-        Raises:
-            RequestError: a setting, an image or a mask is not valid, or the guide does not fit or does not exist.
+        RequestError if a setting, an image or a mask is not valid, or the guide does not fit or does not exist.
         """
         prepared = self.prepare(n, label=label, guide=guide, image=image, mask=mask, **settings)
         side = self.config.data.size

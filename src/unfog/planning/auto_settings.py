@@ -83,8 +83,7 @@ class AutoSettings:
     def resolve_network(self) -> None:
         """Choose a network for the device and the image size.
 
-        Raises:
-            RequestError: images do not fit the network of the configuration.
+        RequestError if images do not fit the network of the configuration.
         """
         if self.config.trains_autoencoder:
             return
@@ -127,9 +126,7 @@ class AutoSettings:
 
         The choice follows from the memory of the machine and not from what is free now: another split draws other
         noise, so a repeated command would train another model. A run that goes on takes a smaller one rather than end.
-
-        Raises:
-            RequestError: not even one image fits, or what was chosen or asked for does not fit what is free now.
+        RequestError if not even one image fits, or what was chosen or asked for does not fit what is free now.
         """
         if not (self.config.training.microbatch or resuming):
             self._adopt(self.machine.largest_microbatch(self.process_config(), self.processes))

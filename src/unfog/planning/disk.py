@@ -66,8 +66,7 @@ def check_disk_room(
 ) -> str:
     """Return a line on the disk space that the checkpoints and EMA snapshots of a new run need.
 
-    Raises:
-        RequestError: there is no room for two checkpoints; the old one stays until the new one is complete.
+    RequestError if there is no room for two checkpoints; the old one stays until the new one is complete.
     """
     tensors = [*state.model.parameters(), *state.model.buffers()]
     room, free = disk_space_needed(sum(t.numel() for t in tensors), keep, steps, averages), free_bytes(checkpoints)

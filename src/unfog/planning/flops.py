@@ -115,11 +115,8 @@ class NetworkCost(NamedTuple):
 
     @classmethod
     def of(cls, build: Callable[[], nn.Module], shape: tuple[int, int, int]) -> NetworkCost:
-        """Count the operations of a network for one image, on fake tensors.
-
-        Args:
-            build: makes the network, (x, c_noise) -> y.
-            shape: [C, H, W] of an image.
+        """Count the operations for one image [C, H, W] of the network (x, c_noise) -> y that `build` makes, on fake
+        tensors.
         """
         batch = 2  # not 1, for which PyTorch takes other kernels here and there
         clear_package_caches()
@@ -196,8 +193,7 @@ def _seconds(flops: float, rate: float, launches: float) -> TimeRange:
 def matmul_seconds(dtype: torch.dtype, device: torch.device, side: int) -> float:
     """Return the seconds of one product of two square matrices, the fastest of several.
 
-    Raises:
-        RuntimeError: the device has no such arithmetic.
+    RuntimeError if the device has no such arithmetic.
     """
     # Not of ones, which a GPU multiplies sooner, as few of its bits change; and not by the generators of a run.
     generator = torch.Generator(device).manual_seed(0)

@@ -23,14 +23,7 @@ from torch import Tensor
 from unfog.compile_cache import compile_errors_explained
 from unfog.diffusion.objective import Objective
 from unfog.errors import Interrupted
-from unfog.planning.lr_suggestion import (
-    Ramp,
-    Trial,
-    next_rates,
-    ramp_stop_reason,
-    rounded,
-    suggest,
-)
+from unfog.planning.lr_suggestion import Ramp, Trial, next_rates, ramp_stop_reason, rounded, suggest
 from unfog.reporting.progress import Progress
 from unfog.training.hooks import Augmentation, Stream, Task, TrainingHooks
 from unfog.training.loop import LoopSettings, train
@@ -80,10 +73,7 @@ class LrTestSetup:
     def run(self, seconds: float = 90.0) -> LrRangeResult:
         """Run ramp and trials in at most about `seconds`; the ramp has at least 12 steps however long they take.
 
-        The global random generators are restored.
-
-        Raises:
-            Interrupted: a stop was requested.
+        The global random generators are restored. Interrupted if a stop was requested.
         """
         started, device = time.perf_counter(), self.probe.x0.device
         with torch.random.fork_rng([device] if device.type == "cuda" else []), compile_errors_explained():

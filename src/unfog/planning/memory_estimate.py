@@ -14,13 +14,7 @@ from torch._subclasses import FakeTensorMode
 from unfog.config.schema import Config
 from unfog.diffusion.denoiser import Denoiser
 from unfog.errors import RequestError
-from unfog.pipeline.build import (
-    blank_labels,
-    build_augmentation,
-    build_loss,
-    build_network,
-    zero_batch,
-)
+from unfog.pipeline.build import blank_labels, build_augmentation, build_loss, build_network, zero_batch
 from unfog.planning.memory_trace import HOLES, HOLES_RECOMPUTING, ONEDNN_HALF, Peak, Recorder, Trace, fake_process_group
 from unfog.training import optimizers as optim
 from unfog.training.distributed.fsdp import build_mesh, gathers_in_bf16, shard_network
@@ -86,12 +80,8 @@ class _TracedStep(NamedTuple):
 class MemoryEstimator:
     """Estimates the memory of one configuration from traces, each of which takes a second of work and little memory.
 
-    Traces are cached, as the search of a micro-batch needs the same ones again and again.
-
-    Args:
-        config: with the batch of one process.
-        device: type, such as "cuda".
-        processes: that train together.
+    Traces are cached, as the search of a micro-batch needs the same ones again and again. `config` has the batch of one
+    of the processes that train together; `device` is a type, such as "cuda".
     """
 
     # No `functools.cache`: a trace empties those of the package (`clear_package_caches`).
@@ -164,8 +154,7 @@ class MemoryEstimator:
 def _traceable(config: Config) -> Config:
     """Return the configuration, with AdamW for an optimiser that reads values, which fake tensors do not have.
 
-    Raises:
-        RequestError: the optimiser cannot be built at all.
+    RequestError if the optimiser cannot be built at all.
     """
     method = config.optimizer.method
     if not isinstance(method, Custom):

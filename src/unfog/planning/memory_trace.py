@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -36,12 +37,9 @@ _HEAP_LIMIT = 32 * MB
 # between others, and is often a little too small for the next. With it, predictions are within 15% of the peaks that
 # benchmarks/plan/measure_peaks.py measured; repeats of one configuration vary by up to 12%.
 HOLES = 0.30
+HOLES_RECOMPUTING = 1.3  # with gradient checkpointing, under which blocks of many sizes take turns
 
-# The same with gradient checkpointing, under which blocks of many sizes take turns.
-HOLES_RECOMPUTING = 1.3
-
-# Buffers that oneDNN keeps after computing in bf16 on a CPU; measured on one machine with one thread.
-ONEDNN_HALF = 17 * MB
+ONEDNN_HALF = 17 * MB  # buffers that oneDNN keeps after computing in bf16 on a CPU; measured with one thread
 
 # Allocated once at the beginning, so that the heap has no holes there.
 _LASTING = ("parameters", "average", "moments", "exchange", "library")
@@ -75,10 +73,8 @@ class Trace:
     def extrapolate(self, batch: float, other: Trace, mine: int, its: int) -> Trace:
         """Extrapolate this trace, of batch size `mine`, and another of batch size `its`, to `batch`.
 
-        This is exact, as every tensor is affine in the batch size.
-
-        Raises:
-            ValueError: the traces are of different computations.
+        This is exact, as every tensor is affine in the batch size. ValueError if the traces are of different
+        computations.
         """
         if self._events_to_last_allocation() != other._events_to_last_allocation() or self.kinds != other.kinds:
             raise ValueError("the traces are of different computations")
@@ -116,25 +112,20 @@ class Trace:
 
     @classmethod
     def record(cls, work: Callable[[Recorder], None], device: str, half: torch.dtype | None = None) -> Trace:
-        """Return the trace of `work`, as on a device of this type.
+        """Return the trace of `work`, which builds what it needs, names storages by the recorder, and reads no values.
 
-        Args:
-            work: builds what it needs; gets the recorder to name storages. It must not read values.
-            device: "cpu", or another type, which is emulated on fake CPU tensors, as PyTorch cannot differentiate fake
-                tensors of a missing device.
-            half: the type that the autocast of the emulated device casts to.
+        A device other than "cpu" is emulated on fake CPU tensors, as PyTorch cannot differentiate fake tensors of a
+        missing device. `half` is the type that its autocast casts to.
         """
         recorder, attention = Recorder(), layers.attention
         clear_package_caches()
         try:
             with FakeTensorMode(), recorder, recorder.resizing():
-                if device == "cpu":
-                    work(recorder)
-                else:
+                if device != "cpu":
                     # Ours takes another path for 16-bit tensors on a CPU.
-                    layers.attention = torch.nn.functional.scaled_dot_product_attention  # type: ignore[assignment]
-                    with _AutocastEmulation(half):
-                        work(recorder)
+                    layers.attention = F.scaled_dot_product_attention  # type: ignore[assignment]
+                with nullcontext() if device == "cpu" else _AutocastEmulation(half):
+                    work(recorder)
         finally:
             layers.attention = attention
             clear_package_caches()  # real work must not find fake tensors there
@@ -236,19 +227,10 @@ class _AutocastEmulation(TorchFunctionMode):
     """
 
     HALF: ClassVar[set[Any]] = {
-        torch.nn.functional.linear,
-        torch.nn.functional.scaled_dot_product_attention,
-        torch.conv2d,
-        torch.matmul,
-        Tensor.matmul,
-        Tensor.__matmul__,
+        *(F.linear, F.scaled_dot_product_attention, torch.conv2d),
+        *(torch.matmul, Tensor.matmul, Tensor.__matmul__),
     }
-    FULL: ClassVar[set[Any]] = {
-        torch.nn.functional.group_norm,
-        torch.nn.functional.layer_norm,
-        torch.nn.functional.softmax,
-        Tensor.softmax,
-    }
+    FULL: ClassVar[set[Any]] = {F.group_norm, F.layer_norm, F.softmax, Tensor.softmax}
 
     def __init__(self, half: torch.dtype | None):
         super().__init__()
@@ -265,14 +247,14 @@ class _AutocastEmulation(TorchFunctionMode):
                 first = torch.ones((), dtype=args[0].dtype)
                 engine = torch.autograd.Variable._execution_engine
                 return engine.run_backward((args[0],), (first,), False, False, (), True, True)
-        if func is torch.nn.functional.group_norm and self.half is not None and is_channels_last(args[0]):
+        if func is F.group_norm and self.half is not None and is_channels_last(args[0]):
             return group_norm(*args, **kwargs)  # which layers of ours call on CUDA
         # Operations without gradients are those of the optimiser, which runs outside autocast.
         if self.half is not None and torch.is_grad_enabled() and (func in self.HALF or func in self.FULL):
             to = self.half if func in self.HALF else torch.float32
             args = tuple(_cast(value, to) for value in args)
             kwargs = {name: _cast(value, to) for name, value in kwargs.items()}
-        if func is torch.nn.functional.scaled_dot_product_attention:
+        if func is F.scaled_dot_product_attention:
             # It keeps what the GPU kernel keeps; 16-bit CPU tensors would take another path.
             return _ATEN._scaled_dot_product_flash_attention_for_cpu(*args, **kwargs)[0]
         return func(*args, **kwargs)
@@ -286,8 +268,7 @@ def _cast(value: Any, to: torch.dtype) -> Any:
 def fake_process_group(processes: int) -> Iterator[None]:
     """Make torch believe that this is rank 0 of so many processes; messages go nowhere.
 
-    Raises:
-        RequestError: this process is in a real process group.
+    RequestError if this process is in a real process group.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore  # the import registers the backend
 
@@ -308,7 +289,6 @@ class Peak:
     """Peak memory of a computation in bytes, and the parts that it consists of."""
 
     total: int
-    """Bytes."""
     parts: Mapping[str, int]
     """Bytes by PARTS, which add up to the total."""
 

@@ -35,21 +35,12 @@ class MicrobatchChoice(NamedTuple):
     def largest(
         cls, config: Config, device: torch.device, available: int, name: str = "", processes: int = 1
     ) -> MicrobatchChoice:
-        """Return the largest micro-batch whose predicted peak fits the available memory with a margin.
+        """Return the largest micro-batch whose predicted peak fits so many available bytes with a margin.
 
         A divisor of the batch is preferred, unless it is less than half of what fits. Gradient checkpointing, which
-        costs time, is used only if not even one image fits without.
-
-        Args:
-            config: with a resolved network and the batch of one process; its own micro-batch is ignored. Precision auto
-                counts as fp32, which takes the most.
-            device: of the training.
-            available: bytes.
-            name: of the device in messages; "" is torch's name.
-            processes: that train together.
-
-        Raises:
-            RequestError: not even one image fits.
+        costs time, is used only if not even one image fits without. `config` has a resolved network and the batch of
+        one of the `processes`; its own micro-batch is ignored. Precision auto counts as fp32, which takes the most.
+        `name` is that of the device in messages; "" is torch's. RequestError if not even one image fits.
         """
         batch, checkpointing = config.training.batch, config.training.checkpointing
         bound = _memory_upper_bound(config, batch)

@@ -44,6 +44,9 @@ _SLOW = 5  # times the seconds for timing: a step that takes longer is not repea
 _TIMED = 64  # images that steps are timed with, if none are decoded yet
 _PORTIONS = 3  # of the steps that are timed: the median leaves out a slow moment of the machine
 _MOST_STEPS = 200  # in a portion
+_SAMPLES = (16, 64, 10_000, 50_000)  # whose times are listed: a grid to look at, and the usual numbers for metrics
+# Floating-point operations of a step that takes minutes on a CPU, so that it is predicted instead of timed.
+TOO_SLOW = 2e13
 
 
 class _StepTimer(TrainingHooks):
@@ -114,14 +117,10 @@ def _trial_steps(sampler: Sampler) -> int:
 
 
 def forward_passes(config: Config, held_out: int) -> dict[str, float]:
-    """Return the cost of each part of a run, in forward passes of one image in fp32.
+    """Return the cost of each part of a run with resolved settings, in forward passes of one image in fp32.
 
     The keys are "training", "preview", "evaluate" and "metrics". Where the number of samples for metrics is chosen
     automatically, "metrics" is the share of the training time that they may take.
-
-    Args:
-        config: resolved settings.
-        held_out: number of held-out images.
     """
     evaluate, steps = config.evaluate, config.training.images // config.training.batch
     calls = config.sampler.steps * (2 if config.sampler.kind in TWO_CALLS else 1)
@@ -148,19 +147,10 @@ def repetitions(every: int, steps: int) -> int:
     return 2 + (max(0, steps - 1) // every if every > 0 else 0)
 
 
-_SAMPLES = (16, 64, 10_000, 50_000)  # whose times are listed: a grid to look at, and the usual numbers for metrics
-# Floating-point operations of a step that takes minutes on a CPU, so that it is predicted instead of timed.
-TOO_SLOW = 2e13
-
-
 def run_times(config: Config, step: TimeRange, call: TimeRange, held_out: int) -> dict[str, TimeRange]:
-    """Return the seconds of each part of a run.
+    """Return the seconds of each part of a run with resolved settings, from those of a training step and of a `call`.
 
-    Args:
-        config: resolved settings.
-        step: seconds of a training step.
-        call: seconds of a forward pass of one image in fp32 without gradients.
-        held_out: number of held-out images.
+    A call is a forward pass of one image in fp32 without gradients.
     """
     steps, asides = config.training.images // config.training.batch, forward_passes(config, held_out)
     previews = repetitions(config.preview.every, steps)

@@ -13,7 +13,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from unfog.cache_folder import disk_usage
 from unfog.process.heartbeat import Heartbeat
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.progress import format_duration
@@ -26,7 +25,7 @@ from unfog.reporting.records import (
     read_metrics,
     run_state,
 )
-from unfog.safe_files import open_file
+from unfog.safe_files import disk_usage, open_file
 from unfog.text import sanitize
 from unfog.training.settings import Evaluate
 

@@ -74,8 +74,7 @@ class StopSignals:
 
         def update(done: int, total: int) -> None:
             self.leave_if_requested()
-            progress.total = total
-            progress.update(done)
+            progress.set(done, total)
 
         return update
 

@@ -171,6 +171,11 @@ class Progress:
         elif self._printed is None or now - self._drawn >= _plain_interval(now - self._started):
             self._print(now)
 
+    def set(self, done: int, total: int | None) -> None:
+        """Note that `done` units are done, of a total that may be known only now."""
+        self.total = total
+        self.update(done)
+
     def advance(self, count: int) -> None:
         """Note that `count` more units are done."""
         self.update(self._done + count)

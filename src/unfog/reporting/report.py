@@ -52,7 +52,9 @@ def write_report(run_dir: Path, unended: tuple[str, str] | None = None) -> Path:
     if not changed:
         raise RequestError(f"{run_dir} is not a run: it has no config.toml, metrics.jsonl or events.jsonl")
     events = read_events(run_dir / "events.jsonl")
-    state, detail = _state(events) or unended or _silent(datetime.fromtimestamp(max(changed), UTC))
+    # Running, or killed without a last event; the record alone cannot tell which.
+    silent = "not ended", f"last line written {datetime.fromtimestamp(max(changed), UTC):%Y-%m-%d %H:%M UTC}"
+    state, detail = _state(events) or unended or silent
     run = {**_record(run_dir, events), **_pictures(run_dir), "status": {"state": state, "detail": detail}}
     run["status"] |= {"step": run.pop("step"), "steps": run.pop("steps")}
     written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
@@ -124,11 +126,6 @@ def _state(events: Sequence[Row]) -> tuple[str, str] | None:
     last = sessions[-1]
     fields = [run_data.plain_text(value) for key, value in last.items() if key not in ("time", "step", "kind")]
     return str(last["kind"]), " · ".join([f"at step {run_data.plain_text(last.get('step', 0))}", *fields])
-
-
-def _silent(written: datetime) -> tuple[str, str]:
-    # Running, or killed without a last event; the record alone cannot tell which.
-    return "not ended", f"last line written {written:%Y-%m-%d %H:%M UTC}"
 
 
 def _checkpoints(folder: Path) -> tuple[list[int], int]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -87,8 +87,8 @@ class _WandB(Tracker):
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # or it would call home when it fails
         import wandb
 
-        self._wandb = wandb
-        self._run = wandb.init(
+        self._module: Any = wandb
+        self._run: Any = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "unfog"),
             name=run_dir.resolve().name,
             id=_stored_id(run_dir, "wandb", _new_id),
@@ -104,10 +104,10 @@ class _WandB(Tracker):
         self._run.log(dict(values), step=step)
 
     def log_histogram(self, step: int, name: str, values: Sequence[float]) -> None:
-        self._run.log({name: self._wandb.Histogram(np_histogram=(list(values), _edges(values)))}, step=step)
+        self._run.log({name: self._module.Histogram(np_histogram=(list(values), _edges(values)))}, step=step)
 
     def log_image(self, step: int, name: str, pixels: Pixels) -> None:
-        self._run.log({name: self._wandb.Image(np.ascontiguousarray(pixels))}, step=step)
+        self._run.log({name: self._module.Image(np.ascontiguousarray(pixels))}, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -158,7 +158,7 @@ class _MLflow(Tracker):
         self._client.set_terminated(self._run)
 
 
-class _Trackio(Tracker):
+class _Trackio(_WandB):  # whose functions have the names of those of W&B
     """A trackio run, where trackio keeps all: in TRACKIO_DIR, or in its folder in the cache of Hugging Face.
 
     trackio finds a run by its name, so that holds an id.
@@ -170,7 +170,7 @@ class _Trackio(Tracker):
         with redirect_stdout(io.StringIO()):  # it prints what docs/trackers.md says
             import trackio
 
-            self._trackio = trackio
+            self._module = trackio
             self._run = trackio.init(
                 project=os.environ.get("TRACKIO_PROJECT", "unfog"),
                 name=f"{run_dir.resolve().name}-{_stored_id(run_dir, 'trackio', _new_id)}",
@@ -181,18 +181,9 @@ class _Trackio(Tracker):
                 auto_log_cpu=False,
             )
 
-    def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def log_histogram(self, step: int, name: str, values: Sequence[float]) -> None:
-        self._run.log({name: self._trackio.Histogram(np_histogram=(list(values), _edges(values)))}, step=step)
-
-    def log_image(self, step: int, name: str, pixels: Pixels) -> None:
-        self._run.log({name: self._trackio.Image(np.ascontiguousarray(pixels))}, step=step)
-
     def close(self) -> None:
         with redirect_stdout(io.StringIO()):
-            self._trackio.finish()  # not that of the run, or trackio finishes it again at exit
+            self._module.finish()  # not that of the run, or trackio finishes it again at exit
 
 
 class _Comet(Tracker):

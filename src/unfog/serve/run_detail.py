@@ -19,14 +19,7 @@ from unfog.reporting.records import SESSION_STARTS, Row, drop_undone_events, jso
 from unfog.safe_files import open_file
 from unfog.serve.columns.metric_columns import parse_lines
 from unfog.serve.columns.sample import Sample
-from unfog.serve.run_files import (
-    checkpoint_steps,
-    numbered_files,
-    plain_settings,
-    read_json,
-    read_settings,
-    stat_of,
-)
+from unfog.serve.run_files import checkpoint_steps, numbered_files, plain_settings, read_json, read_settings, stat_of
 from unfog.serve.runs import RunEntry
 from unfog.serve.steering import remedy_settings, run_commands, setting_words
 from unfog.serve.tasks import command_text
@@ -40,12 +33,9 @@ _RESOLVED = ("source", "fingerprint", "classes", "latents", "autoencoder.")
 
 
 def run_detail(run: RunEntry, result: Path | None = None, sample: Sample | None = None) -> dict[str, Any]:
-    """Return what the page shows of a run.
+    """Return what the page shows of a run, whose columns are read unless there is a `sample` of a long record.
 
-    Args:
-        run: its columns are read, unless there is a sample of them.
-        result: folder of the newest check of it that the page has started.
-        sample: lines of a long record that has not been read yet.
+    `result` is the folder of the newest check of it that the page has started.
     """
     columns, rows = (run.columns, run.columns.rows) if sample is None else sample
     settings, events = run.unchanged("config.toml", lambda: read_settings(run.path)), drop_undone_events(run.events)

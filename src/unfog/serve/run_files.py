@@ -67,11 +67,6 @@ def numbered_files(run: Path, folder: str, suffix: str = ".png") -> tuple[int, .
     return ()
 
 
-def _read_numbered(run: Path, folder: str, step: int, limit: int) -> bytes:
-    """Return the PNG file of a step. Its name is made here from a number. OSError if it is missing, or a link."""
-    return read_file(run / folder / f"{step:08d}.png", limit, run)
-
-
 def read_json(path: Path, run: Path) -> Any:
     """Return the content of a JSON file in a run; None if it is missing, a link, too large or damaged."""
     try:
@@ -102,9 +97,10 @@ def saved_values(run: Path, metric: str) -> list[tuple[float, int]]:
 
 def read_settings(run: Path) -> dict[str, Any]:
     """Return the settings of config.toml by dotted name, without passwords of URLs; {} if it cannot be read."""
-    with suppress(RecursionError):
-        return plain_settings(_read_config(run))
-    return {}
+    try:
+        return plain_settings(tomllib.loads(read_file(run / "config.toml", _LARGEST_CONFIG, run).decode("utf-8-sig")))
+    except _UNREADABLE:
+        return {}
 
 
 def read_source(run: Path) -> str:
@@ -116,13 +112,6 @@ def read_source(run: Path) -> str:
         return str(tomllib.loads(text.partition("\n[")[0]).get("source", ""))
     except _UNREADABLE:
         return ""
-
-
-def _read_config(run: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(read_file(run / "config.toml", _LARGEST_CONFIG, run).decode("utf-8-sig"))
-    except _UNREADABLE:
-        return {}
 
 
 def plain_settings(tree: Mapping[str, Any]) -> dict[str, Any]:

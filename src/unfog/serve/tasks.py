@@ -89,8 +89,7 @@ class _Task:
 class TaskList:
     """The child processes of this server by number. Safe to use from several threads.
 
-    Args:
-        publish: called with the summary of a task that has changed.
+    `publish` is called with the summary of a task that has changed.
     """
 
     def __init__(self, publish: Callable[[dict[str, Any]], None]) -> None:

@@ -41,9 +41,9 @@ def check_dataset(scan: ImageScan, config: Config) -> list[Finding]:
     found = [_check_count(scan), _check_skipped_files(scan), _check_conversions(scan), *_check_sizes(scan)]
     train = scan.prepared.train
     if train.labels is not None:
-        found += check_classes(train, scan.prepared.held_out)
+        found += _check_classes(train, scan.prepared.held_out)
     elif config.data.labels != "none":
-        found += check_folder_layout(train.names)
+        found += _check_folder_layout(train.names)
     return found
 
 
@@ -219,7 +219,7 @@ def _check_crop(scan: ImageScan, rows: Indices, sides: NDArray[np.int32]) -> Fin
     )
 
 
-def check_classes(train: ImageSet, held_out: ImageSet) -> list[Finding]:
+def _check_classes(train: ImageSet, held_out: ImageSet) -> list[Finding]:
     """Check labels, and then, as they count the images of each class, balance."""
     labels, aside = (np.zeros(0, np.int64) if images.labels is None else images.labels for images in (train, held_out))
     classes, every = train.classes, np.concatenate([labels, aside])
@@ -276,7 +276,7 @@ def _check_balance(classes: tuple[str, ...], counts: Indices) -> Finding:
     )
 
 
-def check_folder_layout(names: Sequence[str]) -> list[Finding]:
+def _check_folder_layout(names: Sequence[str]) -> list[Finding]:
     """Check whether the folders of an unlabelled set look like classes or like a train/test split."""
     step = max(1, len(names) // _NAMES)
     folders = [names[i].split("/")[:-1] for i in range(0, len(names), step)]

@@ -53,7 +53,7 @@ class _PixelStatistics(NamedTuple):
     """Equal for equal pixels."""
 
     hash: Hashes
-    """See `perceptual_hash`."""
+    """See `_perceptual_hash`."""
 
     small: NDArray[np.uint8]
     """Brightness, [N, 8, 8]."""
@@ -145,7 +145,8 @@ class ImageScan:
         def scan(start: int) -> tuple[_PixelStatistics, NDArray[np.int64]]:
             here = rows[start : start + piece]
             pixels = _read(prepared, here)
-            return _statistics(pixels), _histogram(pixels[here < len(prepared.train)])
+            trained = pixels[here < len(prepared.train)].swapaxes(0, 1)
+            return _statistics(pixels), np.stack([np.bincount(channel.ravel(), minlength=256) for channel in trained])
 
         starts = range(0, len(rows), piece)
         # Threads suffice: NumPy and image decoders release the interpreter lock.
@@ -232,7 +233,7 @@ def _statistics(pixels: NDArray[np.uint8]) -> _PixelStatistics:
     digests = b"".join(blake2b(image, digest_size=8).digest() for image in np.ascontiguousarray(flat))
     return _PixelStatistics(
         digest=np.frombuffer(digests, np.uint64),
-        hash=perceptual_hash(thumbs),
+        hash=_perceptual_hash(thumbs),
         small=np.rint(thumbnails(bright[:, None], _SMALL_SIDE)[:, 0]).astype(np.uint8),
         spread=pixels.reshape(*pixels.shape[:2], -1).std(2, dtype=np.float32).max(1),
         lowest=flat.min(1),
@@ -241,10 +242,6 @@ def _statistics(pixels: NDArray[np.uint8]) -> _PixelStatistics:
         brightest=thumbs.max((1, 2, 3)),
         tint=(thumbs.max(1) - thumbs.min(1)).max((1, 2)),
     )
-
-
-def _histogram(pixels: NDArray[np.uint8]) -> NDArray[np.int64]:
-    return np.stack([np.bincount(pixels[:, c].ravel(), minlength=256) for c in range(pixels.shape[1])])
 
 
 def thumbnails(pixels: NDArray[np.uint8] | Floats, side: int = _SIDE) -> Floats:
@@ -273,7 +270,7 @@ def luma(x: Floats) -> Floats:
     return x[:, 0] if x.shape[1] == 1 else np.tensordot(x, _LUMA, (1, 0))
 
 
-def perceptual_hash(thumbs: Floats) -> Hashes:
+def _perceptual_hash(thumbs: Floats) -> Hashes:
     """Hash thumbnails [N, C, h, w] to uint64 [N]: the signs of the low frequencies of the brightness."""
     bright = luma(thumbs)
     waves = [_cosines(side) for side in bright.shape[1:]]

@@ -78,12 +78,7 @@ def _noise(shape: torch.Size, level: int, image: int) -> Tensor:
 def check_ema(record: RunRecord, average: Floats, raw: Floats, updates: int, what: str) -> Finding:
     """run.ema_behind: check that the EMA weights have no higher loss than the raw weights.
 
-    Args:
-        record: record of the run.
-        average: losses [L, N] of the EMA weights.
-        raw: losses [L, N] of the raw weights.
-        updates: optimiser updates so far.
-        what: "training images" or "held-out images".
+    `average` and `raw` are their losses [L, N] on `what`, such as "held-out images", after so many optimiser updates.
     """
     # By image, with the same noise on both: the difference is much steadier than either loss.
     pairs = (average - raw).mean(0)

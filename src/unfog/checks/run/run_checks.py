@@ -6,7 +6,7 @@ this one, and call it in that module's `check_progress`, `check_costs`, `check_t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
@@ -63,13 +63,8 @@ class _Weights(NamedTuple):
 def check_run(folder: RunFolder, device: str = "auto", samples: int = 64) -> list[Finding]:
     """Run all checks on a run folder without changing it; what cannot be checked is listed in run.skipped.
 
-    Args:
-        folder: a run that may still be training.
-        device: device for losses and samples: auto, cpu, cuda, cuda:1 or mps.
-        samples: number of images to generate; 0 generates none.
-
-    Raises:
-        RequestError: not a run, unreadable settings, or no such device.
+    The run may still be training. So many images are generated, 0 for none, on auto, cpu, cuda, cuda:1 or mps.
+    RequestError if it is no run, its settings are unreadable, or there is no such device.
     """
     config = folder.read_config()
     if config.trains_autoencoder:
@@ -142,21 +137,15 @@ def _load_run_images(config: Config, skipped: list[str]) -> Dataset | None:
 
 
 def _usual_learning_rate(folder: RunFolder, config: Config) -> float | None:
-    """Return the automatic learning rate for a run; None also if its settings do not fit its weights."""
-    saved, _ = checkpoint.list_checkpoints(folder.checkpoints)
-    with suppress(RunError), building_for(saved[-1].folder / "model.safetensors" if saved else None):
-        return _usual_learning_rate_of(config)
-    return None
-
-
-def _usual_learning_rate_of(config: Config) -> float | None:
-    """Return the automatic learning rate for this run; None for an unresolved network or a custom optimiser."""
-    method = config.optimizer.method
+    """Return the automatic rate; None for an open network, a custom optimiser, or settings unlike the weights."""
+    method, (saved, _) = config.optimizer.method, checkpoint.list_checkpoints(folder.checkpoints)
     if config.network is None or isinstance(method, Custom):
         return None
-    parameters = sum(p.numel() for p in build_network(config).parameters())
-    tuned = bool(config.init.folder)
-    return default_learning_rate(parameters, config.training.batch, config.network, method, tuned)
+    with suppress(RunError), building_for(saved[-1].folder / "model.safetensors" if saved else None):
+        parameters = sum(p.numel() for p in build_network(config).parameters())
+        tuned = bool(config.init.folder)
+        return default_learning_rate(parameters, config.training.batch, config.network, method, tuned)
+    return None
 
 
 def _check_weights(
@@ -211,7 +200,8 @@ def _check_losses(
         skipped.append("overfitting, as no images are held out (--data.held-out 0.05 holds some out, of 100 or more)")
     else:
         findings.append(check_overfitting(record, on_seen, on_unseen))
-    zero, pixelwise = _baseline_losses(config.diffusion, _model_inputs(images.train, _COMPARED, see), levels)
+    some = images.train.pixels[evenly_spaced(len(images.train), _COMPARED)]
+    zero, pixelwise = _baseline_losses(config.diffusion, see(torch.from_numpy(np.ascontiguousarray(some))), levels)
     # Early on the EMA may lag behind weights that have learned, so the better of the two counts.
     lost = min(float(on_seen.mean()), float(raw.mean()))
     return findings, lost / max(float(zero.mean()), 1e-30), lost / max(float(pixelwise.mean()), 1e-30)
@@ -237,11 +227,6 @@ def _check_samples(
         with Progress("searching memorized images", len(prepared.train)) as progress:
             findings.append(check_memorization_by_pixels(generated, prepared, progress.update))
     return findings
-
-
-def _model_inputs(images: ImageSet, count: int, see: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return up to `count` images as the network sees them."""
-    return see(torch.from_numpy(np.ascontiguousarray(images.pixels[evenly_spaced(len(images), count)])))
 
 
 def _training_pixels(images: ImageSet, labels: tuple[int, ...]) -> tuple[Pixels, NDArray[np.int64] | None]:

@@ -36,12 +36,9 @@ def check_trends(
 ) -> list[Finding]:
     """Check loss, learning rate, gradient and stability.
 
-    Args:
-        record: record of the run.
-        usual_lr: learning rate that would be chosen automatically; None where it is not known.
-        relative: loss over that of predicting 0; None where it was not measured.
-        pixelwise: loss over that of the best prediction from each pixel alone; None where it was not measured.
-        memorized: more training would only memorize the images.
+    `usual_lr` would be chosen automatically. `relative` and `pixelwise` are the loss over that of predicting 0, and
+    over that of the best prediction from each pixel alone. None stands for what is not known. `memorized`: more
+    training would only memorize the images.
     """
     found = [
         _check_loss(record, relative, pixelwise, memorized),
@@ -67,9 +64,9 @@ class _Trend(NamedTuple):
         return self.fall < -_IMPROVES and self.fall < -3 * self.error
 
 
-def _loss_trend(record: RunRecord, name: str = "loss") -> _Trend | None:
-    """Fit the trend of a column; None with too few lines."""
-    steps, values = record.column(name)
+def _loss_trend(record: RunRecord) -> _Trend | None:
+    """Fit the trend of the loss; None with too few lines."""
+    steps, values = record.column("loss")
     # The last two doublings, in which log loss over log images is nearly a line; the fast start would tilt it.
     keep = (steps >= steps[-1] / 4) & (values > 0) if len(steps) else steps > 0
     if keep.sum() < _FEW:

@@ -60,11 +60,8 @@ def overfit_one_batch(
 ) -> Finding:
     """Overfit eight images in the real training loop, with the run's network, objective, optimiser and precision.
 
-    Args:
-        config: resolved.
-        state: fresh, and of no use afterwards.
-        images: of which eight, evenly spread, are learned, each at a noise level of its own.
-        stop: whether somebody wants to leave; Interrupted is raised then.
+    The settings are resolved. The state is fresh, and of no use afterwards. Eight evenly spread images are learned,
+    each at a noise level of its own. Interrupted is raised once `stop` returns True.
     """
     device, see = state.precision.device, without_augmentation(config)
     lesson = _OverfitBatch.of(images, build_objective(config), device, see)

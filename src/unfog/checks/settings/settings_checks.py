@@ -46,14 +46,8 @@ def check_settings(
 ) -> list[Finding]:
     """Run all checks, without a training step.
 
-    Only settings.network is returned where the network does not fit the images.
-
-    Args:
-        config: resolved: network, learning rate, precision, length and intervals are chosen.
-        prepared: images.
-        device: device of the run.
-        seconds_per_step: None where it was not measured.
-        folder: folder of the checkpoints, or one above it.
+    Only settings.network is returned where the network does not fit the images. Network, learning rate, precision,
+    length and intervals are chosen already. `folder` is that of the checkpoints, or one above it.
     """
     network = _check_network(config, prepared)
     if network.severity == "fatal":

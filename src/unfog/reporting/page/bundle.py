@@ -26,22 +26,13 @@ _EMBEDDED = '<script type="application/json" id="embedded"></script>'
 _TITLE = "<title>Unfog</title>"
 
 
-def shell_html() -> str:
-    """Return the page as one file without data; `embed` puts data into it, as does the page's "Keep this view".
-
-    Its policy names the hashes of its scripts and styles, so that nothing else in it can run: a name in the data that
-    looks like markup stays text, and would not be executed if it did not.
-    """
-    return _shell()
-
-
 def embed(data: Mapping[str, Any], title: str, refresh: int = 0) -> str:
     """Return the page as one file that holds this data; after `refresh` seconds it loads itself again, 0 for never."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     escaped = text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     head = f'<meta http-equiv="refresh" content="{refresh}">\n' if refresh else ""
     shown = title.replace("&", "&amp;").replace("<", "&lt;")
-    before, _, after = _shell().partition(_EMBEDDED)
+    before, _, after = shell_html().partition(_EMBEDDED)
     before = before.replace(_TITLE, f"{head}<title>{shown} · Unfog</title>")
     return f"{before}{_EMBEDDED.replace('></', f'>{escaped}</')}{after}"
 
@@ -68,7 +59,12 @@ def _joined_script() -> str:
 
 
 @cache
-def _shell() -> str:
+def shell_html() -> str:
+    """Return the page as one file without data; `embed` puts data into it, as does the page's "Keep this view".
+
+    Its policy names the hashes of its scripts and styles, so that nothing else in it can run: a name in the data that
+    looks like markup stays text, and would not be executed if it did not.
+    """
     hashes: dict[str, list[str]] = {"script": [], "style": []}
 
     def inline(found: re.Match[str]) -> str:

@@ -30,7 +30,7 @@ _LARGEST_REPORT = 64 * 2**20  # bytes of data.json, which names every file
 _DEEPEST = 8  # lists in lists that are written out
 _LONGEST = 2000  # characters of a field of an event
 _NUMBERS = ("value", "low", "high", "n", "n_reference", "real")
-Event = Mapping[str, Any]
+_Event = Mapping[str, Any]
 
 
 def read_settings(path: Path) -> dict[str, str]:
@@ -59,7 +59,7 @@ def event_rows(events: Sequence[Row]) -> list[dict[str, Any]]:
     """Return events for the page: time, step, kind, details as text, trouble, cause and remedy."""
     rows = []
     for event in events:
-        cause, remedy = explain_event(
+        cause, remedy = _explain_event(
             {key: value if _is_plain(value) else plain_text(value) for key, value in event.items()}
         )
         fields = {key: value for key, value in event.items() if key not in ("time", "step", "kind")}
@@ -162,13 +162,13 @@ def _lists(value: object) -> list[dict[str, Any]]:
     return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
 
 
-def explain_event(event: Event) -> tuple[str, str]:
+def _explain_event(event: _Event) -> tuple[str, str]:
     """Return cause and remedy of an event of events.jsonl; "" for what is not known."""
     explain = _EXPLANATIONS.get(str(event.get("kind")))
     return explain(event) if explain is not None else ("", "")
 
 
-def _skipped_step(event: Event) -> tuple[str, str]:
+def _skipped_step(event: _Event) -> tuple[str, str]:
     layer, names = event.get("layer"), event.get("images")
     where = f" in {layer}" if layer else ""
     images = f" from {', '.join(map(str, names[:3]))}" if isinstance(names, list) and names else ""
@@ -179,7 +179,7 @@ def _skipped_step(event: Event) -> tuple[str, str]:
     return cause, "one alone does no harm; if it returns, look at the named images, or resume with a lower --lr"
 
 
-def _rolled_back(event: Event) -> tuple[str, str]:
+def _rolled_back(event: _Event) -> tuple[str, str]:
     to, lr = event.get("to", "an earlier step"), event.get("lr", "half of it")
     return (
         f"{event.get('reason', 'training diverged')}; the weights of step {to} are back, at the learning rate {lr}",
@@ -187,7 +187,7 @@ def _rolled_back(event: Event) -> tuple[str, str]:
     )
 
 
-def _out_of_memory(event: Event) -> tuple[str, str]:
+def _out_of_memory(event: _Event) -> tuple[str, str]:
     fewer = f"{event.get('microbatch', 'fewer')} images at a time"
     return (
         f"the device had too little memory; training goes on with {fewer}, at the same batch size",
@@ -195,12 +195,12 @@ def _out_of_memory(event: Event) -> tuple[str, str]:
     )
 
 
-def _failed(event: Event) -> tuple[str, str]:
+def _failed(event: _Event) -> tuple[str, str]:
     # The reason is that of the error message, which has its own remedy.
     return str(event.get("reason", "")), "mend the cause, then resume the run: it goes on from its newest checkpoint"
 
 
-def _disk_full(event: Event) -> tuple[str, str]:
+def _disk_full(event: _Event) -> tuple[str, str]:
     needed, free = (finite_number(event.get(name)) for name in ("needed", "free"))
     cause = str(event.get("reason") or "the disk is full")
     if needed >= 0:
@@ -208,12 +208,12 @@ def _disk_full(event: Event) -> tuple[str, str]:
     return cause, "free some space: the run waits, and saves as soon as there is room"
 
 
-def _reason(remedy: str) -> Callable[[Event], tuple[str, str]]:
+def _reason(remedy: str) -> Callable[[_Event], tuple[str, str]]:
     return lambda event: (str(event.get("reason", "")), remedy)
 
 
 # Names of kinds as they are on disk, which older runs have as well.
-_EXPLANATIONS: dict[str, Callable[[Event], tuple[str, str]]] = {
+_EXPLANATIONS: dict[str, Callable[[_Event], tuple[str, str]]] = {
     "step_refused": _skipped_step,
     "rolled_back": _rolled_back,
     "out_of_memory": _out_of_memory,

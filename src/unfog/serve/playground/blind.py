@@ -23,12 +23,13 @@ _Z = 1.959964  # of a 95% interval
 def add_vote(run: Path, first: SampleRequest, second: SampleRequest, picture: int, choice: Any) -> list[dict[str, Any]]:
     """Record which of two pictures somebody found better without knowing whose they are; return all counts.
 
-    Raises:
-        RequestError: the choice is none, the drawings are the same, or the file is full.
+    RequestError if the choice is none, the drawings are the same, or the file is full.
     """
     if choice not in _CHOICES:
         raise RequestError(f"choice = {choice!r} must be one of {', '.join(_CHOICES)}")
-    sides = [_side(request) for request in (first, second)]
+    # What tells one side from the other: all settings but number and noise of the pictures.
+    asked = [settings_of(request) for request in (first, second)]
+    sides = [{name: value for name, value in one.items() if name not in ("n", "seed")} for one in asked]
     if first.seed != second.seed:
         raise RequestError(f"seed = {first.seed} and {second.seed}: a fair comparison is of the same noise")
     if sides[0] == sides[1]:
@@ -59,25 +60,20 @@ def tallies(run: Path) -> list[dict[str, Any]]:
     found = []
     for pair, choices in votes.items():
         first, second, ties = (list(choices.values()).count(name) for name in _CHOICES)
-        low, high = wilson_interval(first, first + second)
+        low, high = _wilson_interval(first, first + second)
         sides = json.loads(pair)
         counts = {"first_wins": first, "second_wins": second, "ties": ties, "interval": [round(low, 4), round(high, 4)]}
         found.append({"first": sides[0], "second": sides[1], **counts})
     return found
 
 
-def wilson_interval(wins: int, votes: int) -> tuple[float, float]:
+def _wilson_interval(wins: int, votes: int) -> tuple[float, float]:
     """Return the 95% interval of a share (Wilson 1927), which is right for few votes too; (0, 1) without any."""
     if votes == 0:
         return 0.0, 1.0
     share, z2 = wins / votes, _Z**2 / votes
     middle, half = share + z2 / 2, _Z * math.sqrt((share * (1 - share) + z2 / 4) / votes)
     return max(0.0, (middle - half) / (1 + z2)), min(1.0, (middle + half) / (1 + z2))
-
-
-def _side(request: SampleRequest) -> dict[str, Any]:
-    """Return what tells one side of a comparison from the other: all settings but number and noise of the pictures."""
-    return {name: value for name, value in settings_of(request).items() if name not in ("n", "seed")}
 
 
 def _rows(run: Path) -> list[dict[str, Any]]:

@@ -110,11 +110,7 @@ class Channel:
 
 
 class Worker:
-    """The worker process, started when it is needed. Safe to use from several threads.
-
-    Args:
-        command: words that start it.
-    """
+    """The worker process, started by `command` when it is needed. Safe to use from several threads."""
 
     def __init__(self, command: tuple[str, ...] = (sys.executable, "-m", "unfog.serve.playground.worker")) -> None:
         self._command = command
@@ -133,8 +129,7 @@ class Worker:
     def work(self, head: dict[str, Any], body: bytes, last: tuple[str, ...]) -> Iterator[Message]:
         """Send a job, and yield what the worker says of it, up to an event of a name in `last`.
 
-        Raises:
-            RunError: the worker has ended meanwhile; the next job starts another.
+        RunError if the worker has ended meanwhile; the next job starts another.
         """
         process = self._start(head.get("nice", 0))
         try:
@@ -148,10 +143,9 @@ class Worker:
         except (OSError, ProtocolError) as error:
             self.kill()
             raise RunError(f"the worker has failed: {error}") from None
-        process.wait()
-        raise RunError(
-            f"the worker has ended {_how(process.returncode)}{self._last_words()}; the next drawing starts another"
-        )
+        status = process.wait()
+        how = f"by signal {-status}" if status < 0 else f"with status {status}"
+        raise RunError(f"the worker has ended {how}{self._last_words()}; the next drawing starts another")
 
     def cancel(self, job: int) -> None:
         """Ask the worker to end a job within a step."""
@@ -201,7 +195,3 @@ class Worker:
     def _last_words(self) -> str:
         lines = self._printed.decode("utf-8", "replace").strip().splitlines()
         return f": {lines[-1][:300]}" if lines else ""
-
-
-def _how(status: int) -> str:
-    return f"by signal {-status}" if status < 0 else f"with status {status}"

@@ -134,8 +134,7 @@ def _inputs(message: Message) -> tuple[Pixels | None, Pixels | None]:
 def find_copies(channel: Channel, job: int, message: Message) -> None:
     """Find the nearest training images of the pictures in the message, uint8 [N, H, W, C], and send them.
 
-    Raises:
-        RequestError: the training images are not there any more, have changed, or are too few.
+    RequestError if the training images are not there any more, have changed, or are too few.
     """
     drawn = np.frombuffer(message.body, np.uint8).reshape(message.head["images"])
     dataset = load_run_images(RunFolder(Path(message.head["run"])).read_config(), StopSignals())

@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import threading
-import tomllib
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,11 +21,9 @@ from unfog.data.sources.base import ImageError
 from unfog.data.sources.image_files import open_bytes
 from unfog.errors import RequestError
 from unfog.reporting.image_grids import Pixels
-from unfog.safe_files import read_file
 from unfog.serve.playground.job import Job
-from unfog.serve.run_files import decode_picture
+from unfog.serve.run_files import decode_picture, read_settings
 
-_CONFIG_BYTES = 2**20
 _EMPTY = 128  # grey, of a picture that has not begun
 _KEPT, _MOST_PIXELS, _MOST_TEXT = 24, 2**24, 2**16
 
@@ -79,10 +76,10 @@ def disagreement(pictures: Pixels) -> Pixels:
 
 def size_of(run: Path) -> tuple[int, int]:
     """Return side and channels of the images of a run. RequestError if its configuration cannot be read."""
+    settings = read_settings(run)
     try:
-        data = tomllib.loads(read_file(run / "config.toml", _CONFIG_BYTES, run).decode())["data"]
-        return int(data["size"]), int(data["channels"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return int(settings["data.size"]), int(settings["data.channels"])
+    except (KeyError, ValueError) as error:
         raise RequestError(f"config.toml of this run cannot be read: {error}") from None
 
 
@@ -96,7 +93,7 @@ def at_run_size(pixels: Pixels, size: int, channels: int) -> Pixels:
     return np.ascontiguousarray(prepared.transpose(1, 2, 0))
 
 
-class Upload(NamedTuple):
+class _Upload(NamedTuple):
     """An uploaded picture, and the settings that are stored in its file."""
 
     pixels: Pixels
@@ -109,23 +106,23 @@ class Uploads:
     """The newest uploads by number. Safe to use from several threads."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[int, Upload] = OrderedDict()
+        self._kept: OrderedDict[int, _Upload] = OrderedDict()
         self._numbers, self._lock = itertools.count(1), threading.Lock()
 
-    def __getitem__(self, number: int) -> Upload:
+    def __getitem__(self, number: int) -> _Upload:
         """Return an upload. RequestError if it is not there any more."""
         try:
             return self._kept[number]
         except KeyError:
             raise RequestError("this upload is not there any more; upload the picture again") from None
 
-    def add(self, data: bytes) -> tuple[int, Upload]:
+    def add(self, data: bytes) -> tuple[int, _Upload]:
         """Decode a picture. RequestError if it cannot be decoded, or has too many pixels."""
         settings = _read_settings(data)
         image = decode_picture(data, "the upload")
         if image.width * image.height > _MOST_PIXELS:
             raise RequestError(f"the upload has over {_MOST_PIXELS / 1e6:.0f} megapixels; make it smaller")
-        upload = Upload(np.asarray(image), settings)
+        upload = _Upload(np.asarray(image), settings)
         with self._lock:
             number = next(self._numbers)
             self._kept[number] = upload

@@ -82,10 +82,8 @@ class JobList:
     ) -> Job:
         """Queue a drawing and return its job; an earlier one with the same weights and settings if there is one.
 
-        With `newest` a checkpoint that the run deletes meanwhile is replaced by its newest one.
-
-        Raises:
-            RequestError: too many wait already.
+        With `newest` a checkpoint that the run deletes meanwhile is replaced by its newest one. RequestError if too
+        many wait already.
         """
         body = image + mask
         key = _key(request, body, len(image))

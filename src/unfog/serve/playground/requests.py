@@ -28,14 +28,8 @@ _MANIFEST_BYTES = 2**24
 def read_request(run: Path, settings: Mapping[str, Any], edits: bool, masked: bool) -> SampleRequest:
     """Return the request for the settings that the page sends; of none of them a file or code is named.
 
-    Args:
-        run: folder of the run.
-        settings: fields of `SampleRequest` by name. Without a checkpoint it is the newest whole one.
-        edits: True if there is an image to start from.
-        masked: True if there is a mask as well.
-
-    Raises:
-        RequestError: a setting is unknown, or its value is not valid.
+    Settings are fields of `SampleRequest` by name. Without a checkpoint it is the newest whole one. `edits`: there is
+    an image to start from; `masked`: a mask as well. RequestError if a setting is unknown, or its value is not valid.
     """
     if unknown := set(settings) - {*_SETTINGS, *_OF_RUN}:
         raise RequestError(
