@@ -95,8 +95,8 @@ def test_the_verdict_is_read_while_the_next_step_is_on_its_way(when, monkeypatch
     events = []
 
     class Noting(updater.Updater):
-        def update(self, gradient, lr):
-            super().update(gradient, lr)
+        def update(self, gradient):
+            super().update(gradient)
             events.append("launch")
 
         def read_verdict(self):

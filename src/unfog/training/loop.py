@@ -89,6 +89,7 @@ def train(
     updater = Updater(training, state, hooks, world)
     captured = CapturedStep(computer, updater, hooks) if training.capture else None
     reason = "it was stopped while in trouble"  # for the next roll-back
+    rates: list[float] = []  # of the steps whose verdict is not read yet
     try:
         while not hooks.stop_requested():
             # 0. What the last step left to do, also if an interruption and a resume lie between.
@@ -106,8 +107,8 @@ def train(
             # 2. One update, or none, and the position. An interrupt between the two would leave weights of one step
             #    with the position of another.
             with hooks.defer_interrupts():
-                lr = _set_learning_rate(settings, state, step)
-                updater.update(gradient, lr)
+                rates.append(_set_learning_rate(settings, state, step))
+                updater.update(gradient)
                 plan_due = hooks.plan_due()
                 state.seen += batch_size  # also of a step that is not taken, so that it is not tried for ever
                 if plan_due and (plan := hooks.plan_length(state)) is not None:
@@ -124,25 +125,29 @@ def train(
             stopwatch.images += batch_size
 
             # 4. The verdict on the step; on a GPU that on the step before, but where a hook is due after this one.
-            reason = _read_verdicts(computer, hooks, updater, wait=bool(state.due)) or reason
+            reason = _read_verdicts(computer, hooks, updater, rates, wait=bool(state.due)) or reason
     except Interrupted:
         state.optimizer.zero_grad(set_to_none=True)  # the sum over half a batch; a resume begins the step anew
     with suppress(Interrupted):  # a stop that is under way already
-        _read_verdicts(computer, hooks, updater, wait=True)
+        _read_verdicts(computer, hooks, updater, rates, wait=True)
 
 
-def _read_verdicts(computer: GradientComputer, hooks: TrainingHooks, updater: Updater, wait: bool) -> str | None:
+def _read_verdicts(
+    computer: GradientComputer, hooks: TrainingHooks, updater: Updater, rates: list[float], wait: bool
+) -> str | None:
     """Read the verdicts on the last steps, `wait` for all; count the steps, and debug one that was not finite.
 
-    Steps after one that went wrong are taken back, to be taken once more. Returns why to roll back, if there is reason.
+    `rates` are the learning rates of these steps. Steps after one that went wrong are taken back, to be taken once
+    more. Returns why to roll back, if there is reason.
     """
     training, state, reason = computer.settings, computer.state, None
     while updater.has_verdict(wait):
         with hooks.defer_interrupts():
-            result, lr = updater.read_verdict()
-            reason = _count_step(training, state, result, lr) or reason
+            result = updater.read_verdict()
+            reason = _count_step(training, state, result, rates.pop(0)) or reason
             if result.outcome != "accepted" or state.guard.anomalous >= training.patience:
                 computer.stopwatch.images -= updater.take_back() * training.batch
+                rates.clear()
         if result.outcome == "skipped":
             with computer.stopwatch.exclude():
                 reason = skip_step(training, state, hooks, result.norm_value, computer)

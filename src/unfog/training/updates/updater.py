@@ -10,7 +10,6 @@ anything.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,29 +27,21 @@ from unfog.training.updates.obstacles import why_not_masked
 _LAG = 1  # steps by which the verdict is read late
 
 
-class _Unread(NamedTuple):
-    """A step whose verdict the host has not read."""
-
-    lr: float
-    read: Callable[[], StepResult]
-    """Waits for the device, if the verdict was not read before the update."""
-
-
 class Updater:
     """Takes the steps of the optimiser, and reads the verdicts on them in the same order."""
 
     def __init__(self, training: Training, state: TrainState, hooks: TrainingHooks, world: World):
         self._training, self._state, self._hooks, self._world = training, state, hooks, world
-        self._unread: list[_Unread] = []
+        # Of each step whose verdict the host has not read; to call it may be to wait for the device.
+        self._unread: list[Callable[[], StepResult]] = []
         self.why_at_once = why_not_masked(state, world)
         """Why the host reads each verdict before the update; None if it reads them one step late."""
         if self.why_at_once is None:
             self._halted = torch.zeros((), device=state.precision.device)  # 1 from an update that was left out on
 
-    def update(self, gradient: Gradient, lr: float) -> None:
-        """Take the optimiser's step with the gradient, if it is finite; `lr` is its learning rate, for the record."""
-        decided = self.why_at_once is not None
-        self._unread.append(_Unread(lr, self._decide(gradient) if decided else self._launch(gradient)))
+    def update(self, gradient: Gradient) -> None:
+        """Take the optimiser's step with the gradient, if it is finite."""
+        self._unread.append(self._launch(gradient) if self.why_at_once is None else self._decide(gradient))
 
     def _decide(self, gradient: Gradient) -> Callable[[], StepResult]:
         """Read the verdict, which is the loop's only wait for the device between logs, and update by it."""
@@ -102,10 +93,9 @@ class Updater:
         late = self.why_at_once is None and not wait
         return len(self._unread) > (_LAG if late else 0)
 
-    def read_verdict(self) -> tuple[StepResult, float]:
-        """Return the result of the oldest step whose verdict was not read, and its learning rate."""
-        taken = self._unread.pop(0)
-        return taken.read(), taken.lr
+    def read_verdict(self) -> StepResult:
+        """Return the result of the oldest step whose verdict was not read."""
+        return self._unread.pop(0)()
 
     def take_back(self) -> int:
         """Undo the steps after the one whose verdict was read last, which was bad. Returns how many they are.
