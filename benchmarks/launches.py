@@ -1,8 +1,11 @@
-"""Count what a training step launches on a GPU, without one: `python benchmarks/launches.py [NETWORK ...]`.
+"""Count what a training step launches on a GPU, without one: `benchmarks/launches.py [--compiled] [NETWORK ...]`.
 
 The real loop runs on a CUDA device that is not there (tests/fake_cuda), in bf16 with batches of 64. An operation of
 torch counts as one launch, though some kernels are several; views and allocations count as none. Casts are among the
 operations. Convolutions in NCHW are those of the forward pass whose input cuDNN would have to convert.
+
+`--compiled` needs a CUDA build of torch, and minutes for a network: the step of AdamW with `--compile`, in which each
+kernel of Triton is a launch too (tests/fake_cuda/compiled.py).
 """
 
 import os
@@ -19,17 +22,17 @@ def main() -> None:
     from compile_device import compile_device
 
     os.environ["FAKE_CUDA"] = str(compile_device(Path(tempfile.mkdtemp()) / "device.so"))
+    names = [name for name in sys.argv[1:] if name != "--compiled"] or list(SIDES)
+    (count_compiled if "--compiled" in sys.argv else count)(names)
+
+
+def count(names: list[str]) -> None:
     import cases  # loads the device, and torch after it
 
     cases.torch.autograd.set_multithreading_enabled(False)
     print(f"{'network':<12}{'px':>4}  {'AdamW':>6}{'Muon':>7}{'casts':>7}{'NCHW':>6} of {'all':<5}{'waits':>6}")
-    for name in sys.argv[1:] or SIDES:
-        watches = []
-        for method in ("adamw", "muon"):
-            training, data = {"batch": 64, "images": 6400}, {"size": SIDES[name]}
-            config = cases.config_of(name, training=training, data=data, optimizer={"method": method})
-            watches.append(cases.step_of(config))
-        adamw, muon = watches
+    for name in names:
+        adamw, muon = (cases.step_of(cases.whole(name, SIDES[name], method)) for method in ("adamw", "muon"))
         convolutions = {key: count for key, count in adamw.layouts.items() if key.startswith("convolution of")}
         flat = sum(count for key, count in convolutions.items() if "NCHW" in key)
         print(
@@ -37,6 +40,15 @@ def main() -> None:
             f"{flat:>6} of {sum(convolutions.values()):<5}{sum(muon.waits.values()):>6}",
             flush=True,
         )
+
+
+def count_compiled(names: list[str]) -> None:
+    import compiled
+
+    compiled.torch.autograd.set_multithreading_enabled(False)
+    for name in names:
+        watch = compiled.compiled_step_of(compiled.cases.whole(name, SIDES[name]))
+        print(name, SIDES[name], compiled.figures(watch), flush=True)
 
 
 if __name__ == "__main__":

@@ -61,11 +61,11 @@ def library(tmp_path_factory):
     return compiled("device.cpp", tmp_path_factory.mktemp("fake_cuda") / "device.so")
 
 
-def run(library, names, script="cases.py"):
+def run(library, names, script="cases.py", timeout=280):
     """Return the results of cases by name, from one process."""
     environment = os.environ | {"FAKE_CUDA": str(library), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(FOLDER / script), *names]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout)
     assert done.returncode == 0, done.stderr
     return {result["name"]: result for result in map(json.loads, done.stdout.splitlines())}
 

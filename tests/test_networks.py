@@ -17,6 +17,7 @@ from unfog.data.stream import ImageStream
 from unfog.diffusion.objective import Objective
 from unfog.errors import RequestError
 from unfog.export.diffusers_unet import Network as Exported
+from unfog.models import layers
 from unfog.models.network_settings import build_model
 from unfog.models.settings import ARCHITECTURES, SIZES, DiT, MPUNet, UNet
 from unfog.pipeline.build import build_network, build_state
@@ -203,6 +204,14 @@ def test_autocast_is_close_to_float32(settings, dtype):
     assert rough.dtype == dtype
     assert (rough.float() - exact).square().mean() < (0.02 * exact.std()) ** 2
     assert (rough_gradient - gradient).norm() < 0.05 * gradient.norm()
+
+
+def test_pixels_are_repeated_as_by_interpolation():
+    x = torch.randn(2, 3, 4, 6, dtype=torch.float64, requires_grad=True)
+    ways = layers._expand_pixels(x), layers.repeat_pixels(x)
+    weights = torch.randn_like(ways[0])
+    assert torch.equal(*ways)
+    torch.testing.assert_close(*(torch.autograd.grad((y * weights).sum(), x)[0] for y in ways))
 
 
 @pytest.mark.slow

@@ -48,6 +48,12 @@ def config_of(network="unet:channels=32/32,attention=false/true,blocks=1", preci
     return update(update(preset("default"), usual, ""), changes, "")
 
 
+def whole(name, side, method="adamw", batch=64):
+    """Return the settings of a network by its name, in a batch and at a side of its own."""
+    training, data = {"batch": batch, "images": 100 * batch}, {"size": side}
+    return config_of(name, training=training, data=data, optimizer={"method": method})
+
+
 class _Stopping(TrainingHooks):
     """Hooks that end the training after some steps."""
 

@@ -1,13 +1,11 @@
 // A CUDA device that is not there: a guard and hooks that do nothing, so that autograd accepts fake tensors of device
-// cuda in a CPU build of torch. Loaded before torch is imported, because torch looks the hooks up once.
+// cuda without a driver. Loaded before torch is imported, because torch looks the hooks up once.
 #include <ATen/detail/CUDAHooksInterface.h>
-#include <torch/library.h>
+#include <ATen/native/transformers/attention.h>
 
 #include "guard.h"
 
 namespace absent {
-
-c10::impl::DeviceGuardImplRegistrar registrar(c10::DeviceType::CUDA, new Guard<c10::DeviceType::CUDA>());
 
 struct Hooks : at::CUDAHooksInterface {
   explicit Hooks(at::CUDAHooksArgs) {}
@@ -20,16 +18,31 @@ struct Hooks : at::CUDAHooksInterface {
   c10::DeviceIndex getCurrentDevice() const override { return 0; }
   c10::DeviceIndex deviceCount() const override { return 1; }
   int getNumGPUs() const override { return 1; }
+  bool compiledWithCuDNN() const override { return true; }
+  bool hasCuDNN() const override { return true; }
+  bool supportsBFloat16ConvolutionWithCuDNNv8() const override { return true; }
+  long versionCuDNN() const override { return 91900; }
+  long versionRuntimeCuDNN() const override { return 91900; }
 };
 
-// Never called: without a kernel of CUDA, torch would take it for a composition of seven operations.
-at::Tensor silu_backward(const at::Tensor& gradient, const at::Tensor&) { return gradient; }
-
-TORCH_LIBRARY_IMPL(aten, CUDA, library) { library.impl("silu_backward", silu_backward); }
+// The kernel of attention that a layout allows: 0 math, 1 flash, 2 memory-efficient. torch's own choice asks the driver.
+int64_t attention_kernel(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>&,
+                         double, bool, std::optional<double>, bool) {
+  for (const auto& each : {q, k, v})
+    if (each.stride(-1) != 1) return 0;
+  return q.scalar_type() == at::kFloat ? 2 : 1;
+}
 
 }  // namespace absent
 
 using absent::Hooks;
 namespace at {
-C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, ::absent::Hooks)
+// Preferred to the hooks of a CUDA build, which ask the driver.
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, ::absent::Hooks)
+}
+
+// Called once torch is imported, as a CUDA build of it brings a guard and a choice of its own.
+extern "C" void take_over() {
+  c10::impl::DeviceGuardImplRegistrar(c10::DeviceType::CUDA, new absent::Guard<c10::DeviceType::CUDA>());
+  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&absent::attention_kernel);
 }

@@ -12,17 +12,27 @@ from collections import Counter
 from contextlib import ExitStack, contextmanager
 
 assert "torch" not in sys.modules, "torch looks up the hooks of a device once, so they must be loaded before it"
-ctypes.CDLL(os.environ["FAKE_CUDA"], mode=ctypes.RTLD_GLOBAL)
+_device = ctypes.CDLL(os.environ["FAKE_CUDA"], mode=ctypes.RTLD_GLOBAL)
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
 from torch._prims_common import suggest_memory_format  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 from torch.utils import _foreach_utils  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
+_device.take_over()
+if torch.version.cuda is None:
+    # Without a kernel of CUDA, torch would take it for a composition of seven operations.
+    _kernels = torch.library.Library("aten", "IMPL")
+    _kernels.impl("silu_backward", lambda gradient, x: gradient, "CUDA")
+
 DEVICE = torch.device("cuda", 0)
+ATTENTION = {
+    "_scaled_dot_product_flash_attention": "flash",
+    "_scaled_dot_product_efficient_attention": "memory-efficient",
+    "_safe_softmax": "math",  # of a composition, which torch calls a kernel
+}
 PACKAGE = f"{os.sep}unfog{os.sep}"
 READS = ("item", "__float__", "__int__", "__bool__", "__index__")
 FREE = (  # of launches
@@ -108,6 +118,11 @@ class Watch(TorchDispatchMode):
             self.faults[f"{name} has no deterministic kernel @ {place()}"] += 1
         if name in ("conv2d", "convolution", "convolution_backward"):
             self._convolved(name, given, made)
+        if name in ATTENTION:
+            self.attention[ATTENTION[name]] += 1
+        if name == "scaled_dot_product_attention":  # as a whole, where no gradients are recorded
+            fused = all(tensor.stride(-1) == 1 for tensor in given[:3])
+            self.attention["fused" if fused else "math"] += 1
         if func.namespace != "prim" and not func.is_view and name not in FREE:
             self.operations += 1
             self.named[name] += 1
@@ -249,7 +264,6 @@ class FakeCuda(ExitStack):
         for name in READS:
             self._watch_read(name, {"__bool__": True, "__int__": 1, "__index__": 1}.get(name, 1.0))
         self._watch_bulk_reads()
-        self._watch_attention()
         return self
 
     def _watch_read(self, name, answer):
@@ -282,23 +296,3 @@ class FakeCuda(ExitStack):
 
         self.set(FakeTensor, "tolist", tolist)  # which has one of its own
         self.set(torch.Tensor, "numpy", numpy)
-
-    def _watch_attention(self):
-        """Note which kernel scaled_dot_product_attention can take; the fake one would always take the math kernel."""
-        real = F.scaled_dot_product_attention
-
-        def attend(q, k, v, **options):
-            if q.device.type != "cuda":
-                return real(q, k, v, **options)
-            if torch.is_autocast_enabled("cuda"):
-                q, k, v = (tensor.to(torch.get_autocast_dtype("cuda")) for tensor in (q, k, v))
-            half = q.dtype in (torch.bfloat16, torch.float16)
-            if any(tensor.stride(-1) != 1 for tensor in (q, k, v)):
-                self.watch.attention["math"] += 1
-                return real(q, k, v, **options)
-            self.watch.attention["flash" if half else "memory-efficient"] += 1
-            if half:
-                return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False)[0]
-            return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, torch.is_grad_enabled())[0]
-
-        self.set(F, "scaled_dot_product_attention", attend)

@@ -5,8 +5,6 @@
 
 namespace absent {
 
-c10::impl::DeviceGuardImplRegistrar registrar(c10::DeviceType::MPS, new Guard<c10::DeviceType::MPS>());
-
 struct Hooks : at::MPSHooksInterface {
   void init() const override {}
   bool hasMPS() const override { return true; }
@@ -22,4 +20,8 @@ struct Hooks : at::MPSHooksInterface {
 using absent::Hooks;
 namespace at {
 C10_REGISTER_CLASS(MPSHooksRegistry, MPSHooks, ::absent::Hooks)
+}
+
+extern "C" void take_over() {
+  c10::impl::DeviceGuardImplRegistrar(c10::DeviceType::MPS, new absent::Guard<c10::DeviceType::MPS>());
 }

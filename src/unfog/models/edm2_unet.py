@@ -141,7 +141,7 @@ class _MPBlock(nn.Module):
         if self.resample == "down":
             x = F.avg_pool2d(x, 2)
         elif self.resample == "up":
-            x = F.interpolate(x, scale_factor=2.0, mode="nearest")
+            x = layers.repeat_pixels(x)
         if self.down:
             # Normalised pixel by pixel, so that deviations from unit magnitude do not add up.
             x = _unit_rms(self.shortcut(x), 1)

@@ -45,6 +45,18 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return mixed
 
 
+def repeat_pixels(x: Tensor) -> Tensor:
+    """Repeat each pixel of [B, C, H, W] -> [B, C, 2H, 2W], as interpolation by the nearest does."""
+    # Inductor takes the backward pass of an interpolation for a scatter of indices, which a GPU has to sort to add them
+    # in one order. That of an expansion is a sum of four, and part of another kernel.
+    compiled_for_gpu = torch.compiler.is_compiling() and x.device.type == "cuda"
+    return _expand_pixels(x) if compiled_for_gpu else F.interpolate(x, scale_factor=2.0, mode="nearest")
+
+
+def _expand_pixels(x: Tensor) -> Tensor:
+    return x[:, :, :, None, :, None].expand(-1, -1, -1, 2, -1, 2).flatten(4, 5).flatten(2, 3)
+
+
 class ConditionalNetwork(nn.Module):
     """Base of all networks: labels with a null class, an augmentation condition, gradient checkpointing.
 

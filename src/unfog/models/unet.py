@@ -101,7 +101,7 @@ class _Upsample(nn.Module):
         self.conv = nn.Conv2d(channels, channels, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
+        output: Tensor = self.conv(layers.repeat_pixels(x))
         return output
 
 

@@ -200,6 +200,10 @@ def _compile(network: ConditionalNetwork | AutoencoderModel, device: torch.devic
         # Otherwise a rule of thumb of Inductor's leaves most convolutions of these U-Nets in NCHW, where the tensor
         # cores need channels last: 46 of 65 in `cifar10`.
         inductor.force_layout_optimization = True
+    if device.type == "cuda" and hasattr(inductor, "combo_kernels_pointwise_only"):  # not in torch 2.11
+        # Kernels that do not need each other become one launch: the casts of all weights above all. Not reductions,
+        # whose sums would depend on what they are launched with.
+        inductor.combo_kernels = inductor.combo_kernels_pointwise_only = True
     network.compile(dynamic=False)  # a run has a shape or two; code for any shape is slower
 
 

@@ -45,7 +45,7 @@ def _resampled(x: Tensor, mode: str, smooth: bool) -> Tensor:
     if not mode:
         return x
     if not smooth:
-        return F.avg_pool2d(x, 2) if mode == "down" else F.interpolate(x, scale_factor=2.0, mode="nearest")
+        return F.avg_pool2d(x, 2) if mode == "down" else layers.repeat_pixels(x)
     # Doubling puts three zeros beside each pixel, so the filter must add up to 4 to keep the brightness.
     kernel = _kernel(x, 4.0 if mode == "up" else 1.0)
     change = F.conv2d if mode == "down" else F.conv_transpose2d

@@ -99,7 +99,7 @@ class _Block(nn.Module):
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
         if self.mode:
-            x = F.avg_pool2d(x, 2) if self.mode == "down" else F.interpolate(x, scale_factor=2.0, mode="nearest")
+            x = F.avg_pool2d(x, 2) if self.mode == "down" else layers.repeat_pixels(x)
         if self.encodes:
             x = _unit(self.conv_skip(x), [1])
         scale = self.emb_linear(condition, self.emb_gain) + 1

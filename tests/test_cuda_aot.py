@@ -1,0 +1,76 @@
+"""Training steps compiled for a GPU (sm_90) without one: see fake_cuda/compiled.py for what is real about it.
+
+The budget holds what torch `TORCH` made of them. If only torch has changed, store the new figures in its place.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from test_fake_cuda import compiled, run
+
+TORCH, *_ = (BUDGET := json.loads(Path(__file__).with_name("cuda_aot_budget.json").read_text()))
+FEWER = ("launches", "kernels of Triton", "convolutions in NCHW", "attention by the math kernel", "waits")
+NONE = ("graph breaks", "convolutions in NCHW", "attention by the math kernel")
+PLANTED = {"planted layout": ("unet", "convolutions in NCHW"), "planted break": ("dit", "graph breaks")}
+
+needs_cuda_build = pytest.mark.skipif(
+    not sys.platform.startswith("linux") or torch.version.cuda is None,
+    reason=f"needs a CUDA build of torch on Linux, and no GPU; this one is {torch.__version__}: see docs/devices.md",
+)
+
+
+def worse(figures, budget):
+    """Return what is worse than the budget: more of what should be few, or any other number of the rest."""
+    return {
+        name: f"{figures[name]}, budget {most}"
+        for name, most in budget.items()
+        if (figures[name] > most if name in FEWER else figures[name] != most)
+    }
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    return compiled("device.cpp", tmp_path_factory.mktemp("cuda_aot") / "device.so")
+
+
+def figures_of(library, name):
+    figures = run(library, [name], "compiled.py", timeout=3000)[name]
+    assert "error" not in figures, figures["error"] + figures["where"]
+    return figures
+
+
+@needs_cuda_build
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("name", BUDGET[TORCH])
+def test_a_compiled_step_is_within_its_budget(library, name):
+    assert not worse(figures_of(library, name), BUDGET[TORCH][name]), f"torch {torch.__version__}, budget of {TORCH}"
+
+
+@needs_cuda_build
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize(("name", "network", "what"), [(name, *of) for name, of in PLANTED.items()])
+def test_planted_mistake_is_found(library, name, network, what):
+    assert what in worse(figures_of(library, name), BUDGET[TORCH][network])
+
+
+@pytest.mark.parametrize("name", BUDGET[TORCH]["unet"])
+def test_each_figure_of_the_budget_is_compared(name):
+    budget = BUDGET[TORCH]["unet"]
+    assert not worse(budget, budget)
+    assert list(worse(budget | {name: budget[name] + 1}, budget)) == [name]
+
+
+def test_the_budget_allows_no_break_no_flat_convolution_and_no_math_kernel():
+    for figures in BUDGET[TORCH].values():
+        assert (
+            figures["graph breaks"] == figures["convolutions in NCHW"] == figures["attention by the math kernel"] == 0
+        )
+        assert (figures["graphs"], figures["waits"]) == (1, 1)
