@@ -14,7 +14,7 @@ from test_fake_cuda import compiled, run
 
 TORCH, *_ = (BUDGET := json.loads(Path(__file__).with_name("cuda_aot_budget.json").read_text()))
 FEWER = ("launches", "kernels of Triton", "convolutions in NCHW", "attention by the math kernel", "waits")
-NONE = ("graph breaks", "convolutions in NCHW", "attention by the math kernel")
+NONE = ("graph breaks", "convolutions in NCHW", "attention by the math kernel", "waits")
 PLANTED = {"planted layout": ("unet", "convolutions in NCHW"), "planted break": ("dit", "graph breaks")}
 
 needs_cuda_build = pytest.mark.skipif(
@@ -70,7 +70,5 @@ def test_each_figure_of_the_budget_is_compared(name):
 
 def test_the_budget_allows_no_break_no_flat_convolution_and_no_math_kernel():
     for figures in BUDGET[TORCH].values():
-        assert (
-            figures["graph breaks"] == figures["convolutions in NCHW"] == figures["attention by the math kernel"] == 0
-        )
-        assert (figures["graphs"], figures["waits"]) == (1, 1)
+        assert not any(figures[name] for name in NONE)
+        assert figures["graphs"] == 1

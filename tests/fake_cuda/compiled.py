@@ -233,7 +233,6 @@ CASES = {
     "unet": lambda: compiled_step_of(cases.config_of(**cases.ADAMW)),
     "mpunet": lambda: compiled_step_of(cases.config_of(cases.MP, **cases.ADAMW)),
     "dit": lambda: compiled_step_of(cases.config_of(cases.DIT, **cases.ADAMW), binaries=True),
-    "cifar10": lambda: compiled_step_of(cases.whole("cifar10", 32)),
     "planted layout": lambda: compiled_step_of(cases.config_of(**cases.ADAMW), mutate=_without_layouts),
     "planted break": lambda: compiled_step_of(cases.config_of(cases.DIT, **cases.ADAMW), mutate=_with_a_break),
 }

@@ -200,7 +200,7 @@ def _compile(network: ConditionalNetwork | AutoencoderModel, device: torch.devic
         # Otherwise a rule of thumb of Inductor's leaves most convolutions of these U-Nets in NCHW, where the tensor
         # cores need channels last: 46 of 65 in `cifar10`.
         inductor.force_layout_optimization = True
-    if device.type == "cuda" and hasattr(inductor, "combo_kernels_pointwise_only"):  # not in torch 2.11
+    if device.type == "cuda" and hasattr(inductor, "combo_kernels_pointwise_only"):  # not in older versions of torch
         # Kernels that do not need each other become one launch: the casts of all weights above all. Not reductions,
         # whose sums would depend on what they are launched with.
         inductor.combo_kernels = inductor.combo_kernels_pointwise_only = True

@@ -32,7 +32,7 @@ class HalfWeights:
     @classmethod
     def of(cls, network: nn.Module, precision: Precision) -> HalfWeights | None:
         """Return copies for a network on a GPU; None where they gain nothing, or would change gradients."""
-        compiled = network._compiled_call_impl is not None  # whose casts are parts of other kernels
+        compiled = network._compiled_call_impl is not None  # whose casts are launched some at a time
         dtype = DTYPES.get(precision.name) if precision.device.type == "cuda" else None
         if dtype is None or compiled or not getattr(network, "calls_layers_once", False):
             return None
