@@ -1,7 +1,9 @@
 """The contest's harness: its contestants can be trained, and its arithmetic is right."""
 
 import json
+import shlex
 import sys
+import tomllib
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +15,8 @@ from PIL import Image
 
 import unfog
 from unfog.cli.requests import read_request
+from unfog.config.run_requests import EvaluationRequest
+from unfog.config.toml import update
 from unfog.models.network_settings import build_model
 from unfog.models.settings import SIZES
 from unfog.training.settings import PowerEma
@@ -123,3 +127,11 @@ def test_tuned_peers_train_and_draw(peers, peer, tmp_path):
     peers[peer].main("draw", str(images), tmp_path / "run", 2, 0, str(tmp_path), "19")
     assert np.load(tmp_path / "pictures.npy").shape == (2, 32, 32, 3)
     assert json.loads((tmp_path / "drawn.json").read_text())["calls"] == 19
+
+
+def test_records_of_the_speedrun_are_requests():
+    records = tomllib.loads((QUALITY.parent / "speedrun" / "records.toml").read_text())
+    for name, record in records.items():
+        assert record.keys() <= {"change", "rate", "flags", "draw"}, name
+        read_request("train", ["fashion", *shlex.split(record["flags"]), "--images", "640"])
+        update(EvaluationRequest(), record.get("draw", {}), name)
