@@ -169,7 +169,7 @@ def test_a_bare_step_and_diffusers_step_train_the_network_that_ours_is(bench, mo
     networks, steps = bench("networks"), bench("steps")
     config = networks.settings_of("cifar10", cpu=True)
     ours = steps.build_network(config)
-    x, t = torch.randn(2, *steps.input_shape(config)), torch.tensor([3.0, 700.0])
+    x, t = torch.randn(2, *config.input_shape), torch.tensor([3.0, 700.0])
     for tensor in ours.parameters():
         torch.nn.init.normal_(tensor, std=0.05)
     monkeypatch.setattr(steps, "build_network", lambda config: ours)
