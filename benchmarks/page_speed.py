@@ -57,6 +57,19 @@ def busy(clock) -> float:
     )
 
 
+def clock_of(watched):
+    """Return a session of the debugger for `busy`."""
+    clock = watched.context.new_cdp_session(watched.page)
+    clock.send("Performance.enable", {"timeDomain": "threadTicks"})
+    return clock
+
+
+def server_seconds(process) -> float:
+    """Return the processor seconds of a server so far."""
+    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def measure(browser, folder: Path) -> None:
     with serving(folder) as (address, _):
         watched = WatchedPage(browser, viewport={"width": 1280, "height": 900})
@@ -77,8 +90,7 @@ def measure(browser, folder: Path) -> None:
         print(f"run of 100,000 rows: charts drawn after {time.monotonic() - begun:.2f} s")
         wait_for(lambda: page.evaluate("document.querySelectorAll('unfog-chart canvas').length") >= 3)
         # On a busy machine frames come late; what counts besides is the processor time that one takes.
-        clock = watched.context.new_cdp_session(page)
-        clock.send("Performance.enable", {"timeDomain": "threadTicks"})
+        clock = clock_of(watched)
         before = busy(clock)
         times = np.array(page.evaluate(ZOOM))
         used = 1000 * (busy(clock) - before) / (len(times) + 5)
@@ -95,19 +107,22 @@ def measure(browser, folder: Path) -> None:
 
 def measure_long(browser, folder: Path) -> None:
     """Clock eight long runs that no server has read yet: until their curves are there, and until all rows are."""
-    with serving(folder) as (address, _):
-        page = WatchedPage(browser, viewport={"width": 1280, "height": 900}).page
+    with serving(folder) as (address, process):
+        watched = WatchedPage(browser, viewport={"width": 1280, "height": 900})
+        page = watched.page
         page.goto(address)
         page.wait_for_selector("table.runs tbody tr")
         ids = page.evaluate("fetch('api/runs').then((answer) => answer.json())")
-        begun = time.monotonic()
+        clock = clock_of(watched)
+        begun, before, drawn = time.monotonic(), server_seconds(process), busy(clock)
         page.goto(f"{address}#/compare/{','.join(str(run['id']) for run in ids[:8])}")
         page.wait_for_selector("unfog-compare unfog-chart canvas", timeout=120_000)
         seen = time.monotonic() - begun
         stores = "document.querySelector('unfog-compare').runs.every(({store}) => !store.sampled)"
         wait_for(lambda: page.evaluate(stores), 300)
         print(f"eight runs of 100,000 rows: laid over one another after {seen:.2f} s, ", end="")
-        print(f"all rows after {time.monotonic() - begun:.2f} s")
+        print(f"all rows after {time.monotonic() - begun:.2f} s; processor time of the server ", end="")
+        print(f"{server_seconds(process) - before:.1f} s, of the page {busy(clock) - drawn:.1f} s")
 
 
 def make_long(folder: Path) -> None:

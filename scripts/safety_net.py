@@ -45,7 +45,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "flow": {"--network": "dit:width=32,depth=2,head_channels=8,patch=2", "--path": "flow", "--schedule": "logitnormal",
              "--target": "flow", "--weighting": "plain", "--data.augment": 0.2},
 }  # fmt: skip
-CLOCK = ("seconds", "images_per_second", "data_wait", "time", "memory")
+CLOCK = ("seconds", "images_per_second", "data_wait", "time", "memory", "disk_free")
 
 
 class Version:

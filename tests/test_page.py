@@ -13,8 +13,7 @@ from unfog.reporting.page.bundle import PAGE, _imports_of, _joined_script, embed
 MODULES = sorted(path.name for path in PAGE.glob("*.js"))
 PLAYGROUND = [name for name in MODULES if name.startswith("playground")]
 """Fetched only when it is opened, and no part of single files."""
-LARGEST, LARGEST_PLAYGROUND = 150_000, 46_000  # bytes of scripts; lines of comment do not count, so that none is spared
-LARGEST_SENT, ALL_SENT = 65_000, 82_000  # bytes of scripts as browsers get them: without the playground, and all
+LARGEST, LARGEST_SENT = 150_000, 60_000  # bytes of all scripts, as they are written and as browsers get them
 _NAMES = re.compile(r"^export (?:async )?(?:function|class|const) (\w+)", re.MULTILINE)
 
 
@@ -69,13 +68,9 @@ def test_nothing_comes_from_elsewhere():
 
 def test_scripts_stay_small():
     texts = {path.name: path.read_bytes() for path in PAGE.rglob("*.js")}
-    sizes = {name: len(re.sub(rb"(?m)^\s*//.*\n", b"", text)) for name, text in texts.items()}
-    sent = {name: len(gzip.compress(text)) for name, text in texts.items()}
-    assert sum(sent.values()) < ALL_SENT, sent
-    assert sum(size for name, size in sent.items() if name not in PLAYGROUND) < LARGEST_SENT
-    playground = sum(sizes.pop(name) for name in PLAYGROUND)
-    assert sum(sizes.values()) < LARGEST, sizes
-    assert 20_000 < playground < LARGEST_PLAYGROUND
+    assert {"main.js", "playground.js", "lit.js"} <= texts.keys()
+    assert sum(map(len, texts.values())) < LARGEST, {name: len(text) for name, text in texts.items()}
+    assert sum(len(gzip.compress(text)) for text in texts.values()) < LARGEST_SENT
 
 
 def test_vendored_files_are_those_that_are_named():
@@ -85,7 +80,7 @@ def test_vendored_files_are_those_that_are_named():
     assert set(named) == files
     for name, digest in named.items():
         assert hashlib.sha256((PAGE / "vendor" / name).read_bytes()).hexdigest() == digest
-    assert {path.name for path in (PAGE / "vendor").glob("LICENSE-*")} == {"LICENSE-lit", "LICENSE-uplot"}
+    assert {path.name for path in (PAGE / "vendor").glob("LICENSE-*")} == {"LICENSE-lit"}
 
 
 def test_each_feature_of_the_table_has_a_test():
@@ -103,5 +98,5 @@ def test_embedded_text_cannot_end_the_script():
     assert "<script>alert" not in page
     assert "\\u003c/script>" in page
     assert "<title>&lt;b> · Unfog</title>" in page
-    assert page.count("<script") == shell_html().count("<script") == 3
+    assert page.count("<script") == shell_html().count("<script") == 2
     assert '<meta http-equiv="refresh" content="10">' in page

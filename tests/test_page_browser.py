@@ -193,6 +193,25 @@ def test_all_is_reached_by_keyboard(browser, address):
 
 
 @pytest.mark.exhaustive
+def test_memory_and_disk_are_charts_where_they_were_recorded(browser, address, runs, tmp_path):
+    page = WatchedPage(browser).page
+    heads = "[...document.querySelectorAll('unfog-chart h3')].map((one) => one.textContent)"
+    with Recorder(tmp_path / "new", Log(every=1), total=9) as run:
+        for step in range(1, 10):
+            run.log(step, step * 8, loss=1 / step, memory_mib=900.0 + step, memory_device_mib=70.5, disk_free_mib=1e5)
+    shown = {}
+    for folder in (runs / "first", tmp_path / "new"):
+        page.goto(write_report(folder).as_uri())
+        page.wait_for_selector("unfog-chart canvas")
+        shown[folder.name] = page.evaluate(heads)
+    assert {"Memory, MiB", "Free on the disk, MiB"} <= set(shown["new"])
+    assert not [head for head in shown["first"] if "emory" in head or "disk" in head]  # of before these were logged
+    legend = page.inner_text("unfog-chart:has-text('Memory, MiB') .legend")
+    assert "process 909" in legend
+    assert "GPU, peak 70.5" in legend
+
+
+@pytest.mark.exhaustive
 def test_two_runs_are_compared(browser, address):
     watched = WatchedPage(browser)
     page = watched.page
@@ -296,11 +315,15 @@ def test_a_run_is_watched_and_steered(browser, tmp_path):
         previews = len(list((folder / "live" / "samples").glob("*.png")))
         page.click("button:text-is('Preview now')")
         wait_for(lambda: len(list((folder / "live" / "samples").glob("*.png"))) > previews)
+        # It was started elsewhere: its messages come from its folder, and new ones by themselves.
+        page.click("text=Output of the run")
+        page.wait_for_selector("unfog-task pre:has-text('training')")
         page.click("text=Tell me when runs end")
         page.wait_for_selector("text=Tell me when runs end ✓")
         page.click("button:text-is('Stop')")
         page.wait_for_selector(".run-head .state.stopped", timeout=60_000)
         until(page, "told.includes('live: stopped')")
+        page.wait_for_selector("unfog-task pre:has-text('stopped at step')")
         assert training.wait(60) == 3  # stopped on request
         assert watched.troubles == []
 

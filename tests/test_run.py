@@ -1,7 +1,9 @@
 """A run from the outside: the command line and Python, from images to pictures and back."""
 
 import math
+import os
 import re
+import shutil
 import subprocess
 from dataclasses import replace
 
@@ -24,6 +26,7 @@ from unfog.pipeline.image_files import DenoisingStrip
 from unfog.pipeline.sample_folder import SampleFolder
 from unfog.planning.auto_settings import AutoSettings, parse_duration
 from unfog.planning.intervals import choose_intervals, round_down_to_125
+from unfog.process.device import resident_bytes
 from unfog.reporting.records import read_events, read_metrics
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.settings import EmaSnapshots
@@ -65,12 +68,20 @@ def test_folder_holds_what_the_contract_says(run):
     names = {path.name for path in run.path.iterdir()}
     folders = {"samples", "denoising", "checkpoints"}
     files = ("config.toml", "metrics.jsonl", "events.jsonl", "report.html", "heartbeat.json", "data.json")
-    assert names == {*files, "contact-sheet.png"} | folders
+    assert names == {*files, "console.log", "contact-sheet.png"} | folders
     newest = run.path / "checkpoints" / "00000060"
     assert {p.name for p in newest.iterdir()} == {checkpoint.MANIFEST, *checkpoint.FILES}
     kinds = [event["kind"] for event in read_events(run.path / "events.jsonl")]
     assert kinds[-1] == "finished"
     assert {"started", "choice", "data", "preview", "checkpoint"} <= set(kinds)
+
+
+def test_messages_are_kept_in_the_run_and_progress_is_not(run):
+    lines = (run.path / "console.log").read_text().splitlines()
+    assert re.fullmatch(rf"-- \d{{4}}-\d\d-\d\d [\d:]+ UTC, process {os.getpid()} on .+", lines[0])
+    assert any(re.match(r"training [\d.]+M parameters in .*steps 0 to 60 of", line) for line in lines)
+    assert lines[-1].startswith("finished at step 60")
+    assert not any(line.startswith("step ") for line in lines)
 
 
 def test_loss_falls_and_is_recorded_by_noise_level(run):
@@ -84,6 +95,10 @@ def test_loss_falls_and_is_recorded_by_noise_level(run):
     assert len(logged[0]["loss_by_level"]) == 10
     assert all(math.isfinite(row["gradient_norm"]) and row["images_per_second"] > 0 for row in logged)
     assert 0 <= logged[-1]["data_wait"] < 0.5
+    # Of this process: torch alone takes 100 MiB. A CPU has no memory of its own.
+    assert 50 < logged[-1]["memory_mib"] < resident_bytes() / 2**20 + 2**12
+    assert logged[-1]["disk_free_mib"] == pytest.approx(shutil.disk_usage(run.path).free / 2**20, rel=0.2)
+    assert "memory_device_mib" not in logged[-1]
     assert len(rows[0]["held_out_by_level"]) == 4
 
 

@@ -15,7 +15,10 @@ import pytest
 from PIL import Image
 
 from served import make_run, row_of, unpack
+from unfog.process.console_log import console_log
+from unfog.process.run_folder import RunFolder
 from unfog.process.run_status import RunStatus
+from unfog.reporting.progress import say
 from unfog.serve.columns.metric_columns import MetricColumns
 from unfog.serve.columns.thinning import _REDUCE, Thinner
 from unfog.serve.run_files import _encode_webp
@@ -532,6 +535,47 @@ def test_a_running_run_is_looked_at_each_tick_and_its_death_is_noticed(server, r
     write(pid=2**22 + 1)
     server.runs.tick()
     assert entry.status.state == "killed"
+
+
+def test_messages_of_a_run_that_was_started_elsewhere_are_shown_and_their_growth_told(client, server, run):
+    assert client.get(f"/api/runs/{number(client)}").json()["output"] is None
+    with console_log(RunFolder(run)):
+        say("scanned 40 images from https://bob:secret@host/a.tar")
+    address = client.get(f"/api/runs/{number(client)}").json()["output"]
+    lines = client.get(f"/{address}").json()["output"].splitlines()
+    assert lines[0].startswith("-- 20")
+    assert lines[1].startswith("scanned 40 images from https://")
+    assert "secret" not in lines[1]
+    published = []
+    server.hub.publish = lambda event, data, key="": published.append(data)
+    for _ in range(5):
+        server.tick()
+    assert published[-1]["console"] == (run / "console.log").stat().st_size
+
+
+def test_a_log_of_messages_keeps_the_newer_half_and_what_ended_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("unfog.process.console_log._MOST_BYTES", 2000)
+    folder = RunFolder(tmp_path)
+    with console_log(folder):
+        say("before it is a run")
+        assert not (tmp_path / "console.log").exists()
+        folder.config_file.touch()
+        say("now it is")
+        assert (tmp_path / "console.log").read_text().splitlines()[1:] == ["before it is a run", "now it is"]
+        for i in range(200):
+            say(f"message {i}")
+            assert (tmp_path / "console.log").stat().st_size <= 2000
+    text = (tmp_path / "console.log").read_text()
+    assert text.splitlines()[-1] == "message 199"
+    assert text.startswith("message ")
+    with pytest.raises(ValueError, match="odd"), console_log(folder):
+        raise ValueError("odd")
+    assert (tmp_path / "console.log").read_text().endswith("unfog: odd\n")
+    (tmp_path / "console.log").unlink()
+    (tmp_path / "console.log").symlink_to(tmp_path / "elsewhere")
+    with console_log(folder):
+        say("not through a link")
+    assert not (tmp_path / "elsewhere").exists()
 
 
 ODD = ["null", "[]", "{}", '"x"', "1e400", "-1", "NaN", "true", "1" + "0" * 400, "[" * 3000 + "]" * 3000]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -60,6 +61,19 @@ def resident_bytes() -> int:
 def peak_bytes() -> int:
     """Return the largest resident memory that this process has had; 0 where the system does not report it."""
     return _status("VmHWM")
+
+
+def resource_use(device: torch.device, folder: Path) -> dict[str, float]:
+    """Return `memory_mib` of this process, `memory_device_mib`, its peak on a GPU, and `disk_free_mib` of a folder.
+
+    What the system does not report is left out.
+    """
+    found = {"memory_mib": resident_bytes()}
+    if device.type == "cuda":
+        found["memory_device_mib"] = torch.cuda.max_memory_allocated(device)
+    with suppress(OSError):
+        found["disk_free_mib"] = shutil.disk_usage(folder).free
+    return {name: round(size / 2**20, 1) for name, size in found.items() if size}
 
 
 def _status(name: str) -> int:

@@ -12,8 +12,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
@@ -27,11 +27,28 @@ _MARGIN = 3  # columns at the right that stay free, as the terminal writes "^C" 
 _live: Live | None = None  # the only part of the terminal that is drawn over
 _shown: list[Progress] = []  # what it shows, one below the other
 _rows = 0  # lines that it takes
+_listeners: list[Callable[[str], None]] = []  # that messages are passed on to
 _cell = LiveText()  # in a notebook, instead of the terminal
 
 
 def say(text: str, style: str = "") -> None:
     """Print a message to stderr, above a live progress line; on a terminal in a rich `style`."""
+    _write_line(text, style)
+    for listener in _listeners:
+        listener(_printable(text))
+
+
+@contextmanager
+def overheard(listener: Callable[[str], None]) -> Iterator[None]:
+    """Call `listener` with each message inside the `with`, from the thread that prints it; not with progress."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+def _write_line(text: str, style: str = "") -> None:
     text = _printable(text)
     with suppress(OSError):  # the terminal or pipe is closed, which must not stop the work
         if _is_terminal():
@@ -229,7 +246,7 @@ class Progress:
         if self._printed == (self._done, self._note):
             return
         self._drawn, self._printed = now, (self._done, self._note)
-        say(f"{self.label} {self._text(now, self._note)}")
+        _write_line(f"{self.label} {self._text(now, self._note)}")
 
     def _text(self, now: float, note: str, share: bool = False) -> str:
         of = f"/{self.total:,}" if self.total else ""

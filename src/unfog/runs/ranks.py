@@ -12,6 +12,7 @@ import torch
 from unfog.callbacks import Callbacks
 from unfog.config.schema import Config
 from unfog.config.toml import to_toml
+from unfog.process.console_log import console_log
 from unfog.process.device import choose_device
 from unfog.process.heartbeat import Heartbeat
 from unfog.process.run_folder import RunFolder
@@ -54,6 +55,7 @@ class RunContext:
             folder.create_locked(config.source) if new else folder.locked(),
             # After the lock: it writes into the folder, which another process may still be training in.
             Heartbeat(folder.path, stop, silent=new) as heartbeat,
+            console_log(folder),
         ):
             yield cls(folder, device, stop, heartbeat, world, Callbacks(callbacks, stop.request, stop))
 

@@ -11,6 +11,7 @@ from unfog.config.schema import Config
 from unfog.data.dataset import Dataset
 from unfog.data.stream import ImageStream
 from unfog.pipeline.skipped_images import FailureReporter
+from unfog.process.device import resource_use
 from unfog.reporting.progress import plural, say, warn
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.records import LENGTH_EVENT
@@ -71,7 +72,9 @@ class SessionHooks(StoppableHooks):
         self.context.heartbeat.on_activity = recorder.progress.show
 
     def log(self, step: int, images: int, record: dict[str, Any]) -> None:
-        self.recorder.log(step, images, **record)
+        # Beside the losses: a line of an evaluation alone would show what the evaluation took.
+        use = resource_use(self.context.device, self.context.folder.path) if "loss" in record else {}
+        self.recorder.log(step, images, **record, **use)
         self.failures.report(self.recorder, step, self.context.world.collect_reports())
 
     def on_skipped_step(self, state: TrainState, norm: float, culprit: NanReport | None) -> None:

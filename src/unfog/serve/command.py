@@ -41,7 +41,7 @@ _UVICORN: dict[str, Any] = {
 
 def main(request: ServeRequest) -> int:
     """Serve the page until Ctrl-C, and return the exit status."""
-    for package in ("starlette", "uvicorn"):
+    for package in ("orjson", "starlette", "uvicorn"):
         if find_spec(package) is None:
             raise RequestError(f"unfog serve needs {package}: pip install 'unfog[serve]'")
     _check_folder(request.runs)

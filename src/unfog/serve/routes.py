@@ -18,12 +18,15 @@ from starlette.routing import Route
 
 from unfog import __version__
 from unfog.errors import RequestError
+from unfog.process.console_log import read_tail
 from unfog.reporting.page.bundle import shell_html
 from unfog.serve import run_detail, steering
 from unfog.serve.columns.routes import column_routes
 from unfog.serve.runs import RunEntry
 from unfog.serve.server import Json, Server, json_body, run_of, whole_number
 from unfog.text import sanitize
+
+_SHOWN_BYTES = 2**16  # of a log, from its end
 
 
 def build_app(server: Server, more: list[Route]) -> Starlette:
@@ -46,6 +49,7 @@ def _run_routes(runs: _Runs) -> list[Route]:
         Route("/api/runs", runs.list),
         Route("/api/runs/{run:int}", runs.detail),
         Route("/api/runs/{run:int}/events", runs.events),
+        Route("/api/runs/{run:int}/log", runs.log),
         Route("/api/runs/{run:int}/preview/{step:int}.webp", runs.preview),
         Route("/api/runs/{run:int}/preview/{step:int}.denoising.webp", runs.preview),
         Route("/api/runs/{run:int}/contact-sheet.webp", runs.contact_sheet),
@@ -85,13 +89,18 @@ class _Runs:
             if sample is None:
                 with entry.lock:
                     server.runs.read_columns(entry)
-            return run_detail.run_detail(entry, server.newest_check(entry), sample)
+            detail = run_detail.run_detail(entry, server.newest_check(entry), sample)
+            return {**detail, "output": server.output_of(entry)}
 
         return Json(await asyncio.to_thread(read))
 
     async def events(self, request: Request) -> Response:
         start = whole_number(request, "from")
         return Json(await asyncio.to_thread(run_detail.new_events, run_of(self._server, request), start))
+
+    async def log(self, request: Request) -> Response:
+        data = await asyncio.to_thread(read_tail, run_of(self._server, request).path, _SHOWN_BYTES)
+        return Json({"output": data.decode("utf-8", "replace")})
 
     async def preview(self, request: Request) -> Response:
         kind = "denoising" if request.url.path.endswith(".denoising.webp") else "samples"

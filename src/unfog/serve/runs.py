@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from unfog.process.console_log import LOG_FILE
 from unfog.process.heartbeat import Heartbeat
 from unfog.process.run_status import RunStatus, best_metric, find_runs
 from unfog.reporting.records import Row, read_events, read_metrics
@@ -32,7 +33,7 @@ _LAST_METRICS, _LAST_EVENTS = 2**14, 2**20  # bytes from the end of a record tha
 _IDLE_TICKS = 5  # ticks between two looks at a run that does not run
 _RESCAN_SECONDS, _SIZE_SECONDS = 3.0, 60.0  # between two searches for runs, and two sums of the disk space of one
 _MOST_MEMORY = 2**29  # bytes of columns; those that were not used for longest go first
-_RECORDS = ("metrics.jsonl", "events.jsonl", "heartbeat.json", "config.toml")
+_RECORDS = ("metrics.jsonl", "events.jsonl", LOG_FILE, "heartbeat.json", "config.toml")
 
 
 def number_of(text: str) -> int:
@@ -49,7 +50,7 @@ class RunEntry:
     name: str
     status: RunStatus | None = None
     sizes: dict[str, int] = field(default_factory=dict)
-    """Bytes of metrics.jsonl and events.jsonl."""
+    """Bytes of metrics.jsonl, events.jsonl and console.log."""
     previews: tuple[int, ...] = ()
     """Steps of the sample grids, in order."""
     disk: int | None = None
@@ -130,7 +131,7 @@ class RunEntry:
         if stamp == self._stamp:
             return False
         self._stamp = stamp
-        self.sizes = {name: (found[name] or (0, 0))[1] for name in _RECORDS[:2]}
+        self.sizes = {name: (found[name] or (0, 0))[1] for name in _RECORDS[:3]}
         if samples != self._samples:
             self._samples, self.previews = samples, numbered_files(self.path, "samples")
         if self._events[0] != found["events.jsonl"]:

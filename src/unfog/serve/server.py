@@ -17,11 +17,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from unfog.errors import RequestError
-from unfog.serve.run_files import PictureCache
+from unfog.process.console_log import LOG_FILE
+from unfog.serve.run_files import PictureCache, stat_of
 from unfog.serve.runs import RunEntry, RunList
 from unfog.serve.tasks import TaskList
 
 _TICK_SECONDS = 0.8
+_SAME_SECONDS = 2.0  # in which a message reaches both the output of a command and the log
 _HEARTBEAT_SECONDS = 15.0
 _MOST_CLIENTS = 16  # further ones end the oldest
 _REMEMBERED = 1000  # things that the last event about is known, for browsers that come back
@@ -55,6 +57,17 @@ class Server:
         """Return the folder of the doctor's newest check of a run that the page has started."""
         checks = [task.result for task in self.tasks.list() if task.subject == run.id and task.words[0] == "doctor"]
         return checks[-1] if checks else None
+
+    def output_of(self, run: RunEntry) -> str | None:
+        """Return the address of what a run has printed: by the command of this page that trains it, or by its log.
+
+        A command may print what no log has, such as how a library ends the process; after it, a terminal may go on.
+        """
+        logged = stat_of(run.path / LOG_FILE)
+        task = next((one for one in reversed(self.tasks.list()) if one.subject == run.id and one.outlives), None)
+        if task is not None and (logged is None or task.written > logged[0] / 1e9 - _SAME_SECONDS):
+            return f"api/tasks/{task.id}"
+        return f"api/runs/{run.id}/log" if logged is not None else None
 
     async def watch(self) -> None:
         """Look at the files for ever, and publish what has changed; nothing is looked at while no browser listens."""
@@ -96,7 +109,7 @@ class Server:
 def _run_event(run: RunEntry) -> dict[str, Any]:
     """Return the event of a run that has changed: its row of the list, and how far its files reach."""
     row = run.as_json()
-    ends = {"metrics": run.sizes.get("metrics.jsonl", 0), "events": run.sizes.get("events.jsonl", 0)}
+    ends = {name.partition(".")[0]: size for name, size in run.sizes.items()}
     return {**row, **ends, "previews": len(run.previews)}
 
 

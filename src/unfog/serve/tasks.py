@@ -60,6 +60,11 @@ class _Task:
     def size(self) -> int:
         return os.fstat(self.output.fileno()).st_size
 
+    @property
+    def written(self) -> float:
+        """Time of the last output, in seconds since the epoch."""
+        return os.fstat(self.output.fileno()).st_mtime
+
     def text(self) -> str:
         """Return the end of the output."""
         size = self.size()

@@ -15,9 +15,7 @@ PAGE = Path(__file__).parent
 _IMPORT = re.compile(r'^import (?:\{([^}]*)\} from )?"\./([\w./-]+\.js)";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export ((?:async )?function|class|const) (\w+)", re.MULTILINE)
 _EXPORT_LIST = re.compile(r"export\{([^}]*)\};?\s*$")  # how minified modules end
-_TAG = re.compile(
-    r'<link rel="stylesheet" href="static/([^"]+)">|<script( type="module")? src="static/([^"]+)"></script>'
-)
+_TAG = re.compile(r'<link rel="stylesheet" href="static/([^"]+)">|<script type="module" src="static/main.js"></script>')
 _POLICY = (
     "default-src 'none'; script-src {scripts}; style-src {styles}; img-src data: blob:; base-uri 'none'; "
     "form-action 'none'"
@@ -65,18 +63,18 @@ def shell_html() -> str:
     Its policy names the hashes of its scripts and styles, so that nothing else in it can run: a name in the data that
     looks like markup stays text, and would not be executed if it did not.
     """
-    hashes: dict[str, list[str]] = {"script": [], "style": []}
+    hashes = {}
 
     def inline(found: re.Match[str]) -> str:
-        style, module, script = found.groups()
-        kind = "style" if style else "script"
-        text = _joined_script() if module else (PAGE / (style or script)).read_text(encoding="utf-8")
+        style = found[1]
+        kind, module = ("style", "") if style else ("script", ' type="module"')
+        text = (PAGE / style).read_text(encoding="utf-8") if style else _joined_script()
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        hashes[kind].append(f"'sha256-{digest}'")
-        return f"<{kind}{module or ''}>{text}</{kind}>"
+        hashes[kind] = f"'sha256-{digest}'"
+        return f"<{kind}{module}>{text}</{kind}>"
 
     page = _TAG.sub(inline, (PAGE / "index.html").read_text(encoding="utf-8"))
-    policy = _POLICY.format(scripts=" ".join(hashes["script"]), styles=" ".join(hashes["style"]))
+    policy = _POLICY.format(scripts=hashes["script"], styles=hashes["style"])
     return page.replace(_TITLE, f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n{_TITLE}')
 
 

@@ -1,13 +1,16 @@
-// A chart of curves: drawn by uPlot, zoomed together with all others, and readable without seeing it.
+// A chart of curves on a canvas: zoomed together with all others, and readable without seeing it.
 
 import {html, nothing} from "./vendor/lit.js";
-import {View, COLOURS, count, number, download, scroller} from "./util.js";
-import {charts, pan, visible, zoom, zoomBy} from "./range.js";
-import {lower, thin, logTicks, ranking, sentence, place} from "./curves.js";
+import {View, COLOURS, count, number, download, swatch, table} from "./util.js";
+import {charts, pan, point, pointed, visible, zoom, zoomBy} from "./range.js";
+import {lower, thin, ticks, logTicks, ranking, sentence, place} from "./curves.js";
 
-const HEIGHT = 210;
+const HEIGHT = 210, LEFT = 52, RIGHT = 22, TOP = 8, BOTTOM = 30; // pixels of the canvas, and around the curves in it
+let palette = {};
+
+// Colours of the theme. Kept, as asking for them while other charts are drawn makes the browser compute styles anew.
 function colour(name) {
-	return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+	return (palette[name] ||= getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
 }
 
 class Chart extends View {
@@ -15,13 +18,16 @@ class Chart extends View {
 
 	constructor() {
 		super();
-		Object.assign(this, {heading: "", over: "step", series: [], marks: [], shown: null, seen: true, table: false});
+		Object.assign(this, {heading: "", over: "step", series: [], marks: [], seen: true, table: false});
 	}
 
 	connectedCallback() {
 		super.connectedCallback();
 		charts.add(this);
-		this.sizes = new ResizeObserver(() => this.redraw());
+		this.sizes = new ResizeObserver(([{contentRect}]) => {
+			this.width = contentRect.width;
+			this.redraw();
+		});
 		// What cannot be seen is drawn when it is scrolled to.
 		this.watcher = new IntersectionObserver((entries) => {
 			this.seen = entries.at(-1).isIntersecting;
@@ -34,31 +40,21 @@ class Chart extends View {
 		charts.delete(this);
 		this.sizes.disconnect();
 		this.watcher.disconnect();
-		this.plot?.destroy();
-		this.plot = null;
-	}
-
-	// A curve that is not positive throughout has no logarithm. Found once for each curve, as it takes all of its points.
-	get usesLog() {
-		return this.log && this.series.some((one) => one.y.length) && this.series.every((one) => (one.positive ??= one.y.every((v) => v > 0)));
 	}
 
 	render() {
 		const solid = this.series.filter((one) => !one.faint);
+		const tool = (name, label, press) => html`<button class="quiet" aria-label=${label} aria-expanded=${name === "table" ? this.table : nothing} @click=${press}>${name}</button>`;
 		return html`<figure class="chart">
-			<div class="chart-head"><h3>${this.heading}</h3>
-				<span class="tools">
-					<button class="quiet" @click=${() => this.saveImage()} aria-label="Download ${this.heading} as PNG">PNG</button>
-					<button class="quiet" @click=${() => this.saveTable()} aria-label="Download ${this.heading} as CSV">CSV</button>
-					<button class="quiet" aria-expanded=${this.table} @click=${() => (this.table = !this.table)} aria-label="Show ${this.heading} as a table">table</button>
-				</span></div>
+			<div class="chart-head"><h3>${this.heading}</h3><span class="tools">
+				${tool("PNG", `Download ${this.heading} as PNG`, this.saveImage)}${tool("CSV", `Download ${this.heading} as CSV`, this.saveTable)}${tool("table", `Show ${this.heading} as a table`, () => (this.table = !this.table))}</span></div>
 			<ul class="legend">${this.series.map((one, i) => html`<li class=${one.faint ? "faint" : ""}>
-				<svg width="22" height="8" aria-hidden="true"><path d="M0 4h22" stroke=${this.paint(one, i)} stroke-width="2.5" stroke-opacity=${one.faint ? 0.35 : 1} stroke-dasharray=${(one.dash || []).join(" ") || nothing} /></svg>
-				${one.label} <b></b></li>`)}<li class="at"></li></ul>
+				${swatch(this.paint(one, i), one.dash, one.faint)} ${one.label} <b></b></li>`)}<li class="at"></li></ul>
 			<div class="plot" tabindex="0" role="slider" aria-label="${this.heading}: place on the axis" aria-valuemin="0" aria-valuemax="100" aria-valuenow="100" aria-valuetext="end"
-				@keydown=${this.press} @wheel=${this.wheel}></div>
-			<figcaption>${this.several ? ranking(solid) : solid.map((one) => `${sentence(one.label, this.over, one.x, one.y)} `)}${this.note || nothing}</figcaption>
-			${this.table ? this.rows() : nothing}
+				@keydown=${this.press} @wheel=${this.wheel} @dblclick=${() => zoom(null)} @pointerdown=${this.drag} @pointermove=${this.drag} @pointerup=${this.drag} @pointercancel=${this.drag} @pointerleave=${this.drag}>
+				<canvas></canvas><i class="part"></i><i class="cursor"></i>${this.series.map((one, i) => html`<svg class="dot" width="8" height="8"><circle cx="4" cy="4" r="3.5" fill=${this.paint(one, i)} /></svg>`)}</div>
+			<figcaption>${this.several ? ranking(solid) : solid.map((one) => `${sentence(one.label, this.over, one.x, one.y)} `)}${this.note}</figcaption>
+			${this.table ? this.rows(solid) : ""}
 		</figure>`;
 	}
 
@@ -67,23 +63,23 @@ class Chart extends View {
 	}
 
 	// Up to fifty evenly spaced points of the part that is shown.
-	rows() {
-		const main = this.series.filter((one) => !one.faint);
-		const xs = [...new Set(main.flatMap((one) => this.within(one).map((i) => one.x[i])))].sort((a, b) => a - b);
-		const every = Math.ceil(xs.length / 50) || 1;
-		const picked = xs.filter((_, i) => i % every === 0 || i === xs.length - 1);
+	rows(solid) {
+		const xs = this.places(solid), every = Math.ceil(xs.length / 50) || 1;
 		const at = (one, x) => {
 			const i = lower(one.x, x);
-			return i < one.x.length && one.x[i] === x ? number(one.y[i]) : "";
+			return one.x[i] === x ? number(one.y[i]) : "";
 		};
-		return scroller(`Table of ${this.heading}`, html`<table>
-			<thead><tr><th scope="col">${this.over}</th>${main.map((one) => html`<th scope="col">${one.label}</th>`)}</tr></thead>
-			<tbody>${picked.map((x) => html`<tr><td>${place(this.over, x)}</td>${main.map((one) => html`<td>${at(one, x)}</td>`)}</tr>`)}</tbody></table>`);
+		const picked = xs.filter((_, i) => i % every === 0 || i === xs.length - 1);
+		return table(`Table of ${this.heading}`, [this.over, ...solid.map((one) => one.label)], picked.map((x) => [place(this.over, x), ...solid.map((one) => at(one, x))]));
+	}
+
+	// All x in the part that is shown, in order.
+	places(series) {
+		return [...new Set(series.flatMap((one) => this.within(one).map((i) => one.x[i])))].sort((a, b) => a - b);
 	}
 
 	within(one) {
-		const [low, high] = visible();
-		const found = [];
+		const [low, high] = visible(), found = [];
 		for (let i = lower(one.x, low); i < one.x.length && one.x[i] <= high; i++) found.push(i);
 		return found;
 	}
@@ -94,163 +90,172 @@ class Chart extends View {
 	}
 
 	updated() {
-		const shape = JSON.stringify([this.usesLog, this.series.map((one, i) => [one.label, this.paint(one, i), !!one.low, one.faint])]);
-		if (shape !== this.shape) {
-			this.shape = shape;
-			this.plot?.destroy();
-			this.plot = null;
-		}
 		this.redraw();
 	}
 
-	// The points that the pixels can show, of all curves over one common x.
-	points(width) {
-		const [low, high] = visible();
-		const picked = this.series.map((one) => thin(one.x, one.y, low, high, width / 2));
-		const all = Float64Array.from(picked.flatMap((rows, s) => rows.map((i) => this.series[s].x[i]))).sort();
-		const xs = Array.from(all.filter((x, i) => x !== all[i - 1]));
-		const value = this.usesLog ? (v) => (v > 0 ? Math.log10(v) : null) : (v) => v;
-		const data = [xs];
-		this.series.forEach((one, s) => {
-			const columns = one.low ? [one.y, one.low, one.high] : [one.y];
-			for (const from of columns) {
-				const column = new Array(xs.length); // undefined: this curve has no point here, and its line passes
-				let j = 0;
-				for (const i of picked[s]) {
-					while (xs[j] < one.x[i]) j++;
-					column[j] = value(from[i]);
-				}
-				data.push(column);
-			}
-		});
-		return [data, low, high];
-	}
-
 	redraw() {
-		const box = this.querySelector(".plot");
 		this.stale = !this.seen;
-		if (!box || !this.seen || !box.clientWidth) return;
-		const [data, low, high] = this.points(box.clientWidth);
-		let least = Infinity, most = -Infinity;
-		for (const column of data.slice(1)) {
-			for (const v of column) {
-				if (v === undefined || v === null) continue;
-				if (v < least) least = v;
-				if (v > most) most = v;
-			}
-		}
-		if (!(least <= most)) [least, most] = [0, 1];
-		const spread = most - least || Math.abs(most) || 1;
-		this.limits = {x: [low, high > low ? high : low + 1], y: [this.zero && least >= 0 && !this.usesLog ? 0 : least - 0.06 * spread, most + 0.06 * spread]};
-		if (!this.plot) this.build(box, data);
-		else {
-			if (this.plot.width !== box.clientWidth) this.plot.setSize({width: box.clientWidth, height: HEIGHT});
-			this.plot.setData(data);
-		}
+		if (!this.seen || !this.width) return;
+		const canvas = this.querySelector("canvas"), ctx = canvas.getContext("2d"), unit = devicePixelRatio, [low, high] = visible();
+		// A curve that is not positive throughout has no logarithm. Found once for each curve, as it takes all of its points.
+		this.scale = this.log && this.series.some((one) => one.y.length) && this.series.every((one) => (one.positive ??= one.y.every((v) => v > 0))) ? Math.log10 : (v) => v;
+		const picked = this.series.map((one) => thin(one.x, one.y, low, high, this.width / 2)); // what the pixels can show
+		this.limits = {x: [low, high > low ? high : low + 1], y: this.height(picked)};
+		const {x, y} = this.limits;
+		this.pixels = {x: (this.width - LEFT - RIGHT) / (x[1] - x[0]), y: (HEIGHT - TOP - BOTTOM) / (y[1] - y[0])}; // of 1
+		const [width, height] = [this.width, HEIGHT].map((size) => Math.round(size * unit));
+		if (canvas.width !== width || canvas.height !== height) Object.assign(canvas, {width, height});
+		ctx.setTransform(unit, 0, 0, unit, 0, 0);
+		ctx.clearRect(0, 0, this.width, HEIGHT);
+		this.drawAxes(ctx);
+		ctx.save();
+		ctx.beginPath();
+		ctx.rect(LEFT, 0, this.width - LEFT - RIGHT, HEIGHT - BOTTOM + 1);
+		ctx.clip();
+		this.series.forEach((one, s) => this.drawCurve(ctx, one, this.paint(one, s), picked[s]));
+		ctx.restore();
+		this.drawMarks(ctx);
 		this.tell();
 	}
 
-	build(box, data) {
-		const soft = colour("--soft"), rule = colour("--rule"), font = "11px system-ui, sans-serif";
-		const log = this.usesLog, series = [{}], bands = [];
-		this.series.forEach((one, i) => {
-			const paint = this.paint(one, i), few = one.x.length < 25;
-			series.push({stroke: one.faint ? `${paint}48` : paint, width: one.faint ? 1 : 1.75, dash: one.dash, points: {show: few, size: 5, fill: paint}});
-			if (!one.low) return;
-			series.push({stroke: `${paint}00`, points: {show: false}}, {stroke: `${paint}00`, points: {show: false}});
-			bands.push({series: [series.length - 1, series.length - 2], fill: `${paint}2e`});
+	// Limits of the scaled y of the picked points.
+	height(picked) {
+		let least = Infinity, most = -Infinity;
+		this.series.forEach((one, s) => {
+			for (const column of one.low ? [one.y, one.low, one.high] : [one.y]) {
+				for (const i of picked[s]) {
+					const v = this.scale(column[i]);
+					if (v < least && v > -Infinity) least = v;
+					if (v > most) most = v;
+				}
+			}
 		});
-		const axis = {stroke: soft, font, grid: {stroke: rule, width: 1}, ticks: {stroke: rule, width: 1, size: 4}};
-		const text = (v) => (this.over === "seconds" ? place("seconds", v) : v >= 1e6 ? number(v) : count(v));
-		this.plot = new uPlot({
-			width: box.clientWidth, height: HEIGHT, series, bands, legend: {show: false}, padding: [8, 22, 0, 0],
-			scales: {x: {time: false, range: () => this.limits.x}, y: {range: () => this.limits.y}},
-			axes: [
-				{...axis, size: 30, space: 70, values: (u, splits) => splits.map((v) => (Number.isInteger(v) || this.over === "seconds" ? text(v) : number(v)))},
-				{...axis, size: 52, values: (u, splits) => splits.map((v) => number(log ? 10 ** v : v)),
-					...(log ? {splits: (u, i, low, high) => logTicks(10 ** low, 10 ** high).map(Math.log10)} : {})},
-			],
-			cursor: {drag: {x: true, y: false, setScale: false}, sync: {key: "unfog"}, points: {size: 6}},
-			hooks: {
-				setSelect: [(u) => {
-					if (u.select.width < 4) return;
-					zoom([u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")]);
-					u.setSelect({left: 0, width: 0, top: 0, height: 0}, false);
-				}],
-				setCursor: [() => this.tell()],
-				draw: [(u) => this.drawMarks(u)],
-				ready: [(u) => u.over.addEventListener("dblclick", () => zoom(null))],
-			},
-		}, data, box);
+		if (!(least <= most)) [least, most] = [0, 1];
+		const spread = most - least || Math.abs(most) || 1;
+		return [this.zero && least >= 0 ? 0 : least - 0.06 * spread, most + 0.06 * spread];
+	}
+
+	// Pixels of a place, and the place at a pixel.
+	left(x) {
+		return LEFT + (x - this.limits.x[0]) * this.pixels.x;
+	}
+
+	top(y) {
+		return TOP + (this.limits.y[1] - this.scale(y)) * this.pixels.y;
+	}
+
+	placeOf({clientX, currentTarget}) {
+		const [low, high] = this.limits.x;
+		return Math.min(high, Math.max(low, low + (clientX - currentTarget.getBoundingClientRect().left - LEFT) / this.pixels.x));
+	}
+
+	drawAxes(ctx) {
+		const {x: [left, right], y: [bottom, top]} = this.limits, end = HEIGHT - BOTTOM;
+		const text = (v) => (this.over === "seconds" ? place("seconds", v) : Number.isInteger(v) && v < 1e6 ? count(v) : number(v));
+		Object.assign(ctx, {font: "11px system-ui, sans-serif", fillStyle: colour("soft"), strokeStyle: colour("rule"), lineWidth: 1, textAlign: "center", textBaseline: "top"});
+		ctx.beginPath();
+		for (const v of ticks(left, right, (this.width - LEFT - RIGHT) / 80)) {
+			const x = Math.round(this.left(v)) + 0.5;
+			ctx.moveTo(x, TOP);
+			ctx.lineTo(x, end + 4);
+			ctx.fillText(text(v), x, end + 8);
+		}
+		Object.assign(ctx, {textAlign: "right", textBaseline: "middle"});
+		for (const v of this.scale === Math.log10 ? logTicks(10 ** bottom, 10 ** top) : ticks(bottom, top, 5)) {
+			const y = Math.round(this.top(v)) + 0.5;
+			ctx.moveTo(LEFT - 4, y);
+			ctx.lineTo(this.width - RIGHT, y);
+			ctx.fillText(number(v), LEFT - 8, y);
+		}
+		ctx.stroke();
+	}
+
+	// The band of a curve, its line, and discs where there are few points. What is not finite a path leaves out.
+	drawCurve(ctx, one, paint, rows) {
+		const along = (column, order = rows) => order.forEach((i) => ctx.lineTo(this.left(one.x[i]), this.top(column[i])));
+		if (one.low) {
+			ctx.beginPath();
+			along(one.high);
+			along(one.low, rows.toReversed());
+			ctx.fillStyle = `${paint}2e`;
+			ctx.fill();
+		}
+		Object.assign(ctx, {strokeStyle: one.faint ? `${paint}48` : paint, fillStyle: paint, lineWidth: one.faint ? 1 : 1.75, lineJoin: "round"});
+		ctx.setLineDash(one.dash || []);
+		ctx.beginPath();
+		along(one.y);
+		ctx.stroke();
+		if (one.x.length >= 25) return;
+		ctx.beginPath();
+		for (const i of rows) {
+			const x = this.left(one.x[i]), y = this.top(one.y[i]);
+			ctx.moveTo(x, y);
+			ctx.arc(x, y, 2.5, 0, 7);
+		}
+		ctx.fill();
 	}
 
 	// Marks of events: triangles for troubles, discs for the rest, so that form and not colour tells them apart.
-	drawMarks(u) {
-		const {ctx, bbox} = u, unit = devicePixelRatio, bottom = bbox.top + bbox.height;
-		for (const mark of this.marks) {
-			if (mark.x < this.limits.x[0] || mark.x > this.limits.x[1]) continue;
-			const x = u.valToPos(mark.x, "x", true);
-			ctx.strokeStyle = ctx.fillStyle = colour(mark.trouble ? "--bad" : "--soft");
+	drawMarks(ctx) {
+		const bottom = HEIGHT - BOTTOM, [low, high] = this.limits.x;
+		for (const mark of this.marks.filter(({x}) => x >= low && x <= high)) {
+			const x = this.left(mark.x);
+			ctx.strokeStyle = ctx.fillStyle = colour(mark.trouble ? "bad" : "soft");
 			ctx.beginPath();
 			if (mark.trouble) {
 				ctx.globalAlpha = 0.35;
-				ctx.moveTo(x, bbox.top);
+				ctx.moveTo(x, TOP);
 				ctx.lineTo(x, bottom);
 				ctx.stroke();
 				ctx.globalAlpha = 1;
 				ctx.beginPath();
-				ctx.moveTo(x - 5 * unit, bottom);
-				ctx.lineTo(x + 5 * unit, bottom);
-				ctx.lineTo(x, bottom - 8 * unit);
-			} else ctx.arc(x, bottom - 3 * unit, 2.5 * unit, 0, 7);
+				ctx.moveTo(x - 5, bottom);
+				ctx.lineTo(x + 5, bottom);
+				ctx.lineTo(x, bottom - 8);
+			} else ctx.arc(x, bottom - 3, 2.5, 0, 7);
 			ctx.fill();
 		}
 	}
 
 	// Write the values at the cursor into the legend; those of the end where there is no cursor.
 	tell() {
-		const u = this.plot;
-		if (!u) return;
-		const here = u.cursor.left >= 0, at = here ? u.posToVal(u.cursor.left, "x") : Infinity;
-		const values = this.querySelectorAll(".legend b");
+		if (!this.limits || !this.seen) return;
+		const [low, high] = this.limits.x, found = pointed(), here = found !== null && found >= low && found <= high, at = here ? found : Infinity;
+		const values = this.querySelectorAll(".legend b"), dots = this.querySelectorAll(".dot");
+		const move = (element, shown, x, y) => {
+			element.classList.toggle("shown", shown);
+			if (shown) element.style.transform = `translate(${x}px, ${y}px)`;
+		};
 		const said = this.series.map((one, s) => {
 			let i = Math.min(lower(one.x, at), one.x.length - 1);
 			if (i > 0 && Math.abs(one.x[i - 1] - at) < Math.abs(one.x[i] - at)) i -= 1;
 			const text = i >= 0 ? number(one.y[i]) : "–";
 			if (values[s]) values[s].textContent = text;
+			if (dots[s]) move(dots[s], here && one.x[i] >= low && one.x[i] <= high, this.left(one.x[i]) - 4, this.top(one.y[i]) - 4);
 			return `${one.label} ${text}`;
 		});
-		const mark = here ? this.near(at) : null, line = this.querySelector(".at");
+		move(this.querySelector(".cursor"), here, this.left(at), TOP);
+		const mark = here ? this.near(at) : null, line = this.querySelector(".at"), box = this.querySelector(".plot");
 		line.textContent = here ? `at ${place(this.over, at)}${mark ? ` ${mark.trouble ? "▲" : "●"} ${mark.kind}${mark.cause ? `: ${mark.cause}` : ""}${mark.remedy ? ` Remedy: ${mark.remedy}` : ""}` : ""}` : "";
-		const box = this.querySelector(".plot"), [low, high] = this.limits.x;
 		box.setAttribute("aria-valuenow", here ? Math.round((100 * (at - low)) / (high - low)) : 100);
-		box.setAttribute("aria-valuetext", here ? `${line.textContent}; ${said.join(", ")}` : `end: ${said.join(", ")}`);
+		box.setAttribute("aria-valuetext", `${here ? `${line.textContent};` : "end:"} ${said.join(", ")}`);
 	}
 
 	near(at) {
-		const reach = (8 * (this.limits.x[1] - this.limits.x[0])) / Math.max(1, this.plot.bbox.width / devicePixelRatio);
-		const close = this.marks.filter((mark) => Math.abs(mark.x - at) <= reach);
+		const close = this.marks.filter((mark) => Math.abs(this.left(mark.x) - this.left(at)) <= 8);
 		return close.find((mark) => mark.trouble) || close[0];
 	}
 
-	goTo(x) {
-		this.plot.setCursor({left: this.plot.valToPos(x, "x"), top: HEIGHT / 3});
-	}
-
 	press(event) {
-		const u = this.plot;
-		if (!u || event.ctrlKey || event.metaKey || event.altKey) return;
-		const xs = u.data[0], here = u.cursor.left >= 0 ? u.posToVal(u.cursor.left, "x") : this.limits.x[1];
-		const seen = xs.filter((x) => x >= this.limits.x[0] && x <= this.limits.x[1]);
-		const at = Math.min(lower(seen, here - 1e-9 * Math.abs(here)), seen.length - 1);
-		const move = (i) => seen.length && this.goTo(seen[Math.min(Math.max(0, i), seen.length - 1)]);
-		const marks = this.marks.map((mark) => mark.x).sort((a, b) => a - b);
-		const small = 1e-6 * (this.limits.x[1] - this.limits.x[0]);
+		if (!this.limits || event.ctrlKey || event.metaKey || event.altKey) return;
+		const [low, high] = this.limits.x, here = pointed() ?? high, xs = this.places(this.series);
+		const at = Math.min(lower(xs, here - 1e-9 * Math.abs(here)), xs.length - 1);
+		const move = (i) => xs.length && point(xs[Math.min(Math.max(0, i), xs.length - 1)]);
+		const marks = this.marks.map((mark) => mark.x).sort((a, b) => a - b), small = 1e-6 * (high - low), page = Math.ceil(xs.length / 10);
 		const actions = {
 			ArrowLeft: () => (event.shiftKey ? pan(-0.2) : move(at - 1)), ArrowRight: () => (event.shiftKey ? pan(0.2) : move(at + 1)),
-			PageDown: () => move(at - Math.ceil(seen.length / 10)), PageUp: () => move(at + Math.ceil(seen.length / 10)),
-			Home: () => move(0), End: () => move(seen.length - 1), "+": () => zoomBy(0.5, here), "-": () => zoomBy(2, here), 0: () => zoom(null),
-			Escape: () => u.setCursor({left: -10, top: -10}),
+			PageDown: () => move(at - page), PageUp: () => move(at + page), Home: () => move(0), End: () => move(xs.length - 1),
+			"+": () => zoomBy(0.5, here), "-": () => zoomBy(2, here), 0: () => zoom(null), Escape: () => point(null),
 			e: () => this.jump(marks.find((x) => x > here + small)), E: () => this.jump(marks.findLast((x) => x < here - small)),
 		};
 		if (!actions[event.key]) return;
@@ -262,26 +267,39 @@ class Chart extends View {
 		if (x === undefined) return;
 		const [low, high] = this.limits.x;
 		if (x < low || x > high) zoom([x - (high - low) / 2, x + (high - low) / 2]);
-		requestAnimationFrame(() => this.goTo(x));
+		point(x);
 	}
 
 	wheel(event) {
-		if (!event.ctrlKey && !event.metaKey && !event.altKey) return; // a plain wheel scrolls the page
+		if (!this.limits || (!event.ctrlKey && !event.metaKey && !event.altKey)) return; // a plain wheel scrolls the page
 		event.preventDefault();
-		const left = event.clientX - this.plot.over.getBoundingClientRect().left;
-		zoomBy(Math.exp(event.deltaY / 300), this.plot.posToVal(left, "x"));
+		zoomBy(Math.exp(event.deltaY / 300), this.placeOf(event));
+	}
+
+	// The pointer moves the cursor; dragged, it marks a part, which is zoomed to at its end.
+	drag(event) {
+		if (!this.limits) return;
+		const x = this.placeOf(event), {type, currentTarget: box, pointerId} = event, part = this.querySelector(".part");
+		if (type === "pointerdown") {
+			this.from = x;
+			box.setPointerCapture(pointerId);
+		}
+		const [a, b] = [this.from ?? x, x].sort((one, two) => one - two), left = this.left(a), width = this.left(b) - left;
+		if (type === "pointerup" && width >= 4) zoom([a, b]);
+		if (type !== "pointerdown" && type !== "pointermove") this.from = undefined;
+		part.classList.toggle("shown", this.from !== undefined);
+		Object.assign(part.style, {left: `${left}px`, width: `${width}px`});
+		point(type === "pointerleave" && event.pointerType === "mouse" ? null : x); // a finger leaves it behind
 	}
 
 	saveImage() {
-		const canvas = this.querySelector("canvas");
-		if (!canvas) return;
-		const out = document.createElement("canvas"), unit = devicePixelRatio, line = 18 * unit;
+		const canvas = this.querySelector("canvas"), out = document.createElement("canvas"), unit = devicePixelRatio, line = 18 * unit;
 		[out.width, out.height] = [canvas.width, canvas.height + line * 2];
 		const ctx = out.getContext("2d");
-		ctx.fillStyle = colour("--paper");
+		ctx.fillStyle = colour("paper");
 		ctx.fillRect(0, 0, out.width, out.height);
 		ctx.drawImage(canvas, 0, line * 2);
-		ctx.fillStyle = colour("--ink");
+		ctx.fillStyle = colour("ink");
 		ctx.font = `${13 * unit}px system-ui, sans-serif`;
 		ctx.fillText(this.heading, 8 * unit, line);
 		let x = 8 * unit;
@@ -308,9 +326,6 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
 
 // Draw all charts anew, in the colours of the theme that was just chosen.
 export function repaint() {
-	for (const chart of charts) {
-		chart.plot?.destroy();
-		chart.plot = null;
-		chart.redraw();
-	}
+	palette = {};
+	for (const chart of charts) chart.redraw();
 }

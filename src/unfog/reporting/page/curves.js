@@ -54,16 +54,22 @@ export function thin(x, y, low, high, bins) {
 	return kept;
 }
 
+// Round values between low and high, about as many as `most`.
+export function ticks(low, high, most) {
+	const rough = (high - low) / Math.max(1, most), size = 10 ** Math.floor(Math.log10(rough));
+	const step = [1, 2, 2.5, 5, 10].map((digit) => digit * size).find((one) => one >= 0.999 * rough), first = Math.ceil(low / step);
+	return Array.from({length: Math.min(50, Math.floor(high / step) - first + 1)}, (_, i) => (first + i) * step);
+}
+
 // Round values between low and high, which are positive: 3 to 9 of them where a decade or more is seen.
 export function logTicks(low, high) {
 	const decades = [];
 	for (let d = Math.floor(Math.log10(low)); d <= Math.ceil(Math.log10(high)); d++) decades.push(d);
-	for (const digits of [[1], [1, 3], [1, 2, 5], [1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 4.5, 5, 6, 7, 8, 9]]) {
+	for (const digits of [[1], [1, 3], [1, 2, 5], [1, 1.5, 2, 3, 5, 7], [1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 4.5, 5, 6, 7, 8, 9]]) {
 		const ticks = decades.flatMap((d) => digits.map((digit) => digit * 10 ** d)).filter((t) => t >= low && t <= high);
 		if (ticks.length >= 3) return ticks.filter((_, i) => i % Math.ceil(ticks.length / 7) === 0);
 	}
-	const step = (high - low) / 4;
-	return step > 0 ? [0, 1, 2, 3, 4].map((i) => low + i * step) : [low];
+	return ticks(low, high, 4);
 }
 
 export function place(over, value) {

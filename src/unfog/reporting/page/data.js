@@ -10,7 +10,7 @@ export function decode(buffer) {
 	return {...header, columns: new Map(header.columns.map(read))};
 }
 
-export const EXACT = 100000; // rows; longer runs are thinned by the server
+const EXACT = 100000; // rows of all runs that are shown together; where there are more, the server thins them
 
 // The metrics of one run, which grow at their end.
 export class Store {
@@ -19,7 +19,12 @@ export class Store {
 	}
 
 	clear() {
-		Object.assign(this, {rows: 0, offset: 0, identity: "", sampled: false, version: (this.version || 0) + 1, held: new Map()});
+		Object.assign(this, {rows: 0, offset: 0, identity: "", sampled: false, thinned: false, version: (this.version || 0) + 1, held: new Map()});
+	}
+
+	// Take what another holds in the place of all rows: some lines of a record, or blocks of them.
+	take({held, rows}, sampled) {
+		Object.assign(this, {held, rows, sampled, thinned: !sampled, offset: 0, version: this.version + 1});
 	}
 
 	add(block) {
@@ -72,7 +77,7 @@ export class Store {
 
 export class ServerData {
 	constructor(base = "./") {
-		Object.assign(this, {base, steers: true, connected: true, stores: new Map(), listeners: new Map(), columns: new Map()});
+		Object.assign(this, {base, steers: true, connected: true, stores: new Map(), listeners: new Map()});
 		document.addEventListener("visibilitychange", () => (document.hidden && !this.staysOpen ? this.close() : this.open()));
 		this.open();
 	}
@@ -83,6 +88,7 @@ export class ServerData {
 		const stream = (this.stream = new EventSource(this.url("api/stream")));
 		stream.onopen = () => {
 			this.set(true);
+			for (const store of this.stores.values()) store.stale = true; // events may have been missed
 			this.emit("refresh", {});
 		};
 		stream.onerror = () => {
@@ -92,7 +98,11 @@ export class ServerData {
 			setTimeout(() => this.open(), 2000);
 		};
 		for (const kind of ["runs", "run", "task", "draw"]) {
-			stream.addEventListener(kind, (event) => this.emit(kind, event.data ? JSON.parse(event.data) : {}));
+			stream.addEventListener(kind, ({data}) => {
+				const detail = data ? JSON.parse(data) : {};
+				if (kind === "run") this.store(detail.id).stale = true;
+				this.emit(kind, detail);
+			});
 		}
 	}
 
@@ -147,10 +157,11 @@ export class ServerData {
 		return this.get("api/runs");
 	}
 
-	async run(id) {
+	// What is known of a run; `among`: how many are shown together, for a view with curves.
+	async run(id, among = 0) {
 		const run = await this.get(`api/runs/${id}`), store = this.store(id);
-		this.columns.set(String(id), run.columns);
-		if (run.sampled && !store.rows) await this.sample(id, run, store);
+		if (among) store.long = run.rows * among > EXACT;
+		if (among && run.sampled && !store.rows) await this.sample(id, store);
 		return run;
 	}
 
@@ -159,24 +170,24 @@ export class ServerData {
 	}
 
 	store(id) {
-		if (!this.stores.has(id)) this.stores.set(id, new Store());
-		return this.stores.get(id);
+		const key = String(id);
+		if (!this.stores.has(key)) this.stores.set(key, new Store());
+		return this.stores.get(key);
 	}
 
 	// Lines at even distances of a long run, whose record the server has yet to read; then all, one run after another.
-	async sample(id, run, store) {
-		const {held, rows} = await this.part(id, "step", {sample: 1}, 4000);
-		Object.assign(store, {held, rows, sampled: true, version: store.version + 1});
-		this.queue = (this.queue || Promise.resolve()).then(() => this.update(id, run.rows, true)).catch(() => store.clear()).then(() => this.emit("refresh", {}));
+	async sample(id, store) {
+		store.take(await this.part(id, "step", {sample: 1}, 4000), true);
+		this.queue = (this.queue || Promise.resolve()).then(() => this.update(id, true)).catch(() => store.clear()).then(() => this.emit("rows", {}));
 	}
 
-	// Fetch the rows that are new since the last call, of a run with this many rows so far.
-	async update(id, rows, whole = false) {
+	// Fetch the rows that are new since the last call.
+	async update(id, whole = false) {
 		const store = this.store(id);
 		if (store.sampled && !whole) return store;
 		if (store.busy) return store.busy.then(() => store);
-		if (rows > EXACT && performance.now() < store.next) return store;
-		const fetched = rows > EXACT ? this.thinned(id, store) : this.newer(id, store);
+		if (store.long && store.thinned && (!store.stale || performance.now() < store.next)) return store;
+		const fetched = store.long ? this.thinned(id, store) : this.newer(id, store);
 		store.busy = fetched.finally(() => (store.busy = null));
 		return store.busy.then(() => store);
 	}
@@ -184,20 +195,20 @@ export class ServerData {
 	async newer(id, store) {
 		const query = `from=${store.offset}&identity=${encodeURIComponent(store.identity)}`;
 		const block = decode(await (await this.ask(`api/runs/${id}/metrics?${query}`)).arrayBuffer());
-		if (store.sampled) store.clear();
+		if (store.sampled || store.thinned) store.clear();
 		store.add(block);
 	}
 
 	// Bins of a run that is too long to be sent whole; not at every line that it logs.
 	async thinned(id, store) {
-		const whole = await this.part(id, "step");
-		Object.assign(store, {sampled: false, held: whole.held, rows: whole.rows, offset: whole.offset, version: store.version + 1, next: performance.now() + 10000});
+		Object.assign(store, {stale: false, next: performance.now() + 10000});
+		store.take(await this.part(id, "step"), false);
 	}
 
 	// The rows with `over` from low to high, or all, thinned where there are many.
 	async part(id, x, limits = {}, points = 2000) {
 		const store = new Store();
-		const query = new URLSearchParams({x, ...limits, points, columns: this.columns.get(String(id)).slice(0, 250)});
+		const query = new URLSearchParams({x, ...limits, points});
 		store.add(decode(await (await this.ask(`api/runs/${id}/thinned?${query}`)).arrayBuffer()));
 		return store;
 	}

@@ -29,7 +29,7 @@ async function asData(url) {
 
 async function keptRun(data, id) {
 	const detail = await data.run(id), long = data.steers && detail.rows > MOST_ROWS;
-	const store = long ? await data.part(id, "step", {}, 1000) : await data.update(id, detail.rows);
+	const store = long ? await data.part(id, "step", {}, 1000) : await data.update(id);
 	// At most twelve previews, with the first and the last, as in the report.
 	const all = detail.previews || [], previews = all.length <= 12 ? all : Array.from({length: 12}, (_, i) => all[Math.round((i * (all.length - 1)) / 11)]);
 	const pictures = {}, denoising = (detail.denoising || []).slice(-1);

@@ -1,7 +1,7 @@
 // The loss by noise level as a map over time: steps to the right, noise upwards, colour for the loss.
 
-import {html, nothing} from "./vendor/lit.js";
-import {View, number, download} from "./util.js";
+import {html} from "./vendor/lit.js";
+import {View, number, download, select} from "./util.js";
 import {lower, place} from "./curves.js";
 import {zoomed} from "./range.js";
 
@@ -60,7 +60,7 @@ class Levels extends View {
 	}
 
 	render() {
-		if (!this.store || !this.kinds.length) return nothing;
+		if (!this.store || !this.kinds.length) return "";
 		const {xs, cells} = (this.held = this.read()), n = cells.length;
 		const values = cells.flatMap((row) => row.filter((v) => v > 0)).map(Math.log).sort((a, b) => a - b);
 		this.scale = [values[Math.floor(values.length * 0.01)] ?? 0, values[Math.ceil(values.length * 0.99) - 1] ?? 1];
@@ -71,7 +71,7 @@ class Levels extends View {
 		const said = here ? `At ${place(this.over, xs[column])}, noise level ${here[1] + 1} of ${n} (1 is clean): loss ${number(cells[here[1]][column])}.`
 			: xs.length ? `At ${place(this.over, xs[column])} the loss is highest, ${number(profile[hardest])}, at noise level ${hardest + 1} of ${n} (1 is clean), and lowest, ${number(Math.min(...profile.filter(Number.isFinite)))}.` : "";
 		return html`<figure class="chart levels"><div class="chart-head"><h3>Loss by noise level over time</h3><span class="tools">
-				${this.kinds.length > 1 ? html`<select aria-label="Which loss" @change=${(e) => (this.kind = e.target.value)}>${this.kinds.map((kind) => html`<option value=${kind} ?selected=${kind === this.kind}>${KINDS[kind]}</option>`)}</select>` : nothing}
+				${this.kinds.length > 1 ? select(this.kinds.map((kind) => [kind, KINDS[kind]]), this.kind, (kind) => (this.kind = kind), "Which loss") : ""}
 				<button class="quiet" aria-label="Download the map as PNG" @click=${() => this.querySelector(".map").toBlob((blob) => download("loss-by-noise-level.png", blob))}>PNG</button>
 				<button class="quiet" aria-label="Download the map as CSV" @click=${() => this.save()}>CSV</button></span></div>
 			<ul class="legend"><li>${number(Math.exp(this.scale[0]))}</li><li><canvas class="ramp" width="96" height="8"></canvas></li><li>${number(Math.exp(this.scale[1]))}</li><li class="faint">clean below, noisy above</li></ul>

@@ -1,7 +1,7 @@
 // The page: which view the address names, the theme, the banner when the server is gone, and "Keep this view".
 
 import {html, nothing} from "./vendor/lit.js";
-import {View, announce, download, route} from "./util.js";
+import {View, announce, download, route, select} from "./util.js";
 import {FileData, ServerData} from "./data.js";
 import {repaint} from "./chart.js";
 import {zoomFromAddress} from "./range.js";
@@ -32,7 +32,6 @@ class Page extends View {
 		this.data = embedded ? new FileData(JSON.parse(embedded)) : new ServerData();
 		if (embedded && !location.hash) location.hash = this.data.embedded.view || "#/run/0";
 		this.connected = true;
-		this.theme = stored("unfog-theme") || "";
 		this.data.on("connection", ({connected}) => {
 			this.connected = connected;
 			announce(connected ? "The server answers again" : "The server does not answer");
@@ -41,7 +40,7 @@ class Page extends View {
 		this.states = new Map();
 		this.notifies = this.data.steers && isSecureContext && "Notification" in window && Notification.permission === "granted" && stored("unfog-notify") === "on";
 		addEventListener("hashchange", () => this.moved());
-		this.applyTheme();
+		this.applyTheme(stored("unfog-theme") || "");
 		zoomFromAddress();
 	}
 
@@ -65,9 +64,9 @@ class Page extends View {
 		}
 	}
 
-	applyTheme() {
-		document.documentElement.dataset.theme = this.theme;
-		stored("unfog-theme", this.theme);
+	applyTheme(theme) {
+		this.theme = document.documentElement.dataset.theme = theme;
+		stored("unfog-theme", theme);
 		repaint();
 	}
 
@@ -77,13 +76,13 @@ class Page extends View {
 		const link = (to, label, of = "") => html`<a href="#/${to}${of}" aria-current=${view === to ? "page" : nothing}>${label}</a>`;
 		return html`<a class="skip" href="#main" @click=${(e) => { e.preventDefault(); document.getElementById("main").focus(); }}>Skip to the content</a>
 			<header class="top"><a class="brand" href="#/">Unfog</a>
-				<nav aria-label="Views">${server || this.data.embedded?.runs.length > 1 ? link("", "Runs") : nothing}${server ? link("start", "Start a run") : nothing}${server ? link("draw", "Draw", view === "run" && ids.length ? `/${ids[0]}` : "") : nothing}</nav><span class="grow"></span>
-				${view === "run" || view === "compare" ? html`<button class="quiet" ?disabled=${this.busy} @click=${this.keepView}>${this.busy ? "Writing …" : "Keep this view"}</button>` : nothing}
-				${server && isSecureContext && "Notification" in window ? html`<button class="quiet" aria-pressed=${Boolean(this.notifies)} @click=${this.notify}>Tell me when runs end${this.notifies ? " ✓" : ""}</button>` : nothing}
-				<label class="theme"><span class="hidden">Theme</span><select @change=${(e) => { this.theme = e.target.value; this.applyTheme(); }}>${["", "light", "dark"].map((name) => html`<option value=${name} ?selected=${name === this.theme}>${name || "auto"}</option>`)}</select></label></header>
-			${this.connected ? nothing : html`<div class="banner" role="alert"><b>The server does not answer.</b> What you see was true a moment ago. The page tries again by itself; if the server was started anew, open the address that it prints.</div>`}
+				<nav aria-label="Views">${server || this.data.embedded?.runs.length > 1 ? link("", "Runs") : ""}${server ? link("start", "Start a run") : ""}${server ? link("draw", "Draw", view === "run" && ids.length ? `/${ids[0]}` : "") : ""}</nav><span class="grow"></span>
+				${view === "run" || view === "compare" ? html`<button class="quiet" ?disabled=${this.busy} @click=${this.keepView}>${this.busy ? "Writing …" : "Keep this view"}</button>` : ""}
+				${server && isSecureContext && "Notification" in window ? html`<button class="quiet" aria-pressed=${Boolean(this.notifies)} @click=${this.notify}>Tell me when runs end${this.notifies ? " ✓" : ""}</button>` : ""}
+				<label class="theme"><span class="hidden">Theme</span>${select([["", "auto"], "light", "dark"], this.theme, (theme) => this.applyTheme(theme))}</label></header>
+			${this.connected ? "" : html`<div class="banner" role="alert"><b>The server does not answer.</b> What you see was true a moment ago. The page tries again by itself; if the server was started anew, open the address that it prints.</div>`}
 			<main id="main" tabindex="-1">${this.view(view, ids)}</main>
-			<footer class="soft">${server ? nothing : `Written by Unfog, ${this.data.embedded.written}. This file needs no server.`}</footer>`;
+			<footer class="soft">${server ? "" : `Written by Unfog, ${this.data.embedded.written}. This file needs no server.`}</footer>`;
 	}
 
 	view(view, ids) {

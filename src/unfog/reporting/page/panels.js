@@ -1,9 +1,8 @@
 // Panels of charts over several runs: which charts there are, their axis, smoothing, scale and zoom.
 
-import {html, nothing} from "./vendor/lit.js";
-import {View, COLOURS, DASHES, keep, route} from "./util.js";
+import {html} from "./vendor/lit.js";
+import {View, COLOURS, DASHES, keep, range, route, select} from "./util.js";
 import {smooth} from "./curves.js";
-import {EXACT} from "./data.js";
 import {zoomBy, zoom, zoomed} from "./range.js";
 
 // [title, columns with the labels of their curves, unit, from zero, how to read it]
@@ -14,6 +13,7 @@ const CHARTS = [
 	["Gradient norm", {gradient_norm: "gradient norm"}, false, "Before clipping."],
 	["Learning rate", {lr: "learning rate"}, true], ["Speed", {images_per_second: "images a second"}, true],
 	["Waiting for data", {data_wait: "share of the time"}, true], ["Skipped steps", {refused: "skipped", overflows: "overflows"}, true],
+	["Memory, MiB", {memory_mib: "process", memory_device_mib: "GPU, peak"}, true], ["Free on the disk, MiB", {disk_free_mib: "free"}, true],
 ];
 const ELSEWHERE = /^(step|images|seconds|energy.*|drawn)$|_error$|\.\d+$/;
 const NOISY = new Set(["loss", "gradient_norm", "images_per_second", "data_wait"]); // smoothed; the rest is measured rarely
@@ -30,7 +30,7 @@ function present(stores) {
 }
 
 class Panels extends View {
-	static properties = ["data", "runs", "version"]; // runs: [{id, label, store, rows, marks}]
+	static properties = ["data", "runs", "version"]; // runs: [{id, label, store, marks}]
 
 	constructor() {
 		super();
@@ -51,20 +51,20 @@ class Panels extends View {
 		clearTimeout(this.timer);
 		this.timer = setTimeout(async () => {
 			const {over} = this.settings(), range = zoomed();
-			for (const run of range && this.data.steers ? this.runs.filter((one) => one.rows > EXACT) : []) {
-				const held = this.parts.get(run.id), [low, high] = range, width = high - low;
-				if (held && held.over === over && held.low <= low && held.high >= high && held.high - held.low < 6 * width) continue;
-				const store = await this.data.part(run.id, over, {low: low - width, high: high + width}).catch(() => null);
-				if (store) this.parts.set(run.id, {over, low: low - width, high: high + width, store});
+			for (const run of range && this.data.steers ? this.runs.filter((one) => one.store.long) : []) {
+				const held = this.partOf(run, over, range), width = range[1] - range[0], [low, high] = [range[0] - width, range[1] + width];
+				if (held && held.high - held.low < 6 * width) continue;
+				const store = await this.data.part(run.id, over, {low, high}).catch(() => null);
+				if (store) this.parts.set(run.id, {over, low, high, store});
 			}
 			this.requestUpdate();
 		}, 200);
 	}
 
-	// The numbers of a run: of the part that is zoomed to, where that is held.
-	storeOf(run, over) {
-		const part = this.parts.get(run.id), range = zoomed();
-		return part && range && part.over === over && part.low <= range[0] && part.high >= range[1] ? part.store : run.store;
+	// What is held of a run besides all of it thinned, if the range is in it.
+	partOf(run, over, range) {
+		const part = this.parts.get(run.id);
+		return range && part?.over === over && part.low <= range[0] && part.high >= range[1] ? part : null;
 	}
 
 	settings() {
@@ -83,11 +83,11 @@ class Panels extends View {
 		const charts = present(this.runs.map((run) => run.store)).map((chart) => [...chart, this.curves(chart[1], over, share)]).filter((chart) => chart.at(-1).length);
 		if (!charts.length) return html`<p class="empty">Nothing has been logged yet: the first line is written after the first step.</p>`;
 		return html`<div class="bar tools-bar" role="group" aria-label="Settings of the charts">
-			<label>over <select @change=${(e) => { set({x: e.target.value, zoom: null}); zoom(null, false); }}>${axes.map((name) => html`<option value=${name} ?selected=${name === over}>${AXES[name]}</option>`)}</select></label>
-			<label>smoothing <input type="range" min="0" max="10" step="0.5" .value=${String(share)} aria-valuetext="${share}% of the run" @input=${(e) => set({smooth: e.target.value})}> ${share}%</label>
+			<label>over ${select(axes.map((name) => [name, AXES[name]]), over, (x) => { set({x, zoom: null}); zoom(null, false); })}</label>
+			<label>smoothing ${range(share, 0, 10, (smooth) => set({smooth}), {step: 0.5, said: `${share}% of the run`})} ${share}%</label>
 			<label><input type="checkbox" .checked=${log} @change=${(e) => set({log: e.target.checked ? null : "0"})}> log</label>
 			<span class="group"><button aria-label="Zoom in" @click=${() => zoomBy(0.5)}>+</button><button aria-label="Zoom out" @click=${() => zoomBy(2)}>−</button><button @click=${() => zoom(null)}>all</button></span>
-			${this.runs.some(({store}) => store.sampled) ? html`<b role="status">Some lines of a long record; all of them are being read …</b>` : nothing}
+			${this.runs.some(({store}) => store.sampled) ? html`<b role="status">Some lines of a long record; all of them are being read …</b>` : ""}
 			<span class="soft hint">drag, or Ctrl and wheel: zoom · double click: all · arrow keys on a chart: read values · e: next event</span></div>
 		<div class="charts">${charts.map(([title, , zero, ...rest]) => html`<unfog-chart .heading=${title} .over=${over} .series=${rest.at(-1)}
 			.marks=${this.marks(over)} .several=${this.runs.length > 1} .zero=${zero} .log=${log && !zero} .note=${rest.length > 1 && this.runs.length === 1 ? rest[0] : ""}></unfog-chart>`)}</div>`;
@@ -104,7 +104,7 @@ class Panels extends View {
 
 	// The curve of a column; where it is smoothed, the raw one pale beneath it. Kept until the run has grown.
 	curve(run, name, over, share, look, several) {
-		const store = this.storeOf(run, over), {label} = run;
+		const store = this.partOf(run, over, zoomed())?.store || run.store, {label} = run;
 		const key = `${label} ${name} ${over} ${share} ${several} ${look.colour}`, held = this.cached.get(key);
 		if (held && held.version === store.version && held.store === store) return held.curves;
 		const raw = store.series(over, name), curves = [];

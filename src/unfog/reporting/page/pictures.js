@@ -1,7 +1,7 @@
 // Pictures through time: one slider, and any two of them by wiper, flip, side by side, or their difference.
 
-import {html, nothing} from "./vendor/lit.js";
-import {View, count, keep, route} from "./util.js";
+import {html} from "./vendor/lit.js";
+import {View, count, keep, radios, range, route, select} from "./util.js";
 
 const MODES = {one: "one", wiper: "wiper", flip: "flip", side: "side by side", difference: "difference"};
 
@@ -50,24 +50,22 @@ class Pictures extends View {
 		const both = {wiper: `left: ${a.label}; right: ${b.label}`, difference: `${a.label}, less ${b.label}: black where they are equal`}[this.mode];
 		return html`<div class="pictures">
 			<div class="bar">${this.slider("a")}
-				<fieldset class="choice"><legend class="hidden">Compare</legend>${Object.entries(MODES).map(([mode, label]) => html`<label><input type="radio" name=${this.name} .checked=${mode === this.mode} @change=${() => { this.mode = mode; this.note(); }}><span>${label}</span></label>`)}</fieldset>
-				${two ? this.slider("b") : nothing}
-				${this.mode === "wiper" ? html`<label>cut <input type="range" min="0" max="100" .value=${String(this.cut)} @input=${(e) => (this.cut = Number(e.target.value))}></label>` : nothing}
-				${this.mode === "flip" ? html`<button aria-pressed=${this.flipped} @click=${() => (this.flipped = !this.flipped)}>Flip: ${this.flipped ? b.label : a.label}</button>` : nothing}
+				${radios(this.name, "Compare", MODES, this.mode, (mode) => { this.mode = mode; this.note(); })}
+				${two ? this.slider("b") : ""}
+				${this.mode === "wiper" ? html`<label>cut ${range(this.cut, 0, 100, (cut) => (this.cut = cut))}</label>` : ""}
+				${this.mode === "flip" ? html`<button aria-pressed=${this.flipped} @click=${() => (this.flipped = !this.flipped)}>Flip: ${this.flipped ? b.label : a.label}</button>` : ""}
 			</div>
 			<div class="stage ${this.mode}" @pointermove=${this.wipe}>
 				${this.shown(this.mode === "flip" && this.flipped ? b : a, "", both)}
-				${two && this.mode !== "flip" ? this.shown(b, "over") : nothing}
+				${two && this.mode !== "flip" ? this.shown(b, "over") : ""}
 			</div></div>`;
 	}
 
 	slider(side) {
 		const [s, step] = this.chosen(side), {steps, label} = this.drawn[s], i = steps.indexOf(step);
-		const runs = this.drawn.length > 1 ? html`<select aria-label="Run of picture ${side}" @change=${(e) => this.choose(side, Number(e.target.value), step)}>
-			${this.drawn.map((one, n) => html`<option value=${n} ?selected=${n === s}>${one.label}</option>`)}</select>` : nothing;
+		const runs = this.drawn.length > 1 ? select(this.drawn.map((one, n) => [n, one.label]), s, (n) => this.choose(side, Number(n), step), `Run of picture ${side}`) : "";
 		return html`<div class="slider">${runs}<label>${side === "a" ? "step" : "against step"} <b>${count(step)}</b>
-			<input type="range" min="0" max=${steps.length - 1} .value=${String(i)} aria-valuetext="step ${step} of ${label}" ?disabled=${steps.length < 2}
-				@input=${(e) => this.choose(side, s, steps[Number(e.target.value)])}></label></div>`;
+			${range(i, 0, steps.length - 1, (at) => this.choose(side, s, steps[at]), {said: `step ${step} of ${label}`, off: steps.length < 2})}</label></div>`;
 	}
 
 	picture(side) {

@@ -1,7 +1,8 @@
 // A grid of drawings over two settings: a row for each value of one, a column for each value of the other.
 
-import {html, nothing} from "./vendor/lit.js";
-import {View, scroller} from "./util.js";
+import {html} from "./vendor/lit.js";
+import {View, options, table} from "./util.js";
+import {tile} from "./playground_sheets.js";
 
 export const ENDED = ["done", "cancelled", "failed"]; // states of a drawing that change no more
 const MOST_CELLS = 30;
@@ -12,7 +13,7 @@ export function values(text) {
 }
 
 class Grid extends View {
-	static properties = ["data", "run", "settings", "sheets", "inputs", "grid", "said"]; // inputs: gives what an edit sends
+	static properties = ["data", "run", "settings", "sheets", "inputs", "grid", "failed"]; // inputs: gives what an edit sends
 
 	connectedCallback() {
 		super.connectedCallback();
@@ -28,8 +29,8 @@ class Grid extends View {
 		event.preventDefault();
 		const of = new FormData(event.target), axes = ["a", "b"].map((axis) => [of.get(axis), values(of.get(`${axis}-values`))]).filter(([name, list]) => name && list.length);
 		const [rows, columns] = axes.length > 1 ? axes : [["", [""]], axes[0] || ["", []]];
-		if (!columns[1].length || rows[1].length * columns[1].length > MOST_CELLS) return void (this.said = `Give values for one or two settings, ${MOST_CELLS} cells at most.`);
-		Object.assign(this, {grid: {rows, columns, cells: []}, said: ""});
+		if (!columns[1].length || rows[1].length * columns[1].length > MOST_CELLS) return void (this.failed = `Give values for one or two settings, ${MOST_CELLS} cells at most.`);
+		Object.assign(this, {grid: {rows, columns, cells: []}, failed: ""});
 		const inputs = await this.inputs();
 		for (const row of rows[1]) {
 			for (const column of columns[1]) {
@@ -53,14 +54,17 @@ class Grid extends View {
 	}
 
 	render() {
-		const names = ["seed", "steps", "sampler", "checkpoint", "guidance", "ema", "strength", "grid"], {grid} = this;
-		const axis = (id, label, name, list) => html`<label>${label} <select name=${id}><option value="">none</option>${names.map((one) => html`<option ?selected=${one === name}>${one}</option>`)}</select></label> <label>values <input name="${id}-values" .defaultValue=${list}></label>`;
-		return html`<section><form class="bar" @submit=${(e) => this.draw(e)}>${axis("a", "down", "seed", "0 1 2")} ${axis("b", "across", "steps", "5 10 20")}<button>Draw the grid</button>${grid ? html`<button type="button" @click=${() => grid.cells.filter((one) => one.job && !ENDED.includes(one.state)).forEach((one) => this.data.post(`api/draw/${one.job}/cancel`, {}).catch((error) => (this.said = error.message)))}>Cancel</button>` : nothing}</form>
-			${this.said ? html`<p class="error" role="alert">${this.said}</p>` : nothing}
-			${grid ? scroller("Grid of two settings", html`<table class="grid"><thead><tr><td></td>${grid.columns[1].map((value) => html`<th>${grid.columns[0]} ${value}</th>`)}</tr></thead><tbody>${grid.rows[1].map((row, y) => html`<tr><th>${grid.rows[0]} ${row}</th>${grid.columns[1].map((column, x) => {
-				const cell = grid.cells[y * grid.columns[1].length + x];
-				return html`<td>${cell?.state === "done" ? html`<unfog-tile .sheets=${this.sheets} .path=${`${cell.job}/pictures.webp`} .index=${0} .count=${1} .label=${`${grid.rows[0]} ${row}, ${grid.columns[0]} ${column}`}></unfog-tile>` : html`<span class=${cell?.state === "failed" ? "error" : "soft"}>${cell ? cell.error || cell.state : ""}</span>`}</td>`;
-			})}</tr>`)}</tbody></table>`) : nothing}</section>`;
+		const names = [["", "none"], "seed", "steps", "sampler", "checkpoint", "guidance", "ema", "strength", "grid"], {grid} = this;
+		const axis = (id, label, name, list) => html`<label>${label} <select name=${id}>${options(names, name)}</select></label> <label>values <input name="${id}-values" .defaultValue=${list}></label>`;
+		return html`<section><form class="bar" @submit=${(e) => this.draw(e)}>${axis("a", "down", "seed", "0 1 2")} ${axis("b", "across", "steps", "5 10 20")}<button>Draw the grid</button>${grid ? html`<button type="button" @click=${() => grid.cells.filter((one) => one.job && !ENDED.includes(one.state)).forEach((one) => this.attempt(() => this.data.post(`api/draw/${one.job}/cancel`, {})))}>Cancel</button>` : ""}</form>
+			<p class="error" role="alert">${this.failed}</p>${grid ? this.cells(grid) : ""}</section>`;
+	}
+
+	cells({rows: [down, rows], columns: [across, columns], cells}) {
+		const cell = (one, label) => (one?.state === "done" ? tile(this.sheets, `${one.job}/pictures.webp`, 0, 1, label)
+			: html`<span class=${one?.state === "failed" ? "error" : "soft"}>${one?.error || one?.state}</span>`);
+		const filled = rows.map((row, y) => [down ? `${down} ${row}` : "all", ...columns.map((column, x) => cell(cells[y * columns.length + x], `${down} ${row}, ${across} ${column}`))]);
+		return table("Grid of two settings", ["settings", ...columns.map((value) => `${across} ${value}`)], filled, "grid");
 	}
 }
 customElements.define("unfog-grid", Grid);

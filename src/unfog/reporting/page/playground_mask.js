@@ -1,7 +1,7 @@
 // A mask painted over an image: brush, eraser, undo, zoom; by mouse, pen, touch and keyboard.
 
-import {html} from "./vendor/lit.js";
-import {View, announce} from "./util.js";
+import {html, nothing} from "./vendor/lit.js";
+import {View, announce, range} from "./util.js";
 
 const MOST_UNDO = 50;
 const MOVES = {ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1]};
@@ -169,14 +169,13 @@ class Mask extends View {
 		event.preventDefault();
 	}
 
-	fill(kind) {
-		this.change(() => this.bits.forEach((bit, i) => (this.bits[i] = kind === "invert" ? 1 - bit : 0)));
+	fill(make) {
+		this.change(() => this.bits.forEach((bit, i) => (this.bits[i] = make(bit))));
 	}
 
 	// PNG of the mask, white where it is painted.
 	blob() {
-		const canvas = document.createElement("canvas"), {size, bits} = this;
-		Object.assign(canvas, {width: size, height: size});
+		const {size, bits} = this, canvas = Object.assign(document.createElement("canvas"), {width: size, height: size});
 		const context = canvas.getContext("2d"), pixels = context.createImageData(size, size);
 		for (let i = 0; i < bits.length; i++) pixels.data.set([255 * bits[i], 255 * bits[i], 255 * bits[i], 255], 4 * i);
 		context.putImageData(pixels, 0, 0);
@@ -184,14 +183,14 @@ class Mask extends View {
 	}
 
 	render() {
+		const {past, future, erase} = this;
+		const button = (label, press, pressed = nothing, off = false) => html`<button type="button" aria-pressed=${pressed} ?disabled=${off} @click=${press}>${label}</button>`;
 		return html`<div class="mask"><div class="bar" role="toolbar" aria-label="Mask">
-			<button type="button" aria-pressed=${!this.erase} @click=${() => (this.erase = false)}>Brush</button>
-			<button type="button" aria-pressed=${this.erase} @click=${() => (this.erase = true)}>Eraser</button>
-			<label>size <input type="range" min="1" max=${Math.max(2, Math.round(this.size / 2))} .value=${String(this.brush)} @input=${(e) => (this.brush = Number(e.target.value))}></label>
-			<label>zoom <input type="range" min="1" max=${this.mostZoom} .value=${String(this.shownZoom)} @input=${(e) => (this.zoom = Number(e.target.value))}></label>
-			<button type="button" ?disabled=${!this.past.length} @click=${() => this.step(this.past, this.future)}>Undo</button>
-			<button type="button" ?disabled=${!this.future.length} @click=${() => this.step(this.future, this.past)}>Redo</button>
-			<button type="button" @click=${() => this.fill("clear")}>Clear</button><button type="button" @click=${() => this.fill("invert")}>Invert</button></div>
+			${button("Brush", () => (this.erase = false), !erase)}${button("Eraser", () => (this.erase = true), erase)}
+			<label>size ${range(this.brush, 1, Math.max(2, Math.round(this.size / 2)), (brush) => (this.brush = brush))}</label>
+			<label>zoom ${range(this.shownZoom, 1, this.mostZoom, (zoom) => (this.zoom = zoom))}</label>
+			${button("Undo", () => this.step(this.past, this.future), nothing, !past.length)}${button("Redo", () => this.step(this.future, this.past), nothing, !future.length)}
+			${button("Clear", () => this.fill(() => 0))}${button("Invert", () => this.fill((bit) => 1 - bit))}</div>
 			<div class="scroll"><canvas width=${this.size} height=${this.size} tabindex="0" role="application" aria-label="Image to paint a mask on: arrows move, space paints, shift and arrows draw, e switches the eraser, brackets change the size, z undoes"
 				@pointerdown=${(e) => this.down(e)} @pointermove=${(e) => this.move(e)} @pointerup=${(e) => this.up(e)} @pointercancel=${(e) => this.up(e)} @keydown=${(e) => this.key(e)}></canvas></div>
 			<p class="soft">${this.painted ? `${this.painted} of ${this.size * this.size} pixels are drawn anew, the others stay` : "Paint over what is to be drawn anew."}</p></div>`;

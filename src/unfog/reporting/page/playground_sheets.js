@@ -1,5 +1,6 @@
 // Pictures of drawings: sheets that hold all pictures of a step, fetched once, and the canvas that shows one of them.
 
+import {html} from "./vendor/lit.js";
 import {View} from "./util.js";
 
 const KEPT = 300; // sheets; the oldest go first
@@ -27,6 +28,10 @@ export class Sheets {
 }
 
 // One picture of a sheet: `path` of the sheet, number `index` of `count` pictures in rows of `columns`.
+export function tile(sheets, path, index, count, label, scale, columns) {
+	return html`<unfog-tile .sheets=${sheets} .path=${path} .index=${index} .count=${count} .label=${label} .scale=${scale} .columns=${columns}></unfog-tile>`;
+}
+
 class Tile extends View {
 	static properties = ["sheets", "path", "index", "count", "columns", "label", "scale"];
 
@@ -40,7 +45,7 @@ class Tile extends View {
 
 	async updated() {
 		const {path, index, count, canvas} = this, columns = this.columns || Math.ceil(Math.sqrt(count));
-		canvas.setAttribute("aria-label", this.label || `Picture ${index + 1}`);
+		canvas.setAttribute("aria-label", this.label);
 		if (!path) return;
 		const turn = (this.turn = (this.turn || 0) + 1);
 		let image;

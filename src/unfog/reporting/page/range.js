@@ -5,9 +5,20 @@ import {keep, route} from "./util.js";
 export const charts = new Set(); // those on the page
 let range = null; // [low, high] of x that is shown, null for all
 let pending = 0, noting = 0;
+let cursor = null; // x of the cursor, which all charts show
 
 export function zoomed() {
 	return range;
+}
+
+export function pointed() {
+	return cursor;
+}
+
+// Put the cursor of all charts at x; null for none.
+export function point(x) {
+	cursor = x;
+	for (const chart of charts) chart.tell();
 }
 
 // Show this part of x in all charts; null for all of it.

@@ -1,14 +1,12 @@
 // One run: its state, what it needs, curves, samples, evaluations, data, choices, settings and events.
 
-import {html, nothing} from "./vendor/lit.js";
-import {View, announce, bytes, command, count, duration, number, scroller, state, text} from "./util.js";
+import {html} from "./vendor/lit.js";
+import {View, announce, bytes, command, count, duration, finder, number, scroller, state, table, text} from "./util.js";
 import {smooth} from "./curves.js";
 import {marksOf} from "./panels.js";
 
-const CELLS = ["metric", "value", "95% interval", "real images", "n", "reference", "features", "resize"];
-
 class Run extends View {
-	static properties = ["data", "run", "detail", "events", "output", "version", "failed", "find", "resuming"];
+	static properties = ["data", "run", "detail", "events", "version", "failed", "find", "resuming"];
 
 	constructor() {
 		super();
@@ -19,24 +17,23 @@ class Run extends View {
 		super.connectedCallback();
 		this.listen("run", (event) => String(event.id) === this.run && this.load(event));
 		this.listen("refresh", () => this.load());
+		this.listen("rows", () => (this.version = this.store.version));
 		this.load();
 	}
 
 	// What an event says has grown; all of it without one. Calls while one is under way become one more.
 	async load(event) {
-		const sizes = event && `${event.events} ${event.previews} ${event.state}`;
+		const sizes = event && `${event.events} ${event.previews} ${event.state} ${!event.console}`;
 		if (event && this.detail && sizes === this.sizes && !this.loading) {
-			await this.data.update(this.run, this.detail.rows).catch(() => null);
+			await this.data.update(this.run).catch(() => null);
 			this.version = this.store.version;
 			this.detail = {...this.detail, status: {...this.detail.status, ...event}};
 			return;
 		}
 		if (event) this.sizes = sizes;
 		return this.paced(async () => {
-			const before = this.detail?.status.state, detail = await this.data.run(this.run);
-			[this.store, this.events] = await Promise.all([this.data.update(this.run, detail.rows), this.data.events(this.run)]);
-			// The newest command of the page that trained this run, with its output.
-			if (this.data.steers) this.output = (await this.data.get("api/tasks")).findLast((task) => task.run === detail.id && /^unfog (train|resume) /.test(task.command))?.id;
+			const before = this.detail?.status.state, detail = await this.data.run(this.run, 1);
+			[this.store, this.events] = await Promise.all([this.data.update(this.run), this.data.events(this.run)]);
 			this.detail = detail;
 			this.version = this.store.version;
 			if (before && before !== detail.status.state) announce(`${detail.name} is ${detail.status.state}`);
@@ -49,24 +46,23 @@ class Run extends View {
 		const troubles = this.events.filter((event) => event.trouble).slice(-20), {status} = run, marks = marksOf(this.events);
 		const sources = [{label: run.name, steps: run.previews, url: (step) => this.data.picture(this.run, "preview", step)}];
 		return html`<header class="run-head"><h1>${run.name}</h1><p class="line">${state(status.state)} <span class="soft">${status.detail}</span>
-				${status.steps ? html`<progress max=${status.steps} value=${status.step} aria-label="Progress"></progress> ${count(status.step)} of ${count(status.steps)} steps` : nothing}
-				${status.seconds_left ? html`· ${duration(status.seconds_left)} left` : nothing}</p>
+				${status.steps ? html`<progress max=${status.steps} value=${status.step} aria-label="Progress"></progress> ${count(status.step)} of ${count(status.steps)} steps` : ""}
+				${status.seconds_left ? html`· ${duration(status.seconds_left)} left` : ""}</p>
 				<nav class="inner" aria-label="On this page">${["Curves", "Samples", "Data", "Settings", "Events"].map((name) => html`<button class="quiet" @click=${() => this.goTo(name)}>${name}</button>`)}</nav></header>
 			${this.ending(run)}
 			<dl class="facts">${this.facts(run).map(([label, value, remark]) => html`<div><dt>${label}</dt><dd><b>${value}</b> <span class="soft">${remark}</span></dd></div>`)}</dl>
-			${this.data.steers ? this.steering(run) : nothing}
-			${troubles.length || run.findings?.length ? html`<section><h2>Needs attention</h2>${this.findings(run)}${troubles.length ? this.table(troubles, "Troubles") : nothing}</section>` : nothing}
-			<section id="Curves"><h2>Curves</h2><unfog-panels .data=${this.data} .runs=${[{id: this.run, label: run.name, store: this.store, rows: run.rows, marks}]} .version=${this.version}></unfog-panels>
+			${this.data.steers ? this.steering(run) : ""}
+			${troubles.length || run.findings?.length ? html`<section><h2>Needs attention</h2>${this.findings(run)}${troubles.length ? this.eventTable(troubles, "Troubles") : ""}</section>` : ""}
+			<section id="Curves"><h2>Curves</h2><unfog-panels .data=${this.data} .runs=${[{id: this.run, label: run.name, store: this.store, marks}]} .version=${this.version}></unfog-panels>
 				<unfog-levels .store=${this.store} .version=${this.version}></unfog-levels></section>
 			<section id="Samples"><h2>Samples</h2><unfog-pictures .sources=${sources}></unfog-pictures>
-				${run.denoising?.length ? html`<h3>Denoising, step ${count(run.denoising.at(-1))}</h3>${scroller("Denoising", html`<img class="wide" src=${this.data.picture(this.run, "denoising", run.denoising.at(-1))} alt="Noisy images and what the network makes of them, by noise level">`)}` : nothing}</section>
-			${run.evaluations?.length ? html`<section><h2>Evaluations</h2>${run.evaluations.map((one) => this.evaluation(one))}</section>` : nothing}
-			<section id="Data"><h2>Data</h2>${this.dataReport(run.data)}${run.contact_sheet ? html`<details><summary>Contact sheet of the training images</summary><img src=${this.data.picture(this.run, "contact")} alt="Some of the training images, as the network sees them" loading="lazy"></details>` : nothing}</section>
-			${run.choices?.length ? html`<section><h2>Chosen automatically</h2>${scroller("Chosen automatically", html`<table><thead><tr><th scope="col">setting</th><th scope="col">value</th><th scope="col">reason</th></tr></thead>
-				<tbody>${run.choices.map((one) => html`<tr><th scope="row">${one.setting}</th><td>${text(one.value)}</td><td>${one.reason}</td></tr>`)}</tbody></table>`)}</section>` : nothing}
+				${run.denoising?.length ? html`<h3>Denoising, step ${count(run.denoising.at(-1))}</h3>${scroller("Denoising", html`<img class="wide" src=${this.data.picture(this.run, "denoising", run.denoising.at(-1))} alt="Noisy images and what the network makes of them, by noise level">`)}` : ""}</section>
+			${run.evaluations?.length ? html`<section><h2>Evaluations</h2>${run.evaluations.map((one) => this.evaluation(one))}</section>` : ""}
+			<section id="Data"><h2>Data</h2>${this.dataReport(run.data)}${run.contact_sheet ? html`<details><summary>Contact sheet of the training images</summary><img src=${this.data.picture(this.run, "contact")} alt="Some of the training images, as the network sees them" loading="lazy"></details>` : ""}</section>
+			${run.choices?.length ? html`<section><h2>Chosen automatically</h2>${table("Chosen automatically", ["setting", "value", "reason"], run.choices.map((one) => [one.setting, text(one.value), one.reason]))}</section>` : ""}
 			<section id="Settings"><h2>Settings</h2>${this.settings(run)}</section>
-			<section id="Events"><h2>Events</h2>${this.events.length ? this.table([...this.events].reverse().slice(0, 300), "Events") : html`<p class="empty">None yet.</p>`}
-				${run.events_left_out ? html`<p class="soft">${count(run.events_left_out)} earlier events are in events.jsonl.</p>` : nothing}</section>`;
+			<section id="Events"><h2>Events</h2>${this.events.length ? this.eventTable([...this.events].reverse().slice(0, 300), "Events") : html`<p class="empty">None yet.</p>`}
+				${run.events_left_out ? html`<p class="soft">${count(run.events_left_out)} earlier events are in events.jsonl.</p>` : ""}</section>`;
 	}
 
 	updated() {
@@ -81,7 +77,7 @@ class Run extends View {
 			failed: `It ended in an error; see below.${from}`,
 			stopped: `It was stopped on request, at step ${count(status.step)}.${from}`,
 		}[status.state];
-		return why ? html`<p class="ending">${why} ${from && this.data.steers ? command(commands?.resume) : nothing}</p>` : nothing;
+		return why ? html`<p class="ending">${why} ${from && this.data.steers ? command(commands?.resume) : ""}</p>` : "";
 	}
 
 	goTo(name) {
@@ -116,32 +112,33 @@ class Run extends View {
 		const ask = (label, path, line, body) => html`<unfog-ask .data=${this.data} .label=${label} .path=${path} .line=${line || ""} .body=${body}></unfog-ask>`;
 		const c = run.commands || {}, base = `api/runs/${this.run}`, training = run.status.state === "running";
 		return html`<section class="steering"><h2 class="hidden">Steer</h2>
-			${training ? [["Save now", "save"], ["Preview now", "preview"], ["Stop", "stop"]].map(([label, what]) => ask(label, `${base}/ask`, c[what], {what})) : nothing}
+			${training ? [["Save now", "save"], ["Preview now", "preview"], ["Stop", "stop"]].map(([label, what]) => ask(label, `${base}/ask`, c[what], {what})) : ""}
 			${ask("Run the doctor", "api/doctor", c.doctor, {run: run.id})}
-			${training ? nothing : html`<details @toggle=${(e) => (this.resuming ||= e.target.open)}><summary>Resume, with changed settings if you like</summary>${this.resuming ? html`<unfog-form .data=${this.data} .kind=${"resume"} .current=${{...run.settings, "training.steps": run.status.steps || undefined}} .path=${`${base}/resume`}></unfog-form>` : nothing}</details>`}
-			${this.output ? html`<details><summary>Output of the run</summary><unfog-task .data=${this.data} .task=${this.output}></unfog-task></details>` : nothing}
+			${training ? "" : html`<details @toggle=${(e) => (this.resuming ||= e.target.open)}><summary>Resume, with changed settings if you like</summary>${this.resuming ? html`<unfog-form .data=${this.data} .kind=${"resume"} .current=${{...run.settings, "training.steps": run.status.steps || undefined}} .path=${`${base}/resume`}></unfog-form>` : ""}</details>`}
+			${run.output ? html`<details><summary>Output of the run</summary><unfog-task .data=${this.data} .path=${run.output} .size=${run.status.console}></unfog-task></details>` : ""}
 			<details><summary>Other commands</summary>${Object.entries(c).filter(([name]) => !/^(save|preview|stop|doctor)$/.test(name)).map(([, line]) => html`<p>${command(line)}</p>`)}</details></section>`;
 	}
 
 	findings(run) {
 		return (run.findings || []).filter((one) => one.severity !== "fine").map((one) => html`<article class="finding"><p><b class=${one.severity}>${one.severity}</b> ${one.text}</p>
-			${one.remedy ? html`<p class="soft">${one.remedy}</p>` : nothing}${one.command && this.data.steers ? html`<unfog-ask .data=${this.data} .label=${"Do this"} .path=${`api/runs/${this.run}/resume`} .line=${one.command} .body=${{finding: one.id}}></unfog-ask>` : command(one.command)}</article>`);
+			${one.remedy ? html`<p class="soft">${one.remedy}</p>` : ""}${one.command && this.data.steers ? html`<unfog-ask .data=${this.data} .label=${"Do this"} .path=${`api/runs/${this.run}/resume`} .line=${one.command} .body=${{finding: one.id}}></unfog-ask>` : command(one.command)}</article>`);
 	}
 
-	table(rows, name) {
-		return scroller(name, html`<table class="events"><thead><tr><th scope="col">time, UTC</th><th scope="col">step</th><th scope="col">kind</th><th scope="col">details</th></tr></thead>
-			<tbody>${rows.map((row) => html`<tr><td class="fixed">${String(row.time).slice(0, 19).replace("T", " ")}</td><td class="fixed number">${count(row.step)}</td>
-				<td class="fixed ${row.trouble ? "warning" : ""}">${row.trouble ? "▲ " : ""}${row.kind}</td><td>${row.cause && row.trouble ? row.cause : row.details}${row.remedy ? html`<br><span class="soft">Remedy: ${row.remedy}</span>` : nothing}</td></tr>`)}</tbody></table>`);
+	eventTable(rows, name) {
+		const kind = (row) => (row.trouble ? html`<span class="warning">▲ ${row.kind}</span>` : row.kind);
+		const cells = rows.map((row) => [String(row.time).slice(0, 19).replace("T", " "), count(row.step), kind(row),
+			html`${row.cause && row.trouble ? row.cause : row.details}${row.remedy ? html`<br><span class="soft">Remedy: ${row.remedy}</span>` : ""}`]);
+		return table(name, ["time, UTC", "step", "kind", "details"], cells, "events");
 	}
 
 	evaluation(one) {
-		const interval = (m) => (m.low === null || m.high === null || m.low === undefined ? "" : `${number(m.low)} to ${number(m.high)}`);
-		return html`<h3>step ${count(one.step)}</h3>${one.verdict ? html`<p>${one.verdict}</p>` : nothing}<p class="soft">${text(one.drawn)}</p>
-			${scroller(`Evaluation of step ${one.step}`, html`<table><thead><tr>${CELLS.map((cell) => html`<th scope="col">${cell}</th>`)}</tr></thead><tbody>${(one.measured || []).map((m) => html`<tr>
-				<th scope="row">${m.metric}</th><td>${m.value === null ? "refused" : number(m.value)}</td><td>${interval(m)}</td><td>${m.real === null ? "" : number(m.real)}</td><td>${count(m.n)}</td><td>${count(m.n_reference)}</td><td>${m.features}</td><td>${m.resize}</td></tr>`)}</tbody></table>`)}
+		const interval = (m) => (Number.isFinite(m.low) && Number.isFinite(m.high) ? `${number(m.low)} to ${number(m.high)}` : "");
+		const rows = (one.measured || []).map((m) => [m.metric, m.value === null ? "refused" : number(m.value), interval(m), m.real === null ? "" : number(m.real), count(m.n), count(m.n_reference), m.features, m.resize]);
+		return html`<h3>step ${count(one.step)}</h3>${one.verdict ? html`<p>${one.verdict}</p>` : ""}<p class="soft">${text(one.drawn)}</p>
+			${table(`Evaluation of step ${one.step}`, ["metric", "value", "95% interval", "real images", "n", "reference", "features", "resize"], rows)}
 			${(one.measured || []).filter((m) => m.note).map((m) => html`<p class="soft">${m.metric}: ${m.note}</p>`)}
 			${(one.copies || []).map((copy) => html`<p class=${copy.severity}>copies of training images, by ${copy.by}: ${copy.evidence}${copy.remedy ? `; ${copy.remedy}` : ""}</p>
-				${String(copy.picture).startsWith("data:") ? scroller("Copies", html`<img src=${copy.picture} alt="Generated images over the training images nearest to them">`) : nothing}`)}`;
+				${String(copy.picture).startsWith("data:") ? scroller("Copies", html`<img src=${copy.picture} alt="Generated images over the training images nearest to them">`) : ""}`)}`;
 	}
 
 	dataReport(data) {
@@ -149,16 +146,16 @@ class Run extends View {
 		const {fields, classes, skipped, skipped_count} = data;
 		const most = Math.max(1, ...Object.values(classes));
 		return html`<table class="pairs">${Object.entries(fields).map(([key, value]) => html`<tr><th scope="row">${key.replaceAll("_", " ")}</th><td>${text(value)}</td></tr>`)}</table>
-			${Object.keys(classes).length ? html`<details open><summary>${count(Object.keys(classes).length)} classes</summary><ul class="classes">${Object.entries(classes).slice(0, 200).map(([name, n]) => html`<li><span>${name}</span> <meter max=${most} value=${n} aria-label="images of ${name}"></meter> ${count(n)}</li>`)}</ul></details>` : nothing}
-			${skipped_count ? html`<details><summary>${count(skipped_count)} files left out</summary><ul>${skipped.map((one) => html`<li>${one}</li>`)}</ul></details>` : nothing}`;
+			${Object.keys(classes).length ? html`<details open><summary>${count(Object.keys(classes).length)} classes</summary><ul class="classes">${Object.entries(classes).slice(0, 200).map(([name, n]) => html`<li><span>${name}</span> <meter max=${most} value=${n} aria-label="images of ${name}"></meter> ${count(n)}</li>`)}</ul></details>` : ""}
+			${skipped_count ? html`<details><summary>${count(skipped_count)} files left out</summary><ul>${skipped.map((one) => html`<li>${one}</li>`)}</ul></details>` : ""}`;
 	}
 
 	settings(run) {
-		const changed = run.changed || {}, words = this.find.toLowerCase().split(/\s+/).filter(Boolean);
-		const rows = Object.entries(run.settings || {}).filter(([name, value]) => words.every((word) => `${name} ${value}`.toLowerCase().includes(word)));
+		const changed = run.changed || {}, fits = finder(this.find);
+		const rows = Object.entries(run.settings || {}).filter(([name, value]) => fits(`${name} ${value}`));
 		const order = rows.sort(([a], [b]) => (b in changed) - (a in changed));
 		return html`<p><input type="search" placeholder="Search settings" aria-label="Search settings" .value=${this.find} @input=${(e) => (this.find = e.target.value)}> <span class="soft" role="status">${count(rows.length)} shown</span></p>
-			<div class="settings"><table class="pairs">${order.map(([name, value]) => html`<tr class=${name in changed ? "changed" : ""}><th scope="row">${name}</th><td>${text(value)}${name in changed ? html` <span class="soft">changed; default ${text(changed[name][0]) || "empty"}</span>` : nothing}</td></tr>`)}</table></div>`;
+			<div class="settings"><table class="pairs">${order.map(([name, value]) => html`<tr class=${name in changed ? "changed" : ""}><th scope="row">${name}</th><td>${text(value)}${name in changed ? html` <span class="soft">changed; default ${text(changed[name][0]) || "empty"}</span>` : ""}</td></tr>`)}</table></div>`;
 	}
 }
 customElements.define("unfog-run", Run);

@@ -1,7 +1,7 @@
 // The list of runs: live, searched, sorted, and a choice of up to eight to compare.
 
-import {html, nothing} from "./vendor/lit.js";
-import {View, count, number, duration, bytes, state, keep, route} from "./util.js";
+import {html} from "./vendor/lit.js";
+import {View, count, number, duration, bytes, finder, state, keep, route} from "./util.js";
 
 export const MOST = 8; // runs that are compared at once
 
@@ -42,12 +42,11 @@ class Runs extends View {
 	}
 
 	get shown() {
-		const {query} = route(), words = (query.get("find") || "").toLowerCase().split(/\s+/).filter(Boolean);
+		const {query} = route(), fits = finder(query.get("find") || "");
 		const [by, order] = [query.get("sort") || "age", query.get("order") === "down" ? -1 : 1];
 		const value = (COLUMNS.find(([name]) => name === by) || COLUMNS[6])[2];
-		const fits = (run) => words.every((word) => `${run.name} ${run.state} ${run.detail || ""}`.toLowerCase().includes(word));
 		const compare = (a, b) => (typeof a === "string" ? a.localeCompare(b, "en", {numeric: true}) : a === b ? 0 : a < b ? -1 : 1);
-		return (this.runs || []).filter(fits).sort((a, b) => order * compare(value(a), value(b)));
+		return (this.runs || []).filter((run) => fits(`${run.name} ${run.state} ${run.detail || ""}`)).sort((a, b) => order * compare(value(a), value(b)));
 	}
 
 	render() {
@@ -57,7 +56,7 @@ class Runs extends View {
 			<span class="grow"></span>
 			<input type="search" placeholder="Search name or state" aria-label="Search runs" .value=${query.get("find") || ""} @input=${(e) => { keep({find: e.target.value}); this.requestUpdate(); }}>
 			${this.chosen.size > 1 ? html`<a class="button accent" href="#/compare/${[...this.chosen].join(",")}">Compare ${this.chosen.size}</a>` : html`<span class="soft">tick up to ${MOST} to compare</span>`}</header>
-		${!this.runs.length ? html`<div class="empty"><p>No runs yet.</p>${this.data.steers ? html`<p><a href="#/start">Start one</a>, or train in a terminal: it appears here by itself.</p>` : nothing}</div>`
+		${!this.runs.length ? html`<div class="empty"><p>No runs yet.</p>${this.data.steers ? html`<p><a href="#/start">Start one</a>, or train in a terminal: it appears here by itself.</p>` : ""}</div>`
 			: !shown.length ? html`<p class="empty">No run fits “${query.get("find")}”.</p>`
 			: html`<table class="runs"><thead><tr><th><span class="hidden">compare</span></th>${COLUMNS.map(([name, label]) => this.heading(name, label, query))}</tr></thead>
 				<tbody>${shown.map((run) => this.row(run))}</tbody></table>`}`;
@@ -74,8 +73,8 @@ class Runs extends View {
 		const chosen = this.chosen.has(run.id);
 		return html`<tr><td><input type="checkbox" aria-label="Compare ${run.name}" .checked=${chosen} ?disabled=${!chosen && this.chosen.size >= MOST} @change=${() => this.choose(run.id)}></td>
 			<th scope="row" class="name"><a href="#/run/${run.id}">${run.name}</a></th>
-			<td class="state">${state(run.state)}${run.detail && run.detail !== "training" ? html` <span class="soft">${run.detail}</span>` : nothing}</td>
-			<td class="step">${run.steps ? html`<progress max=${run.steps} value=${run.step} aria-label="Progress of ${run.name}"></progress> ` : nothing}<span>${steps}</span></td>
+			<td class="state">${state(run.state)}${run.detail && run.detail !== "training" ? html` <span class="soft">${run.detail}</span>` : ""}</td>
+			<td class="step">${run.steps ? html`<progress max=${run.steps} value=${run.step} aria-label="Progress of ${run.name}"></progress> ` : ""}<span>${steps}</span></td>
 			<td class="left">${run.state === "running" ? duration(run.seconds_left ?? NaN) : ""}</td>
 			<td class="best">${run.best === null || run.best === undefined ? "" : html`${number(run.best)} <span class="soft">${run.metric}</span>`}</td>
 			<td class="bytes">${run.bytes ? bytes(run.bytes) : ""}</td><td class="age">${Number.isFinite(run.age) ? `${duration(run.age)} ago` : ""}</td></tr>`;

@@ -38,6 +38,16 @@ export class View extends HTMLElement {
 		(this.offs ||= []).push(this.data.on(kind, callback));
 	}
 
+	// Do some work; why it fails is said on the page, in the property `failed`, and to screen readers.
+	async attempt(work, before = "") {
+		try {
+			return await work();
+		} catch (error) {
+			this.failed = `${before}${error.message}`;
+			announce(this.failed);
+		}
+	}
+
 	// Load at most once a second; what is asked for meanwhile is done once, after it, and what failed is tried again.
 	async paced(work) {
 		this.more = this.loading;
@@ -161,6 +171,45 @@ export function announce(message) {
 // A part that scrolls by itself, by keys too.
 export function scroller(label, content) {
 	return html`<div class="scroll" tabindex="0" role="region" aria-label=${label}>${content}</div>`;
+}
+
+// The line of a curve, as legends show it.
+export function swatch(colour, dash, faint) {
+	return html`<svg width="24" height="8" aria-hidden="true"><path d="M0 4h24" stroke=${colour} stroke-width="2.5" stroke-opacity=${faint ? 0.35 : 1} stroke-dasharray=${dash?.join(" ") || nothing} /></svg>`;
+}
+
+// Options of a select from [value, label] pairs, or values that are their labels.
+export function options(pairs, chosen) {
+	return pairs.map((pair) => {
+		const [value, label] = Array.isArray(pair) ? pair : [pair, pair];
+		return html`<option value=${value} ?selected=${String(value) === String(chosen)}>${label}</option>`;
+	});
+}
+
+export function select(pairs, chosen, choose, label = nothing) {
+	return html`<select aria-label=${label} @change=${(e) => choose(e.target.value)}>${options(pairs, chosen)}</select>`;
+}
+
+// Radio buttons that look like one control, of value -> label.
+export function radios(name, legend, labels, chosen, choose) {
+	return html`<fieldset class="choice"><legend class="hidden">${legend}</legend>${Object.entries(labels).map(([value, label]) => html`<label><input type="radio" name=${name} .checked=${value === chosen} @change=${() => choose(value)}><span>${label}</span></label>`)}</fieldset>`;
+}
+
+// A range input.
+export function range(value, min, max, choose, {step = 1, said = nothing, off = false} = {}) {
+	return html`<input type="range" min=${min} max=${max} step=${step} .value=${String(value)} aria-valuetext=${said} ?disabled=${off} @input=${(e) => choose(Number(e.target.value))}>`;
+}
+
+// Whether a text has all words that are searched for.
+export function finder(search) {
+	const words = search.toLowerCase().split(/\s+/).filter(Boolean);
+	return (text) => words.every((word) => text.toLowerCase().includes(word));
+}
+
+// A table that scrolls by itself; the first cell of a row is its heading.
+export function table(label, heads, rows, kind = "") {
+	return scroller(label, html`<table class=${kind}><thead><tr>${heads.map((head) => html`<th scope="col">${head}</th>`)}</tr></thead>
+		<tbody>${rows.map(([first, ...rest]) => html`<tr><th scope="row">${first}</th>${rest.map((cell) => html`<td>${cell}</td>`)}</tr>`)}</tbody></table>`);
 }
 
 const SIGNS = {running: "▶", finished: "✓", stopped: "■", failed: "✕", killed: "✕", "not begun": "○", queued: "○"};

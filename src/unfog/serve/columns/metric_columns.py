@@ -12,11 +12,13 @@ import os
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import repeat
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 
 from unfog.reporting.records import LARGEST, finite_number
 from unfog.safe_files import open_file
@@ -143,15 +145,14 @@ class MetricColumns:
         """Append the rows of these lines; those that are no JSON objects are left out."""
         ends = self.offset + np.cumsum([len(line) + 1 for line in lines], dtype=np.float64)
         rows, kept = parse_lines(lines)
-        names: dict[str, None] = {}
-        for row in rows:
-            names.update(dict.fromkeys(row))
+        # Nearly all rows have the same names, so that each set of them is looked at once.
+        names = dict.fromkeys(name for some in dict.fromkeys(map(tuple, rows)) for name in some)
         first = self.rows
         for name in names:
             # Each name costs a look at all rows, and a stranger's file could have a new one in each.
             if name in self._names or len(self._names) < _MOST_COLUMNS:
                 self._names.add(name)
-                self._append_values(name, [row.get(name) for row in rows], first)
+                self._append_values(name, list(map(dict.get, rows, repeat(name))), first)
         self._ends.append(ends[kept])
         for column in self._columns.values():
             if missing := self.rows - column.rows:
@@ -203,9 +204,9 @@ def _floats(values: list[Any]) -> Floats:
 def parse_lines(lines: Sequence[bytes]) -> tuple[list[dict[str, Any]], list[int]]:
     """Return the rows of the lines that are JSON objects, and the places of those lines."""
     places = [i for i, line in enumerate(lines) if line.strip()]
-    with suppress(ValueError, RecursionError):
-        # One call for all lines takes half the time of a call for each.
-        rows = json.loads(b"[" + b",".join(lines[i] for i in places) + b"]")
+    with suppress(ValueError):
+        # All lines at once, by a parser of five times the speed; the usual one may read what it refuses, such as NaN.
+        rows = orjson.loads(b"[" + b",".join(lines[i] for i in places) + b"]")
         if len(rows) == len(places) and all(type(row) is dict for row in rows):
             return rows, places
     rows, kept = [], []

@@ -95,7 +95,8 @@ class Job:
 
     def summary(self) -> dict[str, Any]:
         """Return its line in the history."""
-        return {**self.progress(), "run_name": self.run_name, "settings": settings_of(self.request)}
+        edit = {"image": self.image_bytes > 0, "mask": len(self.body) > self.image_bytes}
+        return {**self.progress(), "run_name": self.run_name, "settings": settings_of(self.request), "edit": edit}
 
     def detail(self) -> dict[str, Any]:
         """Return all about it but the pixels."""
@@ -107,7 +108,6 @@ class Job:
             "pictures": 0 if self.pictures is None else len(self.pictures),
             "command": command_of(self.request),
             "python": python_of(self.request),
-            "edit": {"image": self.image_bytes > 0, "mask": len(self.body) > self.image_bytes},
             "copies": self.copies or None,
         }
 
