@@ -110,10 +110,11 @@ def check_step(result):
         read = [result["named"].get(name, 0) for name in ("late read", "read at the end")]
         assert read == [result["steps"] - 1 + 2 * before, 1]
     assert result["faults"] == {}
+    images = [copy for copy in result["copies"] if copy.startswith("cpu to cuda")]  # the verdict goes the other way
     if result["name"].startswith("kept images"):
-        assert result["copies"] == {}, "the images were copied"
+        assert not images, "the images were copied"
     elif not result["name"].startswith("kept"):
-        assert result["copies"], "the images of the step were not seen"
+        assert images, "the images of the step were not seen"
         assert result["named"]["read ahead"] >= 1, "the next images were not read before the wait"
     check_kernels(result)
 
