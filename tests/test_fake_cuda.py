@@ -91,7 +91,8 @@ def check_kernels(result):
         assert result["named"]["_to_copy"] < 140
         assert result["named"]["_foreach_copy_"] == 2
     if result["name"].startswith("mp"):
-        assert "copy_" not in result["named"], "weights were projected one by one"
+        # That of the verdict, and that to the host.
+        assert result["named"].get("copy_", 0) <= 2, "weights were projected one by one"
 
 
 def check_step(result):
