@@ -117,7 +117,7 @@ def test_metrics_are_on_disk_before_the_checkpoint_that_covers_them(tmp_path, di
     heartbeat = SimpleNamespace(activity="", during=lambda what: nullcontext())
     context = SimpleNamespace(folder=RunFolder(tmp_path), stop=lambda: False, heartbeat=heartbeat, callbacks=())
     with Recorder(tmp_path, Log(), 10) as recorder:
-        saver = Saver(context, Config(), recorder, "")
+        saver = Saver(context, Config(), recorder)
         recorder.log(1, 8, loss=0.5)
         assert not disk.holds(tmp_path / "metrics.jsonl"), "each line would cost time"
         saver.prepare()

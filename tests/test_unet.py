@@ -13,7 +13,8 @@ import torch
 from torch.nn import functional as F
 
 from unfog.errors import RequestError
-from unfog.models.layers import attention, group_norm, sinusoids
+from unfog.models.group_norm import group_norm
+from unfog.models.layers import attention, sinusoids
 from unfog.models.settings import SIZES, UNet
 from unfog.models.unet import UNetModel
 

@@ -102,7 +102,7 @@ def _body(module: ModuleType, imports: dict[str, None], left_out: frozenset[str]
             # Blank lines in their place, as the numbers of lines from the syntax tree must stay right.
             lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
     # The functions of `layers` are in the same file.
-    text = re.sub(r"\blayers\.(?=attention\()", "", "\n".join(lines))
+    text = re.sub(r"\blayers\.(?=(?:attention|repeat_pixels)\()", "", "\n".join(lines))
     # torch's own norm gives the same numbers; ours keeps a memory format on CUDA, for the speed of training.
     text = re.sub(r"(?<![\w.])GroupNorm\b", "nn.GroupNorm", text)
     return "\n\n" + re.sub(r"\n{4,}", "\n\n\n", text.strip() + "\n")

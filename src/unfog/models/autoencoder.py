@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from unfog.errors import RequestError, install_command
 from unfog.models.autoencoder_settings import Autoencoder
-from unfog.models.layers import GroupNorm, zero_
+from unfog.models.group_norm import GroupNorm
+from unfog.models.layers import zero_
 
 # Range of a latent's log variance, as in latent diffusion: beyond it exp overflows or vanishes in float32.
 _LOGVAR = (-30.0, 20.0)

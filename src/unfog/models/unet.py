@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from unfog.models import layers
-from unfog.models.layers import ConditionalNetwork, GroupNorm, Runner, sinusoids, zero_
+from unfog.models.group_norm import GroupNorm
+from unfog.models.layers import ConditionalNetwork, Runner, sinusoids, zero_
 from unfog.models.settings import UNet
 
 

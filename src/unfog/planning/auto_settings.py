@@ -215,7 +215,8 @@ class AutoSettings:
         for _ in range(4):  # a fixed-point iteration, as the intervals follow from the length
             training = replace(self.config.training, images=max(1, round(images)))
             config = replace(self.config, training=training)
-            config = _changed(config, {section: {"every": every} for section, every in open_intervals(config).items()})
+            intervals = open_intervals(config, self.budget).items()
+            config = _changed(config, {section: {"every": every} for section, every in intervals})
             costs = forward_passes(config, config.evaluate.images)
             aside = (sum(costs.values()) - costs["training"]) * training.images / costs["training"]
             # At least half: a short run with a costly preview is still to train.

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from unfog.errors import RequestError
 from unfog.models import layers
-from unfog.models.layers import group_norm, is_channels_last
+from unfog.models.group_norm import group_norm, is_channels_last
 
 _ATEN = torch.ops.aten
 MB = 2**20

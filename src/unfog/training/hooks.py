@@ -74,7 +74,10 @@ class TrainingHooks:
         return ""
 
     def on_step_end(self, step: int) -> None:
-        """Show progress. Called every step, so it must be cheap and must not wait for the device."""
+        """Show progress. Called every step, so it must be cheap and must not wait for the device.
+
+        `TrainState.last` is of this step, as its verdict is known. On a GPU the next step may be on its way.
+        """
 
     def on_skipped_step(self, state: TrainState, norm: float, report: NanReport | None) -> None:
         """Record that a step was skipped because its gradient was not finite. `report` is None if not debugged."""

@@ -121,10 +121,9 @@ def train(
                 state.due.append("save")
             if hooks.preview_requested() and "preview" not in state.due:
                 state.due.append("preview")
-            hooks.on_step_end(step + 1)
             stopwatch.images += batch_size
 
-            # 4. The verdict on the step; on a GPU that on the step before, but where a hook is due after this one.
+            # 4. The verdict on the step, and its end; on a GPU those of the step before, but where a hook is due.
             reason = _read_verdicts(computer, hooks, updater, rates, wait=bool(state.due)) or reason
     except Interrupted:
         state.optimizer.zero_grad(set_to_none=True)  # the sum over half a batch; a resume begins the step anew
@@ -151,6 +150,7 @@ def _read_verdicts(
         if result.outcome == "skipped":
             with computer.stopwatch.exclude():
                 reason = skip_step(training, state, hooks, result.norm_value, computer)
+        hooks.on_step_end(state.seen // training.batch - updater.unread)
     return reason
 
 

@@ -88,6 +88,11 @@ class Updater:
         state.follow_update(gradient.losses, self._halted)
         return gradient.losses, numbers
 
+    @property
+    def unread(self) -> int:
+        """Number of steps whose verdicts the host has not read."""
+        return len(self._unread)
+
     def has_verdict(self, wait: bool) -> bool:
         """Return whether there is a verdict to read: one that is ready before the next step ends, or to `wait` for."""
         late = self.why_at_once is None and not wait

@@ -1,0 +1,66 @@
+"""Group normalisation that keeps channels_last on CUDA, where torch's own returns NCHW."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+_ATEN = torch.ops.aten
+
+
+class GroupNorm(nn.GroupNorm):
+    """`nn.GroupNorm`, whose output on CUDA has the memory format and the type of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise [B, C, H, W], each group of channels by itself."""
+        # The convolutions around it would each convert its output, in the forward and in the backward pass. Compiled
+        # code needs no help: Inductor has no kernel for it, and fuses its parts in whatever format is there.
+        if x.device.type != "cuda" or not is_channels_last(x) or torch.compiler.is_compiling():
+            return super().forward(x)
+        return group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
+
+
+def is_channels_last(x: Tensor) -> bool:
+    """Return whether a tensor is [B, C, H, W] in channels_last, and could be in another format."""
+    return x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+
+
+def group_norm(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Normalise [B, C, H, W] in channels_last -> the same, computed in float32 whatever the type of `x`."""
+    output: Tensor = _ChannelsLast.apply(x, weight, bias, groups, eps)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _ChannelsLast(torch.autograd.Function):
+    """torch's kernel between two conversions, which change type and format in one pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float) -> Tensor:
+        batch, channels, height, width = ctx.sizes = x.shape
+        ctx.groups = groups
+        normal, mean, scale = _ATEN.native_group_norm(
+            _planar(x), weight, bias, batch, channels, height * width, groups, eps
+        )
+        # The input in its own type: half the memory of the float32 that the kernel would keep.
+        ctx.save_for_backward(x, weight, mean, scale)
+        return normal.to(x.dtype, memory_format=torch.channels_last)  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, scale = ctx.saved_tensors
+        batch, channels, height, width = ctx.sizes
+        of_x, of_weight, of_bias = _ATEN.native_group_norm_backward(
+            *(_planar(gradient), _planar(x), mean, scale, weight),
+            *(batch, channels, height * width, ctx.groups, ctx.needs_input_grad[:3]),
+        )
+        of_x = None if of_x is None else of_x.to(x.dtype, memory_format=torch.channels_last)
+        return of_x, of_weight, of_bias, None, None
+
+
+def _planar(x: Tensor) -> Tensor:
+    """Return what the kernel takes: NCHW, in the type of its weights."""
+    return x.to(torch.float32, memory_format=torch.contiguous_format)
