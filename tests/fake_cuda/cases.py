@@ -55,27 +55,27 @@ def whole(name, side, method="adamw", batch=64):
 
 
 class _Stopping(TrainingHooks):
-    """Hooks that end the training after some steps."""
+    """Hooks that end the training after `until` steps that were launched."""
 
-    step = until = 0
+    until = 0
 
-    def on_step_end(self, step):
-        self.step = step
+    def __init__(self, state, batch):
+        self.launched = lambda: state.seen // batch
 
     def stop_requested(self):
-        return self.step >= self.until
+        return self.launched() >= self.until
 
 
 class _Watching(_Stopping):
-    """Hooks that begin to watch after a step, and note what they are told of a capture."""
+    """Hooks that begin to watch once a step is launched, and note what they are told of a capture."""
 
     watch = begin = said = None
 
-    def on_step_end(self, step):
-        super().on_step_end(step)
-        if step == self.begin:
+    def stop_requested(self):
+        if self.launched() == self.begin:
             self.watch().clear()
             self.watch().__enter__()
+        return super().stop_requested()
 
     def on_capture(self, message):
         self.said = message
@@ -144,7 +144,7 @@ def step_of(
 
             images = DeviceStream(stream, DEVICE) if kept else stream
             task = Task(images, build.build_augmentation(config), loss)
-            hooks, settings = _Stopping(), LoopSettings(config.training, config.optimizer)
+            hooks, settings = _Stopping(state, config.training.batch), LoopSettings(config.training, config.optimizer)
             if whole:
                 return _whole_run(fake, settings, state, task)
             for steps in (1, STEPS):
@@ -161,7 +161,7 @@ def step_of(
 
 def _whole_run(fake, settings, state, task):
     """Return what `STEPS` steps after the sixth do, together with what waits and is copied in a captured one."""
-    hooks = _Watching()
+    hooks = _Watching(state, settings.training.batch)
     hooks.begin, hooks.until, hooks.watch = 6, 6 + STEPS, lambda: fake.watch
     train(settings, state, task, hooks)
     fake.watch.__exit__(None, None, None)
