@@ -352,16 +352,6 @@ def test_an_automatic_warm_up_is_a_twentieth_of_the_run_and_5000_steps_at_most()
         assert choose_intervals(config)[0]["optimizer"] == {"warmup": warmup}
 
 
-def test_a_time_budget_begins_with_a_preview_each_tenth_and_other_runs_with_what_they_can_afford():
-    config = preset("default")
-    config = replace(config, training=replace(config.training, images=100 * config.training.batch))
-    without = choose_intervals(config)[0]
-    assert without["preview"]["every"] > 10  # a preview takes more than a hundredth of so short a run
-    within = choose_intervals(config, budget=60.0)[0]
-    assert [within[name]["every"] for name in ("preview", "evaluate")] == [10, 10]
-    assert within["checkpoint"] == without["checkpoint"]
-
-
 GOLDEN = {"adamw": [1.63450, 1.58983, 1.48525, 1.46525], "muon": [1.63519, 1.60285, 1.51219, 1.50118]}
 
 

@@ -215,8 +215,7 @@ class AutoSettings:
         for _ in range(4):  # a fixed-point iteration, as the intervals follow from the length
             training = replace(self.config.training, images=max(1, round(images)))
             config = replace(self.config, training=training)
-            intervals = open_intervals(config, self.budget).items()
-            config = _changed(config, {section: {"every": every} for section, every in intervals})
+            config = _changed(config, {section: {"every": every} for section, every in open_intervals(config).items()})
             costs = forward_passes(config, config.evaluate.images)
             aside = (sum(costs.values()) - costs["training"]) * training.images / costs["training"]
             # At least half: a short run with a costly preview is still to train.
@@ -225,7 +224,7 @@ class AutoSettings:
 
     def resolve_intervals(self) -> None:
         """Choose warm-up and intervals by the length."""
-        changes, choices = choose_intervals(self.config, self.budget)
+        changes, choices = choose_intervals(self.config)
         self.config = _changed(self.config, changes)
         self.choices += choices
 

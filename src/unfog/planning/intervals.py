@@ -33,8 +33,8 @@ class Choice(NamedTuple):
         return f"{self.name} = {self.value}: {self.reason}"
 
 
-def choose_intervals(config: Config, budget: float = 0.0) -> tuple[Changes, list[Choice]]:
-    """Return values for the open warm-up and intervals, and why; `budget`: seconds of a time budget, 0 for none."""
+def choose_intervals(config: Config) -> tuple[Changes, list[Choice]]:
+    """Return values for the open warm-up and intervals, and why."""
     changes: Changes = {}
     choices: list[Choice] = []
 
@@ -51,12 +51,11 @@ def choose_intervals(config: Config, budget: float = 0.0) -> tuple[Changes, list
         choose("log", "every", every, "at least 20 times in the run, and at least every 50 steps")
     if config.ema_snapshots.every >= 0:
         choose("ema_snapshots", "every", *_snapshot_interval(config, steps))
-    if intervals := open_intervals(config, budget):
+    if intervals := open_intervals(config):
         changes |= {section: {"every": every} for section, every in intervals.items()}
         values = ", ".join(f"{section} {every}" for section, every in intervals.items())
         lost = plural(intervals.get("checkpoint", config.checkpoint.every), "step")
-        rarer = "fewer if that takes over a tenth of the time" if budget else "if that takes under a tenth of the run"
-        reason = f"ten or more of each, {rarer}; a crash loses at most {lost}"
+        reason = f"ten or more of each, if that takes under a tenth of the run; a crash loses at most {lost}"
         choices.append(Choice("intervals", values, reason))
     return changes, choices
 
@@ -77,16 +76,15 @@ def _snapshot_interval(config: Config, steps: int) -> tuple[int, str]:
     return every, f"{format_bytes(needed)} of snapshots, from which `unfog ema-sweep` rebuilds an EMA of any width"
 
 
-def open_intervals(config: Config, budget: float = 0.0) -> dict[str, int]:
+def open_intervals(config: Config) -> dict[str, int]:
     """Return steps by section for previews, evaluation and checkpoints, where they are open; by the length."""
     steps = config.training.images // config.training.batch
     every = round_down_to_125(steps / 10)
     previewed = config.preview.images * config.sampler.steps
     evaluated = config.evaluate.images * config.evaluate.levels
-    # A run with a time budget widens its intervals as it trains, by what previews and evaluations are found to take.
     usual = {
-        "preview": every if budget else max(every, _least_interval(config, previewed, steps)),
-        "evaluate": every if budget else max(every, _least_interval(config, evaluated, steps)),
+        "preview": max(every, _least_interval(config, previewed, steps)),
+        "evaluate": max(every, _least_interval(config, evaluated, steps)),
         "checkpoint": min(every, _MOST_STEPS_LOST),
     }
     return {section: steps for section, steps in usual.items() if getattr(config, section).every == 0}
