@@ -2,15 +2,18 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 from test_training import CPU, NEVER, Diary, linear_state, reconstruction, run, scaled_at
+from unfog.config.presets import preset
 from unfog.errors import Interrupted, RunError
 from unfog.models.edm2_unet import MPUNetModel
-from unfog.models.settings import MPUNet
+from unfog.models.settings import MPUNet, UNet
+from unfog.planning.timing import TrialTraining, random_images
 from unfog.training.ema import Ema
 from unfog.training.loop import Intervals
 from unfog.training.optimizer_settings import AdamW, Muon, Optimizer
@@ -125,6 +128,19 @@ def test_a_checkpoint_holds_the_step_that_it_follows(planted, when):
     assert len(found["late"]) == 2
     for one, other in zip(found["late"], found["at once"]):
         same(one, other)
+
+
+def test_a_trial_takes_as_many_steps_as_are_asked_for(when):
+    when("late")
+    network = UNet(channels=(8,), attention=(False,), mid_attention=False, norm_groups=4)
+    config = replace(preset("default"), network=network)
+    data, training = replace(config.data, size=8, channels=1), replace(config.training, batch=4, precision="fp32")
+    config = replace(config, data=data, training=training)
+    trial = TrialTraining(config, random_images(config, 8), CPU)
+    for steps in (1, 2):
+        before = trial.state.seen
+        trial.run(steps)
+        assert trial.state.seen - before == 4 * steps
 
 
 @pytest.mark.parametrize("stop", range(3, 8))

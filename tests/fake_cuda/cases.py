@@ -398,19 +398,27 @@ CASES = {
 WATCHED = ("waits", "copies", "faults", "attention", "named", "layouts")
 
 
-def main():
+def figures(watch):
+    """Return what a test asks of a case."""
+    return {what: dict(getattr(watch, what)) for what in WATCHED} | {
+        "steps": STEPS,
+        "operations": watch.operations,
+        "said": watch.said,
+    }
+
+
+def main(cases, figures):
+    """Print a line of JSON for each of the cases that the command names, or of all: its figures, or its error."""
     warnings.simplefilter("ignore")
     torch.autograd.set_multithreading_enabled(False)
-    for name in sys.argv[1:] or CASES:
+    for name in sys.argv[1:] or cases:
         try:
-            watch = CASES[name]()
-            result = {what: dict(getattr(watch, what)) for what in WATCHED}
-            result |= {"operations": watch.operations, "said": watch.said}
+            result = figures(cases[name]())
         except Exception as error:
-            frames = "".join(traceback.format_exception(error)[-6:])
+            frames = "".join(traceback.format_exception(error)[-8:])
             result = {"error": f"{type(error).__name__}: {error}", "where": frames}
-        print(json.dumps({"name": name, "steps": STEPS, **result}), flush=True)
+        print(json.dumps({"name": name, **result}), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(CASES, figures)

@@ -7,12 +7,8 @@ where it would be launched.
 """
 
 # ruff: noqa: E402  torch reads the environment while it is imported
-import json
 import os
-import sys
 import tempfile
-import traceback
-import warnings
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -238,17 +234,5 @@ CASES = {
 }
 
 
-def main():
-    warnings.simplefilter("ignore")
-    torch.autograd.set_multithreading_enabled(False)
-    for name in sys.argv[1:] or CASES:
-        try:
-            result = figures(CASES[name]())
-        except Exception as error:
-            frames = "".join(traceback.format_exception(error)[-8:])
-            result = {"error": f"{type(error).__name__}: {error}", "where": frames}
-        print(json.dumps({"name": name, **result}), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    cases.main(CASES, figures)

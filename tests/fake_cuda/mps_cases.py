@@ -3,10 +3,6 @@
 MPS has no float64, which the CPU and CUDA would hide; and tensors and generators must be on one device there too.
 """
 
-import json
-import sys
-import traceback
-import warnings
 from collections import Counter
 
 import fakes  # isort: skip - it must come before torch
@@ -88,18 +84,9 @@ def _in_fp32(network="unet:channels=32/32,attention=false/true,blocks=1", precis
 cases.config_of = _in_fp32
 
 
-def main():
-    warnings.simplefilter("ignore")
-    torch.autograd.set_multithreading_enabled(False)
-    for name in sys.argv[1:] or _CASES:
-        try:
-            watch = _CASES[name]()
-            result = {"faults": dict(watch.faults), "operations": watch.operations}
-        except Exception as error:
-            frames = "".join(traceback.format_exception(error)[-6:])
-            result = {"error": f"{type(error).__name__}: {error}", "where": frames}
-        print(json.dumps({"name": name, **result}), flush=True)
+def _figures(watch):
+    return {"faults": dict(watch.faults), "operations": watch.operations}
 
 
 if __name__ == "__main__":
-    main()
+    cases.main(_CASES, _figures)

@@ -9,13 +9,14 @@ It is drawn by diffusers' DPM-Solver++ for flows. STEPS are calls of the network
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 import tuned
 from diffusers import DPMSolverMultistepScheduler, UNet2DModel
 from diffusers.training_utils import compute_density_for_timestep_sampling
-from shared import draw_all
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -29,14 +30,8 @@ def loss_of(model: UNet2DModel, clean: Tensor) -> Tensor:
     return F.mse_loss(answer.float(), noise - clean)
 
 
-def main(what: str, images: str, folder: Path, count: int, seed: int, *out: str) -> None:
-    """Train, or draw."""
-    torch.manual_seed(seed)
-    folder.mkdir(parents=True, exist_ok=True)
-    if what == "train":
-        tuned.train(images, folder, count, loss_of)
-        return
-    model, steps = UNet2DModel.from_pretrained(folder), int(out[1])
+def drawer(model: UNet2DModel, steps: int) -> tuple[Callable[[int], Tensor], str]:
+    """DPM-Solver++, which calls the network once a step."""
 
     def draw(n: int) -> Tensor:
         scheduler = DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=1.0)
@@ -46,8 +41,10 @@ def main(what: str, images: str, folder: Path, count: int, seed: int, *out: str)
             x = scheduler.step(model(x, t).sample, t, x).prev_sample
         return (x + 1) / 2
 
-    draw_all(Path(out[0]), model, draw, count, seed, f"DPM-Solver++, {steps} steps")
+    return draw, f"DPM-Solver++, {steps} steps"
 
+
+main = partial(tuned.main, loss_of, drawer)
 
 if __name__ == "__main__":
     main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]), *sys.argv[6:])

@@ -10,13 +10,14 @@ STEPS are calls of the network, so that there are (STEPS + 1) / 2 steps.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 import tuned
 from diffusers import UNet2DModel
-from shared import draw_all
 from torch import Tensor
 
 DATA, MEAN, STD = 0.5, -1.2, 1.2
@@ -56,17 +57,13 @@ def heun(model: UNet2DModel, n: int, steps: int) -> Tensor:
     return x
 
 
-def main(what: str, images: str, folder: Path, count: int, seed: int, *out: str) -> None:
-    """Train, or draw."""
-    torch.manual_seed(seed)
-    folder.mkdir(parents=True, exist_ok=True)
-    if what == "train":
-        tuned.train(images, folder, count, loss_of)
-        return
-    model, steps = UNet2DModel.from_pretrained(folder), (int(out[1]) + 1) // 2
-    name = f"Heun, {steps} steps"
-    draw_all(Path(out[0]), model, lambda n: (heun(model, n, steps) + 1) / 2, count, seed, name)
+def drawer(model: UNet2DModel, calls: int) -> tuple[Callable[[int], Tensor], str]:
+    """Heun's method, which calls the network twice in each step but the last."""
+    steps = (calls + 1) // 2
+    return lambda n: (heun(model, n, steps) + 1) / 2, f"Heun, {steps} steps"
 
+
+main = partial(tuned.main, loss_of, drawer)
 
 if __name__ == "__main__":
     main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]), *sys.argv[6:])

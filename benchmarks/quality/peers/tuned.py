@@ -17,7 +17,7 @@ from diffusers import UNet2DModel
 from diffusers.optimization import get_scheduler
 from diffusers.training_utils import EMAModel
 from PIL import Image
-from shared import Log
+from shared import Log, draw_all
 from torch import Tensor
 
 BATCH, RATE = 64, 3e-3
@@ -43,6 +43,28 @@ def images_of(folder: str) -> Tensor:
     """All images of the set, uint8 [N, 3, 32, 32]: decoded once, as decoding is no part of a recipe."""
     files = sorted(Path(folder).glob("*.png"))
     return torch.from_numpy(np.stack([np.asarray(Image.open(file)) for file in files])).permute(0, 3, 1, 2)
+
+
+def main(
+    loss_of: Callable[[UNet2DModel, Tensor], Tensor],
+    drawer: Callable[[UNet2DModel, int], tuple[Callable[[int], Tensor], str]],
+    what: str,
+    images: str,
+    folder: Path,
+    count: int,
+    seed: int,
+    *out: str,
+) -> None:
+    """Train, or draw. `drawer` takes network and calls, and returns what draws n images in [0, 1], and its name."""
+    torch.manual_seed(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    if what == "train":
+        train(images, folder, count, loss_of)
+        return
+    place, calls = out
+    model = UNet2DModel.from_pretrained(folder)
+    draw, name = drawer(model, int(calls))
+    draw_all(Path(place), model, draw, count, seed, name)
 
 
 def train(images: str, folder: Path, count: int, loss_of: Callable[[UNet2DModel, Tensor], Tensor]) -> None:

@@ -39,6 +39,7 @@ from unfog.reporting.progress import Progress
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import LoopSettings, train
 from unfog.training.stability.out_of_memory import microbatch_size
+from unfog.training.state import TrainState
 
 _SLOW = 5  # times the seconds for timing: a step that takes longer is not repeated
 _TIMED = 64  # images that steps are timed with, if none are decoded yet
@@ -188,16 +189,14 @@ def seconds_per_call(config: Config, device: torch.device) -> float:
 
 
 class _StepLimit(TrainingHooks):
-    """Hooks that end the training after so many steps."""
+    """Hooks that end the training of `state` after so many images more."""
 
-    def __init__(self, steps: int):
-        self.left = steps
-
-    def on_step_end(self, step: int) -> None:
-        self.left -= 1
+    def __init__(self, state: TrainState, images: int):
+        self.state, self.end = state, state.seen + images
 
     def stop_requested(self) -> bool:
-        return self.left <= 0
+        # By the position: on a GPU the loop tells of the end of a step once the next one is on its way.
+        return self.state.seen >= self.end
 
 
 class TrialTraining:
@@ -224,7 +223,7 @@ class TrialTraining:
         """Train so many steps. Return the seconds until the device has finished them."""
         synchronize(self.device)
         started = time.perf_counter()
-        self.train(_StepLimit(steps))
+        self.train(_StepLimit(self.state, steps * self._settings.training.batch))
         synchronize(self.device)
         return time.perf_counter() - started
 

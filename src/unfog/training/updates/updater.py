@@ -75,7 +75,7 @@ class Updater:
         return read
 
     def update_on_device(self, gradient: Gradient) -> tuple[list[Loss], Tensor]:
-        """Update by work on the device alone, of which nothing depends on a number of the host.
+        """Clip, update and average without the host, which reads nothing and decides nothing here.
 
         Returns the losses, and float32 [3] on the device: norm of the gradient, and sums of losses and null losses.
         """
@@ -94,7 +94,7 @@ class Updater:
         return len(self._unread)
 
     def has_verdict(self, wait: bool) -> bool:
-        """Return whether there is a verdict to read: one that is ready before the next step ends, or to `wait` for."""
+        """Return whether a verdict is to be read now. With `wait` also that of the last step, which may still run."""
         late = self.why_at_once is None and not wait
         return len(self._unread) > (_LAG if late else 0)
 
@@ -105,7 +105,7 @@ class Updater:
     def take_back(self) -> int:
         """Undo the steps after the one whose verdict was read last, which was bad. Returns how many they are.
 
-        Nothing is left of them, or soon will be: the device has left them out, or a roll-back is due.
+        The device has left them out, or a roll-back is due, which replaces all that they changed.
         """
         count = len(self._unread)
         if count:
