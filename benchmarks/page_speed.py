@@ -19,6 +19,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from browsers import WatchedPage, open_browser, serving, wait_for
+from serve import cpu_of
 
 # Zooms to and fro for five seconds, and gives the frames' times in milliseconds.
 ZOOM = """async () => {
@@ -62,12 +63,6 @@ def clock_of(watched):
     clock = watched.context.new_cdp_session(watched.page)
     clock.send("Performance.enable", {"timeDomain": "threadTicks"})
     return clock
-
-
-def server_seconds(process) -> float:
-    """Return the processor seconds of a server so far."""
-    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def measure(browser, folder: Path) -> None:
@@ -114,7 +109,7 @@ def measure_long(browser, folder: Path) -> None:
         page.wait_for_selector("table.runs tbody tr")
         ids = page.evaluate("fetch('api/runs').then((answer) => answer.json())")
         clock = clock_of(watched)
-        begun, before, drawn = time.monotonic(), server_seconds(process), busy(clock)
+        begun, before, drawn = time.monotonic(), cpu_of(process.pid), busy(clock)
         page.goto(f"{address}#/compare/{','.join(str(run['id']) for run in ids[:8])}")
         page.wait_for_selector("unfog-compare unfog-chart canvas", timeout=120_000)
         seen = time.monotonic() - begun
@@ -122,7 +117,7 @@ def measure_long(browser, folder: Path) -> None:
         wait_for(lambda: page.evaluate(stores), 300)
         print(f"eight runs of 100,000 rows: laid over one another after {seen:.2f} s, ", end="")
         print(f"all rows after {time.monotonic() - begun:.2f} s; processor time of the server ", end="")
-        print(f"{server_seconds(process) - before:.1f} s, of the page {busy(clock) - drawn:.1f} s")
+        print(f"{cpu_of(process.pid) - before:.1f} s, of the page {busy(clock) - drawn:.1f} s")
 
 
 def make_long(folder: Path) -> None:

@@ -53,6 +53,12 @@ def make_runs(folder: Path, runs: int, rows: int) -> None:
     metrics.unlink()
 
 
+def cpu_of(pid: int) -> float:
+    """Return the processor seconds of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 class Server:
     """A server in a process of its own, with clocks around its answers."""
 
@@ -68,8 +74,7 @@ class Server:
 
     def cpu(self) -> float:
         """Processor seconds of the process so far."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return cpu_of(self.process.pid)
 
     def memory(self) -> float:
         """Resident memory in MB."""

@@ -26,16 +26,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parent))
 from browsers import WatchedPage, open_browser
-from serve import Server, make_runs
+from serve import Server, cpu_of, make_runs
 
 NETWORK = "unet:channels=8/16,attention=0/1,mid_attention=0,norm_groups=4,head_channels=8"
 _FAST = "import unfog.serve.server as s; s._TICK_SECONDS = 0.04; from unfog.cli.main import main; main({words!r})"
-
-
-def cpu_of(pid: int) -> float:
-    """Return the processor seconds of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def step_of(run: Path) -> int:

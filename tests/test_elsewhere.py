@@ -90,6 +90,12 @@ def test_weights_alone_are_of_the_usual_objective_which_is_said_and_can_be_chang
     assert (changed.target.kind, changed.schedule.kind) == ("eps", "cosine")
 
 
+def test_a_guide_of_a_model_is_used_or_refused(tmp_path):
+    model = unfog.load(checkpoint(tmp_path / "m.pt", sigmoid_buffers()), size=8)
+    with pytest.raises(RequestError, match="is not a run"):  # its own earlier average, which no file of weights has
+        model.evaluate("sliced", n=10, guide="auto", reference="fashion", features="texture")
+
+
 def test_a_size_is_asked_for_where_the_weights_do_not_tell_it(tmp_path):
     path = checkpoint(tmp_path / "m.pt", sigmoid_buffers())
     with pytest.raises(RequestError, match="states no size: give --size"):

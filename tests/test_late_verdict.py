@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from test_training import CPU, NEVER, Diary, linear_state, reconstruction, run, scaled_at
+from unfog.checks.settings import overfit_one_batch as overfitting
 from unfog.config.presets import preset
 from unfog.errors import Interrupted, RunError
 from unfog.models.edm2_unet import MPUNetModel
 from unfog.models.settings import MPUNet, UNet
+from unfog.pipeline.build import build_state
 from unfog.planning.timing import TrialTraining, random_images
 from unfog.training.ema import Ema
 from unfog.training.loop import Intervals
@@ -130,17 +132,33 @@ def test_a_checkpoint_holds_the_step_that_it_follows(planted, when):
         same(one, other)
 
 
-def test_a_trial_takes_as_many_steps_as_are_asked_for(when):
-    when("late")
+def small_config():
     network = UNet(channels=(8,), attention=(False,), mid_attention=False, norm_groups=4)
     config = replace(preset("default"), network=network)
     data, training = replace(config.data, size=8, channels=1), replace(config.training, batch=4, precision="fp32")
-    config = replace(config, data=data, training=training)
+    return replace(config, data=data, training=training, optimizer=replace(config.optimizer, lr=1e-2))
+
+
+def test_a_trial_takes_as_many_steps_as_are_asked_for(when):
+    when("late")
+    config = small_config()
     trial = TrialTraining(config, random_images(config, 8), CPU)
     for steps in (1, 2):
         before = trial.state.seen
         trial.run(steps)
         assert trial.state.seen - before == 4 * steps
+
+
+def test_learning_a_batch_by_heart_compares_with_the_first_step(when, monkeypatch):
+    monkeypatch.setattr(overfitting, "_MOST_STEPS", 6)
+    monkeypatch.setattr(overfitting, "_finding", lambda config, state, lesson, monitor: monitor.fallen)
+    config, fallen = small_config(), {}
+    for how in ("usual", "late"):
+        when(how)
+        images = random_images(config, 8)
+        fallen[how] = overfitting.overfit_one_batch(config, build_state(config, CPU), images)
+    assert fallen["late"][:6] == fallen["usual"]
+    assert fallen["usual"][0] == 1 != fallen["usual"][5]
 
 
 @pytest.mark.parametrize("stop", range(3, 8))

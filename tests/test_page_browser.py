@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("playwright", reason="playwright is not installed: pip install 'unfog[dev]'")
 pytest.importorskip("starlette", reason="starlette is not installed: pip install 'unfog[serve]'")
+pytest.importorskip("orjson", reason="orjson is not installed: pip install 'unfog[serve]'")
 
 from browsers import CHROMIUM, WatchedPage, open_browser, serving, wait_for
 from conftest import NETWORK, few_images

@@ -17,6 +17,10 @@ import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+pytest.importorskip("orjson")
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
 from served import make_run
 from unfog.cache_folder import CacheEntry
 from unfog.cli.requests import read_request as from_words
@@ -28,9 +32,6 @@ from unfog.serve.playground.job import History, StoredDrawing
 from unfog.serve.playground.jobs import MOST_WAITING, JobList
 from unfog.serve.playground.requests import command_of, key_of, python_of, read_request, settings_of
 from unfog.serve.server import Server
-
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
 
 with warnings.catch_warnings():  # which client it uses is nothing to us
     warnings.simplefilter("ignore")

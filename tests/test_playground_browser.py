@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("playwright", reason="playwright is not installed: pip install 'unfog[dev]'")
 pytest.importorskip("starlette", reason="starlette is not installed: pip install 'unfog[serve]'")
+pytest.importorskip("orjson", reason="orjson is not installed: pip install 'unfog[serve]'")
 
 import unfog
 from browsers import CHROMIUM, WatchedPage, open_browser, serving, wait_for

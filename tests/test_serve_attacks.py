@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from served import make_run, serving
-
+pytest.importorskip("orjson")
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
+
+from served import make_run, serving
+
 pytestmark = pytest.mark.slow
 
 

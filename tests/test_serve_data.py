@@ -14,6 +14,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+pytest.importorskip("orjson")
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
 from served import make_run, row_of, unpack
 from unfog.process.console_log import console_log
 from unfog.process.run_folder import RunFolder
@@ -24,9 +28,6 @@ from unfog.serve.columns.thinning import _REDUCE, Thinner
 from unfog.serve.run_files import _encode_webp
 from unfog.serve.runs import RunList
 from unfog.serve.server import Hub, Server
-
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
 
 with warnings.catch_warnings():  # which client it uses is nothing to us
     warnings.simplefilter("ignore")

@@ -12,6 +12,10 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("orjson")
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
 from conftest import TRANSFORMER, few_images, without_clock
 from served import make_run, serving
 from unfog.config.requests import ResumeRequest, TrainRequest
@@ -23,9 +27,6 @@ from unfog.serve.runs import number_of
 from unfog.serve.server import Server
 from unfog.serve.steering import form_fields, page_settings
 from unfog.serve.tasks import TaskList
-
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
 
 
 def wait_until(condition, seconds=120.0):

@@ -1,4 +1,4 @@
-"""Locks on folders, among the processes of one machine or of several that share a disk; folders written whole."""
+"""Locks on folders, among processes of one machine or of several that share a disk; and folders written as a whole."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """What a compiled training step launches on a GPU, counted without one: `python compiled.py NAME ...` prints JSON.
 
 Needs a CUDA build of torch, and no driver. The real loop compiles the network as `--compile` does: Dynamo, AOTAutograd,
-Inductor, and for some Triton with ptxas for sm_90. The code that comes out then runs on the fake device of `fakes.py`:
-what it calls of torch is counted as in any other step, with the layouts that it really gets, and each kernel of Triton
-where it would be launched.
+Inductor, and with `binaries` (the DiT) Triton and ptxas for sm_90. The code that comes out then runs on the fake device
+of `fakes.py`: what it calls of torch is counted as in any other step, with the layouts that it really gets, and each
+kernel of Triton where it would be launched.
 """
 
 # ruff: noqa: E402  torch reads the environment while it is imported

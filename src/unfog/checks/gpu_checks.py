@@ -25,7 +25,9 @@ from unfog.process.signals import StopSignals
 from unfog.reporting.findings import Finding, Severity
 from unfog.reporting.progress import Progress, format_bytes, format_number
 from unfog.text import sanitize
+from unfog.training.distributed.world import SINGLE_PROCESS
 from unfog.training.precision import gpu_has_bf16
+from unfog.training.updates.obstacles import why_not_masked
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _SIDE = {"cpu": 1024, "cuda": 8192, "mps": 2048}  # of multiplied matrices; large enough to reach the full rate
@@ -34,7 +36,6 @@ _SLOW_RATE = 0.4  # of the data sheet's: large products reach 60 to 80%
 _CROWDED = 0.5  # of the memory, which others may use before it is worth a word
 _ROUNDING = 2.0**-6  # relative error of a product in bf16, whose numbers are rounded to 2^-8
 _SIZE = 32  # pixels of the images, unless the settings say otherwise
-_WAITS = 1  # a step: to learn whether its gradient is finite
 _FEW_STEPS = 2
 _GAIN = 1.05  # times as fast, from which on compiling is worth its start
 
@@ -237,10 +238,12 @@ class _StepChecks:
         )
         each = sum(waits.values()) / _FEW_STEPS if waits is not None else 0.0
         where = f", and waits {each:g} times for the device, at {', '.join(waits)}" if waits else ""
+        # To learn whether its gradient is finite, where the device cannot decide by itself.
+        usual = 0 if why_not_masked(trial.state, SINGLE_PROCESS) is None else 1
         return Finding.graded(
             "gpu.step",
             said,
-            (each > _WAITS, "hint", where, "it waits once where all is well: please report it"),
+            (each > usual, "hint", where, f"it waits {('never', 'once')[usual]} where all is well: please report it"),
             facts={
                 "seconds": found.step,
                 "images_per_second": rate,

@@ -198,7 +198,7 @@ def _unknown_flag(spelled: str, flags: Mapping[str, _Flag], prog: str, others: M
     meant = meant or [flag for flag in flags if last and flag.rpartition(".")[2] == last]
     owners = [command for command, kind in others.items() if named in _flags_of(kind)]
     theirs = f", but of {' and '.join(filter(None, [', '.join(owners[:-1]), *owners[-1:]]))}" if owners else ""
-    # A flag of another command is meant as it is, unless one here differs by a letter.
+    # A flag of another command is meant as it is, unless one here is spelled nearly the same.
     meant = meant or difflib.get_close_matches(named[:40], flags, n=1, cutoff=0.9 if theirs else 0.7)
     if theirs and not meant:
         instead = "; give each setting to change as a flag" if (prog, named) == ("unfog resume", "--config") else ""

@@ -1,4 +1,4 @@
-"""The endless shuffled stream of training images. Its only state is the position, so a resume stores one integer."""
+"""The endless shuffled stream of training images, whose only state is the position; and the same kept on a device."""
 
 from __future__ import annotations
 

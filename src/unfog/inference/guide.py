@@ -30,7 +30,7 @@ def resolve_guidance(
 
     RequestError if there is no such guide, or the scale does not use it.
     """
-    weaker = None if guide is None else open_guide(run, guide)
+    weaker = None if guide is None else _open_guide(run, guide)
     # Without a guide, a scale makes sense only for a network that was trained to go without its class.
     usual = run.config.usual_guidance if weaker is None else run.config.guidance
     scale = (_AUTO_SCALE if guide == _AUTO else usual) if scale is None else scale
@@ -39,7 +39,7 @@ def resolve_guidance(
     return weaker and replace(weaker, dtype=DTYPES.get(precision)), scale
 
 
-def open_guide(run: LoadedRun, guide: Guide) -> Denoiser:
+def _open_guide(run: LoadedRun, guide: Guide) -> Denoiser:
     """Return the denoiser that guides `run`, on its device: autoguidance (Karras et al. 2024a).
 
     Raises:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -156,11 +155,9 @@ class LoadedRun:
 
 
 def load_run_images(config: Config, stop: StopSignals) -> Dataset:
-    """Load all images of a run, however long it trains. RequestError if they are not those that it was trained on."""
-    config = replace(config, training=replace(config.training, images=0, steps=0))
+    """Load the images of a run. RequestError if they are not those that it was trained on."""
     dataset, found = load_images(config, stop)
-    # A run that names no fingerprint has never read its images.
-    if config.fingerprint and found.fingerprint != config.fingerprint:
+    if found.fingerprint != config.fingerprint:
         raise RequestError(
             f"the images in {sanitize(config.source)} are not those that this run was trained on; restore them"
         )

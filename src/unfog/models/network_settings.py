@@ -84,6 +84,8 @@ class LevelSettings(NetworkSettings):
 class PatchSettings(NetworkSettings):
     """Base of the settings of transformers, which work on square patches of the image."""
 
+    remedy: ClassVar[str] = ""
+    """End of the message for a size that does not fit."""
     patch: int
     depth: int
 
@@ -92,7 +94,7 @@ class PatchSettings(NetworkSettings):
             if side < self.patch or side % self.patch:
                 nearest = max(1, round(side / self.patch)) * self.patch
                 raise RequestError(
-                    f"size = {side} must be a multiple of patch = {self.patch}; try size = {nearest}, or another patch"
+                    f"size = {side} must be a multiple of patch = {self.patch}; try size = {nearest}{self.remedy}"
                 )
 
     def layout(self, height: int, width: int) -> str:

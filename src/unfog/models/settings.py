@@ -174,6 +174,7 @@ class MPUNet(_OwnLevels):
 class DiT(PatchSettings):
     """A transformer over patches (Peebles & Xie 2023): RMSNorm, SwiGLU, 2-D rotary positions, normalised queries."""
 
+    remedy: ClassVar[str] = ", or another patch"
     kind: ClassVar[str] = "dit"
     model: ClassVar[str] = "unfog.models.dit:DiTModel"
     reference_lr: ClassVar[float] = 5e-3  # docs/decisions/0013-networks.md

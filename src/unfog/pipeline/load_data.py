@@ -49,8 +49,7 @@ def load_images(
 ) -> tuple[Dataset, ImageFacts]:
     """Scan and decode the source with progress, and report every file in one line.
 
-    Returns the images, and the settings that they determine: size, channels, classes, fingerprint. Interrupted after a
-    stop request.
+    Returns the images, and the settings that they determine. Interrupted after a stop request.
 
     Args:
         few: only a few images are needed, so a large set that is not in the cache is decoded on demand.

@@ -171,7 +171,7 @@ def _traceable(config: Config) -> Config:
 def _trace_key(config: Config, device: str) -> Config:
     """Return the configuration without the settings that do not change the trace of a step on a type of device."""
     used = config.training
-    # On CUDA alone the format decides what normalisation keeps (`unfog.models.layers`).
+    # On CUDA alone the format decides what normalisation keeps (`unfog.models.group_norm`).
     memory_format = used.memory_format if device == "cuda" else Training().memory_format
     training = Training(precision=used.precision, clip=used.clip, shard=used.shard, memory_format=memory_format)
     optimizer, usual = replace(config.optimizer, lr=1.0, warmup=1), Config()

@@ -41,7 +41,7 @@ from unfog.training.loop import LoopSettings, train
 from unfog.training.stability.out_of_memory import microbatch_size
 from unfog.training.state import TrainState
 
-_SLOW = 5  # times the seconds for timing: a step that takes longer is not repeated
+_SLOW = 5  # times the seconds for timing: no step is begun once one that took longer has ended
 _TIMED = 64  # images that steps are timed with, if none are decoded yet
 _PORTIONS = 3  # of the steps that are timed: the median leaves out a slow moment of the machine
 _MOST_STEPS = 200  # in a portion
@@ -84,8 +84,7 @@ def measure_step(
     trial = TrialTraining(config, images, device)
     with Progress(f"measuring steps in {config.training.precision}", None) as progress:
         clock = _StepTimer(limit, progress, stop_requested, config.training.compile)
-        with compile_errors_explained():
-            trial.train(clock)
+        trial.train(clock)
     if stop_requested():
         raise Interrupted
     return clock.step_time()
@@ -214,9 +213,9 @@ class TrialTraining:
         self._settings = LoopSettings(replace(training, images=10**9 * training.batch), config.optimizer)
 
     def train(self, hooks: TrainingHooks) -> None:
-        """Train until the hooks stop it."""
+        """Train until the hooks stop it. RunError if torch cannot compile the network."""
         # The loop seeds the global generators at each step, so they are restored.
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+        with compile_errors_explained(), torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             train(self._settings, self.state, self._task, hooks)
 
     def run(self, steps: int) -> float:

@@ -15,7 +15,7 @@ from unfog.reporting.progress import overheard
 from unfog.safe_files import open_file, write_atomic
 from unfog.text import without_secrets
 
-if TYPE_CHECKING:  # the page's server only reads the log, and starts without the modules of settings
+if TYPE_CHECKING:  # the page's server only reads the log
     from unfog.process.run_folder import RunFolder
 
 LOG_FILE = "console.log"
@@ -37,8 +37,11 @@ def console_log(folder: RunFolder) -> Iterator[None]:
         # A start that fails before that leaves no folder behind, and so no log in it.
         if folder.config_file.is_file():
             with suppress(OSError):
-                _append(folder.path, "\n".join(waiting).encode("utf-8", "replace") + b"\n")
-                waiting.clear()
+                size = _append(folder.path, "\n".join(waiting).encode("utf-8", "replace") + b"\n")
+                waiting.clear()  # before more can fail
+                if size > _MOST_BYTES:
+                    newer = read_tail(folder.path, _MOST_BYTES // 2)
+                    write_atomic(folder.path / LOG_FILE, newer.partition(b"\n")[2], folder.path, durable=False)
 
     with overheard(note):
         try:
@@ -54,10 +57,8 @@ def read_tail(run: Path, limit: int) -> bytes:
         return os.pread(file.fileno(), limit, max(0, os.fstat(file.fileno()).st_size - limit))
 
 
-def _append(run: Path, data: bytes) -> None:
+def _append(run: Path, data: bytes) -> int:
+    """Write at the end of the log. Returns its size."""
     with open_file(run / LOG_FILE, "ab", run) as file:
         file.write(data)
-        size = file.tell()
-    if size > _MOST_BYTES:
-        newer = read_tail(run, _MOST_BYTES // 2)
-        write_atomic(run / LOG_FILE, newer.partition(b"\n")[2], run, durable=False)
+        return file.tell()

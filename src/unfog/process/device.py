@@ -68,12 +68,12 @@ def resource_use(device: torch.device, folder: Path) -> dict[str, float]:
 
     What the system does not report is left out.
     """
-    found = {"memory_mib": resident_bytes()}
+    found = {"memory_mib": used} if (used := resident_bytes()) else {}
     if device.type == "cuda":
         found["memory_device_mib"] = torch.cuda.max_memory_allocated(device)
     with suppress(OSError):
         found["disk_free_mib"] = shutil.disk_usage(folder).free
-    return {name: round(size / 2**20, 1) for name, size in found.items() if size}
+    return {name: round(size / 2**20, 1) for name, size in found.items()}
 
 
 def _status(name: str) -> int:

@@ -30,8 +30,8 @@ from unfog.text import without_secrets
 _LARGEST_JSON, _LARGEST_CONFIG = 2**22, 2**20  # bytes
 _MOST_CHECKPOINTS = 1000
 _UNREADABLE = (OSError, ValueError, RecursionError)
-_LARGEST_FILE = 2**28  # bytes
-_MOST_PIXELS = 2**26
+_LARGEST_FILE = 2**28  # bytes of a picture
+_MOST_PIXELS = 2**26  # of a picture
 _KEPT_BYTES = 2**26  # of encoded pictures
 _LOSSY_FROM = 2**22  # pixels; a lossless picture of that size takes a second to encode
 

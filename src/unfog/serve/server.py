@@ -121,7 +121,11 @@ class _Client:
 
 
 class Hub:
-    """Passes events on to all browsers that listen."""
+    """Passes events on to all browsers that listen.
+
+    An event replaces an earlier one about the same thing that a browser has not got yet, so a slow browser costs no
+    memory.
+    """
 
     def __init__(self) -> None:
         self._clients: list[_Client] = []

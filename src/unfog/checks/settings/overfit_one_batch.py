@@ -68,6 +68,7 @@ def overfit_one_batch(
     lesson = replace(lesson, show=latent_decoder(config, device))
     lesson.at_once = min(_IMAGES, config.training.microbatch or _IMAGES)
     settings = replace(config.training, batch=_IMAGES, microbatch=lesson.at_once, images=10**6 * _IMAGES)
+    settings = replace(settings, capture=False)  # the loss of each image is read in each step
     optimizer = replace(config.optimizer, warmup=20, schedule="constant")
     task = Task(lesson, lambda pixels: (see(pixels), None), lesson.loss)
     with Progress("overfitting eight images, step", _MOST_STEPS) as progress:
@@ -96,8 +97,10 @@ class _OverfitBatch:
     """How many the network is given at a time, for lack of memory."""
     place: int = 0
     """Of the first image of the batch that was asked for last."""
-    latest: Tensor = field(default_factory=lambda: torch.full((_IMAGES,), math.nan))
-    """Loss of each image when it was last shown, float32 [B] on the CPU."""
+    step: int = 1
+    """That it belongs to, from 1 on."""
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    """Of steps whose end was not told yet: the loss of each image, float32 [B] on the CPU."""
 
     @classmethod
     def of(
@@ -116,7 +119,7 @@ class _OverfitBatch:
         return cls(x0, pixels, label, u, noise, replace(objective, label_dropout=0.0))
 
     def batch(self, first: int, size: int) -> Batch:
-        self.place = first % _IMAGES
+        self.step, self.place = 1 + first // _IMAGES, first % _IMAGES
         part = slice(self.place, self.place + size)
         label = None if self.label is None else self.label[part]
         return Batch(first, self.pixels[part], label, torch.arange(_IMAGES)[part])
@@ -125,7 +128,8 @@ class _OverfitBatch:
         """Return the loss of the run's objective, with the fixed level and noise of each image."""
         part = slice(self.place, self.place + len(x0))
         loss = self.objective(network, x0, label, u=self.u[part], noise=self.noise[part])
-        self.latest[part] = loss.measured.detach().cpu()
+        losses = self.losses.setdefault(self.step, torch.full((_IMAGES,), math.nan))
+        losses[part] = loss.measured.detach().cpu()
         return loss
 
     def pixelwise_loss(self) -> Tensor:
@@ -200,7 +204,8 @@ class _OverfitMonitor(TrainingHooks):
         """The same over that of the first step, when the network still answered 0."""
 
     def on_step_end(self, step: int) -> None:
-        loss = self.lesson.latest.clone()
+        # By its number: on a GPU the next step may have been computed by now.
+        loss = self.lesson.losses.pop(step)
         if not self.relative:
             self.first = loss
         self.relative.append(_ratio(loss, torch.maximum(self.blind, _LEAST * self.first)))

@@ -108,7 +108,7 @@ class DiffusersDiT(PatchSettings):
     """The DiT of Peebles and Xie (2023) as diffusers has it: layer norms, added positions, GELU; `dit` is our own."""
 
     kind: ClassVar[str] = "diffusers-dit"
-    model: ClassVar[str] = "unfog.models.dit:DiffusersDiTModel"
+    model: ClassVar[str] = "unfog.models.elsewhere.diffusers_dit:DiffusersDiTModel"
     # Those of the paper's largest network, DiT-XL/2.
     width: int = setting(1152, at_least=4, at_most=16384)
     """Channels of a token: heads times channels of a head, a multiple of 4."""

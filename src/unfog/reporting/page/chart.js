@@ -31,7 +31,7 @@ class Chart extends View {
 		// What cannot be seen is drawn when it is scrolled to.
 		this.watcher = new IntersectionObserver((entries) => {
 			this.seen = entries.at(-1).isIntersecting;
-			if (this.seen && this.stale) this.redraw();
+			if (this.seen) this.stale ? this.redraw() : this.tell();
 		}, {rootMargin: "200px"});
 	}
 
@@ -73,9 +73,9 @@ class Chart extends View {
 		return table(`Table of ${this.heading}`, [this.over, ...solid.map((one) => one.label)], picked.map((x) => [place(this.over, x), ...solid.map((one) => at(one, x))]));
 	}
 
-	// All x in the part that is shown, in order.
-	places(series) {
-		return [...new Set(series.flatMap((one) => this.within(one).map((i) => one.x[i])))].sort((a, b) => a - b);
+	// All x of some rows of each curve, in order: of those in the part that is shown, or others.
+	places(series, rows = series.map((one) => this.within(one))) {
+		return [...new Set(series.flatMap((one, s) => Array.from(rows[s], (i) => one.x[i])))].sort((a, b) => a - b);
 	}
 
 	within(one) {
@@ -99,7 +99,7 @@ class Chart extends View {
 		const canvas = this.querySelector("canvas"), ctx = canvas.getContext("2d"), unit = devicePixelRatio, [low, high] = visible();
 		// A curve that is not positive throughout has no logarithm. Found once for each curve, as it takes all of its points.
 		this.scale = this.log && this.series.some((one) => one.y.length) && this.series.every((one) => (one.positive ??= one.y.every((v) => v > 0))) ? Math.log10 : (v) => v;
-		const picked = this.series.map((one) => thin(one.x, one.y, low, high, this.width / 2)); // what the pixels can show
+		const picked = (this.picked = this.series.map((one) => thin(one.x, one.y, low, high, this.width / 2))); // what the pixels can show
 		this.limits = {x: [low, high > low ? high : low + 1], y: this.height(picked)};
 		const {x, y} = this.limits;
 		this.pixels = {x: (this.width - LEFT - RIGHT) / (x[1] - x[0]), y: (HEIGHT - TOP - BOTTOM) / (y[1] - y[0])}; // of 1
@@ -248,13 +248,16 @@ class Chart extends View {
 
 	press(event) {
 		if (!this.limits || event.ctrlKey || event.metaKey || event.altKey) return;
-		const [low, high] = this.limits.x, here = pointed() ?? high, xs = this.places(this.series);
-		const at = Math.min(lower(xs, here - 1e-9 * Math.abs(here)), xs.length - 1);
-		const move = (i) => xs.length && point(xs[Math.min(Math.max(0, i), xs.length - 1)]);
-		const marks = this.marks.map((mark) => mark.x).sort((a, b) => a - b), small = 1e-6 * (high - low), page = Math.ceil(xs.length / 10);
+		const [low, high] = this.limits.x, here = pointed() ?? high, marks = this.marks.map((mark) => mark.x).sort((a, b) => a - b), small = 1e-6 * (high - low);
+		// Over points that are drawn, as the next row of a long run is less than a pixel away.
+		const move = (by, share = 0) => {
+			const xs = this.places(this.series, this.picked), last = xs.length - 1;
+			const at = Math.min(lower(xs, here - 1e-9 * Math.abs(here)), last) + by + share * Math.ceil(xs.length / 10);
+			if (xs.length) point(xs[Math.min(Math.max(0, at), last)]);
+		};
 		const actions = {
-			ArrowLeft: () => (event.shiftKey ? pan(-0.2) : move(at - 1)), ArrowRight: () => (event.shiftKey ? pan(0.2) : move(at + 1)),
-			PageDown: () => move(at - page), PageUp: () => move(at + page), Home: () => move(0), End: () => move(xs.length - 1),
+			ArrowLeft: () => (event.shiftKey ? pan(-0.2) : move(-1)), ArrowRight: () => (event.shiftKey ? pan(0.2) : move(1)),
+			PageDown: () => move(0, -1), PageUp: () => move(0, 1), Home: () => move(-Infinity), End: () => move(Infinity),
 			"+": () => zoomBy(0.5, here), "-": () => zoomBy(2, here), 0: () => zoom(null), Escape: () => point(null),
 			e: () => this.jump(marks.find((x) => x > here + small)), E: () => this.jump(marks.findLast((x) => x < here - small)),
 		};
@@ -278,7 +281,7 @@ class Chart extends View {
 
 	// The pointer moves the cursor; dragged, it marks a part, which is zoomed to at its end.
 	drag(event) {
-		if (!this.limits) return;
+		if (!this.limits || (event.type === "pointerdown" && event.button)) return;
 		const x = this.placeOf(event), {type, currentTarget: box, pointerId} = event, part = this.querySelector(".part");
 		if (type === "pointerdown") {
 			this.from = x;

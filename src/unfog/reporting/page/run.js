@@ -115,7 +115,7 @@ class Run extends View {
 			${training ? [["Save now", "save"], ["Preview now", "preview"], ["Stop", "stop"]].map(([label, what]) => ask(label, `${base}/ask`, c[what], {what})) : ""}
 			${ask("Run the doctor", "api/doctor", c.doctor, {run: run.id})}
 			${training ? "" : html`<details @toggle=${(e) => (this.resuming ||= e.target.open)}><summary>Resume, with changed settings if you like</summary>${this.resuming ? html`<unfog-form .data=${this.data} .kind=${"resume"} .current=${{...run.settings, "training.steps": run.status.steps || undefined}} .path=${`${base}/resume`}></unfog-form>` : ""}</details>`}
-			${run.output ? html`<details><summary>Output of the run</summary><unfog-task .data=${this.data} .path=${run.output} .size=${run.status.console}></unfog-task></details>` : ""}
+			${run.output ? html`<details><summary>Output of the run</summary><unfog-task .data=${this.data} .path=${run.output} .size=${run.output.endsWith("/log") ? run.status.console : undefined}></unfog-task></details>` : ""}
 			<details><summary>Other commands</summary>${Object.entries(c).filter(([name]) => !/^(save|preview|stop|doctor)$/.test(name)).map(([, line]) => html`<p>${command(line)}</p>`)}</details></section>`;
 	}
 

@@ -15,7 +15,7 @@ class Task extends View {
 	}
 
 	updated(changes) {
-		if (changes.get("path") || changes.has("size")) this.load(); // another command took the place of one, or the log has grown
+		if (changes.get("path") || (changes.has("size") && this.size)) this.load(); // another command took the place of one, or the log has grown
 		const log = this.querySelector("pre");
 		if (log) log.scrollTop = log.scrollHeight;
 	}
@@ -58,7 +58,7 @@ class Ask extends View {
 	}
 
 	render() {
-		return html`<div class="ask"><button @click=${this.press}>${this.label}</button> ${command(this.line)} <span class="said">${this.failed || this.said}</span></div>
+		return html`<div class="ask"><button @click=${this.press}>${this.label}</button> ${command(this.line)} <span class="said" role=${this.failed ? "alert" : nothing}>${this.failed || this.said}</span></div>
 			${this.task === undefined ? "" : html`<unfog-task .data=${this.data} .path=${`api/tasks/${this.task}`}></unfog-task>`}`;
 	}
 }

@@ -38,13 +38,12 @@ export class View extends HTMLElement {
 		(this.offs ||= []).push(this.data.on(kind, callback));
 	}
 
-	// Do some work; why it fails is said on the page, in the property `failed`, and to screen readers.
+	// Do some work; why it fails is said on the page, in the property `failed`, which is shown as an alert.
 	async attempt(work, before = "") {
 		try {
 			return await work();
 		} catch (error) {
 			this.failed = `${before}${error.message}`;
-			announce(this.failed);
 		}
 	}
 

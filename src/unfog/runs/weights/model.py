@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from unfog.inference.evaluation_files import Evaluation
     from unfog.pipeline.generate import GenerationSettings
 
-_DRAWN = ("sampler", "steps", "seed", "guidance", "batch", "precision")
+_DRAWN = ("sampler", "steps", "seed", "guidance", "guide", "batch", "precision")
 
 
 class Model(Run):

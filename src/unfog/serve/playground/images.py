@@ -79,8 +79,8 @@ def size_of(run: Path) -> tuple[int, int]:
     settings = read_settings(run)
     try:
         return int(settings["data.size"]), int(settings["data.channels"])
-    except (KeyError, ValueError) as error:
-        raise RequestError(f"config.toml of this run cannot be read: {error}") from None
+    except (KeyError, ValueError, TypeError):
+        raise RequestError("config.toml of this run is missing, damaged, or has no size and channels") from None
 
 
 def at_run_size(pixels: Pixels, size: int, channels: int) -> Pixels:
