@@ -3,7 +3,7 @@
 import json
 import shutil
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,14 +20,16 @@ from unfog.config.schema import Config, nest_settings
 from unfog.config.toml import from_toml, update
 from unfog.data.augmentation import Augment
 from unfog.data.settings import UNREAD
+from unfog.diffusion.noise import LogitNormal
 from unfog.diffusion.weighting import Elbo
 from unfog.errors import RequestError
-from unfog.models.settings import ARCHITECTURES
+from unfog.models.settings import ARCHITECTURES, UNet
 from unfog.pipeline.build import build_loss, build_state
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.records import read_metrics
 from unfog.runs.session import Session, _last_logged
 from unfog.safe_files import file_digest
+from unfog.settings import setting
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.load import read_state
 from unfog.training.checkpoints.posthoc_ema import _to_float16
@@ -173,6 +175,32 @@ def test_digests_of_settings_are_those_of_the_first_version_where_nothing_new_is
         (replace(config, optimizer=replace(config.optimizer, cooldown=0.5)), {"training", "repeat"}),
     ):
         assert {name for name in FIRST if settings_digests(new)[name] != FIRST[name]} == differ
+
+
+@dataclass(frozen=True)
+class _LaterUNet(UNet):
+    extra: int = setting(1, added_later=True)
+
+
+@dataclass(frozen=True)
+class _LaterSchedule(LogitNormal):
+    extra: int = setting(1, added_later=True)
+
+
+def test_a_setting_added_later_to_a_kind_that_is_not_the_usual_one_enters_only_where_it_is_used():
+    """The usual settings hold no network, and a schedule of another kind."""
+    config = replace(_default(), network=UNet())
+    before = settings_digests(config)
+    for part, differ in (
+        (lambda n: {"network": _LaterUNet(extra=n)}, {"training", "repeat"}),
+        (
+            lambda n: {"diffusion": replace(config.diffusion, schedule=_LaterSchedule(extra=n))},
+            {"training", "repeat", "measure", "objective"},
+        ),
+    ):
+        assert settings_digests(replace(config, **part(1))) == before
+        after = settings_digests(replace(config, **part(2)))
+        assert {name for name in before if before[name] != after[name]} == differ
 
 
 OF_THE_FIRST_VERSION = {

@@ -51,7 +51,8 @@ def settings_digests(config: Config) -> dict[str, str]:
         "ema_snapshots": config.ema_snapshots.second_schedule(config.ema),
     }
     # A setting that was added later enters only where it is not the usual one, or every older run would differ.
-    usual = set(_flatten(Config()))
+    # Also where its part is of another kind than the usual one, as a network always is: there its own default is usual.
+    usual = {*_flatten(Config()), *_added_later(config)}
     pairs: dict[str, list[tuple[str, Any]]] = {purpose: [] for purpose in _PURPOSES}
     for name, value, rules in _walk(config):
         if in_use.get(name.partition(".")[0], True) and not (rules.added_later and (name, value) in usual):
@@ -79,6 +80,16 @@ def _walk(settings: Any, where: str = "", rules: Rules = Rules()) -> Iterator[tu
 def _flatten(settings: Any) -> list[tuple[str, Any]]:
     """Return (dotted name, value) of each setting in a tree, and the kind of each part."""
     return [(name, value) for name, value, _ in _walk(settings)]
+
+
+def _added_later(settings: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted name, default) of each setting in a tree that is itself marked as added later."""
+    for f in fields(settings):
+        name, value = f"{where}.{f.name}" if where else f.name, getattr(settings, f.name)
+        if is_dataclass(value):
+            yield from _added_later(value, name)
+        elif rules_of(f).added_later:
+            yield name, f.default
 
 
 def _differences(
