@@ -15,7 +15,7 @@ from unfog.cli.main import _run as run_command
 from unfog.commands import ema_sweep
 from unfog.commands.ema_sweep import PAGE_FILE, EmaSweepResult, _WidthResult
 from unfog.errors import RequestError, RunError
-from unfog.inference.loaded_run import SWEEP_FILE, _swept_width
+from unfog.inference.loaded_run import SWEEP_FILE, swept_width
 from unfog.inference.run import Run
 from unfog.reporting.records import read_events, read_metrics
 from unfog.training.checkpoints.posthoc_ema import EmaSnapshotFile
@@ -130,7 +130,7 @@ def test_any_step_up_to_the_last(run):
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"width": null}', '{"width": 9}', '{"width": "x"}', "\xff"])
 def test_a_choice_that_is_none_is_passed_over(run, text):
     (run / SWEEP_FILE).write_bytes(text.encode("latin-1"))
-    assert _swept_width(run) is None
+    assert swept_width(run) is None
 
 
 def test_without_snapshots_the_checkpoint_is_used_and_a_sweep_refused(run, capsys):

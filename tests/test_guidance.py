@@ -125,6 +125,18 @@ def test_auto_guides_by_the_own_average_of_an_earlier_step(run, tmp_path, monkey
     assert "guide" not in plain.drawn
     assert with_guide.measured[0].value != plain.measured[0].value
     assert len(list((own.path / "evaluations" / "drawn").iterdir())) == 2
+    # A new run without classes is guided so from the beginning; one with classes, or of before, is as it was.
+    assert own.config.guide == "auto"
+    assert own.config.usual_guide == "none"  # it has classes
+    monkeypatch.setattr(type(own.config), "usual_guide", "auto")
+    assert np.array_equal(guided, own.sample(4, **asked))
+    assert own.evaluate("sliced", n=10, steps=4).drawn["guide"] == "auto"
+    for none in ({"guide": "none", "guidance": 1.0}, {"guidance": 1.0}):
+        assert np.array_equal(own.sample(4, **none, **asked), own.sample(4, guide="none", guidance=1.0, **asked))
+    image = own.sample(1, **asked)[0]
+    edit = {"image": image, "strength": 0.5, **asked}  # an edit is not guided unless a guide is asked for
+    assert np.array_equal(own.sample(2, **edit), own.sample(2, guide="none", **edit))
+    monkeypatch.undo()
     # The contest counts the guide's passes: 12 levels, of which 7 are within shares of noise 0.2 to 0.8.
     monkeypatch.syspath_prepend(str(Path(unfog.__file__).parents[2] / "benchmarks" / "speedrun"))
     calls = importlib.import_module("record").calls_per_image

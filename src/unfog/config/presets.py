@@ -41,6 +41,7 @@ def _default() -> Config:
         optimizer=Optimizer(method=Muon(), schedule="cosine", betas=(0.9, 0.99), weight_decay=0.0),
         guidance=1.5,
         guidance_interval=(0.2, 0.8),
+        guide="auto",
     )
 
 

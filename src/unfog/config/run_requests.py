@@ -101,8 +101,8 @@ class SampleRequest(SamplingRequest):
     """New folder for the images. Default: a new one in the run folder; a folder of diffusers needs one."""
     label: tuple[str, ...] = ()
     """Classes by name, or by number where no class has that name; images cycle through them. Default: all classes."""
-    guide: Annotated[str | None, tyro.conf.arg(metavar="auto|RUN[:STEP]")] = None
-    """Weaker network to guide away from (autoguidance): auto is this run's EMA at 30% of its steps; or another run."""
+    guide: Annotated[str | None, tyro.conf.arg(metavar="auto|none|RUN[:STEP]")] = None
+    """Weaker network to guide away from: auto is this run's EMA at 30% of its steps. Default: the run's, or none."""
     guide_checkpoint: Annotated[int | None, tyro.conf.arg(metavar="STEP")] = None
     """Earlier checkpoint of this run to guide away from."""
     weights: Literal["ema", "raw"] = "ema"
@@ -162,8 +162,8 @@ class EvaluationRequest:
     seed: int = 0
     """Seed of the noise. Another seed gives other samples."""
     guidance: float | None = None
-    """Guidance scale. Default: the run's; 2 with --guide auto."""
-    guide: Annotated[str | None, tyro.conf.arg(metavar="auto|RUN[:STEP]")] = None
+    """Guidance scale. Default: the run's; 2 where its own earlier average guides."""
+    guide: Annotated[str | None, tyro.conf.arg(metavar="auto|none|RUN[:STEP]")] = None
     """Weaker network to guide away from, as for `unfog sample`."""
     batch: int = 64
     """Samples per batch. Lower it when memory is short."""

@@ -114,6 +114,16 @@ class Config:
         see="docs/decisions/0007-default-recipe.md",
     )
     """Guide only where the share of noise, sigma / (alpha + sigma), is within this: 0 is the image, 1 noise alone."""
+    guide: Literal["none", "auto"] = setting(
+        "none",
+        affects="samples",
+        resume="free",
+        added_later=True,
+        why="a run without classes has no guidance of its own, and an earlier average costs no training",
+        paper="Karras et al. 2024a",
+        see="docs/decisions/0020-guide-of-the-same-run.md",
+    )
+    """Guide of samples where classes do not guide them: auto is the run's own EMA at 30% of its steps."""
     log: Log = setting(Log(), affects="nothing", resume="free")
     preview: Preview = setting(Preview(), affects="nothing", resume="free")
     evaluate: Evaluate = setting(Evaluate(), affects="nothing", resume="free")
@@ -184,6 +194,11 @@ class Config:
     def usual_guidance(self) -> float:
         """Default guidance scale of samples: 1, which is none, without classes or without label dropout."""
         return self.guidance if self.classes and self.label_dropout > 0 else 1.0
+
+    @property
+    def usual_guide(self) -> Literal["none", "auto"]:
+        """Default guide of samples: none where guidance by classes is possible."""
+        return "none" if self.classes and self.label_dropout > 0 else self.guide
 
 
 @dataclass(frozen=True)

@@ -82,19 +82,19 @@ def _resolve_request(
         one = torch.from_numpy(reference.take(np.arange(1))[0])
         check_count("fid", min(n, len(reference)), one, features, "--metrics")
     metrics = _possible_metrics(run, request, dataset, features)
-    guide, scale = resolve_guidance(run, request.guide, request.guidance, request.precision)
+    guidance = resolve_guidance(run, request.guide, request.guidance, request.precision)
     generation = GenerationSettings(
         n,
         run.sampler(request.sampler, request.steps),
         proportional_labels(dataset.train.labels, n),
         request.seed,
-        scale,
+        guidance.scale,
         request.batch,
         config.guidance_interval,
         precision=request.precision,
     )
     compared = Comparison(metrics, features, reference, reference_rows(reference, n))
-    return EvaluationSetup(compared, generation, dataset, name, request.against, guide, request.guide or "")
+    return EvaluationSetup(compared, generation, dataset, name, request.against, guidance.guide, guidance.name)
 
 
 def open_request_features(request: EvaluationRequest, device: torch.device) -> Features | None:

@@ -5,38 +5,66 @@ from __future__ import annotations
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
+from typing import NamedTuple
 
 from unfog.config.schema import Config
 from unfog.config.validate import path_text
 from unfog.diffusion.denoiser import Denoiser
-from unfog.errors import RequestError
-from unfog.inference.loaded_run import LoadedRun
+from unfog.errors import RequestError, RunError
+from unfog.inference.loaded_run import LoadedRun, swept_width
+from unfog.reporting.progress import say
 from unfog.training.precision import DTYPES
 from unfog.training.settings import PowerEma, SamplingPrecision
 
 # A weaker run, loaded, or as "RUN" or "RUN:STEP"; the step of another checkpoint of the same run; or "auto", this run's
-# EMA of an earlier step.
+# EMA of an earlier step; or "none".
 Guide = LoadedRun | str | PathLike[str] | int
 
-_AUTO = "auto"
+_AUTO, _NONE = "auto", "none"
 # Where "auto" is, as a share of the run's steps, and its usual scale (docs/decisions/0020-guide-of-the-same-run.md).
 _SHARE, _AUTO_SCALE = 0.3, 2.0
 
 
-def resolve_guidance(
-    run: LoadedRun, guide: Guide | None, scale: float | None, precision: SamplingPrecision
-) -> tuple[Denoiser | None, float]:
-    """Return the guide, if there is one, and the guidance scale; a scale of None is the usual one.
+class Guidance(NamedTuple):
+    """Guide of samples, and its strength."""
 
+    guide: Denoiser | None
+    scale: float
+    name: str
+    """The guide as a person names it; "" for none."""
+
+
+def resolve_guidance(
+    run: LoadedRun, guide: Guide | None, scale: float | None, precision: SamplingPrecision, edits: bool = False
+) -> Guidance:
+    """Return the guide and the guidance scale; None is the usual one, and a guide of "none" is none.
+
+    `edits` is true where samples begin from an image, which only a guide that was asked for guides.
     RequestError if there is no such guide, or the scale does not use it.
     """
-    weaker = None if guide is None else _open_guide(run, guide)
+    if guide is None:
+        weaker, guide = (None, _NONE) if edits or scale == 1 else _usual_guide(run)
+    else:
+        weaker = None if guide == _NONE else _open_guide(run, guide)
     # Without a guide, a scale makes sense only for a network that was trained to go without its class.
     usual = run.config.usual_guidance if weaker is None else run.config.guidance
     scale = (_AUTO_SCALE if guide == _AUTO else usual) if scale is None else scale
-    if scale == 1 and weaker is not None:
+    if weaker is None:
+        return Guidance(None, scale, "")
+    if scale == 1:
         raise RequestError("guidance = 1 does not use a guide; give --guidance 2, or omit the guide")
-    return weaker and replace(weaker, dtype=DTYPES.get(precision)), scale
+    return Guidance(replace(weaker, dtype=DTYPES.get(precision)), scale, str(guide))
+
+
+def _usual_guide(run: LoadedRun) -> tuple[Denoiser | None, str]:
+    """Return the guide of the run's settings and its name; none, with the reason said, where the run cannot have it."""
+    if run.config.usual_guide == _NONE or run.weights == "raw":
+        return None, _NONE
+    try:
+        return _open_guide(run, _AUTO), _AUTO
+    except (RequestError, RunError) as error:
+        say(f"sampling without the guide of this run: {error}")
+        return None, _NONE
 
 
 def _open_guide(run: LoadedRun, guide: Guide) -> Denoiser:
@@ -68,7 +96,7 @@ def _open_guide(run: LoadedRun, guide: Guide) -> Denoiser:
 def _earlier_self(run: LoadedRun) -> LoadedRun:
     """Return the run with its EMA of an earlier step, rebuilt from snapshots, so that no checkpoint has to be kept."""
     own = run.config.ema
-    width = run.ema or (own.width if isinstance(own, PowerEma) else PowerEma().width)
+    width = run.ema or swept_width(run.path) or (own.width if isinstance(own, PowerEma) else PowerEma().width)
     return LoadedRun(run.path, step=round(_SHARE * run.checkpoint.step), device=str(run.device), ema=width)
 
 

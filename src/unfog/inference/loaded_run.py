@@ -99,7 +99,7 @@ class LoadedRun:
 
     def _load_swept_ema(self, network: nn.Module, saved: CheckpointInfo) -> bool:
         """Load the EMA of the width that `unfog ema-sweep` chose; return False if there is none, or its own."""
-        width, own = _swept_width(self.path), self.config.ema
+        width, own = swept_width(self.path), self.config.ema
         if width is None or (isinstance(own, PowerEma) and own.width == width):
             return False
         kept = EmaSnapshotFile.read_all(self.folder.averages)
@@ -181,7 +181,7 @@ def load_ema_weights(network: nn.Module, folder: RunFolder, width: float, step: 
     return mix
 
 
-def _swept_width(run: Path) -> float | None:
+def swept_width(run: Path) -> float | None:
     """Return the width that `unfog ema-sweep` chose for this run; None without a sweep, or if its file is damaged."""
     try:
         width = checkpoint.read_json(run / SWEEP_FILE)["width"]

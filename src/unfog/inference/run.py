@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -71,8 +72,9 @@ class Run(LoadedRun):
         Args:
             label: class names (text) or numbers (integers, from 0) that the images cycle through; () is all classes.
             guide: a weaker network, given the same class; samples move away from what it generates. "auto" is this
-                run's EMA of an earlier step. Without one, guidance moves samples away from what the network generates
-                without a class.
+                run's EMA of an earlier step, and what new runs without classes are guided by unless `image` is given;
+                "none" is none. Without one, guidance moves samples away from what the network generates without a
+                class.
             image: file, or uint8 [H, W] or [H, W, C], brought to the run's size as training images are; the samples
                 are variations of it.
             mask: file, or uint8 or bool of the image's height and width: only what is white is generated, to match
@@ -109,22 +111,24 @@ class Run(LoadedRun):
         request = update(SamplingRequest(), {"n": n, **settings}, "")
         words = list(label) if isinstance(label, Iterable) and not isinstance(label, str) else [label]
         labels = parse_labels(words, self.classes)
-        weaker, scale = resolve_guidance(self, guide, request.guidance, request.precision)
-        if scale == 1 and request.guidance_interval is not None:
-            raise RequestError("guidance_interval has no effect with guidance = 1; give --guidance 2, or omit it")
         generation = GenerationSettings(
             request.n,
             self.sampler(request.sampler, request.steps, request.grid, request.levels),
             labels,
             request.seed,
-            scale,
+            1.0 if request.guidance is None else request.guidance,
             request.batch,
             request.guidance_interval or self.config.guidance_interval,
             precision=request.precision,
             to_seed=request.to_seed,
         )
         edit = build_edit(self.config, image, mask, request.strength, request.repeats)
-        return PreparedSampling(generation, weaker, edit, self._describe(generation))
+        # Last, as a guide is another network to load.
+        guidance = resolve_guidance(self, guide, request.guidance, request.precision, edits=edit is not None)
+        if guidance.scale == 1 and request.guidance_interval is not None:
+            raise RequestError("guidance_interval has no effect with guidance = 1; give --guidance 2, or omit it")
+        generation = replace(generation, guidance=guidance.scale)
+        return PreparedSampling(generation, guidance.guide, edit, self._describe(generation))
 
     def draw(
         self,
