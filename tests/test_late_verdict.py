@@ -51,9 +51,9 @@ def network():
     )
 
 
-def state(method=Muon()):  # noqa: B008
+def state(method=Muon(), precision="fp32"):  # noqa: B008
     return TrainState(
-        network(), Optimizer(lr=1e-2, method=method), PowerEma(), Precision("fp32", CPU), second=PowerEma(0.05)
+        network(), Optimizer(lr=1e-2, method=method), PowerEma(), Precision(precision, CPU), second=PowerEma(0.05)
     )
 
 
@@ -93,6 +93,34 @@ def test_after_each_step_all_is_as_if_the_verdict_had_been_read_at_once(planted,
         same(ends["late"], ends["at once"])
         same(ends["late"], ends["usual"], 1e-6)
         assert ends["late"][2] == ends["at once"][2] == ends["usual"][2]
+
+
+@pytest.mark.parametrize(("factor", "microbatch"), [(1e4, 3), (math.nan, 0)])
+def test_in_fp16_the_loss_scale_is_that_of_a_verdict_read_at_once(factor, microbatch, when):
+    """Where it falls after an overflow, grows in the step after, and stays where a step is taken back."""
+    for planted in PLANTED:
+        for length in (3, 6, STEPS):
+            ends = {}
+            for how in ("usual", "at once", "late"):
+                when(how)
+                into = state(precision="fp16")
+                into.precision.scaler.load_state_dict(
+                    into.precision.scaler.state_dict() | {"scale": 1024.0, "growth_interval": 2}
+                )
+                diary = run(
+                    into,
+                    scaled_at(planted, factor),
+                    images=8 * length,
+                    every=NEVER._replace(log=5),
+                    microbatch=microbatch,
+                )
+                ends[how] = (*saved(into), said(diary))
+                bad = sum(step < length for step in planted)
+                assert into.updates <= length - bad
+                assert (into.precision.scale < 2 ** (10 + (length - bad) // 2)) == bool(bad)
+            same(ends["late"], ends["at once"])
+            same(ends["late"], ends["usual"], 1e-6)
+            assert ends["late"][2] == ends["at once"][2] == ends["usual"][2]
 
 
 def test_the_verdict_is_read_while_the_next_step_is_on_its_way(when, monkeypatch):
@@ -262,7 +290,7 @@ def test_what_cannot_be_masked_is_decided_at_once(when, monkeypatch):
         nn.Sequential(nn.Conv2d(1, 1, 1), nn.BatchNorm2d(1)), Optimizer(), PowerEma(), Precision("fp32", CPU)
     )
     assert "buffers" in why(buffered, world)
-    assert "fp16" in why(linear_state("fp16"), world)
+    assert why(linear_state("fp16"), world) is None
     foreign = state()
     foreign.optimizer = torch.optim.SGD(foreign.model.parameters(), lr=1e-3)
     assert "SGD" in why(foreign, world)

@@ -353,6 +353,7 @@ CASES = {
     "captured unet": lambda: step_of(config_of(training={"capture": True}), whole=True),
     "captured unet adamw": lambda: step_of(config_of(training={"capture": True}, **ADAMW), whole=True),
     "captured fp32": lambda: step_of(config_of(SMALL, "fp32", training={"capture": True}), whole=True),
+    "captured fp16": lambda: step_of(config_of(SMALL, "fp16", training={"capture": True}), whole=True),
     "captured dit": lambda: step_of(config_of(DIT, training={"capture": True}), whole=True, kept=True),
     "captured mp": lambda: step_of(config_of(MP, training={"capture": True}), whole=True),
     "captured classes": lambda: step_of(
@@ -362,7 +363,9 @@ CASES = {
         update(_latent_config(), {"training": {"capture": True}}, ""), latents=True, whole=True
     ),
     "not captured": lambda: step_of(config_of(SMALL, training={"capture": True, "microbatch": 4}), whole=True),
-    "not captured fp16": lambda: step_of(config_of(SMALL, "fp16", training={"capture": True}), whole=True),
+    "not captured adaptive": lambda: step_of(
+        config_of(SMALL, training={"capture": True}, diffusion={"weighting": "uncertainty"}), whole=True
+    ),
     "planted capture": lambda: step_of(config_of(SMALL, training={"capture": True}), whole=True, plant=_copied),
     "planted item": lambda: step_of(config_of(SMALL), plant=lambda loss, x0: loss.sum().item()),
     "planted bool": lambda: step_of(config_of(SMALL), plant=lambda loss, x0: bool(loss.sum() > 1)),

@@ -17,6 +17,20 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _FEWEST_PARAMETERS_FOR_BF16 = 700_000  # the smallest network that was measured to gain on a CPU
 
 
+class _LossScaler(torch.amp.GradScaler):
+    """torch's loss scaler, which the device can also adapt by its own verdict."""
+
+    def update_unless(self, skip: Tensor) -> None:
+        """Adapt the scale to the gradient, as `update`, unless `skip`, 0-d on the device, is 1. Waits for nothing."""
+        if not self.is_enabled():
+            return
+        numbers = self._check_scale_growth_tracker("update_unless")
+        before = [number.clone() for number in numbers]
+        self.update()  # on the device too: an infinite gradient was counted there
+        for number, old in zip(numbers, before):
+            number.copy_(torch.where(skip > 0, old, number))
+
+
 class Precision:
     """One precision on one device. The scaler is inert except in fp16, and is part of the training state."""
 
@@ -25,7 +39,7 @@ class Precision:
         self.device = device
         self.processes = 1  # that compute together, and sum gradients in an order of their own
         # bf16 needs none: it has the exponents of fp32, so that no gradient underflows.
-        self.scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
+        self.scaler = _LossScaler(device.type, enabled=name == "fp16")
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context of a forward pass."""

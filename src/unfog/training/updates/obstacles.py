@@ -21,8 +21,6 @@ def why_not_masked(state: TrainState, world: World) -> str | None:
         return "several processes decide on each step together"
     if state.precision.device.type not in _LATE_ON:
         return f"{state.precision.device.type} gains nothing from it"
-    if state.precision.scaler.is_enabled():
-        return "fp16 adapts its loss scale to each step"
     if state.levels is not None:
         return "noise levels or weights follow the losses"
     if not can_be_masked(state.optimizer):

@@ -68,20 +68,23 @@ class Updater:
         def read() -> StepResult:
             if ready is not None:
                 ready.synchronize()  # with this step alone: the next one is on its way
-            norm, loss, null_loss = copy.tolist()
-            first = gradient.micro_batches[0].images
-            return StepResult.of(losses, (norm, loss, null_loss), numbers[0], first, gradient.first_square)
+            norm, loss, null_loss, *scale = copy.tolist()
+            first, square = gradient.micro_batches[0].images, gradient.first_square
+            return StepResult.of(losses, (norm, loss, null_loss), numbers[0], first, square, *scale)
 
         return read
 
     def update_on_device(self, gradient: Gradient) -> tuple[list[Loss], Tensor]:
         """Clip, update and average without the host, which reads nothing and decides nothing here.
 
-        Returns the losses, and float32 [3] on the device: norm of the gradient, and sums of losses and null losses.
+        Returns the losses, and float32 [3] on the device: norm of the gradient, and sums of losses and null losses;
+        in fp16 [4], with the loss scale of the gradient.
         """
         state, clip = self._state, self._training.clip
         norm = state.precision.gradient_norm(state.optimizer)
-        numbers = torch.stack([norm, *sum_losses(gradient.losses)])
+        numbers = torch.stack([norm, *sum_losses(gradient.losses), *state.precision.scale_tensors()])
+        # By the steps before alone: a gradient that is infinite itself is what lowers the scale.
+        state.precision.scaler.update_unless(self._halted)
         self._halted.copy_(torch.maximum(self._halted, _is_bad(numbers)))
         state.precision.update_unless(self._halted, state.optimizer, clip, norm)
         state.optimizer.zero_grad(set_to_none=True)
@@ -119,6 +122,6 @@ class Updater:
 
 def _is_bad(numbers: Tensor) -> Tensor:
     """Return 1.0, 0-d, unless norm and relative loss are finite, by the arithmetic of `StepResult.of`; else 0.0."""
-    norm, loss, null_loss = numbers.double().unbind()
+    norm, loss, null_loss = numbers[:3].double().unbind()
     finite = norm.isfinite() & (loss / null_loss.clamp(min=1e-30)).isfinite()
     return 1 - finite.float()
