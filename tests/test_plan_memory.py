@@ -98,6 +98,23 @@ def test_what_is_saved_by_precision_checkpointing_and_micro_batch():
     assert activations(checkpointing=True) < 0.5 * full
 
 
+def test_a_captured_step_keeps_its_memory_beside_a_preview():
+    """torch gives the pool of a graph to nothing else (torch.cuda.graphs), so that a preview comes on top of a step."""
+
+    def estimate(capture, device="cuda", microbatch=8, processes=1):
+        return MemoryEstimator(config(capture=capture), device, processes).estimate(microbatch, False)
+
+    usual, graph = estimate(False), estimate(True)
+    lasting = sum(usual.step.parts[part] for part in ("parameters", "moments", "average"))
+    assert graph.graph == usual.step.total - lasting > usual.step.parts["activations"] + usual.step.parts["gradients"]
+    assert graph.step == usual.step
+    assert graph.drawing - usual.drawing == graph.measuring - usual.measuring == graph.graph
+    assert graph.peak == max(graph.drawing, graph.measuring) > usual.peak == usual.step.total
+    assert MemoryEstimator(config(capture=True), "cuda").training(8, False) == graph.peak
+    for other in ({"device": "cpu"}, {"microbatch": 4}, {"processes": 2}):  # where nothing is captured
+        assert estimate(True, **other) == estimate(False, **other)
+
+
 def test_a_trace_leaves_no_trace():
     before = torch.get_rng_state()
     objective = Objective(Diffusion())  # whose table of levels is cached
@@ -260,10 +277,10 @@ def test_gradient_checkpointing_only_where_one_image_does_not_fit_without():
 )
 def test_the_glance_is_never_below_the_prediction(given):
     """So that no trace is needed where even that fits."""
-    for device in ("cpu", "cuda"):
-        assert _memory_upper_bound(given, given.training.batch) > MemoryEstimator(given, device).training(
-            given.training.batch, False
-        )
+    captured = replace(given, training=replace(given.training, capture=True))
+    for device, one in (("cpu", given), ("cuda", given), ("cuda", captured)):
+        batch = given.training.batch
+        assert _memory_upper_bound(one, batch) > MemoryEstimator(one, device).training(batch, False)
 
 
 def test_what_a_control_group_leaves(tmp_path):

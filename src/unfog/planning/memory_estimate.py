@@ -54,6 +54,8 @@ class MemoryEstimate:
     """Host memory of the decoded images, unless they are memory-mapped."""
     weights: int
     """Bytes of the whole network."""
+    graph: int = 0
+    """What a captured step keeps of the device between steps, on which previews and held-out loss come on top."""
 
     @property
     def peak(self) -> int:
@@ -96,9 +98,12 @@ class MemoryEstimator:
         """Return the estimate for a micro-batch; `images` are the bytes of decoded images in memory."""
         config, step = self.config, self.step(microbatch, checkpointing)
         doubled = 1 + (config.usual_guidance != 1)
-        drawing = self._beside(step, min(microbatch, config.preview.images) * doubled)
-        measuring = self._beside(step, min(microbatch, config.evaluate.images)) if config.evaluate.every >= 0 else 0
-        return MemoryEstimate(self.device, step, drawing, measuring, self._snapshot(step), images, self._weights(step))
+        graph = self._graph(step, microbatch)
+        drawing = graph + self._beside(step, min(microbatch, config.preview.images) * doubled)
+        measures = config.evaluate.every >= 0
+        measuring = graph + self._beside(step, min(microbatch, config.evaluate.images)) if measures else 0
+        snapshot, weights = self._snapshot(step), self._weights(step)
+        return MemoryEstimate(self.device, step, drawing, measuring, snapshot, images, weights, graph)
 
     def step(self, microbatch: int, checkpointing: bool) -> Peak:
         """Return the peak of a training step with a micro-batch."""
@@ -113,9 +118,24 @@ class MemoryEstimator:
         return trace.peak(self.device, HOLES_RECOMPUTING if checkpointing else HOLES)
 
     def training(self, microbatch: int, checkpointing: bool) -> int:
-        """Return the peak bytes of training with checkpoints; generating as many samples at once takes less."""
+        """Return the peak bytes of training with checkpoints.
+
+        Generating as many samples at once takes less than a step, unless that is captured.
+        """
         step = self.step(microbatch, checkpointing)
+        if self._graph(step, microbatch):
+            return self.estimate(microbatch, checkpointing).peak
         return _with_snapshot(step.total, self._snapshot(step), self.device)
+
+    def _graph(self, step: Peak, microbatch: int) -> int:
+        """Return what a captured step keeps reserved for its replays; 0 if the step is not captured.
+
+        A graph has addresses in it, so torch gives the memory that was used in a capture to nothing else: inputs,
+        activations, gradients and workspace. Weights, EMAs and moments were there before.
+        """
+        training = self.config.training
+        captured = training.capture and self.device == "cuda" and self.processes == 1 and microbatch == training.batch
+        return step.total - _persistent_bytes(step) if captured else 0
 
     def _weights(self, step: Peak) -> int:
         return self._unsharded_bytes if self._divided else step.parts["parameters"]

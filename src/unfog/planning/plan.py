@@ -80,7 +80,8 @@ class Plan:
         memory, step = self.memory, self.memory.step
         largest = sorted(((count, name) for name, count in step.parts.items() if count), reverse=True)
         parts = ", ".join(f"{name} {format_bytes(count)}" for count, name in largest)
-        rows = {"sampling a preview": memory.drawing, "held-out loss": memory.measuring}
+        rows = {"kept by its graph": memory.graph}
+        rows |= {"sampling a preview": memory.drawing, "held-out loss": memory.measuring}
         rows |= {"checkpoint (host)": memory.snapshot, "images (host)": memory.images}
         lines = [(f"  {name}", format_bytes(count)) for name, count in rows.items() if count]
         return [("  a step", f"{format_bytes(step.total)}: {parts}"), *lines]
@@ -107,7 +108,7 @@ class Plan:
                 "peak": memory.peak,
                 "step": memory.step.total,
                 "parts": dict(memory.step.parts),
-                **{name: getattr(memory, name) for name in ("drawing", "measuring", "snapshot", "images")},
+                **{name: getattr(memory, name) for name in ("graph", "drawing", "measuring", "snapshot", "images")},
             },
             "seconds": json_values(self.times),
             "compiling": self.compiling,
