@@ -216,7 +216,10 @@ def test_formulas_of_the_papers() -> None:
     # EDM and Esser et al.: ln sigma and logit t are normal.
     normal = torch.special.ndtri(u)
     torch.testing.assert_close(VE()(LogNormal()(u))[1].log(), -1.2 + 1.2 * normal)
-    torch.testing.assert_close(Flow()(LogitNormal(0.5, 0.9)(u))[1], (0.5 + 0.9 * normal).sigmoid())
+    t = (0.5 + 0.9 * normal).sigmoid()
+    torch.testing.assert_close(Flow()(LogitNormal(0.5, 0.9)(u))[1], t)
+    # Eq. 23 for 64x64 against 32x32 pixels, sqrt(m / n) = 2, of logit-normal t: a mean that is larger by ln 2.
+    torch.testing.assert_close(Flow()(LogitNormal(0.5 + math.log(2), 0.9)(u))[1], 2 * t / (1 + t))
 
 
 def test_quantised_levels_are_the_trailing_timesteps_of_diffusers() -> None:

@@ -126,7 +126,7 @@ class LogitNormal(_Normal):
 
     kind: ClassVar[str] = "logitnormal"
     mean: float = 0.0
-    """Mean of logit t; above 0 favours noisy levels."""
+    """Mean of logit t; above 0 favours noisy levels: ln S is a shift by S."""
     std: float = 1.0
     """Standard deviation of logit t."""
 
@@ -149,7 +149,7 @@ class FlowUniform:
     kind: ClassVar[str] = "flow"
     steps: ClassVar[int] = 0
     shift: float = 1.0
-    """1 is uniform; larger images want more, about sqrt(pixels / (64 * 64))."""
+    """1 is uniform; large images want more: up to the side, of pixels or latents, divided by 32."""
 
     def __post_init__(self) -> None:
         if not 1e-3 <= self.shift <= 1e3:
