@@ -86,6 +86,25 @@ def test_autoguidance_narrows_a_gaussian_as_it_should():
     assert factor * first < std  # narrower than the data
 
 
+def test_a_difference_is_kept_for_the_steps_between_calls_of_the_guide():
+    asked = []
+
+    def weak(x: Tensor, logsnr: Tensor, label: Tensor | None) -> Tensor:
+        asked.append(float(logsnr[0]))
+        return gaussian(-0.1, 0.9, x, logsnr)
+
+    x, good = torch.randn(2, 1, 3, 3), partial(gaussian, 0.2, 0.3)
+    guided = Autoguided(good, weak, 2.0, every=3)
+    levels = [-3.0, -2.0, -1.0, 0.0, 1.0, 0.5, 2.0, -3.0]
+    answers = [guided(x, torch.full((2,), level), None) for level in levels]
+    # Every third call; and where noise rises again, as in an edit or in a new walk.
+    assert asked == [-3.0, 0.0, 0.5, -3.0]
+    for level, answer, of in zip(levels, answers, [-3.0, -3.0, -3.0, 0.0, 0.0, 0.5, 0.5, -3.0], strict=True):
+        then = torch.full((2,), of)
+        difference = good(x, then) - gaussian(-0.1, 0.9, x, then)
+        torch.testing.assert_close(answer, good(x, torch.full((2,), level)) + difference)
+
+
 def test_the_interval_is_where_it_says_and_costs_nothing_elsewhere():
     calls = {"guided": 0, "plain": 0}
 
@@ -142,6 +161,16 @@ def test_auto_guides_by_the_own_average_of_an_earlier_step(run, tmp_path, monkey
     calls = importlib.import_module("record").calls_per_image
     assert calls(own, {"steps": 12, "guidance": 1.0}) == 12
     assert calls(own, {"steps": 12, "guide": "auto"}) == 19
+    # Nine guided ones of 16 levels, for each batch anew; the samples of all three are kept apart.
+    spared = {"steps": 16, "guide": "auto", "guide_every": 3}
+    assert calls(own, spared) == 19
+    np.testing.assert_allclose(own.sample(4, batch=2, **spared).astype(int), own.sample(4, **spared), atol=1)
+    own.evaluate("sliced", n=10, steps=4, guide="auto", guide_every=3)
+    assert len(list((own.path / "evaluations" / "drawn").iterdir())) == 3
+    with pytest.raises(RequestError, match="guide_every = 3 has no effect without a guide"):
+        own.sample(2, guide="none", guide_every=3)
+    with pytest.raises(RequestError, match="guide_every = 0"):
+        own.sample(2, guide="auto", guide_every=0)
 
 
 def test_the_interval_of_a_run(run):

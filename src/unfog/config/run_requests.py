@@ -67,6 +67,8 @@ class SamplingRequest:
     """Classifier-free guidance scale: above 1, images follow their class more closely. Default: the run's."""
     guidance_interval: tuple[float, float] | None = None
     """Guide only while the share of noise is in this interval, such as 0.2 0.75: 0 is the image, 1 pure noise."""
+    guide_every: int = 1
+    """Guided steps to a call of the guide: 3 calls it at every third one, and keeps its difference in between."""
     batch: int = 64
     """Images per batch. Lower it when memory is short."""
     precision: SamplingPrecision = "fp32"
@@ -79,7 +81,7 @@ class SamplingRequest:
     def __post_init__(self) -> None:
         if self.guidance_interval is not None:
             check_guidance_interval(self.guidance_interval)
-        for name, value in (("n", self.n), ("batch", self.batch)):
+        for name, value in (("n", self.n), ("batch", self.batch), ("guide_every", self.guide_every)):
             if value < 1:
                 raise RequestError(f"{name} = {value} must be at least 1")
 
@@ -165,6 +167,8 @@ class EvaluationRequest:
     """Guidance scale. Default: the run's; 2 where its own earlier average guides."""
     guide: Annotated[str | None, tyro.conf.arg(metavar="auto|none|RUN[:STEP]")] = None
     """Weaker network to guide away from, as for `unfog sample`."""
+    guide_every: int = 1
+    """Guided steps to a call of the guide, as for `unfog sample`."""
     batch: int = 64
     """Samples per batch. Lower it when memory is short."""
     precision: SamplingPrecision = "fp32"
@@ -229,7 +233,9 @@ class EvaluateRequest(EvaluationRequest):
 
     def check_without_run(self) -> None:
         """Raise RequestError if a setting needs a run, or is of samples that are not generated here."""
-        drawn = ("sampler", "steps", "seed", "guidance", "guide", "precision") if self.is_of_images else ()
+        drawn = (
+            ("sampler", "steps", "seed", "guidance", "guide", "guide_every", "precision") if self.is_of_images else ()
+        )
         _check_usual(self, ("against", "weights", "checkpoint", "best", *drawn))
         wrong = [*(name for name in LOSSES if name in self.metrics), *["held-out"] * (self.reference == "held-out")]
         if wrong:

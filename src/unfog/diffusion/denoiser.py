@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,14 +75,37 @@ class Autoguided:
     weaker: Labelled
     scale: float
     """1 is the plain denoiser; above 1 the difference of the two is exaggerated."""
+    every: int = 1
+    """Call the weaker network at every so many calls, and keep the difference in between; then for one batch alone."""
+    _kept: list[_Kept] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __call__(self, x_t: Tensor, logsnr: Tensor, label: Tensor | None) -> Tensor:
         """Return guided E[x0 | x_t, label], [B, C, H, W]; the learned variance, if any, is the denoiser's."""
-        weaker, answer = self.weaker(x_t, logsnr, label), self.denoiser(x_t, logsnr, label)
-        channels = x_t.shape[1]
+        answer, channels = self.denoiser(x_t, logsnr, label), x_t.shape[1]
+        guess = answer[:, :channels]
+        weaker = self._weaker_guess(guess, x_t, logsnr, label)
         # Only the guess is extrapolated: the weaker network need not have a learned variance.
-        led = weaker + self.scale * (answer[:, :channels] - weaker)
+        led = weaker + self.scale * (guess - weaker)
         return torch.cat([led, answer[:, channels:]], 1) if answer.shape[1] > channels else led
+
+    def _weaker_guess(self, guess: Tensor, x_t: Tensor, logsnr: Tensor, label: Tensor | None) -> Tensor:
+        if self.every == 1:
+            return self.weaker(x_t, logsnr, label)
+        kept = self._kept.pop() if self._kept else None
+        # Where an edit or a retry goes back to more noise, what is kept is of images with more detail.
+        if kept is None or kept.uses == self.every or bool((logsnr < kept.logsnr).any()):
+            kept = _Kept(guess - self.weaker(x_t, logsnr, label), logsnr, 0)
+        self._kept.append(_Kept(kept.difference, logsnr, kept.uses + 1))
+        return guess - kept.difference
+
+
+class _Kept(NamedTuple):
+    """The last difference of the network from the weaker one, [B, C, H, W]."""
+
+    difference: Tensor
+    logsnr: Tensor
+    """Levels of the last use, [B]."""
+    uses: int
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ def _resolve_request(
         one = torch.from_numpy(reference.take(np.arange(1))[0])
         check_count("fid", min(n, len(reference)), one, features, "--metrics")
     metrics = _possible_metrics(run, request, dataset, features)
-    guidance = resolve_guidance(run, request.guide, request.guidance, request.precision)
+    guidance = resolve_guidance(run, request.guide, request.guidance, request.precision, request.guide_every)
     generation = GenerationSettings(
         n,
         run.sampler(request.sampler, request.steps),
@@ -92,6 +92,7 @@ def _resolve_request(
         request.batch,
         config.guidance_interval,
         precision=request.precision,
+        guide_every=request.guide_every,
     )
     compared = Comparison(metrics, features, reference, reference_rows(reference, n))
     return EvaluationSetup(compared, generation, dataset, name, request.against, guidance.guide, guidance.name)
@@ -185,6 +186,7 @@ def _samples_key(run: LoadedRun, setup: EvaluationSetup) -> str:
     how += () if generation.precision == "fp32" else (generation.precision,)
     if setup.guide is not None:
         how += (setup.guide.diffusion, weights_digest(cast(nn.Module, setup.guide.network)))
+        how += () if generation.guide_every == 1 else (generation.guide_every,)
     settings = (weights_digest(run.network), run.config.diffusion, how)
     return hashlib.sha256(repr((FORMAT, settings, generation.batch)).encode()).hexdigest()[:16]
 

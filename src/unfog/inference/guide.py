@@ -35,12 +35,17 @@ class Guidance(NamedTuple):
 
 
 def resolve_guidance(
-    run: LoadedRun, guide: Guide | None, scale: float | None, precision: SamplingPrecision, edits: bool = False
+    run: LoadedRun,
+    guide: Guide | None,
+    scale: float | None,
+    precision: SamplingPrecision,
+    every: int = 1,
+    edits: bool = False,
 ) -> Guidance:
     """Return the guide and the guidance scale; None is the usual one, and a guide of "none" is none.
 
     `edits` is true where samples begin from an image, which only a guide that was asked for guides.
-    RequestError if there is no such guide, or the scale does not use it.
+    RequestError if there is no such guide, or the scale does not use it, or `every` needs one and there is none.
     """
     if guide is None:
         weaker, guide = (None, _NONE) if edits or scale == 1 else _usual_guide(run)
@@ -50,6 +55,8 @@ def resolve_guidance(
     usual = run.config.usual_guidance if weaker is None else run.config.guidance
     scale = (_AUTO_SCALE if guide == _AUTO else usual) if scale is None else scale
     if weaker is None:
+        if every != 1:
+            raise RequestError(f"guide_every = {every} has no effect without a guide; give --guide auto, or omit it")
         return Guidance(None, scale, "")
     if scale == 1:
         raise RequestError("guidance = 1 does not use a guide; give --guidance 2, or omit the guide")

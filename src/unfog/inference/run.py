@@ -81,8 +81,8 @@ class Run(LoadedRun):
                 the rest, which stays as it is to the bit.
             observe: called with a `SamplingStep` at each step of each batch, of edits too. Where it returns True,
                 sampling ends, and the images of the batches that were finished are returned.
-            settings: seed, to_seed, steps, sampler, grid, levels, guidance, guidance_interval, batch, precision,
-                strength, repeats: see `config.run_requests.SamplingRequest`.
+            settings: seed, to_seed, steps, sampler, grid, levels, guidance, guidance_interval, guide_every,
+                batch, precision, strength, repeats: see `config.run_requests.SamplingRequest`.
 
         RequestError if a setting, an image or a mask is not valid, or the guide does not fit or does not exist.
         """
@@ -120,11 +120,14 @@ class Run(LoadedRun):
             request.batch,
             request.guidance_interval or self.config.guidance_interval,
             precision=request.precision,
+            guide_every=request.guide_every,
             to_seed=request.to_seed,
         )
         edit = build_edit(self.config, image, mask, request.strength, request.repeats)
         # Last, as a guide is another network to load.
-        guidance = resolve_guidance(self, guide, request.guidance, request.precision, edits=edit is not None)
+        guidance = resolve_guidance(
+            self, guide, request.guidance, request.precision, request.guide_every, edits=edit is not None
+        )
         if guidance.scale == 1 and request.guidance_interval is not None:
             raise RequestError("guidance_interval has no effect with guidance = 1; give --guidance 2, or omit it")
         generation = replace(generation, guidance=guidance.scale)

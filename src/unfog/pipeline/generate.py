@@ -40,13 +40,14 @@ class GenerationSettings:
     """Share of noise, sigma / (alpha + sigma), within which there is guidance."""
     first: int = 0  # number of the first sample
     precision: SamplingPrecision = "fp32"  # of the network; the sampler itself always computes in fp32
+    guide_every: int = 1  # guided steps to a call of the guide, whose difference is kept in between
     to_seed: int | None = None  # then the samples go from the first one of `seed` to the first one of this seed
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.guidance):
             raise RequestError(f"guidance = {self.guidance} must be a finite number; 1 to 3 is usual")
         check_guidance_interval(self.interval)
-        for name in ("count", "batch"):
+        for name in ("count", "batch", "guide_every"):
             if getattr(self, name) < 1:
                 raise RequestError(f"{name} of samples = {getattr(self, name)} must be at least 1")
 
@@ -195,7 +196,7 @@ def conditional_denoiser(
     guided: Labelled = denoiser
     if settings.guidance != 1:
         if guide is not None:
-            guided = Autoguided(denoiser, guide, settings.guidance)
+            guided = Autoguided(denoiser, guide, settings.guidance, settings.guide_every)
         elif not settings.labels:
             raise RequestError(
                 f"guidance = {settings.guidance} needs classes, and this run has none; or a weaker --guide"
