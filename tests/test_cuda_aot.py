@@ -13,9 +13,13 @@ import torch
 from test_fake_cuda import compiled, run
 
 TORCH, *_ = (BUDGET := json.loads(Path(__file__).with_name("cuda_aot_budget.json").read_text()))
-FEWER = ("launches", "kernels of Triton", "convolutions in NCHW", "attention by the math kernel", "waits")
-NONE = ("graph breaks", "convolutions in NCHW", "attention by the math kernel", "waits")
-PLANTED = {"planted layout": ("unet", "convolutions in NCHW"), "planted break": ("dit", "graph breaks")}
+NONE = ("convolutions in NCHW", "attention by the math kernel", "waits", "reductions chosen by time", "graph breaks")
+FEWER = ("launches", "kernels of Triton", *NONE)
+PLANTED = {
+    "planted layout": ("unet", "convolutions in NCHW"),
+    "planted timing": ("dit", "reductions chosen by time"),
+    "planted break": ("dit", "graph breaks"),
+}
 
 needs_cuda_build = pytest.mark.skipif(
     not sys.platform.startswith("linux") or torch.version.cuda is None,
@@ -71,4 +75,5 @@ def test_each_figure_of_the_budget_is_compared(name):
 def test_the_budget_allows_no_break_no_flat_convolution_and_no_math_kernel():
     for figures in BUDGET[TORCH].values():
         assert not any(figures[name] for name in NONE)
-        assert figures["graphs"] == 1
+        # The network, its weights to 16 bits and back, and noise levels, noise, error, verdict and sums of the log.
+        assert figures["graphs"] <= 8

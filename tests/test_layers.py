@@ -21,6 +21,7 @@ BASE = {
     "callbacks",
     "cache_folder",
     "compile_cache",
+    "compile_for_gpu",
     "text",
     "settings",
     "openmp",

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from unfog.compile_for_gpu import compiled_with
 from unfog.diffusion.diffusion import Diffusion, Network
 from unfog.diffusion.levels import Levels
 from unfog.diffusion.variance import variational_bound
@@ -92,17 +93,16 @@ class Objective:
         """
         importance = None
         if u is None:
-            u, importance = self._draw_levels(x0)
+            u, importance = self._draw_levels(network, x0)
         noise = draw_rows(len(x0), lambda n: _normal_like(x0, n)) if noise is None else noise
         if label is not None and self.label_dropout > 0:
             hide = draw_rows(len(x0), lambda n: torch.rand(n, device=x0.device)) < self.label_dropout
             label = label.masked_fill(hide, self.num_classes)
-        logsnr = self.diffusion.schedule(u)
-        weight = self.diffusion.weight(logsnr)
-        null_loss = weight * self.diffusion.target_power(logsnr)
-        x_t = self.diffusion.add_noise(x0, noise, logsnr)
-        y = self._output(network, x_t, label, condition, logsnr)
-        error = weight * self._error(y, x0, noise, logsnr)
+        logsnr, weight, null_loss, x_t, inputs, target = compiled_with(network, x0.device, _noised)(
+            self.diffusion, x0, noise, u
+        )
+        y = network(*inputs, label, *(() if condition is None else (condition,)))
+        error = compiled_with(network, x0.device, _weighted_error)(weight, y, target)
         loss = error
         if self.levels is not None and isinstance(self.diffusion.weighting, Uncertainty):
             loss = loss * (-self.levels.log_mean(u)).exp()
@@ -114,9 +114,11 @@ class Objective:
             loss = loss * importance
         return Loss(loss, u, null_loss, None if loss is error else error.detach(), importance)
 
-    def _draw_levels(self, x0: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _draw_levels(self, network: Network, x0: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return noise quantiles u [B] for the images x0, and their importance [B] if they are not drawn evenly."""
-        u = draw_rows(len(x0), lambda n: _stratified(n, x0.device, self.interleaved))
+        stratified = compiled_with(network, x0.device, _stratified)
+        step = _golden_step if self.interleaved else lambda count: 1
+        u = draw_rows(len(x0), lambda n: stratified(torch.rand(n, device=x0.device), step(n)))
         if self.levels is None or not self.diffusion.adaptive:
             return u, None
         # After u is drawn, so that the same random numbers are used with and without importance.
@@ -130,21 +132,31 @@ class Objective:
         Returns:
             The weighted loss, and the mean squared error of the noise that the output implies; float32 [B].
         """
-        y = self._output(network, self.diffusion.add_noise(x0, noise, logsnr), label, None, logsnr)
-        error = self._error(y, x0, noise, logsnr)
+        y = network(*self.diffusion.network_input(self.diffusion.add_noise(x0, noise, logsnr), logsnr), label)
+        error = _squared_error(y, self.diffusion.network_target(x0, noise, logsnr))
         on_noise = replace(self.diffusion, weighting=Snr())  # SNR on the image's error is 1 on the noise's
         return self.diffusion.weight(logsnr) * error, on_noise.weight(logsnr) * error
 
-    def _output(
-        self, network: Network, x_t: Tensor, label: Tensor | None, condition: Tensor | None, logsnr: Tensor
-    ) -> Tensor:
-        extra = () if condition is None else (condition,)
-        return network(*self.diffusion.network_input(x_t, logsnr), label, *extra)
 
-    def _error(self, y: Tensor, x0: Tensor, noise: Tensor, logsnr: Tensor) -> Tensor:
-        """Return the mean squared error [B] of that output; float32 even under autocast, as the target is."""
-        target = self.diffusion.network_target(x0, noise, logsnr)
-        return (y[:, : x0.shape[1]] - target).square().mean((1, 2, 3))
+def _noised(
+    diffusion: Diffusion, x0: Tensor, noise: Tensor, u: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor], Tensor]:
+    """Return log-SNR, weight and null loss [B]; then the noised images, the network's inputs and its target."""
+    logsnr = diffusion.schedule(u)
+    weight = diffusion.weight(logsnr)
+    null_loss = weight * diffusion.target_power(logsnr)
+    x_t = diffusion.add_noise(x0, noise, logsnr)
+    target = diffusion.network_target(x0, noise, logsnr)
+    return logsnr, weight, null_loss, x_t, diffusion.network_input(x_t, logsnr), target
+
+
+def _weighted_error(weight: Tensor, y: Tensor, target: Tensor) -> Tensor:
+    return weight * _squared_error(y, target)
+
+
+def _squared_error(y: Tensor, target: Tensor) -> Tensor:
+    """Return the mean squared error [B] of an output; float32 even under autocast, as the target is."""
+    return (y[:, : target.shape[1]] - target).square().mean((1, 2, 3))
 
 
 def _normal_like(x: Tensor, count: int) -> Tensor:
@@ -155,15 +167,17 @@ def _normal_like(x: Tensor, count: int) -> Tensor:
     return x.new_empty_strided((count, *x.shape[1:]), x.stride()).normal_()
 
 
-def _stratified(count: int, device: torch.device, interleaved: bool = False) -> Tensor:
-    """Draw one u in each of `count` equal parts of (0, 1), float32 [count], which lowers the variance of the loss.
+def _stratified(draws: Tensor, step: int) -> Tensor:
+    """Move even `draws` in (0, 1), float32 [B], to one in each of B equal parts of it: less variance of the loss.
 
-    They increase, as the images are shuffled; or, `interleaved`, any few in a row are spread over all parts.
+    With `step` 1 they increase, as the images are shuffled; with `_golden_step(B)` any few in a row are spread over all
+    parts.
     """
-    part = torch.arange(count, device=device)
-    if interleaved:
-        part = part * _golden_step(count) % count
-    u = (part + torch.rand(count, device=device)) / count
+    count = len(draws)
+    part = torch.arange(count, device=draws.device)
+    if step > 1:
+        part = part * step % count
+    u = (part + draws) / count
     return u.clamp(1e-6, 1 - 1e-6)  # at 0 and 1 continuous schedules are infinite, and rounding does reach them
 
 

@@ -26,6 +26,7 @@ from unfog.evaluation.held_out import HeldOut, LossAt, midpoints
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.models.layers import ConditionalNetwork
 from unfog.models.network_settings import CustomNetwork, build_model
+from unfog.pipeline.compile_network import compile_network
 from unfog.process.device import total_memory
 from unfog.training.autoencoder_loss import AutoencoderLoss
 from unfog.training.checkpoints.load import TensorFile
@@ -184,27 +185,12 @@ def build_state(
     if config.training.compile:
         keep_compiled_code()
     if config.training.compile and home is None:
-        _compile(network, device)
+        compile_network(network, device, config.training.memory_format == "channels_last")
     elif config.training.compile:
         compile_blocks(network)  # gathering the weights of a sharded block would break a graph of the whole
     precision, second = Precision(config.training.precision, device), config.ema_snapshots.second_schedule(config.ema)
     levels = Levels(device) if config.diffusion.follows_losses and not config.trains_autoencoder else None
     return TrainState(network, config.optimizer, config.ema, precision, second, levels)
-
-
-def _compile(network: ConditionalNetwork | AutoencoderModel, device: torch.device) -> None:
-    """Compile a network in place; torch.compile(network) would prefix the names of its weights."""
-    from torch._inductor import config as inductor  # takes seconds, which only compiling needs
-
-    if device.type == "cuda" and network.channels_last:
-        # Otherwise a rule of thumb of Inductor's leaves most convolutions of these U-Nets in NCHW, where the tensor
-        # cores need channels last: 46 of 65 in `cifar10`.
-        inductor.force_layout_optimization = True
-    if device.type == "cuda" and hasattr(inductor, "combo_kernels_pointwise_only"):  # not in older versions of torch
-        # Kernels that do not need each other become one launch: the casts of all weights above all. Not reductions,
-        # whose sums would depend on what they are launched with.
-        inductor.combo_kernels = inductor.combo_kernels_pointwise_only = True
-    network.compile(dynamic=False)  # a run has a shape or two; code for any shape is slower
 
 
 def build_intervals(config: Config, state: TrainState) -> Intervals:

@@ -58,11 +58,9 @@ class Precision:
         self.scaler.unscale_(optimizer)
         return total_norm(gradients(optimizer))
 
-    def update_unless(self, skip: Tensor, optimizer: torch.optim.Optimizer, clip: float, norm: Tensor) -> None:
-        """Step with the gradient clipped to norm `clip`, as `update`, unless `skip`, 0-d on the device, is 1."""
-        if clip > 0:
-            # In float64, as `update` computes it.
-            factor = (clip / (norm.double() + 1e-6)).clamp(max=1).float()
+    def update_unless(self, skip: Tensor, optimizer: torch.optim.Optimizer, factor: Tensor | None) -> None:
+        """Step with the gradient times `factor`, unless `skip` is 1; both 0-d on the device."""
+        if factor is not None:
             torch._foreach_mul_(gradients(optimizer), factor)
         # Where torch's own loss scaler puts it, and fused optimisers look.
         cast(Any, optimizer).found_inf = skip
@@ -103,6 +101,12 @@ class Precision:
         return (
             f"torch {torch.__version__} on {self.device.type} ({kind}) with {torch.get_num_threads()} threads{others}"
         )
+
+
+def clip_factor(clip: float, norm: Tensor) -> Tensor | None:
+    """Return what clips a gradient of norm `norm` to norm `clip`, 0-d on its device; None if `clip` is 0."""
+    # In float64, as `Precision.update` computes it.
+    return (clip / (norm.double() + 1e-6)).clamp(max=1).float() if clip > 0 else None
 
 
 def gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -94,7 +94,7 @@ class TrainState:
         """Name -> reason of the data shards that the run goes on without, so that a resume does too."""
 
         self.guard = DivergenceGuard()
-        self.window = LogWindow(precision.device)
+        self.window = LogWindow(precision.device, model)
         self.length = Length()
         self.levels = levels
         """Running mean of the loss by noise level, for objectives that follow it; else None."""

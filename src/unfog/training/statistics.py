@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from unfog.compile_for_gpu import compiled_with
 
 _BINS = 10  # of the noise quantile u
 
@@ -17,7 +19,8 @@ _BINS = 10  # of the noise quantile u
 class LogWindow:
     """Sums of losses since the last log, by noise level, and counts of steps that were not taken."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, network: nn.Module | None = None):
+        self._sums = compiled_with(network, device, _sums_by_level)
         # On the device, because reading them in every step would make the host wait.
         self.loss = torch.zeros(_BINS, device=device)
         self.count = torch.zeros(_BINS, device=device)
@@ -31,12 +34,9 @@ class LogWindow:
 
         `importance` are weights [B] that make the mean that of evenly drawn u; None where u is drawn evenly.
         """
-        # A product with a one-hot matrix adds in a fixed order, unlike scatter_add, so that runs repeat to the bit.
-        one_hot = self.one_hot[(u * _BINS).long().clamp_(0, _BINS - 1)]
-        if importance is not None:
-            one_hot = one_hot * importance[:, None]
-        self.loss += per_image @ one_hot
-        self.count += one_hot.sum(0)
+        loss, count = self._sums(self.one_hot, per_image, u, importance)
+        self.loss += loss
+        self.count += count
 
     @property
     def empty(self) -> bool:
@@ -113,6 +113,15 @@ class Stopwatch:
         started = time.perf_counter()
         yield
         self.data_wait += time.perf_counter() - started
+
+
+def _sums_by_level(one_hot: Tensor, per_image: Tensor, u: Tensor, importance: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the sums of losses and of weights by noise level."""
+    # A product with a one-hot matrix adds in a fixed order, unlike scatter_add, so that runs repeat to the bit.
+    rows = one_hot[(u * _BINS).long().clamp_(0, _BINS - 1)]
+    if importance is not None:
+        rows = rows * importance[:, None]
+    return per_image @ rows, rows.sum(0)
 
 
 class _NoiseScale:

@@ -14,12 +14,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from unfog.compile_for_gpu import compiled_with
 from unfog.device_copies import to_host
 from unfog.diffusion.objective import Loss
 from unfog.training.distributed.coordination import StepResult, reduce_step, sum_losses
 from unfog.training.distributed.world import World
 from unfog.training.gradient import Gradient
 from unfog.training.hooks import TrainingHooks
+from unfog.training.precision import clip_factor
 from unfog.training.settings import Training
 from unfog.training.state import TrainState
 from unfog.training.updates.obstacles import why_not_masked
@@ -82,11 +84,12 @@ class Updater:
         """
         state, clip = self._state, self._training.clip
         norm = state.precision.gradient_norm(state.optimizer)
-        numbers = torch.stack([norm, *sum_losses(gradient.losses), *state.precision.scale_tensors()])
+        scale = state.precision.scale_tensors()
         # By the steps before alone: a gradient that is infinite itself is what lowers the scale.
         state.precision.scaler.update_unless(self._halted)
-        self._halted.copy_(torch.maximum(self._halted, _is_bad(numbers)))
-        state.precision.update_unless(self._halted, state.optimizer, clip, norm)
+        judge = compiled_with(state.model, norm.device, _judge)
+        numbers, factor = judge(self._halted, norm, gradient.losses, scale, clip)
+        state.precision.update_unless(self._halted, state.optimizer, factor)
         state.optimizer.zero_grad(set_to_none=True)
         state.follow_update(gradient.losses, self._halted)
         return gradient.losses, numbers
@@ -118,6 +121,15 @@ class Updater:
         if self.why_at_once is None:
             self._halted.zero_()
         return count
+
+
+def _judge(
+    halted: Tensor, norm: Tensor, losses: list[Loss], scale: list[Tensor], clip: float
+) -> tuple[Tensor, Tensor | None]:
+    """Set `halted` to 1 if a step with this gradient must not be taken. Returns its numbers, and `clip_factor`."""
+    numbers = torch.stack([norm, *sum_losses(losses), *scale])
+    halted.copy_(torch.maximum(halted, _is_bad(numbers)))
+    return numbers, clip_factor(clip, norm)
 
 
 def _is_bad(numbers: Tensor) -> Tensor:
