@@ -17,7 +17,7 @@ NONE = ("convolutions in NCHW", "attention by the math kernel", "waits", "reduct
 FEWER = ("launches", "kernels of Triton", *NONE)
 PLANTED = {
     "planted layout": ("unet", "convolutions in NCHW"),
-    "planted timing": ("dit", "reductions chosen by time"),
+    "planted timing": ("unet", "reductions chosen by time"),
     "planted break": ("dit", "graph breaks"),
 }
 

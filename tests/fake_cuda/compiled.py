@@ -239,7 +239,7 @@ CASES = {
     "mpunet": lambda: compiled_step_of(cases.config_of(cases.MP, **cases.ADAMW)),
     "dit": lambda: compiled_step_of(cases.config_of(cases.DIT, **cases.ADAMW), binaries=True),
     "planted layout": lambda: compiled_step_of(cases.config_of(**cases.ADAMW), mutate=_without_layouts),
-    "planted timing": lambda: compiled_step_of(cases.config_of(cases.DIT, **cases.ADAMW), mutate=_with_timing),
+    "planted timing": lambda: compiled_step_of(cases.config_of(**cases.ADAMW), mutate=_with_timing),
     "planted break": lambda: compiled_step_of(cases.config_of(cases.DIT, **cases.ADAMW), mutate=_with_a_break),
 }
 
