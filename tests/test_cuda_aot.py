@@ -13,11 +13,10 @@ import torch
 from test_fake_cuda import compiled, run
 
 TORCH, *_ = (BUDGET := json.loads(Path(__file__).with_name("cuda_aot_budget.json").read_text()))
-NONE = ("convolutions in NCHW", "attention by the math kernel", "waits", "reductions chosen by time", "graph breaks")
+NONE = ("convolutions in NCHW", "attention by the math kernel", "waits", "graph breaks")
 FEWER = ("launches", "kernels of Triton", *NONE)
 PLANTED = {
     "planted layout": ("unet", "convolutions in NCHW"),
-    "planted timing": ("unet", "reductions chosen by time"),
     "planted break": ("dit", "graph breaks"),
 }
 

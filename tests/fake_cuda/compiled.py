@@ -29,7 +29,6 @@ from torch._dynamo.device_interface import CudaInterface
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 from torch._inductor.fx_passes import joint_graph
-from torch._inductor.runtime.hints import HeuristicType
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
@@ -153,14 +152,11 @@ class _Watch(fakes.Watch):
 
     def clear(self):
         super().clear()
-        self.kernels, self.timed = Counter(), 0
+        self.kernels = Counter()
 
     def launched(self, kernel):
         self.operations += 1
         self.kernels[kernel.fn.__name__] += 1
-        # Which order a sum is taken in must not be what was faster today.
-        several = len(kernel.configs) > 1 or kernel._could_rblock_scale
-        self.timed += several and kernel.heuristic_type in (HeuristicType.REDUCTION, HeuristicType.PERSISTENT_REDUCTION)
 
 
 class _OnCpu(TorchDispatchMode):
@@ -206,7 +202,6 @@ def figures(watch):
         "kernels of Triton": sum(watch.kernels.values()),
         "convolutions": sum(watch.layouts.values()),
         "convolutions in NCHW": flat,
-        "reductions chosen by time": watch.timed,
         "attention": sum(watch.attention.values()),
         "attention by the math kernel": watch.attention["math"],
         "waits": sum(watch.waits.values()),
@@ -217,10 +212,6 @@ def figures(watch):
 
 def _without_layouts(state):
     inductor.force_layout_optimization = False
-
-
-def _with_timing(state):
-    inductor.deterministic = False
 
 
 def _with_a_break(state):
@@ -239,7 +230,6 @@ CASES = {
     "mpunet": lambda: compiled_step_of(cases.config_of(cases.MP, **cases.ADAMW)),
     "dit": lambda: compiled_step_of(cases.config_of(cases.DIT, **cases.ADAMW), binaries=True),
     "planted layout": lambda: compiled_step_of(cases.config_of(**cases.ADAMW), mutate=_without_layouts),
-    "planted timing": lambda: compiled_step_of(cases.config_of(**cases.ADAMW), mutate=_with_timing),
     "planted break": lambda: compiled_step_of(cases.config_of(cases.DIT, **cases.ADAMW), mutate=_with_a_break),
 }
 
