@@ -137,8 +137,11 @@ def test_plan_and_find_lr_explain_a_failing_compiler_too(home, monkeypatch):
     def fail(*_):
         raise CppCompileError(["g++", "x.cpp"], "no such compiler")
 
-    monkeypatch.setattr(timing.TrialTraining, "__init__", lambda *_: None)
-    monkeypatch.setattr(timing.TrialTraining, "train", fail)
+    nothing = dict.fromkeys(("state", "_settings", "_task"), None)
+    monkeypatch.setattr(
+        timing.TrialTraining, "__init__", lambda trial, _, __, device: vars(trial).update(nothing, device=device)
+    )
+    monkeypatch.setattr(timing, "train", fail)
     monkeypatch.setattr(lr_range_test, "_run_ramp", fail)
     probe = lr_range_test.LossProbe.create(torch.zeros(1, 1, 4, 4), None)
     subject = lr_range_test.LrTestSetup(None, None, None, None, None, None, probe, lambda: False)

@@ -48,6 +48,24 @@ def test_a_bias_moves_to_the_condition_and_the_results_stay():
     torch.testing.assert_close(gradients, [parameter.grad for parameter in network.parameters()])
 
 
+class _HalfCondition(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 3)
+
+    def forward(self, x, condition):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.conv(x) + condition
+
+
+def test_a_bias_that_moves_leaves_the_precision_of_autocast():
+    network, inputs = _HalfCondition(), (torch.randn(4, 2, 6, 6), torch.randn(4, 3, 1, 1).bfloat16())
+    output, _, graph = moved(network, *inputs)
+    assert graph.find_nodes(op="call_function", target=torch.conv2d)[0].args[2] is None
+    assert output.dtype == torch.bfloat16
+    torch.testing.assert_close(output, network(*inputs), rtol=0.02, atol=0.02)  # two roundings to eight bits
+
+
 @pytest.mark.parametrize(
     ("kind", "in_place", "is_compiled"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
 )

@@ -66,7 +66,7 @@ def test_it_finds_the_optimum_of_edm2s_loss(diffusion: Diffusion) -> None:
     assert loss < (error / error.mean() + error.mean().log()).mean() - 0.02  # one u for all levels
     # And then every level weighs alike.
     objective = Objective(diffusion).following(levels)
-    weighed = objective(nothing, gaussian(8192), u=_stratified(8192, CPU)).per_image.view(16, -1).mean(1)
+    weighed = objective(nothing, gaussian(8192), u=_stratified(torch.rand(8192), 1)).per_image.view(16, -1).mean(1)
     torch.testing.assert_close(weighed, torch.ones(16), rtol=0.12, atol=0)
 
 
@@ -106,7 +106,7 @@ def test_what_is_reported_does_not_depend_on_what_was_learned() -> None:
 
 
 def test_it_follows_a_loss_that_falls() -> None:
-    levels, u = Levels(CPU), _stratified(64, CPU)
+    levels, u = Levels(CPU), _stratified(torch.rand(64), 1)
     for value, images in ((1.0, 10 * _LEAST), (0.01, 20 * _LEAST)):
         for _ in range(images // 64):
             levels.add(u, torch.full((64,), value))
@@ -150,7 +150,7 @@ def test_the_density_follows_the_square_and_under_uncertainty_what_is_trained() 
 
 
 def test_means_remember_the_least_number_of_images_and_then_a_share_of_all() -> None:
-    levels, u = Levels(CPU), _stratified(512, CPU)
+    levels, u = Levels(CPU), _stratified(torch.rand(512), 1)
     for count in range(1, 401):
         levels.add(u, torch.ones(512))
         if count == 30:
@@ -206,7 +206,7 @@ def test_an_autocast_rounds_none_of_it() -> None:
 
 
 def test_extreme_losses_leave_finite_numbers() -> None:
-    levels, u = Levels(CPU), _stratified(64, CPU)
+    levels, u = Levels(CPU), _stratified(torch.rand(64), 1)
     for value in (1e30, 0.0, 3e38):
         levels.add(u, torch.full((64,), value))
         assert levels.sums.isfinite().all()
