@@ -61,11 +61,13 @@ def move_biases(graph: torch.fx.Graph) -> None:
         convolution, condition = node.args
         if not all(isinstance(term, torch.fx.Node) for term in node.args) or convolution.target is not torch.conv2d:
             continue
-        image, weight, bias, *rest = *convolution.args, None  # the last stands in where no bias is given by position
         value = condition.meta.get("example_value")
-        if bias is None or len(convolution.users) > 1 or value is None or value.shape[2:] != (1, 1):
+        if len(convolution.args) < 3 or len(convolution.users) > 1 or value is None or value.shape[2:] != (1, 1):
             continue
-        convolution.args = image, weight, None, *rest[:-1]
+        image, weight, bias, *rest = convolution.args
+        if bias is None:
+            continue
+        convolution.args = image, weight, None, *rest
         with graph.inserting_before(node):
             column = graph.call_method("view", (bias, -1, 1, 1))
             # Under autocast the bias is float32 still, and would make the sum so.
