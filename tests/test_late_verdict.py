@@ -16,6 +16,7 @@ from unfog.models.edm2_unet import MPUNetModel
 from unfog.models.settings import MPUNet, UNet
 from unfog.pipeline.build import build_state
 from unfog.planning.timing import TrialTraining, random_images
+from unfog.training.distributed import coordination
 from unfog.training.ema import Ema
 from unfog.training.loop import Intervals
 from unfog.training.optimizer_settings import AdamW, Muon, Optimizer
@@ -401,4 +402,4 @@ def test_the_device_judges_as_the_host_does():
             for null_loss in values:
                 numbers = torch.tensor([norm, loss, null_loss])
                 result = updater.StepResult.of([], tuple(numbers.tolist()), numbers[0], 1, None)
-                assert (result.outcome == "accepted") == (updater._is_bad(numbers).item() == 0), numbers
+                assert (result.outcome == "accepted") == (coordination._is_bad(numbers).item() == 0), numbers

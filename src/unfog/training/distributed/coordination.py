@@ -18,6 +18,7 @@ from unfog.training.distributed.world import World
 from unfog.training.gradient import Gradient
 from unfog.training.hooks import TrainingHooks
 from unfog.training.length import Plan
+from unfog.training.precision import clip_factor
 from unfog.training.settings import Training
 from unfog.training.stability.nan_debug import NanReport
 from unfog.training.state import TrainState
@@ -99,6 +100,22 @@ def reduce_step(
         norm_value, loss, null_loss, *values = torch.stack([norm, *sum_losses(losses), *scale]).tolist()
     read, scale_value = (norm_value, loss, null_loss), values[0] if scale else 1.0
     return StepResult.of(losses, read, norm, first_images, first_square, scale_value)
+
+
+def judge(
+    halted: Tensor, norm: Tensor, losses: list[Loss], scale: list[Tensor], clip: float
+) -> tuple[Tensor, Tensor | None]:
+    """Set `halted` to 1 if a step with this gradient must not be taken. Returns its numbers, and `clip_factor`."""
+    numbers = torch.stack([norm, *sum_losses(losses), *scale])
+    halted.copy_(torch.maximum(halted, _is_bad(numbers)))
+    return numbers, clip_factor(clip, norm)
+
+
+def _is_bad(numbers: Tensor) -> Tensor:
+    """Return 1.0, 0-d, unless norm and relative loss are finite, by the arithmetic of `StepResult.of`; else 0.0."""
+    norm, loss, null_loss = numbers[:3].double().unbind()
+    finite = norm.isfinite() & (loss / null_loss.clamp(min=1e-30)).isfinite()
+    return 1 - finite.float()
 
 
 class CoordinatedHooks(TrainingHooks):

@@ -17,11 +17,10 @@ from torch import Tensor
 from unfog.compile_for_gpu import compiled_with
 from unfog.device_copies import to_host
 from unfog.diffusion.objective import Loss
-from unfog.training.distributed.coordination import StepResult, reduce_step, sum_losses
+from unfog.training.distributed.coordination import StepResult, judge, reduce_step
 from unfog.training.distributed.world import World
 from unfog.training.gradient import Gradient
 from unfog.training.hooks import TrainingHooks
-from unfog.training.precision import clip_factor
 from unfog.training.settings import Training
 from unfog.training.state import TrainState
 from unfog.training.updates.obstacles import why_not_masked
@@ -87,8 +86,8 @@ class Updater:
         scale = state.precision.scale_tensors()
         # By the steps before alone: a gradient that is infinite itself is what lowers the scale.
         state.precision.scaler.update_unless(self._halted)
-        judge = compiled_with(state.model, norm.device, _judge)
-        numbers, factor = judge(self._halted, norm, gradient.losses, scale, clip)
+        verdict = compiled_with(state.model, norm.device, judge)
+        numbers, factor = verdict(self._halted, norm, gradient.losses, scale, clip)
         state.precision.update_unless(self._halted, state.optimizer, factor)
         state.optimizer.zero_grad(set_to_none=True)
         state.follow_update(gradient.losses, self._halted)
@@ -121,19 +120,3 @@ class Updater:
         if self.why_at_once is None:
             self._halted.zero_()
         return count
-
-
-def _judge(
-    halted: Tensor, norm: Tensor, losses: list[Loss], scale: list[Tensor], clip: float
-) -> tuple[Tensor, Tensor | None]:
-    """Set `halted` to 1 if a step with this gradient must not be taken. Returns its numbers, and `clip_factor`."""
-    numbers = torch.stack([norm, *sum_losses(losses), *scale])
-    halted.copy_(torch.maximum(halted, _is_bad(numbers)))
-    return numbers, clip_factor(clip, norm)
-
-
-def _is_bad(numbers: Tensor) -> Tensor:
-    """Return 1.0, 0-d, unless norm and relative loss are finite, by the arithmetic of `StepResult.of`; else 0.0."""
-    norm, loss, null_loss = numbers[:3].double().unbind()
-    finite = norm.isfinite() & (loss / null_loss.clamp(min=1e-30)).isfinite()
-    return 1 - finite.float()
