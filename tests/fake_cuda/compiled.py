@@ -212,6 +212,7 @@ def figures(watch):
 
 def _without_layouts(state):
     inductor.force_layout_optimization = False
+    state.model.channels_last = False  # or the format of the 16-bit weights would choose that of the convolutions
 
 
 def _with_a_break(state):
