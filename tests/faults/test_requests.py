@@ -149,10 +149,14 @@ def photos(shared) -> Path:
     return made_once(shared / "photos", make)
 
 
+# All of them first: so short a run would decode the few that it needs while it trains.
+DECODING = {**LEARNING, "--size": 16, "--data.cache": "memory"}
+
+
 @long_form
 @pytest.mark.parametrize("way", WAYS)
 def test_asked_while_it_decodes(photos, tmp_path, faults, way):
-    recipe = Recipe("decoding", steps=6, every=6, flags={**LEARNING, "--size": 16}, source=str(photos))
+    recipe = Recipe("decoding", steps=6, every=6, flags=DECODING, source=str(photos))
     run, chance = tmp_path / "run", random.Random(way)
     with faults.tried("asked to stop: decoding") as attempt:
         job = train(recipe, run, script=ANNOUNCE)
@@ -165,7 +169,7 @@ def test_asked_while_it_decodes(photos, tmp_path, faults, way):
 
 @long_form
 def test_asked_while_it_decodes_for_a_resume(photos, undisturbed, tmp_path, faults):
-    recipe = Recipe("decoded", steps=6, every=6, flags={**LEARNING, "--size": 16}, source=str(photos))
+    recipe = Recipe("decoded", steps=6, every=6, flags=DECODING, source=str(photos))
     run, chance = tmp_path / "run", random.Random(1)
     with faults.tried("asked to stop: decoding") as attempt:
         shutil.copytree(undisturbed(recipe), run)

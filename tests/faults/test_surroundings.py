@@ -127,7 +127,8 @@ def test_the_cache_cannot_be_written(photos, tmp_path, faults, monkeypatch, cach
                     job.ends()
                     assert_trained(run, USUAL)
                 else:
-                    assert "UNFOG_CACHE" in job.ends(status=2)
+                    # A disk that is full is found while it is written to; that, the run could not know before.
+                    assert "UNFOG_CACHE" in job.ends(status=1 if place.parent == disk.path else 2)
                     assert not run.exists()
     finally:
         disk.remove()
@@ -161,7 +162,8 @@ def test_the_run_is_renamed_while_it_trains(whole, tmp_path, faults, back):
         job = train(USUAL, run)
         assert job.until(lambda: len(steps_saved(run)) > 3)
         run.rename(elsewhere)
-        if back and job.outlives(0.5):
+        back = back and job.outlives(0.5)
+        if back:
             shutil.rmtree(run, ignore_errors=True)  # what it may have begun anew
             elsewhere.rename(run)
         job.process.wait(60)

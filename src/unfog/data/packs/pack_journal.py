@@ -131,7 +131,7 @@ def pack_folder(folder: Path, remedy: str) -> Iterator[None]:
     except OSError as error:
         raise RunError(
             f"{name} could not be written ({error.strerror}); what is done is kept; free some space, then "
-            "repeat the command"
+            f"repeat the command, or {remedy}"
         ) from error
 
 
