@@ -94,6 +94,8 @@ def test_a_guide_of_a_model_is_used_or_refused(tmp_path):
     model = unfog.load(checkpoint(tmp_path / "m.pt", sigmoid_buffers()), size=8)
     with pytest.raises(RequestError, match="is not a run"):  # its own earlier average, which no file of weights has
         model.evaluate("sliced", n=10, guide="auto", reference="fashion", features="texture")
+    with pytest.raises(RequestError, match="no effect without a guide"):
+        model.evaluate("sliced", n=10, guide_every=3, reference="fashion", features="texture")
 
 
 def test_a_size_is_asked_for_where_the_weights_do_not_tell_it(tmp_path):

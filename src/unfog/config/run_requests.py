@@ -145,6 +145,10 @@ class SampleRequest(SamplingRequest):
             raise RequestError(f"{self.run} is not a run, and samples are not written into it; give --out FOLDER")
 
 
+# Fields of `EvaluationRequest` that change what is generated.
+DRAWN = ("sampler", "steps", "seed", "guidance", "guide", "guide_every", "precision")
+
+
 @dataclass(frozen=True)
 class EvaluationRequest:
     """Metrics of a run, and the samples to measure them on."""
@@ -233,9 +237,7 @@ class EvaluateRequest(EvaluationRequest):
 
     def check_without_run(self) -> None:
         """Raise RequestError if a setting needs a run, or is of samples that are not generated here."""
-        drawn = (
-            ("sampler", "steps", "seed", "guidance", "guide", "guide_every", "precision") if self.is_of_images else ()
-        )
+        drawn = DRAWN if self.is_of_images else ()
         _check_usual(self, ("against", "weights", "checkpoint", "best", *drawn))
         wrong = [*(name for name in LOSSES if name in self.metrics), *["held-out"] * (self.reference == "held-out")]
         if wrong:

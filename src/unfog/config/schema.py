@@ -124,7 +124,7 @@ class Config:
         paper="Karras et al. 2024a",
         see="docs/decisions/0020-guide-of-the-same-run.md",
     )
-    """Guide of samples where classes do not guide them: auto is the run's own EMA at 30% of its steps."""
+    """Weaker network that samples without classes are guided away from: auto is the run's EMA at 30% of its steps."""
     log: Log = setting(Log(), affects="nothing", resume="free")
     preview: Preview = setting(Preview(), affects="nothing", resume="free")
     evaluate: Evaluate = setting(Evaluate(), affects="nothing", resume="free")
@@ -194,12 +194,16 @@ class Config:
     @property
     def usual_guidance(self) -> float:
         """Default guidance scale of samples: 1, which is none, without classes or without label dropout."""
-        return self.guidance if self.classes and self.label_dropout > 0 else 1.0
+        return self.guidance if self._guided_by_classes else 1.0
 
     @property
     def usual_guide(self) -> Literal["none", "auto"]:
         """Default guide of samples: none where guidance by classes is possible."""
-        return "none" if self.classes and self.label_dropout > 0 else self.guide
+        return "none" if self._guided_by_classes else self.guide
+
+    @property
+    def _guided_by_classes(self) -> bool:
+        return bool(self.classes) and self.label_dropout > 0
 
 
 @dataclass(frozen=True)

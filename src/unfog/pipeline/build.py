@@ -185,7 +185,7 @@ def build_state(
     if config.training.compile:
         keep_compiled_code()
     if config.training.compile and home is None:
-        compile_network(network, device, config.training.memory_format == "channels_last")
+        compile_network(network, device)
     elif config.training.compile:
         compile_blocks(network)  # gathering the weights of a sharded block would break a graph of the whole
     precision, second = Precision(config.training.precision, device), config.ema_snapshots.second_schedule(config.ema)

@@ -6,17 +6,19 @@ import operator
 from typing import Any
 
 import torch
-from torch import nn
+
+from unfog.models.autoencoder import AutoencoderModel
+from unfog.models.layers import ConditionalNetwork
 
 _TOGETHER = 32  # kernels in a launch at most; what they read and write has a limit of Inductor's own
 _ANY_DEPTH = 10**6
 _SMALL = 2**20  # numbers that a sum reads, up to which it is launched together with others
 
 
-def compile_network(network: nn.Module, device: torch.device, channels_last: bool) -> None:
+def compile_network(network: ConditionalNetwork | AutoencoderModel, device: torch.device) -> None:
     """Compile a network in place; torch.compile(network) would prefix the names of its weights."""
     if device.type == "cuda":
-        _set_up_inductor(channels_last)
+        _set_up_inductor(bool(network.channels_last))
     network.compile(dynamic=False)  # a run has a shape or two; code for any shape is slower
 
 

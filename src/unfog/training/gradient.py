@@ -34,7 +34,7 @@ class Gradient(NamedTuple):
     first_square: Tensor | None
     """Squared norm of the gradient of the first micro-batch, 0-d, if there were several; over all ranks if sharded."""
     replay: Callable[[], tuple[list[Loss], Tensor]] | None = None
-    """Of a captured step: computes its gradient and takes the optimiser's step, which are not done before."""
+    """Run a captured step, gradient and update together; None if the gradient is computed already."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unfog.config.run_requests import EvaluateRequest, SamplingRequest
+from unfog.config.run_requests import DRAWN, EvaluateRequest, SamplingRequest
 from unfog.config.schema import Config, Init
 from unfog.config.toml import update
 from unfog.config.validate import path_text
@@ -26,8 +26,6 @@ from unfog.training.checkpoints.format import CheckpointInfo
 if TYPE_CHECKING:
     from unfog.inference.evaluation_files import Evaluation
     from unfog.pipeline.generate import GenerationSettings
-
-_DRAWN = ("sampler", "steps", "seed", "guidance", "guide", "batch", "precision")
 
 
 class Model(Run):
@@ -69,7 +67,7 @@ class Model(Run):
         request = update(EvaluateRequest(run=self.path), {"metrics": names, "n": n, **settings}, "")
         request.check_without_run()
         count = request.n or (1000 if self.device.type == "cpu" else 10_000)
-        chosen = {name: value for name in _DRAWN if (value := getattr(request, name)) is not None}
+        chosen = {name: value for name in (*DRAWN, "batch") if (value := getattr(request, name)) is not None}
         samples = self.sample(count, **chosen)
         # As a source, so that they are compared by the way that images of any program take.
         stored = str(StoredImages.store(samples, None, Report(say)))
