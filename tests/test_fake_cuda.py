@@ -219,6 +219,17 @@ def test_ranks_that_share_a_gpu_are_found_by_its_identity(monkeypatch):
         assert process_group.processes_per_gpu() == sharing
 
 
+def test_the_gpu_that_is_chosen_becomes_the_current_one_and_computes_fp32_as_such(monkeypatch):
+    current = []
+    monkeypatch.setattr(device, "check_device", lambda name: None)  # this torch may be one for CPUs
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    assert device.choose_device("cuda:1") == torch.device("cuda:1")
+    assert current == [torch.device("cuda:1")]
+    assert not torch.backends.cudnn.allow_tf32
+
+
 def test_a_gpu_that_torch_cannot_use_is_named(monkeypatch, tmp_path):
     assert device.unused_gpu() == ""
     (driver := tmp_path / "version").touch()
