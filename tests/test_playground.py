@@ -308,6 +308,16 @@ def test_a_worker_that_fails_says_why(queue, run, name, said):
     wait(submit(queue, run, n=1))
 
 
+def test_the_last_words_of_a_worker_are_waited_for(queue, run, monkeypatch):
+    def listen_late(worker, process):
+        time.sleep(0.3)
+        listen(worker, process)
+
+    listen = Worker._listen
+    monkeypatch.setattr(Worker, "_listen", listen_late)
+    assert "not fit" in wait(submit(queue, make_drawable(run.parent / "silent"), n=1), "failed").error
+
+
 def test_a_checkpoint_that_the_run_deletes_is_replaced_by_its_newest(queue, run):
     asked = read_request(make_drawable(run.parent / "rotated"), {"n": 1}, False, False)
     job = wait(queue.submit(1, "rotated", asked, newest=True))

@@ -23,6 +23,7 @@ from unfog.errors import RunError
 _LENGTHS = struct.Struct("<II")
 _MOST_JSON, _MOST_BYTES = 2**20, 2**28
 _ERROR_BYTES = 2**13  # of what the worker prints, from its end
+_LAST_WORDS_SECONDS = 5.0  # a child of the worker that still lives keeps the pipe open
 
 
 class ProtocolError(Exception):
@@ -117,7 +118,7 @@ class Worker:
         self._process: subprocess.Popen[bytes] | None = None
         # Writing has a lock of its own: a worker that reads no more is to be killed all the same.
         self._lock, self._writing = threading.Lock(), threading.Lock()
-        self._printed = b""
+        self._printed, self._listener = b"", threading.Thread()
         self.nice = 0
 
     @property
@@ -144,6 +145,7 @@ class Worker:
             self.kill()
             raise RunError(f"the worker has failed: {error}") from None
         status = process.wait()
+        self._listener.join(_LAST_WORDS_SECONDS)  # what it printed last may still be in the pipe
         how = f"by signal {-status}" if status < 0 else f"with status {status}"
         raise RunError(f"the worker has ended {how}{self._last_words()}; the next drawing starts another")
 
@@ -178,7 +180,8 @@ class Worker:
                     process_group=0,  # so that Ctrl-C reaches the server alone, which then ends the worker
                 )
                 self._printed = b""
-                threading.Thread(target=self._listen, args=(self._process,), daemon=True).start()
+                self._listener = threading.Thread(target=self._listen, args=(self._process,), daemon=True)
+                self._listener.start()
             self.nice = nice
             return self._process
 
