@@ -16,7 +16,7 @@ import numpy as np
 from diffusers import DiffusionPipeline
 
 import unfog
-from unfog.diffusion.sampler import NoiseSource
+from unfog.diffusion.noise import NoiseSource
 from unfog.reporting.image_grids import grid, save_png, with_caption
 
 PICTURE = Path(__file__).parent.parent / "docs" / "export.png"

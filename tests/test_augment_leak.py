@@ -9,8 +9,9 @@ from torch import Tensor
 from unfog.data.augmentation import Augment
 from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.diffusion import Diffusion
+from unfog.diffusion.noise import NoiseSource
 from unfog.diffusion.objective import Objective
-from unfog.diffusion.sampler import NoiseSource, Sampler
+from unfog.diffusion.sampler import Sampler
 from unfog.models.settings import UNet
 from unfog.models.unet import UNetModel
 

@@ -17,9 +17,8 @@ from unfog.data.latent_cache import Normalise
 from unfog.diffusion.denoiser import Autoguided, Denoiser
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.likelihood import bits_per_dim
-from unfog.diffusion.noise import VP, Cosine
+from unfog.diffusion.noise import VP, Cosine, NoiseSource
 from unfog.diffusion.objective import Objective
-from unfog.diffusion.sampler import NoiseSource
 from unfog.diffusion.target import X0, Eps, V
 from unfog.errors import RequestError
 from unfog.inference.compute_metrics import LEVELS, _bits_per_value

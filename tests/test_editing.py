@@ -12,8 +12,8 @@ import unfog
 from conftest import TRANSFORMER
 from unfog.cli.main import main
 from unfog.diffusion.editing import Edit, _renoise
-from unfog.diffusion.noise import VE, VP, Cosine, Flow, LogitNormal, LogNormal
-from unfog.diffusion.sampler import Level, NoiseSource, Sampler
+from unfog.diffusion.noise import VE, VP, Cosine, Flow, LogitNormal, LogNormal, NoiseSource
+from unfog.diffusion.sampler import Level, Sampler
 from unfog.errors import RequestError
 from unfog.pipeline.generate import _interpolate_noise
 

@@ -14,7 +14,7 @@ from test_export import run_of, shown
 from unfog.cli.main import main
 from unfog.cli.requests import read_request
 from unfog.config.values import format_spec
-from unfog.diffusion.sampler import NoiseSource
+from unfog.diffusion.noise import NoiseSource
 from unfog.errors import RequestError
 from unfog.export.elsewhere import from_dit, read_model
 from unfog.inference.run import Run

@@ -21,8 +21,8 @@ from unfog.config.presets import preset
 from unfog.config.schema import Config
 from unfog.data.settings import Data
 from unfog.diffusion.denoiser import Denoiser
-from unfog.diffusion.noise import VP, Cosine, FlowUniform, Linear
-from unfog.diffusion.sampler import NoiseSource, Sampler
+from unfog.diffusion.noise import VP, Cosine, FlowUniform, Linear, NoiseSource
+from unfog.diffusion.sampler import Sampler
 from unfog.diffusion.target import V
 from unfog.errors import RequestError, RunError
 from unfog.export import graphs

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 import unfog
 from unfog.cli.main import main
-from unfog.diffusion.sampler import NoiseSource
+from unfog.diffusion.noise import NoiseSource
 from unfog.errors import RequestError
 from unfog.runs.weights.model import Model
 from unfog.runs.weights.objectives import _randomized

@@ -26,7 +26,7 @@ from unfog.config.schema import Config
 from unfog.config.toml import from_toml, read_toml, to_toml, update
 from unfog.data.settings import Data
 from unfog.diffusion.diffusion import Diffusion
-from unfog.diffusion.sampler import noise_levels
+from unfog.diffusion.noise import noise_levels
 from unfog.diffusion.weighting import CustomWeighting
 from unfog.errors import RequestError, RunError
 from unfog.models.settings import UNet

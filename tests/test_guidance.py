@@ -21,8 +21,8 @@ from unfog.commands.tune import _BUILT_IN, _CallCounter, _GridError, _levels_are
 from unfog.config.schema import Config
 from unfog.config.toml import from_toml, to_toml
 from unfog.diffusion.denoiser import Autoguided, Within
-from unfog.diffusion.noise import VE, Cosine, LogNormal
-from unfog.diffusion.sampler import Sampler, noise_levels
+from unfog.diffusion.noise import VE, Cosine, LogNormal, noise_levels
+from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError, RunError
 from unfog.inference.loaded_run import LoadedRun
 from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_labels

@@ -21,10 +21,10 @@ from unfog.diffusion.noise import (
     Linear,
     LogitNormal,
     LogNormal,
+    NoiseSource,
     Path,
     Schedule,
 )
-from unfog.diffusion.sampler import NoiseSource
 from unfog.diffusion.target import Eps, V
 from unfog.diffusion.variance import (
     _HALF,

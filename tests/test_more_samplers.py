@@ -15,8 +15,21 @@ from test_sampler import CASES, MEAN, STD, compare, exact_denoiser, fake_network
 from unfog.config.validate import check_sampler
 from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.diffusion import Diffusion
-from unfog.diffusion.noise import VE, VP, Cosine, Flow, FlowUniform, Linear, LogitNormal, LogNormal, Path, Schedule
-from unfog.diffusion.sampler import NoiseSource, Sampler, noise_levels
+from unfog.diffusion.noise import (
+    VE,
+    VP,
+    Cosine,
+    Flow,
+    FlowUniform,
+    Linear,
+    LogitNormal,
+    LogNormal,
+    NoiseSource,
+    Path,
+    Schedule,
+    noise_levels,
+)
+from unfog.diffusion.sampler import Sampler
 from unfog.diffusion.steps import Level, churn, ddim
 from unfog.diffusion.target import Eps, V
 from unfog.errors import RequestError

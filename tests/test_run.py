@@ -17,8 +17,8 @@ import unfog
 from conftest import NETWORK, few_images
 from unfog.commands.sample import _MAX_IN_GRID, _write_grid
 from unfog.config.presets import preset
-from unfog.diffusion.noise import VP, Cosine, LogitNormal
-from unfog.diffusion.sampler import NoiseSource, Sampler
+from unfog.diffusion.noise import VP, Cosine, LogitNormal, NoiseSource
+from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError
 from unfog.models.settings import SIZES
 from unfog.pipeline.generate import parse_labels, sample_grid

@@ -22,10 +22,12 @@ from unfog.diffusion.noise import (
     Linear,
     LogitNormal,
     LogNormal,
+    NoiseSource,
     Path,
     Schedule,
+    noise_levels,
 )
-from unfog.diffusion.sampler import Level, NoiseSource, Sampler, ddpm, noise_levels
+from unfog.diffusion.sampler import Level, Sampler, ddpm
 from unfog.diffusion.steps import SamplingStep
 from unfog.diffusion.target import Eps, V
 from unfog.errors import RequestError

@@ -21,7 +21,7 @@ from unfog.config.toml import update
 from unfog.data.dataset import ImageSet
 from unfog.data.stream import DeviceStream, ImageStream
 from unfog.device_copies import to_device
-from unfog.diffusion import ddpm, denoiser, likelihood, sampler, steps, variance
+from unfog.diffusion import ddpm, denoiser, likelihood, noise, sampler, steps, variance
 from unfog.diffusion.editing import Edit
 from unfog.evaluation import feature_networks
 from unfog.evaluation.features import Features, open_features
@@ -196,7 +196,7 @@ def measuring_of(measure, few=2, more=3):
     with FakeCuda() as fake, fake.mode:
         for owner, name in HOST_ARITHMETIC:
             fake.set(owner, name, _for_real(getattr(owner, name)))
-        fake.set(sampler.NoiseSource, "draw", _fake_noise(fake.mode))
+        fake.set(noise.NoiseSource, "draw", _fake_noise(fake.mode))
         for count in (few, more):
             fake.watch = Watch()
             with fake.watch:
@@ -233,7 +233,7 @@ def sampling_of(config, label="dpmpp", edit=None, **settings):
         _on_device(fake, config)
         for owner, name in HOST_ARITHMETIC:
             fake.set(owner, name, _for_real(getattr(owner, name)))
-        fake.set(sampler.NoiseSource, "draw", _fake_noise(fake.mode))
+        fake.set(noise.NoiseSource, "draw", _fake_noise(fake.mode))
         with fake.mode:
             network = build.build_network(config)
             for count in (10, 12):

@@ -15,8 +15,8 @@ from unfog.config.run_requests import TuneRequest
 from unfog.config.toml import of_type, update
 from unfog.config.validate import check_sampler
 from unfog.diffusion.denoiser import Denoiser
-from unfog.diffusion.noise import EDM_LIMITS
-from unfog.diffusion.sampler import RANDOM, TWO_CALLS, Denoise, Grid, NoiseSource, Sampler, noise_levels
+from unfog.diffusion.noise import EDM_LIMITS, Grid, NoiseSource, noise_levels
+from unfog.diffusion.sampler import RANDOM, TWO_CALLS, Denoise, Sampler
 from unfog.errors import RequestError
 from unfog.inference.run import Run
 from unfog.pipeline.generate import GenerationSettings, conditional_denoiser, without_pixel_clipping

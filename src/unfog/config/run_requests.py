@@ -11,7 +11,8 @@ import tyro
 from tyro.conf import Positional
 
 from unfog.config.schema import check_guidance_interval
-from unfog.diffusion.sampler import Grid, Kind
+from unfog.diffusion.noise import Grid
+from unfog.diffusion.sampler import Kind
 from unfog.errors import RequestError
 from unfog.training.settings import Evaluate, SamplingPrecision, split_names
 

@@ -1,4 +1,4 @@
-"""Noise levels: a path mixes image and noise, a schedule says how often each level is visited.
+"""Noise and its levels: a path mixes image and noise, a schedule says how often each level is visited.
 
 A *path* maps logsnr to the pair (alpha, sigma) of x_t = alpha x0 + sigma eps. A *schedule* maps a quantile u,
 from 0 (clean) to 1 (noisy), to logsnr; `quantile` maps it back. Training draws u; sampling walks `levels`.
@@ -8,14 +8,17 @@ Both are elementwise, on tensors of any shape and floating type.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
+from unfog.device_copies import to_device
 from unfog.diffusion.ddpm import LAST, Cosine, Linear, trailing
 from unfog.diffusion.sigmoid import Sigmoid
 from unfog.errors import RequestError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 __all__ = [
@@ -27,13 +30,16 @@ __all__ = [
     "Cosine",
     "Flow",
     "FlowUniform",
+    "Grid",
     "Linear",
     "LogNormal",
     "LogitNormal",
+    "NoiseSource",
     "Path",
     "Schedule",
     "Sigmoid",
     "karras",
+    "noise_levels",
 ]
 
 
@@ -199,3 +205,69 @@ PATHS = (VP, VE, Flow)
 Schedule = Linear | Cosine | Sigmoid | LogNormal | LogitNormal | FlowUniform
 """u -> logsnr; its inverse `quantile`, -dSNR/du, `levels` to sample at, `limits`, and `steps` T, 0 if continuous."""
 SCHEDULES = (Linear, Cosine, Sigmoid, LogNormal, LogitNormal, FlowUniform)
+Grid = Literal["schedule", "karras", "logsnr", "tuned"]
+"""How the noise levels of sampling are spread: as in training, by EDM, evenly in logsnr, or tuned for a run."""
+
+
+def noise_levels(schedule: Schedule, steps: int, grid: Grid, last: float = 0.0) -> Tensor:
+    """Return logsnr to sample at, float64 [steps + 1], noisiest first; the last is clean (+inf).
+
+    "karras" and "logsnr" stay within EDM's range of sigma / alpha, 80 to 0.002, and within the schedule's.
+    `last` is the share of noise of the last level but that; 0 leaves it to the grid.
+
+    Raises:
+        RequestError: More steps than a quantised schedule has levels.
+    """
+    import torch
+
+    noisiest, cleanest = schedule.limits()
+    noisiest, cleanest = max(noisiest, EDM_LIMITS[0]), min(cleanest, EDM_LIMITS[1])
+    if last:
+        cleanest = 2 * math.log((1 - last) / last)
+    match grid:
+        case "schedule":
+            levels = schedule.levels(steps)
+            if last and steps > 1:
+                # The shares of noise are moved in proportion: evenly spaced ones stay evenly spaced.
+                share = (-levels / 2).sigmoid()
+                share = share[0] + (share - share[0]) * (last - share[0]) / (share[-1] - share[0])
+                levels = 2 * ((1 - share).log() - share.log())
+        case "karras":
+            levels = karras(steps, noisiest, cleanest)
+        case "logsnr":
+            levels = torch.linspace(noisiest, cleanest, steps, dtype=torch.float64)
+    return torch.cat([levels, levels.new_tensor([math.inf])])
+
+
+class NoiseSource:
+    """Standard normal noise, a stream for each image: image i is the same whatever the count and the batch.
+
+    Args:
+        seed: identifies the set of images.
+        indices: the number of each image in the set.
+        shape: (C, H, W).
+        device: receives the noise; it is drawn on the CPU, whose numbers are the same everywhere.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        indices: Sequence[int],
+        shape: tuple[int, int, int],
+        device: torch.device | str = "cpu",
+    ) -> None:
+        import torch
+
+        # torch's CPU generator uses 32 bits of its seed. Images of one seed never share a stream; multiples
+        # of 2^32 / golden ratio put the streams of nearby seeds as far apart as can be (Fibonacci hashing).
+        start = seed * 0x9E3779B1
+        self.generators = [torch.Generator().manual_seed((start + i) % 2**32) for i in indices]
+        self.shape = shape
+        self.device = torch.device(device)
+
+    def draw(self) -> Tensor:
+        """Return the next noise of each image, float32 [N, C, H, W]."""
+        import torch
+
+        noise = [torch.randn(self.shape, generator=generator) for generator in self.generators]
+        return to_device(torch.stack(noise), self.device)

@@ -13,9 +13,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, get_args
 
 from unfog.custom import is_own_choice, open_literal, resolve_step
-from unfog.device_copies import to_device
 from unfog.diffusion.adaptive import adaptive
-from unfog.diffusion.noise import EDM_LIMITS, Path, Schedule, karras
+from unfog.diffusion.noise import EDM_LIMITS, Grid, Path, Schedule, noise_levels
 from unfog.diffusion.steps import (
     PURE_NOISE,
     Level,
@@ -36,10 +35,9 @@ from unfog.errors import RequestError
 from unfog.settings import setting
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
-__all__ = ["Denoise", "Grid", "Kind", "Level", "NoiseSource", "Observe", "Sampler", "ddpm", "noise_levels"]
+__all__ = ["Denoise", "Kind", "Level", "Observe", "Sampler", "ddpm"]
 
 Kind = Literal["ddpm", "ddim", "heun", "edm", "dpmpp", "dpmpp-sde", "unipc", "adaptive"]
 open_literal(Kind, "sampler")
@@ -47,7 +45,6 @@ TWO_CALLS = ("heun", "edm")
 """Samplers that call the network twice a step."""
 RANDOM = ("ddpm", "edm", "dpmpp-sde")
 """Samplers that draw noise at each step."""
-Grid = Literal["schedule", "karras", "logsnr", "tuned"]
 Denoise = Callable[["Tensor", "Tensor"], "Tensor"]
 """(x_t [N, C, H, W], logsnr [N]) -> E[x0 | x_t], for ddpm with the learned variance behind it, [N, 2 C, H, W].
 
@@ -286,67 +283,3 @@ def _levels_on(path: Path, logsnr: Tensor) -> list[Level]:
     import torch
 
     return [Level(*level) for level in torch.stack([logsnr, *path(logsnr)], 1).tolist()]
-
-
-def noise_levels(schedule: Schedule, steps: int, grid: Grid, last: float = 0.0) -> Tensor:
-    """Return logsnr to sample at, float64 [steps + 1], noisiest first; the last is clean (+inf).
-
-    "karras" and "logsnr" stay within EDM's range of sigma / alpha, 80 to 0.002, and within the schedule's.
-    `last` is the share of noise of the last level but that; 0 leaves it to the grid.
-
-    Raises:
-        RequestError: More steps than a quantised schedule has levels.
-    """
-    import torch
-
-    noisiest, cleanest = schedule.limits()
-    noisiest, cleanest = max(noisiest, EDM_LIMITS[0]), min(cleanest, EDM_LIMITS[1])
-    if last:
-        cleanest = 2 * math.log((1 - last) / last)
-    match grid:
-        case "schedule":
-            levels = schedule.levels(steps)
-            if last and steps > 1:
-                # The shares of noise are moved in proportion: evenly spaced ones stay evenly spaced.
-                share = (-levels / 2).sigmoid()
-                share = share[0] + (share - share[0]) * (last - share[0]) / (share[-1] - share[0])
-                levels = 2 * ((1 - share).log() - share.log())
-        case "karras":
-            levels = karras(steps, noisiest, cleanest)
-        case "logsnr":
-            levels = torch.linspace(noisiest, cleanest, steps, dtype=torch.float64)
-    return torch.cat([levels, levels.new_tensor([math.inf])])
-
-
-class NoiseSource:
-    """Standard normal noise, a stream for each image: image i is the same whatever the count and the batch.
-
-    Args:
-        seed: identifies the set of images.
-        indices: the number of each image in the set.
-        shape: (C, H, W).
-        device: receives the noise; it is drawn on the CPU, whose numbers are the same everywhere.
-    """
-
-    def __init__(
-        self,
-        seed: int,
-        indices: Sequence[int],
-        shape: tuple[int, int, int],
-        device: torch.device | str = "cpu",
-    ) -> None:
-        import torch
-
-        # torch's CPU generator uses 32 bits of its seed. Images of one seed never share a stream; multiples
-        # of 2^32 / golden ratio put the streams of nearby seeds as far apart as can be (Fibonacci hashing).
-        start = seed * 0x9E3779B1
-        self.generators = [torch.Generator().manual_seed((start + i) % 2**32) for i in indices]
-        self.shape = shape
-        self.device = torch.device(device)
-
-    def draw(self) -> Tensor:
-        """Return the next noise of each image, float32 [N, C, H, W]."""
-        import torch
-
-        noise = [torch.randn(self.shape, generator=generator) for generator in self.generators]
-        return to_device(torch.stack(noise), self.device)

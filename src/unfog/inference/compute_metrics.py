@@ -16,7 +16,7 @@ from unfog.config.schema import Config
 from unfog.data.dataset import Dataset
 from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.likelihood import bits_per_dim
-from unfog.diffusion.sampler import NoiseSource
+from unfog.diffusion.noise import NoiseSource
 from unfog.evaluation.features import compute_features
 from unfog.evaluation.held_out import HeldOut, MeanEstimate
 from unfog.evaluation.metrics import MetricResult, Z

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from unfog.config.schema import Config
 from unfog.diffusion.denoiser import Denoiser
-from unfog.diffusion.sampler import NoiseSource, Sampler
+from unfog.diffusion.noise import NoiseSource
+from unfog.diffusion.sampler import Sampler
 from unfog.export.diffusers_unet import Network
 from unfog.export.source_code import package_file, plain_source
 from unfog.inference.export_description import (

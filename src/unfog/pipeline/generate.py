@@ -17,7 +17,8 @@ from torch.nn.functional import cosine_similarity
 from unfog.config.schema import Config, check_guidance_interval
 from unfog.diffusion.denoiser import Autoguided, Denoiser, Guided, Labelled, Within
 from unfog.diffusion.editing import Edit
-from unfog.diffusion.sampler import Denoise, NoiseSource, Observe, Sampler
+from unfog.diffusion.noise import NoiseSource
+from unfog.diffusion.sampler import Denoise, Observe, Sampler
 from unfog.diffusion.steps import Watch
 from unfog.errors import RequestError
 from unfog.pipeline.latents import encode_edit, latent_decoder

@@ -212,6 +212,8 @@ class Session(SessionHooks):
             f"steps {self.step:,} to {self.steps:,} of {training.batch} images, "
             f"{training.precision} on {training.device}"
         )
+        if training.compile:
+            say("  compiling: the first step takes minutes where no earlier run has stored the code")
         facts = {"steps": self.steps, "device": training.device, "parameters": parameters, "torch": torch.__version__}
         self.recorder.event("started" if fresh else "resumed", self.step, **facts)
         self.recorder.begin_report()

@@ -13,7 +13,8 @@ from typing import Any, get_args
 
 from unfog.config.run_requests import SampleRequest, SamplingRequest
 from unfog.config.toml import update
-from unfog.diffusion.sampler import Grid, Kind
+from unfog.diffusion.noise import Grid
+from unfog.diffusion.sampler import Kind
 from unfog.errors import RequestError
 from unfog.safe_files import read_file
 from unfog.serve.run_files import checkpoint_steps
