@@ -160,7 +160,9 @@ def test_real_tensors_take_what_the_trace_says():
         predicted = live(traced(config(192, 16, SMALL, precision=precision), "cpu", 192))
         assert predicted > 60e6
         # Training recovers from out-of-memory: buffers inside kernels, which no trace sees, are worth no emulation.
-        assert 0.85 < predicted / taken < 1.15
+        # Without instructions for bf16, torch computes its convolutions by other kernels, which keep less: 1.17.
+        native = precision == "fp32" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        assert 0.85 < predicted / taken < (1.15 if native else 1.25)
 
 
 @given(st.integers(1, 5000), st.integers(0, 6000))
