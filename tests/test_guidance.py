@@ -25,6 +25,7 @@ from unfog.diffusion.noise import VE, Cosine, LogNormal, noise_levels
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError, RunError
 from unfog.inference.loaded_run import LoadedRun
+from unfog.inference.run import Run
 from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_labels
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.records import read_events
@@ -171,6 +172,27 @@ def test_auto_guides_by_the_own_average_of_an_earlier_step(run, tmp_path, monkey
         own.sample(2, guide="none", guide_every=3)
     with pytest.raises(RequestError, match="guide_every = 0"):
         own.sample(2, guide="auto", guide_every=0)
+
+
+def test_a_guide_is_earlier_than_what_it_guides_and_named_with_it(tmp_path):
+    own = unfog.train(
+        few_images(), out=tmp_path / "own", steps=40, lr=6e-3, size=16, ema_snapshots={"every": 4}, **SETTINGS
+    )
+    early = Run(own.path, step=20, ema=0.1)
+    asked = {"steps": 12, "label": 1, "guide": "auto"}
+    early.sample(2, **asked)
+    assert (early.step, early.earlier.step) == (20, 4)  # of the last snapshot in 30% of 20 steps
+    assert early.calls == 19  # those of the guide included: 7 levels of 12 are within the interval
+    assert early.sampled[1:3] == ("step 20", "EMA of width 0.1")
+    assert "guide auto" in early.sampled
+    before = early.earlier
+    early.sample(2, guide_every=3, **asked)
+    assert early.earlier is before  # it is rebuilt from snapshots once
+    assert early.calls == 15
+    assert "guide every 3" in early.sampled
+    assert own.evaluate("sliced", 10, steps=4, guide="auto", guide_every=3).drawn["guide every"] == 3
+    own.sample(2, steps=12, guidance=2.0, label=1)
+    assert own.calls == 19  # guided by classes, too, asks the network twice at a level
 
 
 def test_the_interval_of_a_run(run):

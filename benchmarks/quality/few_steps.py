@@ -8,8 +8,8 @@ A CELL is a sampler with its settings, as `dpmpp:steps=10,grid=karras`, and may 
 `/bf16` to be drawn in that.
 Without one, a list of them is measured. Pictures have the labels of the training set in its proportions, and the same
 noise in every cell. FD and KID are against the training images, with the standard error over the choice of pictures;
-`clothes` are the features of quality_fashion.py, for runs on fashion. `calls` is how often the network is asked for a
-picture (twice that with guidance within its interval), and `away` the root mean square distance of twenty pictures
+`clothes` are the features of quality_fashion.py, for runs on fashion. `calls` is how often a network is asked for a
+picture, those of guidance and of a guide included, and `away` the root mean square distance of twenty pictures
 from where 128 steps of unipc lead from the same noise, for samplers that are not random; `--no-away` leaves it out.
 `bands` are the variances of luma by frequency, coarse to fine, over those of the training images, and the standard
 error of the finest. Pictures are kept in OUT, a hundred at a time, so that an interrupted measurement goes on; a grid

@@ -110,8 +110,7 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
     digest = run.digest(prepared)
     with SampleFolder.reserve(request.out, run.path / "pictures", digest) as out:
         folder = SampleFolder(out, digest, request.n, [run.classes[i] for i in labels], prepared.caption)
-        known = request.ema is None and run.checkpoint.step
-        label = f"sampling from step {run.checkpoint.step:,}" if known else "sampling"
+        label = f"sampling from step {run.step:,}" if run.step else "sampling"
         _draw(run, prepared, folder, _observe_all(strip, animation), label)
         if animation is not None and request.animate is not None:
             animation.save(request.animate, folder.first(MOST_SAMPLES))

@@ -69,7 +69,7 @@ class SamplingRequest:
     guidance_interval: tuple[float, float] | None = None
     """Guide only while the share of noise is in this interval, such as 0.2 0.75: 0 is the image, 1 pure noise."""
     guide_every: int = 1
-    """Guided steps to a call of the guide: 3 calls it at every third one, and keeps its difference in between."""
+    """Guided network calls to a call of the guide: 3 calls it at every third, and keeps its difference in between."""
     batch: int = 64
     """Images per batch. Lower it when memory is short."""
     precision: SamplingPrecision = "fp32"
@@ -105,7 +105,7 @@ class SampleRequest(SamplingRequest):
     label: tuple[str, ...] = ()
     """Classes by name, or by number where no class has that name; images cycle through them. Default: all classes."""
     guide: Annotated[str | None, tyro.conf.arg(metavar="auto|none|RUN[:STEP]")] = None
-    """Weaker network to guide away from: auto is this run's EMA at 30% of its steps. Default: the run's, or none."""
+    """Weaker network to guide away from: none, or this run's EMA at 30% of its steps (auto). Default: the run's."""
     guide_checkpoint: Annotated[int | None, tyro.conf.arg(metavar="STEP")] = None
     """Earlier checkpoint of this run to guide away from."""
     weights: Literal["ema", "raw"] = "ema"
@@ -173,7 +173,7 @@ class EvaluationRequest:
     guide: Annotated[str | None, tyro.conf.arg(metavar="auto|none|RUN[:STEP]")] = None
     """Weaker network to guide away from, as for `unfog sample`."""
     guide_every: int = 1
-    """Guided steps to a call of the guide, as for `unfog sample`."""
+    """Guided network calls to a call of the guide, as for `unfog sample`."""
     batch: int = 64
     """Samples per batch. Lower it when memory is short."""
     precision: SamplingPrecision = "fp32"
@@ -189,8 +189,9 @@ class EvaluationRequest:
                 raise RequestError(f"metrics names {name!r}, which is not one of {', '.join(METRICS)}")
         if self.n and not 10 <= self.n <= 10_000_000:
             raise RequestError(f"n = {self.n} samples: metrics need at least 10; 1000 give a first impression")
-        if self.batch < 1:
-            raise RequestError(f"batch = {self.batch} must be at least 1")
+        for name, value in (("batch", self.batch), ("guide_every", self.guide_every)):
+            if value < 1:
+                raise RequestError(f"{name} = {value} must be at least 1")
         if self.against is not None and self.metrics and "held_out" not in self.metrics:
             raise RequestError("--against compares held-out losses, so --metrics must have held_out")
 

@@ -49,7 +49,7 @@ class Denoiser:
 class Guided:
     """Classifier-free guidance, D_u + scale (D_c - D_u), in one batched call (Ho & Salimans 2022)."""
 
-    denoiser: Denoiser
+    denoiser: Labelled
     scale: float
     """1 is the plain conditional denoiser, 0 the unconditional one; above 1 the label counts for more."""
     null_label: int

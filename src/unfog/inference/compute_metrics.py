@@ -65,7 +65,7 @@ def compute_metrics(
     if world.is_main:
         drawn = ", ".join(f"{name} {value}" for name, value in generation.items() if name != "reference")
         metrics = [replace(one, drawn=drawn) for one in metrics] + _held_out_metrics(run, setup)
-    return Evaluation(run.checkpoint.step, generation, metrics, copies, verdict(metrics, copies), spectrum)
+    return Evaluation(run.step, generation, metrics, copies, verdict(metrics, copies), spectrum)
 
 
 def _describe_generation(run: LoadedRun, setup: EvaluationSetup) -> dict[str, Any]:
@@ -79,6 +79,7 @@ def _describe_generation(run: LoadedRun, setup: EvaluationSetup) -> dict[str, An
         "seed": generation.seed,
         "guidance": generation.guidance,
         **({"guide": setup.guide_name} if setup.guide_name else {}),
+        **({"guide every": generation.guide_every} if generation.guide_every != 1 else {}),
         **({"within": f"{low:g} to {high:g} of noise"} if partly else {}),
         "precision": generation.precision,
         "labels": "as in the data" if generation.labels else "none",
@@ -145,7 +146,7 @@ def _held_out_metrics(run: LoadedRun, setup: EvaluationSetup) -> list[MetricResu
             found.append(_as_metric("held_out", MeanEstimate.over_images(losses), ""))
             if setup.against is not None:
                 saved = checkpoint.find_checkpoint(run.folder.checkpoints, setup.against)
-                other = run.load_network(saved, setup.against)
+                other, _ = run.load_network(saved, setup.against)
                 others = held_out_losses(other, config, held_out, batch, progress.advance)
                 found.append(_held_out_difference(losses, others, setup.against))
     if "bits" in setup.compared.metrics:

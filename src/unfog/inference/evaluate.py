@@ -53,7 +53,7 @@ def evaluate(run: LoadedRun, request: EvaluationRequest) -> Evaluation:
         dataset = load_run_images(run.config, stop)
         setup = _resolve_request(run, request, dataset, stop)
         # By step and by all that the result depends on, so that a stored one is never that of another question.
-        path = run.path / "evaluations" / f"{run.checkpoint.step:08d}-{_result_key(run, setup)}.json"
+        path = run.path / "evaluations" / f"{run.step:08d}-{_result_key(run, setup)}.json"
         stored = Evaluation.read(path)
         world.barrier()  # every rank has looked before rank 0 writes the file
         if stored is not None:

@@ -122,7 +122,7 @@ def export(run: LoadedRun, out: Path, settings: ExportSettings) -> float:
             )
         _write_card(job, settings)
     if repository is not None:
-        repository.upload(out, f"step {run.checkpoint.step:,} of a run of Unfog, as {settings.format}")
+        repository.upload(out, f"step {run.step:,} of a run of Unfog, as {settings.format}")
     return difference
 
 

@@ -41,7 +41,7 @@ def describe_model(run: LoadedRun, sampler: Sampler) -> dict[str, Any]:
     described: dict[str, Any] = {
         "format": "unfog-model",
         "version": _VERSION,
-        "run": {"name": run.path.resolve().name, "step": run.checkpoint.step, "weights": run.weights, "ema": run.ema},
+        "run": {"name": run.path.resolve().name, "step": run.step, "weights": run.weights, "ema": run.ema},
         "network": {"kind": network.kind, "settings": asdict(network)},
         "input": [channels, side, side],
         "out_channels": channels * (1 + config.diffusion.learned_variance),

@@ -56,11 +56,12 @@ def resolve_guidance(
     scale = (_AUTO_SCALE if guide == _AUTO else usual) if scale is None else scale
     if weaker is None:
         if every != 1:
-            raise RequestError(f"guide_every = {every} has no effect without a guide; give --guide auto, or omit it")
+            raise RequestError(f"guide_every = {every} has no effect without a guide; omit it, or give a --guide")
         return Guidance(None, scale, "")
     if scale == 1:
         raise RequestError("guidance = 1 does not use a guide; give --guidance 2, or omit the guide")
-    return Guidance(replace(weaker, dtype=DTYPES.get(precision)), scale, str(guide))
+    name = f"{guide.path.name}:{guide.step}" if isinstance(guide, LoadedRun) else str(guide)
+    return Guidance(replace(weaker, dtype=DTYPES.get(precision)), scale, name)
 
 
 def _usual_guide(run: LoadedRun) -> tuple[Denoiser | None, str]:
@@ -104,7 +105,9 @@ def _earlier_self(run: LoadedRun) -> LoadedRun:
     """Return the run with its EMA of an earlier step, rebuilt from snapshots, so that no checkpoint has to be kept."""
     own = run.config.ema
     width = run.ema or swept_width(run.path) or (own.width if isinstance(own, PowerEma) else PowerEma().width)
-    return LoadedRun(run.path, step=round(_SHARE * run.checkpoint.step), device=str(run.device), ema=width)
+    if run.earlier is None or run.earlier.ema != width:
+        run.earlier = LoadedRun(run.path, step=round(_SHARE * run.step), device=str(run.device), ema=width)
+    return run.earlier
 
 
 def _split_step(text: str) -> tuple[str, int | None]:

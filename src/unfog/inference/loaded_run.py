@@ -53,6 +53,11 @@ class LoadedRun:
         RunError: its checkpoints are broken, or there is none yet.
     """
 
+    step = 0
+    """Step of the weights. That of an EMA of a given width may have no checkpoint."""
+    earlier: LoadedRun | None = None
+    """The run at an earlier step, once it has been loaded to guide this one."""
+
     def __init__(
         self,
         path: str | Path,
@@ -79,23 +84,26 @@ class LoadedRun:
         which: int | Literal["best"] | None = "best" if best else step if self.ema is None else None
         self.checkpoint = checkpoint.find_checkpoint(self.folder.checkpoints, which, warn)
         # At once, because a run that is still training may delete this checkpoint later.
-        self.network: nn.Module = self.load_network(self.checkpoint, self.checkpoint.step if best else step)
+        self.network, self.step = self.load_network(self.checkpoint, self.checkpoint.step if best else step)
+        self.earlier: LoadedRun | None = None
+        """The same run at an earlier step, its guide, which is rebuilt from snapshots at its first use."""
 
-    def load_network(self, saved: checkpoint.CheckpointInfo, step: int | None) -> nn.Module:
-        """Return the network of a checkpoint, with the kind of weights that this run was loaded with.
+    def load_network(self, saved: checkpoint.CheckpointInfo, step: int | None) -> tuple[nn.Module, int]:
+        """Return the network of a checkpoint, with the kind of weights that this run was loaded with, and their step.
 
         `step` is of the EMA where a width is given, which needs no checkpoint; None is the last snapshot.
         """
+        own = saved.step
         with building_for(saved.folder / "model.safetensors"):
             network = build_network(self.config)
         if self.ema is not None:
-            load_ema_weights(network, self.folder, self.ema, step)
+            own = load_ema_weights(network, self.folder, self.ema, step).step
         elif self.weights == "raw":
             load_weights(saved.folder, "model", network)
         # A width that was measured to be best replaces the default one, but never one that was asked for.
         elif not self._load_swept_ema(network, saved):
             load_weights(saved.folder, "ema", network)
-        return network.to(self.device).eval()
+        return network.to(self.device).eval(), own
 
     def _load_swept_ema(self, network: nn.Module, saved: CheckpointInfo) -> bool:
         """Load the EMA of the width that `unfog ema-sweep` chose; return False if there is none, or its own."""
@@ -127,7 +135,7 @@ class LoadedRun:
 
     def __repr__(self) -> str:
         said = "; ".join(self._facts().values())
-        return f"<run {self.path}: {said}; {self._weights()} weights of step {self.checkpoint.step:,} on {self.device}>"
+        return f"<run {self.path}: {said}; {self._weights()} weights of step {self.step:,} on {self.device}>"
 
     @property
     def path(self) -> Path:

@@ -40,14 +40,14 @@ class PreparedSampling(NamedTuple):
     guide: Denoiser | None
     edit: Edit | None
     caption: tuple[str, ...]
-    """How the images are generated: run, step, weights, sampler, guidance, seed."""
+    """How the images are generated: run, step, weights, sampler, guidance, guide, seed."""
 
 
 class Run(LoadedRun):
     """A loaded run that generates samples and evaluates itself; the arguments are those of `LoadedRun`."""
 
     calls = 0
-    """Network calls that the last `sample` made for one image; with guidance, each is two forward passes."""
+    """Network calls that the last `sample` made for one image, those of guidance and of a guide included."""
     export_difference = 0.0
     """Largest difference of the last `export` from this run, over the largest output."""
     sampled: tuple[str, ...] = ()
@@ -129,9 +129,10 @@ class Run(LoadedRun):
             self, guide, request.guidance, request.precision, request.guide_every, edits=edit is not None
         )
         if guidance.scale == 1 and request.guidance_interval is not None:
-            raise RequestError("guidance_interval has no effect with guidance = 1; give --guidance 2, or omit it")
+            remedy = "--guidance 2" if self.classes else "a --guide"
+            raise RequestError(f"guidance_interval has no effect with guidance = 1; give {remedy}, or omit it")
         generation = replace(generation, guidance=guidance.scale)
-        return PreparedSampling(generation, guidance.guide, edit, self._describe(generation))
+        return PreparedSampling(generation, guidance.guide, edit, self._describe(generation, guidance.name))
 
     def draw(
         self,
@@ -180,18 +181,20 @@ class Run(LoadedRun):
     def _repr_html_(self) -> str:
         """Return what the run is, and its newest preview."""
         saved, preview = self.checkpoint, self.folder.newest_preview
-        rows = {"run": self.path, **self._facts(), "weights": f"{self._weights()} of step {saved.step:,}"}
+        rows = {"run": self.path, **self._facts(), "weights": f"{self._weights()} of step {self.step:,}"}
         if saved.held_out_loss is not None:
             rows["held-out loss"] = f"{saved.held_out_loss:.4g}"
         return table(rows, preview, f"preview {preview.stem}")
 
-    def _describe(self, generation: GenerationSettings) -> tuple[str, ...]:
+    def _describe(self, generation: GenerationSettings, guide: str) -> tuple[str, ...]:
         return (
             self.path.resolve().name,
-            f"step {self.checkpoint.step:,}",
+            f"step {self.step:,}",
             self._weights(),
             f"{generation.sampler.kind} {generation.sampler.steps} steps",
             *([f"guidance {generation.guidance:g}"] if generation.guidance != 1 else []),
+            *([f"guide {guide}"] if guide else []),
+            *([f"guide every {generation.guide_every}"] if generation.guide_every != 1 else []),
             f"seed {generation.seed}" + ("" if generation.to_seed is None else f" to {generation.to_seed}"),
         )
 
@@ -201,8 +204,8 @@ class Run(LoadedRun):
         Args:
             metrics: of fid, kid, precision, recall, density, coverage, sliced, detail, held_out, bits; () is all.
             n: number of samples; 0 is 1,000 on a CPU, and 10,000 elsewhere.
-            settings: features, reference, sampler, steps, seed, guidance, guide, batch, precision, against: see
-                `config.run_requests.EvaluationRequest`.
+            settings: features, reference, sampler, steps, seed, guidance, guide, guide_every, batch, precision,
+                against: see `config.run_requests.EvaluationRequest`.
 
         Raises:
             RequestError: there is no such metric, file or reference.

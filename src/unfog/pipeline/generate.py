@@ -41,7 +41,7 @@ class GenerationSettings:
     """Share of noise, sigma / (alpha + sigma), within which there is guidance."""
     first: int = 0  # number of the first sample
     precision: SamplingPrecision = "fp32"  # of the network; the sampler itself always computes in fp32
-    guide_every: int = 1  # guided steps to a call of the guide, whose difference is kept in between
+    guide_every: int = 1  # guided calls of the network to a call of the guide, whose difference is kept in between
     to_seed: int | None = None  # then the samples go from the first one of `seed` to the first one of this seed
 
     def __post_init__(self) -> None:
@@ -110,9 +110,10 @@ def generate_batches(
 ) -> Iterator[tuple[range, Pixels]]:
     """Yield (numbers, samples uint8 [n, H, W, C]) of each batch, but for those whose numbers `skip` is true of.
 
-    `calls` is called with the network evaluations of each batch, and `observe` at every step of every batch. Where
-    `observe` returns True, that batch is dropped, and it is the last. `edit` is an image to start from, or to paint
-    into. `guide` is a weaker denoiser for autoguidance; None guides away from the unconditional output.
+    `calls` is called with the network calls for an image of each batch, a guide's included, and `observe` at every step
+    of every batch. Where `observe` returns True, that batch is dropped, and it is the last. `edit` is an image to start
+    from, or to paint into. `guide` is a weaker denoiser for autoguidance; None guides away from the output without a
+    class.
     """
     device = next(network.parameters()).device
     shape, decode = config.input_shape, latent_decoder(config, device)
@@ -126,9 +127,10 @@ def generate_batches(
             indices = range(first, min(first + settings.batch, end))
             if skip(indices):
                 continue
-            denoiser = Denoiser(network, config.diffusion, variance, DTYPES.get(settings.precision))
+            denoiser = _CallCounter(Denoiser(network, config.diffusion, variance, DTYPES.get(settings.precision)))
+            weaker = None if guide is None else _CallCounter(guide)
             label = settings.label(indices, device)
-            denoise = _CallCounter(conditional_denoiser(denoiser, config, settings, label, guide))
+            denoise = conditional_denoiser(denoiser, config, settings, label, weaker)
             noise = settings.noise(indices, shape, device)
             parts = (denoise, config.diffusion.path, config.diffusion.schedule, noise)
             watch = observe and Watch(observe, first)
@@ -136,7 +138,7 @@ def generate_batches(
             if watch and watch.stopped:
                 break
             images = decode(x) if edit is None else edit.keep(decode(x))
-            calls(denoise.calls)
+            calls(round((denoiser.images + (weaker.images if weaker else 0)) / len(indices)))
             yield indices, to_pixels(images).permute(0, 2, 3, 1).cpu().numpy()
 
 
@@ -172,18 +174,18 @@ def _interpolate_noise(a: Tensor, b: Tensor, shares: Sequence[float]) -> Tensor:
 
 
 class _CallCounter:
-    """A denoiser that counts its evaluations."""
+    """A denoiser that counts the images that it is called with."""
 
-    def __init__(self, denoise: Denoise) -> None:
-        self.denoise, self.calls = denoise, 0
+    def __init__(self, denoise: Labelled) -> None:
+        self.denoise, self.images = denoise, 0
 
-    def __call__(self, x_t: Tensor, logsnr: Tensor) -> Tensor:
-        self.calls += 1
-        return self.denoise(x_t, logsnr)
+    def __call__(self, x_t: Tensor, logsnr: Tensor, label: Tensor | None = None) -> Tensor:
+        self.images += len(x_t)
+        return self.denoise(x_t, logsnr, label)
 
 
 def conditional_denoiser(
-    denoiser: Denoiser,
+    denoiser: Labelled,
     config: Config,
     settings: GenerationSettings,
     label: Tensor | None,

@@ -75,8 +75,8 @@ class Model(Run):
         how = {"samples": count, "of": ", ".join(self.sampled), "reference": sanitize(request.reference)}
         return replace(found, drawn=how, asked=asdict(SamplingRequest()) | chosen)
 
-    def _describe(self, generation: GenerationSettings) -> tuple[str, ...]:
-        name, _, _, *rest = super()._describe(generation)  # there is neither a step nor a choice of weights
+    def _describe(self, generation: GenerationSettings, guide: str) -> tuple[str, ...]:
+        name, _, _, *rest = super()._describe(generation, guide)  # there is neither a step nor a choice of weights
         return (name, *rest)
 
     def __repr__(self) -> str:
