@@ -24,7 +24,7 @@ pytest.importorskip("uvicorn")
 from served import make_run
 from unfog.cache_folder import CacheEntry
 from unfog.cli.requests import read_request as from_words
-from unfog.errors import RequestError
+from unfog.errors import RequestError, RunError
 from unfog.serve.playground import blind, jobs
 from unfog.serve.playground.channel import ProtocolError, Worker, read_message, write_message
 from unfog.serve.playground.images import Uploads, at_run_size, disagreement, sheet
@@ -316,6 +316,12 @@ def test_the_last_words_of_a_worker_are_waited_for(queue, run, monkeypatch):
     listen = Worker._listen
     monkeypatch.setattr(Worker, "_listen", listen_late)
     assert "not fit" in wait(submit(queue, make_drawable(run.parent / "silent"), n=1), "failed").error
+
+
+def test_a_worker_that_cannot_be_written_to_says_why():
+    broken = Worker(("sh", "-c", "echo torch is not here >&2; exit 3"))
+    with pytest.raises(RunError, match="torch is not here"):
+        list(broken.work({"job": 1, "op": "draw"}, bytes(10**6), ("done",)))
 
 
 def test_a_checkpoint_that_the_run_deletes_is_replaced_by_its_newest(queue, run):

@@ -23,7 +23,7 @@ from unfog.serve.playground import generation, worker
 from unfog.serve.playground.channel import Channel, Message, Worker, read_message, write_message
 from unfog.serve.playground.generation import Studio, find_copies
 from unfog.serve.playground.jobs import JobList
-from unfog.serve.playground.requests import newest_checkpoint, read_request
+from unfog.serve.playground.requests import newest_checkpoint, python_of, read_request
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +71,17 @@ def draw(run, until=None, image=b"", mask=b"", **settings):
 
 def pixels(message):
     return np.frombuffer(message.body, np.uint8).reshape(message.head["images"])
+
+
+def test_the_python_that_the_page_shows_draws_the_pictures(run):
+    asked = {"seed": 3, "steps": 2, "checkpoint": 2, "weights": "raw"}
+    code = python_of(read_request(run.path, {"n": 2, **asked}, False, False))
+    assert "step=2" in code
+    names = {}
+    exec(code, names)
+    shown = unfog.load(run.path, step=2, weights="raw").sample(2, seed=3, steps=2)
+    assert np.array_equal(names["images"], shown)
+    assert not np.array_equal(names["images"], run.sample(2, seed=3, steps=2))
 
 
 def test_every_step_is_sent_and_the_pictures_are_those_of_sample(run):

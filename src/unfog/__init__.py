@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import unfog.openmp  # noqa: F401  # first, as it must come before torch
 from unfog.errors import RequestError, RunError, UnfogError
@@ -213,18 +213,27 @@ def pack(source: Source, out: PathLikeText, **settings: Any) -> Path:
     return write(PackRequest(config.source, Path(path_of(out, "out")), config.data))
 
 
-def load(path: PathLikeText, *, ema: float | None = None, network: Any = None, size: int = 0) -> Run:
+def load(
+    path: PathLikeText,
+    *,
+    step: int | None = None,
+    weights: Literal["ema", "raw"] = "ema",
+    ema: float | None = None,
+    network: Any = None,
+    size: int = 0,
+) -> Run:
     """Return a run, ready to sample from the EMA weights of its newest whole checkpoint; or a model of diffusers.
 
-    `network` is an object like the one that the run was trained with, if it was given from Python. `ema` is the width
-    of an EMA to rebuild from snapshots, such as 0.07; None is that of `ema_sweep`, or else the run's own. A folder
-    of diffusers, a UNet2DModel or a DiT with its scheduler, and weights of EDM, EDM2 and denoising-diffusion-pytorch
-    sample as a run does; `size` is for weights that do not state that of their images.
+    `step` is that of another checkpoint, and `weights` may be "raw". `network` is an object like the one that the run
+    was trained with, if it was given from Python. `ema` is the width of an EMA to rebuild from snapshots, such as 0.07;
+    None is that of `ema_sweep`, or else the run's own. A folder of diffusers, a UNet2DModel or a DiT with its
+    scheduler, and weights of EDM, EDM2 and denoising-diffusion-pytorch sample as a run does; `size` is for weights
+    that do not state that of their images.
     """
     from unfog.config.run_requests import is_model
     from unfog.inference.run import Run
 
-    if ema is None and network is None and is_model(Path(path_of(path))):
+    if (ema, network, step, weights) == (None, None, None, "ema") and is_model(Path(path_of(path))):
         from unfog.runs.weights.model import Model
 
         return Model(path_of(path), size=size)
@@ -232,7 +241,7 @@ def load(path: PathLikeText, *, ema: float | None = None, network: Any = None, s
         raise RequestError(f"size = {size} is of weights without a run, and {path} has a size; leave it away")
     if network is not None:
         adopt_network(_run_folder(path).read_config(), network)
-    return Run(path_of(path), ema=ema)
+    return Run(path_of(path), weights, step, ema=ema)
 
 
 def evaluate(

@@ -143,9 +143,8 @@ class Worker:
                     return
         except (OSError, ProtocolError) as error:
             self.kill()
-            raise RunError(f"the worker has failed: {error}") from None
+            raise RunError(f"the worker has failed: {error}{self._last_words()}") from None
         status = process.wait()
-        self._listener.join(_LAST_WORDS_SECONDS)  # what it printed last may still be in the pipe
         how = f"by signal {-status}" if status < 0 else f"with status {status}"
         raise RunError(f"the worker has ended {how}{self._last_words()}; the next drawing starts another")
 
@@ -196,5 +195,6 @@ class Worker:
             self._printed = (self._printed + printed)[-_ERROR_BYTES:]
 
     def _last_words(self) -> str:
+        self._listener.join(_LAST_WORDS_SECONDS)  # what it printed last may still be in the pipe
         lines = self._printed.decode("utf-8", "replace").strip().splitlines()
         return f": {lines[-1][:300]}" if lines else ""
