@@ -58,6 +58,7 @@ class Untrained(Run):
     def __init__(self, config: Config):
         self.config, self.weights, self.ema, self.device = config, "ema", None, CPU
         self.folder, self.checkpoint = SimpleNamespace(path=Path("photos")), SimpleNamespace(step=7)
+        self.step = 7
         with torch.no_grad():
             self.network = _randomized(build_network(config).eval())
 

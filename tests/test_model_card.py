@@ -30,9 +30,9 @@ def on_disk(tmp_path, run):
     return folder
 
 
-def measured(folder, name, weights="ema", value=3.25, low=3.0):
-    one = MetricResult("fid", value, low, 3.5, 0.125, 5000, 1100, "inception", "clean", real=1.5)
-    drawn = {"weights": weights, "sampler": "dpmpp", "steps": 6, "seed": 0, "reference": HERE}
+def measured(folder, name, weights="ema", value=3.25, low=3.0, **more):
+    one = MetricResult("fid", value, low, 3.5, 0.125, 5000, 1100, "inception", "clean", real=1.5, drawn="steps 6")
+    drawn = {"weights": weights, "sampler": "dpmpp", "steps": 6, "seed": 0, "reference": HERE, **more}
     Evaluation(7, drawn, [one], verdict="Fine.").write(folder / "evaluations" / name)
 
 
@@ -43,6 +43,7 @@ def test_the_front_matter_is_what_the_hub_reads_with_metrics_and_their_errors(tm
     measured(folder, "00000007-b.json", "raw", 99.0)  # of other weights
     measured(folder, "00000006-a.json", value=98.0)  # of another step
     measured(folder, "00000007-c.json", low="about 3")  # edited by somebody
+    measured(folder, "00000007-d.json", value=1.0, guide="auto")  # of guided samples, which the export cannot draw
     os.utime(folder / "evaluations/00000007-a.json", (1, 1))
     run.export(tmp_path / "out", license="cc-by-4.0")
     card = ModelCard.load(tmp_path / "out/README.md")

@@ -57,7 +57,7 @@ def model_card(run: LoadedRun, settings: CardSettings) -> str:
     sections = [
         f"# {_escaped(title)}",
         f"An image diffusion model, trained with Unfog {unfog.__version__}: step "
-        f"{run.checkpoint.step:,}, {_weights(run)} weights, as {settings.format}.",
+        f"{run.step:,}, {_weights(run)} weights, as {settings.format}.",
         f"![Samples of the model]({GRID})\n\n*{_escaped(settings.grid)}*",
         f"## How to use it\n\n{settings.usage}",
         f"## Data\n\n{_table(('', ''), data.rows)}",
@@ -109,7 +109,7 @@ def _training(run: LoadedRun) -> list[tuple[str, str]]:
         "objective": ", ".join(f"{name} {format_spec(part)}" for name, part in parts.items()),
         "started from": sanitize(started),
         "autoencoder": f"latents of {config.latents.factor} pixels a side" if config.uses_latents else "",
-        "steps, batch": f"{run.checkpoint.step:,} steps of {training.batch:,} images",
+        "steps, batch": f"{run.step:,} steps of {training.batch:,} images",
         "optimizer": f"{format_spec(config.optimizer.method)}, learning rate {config.optimizer.lr:g}",
         "EMA": format_spec(config.ema),
         "precision, seed": f"{training.precision}, {training.seed}",
@@ -119,20 +119,29 @@ def _training(run: LoadedRun) -> list[tuple[str, str]]:
 
 
 def _evaluations(run: LoadedRun) -> list[Evaluation]:
-    """Return the evaluations of exactly these weights, newest first, each metric from the newest one alone."""
+    """Return the evaluations of exactly these weights, newest first, each metric from the newest one alone.
+
+    What was measured on guided samples is left out, as an exported model has no guide.
+    """
     found: list[Evaluation] = []
     seen: set[tuple[str, str]] = set()
-    stored = (run.path / "evaluations").glob(f"{run.checkpoint.step:08d}-*.json")
+    stored = (run.path / "evaluations").glob(f"{run.step:08d}-*.json")
     # By time, as the names end in digests, which have no order.
     for path in sorted(stored, key=lambda path: path.stat().st_mtime, reverse=True):
         evaluation = Evaluation.read(path)
         # A run has several EMAs at one step, and a figure of another is not one of the exported weights.
         if evaluation is None or evaluation.drawn.get("weights") != _weights(run):
             continue
-        new = [one for one in evaluation.measured if _valid(one) and (one.metric, one.features) not in seen]
+        guided = "guide" in evaluation.drawn
+        new = [
+            one
+            for one in evaluation.measured
+            if _valid(one) and (one.metric, one.features) not in seen and not (guided and one.drawn)
+        ]
         seen.update((one.metric, one.features) for one in new)
         if new:
-            found.append(Evaluation(evaluation.step, evaluation.drawn, new, evaluation.copies, evaluation.verdict))
+            said = ([], "") if guided else (evaluation.copies, evaluation.verdict)
+            found.append(Evaluation(evaluation.step, evaluation.drawn, new, *said))
     return found
 
 
@@ -146,7 +155,7 @@ def _valid(one: MetricResult) -> bool:
 
 def _metrics_section(evaluations: Sequence[Evaluation]) -> str:
     if not evaluations:
-        return "## Metrics\n\nNot measured. `unfog evaluate RUN` measures them; then export again."
+        return "## Metrics\n\nNot measured. `unfog evaluate RUN --guide none` measures them; then export again."
     texts = []
     for one in evaluations:
         rows = [_metric_row(metric) for metric in one.measured]
