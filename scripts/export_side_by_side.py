@@ -32,7 +32,7 @@ def main() -> None:
             run.export(folder, format=kind)
             size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
             print(f"{kind}: {time.monotonic() - began:.1f} s, {size / 1e6:.2f} MB, {run.export_difference:.1g}")
-        ours = np.asarray(run.sample(count))
+        ours = np.asarray(run.sample(count, guide="none"))
         pipeline = DiffusionPipeline.from_pretrained(
             f"{place}/diffusers", trust_remote_code=True, low_cpu_mem_usage=False
         )
