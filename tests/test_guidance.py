@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 import unfog
 from conftest import NETWORK, few_images
@@ -26,7 +26,8 @@ from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError, RunError
 from unfog.inference.loaded_run import LoadedRun
 from unfog.inference.run import Run
-from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_labels
+from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_labels, to_pixels
+from unfog.planning.sampling_cost import cost_per_sample
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.records import read_events
 from unfog.runs.resume import _omit_tuned_settings
@@ -193,6 +194,27 @@ def test_a_guide_is_earlier_than_what_it_guides_and_named_with_it(tmp_path):
     assert own.evaluate("sliced", 10, steps=4, guide="auto", guide_every=3).drawn["guide every"] == 3
     own.sample(2, steps=12, guidance=2.0, label=1)
     assert own.calls == 19  # guided by classes, too, asks the network twice at a level
+
+
+@pytest.mark.parametrize(("steps", "every"), [(12, 1), (16, 3), (20, 1), (20, 3)])
+def test_a_sample_costs_its_calls_with_those_of_a_guide_though_two_steps_are_tried(run, steps, every):
+    asked, made, config = [], [], run.config
+    usual = replace(GenerationSettings.default(config, 2, 2), guidance=2.0, guide_every=every)
+    drawing = replace(usual, sampler=replace(usual.sampler, steps=steps))
+
+    def count(x, *_):
+        asked.append(len(x))
+        return torch.zeros_like(x)
+
+    def measure(work):
+        work()
+        return sum(asked)
+
+    network = nn.Module()
+    network.weight, network.forward = nn.Parameter(torch.zeros(1)), count
+    cost = cost_per_sample(network, config, drawing, measure, count)
+    generate_images(network, config, drawing, guide=count, calls=made.append)
+    assert cost == made[-1]
 
 
 def test_the_interval_of_a_run(run):
@@ -373,6 +395,24 @@ def test_tune_finds_and_stores_a_grid(run, tmp_path, capsys, monkeypatch):
     assert "the tuned levels are for 3 steps of dpmpp; using the levels of the schedule" in capsys.readouterr().err
 
 
+def test_tune_draws_as_sample_does_with_the_guide_of_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("unfog.commands.tune._MANY_STEPS", 4)
+    settings = {"data": {"labels": "none"}, "ema_snapshots": {"every": 2}, **SETTINGS}
+    own = unfog.train(few_images(), out=tmp_path / "own", steps=20, lr=6e-3, size=16, **settings)
+    draw, kept = _GridError.draw, []
+
+    def keep(self, sampler):
+        kept.append((self.drawing.seed, sampler, draw(self, sampler)))
+        return kept[-1][-1]
+
+    monkeypatch.setattr(_GridError, "draw", keep)
+    unfog.tune(own.path, steps=2, pictures=2, tries=1, store=False)
+    seed, sampler, drawn = kept[-2]  # the result, on other noise than it was searched on
+    pixels = to_pixels(drawn).permute(0, 2, 3, 1).numpy()
+    assert np.array_equal(pixels, own.sample(2, seed=seed, levels=sampler.tuned))
+    assert not np.array_equal(pixels, own.sample(2, seed=seed, levels=sampler.tuned, guide="none"))
+
+
 def test_a_resume_says_what_a_person_changed_and_not_what_tune_did(run, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("unfog.commands.tune._MANY_STEPS", 8)
     copy = tmp_path / "copy"
@@ -435,7 +475,8 @@ def test_what_is_no_word_of_tune_hides_nothing(run, tmp_path):
 def test_many_steps_begin_where_the_run_does(run, monkeypatch):
     monkeypatch.setattr("unfog.commands.tune._MANY_STEPS", 4)
     schedule = run.config.diffusion.schedule
-    outcomes = _GridError(run, Sampler(steps=3), 1, 0, _CallCounter(lambda calls: None))
+    drawing = GenerationSettings.default(run.config, 1, 1)
+    outcomes = _GridError(run, Sampler(steps=3), drawing, None, _CallCounter(lambda calls: None))
     levels = outcomes.many(6).visits(schedule)
     assert levels[0].item() == pytest.approx(schedule.limits()[0])
     torch.testing.assert_close(levels[1:6], noise_levels(schedule, 5, "logsnr")[:-1])

@@ -15,6 +15,7 @@ from test_plan_memory import all_traces_are_kept  # noqa: F401  a fixture
 from unfog.commands.plan import _describe_compiling, _resolve_microbatch, _time_findings, plan
 from unfog.config.requests import PlanRequest
 from unfog.config.schema import Config
+from unfog.config.toml import update
 from unfog.data.dataset import ImageSet
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
@@ -120,6 +121,12 @@ def test_what_a_run_takes_is_the_sum_of_its_parts():
     assert times["evaluations (5)"].low == pytest.approx(5 * 40 * 8 * 0.01)
     assert times["in all"].high == pytest.approx(200 + 2 * (11 * 16 * 20 + 5 * 40 * 8) * 0.01)
     assert times["sampling 10,000 images"].low == pytest.approx(10_000 * 20 * 0.01)
+    # Samples are guided where the run has a snapshot at 30% of its steps, at 14 of these 20 levels. Previews are not.
+    for settings, calls in (({}, 34), ({"ema_snapshots": {"every": 400}}, 20), ({"guide": "none"}, 20)):
+        snapshots = {"guide": "auto", "guidance_interval": (0.2, 0.8), "ema_snapshots": {"every": 42}}
+        found = run_times(update(config, snapshots | settings, ""), TimeRange(0.1, 0.2), TimeRange(1, 1), held_out=40)
+        assert found["sampling 16 images"].low == 16 * calls
+        assert found["previews (11)"].low == 11 * 16 * 20
     drawing = replace(config, evaluate=replace(config.evaluate, metrics=("kid",), samples=300, metrics_every=500))
     more = run_times(drawing, TimeRange(0.1, 0.2), TimeRange(0.01, 0.02), held_out=40)
     assert more["sampling for metrics"].low == pytest.approx(2 * 300 * 20 * 0.01)

@@ -18,6 +18,7 @@ from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.noise import EDM_LIMITS, Grid, NoiseSource, noise_levels
 from unfog.diffusion.sampler import RANDOM, TWO_CALLS, Denoise, Sampler
 from unfog.errors import RequestError
+from unfog.inference.guide import resolve_guidance
 from unfog.inference.run import Run
 from unfog.pipeline.generate import GenerationSettings, conditional_denoiser, without_pixel_clipping
 from unfog.reporting.notebook import preformatted
@@ -46,7 +47,7 @@ class TuneResult:
     reference: float
     """The same between solutions in many steps and in half as many: smaller differences mean nothing."""
     calls: int
-    """Network calls of the search, each for up to 64 samples."""
+    """Network calls of the search, each for up to 64 samples, without those of guidance."""
 
     def __repr__(self) -> str:
         errors = ", ".join(f"{name} {error:.4f}" for name, error in sorted(self.errors.items(), key=lambda row: row[1]))
@@ -105,6 +106,8 @@ def tune(request: TuneRequest) -> TuneResult:
 def _search(run: Run, base: Sampler, pictures: int, tries: int) -> TuneResult:
     """Search a grid on one noise, and measure all grids on another."""
     schedule = run.config.diffusion.schedule
+    guided, usual = resolve_guidance(run, None, None, "fp32"), GenerationSettings.default(run.config, pictures, _BATCH)
+    drawings = [replace(usual, seed=seed, guidance=guided.scale) for seed in _SEEDS]
     candidates = {name: replace(base, grid=name) for name in _BUILT_IN}
     grids = [sampler.visits(schedule)[:-1] for sampler in candidates.values()]
     each = base.steps * (2 if base.kind in TWO_CALLS else 1)
@@ -114,7 +117,7 @@ def _search(run: Run, base: Sampler, pictures: int, tries: int) -> TuneResult:
     with Progress("tuning", total) as progress:
         calls = _CallCounter(progress.update)
         # On other noise than it was searched on, or the tuned grid would always win.
-        trial, test = (_GridError(run, base, pictures, seed, calls) for seed in _SEEDS)
+        trial, test = (_GridError(run, base, drawn, guided.guide, calls) for drawn in drawings)
         best = _search_levels(min(grids, key=trial.error), trial.error, schedule.limits()[0], tries)
         candidates["tuned"] = replace(base, grid="tuned", tuned=tuple((-best / 2).sigmoid().tolist()))
         errors = {name: test.error(sampler.visits(schedule)[:-1]) for name, sampler in candidates.items()}
@@ -140,9 +143,10 @@ class _CallCounter:
 class _GridError:
     """Error of a grid: distance of its samples from those of many steps from the same noise."""
 
-    def __init__(self, run: Run, sampler: Sampler, pictures: int, seed: int, calls: _CallCounter):
-        self.run, self.sampler, self.calls = run, sampler, calls
-        self.drawing = replace(GenerationSettings.default(run.config, pictures, min(pictures, _BATCH)), seed=seed)
+    def __init__(
+        self, run: Run, sampler: Sampler, drawing: GenerationSettings, guide: Denoiser | None, calls: _CallCounter
+    ):
+        self.run, self.sampler, self.drawing, self.guide, self.calls = run, sampler, drawing, guide, calls
         self.reference = self.draw(self.many(_MANY_STEPS))
 
     def many(self, steps: int) -> Sampler:
@@ -162,7 +166,7 @@ class _GridError:
         for first in range(0, self.drawing.count, self.drawing.batch):
             indices = range(first, min(first + self.drawing.batch, self.drawing.count))
             label = self.drawing.label(indices, device)
-            denoise = self.calls.of(conditional_denoiser(denoiser, config, self.drawing, label))
+            denoise = self.calls.of(conditional_denoiser(denoiser, config, self.drawing, label, self.guide))
             noise = NoiseSource(self.drawing.seed, indices, shape, device)
             with torch.inference_mode():
                 drawn.append(sampler(denoise, config.diffusion.path, config.diffusion.schedule, noise.draw))

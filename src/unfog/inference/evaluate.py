@@ -27,7 +27,7 @@ from unfog.inference.guide import resolve_guidance
 from unfog.inference.loaded_run import LoadedRun, load_run_images, weights_digest
 from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_labels
 from unfog.pipeline.load_data import load_images
-from unfog.planning.timing import cost_per_sample
+from unfog.planning.sampling_cost import cost_per_sample
 from unfog.process.signals import StopSignals
 from unfog.reporting.image_grids import Pixels
 from unfog.reporting.progress import Progress, format_bytes, format_duration, plural, say

@@ -1,4 +1,4 @@
-"""Real steps and samples on throwaway networks, to be timed, counted or compared; time of each part of a run."""
+"""Real steps on throwaway networks, to be timed, counted or compared; time of each part of a run."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 
 from unfog.compile_cache import compile_errors_explained
 from unfog.config.schema import Config
 from unfog.data.dataset import ImageSet, evenly_spaced
 from unfog.data.stream import ImageStream
-from unfog.diffusion.denoiser import Denoiser, Labelled
-from unfog.diffusion.sampler import TWO_CALLS, Sampler
+from unfog.diffusion.denoiser import Denoiser
 from unfog.errors import Interrupted
 from unfog.pipeline.build import (
     blank_labels,
@@ -32,8 +30,9 @@ from unfog.pipeline.build import (
     open_task_stream,
     zero_batch,
 )
-from unfog.pipeline.generate import GenerationSettings, generate_images
+from unfog.pipeline.generate import GenerationSettings
 from unfog.planning.flops import TimeRange
+from unfog.planning.sampling_cost import sample_calls
 from unfog.process.device import synchronize
 from unfog.reporting.progress import Progress
 from unfog.training.hooks import Task, TrainingHooks
@@ -46,6 +45,8 @@ _TIMED = 64  # images that steps are timed with, if none are decoded yet
 _PORTIONS = 3  # of the steps that are timed: the median leaves out a slow moment of the machine
 _MOST_STEPS = 200  # in a portion
 _SAMPLES = (16, 64, 10_000, 50_000)  # whose times are listed: a grid to look at, and the usual numbers for metrics
+# Share of a run's steps at which its guide is, as in docs/decisions/0020-guide-of-the-same-run.md.
+_GUIDE_AT = 0.3
 # Floating-point operations of a step that takes minutes on a CPU, so that it is predicted instead of timed.
 TOO_SLOW = 2e13
 
@@ -98,24 +99,6 @@ def decoded_images(images: ImageSet) -> ImageSet:
     return ImageSet(pixels, labels, [images.names[i] for i in rows], images.classes)
 
 
-def cost_per_sample(
-    network: nn.Module,
-    config: Config,
-    drawing: GenerationSettings,
-    measure: Callable[[Callable[[], object]], float],
-    guide: Labelled | None = None,
-) -> float:
-    """Return what `measure` gives for one sample, from the first two sampler steps of those in `drawing`."""
-    sampler, steps = drawing.sampler, _trial_steps(drawing.sampler)
-    trial = replace(drawing, sampler=replace(sampler, steps=steps))
-    return measure(lambda: generate_images(network, config, trial, guide=guide)) / drawing.count * sampler.steps / steps
-
-
-def _trial_steps(sampler: Sampler) -> int:
-    # The adaptive sampler decides itself how many steps it takes, so a part of them says nothing.
-    return sampler.steps if sampler.kind == "adaptive" else min(2, sampler.steps)
-
-
 def forward_passes(config: Config, held_out: int) -> dict[str, float]:
     """Return the cost of each part of a run with resolved settings, in forward passes of one image in fp32.
 
@@ -123,8 +106,7 @@ def forward_passes(config: Config, held_out: int) -> dict[str, float]:
     automatically, "metrics" is the share of the training time that they may take.
     """
     evaluate, steps = config.evaluate, config.training.images // config.training.batch
-    calls = config.sampler.steps * (2 if config.sampler.kind in TWO_CALLS else 1)
-    calls *= 2 if config.usual_guidance != 1 else 1
+    calls = sample_calls(GenerationSettings.default(config, 1, 1), config.diffusion.schedule)
     # A backward pass costs two forward passes. bf16 and fp16, which only training uses, take about two thirds of fp32.
     training = config.training.images * (3.0 if config.training.precision == "fp32" else 2.0)
     metrics = 0.0
@@ -165,8 +147,15 @@ def run_times(config: Config, step: TimeRange, call: TimeRange, held_out: int) -
         found["sampling for metrics"] = call.times(asides["metrics"])
     total = [sum(part[i] for name, part in found.items() if name != "step") for i in (0, 1)]
     found["in all"] = TimeRange(*total)
-    picture = call.times(asides["preview"] / (previews * config.preview.images))
-    return found | {f"sampling {count:,} images": picture.times(count) for count in _SAMPLES}
+    sample = call.times(sample_calls(_usual_drawing(config, steps), config.diffusion.schedule))
+    return found | {f"sampling {count:,} images": sample.times(count) for count in _SAMPLES}
+
+
+def _usual_drawing(config: Config, steps: int) -> GenerationSettings:
+    """Return how `unfog sample` draws from a run of so many steps: guided, if a snapshot is early enough for it."""
+    drawing = GenerationSettings.default(config, 1, 1)
+    has_guide = config.usual_guide == "auto" and 0 < config.ema_snapshots.every <= _GUIDE_AT * steps
+    return replace(drawing, guidance=2.0) if has_guide else drawing  # of any scale, as only 1 is no guidance
 
 
 @torch.inference_mode()

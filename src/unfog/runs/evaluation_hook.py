@@ -27,7 +27,7 @@ from unfog.pipeline.generate import GenerationSettings, proportional_labels
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.flops import measure_flops
 from unfog.planning.intervals import Choice
-from unfog.planning.timing import cost_per_sample
+from unfog.planning.sampling_cost import cost_per_sample
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import Progress, plural, warn
 from unfog.reporting.recorder import Recorder
