@@ -191,7 +191,7 @@ def test_without_a_checkpoint_the_newest_whole_one_is_drawn(run):
         ({"image": "/etc/passwd"}, "no setting of a drawing"),
         ({"out": "/tmp/x"}, "no setting of a drawing"),
         ({"run": "/tmp/x"}, "no setting of a drawing"),
-        ({"guide": "/tmp/x"}, "no setting of a drawing"),
+        *(({"guide": guide}, "must be one of auto, none") for guide in ("/tmp/x", "3", 3, ["auto"])),
         ({"n": 65}, "at most 64"),
         ({"n": "many"}, "n ="),
         ({"steps": 100_000}, "at most 1000"),
@@ -211,6 +211,7 @@ def test_what_the_page_may_not_ask_for(run, settings, said):
 
 def test_the_command_and_the_python_draw_the_same(run):
     settings = {"n": 3, "seed": 5, "guidance": 1.5, "guidance_interval": [0.2, 0.8], "label": ["a b"], "ema": 0.1}
+    settings["guide"] = "auto"
     asked = read_request(run, {**settings, "checkpoint": 10, "strength": 0.5}, True, True)
     words = shlex.split(command_of(asked))
     assert words[:2] == ["unfog", "sample"]

@@ -109,7 +109,7 @@ class Playground extends View {
 		return (await this.data.ask("api/upload", {method: "POST", headers: {"Content-Type": "image/png"}, body: blob})).json();
 	}
 
-	// What is asked for anew is seen as it comes, and then finished; a slider keeps the step that is looked at.
+	// What is asked for anew is seen as it comes; a slider keeps the step that is looked at.
 	submit(event) {
 		event.preventDefault();
 		this.position = null;
@@ -233,18 +233,18 @@ class Playground extends View {
 	}
 
 	choice(name, label, names, usual) {
-		return this.setting(label, select([["", usual], ...names], this.form[name], (value) => this.set(name, value || null)));
+		return this.setting(label, select([["", `${usual} (run's)`], ...names], this.form[name], (value) => this.set(name, value || null)));
 	}
 
 	controls() {
 		const {detail, form, about} = this, {settings, checkpoints, classes, ema} = detail, of = (name) => settings[name];
 		const at = Math.max(0, form.checkpoint ? checkpoints.indexOf(form.checkpoint) : checkpoints.length - 1), interval = form.guidance_interval || [];
 		const open = (run) => {
-			Object.assign(this, {run, form: {...form, checkpoint: null, ema: null, label: null}, job: null});
+			Object.assign(this, {run, form: {...form, checkpoint: null, ema: null, label: null, guide: null}, job: null});
 			location.hash = `#/draw/${run}`;
 		};
 		return html`${this.setting("Run", select(this.runs.map((one) => [one.id, one.name]), this.run, open))}
-			${detail.status.state === "running" ? html`<p class="soft">This run is training. The newest whole checkpoint is used, and drawing runs at low priority.</p>` : ""}
+			${detail.status.state === "running" ? html`<p class="soft">This run is training: its newest whole checkpoint draws, at low priority.</p>` : ""}
 			${checkpoints.length ? this.setting(html`Training time <b>${form.checkpoint ? "" : "newest, "}step ${count(checkpoints[at])}</b>`,
 				range(at, 0, checkpoints.length - 1, (i) => this.set("checkpoint", i === checkpoints.length - 1 ? null : checkpoints[i], true), {said: `checkpoint of step ${checkpoints[at]}`, off: checkpoints.length < 2}), "wide") : html`<p class="empty">No checkpoint yet.</p>`}
 			${ema ? html`${this.setting(html`EMA width <b>${form.ema ?? "the run's"}</b>`, range(form.ema ?? ema.widths?.[0] ?? 0.1, 0.01, 0.28, (width) => this.set("ema", width, true), {step: 0.01}), "wide")}
@@ -252,11 +252,11 @@ class Playground extends View {
 			${classes.length ? this.setting("Class", select([["", "all in turn"], ...classes], form.label?.[0], (name) => this.set("label", name === "" ? null : [name]))) : ""}
 			${this.field("n", "Pictures", {min: 1, max: about?.most_images || 64})}
 			<div class="setting"><label for="seed">Seed</label><span class="inline"><input id="seed" type="number" step="1" .value=${String(form.seed ?? 0)} @input=${(e) => this.set("seed", Number(e.target.value))}><button type="button" aria-label="Another seed" @click=${() => this.set("seed", Math.floor(Math.random() * 1e6), true)}>⚄</button></span></div>
-			${this.choice("sampler", "Sampler", about?.samplers || [], `${of("sampler.kind")} (run's)`)}
+			${this.choice("sampler", "Sampler", about?.samplers || [], of("sampler.kind"))}
 			${this.field("steps", "Steps", {min: 1, max: 1000, usual: of("sampler.steps")})}
 			${classes.length && of("label_dropout") > 0 ? html`${this.field("guidance", "Guidance", {step: 0.1, usual: of("guidance")})}
-				<div class="setting"><span>Guided where noise is</span><span class="inline">${[0, 1].map((i) => html`<input type="number" min="0" max="1" step="0.05" aria-label=${i ? "Highest share of noise with guidance" : "Lowest share of noise with guidance"} .value=${String(interval[i] ?? "")} placeholder=${of("guidance_interval")?.[i] ?? i} @input=${(e) => this.setInterval(i, e.target.value)}>`)}</span></div>` : ""}
-			<details ?open=${Boolean(form.levels)}><summary>Levels, interpolation, weights</summary>${this.choice("grid", "Grid of levels", (about?.grids || []).filter((one) => one !== "tuned"), `${of("sampler.grid")} (run's)`)}
+				<div class="setting"><span>Guided where noise is</span><span class="inline">${[0, 1].map((i) => html`<input type="number" min="0" max="1" step="0.05" aria-label=${`${i ? "Highest" : "Lowest"} share of noise with guidance`} .value=${String(interval[i] ?? "")} placeholder=${of("guidance_interval")?.[i] ?? i} @input=${(e) => this.setInterval(i, e.target.value)}>`)}</span></div>` : this.choice("guide", "Guide", ["auto", "none"], of("guide"))}
+			<details ?open=${Boolean(form.levels)}><summary>Levels, interpolation, weights</summary>${this.choice("grid", "Grid of levels", (about?.grids || []).filter((one) => one !== "tuned"), of("sampler.grid"))}
 				${this.setting("Levels (falling shares of noise)", html`<input .value=${(form.levels || []).join(" ")} placeholder="1 0.8 0.5 0.2" @change=${(e) => this.setLevels(values(e.target.value))}>`, "wide")}
 				${form.levels?.length > 1 ? html`<unfog-shares .shares=${form.levels} @moved=${(e) => this.set("levels", e.detail, true)}></unfog-shares>` : ""}
 				${this.field("to_seed", "To seed (interpolation)", {usual: "none"})}

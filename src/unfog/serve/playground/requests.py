@@ -22,7 +22,8 @@ from unfog.serve.run_files import checkpoint_steps
 SAMPLERS, GRIDS = get_args(Kind), get_args(Grid)
 MOST_IMAGES, _MOST_STEPS, _MOST_REPEATS = 64, 1000, 50
 _SETTINGS = tuple(f.name for f in fields(SamplingRequest) if f.name not in ("batch", "precision"))
-_OF_RUN = ("label", "weights", "ema", "checkpoint")
+_OF_RUN = ("label", "weights", "ema", "checkpoint", "guide")
+_GUIDES = ("auto", "none")  # not another run: the page opens no others
 _MANIFEST_BYTES = 2**24
 
 
@@ -38,7 +39,7 @@ def read_request(run: Path, settings: Mapping[str, Any], edits: bool, masked: bo
         )
     given = {name: value for name, value in settings.items() if value not in (None, "", [])}
     # A text with a colon would be imported, and the page may name no code.
-    for name, known in (("sampler", SAMPLERS), ("grid", GRIDS)):
+    for name, known in (("sampler", SAMPLERS), ("grid", GRIDS), ("guide", _GUIDES)):
         if given.get(name, known[0]) not in known:
             raise RequestError(f"{name} = {given[name]!r} must be one of {', '.join(known)}")
     if "ema" not in given and given.get("checkpoint") is None:
