@@ -43,7 +43,8 @@ def test_samples_are_an_array_and_give_pil_images(run):
     assert np.array_equal(np.stack([np.asarray(one) for one in images]), samples)
     assert np.array_equal(np.asarray(samples[2].pil()), samples[2])
     assert repr(samples) == (
-        "<samples: 3 images of 8x8 pixels, run <&>, step 2, ema, dpmpp 2 steps, guidance 2, seed 1; uint8 [3, 8, 8, 3]>"
+        "<samples: 3 images of 8x8 pixels, run <&>, step 2, ema, dpmpp 2 steps, guidance 2, guide auto, seed 1; "
+        "uint8 [3, 8, 8, 3]>"
     )
     assert repr(samples[:1]).startswith("<samples: 1 image of 8x8 pixels, run <&>, step 2")
 
