@@ -211,12 +211,12 @@ def test_what_the_page_may_not_ask_for(run, settings, said):
 
 def test_the_command_and_the_python_draw_the_same(run):
     settings = {"n": 3, "seed": 5, "guidance": 1.5, "guidance_interval": [0.2, 0.8], "label": ["a b"], "ema": 0.1}
-    settings["guide"] = "auto"
-    asked = read_request(run, {**settings, "checkpoint": 10, "strength": 0.5}, True, True)
+    settings |= {"guide": "auto", "checkpoint": 10, "strength": 0.5}
+    asked = read_request(run, settings, True, True)
     words = shlex.split(command_of(asked))
     assert words[:2] == ["unfog", "sample"]
     assert from_words("sample", words[2:]) == asked
-    assert settings_of(asked) == {**settings, "checkpoint": 10, "strength": 0.5}
+    assert settings_of(asked) == settings
     code = python_of(asked)
     compile(code, "snippet", "exec")
     assert "ema=0.1, step=10" in code

@@ -224,11 +224,11 @@ def load(
 ) -> Run:
     """Return a run, ready to sample from the EMA weights of its newest whole checkpoint; or a model of diffusers.
 
-    `step` is that of another checkpoint, and `weights` may be "raw". `network` is an object like the one that the run
-    was trained with, if it was given from Python. `ema` is the width of an EMA to rebuild from snapshots, such as 0.07;
-    None is that of `ema_sweep`, or else the run's own. A folder of diffusers, a UNet2DModel or a DiT with its
-    scheduler, and weights of EDM, EDM2 and denoising-diffusion-pytorch sample as a run does; `size` is for weights
-    that do not state that of their images.
+    `step` chooses another checkpoint. `weights="raw"` loads the weights without EMA. `network` is an object like the
+    one that the run was trained with, if it was given from Python. `ema` is the width of an EMA to rebuild from
+    snapshots, such as 0.07; None is that of `ema_sweep`, or else the run's own. A folder of diffusers, a UNet2DModel or
+    a DiT with its scheduler, and weights of EDM, EDM2 and denoising-diffusion-pytorch sample as a run does; `size` is
+    for weights that do not state that of their images.
     """
     from unfog.config.run_requests import is_model
     from unfog.inference.run import Run

@@ -214,7 +214,7 @@ def _difference(few, more):
 
 HOST_ARITHMETIC = (
     *((sampler, "_levels_on"), (sampler.Sampler, "visits"), (sampler.Sampler, "levels"), (steps, "_solve")),
-    *((sampler.Sampler, "_noisier"), (sampler, "_repeated"), (denoiser.Within, "_inside")),
+    *((sampler.Sampler, "_noisier"), (sampler, "_repeated"), (denoiser, "inside_interval")),
     (feature_networks, "_neighbours"),
     *(
         (variance, "deviation"),

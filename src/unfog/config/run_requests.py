@@ -46,6 +46,12 @@ def _check_usual(request: SampleRequest | EvaluateRequest, names: Iterable[str])
             raise RequestError(f"{name} needs a run, and {request.run} is not one: it has no config.toml; leave it out")
 
 
+def _check_at_least_one(**counts: int) -> None:
+    for name, value in counts.items():
+        if value < 1:
+            raise RequestError(f"{name} = {value} must be at least 1")
+
+
 @dataclass(frozen=True)
 class SamplingRequest:
     """Settings of `unfog sample` and of `Run.sample`."""
@@ -69,7 +75,7 @@ class SamplingRequest:
     guidance_interval: tuple[float, float] | None = None
     """Guide only while the share of noise is in this interval, such as 0.2 0.75: 0 is the image, 1 pure noise."""
     guide_every: int = 1
-    """Guided network calls to a call of the guide: 3 calls it at every third, and keeps its difference in between."""
+    """Call the guide at every N-th guided call of the network only, and keep its difference in between."""
     batch: int = 64
     """Images per batch. Lower it when memory is short."""
     precision: SamplingPrecision = "fp32"
@@ -82,9 +88,7 @@ class SamplingRequest:
     def __post_init__(self) -> None:
         if self.guidance_interval is not None:
             check_guidance_interval(self.guidance_interval)
-        for name, value in (("n", self.n), ("batch", self.batch), ("guide_every", self.guide_every)):
-            if value < 1:
-                raise RequestError(f"{name} = {value} must be at least 1")
+        _check_at_least_one(n=self.n, batch=self.batch, guide_every=self.guide_every)
 
 
 @dataclass(frozen=True)
@@ -173,7 +177,7 @@ class EvaluationRequest:
     guide: Annotated[str | None, tyro.conf.arg(metavar="auto|none|RUN[:STEP]")] = None
     """Weaker network to guide away from, as for `unfog sample`."""
     guide_every: int = 1
-    """Guided network calls to a call of the guide, as for `unfog sample`."""
+    """Call the guide at every N-th guided call of the network only, as for `unfog sample`."""
     batch: int = 64
     """Samples per batch. Lower it when memory is short."""
     precision: SamplingPrecision = "fp32"
@@ -189,9 +193,7 @@ class EvaluationRequest:
                 raise RequestError(f"metrics names {name!r}, which is not one of {', '.join(METRICS)}")
         if self.n and not 10 <= self.n <= 10_000_000:
             raise RequestError(f"n = {self.n} samples: metrics need at least 10; 1000 give a first impression")
-        for name, value in (("batch", self.batch), ("guide_every", self.guide_every)):
-            if value < 1:
-                raise RequestError(f"{name} = {value} must be at least 1")
+        _check_at_least_one(batch=self.batch, guide_every=self.guide_every)
         if self.against is not None and self.metrics and "held_out" not in self.metrics:
             raise RequestError("--against compares held-out losses, so --metrics must have held_out")
 

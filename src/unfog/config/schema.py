@@ -36,6 +36,8 @@ Network = Architecture | None  # None: chosen for the device and the image size
 
 
 LENGTH = ("steps", "images", "budget")
+# Step of the guide "auto", as a share of the step of what it guides (docs/decisions/0020-guide-of-the-same-run.md).
+GUIDE_SHARE = 0.3
 
 
 @dataclass(frozen=True)

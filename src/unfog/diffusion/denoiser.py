@@ -123,7 +123,7 @@ class Within:
 
     def __call__(self, x_t: Tensor, logsnr: Tensor, label: Tensor | None) -> Tensor:
         """Return E[x0 | x_t, label], [B, C, H, W], guided for the images [B] whose level is within the interval."""
-        inside = self._inside(logsnr)
+        inside = inside_interval(logsnr, self.interval)
         count = sum(inside)
         if count == 0:
             return self.plain(x_t, logsnr, label)
@@ -133,6 +133,8 @@ class Within:
         chosen = to_device(torch.tensor(inside), x_t.device)
         return torch.where(chosen[:, None, None, None], guided, self.plain(x_t, logsnr, label))
 
-    def _inside(self, logsnr: Tensor) -> list[bool]:
-        noise = (-logsnr / 2).sigmoid()
-        return ((self.interval[0] <= noise) & (noise <= self.interval[1])).tolist()
+
+def inside_interval(logsnr: Tensor, interval: tuple[float, float]) -> list[bool]:
+    """Return whether the share of noise of each level, logsnr [B], is in the interval (lowest, highest)."""
+    noise = (-logsnr / 2).sigmoid()
+    return ((interval[0] <= noise) & (noise <= interval[1])).tolist()

@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import NamedTuple
 
-from unfog.config.schema import Config
+from unfog.config.schema import GUIDE_SHARE, Config
 from unfog.config.validate import path_text
 from unfog.diffusion.denoiser import Denoiser
 from unfog.errors import RequestError, RunError
@@ -21,8 +21,7 @@ from unfog.training.settings import PowerEma, SamplingPrecision
 Guide = LoadedRun | str | PathLike[str] | int
 
 _AUTO, _NONE = "auto", "none"
-# Where "auto" is, as a share of the run's steps, and its usual scale (docs/decisions/0020-guide-of-the-same-run.md).
-_SHARE, _AUTO_SCALE = 0.3, 2.0
+_AUTO_SCALE = 2.0  # the usual scale of "auto" (docs/decisions/0020-guide-of-the-same-run.md)
 
 
 class Guidance(NamedTuple):
@@ -106,7 +105,7 @@ def _earlier_self(run: LoadedRun) -> LoadedRun:
     own = run.config.ema
     width = run.ema or swept_width(run.path) or (own.width if isinstance(own, PowerEma) else PowerEma().width)
     if run.earlier is None or run.earlier.ema != width:
-        run.earlier = LoadedRun(run.path, step=round(_SHARE * run.step), device=str(run.device), ema=width)
+        run.earlier = LoadedRun(run.path, step=round(GUIDE_SHARE * run.step), device=str(run.device), ema=width)
     return run.earlier
 
 

@@ -85,25 +85,23 @@ class LoadedRun:
         self.checkpoint = checkpoint.find_checkpoint(self.folder.checkpoints, which, warn)
         # At once, because a run that is still training may delete this checkpoint later.
         self.network, self.step = self.load_network(self.checkpoint, self.checkpoint.step if best else step)
-        self.earlier: LoadedRun | None = None
-        """The same run at an earlier step, its guide, which is rebuilt from snapshots at its first use."""
 
     def load_network(self, saved: checkpoint.CheckpointInfo, step: int | None) -> tuple[nn.Module, int]:
         """Return the network of a checkpoint, with the kind of weights that this run was loaded with, and their step.
 
         `step` is of the EMA where a width is given, which needs no checkpoint; None is the last snapshot.
         """
-        own = saved.step
+        loaded = saved.step
         with building_for(saved.folder / "model.safetensors"):
             network = build_network(self.config)
         if self.ema is not None:
-            own = load_ema_weights(network, self.folder, self.ema, step).step
+            loaded = load_ema_weights(network, self.folder, self.ema, step).step
         elif self.weights == "raw":
             load_weights(saved.folder, "model", network)
         # A width that was measured to be best replaces the default one, but never one that was asked for.
         elif not self._load_swept_ema(network, saved):
             load_weights(saved.folder, "ema", network)
-        return network.to(self.device).eval(), own
+        return network.to(self.device).eval(), loaded
 
     def _load_swept_ema(self, network: nn.Module, saved: CheckpointInfo) -> bool:
         """Load the EMA of the width that `unfog ema-sweep` chose; return False if there is none, or its own."""

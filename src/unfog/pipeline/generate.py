@@ -110,10 +110,10 @@ def generate_batches(
 ) -> Iterator[tuple[range, Pixels]]:
     """Yield (numbers, samples uint8 [n, H, W, C]) of each batch, but for those whose numbers `skip` is true of.
 
-    `calls` is called with the network calls for an image of each batch, a guide's included, and `observe` at every step
-    of every batch. Where `observe` returns True, that batch is dropped, and it is the last. `edit` is an image to start
-    from, or to paint into. `guide` is a weaker denoiser for autoguidance; None guides away from the output without a
-    class.
+    `calls` receives, for each batch, the network calls per image, with those of a guide. `observe` is called at every
+    step of every batch. Where `observe` returns True, that batch is dropped, and it is the last. `edit` is an image to
+    start from, or to paint into. `guide` is a weaker denoiser for autoguidance; None guides away from the output
+    without a class.
     """
     device = next(network.parameters()).device
     shape, decode = config.input_shape, latent_decoder(config, device)

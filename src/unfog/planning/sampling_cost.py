@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch import nn
 
 from unfog.config.schema import Config
-from unfog.diffusion.denoiser import Labelled
+from unfog.diffusion.denoiser import Labelled, inside_interval
 from unfog.diffusion.noise import Schedule
 from unfog.diffusion.sampler import TWO_CALLS, Sampler
 from unfog.pipeline.generate import GenerationSettings, generate_images
@@ -17,12 +17,11 @@ from unfog.pipeline.generate import GenerationSettings, generate_images
 
 def sample_calls(drawing: GenerationSettings, schedule: Schedule) -> int:
     """Return the network calls for a sample; those for its guidance, by a class or a guide, count as well."""
-    calls, (low, high) = drawing.sampler.steps, drawing.interval
+    calls = drawing.sampler.steps
     if drawing.guidance != 1:
-        # In float32, as the sampler tells the levels to the interval, of which some are at its ends.
-        share = (-drawing.sampler.visits(schedule)[:-1].float() / 2).sigmoid()
-        guided = int(((low <= share) & (share <= high)).sum())
-        calls += math.ceil(guided / drawing.guide_every)
+        # In float32, as the sampler gives the levels to the denoiser: some are at the ends of the interval.
+        guided = inside_interval(drawing.sampler.visits(schedule)[:-1].float(), drawing.interval)
+        calls += math.ceil(sum(guided) / drawing.guide_every)
     return calls * (2 if drawing.sampler.kind in TWO_CALLS else 1)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from unfog.compile_cache import compile_errors_explained
-from unfog.config.schema import Config
+from unfog.config.schema import GUIDE_SHARE, Config
 from unfog.data.dataset import ImageSet, evenly_spaced
 from unfog.data.stream import ImageStream
 from unfog.diffusion.denoiser import Denoiser
@@ -45,8 +45,6 @@ _TIMED = 64  # images that steps are timed with, if none are decoded yet
 _PORTIONS = 3  # of the steps that are timed: the median leaves out a slow moment of the machine
 _MOST_STEPS = 200  # in a portion
 _SAMPLES = (16, 64, 10_000, 50_000)  # whose times are listed: a grid to look at, and the usual numbers for metrics
-# Share of a run's steps at which its guide is, as in docs/decisions/0020-guide-of-the-same-run.md.
-_GUIDE_AT = 0.3
 # Floating-point operations of a step that takes minutes on a CPU, so that it is predicted instead of timed.
 TOO_SLOW = 2e13
 
@@ -154,7 +152,7 @@ def run_times(config: Config, step: TimeRange, call: TimeRange, held_out: int) -
 def _usual_drawing(config: Config, steps: int) -> GenerationSettings:
     """Return how `unfog sample` draws from a run of so many steps: guided, if a snapshot is early enough for it."""
     drawing = GenerationSettings.default(config, 1, 1)
-    has_guide = config.usual_guide == "auto" and 0 < config.ema_snapshots.every <= _GUIDE_AT * steps
+    has_guide = config.usual_guide == "auto" and 0 < config.ema_snapshots.every <= GUIDE_SHARE * steps
     return replace(drawing, guidance=2.0) if has_guide else drawing  # of any scale, as only 1 is no guidance
 
 

@@ -213,7 +213,7 @@ class Session(SessionHooks):
             f"{training.precision} on {training.device}"
         )
         if training.compile:
-            say("  compiling: the first step takes minutes where no earlier run has stored the code")
+            say("  compiling: the first step may take minutes, unless an earlier run has stored the compiled code")
         facts = {"steps": self.steps, "device": training.device, "parameters": parameters, "torch": torch.__version__}
         self.recorder.event("started" if fresh else "resumed", self.step, **facts)
         self.recorder.begin_report()
