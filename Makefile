@@ -48,6 +48,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file benchmarks/mypy.ini
 
 # Wheel and sdist, checked, installed in an empty environment and trained with; the Dockerfiles, linted.
 package: $(VENV)/.dev

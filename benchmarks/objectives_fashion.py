@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import unfog
+from unfog.data.dataset import PixelArray
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
@@ -34,7 +35,7 @@ COMMON = (
 SEEDS = (0, 1)
 
 
-def enlarged(pixels: np.ndarray) -> Tensor:
+def enlarged(pixels: PixelArray) -> Tensor:
     """uint8 [N, 1, 16, 16] to float [N, 1, 28, 28] in [-1, 1]."""
     return F.interpolate(as_input(pixels), size=28, mode="bilinear", align_corners=False)
 

@@ -17,10 +17,12 @@ import time
 from pathlib import Path
 
 import unfog
+from unfog.data.dataset import PixelArray
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
 from unfog.pipeline.generate import sample_grid
+from unfog.reporting.image_grids import save_png
 from unfog.reporting.records import read_metrics
 
 import numpy as np
@@ -55,9 +57,9 @@ class Classifier(nn.Module):
         return scores
 
 
-def as_input(pixels: np.ndarray) -> Tensor:
+def as_input(pixels: PixelArray) -> Tensor:
     """uint8 [N, 1, 28, 28] to float in [-1, 1]."""
-    return torch.from_numpy(np.ascontiguousarray(pixels)).float() / 127.5 - 1
+    return torch.from_numpy(np.ascontiguousarray(pixels[:])).float() / 127.5 - 1
 
 
 def trained_classifier(x: Tensor, y: Tensor) -> Classifier:
@@ -112,9 +114,7 @@ def main(out: Path, variants: list[str]) -> None:
             x = as_input(pictures.transpose(0, 3, 1, 2))
             share = (network(x).argmax(1).numpy() == labels).mean()
             row.append(f"guidance {guidance}: FD {frechet(network.body(x), reference):6.2f} right {share:.3f}")
-            unfog.reporting.image_grids.save_png(
-                out / f"{name}-{guidance}.png", sample_grid(pictures[:100], run.classes)
-            )
+            save_png(out / f"{name}-{guidance}.png", sample_grid(pictures[:100], run.classes))
         logged = read_metrics(folder / "metrics.jsonl")
         speed = np.median([row["images_per_second"] for row in logged if "images_per_second" in row])
         images = run.config.training.images

@@ -80,6 +80,7 @@ def measure_hour(folder: Path, ticks: int) -> None:
     (run / "metrics.jsonl").touch()
     words = ["serve", str(folder / "runs"), "--port", "0", "--no-browser"]
     process = subprocess.Popen([sys.executable, "-c", _FAST.format(words=words)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
     address = process.stdout.readline().strip()
     try:
         with open_browser() as browser, (run / "metrics.jsonl").open("a") as file:

@@ -21,6 +21,7 @@ import shutil
 import tarfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from unfog.commands.pack import pack
@@ -68,10 +69,9 @@ def main() -> None:
 def ways(files: list[Path], folder: Path, out: Path, size: int) -> Ways:
     """What hands out batches; each item is how many images came."""
     found: Ways = {
-        f"DataLoader + Pillow, {workers} workers": lambda workers=workers: loaded(files, size, workers)
-        for workers in (0, 2)
+        f"DataLoader + Pillow, {workers} workers": partial(loaded, files, size, workers) for workers in (0, 2)
     }
-    found["unfog, pack"] = lambda: streamed(Pack.open(out / f"pack{size}").prepared(Data(), "pack").train)
+    found["unfog, pack"] = lambda: streamed(Pack.open(out / f"pack{size}").dataset(Data(), "pack").train)
     asked = Data(size=size, channels=3, cache="none")
     found["unfog, on the fly, read ahead"] = lambda: streamed(prepare(open_source(folder), asked).train)
     try:

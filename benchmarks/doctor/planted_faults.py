@@ -118,8 +118,8 @@ def exact_copies(folder: Folder) -> set[str]:
 def saved_again(folder: Folder) -> set[str]:
     copies = set()
     for i, name in enumerate(folder.some(0.03)):
-        with Image.open(folder.path / name) as image:
-            image = image.convert("L" if image.mode == "L" else "RGB")
+        with Image.open(folder.path / name) as file:
+            image = file.convert("L" if file.mode == "L" else "RGB")
         if i % 2:  # a JPEG, whatever its suffix
             copies.add(folder.copy(name, "saved", encoded(image, "JPEG", quality=75)))
         else:

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import unfog
 from unfog.config.schema import Config
@@ -66,8 +67,13 @@ def resumed(setting: Setting) -> Iterator[Row]:
     """Yield whether a run that lost its last checkpoint trains the same one again, and whether `--verify` agrees."""
     network = "unet:channels=32/32,attention=0/1" if setting.cpu else "small"
     whole, again = setting.folder / "whole", setting.folder / "again"
-    settings = {"network": network, "size": 16 if setting.cpu else 32, "batch": 8, "steps": 8}
-    quiet = {"checkpoint.every": 4, "preview.every": -1, "evaluate.every": -1, "ema_snapshots.every": -1}
+    settings: dict[str, Any] = {"network": network, "size": 16 if setting.cpu else 32, "batch": 8, "steps": 8}
+    quiet: dict[str, Any] = {
+        "checkpoint.every": 4,
+        "preview.every": -1,
+        "evaluate.every": -1,
+        "ema_snapshots.every": -1,
+    }
     shutil.rmtree(whole, ignore_errors=True)
     try:
         unfog.train("fashion", out=whole, device=setting.device, **settings, **quiet)

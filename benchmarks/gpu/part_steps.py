@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from unfog.checks.gpu_checks import half_type
 from unfog.config.schema import Config
@@ -43,7 +44,7 @@ def measure(setting: Setting, name: str) -> Iterator[Row]:
             yield Row(part, name, "CUDA graphs need CUDA", "skipped")
     else:
         for name, compiled in (("unfog captured", False), ("unfog compiled, captured", True)):
-            yield timer.time_steps(name, lambda compiled=compiled: _ours_captured(config, device, compiled))
+            yield timer.time_steps(name, partial(_ours_captured, config, device, compiled))
         yield timer.time("bare captured", lambda: steps.bare(config, device, captured=True))
         yield timer.time("bare compiled, captured", lambda: steps.bare(config, device, True, captured=True))
     yield timer.time("bare compiled", lambda: steps.bare(config, device, compiled=True))

@@ -16,8 +16,10 @@ import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 STEPS = 3
+Precision = Literal["fp32", "bf16"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Case:
     size: int
     batch: int
     microbatch: int = 0
-    precision: str = "fp32"
+    precision: Precision = "fp32"
     checkpointing: bool = False
     processes: int = 1
     shard: bool = False
@@ -178,6 +180,7 @@ def table() -> None:
     from unfog.planning.memory_estimate import MemoryEstimator
 
     for size in (64, 256):
+        precision: Precision
         for precision in ("fp32", "bf16"):
             for checkpointing in (False, True):
                 case = Case("base", size, 64, precision=precision, checkpointing=checkpointing)

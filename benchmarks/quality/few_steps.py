@@ -30,11 +30,12 @@ from unfog.config.toml import update
 from unfog.config.values import parse_value
 from unfog.data.prepare import prepare
 from unfog.data.sources.registry import open_source
+from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.sampler import RANDOM, Sampler
 from unfog.evaluation.features import open_features
 from unfog.evaluation.metrics import compare_features
 from unfog.evaluation.pixel_metrics import compare_detail
-from unfog.inference.guide import open_guide
+from unfog.inference.guide import resolve_guidance
 from unfog.inference.run import Run
 from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_labels, sample_grid
 from unfog.reporting.image_grids import Pixels, save_png
@@ -90,7 +91,7 @@ def cell_of(text: str, base: Sampler) -> Cell:
 
 def pictures_of(run: Run, cell: Cell, labels: tuple[int, ...], n: int, out: Path) -> tuple[Pixels, int]:
     """The cell's pictures, uint8 [n, H, W, C], and the network's calls for each."""
-    guide = None if cell.guide is None else open_guide(run, cell.guide)
+    guide = guide_of(run, cell)
     kept = out / "pictures" / re.sub(r"[^\w.=@-]+", "_", cell.name)
     kept.mkdir(parents=True, exist_ok=True)
     parts, calls = [], 0
@@ -117,18 +118,25 @@ def pictures_of(run: Run, cell: Cell, labels: tuple[int, ...], n: int, out: Path
     return np.concatenate(parts)[:n], calls
 
 
+def guide_of(run: Run, cell: Cell) -> Denoiser | None:
+    """The earlier checkpoint that guides the cell's pictures."""
+    return None if cell.guide is None else resolve_guidance(run, cell.guide, cell.guidance, cell.precision).guide
+
+
 def distance(run: Run, cell: Cell, labels: tuple[int, ...], drawn: Pixels) -> float:
     """How far the first pictures are from what many steps give, in [-1, 1] scale."""
     many = replace(cell.sampler, kind="unipc", steps=128, grid="schedule", order=2)
     drawing = GenerationSettings(AWAY, many, labels[:AWAY], guidance=cell.guidance, interval=cell.interval, batch=AWAY)
-    guide = None if cell.guide is None else open_guide(run, cell.guide)
+    guide = guide_of(run, cell)
     exact = generate_images(run.network, run.config, drawing, guide=guide)
     difference = (drawn[:AWAY].astype(float) - exact) / 127.5
     return float(np.sqrt((difference**2).mean((1, 2, 3))).mean())
 
 
-def clothes(train: Pixels, labels: np.ndarray) -> torch.nn.Module:
+def clothes(train: Pixels, labels: np.ndarray | None) -> torch.nn.Module:
     """The classifier of quality_fashion.py."""
+    if labels is None:
+        sys.exit("the features `clothes` are for runs with classes, on fashion")
     sys.path.insert(0, str(Path(__file__).parents[1]))
     from quality_fashion import as_input, trained_classifier
 

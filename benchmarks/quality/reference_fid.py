@@ -41,7 +41,7 @@ class Files:
 def main(train: str, test: str, counts: list[int]) -> None:
     features = open_features("inception", "cuda" if torch.cuda.is_available() else "cpu")
     for count in counts:
-        found = []
+        found: list[torch.Tensor] = []
         for folder in (train, test):
             # A key a chunk, as N of them begin with the same chunks whatever N is.
             files, chunks = Files(folder, count), []
@@ -52,11 +52,11 @@ def main(train: str, test: str, counts: list[int]) -> None:
                     progress.update(first + len(part))
             found.append(torch.cat(chunks).to(features.device))
         started = time.perf_counter()
-        for one in compare_features(
-            ["fid", "fd_infinity", "kid", "precision", "recall", "density", "coverage"], *found, features=features
-        ):
+        real, other = found
+        metrics = ["fid", "fd_infinity", "kid", "precision", "recall", "density", "coverage"]
+        for one in compare_features(metrics, real, other, features):
             print(one, flush=True)
-        (itself,) = compare_features(["fid"], found[0], found[0], features=features)
+        (itself,) = compare_features(["fid"], real, real, features)
         print("train against itself:", itself, flush=True)
         say(f"measured in {time.perf_counter() - started:.0f} s")
 

@@ -28,8 +28,8 @@ def main(out: Path, sets: list[str], size: int = 32) -> None:
         partial.mkdir(parents=True, exist_ok=True)
         images = prepare(open_source(source), Data(size=size, channels=3, labels="none", held_out=0.0)).train
         with Progress(f"writing {name}", len(images)) as progress:
-            for i, pixels in enumerate(images.pixels):
-                Image.fromarray(pixels.transpose(1, 2, 0)).save(partial / f"{i:05d}.png")
+            for i in range(len(images)):
+                Image.fromarray(images.pixels[i].transpose(1, 2, 0)).save(partial / f"{i:05d}.png")
                 progress.update(i + 1)
         partial.rename(folder)
         print(f"{folder}: {len(images):,} images")

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Literal
 
 from unfog.data.augmentation import Augment
 from unfog.diffusion.diffusion import Diffusion
@@ -184,7 +185,8 @@ class Watch(TrainingHooks):
     def median(self) -> tuple[float, float]:
         """Seconds and bytes of a step; the first two do not count. Zeros where nobody told of steps."""
         pairs = list(pairwise(self.marks))[2:] or [((0.0, 0), (0.0, 0))]
-        return tuple(statistics.median(after[i] - before[i] for before, after in pairs) for i in (0, 1))
+        seconds, sent_bytes = zip(*((after[0] - before[0], after[1] - before[1]) for before, after in pairs))
+        return statistics.median(seconds), statistics.median(sent_bytes)
 
 
 def sent() -> int:
@@ -193,7 +195,7 @@ def sent() -> int:
     return next((int(line.split()[9]) for line in lines if line.strip().startswith(f"{LINK}:")), 0)
 
 
-def trained(world: World, batch: int, compress: str = "none") -> tuple[float, float]:
+def trained(world: World, batch: int, compress: Literal["none", "bf16"] = "none") -> tuple[float, float]:
     """Seconds and bytes of a step of the real loop."""
     state = TrainState(build_model(NETWORK, 1), Optimizer(lr=1e-4, method=Muon()), PowerEma(), Precision("fp32", CPU))
     settings = Training(batch=batch, images=STEPS * batch, precision="fp32", noise="batch", compress=compress)

@@ -51,7 +51,7 @@ def inside(words: list[str]) -> None:
         print(json.dumps([imports, *spent.values(), rest, whole]), flush=True)
         os._exit(0)  # as a kill would: what a start costs does not include leaving
 
-    Session.on_step_end = stop  # type: ignore[method-assign]
+    Session.on_step_end = stop  # type: ignore
     _run(words)
 
 

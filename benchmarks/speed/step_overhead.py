@@ -118,9 +118,9 @@ class Pictures(torch.utils.data.Dataset):  # type: ignore[type-arg]
     """PNG files, opened when asked for."""
 
     def __init__(self, prepared: Dataset, folder: Path):
-        self.paths = []
-        for i, pixels in enumerate(prepared.train.pixels):
-            image = np.ascontiguousarray(pixels.transpose(1, 2, 0).squeeze())
+        self.paths: list[Path] = []
+        for i in range(len(prepared.train)):
+            image = np.ascontiguousarray(prepared.train.pixels[i].transpose(1, 2, 0).squeeze())
             self.paths.append(folder / f"{i}.png")
             Image.fromarray(image).save(self.paths[-1])
         self.size, self.labels = prepared.settings.size, prepared.train.labels

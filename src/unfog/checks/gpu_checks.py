@@ -280,7 +280,7 @@ class _StepChecks:
         return Finding("gpu.repeat", "warning", said, remedy)
 
 
-def trial_settings(config: Config, device: torch.device, stop: StopSignals) -> Config:
+def trial_settings(config: Config, device: torch.device, stop: Callable[[], bool]) -> Config:
     """Return settings with size, network, rate, precision and memory format chosen as a run would choose them."""
     data = replace(config.data, size=config.data.size or _SIZE, channels=config.data.channels or 3)
     training = replace(config.training, steps=0, budget="", images=config.training.batch)
