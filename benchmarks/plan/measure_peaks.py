@@ -16,10 +16,12 @@ import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # a process that is measured imports Unfog where it needs it
+    from unfog.training.settings import PrecisionName
 
 STEPS = 3
-Precision = Literal["fp32", "bf16"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Case:
     size: int
     batch: int
     microbatch: int = 0
-    precision: Precision = "fp32"
+    precision: PrecisionName = "fp32"
     checkpointing: bool = False
     processes: int = 1
     shard: bool = False
@@ -180,7 +182,7 @@ def table() -> None:
     from unfog.planning.memory_estimate import MemoryEstimator
 
     for size in (64, 256):
-        precision: Precision
+        precision: PrecisionName
         for precision in ("fp32", "bf16"):
             for checkpointing in (False, True):
                 case = Case("base", size, 64, precision=precision, checkpointing=checkpointing)
