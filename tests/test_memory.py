@@ -144,28 +144,31 @@ def test_a_preview_that_does_not_fit_is_drawn_in_parts_and_changes_no_step(tmp_p
 
 
 LIMITED = """
-import resource, sys, threading, time, torch
+import resource, sys, torch
 from pathlib import Path
 from unfog.cli.main import main
 from unfog.planning.auto_settings import AutoSettings
+from unfog.runs.session_hooks import SessionHooks
+from unfog.training import loop
 
 AutoSettings.resolve_microbatch = lambda self, resuming=False: None  # as if the prediction had been wrong
-room, events = int(sys.argv[1]) * 2**20, Path(sys.argv[2])
+retry, halved = loop.retry_with_smaller_micro_batches, SessionHooks.on_out_of_memory
 
-def wait_for(kind):
-    while not (events.exists() and f'"{kind}"' in events.read_text()):
-        time.sleep(0.01)
-
-def squeeze():  # while the first step is taken; everything else needs room, too: mapped files, the stacks of threads
-    wait_for("checkpoint")
+def squeezed(*words, **options):
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + room, resource.RLIM_INFINITY))
-    wait_for("out_of_memory")
-    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+    limit(pages * resource.getpagesize() + int(sys.argv[1]) * 2**20)
+    return retry(*words, **options)
 
+def limit(size=resource.RLIM_INFINITY):
+    resource.setrlimit(resource.RLIMIT_AS, (size, resource.RLIM_INFINITY))
+
+def eased(*words):  # the allocator of C keeps addresses that were freed, so that even one image may be refused
+    limit()
+    halved(*words)
+
+loop.retry_with_smaller_micro_batches, SessionHooks.on_out_of_memory = squeezed, eased
 torch.set_num_threads(1)
-threading.Thread(target=squeeze, daemon=True).start()
-main(sys.argv[3:])
+main(sys.argv[2:])
 """
 
 
@@ -176,10 +179,9 @@ def test_a_batch_that_the_system_refuses_is_trained_on_in_pieces(tmp_path):
     words = ["train", "fashion", "--out", out, "--steps", "1", "--batch", "800", "--microbatch", "800"]
     words += ["--network", "tiny", "--precision", "fp32", "--preview.images", "4", "--evaluate.images", "20"]
     words += ["--sampler.steps", "2", "--evaluate.levels", "2"]
-    done = forked.run(["400", out / "events.jsonl", *words], LIMITED)
+    done = forked.run(["400", *words], LIMITED)
     assert done.returncode == 0, done.stderr
     events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
     pieces = [event["microbatch"] for event in events if event["kind"] == "out_of_memory"]
-    assert pieces
-    assert pieces == [400 // 2**i for i in range(len(pieces))]
-    assert json.loads((out / "checkpoints" / "00000001" / "state.json").read_text())["microbatch"] == pieces[-1]
+    assert pieces == [400]
+    assert json.loads((out / "checkpoints" / "00000001" / "state.json").read_text())["microbatch"] == 400

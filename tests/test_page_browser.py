@@ -329,6 +329,21 @@ def test_a_run_is_watched_and_steered(browser, tmp_path):
         assert watched.troubles == []
 
 
+def test_messages_that_come_together_with_the_end_of_a_run_are_shown(browser, tmp_path):
+    run = make_run(tmp_path / "live", 0.002, steps=20)
+    log, events = run / "console.log", run / "events.jsonl"
+    log.write_text("training\n")
+    page = WatchedPage(browser).page
+    with serving(tmp_path) as (address, _):
+        page.goto(address)
+        page.click("a:text-is('live')")
+        page.click("text=Output of the run")
+        page.wait_for_selector("unfog-task pre:has-text('training')")
+        log.write_text("training\nstopped at step 20\n")  # no tick of the server is between the two
+        events.write_text(f"{events.read_text()}{events.read_text().splitlines()[-1].replace('finished', 'stopped')}\n")
+        page.wait_for_selector("unfog-task pre:has-text('stopped at step')", timeout=20_000)
+
+
 def pressed(page, button, command, within="main"):
     """Press a button that starts a command, wait for its end, and return what it wrote."""
     page.click(f"{within} button:text-is('{button}')")

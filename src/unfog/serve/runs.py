@@ -175,7 +175,7 @@ class RunEntry:
         return self.disk != before
 
     def as_json(self) -> dict[str, Any]:
-        """Return the row of the list: the status with numbers and names instead of paths."""
+        """Return the row of the list: the status, named by a number, with how many bytes its files have."""
         if self.status is None:
             self.refresh()
         assert self.status is not None
@@ -184,6 +184,7 @@ class RunEntry:
         written = [found[0] for found in map(stat_of, self._record_files) if found is not None]
         age = max(0.0, time.time() - max(written) / 1e9) if written else None
         row |= {"bytes": self.disk, "age": age, "higher": self.status.higher_is_better}
+        row |= {name.partition(".")[0]: size for name, size in self.sizes.items()}
         return {"id": self.id, "name": self.name, **row, **(machine_use(self.path) if self.running else {})}
 
 

@@ -107,10 +107,8 @@ class Server:
 
 
 def _run_event(run: RunEntry) -> dict[str, Any]:
-    """Return the event of a run that has changed: its row of the list, and how far its files reach."""
-    row = run.as_json()
-    ends = {name.partition(".")[0]: size for name, size in run.sizes.items()}
-    return {**row, **ends, "previews": len(run.previews)}
+    """Return the event of a run that has changed: its row of the list, and the number of its previews."""
+    return {**run.as_json(), "previews": len(run.previews)}
 
 
 class _Client:
