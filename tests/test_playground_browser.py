@@ -160,6 +160,9 @@ def test_painting_into_a_picture_keeps_the_others_to_the_bit(page):
     assert page.evaluate(f"{mask}.painted") > painted
     page.keyboard.press("z")
     assert page.evaluate(f"{mask}.painted") == painted
+    page.keyboard.press("Shift+Z")
+    assert page.evaluate(f"{mask}.painted") > painted
+    page.keyboard.press("z")
     page.click("text=Eraser")
     page.mouse.move(box["x"] + 30, box["y"] + 30)
     page.mouse.down()

@@ -126,7 +126,7 @@ class ExportSettings:
     push_to_hub: str = ""
     """Also upload OUT to this repository of the Hugging Face Hub, NAME or OWNER/NAME, which is private."""
     public: bool = False
-    """With --push-to-hub: the repository may be, or becomes, public."""
+    """With --push-to-hub: the repository may be public; a new one becomes public."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9][a-z0-9.-]{0,62}|", self.license):

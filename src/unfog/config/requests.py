@@ -131,7 +131,7 @@ class PlanRequest(_TrainingRequest):
 
       unfog plan photos/ --size 128 --batch 64 --steps 100000
       unfog plan photos/ --size 128 --batch 64 --steps 100000 --for h200
-      unfog plan photos/ --network dit-base --training.shard --processes 8
+      unfog plan photos/ --network base --steps 9000 --training.shard --processes 8
 
     The exit status is 2 where it does not fit.
     """

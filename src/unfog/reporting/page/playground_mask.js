@@ -164,7 +164,7 @@ class Mask extends View {
 		} else if (event.key === " " || event.key === "Enter") this.change(() => this.dot(...(this.at || [size >> 1, size >> 1])));
 		else if (event.key === "e") this.erase = !this.erase;
 		else if (event.key === "[" || event.key === "]") this.brush = Math.max(1, this.brush + (event.key === "]" ? 1 : -1));
-		else if (event.key === "z") event.shiftKey || !this.past.length ? this.step(this.future, this.past) : this.step(this.past, this.future);
+		else if ("zZ".includes(event.key)) event.shiftKey ? this.step(this.future, this.past) : this.step(this.past, this.future);
 		else return;
 		event.preventDefault();
 	}
