@@ -175,7 +175,7 @@ class RunEntry:
         return self.disk != before
 
     def as_json(self) -> dict[str, Any]:
-        """Return the row of the list: number, name and status of the run, and the bytes of its files. It has no paths."""
+        """Return the row of the list: number, name and status of the run, and the bytes of its files. No paths."""
         if self.status is None:
             self.refresh()
         assert self.status is not None
