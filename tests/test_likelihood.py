@@ -24,6 +24,7 @@ from unfog.diffusion.noise import (
     NoiseSource,
     Path,
     Schedule,
+    Sigmoid,
 )
 from unfog.diffusion.target import Eps, V
 from unfog.diffusion.variance import (
@@ -121,7 +122,7 @@ def test_shades_have_gradients_wherever_the_guess_is() -> None:
 
 
 @pytest.mark.parametrize("target", [Eps(), V()])
-@pytest.mark.parametrize("schedule", [Linear(), Cosine(steps=40)], ids=str)
+@pytest.mark.parametrize("schedule", [Linear(), Cosine(steps=40), Sigmoid(steps=40)], ids=str)
 def test_the_bound_of_training_is_that_of_the_steps(schedule: Linear, target: Eps) -> None:
     diffusion = Diffusion(VP(), schedule, target, learned_variance=True)
     k = torch.tensor([0, 1, 7, 20, 38, 39])
@@ -224,9 +225,10 @@ def test_the_integral_is_that_of_a_gaussian(path: Path, schedule: Schedule) -> N
         assert found.mean().item() == pytest.approx(EXACT, abs=0.06)
 
 
-@pytest.mark.parametrize("path", [cls() for cls in PATHS])
-def test_the_chain_is_that_of_a_gaussian(path: Path) -> None:
-    schedule = Linear(steps=60)
+@pytest.mark.parametrize(
+    ("path", "schedule"), [*((cls(), Linear(steps=60)) for cls in PATHS), (VP(), Sigmoid(steps=60))], ids=str
+)
+def test_the_chain_is_that_of_a_gaussian(path: Path, schedule: Linear | Sigmoid) -> None:
     diffusion = Diffusion(path, schedule, V())
     x0 = MEAN + STD * normal(64, 1, 16, 16)()
     found = bits_per_dim(partial(exact, path), diffusion, x0, 60, normal(64, 1, 16, 16, seed=1))

@@ -91,7 +91,7 @@ class Diffusion:
         if self.learned_variance and not self.schedule.steps:
             raise RequestError(
                 f"learned_variance is of the step from one of T noise levels to the next, and the {self.schedule.kind} "
-                "schedule has none; use linear or cosine with steps, for example --schedule cosine:steps=1000"
+                "schedule has none; use linear, cosine or sigmoid with steps, such as --schedule cosine:steps=1000"
             )
         if self.schedule.limits()[0] > _LOWEST_LOGSNR:
             return

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from unfog.device_copies import to_device
+from unfog.diffusion.ddpm import TimestepSchedule
 from unfog.diffusion.diffusion import Diffusion
-from unfog.diffusion.noise import Cosine, Linear
 from unfog.diffusion.variance import Prediction, decoder_nll, step_kl
 from unfog.errors import RequestError
 
@@ -61,7 +61,7 @@ def bits_per_dim(
         return Prediction(answer[:, :channels], answer[:, channels:] if answer.shape[1] > channels else None)
 
     schedule = diffusion.schedule
-    if isinstance(schedule, Linear | Cosine) and schedule.steps:
+    if isinstance(schedule, TimestepSchedule) and schedule.steps:
         nats = _chain(predict, diffusion, x0, levels, noise)
     else:
         nats = _integral(predict, diffusion, x0, levels)
@@ -86,7 +86,7 @@ def _integral(predict: _Predict, diffusion: Diffusion, x0: Tensor, levels: int) 
 
 def _chain(predict: _Predict, diffusion: Diffusion, x0: Tensor, levels: int, noise: Callable[[], Tensor]) -> Tensor:
     """Return the same terms of the chain through all levels of a table, with one step sampled of each group."""
-    assert isinstance(diffusion.schedule, Linear | Cosine)
+    assert isinstance(diffusion.schedule, TimestepSchedule)
     table = diffusion.schedule.table()
     nats = _decoder(predict, diffusion, x0, float(table[0]), float(table[1]))
     gain = -table.exp().diff()

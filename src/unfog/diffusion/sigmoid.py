@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 class Sigmoid(TimestepSchedule):
     """alpha_bar = (s(1) - s(u)) / (s(1) - s(0)), s(u) = sigmoid((start + (end - start) u) / tau) (Jabri et al. 2022).
 
-    Also in Chen 2023. Compared with the cosine it spends more levels on noise, which suits large images.
+    Also in Chen 2023. With end = -start it has as many levels above SNR 1 as below, like the cosine, and fewer extreme
+    ones. A higher start has more noise, which suits large images.
     """
 
     kind: ClassVar[str] = "sigmoid"

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from unfog.diffusion.noise import Cosine, Linear, Path
+from unfog.diffusion.ddpm import TimestepSchedule
+from unfog.diffusion.noise import Path
 
 if TYPE_CHECKING:
     from unfog.diffusion.diffusion import Diffusion
@@ -116,7 +117,7 @@ def variational_bound(diffusion: Diffusion, y: Tensor, x0: Tensor, x_t: Tensor, 
     guess, fraction = diffusion.recover(y.detach().float(), x_t, logsnr)[0], fraction_of(y, x0.shape[1])
     level = logsnr[:, None, None, None]
     schedule = diffusion.schedule
-    assert isinstance(schedule, Linear | Cosine)  # checked by `Diffusion`
+    assert isinstance(schedule, TimestepSchedule)  # checked by `Diffusion`
     before = schedule.before(level)
     first = before.isinf()
     cleanest, second = schedule.cleanest(level)

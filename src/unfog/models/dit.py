@@ -22,7 +22,7 @@ class _RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width)) if learned else None
 
     def forward(self, x: Tensor) -> Tensor:
-        # Twice as fast on a CPU as `F.rms_norm`; the mean in float32, as bfloat16 cannot sum so many squares.
+        # 1.4 times as fast on a CPU as `F.rms_norm`; the mean in float32, as bfloat16 cannot sum so many squares.
         normal = x * (x.float().square().mean(-1, keepdim=True) + 1e-6).rsqrt().to(x.dtype)
         return normal if self.weight is None else normal * self.weight.to(x.dtype)
 
