@@ -20,6 +20,7 @@ from unfog.commands.train import _add_autoencoder
 from unfog.config.describe import describe
 from unfog.config.presets import autoencoder_recipe, preset
 from unfog.config.requests import PackRequest
+from unfog.config.run_requests import METRICS
 from unfog.config.schema import SHORT, Config
 from unfog.config.toml import from_toml, read_toml, to_toml, update
 from unfog.config.values import registry_of
@@ -48,6 +49,10 @@ def said(capsys, monkeypatch):
 
 def flags_in(text: str) -> set[str]:
     return set(re.findall(r"(?<![\w-])--?([a-z][a-z.-]*)", "\n".join(re.findall(r"^  -.*", text, re.MULTILINE))))
+
+
+def test_the_help_of_evaluate_names_every_metric(said):
+    assert {*METRICS} <= {*re.findall(r"\w+", said("evaluate", "--help"))}
 
 
 @pytest.mark.parametrize("command", TRAINING)

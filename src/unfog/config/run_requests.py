@@ -159,7 +159,8 @@ class EvaluationRequest:
     """Metrics of a run, and the samples to measure them on."""
 
     metrics: Annotated[tuple[str, ...], tyro.conf.arg(metavar="M,M,…")] = ()
-    """Any of fid, kid, precision, recall, density, coverage, sliced, detail, held_out, bits. Default: all possible."""
+    """Any of fid, kid, precision, recall, density, coverage, sliced, detail, held_out, bits, fid_infinity.
+    Default: all that are possible but the last two."""
     n: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 0
     """Number of samples. Default: 1000 on a CPU, 10000 elsewhere."""
     features: str = ""

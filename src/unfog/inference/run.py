@@ -202,7 +202,8 @@ class Run(LoadedRun):
         """Compute metrics of this run, as `unfog evaluate` does, or read those that the run folder has already.
 
         Args:
-            metrics: of fid, kid, precision, recall, density, coverage, sliced, detail, held_out, bits; () is all.
+            metrics: of fid, kid, precision, recall, density, coverage, sliced, detail, held_out, bits, fid_infinity;
+                () is all but the last two.
             n: number of samples; 0 is 1,000 on a CPU, and 10,000 elsewhere.
             settings: features, reference, sampler, steps, seed, guidance, guide, guide_every, batch, precision,
                 against: see `config.run_requests.EvaluationRequest`.
