@@ -16,6 +16,7 @@ from unfog.config.presets import preset
 from unfog.config.schema import Network, nest_settings
 from unfog.config.values import format_spec, parse_spec, registry_of
 from unfog.errors import RequestError
+from unfog.models.elsewhere.settings import DdpmPytorch, DiffusersDiT, Edm, Edm2
 from unfog.models.network_settings import build_model
 from unfog.models.settings import SIZES
 from unfog.models.unet import UNetModel
@@ -181,6 +182,22 @@ def test_muon_leaves_the_ends_of_every_network_and_nothing_else(name, channels):
         ("patch_in", "patch_out") if name == "dit-tiny" else ("conv_in", "conv_out")
     )
     assert {n.partition(".")[0] for n, p in model.named_parameters() if p.ndim >= 2 and id(p) in held} == ends
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *(kind(8, mults=(1,), attention=(False,)) for kind in (DdpmPytorch, Edm2)),
+        Edm("ddpmpp", 8, (1,), 1, (False,)),
+        DiffusersDiT(8, 1, 8),
+    ],
+    ids=lambda settings: settings.kind,
+)
+def test_muon_leaves_the_ends_of_the_networks_of_other_programs(settings):
+    model = build_model(settings, 3, 10, 9)
+    held = {id(p) for p in optim._split_for_muon(model)[1]}
+    ends = {n.removesuffix(".weight") for n, p in model.named_parameters() if p.ndim >= 2 and id(p) in held}
+    assert ends == {*model.ends}
 
 
 def test_muon_leaves_the_first_and_the_last_matrix_of_any_other_network():

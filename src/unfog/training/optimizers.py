@@ -72,9 +72,9 @@ def _split_for_muon(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Param
     """
     tables = {id(p) for part in model.modules() if isinstance(part, nn.Embedding) for p in part.parameters(False)}
     found = [(name, p) for name, p in model.named_parameters() if p.ndim >= 2 and id(p) not in tables]
-    named = getattr(model, "ends", ())
+    named = tuple(f"{end}." for end in getattr(model, "ends", ()))  # with the dot, as one name may begin another
     # Most networks are built in the order of their layers.
-    ends = [part for part in found if part[0].partition(".")[0] in named] or [*found[:1], *found[-1:]]
+    ends = [part for part in found if f"{part[0]}.".startswith(named)] or [*found[:1], *found[-1:]]
     matrices = {id(p) for _, p in found} - {id(p) for _, p in ends}
     of = _sharded_first(model)
     return [p for p in of if id(p) in matrices], [p for p in of if id(p) not in matrices]
