@@ -212,8 +212,8 @@ class EvaluateRequest(EvaluationRequest):
                                    two checkpoints on the same images and noise
       unfog evaluate samples/ --reference photos/            images without a run
 
-    Every value has a confidence interval and is stored in RUN/evaluations. The same command continues after an
-    interruption, and reads stored results. torchrun --nproc-per-node 2 -m unfog evaluate … shares the samples.
+    Values are stored in RUN/evaluations, all but `sliced` with a confidence interval. The same command continues
+    after an interruption, and reads stored results. torchrun --nproc-per-node 2 -m unfog evaluate … shares the samples.
     """
 
     run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")] = field(kw_only=True)
