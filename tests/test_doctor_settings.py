@@ -228,18 +228,19 @@ def test_passes_are_counted_as_they_are_made(fashion):
     config = settled(fashion, training={"images": 64_000}, sampler={"kind": "heun", "steps": 10}, guidance=2.0)
     config = update(config, {"preview": {"every": 100, "images": 3}, "evaluate": {"every": 250, "images": 50}}, "")
     counted = forward_passes(config, held_out=20)
-    # Before the first step, after 100 … 900, and after the last; two calls a step for Heun, and guidance at 6 levels.
-    assert counted["preview"] == 11 * 3 * (10 + 6) * 2
+    # Before the first step, after 100 … 900, and after the last; two calls a step for Heun, but for the first and the
+    # last, and guidance at 6 levels.
+    assert counted["preview"] == 11 * 3 * (18 + 12)
     assert counted["evaluate"] == 5 * 20 * 8
     assert counted["training"] == 3 * 64_000
     plain = forward_passes(replace(config, guidance=1.0), held_out=20)
-    assert plain["preview"] == 11 * 3 * 10 * 2
+    assert plain["preview"] == 11 * 3 * 18
     everywhere = forward_passes(replace(config, guidance_interval=(0.0, 1.0)), held_out=20)
     assert everywhere["preview"] == 2 * plain["preview"]
     assert counted["metrics"] == 0
     drawing = update(config, {"evaluate": {"metrics": ["kid"], "samples": 500, "metrics_every": 300}}, "")
     # After 300, 600, 900 and the last.
-    assert forward_passes(drawing, held_out=20)["metrics"] == 4 * 500 * (10 + 6) * 2
+    assert forward_passes(drawing, held_out=20)["metrics"] == 4 * 500 * (18 + 12)
     within = update(config, {"evaluate": {"metrics": ["kid"], "share": 0.1}}, "")
     assert forward_passes(within, held_out=20)["metrics"] == pytest.approx(0.1 * 3 * 64_000)
 

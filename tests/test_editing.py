@@ -171,6 +171,8 @@ def test_command_draws_image_mask_and_pictures(run, files, capsys):
         (["--image", "words.txt"], "cannot be used"),
         (["--image", "photo.png", "--repeats", "3"], "give a mask"),
         (["--image", "photo.png", "--strength", "2"], "from 0"),
+        (["--image", "photo.png", "--strength", "0.1", "--strip"], "strength = 0.1 leaves none of 4 steps to show"),
+        (["--image", "photo.png", "--strength", "0", "--animate", "a.gif"], "leaves none of 4 steps to show"),
         (["--image", "photo.png", "--mask", "small.png"], "size of the image"),
         (["--image", "photo.png", "--mask", "black.png"], "black everywhere"),
     ],
@@ -267,3 +269,5 @@ def test_noise_levels_of_a_drawing(run):
     assert (run.sample(1, grid="karras") != run.sample(1)).any()
     with pytest.raises(RequestError, match="omit steps and grid"):
         run.sample(1, levels=levels, steps=3)
+    with pytest.raises(RequestError, match="heun in 2 steps on this grid explodes"):
+        run.sample(1, sampler="heun", grid="karras", steps=2)

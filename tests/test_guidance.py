@@ -185,6 +185,8 @@ def test_a_guide_is_earlier_than_what_it_guides_and_named_with_it(tmp_path):
     assert (early.step, early.earlier.step) == (20, 4)  # of the last snapshot in 30% of 20 steps
     assert early.calls == 19  # those of the guide included: 7 levels of 12 are within the interval
     assert early.sampled[1:3] == ("step 20", "EMA of width 0.1")
+    with pytest.raises(RequestError, match="step 20 is the checkpoint that samples"):
+        early.sample(2, guide=LoadedRun(own.path, step=20, ema=0.1), guidance=2.0)
     assert "guide auto" in early.sampled
     before = early.earlier
     early.sample(2, guide_every=3, **asked)
@@ -196,11 +198,16 @@ def test_a_guide_is_earlier_than_what_it_guides_and_named_with_it(tmp_path):
     assert own.calls == 19  # guided by classes, too, asks the network twice at a level
 
 
-@pytest.mark.parametrize(("steps", "every"), [(12, 1), (16, 3), (20, 1), (20, 3)])
-def test_a_sample_costs_its_calls_with_those_of_a_guide_though_two_steps_are_tried(run, steps, every):
+_HEUN = [("heun", 12, 1), ("heun", 20, 3), ("edm", 12, 1)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "every"), [("dpmpp", 12, 1), ("dpmpp", 16, 3), ("dpmpp", 20, 1), ("dpmpp", 20, 3), *_HEUN]
+)
+def test_a_sample_costs_its_calls_with_those_of_a_guide_though_two_steps_are_tried(run, kind, steps, every):
     asked, made, config = [], [], run.config
     usual = replace(GenerationSettings.default(config, 2, 2), guidance=2.0, guide_every=every)
-    drawing = replace(usual, sampler=replace(usual.sampler, steps=steps))
+    drawing = replace(usual, sampler=replace(usual.sampler, kind=kind, steps=steps))
 
     def count(x, *_):
         asked.append(len(x))
@@ -391,6 +398,8 @@ def test_tune_finds_and_stores_a_grid(run, tmp_path, capsys, monkeypatch):
     # Another number of steps, or another sampler, has the schedule's levels again.
     assert np.array_equal(again.sample(2, steps=4), run.sample(2, steps=4))
     assert again.sampler("ddim").grid == "schedule"
+    with pytest.raises(RequestError, match="grid = tuned has levels for 3 steps, and steps = 4; omit one"):
+        again.sampler(steps=4, grid="tuned")
     assert command(["sample", str(copy), "-n", "1", "--steps", "4", "--out", str(tmp_path / "p")]) == 0
     assert "the tuned levels are for 3 steps of dpmpp; using the levels of the schedule" in capsys.readouterr().err
 

@@ -31,7 +31,7 @@ from unfog.diffusion.noise import (
 )
 from unfog.diffusion.sampler import Sampler
 from unfog.diffusion.steps import Level, churn, ddim
-from unfog.diffusion.target import Eps, V
+from unfog.diffusion.target import EdmF, Eps, V
 from unfog.errors import RequestError
 
 WHERE = [(VP(), Linear(steps=0)), (VE(), LogNormal()), (Flow(), FlowUniform())]
@@ -384,10 +384,10 @@ def test_a_walk_in_stretches_ends_where_the_whole_one_does(kind: str) -> None:
 
 def test_the_adaptive_sampler_needs_no_grid_of_the_schedule():
     schedule = Cosine(steps=4)
-    check_sampler(Sampler("adaptive", steps=20), schedule)
+    check_sampler(Sampler("adaptive", steps=20), Diffusion(schedule=schedule))
     assert len(Sampler("adaptive", steps=20).levels(VP(), schedule)) == 21
     with pytest.raises(RequestError, match="at most 4"):
-        check_sampler(Sampler("dpmpp", steps=20), schedule)
+        check_sampler(Sampler("dpmpp", steps=20), Diffusion(schedule=schedule))
 
 
 def kept_variance(sampler: Sampler, std: float) -> float:
@@ -433,17 +433,28 @@ def test_a_last_level_that_is_mostly_noise_is_refused():
             Sampler(last=last)
 
 
+def test_levels_that_begin_in_pure_noise_are_refused_where_nothing_is_defined_there():
+    levels = Sampler(steps=2, grid="tuned", tuned=(1.0, 0.5))
+    edm = Diffusion(VE(), LogNormal(), EdmF(), conditioning="logsnr", scale_input=True)
+    for diffusion, first in ((edm, "0.988"), (Diffusion(target=Eps()), "0.999")):
+        with pytest.raises(RequestError, match=f"levels = 1 … begin in pure noise, where .*; begin at {first}"):
+            check_sampler(levels, diffusion)
+        check_sampler(replace(levels, tuned=(float(first), 0.5)), diffusion)
+    check_sampler(levels, Diffusion())
+
+
 @pytest.mark.parametrize("kind", ["heun", "edm"])
 def test_heun_in_so_few_steps_that_it_explodes_is_refused(kind):
-    for steps, grid, schedule in (
-        (2, "karras", LogitNormal()),
-        (3, "logsnr", LogitNormal()),
-        (3, "schedule", LogNormal()),
+    for steps, grid, diffusion in (
+        (2, "karras", Diffusion(schedule=LogitNormal())),
+        (3, "logsnr", Diffusion(schedule=LogitNormal())),
+        (3, "schedule", Diffusion(schedule=LogNormal())),
     ):
         with pytest.raises(RequestError, match=r"explodes.*8 steps or more"):
-            check_sampler(Sampler(kind, steps, grid), schedule)
-        check_sampler(Sampler(kind, 4, grid), schedule)
-        check_sampler(Sampler("dpmpp", steps, grid), schedule)
-    check_sampler(Sampler(kind, 2), LogitNormal())  # of evenly spaced t, where it keeps to a Gaussian's deviation
+            check_sampler(Sampler(kind, steps, grid), diffusion)
+        check_sampler(Sampler(kind, 4, grid), diffusion)
+        check_sampler(Sampler("dpmpp", steps, grid), diffusion)
+    # Of evenly spaced t, where it keeps to a Gaussian's deviation.
+    check_sampler(Sampler(kind, 2), Diffusion(schedule=LogitNormal()))
     assert kept_variance(Sampler("heun", 2, "karras", clip=False), 0.5) > 6000
     assert 0.1 < kept_variance(Sampler("heun", 2, clip=False), 0.5) < 1

@@ -68,7 +68,7 @@ def _of_run(request: EvaluateRequest) -> Evaluation:
             f"size = {request.size} is for images without a run, and {request.run} has its own size; leave it out"
         )
     stored = RunFolder(request.run).read_config()
-    check_sampler(override_sampler(stored.sampler, request.sampler, request.steps), stored.diffusion.schedule)
+    check_sampler(override_sampler(stored.sampler, request.sampler, request.steps), stored.diffusion)
     if request.reference not in ("", "held-out"):
         check_source(request.reference)
     # Imported only now, as torch takes seconds: a wrong request is refused before.

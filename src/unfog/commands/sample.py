@@ -18,7 +18,7 @@ from unfog.errors import RequestError
 from unfog.pipeline.sample_folder import SampleFolder
 from unfog.process.run_folder import RunFolder, unused_path
 from unfog.reporting.image_grids import Pixels, grid, save_png, with_caption
-from unfog.reporting.progress import Progress, print_result, say
+from unfog.reporting.progress import Progress, plural, print_result, say
 
 if TYPE_CHECKING:
     from unfog.config.schema import Config
@@ -43,7 +43,7 @@ def main(request: SampleRequest | ExportRequest) -> int:
         sampler = override_sampler(stored.sampler, request.sampler, request.steps)
     else:
         sampler = _sampler(request, stored)
-    check_sampler(sampler, stored.diffusion.schedule)
+    check_sampler(sampler, stored.diffusion)
     if isinstance(request, ExportRequest):
         check_out(request.out, what="the folder of an export", argument="OUT")
         _export(request)
@@ -70,7 +70,6 @@ def _sample_model(request: SampleRequest) -> Path:
 
     model = Model(request.run, request.device, request.size)
     sampler = _sampler(request, model.config)
-    check_sampler(sampler, model.config.diffusion.schedule)
     return _sample(request, model.config, sampler, lambda: model)
 
 
@@ -97,11 +96,14 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
     labels = parse_labels(request.label, stored.classes)  # before the weights are read
     # Before the weights too: a file that cannot be read should not take a minute to be found.
     edit = build_edit(stored, request.image, request.mask, request.strength, request.repeats)
+    steps = edit.steps(sampler.steps) if edit else sampler.steps
+    if steps == 0 and (request.strip or request.animate):
+        shown = f"strength = {request.strength} leaves none of {plural(sampler.steps, 'step')} to show"
+        raise RequestError(f"{shown}; raise it, or omit --strip and --animate")
     run = load()
     report_dropped_levels(stored.sampler, sampler)
     diffusion = run.config.diffusion
     strip = DenoisingStrip(diffusion.schedule, run.decode) if request.strip else None
-    steps = edit.steps(sampler.steps) if edit else sampler.steps
     animation = DenoisingAnimation(diffusion.path, steps, run.decode) if request.animate else None
     settings = {f.name: getattr(request, f.name) for f in fields(SamplingRequest)}
     inputs = {name: getattr(request, name) for name in ("label", "image", "mask")}

@@ -88,7 +88,7 @@ def tune(request: TuneRequest) -> TuneResult:
         why = "chooses its own levels" if kind == "adaptive" else "ends elsewhere each time"
         raise RequestError(f"sampler = {kind} {why}, so there is nothing to tune; choose ddim, heun, dpmpp or unipc")
     base: Sampler = update(own, {"kind": kind, "steps": steps, "grid": "logsnr"}, "sampler")
-    check_sampler(base, run.config.diffusion.schedule)
+    check_sampler(base, run.config.diffusion)
     with run.folder.locked():  # fails now rather than after minutes
         if store:
             run.folder.check_writable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
@@ -20,7 +21,7 @@ from unfog.data.decode import parse_colour
 from unfog.data.settings import LABELS
 from unfog.data.sources.base import LabelTable
 from unfog.data.sources.registry import PYTHON, locate, open_source
-from unfog.diffusion.noise import Schedule
+from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.sampler import TWO_CALLS, Sampler
 from unfog.errors import RequestError
 from unfog.locks import LOCK
@@ -47,7 +48,7 @@ def check_request(config: Config) -> None:
         parse_duration(training.budget)
     check_device(training.device)
     parse_colour(config.data.background)
-    check_sampler(config.sampler, config.diffusion.schedule)
+    check_sampler(config.sampler, config.diffusion)
     check_installed(config.log.sinks)
     factor = check_autoencoder(config)
     if config.network is not None and config.data.size:
@@ -106,8 +107,15 @@ def check_device(name: str) -> None:
         raise RequestError(f"device = {name} is not available to torch {torch} on this machine; try --device auto")
 
 
-def check_sampler(sampler: Sampler, schedule: Schedule) -> None:
-    """Raise RequestError for more sampling steps than levels of the schedule, or so few that they explode."""
+def check_sampler(sampler: Sampler, diffusion: Diffusion) -> None:
+    """Raise RequestError for a sampler that gives no images.
+
+    It has more steps than the schedule has levels, or so few that they explode, or begins where nothing is defined.
+    """
+    schedule, (flaw, _) = diffusion.schedule, diffusion.flaw_in_pure_noise
+    if flaw and sampler.grid == "tuned" and sampler.tuned[0] == 1:
+        share = min(0.999, 1 / (1 + math.exp(schedule.limits()[0] / 2)))
+        raise RequestError(f"levels = 1 … begin in pure noise, where {flaw} in this run; begin at {share:.3g}")
     if sampler.grid == "schedule" and sampler.kind != "adaptive" and 0 < schedule.steps < sampler.steps:
         raise RequestError(
             f"sampler.steps = {sampler.steps} is more than the {schedule.steps} levels of the {schedule.kind} "
@@ -135,6 +143,11 @@ def override_sampler(
     given = {"kind": kind, "steps": steps, "grid": grid, "tuned": tuple(levels) or None}
     changes: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
     other = update(sampler, changes, "sampler")
+    if grid == "tuned" and len(other.tuned) != other.steps:
+        raise RequestError(
+            f"grid = tuned has levels for {plural(len(other.tuned), 'step')}, and steps = {other.steps}; omit one of "
+            f"them, or find levels for as many: unfog tune RUN --steps {other.steps}"
+        )
     if sampler.grid == "tuned" and grid is None and (other.kind, other.steps) != (sampler.kind, sampler.steps):
         return replace(other, grid="schedule")
     return other

@@ -93,15 +93,22 @@ class Diffusion:
                 f"learned_variance is of the step from one of T noise levels to the next, and the {self.schedule.kind} "
                 "schedule has none; use linear, cosine or sigmoid with steps, such as --schedule cosine:steps=1000"
             )
-        if self.schedule.limits()[0] > _LOWEST_LOGSNR:
-            return
-        ends = f"the {self.schedule.kind} schedule ends in pure noise (alpha = 0)"
+        flaw, instead = self.flaw_in_pure_noise
+        if flaw and self.schedule.limits()[0] <= _LOWEST_LOGSNR:
+            raise RequestError(
+                f"the {self.schedule.kind} schedule ends in pure noise (alpha = 0), where {flaw}; use {instead}"
+            )
+
+    @property
+    def flaw_in_pure_noise(self) -> tuple[str, str]:
+        """Flaw where alpha = 0, and what to use instead of its cause; two empty texts if there is none."""
         if isinstance(self.path, VE):
-            raise RequestError(f"{ends}, where the ve path's sigma is infinite; use the vp or flow path")
+            return "the ve path's sigma is infinite", "the vp or flow path"
         if isinstance(self.target, Eps):
-            raise RequestError(f"{ends}, where the noise does not determine the image; use the v target")
+            return "the noise does not determine the image", "the v target"
         if self.conditioning == "logsnr":
-            raise RequestError(f"{ends}, where logsnr is infinite; use timestep conditioning")
+            return "logsnr is infinite", "timestep conditioning"
+        return "", ""
 
     @property
     def follows_losses(self) -> bool:

@@ -82,7 +82,9 @@ def _resolve_request(
         one = torch.from_numpy(reference.take(np.arange(1))[0])
         check_count("fid", min(n, len(reference)), one, features, "--metrics")
     metrics = _possible_metrics(run, request, dataset, features)
-    guidance = resolve_guidance(run, request.guide, request.guidance, request.precision, request.guide_every)
+    # Held-out losses are of the network alone, for which no guide has to be loaded.
+    guide = "none" if request.guide is None and set(metrics) <= {*LOSSES} else request.guide
+    guidance = resolve_guidance(run, guide, request.guidance, request.precision, request.guide_every)
     generation = GenerationSettings(
         n,
         run.sampler(request.sampler, request.steps),

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from unfog.config.folder_requests import ExportSettings
-from unfog.config.validate import check_out, check_sampler
+from unfog.config.validate import check_out
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError, RunError
 from unfog.export.graphs import Decoder, check_packages, write_graph
@@ -155,7 +155,6 @@ def _card_grid(job: _Export) -> tuple[Pixels, str]:
 def _check(run: LoadedRun, sampler: Sampler, kind: str) -> None:
     """Raise RequestError if a format cannot hold a run and its sampler."""
     check_packages(kind)
-    check_sampler(sampler, run.config.diffusion.schedule)
     if isinstance(run.config.network, CustomNetwork) and kind in ("safetensors", "diffusers"):
         raise RequestError(
             f"the network of this run is {run.config.network.path}, whose code is not ours to copy; "

@@ -90,14 +90,16 @@ def _open_guide(run: LoadedRun, guide: Guide) -> Denoiser:
     else:
         other = LoadedRun(run.path, run.weights, guide, str(run.device))
     # The difference of a network from itself is zero, so that guidance would silently do nothing.
-    same = other.checkpoint.folder.resolve() == run.checkpoint.folder.resolve() and other.weights == run.weights
-    if same and other.ema is None and run.ema is None:  # an EMA of a given width may be of another step
+    if _weights_of(other) == _weights_of(run):
         raise RequestError(
-            f"guide = step {other.checkpoint.step} is the checkpoint that samples; give an earlier one, or a "
-            "smaller network"
+            f"guide = step {other.step} is the checkpoint that samples; give an earlier one, or a smaller network"
         )
     _check_guide(run.config, other.config)
     return Denoiser(other.network, other.config.diffusion)
+
+
+def _weights_of(run: LoadedRun) -> tuple[object, ...]:
+    return run.path.resolve(), run.step, run.weights, run.ema
 
 
 def _earlier_self(run: LoadedRun) -> LoadedRun:

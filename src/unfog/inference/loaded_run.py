@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from unfog.config.schema import Config
 from unfog.config.toml import of_type
-from unfog.config.validate import override_sampler, path_text
+from unfog.config.validate import check_sampler, override_sampler, path_text
 from unfog.data.dataset import Dataset
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError, RunError
@@ -156,8 +156,13 @@ class LoadedRun:
         grid: str | None = None,
         levels: Sequence[float] = (),
     ) -> Sampler:
-        """Return the sampler of the run, with another kind, number of steps, grid or noise levels where given."""
-        return override_sampler(self.config.sampler, kind, steps, grid, levels)
+        """Return the sampler of the run, with another kind, number of steps, grid or noise levels where given.
+
+        RequestError if it cannot sample this run.
+        """
+        sampler = override_sampler(self.config.sampler, kind, steps, grid, levels)
+        check_sampler(sampler, self.config.diffusion)
+        return sampler
 
 
 def load_run_images(config: Config, stop: StopSignals) -> Dataset:

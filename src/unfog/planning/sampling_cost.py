@@ -6,23 +6,28 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
 from torch import nn
 
 from unfog.config.schema import Config
 from unfog.diffusion.denoiser import Labelled, inside_interval
 from unfog.diffusion.noise import Schedule
 from unfog.diffusion.sampler import TWO_CALLS, Sampler
+from unfog.diffusion.steps import PURE_NOISE
 from unfog.pipeline.generate import GenerationSettings, generate_images
 
 
 def sample_calls(drawing: GenerationSettings, schedule: Schedule) -> int:
     """Return the network calls for a sample; those for its guidance, by a class or a guide, count as well."""
-    calls = drawing.sampler.steps
-    if drawing.guidance != 1:
-        # In float32, as the sampler gives the levels to the denoiser: some are at the ends of the interval.
-        guided = inside_interval(drawing.sampler.visits(schedule)[:-1].float(), drawing.interval)
-        calls += math.ceil(sum(guided) / drawing.guide_every)
-    return calls * (2 if drawing.sampler.kind in TWO_CALLS else 1)
+    levels = drawing.sampler.visits(schedule)[:-1]
+    if drawing.sampler.kind in TWO_CALLS:
+        # Once more where a step ends, but for those from pure noise and into the clean image: see `steps.heun`.
+        levels = torch.cat([levels, levels[1:][levels[:-1] >= -2 * math.log(PURE_NOISE)]])
+    if drawing.guidance == 1:
+        return len(levels)
+    # In float32, as the sampler gives the levels to the denoiser: some are at the ends of the interval.
+    guided = inside_interval(levels.float(), drawing.interval)
+    return len(levels) + math.ceil(sum(guided) / drawing.guide_every)
 
 
 def cost_per_sample(
