@@ -254,6 +254,26 @@ def test_refused_step_leaves_weights_and_moments_of_both(precision):
     assert into.non_finite() is None
 
 
+def test_a_layer_that_is_an_end_only_now_begins_its_own_moment():
+    def built(ends):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+        model.ends = ends
+        return model, optim.build_optimizer(model, Optimizer(method=Muon()))
+
+    def steps(model, optimizer):
+        model(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+        return optim.optimizer_tensors(optimizer, model)
+
+    before = steps(*built(("1", "2")))
+    model, optimizer = built(("0", "2"))
+    optim.load_optimizer_state(optimizer, model, before, {})
+    kept = optim.optimizer_tensors(optimizer, model)
+    assert kept.keys() == {n for n in before if n.endswith("2.weight")}
+    assert "exp_avg/0.weight" in steps(model, optimizer)
+
+
 def test_another_optimiser_on_resume_begins_its_own_moments(tmp_path):
     before, after = state(), state(Muon())
     step(before)

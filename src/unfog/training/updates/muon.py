@@ -41,6 +41,13 @@ class MuonAdamW(torch.optim.Optimizer):
         usual = {name: adamw.param_groups[0][name] for name in ("lr", "weight_decay")}
         super().__init__([{"params": matrices}, *adamw.param_groups], {**usual, "momentum": momentum, "rounds": rounds})
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state. Moments of the other kind are left out: the network named other `ends` then."""
+        matrices = len(self.param_groups[0]["params"])
+        moments = state_dict["state"].items()
+        fitting = {i: held for i, held in moments if ("momentum_buffer" in held) == (i < matrices)}
+        super().load_state_dict(state_dict | {"state": fitting})
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Take one step with both optimisers. `closure` is not supported."""
