@@ -224,7 +224,7 @@ def test_a_sample_costs_its_calls_with_those_of_a_guide_though_two_steps_are_tri
     assert cost == made[-1]
 
 
-def test_the_interval_of_a_run(run):
+def test_the_interval_of_a_run(run, monkeypatch):
     asked = {"n": 4, "steps": 6, "batch": 4}
     plain, usual = run.sample(**asked, guidance=1.0), run.sample(**asked, guidance=3.0)
     assert run.config.guidance_interval == (0.2, 0.8)
@@ -240,8 +240,10 @@ def test_the_interval_of_a_run(run):
     for interval in ((0.6, 0.4), (0.5, 0.5), (-0.1, 1.0), (0.0, 1.1)):
         with pytest.raises(RequestError, match=r"guidance_interval = .* 0.2 0.75 omits"):
             run.sample(**asked, guidance_interval=interval)
-    with pytest.raises(RequestError, match="guidance_interval has no effect"):
-        run.sample(**asked, guidance=1.0, guidance_interval=(0.2, 0.8))
+    for dropout, remedy in ((0.1, "--guidance 2"), (0.0, "a --guide")):  # some images had no class
+        monkeypatch.setattr(run, "config", replace(run.config, label_dropout=dropout))
+        with pytest.raises(RequestError, match=f"guidance_interval has no effect.*give {remedy}"):
+            run.sample(**asked, guidance=1.0, guidance_interval=(0.2, 0.8))
 
 
 def test_a_younger_checkpoint_guides(run):

@@ -129,7 +129,7 @@ class Run(LoadedRun):
             self, guide, request.guidance, request.precision, request.guide_every, edits=edit is not None
         )
         if guidance.scale == 1 and request.guidance_interval is not None:
-            remedy = "--guidance 2" if self.classes else "a --guide"
+            remedy = "--guidance 2" if self.classes and self.config.label_dropout else "a --guide"
             raise RequestError(f"guidance_interval has no effect with guidance = 1; give {remedy}, or omit it")
         generation = replace(generation, guidance=guidance.scale)
         return PreparedSampling(generation, guidance.guide, edit, self._describe(generation, guidance.name))
