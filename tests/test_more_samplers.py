@@ -355,7 +355,7 @@ def test_tuned_levels_are_visited() -> None:
     ("settings", "message"),
     [
         ({"order": 4}, "order = 4 of the sampler must be 2 or 3"),
-        ({"tuned": (0.5, 0.6)}, "levels 0.5 0.6 of the sampler must fall"),
+        ({"tuned": (0.5, 0.6)}, "tuned levels 0.5 0.6 of the sampler must fall"),
         ({"tuned": (1.5, 0.6)}, "must fall, from 1 at most"),
         ({"tuned": (0.5, 0.0)}, "to above 0"),
         ({"grid": "tuned"}, "`unfog tune RUN` does it for a run"),

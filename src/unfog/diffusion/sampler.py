@@ -114,7 +114,7 @@ class Sampler:
             raise RequestError(f"order = {self.order} of the sampler must be 2 or 3")
         if any(not 0 < share <= 1 for share in self.tuned) or any(a <= b for a, b in pairwise(self.tuned)):
             given = " ".join(f"{share:g}" for share in self.tuned[:8])
-            raise RequestError(f"levels {given} of the sampler must fall, from 1 at most to above 0: 1 0.8 0.5 0.2")
+            raise RequestError(f"tuned levels {given} of the sampler must fall, from 1 at most to above 0: 1 0.8 0.5")
         if self.grid == "tuned" and not self.tuned:
             raise RequestError("grid = tuned of the sampler: nothing is tuned yet; `unfog tune RUN` does it for a run")
         if not 1e-6 <= self.tolerance <= 1:
