@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from unfog.config.folder_requests import ReportRequest
 from unfog.config.run_requests import EvaluateRequest, EvaluationRequest, is_model
-from unfog.config.validate import check_sampler, check_source, override_sampler
+from unfog.config.validate import check_source, resolve_sampler
 from unfog.errors import Interrupted, RequestError
 from unfog.process.run_folder import RunFolder
 from unfog.process.run_status import RunStatus
@@ -68,7 +68,7 @@ def _of_run(request: EvaluateRequest) -> Evaluation:
             f"size = {request.size} is for images without a run, and {request.run} has its own size; leave it out"
         )
     stored = RunFolder(request.run).read_config()
-    check_sampler(override_sampler(stored.sampler, request.sampler, request.steps), stored.diffusion)
+    resolve_sampler(stored, request.sampler, request.steps)
     if request.reference not in ("", "held-out"):
         check_source(request.reference)
     # Imported only now, as torch takes seconds: a wrong request is refused before.

@@ -12,7 +12,7 @@ import numpy as np
 
 from unfog.config.folder_requests import ExportRequest, ExportSettings
 from unfog.config.run_requests import SampleRequest, SamplingRequest, is_model
-from unfog.config.validate import check_out, check_sampler, override_sampler, report_dropped_levels
+from unfog.config.validate import check_out, report_dropped_levels, resolve_sampler
 from unfog.config.values import quote
 from unfog.errors import RequestError
 from unfog.pipeline.sample_folder import SampleFolder
@@ -40,16 +40,12 @@ def main(request: SampleRequest | ExportRequest) -> int:
         raise RequestError(f"size = {request.size}, and {request.run} is a run, which has a size; leave it away")
     stored = RunFolder(request.run).read_config()
     if isinstance(request, ExportRequest):
-        sampler = override_sampler(stored.sampler, request.sampler, request.steps)
-    else:
-        sampler = _sampler(request, stored)
-    check_sampler(sampler, stored.diffusion)
-    if isinstance(request, ExportRequest):
+        resolve_sampler(stored, request.sampler, request.steps)
         check_out(request.out, what="the folder of an export", argument="OUT")
         _export(request)
         out = request.out
     else:
-        out = _sample(request, stored, sampler, lambda: _load(request))
+        out = _sample(request, stored, _sampler(request, stored), lambda: _load(request))
     print_result(str(out))
     return 0
 
@@ -69,12 +65,11 @@ def _sample_model(request: SampleRequest) -> Path:
     from unfog.runs.weights.model import Model
 
     model = Model(request.run, request.device, request.size)
-    sampler = _sampler(request, model.config)
-    return _sample(request, model.config, sampler, lambda: model)
+    return _sample(request, model.config, _sampler(request, model.config), lambda: model)
 
 
 def _sampler(request: SampleRequest, config: Config) -> Sampler:
-    return override_sampler(config.sampler, request.sampler, request.steps, request.grid, request.levels)
+    return resolve_sampler(config, request.sampler, request.steps, request.grid, request.levels)
 
 
 def _load(request: SampleRequest) -> Run:

@@ -153,6 +153,19 @@ def override_sampler(
     return other
 
 
+def resolve_sampler(
+    config: Config,
+    kind: str | None,
+    steps: int | None,
+    grid: str | None = None,
+    levels: Sequence[float] = (),
+) -> Sampler:
+    """Return the sampler of a run, changed as by `override_sampler`. RequestError if it cannot sample this run."""
+    sampler = override_sampler(config.sampler, kind, steps, grid, levels)
+    check_sampler(sampler, config.diffusion)
+    return sampler
+
+
 def report_dropped_levels(before: Sampler, now: Sampler) -> None:
     """Say so if `override_sampler` has dropped tuned noise levels."""
     if (before.grid, now.grid) == ("tuned", "schedule"):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from unfog.config.schema import Config
 from unfog.config.toml import of_type
-from unfog.config.validate import check_sampler, override_sampler, path_text
+from unfog.config.validate import path_text, resolve_sampler
 from unfog.data.dataset import Dataset
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError, RunError
@@ -160,9 +160,7 @@ class LoadedRun:
 
         RequestError if it cannot sample this run.
         """
-        sampler = override_sampler(self.config.sampler, kind, steps, grid, levels)
-        check_sampler(sampler, self.config.diffusion)
-        return sampler
+        return resolve_sampler(self.config, kind, steps, grid, levels)
 
 
 def load_run_images(config: Config, stop: StopSignals) -> Dataset:

@@ -42,7 +42,7 @@ class MuonAdamW(torch.optim.Optimizer):
         super().__init__([{"params": matrices}, *adamw.param_groups], {**usual, "momentum": momentum, "rounds": rounds})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state. Moments of the other kind are left out: the network named other `ends` then."""
+        """Load a state. The moment of a layer that the other optimiser trained before is left out, and begins anew."""
         matrices = len(self.param_groups[0]["params"])
         moments = state_dict["state"].items()
         fitting = {i: held for i, held in moments if ("momentum_buffer" in held) == (i < matrices)}
