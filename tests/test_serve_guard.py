@@ -10,11 +10,14 @@ import pytest
 
 from served import HOST, SECRET, serving
 from unfog.cli.main import main
-from unfog.serve.command import _accepted_hosts
+from unfog.serve.address import Address, listen
 from unfog.serve.guard import Guard
 from unfog.serve.page import Page
 
 SAME = {"host": HOST}
+KEY = "ab" * 32
+ADDRESS = Address("127.0.0.1", 8642, KEY)
+ADDRESS.secret = SECRET  # it is random
 
 
 class Reached:
@@ -46,7 +49,7 @@ def call(method="GET", path=f"/{SECRET}/api/runs", headers=SAME, body=(b"",), ki
         (name.encode(), value.encode()) for name, value in (headers.items() if isinstance(headers, dict) else headers)
     ]
     scope = {"type": kind, "method": method, "path": path, "headers": pairs}
-    asyncio.run(Guard(app, SECRET, [HOST, "localhost:8642"])(scope, receive, send))
+    asyncio.run(Guard(app, ADDRESS)(scope, receive, send))
     if kind != "http":
         return sent, app.paths
     head = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
@@ -157,7 +160,7 @@ def test_a_slow_body_is_given_up(monkeypatch):
 
     headers = [(b"host", HOST.encode()), (b"content-type", b"application/json")]
     scope = {"type": "http", "method": "POST", "path": f"/{SECRET}/", "headers": headers}
-    asyncio.run(Guard(Reached(), SECRET, [HOST])(scope, receive, send))
+    asyncio.run(Guard(Reached(), ADDRESS)(scope, receive, send))
     assert sent[0]["status"] == 408
 
 
@@ -274,8 +277,8 @@ def test_a_folder_without_runs_is_served_and_said_to_have_none(tmp_path):
 
 def test_hosts_are_this_machine_and_the_one_that_was_named():
     local = {"localhost:9", "127.0.0.1:9", "[::1]:9"}
-    assert _accepted_hosts("127.0.0.1", 9) == local
-    assert _accepted_hosts("10.0.0.7", 9) == local | {"10.0.0.7:9"}
-    assert _accepted_hosts("fe80::1", 9) == local | {"[fe80::1]:9"}
-    assert _accepted_hosts("0.0.0.0", 9) == local | {f"{socket.gethostname()}:9"}
-    assert "localhost" in _accepted_hosts("127.0.0.1", 80)
+    assert Address("127.0.0.1", 9, KEY).hosts == local
+    assert Address("10.0.0.7", 9, KEY).hosts == local | {"10.0.0.7:9"}
+    assert Address("fe80::1", 9, KEY).hosts == local | {"[fe80::1]:9"}
+    assert Address("0.0.0.0", 9, KEY).hosts == local | {f"{socket.gethostname()}:9"}
+    assert "localhost" in Address("127.0.0.1", 80, KEY).hosts

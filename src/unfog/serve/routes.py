@@ -110,7 +110,8 @@ class _Runs:
         return await self._picture(request, Path("contact-sheet.png"))
 
     async def stream(self, request: Request) -> Response:
-        events = self._server.hub.listen(request.headers.get("last-event-id", ""))
+        after = request.query_params.get("after") or request.headers.get("last-event-id", "")
+        events = self._server.hub.listen(after)
         return StreamingResponse(events, media_type="text/event-stream")
 
     async def _picture(self, request: Request, name: Path) -> Response:
