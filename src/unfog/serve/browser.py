@@ -29,7 +29,10 @@ def open_page(address: Address, runs: Path) -> Callable[[], None]:
         return lambda: None
     remove = partial(shutil.rmtree, place, ignore_errors=True)
     file = (place / "open.html").absolute()
-    _write(file, address.one_time(remove))
+    try:
+        _write(file, address.one_time(remove))
+    except OSError:  # a full disk; the address was printed
+        return remove
     # In a thread, as some browsers are waited for until they end.
     threading.Thread(target=webbrowser.open, args=[file.as_uri()], daemon=True).start()
     return remove

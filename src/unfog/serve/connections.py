@@ -11,7 +11,6 @@ import errno
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
 from socket import socket
 from types import FrameType
 from typing import Any
@@ -152,7 +151,6 @@ class _Connection(H11Protocol):
             self.transport.abort()
 
 
-@cache
 def _most_connections() -> int:
     """Return the number of connections, at most half of the files that this process may open."""
     with suppress(ImportError):  # Windows has no such limit
