@@ -105,7 +105,7 @@ def read_evaluations(folder: Path) -> list[dict[str, Any]]:
     found = []
     for path in folder.glob("*.json"):
         # People edit such files: damaged ones are left out.
-        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError):
             stored = json.loads(read_file(path, _LARGEST_EVALUATION))
             found.append((path.stat().st_mtime, _evaluation(path, stored)))
     return sorted((one for _, one in sorted(found, key=itemgetter(0))[-_EVALUATIONS:]), key=itemgetter("step"))
