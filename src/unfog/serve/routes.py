@@ -228,4 +228,5 @@ async def _unforeseen(_: Request, error: Exception) -> Response:
 
 async def _failed(_: Request, error: Exception) -> Response:
     reason = (isinstance(error, OSError) and error.strerror) or str(error)
-    return Json({"error": f"a file cannot be read or written: {reason}"}, 500)
+    status = 404 if isinstance(error, FileNotFoundError) else 422  # the server is well; a file or disk is not
+    return Json({"error": f"a file cannot be read or written: {reason}"}, status)
