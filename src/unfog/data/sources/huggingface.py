@@ -19,7 +19,7 @@ from unfog.data.sources.base import ImageError, LazyNames, OpenOptions, Source, 
 from unfog.data.sources.folder import files_digest, list_only, sample_digest
 from unfog.data.sources.image_files import open_bytes, open_image
 from unfog.errors import RequestError, install_command
-from unfog.safe_files import read_file, regular_file
+from unfog.safe_files import LARGEST_TEXT, read_file, regular_file
 from unfog.text import sanitize
 
 _LABEL_COLUMNS = ("label", "labels", "class", "fine_label")
@@ -217,7 +217,7 @@ def _check_inside(folder: Path, place: str) -> None:
         return regular_file(folder.joinpath(*parts), folder)
 
     def stored(*parts: str) -> dict[str, Any]:
-        return dict(json.loads(read_file(inside(*parts))))
+        return dict(json.loads(read_file(inside(*parts), folder, LARGEST_TEXT)))
 
     try:
         for split in stored(_MARKERS[1])["splits"] if (folder / _MARKERS[1]).exists() else ["."]:
