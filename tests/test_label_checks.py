@@ -216,3 +216,16 @@ def test_images_that_are_in_the_cloud_are_named(tmp_path):
     dataset, _ = read(tmp_path / "a")
     assert dataset.report.skipped == (("far.png", "not downloaded from iCloud"),)
     assert dataset.report.ignored == {"hidden": 1}
+
+
+def test_a_pointer_of_git_lfs_is_named(tmp_path):
+    fill(tmp_path / "a", 5)
+    (tmp_path / "a" / "far.png").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    assert "pointer of Git LFS" in read(tmp_path / "a")[0].report.skipped[0].reason
+
+
+def test_columns_of_a_hugging_face_set_that_are_not_used_are_said(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    columns = {"image": [Image.fromarray(image) for image in IMAGES], "breed": ["a", "b"] * 20}
+    datasets.Dataset.from_dict(columns).save_to_disk(tmp_path / "set")
+    assert "breed" in read(tmp_path / "set")[1]

@@ -37,7 +37,8 @@ def merge_spellings(
 ) -> tuple[tuple[str, ...], NDArray[np.int64]]:
     """Return (classes, labels [N]) in which classes that differ only in their form of Unicode are one, in form NFC.
 
-    Without such classes nothing changes, as earlier runs know classes as they are spelled. `warn` is called with a line on classes that became one, and on classes that differ in case or spaces only.
+    Without such classes nothing changes, as earlier runs know classes as they are spelled. `warn` is called with a line
+    on classes that became one, and on classes that differ in case or spaces only.
     """
     composed = [unicodedata.normalize("NFC", name) for name in classes]
     merged = tuple(classes)

@@ -103,7 +103,7 @@ class ArraySource(Source):
             path.parent.mkdir(parents=True, exist_ok=True)
             remove_stale_entries(path.parent)
             make_room(images.nbytes)
-            with replace_file(path, shared=True) as file:
+            with replace_file(path, path.parent, shared=True) as file:
                 np.savez(file, **arrays)
         except OSError as error:
             raise RequestError(

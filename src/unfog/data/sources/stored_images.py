@@ -81,10 +81,10 @@ class StoredImages(ZipSource):
                 hold(path)
                 # The name is a digest of the content: one that is there is the same file.
                 if not path.exists():
-                    move(partial, path)
+                    move(partial, path, folder)
             finally:
                 with suppress(OSError):
-                    remove(partial)
+                    remove(partial, folder)
             make_room()
         except OSError as error:
             raise RequestError(f"{folder} cannot be written ({error.strerror}); set UNFOG_CACHE to another") from None
@@ -129,7 +129,7 @@ def _write(partial: Path, source: ImageItems, labels: Any, report: Report) -> st
     found: list[int | str | None] = []
     digest = hashlib.sha256()
     # Stored without compression, as PNGs are compressed already.
-    with open_file(partial, "xb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+    with open_file(partial, "xb", partial.parent) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         if source.unused:
             report.say(f"  {source.unused}")
         floats, items = FloatRange.find(source.items)

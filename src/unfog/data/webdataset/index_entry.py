@@ -21,7 +21,7 @@ from unfog.data.sources.label_tables import normalize_label
 from unfog.data.sources.storage import BlockReader, FileState, Storage
 from unfog.data.webdataset.tar import DamagedTarError, TarMember, detect_compression
 from unfog.errors import RequestError
-from unfog.safe_files import write_atomic
+from unfog.safe_files import open_file, write_atomic
 from unfog.text import sanitize
 
 # An image: position and size of its file, number of its shard, where its name begins, and index of its label or -1.
@@ -64,13 +64,13 @@ class IndexEntry:
             names=np.frombuffer(self.names, np.uint8),
             info=np.frombuffer(json.dumps(info).encode(), np.uint8),
         )
-        write_atomic(file, buffer.getbuffer(), shared=True)
+        write_atomic(file, buffer.getbuffer(), file.parent, shared=True)
 
     @classmethod
     def load(cls, file: Path, size: int) -> IndexEntry | None:
         """Return the stored entry of a shard of `size` bytes, None if there is none or it is damaged."""
         try:
-            with np.load(file, allow_pickle=False) as arrays:
+            with open_file(file, "rb", file.parent) as stored, np.load(stored, allow_pickle=False) as arrays:
                 rows, names, info = arrays["rows"], arrays["names"].tobytes(), json.loads(arrays["info"].tobytes())
             values = [(str(kind), str(value)) for kind, value in info["values"]]
             checks = (
