@@ -77,7 +77,7 @@ def test_a_folder_that_unfog_wrote_can_be_measured(photos):
 
 
 def test_a_mark_is_in_each_kind_of_file(photos, tmp_path):
-    save_png(tmp_path / "a.png", np.zeros((4, 4, 3), np.uint8), tmp_path, {"Class": "x"})
+    save_png(tmp_path / "a.png", tmp_path, np.zeros((4, 4, 3), np.uint8), {"Class": "x"})
     for path in (tmp_path / "a.png", photos / "denoising.gif", photos / "denoising.webp"):
         assert is_own(path.read_bytes())
     assert not is_own((photos / "a" / "000000.png").read_bytes())
