@@ -284,8 +284,8 @@ def _read_labels(dataset: Any, datasets: Any) -> tuple[tuple[str, ...], NDArray[
     plain = [name for name, feature in dataset.features.items() if getattr(feature, "dtype", "") in _LABEL_TYPES]
     if plain and not left_out:
         left_out.append(
-            f"columns that are not used: {', '.join(map(sanitize, plain[:5]))}; classes are in a ClassLabel column or in "
-            f"one called {' or '.join(_LABEL_COLUMNS[:2])}"
+            f"columns that are not used: {', '.join(map(sanitize, plain[:5]))}; classes are in a ClassLabel column, "
+            f"or in one called {' or '.join(_LABEL_COLUMNS[:2])}"
         )
     return (), None, "; ".join(left_out)
 
