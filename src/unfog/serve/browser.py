@@ -5,7 +5,6 @@ The browser gets the name of a private file, which leads to an address that work
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 import threading
@@ -15,6 +14,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from unfog.safe_files import write_atomic
 from unfog.serve.address import Address
 
 
@@ -40,8 +40,8 @@ def open_page(address: Address, runs: Path) -> Callable[[], None]:
 
 def _write(file: Path, address: str) -> None:
     refresh = f'<meta http-equiv="refresh" content="0; url={address}">'
-    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
-        opened.write(f'<!doctype html><meta charset="utf-8">{refresh}<title>Unfog</title>\n')
+    text = f'<!doctype html><meta charset="utf-8">{refresh}<title>Unfog</title>\n'
+    write_atomic(file, text.encode(), file.parent, private=True)
 
 
 def _private_folder(runs: Path) -> Path | None:
