@@ -28,7 +28,7 @@ _NONCE = re.compile(r"[0-9a-f]{32}")
 
 
 class Address:
-    """Where a server answers.
+    """Port and secret of a server.
 
     Args:
         host: address that it listens on.

@@ -21,7 +21,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from unfog.reporting.progress import warn
 from unfog.serve.address import BACKLOG
-from unfog.serve.guard import KNOWN, App
+from unfog.serve.guard import KNOWN, App, Scope
 
 _MOST_CONNECTIONS = 256
 _HEAD_BYTES = 2**14
@@ -98,7 +98,8 @@ class _Connection(H11Protocol):
     @property
     def known(self) -> bool:
         """True once a request of this connection had the secret."""
-        self._known = self._known or KNOWN in (self.scope or {})
+        scope: Scope | None = getattr(self, "scope", None)  # None before the first request, against its type
+        self._known = self._known or (scope is not None and KNOWN in scope)
         return self._known
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
