@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
@@ -19,6 +20,7 @@ from unfog.text import sanitize, valid_text
 
 DATA_FILE = "data.json"
 _MAX_LISTED = 100_000  # files in data.json; of more, only those skipped, or converted in an unusual way
+_MAX_SINGLE = 3  # images with the same reason that are warned of one by one
 _SHARD = "shard"  # marks a shard among the failures that ranks send each other
 
 _encode = json.JSONEncoder(ensure_ascii=False).encode
@@ -99,9 +101,7 @@ class FailureReporter:
         sets = (self._dataset.train, self._dataset.held_out)
         # Only images that are decoded while training can fail now.
         images = [one for part in sets for one in getattr(part.pixels, "skipped", [])]
-        for one in self._new(images + [SkippedFile(*one) for one in elsewhere if _SHARD not in one[2:]]):
-            recorder.warn(step, f"{sanitize(one.name)} cannot be used: {one.reason}; the next image replaces it")
-            recorder.event("quarantined", step, image=one.name, reason=one.reason)
+        self._report_images(recorder, step, images + [SkippedFile(*one) for one in elsewhere if _SHARD not in one[2:]])
         if self._shards is None:
             return
         if trouble := self._shards.cache_error:
@@ -116,6 +116,22 @@ class FailureReporter:
         if lost:
             with suppress(OSError):  # data.json is not needed for training
                 write_atomic(self._folder.path / DATA_FILE, data_json(self._dataset))
+
+    def _report_images(self, recorder: Recorder, step: int, images: list[SkippedFile]) -> None:
+        """Warn of each new image, or of all with the same reason in one line where they are many."""
+        new = defaultdict[str, list[str]](list)
+        for one in self._new(images):
+            new[one.reason].append(one.name)
+            recorder.event("quarantined", step, image=one.name, reason=one.reason)
+        for reason, names in new.items():
+            if len(names) > _MAX_SINGLE:
+                named = ", ".join(map(sanitize, names[:_MAX_SINGLE]))
+                recorder.warn(
+                    step, f"{len(names):,} images cannot be used: {reason}, such as {named}; others replace them"
+                )
+                continue
+            for name in names:
+                recorder.warn(step, f"{sanitize(name)} cannot be used: {reason}; the next image replaces it")
 
     def _new(self, some: list[SkippedFile]) -> list[SkippedFile]:
         """Return those not reported yet, and mark them as reported."""

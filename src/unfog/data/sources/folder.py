@@ -14,6 +14,7 @@ from pathlib import Path
 from PIL import Image
 
 from unfog.data.data_report import SkippedFile
+from unfog.data.outages import FolderIdentity, KnownFolders, folder_identity
 from unfog.data.sources.base import LabelTable, OpenOptions, Source, SourceLocation
 from unfog.data.sources.image_files import SUFFIXES, open_image, os_error_reason
 from unfog.errors import RequestError
@@ -32,7 +33,7 @@ class FolderSource(Source):
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name
         self.resolved = str(folder.resolve())
-        self.names, self.ignored, self.unreadable = _list_images(folder)
+        self.names, self.ignored, self.unreadable, self._known = _list_images(folder)
         if not self.names:
             raise self._no_images_error()
 
@@ -46,6 +47,9 @@ class FolderSource(Source):
 
     def open(self, i: int) -> Image.Image:
         return open_image(self.folder / self.names[i])
+
+    def folder_problem(self, i: int) -> str:
+        return self._known.problem(os.path.join(self.folder, self.names[i]))
 
     def stamp(self) -> tuple[str, int]:
         return files_digest(self.folder, self.names)
@@ -69,15 +73,16 @@ def ignored_kind(name: str) -> str | None:
     return None if suffix in SUFFIXES else suffix or "without suffix"
 
 
-def _list_images(folder: Path) -> tuple[list[str], Counter[str], list[SkippedFile]]:
-    """Return (paths of the images below a folder; other files by suffix or "hidden"; folders that cannot be read).
+def _list_images(folder: Path) -> tuple[list[str], Counter[str], list[SkippedFile], KnownFolders]:
+    """Return (paths of the images below a folder; other files by suffix or "hidden"; what cannot be read; folders).
 
     Links are followed; each folder is listed once, by its own name rather than a link's.
     """
     names, ignored, unreadable = list[str](), Counter[str](), list[SkippedFile]()
     # Heaps, so that of several links to a folder the first by name counts, whatever order the file system lists them
     # in. Links wait until all folders are done. No recursion, as folders may be thousands deep.
-    pending, links, entered = [""], list[str](), set[tuple[int, int]]()
+    pending, links, entered = [""], list[str](), set[FolderIdentity]()
+    identities: dict[str, FolderIdentity] = {}
     while pending or links:
         below = heappop(pending or links)
         try:
@@ -88,10 +93,11 @@ def _list_images(folder: Path) -> tuple[list[str], Counter[str], list[SkippedFil
                 raise RequestError(f"{folder} cannot be read: {error.strerror}; check its permissions") from error
             unreadable.append(SkippedFile(below, f"a folder {os_error_reason(error)}"))
             continue
-        here = (status.st_dev, status.st_ino)
-        if here in entered and status.st_ino:  # 0 on file systems that have no inodes
+        here = folder_identity(status)
+        if here in entered and any(here):
             continue
         entered.add(here)
+        identities[os.path.join(folder, below.removesuffix("/"))] = here
         if below and {"config.toml", "checkpoints"} <= {entry.name for entry in entries}:
             ignored["a run's folder"] += 1  # its previews are no data; a run may lie inside one's images
             continue
@@ -104,7 +110,7 @@ def _list_images(folder: Path) -> tuple[list[str], Counter[str], list[SkippedFil
                 names.append(below + entry.name)  # also a broken link or a pipe, which opening reports
             else:
                 ignored[suffix or "without suffix"] += 1
-    return sorted(names), ignored, sorted(unreadable)
+    return sorted(names), ignored, sorted(unreadable), KnownFolders(str(folder), identities)
 
 
 def list_only(folder: str, suffix: str) -> list[str]:
