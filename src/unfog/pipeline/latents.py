@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from unfog.config.schema import Config, ImageFacts
@@ -84,9 +84,7 @@ def save_autoencoder(folder: Path, network: AutoencoderModel) -> AutoencoderFold
     partial_folder = _empty_beside(folder)
     write_atomic(partial_folder / CONFIG, f"{json.dumps(config, indent=2)}\n".encode())
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}
-    save_file(weights, new_file(partial_folder / WEIGHTS[OURS]))
-    # safetensors writes files that only their owner may read.
-    (partial_folder / WEIGHTS[OURS]).chmod((partial_folder / CONFIG).stat().st_mode)
+    write_atomic(partial_folder / WEIGHTS[OURS], save(weights))
     _move_into_place(partial_folder, folder)
     return AutoencoderFolder.open(str(folder))
 

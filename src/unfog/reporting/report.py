@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,7 @@ from unfog.reporting.records import (
     read_events,
     read_metrics,
 )
-from unfog.safe_files import write_atomic
+from unfog.safe_files import list_folder, write_atomic
 
 _FILMSTRIP = 12  # sample grids over time, at most
 _THUMBNAIL, _LARGE = 400, 1600  # pixels across, at most, that an image is embedded with
@@ -48,7 +49,7 @@ def write_report(run_dir: Path, unended: tuple[str, str] | None = None) -> Path:
     RequestError when `run_dir` is no run folder. What is missing in the folder is missing in the report.
     """
     record = [run_dir / name for name in ("config.toml", "metrics.jsonl", "events.jsonl")]
-    changed = [path.stat().st_mtime for path in record if path.exists()]
+    changed = [path.stat().st_mtime for path in record if os.path.exists(path)]
     if not changed:
         raise RequestError(f"{run_dir} is not a run: it has no config.toml, metrics.jsonl or events.jsonl")
     events = read_events(run_dir / "events.jsonl")
@@ -131,9 +132,9 @@ def _state(events: Sequence[Row]) -> tuple[str, str] | None:
 def _checkpoints(folder: Path) -> tuple[list[int], int]:
     """Return the steps of whole checkpoints, and the bytes of the newest."""
     # The manifest is written last: without it, a checkpoint is not whole.
-    whole = [(step, path) for step, path in _numbered(folder, "*") if (path / "manifest.json").exists()]
+    whole = [(step, path) for step, path in _numbered(folder, "*") if os.path.exists(path / "manifest.json")]
     size = 0
-    for file in whole[-1][1].glob("*") if whole else ():
+    for file in list_folder(whole[-1][1]) if whole else ():
         with suppress(OSError):  # a running process may delete files meanwhile
             size += file.lstat().st_size
     return [step for step, _ in whole], size
@@ -141,7 +142,8 @@ def _checkpoints(folder: Path) -> tuple[list[int], int]:
 
 def _numbered(folder: Path, pattern: str) -> list[tuple[int, Path]]:
     """Return the files or folders whose names are steps, in order of steps."""
-    return sorted((int(path.stem), path) for path in folder.glob(pattern) if path.stem.isdecimal())
+    found = (path for path in list_folder(folder) if path.match(pattern))
+    return sorted((int(path.stem), path) for path in found if path.stem.isdecimal())
 
 
 def _evenly(items: Sequence[tuple[int, Path]], most: int) -> list[tuple[int, Path]]:

@@ -113,7 +113,7 @@ def _ema(run: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _evaluations(run: Path) -> list[dict[str, Any]]:
     """Return the latest results of `unfog evaluate`, by step. Their pictures are in the report."""
-    found = [] if (run / "evaluations").is_symlink() else read_evaluations(run / "evaluations")
+    found = [] if os.path.islink(run / "evaluations") else read_evaluations(run / "evaluations")
     return [{**one, "copies": [{**copy, "picture": None} for copy in one["copies"]]} for one in found]
 
 
@@ -145,6 +145,6 @@ def _finding(one: Mapping[str, Any], run: Path) -> dict[str, Any]:
 
 def _names(folder: Path) -> list[str]:
     try:
-        return [] if folder.is_symlink() else os.listdir(folder)
+        return [] if os.path.islink(folder) else os.listdir(folder)
     except OSError:
         return []

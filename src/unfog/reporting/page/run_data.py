@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -17,7 +18,7 @@ from typing import Any
 
 from unfog.reporting.progress import format_bytes
 from unfog.reporting.records import LARGEST, Row, finite_number, flatten
-from unfog.safe_files import read_file
+from unfog.safe_files import list_folder, read_file
 from unfog.text import without_secrets
 
 _TROUBLES = (
@@ -35,7 +36,7 @@ _Event = Mapping[str, Any]
 
 def read_settings(path: Path) -> dict[str, str]:
     """Return config.toml as dotted name -> text, without secrets; a file that is no TOML gives the reason why."""
-    if not path.exists():
+    if not os.path.exists(path):
         return {}
     try:
         values = flatten(tomllib.loads(read_file(path).decode("utf-8-sig")))
@@ -103,7 +104,7 @@ def read_data_report(folder: Path, events: Sequence[Row]) -> dict[str, Any]:
 def read_evaluations(folder: Path) -> list[dict[str, Any]]:
     """Return the latest results of `unfog evaluate`, by step. A copy's `picture` is a file in `folder`, or None."""
     found = []
-    for path in folder.glob("*.json"):
+    for path in (path for path in list_folder(folder) if path.suffix == ".json"):
         # People edit such files: damaged ones are left out.
         with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             stored = json.loads(read_file(path, _LARGEST_EVALUATION))
