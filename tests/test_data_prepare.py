@@ -275,7 +275,7 @@ def test_a_source_that_goes_away_while_it_is_read_is_no_smaller_set(
             source.rename(tmp_path / "away")
 
     asked = Data(size=16, cache=where)
-    with pytest.raises(RunError, match="changed while they were read|cannot be reached"):
+    with pytest.raises(RunError, match=r"changed while they were read|cannot be reached"):
         prepare(open_source(source), asked, change)
     if kind == "folder":
         (tmp_path / "away").rename(source)  # as it was, to the time of change

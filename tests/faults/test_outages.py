@@ -58,11 +58,11 @@ def mount() -> Iterator[Callable[..., Mount]]:
         one.remove()
 
 
-def fill(folder: Path, count: int = 40, seed: int = 0) -> Path:
+def fill(folder: Path, count: int = 40, seed: int = 0, side: int = 16) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     for i in range(count):
-        Image.fromarray(rng.integers(0, 256, (16, 16, 3), np.uint8)).save(folder / f"{i:03}.png")
+        Image.fromarray(rng.integers(0, 256, (side, side, 3), np.uint8)).save(folder / f"{i:03}.png")
     return folder
 
 
@@ -132,7 +132,7 @@ def test_images_out_of_reach_are_waited_for(place: Path, mount, kind: str) -> No
 def test_an_archive_out_of_reach_is_waited_for(place: Path, mount, form: str) -> None:
     """The descriptor of the dead mount is of no use once the mount is back."""
     (place / "real").mkdir()
-    shutil.make_archive(str(place / "real/set"), form, fill(place / "set"))
+    shutil.make_archive(str(place / "real/set"), form, fill(place / "set", side=256))
     fuse = mount(place / "real", place / "at", fuse=True)
     assert_survived(*opened(place / f"at/set.{form}"), fuse.away())
 
@@ -150,8 +150,8 @@ def test_a_file_or_a_folder_of_a_class_that_is_removed_is_gone(place: Path) -> N
     (place / "a/003.png").unlink()
     assert images.take(ALL[3:5]).rows.tolist() == [4, 4]
     shutil.rmtree(place / "b")
-    images.take(ALL[-2:])
-    assert {one.name for one in images.pixels.skipped} == {"a/003.png", *(f"b/{i:03}.png" for i in range(20))}
+    assert images.take(ALL[-2:]).rows.tolist() == [0, 0]
+    assert {one.name for one in images.pixels.skipped} == {"a/003.png", "b/018.png", "b/019.png"}
     assert told == [], "nothing was waited for"
     images.pixels.close()
 
@@ -221,7 +221,7 @@ def test_a_run_waits_for_its_folder(place: Path, mount, faults, kind: str) -> No
         assert job.until(lambda: steps_saved(run) and step_reached(run) > 8)
         with one.away():
             assert job.until(lambda: "cannot be reached" in job.said)
-            assert find_runs(place) == [], "listing what is there does not fail"
+            assert run not in find_runs(place), "listing what is there does not fail"
             RunStatus.read(run)
         said = job.ends()
     assert said.count("its disk or mount is gone") == 1, "said once"

@@ -15,11 +15,12 @@ from unfog.data.lazy import remote_shards_of
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.progress import plural
 from unfog.reporting.recorder import Recorder
-from unfog.safe_files import write_atomic
+from unfog.safe_files import read_file, write_atomic
 from unfog.text import sanitize, valid_text
 
 DATA_FILE = "data.json"
 _MAX_LISTED = 100_000  # files in data.json; of more, only those skipped, or converted in an unusual way
+_LARGEST_REPORT = 2**26  # bytes of a data.json that is read
 _MAX_SINGLE = 3  # images with the same reason that are warned of one by one
 _SHARD = "shard"  # marks a shard among the failures that ranks send each other
 
@@ -71,6 +72,23 @@ def _rows(dataset: Dataset, everything: bool) -> Iterator[dict[str, object]]:
     for one in report.skipped:
         name, reason = map(valid_text, one)
         yield {"name": name, "status": "quarantined", "converted": [], "reason": reason}
+
+
+def describe_changes(folder: RunFolder, dataset: Dataset) -> str:
+    """Return how the files of a data set differ from those in the data.json of a run; "" if that does not say."""
+    try:
+        stored = json.loads(read_file(folder.path / DATA_FILE, _LARGEST_REPORT))
+        if stored["unlisted"]:
+            return ""
+        before = [str(file["name"]) for file in stored["files"]]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return ""
+    now = [valid_text(name) for part in (dataset.train, dataset.held_out) for name in part.names]
+    now += [valid_text(one.name) for one in dataset.report.skipped]
+    gone, new = sorted({*before} - {*now}), sorted({*now} - {*before})
+    parts = [f"{len(gone):,} of {len(before):,} are gone, such as {sanitize(gone[0])}"] if gone else []
+    parts += [f"{len(new):,} are new, such as {sanitize(new[0])}"] if new else []
+    return "; ".join(parts) or f"the {len(before):,} names are the same, so content, labels or order differ"
 
 
 class FailureReporter:

@@ -27,11 +27,18 @@ class RunPlace:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._descriptor = -1
+        self._descriptor, self._was_away = -1, False
         self._note()
 
     def look(self) -> _State:
         """Return "here", "moved" (moved, removed or replaced), or "away" while its disk cannot be reached."""
+        state = self._look()
+        if state == "here" and self._was_away:
+            self._note()  # the descriptor is of the mount that is gone
+        self._was_away = state == "away"
+        return state
+
+    def _look(self) -> _State:
         now = folder_identity(self.path)
         if now is not None and now == self._identity:
             return "here"
@@ -44,10 +51,9 @@ class RunPlace:
         links = self._links()
         if links == 0:  # removed, and another folder took its place
             return "moved"
-        if (links is None or self._identity is None or now[0] != self._identity[0]) and self._is_ours():
-            self._note()  # the disk is back, and numbers its files anew
-            return "here"
-        return "away"
+        # The disk may be back, and number its files anew.
+        renumbered = links is None or self._identity is None or now[0] != self._identity[0]
+        return "here" if renumbered and self._is_ours() else "away"
 
     def moved_to(self) -> Path | None:
         """Return the new path of the folder if it was moved, as far as the system knows it."""
