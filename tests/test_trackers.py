@@ -176,3 +176,16 @@ def test_a_tracker_of_ones_own_gets_arguments_and_may_fail(tmp_path, monkeypatch
     (event,) = read_events(tmp_path / "run" / "events.jsonl")
     assert (event["kind"], event["sink"], event["reason"]) == ("sink_failed", "of mine", "RuntimeError: no")
     assert capsys.readouterr().err.count("warning:") == 1
+
+
+def test_a_logger_whose_file_takes_no_line_prints_no_traceback(capfd):
+    logger = logging.getLogger("test of a full disk")
+    _silence_handlers(logger)
+    with open("/dev/full", "w") as full:
+        handler = logging.StreamHandler(full)
+        logger.addHandler(handler)
+        logger.error("a line")
+        logger.removeHandler(handler)
+        with suppress(OSError):
+            full.close()
+    assert capfd.readouterr().err == ""
