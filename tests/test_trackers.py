@@ -2,11 +2,13 @@
 
 import importlib.util
 import json
+import logging
 import re
 import sqlite3
 import subprocess
 import sys
 import zipfile
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from unfog.errors import RequestError, install_command
 from unfog.reporting.log_settings import Log
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.records import read_events
+from unfog.reporting.trackers import _silence_handlers
 
 PICTURE = np.arange(8 * 6 * 3, dtype=np.uint8).reshape(8, 6, 3)
 CONFIG = {"lr": 0.1, "training": {"batch": 4, "budget": ""}, "data": {"crops": (1, 2)}}

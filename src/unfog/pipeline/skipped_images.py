@@ -77,7 +77,7 @@ def _rows(dataset: Dataset, everything: bool) -> Iterator[dict[str, object]]:
 def describe_changes(folder: RunFolder, dataset: Dataset) -> str:
     """Return how the files of a data set differ from those in the data.json of a run; "" if that does not say."""
     try:
-        stored = json.loads(read_file(folder.path / DATA_FILE, _LARGEST_REPORT))
+        stored = json.loads(read_file(folder.path / DATA_FILE, folder.path, _LARGEST_REPORT))
         if stored["unlisted"]:
             return ""
         before = [str(file["name"]) for file in stored["files"]]
@@ -133,7 +133,7 @@ class FailureReporter:
             recorder.event("quarantined", step, shard=one.name, reason=one.reason, images=count)
         if lost:
             with suppress(OSError):  # data.json is not needed for training
-                write_atomic(self._folder.path / DATA_FILE, data_json(self._dataset))
+                write_atomic(self._folder.path / DATA_FILE, data_json(self._dataset), self._folder.path)
 
     def _report_images(self, recorder: Recorder, step: int, images: list[SkippedFile]) -> None:
         """Warn of each new image, or of all with the same reason in one line where they are many."""

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from unfog.safe_files import read_file
+from unfog.safe_files import LARGEST_TEXT, read_file
 
 HEARTBEAT_FILE = "heartbeat.json"
 PATIENCE = 600.0  # seconds that a run folder out of reach is waited for
@@ -98,7 +98,7 @@ class RunPlace:
     def _is_ours(self) -> bool:
         """Return True if the folder at the path has the heartbeat of this process."""
         with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
-            beat = json.loads(read_file(self.path / HEARTBEAT_FILE))
+            beat = json.loads(read_file(self.path / HEARTBEAT_FILE, self.path, LARGEST_TEXT))
             return (beat["pid"], beat["host"]) == (os.getpid(), socket.gethostname())
         return False
 
