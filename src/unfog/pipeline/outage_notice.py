@@ -13,7 +13,7 @@ from unfog.training.distributed.watchdog import AWAITING_IMAGES
 
 
 class _Activity(Protocol):
-    """What monitoring shows of a run."""
+    """Holder of the activity that monitoring shows."""
 
     activity: str
 

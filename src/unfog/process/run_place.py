@@ -1,4 +1,4 @@
-"""Where a run folder is: at its path, moved or removed, or out of reach together with its disk."""
+"""State of a run folder: at its path, moved or removed, or out of reach together with its disk."""
 
 from __future__ import annotations
 
