@@ -142,10 +142,7 @@ def _run(words: list[str]) -> int:
     # Imported only now, so that the above answers at once.
     from unfog.config.aliases import COMMANDS, with_old_defaults
     from unfog.config.values import quote, suggest
-    from unfog.custom import give_consent
 
-    # Before any file of settings is read, as what a person has typed is consent to it.
-    give_consent(" ".join(words))
     command, rest = COMMANDS.get(words[0], words[0]), words[1:]
     # Worker ranks get their settings from rank 0, which may know an earlier attempt that the words do not name.
     if command in _TRAINING and os.environ.get("RANK", "0") != "0":
