@@ -7,7 +7,6 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from unfog.custom import consent
 from unfog.errors import RequestError
 
 if TYPE_CHECKING:
@@ -98,6 +97,8 @@ def adopt_network(config: Config, network: object) -> None:
 def stored_source(source: Any, labels: Any = None) -> str:
     """Return SOURCE as text; images that are given as objects are written to the cache, with their labels."""
     if isinstance(source, str | PathLike):
+        from unfog.custom import consent
+
         consent.give_to_source(source)
         return path_of(source, "source")
     from unfog.data.sources.stored_images import Report, StoredImages

@@ -11,6 +11,7 @@ from importlib import import_module
 from unfog import __version__
 from unfog.errors import Interrupted, RequestError, UnfogError
 from unfog.process import command_clock
+from unfog.process.child import reveal_secrets
 
 _HELP = """\
 Unfog trains image diffusion models on your own images.
@@ -73,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     debug = "--debug" in words  # of every command, and so of no request
     words = [word for word in words if word != "--debug"]
     try:
-        sys.exit(_run(words))
+        sys.exit(_run(reveal_secrets(words)))
     except UnfogError as error:
         if debug:
             raise

@@ -107,16 +107,18 @@ def import_object(path: str, noun: str) -> Any:
 
     RequestError if nobody has consented to code that a file names, or the path names nothing that can be imported.
     """
-    if "." not in path and ":" not in path:
-        example = "torch.optim.RMSprop" if noun.endswith("optimiser") else "mymodule.Name"
-        raise RequestError(f"path = {path!r} must name a module and {noun} in it, as in custom:path={example}")
-    code, (_, name) = consent.check(path, noun), consent.split_path(path)
+    example = PREFIX + ("torch.optim.RMSprop" if noun.endswith("optimiser") else "mymodule.Name")
+    if noun == "the source":
+        example = f"{consent.SOURCE}MODULE:CLASS"
+    if (names := consent.split_path(path)) is None:
+        raise RequestError(f"path = {path!r} must name a module and {noun} in it, as in {example}")
+    code, name = consent.check(path, noun), names[1]
     if not consent.was_imported(path) and os.environ.get("RANK", "0") == "0":
         sys.stderr.write(f"  {noun.split()[-1]}: imports and runs {path}, as these settings ask for\n")
     try:
         found = getattr(code.load(), name)
     except Exception as error:  # anything may go wrong in other people's modules
-        raise RequestError(f"path = {path!r} cannot be imported: {error}") from error
+        raise RequestError(f"path = {path!r} cannot be imported: {error}; give one like {example}") from error
     # Only now: a failed import is announced again when it is tried again.
     consent.note_import(path)
     return found

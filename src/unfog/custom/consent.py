@@ -53,7 +53,7 @@ def give(path: str) -> None:
 
     Call it only with the value of a flag or keyword that names code. Without effect for words of the page.
     """
-    if path and STARTED_BY not in os.environ and not _words_of_others.get():
+    if split_path(path) and STARTED_BY not in os.environ and not _words_of_others.get():
         _given.add(path)
 
 
@@ -105,12 +105,10 @@ def given_paths() -> list[str]:
     return sorted(_given | _imported)
 
 
-def split_path(path: str) -> tuple[str, str]:
-    """Return module and name of MODULE.NAME or MODULE:CLASS. RequestError if these are no names of Python."""
+def split_path(path: str) -> tuple[str, str] | None:
+    """Return module and name of MODULE.NAME or MODULE:CLASS; None if these are no names of Python."""
     module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
-    if not all(part.isidentifier() for part in (*module.split("."), name)):
-        raise RequestError(f"path = {sanitize(path)!r} must name a module and what is in it, such as mymodule.Name")
-    return module, name
+    return (module, name) if all(part.isidentifier() for part in (*module.split("."), name)) else None
 
 
 def check(path: str, noun: str) -> ModuleCode:
@@ -118,7 +116,7 @@ def check(path: str, noun: str) -> ModuleCode:
 
     Consent that a person gave is stored with the file of the module, so that a later command on the same run has it.
     """
-    code = ModuleCode.find(split_path(path)[0])
+    code = ModuleCode.find((split_path(path) or ("", ""))[0])
     line, stored = f"{path}\t{code.file}\t{code.digest}", _stored()
     given = path in os.environ.get(TRUST, "").split(",") or path in _given
     known = bool(code.digest) and line in stored.split("\n")
