@@ -46,9 +46,7 @@ def reveal_secrets(words: Sequence[str]) -> list[str]:
     found = [_HIDDEN.fullmatch(word) for word in words]
     names = {match[1] for match in found if match}
     if missing := names - os.environ.keys():
-        raise RequestError(
-            f"@{min(missing)} stands for an environment variable of that name, which is not set; set it"
-        )
+        raise RequestError(f"@{min(missing)} stands for an environment variable of that name, which is not set; set it")
     revealed = [os.environ[match[1]] if match else word for word, match in zip(words, found)]
     for name in names:
         del os.environ[name]  # children of this process need no credentials
