@@ -204,7 +204,7 @@ def peak_memory() -> float:
 def test_an_evaluation_holds_no_credentials_and_is_for_its_owner(tmp_path: Path) -> None:
     path = tmp_path / "run/evaluations/one.json"
     path.parent.parent.mkdir()
-    Evaluation(4, {"reference": "https://me:secret@host/set.zip?signature=abc"}, ()).write(path)
+    Evaluation(4, {"reference": "https://me:secret@host/set.zip?signature=abc"}, ()).write(path, b"key")
     assert "https://host/set.zip" in path.read_text()
     assert not re.search("secret|abc", path.read_text())
     assert path.stat().st_mode & 0o777 == 0o600
