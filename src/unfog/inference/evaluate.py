@@ -64,10 +64,7 @@ def evaluate(run: LoadedRun, request: EvaluationRequest) -> Evaluation:
             say(f"measured before: {path}")
             return stored
         if exists:
-            say(
-                f"{path} has no valid seal of this machine: it was measured elsewhere, by an earlier version, or changed; "
-                "measuring again"
-            )
+            say(f"measured again, as {path} is from elsewhere, from an earlier version, or was changed")
         samples = _generate_samples(run, setup, world, stop, key)
         evaluation = compute_metrics(run, setup, samples, world, path.with_suffix(""))
         if world.is_main:

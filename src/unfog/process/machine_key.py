@@ -1,4 +1,4 @@
-"""Key of a person on a machine, and seals by it: they show that a file in a run was written here, and not changed since.
+"""Key of a person on a machine, and seals by it, which show that a file of a run was written here and not changed.
 
 A run may come from a stranger, with results and pictures that Unfog would otherwise take for its own work.
 """
