@@ -456,3 +456,17 @@ def test_a_registered_weighting_has_settings():
     assert from_toml(to_toml(config), Config()) == config
     assert parse_spec(registry_of(Weighting), "rooted") == Rooted()
     assert config.diffusion.weight(torch.zeros(2)).shape == (2,)
+
+
+@pytest.mark.slow
+def test_ranks_import_what_a_flag_of_rank_0_names_and_a_resume_has_the_stored_consent(images, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "own"))
+    (tmp_path / "ranked.py").write_text(MODULE)
+    torchrun = [sys.executable, *map(str, TORCHRUN[1:]), "2", "-m", "unfog"]
+    flags = ["--network", "custom:path=ranked.Net", "--size", "8", "--batch", "4", "--lr", "1e-3", "--device", "cpu"]
+    for words in (["train", "photos", "--out", "run", "--steps", "2", *flags], ["resume", "run", "--steps", "3"]):
+        done = subprocess.run(
+            [*torchrun, *words], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+        )
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run/checkpoints/00000003").is_dir()
