@@ -164,7 +164,7 @@ def _file() -> Path:
 
 def _stored() -> str:
     with suppress(OSError, RuntimeError, ValueError):
-        return read_file(_file(), _LARGEST, follow=True).decode()
+        return read_file(_file(), _file().parent, _LARGEST, follow=True).decode()
     return ""
 
 
@@ -173,5 +173,5 @@ def _store(line: str, stored: str) -> None:
         _file().parent.mkdir(parents=True, exist_ok=True)
         # Appended in one write, as another process may store a consent at this moment. The file may be a link to
         # where a person keeps all settings, and an editor may have left its last line without an end.
-        with open_file(_file(), "ab", follow=True, buffering=0) as file:
+        with open_file(_file(), "ab", _file().parent, follow=True, buffering=0) as file:
             file.write(b"\n" * (stored[-1:] not in ("", "\n")) + f"{line}\n".encode())

@@ -134,7 +134,7 @@ def _read(file: str) -> bytes | None:
     if not file:
         return None
     with suppress(OSError, ValueError):
-        return read_file(Path(file), _LARGEST, follow=True)
+        return read_file(Path(file), Path(file).parent, _LARGEST, follow=True)
     return None
 
 

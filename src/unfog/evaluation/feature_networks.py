@@ -156,7 +156,7 @@ def parse_network_file(text: str) -> _NetworkInput:
 def _read(path: Path, limit: int) -> bytes:
     """Return the content of a regular file; RequestError for a pipe, which might never end, and above the limit."""
     try:
-        return read_file(path, limit, path.parent, follow=True)
+        return read_file(path, path.parent, limit, follow=True)
     except OSError as error:
         raise RequestError(f"features = {path} cannot be read ({error.strerror}); give another --features") from error
     except ValueError:

@@ -26,14 +26,13 @@ from unfog.process.machine_key import seal_of
 from unfog.reporting.image_grids import Pixels
 from unfog.reporting.notebook import preformatted
 from unfog.reporting.progress import align_columns
-from unfog.safe_files import make_folder, read_file, write_atomic
+from unfog.safe_files import LARGEST_TEXT, make_folder, read_file, write_atomic
 from unfog.text import without_secrets
 from unfog.training.distributed.world import World
 
 FORMAT = 1
 # Version of the computation of metrics; results of another version are computed again.
 ARITHMETIC = 3
-_LARGEST_RESULT = 2**26  # bytes
 _HEADER_BYTES = 2**16  # of a file of samples, besides these
 
 _TABLE_HEAD = ("metric", "value", "95% interval", "real images", "n", "reference", "features", "resize")
@@ -121,7 +120,7 @@ class Evaluation:
         With a `key`, also if the file was written with another one, or changed since.
         """
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            stored = json.loads(read_file(path, _LARGEST_RESULT, path.parent.parent))
+            stored = json.loads(read_file(path, path.parent.parent, LARGEST_TEXT))
             seal = str(stored.pop("seal", ""))
             if key is not None and not hmac.compare_digest(seal.encode(), _seal(key, path, stored).encode()):
                 return None
@@ -228,7 +227,7 @@ class GeneratedSamples:
     def _sealed(self, start: int) -> NDArray[np.uint8] | None:
         """Return the samples of a file; None if it is missing, or not as this key has sealed it."""
         with suppress(OSError, ValueError, SafetensorError, KeyError):
-            stored = load(read_file(self._file(start), self._largest, self._root))
+            stored = load(read_file(self._file(start), self._root, self._largest))
             samples: NDArray[np.uint8] = stored["pictures"]
             known = samples.dtype == np.uint8 and samples.ndim == 4
             if known and hmac.compare_digest(stored["seal"].tobytes(), self._seal(start, samples)):

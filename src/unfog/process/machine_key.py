@@ -28,7 +28,7 @@ def machine_key() -> bytes:
         if not os.path.lexists(file):
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(file, secrets.token_hex(_DIGITS // 2).encode(), file.parent, private=True)
-        key = read_file(file, _DIGITS, file.parent)
+        key = read_file(file, file.parent, _DIGITS)
         if len(key) == _DIGITS and not os.lstat(file).st_mode & 0o077:
             return key
     return secrets.token_hex(_DIGITS // 2).encode()
