@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from unfog.config.folder_requests import ServeRequest
 from unfog.config.values import quote
-from unfog.custom import names_code
+from unfog.custom import consent
 from unfog.errors import RequestError
 from unfog.reporting.progress import print_result, say
 from unfog.serve.address import LOOPBACK, Address, folder_key, listen
@@ -60,7 +60,10 @@ def _check_sources(sources: Sequence[str]) -> None:
         from unfog.config.validate import check_source  # imports the readers of all sources
 
         for source in sources:
-            if not names_code(source):  # which is run, and checked, only where it is used
+            if path := consent.source_path(source):  # code, which is run only where it is used
+                consent.give_to_source(source)
+                consent.check(path, "the source")  # stores the consent, for the commands of the page
+            else:
                 check_source(source)
 
 
