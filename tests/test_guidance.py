@@ -362,22 +362,29 @@ def test_levels_are_moved_to_where_the_error_is_least():
     tried = []
 
     def error(logsnr: Tensor) -> float:
-        assert _levels_are_valid(logsnr, -8.76)
+        assert _levels_are_valid(logsnr, LogNormal())
         tried.append(logsnr)
         return float((logsnr - wanted).square().sum())
 
     start = torch.linspace(-8.7, 10.0, 8, dtype=torch.float64)
-    found = _search_levels(start, error, -8.76, 400)
+    found = _search_levels(start, error, LogNormal(), 400)
     assert (found - wanted).abs().max() < 0.15
     assert len(tried) <= 400
-    short = _search_levels(start, error, -8.76, 30)
+    short = _search_levels(start, error, LogNormal(), 30)
     assert error(found) < error(short) < error(start)
+
+
+def test_levels_are_not_moved_below_what_the_network_was_trained_at():
+    start, schedule = torch.linspace(-8, 8, 5, dtype=torch.float64), Cosine()
+    found = _search_levels(start, lambda logsnr: float((logsnr[-1] - 12).square()), schedule, 100)
+    assert 9 < found[-1] <= schedule.limits()[1] < 12
 
 
 def test_pure_noise_stays_where_levels_are_moved():
     start = noise_levels(Cosine(zero_terminal=True), 5, "schedule")[:-1]
     wanted = torch.tensor([-math.inf, -4.0, -1.0, 1.0, 6.0], dtype=torch.float64)
-    found = _search_levels(start, lambda logsnr: float((logsnr - wanted)[1:].square().sum()), -math.inf, 300)
+    schedule = Cosine(zero_terminal=True)
+    found = _search_levels(start, lambda logsnr: float((logsnr - wanted)[1:].square().sum()), schedule, 300)
     assert found[0] == -math.inf
     assert (found - wanted)[1:].abs().max() < 0.15
     # As a share of noise it survives config.toml.
