@@ -126,7 +126,7 @@ def test_the_interval_is_where_it_says_and_costs_nothing_elsewhere():
     assert calls == {"guided": 1, "plain": 1}
 
 
-def test_auto_guides_by_the_own_average_of_an_earlier_step(run, tmp_path, monkeypatch):
+def test_auto_guides_by_the_own_average_of_an_earlier_step(run, tmp_path, monkeypatch, capsys):
     with pytest.raises(RequestError, match="no EMA snapshots"):
         run.sample(2, guide="auto")  # too short a run to keep them
     own = unfog.train(
@@ -154,6 +154,11 @@ def test_auto_guides_by_the_own_average_of_an_earlier_step(run, tmp_path, monkey
     assert own.evaluate("sliced", n=10, steps=4).drawn["guide"] == "auto"
     for none in ({"guide": "none", "guidance": 1.0}, {"guidance": 1.0}):
         assert np.array_equal(own.sample(4, **none, **asked), own.sample(4, guide="none", guidance=1.0, **asked))
+    raw = unfog.load(own.path, weights="raw")
+    capsys.readouterr()
+    assert np.array_equal(raw.sample(4, **asked), raw.sample(4, guide="none", **asked))
+    assert "without the guide" in capsys.readouterr().err
+    assert not np.array_equal(raw.sample(4, **asked), raw.sample(4, guide="auto", **asked))  # as the message says
     image = own.sample(1, **asked)[0]
     edit = {"image": image, "strength": 0.5, **asked}  # an edit is not guided unless a guide is asked for
     assert np.array_equal(own.sample(2, **edit), own.sample(2, guide="none", **edit))
