@@ -152,10 +152,10 @@ def _held_out_metrics(run: LoadedRun, setup: EvaluationSetup) -> list[MetricResu
                 found.append(_held_out_difference(losses, others, setup.against))
     if "bits" in setup.compared.metrics:
         held_out = _held_out_set(setup.dataset, run, _MOST_FOR_BITS)
-        others = _held_out_set(replace(setup.dataset, held_out=setup.dataset.train), run, _FOR_END)
+        choosing = _held_out_set(replace(setup.dataset, held_out=setup.dataset.train), run, _FOR_END)
         with Progress("measuring bits", len(held_out.x0)) as progress:
             seed = setup.generation.seed
-            found.append(_bits_per_value(run, held_out, others, batch, seed, progress.advance))
+            found.append(_bits_per_value(run, held_out, choosing, batch, seed, progress.advance))
     return found
 
 

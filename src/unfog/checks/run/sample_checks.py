@@ -41,7 +41,7 @@ _Labelled = tuple[Pixels, NDArray[np.int64] | None]
 
 
 class SampleRemedies(NamedTuple):
-    """What to do about samples, by the settings of their run."""
+    """Remedies for samples, which depend on the settings of their run."""
 
     finer: str = ""
     """A command that samples in smaller steps; "" where none takes smaller ones."""
