@@ -60,6 +60,8 @@ class RunsRequest:
     """Print JSON instead of a table."""
     remove_broken: bool = False
     """Delete the checkpoints that were set aside as broken. They are never read again."""
+    finished: bool = False
+    """Exit with status 3 unless all of them are finished, for job managers. torchrun ends a saved stop with 0."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class ServeRequest:
       unfog serve runs --source photos/    also to start runs on photos/
 
     The address that it prints holds a secret: whoever has it can do on the page what you can. Only this machine is
-    served. From another one, forward the port: ssh -L 8642:localhost:8642 MACHINE
+    served. From another one, forward the port: ssh -L 8642:127.0.0.1:8642 MACHINE
     """
 
     runs: Annotated[Positional[Path], tyro.conf.arg(metavar="RUNS")] = Path("runs")
@@ -145,7 +147,7 @@ class ExportRequest(ExportSettings):
       unfog export runs/photos photos-onnx --format onnx --steps 10
       unfog export runs/photos photos-hub --format diffusers --push-to-hub me/photos
 
-    The folder is loaded again and compared with the run. docs/export.md shows how to load each format.
+    The folder is loaded again and compared with the run. Its README.md shows how to load it.
     """
 
     run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")] = field(kw_only=True)

@@ -5,6 +5,7 @@ A page names a run by a number from this list, and never by a path.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import math
 import os
@@ -61,6 +62,8 @@ class RunEntry:
     used: float = 0.0
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while the columns are read."""
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a request reads the record."""
     _reading: threading.Lock = field(default_factory=threading.Lock)
     _stamp: tuple[object, ...] = ()
     _events: tuple[object, list[Row]] = (None, [])
@@ -258,7 +261,7 @@ class RunList:
 
 def _is_inside(path: Path, folder: Path) -> bool:
     """Return False for a link that leads out of the folder."""
-    if not any(one.is_symlink() for one in (path, path.parent) if one != folder):
+    if not any(os.path.islink(one) for one in (path, path.parent) if one != folder):
         return True
     try:
         return path.resolve().is_relative_to(folder.resolve())

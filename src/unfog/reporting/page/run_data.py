@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -35,7 +36,7 @@ _Event = Mapping[str, Any]
 
 def read_settings(path: Path) -> dict[str, str]:
     """Return config.toml as dotted name -> text, without secrets; a file that is no TOML gives the reason why."""
-    if not path.exists():
+    if not os.path.exists(path):
         return {}
     try:
         values = flatten(tomllib.loads(read_file(path, path.parent, LARGEST_TEXT).decode("utf-8-sig")))
@@ -108,7 +109,7 @@ def read_evaluations(run: Path) -> list[dict[str, Any]]:
         there = list_folder(run / "evaluations", run)
     for path in (path for path in there if path.suffix == ".json"):
         # People edit such files: damaged ones are left out.
-        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError):
             stored = json.loads(read_file(path, run, _LARGEST_EVALUATION))
             found.append((path.stat().st_mtime, _evaluation(path, stored)))
     return sorted((one for _, one in sorted(found, key=itemgetter(0))[-_EVALUATIONS:]), key=itemgetter("step"))
