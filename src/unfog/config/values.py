@@ -38,6 +38,7 @@ _NUMBER = re.compile(
     r"[+-]?(?:[0-9]+(?:_[0-9]+)*\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?|[+-]?(?:inf|nan)", re.IGNORECASE
 )
 _LONGEST = 60  # characters of a value that a message repeats
+AUTO = "auto"  # the word for a list of numbers that is left open
 # What TOML, and so config.toml, can hold.
 MAX_INT = 2**63 - 1
 
@@ -105,6 +106,8 @@ def parse_value(annotation: Any, words: Sequence[str]) -> Any:
     annotation = strip_optional(annotation)
     args = typing.get_args(annotation)
     if typing.get_origin(annotation) is tuple:
+        if args == (float, ...) and [*words] == [AUTO]:
+            return ()
         return tuple(parse_value(args[0], [word]) for word in words)
     (word,) = words
     if typing.get_origin(annotation) is typing.Literal:

@@ -37,6 +37,8 @@ ACTIONS = {
 # Those of ACTIONS that nearly every image needs; any other is worth a look.
 COMMON_ACTIONS = frozenset(["resized", "upscaled", "cropped"])
 
+# Values of packs that were written before these keys.
+_ADDED_LATER = {"values": "", "unused_pages": 0}
 _KEYS_ON_DISK = {"skipped": "quarantined"}  # a field -> its key in data.json and pack.json, which must stay
 
 
@@ -79,6 +81,10 @@ class DataReport:
     """`counts`, where it is known already."""
     read: bool = True
     """False where images are decoded only while training, so that all are assumed to be usable."""
+    values: str = ""
+    """Ranges of the images deeper than 8 bits, as `Ranges.describe` says them; "" for those of the type."""
+    unused_pages: int = 0
+    """Pages or frames that are not used, as the first of each file is."""
 
     def __post_init__(self) -> None:
         # A list when it comes from JSON; mapped from the file when it comes from a pack.
@@ -126,6 +132,9 @@ class DataReport:
         classes = f" in {len(self.class_counts):,} classes" if self.class_counts else ""
         actions = self.actions
         done = ", ".join(f"{actions[key]:,} {self.phrase(key)}" for key in ACTIONS if key in actions)
+        if self.unused_pages:
+            pages = self.unused_pages + actions.get("first_frame", 0)
+            done = f"{done} ({self.unused_pages:,} of {pages:,} pages are not used)"
         unchanged = f"as they are ({self.size}x{self.size})"
         kind = f"{self.size}x{self.size}, {'grey' if self.channels == 1 else 'RGB'}"
         unread = f"decoded during training ({kind}), so not checked yet"
@@ -133,6 +142,8 @@ class DataReport:
             f"{self.found:,} image{'s' * (self.found != 1)}{classes}",
             f"{self.used:,} used: {done or unchanged}" if self.read else unread,
         ]
+        if self.values and (not self.read or {"sixteen_bit", "float"} & actions.keys()):
+            parts.append(self.values)
         if self.held_out:
             parts.append(f"{self.held_out:,} held out")
         if self.skipped:
@@ -160,6 +171,7 @@ class DataReport:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DataReport:
         """Rebuild a report from `to_dict`, also after a journey through JSON."""
+        values = {**_ADDED_LATER, **values}
         rebuilt = {name: values[_KEYS_ON_DISK.get(name, name)] for name in (field.name for field in fields(cls))}
         # JSON has lists alone, and equal reports must compare equal.
         rebuilt["treatments"] = tuple(tuple(actions) for actions in rebuilt["treatments"])

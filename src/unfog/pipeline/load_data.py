@@ -34,6 +34,15 @@ def _warn_of_no_effect(settings: Data, dataset: Dataset) -> None:
     made = dataset.settings.background
     if settings.background not in (Data().background, made):
         warn(f"data.background = {settings.background} changes nothing: the pack was made with {made}")
+    report, packed = dataset.report, dataset.settings.range
+    if settings.range and settings.range != packed:
+        warn(f"data.range changes nothing: the images of a pack have 8 bits{_made_with(packed)}")
+    elif settings.range and report.read and not {"sixteen_bit", "float"} & report.actions.keys():
+        warn("data.range changes nothing: no image has values deeper than 8 bits")
+
+
+def _made_with(range: tuple[float, ...]) -> str:
+    return f", and it was made with {' '.join(f'{value:g}' for value in range)}" if range else ""
 
 
 def _report_splits(names: Sequence[str]) -> None:

@@ -22,6 +22,7 @@ from PIL import Image
 from unfog.data.data_report import SkippedFile
 from unfog.data.dataset import Dataset
 from unfog.data.settings import Data
+from unfog.data.value_range import DeepImage
 from unfog.errors import RequestError
 from unfog.text import sanitize
 
@@ -204,6 +205,9 @@ class Source(ABC):
     label_warning: str = ""
     """Why labels that the source has are not used; "" for nothing to say."""
 
+    reading_warnings: Sequence[str] = ()
+    """Lines on how the images were understood, where they could be meant otherwise."""
+
     remote: bool = False
     """True if `open` waits for a network, so that more threads than cores read faster."""
 
@@ -238,7 +242,7 @@ class Source(ABC):
         return cls(location)
 
     @abstractmethod
-    def open(self, i: int) -> Image.Image:
+    def open(self, i: int) -> Image.Image | DeepImage:
         """Return image i, decoded or not yet. Called from several threads at once. May raise ImageError or OSError."""
 
     @abstractmethod

@@ -14,6 +14,7 @@ from unfog.data.data_report import SkippedFile
 from unfog.data.settings import LABELS, TABLES
 from unfog.data.sources.base import LabelTable, Source
 from unfog.data.sources.label_tables import match_rows, read_table, sort_labels, strip_shard
+from unfog.data.value_range import DeepImage
 from unfog.errors import RequestError
 from unfog.text import sanitize
 
@@ -121,7 +122,7 @@ class _LabelTableSource(Source):
         if not self.classes:
             raise RequestError(f"{sanitize(table.name)} leaves every label empty; fill its label column")
 
-    def open(self, i: int) -> Image.Image:
+    def open(self, i: int) -> Image.Image | DeepImage:
         return self._source.open(int(self._rows[i]))
 
     def shard_image(self, i: int) -> int:
