@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageCms, ImageColor, JpegImagePlugin
+from PIL import Image, ImageCms, ImageColor, ImageFile, JpegImagePlugin
 
 from unfog.data.sources.base import FailedShardError, ImageError, ShardReadError
 from unfog.data.sources.image_files import TEXT_TOO_LARGE, count_pages, image_error
@@ -135,13 +135,13 @@ def read_deep(opener: Opener) -> NDArray[Any]:
     with opener() as image:
         if isinstance(image, DeepImage):
             return image.values
-        if not has_deep_colours(image):
+        if not (isinstance(image, ImageFile.ImageFile) and has_deep_colours(image)):
             return np.asarray(image)
         tiles = list(image.tile)
         upper = np.asarray(image).astype(np.uint16)
-    raw = [tile.args if isinstance(tile.args, str) else tile.args[0] for tile in tiles]
+    raw = [tile.args if isinstance(tile.args, str) else (tile.args or ("unknown",))[0] for tile in tiles]
     with opener() as image:
-        assert isinstance(image, Image.Image)
+        assert isinstance(image, ImageFile.ImageFile)
         if set(raw) == {"LA;16B"}:  # read as RGBA, whose four channels are the four bytes
             image.tile = [_with_raw_mode(tile, "RGBA") for tile in tiles]
             four = np.asarray(image).astype(np.uint16)
@@ -149,7 +149,8 @@ def read_deep(opener: Opener) -> NDArray[Any]:
         if not set(raw) <= _LOW_BYTE.keys():
             raise ImageError(f"colours of 16 bits stored as {raw[0]}, of which the lower bits cannot be read")
         image.tile = [_with_raw_mode(tile, _LOW_BYTE[mode]) for tile, mode in zip(tiles, raw)]
-        return upper * 256 + np.asarray(image)
+        both: NDArray[Any] = upper * 256 + np.asarray(image)
+        return both
 
 
 def _with_raw_mode(tile: Any, mode: str) -> Any:
@@ -158,17 +159,21 @@ def _with_raw_mode(tile: Any, mode: str) -> Any:
 
 def _scale(image: DeepImage, ranges: Ranges | None, full: int = 65535) -> Image.Image:
     """Return a deep image with 8 bits; without ranges, by its own. OutOfRangeError if values are outside of them."""
-    if ranges is None:
-        extent = extent_of(image.values)
-        try:
-            own = None if extent is None else ValueRange.of_floats([extent], "the image")
-        except RequestError:
-            own = None
-            if image.values.dtype.kind == "f":
-                raise OutOfRangeError("floating point that is neither in 0..1, -1..1 nor in 0..255") from None
-        # Of NaN, any range refuses it with the right reason.
-        ranges = Ranges(floats=own or ValueRange(0, 1))
-    return image.to_pil(ranges, full)
+    return image.to_pil(_own_ranges(image.values) if ranges is None else ranges, full)
+
+
+def _own_ranges(values: NDArray[Any]) -> Ranges:
+    """Return the ranges of an image that belongs to no set; integers of 16 bits have that of their type."""
+    extent, floating = extent_of(values), values.dtype.kind == "f"
+    if extent is None:  # NaN, which every range refuses
+        return Ranges(floats=ValueRange(0, 1))
+    try:
+        if floating:
+            return Ranges(floats=ValueRange.of_floats([extent], "it"))
+        return Ranges() if values.dtype.itemsize == 2 else Ranges(ValueRange.of_integers([extent], "it"))
+    except RequestError:
+        of = "floating point that is neither in 0..1, -1..1 nor in 0..255" if floating else "integers beyond 16 bits"
+        raise OutOfRangeError(of) from None
 
 
 def _large_image_slot(image: Image.Image | DeepImage) -> AbstractContextManager[object]:
@@ -272,7 +277,7 @@ def _flatten(
 
     An `info["icc_profile"]` left in the result is still to be applied; "CMYK" with a profile is left as it is.
     """
-    actions = []
+    actions = list[str]()
     if image.mode[0] in "IF":
         image, actions = _eight_bit(image, ranges, full)
     if image.mode == "CMYK":

@@ -55,8 +55,8 @@ class ValueRange:
         if not self.holds((values.min(), values.max()), floating):
             raise OutOfRangeError(f"values beyond {self}, the range of the set (--data.range)")
         # float32 holds integers of 16 bits exactly, and so does float64 with integers of 32.
-        kind = np.float64 if values.dtype.kind in "iu" and values.dtype.itemsize > 2 else np.float32
-        scaled = (values.astype(kind) - kind(self.low)) * kind(255 / (self.high - self.low))
+        kind = np.dtype(np.float64 if values.dtype.kind in "iu" and values.dtype.itemsize > 2 else np.float32)
+        scaled = (values.astype(kind) - kind.type(self.low)) * kind.type(255 / (self.high - self.low))
         rounded: NDArray[np.uint8] = np.rint(scaled).clip(0, 255).astype(np.uint8)
         return rounded
 
@@ -118,7 +118,7 @@ class Ranges(NamedTuple):
 
     @classmethod
     def of_setting(cls, setting: Sequence[float]) -> Self:
-        """Return the ranges of `data.range`: one for all deep images, or one for integers and one for floating point."""
+        """Return the ranges of `data.range`: LOW HIGH of all deep images, or of integers and then of floating point."""
         if not setting:
             return cls()
         return cls(ValueRange(*setting[:2]), ValueRange(*setting[-2:]))

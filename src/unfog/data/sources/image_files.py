@@ -142,7 +142,7 @@ def count_pages(image: Image.Image) -> int:
 
 def _count(image: Image.Image, walk: Callable[[IO[bytes]], Iterator[None]]) -> int:
     # Not by Pillow, which takes the square of their number for a TIFF, and sets each frame of a GIF up.
-    file = image.fp
+    file: IO[bytes] | None = getattr(image, "fp", None)
     if file is None:
         return 1
     position = file.tell()
