@@ -112,6 +112,11 @@ class DataReport:
         # Plus leaves out the zeros.
         return dict(+applied)
 
+    @property
+    def has_deep_images(self) -> bool:
+        """True if an image had values deeper than 8 bits."""
+        return not {"sixteen_bit", "float"}.isdisjoint(self.actions)
+
     def treatment_of(self, index: NDArray[np.int64] | slice) -> NDArray[np.int32]:
         """Return the index into `treatments` of these images. Raises RequestError if the mapped file is damaged."""
         which = self.treatment[index]
@@ -142,7 +147,7 @@ class DataReport:
             f"{self.found:,} image{'s' * (self.found != 1)}{classes}",
             f"{self.used:,} used: {done or unchanged}" if self.read else unread,
         ]
-        if self.values and (not self.read or {"sixteen_bit", "float"} & actions.keys()):
+        if self.values and (self.has_deep_images or not self.read):
             parts.append(self.values)
         if self.held_out:
             parts.append(f"{self.held_out:,} held out")

@@ -58,7 +58,7 @@ def prepare(
     may_reuse = settings.cache in ("auto", "disk") and not unread
     entry = cache.load(key) if may_reuse else None
     # Without `range`, an entry is by the types of its values, as in a run that began without it.
-    if entry and (known or settings.range or not entry.has_deep_images):
+    if entry and (known or settings.range or not entry.report.has_deep_images):
         return replace(entry.dataset(with_labels, source.name), warnings=scan.warnings)
     with silence_pillow():
         scan = scan.resolve(began=bool(known))

@@ -138,7 +138,7 @@ class Ranges(NamedTuple):
         if integers is not None:
             bits = next((f" ({bits} bits)" for bits in _BITS if integers == ValueRange(0, 2**bits - 1)), "")
             parts.append(f"16-bit values use {integers}{bits}")
-        return ", ".join([*parts, *[f"floating point is {floats}"] * (floats is not None)])
+        return ", ".join([*parts, *[f"floating point is from {floats}"] * (floats is not None)])
 
     def to_uint8(self, values: NDArray[Any], full: int = _FULL) -> NDArray[np.uint8]:
         """Return an image, [H, W] or [H, W, C], as 0 to 255. OutOfRangeError if values are outside of their range.

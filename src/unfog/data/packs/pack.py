@@ -113,11 +113,6 @@ class Pack:
         return _stored_settings(self.manifest)
 
     @property
-    def has_deep_images(self) -> bool:
-        """True if some of its images had values deeper than 8 bits."""
-        return bool({"sixteen_bit", "float"} & self.report.actions.keys())
-
-    @property
     def nbytes(self) -> int:
         """Size of all files but the manifest."""
         return sum(int(file["bytes"]) for file in self.manifest["files"].values())
