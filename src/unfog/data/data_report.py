@@ -136,10 +136,10 @@ class DataReport:
         """Return the whole report as one line for people."""
         classes = f" in {len(self.class_counts):,} classes" if self.class_counts else ""
         actions = self.actions
-        done = ", ".join(f"{actions[key]:,} {self.phrase(key)}" for key in ACTIONS if key in actions)
-        if self.unused_pages:
-            pages = self.unused_pages + actions.get("first_frame", 0)
-            done = f"{done} ({self.unused_pages:,} of {pages:,} pages are not used)"
+        pages = self.unused_pages + actions.get("first_frame", 0)
+        more = {"first_frame": f" ({self.unused_pages:,} of {pages:,} pages are not used)" * (self.unused_pages > 0)}
+        known = (key for key in ACTIONS if key in actions)
+        done = ", ".join(f"{actions[key]:,} {self.phrase(key)}{more.get(key, '')}" for key in known)
         unchanged = f"as they are ({self.size}x{self.size})"
         kind = f"{self.size}x{self.size}, {'grey' if self.channels == 1 else 'RGB'}"
         unread = f"decoded during training ({kind}), so not checked yet"

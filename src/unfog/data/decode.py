@@ -106,7 +106,7 @@ def decode(
         with opener() as image, _large_image_slot(image):
             if isinstance(image, Image.Image) and not (has_deep_colours(image) and ranges and ranges.integers):
                 return _decode(image, size, channels, background, ranges)
-            deep = image if isinstance(image, DeepImage) else DeepImage(read_deep(opener), image.info)
+            deep = image if isinstance(image, DeepImage) else _deep_colours(opener, image.info)
             pixels, info = _decode(_scale(deep, ranges), size, channels, background, ranges)
             return pixels, info._replace(mode=image.mode, actions=[*_deep_actions(deep.values), *info.actions])
     except OutOfRangeError as error:
@@ -151,6 +151,16 @@ def read_deep(opener: Opener) -> NDArray[Any]:
         image.tile = [_with_raw_mode(tile, _LOW_BYTE[mode]) for tile, mode in zip(tiles, raw)]
         both: NDArray[Any] = upper * 256 + np.asarray(image)
         return both
+
+
+def _deep_colours(opener: Opener, info: dict[Any, Any]) -> DeepImage:
+    """Return an image of 16-bit colours; one that is transparent in a PNG becomes transparency. ImageError as above."""
+    values, kept = read_deep(opener), dict(info)
+    clear = kept.pop("transparency", None)
+    if isinstance(clear, tuple) and values.shape[2:] == (3,):
+        opaque = (values != np.array(clear)).any(-1, keepdims=True)
+        values = np.concatenate([values, np.where(opaque, 65535, 0).astype(np.uint16)], -1)
+    return DeepImage(values, kept)
 
 
 def _with_raw_mode(tile: Any, mode: str) -> Any:

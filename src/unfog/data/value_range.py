@@ -23,6 +23,7 @@ Extent = tuple[float, float]
 
 _TOLERANCE = 1e-3  # of a range of floating point: rounding and resizing leave values beyond it
 _FLOAT_RANGES = ((0, 1), (-1, 1), (0, 255))
+_OVERSHOOT = 2  # no image of 0 to 255 is known by values below
 FLOAT_RANGES = "from 0 to 1, from -1 to 1, or from 0 to 255"
 # Bits that sensors have. The smallest that holds all integers of a set is the range of the set.
 _BITS = (8, 10, 12, 14, 16)
@@ -71,6 +72,8 @@ class ValueRange:
         """
         ranges = [cls(*ends) for ends in _FLOAT_RANGES]
         first = [next((k for k, one in enumerate(ranges) if one.holds(extent)), None) for extent in extents]
+        # Values of 0 to 1 that a sharp resize took beyond it would be black in 0 to 255.
+        first = [None if k == 2 and high <= _OVERSHOOT else k for k, (_, high) in zip(first, extents)]
         counts = [first.count(k) for k in range(len(ranges))]
         if 2 * sum(counts) <= len(extents):
             raise _no_range(extents, subject, f"images are {FLOAT_RANGES}")
