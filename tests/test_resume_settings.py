@@ -244,7 +244,7 @@ def sealed(folder: Path, without: tuple[str, ...] = ()) -> None:
     for name in ("sha256", *without):
         del manifest[name]
     for name in ("state.json", "config.toml"):
-        size, digest = (folder / name).stat().st_size, file_digest(folder / name)
+        size, digest = (folder / name).stat().st_size, file_digest(folder / name, folder)
         manifest["files"][name] = {"bytes": size, "sha256": digest}
     (folder / "manifest.json").write_text(json.dumps(manifest | {"sha256": checkpoint.manifest_digest(manifest)}))
 
@@ -303,7 +303,15 @@ def among(names: tuple[str, ...], name: str) -> bool:
     return any(name == one or name.startswith(one if one.endswith(".") else f"{one}.") for one in names)
 
 
-FORCED = ("training.seed", "diffusion.weighting", "diffusion.adaptive", "ema", "data.background", "data.held_out")
+FORCED = (
+    "training.seed",
+    "diffusion.weighting",
+    "diffusion.adaptive",
+    "ema",
+    "data.background",
+    "data.range",
+    "data.held_out",
+)
 
 
 @pytest.mark.parametrize(("due", "left"), [([], [8, 9]), (["preview"], [8, 9]), (["log"], [8]), (["evaluate"], [8])])
