@@ -22,7 +22,8 @@ from PIL import Image, ImageCms, ImageColor, ImageFile, JpegImagePlugin
 
 from unfog.data.sources.base import FailedShardError, ImageError, ShardReadError
 from unfog.data.sources.image_files import TEXT_TOO_LARGE, count_pages, image_error
-from unfog.data.value_range import DeepImage, OutOfRangeError, Ranges, ValueRange, extent_of
+from unfog.data.values.deep_image import DeepImage
+from unfog.data.values.value_range import OutOfRangeError, Ranges, ValueRange, extent_of
 from unfog.errors import RequestError
 
 _ORIENTATION = 0x0112  # EXIF tag

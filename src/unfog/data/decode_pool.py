@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from unfog.data.decode import ImageInfo, decode
 from unfog.data.sources.base import ImageError, ShardReadError, Source, TransientImageError
-from unfog.data.value_range import Ranges
+from unfog.data.values.value_range import Ranges
 from unfog.errors import RunError
 from unfog.text import sanitize
 

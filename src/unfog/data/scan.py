@@ -22,7 +22,7 @@ from unfog.data.sources.base import ImageError, Source, TransientImageError
 from unfog.data.sources.image_files import ARCHIVE_GONE, CHANGED, GONE, image_error
 from unfog.data.sources.label_tables import strip_shard
 from unfog.data.sources.labels import apply_label_table, labels_setting, read_labels
-from unfog.data.value_range import FULL_RANGE, Extent, Ranges, ValueRange, extent_of
+from unfog.data.values.value_range import FULL_RANGE, Extent, Ranges, ValueRange, extent_of
 from unfog.errors import RequestError, RunError
 from unfog.text import sanitize
 

@@ -22,7 +22,8 @@ from unfog.data.own_files import XMP
 from unfog.data.prepare import silence_pillow
 from unfog.data.sources.base import ImageError
 from unfog.data.sources.image_files import open_image
-from unfog.data.value_range import DeepImage, Ranges
+from unfog.data.values.deep_image import DeepImage
+from unfog.data.values.value_range import Ranges
 from unfog.diffusion.editing import Edit
 from unfog.diffusion.noise import Path as NoisePath
 from unfog.diffusion.noise import Schedule

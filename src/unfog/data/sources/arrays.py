@@ -1,7 +1,7 @@
 """Images in an array: a .npy or .npz file, or an array or tensor in memory.
 
 Images of 8 bits are used as they are. Deeper integers and floating point are scaled by one range for the whole set, as
-those of image files are (`data.value_range`); of booleans, True is white.
+those of image files are (`data.values.value_range`); of booleans, True is white.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from unfog.data.cache import remove_stale_entries
 from unfog.data.sources.base import LazyNames, OpenOptions, Source, SourceLocation
 from unfog.data.sources.folder import sample_digest
 from unfog.data.sources.image_objects import CHANNELS, as_array, channel_axis
-from unfog.data.value_range import DeepImage
+from unfog.data.values.deep_image import DeepImage
 from unfog.errors import RequestError
 from unfog.safe_files import replace_file
 from unfog.text import sanitize

@@ -22,7 +22,7 @@ from PIL import Image
 from unfog.data.data_report import SkippedFile
 from unfog.data.dataset import Dataset
 from unfog.data.settings import Data
-from unfog.data.value_range import DeepImage
+from unfog.data.values.deep_image import DeepImage
 from unfog.errors import RequestError
 from unfog.text import sanitize
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from unfog.data.sources.image_files import has_image_signature
-from unfog.data.value_range import FLOAT_RANGES, Extent, OutOfRangeError, ValueRange, extent_of
+from unfog.data.values.value_range import FLOAT_RANGES, Extent, OutOfRangeError, ValueRange, extent_of
 from unfog.errors import RequestError
 
 CHANNELS = (1, 3, 4)

@@ -15,7 +15,7 @@ from unfog.data.label_checks import are_measurements, check_masks, merge_spellin
 from unfog.data.settings import LABELS, TABLES
 from unfog.data.sources.base import LabelTable, Source
 from unfog.data.sources.label_tables import match_rows, read_table, sort_labels, strip_shard
-from unfog.data.value_range import DeepImage
+from unfog.data.values.deep_image import DeepImage
 from unfog.errors import RequestError
 from unfog.text import sanitize
 

@@ -32,7 +32,8 @@ from unfog.data.sources.image_objects import (
     float_range,
 )
 from unfog.data.sources.zip_archive import ZipSource
-from unfog.data.value_range import DeepImage, ValueRange, extent_of
+from unfog.data.values.deep_image import DeepImage
+from unfog.data.values.value_range import ValueRange, extent_of
 from unfog.errors import RequestError
 from unfog.safe_files import move, open_file, remove
 from unfog.text import sanitize

@@ -21,7 +21,7 @@ from unfog.data.sources.base import ImageError, LabelTable, Source, SourceLocati
 from unfog.data.sources.folder import ignored_kind, normalize_path, sample_digest
 from unfog.data.sources.image_files import MAX_FILE_BYTES, has_image_signature, open_bytes
 from unfog.data.sources.storage import BlockReader, FileState, open_storage
-from unfog.data.value_range import DeepImage
+from unfog.data.values.deep_image import DeepImage
 from unfog.errors import RequestError
 from unfog.text import sanitize
 

@@ -9,12 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from unfog.errors import RequestError
 
@@ -27,7 +25,7 @@ _OVERSHOOT = 2  # no image of 0 to 255 is known by values below
 FLOAT_RANGES = "from 0 to 1, from -1 to 1, or from 0 to 255"
 # Bits that sensors have. The smallest that holds all integers of a set is the range of the set.
 _BITS = (8, 10, 12, 14, 16)
-_FULL = 2**16 - 1
+FULL = 2**16 - 1
 
 
 class OutOfRangeError(ValueError):
@@ -85,7 +83,7 @@ class ValueRange:
 
         RequestError if most images have negative values, or values beyond 16 bits.
         """
-        inside = [high for low, high in extents if low >= 0 and high <= _FULL]
+        inside = [high for low, high in extents if low >= 0 and high <= FULL]
         if 2 * len(inside) <= len(extents):
             raise _no_range(extents, subject, "images of integers are from 0 to 65535 at most")
         return cls(0, next(2**bits - 1 for bits in _BITS if max(inside) < 2**bits))
@@ -108,7 +106,7 @@ def _outward(least: float, most: float) -> Extent:
     return low, high if high > low else low + step
 
 
-FULL_RANGE = ValueRange(0, _FULL)
+FULL_RANGE = ValueRange(0, FULL)
 
 
 class Ranges(NamedTuple):
@@ -143,7 +141,7 @@ class Ranges(NamedTuple):
             parts.append(f"16-bit values use {integers}{bits}")
         return ", ".join([*parts, *[f"floating point is from {floats}"] * (floats is not None)])
 
-    def to_uint8(self, values: NDArray[Any], full: int = _FULL) -> NDArray[np.uint8]:
+    def to_uint8(self, values: NDArray[Any], full: int = FULL) -> NDArray[np.uint8]:
         """Return an image, [H, W] or [H, W, C], as 0 to 255. OutOfRangeError if values are outside of their range.
 
         `full` is the most that the type of its integers holds.
@@ -163,40 +161,6 @@ class Ranges(NamedTuple):
             alpha = ValueRange(0, full).to_uint8(values[..., -1:])
             return np.concatenate([self.integers.to_uint8(values[..., :-1]), alpha], -1)
         return self.integers.to_uint8(values)
-
-
-class DeepImage:
-    """An image of integers or floating point that Pillow has no mode for. It is opened as Pillow's images are."""
-
-    def __init__(self, values: NDArray[Any], info: dict[Any, Any] | None = None) -> None:
-        """Take values [H, W] or [H, W, C] with C from 1 to 4, and the colour profile and EXIF of `Image.info`."""
-        self.values = values[..., 0] if values.ndim == 3 and values.shape[2] == 1 else values
-        self.size = (values.shape[1], values.shape[0])
-        self.mode = str(values.dtype)
-        self.info = info or {}
-
-    @classmethod
-    def from_npy(cls, data: bytes) -> Self:
-        """Return the image in the content of a .npy file. ValueError if there is none."""
-        file = BytesIO(data)
-        if np.lib.format.read_magic(file) != (1, 0):
-            raise ValueError("a .npy file of another version")
-        shape, by_column, dtype = np.lib.format.read_array_header_1_0(file)
-        if by_column or dtype.kind not in "iuf" or len(shape) != 3 or shape[2] not in (1, 3, 4) or 0 in shape:
-            raise ValueError("no image")
-        return cls(np.frombuffer(data, dtype, math.prod(shape), file.tell()).reshape(shape))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def to_pil(self, ranges: Ranges, full: int = _FULL) -> Image.Image:
-        """Return the image with values from 0 to 255; `full` as in `Ranges.to_uint8`, which says what it raises."""
-        image = Image.fromarray(np.ascontiguousarray(ranges.to_uint8(self.values, full)))
-        image.info = dict(self.info)
-        return image
 
 
 def extent_of(values: NDArray[Any]) -> Extent | None:
