@@ -168,6 +168,14 @@ def _with_raw_mode(tile: Any, mode: str) -> Any:
     return tile._replace(args=mode if isinstance(tile.args, str) else (mode, *tile.args[1:]))
 
 
+def to_eight_bits(image: Image.Image) -> Image.Image:
+    """Return an image that belongs to no set, with 8 bits; `convert` would cut deeper greys at 255.
+
+    Raises OutOfRangeError if its values have no known range.
+    """
+    return _eight_bit(image, None, 65535)[0] if image.mode[0] in "IF" else image
+
+
 def _scale(image: DeepImage, ranges: Ranges | None, full: int = 65535) -> Image.Image:
     """Return a deep image with 8 bits; without ranges, by its own. OutOfRangeError if values are outside of them."""
     return image.to_pil(_own_ranges(image.values) if ranges is None else ranges, full)

@@ -18,7 +18,7 @@ from typing import IO
 
 from PIL import Image, JpegImagePlugin, UnidentifiedImageError, _imaging
 
-from unfog.data.sources.base import ImageError, TransientImageError
+from unfog.data.sources.base import ImageError, MissingImageError, TransientImageError
 
 # Suffixes of image files. The content decides how a file is read, so a misnamed one works.
 SUFFIXES = frozenset(
@@ -58,6 +58,9 @@ _PERMANENT_ERRORS = frozenset(
 _DESCRIPTION = 270  # the TIFF tag in which ImageJ states the number of images
 _STACK = re.compile(r"\AImageJ=.*?^images=(\d{1,9})$", re.DOTALL | re.MULTILINE)
 _MOST_PAGES = 10_000  # that are counted
+
+# Those of a file that is gone, or whose disk is.
+_MISSING_ERRORS = frozenset([errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR])
 
 GONE = "no longer there"
 CHANGED = "in an archive that was changed meanwhile"
@@ -258,7 +261,16 @@ def os_error_reason(error: OSError) -> str:
 
 def image_error(error: Exception) -> ImageError:
     """Return the ImageError for an exception that opening or decoding raised."""
-    return (TransientImageError if _is_transient(error) else ImageError)(_reason(error))
+    kind = TransientImageError if _is_transient(error) else MissingImageError if _is_missing(error) else ImageError
+    return kind(_reason(error))
+
+
+def _is_missing(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _MISSING_ERRORS:
+            return True
+        error = error.__cause__
+    return False
 
 
 def _is_transient(error: BaseException | None) -> bool:

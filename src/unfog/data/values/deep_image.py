@@ -38,7 +38,10 @@ class DeepImage:
         return self
 
     def __exit__(self, *error: object) -> None:
-        pass
+        self.close()
+
+    def close(self) -> None:
+        """Do nothing, as there is no open file."""
 
     def to_pil(self, ranges: Ranges, full: int = FULL) -> Image.Image:
         """Return the image with values from 0 to 255; `full` as in `Ranges.to_uint8`, which says what it raises."""
