@@ -26,6 +26,9 @@ from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
 from unfog.data.sources.stored_images import Report, StoredImages
 from unfog.errors import RequestError
+from unfog.inference.evaluate_images import _load_both
+from unfog.process.signals import StopSignals
+from unfog.serve.run_files import decode_picture
 
 RAMP = np.arange(256, dtype=np.uint8).reshape(16, 16)
 RNG = np.random.default_rng(0)
@@ -481,3 +484,24 @@ def test_a_constant_channel_is_found(tmp_path: Path) -> None:
     code = re.search(r"store it alone: (.*)$", found.remedy)
     assert code is not None
     assert np.array_equal(np.asarray(eval(code[1], {"x": x[0], "Image": Image})), x[0, ..., 0])
+
+
+def test_evaluation_scales_integers_of_both_sets_by_the_range_of_the_reference(tmp_path: Path) -> None:
+    dark = TWELVE // 8  # a copy of 12 bits that happens to use 9
+    real = folder(tmp_path / "real", {f"{i:02}.png": image for i, image in enumerate(TWELVE)})
+    made = folder(tmp_path / "made", {f"{i:02}.png": image for i, image in enumerate(dark)})
+    full = folder(tmp_path / "full", {f"{i:02}.png": image * 16 for i, image in enumerate(TWELVE)})
+    with StopSignals() as stop:
+        samples, reference = _load_both(str(made), str(real), 0, stop)
+        assert np.array_equal(reference.pixels[:][:, 0], EXPECTED)
+        assert np.array_equal(samples.pixels[:][:, 0], np.rint(dark * (255 / 4095)))
+        samples, _ = _load_both(str(made), str(full), 0, stop)
+        assert np.array_equal(samples.pixels[:][:, 0], np.rint(dark / 257))
+
+
+def test_a_picture_of_sixteen_bits_is_shown_with_its_levels() -> None:
+    for values in (RAMP.astype(np.uint16) * 257, RAMP.astype(np.float32) / 255):
+        file = io.BytesIO()
+        Image.fromarray(values).save(file, "PNG" if values.dtype == np.uint16 else "TIFF")
+        shown = np.asarray(decode_picture(file.getvalue(), "the upload"))
+        assert np.array_equal(shown[..., 0], RAMP)
