@@ -160,6 +160,18 @@ def test_full_sixteen_bits_and_eight_bits_are_as_they_were(tmp_path: Path) -> No
         assert "bits)" not in made.report.line()
 
 
+def test_pixels_of_sixteen_bits_in_all_are_not_deep(tmp_path: Path) -> None:
+    colours = RNG.integers(0, 256, (16, 16, 3), np.uint8) & 0xF8
+    red, green, blue = (colours[::-1, :, k].astype(np.uint16) >> 3 for k in range(3))
+    data = (red << 11 | green << 6 | blue).astype("<u2").tobytes()
+    masks = struct.pack("<III", 0xF800, 0x7E0, 0x1F)
+    head = struct.pack("<IiiHHIIiiII", 40, 16, 16, 1, 16, 3, len(data), 0, 0, 0, 0) + masks
+    bmp = b"BM" + struct.pack("<IHHI", 14 + len(head) + len(data), 0, 0, 14 + len(head)) + head + data
+    made = prepared(folder(tmp_path / "s", {f"{i}.bmp": bmp for i in range(4)}))
+    assert not made.report.has_deep_images
+    assert np.abs(made.train.pixels[0].transpose(1, 2, 0).astype(int) - colours).max() <= 8
+
+
 def test_the_range_of_a_set_of_floats_is_that_of_most_images(tmp_path: Path) -> None:
     x = RNG.random((12, 16, 16)).astype(np.float32)
     x[0, 0, 0], x[1, 0, 0] = 1.0004, -0.0001  # a resize overshoots

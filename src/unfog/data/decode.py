@@ -8,6 +8,7 @@ resizing").
 from __future__ import annotations
 
 import math
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -58,6 +59,9 @@ _LOW_BYTE = {
     for mode in ("RGB", "RGBA")
     for order, other in (("B", "L"), ("L", "B"), ("N", "B" if sys.byteorder == "little" else "L"))
 }
+
+# Of each channel, in a raw mode; "BGR;16" is a pixel of 16 bits.
+_SIXTEEN_BITS = re.compile(r";16[BLN]")
 
 # Opens an image file, or an image that Pillow has no mode for.
 Opener: TypeAlias = Callable[[], Image.Image | DeepImage]
@@ -125,7 +129,8 @@ def is_deep(image: Image.Image | DeepImage) -> bool:
 
 def has_deep_colours(image: Image.Image | DeepImage) -> bool:
     """Return True if an image has colours or transparency of 16 bits, of which Pillow reads the upper 8."""
-    return isinstance(image, Image.Image) and ";16" in str(getattr(image, "tile", "")) and image.mode[0] not in "IF"
+    deep = _SIXTEEN_BITS.search(str(getattr(image, "tile", "")))
+    return isinstance(image, Image.Image) and deep is not None and image.mode[0] not in "IF"
 
 
 def read_deep(opener: Opener) -> NDArray[Any]:
