@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -57,7 +57,7 @@ def training_settings(source: Source, preset: str, settings: dict[str, Any]) -> 
     changes = nest_settings(settings)
     consent_to_settings(changes)
     config = apply_changes(base_settings(recipe(preset), None, changes), changes, "")
-    return replace(config, source=stored_source(source, labels))  # last, as it may take long
+    return replace(config, source=stored_source(source, labels, config.data.range))  # last, as it may take long
 
 
 def autoencoder_request(source: Source, out: PathLikeText | None, settings: dict[str, Any]) -> TrainAutoencoderRequest:
@@ -76,7 +76,7 @@ def autoencoder_request(source: Source, out: PathLikeText | None, settings: dict
     changes = nest_settings(settings)
     consent_to_settings(changes)
     config = apply_changes(autoencoder_recipe(), changes, "")
-    place = stored_source(source, labels)
+    place = stored_source(source, labels, config.data.range)
     own = AutoencoderRunSettings.of(replace(config, source=place))
     return TrainAutoencoderRequest(place, own, out=folder, **options)
 
@@ -94,8 +94,11 @@ def adopt_network(config: Config, network: object) -> None:
     config.network.adopt(network)
 
 
-def stored_source(source: Any, labels: Any = None) -> str:
-    """Return SOURCE as text; images that are given as objects are written to the cache, with their labels."""
+def stored_source(source: Any, labels: Any = None, value_range: Sequence[float] = ()) -> str:
+    """Return SOURCE as text; images that are given as objects are written to the cache, with their labels.
+
+    `value_range` is `data.range`.
+    """
     if isinstance(source, str | PathLike):
         from unfog.custom import consent
 
@@ -105,7 +108,7 @@ def stored_source(source: Any, labels: Any = None) -> str:
     from unfog.reporting.progress import Progress, say
 
     with Progress("storing images", None) as progress:
-        return str(StoredImages.store(source, labels, Report(say, progress.set)))
+        return str(StoredImages.store(source, labels, Report(say, progress.set), value_range))
 
 
 def path_of(given: object, name: str = "path") -> str:

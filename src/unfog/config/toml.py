@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from unfog import __version__
 from unfog.config.aliases import current_name
 from unfog.config.values import (
+    AUTO,
     MAX_INT,
     FormatError,
     describe_mismatch,
@@ -218,6 +219,8 @@ def of_type(annotation: Any, value: Any, name: str) -> Any:
         return None
     annotation = strip_optional(annotation)
     args = typing.get_args(annotation)
+    if args == (float, ...) and isinstance(value, str) and value == AUTO:
+        return ()
     if typing.get_origin(annotation) is tuple and isinstance(value, list | tuple):
         if args[-1] is not Ellipsis and len(value) != len(args):
             raise RequestError(f"{name} = {quote(value)} must have {len(args)} values")

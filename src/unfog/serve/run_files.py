@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from PIL import Image
 
+from unfog.data.decode import to_eight_bits
 from unfog.data.sources.image_files import image_error, open_bytes
 from unfog.errors import RequestError
 from unfog.process.heartbeat import Heartbeat
@@ -195,7 +196,7 @@ def decode_picture(data: bytes, name: str) -> Image.Image:
         image = open_bytes(data, name)
         if image.width * image.height > _MOST_PIXELS:
             raise RequestError(f"{name} has over {_MOST_PIXELS / 1e6:.0f} megapixels")
-        return image.convert("RGB")
+        return to_eight_bits(image).convert("RGB")
     except RequestError:
         raise
     except Exception as error:  # Pillow's readers fail in many ways on a damaged file
