@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageCms, ImageColor, JpegImagePlugin
 
+from unfog.data.image_heads import MOST_EXIF_BYTES
 from unfog.data.sources.base import FailedShardError, ImageError, ShardReadError
 from unfog.data.sources.image_files import TEXT_TOO_LARGE, image_error
 from unfog.errors import RequestError
@@ -176,6 +177,8 @@ def _format_actions(image: Image.Image) -> list[str]:
 def _orientation(image: Image.Image) -> int:
     """Return the EXIF orientation, 1 (upright) to 8."""
     try:
+        if len(image.info.get("exif") or b"") > MOST_EXIF_BYTES:
+            return 1
         value = image.getexif().get(_ORIENTATION, 1)
     except Exception:  # damaged EXIF is no reason to lose the image
         return 1

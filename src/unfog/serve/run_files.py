@@ -23,6 +23,7 @@ from PIL import Image
 from unfog.data.sources.image_files import image_error, open_bytes
 from unfog.errors import RequestError
 from unfog.process.heartbeat import Heartbeat
+from unfog.reporting.image_grids import read_png
 from unfog.reporting.records import finite_number, flatten
 from unfog.safe_files import check_folder, read_file
 from unfog.text import without_secrets
@@ -30,7 +31,6 @@ from unfog.text import without_secrets
 _LARGEST_JSON, _LARGEST_CONFIG = 2**22, 2**20  # bytes
 _MOST_CHECKPOINTS = 1000
 _UNREADABLE = (OSError, ValueError, RecursionError)
-_LARGEST_FILE = 2**28  # bytes of a picture
 _MOST_PIXELS = 2**26  # of a picture
 _KEPT_BYTES = 2**26  # of encoded pictures
 _LOSSY_FROM = 2**22  # pixels; a lossless picture of that size takes a second to encode
@@ -147,7 +147,7 @@ class PictureCache:
         key = (path, *found)
         with self._lock:
             if key not in self._kept:
-                self._kept[key] = _encode_webp(read_file(path, run, _LARGEST_FILE), path.name)
+                self._kept[key] = _encode_webp(path, run)
             self._kept.move_to_end(key)
             while len(self._kept) > 1 and sum(map(len, self._kept.values())) > _KEPT_BYTES:
                 self._kept.popitem(last=False)
@@ -167,9 +167,12 @@ def decode_picture(data: bytes, name: str) -> Image.Image:
         raise RequestError(f"{name} cannot be shown: it is {image_error(error)}") from None
 
 
-def _encode_webp(data: bytes, name: str) -> bytes:
-    """Decode an image file, and encode its pixels alone as WebP, lossless up to four megapixels."""
-    image = decode_picture(data, name)
+def _encode_webp(path: Path, run: Path) -> bytes:
+    """Decode a picture of a run, a PNG, and encode its pixels alone as WebP, lossless up to four megapixels."""
+    try:
+        image = read_png(path, run).convert("RGB")
+    except ValueError as error:
+        raise RequestError(f"{path.name} cannot be shown: it is {error}") from None
     encoded = io.BytesIO()
     lossless = image.width * image.height <= _LOSSY_FROM
     image.save(encoded, "WEBP", lossless=lossless, quality=20 if lossless else 90, method=0 if lossless else 2)
