@@ -24,7 +24,7 @@ from unfog.pipeline.generate import GenerationSettings
 from unfog.reporting.image_grids import Pixels
 from unfog.reporting.notebook import preformatted
 from unfog.reporting.progress import align_columns
-from unfog.safe_files import LARGEST_TEXT, make_folder, read_file, regular_file, write_atomic
+from unfog.safe_files import LARGEST_TEXT, make_folder, read_file, tensor_file, write_atomic
 from unfog.text import without_secrets
 from unfog.training.distributed.world import World
 
@@ -200,7 +200,7 @@ class GeneratedSamples:
     def _load(self, start: int) -> NDArray[np.uint8] | None:
         """Return a chunk; None if it is missing, damaged or has too few samples."""
         with suppress(OSError, SafetensorError, KeyError):
-            samples: NDArray[np.uint8] = load_file(regular_file(self._file(start), self._root))["pictures"]
+            samples: NDArray[np.uint8] = load_file(tensor_file(self._file(start), self._root))["pictures"]
             # The last chunk has more than are needed after an evaluation of more samples.
             if samples.dtype == np.uint8 and samples.ndim == 4 and len(samples) >= self._size(start):
                 return samples

@@ -145,6 +145,8 @@ def read_png(path: Path, root: Path) -> Image.Image:
 
 def decode_png(data: bytes) -> Image.Image:
     """Decode a PNG, whatever its name says, and nothing else. ValueError if it cannot be decoded, or is too large."""
+    if not data.startswith(b"\x89PNG\r\n\x1a\n"):
+        raise ValueError("no PNG")
     if len(data) > _LARGEST_PNG or (len(data) >= 24 and math.prod(struct.unpack(">II", data[16:24])) > _MOST_PIXELS):
         most = f"{_LARGEST_PNG >> 20} MB or {_MOST_PIXELS / 1e6:.0f} megapixels"
         raise ValueError(f"over {most}, which no picture of a run has")
