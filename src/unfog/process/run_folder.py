@@ -20,7 +20,16 @@ from unfog.errors import RequestError, RunError
 from unfog.locks import LOCK, lock_of
 from unfog.process.heartbeat import Heartbeat
 from unfog.reporting.progress import say
-from unfog.safe_files import LARGEST_TEXT, check_folder, read_file, regular_file, remove, remove_tree, write_atomic
+from unfog.safe_files import (
+    LARGEST_TEXT,
+    check_folder,
+    list_folder,
+    read_file,
+    regular_file,
+    remove,
+    remove_tree,
+    write_atomic,
+)
 from unfog.text import sanitize
 
 # Folder in a run with its copy of the autoencoder, or in an autoencoder's run with the result.
@@ -58,7 +67,8 @@ class RunFolder:
     @property
     def newest_preview(self) -> Path:
         """The last sample grid, or the folder of grids if there is none yet."""
-        return max((self.path / "samples").glob("*.png"), default=self.path / "samples")
+        samples = self.path / "samples"
+        return max((one for one in list_folder(samples, self.path) if one.suffix == ".png"), default=samples)
 
     @contextmanager
     def create_locked(self, source: str) -> Iterator[None]:
@@ -125,8 +135,8 @@ class RunFolder:
         if not config.source:
             raise RequestError(f"{self.config_file} is damaged: it names no source; restore it from a copy")
         own = self.path / AUTOENCODER_FOLDER
-        if config.uses_latents and (own / "config.json").is_file():  # the run may have been moved
-            # The copy in the run, as the folder that was named may be gone or trained further.
+        # The copy in the run, as the run may have been moved, and the folder that was named be gone or trained further.
+        if config.uses_latents and not own.is_symlink() and (own / "config.json").is_file():
             config = replace(config, autoencoder_folder=str(own.absolute()))
         return config
 
