@@ -42,8 +42,9 @@ ALLOWED = {
 }
 # Folders inside a layer: which of the layer's other folders each may import ("" is the layer's own modules).
 SUBFOLDERS = {
-    "data.sources": {""},
-    "data.webdataset": {"", "sources"},
+    "data.files": {"", "sources"},
+    "data.sources": {"", "files"},
+    "data.webdataset": {"", "sources", "files"},
     "data.packs": {"", "sources"},
     "training.stability": {""},
     "training.checkpoints": {""},

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageCms, ImageColor, JpegImagePlugin
 
-from unfog.data.image_heads import MOST_EXIF_BYTES
+from unfog.data.files.image_heads import MOST_EXIF_BYTES
 from unfog.data.sources.base import FailedShardError, ImageError, ShardReadError
 from unfog.data.sources.image_files import TEXT_TOO_LARGE, image_error
 from unfog.errors import RequestError

@@ -130,7 +130,7 @@ class AutoencoderFolder(NamedTuple):
 
     @property
     def follows_links(self) -> bool:
-        """Whether its files may be links, as those of a hub's cache are; in a run, which may be a stranger's, not."""
+        """True if its files may be links, as those of a hub's cache are; False in a run, which may be a stranger's."""
         return self.folder.name != _IN_RUN
 
     def sha256(self) -> str:

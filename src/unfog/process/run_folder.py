@@ -67,8 +67,10 @@ class RunFolder:
     @property
     def newest_preview(self) -> Path:
         """The last sample grid, or the folder of grids if there is none yet."""
-        samples = self.path / "samples"
-        return max((one for one in list_folder(samples, self.path) if one.suffix == ".png"), default=samples)
+        folder = self.path / "samples"
+        with suppress(OSError):
+            return max((path for path in list_folder(folder, self.path) if path.suffix == ".png"), default=folder)
+        return folder
 
     @contextmanager
     def create_locked(self, source: str) -> Iterator[None]:

@@ -17,6 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 
 from unfog.safe_files import make_folder, read_file, write_atomic
+from unfog.text import MARK
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -108,8 +109,9 @@ _LARGEST_PNG, _MOST_PIXELS, _MOST_CHUNKS = 2**26, 2**26, 10_000
 
 
 def encode_png(pixels: Pixels, text: Mapping[str, str] | None = None) -> bytes:
-    """Encode uint8 [H, W], [H, W, 1] or [H, W, 3] as PNG, with `text` by keyword."""
+    """Encode uint8 [H, W], [H, W, 1] or [H, W, 3] as PNG, with `text` by keyword and the mark of Unfog."""
     encoded, info = io.BytesIO(), PngInfo()
+    info.add_text("Software", MARK)  # first, so that reading the beginning of a file is enough to recognise it
     for keyword, value in (text or {}).items():
         info.add_text(keyword, value)
     array = np.ascontiguousarray(pixels[..., 0] if pixels.ndim == 3 and pixels.shape[2] == 1 else pixels)

@@ -23,6 +23,7 @@ from unfog.safe_files import LARGEST_TEXT, read_file, regular_file
 from unfog.text import sanitize
 
 _LABEL_COLUMNS = ("label", "labels", "class", "fine_label")
+_LABEL_TYPES = ("string", "bool", "int8", "int16", "int32", "int64", "uint8")
 # An honest file has about its own size unpacked, or ten times that where its images are uncompressed.
 _MOST_RATIO, _SMALL_BYTES = 100, 2**28
 _ROWS = 64  # of a batch, of which each may have a large image
@@ -336,6 +337,12 @@ def _read_labels(dataset: Any, datasets: Any) -> tuple[tuple[str, ...], NDArray[
             return tuple(names), index.astype(np.int64), "; ".join(left_out)
         left_out.append(
             f"column {column} is ignored: its values are {sanitize(str(stored.type))[:60]}, not whole numbers or text"
+        )
+    plain = [name for name, feature in dataset.features.items() if getattr(feature, "dtype", "") in _LABEL_TYPES]
+    if plain and not left_out:
+        left_out.append(
+            f"columns that are not used: {', '.join(map(sanitize, plain[:5]))}; classes are in a ClassLabel column, "
+            f"or in one called {' or '.join(_LABEL_COLUMNS[:2])}"
         )
     return (), None, "; ".join(left_out)
 
