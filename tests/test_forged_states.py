@@ -12,8 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import unfog
 from test_fuzz import TINY, places, put
@@ -26,13 +28,16 @@ from unfog.errors import RequestError, RunError, UnfogError
 from unfog.inference.evaluation_files import Evaluation
 from unfog.pipeline.build import build_state
 from unfog.process.run_folder import RunFolder
+from unfog.reporting.image_grids import save_png
 from unfog.runs.resume import resume
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.load import load_checkpoint
+from unfog.training.checkpoints.posthoc_ema import METADATA_KEY, EmaSnapshotFile
 from unfog.training.checkpoints.state_schema import check_state
 from unfog.training.settings import Checkpoint
 from unfog.training.state import TrainState
 
+SNAPSHOT = {"step": 2, "updates": 2, "widths": [0.05]}
 VALUES = [
     None,
     True,
@@ -160,6 +165,40 @@ def test_a_run_whose_folders_or_records_are_none_is_not_trained_into(
             begin()
     after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert after == {path: content for path, content in before.items() if copy / name not in (path, *path.parents)}
+
+
+def test_a_linked_folder_of_checkpoints_or_averages_is_not_read(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    assert checkpoint.newest(copy / "checkpoints")[0] is not None
+    (copy / "checkpoints").rename(tmp_path / "outside")
+    (copy / "checkpoints").symlink_to(tmp_path / "outside")
+    with pytest.raises(RunError, match="a link"):
+        checkpoint.newest(copy / "checkpoints")
+    with pytest.raises(UnfogError, match="a link"):
+        unfog.load(copy)
+    (copy / "checkpoints").unlink()
+    (copy / "checkpoints").mkdir()
+    (copy / "checkpoints/00000004").symlink_to(tmp_path / "outside/00000004")
+    with pytest.raises(UnfogError, match="a link"):
+        unfog.load(copy)
+    averages = tmp_path / "run/averages"
+    averages.mkdir(parents=True)
+    save_file({"a": torch.zeros(1)}, averages / "00000002.safetensors", {METADATA_KEY: json.dumps(SNAPSHOT)})
+    assert len(EmaSnapshotFile.read_all(averages)) == 1
+    averages.rename(tmp_path / "averages")
+    averages.symlink_to(tmp_path / "averages")
+    assert not EmaSnapshotFile.read_all(averages)
+
+
+def test_a_linked_picture_is_not_shown_in_a_notebook(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    save_png(copy / "samples/00000004.png", copy, np.zeros((4, 4, 3), np.uint8))
+    assert "data:image/png" in unfog.load(copy)._repr_html_()
+    (copy / "samples").rename(tmp_path / "outside")
+    (copy / "samples").symlink_to(tmp_path / "outside")
+    assert "data:image/png" not in unfog.load(copy)._repr_html_()
 
 
 def test_a_backup_by_hard_links_is_not_written_to(run: Path, tmp_path: Path) -> None:

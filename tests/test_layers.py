@@ -43,8 +43,9 @@ ALLOWED = {
 # Folders inside a layer: which of the layer's other folders each may import ("" is the layer's own modules).
 SUBFOLDERS = {
     "data.values": set(),
-    "data.sources": {"", "values"},
-    "data.webdataset": {"", "sources", "values"},
+    "data.files": {"", "sources"},
+    "data.sources": {"", "files", "values"},
+    "data.webdataset": {"", "sources", "files", "values"},
     "data.packs": {"", "sources", "values"},
     "training.stability": {""},
     "training.checkpoints": {""},

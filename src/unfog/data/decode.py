@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageCms, ImageColor, ImageFile, JpegImagePlugin
 
+from unfog.data.files.image_heads import MOST_EXIF_BYTES
 from unfog.data.sources.base import FailedShardError, ImageError, ShardReadError
 from unfog.data.sources.image_files import TEXT_TOO_LARGE, count_pages, image_error
 from unfog.data.values.deep_image import DeepImage
@@ -288,6 +289,8 @@ def _format_actions(image: Image.Image) -> list[str]:
 def _orientation(image: Image.Image) -> int:
     """Return the EXIF orientation, 1 (upright) to 8."""
     try:
+        if len(image.info.get("exif") or b"") > MOST_EXIF_BYTES:
+            return 1
         value = image.getexif().get(_ORIENTATION, 1)
     except Exception:  # damaged EXIF is no reason to lose the image
         return 1

@@ -185,7 +185,7 @@ class Run(LoadedRun):
         rows = {"run": self.path, **self._facts(), "weights": f"{self._weights()} of step {self.step:,}"}
         if saved.held_out_loss is not None:
             rows["held-out loss"] = f"{saved.held_out_loss:.4g}"
-        return table(rows, preview, f"preview {preview.stem}")
+        return table(rows, preview, self.path, f"preview {preview.stem}")
 
     def _describe(self, generation: GenerationSettings, guide: str) -> tuple[str, ...]:
         return (

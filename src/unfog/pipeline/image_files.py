@@ -18,7 +18,7 @@ from unfog.config.toml import of_type
 from unfog.config.values import quote
 from unfog.data.augmentation import to_model_range
 from unfog.data.decode import ImageInfo, decode, parse_colour
-from unfog.data.own_files import XMP
+from unfog.data.files.own_files import XMP
 from unfog.data.prepare import silence_pillow
 from unfog.data.sources.base import ImageError
 from unfog.data.sources.image_files import open_image

@@ -146,8 +146,8 @@ class RunFolder:
             remedy = self._restore_command() or "; restore it from a copy"
             raise RequestError(f"{self.config_file} is damaged: {problem}{remedy}")
         own = self.path / AUTOENCODER_FOLDER
-        if config.uses_latents and (own / "config.json").is_file():  # the run may have been moved
-            # The copy in the run, as the folder that was named may be gone or trained further.
+        # The copy in the run, as the run may have been moved, and the folder that was named be gone or trained further.
+        if config.uses_latents and not own.is_symlink() and (own / "config.json").is_file():
             config = replace(config, autoencoder_folder=str(own.absolute()))
         return config
 

@@ -26,6 +26,7 @@ from unfog.data.decode import to_eight_bits
 from unfog.data.sources.image_files import image_error, open_bytes
 from unfog.errors import RequestError
 from unfog.process.heartbeat import Heartbeat
+from unfog.reporting.image_grids import read_png
 from unfog.reporting.records import finite_number, flatten
 from unfog.safe_files import check_folder, read_file
 from unfog.text import without_secrets
@@ -35,8 +36,6 @@ T = TypeVar("T")
 _LARGEST_JSON, _LARGEST_CONFIG = 2**22, 2**20  # bytes
 _MOST_CHECKPOINTS = 1000
 _UNREADABLE = (OSError, ValueError, RecursionError)
-_LARGEST_FILE = 2**24  # bytes of a picture of a run, which is a PNG
-_PNG = b"\x89PNG\r\n\x1a\n"
 _MOST_SIDE = 16_383  # pixels of a WebP
 _MOST_PIXELS = 2**26  # of a picture
 _KEPT_BYTES = 2**26  # of encoded pictures
@@ -163,7 +162,7 @@ class PictureCache:
         key = (path, *found)
         encoded = self._find(key)
         if encoded is None:
-            encoded = await self.decode(lambda: self._find(key) or self._keep(key, _read_webp(path, run)))
+            encoded = await self.decode(lambda: self._find(key) or self._keep(key, _encode_webp(path, run)))
         return encoded, f"{found[0]:x}-{found[1]:x}"
 
     def _find(self, key: tuple[object, ...]) -> bytes | None:
@@ -180,14 +179,14 @@ class PictureCache:
         return encoded
 
 
-def _read_webp(path: Path, run: Path) -> bytes:
+def _encode_webp(path: Path, run: Path) -> bytes:
+    """Decode a picture of a run, a PNG, and encode its pixels alone as WebP, lossless up to four megapixels."""
     try:
-        data = read_file(path, run, _LARGEST_FILE)
-    except ValueError:
-        raise RequestError(f"{path.name} cannot be shown: it has over {_LARGEST_FILE // 2**20} MB") from None
-    if not data.startswith(_PNG):  # Unfog writes no others, and other decoders take any time
-        raise RequestError(f"{path.name} cannot be shown: it is no PNG")
-    return _encode_webp(data, path.name)
+        image = read_png(path, run).convert("RGB")
+    except ValueError as error:
+        raise RequestError(f"{path.name} cannot be shown: it is {error}") from None
+    lossless = image.width * image.height <= _LOSSY_FROM
+    return webp(image, path.name, lossless=lossless, quality=20 if lossless else 90, method=0 if lossless else 2)
 
 
 def decode_picture(data: bytes, name: str) -> Image.Image:
@@ -201,13 +200,6 @@ def decode_picture(data: bytes, name: str) -> Image.Image:
         raise
     except Exception as error:  # Pillow's readers fail in many ways on a damaged file
         raise RequestError(f"{name} cannot be shown: it is {image_error(error)}") from None
-
-
-def _encode_webp(data: bytes, name: str) -> bytes:
-    """Decode an image file, and encode its pixels alone as WebP, lossless up to four megapixels."""
-    image = decode_picture(data, name)
-    lossless = image.width * image.height <= _LOSSY_FROM
-    return webp(image, name, lossless=lossless, quality=20 if lossless else 90, method=0 if lossless else 2)
 
 
 def webp(image: Image.Image, name: str, **options: Any) -> bytes:

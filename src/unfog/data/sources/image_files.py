@@ -16,8 +16,9 @@ from itertools import islice
 from pathlib import Path
 from typing import IO
 
-from PIL import Image, JpegImagePlugin, UnidentifiedImageError, _imaging
+from PIL import Image, ImageFile, JpegImagePlugin, UnidentifiedImageError, _imaging
 
+from unfog.data.files.image_heads import CountedBytes, CountedFile, check_head, check_pixels
 from unfog.data.sources.base import ImageError, MissingImageError, TransientImageError
 
 # Suffixes of image files. The content decides how a file is read, so a misnamed one works.
@@ -93,7 +94,7 @@ def open_bytes(data: bytes, name: str) -> Image.Image:
 
 def _open(file: Path | BytesIO, name: str) -> Image.Image:
     try:
-        image = Image.open(file, formats=_readable_formats())
+        image = _open_counted(file)
         if isinstance(image, JpegImagePlugin.JpegImageFile):
             image.info["scans"] = _count_scans(_read(file), image.layers)
         return image
@@ -103,6 +104,20 @@ def _open(file: Path | BytesIO, name: str) -> Image.Image:
         if TEXT_TOO_LARGE not in str(error):
             raise
         return _open_without_texts(_read(file))
+
+
+def _open_counted(file: Path | BytesIO) -> Image.Image:
+    counted = CountedFile(file) if isinstance(file, Path) else CountedBytes(file.getbuffer())
+    try:
+        check_head(counted)
+        image = Image.open(counted, formats=_readable_formats())
+        check_pixels(image, counted)
+    except BaseException:
+        counted.close()
+        raise
+    if isinstance(image, ImageFile.ImageFile):
+        image._exclusive_fp = True  # it closes the file after its pixels, as one that it opened itself
+    return image
 
 
 def _count_scans(jpeg: bytes, channels: int) -> int:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from PIL import Image
 
 from unfog.data.data_report import OWN, RUN, SkippedFile
-from unfog.data.own_files import own_pictures, run_folders
+from unfog.data.files.own_files import own_pictures, run_folders
 from unfog.data.settings import TABLES
 from unfog.data.sources.base import ImageError, LabelTable, Source, SourceLocation, TransientImageError
 from unfog.data.sources.folder import ignored_kind, normalize_path, sample_digest
