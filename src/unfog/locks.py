@@ -1,60 +1,235 @@
-"""Locks on folders, among processes of one machine or of several that share a disk; and folders written as a whole."""
+"""Locks on folders, among processes of one machine or of several that share a disk; and folders written as a whole.
+
+A lock has two signs, because a file system may refuse flock, grant it to everybody, or never answer. The first sign is
+flock, believed only if it refuses a second lock, and given up after a minute. The second is a mark in the locked file:
+the host, process and a random number of its owner, refreshed every few seconds. A process that is gone owns nothing.
+"""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
+import re
+import secrets
+import socket
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from unfog.safe_files import move, open_file, remove, remove_tree
+from unfog.safe_files import move, open_file, read_file, remove, remove_tree
 
 LOCK = ".lock"  # file in a locked folder; one that a killed process left behind locks nothing
+OWNER = r"[0-9a-f]{8}-[0-9]+-[0-9]+-[0-9]+-[0-9a-f]{16}-[\w.-]{1,40}"  # pattern of `str(Owner)`
 
 _TRIES = 100
+_BRIEF_TRIES = 5  # for a lock that is only an aid
+_PAUSE = 0.05  # seconds between two of them
+_SAY_AFTER, _GIVE_UP_AFTER = 10.0, 60.0  # seconds without an answer to flock
+_BRIEF_WAIT = 2.0  # the same, for a lock that is only an aid
+_REFRESH = 5.0  # seconds between two refreshes of a mark
+_OVERDUE = 3 * _REFRESH  # seconds after which an owner on another machine is taken for gone
+_SETTLE = 0.5  # seconds after which a mark is read back, where nothing else decides between two processes
+_MARK_BYTES = 256  # fixed, so that a full disk can take a new mark in place of an old one
+
+_silent_for: dict[int, float] = {}  # device of a file system -> seconds that flock was waited for in vain
+
+
+def _print_to_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+# Called with a message when a lock takes long. The progress lines set it, so that the message appears above them.
+notify: Callable[[str], None] = _print_to_stderr
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The process that owns a file or folder, in a form that processes on this and other machines can judge."""
+
+    kernel: str
+    """Digest of the boot of the machine; of its name where that is unknown."""
+    space: int
+    """Namespace of process numbers; 0 where that is unknown."""
+    pid: int
+    start: int
+    """Start of the process in clock ticks since the boot; 0 where that is unknown."""
+    random: str
+    host: str
+
+    @classmethod
+    def this_process(cls) -> Owner:
+        """Return a new owner of this process, which differs from every other one."""
+        host, boot, space = socket.gethostname(), socket.gethostname(), 0
+        with suppress(OSError, ValueError):
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+            space = os.stat("/proc/self/ns/pid").st_ino
+        kernel = hashlib.sha256(boot.encode("utf-8", "replace")).hexdigest()[:8]
+        return cls(kernel, space, os.getpid(), _started(os.getpid()) or 0, secrets.token_hex(8), _plain(host))
+
+    @classmethod
+    def parse(cls, text: str) -> Owner | None:
+        """Return the owner of `str(owner)`; None if the text is something else."""
+        if not re.fullmatch(OWNER, text, re.ASCII) or len(text) > _MARK_BYTES:
+            return None
+        kernel, space, pid, start, random, host = text.split("-", 5)
+        return cls(kernel, int(space), int(pid), int(start), random, host)
+
+    def __str__(self) -> str:
+        return f"{self.kernel}-{self.space}-{self.pid}-{self.start}-{self.random}-{self.host}"
+
+    def is_named(self, pid: object, host: str) -> bool:
+        """Return True if this is the process of that number and host."""
+        return self.pid == pid and self.host == _plain(host)
+
+    def is_gone(self) -> bool | None:
+        """Return whether the process has ended; None if that cannot be known here, as on another machine."""
+        here = Owner.this_process()
+        if (self.kernel, self.space) != (here.kernel, here.space) or sys.platform == "win32":
+            return None
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except (OSError, OverflowError):
+            pass  # it is another user's
+        started = _started(self.pid)
+        # The number of a process that has ended is given to another one sooner or later.
+        return started != self.start if started is not None and self.start else None
+
+
+def _plain(host: str) -> str:
+    """Return the name of a machine as part of a file name."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", host)[:40] or "_"
+
+
+def _started(pid: int) -> int | None:
+    """Return the start of a process, -1 if it has ended and its parent has not noticed yet; None if unknown."""
+    with suppress(OSError, ValueError, IndexError):
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        return -1 if fields[0] in (b"Z", b"X") else int(fields[19])
+    return None
+
+
+class OwnedError(BlockingIOError):
+    """A live process owns what this one wants to lock. `owner` is None if only flock refuses."""
+
+    def __init__(self, path: Path, owner: Owner | None = None):
+        super().__init__(errno.EWOULDBLOCK, "another process has locked it", str(path))
+        self.owner = owner
+
+
+class FolderLock:
+    """A lock that this process holds on a folder.
+
+    Attributes:
+        supported: flock works here, at least among the processes of this machine.
+        before: the process that had the folder before and is gone, if it has left its mark.
+        lost: another process has taken the folder over, as this one seemed to be gone; looked at every few seconds.
+    """
+
+    def __init__(self, path: Path, file: BinaryIO | None, supported: bool):
+        self.supported, self.lost = supported, False
+        self.owner = Owner.this_process()
+        self._path, self._file, self._over = path, file, threading.Event()
+        self.before: Owner | None = None
+        self._thread = threading.Thread(target=self._refresh, name="lock", daemon=True)
+
+    def taken_by(self) -> Owner | None:
+        """Return the process that has taken the folder over; None while it is this process's."""
+        if self._file is None:
+            return None
+        other, _ = _read_mark(self._path)
+        # The mark of the one before stays if the disk is full.
+        self.lost = other is not None and other not in (self.owner, self.before)
+        return other if self.lost else None
+
+    def mark(self, made: bool) -> None:
+        """Write the mark of this process. OwnedError if another one has written its own at the same time.
+
+        `made`: this process has made the file, so no other one was there before it.
+        """
+        if self._file is None:
+            return
+        self.before, _ = _read_mark(self._path)
+        with suppress(OSError), open_file(self._path, "a+b") as file:  # closed at once, which NFS needs to write it
+            file.write(f"{self.owner} {os.fstat(file.fileno()).st_dev}".encode().ljust(_MARK_BYTES - 1) + b"\n")
+        if not self.supported and not made:
+            time.sleep(_SETTLE)
+        if (other := self.taken_by()) is not None:
+            raise OwnedError(self._path, other)
+        self._thread.start()
+
+    def release(self) -> None:
+        """Give the folder back."""
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join(2.0)
+        if self._file is None:
+            return
+        # The folder may have been moved or created anew, with another's lock in it, or been taken over.
+        if is_at(self._file.fileno(), self._path) and self.taken_by() is None:
+            with suppress(OSError):
+                remove(self._path)
+        if not self._thread.is_alive():  # else it hangs in a refresh of this descriptor
+            self._file.close()
+
+    def _refresh(self) -> None:
+        assert self._file is not None
+        while not self._over.wait(_REFRESH):
+            with suppress(OSError):
+                if self.taken_by() is None and os.utime in os.supports_fd:
+                    os.utime(self._file.fileno())
 
 
 @contextmanager
-def lock_of(folder: Path) -> Iterator[bool]:
-    """Lock a folder for this process; the system releases the lock however the process ends.
+def lock_of(folder: Path) -> Iterator[FolderLock]:
+    """Lock a folder for this process, which gives it back however it ends.
 
-    Yields False where locks are not supported, such as on some network file systems. BlockingIOError if another process
-    has locked it.
+    OwnedError, a BlockingIOError, if another process has locked it. An owner on another machine that may have been
+    killed is watched for up to 15 seconds. OSError if a link or pipe has the name of the lock.
     """
     # The lock is on a file in it: a lock on a folder of NFS is not seen by other machines.
-    if sys.platform == "win32":
-        yield True
-        return
     path = folder / LOCK
-    file, ours = _locked(path)
+    if sys.platform == "win32":
+        yield FolderLock(path, None, True)
+        return
+    file, made, granted = _locked(path)
+    lock = FolderLock(path, file, granted and _excludes_others(path))
     try:
-        yield ours
-    finally:
+        if file is not None and not made:
+            _check_owner_gone(path, lock.supported)
+        lock.mark(made)
+    except BaseException:
         if file is not None:
-            if is_at(file.fileno(), path):  # the folder may have been moved or created anew, with another's lock in it
-                with suppress(OSError):
-                    remove(path)
-            file.close()
+            file.close()  # the file stays, as it is another's
+        raise
+    try:
+        yield lock
+    finally:
+        lock.release()
 
 
 @contextmanager
 def lock_alone(path: Path) -> Iterator[bool]:
     """Lock a file, made if it is missing, against all that `lock_shared` has locked it for.
 
-    Yields False if another process has locked it, or if locks are not supported and nobody can tell.
+    Yields False if another process has locked it, or if locks do not work and nobody can tell.
     """
     if sys.platform == "win32":
         yield True  # no file that is open can be removed there
         return
     try:
-        file, ours = _locked(path)
+        file, _, granted = _locked(path)
     except BlockingIOError:
-        file, ours = None, False
+        file, granted = None, False
     try:
-        yield ours
+        yield granted and _excludes_others(path)
     finally:
         if file is not None:
             file.close()
@@ -63,9 +238,11 @@ def lock_alone(path: Path) -> Iterator[bool]:
 def lock_shared(path: Path) -> int:
     """Lock a file, made if it is missing, together with others. Return the descriptor that holds the lock.
 
-    OSError if it cannot be locked, or if its folder is gone.
+    OSError if it cannot be locked within moments, or if its folder is gone.
     """
-    for _ in range(_TRIES):
+    for attempt in range(_BRIEF_TRIES):
+        if attempt:
+            time.sleep(_PAUSE)
         try:
             file = open_file(path, "a+b")
         except PermissionError:  # of another user
@@ -74,36 +251,164 @@ def lock_shared(path: Path) -> int:
             if sys.platform != "win32":
                 import fcntl
 
-                fcntl.flock(file.fileno(), fcntl.LOCK_SH)
-            if is_at(file.fileno(), path):  # or it was removed while this process waited
+                try:
+                    _flock(file, fcntl.LOCK_SH, path, _BRIEF_WAIT)
+                except BlockingIOError:
+                    continue
+            if is_at(file.fileno(), path):  # or it was removed before it was locked
                 return os.dup(file.fileno())  # of one open file, so the lock is held until both are closed
-    raise FileNotFoundError(path)
+    raise OwnedError(path)
 
 
-def _locked(path: Path) -> tuple[BinaryIO | None, bool]:
-    """Return (the open file, None if it cannot be opened; True if it is locked). OSError if a link or pipe is there."""
+def _locked(path: Path) -> tuple[BinaryIO | None, bool, bool]:
+    """Return (the open file, None if it cannot be opened; True if it was made; True if flock granted the lock).
+
+    OwnedError if another process has locked it. OSError if a link or pipe is there.
+    """
     import fcntl
 
     for _ in range(_TRIES):
         try:
-            file = open_file(path, "a+b")
+            file, made = _opened(path)
         except FileNotFoundError:
             raise
         except OSError:
             if path.is_symlink() or (path.exists() and not path.is_file()):
                 raise
-            return None, False
+            return None, False, False
         try:
-            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _flock(file, fcntl.LOCK_EX, path)
         except BlockingIOError:
             file.close()
-            raise
+            raise OwnedError(path, _read_mark(path)[0]) from None
         except OSError:
-            return file, False
+            return file, made, False
+        except BaseException:
+            file.close()
+            raise
         if is_at(file.fileno(), path):
-            return file, True
+            return file, made, True
         file.close()  # its owner has removed the file since it was opened
-    return None, False
+    return None, False, False
+
+
+def _opened(path: Path) -> tuple[BinaryIO, bool]:
+    """Open a file for a lock. Return it, and True if this process has made it: of several, exactly one does."""
+    with suppress(FileExistsError):
+        return open_file(path, "xb"), True
+    return open_file(path, "a+b"), False
+
+
+def _flock(file: BinaryIO, kind: int, path: Path, limit: float = _GIVE_UP_AFTER) -> None:
+    """Lock an open file without waiting for other processes; BlockingIOError if one has locked it.
+
+    OSError if the file system has no locks, or does not answer within `limit` seconds in all.
+    """
+    import fcntl
+
+    device, begun = os.fstat(file.fileno()).st_dev, time.monotonic()
+    left = limit - _silent_for.get(device, 0.0)
+    if left <= 0:
+        raise OSError(errno.ENOLCK, "the file system does not answer requests for locks", str(path))
+    descriptor, outcome = os.dup(file.fileno()), list[BaseException]()
+
+    def ask() -> None:
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        except BaseException as error:
+            outcome.append(error)
+        finally:
+            os.close(descriptor)  # the lock is the open file's, so it stays
+
+    # In a thread, as nothing else ends the wait for a server of NFS that does not answer.
+    thread = threading.Thread(target=ask, name="flock", daemon=True)
+    thread.start()
+    thread.join(min(left, _SAY_AFTER))
+    if thread.is_alive() and left > _SAY_AFTER:
+        rest = left - _SAY_AFTER
+        notify(
+            f"waiting for a lock on {path}: its file system does not answer; going on without locks in {rest:.0f} s"
+        )
+        thread.join(rest)
+    if thread.is_alive():
+        _silent_for[device] = _silent_for.get(device, 0.0) + time.monotonic() - begun
+        raise OSError(errno.ENOLCK, "the file system does not answer requests for locks", str(path))
+    _silent_for.pop(device, None)
+    if outcome:
+        raise outcome[0]
+
+
+def _excludes_others(path: Path) -> bool:
+    """Return True if a second lock on a file that this process has locked is refused, as it must be."""
+    import fcntl
+
+    try:
+        with open_file(path, "a+b") as file:
+            _flock(file, fcntl.LOCK_EX, path)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
+def _check_owner_gone(path: Path, supported: bool) -> None:
+    """OwnedError if the process that a lock file is marked with may still be at work."""
+    owner, device = _read_mark(path)
+    if owner is None and not supported:  # the process that has just made the file may be about to mark it
+        time.sleep(_SETTLE)
+        owner, device = _read_mark(path)
+    if owner is None:
+        return
+    with suppress(OSError):
+        if supported and owner.kernel == Owner.this_process().kernel and device == path.stat().st_dev:
+            return  # flock works among the processes of this machine, and would have refused
+    gone = owner.is_gone()
+    if gone is None:
+        gone = _falls_silent(path, owner)
+    if not gone:
+        raise OwnedError(path, owner)
+
+
+def _read_mark(path: Path) -> tuple[Owner | None, int]:
+    """Return the owner that a lock file is marked with, None without one; and the device that it has seen it on."""
+    with suppress(OSError, ValueError):
+        text, _, device = read_file(path, _MARK_BYTES).decode().strip().partition(" ")
+        return Owner.parse(text), int(device or -1)
+    return None, -1
+
+
+def _falls_silent(path: Path, owner: Owner) -> bool:
+    """Watch the mark of an owner on another machine: False once it is refreshed, True if that is overdue."""
+    first = _changed(path)
+    left = _OVERDUE - (_now_at(path.parent) - first)
+    if left > 0:
+        notify(f"watching for up to {left:.0f} s whether process {owner.pid} on {owner.host} still works in {path.parent}")
+    end = time.monotonic() + min(left, _OVERDUE)
+    while time.monotonic() < end:
+        time.sleep(0.1)
+        if _changed(path) != first:
+            return False
+    return True
+
+
+def _changed(path: Path) -> float:
+    """Return when a file was changed last, asking the server of a network file system anew; 0 if it is gone."""
+    with suppress(OSError), open_file(path, "rb") as file:
+        return os.fstat(file.fileno()).st_mtime
+    return 0.0
+
+
+def _now_at(folder: Path) -> float:
+    """Return the time by the clock of a folder's file system."""
+    probe = folder / f"{LOCK}.{secrets.token_hex(8)}"
+    with suppress(OSError):
+        try:
+            with open_file(probe, "xb") as file:
+                return os.fstat(file.fileno()).st_mtime
+        finally:
+            remove(probe)
+    return time.time()
 
 
 def is_at(descriptor: int, path: Path) -> bool:
@@ -111,6 +416,62 @@ def is_at(descriptor: int, path: Path) -> bool:
     with suppress(OSError):
         return os.path.samestat(os.fstat(descriptor), path.stat())
     return False
+
+
+def claim_work_folder(target: Path, older: Sequence[Path] = ()) -> Path:
+    """Return a folder beside `target` that is this process's alone: taken over from a process that is gone, or made.
+
+    Its name holds its owner, and it is taken over by renaming it, which only one process can do: so no lock is needed.
+    `older` are unfinished folders without an owner in their name, taken over unless a process has locked them.
+    OwnedError if another process that may be at work has one.
+    """
+    owner, stem = Owner.this_process(), _stem(target)
+    own = target.with_name(f"{stem}.{owner}.partial")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for path in older:
+        with lock_of(path):
+            os.rename(path, own)
+        remove(own / LOCK)
+        return own
+    others = _work_folders(target)
+    for path, other in others.items():
+        if not _is_abandoned(path, other):
+            raise OwnedError(path, other)
+    for path in others:
+        with suppress(FileNotFoundError):  # another process has just taken it over
+            os.rename(path, own)
+            return own
+    own.mkdir()
+    # Of several processes that come at once and see each other, the first by name goes on.
+    if any(path.name < own.name for path in _work_folders(target)):
+        own.rmdir()
+        raise OwnedError(target)
+    return own
+
+
+def _stem(target: Path) -> str:
+    """Return the beginning of the names of the work folders of a folder."""
+    # A long name would have no room for the owner.
+    name = target.name
+    return name if len(os.fsencode(name)) <= 80 else hashlib.sha256(os.fsencode(name)).hexdigest()[:32]
+
+
+def _work_folders(target: Path) -> dict[Path, Owner]:
+    """Return the work folders of a folder, and their owners."""
+    pattern = re.compile(rf"{re.escape(_stem(target))}\.({OWNER})\.partial", re.ASCII)
+    found = {path: pattern.fullmatch(path.name) for path in target.parent.iterdir()}
+    owners = {path: Owner.parse(match[1]) for path, match in found.items() if match}
+    return {path: owner for path, owner in owners.items() if owner is not None}
+
+
+def _is_abandoned(path: Path, owner: Owner) -> bool:
+    """Return True if the process that has made a work folder is gone."""
+    gone = owner.is_gone()
+    if gone is None:
+        with suppress(OSError):
+            seen = max(_changed(path / LOCK), path.stat().st_ctime)
+            gone = _now_at(path.parent) - seen > _OVERDUE
+    return gone is not False
 
 
 @contextmanager
@@ -122,36 +483,21 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     folder.parent.mkdir(parents=True, exist_ok=True)
     if folder.is_dir():  # a link to an empty folder cannot be replaced, and that folder can
         folder = folder.resolve()
-    partial = folder.with_name(f".{folder.name}.partial")
-    if not partial.is_dir() or partial.is_symlink():
-        remove_tree(partial)
-        partial.mkdir(exist_ok=True)
-    with _alone(partial, folder):
+    hidden = folder.with_name(f".{folder.name}")
+    try:
+        partial = claim_work_folder(hidden)
         for name in os.listdir(partial):  # of a process that was killed
             remove_tree(partial / name)
         try:
-            yield partial
+            with lock_of(partial):
+                yield partial
             move(partial, folder)
         except BaseException:
             remove_tree(partial)
             raise
-
-
-@contextmanager
-def _alone(partial: Path, folder: Path) -> Iterator[None]:
-    """Lock the folder beside `folder` that one process writes. OSError if another process does."""
-    if sys.platform == "win32":
-        yield
-        return
-    import fcntl  # Windows has none
-
-    descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if isinstance(error, BlockingIOError):  # any other is of a file system without locks
-                raise OSError(errno.EBUSY, "another process is writing it", str(folder)) from None
-        yield
-    finally:
-        os.close(descriptor)
+    except OwnedError:
+        raise OSError(errno.EBUSY, "another process is writing it", str(folder)) from None
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and error.filename == str(folder):
+            raise OSError(error.errno, "another process has written it meanwhile", str(folder)) from None
+        raise

@@ -19,6 +19,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
+from unfog import locks
 from unfog.reporting.notebook import LiveText
 
 _REDRAW = 0.2  # seconds between two drawings of a live line
@@ -62,6 +63,9 @@ def _write_line(text: str, style: str = "") -> None:
 
 def warn(text: str) -> None:
     say(f"warning: {text}", style="yellow")
+
+
+locks.notify = warn  # `locks` is below this module and prints nothing itself
 
 
 def say_from_signal(text: str) -> None:

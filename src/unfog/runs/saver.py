@@ -34,6 +34,7 @@ class Saver:
         self._stop, self._heartbeat, self._callbacks = context.stop, context.heartbeat, context.callbacks
         self._writer = CheckpointWriter(self.folder.checkpoints, config.checkpoint)
         self._snapshots = EmaSnapshotWriter(config.ema_snapshots)
+        self._lock = context.lock
         self._identity = folder_identity(self.folder.path)
         # An open descriptor finds the folder again after somebody moved it; Windows cannot open folders.
         self._descriptor = os.open(self.folder.path, os.O_RDONLY) if os.name != "nt" else -1
@@ -55,6 +56,7 @@ class Saver:
         self.wait(leaving=self._stop())
         if folder_identity(self.folder.path) != self._identity:
             self._follow_moved_folder()
+        self.check_owned()
         self.recorder.sync()  # a checkpoint covers its logs, also after a power cut
         self.stall_seconds += time.perf_counter() - started
         return str(self.folder.checkpoints)
@@ -82,6 +84,16 @@ class Saver:
                 f"{self._moved_from} was moved to {self.folder.path} during training; step {step:,} is saved there: "
                 f"unfog resume {self.folder.path}"
             )
+
+    def check_owned(self) -> None:
+        """RunError if another process trains in the run folder, which this one then leaves alone."""
+        if folder_identity(self.folder.path) != self._identity or self._moved_from is not None:
+            return  # another folder at that path is another run
+        try:
+            self.folder.check_owned(self._lock)
+        except RunError:
+            self._heartbeat.silent = True
+            raise
 
     def save_ema_snapshot(self, state: TrainState) -> None:
         """Copy both EMAs to host memory, and have them written."""
