@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from unfog.errors import RequestError
-from unfog.locks import LOCK, is_at, lock_alone, lock_shared
+from unfog.locks import LOCK, OWNER, is_at, lock_alone, lock_shared
 from unfog.safe_files import discard, disk_usage, make_folder, open_file, read_file, remove, remove_tree
 
 _MARKS = ".used"  # folder of a file for each entry; not in the entry, which others may read only
@@ -50,11 +50,13 @@ class _Kind(NamedTuple):
 _KINDS = (
     _Kind(
         "decoded images",
-        _KEY,
+        rf"{_KEY}(\.{OWNER}\.partial)?",
         r"pack\.json|journal\.jsonl|pixels\.u8|facts\.bin|names\.bin|chunks\.json|"
         r"(labels|treatment|sides|grey|names)\.npy",
     ),
-    _Kind("latents", rf"latents-{_KEY}(\.partial)?", r"latents\.f16|rows\.i64|(latents|done)\.json(\.new)?"),
+    _Kind(
+        "latents", rf"latents-{_KEY}((\.{OWNER})?\.partial)?", r"latents\.f16|rows\.i64|(latents|done)\.json(\.new)?"
+    ),
     _Kind("array", rf"array-{_KEY}\.npz", evictable=False),
     _Kind("images", rf"images-{_KEY}\.images", evictable=False),
     _Kind("features", rf"features/{_KEY}", r"([0-9]{8}|statistics)\.safetensors"),
@@ -214,7 +216,9 @@ def release(entry: Path) -> None:
 
 def _mark(entry: Path) -> Path:
     folder = cache_folder()
-    return folder / _MARKS / "-".join(entry.relative_to(folder).parts)
+    # An entry that a process is working on has the mark of the finished one.
+    name = re.sub(rf"(\.{OWNER})?\.partial$", "", "-".join(entry.relative_to(folder).parts))
+    return folder / _MARKS / name
 
 
 @contextmanager
@@ -242,7 +246,7 @@ def make_room(needed: float = 0, limit: float | None = None, keep: Path | None =
     """
     limit = cache_limit() if limit is None else limit
     _remove_remains()
-    entries = [entry for entry in CacheEntry.all() if entry.path != keep]
+    entries = [entry for entry in CacheEntry.all() if keep is None or _mark(entry.path) != _mark(keep)]
     surplus = sum(entry.nbytes for entry in entries) + needed - limit
     chosen = list[CacheEntry]()
     with ExitStack() as locks:
@@ -261,7 +265,8 @@ def fits_limit(needed: float, keep: Path | None = None) -> bool:
     limit = cache_limit()
     if needed > limit:
         return False
-    fixed = (e for e in CacheEntry.all() if e.path != keep and (not e.evictable or e.in_use()))
+    others = (e for e in CacheEntry.all() if keep is None or _mark(e.path) != _mark(keep))
+    fixed = (e for e in others if not e.evictable or e.in_use())
     return needed + sum(entry.nbytes for entry in fixed) <= limit
 
 

@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,12 +40,12 @@ _MARK_BYTES = 256  # fixed, so that a full disk can take a new mark in place of 
 _silent_for: dict[int, float] = {}  # device of a file system -> seconds that flock was waited for in vain
 
 
-def _print_to_stderr(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def _write_to_stderr(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
 
 
 # Called with a message when a lock takes long. The progress lines set it, so that the message appears above them.
-notify: Callable[[str], None] = _print_to_stderr
+notify: Callable[[str], None] = _write_to_stderr
 
 
 @dataclass(frozen=True)
@@ -326,9 +326,7 @@ def _flock(file: BinaryIO, kind: int, path: Path, limit: float = _GIVE_UP_AFTER)
     thread.join(min(left, _SAY_AFTER))
     if thread.is_alive() and left > _SAY_AFTER:
         rest = left - _SAY_AFTER
-        notify(
-            f"waiting for a lock on {path}: its file system does not answer; going on without locks in {rest:.0f} s"
-        )
+        notify(f"waiting for a lock on {path}: its file system does not answer; going on without locks in {rest:.0f} s")
         thread.join(rest)
     if thread.is_alive():
         _silent_for[device] = _silent_for.get(device, 0.0) + time.monotonic() - begun
@@ -383,7 +381,9 @@ def _falls_silent(path: Path, owner: Owner) -> bool:
     first = _changed(path)
     left = _OVERDUE - (_now_at(path.parent) - first)
     if left > 0:
-        notify(f"watching for up to {left:.0f} s whether process {owner.pid} on {owner.host} still works in {path.parent}")
+        notify(
+            f"watching for up to {left:.0f} s whether process {owner.pid} on {owner.host} still works in {path.parent}"
+        )
     end = time.monotonic() + min(left, _OVERDUE)
     while time.monotonic() < end:
         time.sleep(0.1)
@@ -418,32 +418,49 @@ def is_at(descriptor: int, path: Path) -> bool:
     return False
 
 
-def claim_work_folder(target: Path, older: Sequence[Path] = ()) -> Path:
-    """Return a folder beside `target` that is this process's alone: taken over from a process that is gone, or made.
+@contextmanager
+def work_folder(target: Path, rest: Path) -> Iterator[Path]:
+    """Yield a folder beside `target` that is this process's alone: taken over from one that is gone, or made.
 
-    Its name holds its owner, and it is taken over by renaming it, which only one process can do: so no lock is needed.
-    `older` are unfinished folders without an owner in their name, taken over unless a process has locked them.
-    OwnedError if another process that may be at work has one.
+    Its name holds its owner, and it is taken over by renaming it, which one process alone can do: so no lock is needed.
+
+    Args:
+        target: what the folder is to become; the caller moves it there.
+        rest: name of the folder while no process works in it: an interrupted one is taken from there, and gets the name
+            at the end of the `with`, unless the caller has moved it, it is empty, or something else has the name.
+
+    OwnedError if another process that may be at work has such a folder.
     """
-    owner, stem = Owner.this_process(), _stem(target)
-    own = target.with_name(f"{stem}.{owner}.partial")
+    own = _claim(target, rest)
+    try:
+        yield own
+    finally:
+        with suppress(OSError):
+            own.rmdir()  # fails unless it is empty
+        with suppress(OSError):
+            move(own, rest)
+        remove_tree(own)
+
+
+def _claim(target: Path, rest: Path) -> Path:
+    own = target.with_name(f"{_stem(target)}.{Owner.this_process()}.partial")
     target.parent.mkdir(parents=True, exist_ok=True)
-    for path in older:
-        with lock_of(path):
-            os.rename(path, own)
+    others = work_folders(target)
+    for path, owner in others.items():
+        if not _is_abandoned(path, owner):
+            raise OwnedError(path, owner)
+    if rest.is_dir() and not rest.is_symlink():
+        with lock_of(rest):  # an earlier version of Unfog may work in it
+            move(rest, own)
         remove(own / LOCK)
         return own
-    others = _work_folders(target)
-    for path, other in others.items():
-        if not _is_abandoned(path, other):
-            raise OwnedError(path, other)
     for path in others:
         with suppress(FileNotFoundError):  # another process has just taken it over
-            os.rename(path, own)
+            move(path, own)
             return own
     own.mkdir()
     # Of several processes that come at once and see each other, the first by name goes on.
-    if any(path.name < own.name for path in _work_folders(target)):
+    if any(path.name < own.name for path in work_folders(target)):
         own.rmdir()
         raise OwnedError(target)
     return own
@@ -456,8 +473,10 @@ def _stem(target: Path) -> str:
     return name if len(os.fsencode(name)) <= 80 else hashlib.sha256(os.fsencode(name)).hexdigest()[:32]
 
 
-def _work_folders(target: Path) -> dict[Path, Owner]:
-    """Return the work folders of a folder, and their owners."""
+def work_folders(target: Path) -> dict[Path, Owner]:
+    """Return the folders of `work_folder` for a target that processes work in, or were killed in, and their owners."""
+    if not target.parent.is_dir():
+        return {}
     pattern = re.compile(rf"{re.escape(_stem(target))}\.({OWNER})\.partial", re.ASCII)
     found = {path: pattern.fullmatch(path.name) for path in target.parent.iterdir()}
     owners = {path: Owner.parse(match[1]) for path, match in found.items() if match}
@@ -485,16 +504,16 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         folder = folder.resolve()
     hidden = folder.with_name(f".{folder.name}")
     try:
-        partial = claim_work_folder(hidden)
-        for name in os.listdir(partial):  # of a process that was killed
-            remove_tree(partial / name)
-        try:
-            with lock_of(partial):
-                yield partial
-            move(partial, folder)
-        except BaseException:
-            remove_tree(partial)
-            raise
+        with work_folder(hidden, rest=hidden.with_name(f"{hidden.name}.partial")) as partial:
+            for name in os.listdir(partial):  # of a process that was killed
+                remove_tree(partial / name)
+            try:
+                with lock_of(partial):
+                    yield partial
+                move(partial, folder)
+            except BaseException:
+                remove_tree(partial)
+                raise
     except OwnedError:
         raise OSError(errno.EBUSY, "another process is writing it", str(folder)) from None
     except OSError as error:

@@ -23,12 +23,12 @@ import PIL
 from unfog.cache_folder import cache_folder, cache_limit, hold, make_room
 from unfog.data.decode_pool import Progress
 from unfog.data.packs.pack import FORMAT, Pack
-from unfog.data.packs.pack_journal import FILES, BusyError, locked
+from unfog.data.packs.pack_journal import FILES, BusyError, check_replaceable, locked
 from unfog.data.packs.pack_writer import write_pack
 from unfog.data.scan import Scan
 from unfog.data.settings import Data
 from unfog.errors import RequestError, RunError
-from unfog.locks import LOCK
+from unfog.locks import LOCK, OWNER, OwnedError, work_folder
 from unfog.safe_files import read_file, remove, remove_tree, write_atomic
 
 _WAIT = 0.2  # seconds between two looks at what another process is decoding
@@ -92,17 +92,35 @@ def make(scan: Scan, key: str, progress: Progress | None = None) -> Pack:
 
 
 def _write_or_wait(scan: Scan, folder: Path, key: str, remedy: str, progress: Progress | None) -> Pack:
-    while not Pack.is_at(folder):
+    while True:
         try:
-            write_pack(scan, folder, key, remedy, progress)
-        except BusyError:  # another process is writing it
+            if not Pack.is_at(folder):
+                _write(scan, folder, key, remedy, progress)
+            return _open(folder)
+        except (BusyError, OwnedError):  # another process is writing it
             time.sleep(_WAIT)
             if progress:
                 progress(0, len(scan.source.names))  # it may raise to stop
         except RequestError:  # such as no space, which does not matter if another process has finished the pack
             if not Pack.is_at(folder):
                 raise
-    return _open(folder)
+            _remove_damaged(key)
+            if Pack.is_at(folder) and load(key) is None:
+                raise RequestError(
+                    f"{folder} is a damaged entry of the cache and cannot be removed; remove it, or set UNFOG_CACHE"
+                ) from None
+
+
+def _write(scan: Scan, folder: Path, key: str, remedy: str, progress: Progress | None) -> None:
+    """Write an entry, or finish an interrupted one, in a folder of this process's own. Raises as `write_pack`."""
+    check_replaceable(folder, remedy)
+    try:
+        with work_folder(folder, rest=folder) as own:
+            write_pack(scan, own, key, remedy, progress)
+    except OwnedError:
+        raise
+    except OSError as error:
+        raise RequestError(f"{folder} cannot be written ({error.strerror}); {remedy}") from error
 
 
 def _redirect(path: Path, key: str) -> None:
@@ -151,10 +169,11 @@ def remove_stale_entries(folder: Path) -> None:
 
 
 def _is_abandoned(path: Path) -> bool:
-    if re.fullmatch(r"[0-9a-f]{32}", path.name):
-        known = FILES if Pack.is_unfinished_at(path) else frozenset[str]()
-    else:
-        known = _LATENT_FILES if re.fullmatch(r"latents-[0-9a-f]{32}\.partial", path.name) else frozenset[str]()
+    known = frozenset[str]()
+    if re.fullmatch(rf"[0-9a-f]{{32}}(\.{OWNER}\.partial)?", path.name):
+        known = FILES if Pack.is_unfinished_at(path) else known
+    elif re.fullmatch(rf"latents-[0-9a-f]{{32}}(\.{OWNER})?\.partial", path.name):
+        known = _LATENT_FILES
     files = [file for file in path.iterdir() if file.name != LOCK] if known else []
     return bool(files) and all(file.name in known and _is_old(file) for file in files)
 

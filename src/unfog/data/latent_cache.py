@@ -31,7 +31,7 @@ from unfog.data.decode_pool import Progress
 from unfog.data.packs.pack_journal import BusyError, locked, sync
 from unfog.device_copies import to_device
 from unfog.errors import RequestError, RunError
-from unfog.locks import LOCK
+from unfog.locks import OwnedError, work_folder, work_folders
 from unfog.safe_files import disk_usage, move, open_file, read_file, regular_file, remove, remove_tree, write_atomic
 from unfog.sharded_rng import draw_rows
 
@@ -144,11 +144,10 @@ class EncodeJob(NamedTuple):
         hold(folder)
         entry = _open_valid(folder, self, progress)
         if entry is None:
-            hold(partial)
             remove_stale_entries(cache_folder())
         while entry is None:
             fits, free = make_room(needed, keep=partial), free_bytes()
-            if not fits or free is None or free + disk_usage(partial) < needed:
+            if not fits or free is None or free + _begun_bytes(folder, partial) < needed:
                 if needed <= _IN_MEMORY:
                     return self.encode_all(progress)
                 if not fits:
@@ -157,7 +156,7 @@ class EncodeJob(NamedTuple):
                 raise RequestError(f"latents take {needed / 1e9:.1f} GB and {cache_folder()} {why}; set UNFOG_CACHE")
             try:
                 entry = _write_entry(folder, partial, self, progress)
-            except BusyError:  # another process is writing it
+            except (BusyError, OwnedError):  # another process is writing it
                 time.sleep(_WAIT)
                 progress(0, self.full_shape[0])
                 entry = _open_valid(folder, self, progress)
@@ -166,6 +165,11 @@ class EncodeJob(NamedTuple):
                     f"{folder} could not be written ({error.strerror}); free some space, then repeat the command"
                 ) from error
         return entry
+
+
+def _begun_bytes(folder: Path, partial: Path) -> int:
+    """Return the bytes on disk of an entry that is begun and not finished."""
+    return sum(disk_usage(path) for path in (partial, *work_folders(folder)) if path.is_dir())
 
 
 def _open_valid(folder: Path, job: EncodeJob, progress: Progress) -> LatentArrays | None:
@@ -188,12 +192,19 @@ def _open(folder: Path, shape: tuple[int, ...]) -> LatentArrays | None:
 
 
 def _write_entry(folder: Path, partial: Path, job: EncodeJob, progress: Progress) -> LatentArrays | None:
-    """Write an entry, or finish an interrupted one. Raises BusyError if another process is writing it."""
-    partial.mkdir(parents=True, exist_ok=True)
-    with locked(partial):
+    """Write an entry, or finish an interrupted one. OwnedError or BusyError if another process is writing it."""
+    with work_folder(folder, rest=partial) as own:
         if (entry := _open_valid(folder, job, progress)) is not None:  # another process has finished it meanwhile
-            remove_tree(partial)
+            remove_tree(own)
             return entry
+        _write_latents(own, job, progress)
+        if not folder.exists():  # it does if another process was faster
+            move(own, folder)
+    return _open(folder, job.full_shape)
+
+
+def _write_latents(partial: Path, job: EncodeJob, progress: Progress) -> None:
+    with locked(partial):
         done, count = _images_done(partial, job, progress), job.full_shape[0]
         with open_file(partial / _LATENTS, "ab") as latents, open_file(partial / _ROWS, "ab") as rows:
             # What was written after the last sync may be torn.
@@ -210,10 +221,6 @@ def _write_entry(folder: Path, partial: Path, job: EncodeJob, progress: Progress
                 progress(done, count)
         _write_json(partial / _FACTS, {"format": FORMAT, "shape": list(job.full_shape)})
         remove(partial / _DONE)
-        if not folder.exists():  # it does where locks do not work and another process was faster
-            move(partial, folder)
-            remove(folder / LOCK)  # not before, or another would begin anew in the finished entry
-    return _open(folder, job.full_shape)
 
 
 def _images_done(partial: Path, job: EncodeJob, progress: Progress) -> int:

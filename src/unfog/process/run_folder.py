@@ -17,7 +17,7 @@ from unfog.config.schema import Config
 from unfog.config.toml import read_toml, to_toml, with_version
 from unfog.config.validate import check_out, reason_of
 from unfog.errors import RequestError, RunError
-from unfog.locks import LOCK, FolderLock, Owner, OwnedError, lock_of
+from unfog.locks import LOCK, FolderLock, OwnedError, Owner, lock_of
 from unfog.process.heartbeat import Heartbeat
 from unfog.reporting.progress import say
 from unfog.safe_files import check_folder, read_file, regular_file, remove, remove_tree, write_atomic
@@ -121,8 +121,8 @@ class RunFolder:
         """RunError if another process has taken over the folder that this one has locked."""
         if lock is not None and (other := lock.taken_by()) is not None:
             raise RunError(
-                f"another process ({other.pid} on {other.host}) has taken over {self.path} and trains in it, so this one "
-                "stops and leaves its files alone; keep one of the two"
+                f"another process ({other.pid} on {other.host}) has taken over {self.path}, so this one stops and "
+                "leaves its files alone; train a run in one process at a time"
             )
 
     def write_config(self, config: Config) -> None:
