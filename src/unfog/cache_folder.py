@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from unfog.errors import RequestError
-from unfog.locks import LOCK, OWNER, is_at, lock_alone, lock_shared
+from unfog.locks import LOCK, OWNER, is_at, lock_alone, lock_shared, notify
 from unfog.safe_files import discard, disk_usage, make_folder, open_file, read_file, remove, remove_tree
 
 _MARKS = ".used"  # folder of a file for each entry; not in the entry, which others may read only
@@ -73,18 +73,114 @@ _KINDS = (
         nested=True,
     ),
 )
+_trusted = set[Path]()  # cache folders that were looked at
+_warned = set[Path]()  # folders that a warning was printed for
 # Descriptors of the locks that this process holds until it ends.
 _held: dict[Path, int] = {}
 
 
 def cache_folder() -> Path:
-    """Return $UNFOG_CACHE, else $XDG_CACHE_HOME/unfog or ~/.cache/unfog; it may not exist yet."""
+    """Return $UNFOG_CACHE, else $XDG_CACHE_HOME/unfog or ~/.cache/unfog; it may not exist yet.
+
+    A user whose home is missing or cannot be written gets a private folder among the temporary files. RequestError if
+    another user has put the folder there, or may exchange it: what lies in it is trained on.
+    """
     if chosen := os.environ.get("UNFOG_CACHE"):
-        return Path(chosen).expanduser()
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "unfog"
-    except RuntimeError:  # a user without a home, as in some containers
-        return Path(tempfile.gettempdir()) / "unfog-cache"
+        folder = Path(chosen).expanduser()
+    else:
+        try:
+            folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "unfog"
+        except RuntimeError:  # a user without a home, as in some containers
+            folder = _temporary_folder()
+        if not _can_exist(folder):
+            folder = _temporary_folder()
+    if os.name != "nt" and folder not in _trusted:
+        _check_trusted(folder, named=bool(chosen))
+        if folder.is_dir():
+            _trusted.add(folder)
+    return folder
+
+
+def _can_exist(folder: Path) -> bool:
+    """Return True if a folder is there, or the first one above it that is there can be written."""
+    with suppress(OSError):
+        if folder.is_dir():
+            return True
+        above = next(path for path in folder.parents if path.is_dir())
+        return os.access(above, os.W_OK | os.X_OK)
+    return False
+
+
+def _temporary_folder() -> Path:
+    """Make and return this user's folder among the temporary files, which nobody else may read or write."""
+    folder = Path(tempfile.gettempdir()) / (f"unfog-{os.getuid()}" if os.name != "nt" else "unfog-cache")
+    with suppress(OSError):
+        folder.mkdir(mode=0o700)
+    return folder
+
+
+def _check_trusted(folder: Path, named: bool) -> None:
+    """RequestError if a user other than this one and root may exchange what lies in the folder.
+
+    A folder that a person has `named` may be of another user, as a group shares one, but not where everybody can take
+    that name, as in /tmp.
+    """
+    remedy = "set UNFOG_CACHE to a folder of yours"
+    for path, status in _with_parents(folder):
+        last, foreign = path == folder.resolve(), status.st_uid not in (os.getuid(), 0)
+        shared = bool(status.st_mode & stat.S_IWOTH) and (last or not status.st_mode & stat.S_ISVTX)
+        if shared and foreign:
+            raise RequestError(
+                f"the cache {folder} is not used: every user may write {path}, of user {status.st_uid}; {remedy}"
+            )
+        if shared and not (named and status.st_mode & stat.S_ISVTX) and path not in _warned:
+            _warned.add(path)
+            notify(f"every user may write {path}, and so exchange images in the cache {folder}; chmod o-w {path}")
+        if last and foreign and (_everybody_writes(path.parent) or not (named or os.getuid() == 0)):
+            raise RequestError(f"the cache {folder} is not used: it is user {status.st_uid}'s; {remedy}")
+
+
+def _with_parents(folder: Path) -> list[tuple[Path, os.stat_result]]:
+    """Return a folder and those above it that exist, with what the system says of each."""
+    found = list[tuple[Path, os.stat_result]]()
+    with suppress(OSError, RuntimeError):
+        whole = folder.resolve()
+        for path in (whole, *whole.parents):
+            with suppress(FileNotFoundError):
+                found.append((path, path.stat()))
+    return found
+
+
+def _everybody_writes(folder: Path) -> bool:
+    return bool(folder.stat().st_mode & stat.S_IWOTH)
+
+
+def is_private(folder: Path) -> bool:
+    """Return True if no user but this one and root may exchange what lies in a folder, which is not a link.
+
+    Also true of a folder that its group may write if the group is this user's own, as some systems set it up.
+    """
+    if os.name == "nt":
+        return True
+    if not stat.S_ISDIR(folder.lstat().st_mode):
+        return False
+    (_, last), (_, above), *others = _with_parents(folder)
+    group = above.st_mode & stat.S_IWGRP and not _is_own_group(above.st_gid)
+    open_to_all = any(one.st_mode & stat.S_IWOTH and not one.st_mode & stat.S_ISVTX for _, one in others)
+    owned = last.st_uid == os.getuid() and above.st_uid in (os.getuid(), 0)
+    closed = not (last.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or group or above.st_mode & stat.S_IWOTH or open_to_all)
+    return owned and closed
+
+
+def _is_own_group(group: int) -> bool:
+    """Return True if a group has this user's name and no other member."""
+    import grp  # Windows has neither
+    import pwd
+
+    with suppress(KeyError):
+        name = pwd.getpwuid(os.getuid()).pw_name
+        return grp.getgrgid(group).gr_name == name and set(grp.getgrgid(group).gr_mem) <= {name}
+    return False
 
 
 def cache_limit() -> float:
@@ -188,10 +284,11 @@ def hold(entry: Path) -> None:
         if (held := _held.get(mark)) is None or not is_at(held, mark):
             cache_folder().mkdir(parents=True, exist_ok=True)
             make_folder(mark.parent, cache_folder())
-            descriptor = lock_shared(mark)
-            # After the new lock is held: in between another process could evict the entry.
-            release(entry)
-            _held[mark] = descriptor
+            with suppress(BlockingIOError):  # another process removes the entry now, or hangs in that
+                descriptor = lock_shared(mark)
+                # After the new lock is held: in between another process could evict the entry.
+                release(entry)
+                _held[mark] = descriptor
         os.utime(mark)
 
 

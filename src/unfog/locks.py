@@ -44,8 +44,13 @@ def _write_to_stderr(text: str) -> None:
     sys.stderr.write(f"{text}\n")
 
 
-# Called with a message when a lock takes long. The progress lines set it, so that the message appears above them.
-notify: Callable[[str], None] = _write_to_stderr
+# Prints a warning. Progress lines set it, so that the warning appears above them.
+listener: Callable[[str], None] = _write_to_stderr
+
+
+def notify(text: str) -> None:
+    """Print a warning from a module below those that print."""
+    listener(text)
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,16 @@ from unfog.data.packs.pack_writer import write_pack
 from unfog.data.scan import Scan
 from unfog.data.settings import Data
 from unfog.errors import RequestError, RunError
-from unfog.locks import LOCK, OWNER, OwnedError, work_folder
+from unfog.locks import LOCK, OWNER, OwnedError, notify, work_folder
 from unfog.safe_files import read_file, remove, remove_tree, write_atomic
+from unfog.text import format_bytes
 
+# Bytes of pixels whose checksum each process compares: a tenth of a second. A whole pack takes seconds for each GB.
+_COMPARED_BYTES = 2**25
 _WAIT = 0.2  # seconds between two looks at what another process is decoding
 _ABANDONED_SECONDS = 7 * 24 * 3600
 _JSON_FILES = [f"{name}.json{suffix}" for name in ("done", "latents") for suffix in ("", ".partial", ".new")]
+_compared = set[Path]()  # entries that this process has compared
 _LATENT_FILES = frozenset(["latents.f16", "rows.i64", *_JSON_FILES])
 
 
@@ -61,7 +65,12 @@ def load(key: str) -> Pack | None:
 
 def _open(entry: Path) -> Pack:
     hold(entry)  # before it is opened, so that nothing of it is removed meanwhile
-    return Pack.open(entry)
+    pack = Pack.open(entry)
+    if entry not in _compared:
+        if not pack.sample_is_whole(_COMPARED_BYTES):
+            raise RequestError(f"{entry} is a damaged entry of the cache: its pixels are not as they were written")
+        _compared.add(entry)
+    return pack
 
 
 def make(scan: Scan, key: str, progress: Progress | None = None) -> Pack:
@@ -69,7 +78,7 @@ def make(scan: Scan, key: str, progress: Progress | None = None) -> Pack:
     folder = cache_folder()
     hold(folder / key)
     needed = len(scan.source.names) * scan.channels * scan.size**2
-    remedy = f"set UNFOG_CACHE to a folder with {needed / 1e9:.1f} GB free, or use cache = none or memory"
+    remedy = f"set UNFOG_CACHE to a folder with {format_bytes(needed)} free, or use cache = none or memory"
     remove_stale_entries(folder)
     _remove_damaged(key)
     if not Pack.is_at(folder / key) and not make_room(needed, keep=folder / key):
@@ -133,6 +142,7 @@ def _remove_damaged(key: str) -> None:
     if Pack.is_at(folder):
         with suppress(OSError, BusyError), locked(folder):
             if Pack.is_at(folder) and load(key) is None:  # still, as another process may have made it anew
+                notify(f"{folder} is damaged, so its images are decoded again")
                 remove_tree(folder)
 
 
@@ -149,7 +159,7 @@ def free_bytes() -> int | None:
 def over_limit(needed: int, remedy: str) -> str:
     """Return the message that so many bytes do not fit the limit of the cache."""
     return (
-        f"{needed / 1e9:.1f} GB are more than the {cache_limit() / 1e9:,.3g} GB that the cache may hold "
+        f"{format_bytes(needed)} are more than the {cache_limit() / 1e9:,.3g} GB that the cache may hold "
         f"besides what is in use; set UNFOG_CACHE_LIMIT higher, or {remedy}"
     )
 

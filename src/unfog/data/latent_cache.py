@@ -34,6 +34,7 @@ from unfog.errors import RequestError, RunError
 from unfog.locks import OwnedError, work_folder, work_folders
 from unfog.safe_files import disk_usage, move, open_file, read_file, regular_file, remove, remove_tree, write_atomic
 from unfog.sharded_rng import draw_rows
+from unfog.text import format_bytes
 
 FORMAT = 1
 # Bytes of latents that are kept in memory where the cache cannot be written.
@@ -152,8 +153,8 @@ class EncodeJob(NamedTuple):
                     return self.encode_all(progress)
                 if not fits:
                     raise RequestError(over_limit(needed, "train at a smaller size"))
-                why = "cannot be written" if free is None else f"has {free / 1e9:.1f} GB free"
-                raise RequestError(f"latents take {needed / 1e9:.1f} GB and {cache_folder()} {why}; set UNFOG_CACHE")
+                why = "cannot be written" if free is None else f"has {format_bytes(free)} free"
+                raise RequestError(f"latents take {format_bytes(needed)} and {cache_folder()} {why}; set UNFOG_CACHE")
             try:
                 entry = _write_entry(folder, partial, self, progress)
             except (BusyError, OwnedError):  # another process is writing it
