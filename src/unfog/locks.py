@@ -507,6 +507,8 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     folder.parent.mkdir(parents=True, exist_ok=True)
     if folder.is_dir():  # a link to an empty folder cannot be replaced, and that folder can
         folder = folder.resolve()
+        if os.listdir(folder):
+            raise OSError(errno.ENOTEMPTY, "it is not empty", str(folder))
     hidden = folder.with_name(f".{folder.name}")
     try:
         with work_folder(hidden, rest=hidden.with_name(f"{hidden.name}.partial")) as partial:
@@ -515,13 +517,18 @@ def whole_folder(folder: Path) -> Iterator[Path]:
             try:
                 with lock_of(partial):
                     yield partial
-                move(partial, folder)
+                _move_to_new(partial, folder)
             except BaseException:
                 remove_tree(partial)
                 raise
     except OwnedError:
         raise OSError(errno.EBUSY, "another process is writing it", str(folder)) from None
+
+
+def _move_to_new(path: Path, folder: Path) -> None:
+    try:
+        move(path, folder)
     except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and error.filename == str(folder):
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
             raise OSError(error.errno, "another process has written it meanwhile", str(folder)) from None
         raise

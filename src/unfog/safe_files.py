@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import shutil
 import stat
 import time
@@ -40,6 +41,7 @@ _KINDS = {
 }
 # Bytes of the largest small file of ours; larger ones are read by parts, or with a limit of their own.
 _LARGEST_TEXT = 2**26
+_RECENT = 60.0  # seconds
 
 Mode = Literal["rb", "r+b", "ab", "xb", "a+b"]
 
@@ -145,17 +147,20 @@ def replace_file(
         path: the file, which is whole, old or new, at any time.
         root: the folder that may be a link.
         private: the mode is 0600.
-        shared: several processes may write it at a time, so each has a file of its own beside it.
+        shared: several processes usually write it at a time, so each begins with a file of its own beside it.
         durable: wait until the content is on the disk.
     """
-    unique = f".{os.getpid()}-{time.time_ns()}" if shared else ""
-    # In the same folder, as a rename is atomic within one file system only.
-    partial = f"{path.name}{unique}.partial"
     with _folder_of(path, root) as (name, at):
+        # In the same folder, as a rename is atomic within one file system only.
+        partial = f"{path.name}.partial"
         aside = partial if at is not None else str(path.with_name(partial))
         try:
-            with suppress(FileNotFoundError):
-                os.unlink(aside, dir_fd=at)  # of a process that was killed; if it is a link, the link alone goes
+            if shared or _is_being_written(aside, at):
+                partial = f"{path.name}.{os.getpid()}-{time.time_ns()}.partial"
+                aside = partial if at is not None else str(path.with_name(partial))
+            else:
+                with suppress(FileNotFoundError):
+                    os.unlink(aside, dir_fd=at)  # of a process that was killed; if it is a link, the link alone goes
             flags = _FLAGS["xb"] | _CAREFUL | _NO_LINK
             descriptor = os.open(aside, flags, 0o600 if private else 0o666, dir_fd=at)
         except OSError as error:
@@ -176,6 +181,19 @@ def replace_file(
             if isinstance(error, OSError) and error.filename is None:  # as of a full disk, which names no file
                 error.filename = str(path)
             raise
+
+
+def _is_being_written(name: str, at: int | None) -> bool:
+    """Return True if a file beside another was written to so recently that another process may be at work on it."""
+    with suppress(OSError):
+        status = os.lstat(name, dir_fd=at)
+        return stat.S_ISREG(status.st_mode) and abs(time.time() - status.st_mtime) < _RECENT
+    return False
+
+
+def usual_partial(name: str) -> str:
+    """Return a file's name with the usual ending of unfinished files in place of one of several processes."""
+    return re.sub(r"\.[0-9]+-[0-9]+\.partial$", ".partial", name)
 
 
 def write_atomic(

@@ -29,7 +29,7 @@ from unfog.data.scan import Scan
 from unfog.data.settings import Data
 from unfog.errors import RequestError, RunError
 from unfog.locks import LOCK, OWNER, OwnedError, notify, work_folder
-from unfog.safe_files import read_file, remove, remove_tree, write_atomic
+from unfog.safe_files import read_file, remove, remove_tree, usual_partial, write_atomic
 from unfog.text import format_bytes
 
 # Bytes of pixels whose checksum each process compares: a tenth of a second. A whole pack takes seconds for each GB.
@@ -78,7 +78,7 @@ def make(scan: Scan, key: str, progress: Progress | None = None) -> Pack:
     folder = cache_folder()
     hold(folder / key)
     needed = len(scan.source.names) * scan.channels * scan.size**2
-    remedy = f"set UNFOG_CACHE to a folder with {format_bytes(needed)} free, or use cache = none or memory"
+    remedy = f"set UNFOG_CACHE to a folder with {format_bytes(max(needed, 1e6))} free, or use cache = none or memory"
     remove_stale_entries(folder)
     _remove_damaged(key)
     if not Pack.is_at(folder / key) and not make_room(needed, keep=folder / key):
@@ -185,7 +185,7 @@ def _is_abandoned(path: Path) -> bool:
     elif re.fullmatch(rf"latents-[0-9a-f]{{32}}(\.{OWNER})?\.partial", path.name):
         known = _LATENT_FILES
     files = [file for file in path.iterdir() if file.name != LOCK] if known else []
-    return bool(files) and all(file.name in known and _is_old(file) for file in files)
+    return bool(files) and all(usual_partial(file.name) in known and _is_old(file) for file in files)
 
 
 def _is_old(file: Path) -> bool:

@@ -154,7 +154,7 @@ class Pack:
         return problems
 
     def sample_is_whole(self, most: int) -> bool:
-        """Compare the checksums of some chunks of pixels, drawn at random: one, and others up to `most` bytes in all."""
+        """Compare the checksums of chunks of pixels drawn at random: one, and others up to `most` bytes in all."""
         size, begin, spans = math.prod(self.images.pixels.shape[1:]), 0, list[tuple[int, int, str]]()
         try:
             if file_digest(self.path / "chunks.json") != self.manifest["files"]["chunks.json"]["sha256"]:
