@@ -274,7 +274,8 @@ def test_a_limit_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 def as_user(user: int, folder: Path, **variables: str) -> str:
     """Return what `cache_folder` gives a user, or why it refuses."""
     code = (
-        "import os, sys; os.setgroups([]); os.setresgid(*[int(sys.argv[1])] * 3); os.setresuid(*[int(sys.argv[1])] * 3)\n"
+        "import os, sys; user = int(sys.argv[1])\n"
+        "os.setgroups([]); os.setresgid(user, user, user); os.setresuid(user, user, user)\n"
         "try: print(c.cache_folder(), oct(c.cache_folder().stat().st_mode)[-3:])\n"
         "except c.RequestError as error: print(error)"
     )

@@ -162,7 +162,8 @@ class FolderLock:
         if self._file is None:
             return
         self.before, _ = _read_mark(self._path)
-        with suppress(OSError), open_file(self._path, "a+b") as file:  # closed at once, which NFS needs to write it
+        # Closed at once, as NFS writes a file when it is closed.
+        with suppress(OSError), open_file(self._path, "a+b", self._path.parent) as file:
             file.write(f"{self.owner} {os.fstat(file.fileno()).st_dev}".encode().ljust(_MARK_BYTES - 1) + b"\n")
         if not self.supported and not made:
             time.sleep(_SETTLE)
@@ -180,7 +181,7 @@ class FolderLock:
         # The folder may have been moved or created anew, with another's lock in it, or been taken over.
         if is_at(self._file.fileno(), self._path) and self.taken_by() is None:
             with suppress(OSError):
-                remove(self._path)
+                remove(self._path, self._path.parent)
         if not self._thread.is_alive():  # else it hangs in a refresh of this descriptor
             self._file.close()
 
@@ -249,9 +250,9 @@ def lock_shared(path: Path) -> int:
         if attempt:
             time.sleep(_PAUSE)
         try:
-            file = open_file(path, "a+b")
+            file = open_file(path, "a+b", path.parent)
         except PermissionError:  # of another user
-            file = open_file(path, "rb")
+            file = open_file(path, "rb", path.parent)
         with file:
             if sys.platform != "win32":
                 import fcntl
@@ -300,8 +301,8 @@ def _locked(path: Path) -> tuple[BinaryIO | None, bool, bool]:
 def _opened(path: Path) -> tuple[BinaryIO, bool]:
     """Open a file for a lock. Return it, and True if this process has made it: of several, exactly one does."""
     with suppress(FileExistsError):
-        return open_file(path, "xb"), True
-    return open_file(path, "a+b"), False
+        return open_file(path, "xb", path.parent), True
+    return open_file(path, "a+b", path.parent), False
 
 
 def _flock(file: BinaryIO, kind: int, path: Path, limit: float = _GIVE_UP_AFTER) -> None:
@@ -346,7 +347,7 @@ def _excludes_others(path: Path) -> bool:
     import fcntl
 
     try:
-        with open_file(path, "a+b") as file:
+        with open_file(path, "a+b", path.parent) as file:
             _flock(file, fcntl.LOCK_EX, path)
     except BlockingIOError:
         return True
@@ -376,7 +377,7 @@ def _check_owner_gone(path: Path, supported: bool) -> None:
 def _read_mark(path: Path) -> tuple[Owner | None, int]:
     """Return the owner that a lock file is marked with, None without one; and the device that it has seen it on."""
     with suppress(OSError, ValueError):
-        text, _, device = read_file(path, _MARK_BYTES).decode().strip().partition(" ")
+        text, _, device = read_file(path, path.parent, _MARK_BYTES).decode().strip().partition(" ")
         return Owner.parse(text), int(device or -1)
     return None, -1
 
@@ -399,7 +400,7 @@ def _falls_silent(path: Path, owner: Owner) -> bool:
 
 def _changed(path: Path) -> float:
     """Return when a file was changed last, asking the server of a network file system anew; 0 if it is gone."""
-    with suppress(OSError), open_file(path, "rb") as file:
+    with suppress(OSError), open_file(path, "rb", path.parent) as file:
         return os.fstat(file.fileno()).st_mtime
     return 0.0
 
@@ -409,10 +410,10 @@ def _now_at(folder: Path) -> float:
     probe = folder / f"{LOCK}.{secrets.token_hex(8)}"
     with suppress(OSError):
         try:
-            with open_file(probe, "xb") as file:
+            with open_file(probe, "xb", folder) as file:
                 return os.fstat(file.fileno()).st_mtime
         finally:
-            remove(probe)
+            remove(probe, folder)
     return time.time()
 
 
@@ -443,8 +444,8 @@ def work_folder(target: Path, rest: Path) -> Iterator[Path]:
         with suppress(OSError):
             own.rmdir()  # fails unless it is empty
         with suppress(OSError):
-            move(own, rest)
-        remove_tree(own)
+            move(own, rest, target.parent)
+        remove_tree(own, target.parent)
 
 
 def _claim(target: Path, rest: Path) -> Path:
@@ -456,12 +457,12 @@ def _claim(target: Path, rest: Path) -> Path:
             raise OwnedError(path, owner)
     if rest.is_dir() and not rest.is_symlink():
         with lock_of(rest):  # an earlier version of Unfog may work in it
-            move(rest, own)
-        remove(own / LOCK)
+            move(rest, own, target.parent)
+        remove(own / LOCK, own)
         return own
     for path in others:
         with suppress(FileNotFoundError):  # another process has just taken it over
-            move(path, own)
+            move(path, own, target.parent)
             return own
     own.mkdir()
     # Of several processes that come at once and see each other, the first by name goes on.
@@ -513,13 +514,13 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     try:
         with work_folder(hidden, rest=hidden.with_name(f"{hidden.name}.partial")) as partial:
             for name in os.listdir(partial):  # of a process that was killed
-                remove_tree(partial / name)
+                remove_tree(partial / name, folder.parent)
             try:
                 with lock_of(partial):
                     yield partial
                 _move_to_new(partial, folder)
             except BaseException:
-                remove_tree(partial)
+                remove_tree(partial, folder.parent)
                 raise
     except OwnedError:
         raise OSError(errno.EBUSY, "another process is writing it", str(folder)) from None
@@ -527,7 +528,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 def _move_to_new(path: Path, folder: Path) -> None:
     try:
-        move(path, folder)
+        move(path, folder, folder.parent)
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
             raise OSError(error.errno, "another process has written it meanwhile", str(folder)) from None

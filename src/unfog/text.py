@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 
+MARK = "Unfog"
+"""Text "Software" of a PNG file, and comment of a GIF file, that Unfog has written; see `data.own_files`."""
+
 # A scheme of any length would take the square of the length of a long word.
 _SCHEME = r"[a-z][a-z0-9+]{0,30}://"
 _URL = re.compile(

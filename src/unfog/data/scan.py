@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -66,12 +66,9 @@ class Scan:
         settings = source.fill_settings(settings)
         warnings: list[str] = []
         source = apply_label_table(source, settings.labels, warnings.append)
-        classes, labels = read_labels(source, settings.labels)
-        if labels is not None and not 0 <= labels.min() <= labels.max() < len(classes):
-            raise RequestError(
-                f"{sanitize(source.name)} has a label that is none of its {len(classes):,} classes: it is damaged; "
-                "make it again from the originals"
-            )
+        if source.second_names:
+            warnings.append(_describe_second_names(source.second_names))
+        classes, labels = read_labels(source, settings.labels, warnings.append)
         stamp, file_bytes = source.stamp()
         return cls(
             *(source, settings, classes, labels, stamp, file_bytes, settings.size, settings.channels),
@@ -160,6 +157,14 @@ class Scan:
             ignored=dict(self.source.ignored),
             **outcome,
         )
+
+
+def _describe_second_names(names: Mapping[str, str]) -> str:
+    some = ", ".join(f"{sanitize(second)} is {sanitize(first)}" for second, first in list(names.items())[:3])
+    return (
+        f"{len(names):,} folder{'s are second names' * (len(names) > 1) or ' is a second name'} of another, whose "
+        f"images count once: {some}{', …' * (len(names) > 3)}; copy a folder that is to count twice"
+    )
 
 
 def _names_to_hash(names: Sequence[str]) -> Sequence[str]:

@@ -66,13 +66,13 @@ def write_graph(network: nn.Module, inputs: dict[str, Tensor], output: str, path
             reason = " ".join(str(error).split())[:300]
             raise RequestError(f"torch.export cannot trace this network: {type(error).__name__}: {reason}") from error
         if path.suffix == ".pt2":
-            torch.export.save(program, new_file(path))
+            torch.export.save(program, new_file(path, path.parent))
             # The file, and not the program in memory: what was written is what is compared with the run.
-            graph: _Graph = torch.export.load(regular_file(path)).module()
+            graph: _Graph = torch.export.load(regular_file(path, path.parent)).module()
             return graph
         made = torch.onnx.export(program, dynamo=True, input_names=list(inputs), output_names=[output], verbose=False)
         assert made is not None
-        made.save(str(new_file(path)))
+        made.save(str(new_file(path, path.parent)))
     return _load_onnx(path, list(inputs))
 
 
@@ -80,7 +80,7 @@ def _load_onnx(path: Path, names: Sequence[str]) -> _Graph:
     import onnxruntime
 
     # On the CPU, wherever the run was sampled, so that the comparison needs no other build of the runtime.
-    session = onnxruntime.InferenceSession(str(regular_file(path)), providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(str(regular_file(path, path.parent)), providers=["CPUExecutionProvider"])
 
     def graph(*inputs: Tensor) -> Tensor:
         return torch.from_numpy(session.run(None, {name: x.numpy() for name, x in zip(names, inputs)})[0])

@@ -93,14 +93,15 @@ def write_pipeline(run: LoadedRun, network: nn.Module, sampler: Sampler, folder:
     index["unet"] = _write_network(run, network, folder / "unet")
     _write_json(folder / "scheduler", "scheduler_config.json", scheduler.kind, scheduler.settings)
     if scheduler.kind == "LevelsScheduler":
-        write_atomic(folder / "scheduler/levels_scheduler.py", package_file("unfog.export.levels_scheduler"))
+        code = package_file("unfog.export.levels_scheduler")
+        write_atomic(folder / "scheduler/levels_scheduler.py", code, folder)
     if stock:
         index["_class_name"] = "DDPMPipeline"  # it takes any scheduler
     else:
         index |= {"_class_name": ["pipeline", "UnfogPipeline"], "objective": describe_objective(config, sampler)}
         index["vae"] = _write_autoencoder(config, folder / "vae") if config.uses_latents else [None, None]
-        write_atomic(folder / "pipeline.py", package_file("unfog.export.diffusers_pipeline"))
-    write_atomic(folder / "model_index.json", _json(index))
+        write_atomic(folder / "pipeline.py", package_file("unfog.export.diffusers_pipeline"), folder)
+    write_atomic(folder / "model_index.json", _json(index), folder)
     return _difference(run, network, sampler, folder, stock)
 
 
@@ -122,7 +123,7 @@ def _write_network(run: LoadedRun, network: nn.Module, folder: Path) -> list[str
     described = {"settings": asdict(settings), "in_channels": channels, "out_channels": out, "sample_size": side}
     _write_model(folder, "UnfogNetwork", described | {"num_classes": classes}, _prefixed(weights))
     file = f"unfog_{settings.kind.replace('-', '_')}"
-    write_atomic(folder / f"{file}.py", (source + _MODEL.format(name=name)).encode())
+    write_atomic(folder / f"{file}.py", (source + _MODEL.format(name=name)).encode(), folder)
     return [file, "UnfogNetwork"]
 
 
@@ -130,14 +131,14 @@ def _write_autoencoder(config: Config, folder: Path) -> list[str]:
     """Write the autoencoder of a run, and return its module and class."""
     described = AutoencoderFolder.open(config.autoencoder_folder)
     if described.kind != OURS:
-        copy_into([described.folder / "config.json", described.weights], folder)
+        copy_into([described.folder / "config.json", described.weights], folder, folder.parent)
         return ["diffusers", described.kind]
     autoencoder: Any = open_run_autoencoder(config, torch.device("cpu"))
     settings = {"settings": asdict(autoencoder.settings), "image_channels": autoencoder.image_channels}
     _write_model(folder, "UnfogAutoencoder", settings, _prefixed(autoencoder.state_dict()))
     names = ["unfog.models.layers", "unfog.models.autoencoder"]
     source = plain_source("The autoencoder of an Unfog run.", names, ["DiffusersAutoencoder", "ConditionalNetwork"])
-    write_atomic(folder / "unfog_autoencoder.py", (source + _VAE).encode())
+    write_atomic(folder / "unfog_autoencoder.py", (source + _VAE).encode(), folder)
     return ["unfog_autoencoder", "UnfogAutoencoder"]
 
 
@@ -157,13 +158,15 @@ def plain_weights(network: nn.Module) -> dict[str, Tensor]:
 
 def save_weights(weights: dict[str, Tensor], path: Path, beside: Path) -> None:
     """Write a safetensors file that those may read who may read the file `beside` it."""
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, new_file(path), {"format": "pt"})
+    tensors = {name: tensor.contiguous() for name, tensor in weights.items()}
+    save_file(tensors, new_file(path, path.parent), {"format": "pt"})
     path.chmod(beside.stat().st_mode)  # safetensors lets the owner alone read its files
 
 
 def _write_json(folder: Path, name: str, kind: str, settings: dict[str, Any]) -> None:
     folder.mkdir(exist_ok=True)
-    write_atomic(folder / name, _json({"_class_name": kind, "_diffusers_version": _DIFFUSERS, **settings}))
+    described = {"_class_name": kind, "_diffusers_version": _DIFFUSERS, **settings}
+    write_atomic(folder / name, _json(described), folder)
 
 
 def _json(value: dict[str, Any]) -> bytes:

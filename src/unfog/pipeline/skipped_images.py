@@ -115,7 +115,7 @@ class FailureReporter:
             recorder.event("quarantined", step, shard=one.name, reason=one.reason, images=count)
         if lost:
             with suppress(OSError):  # data.json is not needed for training
-                write_atomic(self._folder.path / DATA_FILE, data_json(self._dataset))
+                write_atomic(self._folder.path / DATA_FILE, data_json(self._dataset), self._folder.path)
 
     def _new(self, some: list[SkippedFile]) -> list[SkippedFile]:
         """Return those not reported yet, and mark them as reported."""

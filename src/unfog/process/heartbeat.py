@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from unfog.process.signals import StopSignals
 from unfog.reporting.progress import say
-from unfog.safe_files import open_file, read_file, remove, write_atomic
+from unfog.safe_files import LARGEST_TEXT, open_file, read_file, remove, write_atomic
 
 # Names of the files that request something of a running run.
 Request = Literal["SAVE", "PREVIEW", "STOP"]
@@ -87,7 +87,7 @@ class Heartbeat:
         """Remove RUN/SAVE if the checkpoint now on disk was started for it."""
         with self._lock, suppress(OSError):
             if self._unmoved.get(_SAVE_FILE) == os.lstat(self._folder / _SAVE_FILE).st_mtime_ns:
-                remove(self._folder / _SAVE_FILE)
+                remove(self._folder / _SAVE_FILE, self._folder)
 
     def end(self, how: str) -> None:
         """Write the last heartbeat, with "finished", "stopped" or "failed: …" as its activity."""
@@ -141,7 +141,7 @@ class Heartbeat:
         if written is None:
             return False
         try:
-            remove(self._folder / name)
+            remove(self._folder / name, self._folder)
         except OSError:
             self._unmoved[name] = written
         return True
@@ -162,18 +162,18 @@ class Heartbeat:
         data = json.dumps(heartbeat).encode().ljust(_FILE_BYTES - 1) + b"\n"
         path = self._folder / _HEARTBEAT_FILE
         try:
-            write_atomic(path, data, durable=False)
+            write_atomic(path, data, self._folder, durable=False)
         except OSError:
             # A full disk takes no new file, but the old one has its space, and monitoring must see that the run waits.
             # A reader that comes in the middle of the write finds invalid JSON, and reads again.
-            with suppress(OSError), open_file(path, "r+b") as file:
+            with suppress(OSError), open_file(path, "r+b", self._folder) as file:
                 file.write(data)
                 file.truncate()
 
     @staticmethod
     def request(folder: Path, name: Request) -> None:
         """Request something of a running run. OSError if it cannot be written, or something else has that name."""
-        write_atomic(folder / name, b"", durable=False)
+        write_atomic(folder / name, b"", folder, durable=False)
 
     @classmethod
     def read(cls, folder: Path) -> dict[str, Any] | None:
@@ -184,7 +184,7 @@ class Heartbeat:
         next one is not long overdue, and its process exists as far as can be told.
         """
         try:
-            beat = json.loads(read_file(folder / _HEARTBEAT_FILE))
+            beat = json.loads(read_file(folder / _HEARTBEAT_FILE, folder, LARGEST_TEXT))
             age = (datetime.now(UTC) - datetime.fromisoformat(beat["time"])).total_seconds()
             # One from the future is of a wrong clock, or forged: it would seem alive for ever.
             alive = beat["next"] is not None and age >= -_CLOCK_DIFFERENCE

@@ -25,7 +25,7 @@ from unfog.reporting.records import (
     read_metrics,
     run_state,
 )
-from unfog.safe_files import disk_usage, open_file
+from unfog.safe_files import disk_usage, read_file
 from unfog.text import sanitize
 from unfog.training.settings import Evaluate
 
@@ -179,8 +179,8 @@ def _rows(read: Callable[[Path, int], list[Row]], path: Path, last: int) -> list
 
 def best_metric(path: Path) -> str:
     """Return `evaluate.best` of a config.toml; the default where there is none."""
-    with suppress(OSError, ValueError, RecursionError, TypeError, KeyError), open_file(path, "rb") as file:
-        text = file.read(_LARGEST_CONFIG).decode()
+    with suppress(OSError, ValueError, RecursionError, TypeError, KeyError):
+        text = read_file(path, path.parent, _LARGEST_CONFIG).decode()
         # Parsing takes milliseconds, and a list may have hundreds of runs: only a file that names a metric is parsed.
         if any(f"{quote}{name}{quote}" in text for name in Evaluate.DRAWN for quote in "\"'"):
             best = tomllib.loads(text)["evaluate"]["best"]

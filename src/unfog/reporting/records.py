@@ -47,7 +47,7 @@ class _JsonLines:
     def __init__(self, path: Path, keep: Callable[[Row], bool] = lambda row: True) -> None:
         self.damaged, self.last = _repair(path, keep)
         self._pending = bytearray()
-        self._file = open_file(path, "ab", buffering=0)
+        self._file = open_file(path, "ab", path.parent, buffering=0)
 
     def append(self, row: Mapping[str, object]) -> None:
         """Write one line. OSError when the disk refuses; the line is kept and goes first the next time."""
@@ -169,7 +169,7 @@ def flatten(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any
 def read_object(path: Path, limit: int) -> dict[str, Any]:
     """Return the object in a JSON file of at most so many bytes; {} where it is missing, a link, or damaged."""
     with suppress(OSError, ValueError, RecursionError):
-        value = json.loads(read_file(path, limit))
+        value = json.loads(read_file(path, path.parent, limit))
         if isinstance(value, dict):
             return value
     return {}
@@ -196,7 +196,7 @@ def smoothed(values: Floats) -> Floats:
 
 def _read(path: Path, last: int | None = None) -> Iterator[Row]:
     try:
-        with open_file(path, "rb") as file:
+        with open_file(path, "rb", path.parent) as file:
             size, limit = os.fstat(file.fileno()).st_size, last or _LARGEST_RECORD
             start = max(0, size - limit)
             file.seek(start)
@@ -226,7 +226,7 @@ def _repair(path: Path, keep: Callable[[Row], bool]) -> tuple[int, Row | None]:
         return 0, None
     damaged, last = 0, None
     # Mapped instead of read: only the end of a long record is looked at.
-    with open_file(path, "r+b") as file:
+    with open_file(path, "r+b", path.parent) as file:
         with mmap(file.fileno(), 0, access=ACCESS_READ) as content:
             size = end = len(content)
             while end:

@@ -22,7 +22,7 @@ import numpy as np
 from unfog.custom import PREFIX, resolve_path
 from unfog.reporting.records import flatten
 from unfog.reporting.tracker_base import Tracker
-from unfog.safe_files import make_folder, read_file, write_atomic
+from unfog.safe_files import LARGEST_TEXT, make_folder, read_file, write_atomic
 from unfog.text import without_secrets
 
 if TYPE_CHECKING:
@@ -272,7 +272,7 @@ def _stored_id(run_dir: Path, folder: str, create: Callable[[], str]) -> str:
     make_folder(path.parent, run_dir)  # the tracker writes into it by name
     if not os.path.lexists(path):
         write_atomic(path, create().encode(), run_dir)
-    return read_file(path, root=run_dir).decode()
+    return read_file(path, run_dir, LARGEST_TEXT).decode()
 
 
 def _edges(values: Sequence[float]) -> list[float]:

@@ -61,7 +61,7 @@ def resume(
     with RunContext.open(folder, config, callbacks=callbacks) as run, ExitStack() as stack:
         point = find_resume_point(folder, stored)
         # An edited config.toml must not make it build a network that the weights do not fit, however large.
-        stack.enter_context(building_for(point.weights))
+        stack.enter_context(building_for(point.weights, folder.path))
         run.heartbeat.step = point.step  # for monitoring, while the images are read
         check_changes(point.config, config, force)
         dataset, facts = load_images(config, run.stop, lost=point.failed_shards)

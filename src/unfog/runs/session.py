@@ -56,8 +56,9 @@ def _write_data_report(folder: RunFolder, dataset: Dataset, augment: Augment, se
 
     `seed` is that of the stream and of the augmentation; the random state of torch is left as it is.
     """
-    write_atomic(folder.path / DATA_FILE, data_json(dataset))
-    write_atomic(folder.path / "contact-sheet.png", encode_png(contact_sheet(dataset, augment, seed)))
+    write_atomic(folder.path / DATA_FILE, data_json(dataset), folder.path)
+    sheet = encode_png(contact_sheet(dataset, augment, seed))
+    write_atomic(folder.path / "contact-sheet.png", sheet, folder.path)
 
 
 class Session(SessionHooks):
@@ -86,7 +87,7 @@ class Session(SessionHooks):
         fixed, logged = None, 0
         if saved is None:
             # Left by a start that was killed before its first checkpoint.
-            remove(self.context.folder.metrics)
+            remove(self.context.folder.metrics, self.context.folder.path)
         else:
             self._load(saved)
             logged, fixed = _last_logged(self.step, self.state.due), self._resume_length()

@@ -196,7 +196,10 @@ class Source(ABC):
     `names`."""
 
     ignored: Mapping[str, int] = {}
-    """Number of files that are no images, by suffix, or "hidden" or "without suffix"."""
+    """Number of files that are no images, by suffix, "hidden" or "without suffix"; and of `data_report.LEFT_OUT`."""
+
+    second_names: Mapping[str, str] = {}
+    """Another path of a folder -> the one under which its images are in `names`; both end in "/"."""
 
     unreadable: Sequence[SkippedFile] = ()
     """Files and folders that were found but are not in `names`, each with its reason."""

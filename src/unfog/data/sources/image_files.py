@@ -128,6 +128,8 @@ def has_image_signature(start: bytes) -> bool:
 def _unidentified(start: bytes, name: str) -> ImageError:
     if name.lower().endswith((".heic", ".heif")):
         return ImageError("HEIC, to be converted to JPEG or PNG first")
+    if start == b"version ":
+        return ImageError("a pointer of Git LFS, whose file is not downloaded")
     return ImageError("damaged at its beginning" if start.startswith(_SIGNATURES) else "not an image")
 
 

@@ -204,7 +204,7 @@ def _write_shard(taken: Snapshot, checkpoints: Path, post: ShardStatusStore, giv
         files |= theirs
     for path in partial.iterdir():
         if path.name not in files:  # left by an earlier attempt
-            remove(path)
+            remove(path, checkpoints.parent)
     taken.publish(partial, folder, files)
     return True
 
