@@ -292,9 +292,9 @@ def test_a_lock_that_works_needs_no_other_sign_of_processes_of_this_machine(tmp_
 def test_who_is_taken_over_finds_out_and_leaves_the_mark_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(locks, "_REFRESH", 0.05)
     with lock_of(tmp_path) as lock:
-        assert lock.taken_by() is None
+        assert lock.new_owner() is None
         other = marked(tmp_path, pid=1)
-        assert lock.taken_by() == other
+        assert lock.new_owner() == other
         time.sleep(0.3)
         assert lock.lost
         with pytest.raises(RunError, match="taken over"):

@@ -72,7 +72,7 @@ class Owner:
         """Return a new owner of this process, which differs from every other one."""
         host, boot, space = socket.gethostname(), socket.gethostname(), 0
         with suppress(OSError, ValueError):
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+            boot = read_file(Path("/proc/sys/kernel/random/boot_id"), Path("/proc"), _MARK_BYTES).decode()
             space = os.stat("/proc/self/ns/pid").st_ino
         kernel = hashlib.sha256(boot.encode("utf-8", "replace")).hexdigest()[:8]
         return cls(kernel, space, os.getpid(), _started(os.getpid()) or 0, secrets.token_hex(8), _plain(host))
@@ -116,7 +116,7 @@ def _plain(host: str) -> str:
 def _started(pid: int) -> int | None:
     """Return the start of a process, -1 if it has ended and its parent has not noticed yet; None if unknown."""
     with suppress(OSError, ValueError, IndexError):
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        fields = read_file(Path(f"/proc/{pid}/stat"), Path("/proc"), 2**16).rpartition(b")")[2].split()
         return -1 if fields[0] in (b"Z", b"X") else int(fields[19])
     return None
 
@@ -145,7 +145,7 @@ class FolderLock:
         self.before: Owner | None = None
         self._thread = threading.Thread(target=self._refresh, name="lock", daemon=True)
 
-    def taken_by(self) -> Owner | None:
+    def new_owner(self) -> Owner | None:
         """Return the process that has taken the folder over; None while it is this process's."""
         if self._file is None:
             return None
@@ -167,7 +167,7 @@ class FolderLock:
             file.write(f"{self.owner} {os.fstat(file.fileno()).st_dev}".encode().ljust(_MARK_BYTES - 1) + b"\n")
         if not self.supported and not made:
             time.sleep(_SETTLE)
-        if (other := self.taken_by()) is not None:
+        if (other := self.new_owner()) is not None:
             raise OwnedError(self._path, other)
         self._thread.start()
 
@@ -179,7 +179,7 @@ class FolderLock:
         if self._file is None:
             return
         # The folder may have been moved or created anew, with another's lock in it, or been taken over.
-        if is_at(self._file.fileno(), self._path) and self.taken_by() is None:
+        if is_at(self._file.fileno(), self._path) and self.new_owner() is None:
             with suppress(OSError):
                 remove(self._path, self._path.parent)
         if not self._thread.is_alive():  # else it hangs in a refresh of this descriptor
@@ -189,7 +189,7 @@ class FolderLock:
         assert self._file is not None
         while not self._over.wait(_REFRESH):
             with suppress(OSError):
-                if self.taken_by() is None and os.utime in os.supports_fd:
+                if self.new_owner() is None and os.utime in os.supports_fd:
                     os.utime(self._file.fileno())
 
 

@@ -42,7 +42,7 @@ _KINDS = {
 }
 # Bytes of the largest small file of ours, for `read_file`; larger ones are read by parts, or with their own limit.
 LARGEST_TEXT = 2**26
-_RECENT = 60.0  # seconds
+_LEFT_SECONDS = 600  # after which a file that nobody writes to was left by a killed process
 
 Mode = Literal["rb", "r+b", "ab", "xb", "a+b"]
 
@@ -147,20 +147,17 @@ def replace_file(
         path: the file, which is whole, old or new, at any time.
         root: the folder that may be a link.
         private: the mode is 0600.
-        shared: several processes usually write it at a time, so each begins with a file of its own beside it.
+        shared: several processes may write it at a time, so each has a file of its own beside it.
         durable: wait until the content is on the disk.
     """
+    unique = f".{os.getpid()}-{time.time_ns()}" if shared else ""
+    # In the same folder, as a rename is atomic within one file system only.
+    partial = f"{path.name}{unique}.partial"
     with _folder_of(path, root) as (name, at):
-        # In the same folder, as a rename is atomic within one file system only.
-        partial = f"{path.name}.partial"
         aside = partial if at is not None else str(path.with_name(partial))
         try:
-            if shared or _is_being_written(aside, at):
-                partial = f"{path.name}.{os.getpid()}-{time.time_ns()}.partial"
-                aside = partial if at is not None else str(path.with_name(partial))
-            else:
-                with suppress(FileNotFoundError):
-                    os.unlink(aside, dir_fd=at)  # of a process that was killed; if it is a link, the link alone goes
+            with suppress(FileNotFoundError):
+                os.unlink(aside, dir_fd=at)  # of a process that was killed; if it is a link, the link alone goes
             flags = _FLAGS["xb"] | _CAREFUL | _NO_LINK
             descriptor = os.open(aside, flags, 0o600 if private else 0o666, dir_fd=at)
         except OSError as error:
@@ -181,19 +178,17 @@ def replace_file(
             if isinstance(error, OSError) and error.filename is None:  # as of a full disk, which names no file
                 error.filename = str(path)
             raise
+    if shared:
+        _remove_leftovers(path, root)
 
 
-def _is_being_written(name: str, at: int | None) -> bool:
-    """Return True if a file beside another was written to so recently that another process may be at work on it."""
+def _remove_leftovers(path: Path, root: Path) -> None:
+    """Remove what killed processes left of a file that several write: nobody has written to it for minutes."""
+    pattern = re.compile(rf"{re.escape(path.name)}\.[0-9]+-[0-9]+\.partial")
     with suppress(OSError):
-        status = os.lstat(name, dir_fd=at)
-        return stat.S_ISREG(status.st_mode) and abs(time.time() - status.st_mtime) < _RECENT
-    return False
-
-
-def usual_partial(name: str) -> str:
-    """Return a file's name with the usual ending of unfinished files in place of one of several processes."""
-    return re.sub(r"\.[0-9]+-[0-9]+\.partial$", ".partial", name)
+        for name in filter(pattern.fullmatch, os.listdir(path.parent)):
+            if time.time() - path.with_name(name).lstat().st_mtime > _LEFT_SECONDS:
+                remove(path.with_name(name), root)
 
 
 def write_atomic(

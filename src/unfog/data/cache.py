@@ -29,7 +29,7 @@ from unfog.data.scan import Scan
 from unfog.data.settings import Data
 from unfog.errors import RequestError, RunError
 from unfog.locks import LOCK, OWNER, OwnedError, notify, work_folder
-from unfog.safe_files import LARGEST_TEXT, read_file, remove, remove_tree, usual_partial, write_atomic
+from unfog.safe_files import LARGEST_TEXT, read_file, remove, remove_tree, write_atomic
 from unfog.text import format_bytes
 
 # Bytes of pixels whose checksum each process compares: a tenth of a second. A whole pack takes seconds for each GB.
@@ -185,7 +185,7 @@ def _is_abandoned(path: Path) -> bool:
     elif re.fullmatch(rf"latents-[0-9a-f]{{32}}(\.{OWNER})?\.partial", path.name):
         known = _LATENT_FILES
     files = [file for file in path.iterdir() if file.name != LOCK] if known else []
-    return bool(files) and all(usual_partial(file.name) in known and _is_old(file) for file in files)
+    return bool(files) and all(file.name in known and _is_old(file) for file in files)
 
 
 def _is_old(file: Path) -> bool:

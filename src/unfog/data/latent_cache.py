@@ -158,7 +158,7 @@ class EncodeJob(NamedTuple):
             remove_stale_entries(cache_folder())
         while entry is None:
             fits, free = make_room(needed, keep=partial), free_bytes()
-            if not fits or free is None or free + _begun_bytes(folder, partial) < needed:
+            if not fits or free is None or free + _unfinished_bytes(folder, partial) < needed:
                 if needed <= _IN_MEMORY:
                     return self.encode_all(progress)
                 if not fits:
@@ -178,7 +178,7 @@ class EncodeJob(NamedTuple):
         return entry
 
 
-def _begun_bytes(folder: Path, partial: Path) -> int:
+def _unfinished_bytes(folder: Path, partial: Path) -> int:
     """Return the bytes on disk of an entry that is begun and not finished."""
     return sum(disk_usage(path) for path in (partial, *work_folders(folder)) if path.is_dir())
 

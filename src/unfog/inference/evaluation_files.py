@@ -101,7 +101,7 @@ class Evaluation:
     def write(self, path: Path) -> None:
         run = path.parent.parent
         make_folder(path.parent, run)
-        write_atomic(path, self.to_json(), run, private=True)  # sources may be URLs with credentials
+        write_atomic(path, self.to_json(), run, private=True, shared=True)  # sources may be URLs with credentials
 
     def to_json(self) -> bytes:
         """Return the file of this evaluation, without the passwords of URLs."""
@@ -210,7 +210,7 @@ class GeneratedSamples:
         try:
             make_folder(self.folder, self._root)
             data = save({"pictures": np.ascontiguousarray(samples.transpose(0, 3, 1, 2))})
-            write_atomic(self._file(start), data, self._root)
+            write_atomic(self._file(start), data, self._root, shared=True)
         except OSError as error:
             raise RunError(
                 f"{self.folder} cannot be written ({error.strerror or error}); correct that, then repeat the "

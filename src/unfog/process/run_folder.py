@@ -119,7 +119,7 @@ class RunFolder:
 
     def check_owned(self, lock: FolderLock | None) -> None:
         """RunError if another process has taken over the folder that this one has locked."""
-        if lock is not None and (other := lock.taken_by()) is not None:
+        if lock is not None and (other := lock.new_owner()) is not None:
             raise RunError(
                 f"another process ({other.pid} on {other.host}) has taken over {self.path}, so this one stops and "
                 "leaves its files alone; train a run in one process at a time"

@@ -18,7 +18,7 @@ from unfog.data.packs.pack import FORMAT, JOURNAL, MANIFEST, PACK_SETTINGS, Pack
 from unfog.data.scan import Scan
 from unfog.errors import RequestError, RunError
 from unfog.locks import LOCK, OwnedError, lock_of
-from unfog.safe_files import read_file, remove, usual_partial
+from unfog.safe_files import read_file, remove
 from unfog.text import sanitize
 
 FACTS_FILE = "facts.bin"
@@ -149,11 +149,9 @@ def _has_foreign_files(folder: Path) -> bool:
     # Hidden files do no harm: our lock, and what file systems and desktops leave.
     there = [path for path in folder.iterdir() if not path.name.startswith(".")]
     if Pack.is_unfinished_at(folder):
-        return any(usual_partial(path.name) not in FILES for path in there)
+        return any(path.name not in FILES for path in there)
     own = _CREATED_FIRST | _PARTIAL
-    return any(
-        usual_partial(path.name) not in own or (path.name in _CREATED_FIRST and path.lstat().st_size) for path in there
-    )
+    return any(path.name not in own or (path.name in _CREATED_FIRST and path.lstat().st_size) for path in there)
 
 
 def _remove_empty_files(folder: Path) -> None:
