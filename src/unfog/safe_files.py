@@ -40,6 +40,7 @@ _KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFSOCK: "a socket",
 }
+_LARGE = 2**20  # bytes from which on an error of a full disk gives the size of a file
 # Bytes of the largest small file of ours, for `read_file`; larger ones are read by parts, or with their own limit.
 LARGEST_TEXT = 2**26
 _LEFT_SECONDS = 600  # after which a file that nobody writes to was left by a killed process
@@ -199,9 +200,20 @@ def write_atomic(
     shared: bool = False,
     durable: bool = True,
 ) -> None:
-    """Write a file as a whole or not at all. The arguments are those of `replace_file`."""
-    with replace_file(path, root, private, shared, durable) as file:
-        file.write(data)
+    """Write a file as a whole or not at all. The arguments are those of `replace_file`.
+
+    OSError if that fails; that of a full disk gives the bytes of a large file.
+    """
+    try:
+        with replace_file(path, root, private, shared, durable) as file:
+            file.write(data)
+    except OSError as error:
+        if error.errno == errno.ENOSPC and len(data) >= _LARGE:
+            with suppress(OSError):  # what was written of it is removed by now
+                free = shutil.disk_usage(path.parent).free
+                needed = f"it needs {len(data) / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free"
+                error.strerror = f"{error.strerror}: {needed}"
+        raise
 
 
 def new_file(path: Path, root: Path) -> Path:
@@ -322,7 +334,7 @@ def _copy(path: Path, target: Path, root: Path) -> None:
 def disk_usage(path: Path) -> int:
     """Return the bytes on disk of a file or folder, as `du` counts them; 0 if there is none. Links are not followed."""
     total = 0
-    for place, _, names in os.walk(path) if path.is_dir() else [(str(path.parent), [], [path.name])]:
+    for place, _, names in os.walk(path) if os.path.isdir(path) else [(str(path.parent), [], [path.name])]:
         for name in names:
             with suppress(OSError):  # another process may delete files meanwhile
                 found = os.lstat(os.path.join(place, name))

@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from unfog.data.data_report import DataReport, SkippedFile
 from unfog.data.decode import parse_colour
 from unfog.data.decode_pool import DecodeStatistics, PixelFormat, decode_with_retries
 from unfog.data.settings import Data
-from unfog.data.sources.base import ImageError, Source, TransientImageError
+from unfog.data.sources.base import ImageError, MissingImageError, Source, TransientImageError
 from unfog.data.sources.image_files import ARCHIVE_GONE, CHANGED, GONE, image_error
 from unfog.data.sources.label_tables import strip_shard
 from unfog.data.sources.labels import apply_label_table, labels_setting, read_labels
@@ -208,9 +209,11 @@ def _sampled_sizes(source: Source, without: Sequence[str] = ()) -> list[tuple[in
             continue
         try:
             sizes.append(_read_size(partial(source.open, i)))
-        except TransientImageError:  # retried, as a sample without it could give another size
-            _, info = decode_with_retries(source, i, PixelFormat(8, 3, (0, 0, 0)))
-            sizes.append((info.width, info.height))
+            source.outage.last_read = i
+        except (TransientImageError, MissingImageError):  # retried, as a sample without it could give another size
+            with suppress(ImageError):
+                _, info = decode_with_retries(source, i, PixelFormat(8, 3, (0, 0, 0)))
+                sizes.append((info.width, info.height))
         except ImageError:
             continue
     return sizes

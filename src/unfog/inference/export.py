@@ -169,7 +169,7 @@ def _check(run: LoadedRun, sampler: Sampler, kind: str) -> None:
 
 def _write_safetensors(job: _Export) -> float:
     _write_description(job)
-    save_weights(plain_weights(job.network), job.folder / _WEIGHTS, job.folder / _DESCRIPTION)
+    save_weights(plain_weights(job.network), job.folder / _WEIGHTS)
     write_atomic(job.folder / SOURCE, _network_source(job.run).encode(), job.folder)
     if job.run.config.uses_latents:
         described = AutoencoderFolder.open(job.run.config.autoencoder_folder)

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from unfog.config.schema import Config
@@ -31,7 +31,7 @@ from unfog.models.autoencoder_settings import OURS, AutoencoderFolder
 from unfog.models.settings import UNet
 from unfog.pipeline.generate import GenerationSettings, conditional_denoiser, without_pixel_clipping
 from unfog.pipeline.latents import latent_decoder, open_run_autoencoder
-from unfog.safe_files import copy_into, new_file, write_atomic
+from unfog.safe_files import copy_into, write_atomic
 
 _DIFFUSERS = "0.35.0"  # the oldest version that reads these files
 _WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -148,7 +148,7 @@ def _prefixed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _write_model(folder: Path, kind: str, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
     _write_json(folder, "config.json", kind, config)
-    save_weights(weights, folder / _WEIGHTS, folder / "config.json")
+    save_weights(weights, folder / _WEIGHTS)
 
 
 def plain_weights(network: nn.Module) -> dict[str, Tensor]:
@@ -156,11 +156,11 @@ def plain_weights(network: nn.Module) -> dict[str, Tensor]:
     return {name: w for name, w in network.state_dict().items() if not name.startswith("augment_embedding.")}
 
 
-def save_weights(weights: dict[str, Tensor], path: Path, beside: Path) -> None:
-    """Write a safetensors file that those may read who may read the file `beside` it."""
-    tensors = {name: tensor.contiguous() for name, tensor in weights.items()}
-    save_file(tensors, new_file(path, path.parent), {"format": "pt"})
-    path.chmod(beside.stat().st_mode)  # safetensors lets the owner alone read its files
+def save_weights(weights: dict[str, Tensor], path: Path) -> None:
+    """Write a safetensors file. OSError if it cannot be written."""
+    # From memory, as the library reports a full disk by an error of its own and writes files for the owner alone.
+    content = save({name: tensor.contiguous() for name, tensor in weights.items()}, {"format": "pt"})
+    write_atomic(path, content, path.parent)
 
 
 def _write_json(folder: Path, name: str, kind: str, settings: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from unfog.config.schema import Config
 from unfog.config.validate import check_network_size
 from unfog.data.augmentation import CONDITIONS, Augment, to_model_range
 from unfog.data.dataset import Dataset
-from unfog.data.latent_cache import Normalise
+from unfog.data.packs.latent_cache import Normalise
 from unfog.data.stream import DeviceStream, ImageStream
 from unfog.diffusion.levels import Levels
 from unfog.diffusion.objective import Objective

@@ -18,14 +18,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from unfog.config.schema import Config, ImageFacts
 from unfog.config.toml import update
 from unfog.data.augmentation import to_model_range
 from unfog.data.dataset import Dataset, ImageSet
-from unfog.data.latent_cache import FORMAT, EncodeJob, LatentArrays
+from unfog.data.packs.latent_cache import FORMAT, EncodeJob, LatentArrays
 from unfog.diffusion.editing import Edit
 from unfog.errors import RequestError
 from unfog.models.autoencoder import AutoencoderModel, DiffusersAutoencoder
@@ -84,9 +84,7 @@ def save_autoencoder(folder: Path, network: AutoencoderModel) -> AutoencoderFold
     partial_folder = _empty_beside(folder)
     write_atomic(partial_folder / CONFIG, f"{json.dumps(config, indent=2)}\n".encode(), partial_folder)
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}
-    save_file(weights, new_file(partial_folder / WEIGHTS[OURS], partial_folder))
-    # safetensors writes files that only their owner may read.
-    (partial_folder / WEIGHTS[OURS]).chmod((partial_folder / CONFIG).stat().st_mode)
+    write_atomic(partial_folder / WEIGHTS[OURS], save(weights), partial_folder)
     _move_into_place(partial_folder, folder)
     return AutoencoderFolder.open(str(folder))
 

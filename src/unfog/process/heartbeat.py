@@ -18,13 +18,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from unfog.process.run_place import HEARTBEAT_FILE, RunPlace
 from unfog.process.signals import StopSignals
 from unfog.reporting.progress import say
 from unfog.safe_files import LARGEST_TEXT, open_file, read_file, remove, write_atomic
 
 # Names of the files that request something of a running run.
 Request = Literal["SAVE", "PREVIEW", "STOP"]
-_HEARTBEAT_FILE, _SAVE_FILE, _PREVIEW_FILE, _STOP_FILE = "heartbeat.json", "SAVE", "PREVIEW", "STOP"
+_SAVE_FILE, _PREVIEW_FILE, _STOP_FILE = "SAVE", "PREVIEW", "STOP"
 _POLL_INTERVAL = 1.0  # seconds between two checks for requests
 _MAX_MISSED = 3  # heartbeats that a live run may miss
 _MAX_INTERVAL = 600.0  # seconds between two heartbeats; a file that says more is forged
@@ -41,15 +42,16 @@ class Heartbeat:
         silent: nothing is written, as the folder is not a run yet.
         save_requested: RUN/SAVE exists and no checkpoint was started for it.
         preview_requested: RUN/PREVIEW existed and no preview was generated for it.
-        moved: the folder is no longer at its path.
+        moved: the folder was moved, removed or replaced.
+        away: the disk of the folder cannot be reached now.
     """
 
     def __init__(self, folder: Path, stop: StopSignals, interval: float = 5.0, silent: bool = False):
         self.step = self.steps = 0
         self.on_activity: Callable[[str], None] = lambda activity: None
         self._activity, self.save_requested, self.preview_requested = "starting", False, False
-        self.silent, self.moved = silent, False
-        self._identity = folder_identity(folder)
+        self.silent, self.moved, self.away = silent, False, False
+        self._place = RunPlace(folder)
         self._folder, self._stop, self._interval = folder, stop, interval
         self._written_activity = ""
         self._over = threading.Event()
@@ -119,7 +121,8 @@ class Heartbeat:
         while not self._over.wait(min(_POLL_INTERVAL, self._interval)):
             with self._lock:
                 self.save_requested |= self._unserved(_SAVE_FILE) is not None
-            self.moved = folder_identity(self._folder) != self._identity
+            state = self._place.look()
+            self.moved, self.away = state == "moved", state == "away"
             self.preview_requested |= self._take(_PREVIEW_FILE)
             if self._take(_STOP_FILE):
                 self._stop.request("STOP file")
@@ -147,7 +150,7 @@ class Heartbeat:
         return True
 
     def _beat(self) -> None:
-        if self.silent:
+        if self.silent or self.away:  # an unmounted folder may show another one at its path
             return
         self._written_activity = self.activity
         heartbeat = {
@@ -160,7 +163,7 @@ class Heartbeat:
             "next": None if self._over.is_set() else self._interval,
         }
         data = json.dumps(heartbeat).encode().ljust(_FILE_BYTES - 1) + b"\n"
-        path = self._folder / _HEARTBEAT_FILE
+        path = self._folder / HEARTBEAT_FILE
         try:
             write_atomic(path, data, self._folder, durable=False)
         except OSError:
@@ -184,7 +187,7 @@ class Heartbeat:
         next one is not long overdue, and its process exists as far as can be told.
         """
         try:
-            beat = json.loads(read_file(folder / _HEARTBEAT_FILE, folder, LARGEST_TEXT))
+            beat = json.loads(read_file(folder / HEARTBEAT_FILE, folder, LARGEST_TEXT))
             age = (datetime.now(UTC) - datetime.fromisoformat(beat["time"])).total_seconds()
             # One from the future is of a wrong clock, or forged: it would seem alive for ever.
             alive = beat["next"] is not None and age >= -_CLOCK_DIFFERENCE
@@ -203,12 +206,3 @@ def _is_gone(pid: int) -> bool:
     except (OSError, OverflowError):  # it is another user's, or no valid id
         return False
     return False
-
-
-def folder_identity(folder: Path) -> tuple[int, int] | None:
-    """Return an identity that survives renaming the folder, and differs for another at its path; None if missing."""
-    try:
-        found = folder.stat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino

@@ -20,7 +20,16 @@ from unfog.errors import RequestError, RunError
 from unfog.locks import LOCK, FolderLock, OwnedError, Owner, lock_of
 from unfog.process.heartbeat import Heartbeat
 from unfog.reporting.progress import say
-from unfog.safe_files import LARGEST_TEXT, check_folder, read_file, regular_file, remove, remove_tree, write_atomic
+from unfog.safe_files import (
+    LARGEST_TEXT,
+    check_folder,
+    list_folder,
+    read_file,
+    regular_file,
+    remove,
+    remove_tree,
+    write_atomic,
+)
 from unfog.text import sanitize
 
 # Folder in a run with its copy of the autoencoder, or in an autoencoder's run with the result.
@@ -58,7 +67,10 @@ class RunFolder:
     @property
     def newest_preview(self) -> Path:
         """The last sample grid, or the folder of grids if there is none yet."""
-        return max((self.path / "samples").glob("*.png"), default=self.path / "samples")
+        folder = self.path / "samples"
+        with suppress(OSError):
+            return max((path for path in list_folder(folder, self.path) if path.suffix == ".png"), default=folder)
+        return folder
 
     @contextmanager
     def create_locked(self, source: str) -> Iterator[FolderLock]:

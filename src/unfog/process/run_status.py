@@ -135,22 +135,22 @@ class RunStatus:
 
 def find_runs(folder: Path) -> list[Path]:
     """Return the run folders at `folder`, in it, and in the folders in it, by name. OSError if it cannot be read."""
-    if RunFolder(folder).config_file.is_file():
+    if os.path.isfile(RunFolder(folder).config_file):
         return [folder]
     found = []
     for path in _folders(folder):
-        if RunFolder(path).config_file.is_file():
+        if os.path.isfile(RunFolder(path).config_file):
             found.append(path)
         else:
             with suppress(OSError):
-                found += [inner for inner in _folders(path) if RunFolder(inner).config_file.is_file()]
+                found += [inner for inner in _folders(path) if os.path.isfile(RunFolder(inner).config_file)]
     return found
 
 
 def broken_checkpoints(run: Path) -> tuple[Path, ...]:
     """Return the checkpoints that were set aside in a run. A linked folder of checkpoints is not looked into."""
     checkpoints = RunFolder(run).checkpoints
-    if checkpoints.is_symlink():
+    if os.path.islink(checkpoints):
         return ()
     with suppress(OSError), os.scandir(checkpoints) as entries:
         names = [entry.name for entry in islice(entries, _MOST_ENTRIES) if entry.name.startswith(_BROKEN)]

@@ -6,6 +6,7 @@ from the end of the file when it is opened again. Lines that the disk refuses wa
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -33,6 +34,7 @@ UNBEGUN = ("failed: RequestError", "failed: Interrupted", "interrupted")
 
 SMOOTHED_FROM = 20  # with fewer points a smoothed line says nothing
 LARGEST = 1e100  # beyond it a number is a mistake, and an axis would overflow
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _LARGEST_RECORD = 2**30  # bytes; a million lines have fewer
 
 
@@ -46,7 +48,7 @@ class _JsonLines:
 
     def __init__(self, path: Path, keep: Callable[[Row], bool] = lambda row: True) -> None:
         self.damaged, self.last = _repair(path, keep)
-        self._pending = bytearray()
+        self._pending, self._path = bytearray(), path
         self._file = open_file(path, "ab", path.parent, buffering=0)
 
     def append(self, row: Mapping[str, object]) -> None:
@@ -65,12 +67,23 @@ class _JsonLines:
         try:
             self._flush()
         finally:
-            self._file.close()
+            with suppress(OSError):
+                self._file.close()
 
     def _flush(self) -> None:
         # A write may take a part only, for example on a full disk: the rest stays for the next one.
+        opened = False
         while self._pending:
-            del self._pending[: self._file.write(self._pending)]
+            try:
+                del self._pending[: self._file.write(self._pending)]
+            except OSError as error:
+                # The file of a mount that died stays dead when the mount is back. It is not created: at the place of a
+                # mount that is gone, it would be another file.
+                if opened or error.errno in _FULL or not os.path.lexists(self._path):
+                    raise
+                file, self._file, opened = self._file, open_file(self._path, "ab", self._path.parent, buffering=0), True
+                with suppress(OSError):
+                    file.close()
 
 
 class Metrics(_JsonLines):

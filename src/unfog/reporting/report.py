@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
@@ -48,7 +49,7 @@ def write_report(run_dir: Path, unended: tuple[str, str] | None = None) -> Path:
     RequestError when `run_dir` is no run folder. What is missing in the folder is missing in the report.
     """
     record = [run_dir / name for name in ("config.toml", "metrics.jsonl", "events.jsonl")]
-    changed = [path.stat().st_mtime for path in record if path.exists()]
+    changed = [path.stat().st_mtime for path in record if os.path.exists(path)]
     if not changed:
         raise RequestError(f"{run_dir} is not a run: it has no config.toml, metrics.jsonl or events.jsonl")
     events = read_events(run_dir / "events.jsonl")
@@ -131,7 +132,7 @@ def _state(events: Sequence[Row]) -> tuple[str, str] | None:
 def _checkpoints(folder: Path) -> tuple[list[int], int]:
     """Return the steps of whole checkpoints, and the bytes of the newest."""
     # The manifest is written last: without it, a checkpoint is not whole.
-    whole = [(step, path) for step, path in _numbered(folder, "") if (path / "manifest.json").exists()]
+    whole = [(step, path) for step, path in _numbered(folder, "") if os.path.exists(path / "manifest.json")]
     size = 0
     with suppress(OSError):  # a running process may delete files meanwhile
         size = sum(file.lstat().st_size for file in list_folder(whole[-1][1], folder.parent)) if whole else 0

@@ -7,6 +7,7 @@ imported only where its tracker is opened.
 from __future__ import annotations
 
 import io
+import logging
 import os
 import sys
 import time
@@ -87,6 +88,7 @@ class _WandB(Tracker):
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # or it would call home when it fails
         import wandb
 
+        _silence_handlers(logging.getLogger("wandb"))
         self._module: Any = wandb
         self._run: Any = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "unfog"),
@@ -111,6 +113,17 @@ class _WandB(Tracker):
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _silence_handlers(logger: logging.Logger) -> None:
+    """Let a logger drop lines that its log file does not take, without a traceback on the terminal for each."""
+    add = logger.addHandler
+
+    def add_silent(hdlr: logging.Handler) -> None:
+        hdlr.handleError = lambda record: None  # type: ignore[method-assign]
+        add(hdlr)
+
+    logger.addHandler = add_silent  # type: ignore[method-assign]
 
 
 class _MLflow(Tracker):

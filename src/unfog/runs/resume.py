@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from unfog.errors import RequestError, RunError
 from unfog.pipeline.build import building_for
 from unfog.pipeline.latents import copy_autoencoder_into_run
 from unfog.pipeline.load_data import load_images
-from unfog.pipeline.skipped_images import DATA_FILE
+from unfog.pipeline.skipped_images import DATA_FILE, describe_changes
 from unfog.planning.auto_settings import AutoSettings
 from unfog.process import command_clock
 from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
@@ -66,7 +67,8 @@ def resume(
         check_changes(point.config, config, force)
         dataset, facts = load_images(config, run.stop, lost=point.failed_shards)
         config = _disable_impossible_snapshots(config.adopt(facts), point)
-        check_changes(point.config, config, force)  # once more, as reading the images has completed the settings
+        # Once more, as reading the images has completed the settings.
+        check_changes(point.config, config, force, partial(describe_changes, folder, dataset))
         auto = _resolve_open_settings(run, config, dataset, point, began)
         if point.is_end_of(auto, folder, dataset):
             broadcast_config(run.world, folder.checkpoints, None)

@@ -13,7 +13,7 @@ from unfog.checks.settings.settings_checks import check_settings
 from unfog.config.resume_rules import settings_digests
 from unfog.data.augmentation import Augment
 from unfog.data.dataset import Dataset
-from unfog.errors import Interrupted, LostProcess
+from unfog.errors import Interrupted, LostProcess, RunError
 from unfog.openmp import SPINNING_LIMITED
 from unfog.pipeline.build import build_intervals
 from unfog.pipeline.contact_sheet import contact_sheet
@@ -107,6 +107,11 @@ class Session(SessionHooks):
                 done = self._conclude()
             except (Exception, KeyboardInterrupt) as error:
                 self._record_failure(error)
+                if isinstance(error, OSError):
+                    raise RunError(
+                        f"{error.filename or self.context.folder.path}: {error.strerror or error}; once that is "
+                        f"corrected, `unfog resume {self.context.folder.path}`"
+                    ) from error
                 raise
             finally:
                 self.saver.close()

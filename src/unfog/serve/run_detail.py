@@ -144,6 +144,6 @@ def _finding(one: Mapping[str, Any], run: Path) -> dict[str, Any]:
 
 def _names(folder: Path) -> list[str]:
     try:
-        return [] if folder.is_symlink() else os.listdir(folder)
+        return [] if os.path.islink(folder) else os.listdir(folder)
     except OSError:
         return []

@@ -15,6 +15,7 @@ from pathlib import Path
 from PIL import Image
 
 from unfog.data.data_report import OWN, RUN, SECOND_NAME, SkippedFile
+from unfog.data.outages import FolderIdentity, KnownFolders, folder_identity
 from unfog.data.own_files import own_pictures
 from unfog.data.sources.base import LabelTable, OpenOptions, Source, SourceLocation
 from unfog.data.sources.image_files import SUFFIXES, open_image, os_error_reason
@@ -39,6 +40,7 @@ class FolderSource(Source):
         listing = _list_images(folder)
         self.names, self.ignored, self.unreadable = listing.names, listing.ignored, sorted(listing.unreadable)
         self.second_names = listing.second_names
+        self._known = KnownFolders(str(folder), listing.identities)
         if not self.names:
             raise self._no_images_error()
 
@@ -52,6 +54,9 @@ class FolderSource(Source):
 
     def open(self, i: int) -> Image.Image:
         return open_image(self.folder / self.names[i])
+
+    def folder_problem(self, i: int) -> str:
+        return self._known.problem(os.path.join(self.folder, self.names[i]))
 
     def stamp(self) -> tuple[str, int]:
         return files_digest(self.folder, self.names)
@@ -86,6 +91,8 @@ class _Listing:
     unreadable: list[SkippedFile] = field(default_factory=list)
     second_names: dict[str, str] = field(default_factory=dict)
     """Another path of a folder -> the one under which its images are listed; both end in "/"."""
+    identities: dict[str, FolderIdentity] = field(default_factory=dict)
+    """Of each folder that was listed, by its path."""
 
     def add(self, below: str, entry: os.DirEntry[str]) -> None:
         """Add a file of the folder `below`."""
@@ -123,7 +130,7 @@ def _list_images(folder: Path) -> _Listing:
     found = _Listing()
     # Heaps, so that of several links to a folder the first by name counts, whatever order the file system lists them
     # in. Links wait until all folders are done. No recursion, as folders may be thousands deep.
-    pending, links, entered = [""], list[str](), dict[tuple[int, int], str]()
+    pending, links, entered = [""], list[str](), dict[FolderIdentity, str]()
     while pending or links:
         below = heappop(pending or links)
         try:
@@ -134,12 +141,13 @@ def _list_images(folder: Path) -> _Listing:
                 raise RequestError(f"{folder} cannot be read: {error.strerror}; check its permissions") from error
             found.unreadable.append(SkippedFile(below, f"a folder {os_error_reason(error)}"))
             continue
-        here = (status.st_dev, status.st_ino)
-        first = entered.setdefault(here, below) if status.st_ino else below  # 0 on file systems that have no inodes
+        here = folder_identity(status)
+        first = entered.setdefault(here, below) if any(here) else below  # zeros on file systems that have no inodes
         if first != below:
             if not below.startswith(first):  # a link to a folder above it is a circle, which hides nothing
                 found.second_names[below] = first
             continue
+        found.identities[os.path.join(folder, below.removesuffix("/"))] = here
         if below and {"config.toml", "checkpoints"} <= {entry.name for entry in entries}:
             found.ignored[RUN] += 1  # its previews are no data; a run may lie inside one's images
             continue

@@ -138,7 +138,7 @@ class _LabelTableSource(Source):
         self._rows = np.array([i for i, _ in known], np.int64)
         self.labels = np.array([label for _, label in known], np.int64)
         self.names = [source.names[i] for i in self._rows]
-        self.remote_shards = source.remote_shards
+        self.remote_shards, self.outage = source.remote_shards, source.outage
         labelled = set(self._rows.tolist())
         self.unlabelled = [name for i, name in enumerate(source.names) if i not in labelled]
         self.unreadable = [
@@ -151,6 +151,9 @@ class _LabelTableSource(Source):
 
     def open(self, i: int) -> Image.Image:
         return self._source.open(int(self._rows[i]))
+
+    def folder_problem(self, i: int) -> str:
+        return self._source.folder_problem(int(self._rows[i]))
 
     def shard_image(self, i: int) -> int:
         return self._source.shard_image(int(self._rows[i]))

@@ -90,6 +90,9 @@ class ZipSource(Source):
         with _large_members if member.size > _LARGE_BYTES else nullcontext():
             return open_bytes(self._content(member, image=True), name)
 
+    def folder_problem(self, i: int) -> str:
+        return self._storage.folder_problem(self._path)
+
     def stamp(self) -> tuple[str, int]:
         # A remote archive counts as it was when opened; a local one is looked at again, and sampled.
         state, sample = self._state, b""

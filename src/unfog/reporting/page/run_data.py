@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -35,7 +36,7 @@ _Event = Mapping[str, Any]
 
 def read_settings(path: Path) -> dict[str, str]:
     """Return config.toml as dotted name -> text, without secrets; a file that is no TOML gives the reason why."""
-    if not path.exists():
+    if not os.path.exists(path):
         return {}
     try:
         values = flatten(tomllib.loads(read_file(path, path.parent, LARGEST_TEXT).decode("utf-8-sig")))
