@@ -17,16 +17,19 @@ from pathlib import Path
 
 import pytest
 
-from unfog import locks
 from unfog.cache_folder import clear_cache, hold, release
 from unfog.errors import RequestError, RunError
-from unfog.locks import LOCK, OwnedError, Owner, is_at, lock_alone, lock_of, lock_shared, whole_folder, work_folder
+from unfog.locks import flock, folder_lock, owner
+from unfog.locks.flock import LOCK, is_at, lock_alone, lock_shared
+from unfog.locks.folder_lock import lock_of
+from unfog.locks.owner import OwnedError, Owner, started_at
+from unfog.locks.work_folder import whole_folder, work_folder
 from unfog.process.run_folder import RunFolder
 
 HOLDS = """
 import sys, time
 from pathlib import Path
-from unfog.locks import lock_of
+from unfog.locks.folder_lock import lock_of
 with lock_of(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)
@@ -162,7 +165,8 @@ LYING = "import fcntl; fcntl.flock = lambda *_: None\n"
 ENTERS = """
 import sys, time
 from pathlib import Path
-from unfog.locks import OwnedError, lock_of
+from unfog.locks.owner import OwnedError
+from unfog.locks.folder_lock import lock_of
 sys.stdin.readline()
 try:
     with lock_of(Path(sys.argv[1])):
@@ -247,14 +251,14 @@ def test_a_process_number_that_was_given_to_another_process_owns_nothing(tmp_pat
     marked(tmp_path, pid=os.getppid(), start=1)
     with lock_of(tmp_path) as lock:
         assert lock.before.pid == os.getppid()
-    marked(tmp_path, pid=os.getppid(), start=locks._started(os.getppid()))
+    marked(tmp_path, pid=os.getppid(), start=started_at(os.getppid()))
     with pytest.raises(OwnedError), lock_of(tmp_path):
         pass
 
 
 def test_a_process_that_has_ended_and_was_not_waited_for_is_gone():
     process = subprocess.Popen([sys.executable, "-c", ""])
-    owner = replace(Owner.this_process(), pid=process.pid, start=locks._started(process.pid))
+    owner = replace(Owner.this_process(), pid=process.pid, start=started_at(process.pid))
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     assert owner.is_gone()
     process.wait()
@@ -266,12 +270,12 @@ def test_an_owner_on_another_machine_is_watched_until_its_mark_is_overdue(tmp_pa
     os.utime(tmp_path / LOCK, (time.time() - 60,) * 2)
     with lock_of(tmp_path):  # overdue for long
         pass
-    monkeypatch.setattr(locks, "_OVERDUE", 0.5)
+    monkeypatch.setattr(owner, "OVERDUE", 0.5)
     marked(tmp_path, kernel="0" * 8, host="elsewhere")
     began = time.monotonic()
     with lock_of(tmp_path):
         assert time.monotonic() - began > 0.3
-    monkeypatch.setattr(locks, "_OVERDUE", 20)
+    monkeypatch.setattr(owner, "OVERDUE", 20)
     marked(tmp_path, kernel="0" * 8, host="elsewhere")
     alive = threading.Timer(0.2, os.utime, [tmp_path / LOCK])
     alive.start()
@@ -290,7 +294,7 @@ def test_a_lock_that_works_needs_no_other_sign_of_processes_of_this_machine(tmp_
 
 
 def test_who_is_taken_over_finds_out_and_leaves_the_mark_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(locks, "_REFRESH", 0.05)
+    monkeypatch.setattr(folder_lock, "REFRESH", 0.05)
     with lock_of(tmp_path) as lock:
         assert lock.new_owner() is None
         other = marked(tmp_path, pid=1)
@@ -303,7 +307,7 @@ def test_who_is_taken_over_finds_out_and_leaves_the_mark_alone(tmp_path, monkeyp
 
 
 def test_a_mark_is_refreshed(tmp_path, monkeypatch):
-    monkeypatch.setattr(locks, "_REFRESH", 0.05)
+    monkeypatch.setattr(folder_lock, "REFRESH", 0.05)
     with lock_of(tmp_path):
         os.utime(tmp_path / LOCK, (0, 0))
         time.sleep(0.3)
@@ -311,13 +315,13 @@ def test_a_mark_is_refreshed(tmp_path, monkeypatch):
 
 
 def test_a_file_system_that_does_not_answer_is_given_up_and_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(locks, "_SAY_AFTER", 0.1)
-    monkeypatch.setattr(locks, "_GIVE_UP_AFTER", 0.3)
-    monkeypatch.setattr(locks._flock, "__defaults__", (0.3,))
-    monkeypatch.setattr(locks, "_silent_for", {})
+    monkeypatch.setattr(flock, "_SAY_AFTER", 0.1)
+    monkeypatch.setattr(flock, "_GIVE_UP_AFTER", 0.3)
+    monkeypatch.setattr(flock._flock, "__defaults__", (0.3,))
+    monkeypatch.setattr(flock, "_silent_for", {})
     monkeypatch.setattr(fcntl, "flock", lambda *_: time.sleep(20))
     said = []
-    monkeypatch.setattr(locks, "listener", said.append)
+    monkeypatch.setattr(flock, "listener", said.append)
     with lock_of(tmp_path) as lock:
         assert not lock.supported
         with pytest.raises(OwnedError), lock_of(tmp_path):

@@ -15,7 +15,8 @@ import pytest
 
 import unfog
 from unfog import safe_files
-from unfog.locks import lock_of, whole_folder
+from unfog.locks.folder_lock import lock_of
+from unfog.locks.work_folder import whole_folder
 from unfog.safe_files import (
     check_folder,
     discard,

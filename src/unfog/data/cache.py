@@ -28,7 +28,9 @@ from unfog.data.packs.pack_writer import write_pack
 from unfog.data.scan import Scan
 from unfog.data.settings import Data
 from unfog.errors import RequestError, RunError
-from unfog.locks import LOCK, OWNER, OwnedError, notify, work_folder
+from unfog.locks.flock import LOCK, notify
+from unfog.locks.owner import OWNER, OwnedError
+from unfog.locks.work_folder import work_folder
 from unfog.safe_files import LARGEST_TEXT, read_file, remove, remove_tree, write_atomic
 from unfog.text import format_bytes
 

@@ -22,7 +22,7 @@ from unfog.data.settings import UNREAD, Data
 from unfog.data.sources.base import Source
 from unfog.data.sources.labels import labels_setting
 from unfog.errors import RequestError
-from unfog.locks import work_folders
+from unfog.locks.work_folder import work_folders
 from unfog.safe_files import disk_usage
 from unfog.text import format_bytes
 

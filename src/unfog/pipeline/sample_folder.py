@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from unfog.errors import RequestError, RunError
-from unfog.locks import lock_of
+from unfog.locks.folder_lock import lock_of
 from unfog.process.run_folder import new_folder
 from unfog.reporting.image_grids import Pixels, save_png
 from unfog.reporting.progress import say

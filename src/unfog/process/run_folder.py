@@ -17,7 +17,9 @@ from unfog.config.schema import Config
 from unfog.config.toml import read_toml, to_toml, with_version
 from unfog.config.validate import check_out, reason_of
 from unfog.errors import RequestError, RunError
-from unfog.locks import LOCK, FolderLock, OwnedError, Owner, lock_of
+from unfog.locks.flock import LOCK
+from unfog.locks.folder_lock import FolderLock, lock_of
+from unfog.locks.owner import OwnedError, Owner
 from unfog.process.heartbeat import Heartbeat
 from unfog.reporting.progress import say
 from unfog.safe_files import (

@@ -31,7 +31,8 @@ from unfog.data.decode_pool import Progress
 from unfog.data.packs.pack_journal import BusyError, locked, sync
 from unfog.device_copies import to_device
 from unfog.errors import RequestError, RunError
-from unfog.locks import OwnedError, work_folder, work_folders
+from unfog.locks.owner import OwnedError
+from unfog.locks.work_folder import work_folder, work_folders
 from unfog.safe_files import (
     LARGEST_TEXT,
     disk_usage,

@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 from unfog.data.packs.pack import FORMAT, JOURNAL, MANIFEST, PACK_SETTINGS, Pack
 from unfog.data.scan import Scan
 from unfog.errors import RequestError, RunError
-from unfog.locks import LOCK, OwnedError, lock_of
+from unfog.locks.flock import LOCK
+from unfog.locks.folder_lock import lock_of
+from unfog.locks.owner import OwnedError
 from unfog.safe_files import read_file, remove
 from unfog.text import sanitize
 
