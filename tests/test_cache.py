@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 import tarfile
+import tempfile
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,7 +14,17 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from unfog.cache_folder import CacheEntry, cache_folder, cache_limit, clear_cache, fits_limit, hold, make_room, release
+from unfog.cache_folder import (
+    CacheEntry,
+    cache_folder,
+    cache_limit,
+    clear_cache,
+    fits_limit,
+    hold,
+    is_private,
+    make_room,
+    release,
+)
 from unfog.cli.main import main
 from unfog.config.folder_requests import CacheRequest
 from unfog.data.dataset import ImageSet
@@ -257,3 +269,83 @@ def test_a_limit_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
         CacheRequest(limit=-1)
     with pytest.raises(RequestError, match="--clear removes everything"):
         CacheRequest(clear=True, limit=1)
+
+
+def as_user(user: int, folder: Path, **variables: str) -> str:
+    """Return what `cache_folder` gives a user, or why it refuses."""
+    code = (
+        "import os, sys; user = int(sys.argv[1])\n"
+        "os.setgroups([]); os.setresgid(user, user, user); os.setresuid(user, user, user)\n"
+        "try: print(c.cache_folder(), oct(c.cache_folder().stat().st_mode)[-3:])\n"
+        "except c.RequestError as error: print(error)"
+    )
+    # Imported before the user changes, who may not read the program.
+    words = [sys.executable, "-c", f"import unfog.cache_folder as c\n{code}", str(user)]
+    environment = {"PATH": os.environ["PATH"], "TMPDIR": str(folder), **variables}
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, check=True, timeout=60)
+    return done.stdout + done.stderr
+
+
+@pytest.fixture
+def shared_place() -> Iterator[Path]:
+    """A folder like /tmp, which every user can reach."""
+    if os.geteuid() != 0:
+        pytest.skip("becomes other users, which root may")
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        os.chmod(name, 0o1777)
+        yield Path(name)
+
+
+def test_a_user_without_a_writable_home_has_a_private_folder(shared_place: Path) -> None:
+    assert as_user(12345, shared_place, HOME="/nonexistent") == f"{shared_place}/unfog-12345 700\n"
+    assert as_user(12346, shared_place, HOME="/nonexistent") == f"{shared_place}/unfog-12346 700\n"
+    (shared_place / "unfog-12347").mkdir()
+    os.chown(shared_place / "unfog-12347", 65534, 65534)
+    said = as_user(12347, shared_place, HOME="/nonexistent")
+    assert "is user 65534's" in said
+    assert "UNFOG_CACHE" in said
+
+
+@pytest.mark.parametrize("user", [0, 12345])
+def test_a_cache_that_others_may_exchange_is_refused(shared_place: Path, user: int) -> None:
+    def told(mode: int, owner: int, above: int, above_owner: int = 0) -> str:
+        cache = shared_place / "above/cache"
+        cache.mkdir(parents=True, exist_ok=True)
+        os.chmod(cache, mode)
+        os.chown(cache, owner, 0)
+        os.chmod(cache.parent, above)
+        os.chown(cache.parent, above_owner, 0)
+        return as_user(user, shared_place, UNFOG_CACHE=str(cache))
+
+    other = 54321
+    assert "not used" not in told(0o700, user, 0o755)
+    assert "not used" not in told(0o755, other, 0o755)  # a group's, named by a person
+    assert "not used" not in told(0o755, 0, 0o1777)
+    assert "not used" in told(0o755, other, 0o1777)  # its name could be taken by everybody
+    assert "not used" in told(0o777, other, 0o755)
+    assert "not used" in told(0o700, user, 0o777, other)
+    said = told(0o777, 0, 0o755)  # as an empty volume of a container has it
+    assert "not used" not in said
+    assert said.count("every user may write") == 1
+
+
+def test_only_a_private_folder_takes_compiled_code(shared_place: Path) -> None:
+    cache = shared_place / "cache"
+    (cache / "compiled").mkdir(mode=0o700, parents=True)
+    assert is_private(cache / "compiled")
+    for above, owner in ((0o777, 0), (0o755, 54321)):
+        os.chmod(cache, above)
+        os.chown(cache, owner, 0)
+        assert not is_private(cache / "compiled")
+
+
+def test_pixels_that_were_exchanged_are_decoded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for i in range(8):
+        (tmp_path / f"{i}.png").write_bytes(png(10 * i))
+    first = np.array(prepare(open_source(str(tmp_path)), Data(size=8, cache="disk")).train.pixels)
+    (entry,) = (found.path for found in CacheEntry.all())
+    (entry / "pixels.u8").write_bytes(b"\xff" * (entry / "pixels.u8").stat().st_size)
+    monkeypatch.setattr("unfog.data.cache._compared", set())  # as in another process
+    release(entry)
+    again = prepare(open_source(str(tmp_path)), Data(size=8, cache="disk")).train.pixels
+    assert np.array_equal(again, first)

@@ -322,7 +322,7 @@ def test_a_cache_that_cannot_be_written_is_explained_or_done_without(
 
 def test_no_room_for_the_cache_is_found_before_decoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unfog.data.packs.pack_writer.shutil.disk_usage", lambda folder: type("", (), {"free": 1000}))
-    with pytest.raises(RequestError, match=r"lacks space for 0\.0 GB"):
+    with pytest.raises(RequestError, match=r"lacks space for 1\.1 MB"):
         run(fill(tmp_path / "set", 20), Data(cache="disk"))
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -202,19 +201,15 @@ def test_an_interruption_is_gone_on_with_where_the_rest_fits(codec, monkeypatch)
 
 
 def test_what_another_process_finishes_at_that_moment_is_taken(codec, monkeypatch):
-    """Between the look at the folder and the lock."""
-    mine, other, lock = [], [], latent_cache.locked
+    """Between the look at the folder and the claim."""
+    mine, other, claim = [], [], latent_cache.work_folder
 
-    @contextmanager
-    def late(folder):
-        monkeypatch.setattr(latent_cache, "locked", lock)
-        folder.rmdir()
+    def late(folder, rest):
+        monkeypatch.setattr(latent_cache, "work_folder", claim)
         wanted(codec, [images(10)], calls=other).load_or_encode("k", quiet)
-        folder.mkdir()
-        with lock(folder):
-            yield
+        return claim(folder, rest)
 
-    monkeypatch.setattr(latent_cache, "locked", late)
+    monkeypatch.setattr(latent_cache, "work_folder", late)
     stored = wanted(codec, [images(10)], calls=mine).load_or_encode("k", quiet)
     assert (len(mine), len(other), len(stored.rows)) == (0, 6, 10)
     assert {path.name for path in cache_folder().iterdir()} - {".used"} == {"latents-k"}

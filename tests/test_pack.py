@@ -295,7 +295,7 @@ def test_no_room_is_found_before_decoding_and_a_full_disk_is_gone_on_from(
     monkeypatch.setattr("unfog.data.decode_pool._CHUNK", 16)
     with monkeypatch.context() as patched:
         patched.setattr("unfog.data.packs.pack_writer.shutil.disk_usage", lambda folder: type("", (), {"free": 1000}))
-        with pytest.raises(RequestError, match=r"lacks space for 0.0 GB .*give another folder"):
+        with pytest.raises(RequestError, match=r"lacks space for 1.3 MB .*give another folder"):
             packed(photos, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from textwrap import dedent
 
@@ -63,7 +62,7 @@ def test_a_heartbeat_that_promises_no_other_is_not_alive_for_ever(tmp_path, inte
     assert Heartbeat.read(tmp_path)["alive"] is False
 
 
-def test_a_run_with_a_heartbeat_from_the_future_is_not_running(tmp_path, monkeypatch, capsys):
+def test_a_run_with_a_heartbeat_from_the_future_is_not_running(tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.toml").write_text("")
     (tmp_path / "run/events.jsonl").write_text('{"kind": "started", "step": 0}\n')
@@ -76,8 +75,7 @@ def test_a_run_with_a_heartbeat_from_the_future_is_not_running(tmp_path, monkeyp
             main(words)
         assert left.value.code == 0
         assert "killed" in capsys.readouterr().out
-    # A network file system without locks: there the heartbeat alone tells whether another process trains.
-    monkeypatch.setattr(run_folder, "lock_of", lambda path: nullcontext(False))
+    # The heartbeat of another machine counts although the lock is granted.
     with run_folder.RunFolder(tmp_path / "run").locked():
         pass
     del beat["step"]

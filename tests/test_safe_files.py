@@ -15,7 +15,8 @@ import pytest
 
 import unfog
 from unfog import safe_files
-from unfog.locks import lock_of, whole_folder
+from unfog.locks.folder_lock import lock_of
+from unfog.locks.work_folder import whole_folder
 from unfog.safe_files import (
     check_folder,
     discard,
@@ -379,3 +380,17 @@ def test_what_stands_in_the_place_of_a_partial_folder_is_not_followed(planted, t
     with whole_folder(tmp_path / "out") as folder:
         (folder / "a").touch()
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["a"]
+
+
+def test_two_that_write_one_file_at_once_both_succeed_and_old_leftovers_go(tmp_path):
+    file = tmp_path / "report.html"
+    with replace_file(file, tmp_path, shared=True) as first:
+        first.write(b"half")
+        write_atomic(file, b"second", tmp_path, shared=True)
+        assert file.read_bytes() == b"second"
+        first.write(b" and half")
+    assert file.read_bytes() == b"half and half"
+    (tmp_path / "report.html.12-34.partial").touch()
+    os.utime(tmp_path / "report.html.12-34.partial", (0, 0))
+    write_atomic(file, b"third", tmp_path, shared=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]

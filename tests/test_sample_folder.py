@@ -18,7 +18,7 @@ from conftest import TRANSFORMER
 from unfog.cli.main import main
 from unfog.errors import RequestError
 from unfog.inference.run import Run
-from unfog.locks import lock_of
+from unfog.locks.folder_lock import lock_of
 from unfog.pipeline.sample_folder import UNFINISHED, SampleFolder
 from unfog.process.run_folder import new_folder
 

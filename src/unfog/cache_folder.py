@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from unfog.errors import RequestError
-from unfog.locks import LOCK, is_at, lock_alone, lock_shared
+from unfog.locks.flock import LOCK, is_at, lock_alone, lock_shared, notify
+from unfog.locks.owner import OWNER
 from unfog.safe_files import LARGEST_TEXT, discard, disk_usage, make_folder, open_file, read_file, remove, remove_tree
 
 _MARKS = ".used"  # folder of a file for each entry; not in the entry, which others may read only
@@ -50,11 +51,13 @@ class _Kind(NamedTuple):
 _KINDS = (
     _Kind(
         "decoded images",
-        _KEY,
+        rf"{_KEY}(\.{OWNER}\.partial)?",
         r"pack\.json|journal\.jsonl|pixels\.u8|facts\.bin|names\.bin|chunks\.json|"
         r"(labels|treatment|sides|grey|names)\.npy",
     ),
-    _Kind("latents", rf"latents-{_KEY}(\.partial)?", r"latents\.f16|rows\.i64|(latents|done)\.json(\.new)?"),
+    _Kind(
+        "latents", rf"latents-{_KEY}((\.{OWNER})?\.partial)?", r"latents\.f16|rows\.i64|(latents|done)\.json(\.new)?"
+    ),
     _Kind("array", rf"array-{_KEY}\.npz", evictable=False),
     _Kind("images", rf"images-{_KEY}\.images", evictable=False),
     _Kind("features", rf"features/{_KEY}", r"([0-9]{8}|statistics)\.safetensors"),
@@ -71,18 +74,114 @@ _KINDS = (
         nested=True,
     ),
 )
+_trusted = set[Path]()  # cache folders that were looked at
+_warned = set[Path]()  # folders that a warning was printed for
 # Descriptors of the locks that this process holds until it ends.
 _held: dict[Path, int] = {}
 
 
 def cache_folder() -> Path:
-    """Return $UNFOG_CACHE, else $XDG_CACHE_HOME/unfog or ~/.cache/unfog; it may not exist yet."""
+    """Return $UNFOG_CACHE, else $XDG_CACHE_HOME/unfog or ~/.cache/unfog; it may not exist yet.
+
+    A user whose home is missing or cannot be written gets a private folder among the temporary files. RequestError if
+    another user has put the folder there, or may exchange it: what lies in it is trained on.
+    """
     if chosen := os.environ.get("UNFOG_CACHE"):
-        return Path(chosen).expanduser()
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "unfog"
-    except RuntimeError:  # a user without a home, as in some containers
-        return Path(tempfile.gettempdir()) / "unfog-cache"
+        folder = Path(chosen).expanduser()
+    else:
+        try:
+            folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "unfog"
+        except RuntimeError:  # a user without a home, as in some containers
+            folder = _temporary_folder()
+        if not _can_exist(folder):
+            folder = _temporary_folder()
+    if os.name != "nt" and folder not in _trusted:
+        _check_trusted(folder, named=bool(chosen))
+        if folder.is_dir():
+            _trusted.add(folder)
+    return folder
+
+
+def _can_exist(folder: Path) -> bool:
+    """Return True if a folder is there, or the first one above it that is there can be written."""
+    with suppress(OSError):
+        if folder.is_dir():
+            return True
+        above = next(path for path in folder.parents if path.is_dir())
+        return os.access(above, os.W_OK | os.X_OK)
+    return False
+
+
+def _temporary_folder() -> Path:
+    """Make and return this user's folder among the temporary files, which nobody else may read or write."""
+    folder = Path(tempfile.gettempdir()) / (f"unfog-{os.getuid()}" if os.name != "nt" else "unfog-cache")
+    with suppress(OSError):
+        folder.mkdir(mode=0o700)
+    return folder
+
+
+def _check_trusted(folder: Path, named: bool) -> None:
+    """RequestError if a user other than this one and root may exchange what lies in the folder.
+
+    A folder that a person has `named` may be of another user, as a group shares one, but not where everybody can take
+    that name, as in /tmp.
+    """
+    remedy = "set UNFOG_CACHE to a folder of yours"
+    for path, status in _with_parents(folder):
+        last, foreign = path == folder.resolve(), status.st_uid not in (os.getuid(), 0)
+        shared = bool(status.st_mode & stat.S_IWOTH) and (last or not status.st_mode & stat.S_ISVTX)
+        if shared and foreign:
+            raise RequestError(
+                f"the cache {folder} is not used: every user may write {path}, of user {status.st_uid}; {remedy}"
+            )
+        if shared and not (named and status.st_mode & stat.S_ISVTX) and path not in _warned:
+            _warned.add(path)
+            notify(f"every user may write {path}, and so exchange images in the cache {folder}; chmod o-w {path}")
+        if last and foreign and (_everybody_writes(path.parent) or not (named or os.getuid() == 0)):
+            raise RequestError(f"the cache {folder} is not used: it is user {status.st_uid}'s; {remedy}")
+
+
+def _with_parents(folder: Path) -> list[tuple[Path, os.stat_result]]:
+    """Return a folder and those above it that exist, with what the system says of each."""
+    found = list[tuple[Path, os.stat_result]]()
+    with suppress(OSError, RuntimeError):
+        whole = folder.resolve()
+        for path in (whole, *whole.parents):
+            with suppress(FileNotFoundError):
+                found.append((path, path.stat()))
+    return found
+
+
+def _everybody_writes(folder: Path) -> bool:
+    return bool(folder.stat().st_mode & stat.S_IWOTH)
+
+
+def is_private(folder: Path) -> bool:
+    """Return True if no user but this one and root may exchange what lies in a folder, which is not a link.
+
+    Also true of a folder that its group may write if the group is this user's own, as some systems set it up.
+    """
+    if os.name == "nt":
+        return True
+    if not stat.S_ISDIR(folder.lstat().st_mode):
+        return False
+    (_, last), (_, above), *others = _with_parents(folder)
+    group = above.st_mode & stat.S_IWGRP and not _is_own_group(above.st_gid)
+    open_to_all = any(one.st_mode & stat.S_IWOTH and not one.st_mode & stat.S_ISVTX for _, one in others)
+    owned = last.st_uid == os.getuid() and above.st_uid in (os.getuid(), 0)
+    closed = not (last.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or group or above.st_mode & stat.S_IWOTH or open_to_all)
+    return owned and closed
+
+
+def _is_own_group(group: int) -> bool:
+    """Return True if a group has this user's name and no other member."""
+    import grp  # Windows has neither
+    import pwd
+
+    with suppress(KeyError):
+        name = pwd.getpwuid(os.getuid()).pw_name
+        return grp.getgrgid(group).gr_name == name and set(grp.getgrgid(group).gr_mem) <= {name}
+    return False
 
 
 def cache_limit() -> float:
@@ -187,10 +286,11 @@ def hold(entry: Path) -> None:
         if (held := _held.get(mark)) is None or not is_at(held, mark):
             cache_folder().mkdir(parents=True, exist_ok=True)
             make_folder(mark.parent, cache_folder())
-            descriptor = lock_shared(mark)
-            # After the new lock is held: in between another process could evict the entry.
-            release(entry)
-            _held[mark] = descriptor
+            with suppress(BlockingIOError):  # another process removes the entry now, or hangs in that
+                descriptor = lock_shared(mark)
+                # After the new lock is held: in between another process could evict the entry.
+                release(entry)
+                _held[mark] = descriptor
         os.utime(mark)
 
 
@@ -215,7 +315,9 @@ def release(entry: Path) -> None:
 
 def _mark(entry: Path) -> Path:
     folder = cache_folder()
-    return folder / _MARKS / "-".join(entry.relative_to(folder).parts)
+    # An entry that a process is working on has the mark of the finished one.
+    name = re.sub(rf"(\.{OWNER})?\.partial$", "", "-".join(entry.relative_to(folder).parts))
+    return folder / _MARKS / name
 
 
 @contextmanager
@@ -243,7 +345,7 @@ def make_room(needed: float = 0, limit: float | None = None, keep: Path | None =
     """
     limit = cache_limit() if limit is None else limit
     _remove_remains()
-    entries = [entry for entry in CacheEntry.all() if entry.path != keep]
+    entries = [entry for entry in CacheEntry.all() if keep is None or _mark(entry.path) != _mark(keep)]
     surplus = sum(entry.nbytes for entry in entries) + needed - limit
     chosen = list[CacheEntry]()
     with ExitStack() as locks:
@@ -262,7 +364,8 @@ def fits_limit(needed: float, keep: Path | None = None) -> bool:
     limit = cache_limit()
     if needed > limit:
         return False
-    fixed = (e for e in CacheEntry.all() if e.path != keep and (not e.evictable or e.in_use()))
+    others = (e for e in CacheEntry.all() if keep is None or _mark(e.path) != _mark(keep))
+    fixed = (e for e in others if not e.evictable or e.in_use())
     return needed + sum(entry.nbytes for entry in fixed) <= limit
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from unfog.cache_folder import CacheEntry, cache_folder, hold, make_room, release
+from unfog.cache_folder import CacheEntry, cache_folder, hold, is_private, make_room, release
 from unfog.errors import RunError
 
 NAME = "compiled"
@@ -32,7 +31,7 @@ def keep_compiled_code() -> None:
         if not make_room(_ROOM, keep=folder):
             return
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if _is_private(folder.lstat()):
+        if is_private(folder):
             hold(folder)
             os.environ[_VARIABLE] = str(folder.absolute())
 
@@ -56,9 +55,3 @@ def compile_errors_explained(again: str = "repeat the command") -> Iterator[None
         raise RunError(
             f"compiling failed ({reason}); {what}: {again}, with --training.no-compile if this is not the first time"
         ) from error
-
-
-def _is_private(status: os.stat_result) -> bool:
-    """Return whether a folder, not a link, is of this user, and nobody else may write there."""
-    own = not hasattr(os, "getuid") or status.st_uid == os.getuid()
-    return stat.S_ISDIR(status.st_mode) and own and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

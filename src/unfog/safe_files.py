@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import shutil
 import stat
 import time
@@ -43,6 +44,7 @@ _LARGE = 2**20  # bytes from which on an error of a full disk gives the size of 
 # Bytes of the largest small file of ours, for `read_file`; larger ones are read by parts, or with their own limit.
 LARGEST_TEXT = 2**26
 _LARGEST_HEADER, _MOST_TENSORS = 2**24, 50_000  # of a safetensors file
+_LEFT_SECONDS = 600  # after which a file that nobody writes to was left by a killed process
 
 Mode = Literal["rb", "r+b", "ab", "xb", "a+b"]
 
@@ -193,6 +195,17 @@ def replace_file(
             if isinstance(error, OSError) and error.filename is None:  # as of a full disk, which names no file
                 error.filename = str(path)
             raise
+    if shared:
+        _remove_leftovers(path, root)
+
+
+def _remove_leftovers(path: Path, root: Path) -> None:
+    """Remove what killed processes left of a file that several write: nobody has written to it for minutes."""
+    pattern = re.compile(rf"{re.escape(path.name)}\.[0-9]+-[0-9]+\.partial")
+    with suppress(OSError):
+        for name in filter(pattern.fullmatch, os.listdir(path.parent)):
+            if time.time() - path.with_name(name).lstat().st_mtime > _LEFT_SECONDS:
+                remove(path.with_name(name), root)
 
 
 def write_atomic(

@@ -1,4 +1,4 @@
-"""Make text from outside safe to print: credentials in URLs, control characters, file names that are not UTF-8."""
+"""Text for messages: sizes, and what comes from outside: credentials in URLs, control characters, odd file names."""
 
 from __future__ import annotations
 
@@ -35,6 +35,13 @@ def valid_text(name: str) -> str:
 def sanitize(name: str) -> str:
     """Return a file's name or URL as one printable line: control characters escaped, credentials removed."""
     return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], valid_text(without_secrets(name)))
+
+
+def format_bytes(count: float) -> str:
+    """Return bytes as text: "0.2 MB", "340 MB", "1.6 GB"."""
+    if count >= 1e9:
+        return f"{count / 1e9:,.1f} GB"
+    return f"{count / 1e6:,.0f} MB" if count >= 1e7 else f"{count / 1e6:,.1f} MB"
 
 
 def not_utf8(error: UnicodeDecodeError) -> str:

@@ -42,11 +42,14 @@ trap : TERM  # scancel, or a preemption after which Slurm itself puts the job in
 export PYTHONSAFEPATH=1  # `python -m` would import modules of this folder in place of those that are installed
 export OMP_NUM_THREADS={threads}
 export SRUN_CPUS_PER_TASK={cores}  # as srun does not take it from sbatch
-export UNFOG_CACHE="${{SLURM_TMPDIR:-${{TMPDIR:-/tmp}}}}/unfog-$(id -un)"  # decoded images, on each node's own disk
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
-# On each node torchrun, which leaves USR1 to the processes that it starts: these save and end.
-srun --kill-on-bad-exit=1 {container}bash -c 'trap "" USR1; exec "$@"' unfog \\
+# On each node torchrun, which leaves USR1 to the processes that it starts: these save and end. Decoded images go to the
+# node's own disk, into a folder that no other user can name beforehand.
+task='trap "" USR1; trap : TERM
+export UNFOG_CACHE=$(mktemp -d "${{SLURM_TMPDIR:-${{TMPDIR:-/tmp}}}}/unfog-XXXXXXXX") || exit 1
+"$@"; status=$?; rm -rf "$UNFOG_CACHE"; exit "$status"'
+srun --kill-on-bad-exit=1 {container}bash -c "$task" unfog \\
     {python} -m torch.distributed.run --nnodes {nodes} --nproc-per-node {processes} --max-restarts {restarts} \\
     --rdzv-backend c10d --rdzv-endpoint "$head:$((10000 + SLURM_JOB_ID % 20000))" \\
     --rdzv-id "$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}" -m unfog "${{words[@]}}" &

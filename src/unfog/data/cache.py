@@ -23,17 +23,23 @@ import PIL
 from unfog.cache_folder import cache_folder, cache_limit, hold, make_room
 from unfog.data.decode_pool import Progress
 from unfog.data.packs.pack import FORMAT, Pack
-from unfog.data.packs.pack_journal import FILES, BusyError, locked
+from unfog.data.packs.pack_journal import FILES, BusyError, check_replaceable, locked
 from unfog.data.packs.pack_writer import write_pack
 from unfog.data.scan import Scan
 from unfog.data.settings import Data
 from unfog.errors import RequestError, RunError
-from unfog.locks import LOCK
+from unfog.locks.flock import LOCK, notify
+from unfog.locks.owner import OWNER, OwnedError
+from unfog.locks.work_folder import work_folder
 from unfog.safe_files import LARGEST_TEXT, read_file, remove, remove_tree, write_atomic
+from unfog.text import format_bytes
 
+# Bytes of pixels whose checksum each process compares: a tenth of a second. A whole pack takes seconds for each GB.
+_COMPARED_BYTES = 2**25
 _WAIT = 0.2  # seconds between two looks at what another process is decoding
 _ABANDONED_SECONDS = 7 * 24 * 3600
 _JSON_FILES = [f"{name}.json{suffix}" for name in ("done", "latents") for suffix in ("", ".partial", ".new")]
+_compared = set[Path]()  # entries that this process has compared
 _LATENT_FILES = frozenset(["latents.f16", "rows.i64", *_JSON_FILES])
 
 
@@ -63,7 +69,12 @@ def load(key: str) -> Pack | None:
 
 def _open(entry: Path) -> Pack:
     hold(entry)  # before it is opened, so that nothing of it is removed meanwhile
-    return Pack.open(entry)
+    pack = Pack.open(entry)
+    if entry not in _compared:
+        if not pack.sample_is_whole(_COMPARED_BYTES):
+            raise RequestError(f"{entry} is a damaged entry of the cache: its pixels are not as they were written")
+        _compared.add(entry)
+    return pack
 
 
 def make(scan: Scan, key: str, progress: Progress | None = None) -> Pack:
@@ -71,7 +82,7 @@ def make(scan: Scan, key: str, progress: Progress | None = None) -> Pack:
     folder = cache_folder()
     hold(folder / key)
     needed = len(scan.source.names) * scan.channels * scan.size**2
-    remedy = f"set UNFOG_CACHE to a folder with {needed / 1e9:.1f} GB free, or use cache = none or memory"
+    remedy = f"set UNFOG_CACHE to a folder with {format_bytes(max(needed, 1e6))} free, or use cache = none or memory"
     remove_stale_entries(folder)
     _remove_damaged(key)
     if not Pack.is_at(folder / key) and not make_room(needed, keep=folder / key):
@@ -94,17 +105,35 @@ def make(scan: Scan, key: str, progress: Progress | None = None) -> Pack:
 
 
 def _write_or_wait(scan: Scan, folder: Path, key: str, remedy: str, progress: Progress | None) -> Pack:
-    while not Pack.is_at(folder):
+    while True:
         try:
-            write_pack(scan, folder, key, remedy, progress)
-        except BusyError:  # another process is writing it
+            if not Pack.is_at(folder):
+                _write(scan, folder, key, remedy, progress)
+            return _open(folder)
+        except (BusyError, OwnedError):  # another process is writing it
             time.sleep(_WAIT)
             if progress:
                 progress(0, len(scan.source.names))  # it may raise to stop
         except RequestError:  # such as no space, which does not matter if another process has finished the pack
             if not Pack.is_at(folder):
                 raise
-    return _open(folder)
+            _remove_damaged(key)
+            if Pack.is_at(folder) and load(key) is None:
+                raise RequestError(
+                    f"{folder} is a damaged entry of the cache and cannot be removed; remove it, or set UNFOG_CACHE"
+                ) from None
+
+
+def _write(scan: Scan, folder: Path, key: str, remedy: str, progress: Progress | None) -> None:
+    """Write an entry, or finish an interrupted one, in a folder of this process's own. Raises as `write_pack`."""
+    check_replaceable(folder, remedy)
+    try:
+        with work_folder(folder, rest=folder) as own:
+            write_pack(scan, own, key, remedy, progress)
+    except OwnedError:
+        raise
+    except OSError as error:
+        raise RequestError(f"{folder} cannot be written ({error.strerror}); {remedy}") from error
 
 
 def _redirect(path: Path, key: str) -> None:
@@ -117,6 +146,7 @@ def _remove_damaged(key: str) -> None:
     if Pack.is_at(folder):
         with suppress(OSError, BusyError), locked(folder):
             if Pack.is_at(folder) and load(key) is None:  # still, as another process may have made it anew
+                notify(f"{folder} is damaged, so its images are decoded again")
                 remove_tree(folder, cache_folder())
 
 
@@ -133,7 +163,7 @@ def free_bytes() -> int | None:
 def over_limit(needed: int, remedy: str) -> str:
     """Return the message that so many bytes do not fit the limit of the cache."""
     return (
-        f"{needed / 1e9:.1f} GB are more than the {cache_limit() / 1e9:,.3g} GB that the cache may hold "
+        f"{format_bytes(needed)} are more than the {cache_limit() / 1e9:,.3g} GB that the cache may hold "
         f"besides what is in use; set UNFOG_CACHE_LIMIT higher, or {remedy}"
     )
 
@@ -153,10 +183,11 @@ def remove_stale_entries(folder: Path) -> None:
 
 
 def _is_abandoned(path: Path) -> bool:
-    if re.fullmatch(r"[0-9a-f]{32}", path.name):
-        known = FILES if Pack.is_unfinished_at(path) else frozenset[str]()
-    else:
-        known = _LATENT_FILES if re.fullmatch(r"latents-[0-9a-f]{32}\.partial", path.name) else frozenset[str]()
+    known = frozenset[str]()
+    if re.fullmatch(rf"[0-9a-f]{{32}}(\.{OWNER}\.partial)?", path.name):
+        known = FILES if Pack.is_unfinished_at(path) else known
+    elif re.fullmatch(rf"latents-[0-9a-f]{{32}}(\.{OWNER})?\.partial", path.name):
+        known = _LATENT_FILES
     files = [file for file in path.iterdir() if file.name != LOCK] if known else []
     return bool(files) and all(file.name in known and _is_old(file) for file in files)
 

@@ -22,7 +22,9 @@ from unfog.data.settings import UNREAD, Data
 from unfog.data.sources.base import Source
 from unfog.data.sources.labels import labels_setting
 from unfog.errors import RequestError
+from unfog.locks.work_folder import work_folders
 from unfog.safe_files import disk_usage
+from unfog.text import format_bytes
 
 # cache = auto keeps images in memory up to these sizes, as decoding them anew for each command takes about a second.
 _MEMORY_FILES = 10_000
@@ -141,7 +143,7 @@ def _placement(scan: Scan, key: str, to_draw: int) -> tuple[str, str]:
             f"{each}, as this run needs {to_draw:,} of {n:,}; --data.cache disk decodes all of them once, for "
             "later runs too"
         )
-    free, gigabytes = free_bytes(), f"{pixel_bytes / 1e9:,.1f} GB decoded"
+    free, gigabytes = free_bytes(), f"{format_bytes(pixel_bytes)} decoded"
     if free is None:
         if pixel_bytes < 4 * _MEMORY_PIXEL_BYTES:
             return "memory", f"{gigabytes}, in memory, as the cache in {folder} cannot be written"
@@ -151,9 +153,10 @@ def _placement(scan: Scan, key: str, to_draw: int) -> tuple[str, str]:
             f"{gigabytes} are more than the {cache_limit() / 1e9:,.3g} GB that the cache may hold (UNFOG_CACHE_LIMIT)"
         )
         return "none", f"{each}: {limit}; {remedy}"
-    if 2 * pixel_bytes <= free + disk_usage(folder / key):  # the bytes of an interrupted pack are reused
+    begun = sum(map(disk_usage, (folder / key, *work_folders(folder / key))))  # an interrupted pack is finished
+    if 2 * pixel_bytes <= free + begun:
         return "disk", f"decoded once, for all runs: {gigabytes}, in {folder}"
-    half = f"{gigabytes} are more than half of the {free / 1e9:,.1f} GB free in {folder}"
+    half = f"{gigabytes} are more than half of the {format_bytes(free)} free in {folder}"
     return "none", f"{each}: {half}; {remedy}"
 
 

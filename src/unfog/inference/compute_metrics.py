@@ -96,7 +96,7 @@ def _draw_spectra(spectrum: Mapping[str, Sequence[float]], out: Path) -> None:
         chart = line_chart(series, "frequency, 1 = highest along a row", "variance of luma", log_y=True)
         # Inside a page a chart needs no namespace; as a file it does.
         chart = chart.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
-        write_atomic(out / "spectrum.svg", chart.encode(), out.parents[1])
+        write_atomic(out / "spectrum.svg", chart.encode(), out.parents[1], shared=True)
 
 
 def _search_copies(

@@ -105,7 +105,7 @@ class Evaluation:
         run, stored = path.parent.parent, json.loads(self.to_json())
         text = json.dumps({**stored, "seal": _seal(key, path, stored)}, indent=2, allow_nan=False) + os.linesep
         make_folder(path.parent, run)
-        write_atomic(path, text.encode(), run, private=True)  # sources may be URLs with credentials
+        write_atomic(path, text.encode(), run, private=True, shared=True)  # sources may be URLs with credentials
 
     def to_json(self) -> bytes:
         """Return the file of this evaluation, without the passwords of URLs."""
@@ -243,7 +243,7 @@ class GeneratedSamples:
             make_folder(self.folder, self._root)
             pictures = np.ascontiguousarray(samples.transpose(0, 3, 1, 2))
             seal = np.frombuffer(self._seal(start, pictures), np.uint8)
-            write_atomic(self._file(start), save({"pictures": pictures, "seal": seal}), self._root)
+            write_atomic(self._file(start), save({"pictures": pictures, "seal": seal}), self._root, shared=True)
         except OSError as error:
             raise RunError(
                 f"{self.folder} cannot be written ({error.strerror or error}); correct that, then repeat the "

@@ -23,7 +23,7 @@ from unfog.inference.export_description import describe_model
 from unfog.inference.export_diffusers import draw_samples, plain_weights, save_weights, write_pipeline
 from unfog.inference.loaded_run import LoadedRun
 from unfog.inference.model_card import GRID, CardSettings, model_card
-from unfog.locks import whole_folder
+from unfog.locks.work_folder import whole_folder
 from unfog.models.autoencoder_settings import CONFIG, OURS, AutoencoderFolder
 from unfog.models.network_settings import CustomNetwork, build_model
 from unfog.pipeline.generate import sample_grid, to_pixels

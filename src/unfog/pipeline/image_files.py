@@ -202,7 +202,7 @@ class DenoisingAnimation:
         frames = [grid(frame) for frame in [*self._frames, samples[: len(self._frames[0])]]]
         each = round(1000 * min(0.2, max(0.03, _SECONDS / len(frames))))
         data = _mp4(frames, each) if file.suffix == ".mp4" else _by_pillow(frames, each, file.suffix[1:].upper())
-        write_atomic(file, data, file.parent)
+        write_atomic(file, data, file.parent, shared=True)
 
 
 def _by_pillow(frames: list[Pixels], each: int, form: str) -> bytes:

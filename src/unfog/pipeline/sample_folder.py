@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from unfog.errors import RequestError, RunError
-from unfog.locks import lock_of
+from unfog.locks.folder_lock import lock_of
 from unfog.process.run_folder import new_folder
 from unfog.reporting.image_grids import Pixels, read_png, save_png
 from unfog.reporting.progress import say

@@ -176,7 +176,7 @@ class Heartbeat:
     @staticmethod
     def request(folder: Path, name: Request) -> None:
         """Request something of a running run. OSError if it cannot be written, or something else has that name."""
-        write_atomic(folder / name, b"", folder, durable=False)
+        write_atomic(folder / name, b"", folder, shared=True, durable=False)
 
     @classmethod
     def read(cls, folder: Path) -> dict[str, Any] | None:

@@ -18,7 +18,9 @@ from unfog.config.schema import Config
 from unfog.config.toml import read_toml, to_toml, with_version
 from unfog.config.validate import check_out, reason_of
 from unfog.errors import RequestError, RunError
-from unfog.locks import LOCK, lock_of
+from unfog.locks.flock import LOCK
+from unfog.locks.folder_lock import FolderLock, lock_of
+from unfog.locks.owner import OwnedError, Owner
 from unfog.process.heartbeat import Heartbeat
 from unfog.reporting.progress import say
 from unfog.safe_files import (
@@ -75,7 +77,7 @@ class RunFolder:
         return folder
 
     @contextmanager
-    def create_locked(self, source: str) -> Iterator[None]:
+    def create_locked(self, source: str) -> Iterator[FolderLock]:
         """Create the folder and lock it for the `with`; remove it again if it is left empty.
 
         RequestError if it cannot be created, is not empty, holds the images, or is locked by another process.
@@ -95,31 +97,49 @@ class RunFolder:
             ) from None
         locked = False
         try:
-            with self.locked():
+            with self.locked() as lock:
                 locked = True
-                yield
+                yield lock
         finally:
             if locked:  # otherwise the folder belongs to the process that has locked it
                 _remove_empty_folders(made)
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> Iterator[FolderLock]:
         """Lock the folder for the `with`. RequestError if another process is training in it."""
         with ExitStack() as stack:
             try:
-                supported = stack.enter_context(lock_of(self.path))
-            except BlockingIOError:
-                raise self._in_use_error() from None
-            if not supported:  # a network file system without locks: judge by the heartbeat
-                beat = Heartbeat.read(self.path)
-                if beat is not None and beat["alive"]:
-                    raise self._in_use_error()
-            yield
+                lock = stack.enter_context(lock_of(self.path))
+            except OwnedError as error:
+                raise self._in_use_error(error.owner) from None
+            # Also with a lock that was granted: the other process may be on another machine that does not see it.
+            beat = Heartbeat.read(self.path)
+            if beat is not None and beat["alive"] and not self._is_known_gone(beat, lock):
+                raise self._in_use_error()
+            yield lock
 
-    def _in_use_error(self) -> RequestError:
+    @staticmethod
+    def _is_known_gone(beat: dict[str, Any], lock: FolderLock) -> bool:
+        """Return True if a heartbeat that seems alive is of this process, or of the earlier owner, which is gone."""
+        if (beat["pid"], beat["host"]) == (os.getpid(), socket.gethostname()):
+            return True
+        # A mark knows more than a heartbeat: whether the process number was given to another process since.
+        return lock.before is not None and lock.before.is_named(beat["pid"], str(beat["host"]))
+
+    def _in_use_error(self, owner: Owner | None = None) -> RequestError:
         beat = Heartbeat.read(self.path)
-        who = f" ({beat['pid']} on {sanitize(str(beat['host']))})" if beat and beat["alive"] else ""
+        who = f" ({owner.pid} on {owner.host})" if owner else ""
+        if beat and beat["alive"]:
+            who = f" ({beat['pid']} on {sanitize(str(beat['host']))})"
         return RequestError(f"another process{who} is training in {self.path}; wait for it, or stop it")
+
+    def check_owned(self, lock: FolderLock | None) -> None:
+        """RunError if another process has taken over the folder that this one has locked."""
+        if lock is not None and (other := lock.new_owner()) is not None:
+            raise RunError(
+                f"another process ({other.pid} on {other.host}) has taken over {self.path}, so this one stops and "
+                "leaves its files alone; train a run in one process at a time"
+            )
 
     def write_config(self, config: Config) -> None:
         """Write the configuration atomically. It is the only file with secrets of URLs, which a resume needs."""

@@ -19,7 +19,9 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
+from unfog.locks import flock
 from unfog.reporting.notebook import LiveText
+from unfog.text import format_bytes as format_bytes
 
 _REDRAW = 0.2  # seconds between two drawings of a live line
 _BAR = 16  # characters
@@ -64,6 +66,9 @@ def warn(text: str) -> None:
     say(f"warning: {text}", style="yellow")
 
 
+flock.listener = warn
+
+
 def say_from_signal(text: str) -> None:
     """Print a message from a signal handler or any thread, above the live lines."""
     # Not through `sys.stderr`: the signal may have come in the middle of a write there. And not where stderr was closed
@@ -99,13 +104,6 @@ def format_duration(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes:02d} min"
     return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
-
-
-def format_bytes(count: float) -> str:
-    """Return bytes as text: "0.2 MB", "340 MB", "1.6 GB"."""
-    if count >= 1e9:
-        return f"{count / 1e9:,.1f} GB"
-    return f"{count / 1e6:,.0f} MB" if count >= 1e7 else f"{count / 1e6:,.1f} MB"
 
 
 def plural(number: int, thing: str = "image") -> str:

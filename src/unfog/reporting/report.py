@@ -60,7 +60,7 @@ def write_report(run_dir: Path, unended: tuple[str, str] | None = None) -> Path:
     page = embed({"written": written, "runs": [run]}, str(run["name"]), _REFRESH if state == "running" else 0)
     path = run_dir / "report.html"
     # Names of files that are not UTF-8 hold surrogates, which cannot be encoded.
-    write_atomic(path, page.encode("utf-8", "replace"), run_dir)
+    write_atomic(path, page.encode("utf-8", "replace"), run_dir, shared=True)
     return path
 
 

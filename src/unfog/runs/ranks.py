@@ -16,6 +16,7 @@ from unfog.config.toml import to_toml
 from unfog.custom import consent
 from unfog.data.dataset import Dataset
 from unfog.data.lazy import outage_of
+from unfog.locks.folder_lock import FolderLock
 from unfog.pipeline.outage_notice import OutageNotice
 from unfog.process.console_log import console_log
 from unfog.process.device import choose_device
@@ -42,6 +43,13 @@ class RunContext:
     heartbeat: Heartbeat
     world: World = SINGLE_PROCESS
     callbacks: Callbacks = Callbacks()
+    lock: FolderLock | None = None
+    """Of the run folder."""
+
+    @property
+    def lost(self) -> bool:
+        """True if another process was found to have taken over the run folder."""
+        return self.lock is not None and self.lock.lost
 
     @classmethod
     @contextmanager
@@ -57,12 +65,12 @@ class RunContext:
         with (
             init_world(config.training.timeout) as world,
             StopSignals() as stop,
-            folder.create_locked(config.source) if new else folder.locked(),
+            folder.create_locked(config.source) if new else folder.locked() as lock,
             # After the lock: it writes into the folder, which another process may still be training in.
             Heartbeat(folder.path, stop, silent=new) as heartbeat,
             console_log(folder),
         ):
-            yield cls(folder, device, stop, heartbeat, world, Callbacks(callbacks, stop.request, stop))
+            yield cls(folder, device, stop, heartbeat, world, Callbacks(callbacks, stop.request, stop), lock)
 
 
 class StoppableHooks(TrainingHooks):

@@ -36,6 +36,7 @@ class Saver:
         self._place = RunPlace(self.folder.path)
         self._writer = CheckpointWriter(self.folder.checkpoints, config.checkpoint, self._is_away)
         self._snapshots = EmaSnapshotWriter(config.ema_snapshots)
+        self._lock = context.lock
         self._patience = _SHARE_OF_GRACE * config.training.grace
         # The last step saved, and what was due after it; also a step that was not finite, and so not written.
         self.saved: tuple[int, list[str]] | None = None
@@ -53,6 +54,7 @@ class Saver:
         self._snapshots.wait()  # a checkpoint covers the snapshots before it: a resume would not take them again
         self.wait(leaving=self._stop())
         self._find_folder()
+        self.check_owned()
         self.recorder.sync()  # a checkpoint covers its logs, also after a power cut
         self.stall_seconds += time.perf_counter() - started
         return str(self.folder.checkpoints)
@@ -80,6 +82,16 @@ class Saver:
                 f"{self._moved_from} was moved to {self.folder.path} during training; step {step:,} is saved there: "
                 f"unfog resume {self.folder.path}"
             )
+
+    def check_owned(self) -> None:
+        """RunError if another process trains in the run folder, which this one then leaves alone."""
+        if self._moved_from is not None or self._place.look() != "here":
+            return  # another folder at that path is another run
+        try:
+            self.folder.check_owned(self._lock)
+        except RunError:
+            self._heartbeat.silent = True
+            raise
 
     def save_ema_snapshot(self, state: TrainState) -> None:
         """Copy both EMAs to host memory, and have them written."""
@@ -149,6 +161,7 @@ class Saver:
         """Restore the weights of the newest rollback checkpoint; return its folder. RunError if there is none."""
         self.wait()
         self._find_folder()
+        self.check_owned()
         step = self._step(state)
         good, broken = find_rollback_checkpoint(self.folder.checkpoints, state, self.config.training.patience)
         for one in broken:

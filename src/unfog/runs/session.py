@@ -164,7 +164,8 @@ class Session(SessionHooks):
         at_once = isinstance(error, KeyboardInterrupt) or (self.sharded and isinstance(error, LostProcess))
         self.saver.finish_after_failure(at_once, shared=self.sharded)
         reason = without_secrets(str(error))
-        self.recorder.event("failed", self.step, reason=f"{type(error).__name__}: {reason}")
+        if not self.context.lost:
+            self.recorder.event("failed", self.step, reason=f"{type(error).__name__}: {reason}")
         self.context.heartbeat.end(f"failed: {reason}")
         self._end(False, f"{type(error).__name__}: {reason}")
 
@@ -244,6 +245,7 @@ class Session(SessionHooks):
     def _conclude(self) -> bool:
         """Draw the last image, or save where a stop was requested. Returns True at the end of the run."""
         done = self.done
+        self.saver.check_owned()
         if done:
             with suppress(Interrupted):  # the image is optional: `unfog sample --strip` makes it as well
                 with self.context.heartbeat.during("drawing"):

@@ -112,9 +112,9 @@ class SessionHooks(StoppableHooks):
         self.saver.poll()
 
     def save_requested(self) -> bool:
-        """Return True if RUN/SAVE exists, or if the folder was moved: its new place gets a last checkpoint."""
+        """Return True if RUN/SAVE exists, or if the folder was moved or taken over, which a save finds out."""
         heartbeat = self.context.heartbeat
-        return heartbeat.save_requested or heartbeat.moved
+        return heartbeat.save_requested or heartbeat.moved or self.context.lost
 
     def preview_requested(self) -> bool:
         return self.context.heartbeat.preview_requested

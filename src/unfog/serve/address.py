@@ -99,7 +99,7 @@ def folder_key(folder: Path) -> str:
         found = os.lstat(file) if file.exists() else None
         if found is None:
             make_folder(file.parent, file.parent.parent) if home.is_dir() else file.parent.mkdir(parents=True)
-            write_atomic(file, secrets.token_hex(32).encode(), file.parent, private=True)
+            write_atomic(file, secrets.token_hex(32).encode(), file.parent, private=True, shared=True)
         elif found.st_mode & 0o077:  # others may have read it
             raise OSError
         key = read_file(file, file.parent, 1000)

@@ -31,7 +31,8 @@ from unfog.data.decode_pool import Progress
 from unfog.data.packs.pack_journal import BusyError, locked, sync
 from unfog.device_copies import to_device
 from unfog.errors import RequestError, RunError
-from unfog.locks import LOCK
+from unfog.locks.owner import OwnedError
+from unfog.locks.work_folder import work_folder, work_folders
 from unfog.safe_files import (
     LARGEST_TEXT,
     disk_usage,
@@ -44,6 +45,7 @@ from unfog.safe_files import (
     write_atomic,
 )
 from unfog.sharded_rng import draw_rows
+from unfog.text import format_bytes
 
 FORMAT = 1
 # Bytes of latents that are kept in memory where the cache cannot be written.
@@ -154,20 +156,19 @@ class EncodeJob(NamedTuple):
         hold(folder)
         entry = _open_valid(folder, self, progress)
         if entry is None:
-            hold(partial)
             remove_stale_entries(cache_folder())
         while entry is None:
             fits, free = make_room(needed, keep=partial), free_bytes()
-            if not fits or free is None or free + disk_usage(partial) < needed:
+            if not fits or free is None or free + _unfinished_bytes(folder, partial) < needed:
                 if needed <= _IN_MEMORY:
                     return self.encode_all(progress)
                 if not fits:
                     raise RequestError(over_limit(needed, "train at a smaller size"))
-                why = "cannot be written" if free is None else f"has {free / 1e9:.1f} GB free"
-                raise RequestError(f"latents take {needed / 1e9:.1f} GB and {cache_folder()} {why}; set UNFOG_CACHE")
+                why = "cannot be written" if free is None else f"has {format_bytes(free)} free"
+                raise RequestError(f"latents take {format_bytes(needed)} and {cache_folder()} {why}; set UNFOG_CACHE")
             try:
                 entry = _write_entry(folder, partial, self, progress)
-            except BusyError:  # another process is writing it
+            except (BusyError, OwnedError):  # another process is writing it
                 time.sleep(_WAIT)
                 progress(0, self.full_shape[0])
                 entry = _open_valid(folder, self, progress)
@@ -176,6 +177,11 @@ class EncodeJob(NamedTuple):
                     f"{folder} could not be written ({error.strerror}); free some space, then repeat the command"
                 ) from error
         return entry
+
+
+def _unfinished_bytes(folder: Path, partial: Path) -> int:
+    """Return the bytes on disk of an entry that is begun and not finished."""
+    return sum(disk_usage(path) for path in (partial, *work_folders(folder)) if path.is_dir())
 
 
 def _open_valid(folder: Path, job: EncodeJob, progress: Progress) -> LatentArrays | None:
@@ -198,12 +204,19 @@ def _open(folder: Path, shape: tuple[int, ...]) -> LatentArrays | None:
 
 
 def _write_entry(folder: Path, partial: Path, job: EncodeJob, progress: Progress) -> LatentArrays | None:
-    """Write an entry, or finish an interrupted one. Raises BusyError if another process is writing it."""
-    partial.mkdir(parents=True, exist_ok=True)
-    with locked(partial):
+    """Write an entry, or finish an interrupted one. OwnedError or BusyError if another process is writing it."""
+    with work_folder(folder, rest=partial) as own:
         if (entry := _open_valid(folder, job, progress)) is not None:  # another process has finished it meanwhile
-            remove_tree(partial, cache_folder())
+            remove_tree(own, cache_folder())
             return entry
+        _write_latents(own, job, progress)
+        if not folder.exists():  # it does if another process was faster
+            move(own, folder, cache_folder())
+    return _open(folder, job.full_shape)
+
+
+def _write_latents(partial: Path, job: EncodeJob, progress: Progress) -> None:
+    with locked(partial):
         done, count = _images_done(partial, job, progress), job.full_shape[0]
         root = cache_folder()
         with open_file(partial / _LATENTS, "ab", root) as latents, open_file(partial / _ROWS, "ab", root) as rows:
@@ -221,10 +234,6 @@ def _write_entry(folder: Path, partial: Path, job: EncodeJob, progress: Progress
                 progress(done, count)
         _write_json(partial / _FACTS, {"format": FORMAT, "shape": list(job.full_shape)})
         remove(partial / _DONE, root)
-        if not folder.exists():  # it does where locks do not work and another process was faster
-            move(partial, folder, root)
-            remove(folder / LOCK, root)  # not before, or another would begin anew in the finished entry
-    return _open(folder, job.full_shape)
 
 
 def _images_done(partial: Path, job: EncodeJob, progress: Progress) -> int:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from random import SystemRandom
 from typing import Any
 
 import numpy as np
@@ -151,6 +152,27 @@ class Pack:
         except (OSError, ValueError, TypeError) as error:
             problems.append(f"it cannot be read: {error}")
         return problems
+
+    def sample_is_whole(self, most: int) -> bool:
+        """Compare the checksums of chunks of pixels drawn at random: one, and others up to `most` bytes in all."""
+        size, begin, spans = math.prod(self.images.pixels.shape[1:]), 0, list[tuple[int, int, str]]()
+        try:
+            if file_digest(self.path / "chunks.json", self.path) != self.manifest["files"]["chunks.json"]["sha256"]:
+                return False
+            for end, expected in json.loads(read_file(self.path / "chunks.json", self.path, _LARGEST_MANIFEST)):
+                spans.append((begin * size, end * size, expected))
+                begin = end
+            with open_file(self.path / "pixels.u8", "rb", self.path) as file:
+                # From the system's generator, as the draws of training are those of its seed.
+                for start, stop, expected in SystemRandom().sample(spans, len(spans)):
+                    file.seek(start)
+                    if hashlib.sha256(file.read(stop - start)).hexdigest() != expected:
+                        return False
+                    if (most := most - (stop - start)) <= 0:
+                        break
+        except (OSError, ValueError, TypeError):
+            return False
+        return True
 
 
 def _digest(content: Mapping[str, Any]) -> str:

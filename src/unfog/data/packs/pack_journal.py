@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 from unfog.data.packs.pack import FORMAT, JOURNAL, MANIFEST, PACK_SETTINGS, Pack
 from unfog.data.scan import Scan
 from unfog.errors import RequestError, RunError
-from unfog.locks import LOCK, lock_of
+from unfog.locks.flock import LOCK
+from unfog.locks.folder_lock import lock_of
+from unfog.locks.owner import OwnedError
 from unfog.safe_files import read_file, remove
 from unfog.text import sanitize
 
@@ -125,11 +127,9 @@ def pack_folder(folder: Path, remedy: str) -> Iterator[None]:
     name = sanitize(str(folder))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        foreign = _has_foreign_files(folder)
     except OSError as error:
         raise RequestError(f"{name} cannot be written ({error.strerror}); {remedy}") from error
-    if Pack.is_at(folder) or foreign:
-        raise RequestError(f"{name} exists and is not a pack; give another folder, or remove it")
+    check_replaceable(folder, remedy)
     try:
         yield
     except OSError as error:
@@ -137,6 +137,17 @@ def pack_folder(folder: Path, remedy: str) -> Iterator[None]:
             f"{name} could not be written ({error.strerror}); what is done is kept; free some space, then "
             f"repeat the command, or {remedy}"
         ) from error
+
+
+def check_replaceable(folder: Path, remedy: str) -> None:
+    """RequestError unless a folder is missing, empty or an unfinished pack."""
+    name = sanitize(str(folder))
+    try:
+        foreign = os.path.lexists(folder) and (Pack.is_at(folder) or _has_foreign_files(folder))
+    except OSError as error:
+        raise RequestError(f"{name} cannot be written ({error.strerror}); {remedy}") from error
+    if foreign:
+        raise RequestError(f"{name} exists and is not a pack; give another folder, or remove it")
 
 
 def _has_foreign_files(folder: Path) -> bool:
@@ -166,7 +177,7 @@ def locked(folder: Path) -> Iterator[None]:
     with ExitStack() as stack:
         try:
             stack.enter_context(lock_of(folder))
-        except (BlockingIOError, FileNotFoundError):  # not found: another process has just moved or removed it
+        except (OwnedError, FileNotFoundError):  # not found: another process has just moved or removed it
             raise BusyError(f"another process is packing into {sanitize(str(folder))}; wait for it") from None
         try:
             yield

@@ -32,7 +32,7 @@ from unfog.data.scan import DecodeResult, Scan
 from unfog.data.sources.image_files import ARCHIVE_GONE, CHANGED, GONE
 from unfog.errors import RequestError
 from unfog.safe_files import Mode, file_digest, open_file, replace_file, write_atomic
-from unfog.text import sanitize
+from unfog.text import format_bytes, sanitize
 
 _ROOM_PER_IMAGE = 256  # bytes, for its name and all else but its pixels
 _BLOCK = 1 << 16  # rows of names that are written at once
@@ -136,8 +136,8 @@ class _PackWriter:
         free = shutil.disk_usage(self.folder).free
         if free < needed:
             raise RequestError(
-                f"{sanitize(str(self.folder))} lacks space for {needed / 1e9:.1f} GB of decoded images "
-                f"({free / 1e9:.1f} GB free); {remedy}"
+                f"{sanitize(str(self.folder))} lacks space for {format_bytes(needed)} of decoded images "
+                f"({format_bytes(free)} free); {remedy}"
             )
 
     def write_images(self, remedy: str, progress: Progress | None) -> None:

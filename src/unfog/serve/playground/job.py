@@ -138,7 +138,7 @@ class History:
             make_folder(self._folder, cache_folder())
             # What people draw is nobody else's business; and what a crash loses can be drawn again.
             path = self._folder / f"{drawing.number:08d}{_SUFFIX}"
-            write_atomic(path, data, cache_folder(), private=True, durable=False)
+            write_atomic(path, data, cache_folder(), private=True, shared=True, durable=False)
             self._forget_old()
 
     def read(self) -> Iterator[StoredDrawing]:
