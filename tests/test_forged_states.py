@@ -6,6 +6,7 @@ import os
 import re
 import resource
 import shutil
+import subprocess
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from test_fuzz import TINY, places, put
 from test_resume_settings import sealed, trained
 from test_safe_files import plant
 from unfog.cli.requests import read_request
+from unfog.config.schema import Config
 from unfog.config.toml import to_toml
 from unfog.errors import RequestError, RunError, UnfogError
 from unfog.inference.evaluation_files import Evaluation
@@ -243,7 +245,26 @@ def peak_memory() -> float:
 def test_an_evaluation_holds_no_credentials_and_is_for_its_owner(tmp_path: Path) -> None:
     path = tmp_path / "run/evaluations/one.json"
     path.parent.parent.mkdir()
-    Evaluation(4, {"reference": "https://me:secret@host/set.zip?signature=abc"}, ()).write(path)
+    Evaluation(4, {"reference": "https://me:secret@host/set.zip?signature=abc"}, ()).write(path, b"key")
     assert "https://host/set.zip" in path.read_text()
     assert not re.search("secret|abc", path.read_text())
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("harm", ["cut", "no source", "no latents", "no copy"])
+def test_a_damaged_config_names_the_copy_in_a_checkpoint_that_restores_it(tmp_path: Path, harm: str) -> None:
+    run = RunFolder(tmp_path / "a run")
+    copies = [run.checkpoints / f"{step:08d}" / "config.toml" for step in (2, 4)]
+    sound = to_toml(Config(source="fashion"))
+    for copy, text in zip(copies, (sound, sound[:100] + "=")):  # the newest is damaged as well
+        copy.parent.mkdir(parents=True)
+        copy.write_text(text if harm != "no copy" else "")
+    harmed = {"no source": 'source = ""\n', "no latents": 'source = "fashion"\nautoencoder_folder = "/nowhere"\n'}
+    run.config_file.write_text(harmed.get(harm, sound[:100] + "="))
+    with pytest.raises(RequestError) as refused:
+        run.read_config()
+    if harm == "no copy":
+        assert "cp " not in str(refused.value)
+        return
+    subprocess.run(str(refused.value).partition("has a copy: ")[2], shell=True, check=True)
+    assert run.read_config().source == "fashion"

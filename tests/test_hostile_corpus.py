@@ -57,6 +57,7 @@ GREY, FLAT, FIRST, PALETTE = (
     "converted from a palette",
 )
 INK, PALETTE, FLOAT = "converted from CMYK", "converted from a palette", "converted from floating point"
+BEYOND = "values beyond 0 to 1, the range of the set (--data.range)"
 SIXTEEN = "reduced from 16 bit"
 SRGB, NO_PROFILE = "converted to sRGB", "with an unusable colour profile ignored"
 UPRIGHT, SMALLER, LARGER, CROPPED = "rotated by EXIF", "resized to 16x16", "upscaled to 16x16", "centre-cropped"
@@ -199,12 +200,13 @@ def contents() -> dict[str, tuple[bytes, tuple[str, ...] | str]]:
         "grey 16.tif": (encoded(sixteen, "TIFF"), (SIXTEEN, GREY)),
         "rgb 16.png": (png(16, 16, 2, rgb16), (SIXTEEN,)),
         "float 1.tif": (encoded(floats, "TIFF"), (FLOAT, GREY)),
-        "float 255.tif": (encoded(floats * np.float32(255), "TIFF"), (FLOAT, GREY)),
+        "float 1 too.tif": (encoded(floats, "TIFF"), (FLOAT, GREY)),
+        "float 255.tif": (encoded(floats * np.float32(255), "TIFF"), BEYOND),
         "float infinite.tif": (encoded(infinite, "TIFF"), "floating point with NaN or infinity in it"),
         "float undefined.tif": (encoded(undefined, "TIFF"), "floating point with NaN or infinity in it"),
         "float range.tif": (
             encoded(floats * 1000 - 1, "TIFF"),
-            "floating point that is neither in 0..1 nor in 0..255",
+            BEYOND,
         ),
         "palette.gif": (encoded(Image.fromarray(RGB).quantize(64), "GIF"), (PALETTE,)),
         "palette transparent.png": (palette(), (FLAT, PALETTE)),
