@@ -42,8 +42,8 @@ ALLOWED = {
 }
 # Folders inside a layer: which of the layer's other folders each may import ("" is the layer's own modules).
 SUBFOLDERS = {
-    "data.values": set(),
     "data.files": {"", "sources"},
+    "data.values": set(),
     "data.sources": {"", "files", "values"},
     "data.webdataset": {"", "sources", "files", "values"},
     "data.packs": {"", "sources", "values"},

@@ -25,7 +25,7 @@ from unfog.process.run_status import RunStatus
 from unfog.reporting.progress import say
 from unfog.serve.columns.metric_columns import MetricColumns
 from unfog.serve.columns.thinning import _REDUCE, Thinner
-from unfog.serve.run_files import _encode_webp
+from unfog.serve.run_files import _read_webp
 from unfog.serve.runs import RunList
 from unfog.serve.server import Hub, Server
 
@@ -436,7 +436,7 @@ def test_texts_and_scripts_in_a_picture_are_not_passed_on_cve_2026_56670(tmp_pat
     Image.new("RGB", (4, 4)).save(file, "PNG", pnginfo=texts)
     assert b"<script>" in file.getvalue()
     (tmp_path / "a.png").write_bytes(file.getvalue() + b"<script>")
-    assert b"script" not in _encode_webp(tmp_path / "a.png", tmp_path)
+    assert b"script" not in _read_webp(tmp_path / "a.png", tmp_path)
 
 
 def test_the_stream_greets_replays_and_replaces():

@@ -181,11 +181,11 @@ def test_a_picture_that_cannot_be_shown_is_said_in_a_sentence(client, run):
     save_png(samples / "00000001.png", 17_000, 1)
     save_png(samples / "00000002.png", 9_000, 9_000)
     with (samples / "00000003.png").open("wb") as file:
-        file.truncate(2**24 + 1)
+        file.truncate(2**26 + 1)
     Image.new("L", (2, 2)).save(samples / "00000004.png", "PPM")
     (samples / "00000005.png").write_bytes(b"")
     (samples / "00000006.png").mkdir()
-    said = ["over 16,383 pixels", "megapixels", "over 16 MB", "no PNG", "no PNG"]
+    said = ["over 16,383 pixels", "megapixels", "over 64 MB", "no PNG", "no PNG"]
     for step, words in enumerate(said, 1):
         answer = client.get(f"/api/runs/{number}/preview/{step}.webp")
         assert (answer.status_code, words in answer.json()["error"]) == (400, True), answer.text

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 
-from unfog.safe_files import make_folder, read_file, write_atomic
+from unfog.safe_files import make_folder, open_file, read_file, write_atomic
 from unfog.text import MARK
 
 Pixels = npt.NDArray[np.uint8]
@@ -142,30 +142,32 @@ def png_data_uri(path: Path, root: Path, width: int) -> tuple[str, int] | None:
 
 def read_png(path: Path, root: Path) -> Image.Image:
     """Read a picture of a run. OSError if it cannot be read, or is a link; ValueError if it is no PNG of usual size."""
-    return decode_png(read_file(path, root, _LARGEST_PNG))
+    with open_file(path, "rb", root) as file:
+        return decode_png(file.read(_LARGEST_PNG + 1))
 
 
 def decode_png(data: bytes) -> Image.Image:
     """Decode a PNG, whatever its name says, and nothing else. ValueError if it cannot be decoded, or is too large."""
-    if not data.startswith(b"\x89PNG\r\n\x1a\n"):
-        raise ValueError("no PNG")
-    if len(data) > _LARGEST_PNG or (len(data) >= 24 and math.prod(struct.unpack(">II", data[16:24])) > _MOST_PIXELS):
-        most = f"{_LARGEST_PNG >> 20} MB or {_MOST_PIXELS / 1e6:.0f} megapixels"
-        raise ValueError(f"over {most}, which no picture of a run has")
+    if len(data) > _LARGEST_PNG:
+        raise ValueError(f"it has over {_LARGEST_PNG >> 20} MB")
+    if not data.startswith(b"\x89PNG\r\n\x1a\n") or len(data) < 24:
+        raise ValueError("it is no PNG")
+    if math.prod(struct.unpack(">II", data[16:24])) > _MOST_PIXELS:
+        raise ValueError(f"it has over {_MOST_PIXELS / 1e6:.0f} megapixels")
     at = 8
     for _ in range(_MOST_CHUNKS):
         if at >= len(data):
             break
         at += 12 + int.from_bytes(data[at : at + 4])
     else:
-        raise ValueError(f"a PNG of over {_MOST_CHUNKS:,} chunks")
+        raise ValueError(f"it has over {_MOST_CHUNKS:,} chunks")
     try:
         # No other format: among Pillow's readers is one that starts Ghostscript.
         with Image.open(io.BytesIO(data), formats=["PNG"]) as image:
             image.load()
             return image
     except Exception as error:  # Pillow fails in nearly any way on a damaged file
-        raise ValueError(f"no PNG that can be read ({type(error).__name__})") from error
+        raise ValueError(f"it is no PNG that can be read ({type(error).__name__})") from error
 
 
 def _rgb(images: Pixels) -> Pixels:

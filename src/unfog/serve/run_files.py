@@ -162,7 +162,7 @@ class PictureCache:
         key = (path, *found)
         encoded = self._find(key)
         if encoded is None:
-            encoded = await self.decode(lambda: self._find(key) or self._keep(key, _encode_webp(path, run)))
+            encoded = await self.decode(lambda: self._find(key) or self._keep(key, _read_webp(path, run)))
         return encoded, f"{found[0]:x}-{found[1]:x}"
 
     def _find(self, key: tuple[object, ...]) -> bytes | None:
@@ -179,14 +179,12 @@ class PictureCache:
         return encoded
 
 
-def _encode_webp(path: Path, run: Path) -> bytes:
-    """Decode a picture of a run, a PNG, and encode its pixels alone as WebP, lossless up to four megapixels."""
+def _read_webp(path: Path, run: Path) -> bytes:
     try:
-        image = read_png(path, run).convert("RGB")
+        image = read_png(path, run).convert("RGB")  # Unfog writes no others, and other decoders take any time
     except ValueError as error:
-        raise RequestError(f"{path.name} cannot be shown: it is {error}") from None
-    lossless = image.width * image.height <= _LOSSY_FROM
-    return webp(image, path.name, lossless=lossless, quality=20 if lossless else 90, method=0 if lossless else 2)
+        raise RequestError(f"{path.name} cannot be shown: {error}") from None
+    return _encode_webp(image, path.name)
 
 
 def decode_picture(data: bytes, name: str) -> Image.Image:
@@ -200,6 +198,12 @@ def decode_picture(data: bytes, name: str) -> Image.Image:
         raise
     except Exception as error:  # Pillow's readers fail in many ways on a damaged file
         raise RequestError(f"{name} cannot be shown: it is {image_error(error)}") from None
+
+
+def _encode_webp(image: Image.Image, name: str) -> bytes:
+    """Encode RGB pixels as WebP, lossless up to four megapixels."""
+    lossless = image.width * image.height <= _LOSSY_FROM
+    return webp(image, name, lossless=lossless, quality=20 if lossless else 90, method=0 if lossless else 2)
 
 
 def webp(image: Image.Image, name: str, **options: Any) -> bytes:

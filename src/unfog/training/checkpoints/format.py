@@ -164,13 +164,14 @@ def best_of(saved: list[CheckpointInfo]) -> CheckpointInfo | None:
 
 
 def list_checkpoints(checkpoints: Path) -> tuple[list[CheckpointInfo], list[BrokenCheckpoint]]:
-    """Read all manifests: checkpoints, oldest first, and folders without a usable manifest. Reads no weights."""
+    """Read all manifests: checkpoints, oldest first, and folders without a usable manifest. Reads no weights.
+
+    RunError if the folder is a link.
+    """
     found: list[CheckpointInfo] = []
     broken: list[BrokenCheckpoint] = []
     if checkpoints.is_symlink():
-        return [], [
-            BrokenCheckpoint(checkpoints, "the folder is a link, which is not followed; put the real one there")
-        ]
+        raise RunError(f"{checkpoints} is a link, which is not followed; put the real folder there")
     for folder in list_folder(checkpoints, checkpoints.parent):
         if folder.name.startswith(".") or not (folder.is_dir() or folder.name.isdecimal()):
             continue  # somebody's notes, say
