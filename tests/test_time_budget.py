@@ -35,16 +35,24 @@ COSTS = {"preview": 2.0, "evaluate": 3.0, "save": 0.5}
 class Machine:
     """A run on a clock of its own: a step takes `pace(t)` seconds at time t, and the rest as many steps as given."""
 
-    def __init__(self, pace, costs=COSTS, seconds=120.0, start=10.0, told=None, first=1000, every=100):
+    def __init__(
+        self, pace, costs=COSTS, seconds=120.0, start=10.0, told=None, first=1000, every=100, pauses=(), noticed=False
+    ):
         self.now, self.pace, self.costs = start, pace, costs
+        self.pauses, self.noticed, self.suspended = sorted(pauses), noticed, 0.0  # (time, seconds); by the heartbeat
+        self.positions, self.told_pauses = [], []
         self.every = Intervals(10, every, every, every)
         self.length, self.step, self.aside = Length(), 0, 0.0
         self.length.adopt(first)
-        self.budget = TimeBudget(seconds, 0.0, told or pace(0.0), self.every, costs)
+        self.budget = TimeBudget(seconds, 0.0, told or pace(0.0), self.every, costs, lambda: self.suspended)
         self.budget._clock = lambda: self.now
 
     def work(self, steps):
         self.now += steps * self.pace(self.now)
+        while self.pauses and self.pauses[0][0] <= self.now:
+            pause = self.pauses.pop(0)[1]
+            self.now += pause
+            self.suspended += pause if self.noticed else 0.0
 
     def call(self, names):
         for name in [name for name in names if name in self.costs]:
@@ -61,10 +69,13 @@ class Machine:
         self.plan()
         self.call(self.budget.affordable(["evaluate", "preview", "save"]))
         while self.step < self.length.steps:
+            self.positions.append(self.length.position(self.step))
             self.work(1)
             self.step += 1
             if self.budget.due(self.step, self.step >= self.length.steps):
                 self.plan()
+            self.told_pauses += self.budget.pauses
+            self.budget.pauses.clear()
             last = self.step >= self.length.steps
             self.call(self.every.stretched(self.length.at(self.step).stretch).due(self.step, last))
         self.work(self.costs["preview"] / 2)  # the last image

@@ -28,6 +28,7 @@ SESSION_STARTS = ("started", "resumed")
 SESSION_ENDS = ("finished", "stopped", "failed")
 # Kinds of events.
 LENGTH_EVENT = "length"  # the run was planned anew, for its time budget
+PAUSE_EVENT = "pause"  # a run with a time budget stood still
 # Last heartbeats of a resume that failed before training; they say nothing about the session before.
 UNBEGUN = ("failed: RequestError", "failed: Interrupted", "interrupted")
 

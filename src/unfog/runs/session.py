@@ -69,7 +69,8 @@ class Session(SessionHooks):
         if auto.budget and auto.began is not None:
             every = build_intervals(self.config, self.state)
             costs = TimeBudget.estimated_costs(self.config, len(self.dataset.held_out))
-            self.budget = TimeBudget(auto.budget, auto.began, auto.seconds_per_step(), every, costs)
+            pace, suspended = auto.seconds_per_step(), self.context.heartbeat.suspended
+            self.budget = TimeBudget(auto.budget, auto.began, pace, every, costs, suspended)
 
     @contextmanager
     def recording(
@@ -143,8 +144,9 @@ class Session(SessionHooks):
     def _record_length(self, fixed: Plan | None) -> None:
         """Record the length that a resume has given, or plan it by the time budget."""
         if fixed is not None:
-            self._record_plan(fixed, reason="the length was given")
-            if self.budget is None:
+            reason = "the length was given" if self._new_length else "there is no time budget any more"
+            self._record_plan(fixed, reason=reason)
+            if self.budget is None and self._new_length:
                 say(f"  {plural(fixed.steps, 'step')} in all, as given; the time budget no longer applies")
         if self.budget is not None and (plan := self.plan_length(self.state)) is not None:
             self.state.length.add([plan])
