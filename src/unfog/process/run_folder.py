@@ -104,7 +104,8 @@ class RunFolder:
 
     def _in_use_error(self) -> RequestError:
         beat = Heartbeat.read(self.path)
-        who = f" ({beat['pid']} on {sanitize(str(beat['host']))})" if beat and beat["alive"] else ""
+        still = f", {beat['still']}" if beat and beat["still"] else ""
+        who = f" ({beat['pid']} on {sanitize(str(beat['host']))}{still})" if beat and beat["alive"] else ""
         return RequestError(f"another process{who} is training in {self.path}; wait for it, or stop it")
 
     def write_config(self, config: Config) -> None:

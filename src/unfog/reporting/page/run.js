@@ -1,7 +1,7 @@
 // One run: its state, what it needs, curves, samples, evaluations, data, choices, settings and events.
 
 import {html} from "./vendor/lit.js";
-import {View, announce, bytes, command, count, duration, finder, number, scroller, state, table, text} from "./util.js";
+import {View, alive, announce, bytes, command, count, duration, finder, number, scroller, state, table, text} from "./util.js";
 import {smooth} from "./curves.js";
 import {marksOf} from "./panels.js";
 
@@ -75,9 +75,10 @@ class Run extends View {
 		const why = {
 			killed: `Its process is gone without a word: it was killed, memory ran out, or the machine went down${status.detail ? `. Last it did: ${status.detail}` : ""}.${from}`,
 			failed: `It ended in an error; see below.${from}`,
+			"standing still": "Its process exists and does nothing: it is suspended, or waits for a disk, a network or a device. It goes on once that ends; the doctor says more.",
 			stopped: `It was stopped on request, at step ${count(status.step)}.${from}`,
 		}[status.state];
-		return why ? html`<p class="ending">${why} ${from && this.data.steers ? command(commands?.resume) : ""}</p>` : "";
+		return why ? html`<p class="ending">${why} ${from && !alive(status.state) && this.data.steers ? command(commands?.resume) : ""}</p>` : "";
 	}
 
 	goTo(name) {
@@ -110,7 +111,7 @@ class Run extends View {
 
 	steering(run) {
 		const ask = (label, path, line, body) => html`<unfog-ask .data=${this.data} .label=${label} .path=${path} .line=${line || ""} .body=${body}></unfog-ask>`;
-		const c = run.commands || {}, base = `api/runs/${this.run}`, training = run.status.state === "running";
+		const c = run.commands || {}, base = `api/runs/${this.run}`, training = alive(run.status.state);
 		return html`<section class="steering"><h2 class="hidden">Steer</h2>
 			${training ? [["Save now", "save"], ["Preview now", "preview"], ["Stop", "stop"]].map(([label, what]) => ask(label, `${base}/ask`, c[what], {what})) : ""}
 			${ask("Run the doctor", "api/doctor", c.doctor, {run: run.id})}

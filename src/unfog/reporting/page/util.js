@@ -211,7 +211,10 @@ export function table(label, heads, rows, kind = "") {
 		<tbody>${rows.map(([first, ...rest]) => html`<tr><th scope="row">${first}</th>${rest.map((cell) => html`<td>${cell}</td>`)}</tr>`)}</tbody></table>`);
 }
 
-const SIGNS = {running: "▶", finished: "✓", stopped: "■", failed: "✕", killed: "✕", "not begun": "○", queued: "○"};
+const SIGNS = {running: "▶", "standing still": "‖", finished: "✓", stopped: "■", failed: "✕", killed: "✕", "not begun": "○", queued: "○"};
+
+// Whether the process of a run exists.
+export const alive = (word) => word === "running" || word === "standing still";
 
 export function state(word) {
 	const known = SIGNS[word] ? word.replace(" ", "-") : "stopped";
