@@ -34,7 +34,7 @@ HELP = [
     "unfog.cli.main",
     "unfog.errors",
     "unfog.from_python",
-    "unfog.openmp",
+    "unfog.cores",
     "unfog.process",
     "unfog.process.command_clock",
 ]

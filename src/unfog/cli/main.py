@@ -100,10 +100,14 @@ def _describe_unexpected(error: Exception) -> str:
         reason = error.strerror or str(error)
         said = f"{error.filename}: {reason}" if error.filename else reason
         return f"unfog: {_in_a_line(said)}; correct that, then repeat the command\n"
+    from unfog.cores import is_thread_limit
+
     # Only now, as it imports torch, which a wrong request need not wait for.
     from unfog.training.stability.out_of_memory import is_out_of_memory
 
-    if is_out_of_memory(error):
+    if is_thread_limit(error):
+        advice = "a limit of processes is reached: raise pids.max of the container (--pids-limit), or ulimit -u"
+    elif is_out_of_memory(error):
         advice = "lower --microbatch: the effective batch stays the same; or choose a smaller --size or --network"
     else:
         advice = "this is a bug in unfog; --debug shows where"

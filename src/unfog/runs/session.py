@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -14,7 +15,7 @@ from unfog.config.resume_rules import settings_digests
 from unfog.data.augmentation import Augment
 from unfog.data.dataset import Dataset
 from unfog.errors import Interrupted, LostProcess
-from unfog.openmp import SPINNING_LIMITED
+from unfog.cores import SPINNING_LIMITED, describe_quota
 from unfog.pipeline.build import build_intervals
 from unfog.pipeline.contact_sheet import contact_sheet
 from unfog.pipeline.skipped_images import DATA_FILE, data_json
@@ -51,6 +52,14 @@ def _last_logged(step: int, due: Sequence[str]) -> int:
     return step - ("log" in due or "evaluate" in due)
 
 
+def _other_threads(now: str, before: str) -> str:
+    """Return how the same bits are had where two machines differ in the number of threads alone; "" elsewhere."""
+    threads = re.search(r"with (\d+) threads", before)
+    if threads is None or re.sub(r"with \d+ threads", threads[0], now) != before:
+        return ""
+    return f", but not with OMP_NUM_THREADS={threads[1]}"
+
+
 def _write_data_report(folder: RunFolder, dataset: Dataset, augment: Augment, seed: int) -> None:
     """Write contact-sheet.png and data.json into a run folder, each atomically. OSError if that is impossible.
 
@@ -68,9 +77,17 @@ class Session(SessionHooks):
         self._new_length = auto.new_length
         if auto.budget and auto.began is not None:
             every = build_intervals(self.config, self.state)
-            costs = TimeBudget.estimated_costs(self.config, len(self.dataset.held_out))
             pace, suspended = auto.seconds_per_step(), self.context.heartbeat.suspended
+            costs = TimeBudget.estimated_costs(self.config, len(self.dataset.held_out))
+            if TimeBudget.is_dear(costs, pace, auto.budget) and self._can_time_samples:
+                # Passes of a preview may be far quicker than those of training, and none may be drawn before the end.
+                samples = self.previews.seconds_per_sample() * self.config.preview.images / pace
+                costs = {kind: cost * samples / costs["preview"] for kind, cost in costs.items()}
             self.budget = TimeBudget(auto.budget, auto.began, pace, every, costs, suspended)
+
+    @property
+    def _can_time_samples(self) -> bool:
+        return self.context.world.size == 1 and not self.config.trains_autoencoder
 
     @contextmanager
     def recording(
@@ -187,7 +204,8 @@ class Session(SessionHooks):
         else:
             load_checkpoint(saved.folder, self.state)
         if saved.made_on != (machine := self.state.precision.describe_machine()):
-            say(f"  now computed by {machine}, before by {saved.made_on}; the last bits may differ")
+            same = _other_threads(machine, saved.made_on)
+            say(f"  now computed by {machine}, before by {saved.made_on}; the last bits may differ{same}")
 
     def _announce(
         self, choices: Sequence[Choice], findings: Sequence[Finding], changes: Sequence[str], fresh: bool
@@ -214,6 +232,8 @@ class Session(SessionHooks):
             f"steps {self.step:,} to {self.steps:,} of {training.batch} images, "
             f"{training.precision} on {training.device}"
         )
+        if quota := describe_quota():
+            say(f"  {quota}, and {plural(torch.get_num_threads(), 'thread')} compute")
         if training.compile:
             say("  compiling: the first step may take minutes, unless an earlier run has stored the compiled code")
         facts = {"steps": self.steps, "device": training.device, "parameters": parameters, "torch": torch.__version__}

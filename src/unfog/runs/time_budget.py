@@ -97,6 +97,11 @@ class TimeBudget:
         return {name: passes[name] / count / (passes["training"] / steps) for name, count in times.items()}
 
     @staticmethod
+    def is_dear(costs: Mapping[str, float], step_seconds: float, seconds: float) -> bool:
+        """Return whether previews at both ends, of these `costs` in steps, take more than their share of a budget."""
+        return 2 * step_seconds * costs["preview"] > _MOST * seconds
+
+    @staticmethod
     def check_left(seconds: float, began: float, step_seconds: float, costs: Mapping[str, float]) -> None:
         """RequestError if a time budget is over before a step and the preview at the end."""
         spent = time.monotonic() - began
