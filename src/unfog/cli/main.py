@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from unfog import __version__
+from unfog.config.aliases import COMMANDS
 from unfog.errors import Interrupted, RequestError, UnfogError
-from unfog.process import command_clock
+from unfog.process import command_clock, early_signals
 
 _HELP = """\
 Unfog trains image diffusion models on your own images.
@@ -63,6 +64,15 @@ _MAX_MESSAGE = 1000  # characters
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; always ends in SystemExit."""
+    if arguments is None and len(sys.argv) > 1 and COMMANDS.get(sys.argv[1], sys.argv[1]) in _TRAINING:
+        early_signals.catch()  # first, as imports take seconds
+    try:
+        _main(arguments)
+    finally:
+        early_signals.ignore()
+
+
+def _main(arguments: Sequence[str] | None) -> None:
     _prepare_streams()
     # torch warns once per process, and so once per rank.
     if "RANK" in os.environ:
@@ -90,6 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except Exception as error:
         if debug:
             raise
+        if early_signals.received:  # a module that was interrupted as it was imported raises what it likes
+            sys.exit(3)
         sys.stderr.write(_describe_unexpected(error))
         sys.exit(1)
 
@@ -144,7 +156,7 @@ def _run(words: list[str]) -> int:
         sys.stdout.write(f"unfog {__version__}\n")
         return 0
     # Imported only now, so that the above answers at once.
-    from unfog.config.aliases import COMMANDS, with_old_defaults
+    from unfog.config.aliases import with_old_defaults
     from unfog.config.values import quote, suggest
     from unfog.custom import give_consent
 

@@ -49,6 +49,7 @@ def _check_cores() -> list[Finding]:
             "settings.cores",
             f"{quota}, and {plural(threads, 'thread')} compute",
             (threads > usable, "hint", ", which wait for each other", f"OMP_NUM_THREADS={usable} suits the quota"),
+            facts={"usable": usable, "threads": threads},
         )
     ]
 
