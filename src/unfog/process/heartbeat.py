@@ -221,7 +221,8 @@ def _judge(beat: dict[str, Any]) -> tuple[float, bool, str]:
     """Return `age`, `alive` and `still` of a heartbeat."""
     pid, ended = int(beat["pid"]), beat["next"] is None
     longest = 0.0 if ended else _MAX_MISSED * min(beat["next"], _MAX_INTERVAL)
-    state = process_state(pid, beat.get("machine"), beat.get("started"))
+    here = beat["host"] == socket.gethostname()
+    state = process_state(pid, beat.get("machine"), beat.get("started")) if here else "unknown"
     if not ended and state in ("there", "suspended"):  # of this machine, whose uptime no clock changes
         age, still = max(0.0, uptime() - float(beat["uptime"])), ""
         if state == "suspended":
@@ -230,7 +231,7 @@ def _judge(beat: dict[str, Any]) -> tuple[float, bool, str]:
             still = f"process {pid} does not answer"
         return age, True, still
     age = (datetime.now(UTC) - datetime.fromisoformat(beat["time"])).total_seconds()
-    gone = state == "gone" or (beat["host"] == socket.gethostname() and _is_gone(pid))
+    gone = state == "gone" or (here and _is_gone(pid))
     # One from the future is of a wrong clock, or forged: it would seem alive for ever.
     return max(0.0, age), not (ended or gone) and -_CLOCK_DIFFERENCE <= age <= longest, ""
 
