@@ -16,6 +16,7 @@ import typing
 from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ _WHOLE = re.compile(r"[+-]?[0-9]+(?:_[0-9]+)*")
 _NUMBER = re.compile(
     r"[+-]?(?:[0-9]+(?:_[0-9]+)*\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?|[+-]?(?:inf|nan)", re.IGNORECASE
 )
+# 10k, 1.5k, 2M; m might be thousandths.
+_THOUSANDS = re.compile(r"([+-]?[0-9]{1,15}(?:\.[0-9]{1,6})?)([kKM])")
 _LONGEST = 60  # characters of a value that a message repeats
 # What TOML, and so config.toml, can hold.
 MAX_INT = 2**63 - 1
@@ -129,6 +132,10 @@ def parse_value(annotation: Any, words: Sequence[str]) -> Any:
 
 
 def _whole(word: str) -> int:
+    if match := _THOUSANDS.fullmatch(word):
+        exact = Decimal(match[1]) * (1000 if match[2] in "kK" else 1_000_000)
+        if exact == int(exact):
+            return int(exact)
     if not _WHOLE.fullmatch(word):
         plain = word.replace(",", "")
         value = float(plain) if _NUMBER.fullmatch(plain) else math.nan

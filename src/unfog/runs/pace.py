@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from typing import NamedTuple
@@ -45,6 +46,7 @@ class Pace:
         self._entries: deque[_Entry] = deque()
         self._open = _Entry(0.0, 0)  # a block that is not full
         self._last: tuple[float, int] | None = None
+        self._paused_at = -math.inf
 
     @property
     def begun(self) -> bool:
@@ -82,7 +84,9 @@ class Pace:
 
     def _add_long(self, entry: _Entry) -> None:
         self._close_block()
-        alone = not any(other.long for other in self._entries)
+        assert self._last is not None
+        recent = self._last[0] - entry.seconds - self._paused_at < self._window
+        alone = not (recent or any(other.long for other in self._entries))
         self.pending = entry.seconds if alone else 0.0
         self._entries.append(entry)
         self._trim()
@@ -93,7 +97,7 @@ class Pace:
         if not pause:
             return 0.0
         self._entries.remove(next(entry for entry in self._entries if entry.long))
-        self.paused += pause
+        self.paused, self._paused_at = self.paused + pause, self._last[0] if self._last else 0.0
         return pause
 
     def _close_block(self) -> None:
