@@ -16,9 +16,9 @@ from forked import run as run_forked
 from unfog.config.presets import preset
 from unfog.config.schema import Network
 from unfog.config.values import parse_spec, registry_of
+from unfog.cores import _limit_spinning
 from unfog.data.dataset import ImageSet
 from unfog.data.settings import Data
-from unfog.cores import _limit_spinning
 from unfog.planning import auto_settings
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.timing import StepTime

@@ -1,4 +1,4 @@
-"""Identity of a process, which survives the reuse of its number: whether it still exists, and whether it is suspended."""
+"""Identity of a process, which no other process with its number shares: whether it still exists, or is suspended."""
 
 from __future__ import annotations
 

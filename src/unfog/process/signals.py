@@ -100,7 +100,9 @@ class StopSignals:
             for number in _SIGNALS:
                 before = signal.getsignal(number)
                 # None: a handler that is not Python's, and that Python could not put back.
-                if before is not None and not (before is signal.SIG_IGN and number.name in early_signals.MAY_BE_IGNORED):
+                if before is not None and not (
+                    before is signal.SIG_IGN and number.name in early_signals.MAY_BE_IGNORED
+                ):
                     self._before[number] = before
                     signal.signal(number, self._handle)
             if (early := early_signals.take_over()) and self.received is None:

@@ -49,7 +49,7 @@ class Pace:
         self._paused_at = -math.inf
 
     @property
-    def begun(self) -> bool:
+    def started(self) -> bool:
         """True once `add` was called."""
         return self._last is not None
 

@@ -12,10 +12,10 @@ import torch
 from unfog.callbacks import EndEvent
 from unfog.checks.settings.settings_checks import check_settings
 from unfog.config.resume_rules import settings_digests
+from unfog.cores import SPINNING_LIMITED, describe_quota
 from unfog.data.augmentation import Augment
 from unfog.data.dataset import Dataset
 from unfog.errors import Interrupted, LostProcess
-from unfog.cores import SPINNING_LIMITED, describe_quota
 from unfog.pipeline.build import build_intervals
 from unfog.pipeline.contact_sheet import contact_sheet
 from unfog.pipeline.skipped_images import DATA_FILE, data_json

@@ -124,7 +124,7 @@ class TimeBudget:
     def due(self, step: int, last: bool) -> bool:
         """Return whether to plan anew after step number `step`. Called after each step."""
         now = self._clock()
-        if not self._pace.begun:
+        if not self._pace.started:
             # The end takes a small part of what the start took: of imports, decoding and measuring.
             self._exit = min(5.0, 0.5 + 0.1 * (self._awake() - self._aside - self._began))
             self._active_before = self._active()
@@ -143,7 +143,7 @@ class TimeBudget:
         before = length.at(step)
         stretch = self._choose_stretch(step, left, before.stretch)
         steps = step + self._affordable_steps(step, left, stretch)
-        if not self._pace.begun:  # nothing is trained yet, and a run has a step at least
+        if not self._pace.started:  # nothing is trained yet, and a run has a step at least
             steps = max(steps, step + 1)
         limit = self._limit(step, length, left - self._final_steps(stretch))
         tolerance = max(_TOLERANCE * self.seconds / self.step_seconds, _TOLERANCE_LEFT * left)

@@ -6,7 +6,6 @@ The bits of a perceptual hash change little where an image is saved again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, NamedTuple

@@ -49,7 +49,9 @@ def _after_standstill(record: RunRecord, word: str) -> str:
     pid = int((record.heartbeat or {})["pid"])
     if "suspended" in word:
         return f"kill -CONT {pid} continues it"
-    return f"it may wait for a disk, a network or a device; if it stays so, kill -9 {pid}, and {record.command('resume')}"
+    return (
+        f"it may wait for a disk, a network or a device; if it stays so, kill -9 {pid}, and {record.command('resume')}"
+    )
 
 
 def _after_failure(record: RunRecord, word: str, usual_lr: float | None) -> str:
