@@ -216,7 +216,7 @@ def test_one_slow_step_is_no_pace_and_two_are():
         now += seconds
         told.append(pace.add(now, step))
         pace.measure()
-        if step == 70:
+        if step in (51, 70):  # as it is noticed, and later
             assert pace.step_seconds == pytest.approx(0.1, rel=0.01)
     assert [seconds for seconds in told if seconds] == [pytest.approx(10.0)]
     assert pace.step_seconds == pytest.approx(2.0, rel=0.05)

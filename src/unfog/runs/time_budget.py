@@ -245,7 +245,8 @@ def _recorded_plans(events: list[Row], first: int, after: int) -> list[Plan]:
     for row in events:
         if row.get("kind") == LENGTH_EVENT and row.get("first") == first:
             with suppress(KeyError, TypeError, ValueError, OverflowError):
-                found.add([Plan.of(*(({"limit": NO_LIMIT} | row)[name] for name in Plan._fields))])
+                limit = float(row.get("limit", NO_LIMIT))  # which older versions have not recorded
+                found.add([Plan.of(row["step"], row["steps"], row["stretch"], row["position"], limit)])
     return [plan for plan in found.plans if plan.step >= after]
 
 
