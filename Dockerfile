@@ -1,5 +1,6 @@
 # Unfog on processors: `docker build -t unfog --build-arg TORCH_INDEX=ADDRESS .`, then
-# `docker run --rm -v "$PWD:/work" unfog train photos --budget 1h`; runs are written to /work/runs.
+# `docker run --rm --user "$(id -u):$(id -g)" -e HOME=/work -e UNFOG_CACHE=/work/.unfog-cache -v "$PWD:/work" unfog train
+# photos --budget 1h`. Runs are written to ./runs, as yours, and decoded images stay in ./.unfog-cache.
 FROM python:3.12-slim-bookworm
 
 WORKDIR /src
@@ -9,6 +10,7 @@ ARG TORCH_INDEX=
 # torch alone first, so that a change of the sources does not fetch it again.
 RUN pip install --no-cache-dir -c constraints.txt ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch
 COPY src src
+COPY docs docs
 RUN grep -v '^torch==' constraints.txt > /tmp/constraints.txt \
     && pip install --no-cache-dir -c /tmp/constraints.txt . \
     && useradd --create-home --uid 10001 unfog

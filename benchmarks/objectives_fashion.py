@@ -64,7 +64,7 @@ def main(out: Path, variants: list[str]) -> None:
                 )
             run = unfog.load(folder)
             pictures = run.sample(COUNT, guidance=1.0, batch=100)
-            save_png(out / f"{name}-{seed}.png", sample_grid(pictures[:100], run.classes))
+            save_png(out / f"{name}-{seed}.png", out, sample_grid(pictures[:100], run.classes))
             with torch.no_grad():
                 x = enlarged(pictures.transpose(0, 3, 1, 2))
                 share = (network(x).argmax(1).numpy() == np.arange(COUNT) % 10).mean()

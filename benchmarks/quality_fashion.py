@@ -114,7 +114,7 @@ def main(out: Path, variants: list[str]) -> None:
             x = as_input(pictures.transpose(0, 3, 1, 2))
             share = (network(x).argmax(1).numpy() == labels).mean()
             row.append(f"guidance {guidance}: FD {frechet(network.body(x), reference):6.2f} right {share:.3f}")
-            save_png(out / f"{name}-{guidance}.png", sample_grid(pictures[:100], run.classes))
+            save_png(out / f"{name}-{guidance}.png", out, sample_grid(pictures[:100], run.classes))
         logged = read_metrics(folder / "metrics.jsonl")
         speed = np.median([row["images_per_second"] for row in logged if "images_per_second" in row])
         images = run.config.training.images

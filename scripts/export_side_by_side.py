@@ -41,7 +41,11 @@ def main() -> None:
     theirs = theirs.reshape(ours.shape)
     print("largest difference of pixels, of 255:", int(np.abs(ours.astype(int) - theirs).max()))
     both = grid(np.concatenate([ours, theirs]), count)
-    save_png(PICTURE, with_caption(both, ("above: unfog sample", "below: DiffusionPipeline of its export, same noise")))
+    save_png(
+        PICTURE,
+        PICTURE.parent,
+        with_caption(both, ("above: unfog sample", "below: DiffusionPipeline of its export, same noise")),
+    )
     print(PICTURE, f"{PICTURE.stat().st_size:,} bytes")
 
 

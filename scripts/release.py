@@ -41,12 +41,18 @@ def problems(number: str, upload: bool) -> list[str]:
     }.items():
         if line not in (ROOT / file).read_text("utf-8"):
             found.append(f"{file} does not have {line.strip()!r}")
+    released = re.search(r'^date-released: "?([\d-]+)', (ROOT / "CITATION.cff").read_text("utf-8"), re.MULTILINE)
+    dated = re.search(rf"^## {re.escape(number)} \((\d{{4}}-\d\d-\d\d)\)$", changelog(), re.MULTILINE)
+    if (released and released[1]) != (dated and dated[1]):
+        found.append("CITATION.cff and CHANGELOG.md have different dates of the release, or one of them has none")
     if upload:
+        if not re.search(r"^\[project.urls\]$", (ROOT / "pyproject.toml").read_text("utf-8"), re.MULTILINE):
+            found.append("pyproject.toml has no [project.urls], so links of the README are plain text")
         if output("git", "status", "--porcelain"):
             found.append("the working tree has changes")
         if f"v{number}" not in output("git", "tag", "--points-at", "HEAD").split():
             found.append(f"HEAD does not have the tag v{number}")
-        if not re.search(rf"^## {re.escape(number)} \(\d{{4}}-\d\d-\d\d\)$", changelog(), re.MULTILINE):
+        if not dated:
             found.append(f"CHANGELOG.md does not date {number}")
     return found
 

@@ -105,7 +105,7 @@ def weights(folder):
     return {
         f"{file} {name}": tensor
         for file in ("model", "ema", "optimizer")
-        for name, tensor in read_tensors(newest / f"{file}.safetensors").items()
+        for name, tensor in read_tensors(newest / f"{file}.safetensors", newest).items()
     }
 
 

@@ -312,7 +312,7 @@ def goes_back(world):
     train(LoopSettings(settings, OPTIMIZER, every), into, Task(Images(), Augment(), loss), diary, world)
     world.shards = None
     held = {file: {name: _full_tensor(t) for name, t in part.items()} for file, part in into.tensors().items()}
-    saved = {file: read_tensors(diary.saved / f"{file}.safetensors") for file in held}
+    saved = {file: read_tensors(diary.saved / f"{file}.safetensors", diary.saved) for file in held}
     same = [
         tensors.keys() == saved[file].keys() and tensors[name].equal(saved[file][name])
         for file, tensors in held.items()
@@ -349,7 +349,7 @@ def by_torch(folder, file):
     with tempfile.TemporaryDirectory() as place:
         for path in folder.glob(f"{file}-*"):
             shutil.copy(path, place)
-        found = {name: torch.empty_like(t) for name, t in read_tensors(folder / f"{file}.safetensors").items()}
+        found = {name: torch.empty_like(t) for name, t in read_tensors(folder / f"{file}.safetensors", folder).items()}
         dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(place))
     return found
 

@@ -16,7 +16,7 @@ from unfog.cache_folder import CacheEntry, cache_folder, cache_limit, clear_cach
 from unfog.cli.main import main
 from unfog.config.folder_requests import CacheRequest
 from unfog.data.dataset import ImageSet
-from unfog.data.latent_cache import EncodeJob
+from unfog.data.packs.latent_cache import EncodeJob
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.arrays import ArraySource

@@ -397,7 +397,7 @@ def test_a_size_that_is_wrong_is_noticed_without_reading(tmp_path, monkeypatch):
 
 def test_moments_of_another_network_are_refused(tmp_path):
     folder = write(trained(), tmp_path)
-    held = read_tensors(folder / "optimizer.safetensors")
+    held = read_tensors(folder / "optimizer.safetensors", folder)
     snapshot.save_file(held | {"exp_avg/nosuch": torch.ones(1)}, folder / "optimizer.safetensors")
     with pytest.raises(RunError, match=r"moments in .* do not fit the network: exp_avg/nosuch is of no parameter"):
         load_checkpoint(folder, fresh())

@@ -13,7 +13,7 @@ from PIL import Image
 import unfog
 from unfog.commands.train import verify
 from unfog.config.values import parse_spec
-from unfog.data.latent_cache import Normalise
+from unfog.data.packs.latent_cache import Normalise
 from unfog.diffusion.denoiser import Autoguided, Denoiser
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.likelihood import bits_per_dim

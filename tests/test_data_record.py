@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 import time
 from collections import Counter
@@ -29,9 +30,12 @@ from unfog.pipeline import contact_sheet as sheet_module
 from unfog.pipeline import skipped_images as data_record
 from unfog.pipeline.contact_sheet import contact_sheet
 from unfog.pipeline.load_data import load_images
-from unfog.pipeline.skipped_images import data_json
+from unfog.pipeline.skipped_images import FailureReporter, data_json, describe_changes
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
+from unfog.reporting.log_settings import Log
+from unfog.reporting.recorder import Recorder
+from unfog.reporting.records import read_events
 from unfog.runs.session import _write_data_report
 
 TREATMENTS = (("resized",), ("flattened", "resized"), ("rotated",), ())
@@ -255,3 +259,43 @@ def test_a_picture_that_stands_in_is_shown_with_its_own_class(tmp_path: Path, mo
         sheet_module, "grid", lambda pixels, labels: [str(int(one[0, 0, 0] > 99)) for one in pixels] == labels
     )
     assert contact_sheet(fly, Augment(), 0) is True
+
+
+def fill(folder: Path, count: int) -> None:
+    folder.mkdir()
+    for i in range(count):
+        Image.fromarray(np.full((16, 16, 3), 5 * i, np.uint8)).save(folder / f"{i:02}.png")
+
+
+def test_a_burst_of_missing_images_is_one_warning_and_an_event_each(tmp_path, capfd):
+    fill(tmp_path / "set", 20)
+    settings = Data(size=16, channels=3, held_out=0, cache="none")
+    dataset = prepare(open_source(tmp_path / "set"), settings)
+    dataset.train.take(np.arange(20))
+    for path in sorted((tmp_path / "set").iterdir())[:7]:
+        path.unlink()
+    dataset.train.take(np.arange(20))
+    folder = RunFolder(tmp_path / "run")
+    with Recorder(folder.path, Log(), 10) as recorder:
+        FailureReporter(folder, dataset).report(recorder, 1)
+    said = [line for line in capfd.readouterr().err.splitlines() if "cannot be used" in line]
+    assert len(said) == 1
+    assert "7 images cannot be used: no longer there" in said[0]
+    kinds = [row["kind"] for row in read_events(folder.events)]
+    assert (kinds.count("quarantined"), kinds.count("warning")) == (7, 1)
+
+
+def test_a_resume_says_which_images_are_gone_and_new(tmp_path):
+    fill(tmp_path / "set", 20)
+    folder = RunFolder(tmp_path)
+    before = prepare(open_source(tmp_path / "set"), Data(size=16))
+    (tmp_path / "data.json").write_bytes(data_json(before))
+    assert "names are the same" in describe_changes(folder, before)
+    gone, kept = sorted((tmp_path / "set").iterdir())[:2]
+    gone.unlink()
+    shutil.copy(kept, tmp_path / "set/zzz.png")
+    said = describe_changes(folder, prepare(open_source(tmp_path / "set"), Data(size=16)))
+    assert f"1 of 20 are gone, such as {gone.name}" in said
+    assert "1 are new, such as zzz.png" in said
+    (tmp_path / "data.json").unlink()
+    assert describe_changes(folder, before) == ""

@@ -345,3 +345,15 @@ def test_what_is_printed_of_a_source_has_no_secrets_and_is_a_line() -> None:
     assert sanitize("s3://key:secret@host/a.tar?X-Signature=abc") == "s3://host/a.tar"
     assert sanitize("https://me:it's@host/a.tar") == "https://host/a.tar"
     assert sanitize("a\tb\nc\x1b[2J") == r"a\tb\nc\x1b[2J"
+
+
+def test_the_place_that_is_proposed_for_a_missing_one_exists(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "photos").mkdir()
+    for wrong in ("nowhere/photos", "phots", f"{tmp_path}/phots"):
+        with pytest.raises(RequestError, match="did you mean") as refused:
+            open_source(wrong)
+        proposed = str(refused.value).rpartition("did you mean ")[2].removesuffix("?")
+        assert Path(proposed).is_dir()
+    with pytest.raises(RequestError, match="leave the quotes out"):
+        open_source(f"'{tmp_path}/photos'")

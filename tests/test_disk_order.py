@@ -101,7 +101,7 @@ def test_an_ema_snapshot_is_on_disk_before_it_has_its_name(tmp_path, disk):
 
 
 def test_a_file_is_on_disk_before_it_replaces_another(tmp_path, disk):
-    safe_files.write_atomic(tmp_path / "config.toml", b"content")
+    safe_files.write_atomic(tmp_path / "config.toml", b"content", tmp_path)
     assert disk.renamed == ["config.toml"]
     assert not disk.early
 

@@ -32,7 +32,7 @@ from unfog.sharded_rng import rows_of, seed_generators, with_own_seed
 from unfog.training.distributed.coordination import CoordinatedHooks, _RankStatus
 from unfog.training.distributed.micro_batches import split_batch
 from unfog.training.distributed.process_group import local_device
-from unfog.training.distributed.watchdog import _find_failed_rank, _Heartbeat
+from unfog.training.distributed.watchdog import AWAITING_IMAGES, _find_failed_rank, _Heartbeat
 from unfog.training.distributed.world import World
 from unfog.training.hooks import TrainingHooks
 
@@ -145,6 +145,10 @@ def test_who_hangs_is_named_with_what_it_was_at():
     alone = [sign(0, -1, "evaluation (rank 0 alone)", 5000.0), sign(1, -1, "waiting for rank 0: evaluation", 5000.0)]
     assert _find_failed_rank(alone, {0: 3.0, 1: 3.0}, 60.0) is None
     assert "rank 0" in _find_failed_rank(alone, {0: 61.0, 1: 3.0}, 60.0)
+    # A rank that waits for its images ends by itself, and those that wait for it are not to blame.
+    away = [sign(0, 7, "agreeing", 61.0), sign(1, -1, AWAITING_IMAGES, 61.0)]
+    assert _find_failed_rank(away, {0: 3.0, 1: 3.0}, 60.0) is None
+    assert "rank 1" in _find_failed_rank(away, {0: 3.0, 1: 61.0}, 60.0)
 
 
 STATUS = _RankStatus(1.0, first_square=0, first_images=0, stop=0, save=0, preview=0, plan=0, microbatch=0)

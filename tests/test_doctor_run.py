@@ -71,8 +71,8 @@ def examined(run, **more):
 def rewrite_average(run, change):
     """Put other averaged weights into the newest checkpoint, which is whole again afterwards."""
     saved, _ = checkpoint.newest(run / "checkpoints")
-    kinds = {kind: read_tensors(saved.folder / f"{kind}.safetensors") for kind in ("model", "ema")}
-    kinds["optimizer"] = read_tensors(saved.folder / "optimizer.safetensors")
+    kinds = {kind: read_tensors(saved.folder / f"{kind}.safetensors", saved.folder) for kind in ("model", "ema")}
+    kinds["optimizer"] = read_tensors(saved.folder / "optimizer.safetensors", saved.folder)
     tensors = {kind: {name: t.clone() for name, t in named.items()} for kind, named in kinds.items()}
     change(tensors["ema"], tensors["model"])
     state, config = read_state(saved.folder), (saved.folder / checkpoint.CONFIG).read_text()

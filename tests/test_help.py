@@ -18,7 +18,7 @@ from unfog.commands.explain import _explain
 from unfog.commands.pack import pack
 from unfog.commands.train import _add_autoencoder
 from unfog.config.describe import describe
-from unfog.config.presets import autoencoder_recipe, preset
+from unfog.config.presets import PRESETS, autoencoder_recipe, preset
 from unfog.config.requests import PackRequest
 from unfog.config.run_requests import METRICS
 from unfog.config.schema import SHORT, Config
@@ -173,7 +173,7 @@ def test_explain_tells_all_that_a_field_holds(said):
         "on resume can change",
         "why 0.003 suits a million parameters",
         "measured Fréchet distance",
-        "see docs/decisions/0007-default-recipe.md",
+        "docs/decisions/0007-default-recipe.md",
     ):
         assert part in text
     assert "cannot change, but for dropout" in said("explain", "network")
@@ -193,6 +193,29 @@ def test_explain_knows_every_setting_section_and_kind(said):
             assert word == "auto" or word in _explain(word)
     assert "did you mean lr" in said("explain", "lrr", status=2)
     assert "a choice of --weighting" in said("explain", "min-snr")
+
+
+WORDS = {
+    "amp": "precision", "mixed-precision": "precision", "accumulation": "microbatch", "gradient clipping": "clip",
+    "warm-up": "warmup", "ema_decay": "decay_max", "epochs": "--images", "timesteps": "linear:steps",
+    "T": "linear:steps", "num_workers": "threads", "fid": "evaluate", "nan": "doctor", "wandb": "--log.sinks",
+    "cfg": "--guidance",
+    "min_snr_gamma": "min-snr", "dropout": "dropout",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_words_of_other_trainers_are_explained_and_are_flags_that_are_answered(said, word):
+    assert WORDS[word] in said("explain", word)
+    flag = f"--{word.replace(' ', '-')}"
+    assert WORDS[word] in said("train", "fashion", flag, "1", status=2)
+
+
+@pytest.mark.parametrize("name", ["ddpm", "ddim", "heun", "dpmpp", "dpmpp-sde", "unipc", "adaptive", "edm"])
+def test_samplers_and_presets_are_explained(said, name):
+    text = said("explain", name)
+    assert "a choice of --sampler" in text
+    assert ("a choice of --preset" in text) == (name in PRESETS)
 
 
 def test_explanations_name_files_that_exist_and_figures_that_they_hold():

@@ -20,11 +20,11 @@ from unfog.config.presets import _default
 from unfog.config.resume_rules import settings_digests
 from unfog.config.schema import nest_settings
 from unfog.config.toml import update
-from unfog.data import latent_cache
 from unfog.data.augmentation import Augment, to_model_range
 from unfog.data.cache import remove_stale_entries
 from unfog.data.dataset import ImageSet
-from unfog.data.latent_cache import EncodeJob, Normalise
+from unfog.data.packs import latent_cache
+from unfog.data.packs.latent_cache import EncodeJob, Normalise
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
@@ -176,8 +176,8 @@ def test_an_interruption_is_gone_on_with_where_the_rest_fits(codec, monkeypatch)
         if done >= 160:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("unfog.data.latent_cache.free_bytes", room)
-    monkeypatch.setattr("unfog.data.latent_cache._IN_MEMORY", 0)
+    monkeypatch.setattr("unfog.data.packs.latent_cache.free_bytes", room)
+    monkeypatch.setattr("unfog.data.packs.latent_cache._IN_MEMORY", 0)
     with pytest.raises(KeyboardInterrupt):
         wanted(codec, sets).load_or_encode("k", stop)
     assert room() < needed
@@ -263,7 +263,7 @@ def test_without_a_cache_they_are_kept_in_memory(codec, monkeypatch, tmp_path):
     monkeypatch.setenv("UNFOG_CACHE", str(tmp_path / "file"))
     stored = wanted(codec, [images(3)]).load_or_encode("k", quiet)
     assert not isinstance(stored.latents, np.memmap)
-    monkeypatch.setattr("unfog.data.latent_cache._IN_MEMORY", 10)
+    monkeypatch.setattr("unfog.data.packs.latent_cache._IN_MEMORY", 10)
     with pytest.raises(RequestError, match="cannot be written; set UNFOG_CACHE"):
         wanted(codec, [images(3)]).load_or_encode("k", quiet)
 

@@ -91,7 +91,7 @@ def test_labels_become_classes(tmp_path: Path, labels: list[object], name: str) 
         (RGB[..., :2], None, "shape 12x16x16x2"),
         (RGB[:0], None, "shape 0x16x16x3"),
         (RGB, np.zeros(11, np.int64), "give a whole number or a text for each of the 12 images"),
-        (RGB, np.zeros((12, 10)), "labels of .* are float64 12x10"),
+        (RGB, np.zeros((12, 10)), "labels of .* are 10 values for each image"),
     ],
 )
 def test_what_is_no_array_of_images_is_refused(

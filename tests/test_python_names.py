@@ -54,3 +54,15 @@ def test_the_folder_has_usual_names_too(tmp_path):
     assert out_path(None, {}) is None
     with pytest.raises(RequestError, match="out is given twice, once as output_dir"):
         out_path("a", {"output_dir": "b"})
+
+
+def test_an_unknown_setting_lists_each_known_one_once():
+    with pytest.raises(RequestError, match="give one of") as refused:
+        nest_settings({"qqqq": 1})
+    names = str(refused.value).partition("give one of ")[2].split(", ")
+    assert len(names) == len(set(names))
+
+
+def test_words_of_other_trainers_are_answered_in_python_too():
+    with pytest.raises(RequestError, match="fixed:decay_max"):
+        nest_settings({"ema_decay": 0.999})

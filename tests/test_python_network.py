@@ -155,3 +155,22 @@ def test_a_compiled_network_is_that_network():
 def test_plan_takes_one_too():
     plan = unfog.plan(IMAGES, steps=2, network=Net(), device="h200", **SETTINGS)
     assert plan.parameters == pytest.approx(sum(p.numel() for p in Net().parameters()), rel=0.1)  # it counts buffers
+
+
+class _Three(nn.Module):
+    """A network for images of three channels."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x, noise, label=None):
+        return self.layer(x)
+
+
+def test_grey_images_and_a_network_of_three_channels_have_a_remedy_that_works(tmp_path):
+    images = np.random.default_rng(0).integers(0, 256, (12, 8, 8), np.uint8)
+    settings = {"out": tmp_path / "run", "steps": 1, "batch": 4, "size": 8, "device": "cpu", "preview.every": -1}
+    with pytest.raises(RequestError, match=r"data.channels = 3 makes them RGB"):
+        unfog.train(images, network=_Three(), **settings)
+    unfog.train(images, network=_Three(), **settings, **{"data.channels": 3})

@@ -22,8 +22,8 @@ from shard_server import EACH, SHARDS, Server, png, serving, shard
 from unfog.cache_folder import cache_folder
 from unfog.data import decode_pool as bulk
 from unfog.data import stream as ahead
-from unfog.data.latent_cache import EncodeJob
 from unfog.data.lazy import LazyPixels
+from unfog.data.packs.latent_cache import EncodeJob
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data, bytes_of
 from unfog.data.sources import remote_errors

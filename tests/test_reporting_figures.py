@@ -100,18 +100,18 @@ def test_what_is_no_picture_is_refused(bad):
 
 def test_png_files_are_whole_and_exact(tmp_path, images):
     path = tmp_path / "samples" / "00000010.png"
-    save_png(path, images[0])
+    save_png(path, tmp_path, images[0])
     assert [p.name for p in path.parent.iterdir()] == ["00000010.png"]
     np.testing.assert_array_equal(np.asarray(Image.open(path)), images[0])
     np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(encode_png(images[0][..., :1])))), images[0][..., 0])
 
 
 def test_data_uri_shrinks_only_what_is_too_wide(tmp_path):
-    save_png(tmp_path / "a.png", np.zeros((50, 100, 3), np.uint8))
-    assert png_data_uri(tmp_path / "a.png", 100)[1] == 100
-    assert png_data_uri(tmp_path / "a.png", 40)[1] == 40
+    save_png(tmp_path / "a.png", tmp_path, np.zeros((50, 100, 3), np.uint8))
+    assert png_data_uri(tmp_path / "a.png", tmp_path, 100)[1] == 100
+    assert png_data_uri(tmp_path / "a.png", tmp_path, 40)[1] == 40
     (tmp_path / "b.png").write_bytes((tmp_path / "a.png").read_bytes()[:40])
-    assert png_data_uri(tmp_path / "b.png", 100) is None
+    assert png_data_uri(tmp_path / "b.png", tmp_path, 100) is None
 
 
 def chart(series, **options):

@@ -190,14 +190,14 @@ def test_lines_wait_for_room_on_the_disk_and_arrive_in_order(tmp_path):
 
 def test_write_atomic_leaves_the_old_file_or_the_new_one(tmp_path):
     path = tmp_path / "report.html"
-    write_atomic(path, b"old")
+    write_atomic(path, b"old", tmp_path)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
     try:
         with pytest.raises(OSError, match="File too large"):
-            write_atomic(path, b"new" * 100)
+            write_atomic(path, b"new" * 100, tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("report.html", b"old")]
-    write_atomic(path, b"new")
+    write_atomic(path, b"new", tmp_path)
     assert path.read_bytes() == b"new"

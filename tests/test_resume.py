@@ -222,12 +222,12 @@ def test_verify_repeats_a_part_of_the_run(whole, tmp_path):
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
     # Weights that are not what training makes of the ones before, but all checksums right.
     newest = folder / "checkpoints/00000036"
-    tensors = read_tensors(newest / "model.safetensors")
+    tensors = read_tensors(newest / "model.safetensors", newest)
     tensors["patch_in.weight"][0, 0] += 1e-6
     save_file(tensors, newest / "model.safetensors")
     manifest = json.loads((newest / "manifest.json").read_text())
     del manifest["sha256"]
-    manifest["files"]["model.safetensors"]["sha256"] = file_digest(newest / "model.safetensors")
+    manifest["files"]["model.safetensors"]["sha256"] = file_digest(newest / "model.safetensors", newest)
     (newest / "manifest.json").write_text(json.dumps(manifest | {"sha256": checkpoint.manifest_digest(manifest)}))
     said = finish(command("resume", folder, "--verify"), status=1)
     assert "gave a different result: model: patch_in.weight and 0 other" in said
@@ -399,7 +399,7 @@ def test_compiled_and_eager_weights_load_into_each_other(tmp_path):
     finish(command("train", few_images(), "--out", tmp_path / "eager", *flags))
     finish(command("train", few_images(), "--out", tmp_path / "compiled", *flags, "--compile"))
     mine, theirs = (checkpoint.find_checkpoint(tmp_path / name / "checkpoints", None) for name in ("compiled", "eager"))
-    tensors = [read_tensors(saved.folder / "model.safetensors") for saved in (mine, theirs)]
+    tensors = [read_tensors(saved.folder / "model.safetensors", saved.folder) for saved in (mine, theirs)]
     assert tensors[0].keys() == tensors[1].keys()
     for name, tensor in tensors[0].items():
         torch.testing.assert_close(tensor, tensors[1][name], atol=1e-3, rtol=1e-3, msg=name)

@@ -244,7 +244,7 @@ def sealed(folder: Path, without: tuple[str, ...] = ()) -> None:
     for name in ("sha256", *without):
         del manifest[name]
     for name in ("state.json", "config.toml"):
-        size, digest = (folder / name).stat().st_size, file_digest(folder / name)
+        size, digest = (folder / name).stat().st_size, file_digest(folder / name, folder)
         manifest["files"][name] = {"bytes": size, "sha256": digest}
     (folder / "manifest.json").write_text(json.dumps(manifest | {"sha256": checkpoint.manifest_digest(manifest)}))
 

@@ -2,7 +2,9 @@
 
 import ast
 import errno
+import inspect
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import unfog
+from unfog import safe_files
 from unfog.locks import lock_of, whole_folder
 from unfog.safe_files import (
     check_folder,
@@ -67,6 +70,71 @@ def test_nothing_else_writes_by_name():
     assert not found, "\n".join(found)
 
 
+# Library functions that read by name; they may be given a safe path, an open file or bytes in memory instead.
+LIBRARIES = {"np.load", "np.memmap", "np.fromfile", "load_file", "safe_open", "torch.load", "json.load", "tomllib.load"}
+LIBRARIES |= {"torch.jit.load", "torch.export.load", "zipfile.ZipFile", "onnxruntime.InferenceSession"}
+GIVEN_SAFELY = re.compile(r"(str\()?regular_file\(|(io\.)?BytesIO\(|BlockReader\(|(file|facts|stored)\b")
+# Modules that read files by name, and why. All others read by `safe_files`, below the folder that a person has named.
+READ_BY_NAME = {
+    "checks/gpu_checks.py": "a file of /proc",
+    "config/toml.py": "a file that --config names may be a link or a shell's pipe; a pipe in a run is refused there",
+    "data/sources/": "images that a person names, which may lie behind links",
+    "errors.py": "the description of this installed package",
+    "evaluation/feature_networks.py": "a network that a person names",
+    "export/sample_onnx.py": "copied into an export, where there is no unfog",
+    "export/sample_torch.py": "copied into an export, where there is no unfog",
+    "export/source_code.py": "a file of this package",
+    "pipeline/image_files.py": "a file that it wrote into a temporary folder of its own",
+    "process/command_clock.py": "a file of /proc",
+    "process/device.py": "files of /proc and /sys",
+    "reporting/page/bundle.py": "files of this package",
+    "serve/page.py": "files of this package",
+    "serve/run_files.py": "a file of /proc",
+}
+
+
+def _reads_by_name(call: ast.Call) -> bool:
+    function, first = call.func, ast.unparse(call.args[0]) if call.args else ""
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    if ast.unparse(function) in LIBRARIES:
+        return not GIVEN_SAFELY.match(first)
+    if name == "open":
+        return "devnull" not in first if isinstance(function, ast.Name) else first in ("", "'r'", "'rb'")
+    return name in ("read_bytes", "read_text")
+
+
+def test_nothing_else_reads_by_name():
+    found = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        place = str(path.relative_to(SOURCE))
+        if path.name == "safe_files.py" or place.startswith(tuple(READ_BY_NAME)):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and _reads_by_name(node):
+                found.append(f"{place}:{node.lineno}: {ast.unparse(node)[:80]}")
+    assert not found, "\n".join(found)
+
+
+def test_pillow_is_always_given_the_formats_that_it_may_read():
+    """Among its readers is one of PostScript, which starts Ghostscript on what the file says."""
+    found = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            opens = isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Image.open")
+            if opens and not any(one.arg == "formats" for one in node.keywords):
+                found.append(f"{path.relative_to(SOURCE)}:{node.lineno}: {ast.unparse(node)[:80]}")
+    assert not found, "\n".join(found)
+
+
+def test_the_root_has_no_default():
+    """A guard that may be left out is left out once."""
+    for name, function in inspect.getmembers(safe_files, inspect.isfunction):
+        if function.__module__ == safe_files.__name__ and name not in ("disk_usage", "_explained"):
+            names = [one.name for one in inspect.signature(function).parameters.values() if one.default is one.empty]
+            assert "root" in names, name
+    assert inspect.signature(read_file).parameters["limit"].default is inspect.Parameter.empty
+
+
 KINDS = ["link", "dangling", "pipe", "folder", "device"]
 
 
@@ -107,9 +175,9 @@ def test_no_link_or_pipe_is_read_or_written(planted, tmp_path):
     planted(path)
     for mode in ("rb", "r+b", "ab", "xb", "a+b"):
         with pytest.raises(OSError, match=r"link|pipe|folder|device|exists"):
-            open_file(path, mode)
+            open_file(path, mode, path.parent)
     with pytest.raises(OSError, match=r"link|pipe|folder|device"):
-        read_file(path)
+        read_file(path, tmp_path, 10)
 
 
 def test_writing_puts_a_file_in_the_place_of_a_link_or_pipe(planted, tmp_path, request):
@@ -118,12 +186,12 @@ def test_writing_puts_a_file_in_the_place_of_a_link_or_pipe(planted, tmp_path, r
         planted(path)
         if path.is_dir():
             with pytest.raises(OSError, match="a folder"):
-                write_atomic(tmp_path / "file", b"ours")
+                write_atomic(tmp_path / "file", b"ours", tmp_path)
         else:
-            write_atomic(tmp_path / "file", b"ours")
+            write_atomic(tmp_path / "file", b"ours", tmp_path)
             assert (tmp_path / "file").read_bytes() == b"ours"
             assert not (tmp_path / "file").is_symlink()
-        remove_tree(tmp_path / "file")
+        remove_tree(tmp_path / "file", tmp_path)
         assert not os.path.lexists(tmp_path / "file")
 
 
@@ -159,7 +227,7 @@ def test_a_file_with_another_name_elsewhere_is_written_to_as_a_copy(tmp_path, mo
     path.write_text("kept")
     path.chmod(0o640)
     os.link(path, other)
-    with open_file(path, mode) as file:
+    with open_file(path, mode, path.parent) as file:
         file.seek(0, os.SEEK_END)
         file.write(b", and more")
     assert path.read_text() == "kept, and more"
@@ -178,13 +246,13 @@ def test_a_lock_with_another_name_stays_one_lock(tmp_path):
 
 def test_a_failed_write_leaves_the_old_file(tmp_path):
     path = tmp_path / "file"
-    write_atomic(path, b"old", private=True)
+    write_atomic(path, b"old", tmp_path, private=True)
     assert path.stat().st_mode & 0o777 == 0o600
-    with pytest.raises(TypeError), replace_file(path) as file:
+    with pytest.raises(TypeError), replace_file(path, tmp_path) as file:
         file.write("no bytes")
     assert [(one.name, one.read_bytes()) for one in tmp_path.iterdir()] == [("file", b"old")]
     with pytest.raises(ValueError, match="over 2 bytes"):
-        read_file(path, 2)
+        read_file(path, tmp_path, 2)
 
 
 @pytest.fixture
@@ -230,7 +298,7 @@ def test_a_copy_replaces_nothing(refused):
     (target / "deep").mkdir(parents=True)
     (target / "deep/file").write_text("another")
     with pytest.raises(FileExistsError):
-        move(refused, target)
+        move(refused, target, refused.parent)
     assert (target / "deep/file").read_text() == "another"
     assert (refused / "deep/file").read_text() == "kept"
 
@@ -290,7 +358,7 @@ def test_a_folder_that_is_written_whole_may_be_named_by_a_link(tmp_path):
 
 
 def test_an_error_without_a_name_gets_that_of_the_file(tmp_path):
-    with pytest.raises(OSError, match=r"full.*result\.json"), replace_file(tmp_path / "result.json"):
+    with pytest.raises(OSError, match=r"full.*result\.json"), replace_file(tmp_path / "result.json", tmp_path):
         raise OSError(errno.ENOSPC, "the disk is full")
     assert not list(tmp_path.iterdir())
 

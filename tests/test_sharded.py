@@ -109,9 +109,9 @@ def check_damage(checkpoints):
     plain, network = checkpoints.parent / "plain.safetensors", build_model(DIT, 1, 3, 9, None)
     for file in ("model", "optimizer"):  # whose step counts have no dimensions
         write_merged(newest / f"{file}.safetensors", plain)
-        assert same_tensors(load_file(plain), read_tensors(newest / f"{file}.safetensors"))
+        assert same_tensors(load_file(plain), read_tensors(newest / f"{file}.safetensors", newest))
     load_weights(newest, "ema", network)
-    assert same_tensors(network.state_dict(), read_tensors(newest / "ema.safetensors"))
+    assert same_tensors(network.state_dict(), read_tensors(newest / "ema.safetensors", newest))
     part = newest / "ema-00002-of-00002.safetensors"
     content = part.read_bytes()
 
@@ -308,7 +308,7 @@ def test_room_that_another_process_waits_for_is_waited_for_by_the_first(tmp_path
     full.clear()
     assert all(one.wait(20) for one in writers)
     assert [news.kind for news in writers[0].events()] == ["disk_has_room", "checkpoint"]
-    assert read_tensors(tmp_path / "00000001/model.safetensors")["w"].tolist() == [1, 1, 1, 1]
+    assert read_tensors(tmp_path / "00000001/model.safetensors", tmp_path)["w"].tolist() == [1, 1, 1, 1]
 
 
 class Seen:

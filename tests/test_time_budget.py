@@ -389,7 +389,7 @@ class Script:
 
 def weights(run, step):
     folder = run / "checkpoints" / f"{step:08}"
-    return read_tensors(folder / "model.safetensors") | read_tensors(folder / "ema.safetensors")
+    return read_tensors(folder / "model.safetensors", folder) | read_tensors(folder / "ema.safetensors", folder)
 
 
 def steps_with(run, column):

@@ -2,11 +2,13 @@
 
 import importlib.util
 import json
+import logging
 import re
 import sqlite3
 import subprocess
 import sys
 import zipfile
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from unfog.errors import RequestError, install_command
 from unfog.reporting.log_settings import Log
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.records import read_events
+from unfog.reporting.trackers import _silence_handlers
 
 PICTURE = np.arange(8 * 6 * 3, dtype=np.uint8).reshape(8, 6, 3)
 CONFIG = {"lr": 0.1, "training": {"batch": 4, "budget": ""}, "data": {"crops": (1, 2)}}
@@ -176,3 +179,16 @@ def test_a_tracker_of_ones_own_gets_arguments_and_may_fail(tmp_path, monkeypatch
     (event,) = read_events(tmp_path / "run" / "events.jsonl")
     assert (event["kind"], event["sink"], event["reason"]) == ("sink_failed", "of mine", "RuntimeError: no")
     assert capsys.readouterr().err.count("warning:") == 1
+
+
+def test_a_logger_whose_file_takes_no_line_prints_no_traceback(capfd):
+    logger = logging.getLogger("test of a full disk")
+    _silence_handlers(logger)
+    with open("/dev/full", "w") as full:
+        handler = logging.StreamHandler(full)
+        logger.addHandler(handler)
+        logger.error("a line")
+        logger.removeHandler(handler)
+        with suppress(OSError):
+            full.close()
+    assert capfd.readouterr().err == ""

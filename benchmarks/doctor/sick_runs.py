@@ -128,7 +128,7 @@ def with_average(run: Path, change: Callable[[dict[str, torch.Tensor]], object])
     saved, _ = checkpoint.newest(run / "checkpoints")
     assert saved is not None
     kinds = ("model", "ema", "optimizer")
-    tensors = {kind: read_tensors(saved.folder / f"{kind}.safetensors") for kind in kinds}
+    tensors = {kind: read_tensors(saved.folder / f"{kind}.safetensors", saved.folder) for kind in kinds}
     tensors = {kind: {name: t.clone() for name, t in named.items()} for kind, named in tensors.items()}
     change(tensors["ema"])
     config, state = (saved.folder / checkpoint.CONFIG).read_text(), read_state(saved.folder)

@@ -188,7 +188,7 @@ def main() -> None:
         cell, started = cell_of(text, run.config.sampler), time.perf_counter()
         drawn, calls = pictures_of(run, cell, labels, given.n, given.out)
         away = None if cell.sampler.kind in RANDOM or given.no_away else distance(run, cell, labels, drawn)
-        save_png(given.out / f"{re.sub(r'[^a-z0-9.=@-]+', '_', text)}.png", sample_grid(drawn[:AT_ONCE], ()))
+        save_png(given.out / f"{re.sub(r'[^a-z0-9.=@-]+', '_', text)}.png", given.out, sample_grid(drawn[:AT_ONCE], ()))
         drawn = drawn.transpose(0, 3, 1, 2)
         row(text, calls, real, features(drawn), bands(drawn), away, time.perf_counter() - started)
 

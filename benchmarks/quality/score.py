@@ -76,7 +76,7 @@ def score(cell: Cell, features: Features, images: int) -> None:
     folder = cell.out / "grids"
     folder.mkdir(exist_ok=True)
     name = f"{cell.set}-{cell.minutes:g}m-{cell.contestant.name}-{cell.seed}.png"
-    save_png(folder / name, grid(pictures[:SHOWN], columns=16, scale=2))
+    save_png(folder / name, folder, grid(pictures[:SHOWN], columns=16, scale=2))
     print(f"{cell.set} {cell.contestant.name}: " + "; ".join(map(str, measured[:2])), flush=True)
 
 

@@ -30,6 +30,7 @@ from unfog.from_python import (
     Source,
     adopt_network,
     autoencoder_request,
+    folder_of,
     out_path,
     path_of,
     stored_source,
@@ -210,7 +211,7 @@ def pack(source: Source, out: PathLikeText, **settings: Any) -> Path:
     from unfog.config.requests import PackRequest
 
     config = training_settings(source, "default", settings)
-    return write(PackRequest(config.source, Path(path_of(out, "out")), config.data))
+    return write(PackRequest(config.source, folder_of(out, "out"), config.data))
 
 
 def load(

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from unfog.errors import RequestError
 from unfog.locks import LOCK, is_at, lock_alone, lock_shared
-from unfog.safe_files import discard, disk_usage, make_folder, open_file, read_file, remove, remove_tree
+from unfog.safe_files import LARGEST_TEXT, discard, disk_usage, make_folder, open_file, read_file, remove, remove_tree
 
 _MARKS = ".used"  # folder of a file for each entry; not in the entry, which others may read only
 _REMOVED = re.compile(r"\.removed-[0-9]+-[0-9]{19}")
@@ -131,15 +131,16 @@ class CacheEntry:
             if not self._named_by_run() and _kind_of(self.path) is not None:
                 # Renamed first, so that no process finds one half removed.
                 discard(self.path, cache_folder() / f".removed-{os.getpid()}-{time.time_ns()}", cache_folder())
-                remove(_mark(self.path))
+                remove(_mark(self.path), cache_folder())
         return not os.path.lexists(self.path)
 
     def _named_by_run(self) -> bool:
         """Return True if a run that `note_run` noted is still there with these images."""
         with suppress(OSError, ValueError):
-            for line in read_file(_mark(self.path)).splitlines():
+            for line in read_file(_mark(self.path), cache_folder(), LARGEST_TEXT).splitlines():
                 with suppress(OSError, ValueError, TypeError):
-                    if self.path.name.encode() in read_file(Path(json.loads(line)) / "config.toml", follow=True):
+                    run = Path(json.loads(line))
+                    if self.path.name.encode() in read_file(run / "config.toml", run, LARGEST_TEXT, follow=True):
                         return True
         return False
 
@@ -200,7 +201,7 @@ def note_run(source: str, run: Path) -> None:
     mark, line = _mark(cache_folder() / Path(source).name), json.dumps(str(run.resolve())).encode()
     with suppress(OSError, ValueError):
         make_folder(mark.parent, cache_folder())
-        with open_file(mark, "a+b") as file:
+        with open_file(mark, "a+b", cache_folder()) as file:
             file.seek(0)
             if line not in file.read().splitlines():
                 file.write(line + b"\n")
@@ -282,18 +283,18 @@ def _remove_remains() -> None:
             if ours and mark.name not in names and stat.S_ISREG(mark.lstat().st_mode):
                 with lock_alone(mark) as alone:
                     if alone:
-                        remove(mark)
+                        remove(mark, folder)
     with suppress(OSError):
         for path in list(folder.iterdir()):
             if _REMOVED.fullmatch(path.name):
-                remove_tree(path)
+                remove_tree(path, folder)
             elif _REDIRECT.fullmatch(path.name) and _leads_nowhere(path):
-                remove(path)
+                remove(path, folder)
 
 
 def _leads_nowhere(redirect: Path) -> bool:
     with suppress(OSError, ValueError, RecursionError, TypeError, AttributeError):
-        content = json.loads(read_file(redirect, 4096))
+        content = json.loads(read_file(redirect, redirect.parent, 4096))
         if content.keys() == {"see"} and re.fullmatch(_KEY, content["see"]):  # nothing else is ours
             return not (redirect.parent / content["see"]).exists()
     return False

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from unfog.errors import RequestError
-from unfog.safe_files import open_file
+from unfog.safe_files import LARGEST_TEXT, open_file, read_file
 
 T = TypeVar("T")
 
@@ -111,7 +111,7 @@ def check_consent(path: str, noun: str) -> None:
             _consent_file().parent.mkdir(parents=True, exist_ok=True)
             # Appended in one write, as another process may store a consent at this moment. The file may be a link to
             # where a person keeps all settings, and an editor may have left its last line without an end.
-            with open_file(_consent_file(), "ab", follow=True, buffering=0) as file:
+            with open_file(_consent_file(), "ab", _consent_file().parent, follow=True, buffering=0) as file:
                 file.write(b"\n" * (stored[-1:] not in "\n") + f"{line}\n".encode())
 
 
@@ -120,8 +120,8 @@ def _consent_file() -> Path:
 
 
 def _stored_consent() -> str:
-    with suppress(OSError, RuntimeError, UnicodeDecodeError):
-        return _consent_file().read_text("utf-8")
+    with suppress(OSError, RuntimeError, ValueError):
+        return read_file(_consent_file(), _consent_file().parent, LARGEST_TEXT, follow=True).decode()
     return ""
 
 

@@ -110,13 +110,20 @@ def path_of(given: object, name: str = "path") -> str:
     return path_text(given, name)
 
 
+def folder_of(given: object, name: str) -> Path:
+    """Return the path of a folder or file to write. Raise RequestError if it is no path on a disk."""
+    from unfog.config.validate import folder_path
+
+    return folder_path(given, name)
+
+
 def out_path(out: PathLikeText | None, settings: dict[str, Any]) -> Path | None:
     """Return the folder to write to, also by a usual name among the settings, such as output_dir; None without."""
     from unfog.config.aliases import OUT, usual_arguments
 
     given = {name: settings.pop(name) for name in OUT if name in settings} | ({} if out is None else {"out": out})
     place = usual_arguments(given, dict.fromkeys(OUT, "out")).get("out")
-    return None if place is None else Path(path_of(place, "out"))
+    return None if place is None else folder_of(place, "out")
 
 
 def _pop_labels(source: object, settings: dict[str, Any]) -> Any:

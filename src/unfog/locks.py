@@ -36,7 +36,7 @@ def lock_of(folder: Path) -> Iterator[bool]:
         if file is not None:
             if is_at(file.fileno(), path):  # the folder may have been moved or created anew, with another's lock in it
                 with suppress(OSError):
-                    remove(path)
+                    remove(path, folder)
             file.close()
 
 
@@ -67,9 +67,9 @@ def lock_shared(path: Path) -> int:
     """
     for _ in range(_TRIES):
         try:
-            file = open_file(path, "a+b")
+            file = open_file(path, "a+b", path.parent)
         except PermissionError:  # of another user
-            file = open_file(path, "rb")
+            file = open_file(path, "rb", path.parent)
         with file:
             if sys.platform != "win32":
                 import fcntl
@@ -86,7 +86,7 @@ def _locked(path: Path) -> tuple[BinaryIO | None, bool]:
 
     for _ in range(_TRIES):
         try:
-            file = open_file(path, "a+b")
+            file = open_file(path, "a+b", path.parent)
         except FileNotFoundError:
             raise
         except OSError:
@@ -124,16 +124,16 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         folder = folder.resolve()
     partial = folder.with_name(f".{folder.name}.partial")
     if not partial.is_dir() or partial.is_symlink():
-        remove_tree(partial)
+        remove_tree(partial, folder.parent)
         partial.mkdir(exist_ok=True)
     with _alone(partial, folder):
         for name in os.listdir(partial):  # of a process that was killed
-            remove_tree(partial / name)
+            remove_tree(partial / name, folder.parent)
         try:
             yield partial
-            move(partial, folder)
+            move(partial, folder, folder.parent)
         except BaseException:
-            remove_tree(partial)
+            remove_tree(partial, folder.parent)
             raise
 
 

@@ -1,8 +1,9 @@
 """Files in run folders, packs, the cache and output folders: read and written without following links out of them.
 
 Such a folder may come from a stranger, with a link, a pipe or a device under any name. So every write in them goes
-through this module, which a test holds. `root` is the folder that a person has named, by default the one of the file:
-it may be a link, and no folder or file below it may. A file that is no regular one is refused with OSError.
+through this module, which a test holds, as is every read. `root` is the folder that a person has named: it may be a
+link, and no folder or file below it may. It has no default, as a guard that may be left out is left out once. A file
+that is no regular one is refused with OSError.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ _KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFSOCK: "a socket",
 }
-# Bytes of the largest small file of ours; larger ones are read by parts, or with a limit of their own.
-_LARGEST_TEXT = 2**26
+_LARGE = 2**20  # bytes from which on an error of a full disk gives the size of a file
+# Bytes of the largest small file of ours, for `read_file`; larger ones are read by parts, or with their own limit.
+LARGEST_TEXT = 2**26
 
 Mode = Literal["rb", "r+b", "ab", "xb", "a+b"]
 
 
 @contextmanager
-def _folder_of(path: Path, root: Path | None, make: bool = False) -> Iterator[tuple[str, int | None]]:
+def _folder_of(path: Path, root: Path, make: bool = False) -> Iterator[tuple[str, int | None]]:
     """Open the folder of a path. Yields the name and the descriptor that it is relative to."""
-    root = path.parent if root is None else root
     if not _HERE:
         if make:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +82,7 @@ def _explained(error: OSError, path: Path, name: str, at: int | None) -> OSError
     return OSError(error.errno, reason, str(path))
 
 
-def open_file(path: Path, mode: Mode, root: Path | None = None, follow: bool = False, buffering: int = -1) -> BinaryIO:
+def open_file(path: Path, mode: Mode, root: Path, follow: bool = False, buffering: int = -1) -> BinaryIO:
     """Open a regular file. OSError if it is another kind, or a link unless `follow` is set.
 
     "xb" creates a file that must not exist, "ab" appends, and "a+b" reads and writes a file that is created if missing.
@@ -106,14 +107,14 @@ def open_file(path: Path, mode: Mode, root: Path | None = None, follow: bool = F
     return cast(BinaryIO, open(descriptor, {"a+b": "r+b", "xb": "wb"}.get(mode, mode), buffering))
 
 
-def _copy_in_place(path: Path, root: Path | None) -> None:
+def _copy_in_place(path: Path, root: Path) -> None:
     """Put a copy in the place of a file, so that writing to it changes nothing under its other names."""
     with open_file(path, "rb", root) as source, replace_file(path, root, shared=True) as copy:
         shutil.copyfileobj(source, copy)
         os.chmod(copy.fileno() if os.chmod in os.supports_fd else path, stat.S_IMODE(os.fstat(source.fileno()).st_mode))
 
 
-def read_file(path: Path, limit: int = _LARGEST_TEXT, root: Path | None = None, follow: bool = False) -> bytes:
+def read_file(path: Path, root: Path, limit: int, follow: bool = False) -> bytes:
     """Return the content of a regular file. OSError if it is another kind or a link; ValueError above `limit` bytes."""
     with open_file(path, "rb", root, follow) as file:
         # read() sets aside all the memory that it is asked for, and a file may grow while it is read.
@@ -123,13 +124,13 @@ def read_file(path: Path, limit: int = _LARGEST_TEXT, root: Path | None = None, 
     return data
 
 
-def file_digest(path: Path) -> str:
+def file_digest(path: Path, root: Path) -> str:
     """Return the sha256 of a regular file. OSError as for `open_file`."""
-    with open_file(path, "rb") as file:
+    with open_file(path, "rb", root) as file:
         return hashlib.file_digest(cast(Any, file), "sha256").hexdigest()
 
 
-def regular_file(path: Path, root: Path | None = None, follow: bool = False) -> Path:
+def regular_file(path: Path, root: Path, follow: bool = False) -> Path:
     """Return the path of a regular file, for a library that reads by name. OSError if it is none, or a link."""
     open_file(path, "rb", root, follow).close()
     return path
@@ -137,7 +138,7 @@ def regular_file(path: Path, root: Path | None = None, follow: bool = False) -> 
 
 @contextmanager
 def replace_file(
-    path: Path, root: Path | None = None, private: bool = False, shared: bool = False, durable: bool = True
+    path: Path, root: Path, private: bool = False, shared: bool = False, durable: bool = True
 ) -> Iterator[BinaryIO]:
     """Open a file beside `path` that takes its place at the end of the `with`; nothing stays after an exception.
 
@@ -181,27 +182,40 @@ def replace_file(
 def write_atomic(
     path: Path,
     data: bytes | memoryview,
-    root: Path | None = None,
+    root: Path,
     private: bool = False,
     shared: bool = False,
     durable: bool = True,
 ) -> None:
-    """Write a file as a whole or not at all. The arguments are those of `replace_file`."""
-    with replace_file(path, root, private, shared, durable) as file:
-        file.write(data)
+    """Write a file as a whole or not at all. The arguments are those of `replace_file`.
+
+    OSError if that fails; that of a full disk gives the bytes of a large file.
+    """
+    try:
+        with replace_file(path, root, private, shared, durable) as file:
+            file.write(data)
+    except OSError as error:
+        if error.errno == errno.ENOSPC and len(data) >= _LARGE:
+            with suppress(OSError):  # what was written of it is removed by now
+                free = shutil.disk_usage(path.parent).free
+                needed = f"it needs {len(data) / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free"
+                error.strerror = f"{error.strerror}: {needed}"
+        raise
 
 
-def new_file(path: Path) -> Path:
+def new_file(path: Path, root: Path) -> Path:
     """Remove what lies at a path, and return it, for a library that writes by name."""
-    remove(path)
+    remove(path, root)
     return path
 
 
-def copy_into(files: Sequence[Path], folder: Path) -> None:
-    """Copy files into a new folder."""
-    folder.mkdir()
+def copy_into(files: Sequence[Path], folder: Path, root: Path) -> None:
+    """Copy files, which may be links, into a folder, which is made if it is missing."""
+    make_folder(folder, root)
     for path in files:
-        shutil.copyfile(path, folder / path.name)
+        source = open_file(path, "rb", path.parent, follow=True)
+        with source, open_file(folder / path.name, "xb", root) as copy:
+            shutil.copyfileobj(source, copy)
 
 
 def make_folder(path: Path, root: Path) -> None:
@@ -219,7 +233,24 @@ def check_folder(path: Path, root: Path) -> bool:
         return False
 
 
-def remove(path: Path, root: Path | None = None) -> None:
+def list_folder(path: Path, root: Path) -> list[Path]:
+    """Return what is in a folder, in order of names; [] if it is missing, no folder, or a link. OSError otherwise."""
+    try:
+        with _folder_of(path / "any", root) as (_, at):
+            # Opened anew, as a descriptor of O_PATH cannot be listed.
+            place = path if at is None else os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=at)
+            try:
+                return [path / name for name in sorted(os.listdir(place))]
+            finally:
+                if isinstance(place, int):
+                    os.close(place)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return []
+        raise
+
+
+def remove(path: Path, root: Path) -> None:
     """Remove a file, a link or a pipe, if it is there. OSError if it is a folder."""
     with suppress(FileNotFoundError), _folder_of(path, root) as (name, at):
         try:
@@ -228,7 +259,7 @@ def remove(path: Path, root: Path | None = None) -> None:
             raise _explained(error, path, name, at) from None
 
 
-def remove_tree(path: Path, root: Path | None = None, ignore_errors: bool = True) -> None:
+def remove_tree(path: Path, root: Path, ignore_errors: bool = True) -> None:
     """Remove a folder with all in it, or a file or link, as far as that is possible. No link is followed."""
     try:
         with _folder_of(path, root) as (name, at):
@@ -241,7 +272,7 @@ def remove_tree(path: Path, root: Path | None = None, ignore_errors: bool = True
             raise
 
 
-def discard(path: Path, aside: Path, root: Path | None = None) -> None:
+def discard(path: Path, aside: Path, root: Path) -> None:
     """Remove a file or folder that nobody may find half removed: it is renamed to `aside` first, where that works."""
     with _folder_of(path, root) as (name, at), _folder_of(aside, root) as (new, into):
         try:
@@ -253,7 +284,7 @@ def discard(path: Path, aside: Path, root: Path | None = None) -> None:
     remove_tree(aside, root)
 
 
-def move(path: Path, target: Path, root: Path | None = None) -> None:
+def move(path: Path, target: Path, root: Path) -> None:
     """Rename a file or folder; a folder is copied where the file system cannot rename it."""
     with _folder_of(path, root) as (name, at), _folder_of(target, root) as (new, into):
         try:
@@ -263,24 +294,24 @@ def move(path: Path, target: Path, root: Path | None = None) -> None:
             if error.errno != errno.EXDEV:
                 raise _explained(error, path, name, at) from None
     # overlayfs does not rename a folder that comes from a layer below, such as that of a container's image.
-    _copy(path, target, path.parent if root is None else root, target.parent if root is None else root)
+    _copy(path, target, root)
     remove_tree(path, root, ignore_errors=False)
 
 
-def _copy(path: Path, target: Path, root: Path, into: Path) -> None:
+def _copy(path: Path, target: Path, root: Path) -> None:
     """Copy a file, a folder or a link itself. Pipes, devices and sockets are left out: they hold nothing."""
     mode = path.lstat().st_mode
     if stat.S_ISLNK(mode):
-        with _folder_of(target, into) as (name, at):
+        with _folder_of(target, root) as (name, at):
             os.symlink(os.readlink(path), name, dir_fd=at)
     elif stat.S_ISDIR(mode):
         check_folder(path, root)
-        make_folder(target, into)
+        make_folder(target, root)
         for name in os.listdir(path):
-            _copy(path / name, target / name, root, into)
+            _copy(path / name, target / name, root)
         os.chmod(target, stat.S_IMODE(mode))
     elif stat.S_ISREG(mode):
-        with open_file(path, "rb", root) as source, open_file(target, "xb", into) as copy:
+        with open_file(path, "rb", root) as source, open_file(target, "xb", root) as copy:
             shutil.copyfileobj(source, copy)
             copy.flush()
             os.fsync(copy.fileno())  # before the original is removed
@@ -290,7 +321,7 @@ def _copy(path: Path, target: Path, root: Path, into: Path) -> None:
 def disk_usage(path: Path) -> int:
     """Return the bytes on disk of a file or folder, as `du` counts them; 0 if there is none. Links are not followed."""
     total = 0
-    for place, _, names in os.walk(path) if path.is_dir() else [(str(path.parent), [], [path.name])]:
+    for place, _, names in os.walk(path) if os.path.isdir(path) else [(str(path.parent), [], [path.name])]:
         for name in names:
             with suppress(OSError):  # another process may delete files meanwhile
                 found = os.lstat(os.path.join(place, name))

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
+
+MARK = "Unfog"
+"""Text "Software" of a PNG file, and comment of a GIF file, that Unfog has written; see `data.own_files`."""
 
 # A scheme of any length would take the square of the length of a long word.
 _SCHEME = r"[a-z][a-z0-9+]{0,30}://"
@@ -37,3 +41,10 @@ def not_utf8(error: UnicodeDecodeError) -> str:
     """Return the problem with a file that cannot be decoded, where it is, and the remedy."""
     line = error.object.count(b"\n", 0, error.start) + 1
     return f"is no text in UTF-8 (line {line:,}, byte {error.start + 1:,}); save it as that"
+
+
+def manual(page: str) -> str:
+    """Return the path of a page of the documentation, such as docs/metrics.md, on this machine."""
+    package = Path(__file__).parent
+    # In the installed package, or in a checkout.
+    return next((str(root / page) for root in (package, package.parents[1]) if (root / page).is_file()), page)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -87,3 +89,61 @@ class SmallDisk:
             yield
         finally:
             subprocess.run([*self.inside, "umount", "-l", seen], check=True)
+
+
+class Mount:
+    """A mount of the folder `real` at `at` that can be taken away: a bind mount, or a FUSE file system that dies."""
+
+    def __init__(self, real: Path, at: Path, fuse: bool = False) -> None:
+        self.real, self.at, self.fuse = real, at, fuse
+        self._process: subprocess.Popen | None = None
+        real.mkdir(parents=True, exist_ok=True)
+        at.mkdir(parents=True, exist_ok=True)
+        if os.getuid() != 0 or (fuse and (not shutil.which("bindfs") or not os.path.exists("/dev/fuse"))):
+            pytest.skip("needs root, and bindfs for FUSE")
+        self.attach()
+
+    def attach(self) -> None:
+        """Mount it, anew after `detach`."""
+        if not self.fuse:
+            if not allowed(["mount", "--bind", str(self.real), str(self.at)]):
+                pytest.skip("needs to mount a folder")
+            return
+        self._process = subprocess.Popen(["bindfs", "-f", str(self.real), str(self.at)], stderr=subprocess.DEVNULL)
+        end = time.monotonic() + 10
+        while not os.path.ismount(self.at):
+            if time.monotonic() > end or self._process.poll() is not None:
+                pytest.skip("needs to mount by FUSE")
+            time.sleep(0.01)
+
+    def break_down(self) -> None:
+        """Take it away: the mount point is empty, or every access fails with ENOTCONN."""
+        if self._process is None:
+            subprocess.run(["umount", "-l", str(self.at)], check=True)
+            return
+        self._process.kill()
+        self._process.wait()
+
+    def detach(self) -> None:
+        """Leave the mount point empty."""
+        if not self.fuse:
+            return
+        subprocess.run(["umount", "-l", str(self.at)], check=False, stderr=subprocess.DEVNULL)
+        self._process = None
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Let it be out of reach meanwhile."""
+        self.break_down()
+        try:
+            yield
+        finally:
+            self.detach()
+            self.attach()
+
+    def remove(self) -> None:
+        """Unmount it for good."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        subprocess.run(["umount", "-l", str(self.at)], check=False, stderr=subprocess.DEVNULL)

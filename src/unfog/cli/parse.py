@@ -12,13 +12,13 @@ from dataclasses import MISSING, dataclass, field
 from functools import cache
 from typing import Any, get_args, get_origin
 
-from unfog.config.aliases import EPOCHS, OUT, SAMPLING, USUAL, current_name
+from unfog.config.aliases import OUT, SAMPLING, USUAL, advice_on, current_name
 from unfog.config.describe import describe
 from unfog.config.values import FormatError, describe_type, parse_spec, parse_value, quote, registry_of
 from unfog.errors import RequestError
 
 # Names of other trainers, for the message about an unknown flag; `aliases.USUAL` has those of settings.
-_ELSEWHERE = {"gpus": "gpus-per-node", **dict.fromkeys(EPOCHS, "images"), **dict.fromkeys(OUT, "out")}
+_ELSEWHERE = {"gpus": "gpus-per-node", **dict.fromkeys(OUT, "out")}
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,11 @@ def parse_args(words: Sequence[str], kind: type, prog: str, others: Mapping[str,
             args.put(flag, spelled, values)
     if not len(needed) <= len(free) <= len(metavars):
         raise RequestError(_wrong_count(free, args, prog, metavars))
-    args.named = {each.path[0]: each.annotation(os.path.expanduser(word)) for each, word in zip(positionals, free)}
+    for each, word in zip(positionals, free):
+        try:
+            args.named[each.path[0]] = parse_value(each.annotation, [os.path.expanduser(word)])
+        except FormatError as error:
+            raise RequestError(f"{quote(word)[1:-1]} is {error}") from None
     return args
 
 
@@ -194,6 +198,9 @@ def _unknown_flag(spelled: str, flags: Mapping[str, _Flag], prog: str, others: M
         path = usual.split(".")
         same = [name for name, flag in flags.items() if [*flag.path][-len(path) :] == path and name.startswith("--")]
         meant = meant or sorted(same, key=len)[:1]
+    # As in another trainer the word may be of something that no flag here is called alike.
+    if not meant and "--lr" in flags and (advice := advice_on(spelled)) is not None:
+        return f"{quote(spelled)[1:-1]} is not a flag of {prog}; {advice.text}"
     meant = meant or [flag for flag in flags if flag.startswith(f"{named}.") and ".no-" not in flag]
     meant = meant or [flag for flag in flags if last and flag.rpartition(".")[2] == last]
     owners = [command for command, kind in others.items() if named in _flags_of(kind)]

@@ -133,7 +133,7 @@ def ema_sweep(request: EmaSweepRequest) -> EmaSweepResult:
     folder.check_writable()  # fails now rather than after minutes
     with StopSignals(saves=False) as stop:
         prepared = load_run_images(config, stop)
-        with building_for(kept[-1].path):
+        with building_for(kept[-1].path, folder.path):
             network = build_network(config)
         network = network.to(place).eval()
         n, by, measured = _build_measure(replace(request, n=n), config, prepared, place)

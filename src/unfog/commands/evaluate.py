@@ -41,7 +41,7 @@ def _evaluate(request: EvaluateRequest) -> None:
         print_result("\n".join(found.lines()))
         if request.out is not None:
             request.out.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(request.out, found.to_json())
+            write_atomic(request.out, found.to_json(), request.out.parent)
 
 
 def _of_images(request: EvaluateRequest) -> Evaluation:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
-from unfog.config.aliases import USUAL, current_name
+from unfog.config.aliases import USUAL, advice_on, current_name
 from unfog.config.describe import Description, describe, field_texts, format_value
 from unfog.config.presets import PRESETS
 from unfog.config.requests import ExplainRequest
@@ -18,6 +19,7 @@ from unfog.config.values import format_spec, quote, registry_of
 from unfog.errors import RequestError
 from unfog.reporting.progress import print_result
 from unfog.settings import rules_of
+from unfog.text import manual
 
 _WIDTH = 100
 _INDENT = 14
@@ -38,7 +40,7 @@ def _explain(name: str) -> str:
     RequestError if there is nothing of this name.
     """
     # As a flag, as in TOML or by an old name: people paste what they have before them.
-    wanted = current_name(name.lstrip("-").replace("-", "_"))
+    wanted = current_name(re.sub(r"[- ]", "_", name.lstrip("-")))
     wanted = USUAL.get(wanted, wanted)
     settings = describe(Config)
     if not name:
@@ -46,7 +48,11 @@ def _explain(name: str) -> str:
     found = [each for each in settings if wanted in (flag.replace("-", "_") for flag in each.flags)]
     section = [each for each in settings if each.setting.startswith(f"{wanted}.")]
     blocks = [_explain_setting(each) for each in found] + [_list(wanted, section)] * bool(section)
-    blocks = blocks or list(_explain_parts(name))
+    blocks = blocks or [*_explain_parts(name), *_explain_choices(name)]
+    if not blocks and (advice := advice_on(name)) is not None:
+        lines = [name, "", *textwrap.wrap(advice.text, _WIDTH, initial_indent="  ", subsequent_indent="  "), ""]
+        meant = [each for each in settings if each.setting in advice.settings]
+        blocks = ["\n".join(lines), *map(_explain_setting, meant)]
     if not blocks:
         # The last name alone, such as `warmup`, is tried after whole names and parts, as several sections may have it.
         near = [each for each in settings if each.path[-1] == wanted]
@@ -92,7 +98,7 @@ def _explain_setting(each: Description) -> str:
         "why": rules.why,
         "measured": rules.measured,
         "source": rules.paper,
-        "see": rules.see,
+        "see": manual(rules.see) if rules.see else "",
     }
     lines = [each.setting, "", *textwrap.wrap(each.text, _WIDTH, initial_indent="  ", subsequent_indent="  "), ""]
     lines += [line for label, text in rows.items() if text for line in _row(label, text)]
@@ -151,6 +157,19 @@ def _explain_parts(name: str) -> Iterator[str]:
                     usual = format_value(getattr(part, f.name)) or "nothing"
                     lines += _row(f.name, f"{field_texts(kind).get(f.name, '')} (default: {usual})")
                 yield "\n".join(lines) + "\n"
+
+
+def _explain_choices(name: str) -> Iterator[str]:
+    """Yield what is known of a preset of this name, and of a choice that is a word alone, such as a sampler."""
+    if name in PRESETS:
+        text = inspect.getdoc(PRESETS[name]) or ""
+        yield "\n".join([f"{name}, a choice of --preset", "", *textwrap.indent(text, "  ").splitlines()]) + "\n"
+    for each in describe(Config):
+        if name in each.choices and registry_of(each.annotation) is None:
+            lines = [f"{name}, a choice of --{each.flags[0]}", "", *_row("", each.text), ""]
+            lines += _row("measured", each.rules.measured) if each.rules.measured else []
+            lines += _row("source", each.rules.paper) if each.rules.paper else []
+            yield "\n".join(lines) + "\n"
 
 
 def main(request: ExplainRequest) -> int:

@@ -139,7 +139,7 @@ def main(request: InitRequest) -> int:
     command = shlex.join(["unfog", "train", source, "--config", str(file)])
     try:
         # "x" refuses a file that is there: somebody's settings are not overwritten by a default name.
-        with open_file(file, "xb") as out:
+        with open_file(file, "xb", file.parent) as out:
             out.write(with_version(_settings_text(answers, command)).encode())
     except FileExistsError:
         raise RequestError(f"{file} exists; give another name: unfog init FILE") from None

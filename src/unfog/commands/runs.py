@@ -19,6 +19,9 @@ from unfog.text import sanitize
 _HEAD = ("run", "state", "step", "best", "disk", "age")
 
 
+_NOT_FINISHED = 3  # as of a command that was stopped and has saved
+
+
 def main(request: RunsRequest) -> int:
     """Print the runs, newest last, and return the exit status."""
     try:
@@ -38,7 +41,8 @@ def main(request: RunsRequest) -> int:
         say(f"no runs in {sanitize(str(request.folder))}")
     if not request.json:
         _list_broken(runs, request.folder)
-    return 0
+    done = bool(runs) and all(run.state == "finished" for run in runs)
+    return 0 if done or not request.finished else _NOT_FINISHED
 
 
 def _cells(run: RunStatus) -> tuple[str, ...]:

@@ -164,9 +164,10 @@ def _write_grid(folder: SampleFolder, edit: Edit | None = None, strip: Denoising
         say(f"  grid.png shows the first {_MAX_IN_GRID:,} of {folder.count:,} samples")
     first = folder.first(_MAX_IN_GRID)
     image = _edit_grid(edit, first) if edit else sample_grid(first, folder.classes)
-    save_png(folder.path / "grid.png", with_caption(image, folder.settings) if folder.settings else image)
+    captioned = with_caption(image, folder.settings) if folder.settings else image
+    save_png(folder.path / "grid.png", folder.path, captioned)
     if strip is not None:
-        save_png(folder.path / "strip.png", strip.image())
+        save_png(folder.path / "strip.png", folder.path, strip.image())
     # Last, as a folder that is finished is not gone on with.
     folder.finish()
 

@@ -62,7 +62,7 @@ def main(request: SlurmRequest) -> int:
     """Write the batch file, print its path, and return the exit status."""
     file = request.file or Path(f"{request.run.resolve().name}.sbatch")
     try:
-        with open_file(file, "xb") as batch:  # a batch file that is there may have been edited
+        with open_file(file, "xb", file.parent) as batch:  # a batch file that is there may have been edited
             os.chmod(batch.fileno(), 0o600)
             batch.write(_batch_script(request).encode())
     except FileExistsError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from unfog.errors import RequestError
 
@@ -31,13 +31,15 @@ USUAL = {
     **dict.fromkeys(("image_size", "img_size", "resolution"), "data.size"),
     **dict.fromkeys(("horizontal_flip", "random_flip"), "data.flip"),
     **dict.fromkeys(("learning_rate", "base_lr", "max_lr"), "optimizer.lr"),
-    **dict.fromkeys(("warmup_steps", "lr_warmup_steps", "num_warmup_steps", "warmup"), "optimizer.warmup"),
+    **dict.fromkeys(("warmup_steps", "lr_warmup_steps", "num_warmup_steps", "warmup", "warm_up"), "optimizer.warmup"),
     **dict.fromkeys(("lr_schedule", "lr_scheduler"), "optimizer.schedule"),
     **dict.fromkeys(("weight_decay", "adam_weight_decay"), "optimizer.weight_decay"),
     "betas": "optimizer.betas",
     **dict.fromkeys(("iterations", "max_iters", "max_steps", "num_iterations", "num_steps"), "training.steps"),
     **dict.fromkeys(("max_train_steps", "num_train_steps", "total_steps", "train_steps"), "training.steps"),
-    **dict.fromkeys(("grad_clip", "gradient_clip_val", "max_grad_norm"), "training.clip"),
+    **dict.fromkeys(
+        ("grad_clip", "gradient_clipping", "clip_grad_norm", "gradient_clip_val", "max_grad_norm"), "training.clip"
+    ),
     **dict.fromkeys(("dtype", "mixed_precision"), "training.precision"),
     "gradient_checkpointing": "training.checkpointing",
     "random_seed": "training.seed",
@@ -56,7 +58,7 @@ USUAL = {
 SAMPLING = {
     **dict.fromkeys(("num_images", "num_samples"), "n"),
     **dict.fromkeys(("num_inference_steps", "num_steps", "sampling_steps"), "steps"),
-    **dict.fromkeys(("cfg_scale", "guidance_scale"), "guidance"),
+    **dict.fromkeys(("cfg", "cfg_scale", "guidance_scale"), "guidance"),
     "batch_size": "batch",
     "random_seed": "seed",
     **dict.fromkeys(("class_labels", "classes", "labels"), "label"),
@@ -66,6 +68,84 @@ SAMPLING = {
 OUT = ("output", "output_dir", "out_dir", "run_dir", "save_dir")
 # Usual names of a length that no setting has, as it is given in steps, images or time.
 EPOCHS = ("epochs", "max_epochs", "num_epochs", "num_train_epochs")
+
+
+class Advice(NamedTuple):
+    """Remedy for a word of other trainers or of a tutorial that is no setting."""
+
+    text: str
+    settings: tuple[str, ...] = ()
+    """Settings that are meant."""
+
+
+_PRECISION = Advice("mixed precision is automatic; --precision fp16, bf16 or fp32 chooses it", ("training.precision",))
+_NOISE_LEVELS = Advice(
+    "the number of noise levels belongs to the schedule: --schedule linear:steps=1000; the number of sampling steps is "
+    "--sampler.steps",
+    ("diffusion.schedule", "sampler.steps"),
+)
+_EMA_DECAY = Advice("give --ema fixed:decay_max=0.9999", ("ema",))
+_ACCUMULATION = Advice(
+    "give the whole batch as --batch and what fits into memory as --microbatch; gradients are accumulated in between",
+    ("training.batch", "training.microbatch"),
+)
+_TRACKER = Advice("give --log.sinks wandb, tensorboard, mlflow, comet or trackio", ("log.sinks",))
+_WORKERS = Advice("images are decoded by as many threads as there are cores; no setting is needed", ("data.cache",))
+_MIN_SNR = Advice("give --weighting min-snr:gamma=5", ("diffusion.weighting",))
+_FID = Advice(
+    "measure a run by unfog evaluate RUN --metrics fid, and while it trains by --evaluate.metrics fid",
+    ("evaluate.metrics",),
+)
+_EPOCHS = Advice(
+    "training is counted in images: give --images, which is all images times the epochs, or --steps or --budget",
+    ("training.images", "training.steps", "training.budget"),
+)
+_NAN = Advice(
+    "a step whose loss or gradient is not finite is left out, and after several of them the run goes back to its last "
+    "good weights; unfog doctor RUN says why",
+    ("training.patience", "training.clip"),
+)
+_RESUME = Advice("give unfog resume RUN, which continues from the newest checkpoint")
+_GUIDANCE = Advice(
+    "classifier-free guidance is --guidance when sampling, and --label-dropout when training",
+    ("guidance", "label_dropout"),
+)
+_DROPOUT = Advice(
+    "dropout of the network is a part of its settings, as in --network unet:dropout=0.1; that of the labels is "
+    "--label-dropout",
+    ("network", "label_dropout"),
+)
+
+ADVICE = {
+    **dict.fromkeys(("amp", "use_amp", "autocast", "grad_scaler", "gradscaler", "fp16", "bf16", "half"), _PRECISION),
+    **dict.fromkeys(("timesteps", "t", "num_timesteps", "num_train_timesteps", "diffusion_steps"), _NOISE_LEVELS),
+    **dict.fromkeys(("ema_decay", "ema_rate", "ema_beta"), _EMA_DECAY),
+    **dict.fromkeys(
+        (
+            "gradient_accumulation_steps",
+            "gradient_accumulation",
+            "accumulate_grad_batches",
+            "accumulation",
+            "grad_accum",
+        ),
+        _ACCUMULATION,
+    ),
+    **dict.fromkeys(("wandb", "use_wandb", "tensorboard", "mlflow", "report_to", "log_with", "logger"), _TRACKER),
+    **dict.fromkeys(("num_workers", "workers", "dataloader_num_workers"), _WORKERS),
+    **dict.fromkeys(("min_snr", "min_snr_gamma", "snr_gamma"), _MIN_SNR),
+    **dict.fromkeys(("fid", "calculate_fid", "num_fid_samples"), _FID),
+    **dict.fromkeys(EPOCHS, _EPOCHS),
+    **dict.fromkeys(("nan", "inf", "not_finite"), _NAN),
+    **dict.fromkeys(("resume", "resume_from", "resume_from_checkpoint"), _RESUME),
+    **dict.fromkeys(("cfg", "classifier_free_guidance"), _GUIDANCE),
+    "dropout": _DROPOUT,
+}
+"""Words, in lower case and with "_" between them."""
+
+
+def advice_on(word: str) -> Advice | None:
+    """Return the advice on a word as people write it, such as gradient-accumulation-steps; None without one."""
+    return ADVICE.get(word.lstrip("-").lower().replace("-", "_").replace(" ", "_"))
 
 
 def usual_arguments(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

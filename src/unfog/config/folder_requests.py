@@ -60,6 +60,8 @@ class RunsRequest:
     """Print JSON instead of a table."""
     remove_broken: bool = False
     """Delete the checkpoints that were set aside as broken. They are never read again."""
+    finished: bool = False
+    """Exit with status 3 unless all of them are finished, for job managers. torchrun ends a saved stop with 0."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ class ExportRequest(ExportSettings):
       unfog export runs/photos photos-onnx --format onnx --steps 10
       unfog export runs/photos photos-hub --format diffusers --push-to-hub me/photos
 
-    The folder is loaded again and compared with the run. docs/export.md shows how to load each format.
+    The folder is loaded again and compared with the run. Its README.md shows how to load it.
     """
 
     run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")] = field(kw_only=True)

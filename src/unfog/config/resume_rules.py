@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -124,15 +124,19 @@ def apply_changes(stored: Config, table: Mapping[str, Any]) -> Config:
     return replace(config, sampler=replace(now, grid=usual))
 
 
-def check_changes(old: Config, new: Config, force: bool = False) -> list[str]:
-    """Return a line for each setting that a resume changes. Raise RequestError if a rule forbids a change."""
+def check_changes(old: Config, new: Config, force: bool = False, images: Callable[[], str] = str) -> list[str]:
+    """Return a line for each setting that a resume changes. Raise RequestError if a rule forbids a change.
+
+    `images` returns how the images differ from those of the run, for the message; "" if that is unknown.
+    """
     # What a line shows is printed and recorded, and so must not hold a password.
     lines, (old, new) = [], (old.without_secrets(), new.without_secrets())
     for name, before, now, rules in _differences(old, new):
         if name == "fingerprint":
             if not force:
+                what = f" ({said})" if (said := images()) else ""
                 raise RequestError(
-                    f"the images in {new.source} are not those that this run was trained on; restore them, "
+                    f"the images in {new.source} are not those that this run was trained on{what}; restore them, "
                     "start a new run, or continue with these by "
                     f"--force{_COPIED if str(before).startswith(UNREAD) else ''}"
                 )

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from tyro.conf import Suppress
 
-from unfog.config.aliases import EPOCHS, USUAL, current_name
+from unfog.config.aliases import EPOCHS, USUAL, advice_on, current_name
 from unfog.config.values import suggest
 from unfog.data.settings import Data
 from unfog.diffusion.diffusion import Diffusion
@@ -265,6 +265,8 @@ def nest_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
         # Epochs are no measure here, as schedules count images; said before a close name is guessed.
         if name in EPOCHS:
             raise RequestError(f"{name} is not a setting; give steps, images (all images, times {name}) or budget")
+        if name not in known and name not in SHORT and (advice := advice_on(name)) is not None:
+            raise RequestError(f"{name} is not a setting; {advice.text} (here without the dashes)")
         if name.partition(".")[0] not in known and name not in SHORT:
             close = difflib.get_close_matches(name, USUAL, n=1)  # not all of them, in a list of what there is
             raise RequestError(f"unknown setting {name}{suggest(name, [*known, *SHORT, *close])}")

@@ -16,7 +16,7 @@ from typing import Any
 
 from unfog.config.schema import LENGTH, Config
 from unfog.config.toml import update
-from unfog.config.values import quote
+from unfog.config.values import FormatError, parse_path, quote
 from unfog.data.decode import parse_colour
 from unfog.data.settings import LABELS
 from unfog.data.sources.base import LabelTable
@@ -217,6 +217,14 @@ def path_text(value: object, name: str) -> str:
     if not isinstance(text, str):
         raise RequestError(f"{name} = {quote(value)} is not a path; give a string or a pathlib.Path")
     return os.path.expanduser(text)
+
+
+def folder_path(value: object, name: str) -> Path:
+    """Return the path of a folder or file on a disk. Raise RequestError if `value` is no path, or an address."""
+    try:
+        return parse_path(path_text(value, name))
+    except FormatError as error:
+        raise RequestError(f"{name} = {quote(value)} is {error}") from None
 
 
 def check_out(out: Path, source: str = "", what: str = "a run folder", argument: str = "--out") -> None:

@@ -40,6 +40,7 @@ _NUMBER = re.compile(
 )
 # 10k, 1.5k, 2M; m might be thousandths.
 _THOUSANDS = re.compile(r"([+-]?[0-9]{1,15}(?:\.[0-9]{1,6})?)([kKM])")
+_ADDRESS = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")
 _LONGEST = 60  # characters of a value that a message repeats
 # What TOML, and so config.toml, can hold.
 MAX_INT = 2**63 - 1
@@ -62,7 +63,7 @@ def quote(value: object) -> str:
 
 def suggest(word: object, known: Iterable[str]) -> str:
     """Return "; did you mean 'x'?" or, if nothing is similar, the list of all that is known."""
-    known = sorted(known)
+    known = sorted(set(known))
     # Shortened, as the comparison takes the square of the length.
     close = difflib.get_close_matches(str(word)[:_LONGEST], known, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; give one of {', '.join(known)}"
@@ -128,7 +129,14 @@ def parse_value(annotation: Any, words: Sequence[str]) -> Any:
         if not _NUMBER.fullmatch(word.strip()):
             raise FormatError("not a number; write it as 0.001 or 1e-3")
         return float(word)
-    return Path(os.path.expanduser(word)) if annotation is Path else annotation(word)  # --out=~/x, as shells leave it
+    return parse_path(word) if annotation is Path else annotation(word)
+
+
+def parse_path(text: str) -> Path:
+    """Return a path, with ~ expanded, as shells leave it in --out=~/x. Raise FormatError for an address."""
+    if _ADDRESS.match(text):  # which Path would take for folders, such as `s3:/bucket`
+        raise FormatError("an address and not a path on a disk; mount the bucket, and give the folder")
+    return Path(os.path.expanduser(text))
 
 
 def _whole(word: str) -> int:

@@ -29,7 +29,7 @@ from unfog.data.scan import Scan
 from unfog.data.settings import Data
 from unfog.errors import RequestError, RunError
 from unfog.locks import LOCK
-from unfog.safe_files import read_file, remove, remove_tree, write_atomic
+from unfog.safe_files import LARGEST_TEXT, read_file, remove, remove_tree, write_atomic
 
 _WAIT = 0.2  # seconds between two looks at what another process is decoding
 _ABANDONED_SECONDS = 7 * 24 * 3600
@@ -52,7 +52,7 @@ def load(key: str) -> Pack | None:
     with suppress(OSError, RequestError, LookupError, RecursionError, TypeError, ValueError):
         if Pack.is_at(folder / key):
             return _open(folder / key)
-        see = json.loads(read_file(folder / f"{key}.json"))["see"]
+        see = json.loads(read_file(folder / f"{key}.json", folder, LARGEST_TEXT))["see"]
         # A bare name, so that the file cannot lead out of the cache folder.
         if re.fullmatch(r"\w+", see) and Pack.is_at(folder / see):
             return _open(folder / see)
@@ -78,7 +78,7 @@ def make(scan: Scan, key: str, progress: Progress | None = None) -> Pack:
     now, _ = scan.source.stamp()
     if now != scan.stamp:
         # The source changed meanwhile, so the pack is of no single state of it: this process uses it, no other does.
-        remove_tree(folder / key)  # mapped files stay for as long as they are mapped
+        remove_tree(folder / key, folder)  # mapped files stay for as long as they are mapped
         return pack
     resolved = entry_key(scan, pack.resolve_settings(scan.settings))
     if resolved != key:
@@ -107,7 +107,7 @@ def _write_or_wait(scan: Scan, folder: Path, key: str, remedy: str, progress: Pr
 
 def _redirect(path: Path, key: str) -> None:
     # Processes that waited for the same entry write the same redirection at the same time.
-    write_atomic(path, json.dumps({"see": key}).encode(), shared=True)
+    write_atomic(path, json.dumps({"see": key}).encode(), path.parent, shared=True)
 
 
 def _remove_damaged(key: str) -> None:
@@ -115,7 +115,7 @@ def _remove_damaged(key: str) -> None:
     if Pack.is_at(folder):
         with suppress(OSError, BusyError), locked(folder):
             if Pack.is_at(folder) and load(key) is None:  # still, as another process may have made it anew
-                remove_tree(folder)
+                remove_tree(folder, cache_folder())
 
 
 def free_bytes() -> int | None:
@@ -143,11 +143,11 @@ def remove_stale_entries(folder: Path) -> None:
         for path in list(folder.iterdir()):
             with suppress(OSError, BusyError):
                 if re.fullmatch(r"(array-[0-9a-f]{32}(\.npz)?\.|images-)[0-9-]+\.partial", path.name) and _is_old(path):
-                    remove(path)
+                    remove(path, folder)
                 elif _is_abandoned(path):
                     with locked(path):
                         if _is_abandoned(path):  # still, now that no other process can go on with it
-                            remove_tree(path)
+                            remove_tree(path, folder)
 
 
 def _is_abandoned(path: Path) -> bool:

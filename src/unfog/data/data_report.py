@@ -34,6 +34,14 @@ ACTIONS = {
     "grey_to_rgb": "made RGB from grey",
 }
 
+# Kinds of what is left out of a folder or archive, beside files that are no images -> one of it, and several.
+OWN, RUN, SECOND_NAME = "made by Unfog", "a run's folder", "a second name of a folder"
+LEFT_OUT = {
+    OWN: ("picture made by Unfog", "pictures made by Unfog"),
+    RUN: ("folder of a run", "folders of runs"),
+    SECOND_NAME: ("second name of a folder", "second names of folders"),
+}
+
 # Those of ACTIONS that nearly every image needs; any other is worth a look.
 COMMON_ACTIONS = frozenset(["resized", "upscaled", "cropped"])
 
@@ -74,7 +82,7 @@ class DataReport:
     image was decoded yet."""
     skipped: tuple[SkippedFile, ...] = ()
     ignored: Mapping[str, int] = field(default_factory=dict)
-    """Number of files that are no images, by suffix, or "hidden" or "without suffix"."""
+    """Number of files that are no images, by suffix, "hidden" or "without suffix"; and of what else is in LEFT_OUT."""
     known_counts: tuple[int, ...] = ()
     """`counts`, where it is known already."""
     read: bool = True
@@ -137,7 +145,10 @@ class DataReport:
             parts.append(f"{self.held_out:,} held out")
         if self.skipped:
             parts.append(f"{len(self.skipped):,} skipped ({self._skipped_by_reason()})")
-        if ignored := sum(self.ignored.values()):
+        left_out = {kind: count for kind in LEFT_OUT if (count := self.ignored.get(kind, 0))}
+        if left_out:
+            parts.append(f"left out: {', '.join(f'{n:,} {LEFT_OUT[kind][n != 1]}' for kind, n in left_out.items())}")
+        if ignored := sum(self.ignored.values()) - sum(left_out.values()):
             parts.append(f"{ignored:,} other file{'s' * (ignored != 1)} ignored")
         return "; ".join(parts)
 

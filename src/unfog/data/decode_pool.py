@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from unfog.cores import thread_pool, usable_cores
 from unfog.data.decode import ImageInfo, decode
-from unfog.data.sources.base import ImageError, ShardReadError, Source, TransientImageError
+from unfog.data.sources.base import ImageError, MissingImageError, ShardReadError, Source, TransientImageError
+from unfog.data.sources.image_files import image_error
 from unfog.errors import RunError
 from unfog.text import sanitize
 
@@ -34,6 +35,7 @@ _TRIES = 5  # attempts at an image that cannot be read now
 _FIRST_PAUSE = 1.0
 _PATIENCE = 60.0  # seconds after which there is no further attempt, as each may take long where nothing answers
 
+_PROBED = 8  # other images that are tried before a source counts as out of reach
 _REMOTE_THREADS = 16
 _MAX_THREADS = 32
 _MAX_TASK = 64  # images a task: enough to make the pool's own cost small, few enough to report progress
@@ -135,7 +137,7 @@ def decode_all(
         while pending:
             begin, out, futures = pending.popleft()
             for future in futures:
-                for outcome in future.result():
+                for outcome in source.outage.result(future):
                     statistics.add(outcome)
                 if progress:
                     progress(statistics.done, n)
@@ -156,17 +158,32 @@ def decode_with_retries(
 ) -> tuple[NDArray[np.uint8], ImageInfo]:
     """Decode image i of a source, with retries while it cannot be read, until `stopping` is set.
 
+    While no image of the source can be reached, it waits. An image is missing only if the source was in reach both
+    before and after the attempt to read it.
+
     `on_failure` is called with the reason once the retries are used up on an image in a remote shard.
 
     Raises:
         ImageError: the image cannot be decoded; FailedShardError if its shard has failed.
-        RunError: it still cannot be read. It is not skipped: an hour without network would silently shrink the set.
+        RunError: it, or the source, still cannot be read. It is not skipped: an hour without network would silently
+            shrink the set.
     """
-    began, stopping = time.monotonic(), stopping or threading.Event()
-    for attempt in range(1, _TRIES + 1):
+    began, stopping, attempt, looked = time.monotonic(), stopping or threading.Event(), 0, False
+    while True:
         try:
-            return decode(partial(source.open, i), format.size, format.channels, format.background)
-        except TransientImageError as error:
+            decoded = decode(partial(source.open, i), format.size, format.channels, format.background)
+        except (TransientImageError, MissingImageError) as error:
+            if reason := _outage_reason(source, i, error):
+                looked = False
+                source.outage.wait(source.name, reason, began, stopping)
+                continue
+            source.outage.end()
+            if isinstance(error, MissingImageError):
+                if looked:  # the source was in reach before and after this attempt
+                    raise
+                looked = True
+                continue
+            attempt += 1
             pause = _FIRST_PAUSE * 2 ** (attempt - 1) * random.SystemRandom().uniform(1, 1.5)
             if attempt < _TRIES and time.monotonic() - began < _PATIENCE and not stopping.wait(pause):
                 continue
@@ -176,7 +193,35 @@ def decode_with_retries(
                 f"{sanitize(source.names[i])} of {sanitize(source.name)}: {error}, also after {attempt} "
                 "tries; once it can be read, use `unfog resume` or repeat the command"
             ) from error
-    raise AssertionError
+        except ImageError:  # damaged, so it was read
+            source.outage.end()
+            raise
+        source.outage.end()
+        source.outage.last_read = i
+        return decoded
+
+
+def _outage_reason(source: Source, i: int, error: ImageError) -> str:
+    """Return why the whole source is out of reach after an image could not be read; "" if others can be read."""
+    if source.remote or source.outage.last_read is None:  # never in reach, or judged by its shards
+        return ""
+    if reason := source.folder_problem(i):
+        return reason
+    n = len(source.names)
+    others = [source.outage.last_read, *random.SystemRandom().sample(range(n), min(n, _PROBED))]
+    for other in (other for other in others if other != i):
+        if _is_reachable(source, other):
+            return ""
+    return f"neither {source.names[i]} ({error}) nor others can be read"
+
+
+def _is_reachable(source: Source, i: int) -> bool:
+    """Return True if the file of an image can be opened, whatever is in it."""
+    try:
+        source.open(i).close()
+    except Exception as error:  # decoders raise almost anything on damaged files
+        return not isinstance(image_error(error), TransientImageError | MissingImageError)
+    return True
 
 
 def _decode_into(

@@ -17,10 +17,18 @@ from unfog.cores import thread_pool
 from unfog.data.data_report import SkippedFile
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.decode_pool import PixelFormat, decode_with_retries, thread_count
+from unfog.data.outages import Outage
 from unfog.data.permutation import epoch_keys, permute
 from unfog.data.scan import COLOURS_SAMPLED, Scan
 from unfog.data.settings import UNREAD
-from unfog.data.sources.base import FailedShardError, ImageError, LazyNames, ShardFailures, Source
+from unfog.data.sources.base import (
+    FailedShardError,
+    ImageError,
+    LazyNames,
+    MissingImageError,
+    ShardFailures,
+    Source,
+)
 from unfog.errors import RunError
 from unfog.text import sanitize
 
@@ -47,12 +55,17 @@ class LazyPixels:
         self.source, self._index, self._format = source, index, format
         self.shape = (count, format.channels, format.size, format.size)
         self.remote_shards: ShardFailures | None = source.remote_shards
-        self.skipped: list[SkippedFile] = []
-        """Images that could not be decoded so far, in the order in which they were met."""
-        self._bad: set[int] = set()  # their rows
+        self._bad: dict[int, SkippedFile] = {}  # by row
+        self._missing: set[int] = set()  # those of `_bad` whose files were missing
+        self._outages = 0  # number of outages after which these were tried again
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._closed = threading.Event()
+
+    @property
+    def skipped(self) -> list[SkippedFile]:
+        """Images that could not be decoded so far, in the order in which they were met."""
+        return list(self._bad.values())
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -87,7 +100,8 @@ class LazyPixels:
             warnings.filterwarnings("ignore", module=r"PIL\.")
         out, used = np.empty((len(rows), *self.shape[1:]), np.uint8), rows.copy()
         parts = [slice(i, i + _TASK) for i in range(0, len(rows), _TASK)]
-        return PendingDecode(out, used, [self._pool.submit(self._decode, used[part], out[part]) for part in parts])
+        tasks = [self._pool.submit(self._decode, used[part], out[part]) for part in parts]
+        return PendingDecode(out, used, tasks, self.source.outage)
 
     def is_decodable(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return False for those of these rows [B] that are known, so far, to be undecodable."""
@@ -110,6 +124,7 @@ class LazyPixels:
         reason, jumps = "", 0
         # Where shards fail, replacements are random and may meet an image twice, so a small set needs more tries.
         tries = min(_IN_A_ROW, len(self)) if self.remote_shards is None else _IN_A_ROW
+        self._readmit()
         for _ in range(tries):
             if row not in self._bad:
                 index = int(self._index(np.array([row]))[0])
@@ -124,16 +139,31 @@ class LazyPixels:
                     continue
                 except ImageError as error:
                     reason = str(error)
-                    with self._lock:
-                        if row not in self._bad:
-                            self._bad = self._bad | {row}  # a new set, as other threads read the old one unlocked
-                            self.skipped.append(SkippedFile(self.source.names[index], reason))
+                    self._skip(row, index, error)
             row = (row + 1) % len(self)
         raise RunError(
             f"{tries} images in a row in {sanitize(self.source.name)} cannot be "
             f"decoded{f' (the last: {reason})' if reason else ''}; check that it still exists, then use "
             "`unfog resume`"
         )
+
+    def _skip(self, row: int, index: int, error: ImageError) -> None:
+        with self._lock:
+            if row not in self._bad:
+                # A new dictionary, as other threads read the old one unlocked.
+                self._bad = {**self._bad, row: SkippedFile(self.source.names[index], str(error))}
+                if isinstance(error, MissingImageError):
+                    self._missing.add(row)
+
+    def _readmit(self) -> None:
+        """Try missing images again after an outage: they may have been counted as missing within it."""
+        ended = self.source.outage.ended
+        if ended == self._outages:
+            return
+        with self._lock:
+            self._outages = ended
+            self._bad = {row: file for row, file in self._bad.items() if row not in self._missing}
+            self._missing.clear()
 
     def _decode_image(self, index: int) -> NDArray[np.uint8]:
         decode = partial(decode_with_retries, self.source, index, self._format, self._closed)
@@ -154,19 +184,26 @@ class LazyPixels:
 class PendingDecode:
     """A batch of images that threads are decoding; see `LazyPixels.start_decoding`."""
 
-    def __init__(self, out: NDArray[np.uint8], used: NDArray[np.int64], tasks: list[Future[None]]) -> None:
-        self._out, self._used, self._tasks = out, used, tasks
+    def __init__(
+        self, out: NDArray[np.uint8], used: NDArray[np.int64], tasks: list[Future[None]], outage: Outage
+    ) -> None:
+        self._out, self._used, self._tasks, self._outage = out, used, tasks, outage
 
     def result(self) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         """Wait for the images. Return (images [B, C, size, size], their rows [B]), or raise what decoding raised."""
         for task in self._tasks:
-            task.result()
+            self._outage.result(task)
         return self._out, self._used
 
     def cancel(self) -> None:
         """Cancel the images that are not being decoded yet."""
         for task in self._tasks:
             task.cancel()
+
+
+def outage_of(images: ImageSet) -> Outage | None:
+    """Return the outage of the source that these images are read from while training, if they are."""
+    return images.pixels.source.outage if isinstance(images.pixels, LazyPixels) else None
 
 
 def remote_shards_of(images: ImageSet) -> ShardFailures | None:

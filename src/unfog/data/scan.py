@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from unfog.data.data_report import DataReport, SkippedFile
 from unfog.data.decode import parse_colour
 from unfog.data.decode_pool import DecodeStatistics, PixelFormat, decode_with_retries
 from unfog.data.settings import Data
-from unfog.data.sources.base import ImageError, Source, TransientImageError
+from unfog.data.sources.base import ImageError, MissingImageError, Source, TransientImageError
 from unfog.data.sources.image_files import ARCHIVE_GONE, CHANGED, GONE, image_error
 from unfog.data.sources.label_tables import strip_shard
 from unfog.data.sources.labels import apply_label_table, labels_setting, read_labels
@@ -66,12 +67,9 @@ class Scan:
         settings = source.fill_settings(settings)
         warnings: list[str] = []
         source = apply_label_table(source, settings.labels, warnings.append)
-        classes, labels = read_labels(source, settings.labels)
-        if labels is not None and not 0 <= labels.min() <= labels.max() < len(classes):
-            raise RequestError(
-                f"{sanitize(source.name)} has a label that is none of its {len(classes):,} classes: it is damaged; "
-                "make it again from the originals"
-            )
+        if source.second_names:
+            warnings.append(_describe_second_names(source.second_names))
+        classes, labels = read_labels(source, settings.labels, warnings.append)
         stamp, file_bytes = source.stamp()
         return cls(
             *(source, settings, classes, labels, stamp, file_bytes, settings.size, settings.channels),
@@ -162,6 +160,14 @@ class Scan:
         )
 
 
+def _describe_second_names(names: Mapping[str, str]) -> str:
+    some = ", ".join(f"{sanitize(second)} is {sanitize(first)}" for second, first in list(names.items())[:3])
+    return (
+        f"{len(names):,} folder{'s are second names' * (len(names) > 1) or ' is a second name'} of another, whose "
+        f"images count once: {some}{', …' * (len(names) > 3)}; copy a folder that is to count twice"
+    )
+
+
 def _names_to_hash(names: Sequence[str]) -> Sequence[str]:
     """Strip from the names their shards and the folders that all share, unless two names would become equal."""
     # So a folder, an archive of it and an archive of its content hold out the same images.
@@ -203,9 +209,11 @@ def _sampled_sizes(source: Source, without: Sequence[str] = ()) -> list[tuple[in
             continue
         try:
             sizes.append(_read_size(partial(source.open, i)))
-        except TransientImageError:  # retried, as a sample without it could give another size
-            _, info = decode_with_retries(source, i, PixelFormat(8, 3, (0, 0, 0)))
-            sizes.append((info.width, info.height))
+            source.outage.last_read = i
+        except (TransientImageError, MissingImageError):  # retried, as a sample without it could give another size
+            with suppress(ImageError):
+                _, info = decode_with_retries(source, i, PixelFormat(8, 3, (0, 0, 0)))
+                sizes.append((info.width, info.height))
         except ImageError:
             continue
     return sizes

@@ -47,7 +47,7 @@ class Data:
         common=True,
         measured="3% of a step of `tiny`; 1% of the samples show it, 30% where the network is not told",
         paper="Karras et al. 2022, appendix F",
-        see="benchmarks/LEDGER.md",
+        see="docs/guide.md",
     )
     """Chance of each flip, turn, zoom, stretch, shift. Samples show none. 0.15 for few images."""
     upright: float = setting(

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from unfog.cache_folder import cache_folder
 from unfog.device_copies import to_device
 from unfog.errors import RequestError
+from unfog.text import manual
 
 INCEPTION_FILE = "inception-2015-12-05.pt"
 # The network of Heusel et al. 2017, converted from TensorFlow's inception-2015-12-05.tgz: RGB [N, 3, 299, 299] in
@@ -97,8 +98,8 @@ def load_inception(device: torch.device) -> _TorchScriptNetwork:
     path = inception_path()
     if not path.is_file():
         raise RequestError(
-            f"features = inception needs {path}, which is not there; put {INCEPTION_FILE} there (docs/metrics.md says "
-            "where it comes from), name it by UNFOG_INCEPTION, or use --features texture"
+            f"features = inception needs {path}, which is not there; put {INCEPTION_FILE} there, name it by "
+            f"UNFOG_INCEPTION, or use --features texture; {manual('docs/metrics.md')} has the three lines that fetch it"
         )
     content = _read(path)
     if (found := hashlib.sha256(content).hexdigest()) != _INCEPTION_SHA256:

@@ -208,7 +208,7 @@ def compute_statistics(x: Tensor, features: Features, cache_key: str) -> Feature
     folder = _features_folder(cache_key, len(x), features)
     path = folder / "statistics.safetensors"
     with suppress(OSError, SafetensorError, KeyError):
-        kept = load_file(regular_file(path))
+        kept = load_file(regular_file(path, cache_folder()))
         mean, covariance = kept["mean"], kept["covariance"]
         if mean.shape == (x.shape[1],) and covariance.shape == (x.shape[1], x.shape[1]):
             return FeatureStatistics(len(x), mean.to(x.device), covariance.to(x.device))
@@ -227,7 +227,7 @@ def _features_folder(cache_key: str, count: int, features: Features) -> Path:
 
 def delete_features(cache_key: str, count: int, features: Features) -> None:
     """Delete the cached features of these images; no process may still be reading them."""
-    remove_tree(_features_folder(cache_key, count, features))
+    remove_tree(_features_folder(cache_key, count, features), cache_folder())
 
 
 def _compute(pixels: PixelSource, features: Features, first: int) -> Tensor:
@@ -250,7 +250,7 @@ def _chunk(folder: Path, first: int) -> Path:
 def _load(folder: Path, first: int, count: int) -> Tensor | None:
     """Load the cached chunk that starts at image `first` of `count`; None if it is missing or damaged."""
     with suppress(OSError, SafetensorError, KeyError):
-        x: Tensor = load_file(regular_file(_chunk(folder, first)))["features"]
+        x: Tensor = load_file(regular_file(_chunk(folder, first), cache_folder()))["features"]
         whole = len(x) == min(CHUNK, count - first)
         if x.dtype == torch.float32 and x.ndim == 2 and whole and bool(x.isfinite().all()):
             return x
@@ -278,4 +278,5 @@ def _keep(folder: Path, first: int, chunk: Tensor, features: Features, must: boo
 
 def _write(path: Path, tensors: dict[str, Tensor], features: Features) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, save(tensors, {"features": features.name, "resize": features.resize}), shared=True)
+    data = save(tensors, {"features": features.name, "resize": features.resize})
+    write_atomic(path, data, cache_folder(), shared=True)

@@ -63,7 +63,7 @@ class DiffusersFolder(NamedTuple):
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(read_file(path, _LARGEST_JSON, follow=True))
+        value = json.loads(read_file(path, path.parent, _LARGEST_JSON, follow=True))
         if not isinstance(value, dict):
             raise ValueError("not a JSON object")
     except (OSError, ValueError, RecursionError) as error:

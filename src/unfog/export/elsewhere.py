@@ -79,12 +79,14 @@ def _read(path: Path) -> Weights:
     """Return the tensors of a file. Of a checkpoint of denoising-diffusion-pytorch, those of its EMA."""
     try:
         if path.suffix == ".safetensors":
-            loaded: dict[str, Tensor] = load_file(regular_file(path, follow=True))
+            loaded: dict[str, Tensor] = load_file(regular_file(path, path.parent, follow=True))
             return loaded
-        if not zipfile.is_zipfile(regular_file(path, follow=True)):
+        if not zipfile.is_zipfile(regular_file(path, path.parent, follow=True)):
             raise RequestError(f"{path} is a pickle of torch before 1.6; load it there and save it again")
         # Only tensors and plain containers are made; anything else in the file is an error, and nothing of it runs.
-        stored = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        stored = torch.load(
+            regular_file(path, path.parent, follow=True), map_location="cpu", weights_only=True, mmap=True
+        )
     except RequestError:
         raise
     except Exception as error:  # a damaged file raises any kind, and a forbidden one an error of the pickle module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from unfog.errors import RequestError
-from unfog.safe_files import new_file, regular_file
+from unfog.safe_files import new_file, regular_file, write_atomic
 
 _Graph = Callable[..., Tensor]
 
@@ -66,13 +67,19 @@ def write_graph(network: nn.Module, inputs: dict[str, Tensor], output: str, path
             reason = " ".join(str(error).split())[:300]
             raise RequestError(f"torch.export cannot trace this network: {type(error).__name__}: {reason}") from error
         if path.suffix == ".pt2":
-            torch.export.save(program, new_file(path))
+            content = io.BytesIO()
+            torch.export.save(program, content)  # not to the file: torch ends the process where the disk is full
+            write_atomic(path, content.getbuffer(), path.parent)
             # The file, and not the program in memory: what was written is what is compared with the run.
-            graph: _Graph = torch.export.load(regular_file(path)).module()
+            graph: _Graph = torch.export.load(regular_file(path, path.parent)).module()
             return graph
         made = torch.onnx.export(program, dynamo=True, input_names=list(inputs), output_names=[output], verbose=False)
         assert made is not None
-        made.save(str(new_file(path)))
+        try:
+            made.save(str(new_file(path, path.parent)))
+        except OSError as error:  # which names no file
+            size = sum(tensor.nbytes for tensor in network.state_dict().values()) / 1e6
+            raise OSError(error.errno, f"{error.strerror}: its weights take {size:,.1f} MB", str(path)) from error
     return _load_onnx(path, list(inputs))
 
 
@@ -80,7 +87,7 @@ def _load_onnx(path: Path, names: Sequence[str]) -> _Graph:
     import onnxruntime
 
     # On the CPU, wherever the run was sampled, so that the comparison needs no other build of the runtime.
-    session = onnxruntime.InferenceSession(str(regular_file(path)), providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(str(regular_file(path, path.parent)), providers=["CPUExecutionProvider"])
 
     def graph(*inputs: Tensor) -> Tensor:
         return torch.from_numpy(session.run(None, {name: x.numpy() for name, x in zip(names, inputs)})[0])

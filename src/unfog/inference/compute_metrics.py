@@ -104,7 +104,7 @@ def _search_copies(
     """Search for copies of training images by pixels and by features, and save images of the nearest pairs."""
     dataset, some = setup.dataset, samples[0:DRAWN].transpose(0, 2, 3, 1)
     make_folder(out, out.parents[1])  # RUN/evaluations/NAME
-    save_png(out / "drawn.png", sample_grid(some[:64], ()))
+    save_png(out / "drawn.png", out.parents[1], sample_grid(some[:64], ()))
     if len(dataset.train) < FEWEST:
         return []
     with Progress("searching copies", len(dataset.train)) as progress:
@@ -125,7 +125,7 @@ def _save_search(by: str, finding: Finding, out: Path) -> dict[str, Any]:
     name = f"nearest-{by.replace(' ', '-')}.png"
     picture = finding.figures[0].image
     assert picture is not None, "the first figure shows the pairs"
-    save_png(out / name, picture)
+    save_png(out / name, out.parents[1], picture)
     return {
         "by": by,
         "severity": finding.severity,

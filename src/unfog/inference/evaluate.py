@@ -31,7 +31,7 @@ from unfog.planning.sampling_cost import cost_per_sample
 from unfog.process.signals import StopSignals
 from unfog.reporting.image_grids import Pixels
 from unfog.reporting.progress import Progress, format_bytes, format_duration, plural, say
-from unfog.text import sanitize
+from unfog.text import manual, sanitize
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.distributed.world import World, init_world
 
@@ -108,7 +108,7 @@ def open_request_features(request: EvaluationRequest, device: torch.device) -> F
         return open_features(request.features or "inception", device)
     say(
         f"comparing texture statistics: the Inception network of published figures is not in {inception_path()}. "
-        "docs/metrics.md says where to get it; --features takes another network"
+        f"{manual('docs/metrics.md')} says where to get it; --features takes another network"
     )
     return open_features("texture", device)
 

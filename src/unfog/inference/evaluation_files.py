@@ -24,7 +24,7 @@ from unfog.pipeline.generate import GenerationSettings
 from unfog.reporting.image_grids import Pixels
 from unfog.reporting.notebook import preformatted
 from unfog.reporting.progress import align_columns
-from unfog.safe_files import make_folder, read_file, regular_file, write_atomic
+from unfog.safe_files import LARGEST_TEXT, make_folder, read_file, regular_file, write_atomic
 from unfog.text import without_secrets
 from unfog.training.distributed.world import World
 
@@ -113,7 +113,7 @@ class Evaluation:
     def read(cls, path: Path) -> Evaluation | None:
         """Return what `write` stored; None if the file is missing, damaged or of another format."""
         with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-            stored = json.loads(read_file(path))
+            stored = json.loads(read_file(path, path.parent.parent, LARGEST_TEXT))
             if stored.pop("format") == FORMAT:
                 measured = [MetricResult(**one) for one in stored.pop("measured")]
                 return cls(measured=measured, **stored)

@@ -31,7 +31,7 @@ from unfog.pipeline.latents import open_run_autoencoder
 from unfog.process.hub import Repository
 from unfog.reporting.image_grids import Pixels, save_png
 from unfog.reporting.progress import say
-from unfog.safe_files import copy_into, write_atomic
+from unfog.safe_files import copy_into, regular_file, write_atomic
 from unfog.text import sanitize
 
 _DESCRIPTION, _WEIGHTS, SOURCE = "model.json", "model.safetensors", "network.py"
@@ -130,13 +130,13 @@ def _write_card(job: _Export, settings: ExportSettings) -> None:
     """Write the model card, the grid that it shows, and the code that it calls."""
     run, model = job.run, job.description
     if (code := sample_file(settings.format)) is not None:
-        write_atomic(job.folder / "sample.py", code)
+        write_atomic(job.folder / "sample.py", code, job.folder)
     pixels, caption = _card_grid(job)
-    save_png(job.folder / GRID, pixels)
+    save_png(job.folder / GRID, job.folder, pixels)
     custom = (job.folder / "pipeline.py").exists()
     use = usage(settings.format, settings.push_to_hub, model, custom)
     card = model_card(run, CardSettings(settings.format, settings.push_to_hub, settings.license, caption, use))
-    write_atomic(job.folder / "README.md", card.encode())
+    write_atomic(job.folder / "README.md", card.encode(), job.folder)
 
 
 def _card_grid(job: _Export) -> tuple[Pixels, str]:
@@ -169,20 +169,21 @@ def _check(run: LoadedRun, sampler: Sampler, kind: str) -> None:
 
 def _write_safetensors(job: _Export) -> float:
     _write_description(job)
-    save_weights(plain_weights(job.network), job.folder / _WEIGHTS, job.folder / _DESCRIPTION)
-    write_atomic(job.folder / SOURCE, _network_source(job.run).encode())
+    save_weights(plain_weights(job.network), job.folder / _WEIGHTS)
+    write_atomic(job.folder / SOURCE, _network_source(job.run).encode(), job.folder)
     if job.run.config.uses_latents:
         described = AutoencoderFolder.open(job.run.config.autoencoder_folder)
-        copy_into([described.folder / CONFIG, described.weights], job.folder / "autoencoder")
+        copy_into([described.folder / CONFIG, described.weights], job.folder / "autoencoder", job.folder)
     model, settings = job.description, job.run.config.network
     assert settings is not None  # a run's is settled
     rebuilt = build_model(settings, model["input"][0], len(model["classes"]), 0, model["out_channels"])
-    rebuilt.load_state_dict(load_file(job.folder / _WEIGHTS))
+    rebuilt.load_state_dict(load_file(regular_file(job.folder / _WEIGHTS, job.folder)))
     return _relative_difference(job.network, rebuilt.eval(), _example_inputs(model))
 
 
 def _write_description(job: _Export) -> None:
-    write_atomic(job.folder / _DESCRIPTION, f"{json.dumps(job.description, indent=1)}\n".encode())
+    text = f"{json.dumps(job.description, indent=1)}\n"
+    write_atomic(job.folder / _DESCRIPTION, text.encode(), job.folder)
 
 
 def _network_source(run: LoadedRun) -> str:

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from unfog.config.schema import Config
@@ -31,7 +31,7 @@ from unfog.models.autoencoder_settings import OURS, AutoencoderFolder
 from unfog.models.settings import UNet
 from unfog.pipeline.generate import GenerationSettings, conditional_denoiser, without_pixel_clipping
 from unfog.pipeline.latents import latent_decoder, open_run_autoencoder
-from unfog.safe_files import copy_into, new_file, write_atomic
+from unfog.safe_files import copy_into, write_atomic
 
 _DIFFUSERS = "0.35.0"  # the oldest version that reads these files
 _WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -93,14 +93,15 @@ def write_pipeline(run: LoadedRun, network: nn.Module, sampler: Sampler, folder:
     index["unet"] = _write_network(run, network, folder / "unet")
     _write_json(folder / "scheduler", "scheduler_config.json", scheduler.kind, scheduler.settings)
     if scheduler.kind == "LevelsScheduler":
-        write_atomic(folder / "scheduler/levels_scheduler.py", package_file("unfog.export.levels_scheduler"))
+        code = package_file("unfog.export.levels_scheduler")
+        write_atomic(folder / "scheduler/levels_scheduler.py", code, folder)
     if stock:
         index["_class_name"] = "DDPMPipeline"  # it takes any scheduler
     else:
         index |= {"_class_name": ["pipeline", "UnfogPipeline"], "objective": describe_objective(config, sampler)}
         index["vae"] = _write_autoencoder(config, folder / "vae") if config.uses_latents else [None, None]
-        write_atomic(folder / "pipeline.py", package_file("unfog.export.diffusers_pipeline"))
-    write_atomic(folder / "model_index.json", _json(index))
+        write_atomic(folder / "pipeline.py", package_file("unfog.export.diffusers_pipeline"), folder)
+    write_atomic(folder / "model_index.json", _json(index), folder)
     return _difference(run, network, sampler, folder, stock)
 
 
@@ -122,7 +123,7 @@ def _write_network(run: LoadedRun, network: nn.Module, folder: Path) -> list[str
     described = {"settings": asdict(settings), "in_channels": channels, "out_channels": out, "sample_size": side}
     _write_model(folder, "UnfogNetwork", described | {"num_classes": classes}, _prefixed(weights))
     file = f"unfog_{settings.kind.replace('-', '_')}"
-    write_atomic(folder / f"{file}.py", (source + _MODEL.format(name=name)).encode())
+    write_atomic(folder / f"{file}.py", (source + _MODEL.format(name=name)).encode(), folder)
     return [file, "UnfogNetwork"]
 
 
@@ -130,14 +131,14 @@ def _write_autoencoder(config: Config, folder: Path) -> list[str]:
     """Write the autoencoder of a run, and return its module and class."""
     described = AutoencoderFolder.open(config.autoencoder_folder)
     if described.kind != OURS:
-        copy_into([described.folder / "config.json", described.weights], folder)
+        copy_into([described.folder / "config.json", described.weights], folder, folder.parent)
         return ["diffusers", described.kind]
     autoencoder: Any = open_run_autoencoder(config, torch.device("cpu"))
     settings = {"settings": asdict(autoencoder.settings), "image_channels": autoencoder.image_channels}
     _write_model(folder, "UnfogAutoencoder", settings, _prefixed(autoencoder.state_dict()))
     names = ["unfog.models.layers", "unfog.models.autoencoder"]
     source = plain_source("The autoencoder of an Unfog run.", names, ["DiffusersAutoencoder", "ConditionalNetwork"])
-    write_atomic(folder / "unfog_autoencoder.py", (source + _VAE).encode())
+    write_atomic(folder / "unfog_autoencoder.py", (source + _VAE).encode(), folder)
     return ["unfog_autoencoder", "UnfogAutoencoder"]
 
 
@@ -147,7 +148,7 @@ def _prefixed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _write_model(folder: Path, kind: str, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
     _write_json(folder, "config.json", kind, config)
-    save_weights(weights, folder / _WEIGHTS, folder / "config.json")
+    save_weights(weights, folder / _WEIGHTS)
 
 
 def plain_weights(network: nn.Module) -> dict[str, Tensor]:
@@ -155,15 +156,17 @@ def plain_weights(network: nn.Module) -> dict[str, Tensor]:
     return {name: w for name, w in network.state_dict().items() if not name.startswith("augment_embedding.")}
 
 
-def save_weights(weights: dict[str, Tensor], path: Path, beside: Path) -> None:
-    """Write a safetensors file that those may read who may read the file `beside` it."""
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, new_file(path), {"format": "pt"})
-    path.chmod(beside.stat().st_mode)  # safetensors lets the owner alone read its files
+def save_weights(weights: dict[str, Tensor], path: Path) -> None:
+    """Write a safetensors file. OSError if it cannot be written."""
+    # From memory, as the library reports a full disk by an error of its own and writes files for the owner alone.
+    content = save({name: tensor.contiguous() for name, tensor in weights.items()}, {"format": "pt"})
+    write_atomic(path, content, path.parent)
 
 
 def _write_json(folder: Path, name: str, kind: str, settings: dict[str, Any]) -> None:
     folder.mkdir(exist_ok=True)
-    write_atomic(folder / name, _json({"_class_name": kind, "_diffusers_version": _DIFFUSERS, **settings}))
+    described = {"_class_name": kind, "_diffusers_version": _DIFFUSERS, **settings}
+    write_atomic(folder / name, _json(described), folder)
 
 
 def _json(value: dict[str, Any]) -> bytes:

@@ -92,7 +92,7 @@ class LoadedRun:
         `step` is of the EMA where a width is given, which needs no checkpoint; None is the last snapshot.
         """
         loaded = saved.step
-        with building_for(saved.folder / "model.safetensors"):
+        with building_for(saved.folder / "model.safetensors", self.path):
             network = build_network(self.config)
         if self.ema is not None:
             loaded = load_ema_weights(network, self.folder, self.ema, step).step
@@ -193,7 +193,7 @@ def load_ema_weights(network: nn.Module, folder: RunFolder, width: float, step: 
 def swept_width(run: Path) -> float | None:
     """Return the width that `unfog ema-sweep` chose for this run; None without a sweep, or if its file is damaged."""
     try:
-        width = checkpoint.read_json(run / SWEEP_FILE)["width"]
+        width = checkpoint.read_json(run / SWEEP_FILE, run)["width"]
         return PowerEma(float(width)).width
     except (OSError, ValueError, KeyError, TypeError, RecursionError, RequestError):
         return None
@@ -207,7 +207,7 @@ def _rebuild(mix: Mixture) -> dict[str, Tensor]:
     """
     paths = {one.path for one, _, _ in mix.terms}
     try:
-        files: dict[Path, Any] = {path: safe_open(regular_file(path), "pt") for path in paths}
+        files: dict[Path, Any] = {path: safe_open(regular_file(path, path.parents[1]), "pt") for path in paths}
         newest = max(paths, key=lambda path: path.name)
         averaged: dict[str, Tensor] = {}
         for full in files[newest].keys():  # noqa: SIM118 - it is no dict

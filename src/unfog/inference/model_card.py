@@ -14,6 +14,7 @@ from unfog.inference.evaluation_files import Evaluation
 from unfog.inference.loaded_run import LoadedRun
 from unfog.process.run_folder import source_name
 from unfog.reporting.records import read_object
+from unfog.safe_files import list_folder
 from unfog.text import sanitize
 
 GRID = "samples.png"
@@ -125,7 +126,8 @@ def _evaluations(run: LoadedRun) -> list[Evaluation]:
     """
     found: list[Evaluation] = []
     seen: set[tuple[str, str]] = set()
-    stored = (run.path / "evaluations").glob(f"{run.step:08d}-*.json")
+    there = list_folder(run.path / "evaluations", run.path)
+    stored = (path for path in there if path.name.startswith(f"{run.step:08d}-") and path.suffix == ".json")
     # By time, as the names end in digests, which have no order.
     for path in sorted(stored, key=lambda path: path.stat().st_mtime, reverse=True):
         evaluation = Evaluation.read(path)

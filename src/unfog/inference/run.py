@@ -16,7 +16,7 @@ from unfog.config.aliases import SAMPLING, usual_arguments
 from unfog.config.folder_requests import ExportSettings
 from unfog.config.run_requests import EvaluationRequest, SamplingRequest
 from unfog.config.toml import update
-from unfog.config.validate import path_text
+from unfog.config.validate import folder_path
 from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.editing import Edit
 from unfog.diffusion.sampler import Observe
@@ -174,7 +174,7 @@ class Run(LoadedRun):
         # Loaded only here, so that sampling starts without it.
         from unfog.inference.export import export
 
-        folder = Path(path_text(out, "out"))
+        folder = folder_path(out, "out")
         self.export_difference = export(self, folder, update(ExportSettings(), settings, ""))
         return folder
 

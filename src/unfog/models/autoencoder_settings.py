@@ -11,9 +11,10 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from unfog.errors import RequestError
+from unfog.safe_files import open_file, read_file
 from unfog.settings import check_bounds, setting
 
 FACTORS = (2, 4, 8, 16)
@@ -130,8 +131,8 @@ class AutoencoderFolder(NamedTuple):
         """Return a digest of both files."""
         digest = hashlib.sha256()
         for path in (self.folder / CONFIG, self.weights):
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
+            with open_file(path, "rb", path.parent, follow=True) as file:
+                digest.update(hashlib.file_digest(cast(Any, file), "sha256").digest())
         return digest.hexdigest()
 
     @classmethod
@@ -175,9 +176,7 @@ class AutoencoderFolder(NamedTuple):
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        text = file.read(_LARGEST_CONFIG + 1)
-    config = json.loads(text) if len(text) <= _LARGEST_CONFIG else None
+    config = json.loads(read_file(path, path.parent, _LARGEST_CONFIG, follow=True))
     if not isinstance(config, dict):
         raise ValueError("it is no small JSON object")
     return config

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from unfog.errors import RequestError
-from unfog.models.network_settings import CustomNetwork
+from unfog.models.network_settings import CustomNetwork, channels_remedy
 
 # In a run: the source of the classes of its network, for people to read; nothing executes it.
 SOURCE_FILE = "network-source.txt"
@@ -105,8 +105,9 @@ class GivenNetwork(CustomNetwork):
             with torch.enable_grad():
                 found = network(torch.zeros(2, *shape), torch.tensor([0.5, 999.0]), label)
         except Exception as error:  # anything may go wrong in other people's code
-            hint = ""
-            if classes:
+            one = None if label is None else label[:1]
+            hint = channels_remedy(lambda x: network(x, torch.tensor([0.5]), one), shape)
+            if classes and not hint:
                 hint = f". The label {classes} stands for no class, so an embedding has {classes + 1} rows; to train "
                 hint += "without classes: labels='none'"
             raise self._refusal(f"fails for {said}: {type(error).__name__}: {error}", hint) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -155,9 +156,32 @@ class CustomNetwork(CustomPart, NetworkSettings):
             with torch.no_grad():
                 found = tuple(network(torch.zeros(1, *shape), torch.ones(1), label).shape)
         except Exception as error:
-            raise RequestError(f"{self.path} fails for an image of shape {shape}: {error}") from error
+            remedy = channels_remedy(lambda x: network(x, torch.ones(1), label), shape)
+            raise RequestError(f"{self.path} fails for an image of shape {shape}: {error}{remedy}") from error
         if found != expected:
             raise RequestError(f"{self.path} returns shape {found}, but must return {expected}")
+
+
+def channels_remedy(call: Callable[[Any], Any], shape: tuple[int, int, int]) -> str:
+    """Return what to do about a network that fails for images of this shape (C, H, W), if it takes other channels.
+
+    `call` calls the network on x [1, C', H, W]. "" if that fails, too.
+    """
+    import torch
+
+    other = 4 - shape[0]
+    if other not in (1, 3):
+        return ""
+    try:
+        with torch.no_grad():
+            call(torch.zeros(1, other, *shape[1:]))
+    except Exception:  # anything may go wrong in other people's code
+        return ""
+    kinds = {1: "grey", 3: "RGB"}
+    return (
+        f". It takes {other} channels, and these images are {kinds[shape[0]]}: data.channels = {other} makes them "
+        f"{kinds[other]}"
+    )
 
 
 def build_model(

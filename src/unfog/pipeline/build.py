@@ -17,7 +17,7 @@ from unfog.config.schema import Config
 from unfog.config.validate import check_network_size
 from unfog.data.augmentation import CONDITIONS, Augment, to_model_range
 from unfog.data.dataset import Dataset
-from unfog.data.latent_cache import Normalise
+from unfog.data.packs.latent_cache import Normalise
 from unfog.data.stream import DeviceStream, ImageStream
 from unfog.diffusion.levels import Levels
 from unfog.diffusion.objective import Objective
@@ -38,16 +38,16 @@ from unfog.training.precision import Precision
 from unfog.training.state import TrainState
 
 _REGISTRATIONS = 4  # of one parameter, at the most: a module may set it anew
-_weights: ContextVar[Path | None] = ContextVar("weights", default=None)
+_weights: ContextVar[tuple[Path, Path] | None] = ContextVar("weights", default=None)
 
 
 @contextmanager
-def building_for(weights: Path | None) -> Iterator[None]:
-    """Inside, `build_network` raises RunError if a parameter has no shape in this file, before its memory is used.
+def building_for(weights: Path | None, run: Path) -> Iterator[None]:
+    """Inside, `build_network` raises RunError if a parameter has no shape in this file of `run`, before it is made.
 
     Settings that a stranger sent may describe a network that is far larger than the weights beside them.
     """
-    token = _weights.set(weights)
+    token = _weights.set(None if weights is None else (weights, run))
     try:
         yield
     finally:
@@ -56,10 +56,11 @@ def building_for(weights: Path | None) -> Iterator[None]:
 
 @contextmanager
 def _only_stored_shapes() -> Iterator[None]:
-    if (path := _weights.get()) is None:
+    if (weights := _weights.get()) is None:
         yield
         return
-    stored = [tuple(shape) for shape in TensorFile(path).shapes.values()]
+    path, run = weights
+    stored = [tuple(shape) for shape in TensorFile(path, run).shapes.values()]
     shapes, left = frozenset(stored), _REGISTRATIONS * len(stored)
 
     def check(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

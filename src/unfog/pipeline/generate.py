@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from unfog.diffusion.steps import Watch
 from unfog.errors import RequestError
 from unfog.pipeline.latents import encode_edit, latent_decoder
 from unfog.reporting.image_grids import GAP, Pixels, grid, printable_name, with_column_captions
+from unfog.text import valid_text
 from unfog.training.precision import DTYPES, default_memory_format
 from unfog.training.settings import SamplingPrecision
 
@@ -236,13 +238,15 @@ def parse_labels(words: Sequence[object], classes: Sequence[str]) -> tuple[int, 
     """
     if words and not classes:
         raise RequestError(f"label = {words[0]!r}, but this run has no classes; omit --label")
+    composed = [unicodedata.normalize("NFC", name) for name in classes]
     labels, names_are_numbers = [], any(name.isdecimal() for name in classes)
     for word in words:
-        text, label = str(word), -1
+        # A word of a command line in a locale without UTF-8 is spelled as the name of a folder is.
+        text, label = unicodedata.normalize("NFC", valid_text(str(word))), -1
         if not isinstance(word, bool) and isinstance(word, Integral):
             label = int(word)
-        elif text in classes:
-            label = list(classes).index(text)
+        elif text in composed:
+            label = list(classes).index(str(word)) if str(word) in classes else composed.index(text)
         elif text.isdecimal() and not names_are_numbers:
             label = int(text)
         if not 0 <= label < len(classes):

@@ -18,6 +18,7 @@ from unfog.config.toml import of_type
 from unfog.config.values import quote
 from unfog.data.augmentation import to_model_range
 from unfog.data.decode import ImageInfo, decode, parse_colour
+from unfog.data.own_files import XMP
 from unfog.data.prepare import silence_pillow
 from unfog.data.sources.base import ImageError
 from unfog.data.sources.image_files import open_image
@@ -30,6 +31,7 @@ from unfog.pipeline.generate import to_pixels
 from unfog.pipeline.latents import Decode
 from unfog.reporting.image_grids import Pixels, grid, labelled_strip
 from unfog.safe_files import write_atomic
+from unfog.text import MARK
 
 ImageInput = str | PathLike[str] | np.typing.NDArray[Any]
 _DEFAULT_STRENGTH = 0.6
@@ -186,14 +188,15 @@ class DenoisingAnimation:
         frames = [grid(frame) for frame in [*self._frames, samples[: len(self._frames[0])]]]
         each = round(1000 * min(0.2, max(0.03, _SECONDS / len(frames))))
         data = _mp4(frames, each) if file.suffix == ".mp4" else _by_pillow(frames, each, file.suffix[1:].upper())
-        write_atomic(file, data)
+        write_atomic(file, data, file.parent)
 
 
 def _by_pillow(frames: list[Pixels], each: int, form: str) -> bytes:
     """Return a GIF or WebP of frames that last `each` milliseconds."""
     first, *others = (Image.fromarray(frame) for frame in frames)
     times, stream = [each] * len(others) + [_LAST], io.BytesIO()
-    first.save(stream, form, save_all=True, append_images=others, duration=times, loop=0)
+    mark: dict[str, Any] = {"comment": MARK.encode()} if form == "GIF" else {"xmp": XMP}
+    first.save(stream, form, save_all=True, append_images=others, duration=times, loop=0, **mark)
     return stream.getvalue()
 
 

@@ -18,14 +18,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from unfog.config.schema import Config, ImageFacts
 from unfog.config.toml import update
 from unfog.data.augmentation import to_model_range
 from unfog.data.dataset import Dataset, ImageSet
-from unfog.data.latent_cache import FORMAT, EncodeJob, LatentArrays
+from unfog.data.packs.latent_cache import FORMAT, EncodeJob, LatentArrays
 from unfog.diffusion.editing import Edit
 from unfog.errors import RequestError
 from unfog.models.autoencoder import AutoencoderModel, DiffusersAutoencoder
@@ -35,7 +35,7 @@ from unfog.process.device import choose_device
 from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.progress import Progress, say, warn
-from unfog.safe_files import move, new_file, remove_tree, write_atomic
+from unfog.safe_files import move, new_file, regular_file, remove_tree, write_atomic
 from unfog.training.checkpoints.snapshot import sync
 
 Decode = Callable[[Tensor], Tensor]  # network output [B, C, H, W] -> images [B, C', H', W'] about [-1, 1]
@@ -69,7 +69,7 @@ def _load_ours(described: AutoencoderFolder) -> AutoencoderModel:
     given = {k: v for k, v in described.config.items() if k not in ("_class_name", "image_channels")}
     network = AutoencoderModel(update(Autoencoder(), given, "autoencoder"), described.image_channels)
     try:
-        network.load_state_dict(load_file(described.weights), strict=True)
+        network.load_state_dict(load_file(regular_file(described.weights, described.folder, follow=True)), strict=True)
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
         said = " ".join(str(error).split())[:160]
         raise RequestError(
@@ -82,18 +82,16 @@ def save_autoencoder(folder: Path, network: AutoencoderModel) -> AutoencoderFold
     """Write one of our autoencoders into a folder, which is replaced atomically."""
     config = {"_class_name": OURS, "image_channels": network.image_channels, **asdict(network.settings)}
     partial_folder = _empty_beside(folder)
-    write_atomic(partial_folder / CONFIG, f"{json.dumps(config, indent=2)}\n".encode())
+    write_atomic(partial_folder / CONFIG, f"{json.dumps(config, indent=2)}\n".encode(), partial_folder)
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}
-    save_file(weights, new_file(partial_folder / WEIGHTS[OURS]))
-    # safetensors writes files that only their owner may read.
-    (partial_folder / WEIGHTS[OURS]).chmod((partial_folder / CONFIG).stat().st_mode)
+    write_atomic(partial_folder / WEIGHTS[OURS], save(weights), partial_folder)
     _move_into_place(partial_folder, folder)
     return AutoencoderFolder.open(str(folder))
 
 
 def _empty_beside(folder: Path) -> Path:
     made = folder.with_name(f".{folder.name}-partial")
-    remove_tree(made)
+    remove_tree(made, folder.parent)
     made.mkdir(parents=True)
     return made
 
@@ -102,11 +100,11 @@ def _move_into_place(made: Path, folder: Path) -> None:
     for path in (*made.iterdir(), made):  # before the old one is deleted, so that a power cut leaves either
         sync(path)
     old = folder.with_name(f".{folder.name}-old")
-    remove_tree(old)
+    remove_tree(old, folder.parent)
     if os.path.lexists(folder):
-        move(folder, old)
-    move(made, folder)
-    remove_tree(old)
+        move(folder, old, folder.parent)
+    move(made, folder, folder.parent)
+    remove_tree(old, folder.parent)
 
 
 def copy_autoencoder_into_run(folder: RunFolder, config: Config) -> Config:
@@ -117,7 +115,7 @@ def copy_autoencoder_into_run(folder: RunFolder, config: Config) -> Config:
     if own.resolve() != described.folder.resolve():
         made = _empty_beside(own)
         for path in (described.folder / CONFIG, described.weights):
-            shutil.copyfile(path, new_file(made / path.name))
+            shutil.copyfile(path, new_file(made / path.name, folder.path))
         _check_unchanged(AutoencoderFolder.open(str(made)), config)
         _move_into_place(made, own)
     return replace(config, autoencoder_folder=str(own.absolute()))

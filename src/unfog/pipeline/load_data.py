@@ -16,6 +16,7 @@ from unfog.data.sources.base import RemotePolicy, Source
 from unfog.data.sources.labels import SPLITS
 from unfog.data.sources.registry import PYTHON, open_source
 from unfog.pipeline.latents import add_latents, apply_autoencoder_settings
+from unfog.pipeline.outage_notice import OutageNotice
 from unfog.process.run_folder import printable
 from unfog.process.signals import StopSignals
 from unfog.reporting.progress import Progress, say, warn
@@ -76,6 +77,7 @@ def _read_source(
     policy = RemotePolicy(bytes_of(config.data.cache_limit), config.data.failed_shards, begun)
     with Progress("indexing shards (MB)", None) as progress:
         source = open_source(config.source, stop.watching(progress), policy)
+    source.outage.on_wait = OutageNotice(stop, source.outage.patience)
     with Progress("decoding", None) as progress:
         wanted = config.training.images or config.training.steps * config.training.batch
         data = replace(config.data, cache="auto") if few else config.data

@@ -16,7 +16,7 @@ from unfog.locks import lock_of
 from unfog.process.run_folder import new_folder
 from unfog.reporting.image_grids import Pixels, save_png
 from unfog.reporting.progress import say
-from unfog.safe_files import read_file, remove, write_atomic
+from unfog.safe_files import LARGEST_TEXT, read_file, remove, write_atomic
 from unfog.text import sanitize
 
 # File in a folder of samples until its grid is written: what the samples are of.
@@ -52,7 +52,8 @@ class SampleFolder:
         """Write samples, uint8 [n, H, W, C]; those that are there stay."""
         # With the first samples, as an error before them should leave nothing behind.
         if _digest_of(self.path) != self.digest:
-            write_atomic(self.path / UNFINISHED, json.dumps({"digest": self.digest, "count": self.count}).encode())
+            begun = json.dumps({"digest": self.digest, "count": self.count})
+            write_atomic(self.path / UNFINISHED, begun.encode(), self.path)
         for number, sample in zip(numbers, samples, strict=True):
             if self.file(number).is_file():
                 continue
@@ -60,7 +61,7 @@ class SampleFolder:
             text = {"Class": name} if name else {}
             if self.settings:
                 text["Settings"] = sanitize(", ".join([*self.settings, f"sample {number}"]))
-            save_png(self.file(number), sample, text=text)
+            save_png(self.file(number), self.path, sample, text=text)
 
     def first(self, count: int) -> Pixels:
         """Read the first samples back, uint8 [n, H, W, C]."""
@@ -68,7 +69,7 @@ class SampleFolder:
 
     def finish(self) -> None:
         """Say that all is written: from now on the folder is like any other."""
-        remove(self.path / UNFINISHED)
+        remove(self.path / UNFINISHED, self.path)
 
     @staticmethod
     def is_unfinished(path: Path) -> bool:
@@ -142,13 +143,13 @@ def _numbered(path: Path) -> list[Path]:
 def _digest_of(folder: Path) -> str | None:
     """Return the digest that a folder was begun with; None for a folder that is finished or was not begun."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        return str(json.loads(read_file(folder / UNFINISHED))["digest"])
+        return str(json.loads(read_file(folder / UNFINISHED, folder, LARGEST_TEXT))["digest"])
     return None
 
 
 def _read(path: Path) -> Pixels:
     try:
-        with Image.open(io.BytesIO(read_file(path, _LARGEST_PNG)), formats=["PNG"]) as image:
+        with Image.open(io.BytesIO(read_file(path, path.parent, _LARGEST_PNG)), formats=["PNG"]) as image:
             pixels = np.asarray(image)
     except (OSError, ValueError, SyntaxError) as error:  # Pillow raises SyntaxError for a broken PNG chunk
         raise RunError(f"{path} cannot be read ({error}); remove it, and repeat the command") from error

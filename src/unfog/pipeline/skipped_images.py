@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
@@ -14,11 +15,13 @@ from unfog.data.lazy import remote_shards_of
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.progress import plural
 from unfog.reporting.recorder import Recorder
-from unfog.safe_files import write_atomic
+from unfog.safe_files import read_file, write_atomic
 from unfog.text import sanitize, valid_text
 
 DATA_FILE = "data.json"
 _MAX_LISTED = 100_000  # files in data.json; of more, only those skipped, or converted in an unusual way
+_LARGEST_REPORT = 2**26  # bytes of a data.json that is read
+_MAX_SINGLE = 3  # images with the same reason that are warned of one by one
 _SHARD = "shard"  # marks a shard among the failures that ranks send each other
 
 _encode = json.JSONEncoder(ensure_ascii=False).encode
@@ -71,6 +74,23 @@ def _rows(dataset: Dataset, everything: bool) -> Iterator[dict[str, object]]:
         yield {"name": name, "status": "quarantined", "converted": [], "reason": reason}
 
 
+def describe_changes(folder: RunFolder, dataset: Dataset) -> str:
+    """Return how the files of a data set differ from those in the data.json of a run; "" if that does not say."""
+    try:
+        stored = json.loads(read_file(folder.path / DATA_FILE, folder.path, _LARGEST_REPORT))
+        if stored["unlisted"]:
+            return ""
+        before = [str(file["name"]) for file in stored["files"]]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return ""
+    now = [valid_text(name) for part in (dataset.train, dataset.held_out) for name in part.names]
+    now += [valid_text(one.name) for one in dataset.report.skipped]
+    gone, new = sorted({*before} - {*now}), sorted({*now} - {*before})
+    parts = [f"{len(gone):,} of {len(before):,} are gone, such as {sanitize(gone[0])}"] if gone else []
+    parts += [f"{len(new):,} are new, such as {sanitize(new[0])}"] if new else []
+    return "; ".join(parts) or f"the {len(before):,} names are the same, so content, labels or order differ"
+
+
 class FailureReporter:
     """Warns once of each image that cannot be decoded and each shard that fails during training."""
 
@@ -99,9 +119,7 @@ class FailureReporter:
         sets = (self._dataset.train, self._dataset.held_out)
         # Only images that are decoded while training can fail now.
         images = [one for part in sets for one in getattr(part.pixels, "skipped", [])]
-        for one in self._new(images + [SkippedFile(*one) for one in elsewhere if _SHARD not in one[2:]]):
-            recorder.warn(step, f"{sanitize(one.name)} cannot be used: {one.reason}; the next image replaces it")
-            recorder.event("quarantined", step, image=one.name, reason=one.reason)
+        self._report_images(recorder, step, images + [SkippedFile(*one) for one in elsewhere if _SHARD not in one[2:]])
         if self._shards is None:
             return
         if trouble := self._shards.cache_error:
@@ -115,7 +133,23 @@ class FailureReporter:
             recorder.event("quarantined", step, shard=one.name, reason=one.reason, images=count)
         if lost:
             with suppress(OSError):  # data.json is not needed for training
-                write_atomic(self._folder.path / DATA_FILE, data_json(self._dataset))
+                write_atomic(self._folder.path / DATA_FILE, data_json(self._dataset), self._folder.path)
+
+    def _report_images(self, recorder: Recorder, step: int, images: list[SkippedFile]) -> None:
+        """Warn of each new image, or of all with the same reason in one line where they are many."""
+        new = defaultdict[str, list[str]](list)
+        for one in self._new(images):
+            new[one.reason].append(one.name)
+            recorder.event("quarantined", step, image=one.name, reason=one.reason)
+        for reason, names in new.items():
+            if len(names) > _MAX_SINGLE:
+                named = ", ".join(map(sanitize, names[:_MAX_SINGLE]))
+                recorder.warn(
+                    step, f"{len(names):,} images cannot be used: {reason}, such as {named}; others replace them"
+                )
+                continue
+            for name in names:
+                recorder.warn(step, f"{sanitize(name)} cannot be used: {reason}; the next image replaces it")
 
     def _new(self, some: list[SkippedFile]) -> list[SkippedFile]:
         """Return those not reported yet, and mark them as reported."""

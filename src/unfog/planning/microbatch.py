@@ -17,6 +17,7 @@ from unfog.planning.memory_estimate import MemoryEstimator
 from unfog.planning.memory_trace import CUDA_CONTEXT, CUDNN_WORKSPACE, ONEDNN_HALF
 from unfog.process.device import available_memory, total_memory
 from unfog.reporting.progress import format_bytes, plural
+from unfog.text import manual
 from unfog.training.distributed.process_group import local_world_size, processes_per_gpu
 
 # Share of the available memory that a prediction may take; predictions are within 15% of the measured peak.
@@ -117,7 +118,7 @@ def rooms_per_process(device: torch.device) -> tuple[int, ...]:
 
 def _more_devices_remedy(config: Config, processes: int) -> str:
     if processes == 1:
-        return ", or divide it among several devices: docs/distributed.md"
+        return f", or divide it among several devices, as {manual('docs/distributed.md')} says"
     return ", or start more processes" if config.training.shard else ", or divide it: --training.shard"
 
 

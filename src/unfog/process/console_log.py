@@ -34,9 +34,9 @@ def console_log(folder: RunFolder) -> Iterator[None]:
 
     def note(text: str) -> None:
         waiting.append(without_secrets(text))
-        # A start that fails before that leaves no folder behind, and so no log in it.
-        if folder.config_file.is_file():
-            with suppress(OSError):
+        with suppress(OSError):
+            # A start that fails before that leaves no folder behind, and so no log in it.
+            if folder.config_file.is_file():
                 size = _append(folder.path, "\n".join(waiting).encode("utf-8", "replace") + b"\n")
                 waiting.clear()  # before more can fail
                 if size > _MOST_BYTES:

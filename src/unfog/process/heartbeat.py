@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from unfog.process.identity import own_identity, process_state, uptime
+from unfog.process.run_place import HEARTBEAT_FILE, RunPlace
 from unfog.process.signals import StopSignals
 from unfog.reporting.progress import say
-from unfog.safe_files import open_file, read_file, remove, write_atomic
+from unfog.safe_files import LARGEST_TEXT, open_file, read_file, remove, write_atomic
 
 # Names of the files that request something of a running run.
 Request = Literal["SAVE", "PREVIEW", "STOP"]
-_HEARTBEAT_FILE, _SAVE_FILE, _PREVIEW_FILE, _STOP_FILE = "heartbeat.json", "SAVE", "PREVIEW", "STOP"
+_SAVE_FILE, _PREVIEW_FILE, _STOP_FILE = "SAVE", "PREVIEW", "STOP"
 _POLL_INTERVAL = 1.0  # seconds between two checks for requests
 _NAP = 0.25  # seconds of sleep at a time, by which a suspension is noticed
 _OVERSLEPT = 0.5  # seconds that a thread may wake up too late without one
@@ -45,15 +46,16 @@ class Heartbeat:
         silent: nothing is written, as the folder is not a run yet.
         save_requested: RUN/SAVE exists and no checkpoint was started for it.
         preview_requested: RUN/PREVIEW existed and no preview was generated for it.
-        moved: the folder is no longer at its path.
+        moved: the folder was moved, removed or replaced.
+        away: the disk of the folder cannot be reached now.
     """
 
     def __init__(self, folder: Path, stop: StopSignals, interval: float = 5.0, silent: bool = False):
         self.step = self.steps = 0
         self.on_activity: Callable[[str], None] = lambda activity: None
         self._activity, self.save_requested, self.preview_requested = "starting", False, False
-        self.silent, self.moved = silent, False
-        self._identity = folder_identity(folder)
+        self.silent, self.moved, self.away = silent, False, False
+        self._place = RunPlace(folder)
         self._folder, self._stop, self._interval = folder, stop, interval
         self._written_activity = ""
         self._over = threading.Event()
@@ -101,7 +103,7 @@ class Heartbeat:
         """Remove RUN/SAVE if the checkpoint now on disk was started for it."""
         with self._lock, suppress(OSError):
             if self._unmoved.get(_SAVE_FILE) == os.lstat(self._folder / _SAVE_FILE).st_mtime_ns:
-                remove(self._folder / _SAVE_FILE)
+                remove(self._folder / _SAVE_FILE, self._folder)
 
     def end(self, how: str) -> None:
         """Write the last heartbeat, with "finished", "stopped" or "failed: …" as its activity."""
@@ -133,7 +135,8 @@ class Heartbeat:
         while not self._sleep(min(_POLL_INTERVAL, self._interval)):
             with self._lock:
                 self.save_requested |= self._unserved(_SAVE_FILE) is not None
-            self.moved = folder_identity(self._folder) != self._identity
+            state = self._place.look()
+            self.moved, self.away = state == "moved", state == "away"
             self.preview_requested |= self._take(_PREVIEW_FILE)
             if self._take(_STOP_FILE):
                 self._stop.request("STOP file")
@@ -166,13 +169,13 @@ class Heartbeat:
         if written is None:
             return False
         try:
-            remove(self._folder / name)
+            remove(self._folder / name, self._folder)
         except OSError:
             self._unmoved[name] = written
         return True
 
     def _beat(self) -> None:
-        if self.silent:
+        if self.silent or self.away:  # an unmounted folder may show another one at its path
             return
         self._written_activity = self.activity
         heartbeat = {
@@ -186,20 +189,20 @@ class Heartbeat:
             **own_identity(),
         }
         data = json.dumps(heartbeat).encode().ljust(_FILE_BYTES - 1) + b"\n"
-        path = self._folder / _HEARTBEAT_FILE
+        path = self._folder / HEARTBEAT_FILE
         try:
-            write_atomic(path, data, durable=False)
+            write_atomic(path, data, self._folder, durable=False)
         except OSError:
             # A full disk takes no new file, but the old one has its space, and monitoring must see that the run waits.
             # A reader that comes in the middle of the write finds invalid JSON, and reads again.
-            with suppress(OSError), open_file(path, "r+b") as file:
+            with suppress(OSError), open_file(path, "r+b", self._folder) as file:
                 file.write(data)
                 file.truncate()
 
     @staticmethod
     def request(folder: Path, name: Request) -> None:
         """Request something of a running run. OSError if it cannot be written, or something else has that name."""
-        write_atomic(folder / name, b"", durable=False)
+        write_atomic(folder / name, b"", folder, durable=False)
 
     @classmethod
     def read(cls, folder: Path) -> dict[str, Any] | None:
@@ -210,7 +213,7 @@ class Heartbeat:
         process exists, as far as can be told; and `still`: why no heartbeat comes although it does, "" where they come.
         """
         try:
-            beat = json.loads(read_file(folder / _HEARTBEAT_FILE))
+            beat = json.loads(read_file(folder / HEARTBEAT_FILE, folder, LARGEST_TEXT))
             age, alive, still = _judge(beat)
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
             return None
@@ -244,12 +247,3 @@ def _is_gone(pid: int) -> bool:
     except (OSError, OverflowError):  # it is another user's, or no valid id
         return False
     return False
-
-
-def folder_identity(folder: Path) -> tuple[int, int] | None:
-    """Return an identity that survives renaming the folder, and differs for another at its path; None if missing."""
-    try:
-        found = folder.stat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino

@@ -20,7 +20,16 @@ from unfog.errors import RequestError, RunError
 from unfog.locks import LOCK, lock_of
 from unfog.process.heartbeat import Heartbeat
 from unfog.reporting.progress import say
-from unfog.safe_files import check_folder, read_file, regular_file, remove, remove_tree, write_atomic
+from unfog.safe_files import (
+    LARGEST_TEXT,
+    check_folder,
+    list_folder,
+    read_file,
+    regular_file,
+    remove,
+    remove_tree,
+    write_atomic,
+)
 from unfog.text import sanitize
 
 # Folder in a run with its copy of the autoencoder, or in an autoencoder's run with the result.
@@ -58,7 +67,10 @@ class RunFolder:
     @property
     def newest_preview(self) -> Path:
         """The last sample grid, or the folder of grids if there is none yet."""
-        return max((self.path / "samples").glob("*.png"), default=self.path / "samples")
+        folder = self.path / "samples"
+        with suppress(OSError):
+            return max((path for path in list_folder(folder, self.path) if path.suffix == ".png"), default=folder)
+        return folder
 
     @contextmanager
     def create_locked(self, source: str) -> Iterator[None]:
@@ -111,7 +123,7 @@ class RunFolder:
     def write_config(self, config: Config) -> None:
         """Write the configuration atomically. It is the only file with secrets of URLs, which a resume needs."""
         text = with_version(to_toml(config))
-        write_atomic(self.config_file, text.encode(), private=config != config.without_secrets())
+        write_atomic(self.config_file, text.encode(), self.path, private=config != config.without_secrets())
         note_run(config.source, self.path)
 
     def shown_settings(self, config: Config) -> tuple[str, dict[str, Any]]:
@@ -168,7 +180,7 @@ class RunFolder:
     def write_launch_file(self) -> None:
         """Note the launch by torchrun in the run, so that a later attempt finds it."""
         if (name := _launch_id()) is not None:
-            write_atomic(self.path / _LAUNCH_FILE, f"{name}\n{_agent()}\n".encode())
+            write_atomic(self.path / _LAUNCH_FILE, f"{name}\n{_agent()}\n".encode(), self.path)
 
     @classmethod
     def find_earlier_attempt(cls, source: str, out: Path | None) -> RunFolder | None:
@@ -184,16 +196,17 @@ class RunFolder:
         beside = next_folder(source).parent
         places = [out] if out is not None else list(beside.iterdir()) if beside.is_dir() else []
         for one in [cls(place) for place in places if (place / _LAUNCH_FILE).is_file()]:
-            noted = read_file(one.path / _LAUNCH_FILE).decode("utf-8", "replace").splitlines()
+            stored = read_file(one.path / _LAUNCH_FILE, one.path, LARGEST_TEXT)
+            noted = stored.decode("utf-8", "replace").splitlines()
             if noted[:1] != [name]:
                 continue
             begun, mine = one.config_file.is_file(), failed or noted[1:] == [_agent()]
             if begun and mine:
                 return one
-            remove(one.path / _LAUNCH_FILE)  # it is of an earlier launch with the same id
+            remove(one.path / _LAUNCH_FILE, one.path)  # it is of an earlier launch with the same id
             if mine:
-                remove_tree(one.path / AUTOENCODER_FOLDER)
-                remove(one.path / LOCK)
+                remove_tree(one.path / AUTOENCODER_FOLDER, one.path)
+                remove(one.path / LOCK, one.path)
                 _remove_empty_folders([one.path])
         return None
 

@@ -26,7 +26,7 @@ from unfog.reporting.records import (
     read_metrics,
     run_state,
 )
-from unfog.safe_files import disk_usage, open_file
+from unfog.safe_files import disk_usage, read_file
 from unfog.text import sanitize
 from unfog.training.settings import Evaluate
 
@@ -136,22 +136,22 @@ class RunStatus:
 
 def find_runs(folder: Path) -> list[Path]:
     """Return the run folders at `folder`, in it, and in the folders in it, by name. OSError if it cannot be read."""
-    if RunFolder(folder).config_file.is_file():
+    if os.path.isfile(RunFolder(folder).config_file):
         return [folder]
     found = []
     for path in _folders(folder):
-        if RunFolder(path).config_file.is_file():
+        if os.path.isfile(RunFolder(path).config_file):
             found.append(path)
         else:
             with suppress(OSError):
-                found += [inner for inner in _folders(path) if RunFolder(inner).config_file.is_file()]
+                found += [inner for inner in _folders(path) if os.path.isfile(RunFolder(inner).config_file)]
     return found
 
 
 def broken_checkpoints(run: Path) -> tuple[Path, ...]:
     """Return the checkpoints that were set aside in a run. A linked folder of checkpoints is not looked into."""
     checkpoints = RunFolder(run).checkpoints
-    if checkpoints.is_symlink():
+    if os.path.islink(checkpoints):
         return ()
     with suppress(OSError), os.scandir(checkpoints) as entries:
         names = [entry.name for entry in islice(entries, _MOST_ENTRIES) if entry.name.startswith(_BROKEN)]
@@ -180,8 +180,8 @@ def _rows(read: Callable[[Path, int], list[Row]], path: Path, last: int) -> list
 
 def best_metric(path: Path) -> str:
     """Return `evaluate.best` of a config.toml; the default where there is none."""
-    with suppress(OSError, ValueError, RecursionError, TypeError, KeyError), open_file(path, "rb") as file:
-        text = file.read(_LARGEST_CONFIG).decode()
+    with suppress(OSError, ValueError, RecursionError, TypeError, KeyError):
+        text = read_file(path, path.parent, _LARGEST_CONFIG).decode()
         # Parsing takes milliseconds, and a list may have hundreds of runs: only a file that names a metric is parsed.
         if any(f"{quote}{name}{quote}" in text for name in Evaluate.DRAWN for quote in "\"'"):
             best = tomllib.loads(text)["evaluate"]["best"]

@@ -130,17 +130,17 @@ def write_findings(folder: Path, title: str, findings: Sequence[Finding]) -> Pat
     plain = [{name: json_values(getattr(one, name)) for name in names} for one in _sort_by_severity(findings)]
     text = json.dumps({"title": title, "findings": plain}, indent=2, ensure_ascii=False, allow_nan=False)
     # Names of files that are not UTF-8 hold surrogates, which cannot be encoded.
-    write_atomic(folder / "findings.json", f"{text}\n".encode("utf-8", "replace"))
+    write_atomic(folder / "findings.json", f"{text}\n".encode("utf-8", "replace"), folder)
     path = folder / "report.html"
-    write_atomic(path, _render(title, findings).encode("utf-8", "replace"))
+    write_atomic(path, _render(title, findings).encode("utf-8", "replace"), folder)
     return path
 
 
 def write_result(file: Path, result: Mapping[str, Any], page: Path, title: str, finding: Finding) -> None:
     """Write the result of a command as JSON, and its finding as a page."""
     text = json.dumps(json_values(result), indent=2, allow_nan=False)
-    write_atomic(file, f"{text}\n".encode())
-    write_atomic(page, _render(title, [finding]).encode("utf-8", "replace"))
+    write_atomic(file, f"{text}\n".encode(), file.parent)
+    write_atomic(page, _render(title, [finding]).encode("utf-8", "replace"), page.parent)
 
 
 def _render(title: str, findings: Sequence[Finding]) -> str:

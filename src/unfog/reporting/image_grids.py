@@ -15,7 +15,8 @@ import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 
-from unfog.safe_files import read_file, write_atomic
+from unfog.safe_files import make_folder, read_file, write_atomic
+from unfog.text import MARK
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -106,8 +107,9 @@ _LARGEST_PNG = 2**28  # bytes
 
 
 def encode_png(pixels: Pixels, text: Mapping[str, str] | None = None) -> bytes:
-    """Encode uint8 [H, W], [H, W, 1] or [H, W, 3] as PNG, with `text` by keyword."""
+    """Encode uint8 [H, W], [H, W, 1] or [H, W, 3] as PNG, with `text` by keyword and the mark of Unfog."""
     encoded, info = io.BytesIO(), PngInfo()
+    info.add_text("Software", MARK)  # first, so that reading the beginning of a file is enough to recognise it
     for keyword, value in (text or {}).items():
         info.add_text(keyword, value)
     array = np.ascontiguousarray(pixels[..., 0] if pixels.ndim == 3 and pixels.shape[2] == 1 else pixels)
@@ -115,17 +117,18 @@ def encode_png(pixels: Pixels, text: Mapping[str, str] | None = None) -> bytes:
     return encoded.getvalue()
 
 
-def save_png(path: Path, pixels: Pixels, text: Mapping[str, str] | None = None) -> None:
-    """Write uint8 [H, W], [H, W, 1] or [H, W, 3] as a PNG file, whole or not at all; makes the folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, encode_png(pixels, text))
+def save_png(path: Path, root: Path, pixels: Pixels, text: Mapping[str, str] | None = None) -> None:
+    """Write uint8 [H, W], [H, W, 1] or [H, W, 3] as a PNG file below `root`, whole or not at all; makes the folder."""
+    root.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent, root)
+    write_atomic(path, encode_png(pixels, text), root)
 
 
-def png_data_uri(path: Path, width: int) -> tuple[str, int] | None:
-    """A PNG file as (`data:` URI, pixels across), made smaller if wider than `width`; None if unreadable."""
+def png_data_uri(path: Path, root: Path, width: int) -> tuple[str, int] | None:
+    """A PNG file as (`data:` URI, pixels across), made smaller if wider than `width`; None if unreadable or linked."""
     try:
-        data = read_file(path, _LARGEST_PNG)
-        with Image.open(io.BytesIO(data)) as image:
+        data = read_file(path, root, _LARGEST_PNG)
+        with Image.open(io.BytesIO(data), formats=["PNG"]) as image:
             image.load()  # also where the bytes are taken as they are: a damaged file must not get into the page
             if image.width <= width:
                 across = image.width

@@ -74,7 +74,7 @@ def table(rows: Mapping[str, object], image: Path | None = None, caption: str = 
     from unfog.reporting.image_grids import png_data_uri
 
     lines = (f"<tr><th>{html.escape(name)}</th><td>{html.escape(str(value))}</td></tr>" for name, value in rows.items())
-    found = None if image is None else png_data_uri(image, _WIDTH)
+    found = None if image is None else png_data_uri(image, image.parent, _WIDTH)
     return f"<table>{''.join(lines)}</table>{_figure(found[0], caption) if found else ''}"
 
 

@@ -6,6 +6,7 @@ from the end of the file when it is opened again. Lines that the disk refuses wa
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -35,6 +36,7 @@ UNBEGUN = ("failed: RequestError", "failed: Interrupted", "interrupted")
 
 SMOOTHED_FROM = 20  # with fewer points a smoothed line says nothing
 LARGEST = 1e100  # beyond it a number is a mistake, and an axis would overflow
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _LARGEST_RECORD = 2**30  # bytes; a million lines have fewer
 
 
@@ -48,8 +50,8 @@ class _JsonLines:
 
     def __init__(self, path: Path, keep: Callable[[Row], bool] = lambda row: True) -> None:
         self.damaged, self.last = _repair(path, keep)
-        self._pending = bytearray()
-        self._file = open_file(path, "ab", buffering=0)
+        self._pending, self._path = bytearray(), path
+        self._file = open_file(path, "ab", path.parent, buffering=0)
 
     def append(self, row: Mapping[str, object]) -> None:
         """Write one line. OSError when the disk refuses; the line is kept and goes first the next time."""
@@ -67,12 +69,23 @@ class _JsonLines:
         try:
             self._flush()
         finally:
-            self._file.close()
+            with suppress(OSError):
+                self._file.close()
 
     def _flush(self) -> None:
         # A write may take a part only, for example on a full disk: the rest stays for the next one.
+        opened = False
         while self._pending:
-            del self._pending[: self._file.write(self._pending)]
+            try:
+                del self._pending[: self._file.write(self._pending)]
+            except OSError as error:
+                # The file of a mount that died stays dead when the mount is back. It is not created: at the place of a
+                # mount that is gone, it would be another file.
+                if opened or error.errno in _FULL or not os.path.lexists(self._path):
+                    raise
+                file, self._file, opened = self._file, open_file(self._path, "ab", self._path.parent, buffering=0), True
+                with suppress(OSError):
+                    file.close()
 
 
 class Metrics(_JsonLines):
@@ -173,7 +186,7 @@ def flatten(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any
 def read_object(path: Path, limit: int) -> dict[str, Any]:
     """Return the object in a JSON file of at most so many bytes; {} where it is missing, a link, or damaged."""
     with suppress(OSError, ValueError, RecursionError):
-        value = json.loads(read_file(path, limit))
+        value = json.loads(read_file(path, path.parent, limit))
         if isinstance(value, dict):
             return value
     return {}
@@ -200,7 +213,7 @@ def smoothed(values: Floats) -> Floats:
 
 def _read(path: Path, last: int | None = None) -> Iterator[Row]:
     try:
-        with open_file(path, "rb") as file:
+        with open_file(path, "rb", path.parent) as file:
             size, limit = os.fstat(file.fileno()).st_size, last or _LARGEST_RECORD
             start = max(0, size - limit)
             file.seek(start)
@@ -230,7 +243,7 @@ def _repair(path: Path, keep: Callable[[Row], bool]) -> tuple[int, Row | None]:
         return 0, None
     damaged, last = 0, None
     # Mapped instead of read: only the end of a long record is looked at.
-    with open_file(path, "r+b") as file:
+    with open_file(path, "r+b", path.parent) as file:
         with mmap(file.fileno(), 0, access=ACCESS_READ) as content:
             size = end = len(content)
             while end:

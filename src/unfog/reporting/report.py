@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,7 @@ from unfog.reporting.records import (
     read_events,
     read_metrics,
 )
-from unfog.safe_files import write_atomic
+from unfog.safe_files import list_folder, write_atomic
 
 _FILMSTRIP = 12  # sample grids over time, at most
 _THUMBNAIL, _LARGE = 400, 1600  # pixels across, at most, that an image is embedded with
@@ -48,7 +49,7 @@ def write_report(run_dir: Path, unended: tuple[str, str] | None = None) -> Path:
     RequestError when `run_dir` is no run folder. What is missing in the folder is missing in the report.
     """
     record = [run_dir / name for name in ("config.toml", "metrics.jsonl", "events.jsonl")]
-    changed = [path.stat().st_mtime for path in record if path.exists()]
+    changed = [path.stat().st_mtime for path in record if os.path.exists(path)]
     if not changed:
         raise RequestError(f"{run_dir} is not a run: it has no config.toml, metrics.jsonl or events.jsonl")
     events = read_events(run_dir / "events.jsonl")
@@ -61,7 +62,7 @@ def write_report(run_dir: Path, unended: tuple[str, str] | None = None) -> Path:
     page = embed({"written": written, "runs": [run]}, str(run["name"]), _REFRESH if state == "running" else 0)
     path = run_dir / "report.html"
     # Names of files that are not UTF-8 hold surrogates, which cannot be encoded.
-    write_atomic(path, page.encode("utf-8", "replace"))
+    write_atomic(path, page.encode("utf-8", "replace"), run_dir)
     return path
 
 
@@ -93,7 +94,7 @@ def _record(run_dir: Path, events: Sequence[Row]) -> dict[str, Any]:
 
 def _pictures(run_dir: Path) -> dict[str, Any]:
     """Return the sample grids, the strips of denoising, the contact sheet and those of evaluations, as data URIs."""
-    samples, denoising = _numbered(run_dir / "samples", "*.png"), _numbered(run_dir / "denoising", "*.png")
+    samples, denoising = _numbered(run_dir / "samples", ".png"), _numbered(run_dir / "denoising", ".png")
     pictures: dict[str, str] = {}
     shown: dict[str, list[int]] = {"preview": [], "denoising": []}
     # Of the last ones the pixels are seen; the others show how it came to that.
@@ -101,14 +102,14 @@ def _pictures(run_dir: Path) -> dict[str, Any]:
     wanted += [("preview", step, path, _LARGE) for step, path in samples[-1:]]
     wanted += [("denoising", step, path, _LARGE) for step, path in denoising[-1:]]
     for kind, step, path, widest in wanted:
-        if uri := _data_uri(path, widest):
+        if uri := _data_uri(path, run_dir, widest):
             pictures[f"{kind}/{step}"] = uri
             shown[kind].append(step)
-    if uri := _data_uri(run_dir / "contact-sheet.png", _LARGE):
+    if uri := _data_uri(run_dir / "contact-sheet.png", run_dir, _LARGE):
         pictures["contact"] = uri
-    evaluations = run_data.read_evaluations(run_dir / "evaluations")
+    evaluations = run_data.read_evaluations(run_dir)
     for copy in (copy for one in evaluations for copy in one["copies"]):
-        copy["picture"] = copy["picture"] and _data_uri(copy["picture"], _LARGE)
+        copy["picture"] = copy["picture"] and _data_uri(copy["picture"], run_dir, _LARGE)
     return {
         "previews": shown["preview"],
         "denoising": shown["denoising"],
@@ -131,17 +132,19 @@ def _state(events: Sequence[Row]) -> tuple[str, str] | None:
 def _checkpoints(folder: Path) -> tuple[list[int], int]:
     """Return the steps of whole checkpoints, and the bytes of the newest."""
     # The manifest is written last: without it, a checkpoint is not whole.
-    whole = [(step, path) for step, path in _numbered(folder, "*") if (path / "manifest.json").exists()]
+    whole = [(step, path) for step, path in _numbered(folder, "") if os.path.exists(path / "manifest.json")]
     size = 0
-    for file in whole[-1][1].glob("*") if whole else ():
-        with suppress(OSError):  # a running process may delete files meanwhile
-            size += file.lstat().st_size
+    with suppress(OSError):  # a running process may delete files meanwhile
+        size = sum(file.lstat().st_size for file in list_folder(whole[-1][1], folder.parent)) if whole else 0
     return [step for step, _ in whole], size
 
 
-def _numbered(folder: Path, pattern: str) -> list[tuple[int, Path]]:
-    """Return the files or folders whose names are steps, in order of steps."""
-    return sorted((int(path.stem), path) for path in folder.glob(pattern) if path.stem.isdecimal())
+def _numbered(folder: Path, suffix: str) -> list[tuple[int, Path]]:
+    """Return the files or folders of a folder in the run whose names are steps, in order of steps."""
+    with suppress(OSError):
+        there = (path for path in list_folder(folder, folder.parent) if path.suffix == suffix)
+        return sorted((int(path.stem), path) for path in there if path.stem.isdecimal())
+    return []
 
 
 def _evenly(items: Sequence[tuple[int, Path]], most: int) -> list[tuple[int, Path]]:
@@ -151,11 +154,11 @@ def _evenly(items: Sequence[tuple[int, Path]], most: int) -> list[tuple[int, Pat
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
 
 
-def _data_uri(path: Path, widest: int) -> str:
+def _data_uri(path: Path, root: Path, widest: int) -> str:
     """Return a readable image as a data URI; "" otherwise."""
     # A file may claim an enormous size, or make Pillow's readers fail in ways that png_data_uri does not catch.
     with suppress(ValueError, IndexError, MemoryError, struct.error, zlib.error, Image.DecompressionBombError):
-        if (image := png_data_uri(path, widest)) is not None:
+        if (image := png_data_uri(path, root, widest)) is not None:
             return image[0]
     return ""
 

@@ -7,6 +7,7 @@ imported only where its tracker is opened.
 from __future__ import annotations
 
 import io
+import logging
 import os
 import sys
 import time
@@ -22,7 +23,7 @@ import numpy as np
 from unfog.custom import PREFIX, resolve_path
 from unfog.reporting.records import flatten
 from unfog.reporting.tracker_base import Tracker
-from unfog.safe_files import make_folder, read_file, write_atomic
+from unfog.safe_files import LARGEST_TEXT, make_folder, read_file, write_atomic
 from unfog.text import without_secrets
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ class _WandB(Tracker):
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # or it would call home when it fails
         import wandb
 
+        _silence_handlers(logging.getLogger("wandb"))
         self._module: Any = wandb
         self._run: Any = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "unfog"),
@@ -111,6 +113,17 @@ class _WandB(Tracker):
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _silence_handlers(logger: logging.Logger) -> None:
+    """Let a logger drop lines that its log file does not take, without a traceback on the terminal for each."""
+    add = logger.addHandler
+
+    def add_silent(hdlr: logging.Handler) -> None:
+        hdlr.handleError = lambda record: None  # type: ignore[method-assign]
+        add(hdlr)
+
+    logger.addHandler = add_silent  # type: ignore[method-assign]
 
 
 class _MLflow(Tracker):
@@ -272,7 +285,7 @@ def _stored_id(run_dir: Path, folder: str, create: Callable[[], str]) -> str:
     make_folder(path.parent, run_dir)  # the tracker writes into it by name
     if not os.path.lexists(path):
         write_atomic(path, create().encode(), run_dir)
-    return read_file(path, root=run_dir).decode()
+    return read_file(path, run_dir, LARGEST_TEXT).decode()
 
 
 def _edges(values: Sequence[float]) -> list[float]:

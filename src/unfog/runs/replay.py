@@ -19,7 +19,7 @@ from unfog.process.signals import StopSignals
 from unfog.reporting.progress import Progress
 from unfog.runs.ranks import StoppableHooks
 from unfog.training.checkpoints import format as checkpoint
-from unfog.training.checkpoints.format import CheckpointInfo
+from unfog.training.checkpoints.format import CheckpointInfo, run_of
 from unfog.training.checkpoints.load import (
     find_rollback_checkpoint,
     load_checkpoint,
@@ -64,7 +64,7 @@ def replay_newest(folder: RunFolder, config: Config, dataset: Dataset, stop: Sto
     RequestError as `find_replayable`, or if the run rolled back to a checkpoint that is gone.
     """
     first, last = find_replayable(folder, config)
-    with building_for(first.folder / "model.safetensors"):
+    with building_for(first.folder / "model.safetensors", folder.path):
         state = build_state(config, choose_device(config.training.device))
     load_checkpoint(first.folder, state)
     if planned := read_state(last.folder).get("length"):  # a time budget's decisions, up to the last step
@@ -113,7 +113,7 @@ def differing_tensors(state: TrainState, saved: CheckpointInfo) -> list[str]:
         if not saved.holds(f"{file}.safetensors"):  # a second EMA that the run began to keep later
             continue
         mine = {name: tensor.cpu() for name, tensor in tensors.items()}
-        theirs = read_tensors(saved.folder / f"{file}.safetensors")
+        theirs = read_tensors(saved.folder / f"{file}.safetensors", run_of(saved.folder))
         for name in sorted(mine.keys() | theirs.keys()):
             if name not in mine or name not in theirs or not torch.equal(mine[name], theirs[name]):
                 different.append(f"{file}: {name}")

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from unfog.errors import RequestError, RunError
 from unfog.pipeline.build import building_for
 from unfog.pipeline.latents import copy_autoencoder_into_run
 from unfog.pipeline.load_data import load_images
-from unfog.pipeline.skipped_images import DATA_FILE
+from unfog.pipeline.skipped_images import DATA_FILE, describe_changes
 from unfog.planning.auto_settings import AutoSettings
 from unfog.process import command_clock
 from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
@@ -61,12 +62,13 @@ def resume(
     with RunContext.open(folder, config, callbacks=callbacks) as run, ExitStack() as stack:
         point = find_resume_point(folder, stored)
         # An edited config.toml must not make it build a network that the weights do not fit, however large.
-        stack.enter_context(building_for(point.weights))
+        stack.enter_context(building_for(point.weights, folder.path))
         run.heartbeat.step = point.step  # for monitoring, while the images are read
         check_changes(point.config, config, force)
         dataset, facts = load_images(config, run.stop, lost=point.failed_shards)
         config = _disable_impossible_snapshots(config.adopt(facts), point)
-        check_changes(point.config, config, force)  # once more, as reading the images has completed the settings
+        # Once more, as reading the images has completed the settings.
+        check_changes(point.config, config, force, partial(describe_changes, folder, dataset))
         auto = _resolve_open_settings(run, config, dataset, point, began)
         if point.is_end_of(auto, folder, dataset):
             broadcast_config(run.world, folder.checkpoints, None)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 from unfog.callbacks import CheckpointEvent
 from unfog.config.schema import Config
 from unfog.errors import Interrupted, RunError
-from unfog.process.heartbeat import folder_identity
 from unfog.process.run_folder import RunFolder
-from unfog.reporting.progress import say, warn
+from unfog.process.run_place import PATIENCE, RunPlace
+from unfog.reporting.progress import format_duration, say, warn
 from unfog.reporting.recorder import Recorder
 from unfog.runs.ranks import RunContext
 from unfog.training.checkpoints import posthoc_ema, snapshot
@@ -22,6 +22,7 @@ from unfog.training.checkpoints.writer import CheckpointWriter, ShardStatusStore
 from unfog.training.state import TrainState
 
 _BRIEF_WAIT = 3.0  # seconds
+_POLL = 0.2  # seconds between two looks for a folder that is waited for
 _SHARE_OF_GRACE = 0.8  # of the seconds between a request to stop and the kill; the rest is for the way out
 
 
@@ -32,11 +33,9 @@ class Saver:
         self._settings, _ = context.folder.shown_settings(config)  # as TOML, for each checkpoint
         self.folder, self.config, self.recorder = context.folder, config, recorder
         self._stop, self._heartbeat, self._callbacks = context.stop, context.heartbeat, context.callbacks
-        self._writer = CheckpointWriter(self.folder.checkpoints, config.checkpoint)
+        self._place = RunPlace(self.folder.path)
+        self._writer = CheckpointWriter(self.folder.checkpoints, config.checkpoint, self._is_away)
         self._snapshots = EmaSnapshotWriter(config.ema_snapshots)
-        self._identity = folder_identity(self.folder.path)
-        # An open descriptor finds the folder again after somebody moved it; Windows cannot open folders.
-        self._descriptor = os.open(self.folder.path, os.O_RDONLY) if os.name != "nt" else -1
         self._patience = _SHARE_OF_GRACE * config.training.grace
         # The last step saved, and what was due after it; also a step that was not finite, and so not written.
         self.saved: tuple[int, list[str]] | None = None
@@ -53,8 +52,7 @@ class Saver:
         started = time.perf_counter()
         self._snapshots.wait()  # a checkpoint covers the snapshots before it: a resume would not take them again
         self.wait(leaving=self._stop())
-        if folder_identity(self.folder.path) != self._identity:
-            self._follow_moved_folder()
+        self._find_folder()
         self.recorder.sync()  # a checkpoint covers its logs, also after a power cut
         self.stall_seconds += time.perf_counter() - started
         return str(self.folder.checkpoints)
@@ -92,19 +90,42 @@ class Saver:
     def _step(self, state: TrainState) -> int:
         return state.seen // self.config.training.batch
 
-    def _follow_moved_folder(self) -> None:
-        """Continue at the new place of the folder, where the operating system can tell it; else RunError."""
-        self._moved_from = self.folder.path
-        try:
-            place = Path(os.readlink(f"/proc/self/fd/{self._descriptor}"))
-        except OSError:
-            place = self._moved_from
-        if folder_identity(place) != self._identity:
+    def _is_away(self) -> bool:
+        return self._place.look() == "away"
+
+    def _find_folder(self) -> None:
+        """Wait for the disk of the folder. Continue at the new place of a folder that was moved.
+
+        RunError if the folder was removed, or its disk cannot be reached for minutes or once a stop is requested.
+        """
+        if self._moved_from is not None:
+            return
+        if (state := self._place.look()) == "away":
+            with self._heartbeat.during("waiting for the run folder"):
+                state = self._wait_for_folder()
+        if state == "here":
+            return
+        self._moved_from, place = self.folder.path, self._place.moved_to()
+        if place is None:
             raise RunError(
                 f"{self._moved_from} was removed or moved during training; the steps since the last checkpoint are lost"
             )
         self.folder = RunFolder(place)
         self._writer = CheckpointWriter(self.folder.checkpoints, self.config.checkpoint)
+
+    def _wait_for_folder(self) -> Literal["here", "moved", "away"]:
+        """Return the state of the folder once its disk can be reached."""
+        folder, began = self.folder.path, time.monotonic()
+        warn(_away_message(folder))
+        deadline = began + PATIENCE
+        while (state := self._place.look()) == "away":
+            if self._stop():  # a checkpoint may still be saved within the grace period
+                deadline = min(deadline, time.monotonic() + self._patience)
+            if time.monotonic() > deadline:
+                raise RunError(_lost_message(folder))
+            time.sleep(_POLL)
+        say(f"{folder} can be reached again, after {format_duration(time.monotonic() - began)}")
+        return state
 
     def poll(self) -> None:
         """Report what the writer has done. RunError if it failed."""
@@ -113,9 +134,7 @@ class Saver:
         self._report_events()
 
     def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        self._place.close()
 
     def _is_rollback_target(self, state: TrainState, step: int) -> bool:
         """Return True if a roll-back may return to this step: a regular one, after enough ordinary steps."""
@@ -129,6 +148,7 @@ class Saver:
     def roll_back(self, state: TrainState, reason: str) -> str:
         """Restore the weights of the newest rollback checkpoint; return its folder. RunError if there is none."""
         self.wait()
+        self._find_folder()
         step = self._step(state)
         good, broken = find_rollback_checkpoint(self.folder.checkpoints, state, self.config.training.patience)
         for one in broken:
@@ -162,19 +182,27 @@ class Saver:
         with self._heartbeat.during("saving"):
             while not self._writer.wait(0.05):
                 self._report_events()
-                self._heartbeat.activity = "waiting for disk space" if self._writer.waiting else "saving"
+                self._heartbeat.activity = self._doing()
                 if not self._stop():
                     deadline = time.monotonic() + self._patience
                 elif not leaving:
                     raise Interrupted
-                elif self._writer.waiting and time.monotonic() > deadline:
+                elif (self._writer.waiting or self._writer.away) and time.monotonic() > deadline:
                     self._writer.abandon()
+                    if self._writer.away:
+                        raise RunError(_lost_message(self.folder.path))
                     raise RunError(
                         "the disk is full, so the steps since the newest checkpoint in "
                         f"{self.folder.checkpoints} are lost. Free some space, then `unfog resume "
                         f"{self.folder.path}`"
                     )
         self._report_events()
+
+    def _doing(self) -> str:
+        """Return what the writer does, for monitoring."""
+        if self._writer.away:
+            return "waiting for the run folder"
+        return "waiting for disk space" if self._writer.waiting else "saving"
 
     def finish_after_failure(self, at_once: bool, shared: bool = False) -> None:
         """Wait for a checkpoint that is being written: `at_once` only seconds.
@@ -212,5 +240,23 @@ class Saver:
                     f"the disk is full: checkpoint {step:,} needs {fields['needed'] / 1e6:,.0f} MB, and "
                     f"{fields['free'] / 1e6:,.0f} MB are free. Free some space, and training saves and continues"
                 )
+            elif kind == "disk_away":
+                warn(_away_message(self.folder.path))
+            elif kind == "disk_back":
+                say(f"{self.folder.path} can be reached again, after {format_duration(fields['waited'])}")
             elif kind == "disk_has_room":
                 say(f"there is free space again: checkpoint {step:,} is written")
+
+
+def _away_message(folder: Path) -> str:
+    return (
+        f"{folder} cannot be reached: its disk or mount is gone. Checkpoint and record wait for it, "
+        f"{format_duration(PATIENCE)} at most"
+    )
+
+
+def _lost_message(folder: Path) -> str:
+    return (
+        f"{folder} cannot be reached, so the steps since its newest checkpoint are lost. Once it is back, "
+        f"`unfog resume {folder}`"
+    )

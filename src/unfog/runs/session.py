@@ -15,7 +15,7 @@ from unfog.config.resume_rules import settings_digests
 from unfog.cores import SPINNING_LIMITED, describe_quota
 from unfog.data.augmentation import Augment
 from unfog.data.dataset import Dataset
-from unfog.errors import Interrupted, LostProcess
+from unfog.errors import Interrupted, LostProcess, RunError
 from unfog.pipeline.build import build_intervals
 from unfog.pipeline.contact_sheet import contact_sheet
 from unfog.pipeline.skipped_images import DATA_FILE, data_json
@@ -65,8 +65,9 @@ def _write_data_report(folder: RunFolder, dataset: Dataset, augment: Augment, se
 
     `seed` is that of the stream and of the augmentation; the random state of torch is left as it is.
     """
-    write_atomic(folder.path / DATA_FILE, data_json(dataset))
-    write_atomic(folder.path / "contact-sheet.png", encode_png(contact_sheet(dataset, augment, seed)))
+    write_atomic(folder.path / DATA_FILE, data_json(dataset), folder.path)
+    sheet = encode_png(contact_sheet(dataset, augment, seed))
+    write_atomic(folder.path / "contact-sheet.png", sheet, folder.path)
 
 
 class Session(SessionHooks):
@@ -104,7 +105,7 @@ class Session(SessionHooks):
         fixed, logged = None, 0
         if saved is None:
             # Left by a start that was killed before its first checkpoint.
-            remove(self.context.folder.metrics)
+            remove(self.context.folder.metrics, self.context.folder.path)
         else:
             self._load(saved)
             logged, fixed = _last_logged(self.step, self.state.due), self._resume_length()
@@ -124,6 +125,11 @@ class Session(SessionHooks):
                 done = self._conclude()
             except (Exception, KeyboardInterrupt) as error:
                 self._record_failure(error)
+                if isinstance(error, OSError):
+                    raise RunError(
+                        f"{error.filename or self.context.folder.path}: {error.strerror or error}; once that is "
+                        f"corrected, `unfog resume {self.context.folder.path}`"
+                    ) from error
                 raise
             finally:
                 self.saver.close()

@@ -17,7 +17,7 @@ from unfog.reporting.recorder import Recorder
 from unfog.reporting.records import LENGTH_EVENT, PAUSE_EVENT
 from unfog.runs.evaluation_hook import EvaluationHook
 from unfog.runs.previews import Previews
-from unfog.runs.ranks import RunContext, StoppableHooks
+from unfog.runs.ranks import RunContext, StoppableHooks, watch_outages
 from unfog.runs.saver import Saver
 from unfog.runs.time_budget import STRETCHES, TimeBudget
 from unfog.training.checkpoints.writer import ShardStatusStore
@@ -70,6 +70,14 @@ class SessionHooks(StoppableHooks):
         self.recorder, self.saver = recorder, Saver(self.context, self.config, recorder)
         self.context.heartbeat.step, self.context.heartbeat.steps = self.step, self.steps
         self.context.heartbeat.on_activity = recorder.progress.show
+        watch_outages(
+            self.dataset,
+            self.config,
+            self.context.world,
+            self.context.stop,
+            warn=lambda text: recorder.warn(self.step, text),
+            pulse=self.context.heartbeat,
+        )
 
     def log(self, step: int, images: int, record: dict[str, Any]) -> None:
         # Beside the losses: a line of an evaluation alone would show what the evaluation took.

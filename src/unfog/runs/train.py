@@ -197,7 +197,7 @@ def _create_run(session: Session) -> None:
     folder.write_launch_file()
     folder.write_config(config)
     if isinstance(config.network, GivenNetwork):
-        write_atomic(folder.path / SOURCE_FILE, config.network.source_text().encode())
+        write_atomic(folder.path / SOURCE_FILE, config.network.source_text().encode(), folder.path)
     folder.checkpoints.mkdir()
     broadcast_config(run.world, folder.checkpoints, config)  # last, as worker ranks look for the folders at once
     run.heartbeat.silent = False

@@ -20,7 +20,7 @@ from unfog.pipeline.load_data import load_images
 from unfog.pipeline.skipped_images import FailureReporter
 from unfog.process.signals import StopSignals
 from unfog.runs.previews import Previews
-from unfog.runs.ranks import StoppableHooks, device_for
+from unfog.runs.ranks import StoppableHooks, device_for, watch_outages
 from unfog.runs.train import run_training_loop
 from unfog.text import sanitize
 from unfog.training.checkpoints import snapshot
@@ -96,6 +96,7 @@ def _train_worker(config: Config, dataset: Dataset, stop: StopSignals, world: Wo
     state = build_state(own_config, device, home=world.init_device(config.training.shard, device))
     stream = ImageStream(dataset.as_network_input.train, config.training.seed)
     hooks = _WorkerHooks(stop, dataset, world, config)
+    watch_outages(dataset, config, world, stop)
 
     @cache
     def previews() -> Previews:

@@ -143,10 +143,10 @@ def _address_secret(folder: Path) -> str:
         found = os.lstat(file) if file.exists() else None
         if found is None:
             make_folder(file.parent, file.parent.parent) if home.is_dir() else file.parent.mkdir(parents=True)
-            write_atomic(file, secrets.token_hex(32).encode(), private=True)
+            write_atomic(file, secrets.token_hex(32).encode(), file.parent, private=True)
         elif found.st_mode & 0o077:  # others may have read it
             raise OSError
-        key = read_file(file, 1000)
+        key = read_file(file, file.parent, 1000)
     if len(key) < 64:
         key = secrets.token_bytes(32)
     return hmac.digest(key, os.fsencode(folder.resolve()), "sha256").hex()[:32]

@@ -88,7 +88,7 @@ def new_events(run: RunEntry, start: int) -> dict[str, Any]:
 def _event_rows(run: Path, start: int) -> tuple[list[Row], int]:
     """Return the rows of events.jsonl from a byte offset on, and the offset after the last whole line."""
     try:
-        with open_file(run / "events.jsonl", "rb") as file:
+        with open_file(run / "events.jsonl", "rb", run) as file:
             size = os.fstat(file.fileno()).st_size
             first = max(start, size - _EVENT_BYTES)
             data = os.pread(file.fileno(), max(0, size - first), first)
@@ -113,8 +113,7 @@ def _ema(run: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _evaluations(run: Path) -> list[dict[str, Any]]:
     """Return the latest results of `unfog evaluate`, by step. Their pictures are in the report."""
-    found = [] if (run / "evaluations").is_symlink() else read_evaluations(run / "evaluations")
-    return [{**one, "copies": [{**copy, "picture": None} for copy in one["copies"]]} for one in found]
+    return [{**one, "copies": [{**copy, "picture": None} for copy in one["copies"]]} for one in read_evaluations(run)]
 
 
 def read_findings(run: Path, result: Path | None) -> list[dict[str, Any]] | None:
@@ -145,6 +144,6 @@ def _finding(one: Mapping[str, Any], run: Path) -> dict[str, Any]:
 
 def _names(folder: Path) -> list[str]:
     try:
-        return [] if folder.is_symlink() else os.listdir(folder)
+        return [] if os.path.islink(folder) else os.listdir(folder)
     except OSError:
         return []

@@ -70,7 +70,7 @@ def numbered_files(run: Path, folder: str, suffix: str = ".png") -> tuple[int, .
 def read_json(path: Path, run: Path) -> Any:
     """Return the content of a JSON file in a run; None if it is missing, a link, too large or damaged."""
     try:
-        return json.loads(read_file(path, _LARGEST_JSON, run))
+        return json.loads(read_file(path, run, _LARGEST_JSON))
     except _UNREADABLE:
         return None
 
@@ -98,7 +98,7 @@ def saved_values(run: Path, metric: str) -> list[tuple[float, int]]:
 def read_settings(run: Path) -> dict[str, Any]:
     """Return the settings of config.toml by dotted name, without passwords of URLs; {} if it cannot be read."""
     try:
-        return plain_settings(tomllib.loads(read_file(run / "config.toml", _LARGEST_CONFIG, run).decode("utf-8-sig")))
+        return plain_settings(tomllib.loads(read_file(run / "config.toml", run, _LARGEST_CONFIG).decode("utf-8-sig")))
     except _UNREADABLE:
         return {}
 
@@ -107,7 +107,7 @@ def read_source(run: Path) -> str:
     """Return the source of a run, with its passwords; "" if it cannot be read."""
     try:
         # With the mark that Windows editors put at the beginning, which TOML does not know.
-        text = read_file(run / "config.toml", _LARGEST_CONFIG, run).decode("utf-8-sig")
+        text = read_file(run / "config.toml", run, _LARGEST_CONFIG).decode("utf-8-sig")
         # It stands before the sections, whose parsing takes milliseconds for each run.
         return str(tomllib.loads(text.partition("\n[")[0]).get("source", ""))
     except _UNREADABLE:
@@ -147,7 +147,7 @@ class PictureCache:
         key = (path, *found)
         with self._lock:
             if key not in self._kept:
-                self._kept[key] = _encode_webp(read_file(path, _LARGEST_FILE, run), path.name)
+                self._kept[key] = _encode_webp(read_file(path, run, _LARGEST_FILE), path.name)
             self._kept.move_to_end(key)
             while len(self._kept) > 1 and sum(map(len, self._kept.values())) > _KEPT_BYTES:
                 self._kept.popitem(last=False)

@@ -259,7 +259,7 @@ class RunList:
 
 def _is_inside(path: Path, folder: Path) -> bool:
     """Return False for a link that leads out of the folder."""
-    if not any(one.is_symlink() for one in (path, path.parent) if one != folder):
+    if not any(os.path.islink(one) for one in (path, path.parent) if one != folder):
         return True
     try:
         return path.resolve().is_relative_to(folder.resolve())

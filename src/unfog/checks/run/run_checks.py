@@ -111,7 +111,7 @@ def _newest_weights(
             skipped.append(f"checks of the weights, as {none}")
             return None, broken
         config = replace(read_toml(saved.folder / checkpoint.CONFIG, Config()), autoencoder_folder=autoencoder)
-        with building_for(saved.folder / "model.safetensors"):
+        with building_for(saved.folder / "model.safetensors", folder.path):
             networks = {kind: build_network(config) for kind in ("model", "ema")}
         for kind, network in networks.items():
             load_weights(saved.folder, kind, network)
@@ -141,7 +141,8 @@ def _usual_learning_rate(folder: RunFolder, config: Config) -> float | None:
     method, (saved, _) = config.optimizer.method, checkpoint.list_checkpoints(folder.checkpoints)
     if config.network is None or isinstance(method, Custom):
         return None
-    with suppress(RunError), building_for(saved[-1].folder / "model.safetensors" if saved else None):
+    weights = saved[-1].folder / "model.safetensors" if saved else None
+    with suppress(RunError), building_for(weights, folder.path):
         parameters = sum(p.numel() for p in build_network(config).parameters())
         tuned = bool(config.init.folder)
         return default_learning_rate(parameters, config.training.batch, config.network, method, tuned)

@@ -19,7 +19,7 @@ from unfog.checks.settings.machine_checks import check_machine, check_run_costs
 from unfog.config.schema import Config
 from unfog.data.augmentation import CONDITIONS, Augment, to_model_range
 from unfog.data.dataset import Dataset, ImageSet
-from unfog.data.latent_cache import Normalise
+from unfog.data.packs.latent_cache import Normalise
 from unfog.diffusion.diffusion import Diffusion
 from unfog.errors import RequestError
 from unfog.models.network_settings import build_model

@@ -85,7 +85,7 @@ class Pack:
     def is_unfinished_at(path: Path) -> bool:
         """Return True if the folder is an unfinished pack: it has a journal with our header, or an empty one."""
         try:
-            with open_file(path / JOURNAL, "rb") as file:
+            with open_file(path / JOURNAL, "rb", path) as file:
                 line = file.readline(_LONGEST_HEADER)
             header = json.loads(line) if line else {"format": FORMAT, "key": "", "stamp": ""}
         except (OSError, ValueError, RecursionError):
@@ -136,12 +136,12 @@ class Pack:
         pack, problems, done = cls.open(path), list[str](), 0
         try:
             for name, file in pack.manifest["files"].items():
-                if name != "pixels.u8" and file_digest(path / name) != file["sha256"]:
+                if name != "pixels.u8" and file_digest(path / name, path) != file["sha256"]:
                     problems.append(f"{name} is not as it was written")
             per_image, begin = math.prod(pack.images.pixels.shape[1:]), 0
             # In chunks, so that the message can say which images are damaged; the chunks' own file must be whole.
-            chunks = json.loads(read_file(path / "chunks.json", _LARGEST_MANIFEST)) if not problems else []
-            with open_file(path / "pixels.u8", "rb") as file:
+            chunks = json.loads(read_file(path / "chunks.json", path, _LARGEST_MANIFEST)) if not problems else []
+            with open_file(path / "pixels.u8", "rb", path) as file:
                 for end, expected in chunks:
                     if hashlib.sha256(file.read((end - begin) * per_image)).hexdigest() != expected:
                         problems.append(f"pixels.u8 is damaged at images {begin:,} to {end - 1:,}")
@@ -164,7 +164,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise RequestError(
             f"{sanitize(str(path))} is not a pack: it has no {MANIFEST}; make one with unfog pack SOURCE OUT"
         )
-    manifest = json.loads(read_file(file, _LARGEST_MANIFEST))
+    manifest = json.loads(read_file(file, path, _LARGEST_MANIFEST))
     if manifest.get("format") != FORMAT:
         raise RequestError(
             f"{sanitize(str(path))} is a pack of format {str(manifest.get('format'))[:20]}, and this Unfog reads "
@@ -211,7 +211,7 @@ def _open_files(path: Path, manifest: Mapping[str, Any]) -> tuple[ImageSet, Data
         raise ValueError("pixels.u8 does not have that shape")
     offsets = _mapped(path / "names.npy", (n + 1,), np.int64)
     size = files["names.bin"]["bytes"]
-    text = np.memmap(regular_file(path / "names.bin"), np.uint8, "r") if size else np.zeros(0, np.uint8)
+    text = np.memmap(regular_file(path / "names.bin", path), np.uint8, "r") if size else np.zeros(0, np.uint8)
     # The ends are enough here: `_name_at` bounds each name, and a check of all would read the whole file.
     if offsets[0] != 0 or offsets[-1] != size:
         raise ValueError("names.npy does not fit names.bin")
@@ -236,7 +236,7 @@ def _name_at(text: NDArray[np.uint8], offsets: NDArray[np.int64], i: int) -> str
 
 
 def _mapped(path: Path, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-    array = np.load(regular_file(path), mmap_mode="r", allow_pickle=False)
+    array = np.load(regular_file(path, path.parent), mmap_mode="r", allow_pickle=False)
     if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous:
         raise ValueError(f"{path.name} holds something else")
     return np.asarray(array)
@@ -244,7 +244,7 @@ def _mapped(path: Path, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
 
 def _mapped_pixels(path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
     # Not by np.memmap, which keeps the map that madvise needs to itself.
-    with open_file(path, "rb") as file:
+    with open_file(path, "rb", path.parent) as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if hasattr(mmap, "MADV_RANDOM") and len(mapped) * _LARGE_SHARE > os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE:
         # Images are read in a shuffled order, so that what lies behind one is not what is wanted next.

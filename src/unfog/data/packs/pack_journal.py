@@ -47,7 +47,7 @@ class Journal:
     def read(cls, folder: Path) -> Journal:
         """Read the journal in a folder, less a last line that was cut off. Empty if it is missing or damaged."""
         try:
-            text = read_file(folder / JOURNAL, _LARGEST_JOURNAL).decode()
+            text = read_file(folder / JOURNAL, folder, _LARGEST_JOURNAL).decode()
             header, *lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
         except (OSError, ValueError, RecursionError):
             return cls()
@@ -112,7 +112,7 @@ def _follows(line: Any, last: dict[str, Any]) -> bool:
 def remove_work_files(folder: Path) -> None:
     """Remove the files that a finished pack no longer needs."""
     for name in (JOURNAL, FACTS_FILE, LOCK):
-        remove(folder / name)
+        remove(folder / name, folder)
 
 
 @contextmanager
@@ -150,7 +150,7 @@ def _remove_empty_files(folder: Path) -> None:
     with suppress(OSError):
         if not Pack.is_at(folder) and not Journal.read(folder).rows:
             for name in (FACTS_FILE, "pixels.u8", JOURNAL):  # the journal last, as it proves that the others are ours
-                remove(folder / name)
+                remove(folder / name, folder)
 
 
 @contextmanager

@@ -86,12 +86,13 @@ class _PackWriter:
             self._begin()
 
     def _open(self, name: str, mode: Mode) -> BinaryIO:
-        return open_file(self.folder / name, mode)
+        return open_file(self.folder / name, mode, self.folder)
 
     def _begin(self) -> None:
         for name in ("pixels.u8", FACTS_FILE):  # before the journal, which proves that they are ours
-            write_atomic(self.folder / name, b"", durable=False)
-        write_atomic(self.folder / JOURNAL, json.dumps(self.journal.header).encode() + b"\n")
+            write_atomic(self.folder / name, b"", self.folder, durable=False)
+        header = json.dumps(self.journal.header).encode() + b"\n"
+        write_atomic(self.folder / JOURNAL, header, self.folder)
 
     def _resume(self, lines: list[dict[str, Any]]) -> bool:
         """Go on after these chunks. Return False if the files do not hold what the journal says."""
@@ -103,8 +104,8 @@ class _PackWriter:
         done, rows = int(lines[-1]["done"]), int(lines[-1]["rows"])
         try:
             with (
-                open_file(self.folder / FACTS_FILE, "r+b") as facts,
-                open_file(self.folder / "pixels.u8", "r+b") as pixels,
+                open_file(self.folder / FACTS_FILE, "r+b", self.folder) as facts,
+                open_file(self.folder / "pixels.u8", "r+b", self.folder) as pixels,
             ):
                 # What is behind the last whole chunk goes; files never grow, in case they are shorter.
                 facts.truncate(min(done * INFO_DTYPE.itemsize, os.fstat(facts.fileno()).st_size))
@@ -182,7 +183,7 @@ class _PackWriter:
         folder, settings = self.folder, self.scan.resolved_settings
         arrays = self._write_arrays(result)
         chunks = [[line["rows"], line["sha256"]] for line in self.journal.lines]
-        write_atomic(folder / "chunks.json", json.dumps(chunks, indent=0).encode())
+        write_atomic(folder / "chunks.json", json.dumps(chunks, indent=0).encode(), folder)
         fingerprints, pixels_digest = self._fingerprints(result, progress)
         # Not the path of a table that the labels came from, which need not be there later.
         labels = "none" if result.labels is None else "folders"
@@ -201,13 +202,13 @@ class _PackWriter:
             "files": {
                 name: {
                     "bytes": (folder / name).stat().st_size,
-                    "sha256": pixels_digest if name == "pixels.u8" else file_digest(folder / name),
+                    "sha256": pixels_digest if name == "pixels.u8" else file_digest(folder / name, folder),
                 }
                 for name in sorted(["pixels.u8", "names.bin", "chunks.json", *arrays])
             },
         }
         # Last of all: until now the folder is an unfinished pack, which the next attempt goes on with.
-        write_atomic(folder / MANIFEST, Pack.seal(manifest))
+        write_atomic(folder / MANIFEST, Pack.seal(manifest), folder)
         remove_work_files(folder)
 
     def _write_arrays(self, result: DecodeResult) -> list[str]:
@@ -221,14 +222,14 @@ class _PackWriter:
         if result.labels is not None:
             arrays["labels.npy"] = result.labels.astype(np.int64)
         for name, array in arrays.items():
-            with replace_file(self.folder / name) as file:
+            with replace_file(self.folder / name, self.folder) as file:
                 np.save(file, array, allow_pickle=False)
         return list(arrays)
 
     def _write_names(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Write names.bin. Return where each name begins in it, int64 [N + 1]."""
         offsets, names = np.zeros(len(rows) + 1, np.int64), self.scan.source.names
-        with replace_file(self.folder / "names.bin") as file:
+        with replace_file(self.folder / "names.bin", self.folder) as file:
             for start in range(0, len(rows), _BLOCK):
                 encoded = [names[i].encode("utf-8", "surrogateescape") for i in rows[start : start + _BLOCK].tolist()]
                 offsets[start + 1 : start + 1 + len(encoded)] = [len(name) for name in encoded]

@@ -51,7 +51,7 @@ class ArraySource(Source):
     def __init__(self, path: Path, name: str) -> None:
         self._path, self.name, self.resolved = path, name, str(path.resolve())
         try:
-            images, labels = _read(path, name)
+            images, labels, unused = _read(path, name)
             self._stamp = _file_digest(path)
         except RequestError:
             raise
@@ -65,6 +65,11 @@ class ArraySource(Source):
         self.names = LazyNames("{:08}".format, range(len(images)))
         if labels is not None:
             self.classes, self.labels = _index_labels(name, labels, len(images))
+        elif unused:
+            self.label_warning = (
+                f"{sanitize(name)} also holds {', '.join(unused)}, which is not used; labels are an array called "
+                f"{' or '.join(_LABEL_KEYS)}"
+            )
 
     @classmethod
     def load(cls, location: SourceLocation, options: OpenOptions) -> ArraySource:
@@ -87,7 +92,7 @@ class ArraySource(Source):
         for start in range(0, len(images), 4096):
             digest.update(np.ascontiguousarray(images[start : start + 4096]).data)
         if labels is not None:
-            arrays["labels"] = as_array(labels)
+            arrays["labels"] = _without_objects(as_array(labels))
             _index_labels("the array", arrays["labels"], len(images))  # only to refuse what are no labels
             digest.update(repr(arrays["labels"].tolist()).encode())
         path = cache_folder() / f"array-{digest.hexdigest()[:32]}.npz"
@@ -98,7 +103,7 @@ class ArraySource(Source):
             path.parent.mkdir(parents=True, exist_ok=True)
             remove_stale_entries(path.parent)
             make_room(images.nbytes)
-            with replace_file(path, shared=True) as file:
+            with replace_file(path, path.parent, shared=True) as file:
                 np.savez(file, **arrays)
         except OSError as error:
             raise RequestError(
@@ -125,12 +130,13 @@ def _file_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _read(path: Path, name: str) -> tuple[NDArray[Any], NDArray[Any] | None]:
+def _read(path: Path, name: str) -> tuple[NDArray[Any], NDArray[Any] | None, list[str]]:
+    """Return (images, labels or None, names of other arrays)."""
     if path.suffix.lower() == ".npy":
         array = np.load(path, mmap_mode="r", allow_pickle=False)
         if not isinstance(array, np.ndarray):
             raise ValueError("it is an .npz file by another name")
-        return array, None
+        return array, None, []
     with zipfile.ZipFile(path) as archive:
         keys = [entry.removesuffix(".npy") for entry in archive.namelist()]
         images = next((key for key in _IMAGE_KEYS if key in keys), None)
@@ -138,7 +144,9 @@ def _read(path: Path, name: str) -> tuple[NDArray[Any], NDArray[Any] | None]:
         if images is None:
             held = ", ".join(sanitize(key) for key in keys[:5]) or "nothing"
             raise ValueError(f"it holds {held}, and no array called {', '.join(_IMAGE_KEYS)}")
-        return _read_member(archive, images, name), None if labels is None else _read_member(archive, labels, name)
+        unused = [sanitize(key) for key in keys if key not in (images, labels)]
+        found = None if labels is None else _read_member(archive, labels, name)
+        return _read_member(archive, images, name), found, unused[:5]
 
 
 def _read_member(archive: zipfile.ZipFile, key: str, name: str) -> NDArray[Any]:
@@ -191,10 +199,42 @@ def _as_nhwc(name: str, images: NDArray[Any]) -> NDArray[np.uint8]:
 
 def _index_labels(name: str, labels: NDArray[Any], n: int) -> tuple[tuple[str, ...], NDArray[np.int64]]:
     """Return (classes, [N] class of each image)."""
-    if labels.shape != (n,) or labels.dtype.kind not in "iuUb":
-        found = f"{labels.dtype} {'x'.join(map(str, labels.shape))}"
+    said, shape = f"the labels of {sanitize(name)}", "x".join(map(str, labels.shape))
+    remedy = f"give a whole number or a text for each of the {n:,} images"
+    if labels.shape == (n, 1):
+        labels = labels[:, 0]
+    if labels.ndim == 2 and len(labels) == n and labels.dtype.kind in "iufb":
+        one_hot = bool((labels != 0).sum(1).min() == (labels != 0).sum(1).max() == 1)
+        what = "one-hot: give labels.argmax(1)" if one_hot else f"several labels an image are not supported: {remedy}"
+        raise RequestError(f"{said} are {labels.shape[1]} values for each image, {what}")
+    if labels.shape != (n,):
+        raise RequestError(f"{said} are {labels.dtype} {shape}; {remedy}")
+    if labels.dtype.kind == "f":
+        labels = _whole_labels(labels, said)
+    if labels.dtype.kind not in "iuUb":
+        raise RequestError(f"{said} are {labels.dtype} {shape}; {remedy}")
+    if labels.dtype.kind == "U" and (empty := np.flatnonzero(np.char.strip(labels) == "")).size:
         raise RequestError(
-            f"the labels of {sanitize(name)} are {found}; give a whole number or a text for each of the {n:,} images"
+            f"{said} are empty for {empty.size:,} images, such as image {int(empty[0]):,}; give a label for each "
+            "image, or leave those images out"
         )
     present, index = np.unique(labels, return_inverse=True)
     return tuple(str(value) for value in present.tolist()), index.astype(np.int64)
+
+
+def _without_objects(labels: NDArray[Any]) -> NDArray[Any]:
+    """Return labels that are Python objects, as those of a table are, as the texts or numbers that they are."""
+    plain = labels.dtype.kind == "O" and all(isinstance(value, str | int | float) for value in labels.flat)
+    return np.array(labels.tolist()) if plain else labels
+
+
+def _whole_labels(labels: NDArray[Any], said: str) -> NDArray[np.int64]:
+    """Return labels of floating point as whole numbers. RequestError if they are none."""
+    if not np.isfinite(labels).all():
+        raise RequestError(f"{said} hold NaN or infinity; give a label for each image, or leave those images out")
+    if (labels != labels.round()).any() or np.abs(labels).max(initial=0) >= 2**53:
+        raise RequestError(
+            f"{said} are numbers with a fraction, from {labels.min():g} to {labels.max():g}, and each label is a "
+            "class; make a few ranges of them, such as numpy.digitize(labels, edges), or leave the labels out"
+        )
+    return labels.astype(np.int64)

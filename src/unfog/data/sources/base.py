@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol, overload
 
@@ -21,6 +22,7 @@ from PIL import Image
 
 from unfog.data.data_report import SkippedFile
 from unfog.data.dataset import Dataset
+from unfog.data.outages import Outage
 from unfog.data.settings import Data
 from unfog.errors import RequestError
 from unfog.text import sanitize
@@ -28,6 +30,10 @@ from unfog.text import sanitize
 
 class ImageError(Exception):
     """An image cannot be used. The message is a short reason, the same for the same cause, as reasons are counted."""
+
+
+class MissingImageError(ImageError):
+    """The file of an image is not there, or may not be read. It is gone, or the source is out of reach."""
 
 
 class TransientImageError(ImageError):
@@ -196,7 +202,10 @@ class Source(ABC):
     `names`."""
 
     ignored: Mapping[str, int] = {}
-    """Number of files that are no images, by suffix, or "hidden" or "without suffix"."""
+    """Number of files that are no images, by suffix, "hidden" or "without suffix"; and of `data_report.LEFT_OUT`."""
+
+    second_names: Mapping[str, str] = {}
+    """Another path of a folder -> the one under which its images are in `names`; both end in "/"."""
 
     unreadable: Sequence[SkippedFile] = ()
     """Files and folders that were found but are not in `names`, each with its reason."""
@@ -263,6 +272,15 @@ class Source(ABC):
     def fill_settings(self, settings: Data) -> Data:
         """Return the settings with automatic ones filled in that the source determines."""
         return settings
+
+    @cached_property
+    def outage(self) -> Outage:
+        """The waits of all threads that read from this source."""
+        return Outage()
+
+    def folder_problem(self, i: int) -> str:
+        """Return why the folder of image i is not the one that the source was opened with; "" if it is."""
+        return ""
 
     def shard_image(self, i: int) -> int:
         """Return the index by which `remote_shards` knows image i; another one where images are left out."""

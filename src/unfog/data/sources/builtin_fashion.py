@@ -29,7 +29,10 @@ class FashionSource(Source):
     held_out = frozenset(f"{name}/{i:04}" for name in _CLASSES for i in range(900, 1000))
 
     def __init__(self) -> None:
-        with (files("unfog.data") / "builtin" / "fashion.png").open("rb") as file, Image.open(file) as sheet:
+        with (
+            (files("unfog.data") / "builtin" / "fashion.png").open("rb") as file,
+            Image.open(file, formats=["PNG"]) as sheet,
+        ):
             tiles = np.asarray(sheet).reshape(100, 28, 100, 28).swapaxes(1, 2)
         self.tiles: NDArray[np.uint8] = tiles.reshape(10000, 28, 28)  # in the order of `names`
 

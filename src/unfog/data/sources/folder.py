@@ -8,16 +8,20 @@ import stat
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from pathlib import Path
 
 from PIL import Image
 
-from unfog.data.data_report import SkippedFile
+from unfog.data.data_report import OWN, RUN, SECOND_NAME, SkippedFile
+from unfog.data.outages import FolderIdentity, KnownFolders, folder_identity
+from unfog.data.own_files import own_pictures
 from unfog.data.sources.base import LabelTable, OpenOptions, Source, SourceLocation
 from unfog.data.sources.image_files import SUFFIXES, open_image, os_error_reason
 from unfog.errors import RequestError
 
+_ICLOUD = ".icloud"  # .NAME.png.icloud stands for NAME.png, which is not on this disk
 _SKIPPED_FOLDERS = frozenset(["__MACOSX", "@eaDir", "$RECYCLE.BIN"])
 # Number of files of which `files_digest` reads a sample, and bytes at the beginning, middle and end of each.
 _SAMPLED_FILES, _SAMPLED_BYTES = 256, 64
@@ -26,13 +30,17 @@ _SAMPLED_FILES, _SAMPLED_BYTES = 256, 64
 class FolderSource(Source):
     """Every image below a folder, at any depth, sorted by path. Hidden files are left out, links are followed.
 
-    Raises RequestError if no file below it has a suffix of images, or the folder cannot be read.
+    Runs are left out, and pictures that Unfog has written, unless there are no others. Raises RequestError if no file
+    below it has a suffix of images, or the folder cannot be read.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name
         self.resolved = str(folder.resolve())
-        self.names, self.ignored, self.unreadable = _list_images(folder)
+        listing = _list_images(folder)
+        self.names, self.ignored, self.unreadable = listing.names, listing.ignored, sorted(listing.unreadable)
+        self.second_names = listing.second_names
+        self._known = KnownFolders(str(folder), listing.identities)
         if not self.names:
             raise self._no_images_error()
 
@@ -46,6 +54,9 @@ class FolderSource(Source):
 
     def open(self, i: int) -> Image.Image:
         return open_image(self.folder / self.names[i])
+
+    def folder_problem(self, i: int) -> str:
+        return self._known.problem(os.path.join(self.folder, self.names[i]))
 
     def stamp(self) -> tuple[str, int]:
         return files_digest(self.folder, self.names)
@@ -69,15 +80,57 @@ def ignored_kind(name: str) -> str | None:
     return None if suffix in SUFFIXES else suffix or "without suffix"
 
 
-def _list_images(folder: Path) -> tuple[list[str], Counter[str], list[SkippedFile]]:
-    """Return (paths of the images below a folder; other files by suffix or "hidden"; folders that cannot be read).
+@dataclass
+class _Listing:
+    """Files and folders below a folder."""
 
-    Links are followed; each folder is listed once, by its own name rather than a link's.
-    """
-    names, ignored, unreadable = list[str](), Counter[str](), list[SkippedFile]()
+    names: list[str] = field(default_factory=list)
+    """Paths of the images, sorted."""
+    ignored: Counter[str] = field(default_factory=Counter)
+    """Number of the other files by suffix, "hidden" or one of `data_report.LEFT_OUT`."""
+    unreadable: list[SkippedFile] = field(default_factory=list)
+    second_names: dict[str, str] = field(default_factory=dict)
+    """Another path of a folder -> the one under which its images are listed; both end in "/"."""
+    identities: dict[str, FolderIdentity] = field(default_factory=dict)
+    """Of each folder that was listed, by its path."""
+
+    def add(self, below: str, entry: os.DirEntry[str]) -> None:
+        """Add a file of the folder `below`."""
+        suffix = os.path.splitext(entry.name)[1].lower()
+        if entry.name in _SKIPPED_FOLDERS:
+            self.ignored["hidden"] += 1
+        elif not entry.name.startswith("."):
+            if suffix in SUFFIXES:
+                self.names.append(below + entry.name)  # also a broken link or a pipe, which opening reports
+            else:
+                self.ignored[suffix or "without suffix"] += 1
+        elif suffix == _ICLOUD and os.path.splitext(entry.name[: -len(_ICLOUD)])[1].lower() in SUFFIXES:
+            self.unreadable.append(SkippedFile(below + entry.name[1 : -len(_ICLOUD)], "not downloaded from iCloud"))
+        else:
+            self.ignored["hidden"] += 1
+
+    def leave_out_own(self, folder: Path) -> None:
+        """Leave out the pictures that Unfog has written, unless there are no others."""
+        own = own_pictures(self.names, lambda name, size: _head(folder / name, size))
+        if len(own) < len(self.names):
+            self.names = [name for name in self.names if name not in own]
+            self.ignored += Counter({OWN: len(own)})
+
+
+def _head(path: Path, size: int) -> bytes:
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for its writer
+        with open(descriptor, "rb") as file:
+            return file.read(size) if stat.S_ISREG(os.fstat(descriptor).st_mode) else b""
+    return b""
+
+
+def _list_images(folder: Path) -> _Listing:
+    """List what lies below a folder. Links are followed; each folder is listed once, by its own name if it has one."""
+    found = _Listing()
     # Heaps, so that of several links to a folder the first by name counts, whatever order the file system lists them
     # in. Links wait until all folders are done. No recursion, as folders may be thousands deep.
-    pending, links, entered = [""], list[str](), set[tuple[int, int]]()
+    pending, links, entered = [""], list[str](), dict[FolderIdentity, str]()
     while pending or links:
         below = heappop(pending or links)
         try:
@@ -86,25 +139,27 @@ def _list_images(folder: Path) -> tuple[list[str], Counter[str], list[SkippedFil
         except OSError as error:
             if not below:
                 raise RequestError(f"{folder} cannot be read: {error.strerror}; check its permissions") from error
-            unreadable.append(SkippedFile(below, f"a folder {os_error_reason(error)}"))
+            found.unreadable.append(SkippedFile(below, f"a folder {os_error_reason(error)}"))
             continue
-        here = (status.st_dev, status.st_ino)
-        if here in entered and status.st_ino:  # 0 on file systems that have no inodes
+        here = folder_identity(status)
+        first = entered.setdefault(here, below) if any(here) else below  # zeros on file systems that have no inodes
+        if first != below:
+            if not below.startswith(first):  # a link to a folder above it is a circle, which hides nothing
+                found.second_names[below] = first
             continue
-        entered.add(here)
+        found.identities[os.path.join(folder, below.removesuffix("/"))] = here
         if below and {"config.toml", "checkpoints"} <= {entry.name for entry in entries}:
-            ignored["a run's folder"] += 1  # its previews are no data; a run may lie inside one's images
+            found.ignored[RUN] += 1  # its previews are no data; a run may lie inside one's images
             continue
         for entry in entries:
-            if entry.name.startswith(".") or entry.name in _SKIPPED_FOLDERS:
-                ignored["hidden"] += 1
-            elif _is_folder(entry):
+            if not entry.name.startswith(".") and entry.name not in _SKIPPED_FOLDERS and _is_folder(entry):
                 heappush(links if entry.is_symlink() else pending, f"{below}{entry.name}/")
-            elif (suffix := os.path.splitext(entry.name)[1].lower()) in SUFFIXES:
-                names.append(below + entry.name)  # also a broken link or a pipe, which opening reports
             else:
-                ignored[suffix or "without suffix"] += 1
-    return sorted(names), ignored, sorted(unreadable)
+                found.add(below, entry)
+    found.names.sort()
+    found.leave_out_own(folder)
+    found.ignored += Counter({SECOND_NAME: len(found.second_names)})
+    return found
 
 
 def list_only(folder: str, suffix: str) -> list[str]:

@@ -19,10 +19,11 @@ from unfog.data.sources.base import ImageError, LazyNames, OpenOptions, Source, 
 from unfog.data.sources.folder import files_digest, list_only, sample_digest
 from unfog.data.sources.image_files import open_bytes, open_image
 from unfog.errors import RequestError, install_command
-from unfog.safe_files import read_file, regular_file
+from unfog.safe_files import LARGEST_TEXT, read_file, regular_file
 from unfog.text import sanitize
 
 _LABEL_COLUMNS = ("label", "labels", "class", "fine_label")
+_LABEL_TYPES = ("string", "bool", "int8", "int16", "int32", "int64", "uint8")
 _MARKERS = ("dataset_info.json", "dataset_dict.json")  # in a folder that `save_to_disk` wrote
 
 
@@ -217,7 +218,7 @@ def _check_inside(folder: Path, place: str) -> None:
         return regular_file(folder.joinpath(*parts), folder)
 
     def stored(*parts: str) -> dict[str, Any]:
-        return dict(json.loads(read_file(inside(*parts))))
+        return dict(json.loads(read_file(inside(*parts), folder, LARGEST_TEXT)))
 
     try:
         for split in stored(_MARKERS[1])["splits"] if (folder / _MARKERS[1]).exists() else ["."]:
@@ -279,6 +280,12 @@ def _read_labels(dataset: Any, datasets: Any) -> tuple[tuple[str, ...], NDArray[
             return tuple(names), index.astype(np.int64), "; ".join(left_out)
         left_out.append(
             f"column {column} is ignored: its values are {sanitize(str(stored.type))[:60]}, not whole numbers or text"
+        )
+    plain = [name for name, feature in dataset.features.items() if getattr(feature, "dtype", "") in _LABEL_TYPES]
+    if plain and not left_out:
+        left_out.append(
+            f"columns that are not used: {', '.join(map(sanitize, plain[:5]))}; classes are in a ClassLabel column, "
+            f"or in one called {' or '.join(_LABEL_COLUMNS[:2])}"
         )
     return (), None, "; ".join(left_out)
 

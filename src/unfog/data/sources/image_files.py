@@ -15,7 +15,7 @@ from pathlib import Path
 
 from PIL import Image, JpegImagePlugin, UnidentifiedImageError, _imaging
 
-from unfog.data.sources.base import ImageError, TransientImageError
+from unfog.data.sources.base import ImageError, MissingImageError, TransientImageError
 
 # Suffixes of image files. The content decides how a file is read, so a misnamed one works.
 SUFFIXES = frozenset(
@@ -51,6 +51,9 @@ _PERMANENT_ERRORS = frozenset(
     getattr(errno, name)
     for name in ("ENOENT", "EACCES", "EPERM", "ENOTDIR", "EISDIR", "ENAMETOOLONG", "ELOOP", "EINVAL", "EOVERFLOW")
 )
+
+# Those of a file that is gone, or whose disk is.
+_MISSING_ERRORS = frozenset([errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR])
 
 GONE = "no longer there"
 CHANGED = "in an archive that was changed meanwhile"
@@ -128,6 +131,8 @@ def has_image_signature(start: bytes) -> bool:
 def _unidentified(start: bytes, name: str) -> ImageError:
     if name.lower().endswith((".heic", ".heif")):
         return ImageError("HEIC, to be converted to JPEG or PNG first")
+    if start == b"version ":
+        return ImageError("a pointer of Git LFS, whose file is not downloaded")
     return ImageError("damaged at its beginning" if start.startswith(_SIGNATURES) else "not an image")
 
 
@@ -182,7 +187,16 @@ def os_error_reason(error: OSError) -> str:
 
 def image_error(error: Exception) -> ImageError:
     """Return the ImageError for an exception that opening or decoding raised."""
-    return (TransientImageError if _is_transient(error) else ImageError)(_reason(error))
+    kind = TransientImageError if _is_transient(error) else MissingImageError if _is_missing(error) else ImageError
+    return kind(_reason(error))
+
+
+def _is_missing(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _MISSING_ERRORS:
+            return True
+        error = error.__cause__
+    return False
 
 
 def _is_transient(error: BaseException | None) -> bool:

@@ -49,6 +49,8 @@ class ImageItems:
     """Number of images, where that is known before."""
     classes: tuple[str, ...] = ()
     """Names of the classes that whole numbers stand for; () where the labels are names, or nothing names them."""
+    unused: str = ""
+    """A line on columns that are not used and may be labels; "" for nothing to say."""
 
     @classmethod
     def read(cls, source: Any) -> ImageItems:
@@ -75,8 +77,12 @@ class ImageItems:
         else:
             remedy = "call it, and give what it returns" if callable(source) else "give a folder, or a list of images"
             raise RequestError(f"source is of type {kind}, which gives no images; {remedy}")
-        pairs = (_split(item) for item in _named_items(items, kind))
-        return cls(pairs, kind, _length(source), _class_names(source))
+        named = _named_items(items, kind)
+        first = list(islice(named, 1))
+        pairs = (_split(item) for item in chain(first, named))
+        rows = [item for item in first if isinstance(item, Mapping) and _first_value(item, _LABEL_KEYS) is None]
+        others = [repr(key) for row in rows for key in row if key not in (*_IMAGE_KEYS, *_LABEL_KEYS)]
+        return cls(pairs, kind, _length(source), _class_names(source), _describe_unused(others))
 
 
 def _length(source: Any) -> int | None:
@@ -94,10 +100,18 @@ def _read_mapping(source: Mapping[Any, Any], kind: str) -> ImageItems:
         raise RequestError(
             f"a {kind} of {names} has no column of images; give one of its values, such as its training set"
         )
+    known = (*_IMAGE_KEYS, *_LABEL_KEYS)
+    others = [repr(key) for key in source if key not in known] if labels is None else []
     labels = [None] * len(images) if labels is None else labels
     if len(images) != len(labels):
         raise RequestError(f"there are {len(images):,} images and {len(labels):,} labels; give one for each image")
-    return ImageItems(map(_Item, images, labels), kind, len(images))
+    return ImageItems(map(_Item, images, labels), kind, len(images), unused=_describe_unused(others))
+
+
+def _describe_unused(columns: Sequence[str]) -> str:
+    if not columns:
+        return ""
+    return f"not used: {', '.join(columns[:5])}; labels are in a column called {' or '.join(_LABEL_KEYS[:2])}"
 
 
 def _named_items(items: Iterator[Any], kind: str) -> Iterator[Any]:

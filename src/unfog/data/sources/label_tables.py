@@ -41,7 +41,7 @@ def normalize_label(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, int | str):
         return ""
     text = str(value).strip() if isinstance(value, str) or abs(value) < 2**63 else ""
-    return str(int(text)) if _WHOLE_NUMBER.fullmatch(text) else text
+    return str(int(text)) if _WHOLE_NUMBER.fullmatch(text) else unicodedata.normalize("NFC", text)
 
 
 def sort_labels(labels: set[str]) -> list[str]:
@@ -49,14 +49,17 @@ def sort_labels(labels: set[str]) -> list[str]:
     return sorted(labels, key=int if all(map(_WHOLE_NUMBER.fullmatch, labels)) else None)
 
 
-def read_table(table: LabelTable) -> tuple[dict[str, str], str]:
-    """Return (file name -> label, "" where it is empty; a digest of the file). Raises RequestError if it is unfit."""
+def read_table(table: LabelTable, second_names: Mapping[str, str] | None = None) -> tuple[dict[str, str], str]:
+    """Return (file name -> label, "" where it is empty; a digest of the file). Raises RequestError if it is unfit.
+
+    A file in a folder of `second_names` is named as `Source.names` has it.
+    """
     said = sanitize(table.name)
     try:
         content = table.read()
         text = content.decode("utf-8-sig")
         rows = _json_rows(text) if table.base_name.lower().endswith((".jsonl", ".ndjson")) else _csv_rows(text, table)
-        found = _collect_labels(rows, said)
+        found = _collect_labels(rows, said, second_names or {})
     except OSError as error:
         raise RequestError(f"{said} is a table {os_error_reason(error)}; check it") from None
     except ImageError as error:
@@ -105,7 +108,8 @@ def _json_rows(text: str) -> Iterator[Mapping[str, Any]]:
             yield row
 
 
-def _collect_labels(rows: Iterable[Mapping[str, Any]], said: str) -> dict[str, str]:
+def _collect_labels(rows: Iterable[Mapping[str, Any]], said: str, second_names: Mapping[str, str]) -> dict[str, str]:
+    spelled = {unicodedata.normalize("NFC", second): first for second, first in second_names.items()}
     found: dict[str, str] = {}
     columns: tuple[str, str] | None = None
     for row in rows:
@@ -118,6 +122,9 @@ def _collect_labels(rows: Iterable[Mapping[str, Any]], said: str) -> dict[str, s
         file, value = (row.get(column) for column in columns)
         written = unicodedata.normalize("NFC", str(file).strip())  # as `match_rows` compares names
         name = normalize_path(written.replace("\\", "/")) if isinstance(file, str | int) else ""
+        for second, first in spelled.items():
+            if name.startswith(second):
+                name = unicodedata.normalize("NFC", first + name[len(second) :])
         label = normalize_label(value)
         if not name or (not label and value not in (None, "")):
             row_says = f"file {sanitize(str(file)[:60])} and label {sanitize(str(value)[:60])}"

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from unfog.data.data_report import SkippedFile
+from unfog.data.label_checks import are_measurements, check_masks, merge_spellings, warn_of_labels
 from unfog.data.settings import LABELS, TABLES
 from unfog.data.sources.base import LabelTable, Source
 from unfog.data.sources.label_tables import match_rows, read_table, sort_labels, strip_shard
@@ -25,32 +26,59 @@ _AUTO_TABLES = tuple(f"{name}{suffix}" for name in ("metadata", "labels") for su
 _MAX_NAMED = 1000
 
 
-def read_labels(source: Source, mode: str) -> tuple[tuple[str, ...], NDArray[np.int64] | None]:
+def read_labels(
+    source: Source, mode: str, warn: Callable[[str], None] = lambda line: None
+) -> tuple[tuple[str, ...], NDArray[np.int64] | None]:
     """Return (classes, label of each image int64 [N]), or ((), None) without classes.
 
     Args:
-        source: its own labels are used where it has some, except in mode "none".
+        source: its own labels are used where it has some, except in mode "none", and in mode "auto" if they are numbers
+            with fewer than four images each.
         mode: "none": no classes. "folders": a class is a top folder below the folders that all images share
             ("photos/cats/a.jpg", "photos/dogs/1/b.jpg": cats, dogs). "auto": the same, if there are at least two such
             folders, no image lies beside them, each has four images on average, and they are not a train/test split.
             Below such a split the classes are one level down ("train/cats", "val/cats") in both modes.
+        warn: called with a line on labels that may not be the classes that were meant.
 
     Raises:
-        RequestError: mode "folders", and an image is in no sub-folder.
+        RequestError: mode "folders", and an image is in no sub-folder; or mode "auto", and a folder holds the masks of
+            the images in another; or a label is not an index into the classes.
     """
     if mode == "none":
         return (), None
-    if source.labels is not None:
-        return tuple(sanitize(name) for name in source.classes), source.labels
+    classes, labels = source.classes, source.labels
+    if labels is None:
+        classes, labels = _read_folders(source, mode)
+    elif len(labels) and not 0 <= labels.min() <= labels.max() < len(classes):
+        raise RequestError(
+            f"{sanitize(source.name)} has a label that is none of its {len(classes):,} classes: it is damaged; "
+            "make it again from the originals"
+        )
+    elif mode == "auto" and are_measurements(classes, labels):
+        warn(
+            f"the labels are not used: they are {len(np.unique(labels)):,} numbers for {len(labels):,} images, fewer "
+            "than four images each; --data.labels folders takes each for a class all the same"
+        )
+        return (), None
+    if labels is None:
+        return (), None
+    classes, labels = merge_spellings(classes, labels, warn)
+    warn_of_labels(source, classes, labels, warn)
+    # Class names end up in files, figures and terminals, so control characters must not act there.
+    return tuple(sanitize(name) for name in classes), labels
+
+
+def _read_folders(source: Source, mode: str) -> tuple[tuple[str, ...], NDArray[np.int64] | None]:
+    """Return the classes that folders give, and the label of each image int64 [N]; ((), None) if they give none."""
     parts, codes = _folders(source)
     of_folders = _class_of_folders(source, mode, parts, codes)
     if of_folders is None:
         return (), None
+    if mode == "auto" and not source.remote:
+        check_masks(source, of_folders, codes)
     classes = source.classes or tuple(sorted(set(of_folders)))
     index = {name: i for i, name in enumerate(classes)}
-    labels = np.array([index[name] for name in of_folders], np.int64)[codes]
-    # Class names end up in files, figures and terminals, so control characters must not act there.
-    return tuple(sanitize(name) for name in classes), labels
+    return classes, np.array([index[name] for name in of_folders], np.int64)[codes]
 
 
 def _class_of_folders(
@@ -100,7 +128,7 @@ class _LabelTableSource(Source):
         self.table_path = table.resolved
         self.name, self.resolved = source.name, source.resolved
         self.held_out, self.ignored, self.remote = source.held_out, source.ignored, source.remote
-        rows, self._digest = read_table(table)
+        rows, self._digest = read_table(table, source.second_names)
         row_of, unmatched = match_rows(source.names, rows)
         _refuse_few_matches(source, table, rows, row_of)
         values = [rows[row] for row in row_of.values()]
@@ -110,7 +138,7 @@ class _LabelTableSource(Source):
         self._rows = np.array([i for i, _ in known], np.int64)
         self.labels = np.array([label for _, label in known], np.int64)
         self.names = [source.names[i] for i in self._rows]
-        self.remote_shards = source.remote_shards
+        self.remote_shards, self.outage = source.remote_shards, source.outage
         labelled = set(self._rows.tolist())
         self.unlabelled = [name for i, name in enumerate(source.names) if i not in labelled]
         self.unreadable = [
@@ -123,6 +151,9 @@ class _LabelTableSource(Source):
 
     def open(self, i: int) -> Image.Image:
         return self._source.open(int(self._rows[i]))
+
+    def folder_problem(self, i: int) -> str:
+        return self._source.folder_problem(int(self._rows[i]))
 
     def shard_image(self, i: int) -> int:
         return self._source.shard_image(int(self._rows[i]))

@@ -255,12 +255,12 @@ def _glob(pattern: str) -> list[str]:
 
 
 def _not_found(text: str, path: Path, suffixes: Collection[str]) -> RequestError:
+    if len(text) > 2 and text[0] == text[-1] and text[0] in "\"'":
+        return RequestError(f"{sanitize(text)} is no path, as its quotes are a part of it; leave the quotes out")
     siblings: dict[str, str] = {}
     with suppress(OSError, ValueError):
         near = path.parent if path.parent.is_dir() else Path()
-        siblings = {
-            one.name: str(path.parent / one.name) for one in near.iterdir() if one.is_dir() or one.suffix in suffixes
-        }
+        siblings = {one.name: str(near / one.name) for one in near.iterdir() if one.is_dir() or one.suffix in suffixes}
     close = difflib.get_close_matches(path.name, ["fashion", *siblings], n=1)
     hint = f"did you mean {siblings.get(close[0], close[0])}?" if close else _REMEDY
     return RequestError(f"{sanitize(text)} is neither a folder nor a built-in set; {sanitize(hint)}")

@@ -10,6 +10,7 @@ from io import RawIOBase
 from typing import Any, NamedTuple, Protocol
 
 from unfog.cores import thread_pool
+from unfog.data.outages import KnownFolders
 from unfog.data.sources.base import ImageError, TransientImageError
 from unfog.data.sources.image_files import CHANGED, MAX_FILE_BYTES, NO_PARTS, os_error_reason
 from unfog.data.sources.remote_errors import describe_remote_error, http_status, is_permanent, retry
@@ -50,6 +51,9 @@ class Storage(Protocol):
     def read(self, path: str, start: int, size: int) -> bytes:
         """Return up to `size` bytes from `start`, fewer where the file ends. Raises ImageError."""
 
+    def folder_problem(self, path: str) -> str:
+        """Return why the folder of a file is not the one that its state was first taken from; "" if it is."""
+
 
 class _LocalStorage:
     """Storage of files on this machine."""
@@ -59,11 +63,14 @@ class _LocalStorage:
     def __init__(self) -> None:
         # Safe in threads: a file that is forgotten here is closed by the last thread that reads from it.
         self._open = lru_cache(_most_open_files())(_Descriptor)
+        self._folders: dict[str, KnownFolders] = {}
         self._first_states: dict[str, FileState] = {}  # byte ranges of a file that changed since mean nothing
 
     def states(self, paths: Iterable[str], absent: dict[str, str] | None = None) -> dict[str, FileState]:
         found = {path: self._state(path) for path in sorted(paths)}
-        self._first_states = self._first_states or found
+        if not self._first_states:
+            self._first_states = found
+            self._folders = {folder: KnownFolders.of(folder) for folder in {os.path.dirname(path) for path in found}}
         return found
 
     def read(self, path: str, start: int, size: int) -> bytes:
@@ -77,8 +84,13 @@ class _LocalStorage:
                 parts.append(part)
                 start, size = start + len(part), size - len(part)
         except OSError as error:
+            self._open.cache_clear()  # a descriptor of a mount that died stays dead when the mount is back
             raise ImageError(f"in an archive {os_error_reason(error)}") from error
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def folder_problem(self, path: str) -> str:
+        known = self._folders.get(os.path.dirname(path))
+        return "" if known is None else known.problem(path)
 
     @staticmethod
     def _state(path: str) -> FileState:
@@ -186,6 +198,9 @@ class _RemoteStorage:
         from unfog.data.sources.web import s3_file_system, web_file_system
 
         return web_file_system(_SILENCE) if self._web else s3_file_system()
+
+    def folder_problem(self, path: str) -> str:
+        return ""
 
     def states(self, paths: Iterable[str], absent: dict[str, str] | None = None) -> dict[str, FileState]:
         paths = dict.fromkeys(paths)

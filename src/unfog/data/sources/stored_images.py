@@ -81,10 +81,10 @@ class StoredImages(ZipSource):
                 hold(path)
                 # The name is a digest of the content: one that is there is the same file.
                 if not path.exists():
-                    move(partial, path)
+                    move(partial, path, folder)
             finally:
                 with suppress(OSError):
-                    remove(partial)
+                    remove(partial, folder)
             make_room()
         except OSError as error:
             raise RequestError(f"{folder} cannot be written ({error.strerror}); set UNFOG_CACHE to another") from None
@@ -101,6 +101,9 @@ class StoredImages(ZipSource):
         except Exception as error:  # any JSON is possible
             raise RequestError(f"{sanitize(self.name)} is damaged: {error}; give the images again") from None
         self.labels = labels.astype(np.int64)
+
+    def _leave_out_own(self, directory: list[zipfile.ZipInfo], ignored: Counter[str]) -> None:
+        """Leave all in: these images were chosen one by one."""
 
     def _add(self, info: zipfile.ZipInfo, ignored: Counter[str], unreadable: list[SkippedFile]) -> None:
         if info.filename == _LABELS:
@@ -126,7 +129,9 @@ def _write(partial: Path, source: ImageItems, labels: Any, report: Report) -> st
     found: list[int | str | None] = []
     digest = hashlib.sha256()
     # Stored without compression, as PNGs are compressed already.
-    with open_file(partial, "xb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+    with open_file(partial, "xb", partial.parent) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        if source.unused:
+            report.say(f"  {source.unused}")
         floats, items = FloatRange.find(source.items)
         if floats is not None:
             report.say(f"  {floats}")
@@ -161,14 +166,19 @@ def _chosen(found: list[int | str | None], given: list[int | str | None] | None)
 
 
 def _plain_label(label: Any, i: int) -> int | str | None:
-    """Return a label as a whole number or a text, None without one. RequestError if it is something else."""
+    """Return a label as a whole number or a text, None without one. RequestError if it is something else.
+
+    An empty text is no label, as in a table.
+    """
     if label is None or isinstance(label, str):
-        return label
+        return label if label is not None and label.strip() else None
     values = as_array(label)
     if values.size == 1 and values.dtype.kind in "iub":
         return int(values.reshape(()))
+    if values.size == 1 and values.dtype.kind == "f" and float(values.reshape(())).is_integer():
+        return int(values.reshape(()))
     if values.size == 1 and values.dtype.kind == "U":
-        return str(values.reshape(()))
+        return _plain_label(str(values.reshape(())), i)
     found = f"{values.dtype} of shape {values.shape}" if values.dtype.kind in "iubf" else type(label).__name__
     raise RequestError(f"the label of image {i:,} is {found}; give a whole number or a text for each image, or none")
 

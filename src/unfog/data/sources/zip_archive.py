@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from unfog.data.data_report import SkippedFile
+from unfog.data.data_report import OWN, RUN, SkippedFile
+from unfog.data.own_files import own_pictures, run_folders
 from unfog.data.settings import TABLES
 from unfog.data.sources.base import ImageError, LabelTable, Source, SourceLocation, TransientImageError
 from unfog.data.sources.folder import ignored_kind, normalize_path, sample_digest
@@ -62,13 +63,16 @@ class ZipSource(Source):
         self._storage = open_storage(self._path)
         self.remote = self._storage.remote
         ((self._path, self._state),) = self._storage.states([self._path]).items()
-        self.ignored, self.unreadable = Counter[str](), list[SkippedFile]()
+        ignored, self.unreadable = Counter[str](), list[SkippedFile]()
+        self.ignored = ignored
         self._members: dict[str, _Member] = {}
         self._tables: dict[str, zipfile.ZipInfo] = {}
-        for info in self._read_directory():
+        directory = self._read_directory()
+        for info in directory:
             if not info.filename.endswith("/"):  # a folder; `is_dir` raises where there is no name at all
-                self._add(info, self.ignored, self.unreadable)
+                self._add(info, ignored, self.unreadable)
         self._remove_overlapping(self.unreadable)
+        self._leave_out_own(directory, ignored)
         self.names = sorted(self._members)
         self.unreadable.sort()
         # The directory has the checksum of every member, so that its digest stands for the contents.
@@ -85,6 +89,9 @@ class ZipSource(Source):
         member = self._members[name]
         with _large_members if member.size > _LARGE_BYTES else nullcontext():
             return open_bytes(self._content(member, image=True), name)
+
+    def folder_problem(self, i: int) -> str:
+        return self._storage.folder_problem(self._path)
 
     def stamp(self) -> tuple[str, int]:
         # A remote archive counts as it was when opened; a local one is looked at again, and sampled.
@@ -141,6 +148,24 @@ class ZipSource(Source):
             unreadable.append(SkippedFile(name, reason))
         else:
             self._members[name] = _Member.of(info)
+
+    def _leave_out_own(self, directory: list[zipfile.ZipInfo], ignored: Counter[str]) -> None:
+        """Leave out runs, and pictures that Unfog has written, unless there are no others. As in a folder."""
+        runs = run_folders(normalize_path(info.filename.replace("\\", "/")) for info in directory) - {""}
+        of_runs = [name for name in self._members if runs and name.startswith(tuple(runs))]
+        for name in of_runs:
+            del self._members[name]
+        ignored.update({RUN: len(runs)} if runs else {})
+        # Of a remote archive each of them would be a request.
+        own = set() if self.remote else own_pictures(self._members, self._head)
+        if len(own) < len(self._members):
+            self._members = {name: member for name, member in self._members.items() if name not in own}
+            ignored.update({OWN: len(own)} if own else {})
+
+    def _head(self, name: str, size: int) -> bytes:
+        with suppress(ImageError):
+            return self._content(self._members[name])[:size]
+        return b""
 
     def _remove_overlapping(self, unreadable: list[SkippedFile]) -> None:
         """Drop members that overlap others: with those, a small archive could hold any number of large images."""

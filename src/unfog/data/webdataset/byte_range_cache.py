@@ -118,7 +118,7 @@ class ByteRangeCache:
             if used <= _FILL * limit:
                 break
             with suppress(OSError):
-                remove(path)
+                remove(path, self.folder)
             used -= size
 
 
@@ -143,5 +143,5 @@ def _write_all(file: int, data: bytes, at: int) -> None:
 
 @contextmanager
 def _open(path: Path, mode: Mode) -> Iterator[int]:
-    with open_file(path, mode, buffering=0) as file:
+    with open_file(path, mode, path.parent, buffering=0) as file:
         yield file.fileno()

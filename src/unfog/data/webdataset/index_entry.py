@@ -13,14 +13,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unfog.data.data_report import SkippedFile
+from unfog.data.data_report import OWN, RUN, SkippedFile
+from unfog.data.own_files import own_pictures, run_folders
 from unfog.data.sources.folder import ignored_kind, normalize_path
 from unfog.data.sources.image_files import MAX_FILE_BYTES
 from unfog.data.sources.label_tables import normalize_label
 from unfog.data.sources.storage import BlockReader, FileState, Storage
 from unfog.data.webdataset.tar import DamagedTarError, TarMember, detect_compression
 from unfog.errors import RequestError
-from unfog.safe_files import write_atomic
+from unfog.safe_files import open_file, write_atomic
 from unfog.text import sanitize
 
 # An image: position and size of its file, number of its shard, where its name begins, and index of its label or -1.
@@ -63,13 +64,13 @@ class IndexEntry:
             names=np.frombuffer(self.names, np.uint8),
             info=np.frombuffer(json.dumps(info).encode(), np.uint8),
         )
-        write_atomic(file, buffer.getbuffer(), shared=True)
+        write_atomic(file, buffer.getbuffer(), file.parent, shared=True)
 
     @classmethod
     def load(cls, file: Path, size: int) -> IndexEntry | None:
         """Return the stored entry of a shard of `size` bytes, None if there is none or it is damaged."""
         try:
-            with np.load(file, allow_pickle=False) as arrays:
+            with open_file(file, "rb", file.parent) as stored, np.load(stored, allow_pickle=False) as arrays:
                 rows, names, info = arrays["rows"], arrays["names"].tobytes(), json.loads(arrays["info"].tobytes())
             values = [(str(kind), str(value)) for kind, value in info["values"]]
             checks = (
@@ -98,7 +99,7 @@ class IndexEntry:
                 f"{sanitize(path)} is compressed as a whole ({packed}), so no image in it can be reached; "
                 "unpack it to a plain .tar first"
             )
-        builder = _EntryBuilder(file, state.size)
+        builder = _EntryBuilder(file, state.size, storage.remote)
         try:
             for count, member in enumerate(TarMember.iterate(file)):
                 if count >= _MAX_MEMBERS:
@@ -117,14 +118,18 @@ class _EntryBuilder:
 
     file: BlockReader
     size: int
+    remote: bool
     images: dict[str, TarMember] = field(default_factory=dict)  # by name
     labels: dict[tuple[str, int], tuple[str, str]] = field(default_factory=dict)  # by (name less its suffix, rank)
     ignored: Counter[str] = field(default_factory=Counter)
     skipped: list[SkippedFile] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)  # of the members that may show where a run is
 
     def add(self, member: TarMember) -> None:
         name = normalize_path(member.name.decode("utf-8", "surrogateescape"))
         kind = ignored_kind(name)
+        if "config.toml" in name or "checkpoints/" in name:
+            self.names.append(name)
         if kind is None and not member.regular:
             self.skipped.append(SkippedFile(name, "a link or sparse file in a shard"))
         elif kind is None:
@@ -166,6 +171,7 @@ class _EntryBuilder:
 
     def build(self) -> IndexEntry:
         self._remove_sidecar_images()
+        self._remove_own()
         images = sorted(self.images.items(), key=lambda item: item[1].start)
         labels = [self._label(name) for name, _ in images] if self.labels else [None] * len(images)
         texts = {value for value in labels if value and value[0] == "text"}
@@ -180,6 +186,21 @@ class _EntryBuilder:
             encoded.append(name.encode("utf-8", "surrogateescape"))
             at += len(encoded[-1])
         return IndexEntry(rows, b"".join(encoded), list(codes), self.ignored, self.skipped)
+
+    def _remove_own(self) -> None:
+        """Leave out runs, and pictures that Unfog has written, unless there are no others. As in a folder."""
+        if runs := run_folders(self.names) - {""}:
+            self.images = {name: one for name, one in self.images.items() if not name.startswith(tuple(runs))}
+            self.ignored[RUN] += len(runs)
+
+        def head(name: str, size: int) -> bytes:
+            return self.file.read_at(self.images[name].start, min(size, self.images[name].size))
+
+        # Of a remote shard each of them would be a request.
+        own = set() if self.remote else own_pictures(self.images, head)
+        if 0 < len(own) < len(self.images):
+            self.images = {name: one for name, one in self.images.items() if name not in own}
+            self.ignored[OWN] += len(own)
 
     def _remove_sidecar_images(self) -> None:
         """Ignore 001.seg.png beside 001.jpg: it is a mask of that image, say, and no image of its own."""

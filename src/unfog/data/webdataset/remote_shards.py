@@ -241,7 +241,7 @@ def _states_file(location: SourceLocation) -> Path:
 
 def _remembered_states(location: SourceLocation) -> dict[str, FileState]:
     try:
-        stored = json.loads(read_file(_states_file(location), 2**30))
+        stored = json.loads(read_file(_states_file(location), cache_folder(), 2**30))
         return {str(path): FileState(int(size), str(version)) for path, (size, version) in stored.items()}
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return {}
@@ -253,4 +253,4 @@ def _remember_states(location: SourceLocation, states: Mapping[str, FileState]) 
         with suppress(OSError):  # without it only a resume with missing shards is refused
             file = _states_file(location)
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(file, json.dumps(now).encode(), private=True, shared=True)
+            write_atomic(file, json.dumps(now).encode(), cache_folder(), private=True, shared=True)

@@ -203,7 +203,7 @@ def _combine(out: Path, states: Mapping[str, FileState], files: Mapping[str, Pat
     count = at = 0
     with ExitStack() as stack:
         parts = (out.with_name(f"{out.name}.{end}") for end in ("rows", "codes", "names"))
-        rows, codes, names = (stack.enter_context(replace_file(file, shared=True)) for file in parts)
+        rows, codes, names = (stack.enter_context(replace_file(file, out.parent, shared=True)) for file in parts)
         for shard, (path, entry) in enumerate(_load_entries(states, files)):
             codes.write((_label_codes(entry, kind, number) if kind else _folder_codes(entry, folders)).tobytes())
             mine = entry.rows.copy()
@@ -223,7 +223,7 @@ def _combine(out: Path, states: Mapping[str, FileState], files: Mapping[str, Pat
         "unreadable": sorted(unreadable),
     }
     # Last, as a set without this file counts as not indexed.
-    write_atomic(out.with_name(f"{out.name}.json"), json.dumps(info).encode(), shared=True)
+    write_atomic(out.with_name(f"{out.name}.json"), json.dumps(info).encode(), out.parent, shared=True)
 
 
 def _folder_codes(entry: IndexEntry, known: dict[bytes, int]) -> NDArray[np.int64]:
@@ -283,7 +283,7 @@ def _choose_labels(entries: Iterable[IndexEntry]) -> tuple[str, list[str]]:
 def _load(folder: Path, key: str, states: Mapping[str, FileState]) -> ShardIndex | None:
     """Return the stored index of a set, None if there is none or it is damaged."""
     try:
-        info = json.loads(read_file(folder / f"{key}.json", _LARGEST_INFO))
+        info = json.loads(read_file(folder / f"{key}.json", folder, _LARGEST_INFO))
         count, classes = int(info["count"]), info["classes"]
         rows = _map_array(folder / f"{key}.rows", ROW_DTYPE, count + 1)
         names = _map_array(folder / f"{key}.names", np.dtype(np.uint8), int(rows["name"][-1]))
@@ -311,7 +311,9 @@ def _map_array(file: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
     """Map a file of `count` items. Raises ValueError if it has another size."""
     if count < 0 or file.stat().st_size != count * dtype.itemsize:
         raise ValueError("not whole")
-    return np.asarray(np.memmap(regular_file(file), dtype, "r", shape=(count,))) if count else np.zeros(0, dtype)
+    if not count:
+        return np.zeros(0, dtype)
+    return np.asarray(np.memmap(regular_file(file, file.parent), dtype, "r", shape=(count,)))
 
 
 def _remove_partial_files(folder: Path) -> None:
@@ -319,4 +321,4 @@ def _remove_partial_files(folder: Path) -> None:
     for partial in folder.glob("*.partial"):
         with suppress(OSError):
             if _PARTIAL.fullmatch(partial.name) and time.time() - partial.stat().st_mtime > _ABANDONED_SECONDS:
-                remove(partial)
+                remove(partial, folder)

@@ -79,6 +79,9 @@ class ShardSource(Source):
             raise ImageError("truncated")
         return open_bytes(data, self.names[i])
 
+    def folder_problem(self, i: int) -> str:
+        return self._storage.folder_problem(self.index.place(i)[0])
+
     def stamp(self) -> tuple[str, int]:
         # Remote shards count as they were when opened; local ones are looked at again, and some are sampled.
         states, samples = dict(self.index.states), list[bytes]()

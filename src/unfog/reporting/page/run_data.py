@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -17,7 +18,7 @@ from typing import Any
 
 from unfog.reporting.progress import format_bytes
 from unfog.reporting.records import LARGEST, Row, finite_number, flatten
-from unfog.safe_files import read_file
+from unfog.safe_files import LARGEST_TEXT, list_folder, read_file
 from unfog.text import without_secrets
 
 _TROUBLES = (
@@ -35,10 +36,10 @@ _Event = Mapping[str, Any]
 
 def read_settings(path: Path) -> dict[str, str]:
     """Return config.toml as dotted name -> text, without secrets; a file that is no TOML gives the reason why."""
-    if not path.exists():
+    if not os.path.exists(path):
         return {}
     try:
-        values = flatten(tomllib.loads(read_file(path).decode("utf-8-sig")))
+        values = flatten(tomllib.loads(read_file(path, path.parent, LARGEST_TEXT).decode("utf-8-sig")))
         # Numbers hold no secrets.
         return {
             name: plain_text(value) if isinstance(value, int | float) else without_secrets(plain_text(value))
@@ -81,7 +82,7 @@ def event_rows(events: Sequence[Row]) -> list[dict[str, Any]]:
 def read_data_report(folder: Path, events: Sequence[Row]) -> dict[str, Any]:
     """Return the data report without its list of files; where data.json is missing, what the event of it says."""
     with suppress(OSError, ValueError, RecursionError):
-        stored = json.loads(read_file(folder / "data.json", _LARGEST_REPORT))
+        stored = json.loads(read_file(folder / "data.json", folder, _LARGEST_REPORT))
         if isinstance(stored, dict):
             counts = stored.get("class_counts")
             known = counts if isinstance(counts, dict) else {}
@@ -100,13 +101,16 @@ def read_data_report(folder: Path, events: Sequence[Row]) -> dict[str, Any]:
     return {"fields": fields, "classes": {}, "skipped": [], "skipped_count": 0}
 
 
-def read_evaluations(folder: Path) -> list[dict[str, Any]]:
-    """Return the latest results of `unfog evaluate`, by step. A copy's `picture` is a file in `folder`, or None."""
+def read_evaluations(run: Path) -> list[dict[str, Any]]:
+    """Return the latest results of `unfog evaluate`, by step. A copy's `picture` is a path in the run, or None."""
     found = []
-    for path in folder.glob("*.json"):
+    there = list[Path]()
+    with suppress(OSError):
+        there = list_folder(run / "evaluations", run)
+    for path in (path for path in there if path.suffix == ".json"):
         # People edit such files: damaged ones are left out.
         with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            stored = json.loads(read_file(path, _LARGEST_EVALUATION))
+            stored = json.loads(read_file(path, run, _LARGEST_EVALUATION))
             found.append((path.stat().st_mtime, _evaluation(path, stored)))
     return sorted((one for _, one in sorted(found, key=itemgetter(0))[-_EVALUATIONS:]), key=itemgetter("step"))
 

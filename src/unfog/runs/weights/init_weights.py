@@ -86,7 +86,7 @@ def load_initial_weights(config: Config) -> _InitialWeights:
     """
     source = WeightsSource.describe(config.init, config.diffusion)
     _check_network(source, config)
-    sha256 = sha256_of(source.weights)
+    sha256 = sha256_of(source.weights, source.root)
     if config.init.sha256 not in ("", sha256):
         raise RequestError(
             f"{source.weights} changed since this run began (sha256 differs), and the run has no checkpoint "

@@ -49,12 +49,17 @@ class WeightsSource(NamedTuple):
         return self.known_input or self.config.input_shape[:2]
 
     @property
+    def root(self) -> Path:
+        """The folder below which no link is followed: that of the run, or of the file of weights."""
+        return self.weights.parents[2] if self.is_run else self.weights.parent
+
+    @property
     def is_run(self) -> bool:
         return self.unet2d is None and self.elsewhere is None
 
     def read(self) -> dict[str, Tensor]:
         """Return the weights, by the names of the program that wrote them or, of another than diffusers, by ours."""
-        return read_tensors(self.weights) if self.elsewhere is None else self.elsewhere.state
+        return read_tensors(self.weights, self.root) if self.elsewhere is None else self.elsewhere.state
 
     def fit(self, state: dict[str, Tensor], config: Config) -> tuple[dict[str, Tensor], list[Choice]]:
         """Return the weights under our names, with the classes and inputs of the run."""
@@ -122,7 +127,7 @@ def _in_diffusers(folder: Path, diffusion: Diffusion, known: bool) -> WeightsSou
     if found.scheduler is not None and not known:
         diffusion = objective_from_scheduler(found.scheduler, diffusion)
     if found.kind == "DiTTransformer2DModel":
-        model = from_dit(found.config, read_tensors(found.weights))
+        model = from_dit(found.config, read_tensors(found.weights, found.weights.parent))
         if found.scheduler is None:
             reason = "as given, or as in the recipe: the folder does not state it"
         else:

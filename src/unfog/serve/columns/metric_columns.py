@@ -97,7 +97,7 @@ class MetricColumns:
         """Read the lines that were appended. A missing file has no rows."""
         with self._lock:
             try:
-                with open_file(self._path, "rb") as file:
+                with open_file(self._path, "rb", self._path.parent) as file:
                     self._read_new(file)
             except OSError:
                 if self.offset:
@@ -115,7 +115,7 @@ class MetricColumns:
 
     def identity(self, offset: int) -> str:
         """Return a digest of the file and of what is before `offset`; "" where the file is shorter."""
-        with suppress(OSError), open_file(self._path, "rb") as file:
+        with suppress(OSError), open_file(self._path, "rb", self._path.parent) as file:
             tail = os.pread(file.fileno(), min(offset, _TAIL), max(0, offset - _TAIL))
             if len(tail) == min(offset, _TAIL):
                 return hashlib.sha256(_file_id(file) + tail).hexdigest()[:24]

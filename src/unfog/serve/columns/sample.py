@@ -24,7 +24,7 @@ class Sample(NamedTuple):
 def read_sample(path: Path) -> Sample:
     """Read lines at even distances, the first and the last included. OSError if the file cannot be read."""
     lines = list[bytes]()
-    with open_file(path, "rb") as file:
+    with open_file(path, "rb", path.parent) as file:
         size = os.fstat(file.fileno()).st_size
         for i in range(_PLACES):
             start = max(0, size - _PIECE) * i // (_PLACES - 1)

@@ -79,7 +79,7 @@ def _wilson_interval(wins: int, votes: int) -> tuple[float, float]:
 def _rows(run: Path) -> list[dict[str, Any]]:
     """Return the votes that can be read."""
     try:
-        lines = read_file(run / _FILE, _MOST_BYTES, run).split(b"\n")
+        lines = read_file(run / _FILE, run, _MOST_BYTES).split(b"\n")
     except (OSError, ValueError):
         return []
     found = []

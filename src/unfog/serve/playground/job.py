@@ -145,7 +145,7 @@ class History:
         """Yield the stored drawings, oldest first. What is damaged is left out."""
         for path in self._files():
             with suppress(OSError, ValueError, KeyError, TypeError, RecursionError, zlib.error):
-                head, _, packed = read_file(path, 2 * _LARGEST, cache_folder()).partition(b"\n")
+                head, _, packed = read_file(path, cache_folder(), 2 * _LARGEST).partition(b"\n")
                 facts = json.loads(head)
                 # With a bound: a few bytes may unpack to any size.
                 pixels = zlib.decompressobj().decompress(packed, _LARGEST)

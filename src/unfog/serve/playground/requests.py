@@ -121,7 +121,7 @@ def _files(request: SampleRequest) -> dict[str, str]:
 
 def _content(path: Path, run: Path) -> bytes:
     try:
-        return read_file(path, _MANIFEST_BYTES, run)
+        return read_file(path, run, _MANIFEST_BYTES)
     except (OSError, ValueError):
         return b""
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from unfog.errors import RequestError, RunError
-from unfog.safe_files import file_digest, read_file
+from unfog.safe_files import file_digest, list_folder, read_file
 from unfog.training.checkpoints.retries import is_unreadable, with_retries
 from unfog.training.checkpoints.state_schema import check_state
 from unfog.training.state import HELD_OUT_LOSS, is_better
@@ -98,7 +98,7 @@ class CheckpointInfo(NamedTuple):
         # Nothing in a run is read through a link: it may lead to files that somebody else changes.
         if folder.is_symlink():
             raise ValueError("the folder is a link")
-        manifest = read_json(folder / MANIFEST)
+        manifest = read_json(folder / MANIFEST, run_of(folder))
         if manifest["format"] not in (FORMAT, FORMAT_SHARDED):
             raise ValueError(
                 f"its format is {manifest['format']}, and this version reads {FORMAT} and {FORMAT_SHARDED}"
@@ -167,7 +167,11 @@ def list_checkpoints(checkpoints: Path) -> tuple[list[CheckpointInfo], list[Brok
     """Read all manifests: checkpoints, oldest first, and folders without a usable manifest. Reads no weights."""
     found: list[CheckpointInfo] = []
     broken: list[BrokenCheckpoint] = []
-    for folder in sorted(checkpoints.iterdir()) if checkpoints.is_dir() else []:
+    if checkpoints.is_symlink():
+        return [], [
+            BrokenCheckpoint(checkpoints, "the folder is a link, which is not followed; put the real one there")
+        ]
+    for folder in list_folder(checkpoints, checkpoints.parent):
         if folder.name.startswith(".") or not (folder.is_dir() or folder.name.isdecimal()):
             continue  # somebody's notes, say
         try:
@@ -179,15 +183,20 @@ def list_checkpoints(checkpoints: Path) -> tuple[list[CheckpointInfo], list[Brok
     return sorted(found, key=lambda saved: (saved.images, saved.folder.name)), broken
 
 
+def run_of(folder: Path) -> Path:
+    """Return the run of a checkpoint RUN/checkpoints/STEP: the folder below which no link is followed."""
+    return folder.parent.parent
+
+
 # Over the values rather than the bytes, so that white space and the order of keys do not matter.
 def manifest_digest(manifest: dict[str, Any]) -> str:
     """Return the sha256 of a manifest's values, which the manifest itself holds too."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, root: Path) -> dict[str, Any]:
     """Read a small JSON object. Raises ValueError if it is not one, OSError if it cannot be read."""
-    value = json.loads(read_file(path, LARGEST_JSON))
+    value = json.loads(read_file(path, root, LARGEST_JSON))
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
     return value
@@ -195,7 +204,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_state_json(folder: Path) -> dict[str, Any]:
     """Read state.json, checked by its schema. Raises OSError, ValueError or RecursionError if it is not valid."""
-    state = read_json(folder / STATE)
+    state = read_json(folder / STATE, run_of(folder))
     check_state(state)
     return state
 
@@ -207,7 +216,7 @@ def _find_damage(saved: CheckpointInfo) -> str | None:
             # The size first: a torn file is found without reading gigabytes.
             if (size := path.stat().st_size) != file.bytes:
                 return f"{name} has {size:,} bytes of {file.bytes:,}"
-            if file_digest(path) != file.sha256:
+            if file_digest(path, run_of(saved.folder)) != file.sha256:
                 return f"{name} is not what was saved (sha256 differs)"
         except OSError as error:
             if is_unreadable(error):
@@ -218,7 +227,8 @@ def _find_damage(saved: CheckpointInfo) -> str | None:
             return f"{STATE} is of another number of images"
     except (ValueError, RecursionError) as error:
         return f"{STATE}: {error}"
-    others = {path.name for path in saved.folder.glob("*.safetensors")} - saved.files.keys()
+    there = {path.name for path in list_folder(saved.folder, run_of(saved.folder)) if path.suffix == ".safetensors"}
+    others = there - saved.files.keys()
     if others and len(_merge_shard_names(saved.files)) < len(saved.files):  # one more would be taken for a part
         return f"{min(others)} does not belong to it"
     return None

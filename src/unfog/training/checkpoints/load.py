@@ -30,6 +30,7 @@ from unfog.training.checkpoints.format import (
     CheckpointInfo,
     list_checkpoints,
     read_state_json,
+    run_of,
 )
 from unfog.training.sharded_tensors import first_local_row, is_sharded, to_local
 from unfog.training.state import TrainState
@@ -47,14 +48,14 @@ class _Rows(NamedTuple):
 class TensorFile:
     """The tensors of a file or of its shards, memory-mapped. RunError if it cannot be read, or rows are missing."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, root: Path):
         self.path = path
         self.shapes: dict[str, list[int]] = {}
         """Shapes of the full tensors."""
         self._pieces: dict[str, list[_Rows]] = {}
         with self._reading():
             for part in _shard_paths(path):
-                self._add(safe_open(regular_file(part), "pt"))
+                self._add(safe_open(regular_file(part, root), "pt"))
             for name, pieces in self._pieces.items():
                 pieces.sort(key=lambda piece: piece.first)
                 ends = [0, *(piece.first + piece.rows for piece in pieces)]
@@ -129,7 +130,7 @@ class TensorFile:
 
 
 def write_merged(path: Path, out: Path) -> None:
-    """Merge the shards of `path` into the file `out`, with no more than one tensor in memory.
+    """Merge the shards of `path`, a file of a checkpoint, into the file `out`, with no more than one tensor in memory.
 
     Raises:
         RunError: it cannot be read.
@@ -137,14 +138,14 @@ def write_merged(path: Path, out: Path) -> None:
     """
     # By hand: safetensors writes only what is all in memory, and torch's `consolidate_safetensors_files` loses tensors
     # without dimensions.
-    stored, begin = TensorFile(path), 0
+    stored, begin = TensorFile(path, run_of(path.parent)), 0
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for name in stored.shapes:
         header[name] = stored.header_entry(name, begin)
         begin = header[name]["data_offsets"][1]
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)  # aligns the tensors
-    with replace_file(out) as file:
+    with replace_file(out, out.parent) as file:
         file.write(len(head).to_bytes(8, "little") + head)
         for name in stored.shapes:
             file.write(stored.tensor(name).reshape(-1).view(torch.uint8).numpy().data)
@@ -203,7 +204,8 @@ def load_tensors(folder: Path, state: TrainState) -> None:
         # A run without a second EMA has nothing nearer than its first.
         kind = "ema2" if _shard_paths(folder / EMA2)[0].exists() else "ema"
         _load_into(folder, kind, state.second_ema.state_dict(state.model))
-    stored, parameters = TensorFile(folder / "optimizer.safetensors"), dict(state.model.named_parameters())
+    stored = TensorFile(folder / "optimizer.safetensors", run_of(folder))
+    parameters = dict(state.model.named_parameters())
     moments = {name: stored.tensor(name, parameters.get(name.partition("/")[2])) for name in stored.shapes}
     try:
         state.load_optimizer(moments, read_state(folder))
@@ -219,9 +221,9 @@ def read_state(folder: Path) -> dict[str, Any]:
         raise RunError(f"{folder / STATE} cannot be read: {error}") from None
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a file, or of its shards. Raises RunError if it is damaged."""
-    stored = TensorFile(path)
+def read_tensors(path: Path, root: Path) -> dict[str, Tensor]:
+    """Read the tensors of a file below `root`, or of its shards. Raises RunError if it is damaged."""
+    stored = TensorFile(path, root)
     return {name: stored.tensor(name) for name in stored.shapes}
 
 
@@ -232,7 +234,7 @@ def load_weights(folder: Path, kind: str, network: nn.Module) -> None:
 
 def _load_into(folder: Path, kind: str, tensors: dict[str, Tensor]) -> None:
     try:
-        TensorFile(folder / f"{kind}.safetensors").load_into(tensors)
+        TensorFile(folder / f"{kind}.safetensors", run_of(folder)).load_into(tensors)
     except ValueError as error:
         raise RunError(
             f"the weights in {folder} do not fit the network that config.toml describes; was it edited? The settings "
@@ -245,7 +247,7 @@ def _shard_paths(path: Path) -> list[Path]:
     return [path] if path.exists() else sorted(path.parent.glob(f"{path.stem}-*-of-*.safetensors")) or [path]
 
 
-def sha256_of(path: Path) -> str:
-    """Return the hex digest of a file; of a sharded one, that of its shards' digests."""
-    digests = [file_digest(file) for file in _shard_paths(path)]
+def sha256_of(path: Path, root: Path) -> str:
+    """Return the hex digest of a file below `root`; of a sharded one, that of its shards' digests."""
+    digests = [file_digest(file, root) for file in _shard_paths(path)]
     return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()

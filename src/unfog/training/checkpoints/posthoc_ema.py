@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from unfog.errors import RequestError
-from unfog.safe_files import check_folder, make_folder, move, new_file, regular_file, remove
+from unfog.safe_files import check_folder, list_folder, make_folder, move, new_file, regular_file, remove
 from unfog.training.checkpoints.snapshot import sync, system_errors
 from unfog.training.settings import MAX_EMA_SNAPSHOTS, EmaSnapshots, PowerEma
 from unfog.training.sharded_tensors import all_finite
@@ -56,9 +56,11 @@ class EmaSnapshotFile(NamedTuple):
     def read_all(cls, folder: Path) -> list[EmaSnapshotFile]:
         """Return the snapshots in a folder, oldest first. Damaged ones are passed over: a sum can do without them."""
         found = []
-        for path in sorted(folder.glob("[0-9]*.safetensors")) if folder.is_dir() else []:
+        for path in list_folder(folder, folder.parent):
+            if path.suffix != ".safetensors" or not path.name[0].isdecimal():
+                continue
             try:
-                with safe_open(regular_file(path), "pt") as file:
+                with safe_open(regular_file(path, folder.parent), "pt") as file:
                     said = json.loads((file.metadata() or {})[METADATA_KEY])
                 widths = tuple(float(width) for width in said["widths"])
                 one = cls(path, int(said["step"]), int(said["updates"]), widths)
@@ -186,13 +188,13 @@ def _write_snapshot(taken: _EmaSnapshot, folder: Path) -> None:
     said = {METADATA_KEY: json.dumps({"step": taken.step, "updates": taken.updates, "widths": taken.widths})}
     try:
         with system_errors():
-            save_file(taken.tensors, new_file(partial), said)
+            save_file(taken.tensors, new_file(partial, folder.parent), said)
         partial.chmod(0o666 & folder.stat().st_mode)  # safetensors lets the owner alone read its files
         sync(partial)
-        move(partial, path)
+        move(partial, path, folder.parent)
         sync(folder)
     finally:
-        remove(partial)
+        remove(partial, folder.parent)
 
 
 def _remove_surplus(folder: Path, every: int, step: int) -> None:
@@ -200,7 +202,7 @@ def _remove_surplus(folder: Path, every: int, step: int) -> None:
     apart = snapshot_interval(every, step)
     for one in EmaSnapshotFile.read_all(folder):
         if one.step % apart and one.step != step:
-            remove(one.path)
+            remove(one.path, folder.parent)
 
 
 def remove_after(folder: Path, step: int) -> None:
@@ -212,9 +214,9 @@ def remove_after(folder: Path, step: int) -> None:
         return
     for path in folder.glob("[0-9]*.safetensors"):
         if path.stem.isdecimal() and int(path.stem) > step:
-            remove(path)
+            remove(path, folder.parent)
     for path in folder.glob(".partial-*"):
-        remove(path)
+        remove(path, folder.parent)
 
 
 class EmaSnapshotWriter:

@@ -7,7 +7,14 @@ from functools import partial
 from pathlib import Path
 
 from unfog.safe_files import discard, move, remove_tree
-from unfog.training.checkpoints.format import INVALID, BrokenCheckpoint, CheckpointInfo, best_of, list_checkpoints
+from unfog.training.checkpoints.format import (
+    INVALID,
+    BrokenCheckpoint,
+    CheckpointInfo,
+    best_of,
+    list_checkpoints,
+    run_of,
+)
 from unfog.training.checkpoints.retries import is_unreadable, with_retries
 from unfog.training.settings import Checkpoint
 
@@ -33,24 +40,20 @@ def remove_old_checkpoints(checkpoints: Path, keep: Checkpoint) -> None:
 def _remove_checkpoint(folder: Path) -> None:
     """Delete a checkpoint by renaming it first, so that it is whole or gone under its name."""
     aside = folder.with_name(f".old-{folder.name}")
-    remove_tree(aside, _root(aside))
-    discard(folder, aside, _root(folder))
-
-
-def _root(folder: Path) -> Path:
-    return folder.parent.parent  # the run; its `checkpoints` must be a folder, and no link to one
+    remove_tree(aside, run_of(aside))
+    discard(folder, aside, run_of(folder))
 
 
 def replace_checkpoint(partial: Path, folder: Path) -> None:
     """Move a checkpoint to its place, then remove an older one of the same step."""
     if not os.path.lexists(folder):
-        move(partial, folder, _root(folder))
+        move(partial, folder, run_of(folder))
         return
     # The old one goes only once the new one is in place; `restore_replaced` undoes a crash between the two renames.
     aside = folder.with_name(f".replaced-{folder.name}")
-    remove_tree(aside, _root(aside))
-    move(folder, aside, _root(folder))
-    move(partial, folder, _root(folder))
+    remove_tree(aside, run_of(aside))
+    move(folder, aside, run_of(folder))
+    move(partial, folder, run_of(folder))
     _remove_checkpoint(aside)
 
 
@@ -61,7 +64,7 @@ def restore_replaced(checkpoints: Path) -> None:
         if os.path.lexists(folder) and _is_broken(folder):
             _set_aside(folder)
         if not os.path.lexists(folder):
-            move(aside, folder, _root(folder))
+            move(aside, folder, run_of(folder))
 
 
 def _is_broken(folder: Path) -> bool:
@@ -80,13 +83,13 @@ def _set_aside(folder: Path) -> None:
     while os.path.lexists(aside):
         number += 1
         aside = folder.with_name(f".broken-{folder.name}-{number}")
-    move(folder, aside, _root(folder))
+    move(folder, aside, run_of(folder))
 
 
 def remove_leftovers(checkpoints: Path, broken: list[BrokenCheckpoint]) -> None:
     """Remove what a crash left half done, and hide broken checkpoints, so that they are not counted."""
     for folder in checkpoints.glob(".[por]*"):
         if folder.name.startswith((".partial-", ".old-", ".replaced-")):
-            remove_tree(folder, _root(folder))
+            remove_tree(folder, run_of(folder))
     for folder in (one.folder for one in broken if not one.unreadable):
         _set_aside(folder)

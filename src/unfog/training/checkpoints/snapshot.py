@@ -18,10 +18,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from unfog.device_copies import to_host
-from unfog.safe_files import file_digest, make_folder, new_file, open_file, read_file, remove_tree, write_atomic
+from unfog.safe_files import (
+    LARGEST_TEXT,
+    file_digest,
+    make_folder,
+    new_file,
+    open_file,
+    read_file,
+    regular_file,
+    remove_tree,
+    write_atomic,
+)
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import rotation
-from unfog.training.checkpoints.format import SHARDING
+from unfog.training.checkpoints.format import SHARDING, run_of
 from unfog.training.sharded_tensors import first_local_row, is_sharded, to_local
 from unfog.training.state import HELD_OUT_LOSS, TrainState, best_metric
 
@@ -60,7 +70,7 @@ class Snapshot(NamedTuple):
     def publish(self, partial: Path, folder: Path, files: Mapping[str, FileEntry]) -> None:
         """Make files on disk a checkpoint: write the manifest and rename the folder. Raises OSError if that fails."""
         text = json.dumps(_build_manifest(self, files), indent=2) + "\n"
-        write_atomic(partial / checkpoint.MANIFEST, text.encode())
+        write_atomic(partial / checkpoint.MANIFEST, text.encode(), run_of(partial))
         # By the reader itself, before an older checkpoint goes.
         checkpoint.CheckpointInfo.read(partial)
         checkpoint.read_state_json(partial)
@@ -74,23 +84,23 @@ class Snapshot(NamedTuple):
         for file, tensors in self.tensors.items():
             path = folder / _shard_name(file, self.rank, self.size)
             # From the disk, as `sync` has dropped the cached pages; a checksum would be of what was written.
-            found = load_file(path)
+            found = load_file(regular_file(path, run_of(folder)))
             if found.keys() != tensors.keys() or not all(torch.equal(found[name], t) for name, t in tensors.items()):
                 raise OSError(f"{path.name} does not read back as it was written")
         for name, content in _small_files(self).items():
-            if read_file(folder / name) != content:
+            if read_file(folder / name, run_of(folder), LARGEST_TEXT) != content:
                 raise OSError(f"{name} does not read back as it was written")
 
     def write_files(self, folder: Path) -> list[Path]:
         """Write all files but the manifest; of a sharded snapshot, this rank's. Returns the files."""
         written = []
         for name, content in _small_files(self).items():
-            write_atomic(folder / name, content, durable=False)  # flushed below
+            write_atomic(folder / name, content, run_of(folder), durable=False)  # flushed below
             written.append(folder / name)
         for file, tensors in self.tensors.items():
             path = folder / _shard_name(file, self.rank, self.size)
             rows = None if self.first_rows is None else _shard_metadata(tensors, self.first_rows[file])
-            save_file(tensors, new_file(path), rows)
+            save_file(tensors, new_file(path, run_of(folder)), rows)
             written.append(path)
         for path in written:
             path.chmod(0o666 & folder.stat().st_mode)  # safetensors lets the owner alone read its files
@@ -165,7 +175,7 @@ def _small_files(snapshot: Snapshot) -> dict[str, bytes]:
 
 def file_entries(files: Iterable[Path]) -> dict[str, FileEntry]:
     """Return the manifest's entries for files."""
-    return {f.name: {"bytes": f.stat().st_size, "sha256": file_digest(f)} for f in sorted(files)}
+    return {f.name: {"bytes": f.stat().st_size, "sha256": file_digest(f, run_of(f.parent))} for f in sorted(files)}
 
 
 def _build_manifest(snapshot: Snapshot, files: Mapping[str, FileEntry]) -> dict[str, Any]:
@@ -202,7 +212,7 @@ def _shard_metadata(tensors: Mapping[str, Tensor], first_rows: Mapping[str, int]
 def sync(path: Path) -> None:
     """Flush a file, or the names in a folder, to disk."""
     if path.is_file():
-        with open_file(path, "r+b") as file:
+        with open_file(path, "r+b", path.parent) as file:
             os.fsync(file.fileno())
             if hasattr(os, "posix_fadvise"):  # drops the cached pages, so that verification reads the disk
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from unfog.training.settings import Checkpoint
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 RETRY = 1.0  # seconds between attempts
 _TRIES = 3  # for errors other than a full disk, which may pass on a network file system
+AWAY_SECONDS = 600.0  # that a disk which cannot be reached is waited for
 _RETRY_BLINDLY = 30.0  # seconds; under a quota, the free space that the system reports does not count
 _POLL_SECONDS = 0.05
 _VISIBLE_SECONDS = 30.0  # that a network file system may take to show files of another machine
@@ -46,17 +48,20 @@ class _WriterEvent(NamedTuple):
 class CheckpointWriter:
     """Writes snapshots as checkpoints of one folder, then removes old ones according to `keep`.
 
-    When the disk is full it waits for room, and removes nothing. Other errors are raised by the next `wait`.
+    When the disk is full it waits for room, and removes nothing; while `is_away` says that the disk cannot be reached,
+    it waits for that, too, but for minutes only. Other errors are raised by the next `wait`.
     """
 
-    def __init__(self, checkpoints: Path, keep: Checkpoint):
-        self.checkpoints, self.keep = checkpoints, keep
+    def __init__(self, checkpoints: Path, keep: Checkpoint, is_away: Callable[[], bool] = lambda: False):
+        self.checkpoints, self.keep, self._is_away = checkpoints, keep, is_away
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._give_up = threading.Event()
         self._news: deque[_WriterEvent] = deque()
         self.waiting = False
         """Whether the disk is full."""
+        self.away = False
+        """Whether the disk cannot be reached."""
 
     def submit(self, taken: Snapshot, post: ShardStatusStore | None = None) -> None:
         """Begin to write a snapshot, after `wait` for the one before. `post` is the status store of a sharded one."""
@@ -81,7 +86,7 @@ class CheckpointWriter:
             error, self._error = self._error, None
             raise RunError(
                 f"a checkpoint could not be written to {self.checkpoints} ({error}); earlier ones are "
-                "intact. Correct that, then resume."
+                f"intact. Correct that, then `unfog resume {self.checkpoints.parent}`"
             ) from error
         return True
 
@@ -128,6 +133,8 @@ class CheckpointWriter:
                         return None
                 except OSError as error:
                     if error.errno not in _NO_ROOM:
+                        if self._wait_for_disk(taken, error):
+                            continue
                         failures += 1
                         # A full disk is waited for; anything else is a fault that somebody must see.
                         if failures == _TRIES or self._give_up.wait(RETRY):
@@ -149,7 +156,22 @@ class CheckpointWriter:
                     return None
                 tried = time.perf_counter()
         finally:
-            self.waiting = False
+            self.waiting = self.away = False
+
+    def _wait_for_disk(self, taken: Snapshot, error: OSError) -> bool:
+        """Wait while the disk cannot be reached. Returns False if it can be, or cannot for too long."""
+        began = time.monotonic()
+        while self._is_away():
+            if not self.away:
+                self.away = True
+                self._tell("disk_away", taken, reason=str(error))
+            if time.monotonic() - began > AWAY_SECONDS or self._give_up.wait(RETRY):
+                return False
+        if not self.away:
+            return False
+        self.away = False
+        self._tell("disk_back", taken, waited=round(time.monotonic() - began, 1))
+        return True
 
     def _tell(self, kind: str, taken: Snapshot, **fields: Any) -> None:
         self._news.append(_WriterEvent(kind, taken.step, fields))
@@ -157,9 +179,13 @@ class CheckpointWriter:
 
 def free_bytes(folder: Path) -> int:
     """Return the free bytes where a folder is, or will be."""
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
+    while True:
+        try:
+            return shutil.disk_usage(folder).free
+        except OSError:
+            if folder == folder.parent:
+                return 0
+            folder = folder.parent
 
 
 class ShardStatusStore:
@@ -204,7 +230,7 @@ def _write_shard(taken: Snapshot, checkpoints: Path, post: ShardStatusStore, giv
         files |= theirs
     for path in partial.iterdir():
         if path.name not in files:  # left by an earlier attempt
-            remove(path)
+            remove(path, checkpoints.parent)
     taken.publish(partial, folder, files)
     return True
 

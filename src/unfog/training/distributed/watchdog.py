@@ -17,6 +17,8 @@ from torch.distributed.distributed_c10d import Store
 
 # Phases of a step, in order. None of them takes long, other than by waiting for other ranks.
 _STEP = ("data", "forward", "backward", "agreeing")
+# Phase of a rank that waits for its images, a limited time: it and those that wait for it are not late meanwhile.
+AWAITING_IMAGES = "waiting for images"
 
 
 class _Heartbeat(NamedTuple):
@@ -41,7 +43,8 @@ def _find_failed_rank(signs: Sequence[_Heartbeat], unheard: Mapping[int, float],
         unheard: seconds since the heartbeat of a rank was new, counted only while this rank waits.
         timeout: seconds that a phase of a step may take.
     """
-    late = any(sign.phase in _STEP and sign.seconds > timeout for sign in signs)
+    awaiting = any(sign.phase == AWAITING_IMAGES for sign in signs)
+    late = not awaiting and any(sign.phase in _STEP and sign.seconds > timeout for sign in signs)
     one = max(signs, key=lambda sign: unheard.get(sign.rank, 0.0))
     silent = unheard.get(one.rank, 0.0)
     if silent > (timeout / 3 if late else timeout):  # frozen, or cut off

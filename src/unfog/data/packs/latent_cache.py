@@ -32,7 +32,17 @@ from unfog.data.packs.pack_journal import BusyError, locked, sync
 from unfog.device_copies import to_device
 from unfog.errors import RequestError, RunError
 from unfog.locks import LOCK
-from unfog.safe_files import disk_usage, move, open_file, read_file, regular_file, remove, remove_tree, write_atomic
+from unfog.safe_files import (
+    LARGEST_TEXT,
+    disk_usage,
+    move,
+    open_file,
+    read_file,
+    regular_file,
+    remove,
+    remove_tree,
+    write_atomic,
+)
 from unfog.sharded_rng import draw_rows
 
 FORMAT = 1
@@ -173,17 +183,17 @@ def _open_valid(folder: Path, job: EncodeJob, progress: Progress) -> LatentArray
     entry = _open(folder, job.full_shape)
     if entry is not None and job.replacements_hold(entry.rows, progress):
         return entry
-    remove_tree(folder)  # other processes keep what they have mapped
+    remove_tree(folder, cache_folder())  # other processes keep what they have mapped
     return None
 
 
 def _open(folder: Path, shape: tuple[int, ...]) -> LatentArrays | None:
     with suppress(OSError, ValueError, RecursionError):
-        facts = json.loads(read_file(folder / _FACTS))
+        facts = json.loads(read_file(folder / _FACTS, cache_folder(), LARGEST_TEXT))
         sizes = ((folder / _LATENTS).stat().st_size, (folder / _ROWS).stat().st_size)
         if facts == {"format": FORMAT, "shape": list(shape)} and sizes == (2 * math.prod(shape), 8 * shape[0]):
-            latents = np.memmap(regular_file(folder / _LATENTS), np.float16, "r", shape=shape)
-            return LatentArrays(latents, np.fromfile(regular_file(folder / _ROWS), np.int64))
+            latents = np.memmap(regular_file(folder / _LATENTS, cache_folder()), np.float16, "r", shape=shape)
+            return LatentArrays(latents, np.fromfile(regular_file(folder / _ROWS, cache_folder()), np.int64))
     return None
 
 
@@ -192,10 +202,11 @@ def _write_entry(folder: Path, partial: Path, job: EncodeJob, progress: Progress
     partial.mkdir(parents=True, exist_ok=True)
     with locked(partial):
         if (entry := _open_valid(folder, job, progress)) is not None:  # another process has finished it meanwhile
-            remove_tree(partial)
+            remove_tree(partial, cache_folder())
             return entry
         done, count = _images_done(partial, job, progress), job.full_shape[0]
-        with open_file(partial / _LATENTS, "ab") as latents, open_file(partial / _ROWS, "ab") as rows:
+        root = cache_folder()
+        with open_file(partial / _LATENTS, "ab", root) as latents, open_file(partial / _ROWS, "ab", root) as rows:
             # What was written after the last sync may be torn.
             latents.truncate(done * 2 * math.prod(job.full_shape[1:]))
             rows.truncate(done * 8)
@@ -209,25 +220,25 @@ def _write_entry(folder: Path, partial: Path, job: EncodeJob, progress: Progress
                     _write_json(partial / _DONE, {"done": done})  # after the data that it vouches for
                 progress(done, count)
         _write_json(partial / _FACTS, {"format": FORMAT, "shape": list(job.full_shape)})
-        remove(partial / _DONE)
+        remove(partial / _DONE, root)
         if not folder.exists():  # it does where locks do not work and another process was faster
-            move(partial, folder)
-            remove(folder / LOCK)  # not before, or another would begin anew in the finished entry
+            move(partial, folder, root)
+            remove(folder / LOCK, root)  # not before, or another would begin anew in the finished entry
     return _open(folder, job.full_shape)
 
 
 def _images_done(partial: Path, job: EncodeJob, progress: Progress) -> int:
     """Return the number of images in an interrupted entry that are safe on disk and still valid."""
     try:
-        done = json.loads(read_file(partial / _DONE))["done"]
-        rows = np.fromfile(regular_file(partial / _ROWS), np.int64, max(0, int(done)))
+        done = json.loads(read_file(partial / _DONE, cache_folder(), LARGEST_TEXT))["done"]
+        rows = np.fromfile(regular_file(partial / _ROWS, cache_folder()), np.int64, max(0, int(done)))
     except (OSError, ValueError, LookupError, TypeError, RecursionError, OverflowError):
         return 0
     return len(rows) if len(rows) == done and job.replacements_hold(rows, progress) else 0
 
 
 def _write_json(path: Path, facts: object) -> None:
-    write_atomic(path, json.dumps(facts).encode())
+    write_atomic(path, json.dumps(facts).encode(), cache_folder())
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,72 @@
+"""Say once that the images of a source cannot be reached, and honour a request to stop while they are waited for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from unfog.errors import RunError
+from unfog.process.signals import StopSignals
+from unfog.reporting.progress import format_duration, say, warn
+from unfog.training.distributed.watchdog import AWAITING_IMAGES
+
+
+class _Activity(Protocol):
+    """Holder of the activity that monitoring shows."""
+
+    activity: str
+
+
+class OutageNotice:
+    """Called by `Outage.result` with the reason while images are waited for, and with "" afterwards.
+
+    Args:
+        stop: ends the wait with Interrupted once a stop is requested.
+        patience: seconds that the wait may take, for the message.
+        warn: prints the warning.
+        pulse: shows `AWAITING_IMAGES` as activity meanwhile.
+        set_phase: notes `AWAITING_IMAGES` for the watchdog of several ranks.
+        sharded: other ranks hold parts of the state, so this rank cannot save it when a stop ends the wait.
+    """
+
+    def __init__(
+        self,
+        stop: StopSignals,
+        patience: float,
+        warn: Callable[[str], None] = warn,
+        pulse: _Activity | None = None,
+        set_phase: Callable[[str], None] = lambda phase: None,
+        sharded: bool = False,
+    ) -> None:
+        self._stop, self._patience, self._warn, self._pulse = stop, patience, warn, pulse
+        self._set_phase, self._sharded = set_phase, sharded
+        self._began: float | None = None
+        self._activity = ""
+
+    def __call__(self, reason: str) -> None:
+        """Print the begin or the end of an outage. Raises Interrupted, or RunError if `sharded`, after a stop."""
+        if not reason:
+            self._over()
+            return
+        if self._began is None:
+            self._began = time.monotonic()
+            self._set_phase(AWAITING_IMAGES)
+            if self._pulse is not None:
+                self._activity, self._pulse.activity = self._pulse.activity, AWAITING_IMAGES
+            patience = format_duration(self._patience)
+            self._warn(f"the images cannot be reached: {reason}; they are waited for, {patience} at most")
+        if self._sharded and self._stop():
+            raise RunError(
+                "stopped while this rank waited for images; the steps since the newest checkpoint are lost. "
+                "Once the images can be read, use `unfog resume`"
+            )
+        self._stop.leave_if_requested()
+
+    def _over(self) -> None:
+        if self._began is None:
+            return
+        if self._pulse is not None and self._pulse.activity == AWAITING_IMAGES:
+            self._pulse.activity = self._activity
+        say(f"  the images can be read again, after {format_duration(time.monotonic() - self._began)}")
+        self._began = None

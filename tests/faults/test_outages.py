@@ -1,0 +1,272 @@
+"""Disks and mounts that cannot be reached for a while: nothing is taken for missing, and the run goes on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from faults.harness import Job, Recipe, events, resume, step_reached, steps_saved, train
+from faults.mounts import Mount, SmallDisk
+from unfog.data.dataset import ImageSet
+from unfog.data.prepare import prepare
+from unfog.data.settings import Data
+from unfog.data.sources.registry import open_source
+from unfog.errors import Interrupted, RunError
+from unfog.pipeline.outage_notice import OutageNotice
+from unfog.process.run_place import RunPlace
+from unfog.process.run_status import RunStatus, find_runs
+from unfog.process.signals import StopSignals
+from unfog.reporting.report import write_report
+
+ALL = np.arange(40)
+NOBODY = 65534
+BIND, FUSE = "bind mount", "FUSE"
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A folder that other users may enter, unlike tmp_path."""
+    folder = Path(tempfile.mkdtemp(prefix="outage-"))
+    folder.chmod(0o755)
+    yield folder
+    os.seteuid(os.getuid())
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def mount() -> Iterator[Callable[..., Mount]]:
+    """Makes mounts that are gone after the test."""
+    made: list[Mount] = []
+
+    def make(real: Path, at: Path, fuse: bool = False) -> Mount:
+        made.append(Mount(real, at, fuse))
+        return made[-1]
+
+    yield make
+    Job.end_all()
+    for one in reversed(made):
+        one.remove()
+
+
+def fill(folder: Path, count: int = 40, seed: int = 0, side: int = 16) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(seed)
+    for i in range(count):
+        Image.fromarray(rng.integers(0, 256, (side, side, 3), np.uint8)).save(folder / f"{i:03}.png")
+    return folder
+
+
+def opened(source: Path) -> tuple[ImageSet, list[str]]:
+    """Images that are decoded as they are read, and what the reader is told of outages."""
+    images, told = prepare(open_source(source), Data(size=16, channels=3, held_out=0, cache="none")).train, []
+    images.pixels.source.outage.on_wait = told.append
+    images.take(ALL[:1])
+    return images, told
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.02)
+
+
+@contextmanager
+def renamed(folder: Path) -> Iterator[None]:
+    folder.rename(folder.with_name("elsewhere"))
+    yield
+    folder.with_name("elsewhere").rename(folder)
+
+
+@contextmanager
+def forbidden(paths: list[Path]) -> Iterator[None]:
+    modes = [path.stat().st_mode for path in paths]
+    for path in paths:
+        path.chmod(0)
+    os.seteuid(NOBODY)
+    yield
+    os.seteuid(0)
+    for path, mode in zip(paths, modes):
+        path.chmod(mode)
+
+
+def assert_survived(images: ImageSet, told: list[str], away) -> None:
+    """What is read from within an outage is what would have been read without it."""
+    pixels = images.pixels
+    with ThreadPoolExecutor(1) as reader:
+        with away:
+            task = reader.submit(images.take, ALL)
+            wait_until(lambda: told)
+            assert pixels.skipped == [], "nothing is known of the images"
+        assert task.result(30).rows.tolist() == ALL.tolist()
+    assert told[0], "the reader is told why it waits"
+    assert told[-1] == ""
+    assert pixels.skipped == []
+    pixels.close()
+
+
+@pytest.mark.parametrize("kind", [BIND, FUSE, "renamed", "folder forbidden", "files forbidden"])
+def test_images_out_of_reach_are_waited_for(place: Path, mount, kind: str) -> None:
+    if "forbidden" in kind and os.getuid() != 0:
+        pytest.skip("needs root to become somebody else")
+    real, at = fill(place / "real"), place / "at"
+    if kind in (BIND, FUSE):
+        away = mount(real, at, fuse=kind == FUSE).away()
+    else:
+        real.rename(at)
+        away = renamed(at) if kind == "renamed" else forbidden([at] if kind[:6] == "folder" else list(at.iterdir()))
+    assert_survived(*opened(at), away)
+
+
+@pytest.mark.parametrize("form", ["zip", "tar"])
+def test_an_archive_out_of_reach_is_waited_for(place: Path, mount, form: str) -> None:
+    """The descriptor of the dead mount is of no use once the mount is back."""
+    (place / "real").mkdir()
+    shutil.make_archive(str(place / "real/set"), form, fill(place / "set", side=256))
+    fuse = mount(place / "real", place / "at", fuse=True)
+    assert_survived(*opened(place / f"at/set.{form}"), fuse.away())
+
+
+def test_a_class_on_a_mount_of_its_own_is_waited_for(place: Path, mount) -> None:
+    fill(place / "at/a", 20)
+    one = mount(fill(place / "real", 20, seed=1), place / "at/b")
+    assert_survived(*opened(place / "at"), one.away())
+
+
+def test_a_file_or_a_folder_of_a_class_that_is_removed_is_gone(place: Path) -> None:
+    fill(place / "a", 20)
+    fill(place / "b", 20, seed=1)
+    images, told = opened(place)
+    (place / "a/003.png").unlink()
+    assert images.take(ALL[3:5]).rows.tolist() == [4, 4]
+    shutil.rmtree(place / "b")
+    assert images.take(ALL[-2:]).rows.tolist() == [0, 0]
+    assert {one.name for one in images.pixels.skipped} == {"a/003.png", "b/018.png", "b/019.png"}
+    assert told == [], "nothing was waited for"
+    images.pixels.close()
+
+
+def test_images_that_were_never_in_reach_are_not_waited_for(place: Path) -> None:
+    fill(place / "set")
+    images = prepare(open_source(place / "set"), Data(size=16, channels=3, held_out=0, cache="none")).train
+    shutil.rmtree(place / "set")
+    with pytest.raises(RunError, match="in a row"):
+        images.take(ALL)
+
+
+def test_the_wait_for_images_has_an_end_and_obeys_a_stop(place: Path) -> None:
+    images, told = opened(fill(place / "set"))
+    with renamed(place / "set"):
+        images.pixels.source.outage.patience = 1.5
+        with pytest.raises(RunError, match="unfog resume"):
+            images.take(ALL)
+        with StopSignals(saves=False, quiet=True) as stop:
+            images.pixels.source.outage.patience = 600.0
+            images.pixels.source.outage.on_wait = OutageNotice(stop, 600.0, warn=told.append)
+            stop.request("test")
+            began = time.monotonic()
+            with pytest.raises(Interrupted):
+                images.take(ALL)
+            assert time.monotonic() - began < 5
+    assert images.pixels.skipped == []
+    images.pixels.close()
+
+
+def test_a_run_folder_is_moved_only_where_it_cannot_be_out_of_reach(place: Path, mount) -> None:
+    folder = place / "at/run"
+    (place / "real/run").mkdir(parents=True)
+    one = mount(place / "real", place / "at")
+    seen = RunPlace(folder)
+    assert seen.look() == "here"
+    with one.away():
+        assert seen.look() == "away"
+    assert seen.look() == "here"
+    folder.rename(place / "at/other")
+    assert (seen.look(), seen.moved_to()) == ("moved", place / "at/other")
+    folder.mkdir()
+    assert seen.look() == "moved", "another folder is at the path"
+    (place / "at/other").rmdir()
+    assert seen.look() == "moved"
+    folder.rmdir()
+    assert (seen.look(), seen.moved_to()) == ("moved", None), "the folder above does not list it"
+
+
+def test_a_run_folder_that_is_itself_a_mount_is_out_of_reach_while_that_is_gone(place: Path, mount) -> None:
+    one = mount(place / "real", place / "run")
+    seen = RunPlace(place / "run")
+    with one.away():
+        assert seen.look() == "away"
+    assert seen.look() == "here"
+
+
+RUN = {"--preview.every": 6, "--evaluate.every": 6, "--network": "tiny", "--size": 16, "--ema-snapshots.every": 6}
+
+
+@pytest.mark.parametrize("kind", [BIND, FUSE])
+def test_a_run_waits_for_its_folder(place: Path, mount, faults, kind: str) -> None:
+    run = place / "at/run"
+    one = mount(place / "real", place / "at", fuse=kind == FUSE)
+    job = train(Recipe("outage", steps=60, every=6, flags=RUN), run)
+    with faults.tried(f"{kind} of the run is gone for seconds"):
+        assert job.until(lambda: steps_saved(run) and step_reached(run) > 8)
+        with one.away():
+            assert job.until(lambda: "cannot be reached" in job.said)
+            assert run not in find_runs(place), "listing what is there does not fail"
+            RunStatus.read(run)
+        said = job.ends()
+    assert said.count("its disk or mount is gone") == 1, "said once"
+    assert "can be reached again" in said
+    assert [row["step"] for row in events(run, "finished")] == [60]
+    assert step_reached(run) == 60
+    assert 60 in steps_saved(run)
+    assert "can be reached again" in (run / "console.log").read_text()
+    assert (run / "samples/00000060.png").is_file()
+    write_report(run)
+
+
+def test_a_run_that_waits_for_images_stops_when_it_is_asked_to(place: Path, mount, faults) -> None:
+    one, run = mount(fill(place / "real"), place / "at"), place / "run"
+    flags = {**RUN, "--data.cache": "none", "--evaluate.every": -1, "--preview.every": -1}
+    recipe = Recipe("images away", steps=4000, every=1000, flags=flags, source=str(place / "at"))
+    job = train(recipe, run)
+    with faults.tried("images are gone, and a stop comes"):
+        assert job.until(lambda: step_reached(run) > 2)
+        with one.away():
+            assert job.until(lambda: "the images cannot be reached" in job.said)
+            job.ask("SIGTERM", run)
+            said = job.ends(3, seconds=30)
+        assert said.count("the images cannot be reached") == 1
+        assert events(run, "quarantined") == []
+        assert steps_saved(run)[-1] == step_reached(run)
+    more = resume(run, "--steps", steps_saved(run)[-1] + 4)
+    more.ends()
+
+
+@pytest.mark.parametrize("form", ["safetensors", "diffusers", "pt2", "onnx"])
+def test_an_export_to_a_full_disk_names_the_bytes_that_it_needs(place: Path, form: str) -> None:
+    run = place / "run"
+    train(
+        Recipe("exported", steps=1, every=1, flags={**RUN, "--evaluate.every": -1, "--preview.every": -1}), run
+    ).ends()
+    disk = SmallDisk(place / "small", "size=600k")
+    try:
+        if form in ("onnx", "diffusers"):
+            pytest.importorskip({"onnx": "onnxscript", "diffusers": "diffusers"}[form])
+        said = Job("export", run, disk.path / "out", "--format", form, before=disk.inside).ends(1)
+        assert "No space left on device" in said
+        assert " MB" in said
+        assert "bug in unfog" not in said
+        assert not os.path.exists(disk.path / "out")
+    finally:
+        Job.end_all()
+        disk.remove()

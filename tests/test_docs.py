@@ -1,0 +1,70 @@
+"""Commands of README and docs can be copied; pages that messages name exist, in the package too."""
+
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import unfog
+from unfog.cli.parse import parse_args
+from unfog.cli.requests import REQUESTS
+from unfog.config.aliases import COMMANDS
+from unfog.config.folder_requests import SlurmRequest
+from unfog.errors import RequestError
+from unfog.text import manual
+
+ROOT = Path(unfog.__file__).parents[2]
+pytestmark = pytest.mark.skipif(not (ROOT / "docs").exists(), reason="installed without its repository")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# Words that stand for others: `[--ema W]`, `…`, `{a,b}`.
+_PLACEHOLDER = re.compile(r"[…|\[\]{}<>]|\.\.\.")
+
+
+def commands(text: str) -> list[str]:
+    """Return the lines of shell code that call unfog, continued lines joined."""
+    blocks = re.findall(r"^```(?:bash|sh|console)?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    blocks += re.findall(r"(?:^    .*\n)+", text, re.MULTILINE)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [line.strip() for line in lines if re.match(r"\s*(?:torchrun .* -m )?unfog [a-z]", line)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_of_the_docs_parse(page):
+    for line in commands(page.read_text("utf-8")):
+        words = shlex.split(line, comments=True)
+        words = words[words.index("unfog") + 1 :]
+        cut = next((i for i, word in enumerate(words) if word in ("&&", ";", "&", "2>", ">", "|")), len(words))
+        command, *rest = words[:cut]
+        if any(_PLACEHOLDER.search(word) for word in rest):
+            continue
+        command = COMMANDS.get(command, command)
+        if command == "slurm":
+            inner = next(i for i, word in enumerate(rest) if word in ("train", "resume"))
+            parse_args(rest[:inner], SlurmRequest, "unfog slurm", {})
+            command, rest = rest[inner], rest[inner + 1 :]
+        assert command in REQUESTS, line
+        if rest[:1] not in (["--help"], ["--help-all"]):
+            parse_args(rest, REQUESTS[command], f"unfog {command}", {})
+
+
+def test_prose_behind_a_command_is_noticed():
+    text = "```\nunfog evaluate runs/photos    how good is it\n```\n"
+    with pytest.raises(RequestError):
+        parse_args(shlex.split(commands(text)[0])[2:], REQUESTS["evaluate"], "unfog evaluate", {})
+
+
+def test_messages_name_pages_that_are_there():
+    for path in (ROOT / "src").rglob("*.py"):
+        for page in re.findall(r"manual\(\s*[\"']([^\"']+)", path.read_text("utf-8")):
+            assert Path(manual(page)).is_file(), (path, page)
+
+
+def test_the_description_on_an_index_of_packages_has_no_dead_link():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    text = (ROOT / "README.md").read_text("utf-8")
+    for change in project["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
+        text = re.sub(change["pattern"], change["replacement"], text)
+    assert "pip install" in text
+    assert not re.findall(r"\]\((?!https?://)[^)]*\)", text)
