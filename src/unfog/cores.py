@@ -7,9 +7,12 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
 
 # GNU's OpenMP (torch on Linux) spins 300,000 times by default, LLVM's and Intel's for 200 ms. The first value is from
 # the benchmark ledger: a step alone takes 4% longer, and two processes no longer stall each other.
@@ -86,6 +89,8 @@ def control_groups(controller: str, root: Path = _GROUPS, me: Path = _OWN_GROUPS
 
 def thread_pool(count: int, name: str = "") -> ThreadPoolExecutor:
     """Return a pool of `count` threads, or of fewer where a limit of processes (pids.max, ulimit -u) allows no more."""
+    from concurrent.futures import ThreadPoolExecutor  # only now, as `unfog --help` needs none
+
     release, started = threading.Event(), list[threading.Thread]()
     try:
         for _ in range(count):

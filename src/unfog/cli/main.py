@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from unfog import __version__
-from unfog.config.aliases import COMMANDS
 from unfog.errors import Interrupted, RequestError, UnfogError
 from unfog.process import command_clock, early_signals
 
@@ -64,12 +63,18 @@ _MAX_MESSAGE = 1000  # characters
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; always ends in SystemExit."""
-    if arguments is None and len(sys.argv) > 1 and COMMANDS.get(sys.argv[1], sys.argv[1]) in _TRAINING:
+    if arguments is None and _trains(sys.argv[1:2]):
         early_signals.catch()  # first, as imports take seconds
     try:
         _main(arguments)
     finally:
         early_signals.ignore()
+
+
+def _trains(words: Sequence[str]) -> bool:
+    from unfog.config.aliases import COMMANDS
+
+    return any(COMMANDS.get(word, word) in _TRAINING for word in words)
 
 
 def _main(arguments: Sequence[str] | None) -> None:
@@ -156,7 +161,7 @@ def _run(words: list[str]) -> int:
         sys.stdout.write(f"unfog {__version__}\n")
         return 0
     # Imported only now, so that the above answers at once.
-    from unfog.config.aliases import with_old_defaults
+    from unfog.config.aliases import COMMANDS, with_old_defaults
     from unfog.config.values import quote, suggest
     from unfog.custom import give_consent
 
