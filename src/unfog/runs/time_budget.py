@@ -145,7 +145,7 @@ class TimeBudget:
         steps = step + self._affordable_steps(step, left, stretch)
         if not self._pace.started:  # nothing is trained yet, and a run has a step at least
             steps = max(steps, step + 1)
-        limit = self._limit(step, length, left - self._final_steps(stretch))
+        limit = self._limit(step, length, left - self._final_steps(stretch) + self._uncertain_steps())
         tolerance = max(_TOLERANCE * self.seconds / self.step_seconds, _TOLERANCE_LEFT * left)
         if abs(steps - before.steps) <= tolerance and stretch == before.stretch and self._reaches(step, length, limit):
             return None
@@ -231,6 +231,10 @@ class TimeBudget:
         """Return what comes after the last step, in steps."""
         evaluation = self._cost("evaluate") if stretch and self._every.evaluate > 0 else 0.0
         return evaluation + _FINAL_PREVIEWS * self._cost("preview") + self._cost("save") + self._cost("write")
+
+    def _uncertain_steps(self) -> float:
+        """Return what may be left for training in the end, in steps: half of a last preview that was only estimated."""
+        return 0.0 if "preview" in self._measured else 0.5 * _FINAL_PREVIEWS * self._cost("preview")
 
     def _cost(self, kind: str) -> float:
         return self._measured.get(kind, self._estimated.get(kind, 0.0))

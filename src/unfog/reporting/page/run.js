@@ -75,10 +75,9 @@ class Run extends View {
 		const why = {
 			killed: `Its process is gone without a word: it was killed, memory ran out, or the machine went down${status.detail ? `. Last it did: ${status.detail}` : ""}.${from}`,
 			failed: `It ended in an error; see below.${from}`,
-			"standing still": "Its process exists and does nothing: it is suspended, or waits for a disk, a network or a device. It goes on once that ends; the doctor says more.",
 			stopped: `It was stopped on request, at step ${count(status.step)}.${from}`,
 		}[status.state];
-		return why ? html`<p class="ending">${why} ${from && !alive(status.state) && this.data.steers ? command(commands?.resume) : ""}</p>` : "";
+		return why ? html`<p class="ending">${why} ${from && this.data.steers ? command(commands?.resume) : ""}</p>` : "";
 	}
 
 	goTo(name) {

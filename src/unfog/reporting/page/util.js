@@ -213,8 +213,7 @@ export function table(label, heads, rows, kind = "") {
 
 const SIGNS = {running: "▶", "standing still": "‖", finished: "✓", stopped: "■", failed: "✕", killed: "✕", "not begun": "○", queued: "○"};
 
-// Whether the process of a run exists.
-export const alive = (word) => word === "running" || word === "standing still";
+export const alive = (word) => /^(running|standing)/.test(word); // whether its process exists
 
 export function state(word) {
 	const known = SIGNS[word] ? word.replace(" ", "-") : "stopped";
