@@ -4,24 +4,23 @@ import ctypes
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from unfog.config.presets import preset
 from unfog.config.schema import Config
 from unfog.data.augmentation import Augment
 from unfog.data.dataset import ImageSet
-from unfog.data.settings import Data
 from unfog.data.stream import ImageStream
-from unfog.diffusion.objective import Objective
 from unfog.models.settings import DiT, UNet
-from unfog.pipeline.build import build_state
+from unfog.pipeline.build import build_loss, build_state
 from unfog.planning.memory_estimate import MemoryEstimator
 from unfog.planning.memory_trace import Trace
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import LoopSettings, train
-from unfog.training.settings import Training
 
 TINY = DiT(width=8, depth=1, head_channels=8, patch=1, modulation="block")
 """Has the fewest operations, each of which costs a trace a third of a millisecond."""
@@ -29,9 +28,11 @@ SMALL = UNet((8,), attention=(False,), mid_attention=True, norm_groups=4, head_c
 """With blocks enough that computing them anew saves memory, and normalisation that autocast treats in two ways."""
 
 
-def config(batch=8, size=16, network=TINY, **training) -> Config:
-    training = {"precision": "fp32", **training}
-    return Config(network=network, data=Data(size=size, channels=3), training=Training(batch=batch, **training))
+def config(batch=8, size=16, network=TINY, recipe="default", **training) -> Config:
+    """The settings of a preset, as defaults of `Config` that all presets replace are those of no run."""
+    given, training = preset(recipe), {"precision": "fp32", **training}
+    data, training = replace(given.data, size=size, channels=3), replace(given.training, batch=batch, **training)
+    return replace(given, network=network, data=data, training=training)
 
 
 def traced(config, device, microbatch, passes=1, checkpointing=False, processes=1) -> Trace:
@@ -58,7 +59,7 @@ def train_on_black(config, images) -> None:
 def black_images(config) -> Task:
     pixels = np.zeros((8, 3, config.data.size, config.data.size), np.uint8)
     images = ImageSet(pixels, None, tuple("abcdefgh"), ())
-    return Task(ImageStream(images, 0), Augment(), Objective(config.diffusion))
+    return Task(ImageStream(images, 0), Augment(), build_loss(config))
 
 
 @contextmanager

@@ -99,12 +99,11 @@ class Address:
 
 
 @contextmanager
-def serving(folder: Path, *words: str, **environment: str):
-    """A real `unfog serve` in a process of its own; yields (address, process)."""
-    command = [sys.executable, "-m", "unfog", "serve", str(folder), "--port", "0", "--no-browser", *words]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
-    ) as process:
+def serving(folder: Path, *words: str, cwd: Path | None = None, **environment: str):
+    """A real `unfog serve` in a process of its own, started as the script `unfog` is; yields (address, process)."""
+    command = [sys.executable, "-P", "-m", "unfog", "serve", str(folder), "--port", "0", "--no-browser", *words]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=cwd, env={**os.environ, **environment}, **pipes) as process:
         try:
             address = Address(process.stdout.readline().strip())
             until = time.monotonic() + 60

@@ -273,7 +273,8 @@ def test_a_learned_variance_counts_in_bits(photos, codec, tmp_path):
                 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
             )
     held_out = build_held_out_set(images_of(run), run.config, CPU, 4)
-    found = _bits_per_value(run, held_out, 4, 0, lambda done: None)
+    found = _bits_per_value(run, held_out, held_out, 4, 0, lambda done: None)
+    assert "down to a share of noise of" in found.note
 
     def by_hand(variance):
         denoise = Denoiser(run.network, run.config.diffusion, variance)

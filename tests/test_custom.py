@@ -1,20 +1,26 @@
 """A network, weighting and sampler step from somebody's own module, and such parts registered from Python."""
 
+import py_compile
 import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
 import torch
 
 import unfog
+from conftest import TRANSFORMER
 from launches import TORCHRUN
 from unfog import custom
+from unfog.cli.main import main
+from unfog.cli.requests import read_request
 from unfog.config.schema import Config, nest_settings
 from unfog.config.toml import from_toml, read_toml, to_toml, update
 from unfog.config.values import format_spec, parse_spec, registry_of
+from unfog.custom import consent, module_code
 from unfog.data.sources.registry import open_source
 from unfog.diffusion.sampler import Sampler
 from unfog.diffusion.weighting import Weighting
@@ -101,6 +107,16 @@ def test_a_run_trains_resumes_and_samples_with_own_parts(mine, images, tmp_path,
     assert set((tmp_path / "run" / "logged").read_text().split()) == set("1234")
 
 
+def as_a_new_process(monkeypatch, *modules):
+    """Forget what was imported, given and read, but not what is stored."""
+    for name in ("_given", "_imported", "_from_files"):
+        monkeypatch.setattr(consent, name, set())
+    for module in modules:
+        sys.modules.pop(module, None)
+    custom.resolve_step.cache_clear()
+    custom.resolve_path.cache_clear()
+
+
 PARTS = [
     ({"network": "custom:path={}.Net"}, "Net"),
     ({"weighting": "custom:path={}.weight"}, "weight"),
@@ -140,23 +156,28 @@ def test_code_that_a_file_of_settings_names_runs_only_with_consent(
     with suppress(RequestError):  # the network is no optimiser
         check_custom_parts(config)
     assert (tmp_path / "ran").exists()
-    # Consent is remembered for this file, and for no other of that name.
+    # Consent is remembered for this content of this file.
     monkeypatch.delenv("UNFOG_TRUST")
-    monkeypatch.setattr(custom, "_announced", set())
-    with suppress(ValueError):
-        custom.check_consent(f"{mine}.{name}", "a part")
-    monkeypatch.setattr(custom, "_module_file", lambda path: "/elsewhere.py")
+    as_a_new_process(monkeypatch, mine)
+    consent.require(config)
+    consent.check(f"{mine}.{name}", "a part")
+    with (tmp_path / f"{mine}.py").open("a") as file:
+        file.write("# another content\n")
+    with pytest.raises(RequestError, match="has changed since you trusted it"):
+        consent.check(f"{mine}.{name}", "a part")
+    (tmp_path / f"{mine}.py").rename(tmp_path / "moved.py")
     with pytest.raises(RequestError, match="would run with your rights"):
-        custom.check_consent(f"{mine}.{name}", "a part")
+        consent.check(f"{mine}.{name}", "a part")
 
 
 GIVES = """
 import sys
-from unfog import custom
+from unfog.custom import consent
 print("ready", flush=True)
 input()
 for i in range(20):
-    custom.check_consent(f"{sys.argv[1]}{i}.Net", "a network")
+    consent.give(f"{sys.argv[1]}.Net{i}")
+    consent.check(f"{sys.argv[1]}.Net{i}", "a network")
 """
 
 
@@ -167,7 +188,9 @@ def test_no_consent_is_lost_where_processes_store_theirs_at_once(tmp_path, monke
     (tmp_path / "unfog").mkdir()
     (tmp_path / "unfog/trusted-code").symlink_to(kept)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    processes = [subprocess.Popen([sys.executable, "-c", GIVES, name], **pipes) for name in "ab"]
+    for name in "ab":
+        (tmp_path / f"{name}.py").write_text("")
+    processes = [subprocess.Popen([sys.executable, "-c", GIVES, name], cwd=tmp_path, **pipes) for name in "ab"]
     for process in processes:
         assert process.stdout.readline() == "ready\n"
     for process in processes:
@@ -176,7 +199,7 @@ def test_no_consent_is_lost_where_processes_store_theirs_at_once(tmp_path, monke
     for process in processes:
         process.communicate(timeout=60)
     stored = {line.split("\t")[0] for line in kept.read_text().splitlines() if line}
-    assert stored == {"mine.Net"} | {f"{name}{i}.Net" for name in "ab" for i in range(20)}
+    assert stored == {"mine.Net"} | {f"{name}.Net{i}" for name in "ab" for i in range(20)}
     assert (tmp_path / "unfog/trusted-code").is_symlink()
 
 
@@ -185,9 +208,180 @@ def test_a_source_that_a_file_of_settings_names_runs_only_with_consent(strangers
     with pytest.raises(RequestError, match=f"set UNFOG_TRUST={mine}:Net"):
         open_source(config.source)
     assert not (tmp_path / "ran").exists()
-    custom.give_consent(f"train python:{mine}:Net:argument")
+    consent.give_to_source(f"python:{mine}:Net:argument")
     with pytest.raises(RequestError, match="not a subclass"):
         open_source(config.source)
+
+
+@pytest.fixture
+def stranger(tmp_path, monkeypatch, images):
+    """The current folder, with a run of two steps, and a module that says that it ran."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "own"))
+    folder = tmp_path / "stranger"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    unfog.train(images, out=folder / "run", network=TRANSFORMER, **SETTINGS)
+    (folder / "tuned.py").write_text(f"{MODULE}\nopen({str(tmp_path / 'ran')!r}, 'a').write('x')\n")
+    config = read_toml(folder / "run/config.toml", Config())
+    named = update(config, {"sampler": {"kind": "custom:path=tuned.step"}}, "")
+    (folder / "run/config.toml").write_text(to_toml(named))
+    as_a_new_process(monkeypatch, "tuned")
+    yield folder
+    sys.modules.pop("tuned", None)
+
+
+NAMED_LIKE_CODE = [
+    ("sample", "runs/custom:path=tuned.step", "-n", "1"),
+    ("sample", "python:tuned:step", "-n", "1"),
+    ("resume", "runs/custom:path=tuned.step", "--steps", "3"),
+    ("evaluate", "custom:path=tuned.step", "-n", "10", "--metrics", "sliced"),
+    ("sample", "plain", "-n", "1", "--out", "custom:path=tuned.step"),
+    ("sample", "plain", "-n", "1", "--label", "custom:path=tuned.step"),
+    ("train", "other", "--config", "plain/config.toml", "--out", "custom:path=tuned.step"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", NAMED_LIKE_CODE, ids=" ".join)
+def test_names_of_runs_and_folders_give_no_consent(stranger, images, tmp_path, capsys, words):
+    run = stranger / (words[1] if words[0] != "train" else "plain")
+    run.parent.mkdir(exist_ok=True)
+    (stranger / "run").rename(run)
+    (stranger / "other").symlink_to(images)
+    with pytest.raises(SystemExit, match="2"):
+        main(list(words))
+    told = capsys.readouterr().err
+    assert "set UNFOG_TRUST=tuned.step" in told or "no classes" in told
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_flag_or_keyword_that_names_a_part_gives_consent(stranger, monkeypatch):
+    main_words = [["sample", "run", "-n", "1", "--sampler", "custom:path=tuned.step", "--out", "0"]]
+    main_words += [["sample", "run", "-n", "1", "--out", "1"]]  # as it was stored
+    for words in main_words:
+        with pytest.raises(SystemExit, match="0"):
+            main(words)
+        as_a_new_process(monkeypatch, "tuned")
+    (stranger.parent / "own/unfog/trusted-code").unlink()
+    assert len(unfog.load("run").sample(1, sampler="custom:path=tuned.step", steps=2)) == 1
+    as_a_new_process(monkeypatch, "tuned")
+    read_request("resume", ["run", "--sampler", "custom:path=tuned.step"])
+    assert consent.given_paths() == ["tuned.step"]
+
+
+class NamesCode:
+    """An object whose text names code, as an array of images may."""
+
+    def __init__(self, value=0):
+        self.value = value
+
+    def __repr__(self):
+        return "custom:path=tuned.step"
+
+    __str__ = __repr__
+
+
+def test_texts_of_other_settings_give_no_consent(stranger, images, tmp_path, monkeypatch):
+    for source, settings in [
+        ("runs/python:tuned:step", {}),
+        (images, {"labels": "custom:path=tuned.step"}),
+        (images, {"steps": NamesCode()}),
+        (images, {"init": "custom:path=tuned.step"}),
+        (images, {"sampler": read_toml(stranger / "run/config.toml", Config()).sampler, "steps": -1}),
+    ]:
+        with pytest.raises(RequestError):
+            unfog.train(source, out=tmp_path / "new", **{"steps": 1, **settings})
+    with pytest.raises(RequestError, match=r"UNFOG_TRUST=tuned\.step"):
+        unfog.load("run").sample(1)
+    assert not (tmp_path / "ran").exists()
+    assert consent.given_paths() == []
+
+
+def test_a_folder_that_is_named_like_a_source_of_code_is_refused(stranger, tmp_path):
+    (stranger / "python:tuned:step").mkdir()
+    for text in ("python:tuned:step", "python:tuned:step/"):
+        with pytest.raises(RequestError, match="is a file or folder here"):
+            unfog.plan(text)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_words_of_the_page_give_no_consent(stranger, monkeypatch):
+    monkeypatch.setenv(consent.STARTED_BY, "page")
+    with pytest.raises(SystemExit, match="2"):
+        main(["sample", "run", "-n", "1", "--sampler", "custom:path=tuned.step"])
+    with consent.words_of_others():
+        read_request("resume", ["run", "--sampler", "custom:path=tuned.step"])
+    assert consent.given_paths() == []
+
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_consent_is_for_one_content_of_one_file_and_the_packages_around_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "own"))
+    for owner in ("mine", "theirs"):  # a folder without __init__.py, and one with it
+        write(tmp_path / owner / "loose/part.py", f"NAME = '{owner}'\n")
+        write(tmp_path / owner / "tight/__init__.py", "")
+        write(tmp_path / owner / "tight/part.py", "NAME = 'the same'\n")
+
+    def find(folder, path):
+        as_a_new_process(monkeypatch)
+        monkeypatch.chdir(tmp_path / folder)
+        consent.require(f"custom:path={path}")
+        return consent.check(path, "a part")
+
+    for path in ("loose.part.NAME", "tight.part.NAME"):
+        with monkeypatch.context() as patched:
+            patched.setenv("UNFOG_TRUST", path)
+            find("mine", path)
+        assert find("mine", path).file == str(tmp_path / "mine" / path.replace(".", "/").replace("/NAME", ".py"))
+        with pytest.raises(RequestError, match="would run"):
+            find("theirs", path)
+    (tmp_path / "mine/tight/__init__.py").write_text("print('and more')")
+    with pytest.raises(RequestError, match="has changed"):
+        find("mine", "tight.part.NAME")
+    assert not {"loose", "tight", "loose.part"} & sys.modules.keys()
+    assert str(tmp_path / "theirs") not in sys.path  # optional packages are looked for there as well
+
+
+def test_stored_consent_without_a_hash_is_no_consent(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "part.py", "")
+    write(tmp_path / "unfog/trusted-code", f"part.Net\t{tmp_path}/part.py\nmissing.Net\tNone\nmissing.Net\t\t\n")
+    for path in ("part.Net", "missing.Net"):
+        consent.require(f"custom:path={path}")
+        with pytest.raises(RequestError, match="would run"):
+            consent.check(path, "a part")
+
+
+def test_a_name_of_a_folder_makes_no_line_of_consent(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "own"))
+    folder = tmp_path / "x\nother.Net\tother.py"
+    write(folder / "part.py", "Net = 1")
+    monkeypatch.chdir(folder)
+    consent.give("part.Net")
+    consent.check("part.Net", "a part")
+    assert not (tmp_path / "own").exists()
+    consent.require("custom:path=part\nother.Net")
+    with pytest.raises(RequestError, match="must name a module"):
+        custom.resolve_path("custom:path=part\nother.Net", "a part")
+
+
+def test_the_import_runs_the_bytes_that_were_consented_to(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name = f"pinned_{abs(hash(str(tmp_path)))}"
+    file = tmp_path / f"{name}.py"
+    file.write_text("raise SystemExit('bytecode')")
+    bytecode = py_compile.compile(str(file), invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
+    file.write_text("VALUE = 'mine'\n")
+    code = consent.check(f"{name}.VALUE", "a part")
+    file.write_text("VALUE = 'exchanged'\n")
+    assert code.load().VALUE == "mine"
+    assert Path(bytecode).is_file()
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place != str(tmp_path)])
 
 
 @pytest.mark.slow
@@ -201,12 +395,13 @@ def test_a_strangers_run_is_resumed_only_with_consent(strangers, mine, images, t
 
 
 def test_settings_that_name_code_import_nothing_until_it_is_announced(mine, monkeypatch, capsys):
+    monkeypatch.setenv("UNFOG_TRUST", f"{mine}.Net")
     config = update(Config(), {"network": f"custom:path={mine}.Net"}, "")
     assert from_toml(to_toml(config), Config()) == config
     assert format_spec(config.network) == f"custom:path={mine}.Net"
-    monkeypatch.setattr(custom, "import_module", lambda name: pytest.fail("not announced"))
+    monkeypatch.setattr(module_code, "import_module", lambda name: pytest.fail("not announced"))
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(custom, "import_module", lambda name: capsys.readouterr().err.index(name) and torch)
+    monkeypatch.setattr(module_code, "import_module", lambda name: capsys.readouterr().err.index(name) and torch)
     with pytest.raises(RequestError, match="cannot be imported"):
         config.network.load()
 
@@ -261,3 +456,17 @@ def test_a_registered_weighting_has_settings():
     assert from_toml(to_toml(config), Config()) == config
     assert parse_spec(registry_of(Weighting), "rooted") == Rooted()
     assert config.diffusion.weight(torch.zeros(2)).shape == (2,)
+
+
+@pytest.mark.slow
+def test_ranks_import_what_a_flag_of_rank_0_names_and_a_resume_has_the_stored_consent(images, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "own"))
+    (tmp_path / "ranked.py").write_text(MODULE)
+    torchrun = [sys.executable, *map(str, TORCHRUN[1:]), "2", "-m", "unfog"]
+    flags = ["--network", "custom:path=ranked.Net", "--size", "8", "--batch", "4", "--lr", "1e-3", "--device", "cpu"]
+    for words in (["train", "photos", "--out", "run", "--steps", "2", *flags], ["resume", "run", "--steps", "3"]):
+        done = subprocess.run(
+            [*torchrun, *words], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+        )
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run/checkpoints/00000003").is_dir()

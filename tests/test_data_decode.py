@@ -186,8 +186,10 @@ def test_floating_point_is_used_where_its_range_is_known() -> None:
         pixels, facts = decoded(saved(Image.fromarray(x * np.float32(scale)), "TIFF"), 16, channels=1)
         assert np.array_equal(pixels[0], np.arange(256).reshape(16, 16))
         assert facts.actions == ["float"]
+    pixels, _ = decoded(saved(Image.fromarray(x * 2 - 1), "TIFF"), 16, channels=1)
+    assert np.array_equal(pixels[0], np.arange(256).reshape(16, 16))
     for wrong, reason in (
-        (x - 1, "that is neither"),
+        (x * 1.3 - 0.2, "that is neither"),
         (x * 1000, "that is neither"),
         (x * np.float32("nan"), "with NaN"),
     ):

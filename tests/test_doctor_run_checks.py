@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -28,11 +29,14 @@ from unfog.checks.run.loss_checks import (
 )
 from unfog.checks.run.run_checks import _baseline_losses
 from unfog.checks.run.run_record import FRESH_START_SETTINGS, RunRecord
+from unfog.checks.run.sample_checks import SampleRemedies
 from unfog.checks.run.status_checks import _check_state, check_progress
 from unfog.checks.run.trend_checks import _check_learning_rate, _check_loss, _check_stability, _loss_trend, check_trends
 from unfog.config import resume_rules
 from unfog.config.presets import preset
 from unfog.config.schema import Config
+from unfog.config.toml import update
+from unfog.config.validate import resolve_sampler
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.noise import VE, VP, Cosine, Flow, FlowUniform, LogitNormal, LogNormal
 from unfog.diffusion.objective import Objective
@@ -551,3 +555,49 @@ def test_the_horizon_of_the_average_is_within_the_run(tmp_path):
 )
 def test_intervals_are_round_numbers(x, down, up):
     assert (round_down_to_125(x), _round_up(x)) == (down, up)
+
+
+@pytest.mark.parametrize(
+    ("changes", "finer"),
+    [
+        ({"sampler": {"kind": "ddim", "steps": 50}}, "--steps 100"),
+        ({"sampler": {"kind": "dpmpp", "steps": 20}}, "--steps 40"),
+        ({"diffusion": {"path": "vp", "schedule": "cosine:steps=30"}, "sampler": {"steps": 20}}, "--steps 30"),
+        ({"diffusion": {"path": "vp", "schedule": "cosine:steps=30"}, "sampler": {"steps": 30}}, ""),
+        ({"sampler": {"kind": "adaptive", "tolerance": 0.02}}, "--sampler.tolerance 0.005"),
+    ],
+)
+def test_smaller_sampling_steps_are_smaller_than_those_of_the_run(tmp_path, changes, finer):
+    config = update(preset("default"), changes, "")
+    found = SampleRemedies.of(RunRecord(tmp_path, config)).finer
+    assert (finer in found) if finer else not found
+    steps = re.search(r"--steps (\d+)", found)
+    if steps:
+        assert int(steps[1]) > config.sampler.steps
+        resolve_sampler(config, None, int(steps[1]))  # which refuses what cannot be drawn
+
+
+@pytest.mark.parametrize(
+    ("sampler", "advice"),
+    [
+        ({}, "--sampler.grid karras"),
+        ({"grid": "karras"}, ""),
+        ({"grid": "logsnr", "last": 0.05}, "--sampler.last 0"),
+        ({"last": 0.05}, "--sampler.grid karras --sampler.last 0"),
+        ({"last": 0.002}, ""),
+        ({"kind": "adaptive"}, ""),
+        ({"kind": "adaptive", "last": 0.1}, "--sampler.last 0"),
+    ],
+)
+def test_a_lower_end_of_sampling_is_advised_where_there_is_one(tmp_path, sampler, advice):
+    config = update(preset("default"), {"sampler": sampler}, "")
+    found = SampleRemedies.of(RunRecord(tmp_path, config)).sharper
+    assert (advice in found) if advice else not found
+
+
+def test_a_remedy_for_tints_names_no_setting_that_the_run_has(tmp_path):
+    flow, eps = (SampleRemedies.of(RunRecord(tmp_path, preset(name))).untinted for name in ("default", "ddpm"))
+    assert "target" not in flow
+    assert "0.1" in flow
+    assert "target" in eps
+    assert "width" not in eps  # a fixed EMA has none

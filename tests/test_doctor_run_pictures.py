@@ -220,7 +220,7 @@ def test_smooth_and_grainy_pictures_are_found_by_their_spectrum():
     smooth, grainy = detail_finding(grained(64, 5, 8), data), detail_finding(grained(64, 6, 18), data)
     assert smooth.severity == grainy.severity == "hint"
     assert "too smooth" in smooth.evidence
-    assert "grid" in smooth.remedy
+    assert "larger network" in smooth.remedy
     assert "grainy" in grainy.evidence
     assert "<svg" in smooth.figures[0].svg
     assert detail_finding(grained(64, 5, 8), data, "train longer first").remedy == "train longer first"

@@ -1,6 +1,7 @@
 """The doctor on settings: each planted fault gives its finding and no other, and sound settings give none."""
 
 import json
+import re
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +19,17 @@ from unfog.checks.settings import overfit_one_batch as overfitting
 from unfog.checks.settings.learning_rate_checks import _ema_half_window, _ema_share_before
 from unfog.checks.settings.machine_checks import _check_precision
 from unfog.checks.settings.overfit_one_batch import LEARNED, STUCK, _OverfitBatch, overfit_one_batch
-from unfog.checks.settings.settings_checks import _check_range, _check_timesteps, _evenly_spread_pixels, check_settings
+from unfog.checks.settings.settings_checks import (
+    _check_range,
+    _check_sampler,
+    _check_timesteps,
+    _evenly_spread_pixels,
+    check_settings,
+)
 from unfog.config.presets import preset
 from unfog.config.schema import Config
 from unfog.config.toml import update
+from unfog.config.validate import resolve_sampler
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
@@ -504,3 +512,15 @@ def test_rates_scale_by_both_rules():
     assert rate_checks._linear_learning_rate(10**6, 128, UNet()) == pytest.approx(6e-3)
     assert default_learning_rate(10**6, 256, UNet()) == pytest.approx(6e-3)
     assert rate_checks._linear_learning_rate(10**6, 2048, UNet()) == pytest.approx(3e-3 * 8 * 2)
+
+
+@pytest.mark.parametrize("timesteps", [4, 10, 100, 1000])
+@pytest.mark.parametrize(("kind", "steps"), [("dpmpp", 3), ("ddpm", 3), ("ddpm", 4)])
+def test_more_sampling_steps_are_advised_that_the_schedule_has(timesteps, kind, steps):
+    changes = {"diffusion": {"schedule": f"cosine:steps={timesteps}"}, "sampler": {"kind": kind, "steps": steps}}
+    config = update(preset("ddpm"), changes, "")
+    remedy = _check_sampler(config).remedy
+    count, karras = int(re.search(r"--sampler.steps (\d+)", remedy)[1]), "grid karras" in remedy
+    assert count > steps
+    resolve_sampler(config, kind, count, "karras" if karras else None)  # which refuses what cannot be drawn
+    assert karras == (count > timesteps)

@@ -15,6 +15,8 @@ from unfog.cli.main import main
 from unfog.cli.requests import read_request
 from unfog.config.values import format_spec
 from unfog.diffusion.noise import NoiseSource
+from unfog.diffusion.objective import Objective
+from unfog.diffusion.weighting import MinSnr, Snr
 from unfog.errors import RequestError
 from unfog.export.elsewhere import from_dit, read_model
 from unfog.inference.run import Run
@@ -80,11 +82,44 @@ def test_the_objective_of_a_checkpoint_is_read_off_its_loss_weights(tmp_path, ob
     assert format_spec(diffusion.schedule) == "sigmoid:steps=25"
 
 
+def loss_of_the_program(buffers, objective, output, x0, noise, t):
+    """The loss of GaussianDiffusion.p_losses (2.3.4) for a network's output: mean square times `loss_weight[t]`."""
+    kept = buffers["alphas_cumprod"][t].view(-1, 1, 1, 1)
+    target = {"noise": noise, "x0": x0, "v": kept.sqrt() * noise - (1 - kept).sqrt() * x0}[objective]
+    return (output - target).square().mean((1, 2, 3)) * buffers["loss_weight"][t]
+
+
+@pytest.mark.parametrize("gamma", [None, 5, 2.5])
+@pytest.mark.parametrize("objective", ["noise", "x0", "v"])
+def test_training_goes_on_with_the_loss_of_the_program(tmp_path, objective, gamma):
+    buffers = sigmoid_buffers(25, objective, gamma)
+    diffusion = unfog.load(checkpoint(tmp_path / "m.pt", buffers), size=8).config.diffusion
+    generator = torch.Generator().manual_seed(0)
+    x0, noise, output = (torch.randn(25, 3, 8, 8, generator=generator) for _ in range(3))
+    t = torch.arange(25)
+    found = Objective(diffusion)(lambda *inputs: output, x0.clamp(-1, 1), u=(t + 0.5) / 25, noise=noise)
+    expected = loss_of_the_program(buffers, objective, output, x0.clamp(-1, 1), noise, t)
+    torch.testing.assert_close(found.per_image, expected, rtol=2e-3, atol=1e-6)
+    if gamma is not None:
+        assert diffusion.weighting == MinSnr(gamma)
+
+
+def test_unknown_loss_weights_of_a_checkpoint_are_refused_until_the_objective_is_given(tmp_path):
+    buffers = sigmoid_buffers(25, "v")
+    buffers["loss_weight"][:5] *= 0.5
+    path = checkpoint(tmp_path / "m.pt", buffers)
+    with pytest.raises(RequestError, match=r"loss weights in this checkpoint .* --target"):
+        unfog.load(path, size=8)
+    words = ["fashion", "--init", str(path), "--path", "vp", "--schedule", "sigmoid:steps=25", "--target", "v"]
+    assert read_request("train", words).settings.diffusion.target.kind == "v"
+
+
 def test_weights_alone_are_of_the_usual_objective_which_is_said_and_can_be_changed(tmp_path, capsys):
     save_file(references.weights(SHAPES["ddpm"]), tmp_path / "unet.safetensors")
     model = unfog.load(tmp_path / "unet.safetensors", size=8)
     assert "the program's defaults" in capsys.readouterr().err
     assert (model.config.diffusion.target.kind, model.config.diffusion.schedule.kind) == ("v", "sigmoid")
+    assert model.config.diffusion.weighting == Snr()  # as the program has it unless min_snr_loss_weight is given
     words = ["fashion", "--init", str(tmp_path / "unet.safetensors"), "--target", "eps", "--schedule", "cosine"]
     changed = read_request("train", words).settings.diffusion
     assert (changed.target.kind, changed.schedule.kind) == ("eps", "cosine")

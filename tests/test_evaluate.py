@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file as load_arrays
+from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file
 
 import unfog
@@ -185,7 +187,7 @@ def test_features_of_drawn_pictures_are_kept_until_the_result_is_stored(run, mon
     with pytest.raises(RunError, match="cannot be written"):
         run.evaluate(**asked)
     (folder,) = (run.path / "evaluations" / "drawn").iterdir()
-    drawn = _features_folder(folder.name, 30, open_features("texture"))
+    drawn = _features_folder(f"{folder.name} sealed", 30, open_features("texture"))
     assert drawn in set(kept.glob("*"))
     monkeypatch.setattr(Evaluation, "write", write)
     compute = store._compute
@@ -253,8 +255,38 @@ def test_a_lost_or_broken_chunk_is_drawn_again_to_the_bit(run):
     assert (folder / "00000000.safetensors").stat().st_mtime_ns == kept
 
 
+@pytest.mark.parametrize("how", ["forged", "another machine", "flipped bit", "earlier version"])
+def test_pictures_and_results_that_were_not_made_here_are_made_again(run, capsys, monkeypatch, how):
+    asked = {"metrics": "kid,sliced", "n": 32, "features": "pixels", "batch": 16}
+    first = run.evaluate(**asked)
+    (folder,) = (run.path / "evaluations" / "drawn").iterdir()
+    (result,) = (run.path / "evaluations").glob("*.json")
+    file, whole, value = folder / "00000016.safetensors", result.read_text(), first["kid"].value
+    stored = load_arrays(file)
+    if how == "another machine":
+        monkeypatch.setattr("unfog.inference.evaluate.machine_key", lambda: b"another key")
+    elif how == "flipped bit":
+        stored["pictures"][3, 0, 0, 0] ^= 1
+        save_arrays(stored, file)
+    else:  # real images, with a seal from elsewhere, or none
+        real = _prepared(run).train.pixels[:16]
+        seal = {"seal": stored["seal"]} if how == "forged" else {}
+        save_arrays({"pictures": np.ascontiguousarray(real)} | seal, file)
+    result.write_text(whole.replace(str(value), "-1.0") if how != "another machine" else whole)
+    shutil.rmtree(Path(os.environ["UNFOG_CACHE"]) / "features")
+    capsys.readouterr()
+    again = run.evaluate(**asked)
+    assert again.measured == first.measured
+    said = capsys.readouterr().err
+    assert "measured again" in said
+    assert f"{32 if how == 'another machine' else 16} samples in {folder} were not drawn on this machine" in said
+    assert "measured before" not in said
+    run.evaluate(**asked)
+    assert "measured before" in capsys.readouterr().err
+
+
 def test_any_range_of_samples_is_read_from_its_chunks(tmp_path):
-    samples = GeneratedSamples(tmp_path, 10, 4)
+    samples = GeneratedSamples(tmp_path, 10, 4, tmp_path, b"key", 1)
     numbers = np.arange(10, dtype=np.uint8)
     samples.generate_missing(lambda first, count: numbers[first : first + count, None, None, None], World())
     for first in range(10):
@@ -263,7 +295,7 @@ def test_any_range_of_samples_is_read_from_its_chunks(tmp_path):
 
 
 def test_ranks_that_do_not_share_a_folder_are_told(tmp_path):
-    pictures = GeneratedSamples(tmp_path, 40, 16)
+    pictures = GeneratedSamples(tmp_path, 40, 16, tmp_path, b"key", 16)
     with pytest.raises(RunError, match="share the run folder"):
         pictures.generate_missing(lambda first, count: np.zeros((count, 4, 4, 1), np.uint8), _Alone(0, 2))
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["00000000.safetensors", "00000032.safetensors"]

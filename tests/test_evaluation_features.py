@@ -1,4 +1,5 @@
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -230,3 +231,18 @@ def test_shrinking_smooths_first():
     stripes = torch.zeros(1, 1, 64, 64)
     stripes[..., ::2] = 255
     assert (_antialiased(stripes, 13)[..., 2:-2] - 127.5).abs().max() < 5
+
+
+@pytest.mark.parametrize("kind", ["pipe", "sparse", "folder"])
+def test_a_file_that_settings_name_is_read_with_a_limit(tmp_path, kind):
+    """A pipe would be waited for, and a file without content costs a stranger nothing."""
+    net = tmp_path / "net.pt"
+    if kind == "pipe":
+        os.mkfifo(net)
+    elif kind == "folder":
+        net.mkdir()
+    else:
+        with net.open("wb") as file:
+            file.truncate(2**36)
+    with pytest.raises(RequestError, match={"pipe": "a pipe", "sparse": "has over", "folder": "a folder"}[kind]):
+        open_features(str(net), only_known=True)

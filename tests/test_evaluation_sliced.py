@@ -70,6 +70,22 @@ def test_texture_tells_real_pictures_from_slightly_worse_ones(clothes, worse: Ca
     assert found.low > floor.high
 
 
+@pytest.mark.parametrize("dead", [[2], [0, 1, 2]])
+def test_a_channel_that_does_not_vary_is_scaled_by_the_rounding_of_levels(dead):
+    generator = torch.Generator().manual_seed(0)
+    real = torch.randint(0, 256, (60, 3, 16, 16), dtype=torch.uint8, generator=generator)
+    real[:, dead] = 0
+    near, far = real.clone(), real.clone()
+    near[:, dead] = 1
+    far[:, dead] = torch.randint(0, 60, (60, len(dead), 16, 16), dtype=torch.uint8, generator=generator)
+    same, close, wrong = (compare_pixels(["sliced"], real, fake) for fake in (real, near, far))
+    assert {found.value for found in same} == {0.0}
+    assert 0 < close[0].value < wrong[0].value < 1e6
+    assert "constant" in wrong[0].note
+    live = torch.randint(0, 256, (60, 3, 16, 16), dtype=torch.uint8, generator=generator)
+    assert "constant" not in compare_pixels(["sliced"], live, live)[0].note
+
+
 def test_levels_go_down_to_eight_pixels_and_see_their_own_scale():
     """A grain of single pixels is in the finest level alone; a shift of brightness in the last alone."""
     generator = torch.Generator().manual_seed(0)

@@ -6,31 +6,38 @@ import os
 import re
 import resource
 import shutil
+import subprocess
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import unfog
 from test_fuzz import TINY, places, put
 from test_resume_settings import sealed, trained
 from test_safe_files import plant
 from unfog.cli.requests import read_request
+from unfog.config.schema import Config
 from unfog.config.toml import to_toml
 from unfog.errors import RequestError, RunError, UnfogError
 from unfog.inference.evaluation_files import Evaluation
 from unfog.pipeline.build import build_state
 from unfog.process.run_folder import RunFolder
+from unfog.reporting.image_grids import save_png
 from unfog.runs.resume import resume
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.load import load_checkpoint
+from unfog.training.checkpoints.posthoc_ema import METADATA_KEY, EmaSnapshotFile
 from unfog.training.checkpoints.state_schema import check_state
 from unfog.training.settings import Checkpoint
 from unfog.training.state import TrainState
 
+SNAPSHOT = {"step": 2, "updates": 2, "widths": [0.05]}
 VALUES = [
     None,
     True,
@@ -160,6 +167,40 @@ def test_a_run_whose_folders_or_records_are_none_is_not_trained_into(
     assert after == {path: content for path, content in before.items() if copy / name not in (path, *path.parents)}
 
 
+def test_a_linked_folder_of_checkpoints_or_averages_is_not_read(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    assert checkpoint.newest(copy / "checkpoints")[0] is not None
+    (copy / "checkpoints").rename(tmp_path / "outside")
+    (copy / "checkpoints").symlink_to(tmp_path / "outside")
+    with pytest.raises(RunError, match="a link"):
+        checkpoint.newest(copy / "checkpoints")
+    with pytest.raises(UnfogError, match="a link"):
+        unfog.load(copy)
+    (copy / "checkpoints").unlink()
+    (copy / "checkpoints").mkdir()
+    (copy / "checkpoints/00000004").symlink_to(tmp_path / "outside/00000004")
+    with pytest.raises(UnfogError, match="a link"):
+        unfog.load(copy)
+    averages = tmp_path / "run/averages"
+    averages.mkdir(parents=True)
+    save_file({"a": torch.zeros(1)}, averages / "00000002.safetensors", {METADATA_KEY: json.dumps(SNAPSHOT)})
+    assert len(EmaSnapshotFile.read_all(averages)) == 1
+    averages.rename(tmp_path / "averages")
+    averages.symlink_to(tmp_path / "averages")
+    assert not EmaSnapshotFile.read_all(averages)
+
+
+def test_a_linked_picture_is_not_shown_in_a_notebook(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    save_png(copy / "samples/00000004.png", copy, np.zeros((4, 4, 3), np.uint8))
+    assert "data:image/png" in unfog.load(copy)._repr_html_()
+    (copy / "samples").rename(tmp_path / "outside")
+    (copy / "samples").symlink_to(tmp_path / "outside")
+    assert "data:image/png" not in unfog.load(copy)._repr_html_()
+
+
 def test_a_backup_by_hard_links_is_not_written_to(run: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "run", copy_function=os.link))
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
@@ -204,7 +245,26 @@ def peak_memory() -> float:
 def test_an_evaluation_holds_no_credentials_and_is_for_its_owner(tmp_path: Path) -> None:
     path = tmp_path / "run/evaluations/one.json"
     path.parent.parent.mkdir()
-    Evaluation(4, {"reference": "https://me:secret@host/set.zip?signature=abc"}, ()).write(path)
+    Evaluation(4, {"reference": "https://me:secret@host/set.zip?signature=abc"}, ()).write(path, b"key")
     assert "https://host/set.zip" in path.read_text()
     assert not re.search("secret|abc", path.read_text())
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("harm", ["cut", "no source", "no latents", "no copy"])
+def test_a_damaged_config_names_the_copy_in_a_checkpoint_that_restores_it(tmp_path: Path, harm: str) -> None:
+    run = RunFolder(tmp_path / "a run")
+    copies = [run.checkpoints / f"{step:08d}" / "config.toml" for step in (2, 4)]
+    sound = to_toml(Config(source="fashion"))
+    for copy, text in zip(copies, (sound, sound[:100] + "=")):  # the newest is damaged as well
+        copy.parent.mkdir(parents=True)
+        copy.write_text(text if harm != "no copy" else "")
+    harmed = {"no source": 'source = ""\n', "no latents": 'source = "fashion"\nautoencoder_folder = "/nowhere"\n'}
+    run.config_file.write_text(harmed.get(harm, sound[:100] + "="))
+    with pytest.raises(RequestError) as refused:
+        run.read_config()
+    if harm == "no copy":
+        assert "cp " not in str(refused.value)
+        return
+    subprocess.run(str(refused.value).partition("has a copy: ")[2], shell=True, check=True)
+    assert run.read_config().source == "fashion"

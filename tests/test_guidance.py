@@ -126,7 +126,7 @@ def test_the_interval_is_where_it_says_and_costs_nothing_elsewhere():
     assert calls == {"guided": 1, "plain": 1}
 
 
-def test_auto_guides_by_the_own_average_of_an_earlier_step(run, tmp_path, monkeypatch):
+def test_auto_guides_by_the_own_average_of_an_earlier_step(run, tmp_path, monkeypatch, capsys):
     with pytest.raises(RequestError, match="no EMA snapshots"):
         run.sample(2, guide="auto")  # too short a run to keep them
     own = unfog.train(
@@ -154,6 +154,11 @@ def test_auto_guides_by_the_own_average_of_an_earlier_step(run, tmp_path, monkey
     assert own.evaluate("sliced", n=10, steps=4).drawn["guide"] == "auto"
     for none in ({"guide": "none", "guidance": 1.0}, {"guidance": 1.0}):
         assert np.array_equal(own.sample(4, **none, **asked), own.sample(4, guide="none", guidance=1.0, **asked))
+    raw = unfog.load(own.path, weights="raw")
+    capsys.readouterr()
+    assert np.array_equal(raw.sample(4, **asked), raw.sample(4, guide="none", **asked))
+    assert "without the guide" in capsys.readouterr().err
+    assert not np.array_equal(raw.sample(4, **asked), raw.sample(4, guide="auto", **asked))  # as the message says
     image = own.sample(1, **asked)[0]
     edit = {"image": image, "strength": 0.5, **asked}  # an edit is not guided unless a guide is asked for
     assert np.array_equal(own.sample(2, **edit), own.sample(2, guide="none", **edit))
@@ -362,22 +367,29 @@ def test_levels_are_moved_to_where_the_error_is_least():
     tried = []
 
     def error(logsnr: Tensor) -> float:
-        assert _levels_are_valid(logsnr, -8.76)
+        assert _levels_are_valid(logsnr, LogNormal())
         tried.append(logsnr)
         return float((logsnr - wanted).square().sum())
 
     start = torch.linspace(-8.7, 10.0, 8, dtype=torch.float64)
-    found = _search_levels(start, error, -8.76, 400)
+    found = _search_levels(start, error, LogNormal(), 400)
     assert (found - wanted).abs().max() < 0.15
     assert len(tried) <= 400
-    short = _search_levels(start, error, -8.76, 30)
+    short = _search_levels(start, error, LogNormal(), 30)
     assert error(found) < error(short) < error(start)
+
+
+def test_levels_are_not_moved_below_what_the_network_was_trained_at():
+    start, schedule = torch.linspace(-8, 8, 5, dtype=torch.float64), Cosine()
+    found = _search_levels(start, lambda logsnr: float((logsnr[-1] - 12).square()), schedule, 100)
+    assert 9 < found[-1] <= schedule.limits()[1] < 12
 
 
 def test_pure_noise_stays_where_levels_are_moved():
     start = noise_levels(Cosine(zero_terminal=True), 5, "schedule")[:-1]
     wanted = torch.tensor([-math.inf, -4.0, -1.0, 1.0, 6.0], dtype=torch.float64)
-    found = _search_levels(start, lambda logsnr: float((logsnr - wanted)[1:].square().sum()), -math.inf, 300)
+    schedule = Cosine(zero_terminal=True)
+    found = _search_levels(start, lambda logsnr: float((logsnr - wanted)[1:].square().sum()), schedule, 300)
     assert found[0] == -math.inf
     assert (found - wanted)[1:].abs().max() < 0.15
     # As a share of noise it survives config.toml.

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ from unfog.data.decode import decode
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.base import ImageError
-from unfog.data.sources.image_files import open_image
+from unfog.data.sources.image_files import open_bytes, open_image
 from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError
 from unfog.process.run_folder import RunFolder
@@ -56,6 +57,7 @@ GREY, FLAT, FIRST, PALETTE = (
     "converted from a palette",
 )
 INK, PALETTE, FLOAT = "converted from CMYK", "converted from a palette", "converted from floating point"
+BEYOND = "values beyond 0 to 1, the range of the set (--data.range)"
 SIXTEEN = "reduced from 16 bit"
 SRGB, NO_PROFILE = "converted to sRGB", "with an unusable colour profile ignored"
 UPRIGHT, SMALLER, LARGER, CROPPED = "rotated by EXIF", "resized to 16x16", "upscaled to 16x16", "centre-cropped"
@@ -198,12 +200,13 @@ def contents() -> dict[str, tuple[bytes, tuple[str, ...] | str]]:
         "grey 16.tif": (encoded(sixteen, "TIFF"), (SIXTEEN, GREY)),
         "rgb 16.png": (png(16, 16, 2, rgb16), (SIXTEEN,)),
         "float 1.tif": (encoded(floats, "TIFF"), (FLOAT, GREY)),
-        "float 255.tif": (encoded(floats * np.float32(255), "TIFF"), (FLOAT, GREY)),
+        "float 1 too.tif": (encoded(floats, "TIFF"), (FLOAT, GREY)),
+        "float 255.tif": (encoded(floats * np.float32(255), "TIFF"), BEYOND),
         "float infinite.tif": (encoded(infinite, "TIFF"), "floating point with NaN or infinity in it"),
         "float undefined.tif": (encoded(undefined, "TIFF"), "floating point with NaN or infinity in it"),
         "float range.tif": (
             encoded(floats * 1000 - 1, "TIFF"),
-            "floating point that is neither in 0..1 nor in 0..255",
+            BEYOND,
         ),
         "palette.gif": (encoded(Image.fromarray(RGB).quantize(64), "GIF"), (PALETTE,)),
         "palette transparent.png": (palette(), (FLAT, PALETTE)),
@@ -611,3 +614,65 @@ def test_a_damaged_image_is_decoded_or_unusable(kind: str, flips: list[tuple[flo
     assert (pixels.shape, pixels.dtype) == ((3, 16, 16), np.uint8)
     assert 0 < len(reason) < 140
     assert reason.isprintable()
+
+
+def _png_chunk(kind: bytes, content: bytes = b"") -> bytes:
+    return struct.pack(">I4s", len(content), kind) + content + struct.pack(">I", zlib.crc32(kind + content))
+
+
+def _tiff_of_strips(count: int) -> bytes:
+    """A grey TIFF of one row a strip, all of them the same bytes."""
+    tags = [(256, 8), (257, count), (258, 8), (259, 1), (262, 1), (273, -1), (277, 1), (278, 1), (279, -1)]
+    start = 8 + 2 + 12 * len(tags) + 4
+    data = struct.pack(f"<{count}I", *[start] * count) + struct.pack(f"<{count}I", *[8] * count)
+    places = {273: start, 279: start + 4 * count}
+    entries = (struct.pack("<HHII", tag, 4, count if v < 0 else 1, places[tag] if v < 0 else v) for tag, v in tags)
+    return b"II*\0\x08\0\0\0" + struct.pack("<H", len(tags)) + b"".join(entries) + bytes(4) + data
+
+
+def _slow_files() -> dict[str, tuple[bytes, str]]:
+    """Files of a few megabytes that Pillow alone works on for seconds a megabyte, and part of the reason."""
+    many, (png, jpeg, gif) = 3 * 10**6, (encoded(NOISE, kind) for kind in ("PNG", "JPEG", "GIF"))
+    exif = b"\xff\xe1\x80\x06Exif\0\0" + bytes(2**15 - 2)
+    profile = _png_chunk(b"iCCP", b"a\0\0" + zlib.compress(bytes(10**6)))
+    image = gif.index(b",", 13 + 3 * 2 ** ((gif[10] & 7) + 1))
+    return {
+        "a PPM with a long comment": (b"P6\n#" + b"a" * many + b"\n2 2\n255\n" + bytes(12), "pieces"),
+        "a PPM as text with many comments": (b"P3\n2 2\n255\n" + b"#\n" * (many // 2) + b"1 " * 12, "PPM as text"),
+        "a float map behind blanks": (b"Pf\n2 2\n" + b" " * many + b"1.0\n" + bytes(16), "pieces"),
+        "a PNG of empty chunks": (png[:33] + _png_chunk(b"abCd") * (many // 12) + png[33:], "chunks"),
+        "a PNG of empty chunks behind": (png[:-12] + _png_chunk(b"abCd") * (many // 12) + png[-12:], "chunks"),
+        "a PNG of many profiles": (png[:33] + profile * 1000 + png[33:], "colour profiles"),
+        "a JPEG of empty comments": (jpeg[:2] + b"\xff\xfe\0\2" * (many // 4) + jpeg[2:], "pieces"),
+        "a JPEG of fill bytes": (jpeg[:2] + b"\xff" * many + jpeg[2:], "pieces"),
+        "a JPEG of much Exif": (jpeg[:2] + exif * 5 + jpeg[2:], "Exif"),
+        "a GIF of comments": (gif[:image] + b"!\xfe\1a\0" * (many // 5) + gif[image:], "pieces"),
+        "a TIFF of many strips": (_tiff_of_strips(many // 8), "strips"),
+    }
+
+
+SLOW = _slow_files()
+
+
+@pytest.mark.parametrize("name", SLOW)
+@pytest.mark.parametrize("opener", [open_image, None])
+def test_no_head_keeps_the_decoder_busy(name: str, opener: Any, tmp_path: Path) -> None:
+    data, reason = SLOW[name]
+    (tmp_path / "a.png").write_bytes(data)
+    since = time.process_time()
+    with pytest.raises(ImageError, match=reason):
+        decode(lambda: open_image(tmp_path / "a.png") if opener else open_bytes(data, "a.png"), 16, 3, (0, 0, 0))
+    assert time.process_time() - since < 3
+
+
+def test_usual_large_files_are_within_the_limits() -> None:
+    """A TIFF of one strip a row, a PNG of thousands of small chunks, and a PPM of 10 bits."""
+    data = _tiff_of_strips(9000)
+    rows = b"".join(b"\0" + NOISE.tobytes()[: 3 * 64] for _ in range(64))
+    small = zlib.compress(rows * 20, 0)
+    parts = b"".join(_png_chunk(b"IDAT", small[i : i + 64]) for i in range(0, len(small), 64))
+    png = b"\x89PNG\r\n\x1a\n" + _png_chunk(b"IHDR", struct.pack(">IIBBBBB", 64, 1280, 8, 2, 0, 0, 0)) + parts
+    ppm = b"P6\n200 200\n1023\n" + bytes(200 * 200 * 6)
+    for content in (data, png + _png_chunk(b"IEND"), ppm, encoded(NOISE, "PPM")):
+        pixels, _ = decode(lambda: open_bytes(content, "a.png"), 16, 3, (0, 0, 0))  # noqa: B023
+        assert pixels.shape == (3, 16, 16)

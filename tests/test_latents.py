@@ -30,7 +30,7 @@ from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError, RunError
 from unfog.models.autoencoder import AutoencoderModel
-from unfog.models.autoencoder_settings import Autoencoder, Latents
+from unfog.models.autoencoder_settings import Autoencoder, AutoencoderFolder, Latents
 from unfog.pipeline.build import build_network
 from unfog.pipeline.latents import (
     _encode_pixels,
@@ -101,6 +101,22 @@ def wanted(codec, sets, copies=2, batch=4, calls=None):
 
 def quiet(done, total):
     pass
+
+
+def test_a_linked_autoencoder_in_a_run_is_not_read(codec, tmp_path):
+    (tmp_path / "run").mkdir()
+    shutil.copytree(codec.folder, tmp_path / "run/codec")
+    assert AutoencoderFolder.open(str(tmp_path / "run")).sha256() == codec.sha256()
+    (tmp_path / "run/codec").rename(tmp_path / "outside")
+    (tmp_path / "run/codec").symlink_to(tmp_path / "outside")
+    with pytest.raises(RequestError, match="holds no config"):
+        AutoencoderFolder.open(str(tmp_path / "run"))
+    (tmp_path / "run/codec").unlink()
+    (tmp_path / "run/codec").mkdir()
+    shutil.copy(tmp_path / "outside/config.json", tmp_path / "run/codec")
+    (tmp_path / "run/codec/codec.safetensors").symlink_to(tmp_path / "outside/codec.safetensors")
+    with pytest.raises(RequestError, match="link"):
+        _load_autoencoder(AutoencoderFolder.open(str(tmp_path / "run")), CPU)
 
 
 def test_the_copies_are_the_codes_of_the_image_and_of_its_mirror(codec):

@@ -42,9 +42,11 @@ ALLOWED = {
 }
 # Folders inside a layer: which of the layer's other folders each may import ("" is the layer's own modules).
 SUBFOLDERS = {
-    "data.sources": {""},
-    "data.webdataset": {"", "sources"},
-    "data.packs": {"", "sources"},
+    "data.values": set(),
+    "data.files": {"", "sources"},
+    "data.sources": {"", "files", "values"},
+    "data.webdataset": {"", "sources", "files", "values"},
+    "data.packs": {"", "sources", "values"},
     "training.stability": {""},
     "training.checkpoints": {""},
     "training.distributed": {"", "checkpoints", "stability"},

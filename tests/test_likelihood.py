@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
 from unfog.diffusion.diffusion import Diffusion
-from unfog.diffusion.likelihood import _groups, bits_per_dim
+from unfog.diffusion.likelihood import _groups, best_end, bits_per_dim
 from unfog.diffusion.noise import (
     PATHS,
     VE,
@@ -212,7 +212,7 @@ EXACT = math.log2(STD * math.sqrt(2 * math.pi * math.e) / (2 * _HALF))  # mean o
 def test_the_integral_is_that_of_a_gaussian(path: Path, schedule: Schedule) -> None:
     diffusion = Diffusion(path, schedule, V())
     x0 = MEAN + STD * normal(256, 1, 16, 16, seed=5)()
-    found = bits_per_dim(partial(exact, path), diffusion, x0, 48, normal(256, 1, 16, 16, seed=6))
+    found = bits_per_dim(partial(exact, path), diffusion, x0, 48, normal(256, 1, 16, 16, seed=6), 0.0005)
     noisiest, cleanest = schedule.limits()
     prior = math.exp(noisiest) / 2 * (MEAN**2 + STD**2)
     integral = math.log((STD**-2 + math.exp(cleanest)) / (STD**-2 + math.exp(noisiest))) / 2
@@ -223,6 +223,51 @@ def test_the_integral_is_that_of_a_gaussian(path: Path, schedule: Schedule) -> N
     # Where the cleanest level is no finer than a shade, nothing but the prior is lost.
     if schedule.kind == "linear":
         assert found.mean().item() == pytest.approx(EXACT, abs=0.06)
+
+
+def shades(std: float, seed: int = 5) -> tuple[Tensor, float]:
+    """Images of 256 shades from N(0.1, std^2), and the bits that their shades have."""
+    x0 = ((0.1 + std * normal(64, 1, 16, 16, seed=seed)() + 1) * 127.5).round().clamp(0, 255) / 127.5 - 1
+    edges = torch.linspace(-1 - _HALF, 1 + _HALF, 257, dtype=torch.float64)
+    chance = Normal(0.1, std).cdf(edges).diff().clamp(min=1e-300)
+    return x0, float(-(chance * chance.log2()).sum() / chance.sum())
+
+
+@pytest.mark.parametrize(("path", "schedule"), [(Flow(), LogitNormal()), (VE(), LogNormal()), (Flow(), FlowUniform())])
+def test_the_bound_of_a_known_gaussian_is_its_bits(path: Path, schedule: Schedule) -> None:
+    """Half a shade is a share of noise of 0.004: an end below it adds a bit, as the exact denoiser knows no shades."""
+    diffusion, denoise = Diffusion(path, schedule, V()), partial(exact, path)
+    x0, truth = shades(STD)
+    assert truth == pytest.approx(EXACT, abs=0.01)
+    found = {
+        end: float(bits_per_dim(denoise, diffusion, x0, 96, normal(64, 1, 16, 16, seed=6), end).mean())
+        for end in (0.002, 0.005, 0.01)
+    }
+    assert found[0.01] == pytest.approx(truth, abs=0.02)
+    assert found[0.005] == pytest.approx(truth, abs=0.03)
+    assert truth + 0.15 < found[0.002]
+    end = best_end(denoise, diffusion, shades(STD, 9)[0], normal(64, 1, 16, 16, seed=7))
+    assert end >= 0.0099
+    chosen = bits_per_dim(denoise, diffusion, x0, 96, normal(64, 1, 16, 16, seed=6), end).mean()
+    assert float(chosen) == pytest.approx(truth, abs=0.03)
+
+
+def test_the_end_follows_what_the_network_knows() -> None:
+    """One that knows the shades exactly gains by a low end, and one with errors loses."""
+    diffusion, x0 = Diffusion(Flow(), LogitNormal(), V()), shades(STD)[0]
+    noise = normal(64, 1, 16, 16, seed=7)
+    assert best_end(lambda x, logsnr: x0, diffusion, x0, noise) == pytest.approx(0.002)
+    wrong = [best_end(lambda x, logsnr, by=by: x0 + by, diffusion, x0, noise) for by in (0.008, 0.1)]
+    assert 0.004 < wrong[0] < wrong[1] == pytest.approx(0.05)
+    for end in (0.0, 1.0, math.nan):
+        with pytest.raises(RequestError, match="share of noise"):
+            bits_per_dim(lambda x, logsnr: x0, diffusion, x0, 8, noise, end)
+
+
+def test_a_chain_has_one_end() -> None:
+    diffusion, x0 = Diffusion(VP(), Cosine(), V()), shades(STD)[0]
+    end = best_end(partial(exact, VP()), diffusion, x0, normal(64, 1, 16, 16))
+    assert end == pytest.approx(0.00638, rel=1e-2)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from unfog.errors import RequestError
 from unfog.evaluation.metrics import MetricResult
 from unfog.inference.evaluation_files import Evaluation
 from unfog.inference.model_card import _yaml
+from unfog.process.machine_key import machine_key
 
 HERE = "/home/somebody/secret-place/holiday"
 
@@ -33,7 +34,7 @@ def on_disk(tmp_path, run):
 def measured(folder, name, weights="ema", value=3.25, low=3.0, **more):
     one = MetricResult("fid", value, low, 3.5, 0.125, 5000, 1100, "inception", "clean", real=1.5, drawn="steps 6")
     drawn = {"weights": weights, "sampler": "dpmpp", "steps": 6, "seed": 0, "reference": HERE, **more}
-    Evaluation(7, drawn, [one], verdict="Fine.").write(folder / "evaluations" / name)
+    Evaluation(7, drawn, [one], verdict="Fine.").write(folder / "evaluations" / name, machine_key())
 
 
 def test_the_front_matter_is_what_the_hub_reads_with_metrics_and_their_errors(tmp_path):

@@ -27,6 +27,7 @@ from unfog.diffusion.noise import (
     NoiseSource,
     Path,
     Schedule,
+    Sigmoid,
     noise_levels,
 )
 from unfog.diffusion.sampler import Sampler
@@ -409,6 +410,8 @@ def test_a_low_last_level_keeps_fine_detail():
         assert kept_variance(replace(usual, grid="logsnr"), std) == pytest.approx(1.03, abs=0.02)
     assert kept_variance(replace(usual, last=0.005), 0.02) > 0.5
     assert kept_variance(replace(usual, grid="logsnr", last=0.1), 0.02) < 0.1
+    adaptive = [kept_variance(replace(usual, kind="adaptive", last=last), 0.02) for last in (0.005, 0.02, 0.2)]
+    assert adaptive[0] > 0.5 > 0.4 > adaptive[1] > 0.1 > 5 * adaptive[2]
 
 
 @pytest.mark.parametrize("grid", ["schedule", "karras", "logsnr"])
@@ -425,6 +428,23 @@ def test_the_last_level_of_each_grid_can_be_chosen(grid, schedule):
             (moved - moved[0]) / (moved[-1] - moved[0]), (share - share[0]) / (share[-1] - share[0])
         )
     assert replace(sampler, steps=1, last=0.01).visits(schedule)[0] == pytest.approx(float(levels[0]))
+
+
+@pytest.mark.parametrize("grid", ["schedule", "karras", "logsnr"])
+@pytest.mark.parametrize("schedule", [Linear(), Cosine(), Sigmoid(), LogitNormal(), FlowUniform(shift=3), LogNormal()])
+def test_the_last_level_is_not_below_the_training_schedule(grid, schedule):
+    chosen = Sampler(steps=12, grid=grid, last=0.0001).visits(schedule)
+    assert float(chosen[-2]) == pytest.approx(schedule.limits()[1], rel=1e-9)
+    assert (chosen.diff() > 0).all()
+
+
+@pytest.mark.parametrize(("last", "wanted"), [(0.05, 0.05), (0.001, 0.0063844), (0.0, 0.0063844)])
+def test_adaptive_ends_at_the_last_level(last, wanted):
+    seen = []
+    Sampler("adaptive", last=last)(
+        lambda x, logsnr: 0.5 * x, VP(), Cosine(), lambda: torch.ones(1, 1, 2, 2), lambda step: seen.append(step.logsnr)
+    )
+    assert 1 / (1 + math.exp(seen[-1] / 2)) == pytest.approx(wanted, rel=1e-4)
 
 
 def test_a_last_level_that_is_mostly_noise_is_refused():

@@ -196,7 +196,8 @@ def test_muon_leaves_the_ends_of_every_network_and_nothing_else(name, channels):
 def test_muon_leaves_the_ends_of_the_networks_of_other_programs(settings):
     model = build_model(settings, 3, 10, 9)
     held = {id(p) for p in optim._split_for_muon(model)[1]}
-    ends = {n.removesuffix(".weight") for n, p in model.named_parameters() if p.ndim >= 2 and id(p) in held}
+    named = [(n, p) for n, p in model.named_parameters() if id(p) in held and not n.endswith("mem_kv")]
+    ends = {n.removesuffix(".weight") for n, p in named if p.ndim >= 2 and 1 < len(p) < p.numel()}
     assert ends == {*model.ends}
 
 
@@ -408,3 +409,59 @@ def test_other_arguments_begin_moments_of_their_own():
     step(after)
     assert after.non_finite() is None
     assert plain.identity == Custom("torch.optim.RMSprop").identity != heavy.identity
+
+
+def test_gains_of_norms_and_learned_keys_are_no_matrices_for_muon():
+    torch.manual_seed(0)
+    network = build_model(DdpmPytorch(width=16, mults=(1, 2), attention=(False, True)), 3, 4, 0)
+    matrices = optim.build_optimizer(network, Optimizer(method=Muon())).param_groups[0]["params"]
+    chosen = {id(p) for p in matrices}
+    names = {name for name, p in network.named_parameters() if id(p) in chosen}
+    assert not [name for name in names if name.endswith((".g", "mem_kv"))]
+    assert all(min(len(p), p.numel() // len(p)) > 1 for p in matrices)
+    assert sum("to_qkv" in name for name in names) == sum("to_qkv" in name for name, _ in network.named_parameters())
+
+
+class Own(nn.Module):
+    """Without `ends`: the first and last matrix are, which a gain beside them is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(1, 4, 1, 1))
+        self.keys = nn.Parameter(torch.randn(2, 3, 4))
+        self.layers = nn.Sequential(*(nn.Conv2d(4, 4, 1, bias=False) for _ in range(3)))
+        self.single = nn.Conv2d(4, 1, 1)
+
+    def forward(self, x):
+        return self.single(self.layers(x * self.gain)) + self.keys.sum()
+
+
+def test_a_network_names_what_is_no_matrix_and_a_run_from_before_resumes():
+    def steps(model, optimizer):
+        model(torch.ones(2, 4, 2, 2)).square().sum().backward()
+        optimizer.step()
+        return optim.optimizer_tensors(optimizer, model)
+
+    def chosen(model):
+        ids = {id(p) for p in optim.build_optimizer(model, Optimizer(method=Muon())).param_groups[0]["params"]}
+        return {name for name, p in model.named_parameters() if id(p) in ids}
+
+    model = Own()
+    assert chosen(model) == {"layers.0.weight", "layers.1.weight"}  # the keys come first
+    model.not_matrices = ("keys",)
+    assert chosen(model) == {"layers.1.weight"}
+    model.not_matrices = ("keys", "layers")
+    assert chosen(model) == set()
+
+    before = Own()
+    earlier = optim.build_optimizer(before, Optimizer(method=Muon()))
+    saved = steps(before, earlier) | {"momentum_buffer/gain": torch.ones(1, 4, 1, 1)}
+    saved = {name: value for name, value in saved.items() if not name.startswith("exp_avg") or "gain" not in name}
+    saved = {name: value for name, value in saved.items() if name not in ("step/gain", "exp_avg_sq/gain")}
+    now = Own()
+    optimizer = optim.build_optimizer(now, Optimizer(method=Muon()))
+    optim.load_optimizer_state(optimizer, now, saved, {})
+    assert "momentum_buffer/gain" not in optim.optimizer_tensors(optimizer, now)
+    after = steps(now, optimizer)
+    assert "exp_avg/gain" in after
+    assert after.keys() >= {"momentum_buffer/layers.1.weight"}

@@ -25,6 +25,7 @@ from forked import Forked
 from unfog.commands.pack import pack
 from unfog.config.requests import PackRequest
 from unfog.config.schema import Config
+from unfog.data.augmentation import Augment
 from unfog.data.dataset import Dataset
 from unfog.data.packs import pack_writer as packing
 from unfog.data.packs.pack import Pack
@@ -36,6 +37,7 @@ from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
 from unfog.data.stream import ImageStream
 from unfog.errors import RequestError, RunError
+from unfog.pipeline.contact_sheet import contact_sheet
 
 pytestmark = pytest.mark.slow
 
@@ -443,6 +445,8 @@ def test_labels_and_treatments_that_there_are_not_are_refused_when_met(made: Pat
     forged = copied(made, tmp_path / "forged")
     n = len(Pack.open(made).images)
     np.save(forged / "labels.npy", np.full(n, 7, np.int64))
+    with pytest.raises(RequestError, match=r"labels\.npy"):
+        contact_sheet(prepare(PackSource(forged, "forged"), Data()), Augment.from_settings(Data()), 0)
     np.save(forged / "treatment.npy", np.full(n, -3, np.int32))
     prepared = prepare(PackSource(forged, "forged"), Data())
     with pytest.raises(RequestError, match=r"labels\.npy"):

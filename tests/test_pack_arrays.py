@@ -19,6 +19,7 @@ from PIL import Image
 
 import unfog
 from conftest import TRANSFORMER
+from unfog.cache_folder import cache_folder
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources import arrays
@@ -85,8 +86,7 @@ def test_labels_become_classes(tmp_path: Path, labels: list[object], name: str) 
 @pytest.mark.parametrize(
     ("array", "labels", "said"),
     [
-        (RGB / 255, None, r"float64, and images are uint8.*\(255 \* x\).*if they are from 0 to 1"),
-        (RGB.astype(np.int64), None, "int64, and images are uint8"),
+        (RGB.astype(np.complex64), None, "complex64, and images are integers, floating point or booleans"),
         (RGB[0, 0], None, r"shape 16x3; images are \[N, H, W\]"),
         (RGB[..., :2], None, "shape 12x16x16x2"),
         (RGB[:0], None, "shape 0x16x16x3"),
@@ -388,6 +388,26 @@ def test_the_split_is_found_again_by_what_the_source_resolves_to(
         assert (len(again.names), again.stamp(), again.resolved) == (3, source.stamp(), source.resolved)
         assert open_source(place).resolved == f"hf:{place}:train"
         assert len(open_source(open_source(place).resolved).names) == 5
+
+
+@pytest.mark.parametrize("encoding", ["dictionary", "DELTA_BYTE_ARRAY", "rows"])
+def test_a_parquet_file_that_repeats_an_image_a_million_times_is_not_unpacked(
+    datasets: Any, tmp_path: Path, encoding: str
+) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    image = b"\x89PNG\r\n\x1a\n" + bytes(4_000_000)
+    column = pa.DictionaryArray.from_arrays(pa.array(np.zeros(80, np.int32)), pa.array([image], pa.binary()))
+    if encoding == "rows":
+        column = pa.array([None] * 20_000_000, pa.binary())
+    table = pa.table({"image": column if encoding == "dictionary" else column.cast(pa.binary())})
+    given = {} if encoding != "DELTA_BYTE_ARRAY" else {"use_dictionary": False, "column_encoding": {"image": encoding}}
+    pq.write_table(table, tmp_path / "a.parquet", compression="zstd", **given)
+    assert (tmp_path / "a.parquet").stat().st_size < 100_000
+    with pytest.raises(RequestError, match="would unpack to over 268 MB"):
+        open_source(str(tmp_path / "a.parquet"))
+    assert not list((cache_folder() / "hf").rglob("*.arrow"))
 
 
 def test_a_parquet_file_is_the_same_wherever_and_whenever_it_is_read(datasets: Any, tmp_path: Path) -> None:

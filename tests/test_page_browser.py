@@ -5,8 +5,11 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -260,24 +263,80 @@ def test_a_view_is_kept_as_a_file(browser, address, tmp_path):
     assert again.troubles == []
 
 
-@pytest.mark.exhaustive
-def test_the_page_outlives_its_server(browser, runs):
+class Impostor(BaseHTTPRequestHandler):
+    """Another user's program at the port: it notes what it gets, and answers every request as if all were well."""
+
+    paths: ClassVar[list[str]] = []
+
+    def do_GET(self):
+        self.paths.append(self.path)
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"start": "0" * 32, "proof": "0" * 64}).encode())
+
+    def log_message(self, *_):
+        pass
+
+
+def test_an_open_page_gives_its_secret_to_no_other_program_and_finds_its_server_again(browser, runs):
     watched = WatchedPage(browser)
     page = watched.page
     with serving(runs) as (address, process):
         port = int(re.search(r":(\d+)/", address)[1])
-        page.goto(address)
-        page.wait_for_selector("table.runs")
-        page.wait_for_timeout(500)
+        page.goto(f"{address}#/start")
+        page.fill("unfog-start .field input >> nth=0", "7")
+        page.wait_for_function("document.querySelector('unfog-page').data.key")
         process.kill()
         process.wait()
         page.wait_for_selector(".banner")
-    make_run(runs.parent / "late" / "third", 0.004)
+    secret = address.split("/")[-2]
+    with ThreadingHTTPServer(("127.0.0.1", port), Impostor) as impostor:
+        threading.Thread(target=impostor.serve_forever).start()
+        wait_for(lambda: len(Impostor.paths) > 1)
+        page.evaluate("document.querySelector('unfog-page').data.get('api/runs').catch(() => {})")
+        page.evaluate("new Image().src = document.querySelector('unfog-page').data.picture(1, 'contact')")
+        page.wait_for_timeout(300)
+        impostor.shutdown()
+    assert all(re.fullmatch(r"/hello\?nonce=[0-9a-f]{32}", path) for path in Impostor.paths)
     with serving(runs, port) as (again, _):
-        assert again == address
-        page.wait_for_selector(".banner", state="detached", timeout=60_000)
+        assert again.split("/")[-2] != secret
+        page.wait_for_selector(".banner", state="detached")
+        assert page.url == f"{again}#/start"
+        assert page.input_value("unfog-start .field input >> nth=0") == "7"  # nothing was loaded anew
+        page.goto(f"{again}#/draw")  # by the hash alone; the playground was not loaded before
+        page.wait_for_selector("unfog-playground")
+        page.goto(f"{again}#/")
         page.click("a:text-is('first')")
         page.wait_for_selector("unfog-chart canvas")
+
+
+def test_the_browser_opens_the_page_and_no_process_has_its_secret_as_a_word(browser, runs, tmp_path):
+    script, words = tmp_path / "browser", tmp_path / "words"
+    script.write_text(f'#!/bin/sh\necho "$@" > {words}.new && mv {words}.new {words}\n')
+    script.chmod(0o755)
+    command = [sys.executable, "-m", "unfog", "serve", str(runs), "--port", "0"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "BROWSER": f"{script} %s"}
+    )
+    try:
+        address = process.stdout.readline().strip()
+        wait_for(words.exists)
+        file = Path(words.read_text().strip().removeprefix("file://"))
+        secret = address.split("/")[-2]
+        assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+        assert secret not in words.read_text() + file.read_text()
+        once = re.search(r"http://[^\"]+", file.read_text())[0]
+        page = WatchedPage(browser).page
+        page.goto(file.as_uri())
+        page.wait_for_selector("table.runs")
+        assert page.url.split("#")[0] == address
+        again = WatchedPage(browser).page  # somebody who has seen the address of the file
+        again.goto(once)
+        assert "opens the page once" in again.content()
+        assert not file.parent.exists()
+    finally:
+        process.terminate()
+        process.wait()
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from torch import nn
 from conftest import few_images
 from test_plan_memory import all_traces_are_kept  # noqa: F401  a fixture
 from unfog.commands.plan import _describe_compiling, _resolve_microbatch, _time_findings, plan
+from unfog.config.presets import preset
 from unfog.config.requests import PlanRequest
 from unfog.config.schema import Config
 from unfog.config.toml import update
@@ -31,7 +32,6 @@ from unfog.planning.microbatch import MARGIN, Machine
 from unfog.planning.plan import format_time
 from unfog.planning.timing import StepTime, measure_step, run_times
 from unfog.reporting.progress import Progress
-from unfog.training.optimizer_settings import Optimizer
 from unfog.training.settings import Evaluate, Training
 
 pytestmark = pytest.mark.slow
@@ -41,10 +41,10 @@ SMALL = UNet((8,), attention=(False,), mid_attention=False, norm_groups=4, head_
 
 
 def asked(**training) -> Config:
-    data = Data(size=16, cache="memory")
-    return Config(
-        few_images(), data, SMALL, training=Training(**{"steps": 1000, **training}), optimizer=Optimizer(lr=1e-3)
-    )
+    given, training = preset("default"), {"steps": 1000, **training}
+    data, trained = Data(size=16, cache="memory"), replace(given.training, **training)
+    optimizer = replace(given.optimizer, lr=1e-3)
+    return replace(given, source=few_images(), data=data, network=SMALL, training=trained, optimizer=optimizer)
 
 
 def planned_for(config: Config, **options):
@@ -121,8 +121,8 @@ def test_what_a_run_takes_is_the_sum_of_its_parts():
     assert times["evaluations (5)"].low == pytest.approx(5 * 40 * 8 * 0.01)
     assert times["in all"].high == pytest.approx(200 + 2 * (11 * 16 * 20 + 5 * 40 * 8) * 0.01)
     assert times["sampling 10,000 images"].low == pytest.approx(10_000 * 20 * 0.01)
-    # Samples are guided where the run has a snapshot at 30% of its steps, at 14 of these 20 levels. Previews are not.
-    for settings, calls in (({}, 34), ({"ema_snapshots": {"every": 400}}, 20), ({"guide": "none"}, 20)):
+    # Samples are guided where the run has a snapshot at 30% of its steps, at 12 of these 20 levels. Previews are not.
+    for settings, calls in (({}, 32), ({"ema_snapshots": {"every": 400}}, 20), ({"guide": "none"}, 20)):
         snapshots = {"guide": "auto", "guidance_interval": (0.2, 0.8), "ema_snapshots": {"every": 42}}
         found = run_times(update(config, snapshots | settings, ""), TimeRange(0.1, 0.2), TimeRange(1, 1), held_out=40)
         assert found["sampling 16 images"].low == 16 * calls

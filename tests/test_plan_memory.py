@@ -3,29 +3,34 @@
 import json
 import runpy
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch import nn
 
 import forked
 from conftest import few_images
 from planned import SMALL, config, live, traced
+from unfog.config.presets import PRESETS, autoencoder_recipe
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Objective
 from unfog.errors import RequestError
+from unfog.models.autoencoder_settings import Autoencoder
+from unfog.models.network_settings import CustomNetwork
 from unfog.models.settings import SIZES, MPUNet
 from unfog.pipeline.build import build_network
 from unfog.planning.auto_settings import AutoSettings
-from unfog.planning.memory_estimate import MemoryEstimator, _trace_step, _TracedStep
+from unfog.planning.memory_estimate import MemoryEstimator, _trace_key, _trace_step, _TracedStep
 from unfog.planning.memory_trace import _CUDA_BLOCK, MB, Trace
 from unfog.planning.microbatch import MARGIN, MicrobatchChoice, _largest_that_fits, _memory_upper_bound
 from unfog.process import device as memory
 from unfog.process.device import _control_group, available_memory
-from unfog.training.settings import EmaSnapshots
+from unfog.training.optimizer_settings import AdamW
+from unfog.training.settings import EmaSnapshots, Training
 
 pytestmark = pytest.mark.slow
 
@@ -60,8 +65,11 @@ def test_parts_of_a_step():
         assert peak.parts["average"] == 2 * wanted  # two of them
         alone = MemoryEstimator(replace(config(), ema_snapshots=EmaSnapshots(every=-1)), device).step(8, False)
         assert alone.parts["average"] == wanted
-        assert 2 * wanted < peak.parts["moments"] < 2 * wanted + 1000  # and a count of steps for each
         assert sum(peak.parts.values()) == peak.total
+        assert wanted < peak.parts["moments"] < 2 * wanted  # Muon has one for each number of a matrix
+        adamw = replace(config(), optimizer=replace(config().optimizer, method=AdamW()))
+        moments = MemoryEstimator(adamw, device).step(8, False).parts["moments"]
+        assert 2 * wanted < moments < 2 * wanted + 1000  # and a count of steps for each
     assert MemoryEstimator(config(), "cpu").step(4, False).parts["gradients"] == wanted  # from the pass before
 
 
@@ -73,9 +81,77 @@ def test_recomputing_is_imitated_too():
     assert recomputed.total < kept.total
 
 
-def test_every_tensor_is_affine_in_the_batch():
-    few, more, many = (traced(config(), "cpu", n, 2) for n in (2, 4, 11))
+@pytest.mark.parametrize(("recipe", "noise"), [*((name, "batch") for name in PRESETS), ("default", "microbatch")])
+def test_every_tensor_is_affine_in_the_batch(recipe, noise):
+    given = config(recipe=recipe, noise=noise)
+    few, more, many = (traced(given, "cpu", n, 2) for n in (2, 4, 11))
     assert few.extrapolate(11, more, 2, 4) == many
+
+
+def test_an_autoencoder_and_augmented_images_with_classes_are_affine_too():
+    given = config()
+    augmented = replace(given, classes=("a", "b"), data=replace(given.data, augment=0.2, flip=True))
+    encoder = Autoencoder(factor=2, channels=(8,))
+    recipe = replace(autoencoder_recipe(), data=given.data, autoencoder=encoder)
+    trained = replace(recipe, training=replace(recipe.training, precision="fp32"))
+    for one in (augmented, trained):
+        few, more, many = (traced(one, "cpu", n, 2) for n in (2, 4, 11))
+        assert few.extrapolate(11, more, 2, 4) == many
+
+
+class Counting(nn.Module):
+    """Computes otherwise for more than two images, as code of a user may."""
+
+    def __init__(self, channels, classes, out_channels):
+        super().__init__()
+        self.layer = nn.Conv2d(channels, out_channels, 1)
+
+    def forward(self, x, c_noise, label=None):
+        return torch.cat([self.layer(one) for one in x.split(1)]) if len(x) > 2 else self.layer(x)
+
+
+def test_a_network_that_computes_otherwise_for_more_images_is_traced_at_each_size():
+    given = config(12, network=CustomNetwork(f"{__name__}.Counting"))
+    estimator = MemoryEstimator(given, "cpu")
+    assert estimator.step(6, False) == traced(given, "cpu", 6, 2).peak("cpu")
+    room = int(1.01 * estimator.training(6, False) / MARGIN)
+    assert 6 <= MicrobatchChoice.largest(given, CPU, room).microbatch < 12
+
+
+OTHER = {
+    "steps": 5,
+    "images": 5,
+    "budget": "5m",
+    "batch": 6,
+    "microbatch": 2,
+    "noise": "microbatch",
+    "clip": 0.0,
+    "precision": "bf16",
+    "memory_format": "channels_last",
+    "device": "cpu",
+    "seed": 1,
+    "patience": 3,
+    "rollbacks": 0,
+    "grace": 1.0,
+    "timeout": 5.0,
+    "compress": "bf16",
+    "shard": True,
+    "checkpointing": True,
+    "compile": True,
+    "capture": True,
+}
+
+
+def test_settings_that_share_a_cached_trace_have_the_same_trace():
+    assert set(OTHER) == {f.name for f in fields(Training)}
+    used = config(8, clip=1.0)
+    sizes = _trace_step(_TracedStep(used, "cuda", 4, 2)).sizes
+    for name, value in OTHER.items():
+        changed = replace(used, training=replace(used.training, **{name: value}))
+        if _trace_key(used, "cuda") == _trace_key(changed, "cuda"):
+            assert _trace_step(_TracedStep(changed, "cuda", 4, 2)).sizes == sizes, name
+    other = replace(used, training=replace(used.training, noise="microbatch"))
+    assert _trace_key(used, "cuda") != _trace_key(other, "cuda")
 
 
 def test_traces_of_different_computations_are_not_continued():
@@ -180,8 +256,9 @@ def test_largest_that_fits(batch, limit):
             assert all(batch % n for n in range(limit // 2 + 1, limit + 1))
 
 
-def test_micro_batch_follows_from_what_is_available():
-    given = config(24)
+@pytest.mark.parametrize("recipe", PRESETS)
+def test_micro_batch_follows_from_what_is_available(recipe):
+    given = config(24, recipe=recipe)
     traces = MemoryEstimator(given, "cpu")
     assert MicrobatchChoice.largest(given, CPU, 10**12)[:2] == (24, False)
     found = []

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+import planned
 from launches import AGENT, ended, forked, output  # noqa: F401  a fixture
 from planned import live, traced
 from test_plan_memory import all_traces_are_kept  # noqa: F401  a fixture
 from unfog.commands.plan import plan
 from unfog.config.requests import PlanRequest
 from unfog.config.schema import Config
-from unfog.data.settings import Data
 from unfog.errors import RequestError
 from unfog.models.settings import DiT
 from unfog.pipeline.build import build_network
@@ -22,8 +22,8 @@ from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.flops import GB
 from unfog.planning.memory_estimate import MemoryEstimator
 from unfog.planning.microbatch import MARGIN, _memory_upper_bound
-from unfog.training.optimizer_settings import Optimizer
-from unfog.training.settings import EmaSnapshots, Training
+from unfog.training.optimizer_settings import AdamW, Optimizer
+from unfog.training.settings import EmaSnapshots
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ended")]
 
@@ -33,8 +33,7 @@ DEPTH = 2
 
 def config(batch=4, width=64, shard=True, **training) -> Config:
     network = DiT(width=width, depth=DEPTH, head_channels=32, patch=4, modulation="block")
-    training = Training(batch=batch, shard=shard, **{"precision": "fp32", **training})
-    return Config(network=network, data=Data(size=16, channels=3), training=training)
+    return planned.config(batch, 16, network, shard=shard, **training)
 
 
 def most(trace, kind) -> int:
@@ -55,6 +54,7 @@ def test_rows_are_held_and_one_block_is_gathered_while_the_next_travels():
     around = whole - DEPTH * block
     for device, precision, factor in (("cpu", "fp32", 1.0), ("cuda", "bf16", 0.5)):
         given = config(precision=precision)
+        given = replace(given, optimizer=replace(given.optimizer, method=AdamW()))  # two moments for each number
         trace = traced(given, device, 4, 2, processes=4)
         parts = trace.peak(device).parts
         assert parts["parameters"] == pytest.approx(whole / 4, rel=0.02)

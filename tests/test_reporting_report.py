@@ -2,21 +2,29 @@
 
 import base64
 import hashlib
+import io
 import json
+import os
 import re
+import shlex
 import struct
+import zlib
+from contextlib import suppress
 from html.parser import HTMLParser
 from itertools import pairwise
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from unfog.errors import RequestError
-from unfog.reporting.image_grids import grid
+from unfog.reporting import notebook
+from unfog.reporting.image_grids import decode_png, encode_png, grid
 from unfog.reporting.log_settings import Log
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.records import finite_column, smoothed
 from unfog.reporting.report import _pack_columns, _thinned, write_report
+from unfog.serve.run_files import PictureCache
 
 VOID = {"meta", "link"}
 CONFIG = """
@@ -187,6 +195,63 @@ def test_refused_steps_that_a_resume_trained_again_are_not_counted(tmp_path):
         run.event("step_refused", 30)
         run.event("resumed", 20)
     assert report(tmp_path)["counts"]["step_refused"] == 1
+
+
+def test_a_picture_of_a_run_is_a_png_whatever_its_name_says(run_dir, tmp_path, monkeypatch):
+    """Pillow reads PostScript by starting Ghostscript on it."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "gs").write_text(f"#!/bin/sh\necho started >> {shlex.quote(str(tmp_path / 'started'))}\n")
+    (programs / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    script = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n%%EOF\n"
+    with suppress(OSError), Image.open(io.BytesIO(script), formats=["EPS"]) as image:
+        image.load()
+    assert (tmp_path / "started").exists()  # it would
+    (tmp_path / "started").unlink()
+    before = report(run_dir)["pictures"]
+    (run_dir / "samples/00000400.png").write_bytes(script)
+    (run_dir / "contact-sheet.png").write_bytes(script)
+    after = report(run_dir)["pictures"]
+    assert "preview/400" in before
+    assert "preview/400" not in after
+    assert notebook.table({}, run_dir / "contact-sheet.png", run_dir, "") == "<table></table>"
+    with pytest.raises(RequestError, match="no PNG"):
+        PictureCache().webp(run_dir / "contact-sheet.png", run_dir)
+    assert not (tmp_path / "started").exists()
+
+
+def test_a_picture_of_a_run_that_takes_long_is_left_out():
+    chunk = struct.pack(">I4sI", 0, b"abCd", zlib.crc32(b"abCd"))
+    png = encode_png(np.zeros((4, 4), np.uint8))
+    assert decode_png(png).size == (4, 4)
+    for much in (png[:33] + chunk * 10_001 + png[33:], png[:16] + struct.pack(">II", 9000, 9000) + png[24:]):
+        with pytest.raises(ValueError, match="over"):
+            decode_png(much)
+
+
+@pytest.mark.parametrize("linked", ["samples", "evaluations", "evaluations/sub", "checkpoints", "denoising"])
+def test_a_linked_folder_in_a_run_is_not_read(run_dir, tmp_path, linked):
+    """A report is sent to others; what is elsewhere on this machine must not get into it."""
+    stored = {"step": 7, "drawn": {}, "measured": [], "copies": [{"picture": "sub/q.png"}, {"picture": "q.png"}]}
+    places = {"evaluations/00000007-a.json": json.dumps(stored).encode(), "checkpoints/00000007/manifest.json": b"{}"}
+    for name in ("evaluations/sub/q.png", "evaluations/q.png", "samples/00000007.png", "denoising/00000007.png"):
+        places[name] = encode_png(np.zeros((4, 4), np.uint8))
+    for name, content in places.items():
+        (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
+        (run_dir / name).write_bytes(content)
+    (run_dir / linked).rename(tmp_path / "outside")
+    (run_dir / linked).symlink_to(tmp_path / "outside")
+    run = report(run_dir)
+    shown = {
+        "samples": run["previews"],
+        "denoising": run["denoising"],
+        "evaluations": run["evaluations"],
+        "evaluations/sub": [one for one in run["evaluations"] if one["copies"][0]["picture"]],
+        "checkpoints": run["checkpoints"],
+    }
+    assert not shown[linked]
+    assert all(found for name, found in shown.items() if not name.startswith(linked) and not linked.startswith(name))
 
 
 def test_samples_are_the_last_grid_and_twelve_over_time(run_dir):

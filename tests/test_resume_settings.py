@@ -303,7 +303,15 @@ def among(names: tuple[str, ...], name: str) -> bool:
     return any(name == one or name.startswith(one if one.endswith(".") else f"{one}.") for one in names)
 
 
-FORCED = ("training.seed", "diffusion.weighting", "diffusion.adaptive", "ema", "data.background", "data.held_out")
+FORCED = (
+    "training.seed",
+    "diffusion.weighting",
+    "diffusion.adaptive",
+    "ema",
+    "data.background",
+    "data.range",
+    "data.held_out",
+)
 
 
 @pytest.mark.parametrize(("due", "left"), [([], [8, 9]), (["preview"], [8, 9]), (["log"], [8]), (["evaluate"], [8])])

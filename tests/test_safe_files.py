@@ -73,7 +73,7 @@ def test_nothing_else_writes_by_name():
 # Library functions that read by name; they may be given a safe path, an open file or bytes in memory instead.
 LIBRARIES = {"np.load", "np.memmap", "np.fromfile", "load_file", "safe_open", "torch.load", "json.load", "tomllib.load"}
 LIBRARIES |= {"torch.jit.load", "torch.export.load", "zipfile.ZipFile", "onnxruntime.InferenceSession"}
-GIVEN_SAFELY = re.compile(r"(str\()?regular_file\(|(io\.)?BytesIO\(|BlockReader\(|(file|facts|stored)\b")
+GIVEN_SAFELY = re.compile(r"(str\()?(regular|tensor)_file\(|(io\.)?BytesIO\(|BlockReader\(|(file|facts|stored)\b")
 # Modules that read files by name, and why. All others read by `safe_files`, below the folder that a person has named.
 READ_BY_NAME = {
     "checks/gpu_checks.py": "a file of /proc",

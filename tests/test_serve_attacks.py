@@ -2,17 +2,26 @@
 
 import json
 import os
+import shutil
 import socket
+import subprocess
+import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 pytest.importorskip("orjson")
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
+import unfog
+from conftest import TRANSFORMER
 from served import make_run, serving
+from unfog.config.schema import Config
+from unfog.config.toml import from_toml, to_toml
 
 pytestmark = pytest.mark.slow
 
@@ -132,7 +141,7 @@ def test_no_path_leads_to_a_file_cve_2023_1177_cve_2024_1483_cve_2021_43775_cve_
 def test_a_link_in_a_run_is_not_followed_cve_2023_6909_cve_2026_56671(web):
     run = number(web, "<script>alert(1)</script>")
     status, _, body = web.send("GET", f"api/runs/{run}/preview/40.webp")
-    assert status in (400, 404, 500)
+    assert status in (400, 404, 422)
     assert b"private words" not in body
 
 
@@ -267,19 +276,134 @@ def test_errors_show_no_traceback_and_no_secret(web):
         assert web.path.strip("/").encode() not in answer
 
 
-def test_the_secret_is_kept_for_its_owner(tmp_path, monkeypatch):
-    from unfog.serve.command import _address_secret
+def test_the_key_is_kept_for_its_owner(tmp_path, monkeypatch):
+    from unfog.serve.address import folder_key
 
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "new"))
-    first = _address_secret(tmp_path / "runs")
-    assert len(first) == 32
+    first = folder_key(tmp_path / "runs")
+    assert len(first) == 64
     assert int(first, 16) >= 0
-    assert _address_secret(tmp_path / "runs") == first != _address_secret(tmp_path / "others")
+    assert folder_key(tmp_path / "runs") == first != folder_key(tmp_path / "others")
     key = tmp_path / "new" / "unfog" / "serve-key"
     assert key.stat().st_mode & 0o777 == 0o600
     key.chmod(0o644)  # somebody else may have read it
-    assert _address_secret(tmp_path / "runs") != first
+    assert folder_key(tmp_path / "runs") != first
     key.unlink()
     os.symlink(tmp_path / "elsewhere", key)
     (tmp_path / "elsewhere").write_text("0" * 64)
-    assert _address_secret(tmp_path / "runs") != _address_secret(tmp_path / "runs")
+    assert folder_key(tmp_path / "runs") != folder_key(tmp_path / "runs")
+
+
+SHADOWS = ("numpy.py", "torch.py", "json.py", "random.py", "PIL/__init__.py", "unfog/__init__.py", "sitecustomize.py")
+
+
+@pytest.fixture(scope="module")
+def strangers_place(tmp_path_factory):
+    """A folder from a stranger: runs, one that names code and is called like it, and modules that say that they ran."""
+    place = tmp_path_factory.mktemp("stranger")
+    images = place / "images"
+    images.mkdir()
+    for i in range(12):
+        Image.new("L", (8, 8), 20 * i).save(images / f"{i}.png")
+    settings = {"network": TRANSFORMER, "size": 8, "steps": 2, "batch": 4, "lr": 1e-3, "device": "cpu"}
+    unfog.train(images, out=place / "runs/plain", **settings)
+    named = place / "runs/custom:path=tuned.step"
+    shutil.copytree(place / "runs/plain", named)
+    text = (named / "config.toml").read_text()
+    config = from_toml(text, Config())
+    sampler = replace(config.sampler, kind="custom:path=tuned.step")
+    (named / "config.toml").write_text(to_toml(replace(config, sampler=sampler)))
+    ran = f"open({str(place / 'ran')!r}, 'a').write(__file__ + ' ')\n"
+    (place / "tuned.py").write_text(ran + "def step(x, x0, now, then, context):\n    return x0\n")
+    for name in SHADOWS:
+        (place / name).parent.mkdir(exist_ok=True)
+        (place / name).write_text(ran + "raise SystemExit(99)\n")
+    return place
+
+
+def finished(web, answer):
+    """The ended task or drawing that a button has started."""
+    status, body = answer
+    assert status == 200, body
+    path = f"api/draw/{body['job']}" if "job" in body else f"api/tasks/{body['task']}"
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        found = web.get(path)
+        if found.get("state", "ended") in ("ended", "done", "failed") and not found.get("running"):
+            return found
+        time.sleep(0.2)
+    raise TimeoutError(path)
+
+
+@pytest.fixture(scope="module")
+def strangers_web(strangers_place, tmp_path_factory):
+    own = str(tmp_path_factory.mktemp("own"))
+    with serving(Path("runs"), "--source", "images", cwd=strangers_place, XDG_CONFIG_HOME=own) as (address, _):
+        yield address
+
+
+def press(web, button, run):
+    source = next(one["id"] for one in web.get("api/state")["sources"] if one["name"].endswith("images"))
+    settings = {"data.size": "8", "training.steps": "1", "training.batch": "4", "network": TRANSFORMER}
+    at = number(web, run)
+    path, body = {
+        "draw": ("api/draw", {"run": at, "settings": {"n": 1, "steps": 2}}),
+        "doctor": ("api/doctor", {"run": at, "quick": True}),
+        "resume": (f"api/runs/{at}/resume", {"settings": {"training.steps": "3"}}),
+        "plan": ("api/plan", {"source": source, "settings": settings}),
+        "train": ("api/train", {"source": source, "settings": settings}),
+    }[button]
+    return web.post(path, body)
+
+
+@pytest.mark.parametrize("button", ["draw", "doctor", "resume", "plan", "train"])
+def test_no_button_imports_from_the_current_folder_cwe_427(strangers_place, strangers_web, button):
+    task = finished(strangers_web, press(strangers_web, button, "plain"))
+    assert task.get("state") == "done" or task.get("status") == 0, task
+    assert not (strangers_place / "ran").exists()
+
+
+@pytest.mark.parametrize("button", ["draw", "resume", "doctor"])
+def test_a_run_that_is_named_like_code_gives_no_consent(strangers_place, strangers_web, button):
+    status, body = press(strangers_web, button, "custom:path=tuned.step")
+    error = body["error"] if status == 400 else finished(strangers_web, (status, body))["error"]
+    assert "set UNFOG_TRUST=tuned.step and run the command once in a terminal" in error
+    assert not (strangers_place / "ran").exists()
+
+
+def test_consent_in_a_terminal_holds_for_the_buttons(strangers_place, tmp_path):
+    environment = {"XDG_CONFIG_HOME": str(tmp_path)}
+    run = "custom:path=tuned.step"
+    words = [sys.executable, "-P", "-m", "unfog", "sample", f"runs/{run}", "-n", "1", "--out", str(tmp_path / "out")]
+    trusting = os.environ | environment | {"UNFOG_TRUST": "tuned.step"}
+    try:
+        subprocess.run(words, cwd=strangers_place, env=trusting, check=True, timeout=120)
+        with serving(Path("runs"), cwd=strangers_place, **environment) as (web, _):
+            asked = {"run": number(web, run), "settings": {"n": 1, "steps": 2}}
+            assert finished(web, web.post("api/draw", asked))["state"] == "done"
+        names = {Path(name).name for name in (strangers_place / "ran").read_text().split()}
+        assert names == {"tuned.py"}
+    finally:
+        (strangers_place / "ran").unlink(missing_ok=True)
+
+
+def test_credentials_of_a_source_are_in_no_words_of_a_process(tmp_path):
+    run = make_run(tmp_path / "runs" / "a")
+    text = (run / "config.toml").read_text()
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the plan waits for it
+        url = f"http://alice:hunter2@127.0.0.1:{silent.getsockname()[1]}/a.tar"
+        (run / "config.toml").write_text(text.replace('"fashion"', f'"{url}"'))
+        with serving(tmp_path / "runs", XDG_CONFIG_HOME=str(tmp_path)) as (web, process):
+            source = next(one["id"] for one in web.get("api/state")["sources"] if "a.tar" in one["name"])
+            status, body = web.post("api/plan", {"source": source})
+            assert status == 200, body
+            silent.settimeout(60)
+            connection, _ = silent.accept()
+            words = [
+                Path(f"/proc/{one}/cmdline").read_bytes()
+                for task in Path(f"/proc/{process.pid}/task").iterdir()
+                for one in (task / "children").read_text().split()
+            ]
+            assert any(b"@UNFOG_URL_1" in one for one in words), words
+            assert not any(b"hunter2" in one for one in words)
+            connection.close()

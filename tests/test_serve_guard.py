@@ -2,6 +2,7 @@
 
 import asyncio
 import gzip
+import hmac
 import json
 import socket
 import threading
@@ -10,11 +11,15 @@ import pytest
 
 from served import HOST, SECRET, serving
 from unfog.cli.main import main
-from unfog.serve.command import _accepted_hosts
+from unfog.errors import RequestError
+from unfog.serve.address import Address, listen
 from unfog.serve.guard import Guard
 from unfog.serve.page import Page
 
 SAME = {"host": HOST}
+KEY = "ab" * 32
+ADDRESS = Address("127.0.0.1", 8642, KEY)
+ADDRESS.secret = SECRET  # it is random
 
 
 class Reached:
@@ -30,7 +35,7 @@ class Reached:
         await send({"type": "http.response.body", "body": str(len(message["body"])).encode()})
 
 
-def call(method="GET", path=f"/{SECRET}/api/runs", headers=SAME, body=(b"",), kind="http"):
+def call(method="GET", path=f"/{SECRET}/api/runs", headers=SAME, body=(b"",), kind="http", query=""):
     """(status, headers, body, paths that reached the application) of one request; the body comes in parts."""
     app, sent, parts = Reached(), [], list(body)
 
@@ -45,8 +50,8 @@ def call(method="GET", path=f"/{SECRET}/api/runs", headers=SAME, body=(b"",), ki
     pairs = [
         (name.encode(), value.encode()) for name, value in (headers.items() if isinstance(headers, dict) else headers)
     ]
-    scope = {"type": kind, "method": method, "path": path, "headers": pairs}
-    asyncio.run(Guard(app, SECRET, [HOST, "localhost:8642"])(scope, receive, send))
+    scope = {"type": kind, "method": method, "path": path, "headers": pairs, "query_string": query.encode()}
+    asyncio.run(Guard(app, ADDRESS)(scope, receive, send))
     if kind != "http":
         return sent, app.paths
     head = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
@@ -157,7 +162,7 @@ def test_a_slow_body_is_given_up(monkeypatch):
 
     headers = [(b"host", HOST.encode()), (b"content-type", b"application/json")]
     scope = {"type": "http", "method": "POST", "path": f"/{SECRET}/", "headers": headers}
-    asyncio.run(Guard(Reached(), SECRET, [HOST])(scope, receive, send))
+    asyncio.run(Guard(Reached(), ADDRESS)(scope, receive, send))
     assert sent[0]["status"] == 408
 
 
@@ -274,8 +279,73 @@ def test_a_folder_without_runs_is_served_and_said_to_have_none(tmp_path):
 
 def test_hosts_are_this_machine_and_the_one_that_was_named():
     local = {"localhost:9", "127.0.0.1:9", "[::1]:9"}
-    assert _accepted_hosts("127.0.0.1", 9) == local
-    assert _accepted_hosts("10.0.0.7", 9) == local | {"10.0.0.7:9"}
-    assert _accepted_hosts("fe80::1", 9) == local | {"[fe80::1]:9"}
-    assert _accepted_hosts("0.0.0.0", 9) == local | {f"{socket.gethostname()}:9"}
-    assert "localhost" in _accepted_hosts("127.0.0.1", 80)
+    assert Address("127.0.0.1", 9, KEY).hosts == local
+    assert Address("10.0.0.7", 9, KEY).hosts == local | {"10.0.0.7:9"}
+    assert Address("fe80::1", 9, KEY).hosts == local | {"[fe80::1]:9"}
+    assert Address("0.0.0.0", 9, KEY).hosts == local | {f"{socket.gethostname()}:9"}
+    assert "localhost" in Address("127.0.0.1", 80, KEY).hosts
+
+
+def test_a_server_proves_that_it_has_the_key_and_gives_no_secret_away():
+    nonce = "0" * 32
+    status, _, body, paths = call(path="/hello", query=f"nonce={nonce}")
+    found = json.loads(body)
+    assert (status, paths) == (200, [])
+    assert found["proof"] == hmac.digest(KEY.encode(), f"proof 8642 {nonce} {found['start']}".encode(), "sha256").hex()
+    for port, key in ((8643, KEY), (8642, "cd" * 32)):  # what another program could pass on proves nothing
+        assert Address("127.0.0.1", port, key).prove(nonce)["proof"] != found["proof"]
+    made = Address("127.0.0.1", 8642, KEY)
+    start = made.prove(nonce)["start"]
+    assert made.secret == hmac.digest(KEY.encode(), f"address {start}".encode(), "sha256").hex()[:32]
+    assert made.secret != Address("127.0.0.1", 8642, KEY).secret  # of the next start
+    for query in ("", "nonce=x", f"nonce={nonce}0", "nonce=%00"):
+        assert call(path="/hello", query=query)[0] == 404
+    for headers in ({"host": "evil.example:8642"}, SAME | {"sec-fetch-site": "cross-site"}):
+        assert call(path="/hello", query=f"nonce={nonce}", headers=headers)[0] == 403
+
+
+def test_the_key_goes_to_the_page_alone_and_never_over_a_network():
+    assert json.loads(call(path=f"/{SECRET}/api/key")[2]) == {"key": KEY}
+    assert call(path="/api/key")[0] == call(path=f"/{SECRET[:-1]}f/api/key")[0] == 404
+    assert Address("0.0.0.0", 8642, KEY).key == Address("10.0.0.7", 8642, KEY).key == ""
+
+
+def test_a_token_opens_the_page_once_and_for_a_person_alone():
+    used = []
+    token = ADDRESS.one_time(lambda: used.append(1)).rpartition("/")[2]
+    from_file = SAME | {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate", "sec-fetch-dest": "document"}
+    refused = [
+        (f"/open/{token[:-1]}", from_file),
+        ("/open/", from_file),
+        (f"/open/{token}", from_file | {"host": "evil.example:8642"}),
+        (f"/open/{token}", from_file | {"sec-fetch-dest": "iframe"}),
+        (f"/open/{token}", from_file | {"sec-fetch-mode": "no-cors"}),
+    ]
+    assert [call(path=path, headers=headers)[0] for path, headers in refused] == [404, 404, 403, 404, 404]
+    status, headers, _, _ = call(path=f"/open/{token}", headers=from_file)
+    assert (status, headers["refresh"], used) == (200, f"0; url=/{SECRET}/", [1])
+    assert call(path=f"/open/{token}", headers=from_file)[0] == 404
+
+
+def test_localhost_is_no_other_users_in_either_family():
+    if not can_bind("::1"):
+        pytest.skip("this machine has no IPv6")
+    sockets = listen("127.0.0.1", 0)
+    port = sockets[0].getsockname()[1]
+    assert not can_bind("::1", port)
+    for one in sockets:
+        one.close()
+    with socket.socket(socket.AF_INET6) as other:
+        other.bind(("::1", 0))
+        other.listen()
+        with pytest.raises(RequestError, match="another --port"):
+            listen("127.0.0.1", other.getsockname()[1])
+
+
+def can_bind(host, port=0):
+    with socket.socket(socket.AF_INET6) as one:
+        try:
+            one.bind((host, port))
+        except OSError:
+            return False
+    return True

@@ -108,13 +108,17 @@ def test_a_resume_follows_the_rules_of_resumes(server):
         steer.resume_command(run, {"settings": {"training.seed": "7"}})
 
 
-def test_settings_of_a_run_that_name_code_are_read_in_the_child_alone(server):
-    """Checking them could import what they name; the child asks for consent, as `unfog resume` does."""
+def test_a_run_that_names_code_is_resumed_only_with_consent_and_never_imported_here(server, monkeypatch):
+    """Checking its settings could import what they name, which is left to the child."""
     (run,) = server.runs
     text = (run.path / "config.toml").read_text()
     (run.path / "config.toml").write_text(text.replace('source = "fashion"', 'source = "python:evil:x"'))
-    assert "evil" not in sys.modules
-    assert steer.resume_command(run, {}).words[0] == "resume"
+    for button in (lambda: steer.resume_command(run, {}), lambda: steer.doctor_command(server, run, {})):
+        monkeypatch.delenv("UNFOG_TRUST", raising=False)
+        with pytest.raises(RequestError, match="set UNFOG_TRUST=evil:x and run the command once in a terminal"):
+            button()
+        monkeypatch.setenv("UNFOG_TRUST", "evil:x")
+        assert button().words[0] in ("resume", "doctor")
     assert "evil" not in sys.modules
 
 

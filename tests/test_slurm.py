@@ -25,6 +25,7 @@ from unfog.commands.slurm import _batch_script
 from unfog.config.folder_requests import SlurmRequest
 from unfog.config.schema import Config
 from unfog.config.toml import to_toml
+from unfog.process import child
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ended")]
 DOCS = Path(__file__).parents[1] / "docs" / "distributed.md"
@@ -140,7 +141,7 @@ def test_credentials_are_taken_from_the_environment(here, capsys):
     assert "SECRET" not in file.read_text() + out + said
     assert "export UNFOG_URL_1='https://host/" in said
     head = file.read_text().partition("export OMP")[0] + 'printf "%s\\n" "${words[@]}"'
-    for given, words in (({"UNFOG_URL_1": url}, ["train", url, "--out", "run"]), ({}, [])):
+    for given, words in (({"UNFOG_URL_1": url}, ["train", "@UNFOG_URL_1", "--out", "run"]), ({}, [])):
         ran = subprocess.run(["bash", "-c", head], capture_output=True, text=True, env=os.environ | given)
         assert ran.stdout.splitlines() == words
         assert ("export it before sbatch" in ran.stderr) == (not given)
@@ -201,3 +202,24 @@ def test_a_job_that_comes_back_ends_as_if_it_had_never_left(here, monkeypatch):
     output(launched(2, "train", calm, *settings))
     assert largest_difference(weights(calm), weights(run)) == 0
     assert [row["loss"] for row in rows(calm)] == [row["loss"] for row in rows(run)]
+
+
+def test_consent_that_a_flag_gives_holds_for_the_restarts_of_the_job(here, monkeypatch):
+    (here / "mine.py").write_text("")
+    assert asked("train", "fashion", "--out", "run", "--network", "custom:path=mine.Net") == 0
+    head = (here / "run.sbatch").read_text().partition("export OMP")[0] + 'env | grep "^UNFOG_TRUST\\|^PYTHONSAFE"'
+    for given, trusted in (({}, "mine.Net"), ({"UNFOG_TRUST": "other.Net"}, "mine.Net,other.Net")):
+        ran = subprocess.run(["bash", "-c", head], capture_output=True, text=True, env=os.environ | given)
+        assert sorted(ran.stdout.split()) == ["PYTHONSAFEPATH=1", f"UNFOG_TRUST={trusted}"]
+
+
+def test_words_with_credentials_are_read_from_the_environment(here, monkeypatch, capsys):
+    words = ["plan", "https://me:SECRET@host/a.tar", "--size", "16", "https://me:SECRET@host/a.tar"]
+    shown, variables = child.hide_secrets(words)
+    assert shown == ["plan", "@UNFOG_URL_1", "--size", "16", "@UNFOG_URL_1"]
+    with pytest.raises(SystemExit, match="2"):
+        main(shown)
+    assert "UNFOG_URL_1" in capsys.readouterr().err
+    monkeypatch.setattr(os, "environ", os.environ | variables)
+    assert child.reveal_secrets(shown) == words
+    assert "UNFOG_URL_1" not in os.environ

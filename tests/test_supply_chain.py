@@ -1,6 +1,8 @@
 """What is installed is what was pinned, and nothing in the package reads files in a way that could run them."""
 
 import ast
+import subprocess
+import sys
 import tomllib
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -10,6 +12,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import unfog
+from unfog.process.child import python_command
 
 PACKAGE = Path(unfog.__file__).parent
 ROOT = PACKAGE.parent.parent
@@ -155,3 +158,21 @@ def test_the_readme_says_how_to_leave_cuda_out():
     readme = (ROOT / "README.md").read_text()
     assert "pip install torch --index-url ADDRESS && pip install ." in readme
     assert "PIP_EXTRA_INDEX_URL" in readme
+
+
+def test_python_is_started_without_the_current_folder_on_its_import_path():
+    """CWE-427: `python -m` puts it first, and it may be a stranger's."""
+    files = [path for path in PACKAGE.rglob("*.py") if "sys.executable" in path.read_text()]
+    starting = {path.relative_to(PACKAGE).as_posix() for path in files}
+    assert starting <= {"process/child.py", "commands/slurm.py"}
+    assert python_command("unfog", "plan")[1:] == ("-P", "-m", "unfog", "plan")
+    assert "export PYTHONSAFEPATH=1" in (PACKAGE / "commands/slurm.py").read_text()
+
+
+def test_python_m_unfog_takes_packages_from_where_they_are_installed(tmp_path):
+    for name in ("numpy.py", "torch.py", "tomllib.py", "safetensors.py"):
+        (tmp_path / name).write_text("raise SystemExit(99)")
+    words = [sys.executable, "-m", "unfog", "plan", "fashion", "--size", "8x"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "--size got '8x'" in done.stderr

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from unfog.config.presets import preset
-from unfog.diffusion.denoiser import Denoiser, Guided
+from unfog.diffusion.denoiser import Denoiser, Guided, Within
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.noise import (
     PATHS,
@@ -340,6 +340,28 @@ def test_guidance() -> None:
         guided = Guided(denoiser, scale, null_label=3)(x, logsnr, label)
         torch.testing.assert_close(guided, without + scale * (with_label - without))
     assert calls == [8, 8, 8]
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 3.0])
+def test_guidance_takes_the_variance_of_the_conditional_network(scale: float) -> None:
+    def network(x: Tensor, c_noise: Tensor, label: Tensor | None) -> Tensor:
+        assert label is not None
+        own = label.view(-1, 1, 1, 1).to(x.dtype)
+        return torch.cat([0.1 * x + own, torch.tanh(x + own)], 1)
+
+    denoiser = Denoiser(network, Diffusion(target=X0(), learned_variance=True), variance=True)
+    x, logsnr, label = torch.randn(4, 2, 2, 2), torch.zeros(4), torch.tensor([0, 1, 2, 1])
+    with_label, without = denoiser(x, logsnr, label), denoiser(x, logsnr, torch.full((4,), 3))
+    guided = Guided(denoiser, scale, null_label=3)
+    found = guided(x, logsnr, label)
+    torch.testing.assert_close(found[:, :2], without[:, :2] + scale * (with_label - without)[:, :2])
+    assert torch.equal(found[:, 2:], (with_label if scale else without)[:, 2:])
+    assert bool((found[:, 2:] >= 0).all() & (found[:, 2:] <= 1).all())
+    # At scale 1 and 0 the guided denoiser is one of the two, with its variance.
+    if scale < 2:
+        torch.testing.assert_close(found, with_label if scale else without)
+    within = Within(guided, denoiser, (0.0, 1.0))(x, logsnr, label)
+    assert torch.equal(within, found)
 
 
 def test_denoiser_is_float32_within_autocast() -> None:

@@ -123,21 +123,22 @@ def resume(path: PathLikeText, *, force: bool = False, callbacks: Sequence[objec
     """
     from unfog.callbacks import check_callbacks
     from unfog.commands.train import resume as go_on
+    from unfog.config.named_code import consent_to_settings
     from unfog.config.requests import ResumeRequest
     from unfog.config.resume_rules import apply_changes
     from unfog.config.schema import nest_settings
-    from unfog.custom import give_consent
     from unfog.inference.run import Run
     from unfog.models.given_network import GivenNetwork
 
     callbacks, folder = check_callbacks(callbacks), _run_folder(path)
     if "source" in settings:
         settings["source"] = stored_source(settings["source"], settings.pop("labels", None))
-    give_consent(str(settings))
     stored = folder.read_config()
     if GivenNetwork.accepts(settings.get("network")):
         adopt_network(stored, settings.pop("network"))
-    config = apply_changes(stored, nest_settings(settings))
+    changes = nest_settings(settings)
+    consent_to_settings(changes)
+    config = apply_changes(stored, changes)
     return Run(_finished(*go_on(ResumeRequest(folder.path, config, force=force), callbacks)))
 
 

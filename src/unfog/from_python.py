@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -41,9 +41,9 @@ def training_settings(source: Source, preset: str, settings: dict[str, Any]) -> 
     from dataclasses import replace
 
     from unfog.commands.train import apply_changes, base_settings
+    from unfog.config.named_code import consent_to_settings
     from unfog.config.presets import preset as recipe
     from unfog.config.schema import nest_settings
-    from unfog.custom import give_consent
     from unfog.models.given_network import GivenNetwork
 
     labels = _pop_labels(source, settings)
@@ -52,13 +52,12 @@ def training_settings(source: Source, preset: str, settings: dict[str, Any]) -> 
             settings[name] = path_of(settings[name], name)
     for name in ("network", "model"):
         if GivenNetwork.accepts(settings.get(name)):
-            # Before consent and nesting, which work on texts and tables.
+            # Before nesting, which works on texts and tables.
             settings[name] = GivenNetwork.of(settings[name])
-    # What a person writes into a call is as much consent as what is typed at a prompt.
-    give_consent(f"{source if isinstance(source, str) else ''} {settings}")
     changes = nest_settings(settings)
+    consent_to_settings(changes)
     config = apply_changes(base_settings(recipe(preset), None, changes), changes, "")
-    return replace(config, source=stored_source(source, labels))  # last, as it may take long
+    return replace(config, source=stored_source(source, labels, config.data.range))  # last, as it may take long
 
 
 def autoencoder_request(source: Source, out: PathLikeText | None, settings: dict[str, Any]) -> TrainAutoencoderRequest:
@@ -66,6 +65,7 @@ def autoencoder_request(source: Source, out: PathLikeText | None, settings: dict
     from dataclasses import replace
 
     from unfog.commands.train import apply_changes
+    from unfog.config.named_code import consent_to_settings
     from unfog.config.presets import AutoencoderRunSettings, autoencoder_recipe
     from unfog.config.requests import TrainAutoencoderRequest
     from unfog.config.schema import nest_settings
@@ -73,8 +73,10 @@ def autoencoder_request(source: Source, out: PathLikeText | None, settings: dict
     folder = out_path(out, settings)
     options = {name: settings.pop(name) for name in _AUTOENCODER_FLAGS if name in settings}
     labels = _pop_labels(source, settings)
-    config = apply_changes(autoencoder_recipe(), nest_settings(settings), "")
-    place = stored_source(source, labels)
+    changes = nest_settings(settings)
+    consent_to_settings(changes)
+    config = apply_changes(autoencoder_recipe(), changes, "")
+    place = stored_source(source, labels, config.data.range)
     own = AutoencoderRunSettings.of(replace(config, source=place))
     return TrainAutoencoderRequest(place, own, out=folder, **options)
 
@@ -92,15 +94,21 @@ def adopt_network(config: Config, network: object) -> None:
     config.network.adopt(network)
 
 
-def stored_source(source: Any, labels: Any = None) -> str:
-    """Return SOURCE as text; images that are given as objects are written to the cache, with their labels."""
+def stored_source(source: Any, labels: Any = None, value_range: Sequence[float] = ()) -> str:
+    """Return SOURCE as text; images that are given as objects are written to the cache, with their labels.
+
+    `value_range` is `data.range`.
+    """
     if isinstance(source, str | PathLike):
+        from unfog.custom import consent
+
+        consent.give_to_source(source)
         return path_of(source, "source")
     from unfog.data.sources.stored_images import Report, StoredImages
     from unfog.reporting.progress import Progress, say
 
     with Progress("storing images", None) as progress:
-        return str(StoredImages.store(source, labels, Report(say, progress.set)))
+        return str(StoredImages.store(source, labels, Report(say, progress.set), value_range))
 
 
 def path_of(given: object, name: str = "path") -> str:

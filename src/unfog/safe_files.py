@@ -42,6 +42,7 @@ _KINDS = {
 _LARGE = 2**20  # bytes from which on an error of a full disk gives the size of a file
 # Bytes of the largest small file of ours, for `read_file`; larger ones are read by parts, or with their own limit.
 LARGEST_TEXT = 2**26
+_LARGEST_HEADER, _MOST_TENSORS = 2**24, 50_000  # of a safetensors file
 
 Mode = Literal["rb", "r+b", "ab", "xb", "a+b"]
 
@@ -133,6 +134,21 @@ def file_digest(path: Path, root: Path) -> str:
 def regular_file(path: Path, root: Path, follow: bool = False) -> Path:
     """Return the path of a regular file, for a library that reads by name. OSError if it is none, or a link."""
     open_file(path, "rb", root, follow).close()
+    return path
+
+
+def tensor_file(path: Path, root: Path, follow: bool = False) -> Path:
+    """Return the path of a safetensors file, as `regular_file`. OSError also if its header lists too many tensors.
+
+    Each takes kilobytes of memory and microseconds in all libraries, however few bytes of the file it has.
+    """
+    with open_file(path, "rb", root, follow) as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size > _LARGEST_HEADER or file.read(size).count(b'"dtype"') > _MOST_TENSORS:
+            reason = (
+                f"over {_MOST_TENSORS:,} tensors or {_LARGEST_HEADER >> 20} MB of their names; save fewer in a file"
+            )
+            raise OSError(errno.EINVAL, reason, str(path))
     return path
 
 

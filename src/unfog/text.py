@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 MARK = "Unfog"
-"""Text "Software" of a PNG file, and comment of a GIF file, that Unfog has written; see `data.own_files`."""
+"""Text "Software" of a PNG file, and comment of a GIF file, that Unfog has written; see `data.files.own_files`."""
 
 # A scheme of any length would take the square of the length of a long word.
 _SCHEME = r"[a-z][a-z0-9+]{0,30}://"

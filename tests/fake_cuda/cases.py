@@ -306,7 +306,7 @@ def _held_out(fake, images, config=None):
 def _bits(fake, images, config=None):
     config = config or config_of(SMALL)
     network, held_out = _held_out(fake, images, config)
-    _bits_per_value(SimpleNamespace(config=config, network=network), held_out, 1, 0, lambda images: None)
+    _bits_per_value(SimpleNamespace(config=config, network=network), held_out, held_out, 1, 0, lambda images: None)
 
 
 def _features(fake, images, name=None, network=None):

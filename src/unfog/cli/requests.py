@@ -17,6 +17,7 @@ from unfog.cli.parse import ParsedArgs, parse_args
 from unfog.commands.train import apply_changes, base_settings, check_new_run
 from unfog.config import folder_requests, requests, run_requests
 from unfog.config.folder_requests import ExportRequest, SlurmRequest
+from unfog.config.named_code import consent_to_flags
 from unfog.config.presets import AutoencoderRunSettings, autoencoder_recipe, preset
 from unfog.config.resume_rules import apply_changes as apply_resume_changes
 from unfog.config.resume_rules import check_changes
@@ -24,6 +25,7 @@ from unfog.config.schema import Config
 from unfog.config.toml import update
 from unfog.config.validate import check_device, check_out, check_request, check_source, reason_of
 from unfog.config.values import quote
+from unfog.custom import consent
 from unfog.errors import RequestError
 from unfog.process.run_folder import RunFolder, next_folder
 
@@ -69,6 +71,7 @@ def read_request(command: str, words: Sequence[str]) -> Any:
     args = _parse(command, words, _blank(kind))
     request = update(_blank(kind, **args.named), args.table, "")
     if isinstance(request, run_requests.EvaluateRequest) and request.is_of_images:
+        consent.give_to_source(str(request.run))
         check_source(str(request.run))
         check_device(request.device)
         request.check_without_run()
@@ -90,7 +93,9 @@ def _parse(command: str, words: Sequence[str], default: Any) -> ParsedArgs:
         sys.stdout.write(format_help(command, REQUESTS[command], default, every="--help-all" in words))
         raise SystemExit(0)
     others = {f"unfog {name}": kind for name, kind in REQUESTS.items() if name != command}
-    return parse_args(words, REQUESTS[command], f"unfog {command}", others)
+    args = parse_args(words, REQUESTS[command], f"unfog {command}", others)
+    consent_to_flags(REQUESTS[command], args.named | args.table)
+    return args
 
 
 def _blank(kind: type, **values: Any) -> Any:

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from unfog.config.requests import PackRequest
+from unfog.data.cache import entry_key
 from unfog.data.packs.pack import Pack
 from unfog.data.packs.pack_journal import Journal, remove_work_files
 from unfog.data.packs.pack_writer import write_pack
@@ -31,7 +32,7 @@ def pack(request: PackRequest) -> Path:
     with StopSignals() as stop:
         with Progress("indexing shards (MB)", None) as progress:
             source = open_source(request.source, stop.watching(progress))
-        scan, key = scan_source(source, data)
+        scan, _ = scan_source(source, data)
         for left_out in scan.warnings:
             warn(left_out)
         if Pack.is_at(out):
@@ -41,6 +42,7 @@ def pack(request: PackRequest) -> Path:
             return out
         with silence_pillow(), Progress("packing", len(source.names)) as progress:
             scan = scan.resolve()
+            key = entry_key(scan, scan.settings)
             begun = _packed_before(out, scan, key)
             started = time.monotonic()
             try:
@@ -61,6 +63,7 @@ def _check_same_pack(found: Pack, scan: Scan) -> None:
     same = found.manifest["stamp"] == scan.stamp
     # 0 leaves a size open, which the finished pack has settled.
     same = same and all(getattr(asked, name) in (0, kept[name]) for name in ("size", "channels"))
+    same = same and asked.range in ((), kept["range"])
     same = same and (asked.background, asked.held_out) == (kept["background"], kept["held_out"])
     same = same and (scan.labels is None) == (kept["labels"] == "none")
     if not same:

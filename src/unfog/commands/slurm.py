@@ -12,7 +12,9 @@ from pathlib import Path
 from unfog.config.folder_requests import SlurmRequest
 from unfog.config.validate import reason_of
 from unfog.config.values import quote
+from unfog.custom.consent import TRUST, given_paths
 from unfog.errors import RequestError
+from unfog.process.child import hide_secrets
 from unfog.reporting.progress import print_result, say
 from unfog.safe_files import open_file
 from unfog.text import without_secrets
@@ -37,6 +39,7 @@ again=
 trap 'again=1; touch "$run/STOP"; kill -USR1 "$job"' USR1
 trap : TERM  # scancel, or a preemption after which Slurm itself puts the job into the queue: the tasks get it too
 
+export PYTHONSAFEPATH=1  # `python -m` would import modules of this folder in place of those that are installed
 export OMP_NUM_THREADS={threads}
 export SRUN_CPUS_PER_TASK={cores}  # as srun does not take it from sbatch
 export UNFOG_CACHE="${{SLURM_TMPDIR:-${{TMPDIR:-/tmp}}}}/unfog-$(id -un)"  # decoded images, on each node's own disk
@@ -70,23 +73,22 @@ def main(request: SlurmRequest) -> int:
     except (OSError, ValueError) as error:
         raise RequestError(f"{quote(str(file))} cannot be written: {reason_of(error)}; give another --file") from None
     say(f"  run       {request.run} (it and the images must be on a disk that all nodes share)")
-    for name, word in _secret_words(request).items():
+    for name, word in hide_secrets(request.command)[1].items():
         say(f"  first     export {name}={shlex.quote(without_secrets(word))} with its credentials: the file has none")
     say(f"  next      check the file, then: sbatch {shlex.quote(str(file))}")
     print_result(str(file))
     return 0
 
 
-def _secret_words(request: SlurmRequest) -> dict[str, str]:
-    """Return environment variable -> word of the command that it stands for, as that has credentials."""
-    # Slurm keeps batch files, and may show them to others.
-    secret = (word for word in request.command if without_secrets(word) != word)
-    return {f"UNFOG_URL_{number}": word for number, word in enumerate(dict.fromkeys(secret), 1)}
-
-
 def _batch_script(request: SlurmRequest) -> str:
-    taken = {word: f'"${{{name}:?export it before sbatch}}"' for name, word in _secret_words(request).items()}
-    command = " ".join(taken.get(word) or shlex.quote(word) for word in request.command)
+    # Slurm keeps batch files, and may show them to others, as every node shows the words of its processes.
+    shown, secrets = hide_secrets(request.command)
+    command = shlex.join(shown)
+    words = _TRAIN_OR_RESUME.format(words=command) if request.command[0] == "train" else f"words=({command})"
+    needed = [f': "${{{name}:?export it before sbatch}}"\nexport {name}' for name in secrets]
+    # The job resumes without the flags that gave consent, perhaps in a container without the stored one.
+    paths = shlex.quote(",".join(given_paths()))
+    trusted = [f'export {TRUST}={paths}"${{{TRUST}:+,${TRUST}}}"'] if given_paths() else []
     processes = max(1, request.gpus_per_node)
     options = {"partition": request.partition, "account": request.account}
     return _SCRIPT.format(
@@ -102,7 +104,7 @@ def _batch_script(request: SlurmRequest) -> str:
         here=shlex.quote(str(Path.cwd())),
         run=shlex.quote(str(request.run)),
         # The settings of a resume are the run's own from then on, and may be said again.
-        words=_TRAIN_OR_RESUME.format(words=command) if request.command[0] == "train" else f"words=({command})",
+        words="\n".join([*needed, *trusted, words]),
         threads=max(1, request.cores // processes),
         container=_container_prefix(
             request.container, [Path.cwd(), request.run.absolute(), Path(request.source).absolute()]

@@ -15,7 +15,7 @@ from unfog.config.run_requests import TuneRequest
 from unfog.config.toml import of_type, update
 from unfog.config.validate import check_sampler
 from unfog.diffusion.denoiser import Denoiser
-from unfog.diffusion.noise import EDM_LIMITS, Grid, NoiseSource, noise_levels
+from unfog.diffusion.noise import Grid, NoiseSource, Schedule, cleanest_level, noise_levels
 from unfog.diffusion.sampler import RANDOM, TWO_CALLS, Denoise, Sampler
 from unfog.errors import RequestError
 from unfog.inference.guide import resolve_guidance
@@ -118,7 +118,7 @@ def _search(run: Run, base: Sampler, pictures: int, tries: int) -> TuneResult:
         calls = _CallCounter(progress.update)
         # On other noise than it was searched on, or the tuned grid would always win.
         trial, test = (_GridError(run, base, drawn, guided.guide, calls) for drawn in drawings)
-        best = _search_levels(min(grids, key=trial.error), trial.error, schedule.limits()[0], tries)
+        best = _search_levels(min(grids, key=trial.error), trial.error, schedule, tries)
         candidates["tuned"] = replace(base, grid="tuned", tuned=tuple((-best / 2).sigmoid().tolist()))
         errors = {name: test.error(sampler.visits(schedule)[:-1]) for name, sampler in candidates.items()}
         reference = test.half_as_many()
@@ -189,7 +189,7 @@ class _GridError:
 def _search_levels(
     logsnr: Tensor,
     error: Callable[[Tensor], float],
-    noisiest: float,
+    schedule: Schedule,
     tries: int,
 ) -> Tensor:
     """Return levels, logsnr float64 [steps] from the noisiest, moved wherever that lowers the error, in so many tries.
@@ -205,7 +205,7 @@ def _search_levels(
             for centre in torch.arange(0, len(logsnr) - 1 + width / 2, width).tolist():
                 hat = scale * move * (1 - (number - centre).abs() / width).clamp(min=0)
                 for way in (hat, -hat):
-                    while tried < tries and _levels_are_valid(moved := best + way, noisiest):
+                    while tried < tries and _levels_are_valid(moved := best + way, schedule):
                         found, tried = error(moved), tried + 1
                         # Also of a NaN, which no comparison is true of.
                         if not found < least:
@@ -215,10 +215,11 @@ def _search_levels(
     return best
 
 
-def _levels_are_valid(logsnr: Tensor, noisiest: float) -> bool:
+def _levels_are_valid(logsnr: Tensor, schedule: Schedule) -> bool:
     # In order, and starting in noise, but not beyond the levels of the training; a first level at -inf stays there.
+    noisiest, cleanest = schedule.limits()[0], cleanest_level(schedule)
     begins = noisiest <= logsnr[0] <= max(_START, noisiest + 1)
-    return bool(begins and logsnr.diff().min() >= _LEAST_GAP and logsnr[-1] <= EDM_LIMITS[1])
+    return bool(begins and logsnr.diff().min() >= _LEAST_GAP and logsnr[-1] <= cleanest)
 
 
 def main(request: TuneRequest) -> int:

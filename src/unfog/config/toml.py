@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from unfog import __version__
 from unfog.config.aliases import current_name
 from unfog.config.values import (
+    AUTO,
     MAX_INT,
     FormatError,
     describe_mismatch,
@@ -28,7 +29,7 @@ from unfog.config.values import (
     strip_optional,
     suggest,
 )
-from unfog.custom import is_own_choice, require_consent
+from unfog.custom import consent, is_own_choice
 from unfog.errors import RequestError
 from unfog.text import not_utf8, sanitize
 
@@ -83,7 +84,10 @@ def literal(value: Any) -> str:
 
 
 def from_toml(text: str, base: T) -> T:
-    """Return `base` with the changes of a TOML text. RequestError names a wrong key or value."""
+    """Return `base` with the changes of a TOML text. RequestError names a wrong key or value.
+
+    The text may be somebody else's, so the code that it names is imported only with consent.
+    """
     try:
         if _DEEP_KEY.search(text):
             raise RecursionError
@@ -92,7 +96,9 @@ def from_toml(text: str, base: T) -> T:
         raise RequestError("not valid settings: it is nested far too deep") from None
     except ValueError as error:  # a TOMLDecodeError, or what Python says of a number of thousands of digits
         raise RequestError(f"not valid TOML: {' '.join(str(error).split())[:200]}") from None
-    return update(base, table, "")
+    settings = update(base, table, "")
+    consent.require(settings)
+    return settings
 
 
 def read_toml(path: Path, base: T) -> T:
@@ -107,7 +113,7 @@ def read_toml(path: Path, base: T) -> T:
         if len(content) > _LARGEST_FILE:
             raise RequestError(f"it is over {_LARGEST_FILE / 1e6:.0f} MB, too large for a file of settings")
         text = content.decode("utf-8-sig").replace("\r\n", "\n")  # editors may begin with a BOM
-        settings = from_toml(text, base)
+        return from_toml(text, base)
     except UnicodeDecodeError as error:
         raise RequestError(f"{path} {not_utf8(error)}") from None
     except OSError as error:
@@ -117,9 +123,6 @@ def read_toml(path: Path, base: T) -> T:
     except RequestError as error:
         remedy = f" ({_version_remedy(text)})" if str(error).startswith(_UNKNOWN) else ""
         raise RequestError(f"{path}: {error}{remedy}") from None
-    # Last, when it is known to be a file of settings. It may be somebody else's, and name code that would be imported.
-    require_consent(settings)
-    return settings
 
 
 def with_version(text: str) -> str:
@@ -216,6 +219,8 @@ def of_type(annotation: Any, value: Any, name: str) -> Any:
         return None
     annotation = strip_optional(annotation)
     args = typing.get_args(annotation)
+    if args == (float, ...) and isinstance(value, str) and value == AUTO:
+        return ()
     if typing.get_origin(annotation) is tuple and isinstance(value, list | tuple):
         if args[-1] is not Ellipsis and len(value) != len(args):
             raise RequestError(f"{name} = {quote(value)} must have {len(args)} values")

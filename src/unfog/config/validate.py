@@ -17,6 +17,7 @@ from typing import Any
 from unfog.config.schema import LENGTH, Config
 from unfog.config.toml import update
 from unfog.config.values import FormatError, parse_path, quote
+from unfog.custom import consent
 from unfog.data.decode import parse_colour
 from unfog.data.settings import LABELS
 from unfog.data.sources.base import LabelTable
@@ -161,6 +162,7 @@ def resolve_sampler(
     levels: Sequence[float] = (),
 ) -> Sampler:
     """Return the sampler of a run, changed as by `override_sampler`. RequestError if it cannot sample this run."""
+    consent.give(consent.part_path(kind))  # which a person names, in a flag or a call
     sampler = override_sampler(config.sampler, kind, steps, grid, levels)
     check_sampler(sampler, config.diffusion)
     return sampler

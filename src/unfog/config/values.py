@@ -42,6 +42,7 @@ _NUMBER = re.compile(
 _THOUSANDS = re.compile(r"([+-]?[0-9]{1,15}(?:\.[0-9]{1,6})?)([kKM])")
 _ADDRESS = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")
 _LONGEST = 60  # characters of a value that a message repeats
+AUTO = "auto"  # the word for a list of numbers that is left open
 # What TOML, and so config.toml, can hold.
 MAX_INT = 2**63 - 1
 
@@ -109,6 +110,8 @@ def parse_value(annotation: Any, words: Sequence[str]) -> Any:
     annotation = strip_optional(annotation)
     args = typing.get_args(annotation)
     if typing.get_origin(annotation) is tuple:
+        if args == (float, ...) and [*words] == [AUTO]:
+            return ()
         return tuple(parse_value(args[0], [word]) for word in words)
     (word,) = words
     if typing.get_origin(annotation) is typing.Literal:

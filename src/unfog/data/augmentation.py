@@ -4,9 +4,10 @@
 `augment` does not show: the network is conditioned on nine numbers that describe how its input was mirrored, rotated
 and stretched, and sampling sets them to zero (Karras et al. 2022, EDM, appendix F.2, after ADA, Karras et al. 2020).
 
-Probabilities and spreads are EDM's, so that p = 0.12 means the same here. Differences: shifts by whole pixels are a
-change of their own beside those by fractions; a stretch has one pair of numbers (see `_Geometry.stretch`); images are
-resampled with the Cohen-Daubechies-Feauveau 9/7 wavelet (see `_warp`).
+Probabilities and spreads are EDM's. Differences: of the stretches, EDM has half along the sides and the others in any
+direction, which `upright = 0.5` gives, while with the default, `upright = 0`, all are in any direction; shifts by whole
+pixels are a change of their own beside those by fractions; a stretch has one pair of numbers (see `_Geometry.stretch`);
+images are resampled with the Cohen-Daubechies-Feauveau 9/7 wavelet (see `_warp`).
 """
 
 from __future__ import annotations

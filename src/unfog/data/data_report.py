@@ -45,6 +45,8 @@ LEFT_OUT = {
 # Those of ACTIONS that nearly every image needs; any other is worth a look.
 COMMON_ACTIONS = frozenset(["resized", "upscaled", "cropped"])
 
+# Values of packs that were written before these keys.
+_ADDED_LATER = {"values": "", "unused_pages": 0}
 _KEYS_ON_DISK = {"skipped": "quarantined"}  # a field -> its key in data.json and pack.json, which must stay
 
 
@@ -87,6 +89,10 @@ class DataReport:
     """`counts`, where it is known already."""
     read: bool = True
     """False where images are decoded only while training, so that all are assumed to be usable."""
+    values: str = ""
+    """Ranges of the images deeper than 8 bits, as `Ranges.describe` says them; "" for those of the type."""
+    unused_pages: int = 0
+    """Pages or frames that are not used, as the first of each file is."""
 
     def __post_init__(self) -> None:
         # A list when it comes from JSON; mapped from the file when it comes from a pack.
@@ -114,6 +120,11 @@ class DataReport:
         # Plus leaves out the zeros.
         return dict(+applied)
 
+    @property
+    def has_deep_images(self) -> bool:
+        """True if an image had values deeper than 8 bits."""
+        return not {"sixteen_bit", "float"}.isdisjoint(self.actions)
+
     def treatment_of(self, index: NDArray[np.int64] | slice) -> NDArray[np.int32]:
         """Return the index into `treatments` of these images. Raises RequestError if the mapped file is damaged."""
         which = self.treatment[index]
@@ -133,7 +144,10 @@ class DataReport:
         """Return the whole report as one line for people."""
         classes = f" in {len(self.class_counts):,} classes" if self.class_counts else ""
         actions = self.actions
-        done = ", ".join(f"{actions[key]:,} {self.phrase(key)}" for key in ACTIONS if key in actions)
+        pages = self.unused_pages + actions.get("first_frame", 0)
+        more = {"first_frame": f" ({self.unused_pages:,} of {pages:,} pages are not used)" * (self.unused_pages > 0)}
+        known = (key for key in ACTIONS if key in actions)
+        done = ", ".join(f"{actions[key]:,} {self.phrase(key)}{more.get(key, '')}" for key in known)
         unchanged = f"as they are ({self.size}x{self.size})"
         kind = f"{self.size}x{self.size}, {'grey' if self.channels == 1 else 'RGB'}"
         unread = f"decoded during training ({kind}), so not checked yet"
@@ -141,6 +155,8 @@ class DataReport:
             f"{self.found:,} image{'s' * (self.found != 1)}{classes}",
             f"{self.used:,} used: {done or unchanged}" if self.read else unread,
         ]
+        if self.values and (self.has_deep_images or not self.read):
+            parts.append(self.values)
         if self.held_out:
             parts.append(f"{self.held_out:,} held out")
         if self.skipped:
@@ -171,6 +187,7 @@ class DataReport:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DataReport:
         """Rebuild a report from `to_dict`, also after a journey through JSON."""
+        values = {**_ADDED_LATER, **values}
         rebuilt = {name: values[_KEYS_ON_DISK.get(name, name)] for name in (field.name for field in fields(cls))}
         # JSON has lists alone, and equal reports must compare equal.
         rebuilt["treatments"] = tuple(tuple(actions) for actions in rebuilt["treatments"])

@@ -8,19 +8,24 @@ resizing").
 from __future__ import annotations
 
 import math
+import re
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from io import BytesIO
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageCms, ImageColor, JpegImagePlugin
+from PIL import Image, ImageCms, ImageColor, ImageFile, JpegImagePlugin
 
+from unfog.data.files.image_heads import MOST_EXIF_BYTES
 from unfog.data.sources.base import FailedShardError, ImageError, ShardReadError
-from unfog.data.sources.image_files import TEXT_TOO_LARGE, image_error
+from unfog.data.sources.image_files import TEXT_TOO_LARGE, count_pages, image_error
+from unfog.data.values.deep_image import DeepImage
+from unfog.data.values.value_range import OutOfRangeError, Ranges, ValueRange, extent_of
 from unfog.errors import RequestError
 
 _ORIENTATION = 0x0112  # EXIF tag
@@ -49,6 +54,19 @@ _Transform: TypeAlias = "ImageCms.ImageCmsTransform | bool | None"
 
 _building_transform = threading.Lock()
 
+# Pillow takes the high byte of colours of 16 bits. Raw mode of a file -> raw mode that takes the low byte.
+_LOW_BYTE = {
+    f"{mode};16{order}": f"{mode};16{other}"
+    for mode in ("RGB", "RGBA")
+    for order, other in (("B", "L"), ("L", "B"), ("N", "B" if sys.byteorder == "little" else "L"))
+}
+
+# Of each channel, in a raw mode; "BGR;16" is a pixel of 16 bits.
+_SIXTEEN_BITS = re.compile(r";16[BLN]")
+
+# Opens an image file, or an image that Pillow has no mode for.
+Opener: TypeAlias = Callable[[], Image.Image | DeepImage]
+
 
 class ImageInfo(NamedTuple):
     """Properties of an image file, and what its decoding did to it."""
@@ -59,9 +77,11 @@ class ImageInfo(NamedTuple):
     """Width of the upright original, in pixels."""
     height: int
     mode: str
-    """Pillow's mode of the file, such as "RGB"."""
+    """Pillow's mode of the file, such as "RGB"; of arrays that it has no mode for, their type."""
     actions: list[str]
     """Keys of `data_report.ACTIONS`."""
+    pages: int = 1
+    """Images in the file, of which the first is used."""
 
 
 def parse_colour(text: str) -> tuple[int, int, int]:
@@ -73,9 +93,15 @@ def parse_colour(text: str) -> tuple[int, int, int]:
 
 
 def decode(
-    opener: Callable[[], Image.Image], size: int, channels: int, background: tuple[int, int, int]
+    opener: Opener,
+    size: int,
+    channels: int,
+    background: tuple[int, int, int],
+    ranges: Ranges | None = None,
 ) -> tuple[NDArray[np.uint8], ImageInfo]:
     """Decode what `opener` opens to uint8 [channels, size, size]; channels is 1 or 3.
+
+    `ranges` are those of the set that the image belongs to; None for an image by itself.
 
     Raises:
         TransientImageError: it cannot be read now: the disk, the network or the memory failed.
@@ -84,14 +110,100 @@ def decode(
     """
     try:
         with opener() as image, _large_image_slot(image):
-            return _decode(image, size, channels, background)
+            if isinstance(image, Image.Image) and not (has_deep_colours(image) and ranges and ranges.integers):
+                return _decode(image, size, channels, background, ranges)
+            deep = image if isinstance(image, DeepImage) else _deep_colours(opener, image.info)
+            pixels, info = _decode(_scale(deep, ranges), size, channels, background, ranges)
+            return pixels, info._replace(mode=image.mode, actions=[*_deep_actions(deep.values), *info.actions])
+    except OutOfRangeError as error:
+        raise ImageError(str(error)) from None
     except (FailedShardError, ShardReadError):
         raise
     except Exception as error:  # decoders raise almost anything on damaged files: OSError, SyntaxError, struct.error
         raise image_error(error) from error
 
 
-def _large_image_slot(image: Image.Image) -> AbstractContextManager[object]:
+def is_deep(image: Image.Image | DeepImage) -> bool:
+    """Return True if an image, which need not be loaded, has integers deeper than 8 bits, or floating point."""
+    return isinstance(image, DeepImage) or image.mode[0] in "IF" or has_deep_colours(image)
+
+
+def has_deep_colours(image: Image.Image | DeepImage) -> bool:
+    """Return True if an image has colours or transparency of 16 bits, of which Pillow reads the upper 8."""
+    deep = _SIXTEEN_BITS.search(str(getattr(image, "tile", "")))
+    return isinstance(image, Image.Image) and deep is not None and image.mode[0] not in "IF"
+
+
+def read_deep(opener: Opener) -> NDArray[Any]:
+    """Return the values of a deep image, [H, W] or [H, W, C], as its file has them.
+
+    ImageError if it has colours of 16 bits that Pillow reads the upper 8 bits of alone.
+    """
+    with opener() as image:
+        if isinstance(image, DeepImage):
+            return image.values
+        if not (isinstance(image, ImageFile.ImageFile) and has_deep_colours(image)):
+            return np.asarray(image)
+        tiles = list(image.tile)
+        upper = np.asarray(image).astype(np.uint16)
+    raw = [tile.args if isinstance(tile.args, str) else (tile.args or ("unknown",))[0] for tile in tiles]
+    with opener() as image:
+        assert isinstance(image, ImageFile.ImageFile)
+        if set(raw) == {"LA;16B"}:  # read as RGBA, whose four channels are the four bytes
+            image.tile = [_with_raw_mode(tile, "RGBA") for tile in tiles]
+            four = np.asarray(image).astype(np.uint16)
+            return four[..., ::2] * 256 + four[..., 1::2]
+        if not set(raw) <= _LOW_BYTE.keys():
+            raise ImageError(f"colours of 16 bits stored as {raw[0]}, of which the lower bits cannot be read")
+        image.tile = [_with_raw_mode(tile, _LOW_BYTE[mode]) for tile, mode in zip(tiles, raw)]
+        both: NDArray[Any] = upper * 256 + np.asarray(image)
+        return both
+
+
+def _deep_colours(opener: Opener, info: dict[Any, Any]) -> DeepImage:
+    """Return an image of 16-bit colours; one that is transparent in a PNG becomes transparency. ImageError as above."""
+    values, kept = read_deep(opener), dict(info)
+    clear = kept.pop("transparency", None)
+    if isinstance(clear, tuple) and values.shape[2:] == (3,):
+        opaque = (values != np.array(clear)).any(-1, keepdims=True)
+        values = np.concatenate([values, np.where(opaque, 65535, 0).astype(np.uint16)], -1)
+    return DeepImage(values, kept)
+
+
+def _with_raw_mode(tile: Any, mode: str) -> Any:
+    return tile._replace(args=mode if isinstance(tile.args, str) else (mode, *tile.args[1:]))
+
+
+def to_eight_bits(image: Image.Image) -> Image.Image:
+    """Return an image that belongs to no set, with 8 bits; `convert` would cut deeper greys at 255.
+
+    Raises OutOfRangeError if its values have no known range.
+    """
+    return _eight_bit(image, None, 65535)[0] if image.mode[0] in "IF" else image
+
+
+def _scale(image: DeepImage, ranges: Ranges | None, full: int = 65535) -> Image.Image:
+    """Return a deep image with 8 bits; without ranges, by its own. OutOfRangeError if values are outside of them."""
+    return image.to_pil(_own_ranges(image.values) if ranges is None else ranges, full)
+
+
+def _own_ranges(values: NDArray[Any]) -> Ranges:
+    """Return the ranges of an image that belongs to no set; integers of 16 bits have that of their type."""
+    extent, floating = extent_of(values), values.dtype.kind == "f"
+    if extent is None:  # NaN, which every range refuses
+        return Ranges(floats=ValueRange(0, 1))
+    try:
+        if floating:
+            return Ranges(floats=ValueRange.of_floats([extent], "it"))
+        return Ranges() if values.dtype.itemsize == 2 else Ranges(ValueRange.of_integers([extent], "it"))
+    except RequestError:
+        of = "floating point that is neither in 0..1, -1..1 nor in 0..255" if floating else "integers beyond 16 bits"
+        raise OutOfRangeError(of) from None
+
+
+def _large_image_slot(image: Image.Image | DeepImage) -> AbstractContextManager[object]:
+    if isinstance(image, DeepImage):
+        return nullcontext()
     # A JPEG of one scan needs no slot: its decoder already shrinks it. Of several, it holds all coefficients.
     # An icon may hold an image of another size than it says.
     large = (image.width * image.height > _LARGE_PIXELS and image.info.get("scans") != 1) or image.format == "ICO"
@@ -99,19 +211,23 @@ def _large_image_slot(image: Image.Image) -> AbstractContextManager[object]:
 
 
 def _decode(
-    image: Image.Image, size: int, channels: int, background: tuple[int, int, int]
+    image: Image.Image, size: int, channels: int, background: tuple[int, int, int], ranges: Ranges | None
 ) -> tuple[NDArray[np.uint8], ImageInfo]:
     (width, height), mode = image.size, image.mode
     # Pillow itself raises this only above twice the limit.
     if Image.MAX_IMAGE_PIXELS and width * height > Image.MAX_IMAGE_PIXELS:
         raise Image.DecompressionBombError
     actions = _format_actions(image)
-    depth = 12 if ";12" in str(getattr(image, "tile", "")) else 16  # bits of grey that Pillow reads as 16
+    pages = count_pages(image)
+    if pages > 1:
+        actions.append("first_frame")
+    # Grey of 12 bits is read as 16 by Pillow, with values of 12.
+    full = 2 ** (12 if ";12" in str(getattr(image, "tile", "")) else 16) - 1
     short = min(width, height)
     _load_pixels(image, size)
     orientation = _orientation(image)
     scale = 1 << round(math.log2(width / image.width))
-    flat, changes = _flatten(image, background, depth)
+    flat, changes = _flatten(image, background, ranges, full)
     square = _square(flat, size, (width, height), scale)
     actions += changes
     if "icc_profile" in square.info:
@@ -133,7 +249,7 @@ def _decode(
         actions.append("rgb_to_grey")
     if channels == 3 and (mode in ("1", "L", "LA", "F") or mode.startswith("I")):
         actions.append("grey_to_rgb")
-    return pixels, ImageInfo(grey, width, height, mode, actions)
+    return pixels, ImageInfo(grey, width, height, mode, actions, pages)
 
 
 def _load_pixels(image: Image.Image, size: int) -> None:
@@ -162,11 +278,8 @@ def _with_channels(image: Image.Image, channels: int) -> tuple[NDArray[np.uint8]
 def _format_actions(image: Image.Image) -> list[str]:
     """List what Pillow does to an image by itself while it decodes."""
     actions = []
-    # A phone's JPEG with a second, smaller image in it (MPO) does not count as an animation.
-    if image.format != "MPO" and getattr(image, "is_animated", False):
-        actions.append("first_frame")
     # Colour of 16 bits is cut to 8; grey of 16 bits is not, see `_eight_bit`.
-    if ";16" in str(getattr(image, "tile", "")) and not image.mode.startswith("I"):
+    if has_deep_colours(image):
         actions.append("sixteen_bit")
     if image.format == "TIFF" and _orientation(image) != 1:  # which Pillow turns while decoding, and forgets
         actions.append("rotated")
@@ -176,20 +289,24 @@ def _format_actions(image: Image.Image) -> list[str]:
 def _orientation(image: Image.Image) -> int:
     """Return the EXIF orientation, 1 (upright) to 8."""
     try:
+        if len(image.info.get("exif") or b"") > MOST_EXIF_BYTES:
+            return 1
         value = image.getexif().get(_ORIENTATION, 1)
     except Exception:  # damaged EXIF is no reason to lose the image
         return 1
     return value if value in _UPRIGHT else 1
 
 
-def _flatten(image: Image.Image, background: tuple[int, int, int], depth: int) -> tuple[Image.Image, list[str]]:
+def _flatten(
+    image: Image.Image, background: tuple[int, int, int], ranges: Ranges | None, full: int
+) -> tuple[Image.Image, list[str]]:
     """Convert to "L" or "RGB" as a viewer would show it. Return the image and the actions.
 
     An `info["icc_profile"]` left in the result is still to be applied; "CMYK" with a profile is left as it is.
     """
-    actions = []
-    if image.mode.startswith("I") or image.mode == "F":
-        return _eight_bit(image, depth)
+    actions = list[str]()
+    if image.mode[0] in "IF":
+        image, actions = _eight_bit(image, ranges, full)
     if image.mode == "CMYK":
         return image if "icc_profile" in image.info else image.convert("RGB"), ["cmyk"]
     if image.mode in ("P", "PA"):
@@ -209,25 +326,19 @@ def _flatten(image: Image.Image, background: tuple[int, int, int], depth: int) -
     return image.convert("L" if image.mode in ("1", "L") else "RGB"), actions
 
 
-def _eight_bit(image: Image.Image, depth: int) -> tuple[Image.Image, list[str]]:
-    """Convert grey of 16 or 32 bits, or floating point, to 8 bits. Return the image and the actions."""
-    # Scaled by the full range of the type: the range of the values would change each image's brightness differently.
+def _eight_bit(image: Image.Image, ranges: Ranges | None, full: int) -> tuple[Image.Image, list[str]]:
+    """Convert grey of 16 or 32 bits, or floating point, to 8 bits. Return the image, "L" or "LA", and the actions."""
     values = np.asarray(image)
-    low, high = float(values.min()), float(values.max())
-    if image.mode == "F":
-        if not (math.isfinite(low) and math.isfinite(high)):
-            raise ImageError("floating point with NaN or infinity in it")
-        if not (low >= 0 and high <= 255):
-            raise ImageError("floating point that is neither in 0..1 nor in 0..255")
-        scaled = values * (255 if high <= 1 else 1)
-        return Image.fromarray(np.rint(scaled).astype(np.uint8)), ["float"]
-    if not (low >= 0 and high <= 65535):
-        raise ImageError("32-bit values beyond 16 bits")
-    most = 2**depth - 1
-    scaled = (values.astype(np.uint32) * 255 + most // 2) // most
-    grey = Image.fromarray(scaled.astype(np.uint8))
-    grey.info = image.info
-    return grey, ["sixteen_bit"]
+    info = {name: value for name, value in image.info.items() if name != "transparency"}
+    grey = _scale(DeepImage(values, info), ranges, full)
+    clear = image.info.get("transparency")
+    if isinstance(clear, int):  # the value that is transparent, of a PNG
+        grey.putalpha(Image.fromarray(np.where(values == clear, 0, 255).astype(np.uint8)))
+    return grey, _deep_actions(values)
+
+
+def _deep_actions(values: NDArray[Any]) -> list[str]:
+    return ["float" if values.dtype.kind == "f" else "sixteen_bit"]
 
 
 def _square(image: Image.Image, size: int, original: tuple[int, int], scale: int) -> Image.Image:

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +20,11 @@ from unfog.cores import thread_pool, usable_cores
 from unfog.data.decode import ImageInfo, decode
 from unfog.data.sources.base import ImageError, MissingImageError, ShardReadError, Source, TransientImageError
 from unfog.data.sources.image_files import image_error
+from unfog.data.values.value_range import Ranges
 from unfog.errors import RunError
 from unfog.text import sanitize
+
+T = TypeVar("T")
 
 # Called with (images done, images in all), from the calling thread; it may raise to stop.
 Progress = Callable[[int, int], None]
@@ -54,6 +57,8 @@ class PixelFormat(NamedTuple):
     channels: int
     background: tuple[int, int, int]
     """Colour behind transparent pixels."""
+    ranges: Ranges | None = None
+    """Ranges of the values deeper than 8 bits; None to take each image by itself."""
     only_grey: bool = False
     """True to raise ColourFoundError at the first image in colour: that all are grey is a guess so far."""
 
@@ -76,6 +81,8 @@ class DecodeStatistics:
     treatments: dict[tuple[str, ...], int] = field(default_factory=dict)
     """Each list of actions -> its number, in the order in which they turned up."""
     modes: Counter[str] = field(default_factory=Counter)
+    unused_pages: int = 0
+    """Pages or frames of the images used, without the first of each."""
 
     @classmethod
     def empty(cls, n: int) -> DecodeStatistics:
@@ -97,6 +104,7 @@ class DecodeStatistics:
         which = self.treatments.setdefault(tuple(outcome.actions), len(self.treatments))
         self.records[row] = (True, outcome.grey, which, (outcome.width, outcome.height))
         self.modes[outcome.mode] += 1
+        self.unused_pages += outcome.pages - 1
 
 
 def thread_count(source: Source) -> int:
@@ -156,7 +164,18 @@ def decode_with_retries(
     stopping: threading.Event | None = None,
     on_failure: Callable[[str], None] | None = None,
 ) -> tuple[NDArray[np.uint8], ImageInfo]:
-    """Decode image i of a source, with retries while it cannot be read, until `stopping` is set.
+    """Decode image i of a source. ImageError if it cannot be decoded; arguments and other errors as `with_retries`."""
+    return with_retries(partial(decode, partial(source.open, i), *format[:4]), source, i, stopping, on_failure)
+
+
+def with_retries(
+    read: Callable[[], T],
+    source: Source,
+    i: int,
+    stopping: threading.Event | None = None,
+    on_failure: Callable[[str], None] | None = None,
+) -> T:
+    """Return what `read` reads of image i of a source, with retries while it cannot be read, until `stopping` is set.
 
     While no image of the source can be reached, it waits. An image is missing only if the source was in reach both
     before and after the attempt to read it.
@@ -164,14 +183,14 @@ def decode_with_retries(
     `on_failure` is called with the reason once the retries are used up on an image in a remote shard.
 
     Raises:
-        ImageError: the image cannot be decoded; FailedShardError if its shard has failed.
+        ImageError: the image cannot be used; FailedShardError if its shard has failed.
         RunError: it, or the source, still cannot be read. It is not skipped: an hour without network would silently
             shrink the set.
     """
     began, stopping, attempt, looked = time.monotonic(), stopping or threading.Event(), 0, False
     while True:
         try:
-            decoded = decode(partial(source.open, i), format.size, format.channels, format.background)
+            found = read()
         except (TransientImageError, MissingImageError) as error:
             if reason := _outage_reason(source, i, error):
                 looked = False
@@ -198,7 +217,7 @@ def decode_with_retries(
             raise
         source.outage.end()
         source.outage.last_read = i
-        return decoded
+        return found
 
 
 def _outage_reason(source: Source, i: int, error: ImageError) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.data.sources.base import ImageError, Source
+from unfog.data.values.deep_image import DeepImage
 from unfog.errors import RequestError
 from unfog.text import sanitize
 
@@ -151,8 +152,12 @@ def _are_masks(source: Source, rows: Mapping[str, Mapping[str, int]], masks: str
 def _few_values(source: Source, row: int) -> bool:
     try:
         with source.open(row) as image:
-            if image.width * image.height > _MOST_PIXELS:
+            if image.size[0] * image.size[1] > _MOST_PIXELS:
                 return False
+            if isinstance(image, DeepImage) or image.mode[0] in "IF":  # whose values `convert` would cut at 255
+                return (
+                    len(np.unique(image.values if isinstance(image, DeepImage) else np.asarray(image))) <= _FEW_VALUES
+                )
             histogram = image.convert("L").histogram()
     except (ImageError, OSError, ValueError, SyntaxError):
         return False

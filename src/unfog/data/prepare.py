@@ -55,10 +55,17 @@ def prepare(
     with_labels = replace(settings, labels=labels_setting(scan.source, scan.labels))
     unread = known.startswith(UNREAD)
     # Before the scan is resolved, which opens images: an entry knows their size and channels.
-    if settings.cache in ("auto", "disk") and not unread and (entry := cache.load(key)):
+    may_reuse = settings.cache in ("auto", "disk") and not unread
+    entry = cache.load(key) if may_reuse else None
+    # Without `range`, an entry is by the types of its values, as in a run that began without it.
+    if entry and (known or settings.range or not entry.report.has_deep_images):
         return replace(entry.dataset(with_labels, source.name), warnings=scan.warnings)
     with silence_pillow():
-        scan = scan.resolve()
+        scan = scan.resolve(began=bool(known))
+        with_labels = replace(with_labels, range=scan.settings.range)
+        key = cache.entry_key(scan, scan.settings)
+        if may_reuse and (entry := cache.load(key)):
+            return replace(entry.dataset(with_labels, source.name), warnings=scan.warnings)
         where, why = _placement_on_resume(scan, key, unread) if known else _placement(scan, key, to_draw)
         if where == "none":
             dataset = lazy_dataset(scan)

@@ -9,26 +9,32 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from unfog.data.data_report import DataReport, SkippedFile
-from unfog.data.decode import parse_colour
-from unfog.data.decode_pool import DecodeStatistics, PixelFormat, decode_with_retries
+from unfog.data.decode import Opener, is_deep, parse_colour, read_deep
+from unfog.data.decode_pool import DecodeStatistics, PixelFormat, decode_with_retries, with_retries
 from unfog.data.settings import Data
 from unfog.data.sources.base import ImageError, MissingImageError, Source, TransientImageError
 from unfog.data.sources.image_files import ARCHIVE_GONE, CHANGED, GONE, image_error
 from unfog.data.sources.label_tables import strip_shard
 from unfog.data.sources.labels import apply_label_table, labels_setting, read_labels
+from unfog.data.values.value_range import FULL_RANGE, Extent, Ranges, ValueRange, extent_of
 from unfog.errors import RequestError, RunError
 from unfog.text import sanitize
 
 # Images, evenly spread, that an automatic size looks at, and automatic channels before all images are decoded.
 _HEADERS_SAMPLED = 1000
 COLOURS_SAMPLED = 64
+
+# Images, evenly spread, whose headers say whether values are deeper than 8 bits; of a network, a read each.
+_RANGES_SAMPLED, _RANGES_SAMPLED_REMOTE = 256, 64
+_VALUES_READ, _FEWEST_VALUES_READ = 64_000_000, 16  # pixels of those that are, and at least so many images
+
+T = TypeVar("T")
 
 _MAX_HELD_OUT = 1000
 # From so many undecoded images on, those held out are evenly spaced, as hashing every name would take minutes.
@@ -43,7 +49,7 @@ class Scan:
 
     source: Source
     settings: Data
-    """The settings as given, before anything automatic is resolved."""
+    """The settings as given, with `range` resolved; size, channels and labels are not."""
     classes: tuple[str, ...]
     labels: NDArray[np.int64] | None
     """[N] of the source, an index into `classes`; None without classes."""
@@ -54,6 +60,8 @@ class Scan:
     channels: int
     channels_certain: bool
     """False where grey is a guess from a sample: a single image in colour then makes all RGB."""
+    ranges: Ranges = Ranges()
+    """Ranges of the images deeper than 8 bits."""
     warnings: tuple[str, ...] = ()
     """Lines about files that were left out although they may have been meant to count, such as a table of labels."""
 
@@ -65,7 +73,7 @@ class Scan:
             RequestError: a setting does not fit the source; a label is not an index into `classes`.
         """
         settings = source.fill_settings(settings)
-        warnings: list[str] = []
+        warnings = list(source.reading_warnings)
         source = apply_label_table(source, settings.labels, warnings.append)
         if source.second_names:
             warnings.append(_describe_second_names(source.second_names))
@@ -74,14 +82,27 @@ class Scan:
         return cls(
             *(source, settings, classes, labels, stamp, file_bytes, settings.size, settings.channels),
             channels_certain=settings.channels != 0,
+            ranges=Ranges.of_setting(settings.range),
             warnings=tuple(warnings),
         )
 
-    def resolve(self) -> Scan:
-        """Choose size and channels, where left open, from a sample of images. RunError if one cannot be read now."""
-        size = self.size or _choose_size(self.source)
-        channels = self.channels or _guess_channels(self.source, PixelFormat(size, 3, self.background))
-        return replace(self, size=size, channels=channels, channels_certain=self.channels_certain or channels == 3)
+    def resolve(self, began: bool = False) -> Scan:
+        """Choose size, channels and ranges of values, where left open, from a sample of images.
+
+        `began` is True for a run that began without `data.range`: its integers keep the range of their type.
+
+        Raises:
+            RequestError: most images have values of an unknown range.
+            RunError: an image cannot be read now.
+        """
+        size, ranges, settings = self.size or _choose_size(self.source), self.ranges, self.settings
+        if not settings.range:
+            ranges = find_ranges(self.source, integers=not began)
+            settings = settings if began else replace(settings, range=ranges.setting)
+        format = PixelFormat(size, 3, self.background, ranges)
+        channels = self.channels or _guess_channels(self.source, format)
+        certain = self.channels_certain or channels == 3
+        return replace(self, settings=settings, size=size, channels=channels, channels_certain=certain, ranges=ranges)
 
     def as_rgb(self) -> Scan:
         """Return the scan for RGB, after an image in colour was found among grey ones."""
@@ -100,7 +121,7 @@ class Scan:
     @property
     def format(self) -> PixelFormat:
         """The format for `decode_all`, which raises ColourFoundError where the channels turn out to be wrong."""
-        return PixelFormat(self.size, self.channels, self.background, only_grey=not self.channels_certain)
+        return PixelFormat(self.size, self.channels, self.background, self.ranges, only_grey=not self.channels_certain)
 
     def check_source_unchanged(self, statistics: DecodeStatistics, start: int, stop: int) -> None:
         """Raise RunError if these rows were skipped because the archive, or most of the files, went away or changed."""
@@ -154,6 +175,7 @@ class Scan:
             size=self.size,
             channels=self.channels,
             background=self.settings.background,
+            values=self.ranges.describe(),
             class_counts={name: int(count) for name, count in zip(classes, counts)},
             ignored=dict(self.source.ignored),
             **outcome,
@@ -219,6 +241,50 @@ def _sampled_sizes(source: Source, without: Sequence[str] = ()) -> list[tuple[in
     return sizes
 
 
+def find_ranges(source: Source, integers: bool = True) -> Ranges:
+    """Find the ranges of the images deeper than 8 bits in a sample, whose headers are read first.
+
+    Without `integers`, these keep the range of their type. RequestError if most images have values of an unknown range,
+    RunError if an image cannot be read now.
+    """
+    deep = list[tuple[int, int]]()  # (image, its pixels)
+    for i in _spread(len(source.names), _RANGES_SAMPLED_REMOTE if source.remote else _RANGES_SAMPLED):
+        with suppress(ImageError):
+            if pixels := _read_now(source, i, _deep_pixels):
+                deep.append((i, pixels))
+    most = max(_FEWEST_VALUES_READ, _VALUES_READ // max((pixels for _, pixels in deep), default=1))
+    extents: dict[bool, list[Extent]] = {True: [], False: []}  # of floating point, and of integers
+    for k in _spread(len(deep), most):
+        with suppress(ImageError):
+            values = _read_now(source, deep[k][0], read_deep)
+            if (extent := extent_of(values)) is not None:
+                extents[values.dtype.kind == "f"].append(extent)
+    name = sanitize(source.name)
+    floats = ValueRange.of_floats(extents[True], name) if extents[True] else None
+    whole = ValueRange.of_integers(extents[False], name) if extents[False] and integers else None
+    # The range of the type needs no setting, unless one of floating point would hold for both.
+    return Ranges(None if whole == FULL_RANGE and floats is None else whole, floats)
+
+
+def _deep_pixels(opener: Opener) -> int:
+    """Return the number of pixels of an image whose values are deeper than 8 bits, else 0. Reads its header alone."""
+    with opener() as image:
+        # Grey of 12 bits in a TIFF is scaled by its own type.
+        return image.size[0] * image.size[1] if is_deep(image) and ";12" not in str(getattr(image, "tile", "")) else 0
+
+
+def _read_now(source: Source, i: int, read: Callable[[Opener], T]) -> T:
+    """Return what `read` reads of image i, with retries. Raises ImageError, and RunError if it cannot be read now."""
+
+    def attempt() -> T:
+        try:
+            return read(partial(source.open, i))
+        except Exception as error:
+            raise image_error(error) from error
+
+    return with_retries(attempt, source, i)
+
+
 def _guess_channels(source: Source, format: PixelFormat) -> int:
     """Return 3 if an image of the sample is in colour, else 1."""
     for i in _spread(len(source.names), COLOURS_SAMPLED):
@@ -277,6 +343,7 @@ class DecodeResult:
             held_out=len(rows) - train,
             sides=_side_statistics(records["sides"]),
             modes=dict(statistics.modes),
+            unused_pages=statistics.unused_pages,
             treatments=tuple(statistics.treatments),
             treatment=np.ascontiguousarray(records["treatment"]),
             skipped=tuple(sorted([*skipped, *source.unreadable])),
@@ -301,7 +368,7 @@ def _side_statistics(sides: NDArray[np.int32]) -> dict[str, int]:
     return {f"{side}_{name}": int(values[k]) for k, side in columns for name, values in found.items()}
 
 
-def _read_size(opener: Callable[[], Image.Image]) -> tuple[int, int]:
+def _read_size(opener: Opener) -> tuple[int, int]:
     """Read (width, height) of an image as stored, without decoding its pixels. Raises ImageError."""
     try:
         with opener() as image:

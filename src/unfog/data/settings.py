@@ -30,6 +30,8 @@ class Data:
     """1 = grey, 3 = RGB; 0 = grey if every image is grey, else RGB."""
     background: str = setting("white", affects="objective", resume="force")
     """Colour put behind transparent pixels: a name such as "white", or "#rrggbb"."""
+    range: tuple[float, ...] = setting((), affects="objective", resume="force", added_later=True)
+    """Values of 16-bit, 32-bit and floating-point images that become black and white; auto = that of the set."""
     labels: str = setting("auto", affects="nothing", resume="free")
     """Classes: folders = the top sub-folders, or what shards say; none; auto = whichever fit; or a .csv or .jsonl."""
     flip: bool = setting(False, short="flip", resume="free", common=True)
@@ -78,6 +80,12 @@ class Data:
             raise RequestError(f"size = {self.size} is out of range; give 4 to 4096 pixels, or 0 to choose it")
         if self.channels not in (0, 1, 3):
             raise RequestError(f"channels = {self.channels} is not 1 (grey), 3 (RGB) or 0 (choose)")
+        low, high = self.range[::2], self.range[1::2]
+        if len(self.range) not in (0, 2, 4) or not all(a < b for a, b in zip(low, high)):
+            given = " ".join(f"{value:g}" for value in self.range)
+            raise RequestError(
+                f"range = {given} is not LOW HIGH with LOW below HIGH; give both, such as 0 4095, or auto"
+            )
         check_bounds(self)
         bytes_of(self.cache_limit)
 

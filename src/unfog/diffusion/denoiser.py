@@ -26,7 +26,7 @@ class Denoiser:
     variance: bool = False
     """Append the learned variance, which the ddpm sampler uses, as C more channels: [B, 2 C, H, W].
 
-    In channels, so that guidance extrapolates both in the same way.
+    In channels, so that guidance can pass it on.
     """
     dtype: torch.dtype | None = None
     """Type of the autocast around the network; None disables autocast, even inside an outer one."""
@@ -56,12 +56,21 @@ class Guided:
     """The class that means "no label"."""
 
     def __call__(self, x_t: Tensor, logsnr: Tensor, label: Tensor) -> Tensor:
-        """Return guided E[x0 | x_t, label]: [B, C, H, W] at noise level [B], label int64 [B]."""
+        """Return guided E[x0 | x_t, label]: [B, C, H, W] at noise level [B], label int64 [B].
+
+        A learned variance, in further channels, is that of the conditional denoiser, as in GLIDE and DiT, or at scale 0
+        that of the unconditional one.
+        """
         labels = torch.cat([label, torch.full_like(label, self.null_label)])
         # One call of twice the batch rather than two: a small batch leaves a GPU idle.
         both = self.denoiser(torch.cat([x_t, x_t]), torch.cat([logsnr, logsnr]), labels)
         conditional, unconditional = both.chunk(2)
-        return unconditional + self.scale * (conditional - unconditional)
+        channels = x_t.shape[1]
+        variance = (conditional if self.scale else unconditional)[:, channels:]
+        conditional, unconditional = conditional[:, :channels], unconditional[:, :channels]
+        # Only the guess is extrapolated: the logarithm of a variance is no score.
+        led = unconditional + self.scale * (conditional - unconditional)
+        return torch.cat([led, variance], 1) if variance.shape[1] else led
 
 
 @dataclass(frozen=True)

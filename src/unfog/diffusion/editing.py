@@ -6,7 +6,7 @@ Inpainting is RePaint (Lugmayr et al. 2022), with the known pixels put into the 
 guess of the clean image contains them unchanged (as in DDNM, Wang et al. 2023, eq. 13). The unknown pixels are then
 drawn from p(x_t) given the *noisy* known values, which hold less information than the clean ones. So each stretch of
 levels is walked several times, with fresh noise added in between (RePaint, Algorithm 1): this is Gibbs sampling whose
-bias vanishes with the noise. For a Gaussian it ends in the exact conditional distribution.
+bias vanishes with the noise. For a Gaussian it nears the exact conditional distribution as steps and repeats grow.
 """
 
 from __future__ import annotations

@@ -3,6 +3,10 @@
 -log p(x0) <= prior + diffusion + decoder. The prior term is the signal left at the noisiest level, the diffusion term
 sums the errors of the denoising steps, and the decoder maps the guess at the cleanest level to one of 256 shades. As
 functions of logsnr none of them depends on the path (Kingma et al. 2021).
+
+The bound holds whatever the cleanest level is. Noise below half a shade, a share of 0.004, tells the shades apart, so
+there the diffusion term measures whether the network knows that there are 256 of them, and the bound rises by 1 to 2
+bits for one that does not.
 """
 
 from __future__ import annotations
@@ -16,8 +20,13 @@ from torch import Tensor
 from unfog.device_copies import to_device
 from unfog.diffusion.ddpm import TimestepSchedule
 from unfog.diffusion.diffusion import Diffusion
+from unfog.diffusion.noise import Schedule
 from unfog.diffusion.variance import Prediction, decoder_nll, step_kl
 from unfog.errors import RequestError
+
+_ENDS = (0.05, 0.02, 0.01, 0.005, 0.002)
+"""Shares of noise among which `best_end` chooses, noisiest first."""
+_BETWEEN = 4  # network calls between two of them
 
 _Denoise = Callable[[Tensor, Tensor], Tensor]
 """(x_t [B, C, H, W], logsnr [B]) -> E[x0 | x_t], with a learned variance behind it [B, 2 C, H, W]."""
@@ -28,7 +37,7 @@ _Predict = Callable[[float | Tensor], Prediction]
 
 @torch.no_grad()
 def bits_per_dim(
-    denoise: _Denoise, diffusion: Diffusion, x0: Tensor, levels: int, noise: Callable[[], Tensor]
+    denoise: _Denoise, diffusion: Diffusion, x0: Tensor, levels: int, noise: Callable[[], Tensor], end: float = 0.01
 ) -> Tensor:
     """Return a bound on -log2 of the probability of each image, per dimension; float32 [B].
 
@@ -36,7 +45,7 @@ def bits_per_dim(
     `levels` is below T, the terms are divided evenly by logsnr into `levels` groups, and one term of each, drawn for
     each image in proportion to its gain in SNR, represents its group. That estimate is unbiased, and may be below the
     bound by chance. With a continuous schedule it is the bound of infinitely many steps, an integral over logsnr by the
-    midpoint rule with `levels` points (Kingma et al. 2021, section 4). It overestimates images of fewer shades.
+    midpoint rule with `levels` points (Kingma et al. 2021, section 4), down to the level `end`.
 
     Args:
         denoise: such as a `Denoiser`, with labels bound.
@@ -45,13 +54,47 @@ def bits_per_dim(
         levels: network calls, besides one for the decoder; 64 are good for a percent.
         noise: fresh standard normal noise like x0, for example `NoiseSource(...).draw`; called up to twice per network
             call.
+        end: share of noise, sigma / (alpha + sigma), of the cleanest level of a continuous schedule; at least that of
+            the schedule's own end. A chain has its own. `best_end` finds the lowest bound.
 
     Raises:
-        RequestError: `levels` is below 2.
+        RequestError: `levels` is below 2, or `end` is no share of noise.
     """
     if levels < 2:
         raise RequestError(f"levels = {levels}: the bound needs at least 2 noise levels; 64 are good for a percent")
+    if not 0 < end < 1:
+        raise RequestError(f"end = {end}: the cleanest level is a share of noise between 0 and 1; 0.01 is usual")
+    predict, schedule = _predictor(denoise, diffusion, x0, noise), diffusion.schedule
+    if _has_timesteps(schedule):
+        nats = _chain(predict, diffusion, x0, levels, noise)
+    else:
+        nats = _integral(predict, diffusion, x0, levels, _within(schedule, end))
+    # KL(N(alpha x0, sigma^2) | N(0, sigma^2)): samplers start from the latter, with the same sigma, so that only the
+    # signal that is left counts.
+    noisiest, _ = schedule.limits()
+    prior = math.exp(noisiest) / 2 * x0.square().mean((1, 2, 3))
+    return (nats + prior) / math.log(2)
 
+
+@torch.no_grad()
+def best_end(denoise: _Denoise, diffusion: Diffusion, x0: Tensor, noise: Callable[[], Tensor]) -> float:
+    """Return the `end` of `bits_per_dim`, of a few, at which the mean bound of images x0 [B, C, H, W] is lowest.
+
+    Choose it on other images than those that are measured. A schedule with timesteps has one end, which is returned.
+    """
+    predict, schedule = _predictor(denoise, diffusion, x0, noise), diffusion.schedule
+    if _has_timesteps(schedule):
+        return _share(schedule.limits()[1])
+    ends = sorted({_within(schedule, end) for end in _ENDS})
+    bounds, diffusing = [], torch.zeros(len(x0), device=x0.device, dtype=x0.dtype)
+    for before, logsnr in zip([ends[0], *ends], ends):
+        if logsnr > before:
+            diffusing = diffusing + _diffusion_term(predict, x0, before, logsnr, _BETWEEN)
+        bounds.append(float((diffusing + _decoder(predict, diffusion, x0, logsnr, logsnr)).mean()))
+    return _share(ends[bounds.index(min(bounds))])
+
+
+def _predictor(denoise: _Denoise, diffusion: Diffusion, x0: Tensor, noise: Callable[[], Tensor]) -> _Predict:
     def predict(logsnr: float | Tensor) -> Prediction:
         # Numbers are filled in there: a tensor made of one here would be copied, and waited for.
         each = logsnr if isinstance(logsnr, Tensor) else torch.full((), logsnr, device=x0.device, dtype=x0.dtype)
@@ -60,24 +103,33 @@ def bits_per_dim(
         channels = x0.shape[1]
         return Prediction(answer[:, :channels], answer[:, channels:] if answer.shape[1] > channels else None)
 
-    schedule = diffusion.schedule
-    if isinstance(schedule, TimestepSchedule) and schedule.steps:
-        nats = _chain(predict, diffusion, x0, levels, noise)
-    else:
-        nats = _integral(predict, diffusion, x0, levels)
-    # KL(N(alpha x0, sigma^2) | N(0, sigma^2)): samplers start from the latter, with the same sigma, so that only the
-    # signal that is left counts.
-    noisiest, _ = schedule.limits()
-    prior = math.exp(noisiest) / 2 * x0.square().mean((1, 2, 3))
-    return (nats + prior) / math.log(2)
+    return predict
 
 
-def _integral(predict: _Predict, diffusion: Diffusion, x0: Tensor, levels: int) -> Tensor:
-    """Return diffusion and decoder terms, nats per dimension [B]: half the integral of SNR |x0 - D|^2 over logsnr."""
-    noisiest, cleanest = diffusion.schedule.limits()
-    # Even in logsnr and not in u, so that the points do not depend on where the schedule trains most.
-    width = (cleanest - noisiest) / levels
+def _has_timesteps(schedule: Schedule) -> bool:
+    return isinstance(schedule, TimestepSchedule) and schedule.steps > 0
+
+
+def _within(schedule: Schedule, share: float) -> float:
+    """Return the logsnr of a share of noise, or the schedule's end if that is noisier."""
+    return min(schedule.limits()[1], 2 * math.log((1 - share) / share))
+
+
+def _share(logsnr: float) -> float:
+    return 1 / (1 + math.exp(logsnr / 2))
+
+
+def _integral(predict: _Predict, diffusion: Diffusion, x0: Tensor, levels: int, cleanest: float) -> Tensor:
+    """Return diffusion and decoder terms, nats per dimension [B]."""
+    noisiest, _ = diffusion.schedule.limits()
     nats = _decoder(predict, diffusion, x0, cleanest, cleanest)
+    return nats + _diffusion_term(predict, x0, noisiest, cleanest, levels)
+
+
+def _diffusion_term(predict: _Predict, x0: Tensor, noisiest: float, cleanest: float, levels: int) -> Tensor:
+    """Return half the integral of SNR |x0 - D|^2 over logsnr, nats per dimension [B]."""
+    # Even in logsnr and not in u, so that the points do not depend on where the schedule trains most.
+    width, nats = (cleanest - noisiest) / levels, torch.zeros(len(x0), device=x0.device, dtype=x0.dtype)
     for i in range(levels):
         logsnr = cleanest - (i + 0.5) * width
         nats = nats + width / 2 * math.exp(logsnr) * (predict(logsnr).x0 - x0).square().mean((1, 2, 3))

@@ -38,6 +38,7 @@ __all__ = [
     "Path",
     "Schedule",
     "Sigmoid",
+    "cleanest_level",
     "karras",
     "noise_levels",
 ]
@@ -213,21 +214,20 @@ def noise_levels(schedule: Schedule, steps: int, grid: Grid, last: float = 0.0) 
     """Return logsnr to sample at, float64 [steps + 1], noisiest first; the last is clean (+inf).
 
     "karras" and "logsnr" stay within EDM's range of sigma / alpha, 80 to 0.002, and within the schedule's.
-    `last` is the share of noise of the last level but that; 0 leaves it to the grid.
+    `last` is the share of noise of the last level but that, or the schedule's lowest if that is higher; 0 leaves it to
+    the grid.
 
     Raises:
         RequestError: More steps than a quantised schedule has levels.
     """
     import torch
 
-    noisiest, cleanest = schedule.limits()
-    noisiest, cleanest = max(noisiest, EDM_LIMITS[0]), min(cleanest, EDM_LIMITS[1])
-    if last:
-        cleanest = 2 * math.log((1 - last) / last)
+    noisiest, cleanest = max(schedule.limits()[0], EDM_LIMITS[0]), cleanest_level(schedule, last)
     match grid:
         case "schedule":
             levels = schedule.levels(steps)
             if last and steps > 1:
+                last = max(last, 1 / (1 + math.exp(schedule.limits()[1] / 2)))
                 # The shares of noise are moved in proportion: evenly spaced ones stay evenly spaced.
                 share = (-levels / 2).sigmoid()
                 share = share[0] + (share - share[0]) * (last - share[0]) / (share[-1] - share[0])
@@ -237,6 +237,14 @@ def noise_levels(schedule: Schedule, steps: int, grid: Grid, last: float = 0.0) 
         case "logsnr":
             levels = torch.linspace(noisiest, cleanest, steps, dtype=torch.float64)
     return torch.cat([levels, levels.new_tensor([math.inf])])
+
+
+def cleanest_level(schedule: Schedule, last: float = 0.0) -> float:
+    """Return the logsnr at which sampling ends before the clean image: EDM's end, or `last`, a share of noise.
+
+    It is within the schedule, as the network was trained at no cleaner level.
+    """
+    return min(schedule.limits()[1], 2 * math.log((1 - last) / last) if last else EDM_LIMITS[1])
 
 
 class NoiseSource:

@@ -174,9 +174,8 @@ def _stratified(draws: Tensor, step: int) -> Tensor:
     parts.
     """
     count = len(draws)
-    part = torch.arange(count, device=draws.device)
-    if step > 1:
-        part = part * step % count
+    # The same operations for every step, so that the memory of a step is affine in the batch size.
+    part = torch.arange(count, device=draws.device) * step % count
     u = (part + draws) / count
     return u.clamp(1e-6, 1 - 1e-6)  # at 0 and 1 continuous schedules are infinite, and rounding does reach them
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from unfog.custom import is_own_choice, open_literal, resolve_step
 from unfog.diffusion.adaptive import adaptive
-from unfog.diffusion.noise import EDM_LIMITS, Grid, Path, Schedule, noise_levels
+from unfog.diffusion.noise import Grid, Path, Schedule, cleanest_level, noise_levels
 from unfog.diffusion.steps import (
     PURE_NOISE,
     Level,
@@ -82,7 +82,10 @@ class Sampler:
         measured="detail of deviation 0.02 that an exact denoiser keeps in 20 steps: 12% down to 0.05, 95% to 0.005",
         see="docs/decisions/0019-sampling-grid.md",
     )
-    """Lowest noise level, as a share of noise, sigma / (alpha + sigma), before the clean image; 0: that of the grid."""
+    """Lowest noise level, as a share of noise, sigma / (alpha + sigma), before the clean image; 0: that of the grid.
+
+    Not below the lowest level of the training schedule. Tuned levels have an end of their own.
+    """
     clip: bool = True
     """Keep each guess of the clean image within [-1, 1]."""
     order: Literal[2, 3] = 2
@@ -136,7 +139,7 @@ class Sampler:
         import torch
 
         if self.kind == "adaptive" and self.grid == "schedule" and 0 < schedule.steps < self.steps:
-            return noise_levels(schedule, self.steps, "logsnr")  # only its ends are used
+            return noise_levels(schedule, self.steps, "logsnr", self.last)  # only its ends are used
         if self.grid != "tuned":
             return noise_levels(schedule, self.steps, self.grid, self.last)
         # Levels are tuned jointly for their number; a subset of them was never measured.
@@ -197,8 +200,7 @@ class Sampler:
             x = levels[0].sigma * draw() if start is None else start
             if self.kind != "adaptive":
                 return self._walk(at, path, whole[0], levels, x, draw, observe)
-            # Nothing changes visibly beyond EDM's end, and beyond the schedule's the network was not trained.
-            cleanest = min(schedule.limits()[1], EDM_LIMITS[1])
+            cleanest = cleanest_level(schedule, self.last)
             return adaptive(at, path, levels, x, cleanest, len(whole) - 1, self.tolerance, observe)
 
     def _walk(

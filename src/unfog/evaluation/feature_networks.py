@@ -16,12 +16,16 @@ from torch.nn import functional as F
 from unfog.cache_folder import cache_folder
 from unfog.device_copies import to_device
 from unfog.errors import RequestError
+from unfog.safe_files import read_file
 from unfog.text import manual
 
 INCEPTION_FILE = "inception-2015-12-05.pt"
 # The network of Heusel et al. 2017, converted from TensorFlow's inception-2015-12-05.tgz: RGB [N, 3, 299, 299] in
 # (pixel - 128) / 128 to the 2048 numbers of its last pooling.
 _INCEPTION_SHA256 = "7ff4a85c3a6378f0dfc8433ffd789663b01176bec0a683a435651739c091fa34"
+
+_LARGEST_INCEPTION = 2**27  # bytes; it has 96 million
+_LARGEST = 2**32  # bytes of a network that a person names
 
 # Offset subtracted from a pixel in 0 to 255, and divisor.
 _RANGES = {
@@ -101,7 +105,7 @@ def load_inception(device: torch.device) -> _TorchScriptNetwork:
             f"features = inception needs {path}, which is not there; put {INCEPTION_FILE} there, name it by "
             f"UNFOG_INCEPTION, or use --features texture; {manual('docs/metrics.md')} has the three lines that fetch it"
         )
-    content = _read(path)
+    content = _read(path, _LARGEST_INCEPTION)
     if (found := hashlib.sha256(content).hexdigest()) != _INCEPTION_SHA256:
         raise RequestError(f"{path} has SHA-256 {found[:12]}…, not {_INCEPTION_SHA256[:12]}…: fetch it again")
     return _TorchScriptNetwork(_load(content, path, device), "inception", INCEPTION_DIGEST, _INCEPTION_INPUT)
@@ -113,7 +117,8 @@ def load_torchscript(settings: _NetworkInput, device: torch.device, only_known: 
     RequestError if there is no such file, it is no TorchScript, or `only_known` and it is not Inception.
     """
     path = Path(settings.path).expanduser()
-    content = _read(path)
+    # Of a file that settings name, no more is read than what could be Inception.
+    content = _read(path, _LARGEST_INCEPTION if only_known else _LARGEST)
     sha256 = hashlib.sha256(content).hexdigest()
     name = f"{path.stem}@{sha256[:8]}"
     # By content: under another name it would get the resize of other networks, and a FID that compares with nothing.
@@ -149,11 +154,14 @@ def parse_network_file(text: str) -> _NetworkInput:
     return _NetworkInput(match[1], int(size), values, resize)
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, limit: int) -> bytes:
+    """Return the content of a regular file; RequestError for a pipe, which might never end, and above the limit."""
     try:
-        return path.read_bytes()
+        return read_file(path, path.parent, limit, follow=True)
     except OSError as error:
-        raise RequestError(f"features = {path} cannot be read ({error.strerror})") from error
+        raise RequestError(f"features = {path} cannot be read ({error.strerror}); give another --features") from error
+    except ValueError:
+        raise RequestError(f"features = {path} has over {limit / 1e6:,.0f} MB; give another --features") from None
 
 
 def _load(content: bytes, path: Path, device: torch.device) -> torch.jit.ScriptModule:

@@ -29,7 +29,7 @@ from unfog.device_copies import to_device
 from unfog.errors import RequestError, RunError
 from unfog.evaluation.distances import FeatureStatistics
 from unfog.evaluation.feature_networks import load_inception, load_torchscript, parse_network_file
-from unfog.safe_files import regular_file, remove_tree, write_atomic
+from unfog.safe_files import remove_tree, tensor_file, write_atomic
 
 _FORMAT = 1  # part of the cache key: a new one makes old entries unused
 CHUNK = 500
@@ -208,7 +208,7 @@ def compute_statistics(x: Tensor, features: Features, cache_key: str) -> Feature
     folder = _features_folder(cache_key, len(x), features)
     path = folder / "statistics.safetensors"
     with suppress(OSError, SafetensorError, KeyError):
-        kept = load_file(regular_file(path, cache_folder()))
+        kept = load_file(tensor_file(path, cache_folder()))
         mean, covariance = kept["mean"], kept["covariance"]
         if mean.shape == (x.shape[1],) and covariance.shape == (x.shape[1], x.shape[1]):
             return FeatureStatistics(len(x), mean.to(x.device), covariance.to(x.device))
@@ -250,7 +250,7 @@ def _chunk(folder: Path, first: int) -> Path:
 def _load(folder: Path, first: int, count: int) -> Tensor | None:
     """Load the cached chunk that starts at image `first` of `count`; None if it is missing or damaged."""
     with suppress(OSError, SafetensorError, KeyError):
-        x: Tensor = load_file(regular_file(_chunk(folder, first), cache_folder()))["features"]
+        x: Tensor = load_file(tensor_file(_chunk(folder, first), cache_folder()))["features"]
         whole = len(x) == min(CHUNK, count - first)
         if x.dtype == torch.float32 and x.ndim == 2 and whole and bool(x.isfinite().all()):
             return x

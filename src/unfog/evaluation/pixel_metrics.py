@@ -35,6 +35,7 @@ FINE = 2  # the last bands, which the metric `detail` itself is of
 _NOTE = "variance over that of real images, by share of the highest frequency; 1 is as real"
 _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, as the next two
 _COLOUR = ((-0.168736, -0.331264, 0.5), (0.5, -0.418688, -0.081312))  # Cb and Cr
+_LEAST_DEVIATION = 12**-0.5  # deviation of the rounding to whole levels, of 255
 _ROUNDING = (2 / 255) ** 2 / 12  # variance that rounding to 256 levels adds, as white noise, for images in [-1, 1]
 _VALUES = 2**24  # of pixels in memory at once
 
@@ -56,7 +57,8 @@ def _sliced_wasserstein(real: Tensor, fake: Tensor) -> dict[int, float]:
     """Distance by side of the level, times 1,000: patches of a Laplacian pyramid of pixels uint8 [N, C, H, W].
 
     Unlike in the paper, both sets are scaled by the real one's mean and deviation of each channel, as each by its own
-    would not see a wrong brightness, contrast or tint. Of sets of unequal size the first of the larger are taken. It is
+    would not see a wrong brightness, contrast or tint. A channel that varies less than by the rounding to 256 levels is
+    scaled by that. Of sets of unequal size the first of the larger are taken. It is
     biased upwards where n is small, like every distance of two samples, and does not see errors that no single patch
     shows. RequestError for images that are smaller than a patch, or of two shapes.
     """
@@ -75,7 +77,7 @@ def _sliced_wasserstein(real: Tensor, fake: Tensor) -> dict[int, float]:
             generator.set_state(state)
             cut.append(_patches(images, side, generator))
         # Of the real set alone, for both: each by its own would hide a wrong brightness, contrast or tint.
-        mean, deviation = cut[0].mean((0, 2)), cut[0].std((0, 2)).clamp(min=1e-6)
+        mean, deviation = cut[0].mean((0, 2)), cut[0].std((0, 2)).clamp(min=_LEAST_DEVIATION)
         a, b = (((patches - mean[:, None]) / deviation[:, None]).flatten(1) for patches in cut)
         directions = F.normalize(torch.randn(_DIRECTIONS, a.shape[1], generator=generator)).to(a.device)
         apart = [
@@ -94,6 +96,8 @@ def _compare_sliced(real: Tensor, fake: Tensor) -> list[MetricResult]:
     """
     levels = _sliced_wasserstein(real, fake)
     note = "biased upwards by small n: compare only at equal n"
+    if bool((real.flatten(2).amax((0, 2)) == real.flatten(2).amin((0, 2))).any()):
+        note += "; a channel of the real images is constant, and is scaled by the rounding to 256 levels"
     values = {"sliced": sum(levels.values()) / len(levels)}
     values |= {f"sliced_{side}": value for side, value in levels.items()}
     return [

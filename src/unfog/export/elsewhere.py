@@ -14,10 +14,12 @@ from torch import Tensor
 
 from unfog.errors import RequestError
 from unfog.models.elsewhere.settings import DdpmPytorch, DiffusersDiT, Edm, Edm2, Elsewhere
-from unfog.safe_files import regular_file
+from unfog.safe_files import regular_file, tensor_file
 
 _PICKLES = (".pt", ".pth")
 SUFFIXES = (".safetensors", *_PICKLES)
+_LARGEST_PICKLE = 2**26  # bytes of names and shapes; the values are in other members
+_MOST_SHARED = 2  # times that a file's tensors may claim its bytes, as some networks use a tensor twice
 Weights = Mapping[str, Tensor]
 _KINDS = ("weight", "bias")
 # Settings that our network has no choice of, and diffusers' defaults, which DiT's own weights have.
@@ -79,16 +81,17 @@ def _read(path: Path) -> Weights:
     """Return the tensors of a file. Of a checkpoint of denoising-diffusion-pytorch, those of its EMA."""
     try:
         if path.suffix == ".safetensors":
-            loaded: dict[str, Tensor] = load_file(regular_file(path, path.parent, follow=True))
+            loaded: dict[str, Tensor] = load_file(tensor_file(path, path.parent, follow=True))
             return loaded
-        if not zipfile.is_zipfile(regular_file(path, path.parent, follow=True)):
-            raise RequestError(f"{path} is a pickle of torch before 1.6; load it there and save it again")
+        _check_archive(path)
         # Only tensors and plain containers are made; anything else in the file is an error, and nothing of it runs.
         stored = torch.load(
             regular_file(path, path.parent, follow=True), map_location="cpu", weights_only=True, mmap=True
         )
     except RequestError:
         raise
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read: {error.strerror or error}") from None
     except Exception as error:  # a damaged file raises any kind, and a forbidden one an error of the pickle module
         reason = " ".join(str(error).split())[:160]
         raise RequestError(
@@ -99,7 +102,35 @@ def _read(path: Path) -> Weights:
         if isinstance(stored, dict) and isinstance(stored.get(part), dict):
             stored = stored[part]
     found = stored.items() if isinstance(stored, dict) else ()
-    return {name: tensor for name, tensor in found if isinstance(name, str) and isinstance(tensor, Tensor)}
+    weights = {name: tensor for name, tensor in found if isinstance(name, str) and isinstance(tensor, Tensor)}
+    # A tensor of a few bytes may claim any shape, by a stride of 0, and a network would be made of that shape.
+    claimed, there = sum(one.numel() * one.element_size() for one in weights.values()), path.stat().st_size
+    if claimed > _MOST_SHARED * there or any(one.layout != torch.strided for one in weights.values()):
+        raise RequestError(
+            f"{path} has tensors of {claimed:,} bytes in a file of {there:,}; save the state_dict of the network with "
+            "torch.save again, each tensor as contiguous()"
+        )
+    return weights
+
+
+def _check_archive(path: Path) -> None:
+    """Raise RequestError unless a file is what torch.save writes, before anything in it is unpacked."""
+    file = regular_file(path, path.parent, follow=True)
+    if not zipfile.is_zipfile(file):
+        raise RequestError(f"{path} is a pickle of torch before 1.6; load it there and save it again")
+    with zipfile.ZipFile(file) as archive:
+        members = archive.infolist()
+    # torch.save compresses nothing. What unpacks to more than it takes could take all memory.
+    if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+        raise RequestError(f"{path} has compressed members, which torch.save does not write; save it there again")
+    pickles = [member for member in members if member.filename.endswith(".pkl")]
+    if sum(one.file_size for one in members) > path.stat().st_size or any(
+        one.file_size > _LARGEST_PICKLE for one in pickles
+    ):
+        raise RequestError(
+            f"{path} has a pickle of over {_LARGEST_PICKLE >> 20} MB, or members that overlap; save the state_dict of "
+            "the network alone, as safetensors"
+        )
 
 
 def _prefix(names: Iterable[str], mark: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -28,6 +29,7 @@ from unfog.inference.loaded_run import LoadedRun, load_run_images, weights_diges
 from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_labels
 from unfog.pipeline.load_data import load_images
 from unfog.planning.sampling_cost import cost_per_sample
+from unfog.process.machine_key import machine_key
 from unfog.process.signals import StopSignals
 from unfog.reporting.image_grids import Pixels
 from unfog.reporting.progress import Progress, format_bytes, format_duration, plural, say
@@ -54,21 +56,25 @@ def evaluate(run: LoadedRun, request: EvaluationRequest) -> Evaluation:
         setup = _resolve_request(run, request, dataset, stop)
         # By step and by all that the result depends on, so that a stored one is never that of another question.
         path = run.path / "evaluations" / f"{run.step:08d}-{_result_key(run, setup)}.json"
-        stored = Evaluation.read(path)
+        # That of rank 0, as the ranks may run on several machines.
+        key = bytes.fromhex(world.broadcast_object(machine_key().hex() if world.is_main else ""))
+        stored, exists = Evaluation.read(path, key), os.path.lexists(path)
         world.barrier()  # every rank has looked before rank 0 writes the file
         if stored is not None:
             say(f"measured before: {path}")
             return stored
-        samples = _generate_samples(run, setup, world, stop)
+        if exists:
+            say(f"measured again, as {path} is from elsewhere, from an earlier version, or was changed")
+        samples = _generate_samples(run, setup, world, stop, key)
         evaluation = compute_metrics(run, setup, samples, world, path.with_suffix(""))
         if world.is_main:
             seconds = round(time.monotonic() - started, 1)
-            _write_result(path, replace(evaluation, asked=asdict(request), seconds=seconds))
+            _write_result(path, replace(evaluation, asked=asdict(request), seconds=seconds), key)
         world.barrier()  # no rank reads the result, and none of the features are deleted, before it is written
         # Only the features of real images are used again, for the next checkpoint; the samples themselves stay.
         if world.is_main and setup.compared.features is not None and samples is not None:
             delete_features(samples.key, len(samples), setup.compared.features)
-        return Evaluation.read(path) or evaluation
+        return Evaluation.read(path, key) or evaluation
 
 
 def _resolve_request(
@@ -194,14 +200,20 @@ def _samples_key(run: LoadedRun, setup: EvaluationSetup) -> str:
 
 
 def _generate_samples(
-    run: LoadedRun, setup: EvaluationSetup, world: World, stop: StopSignals
+    run: LoadedRun, setup: EvaluationSetup, world: World, stop: StopSignals, key: bytes
 ) -> GeneratedSamples | None:
-    """Return the samples, after generating those that are missing; None if no metric needs any."""
+    """Return the samples, after generating those that are missing or not sealed; None if no metric needs any."""
     if all(name in LOSSES for name in setup.compared.metrics):
         return None
     generation = setup.generation
     folder = run.path / "evaluations" / "drawn" / _samples_key(run, setup)
-    samples = GeneratedSamples(folder, generation.count, generation.batch, run.path)
+    data = run.config.data
+    samples = GeneratedSamples(
+        folder, generation.count, generation.batch, run.path, key, data.channels * data.size * data.size
+    )
+    if unsealed := samples.count_in(samples.unsealed()):
+        where = f"in {folder} were not drawn on this machine, or were changed"
+        say(f"{plural(unsealed, 'sample')} {where}; drawing them again")
     missing = samples.count_in(samples.missing())
     if missing < generation.count:
         say(f"{plural(generation.count - missing, 'sample')} exist already, in {samples.folder}")
@@ -237,9 +249,9 @@ def _report_cost(run: LoadedRun, setup: EvaluationSetup, missing: int, world: Wo
     say(f"{line}; stored in {run.path / 'evaluations' / 'drawn'}: {format_bytes(missing * channels * side * side)}")
 
 
-def _write_result(path: Path, evaluation: Evaluation) -> None:
+def _write_result(path: Path, evaluation: Evaluation, key: bytes) -> None:
     try:
-        evaluation.write(path)
+        evaluation.write(path, key)
     except OSError as error:
         raise RunError(f"{path} cannot be written ({error.strerror}); the samples are kept") from error
 

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from unfog.config.run_requests import LOSSES, METRICS, ON_REQUEST, EvaluationRequest
 from unfog.config.schema import Config
-from unfog.data.dataset import ImageSet, evenly_spaced
+from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
 from unfog.data.scan import common_side
 from unfog.data.sources.registry import open_source
+from unfog.data.values.value_range import FULL_RANGE
 from unfog.errors import RequestError
 from unfog.evaluation.metrics import check_count
 from unfog.evaluation.pixel_metrics import PIXEL_METRICS
@@ -67,25 +68,39 @@ def evaluate_images(images: str, request: EvaluationRequest, size: int, device: 
 def _load_both(images: str, reference: str, size: int, stop: StopSignals) -> tuple[ImageSet, ImageSet]:
     """Return both sets at one size and with equal channels. RequestError if that cannot be, or images are missing."""
     samples = _load(images, size or common_side(open_source(images), _GRIDS), 0, stop)
-    side = samples.pixels.shape[-1]
+    side = samples.train.pixels.shape[-1]
     real = _load(reference, side, 0, stop)
-    if real.pixels.shape[-1] != side:
+    if real.train.pixels.shape[-1] != side:
         raise RequestError(
-            f"{sanitize(reference)} has images of {real.pixels.shape[-1]} pixels and {sanitize(images)} of {side}; "
-            "give the --size that is stored in both, or what a pack was made of"
+            f"{sanitize(reference)} has images of {real.train.pixels.shape[-1]} pixels and {sanitize(images)} of "
+            f"{side}; give the --size that is stored in both, or what a pack was made of"
         )
-    if samples.pixels.shape[1] != real.pixels.shape[1]:  # grey ones are compared as RGB
-        samples, real = (_load(source, side, 3, stop) for source in (images, reference))
-    check_enough(len(real), "the reference")
-    return samples, real
+    channels = [one.train.pixels.shape[1] for one in (samples, real)]
+    values = _shared_range(samples, real)
+    if values != samples.settings.range or channels[0] < max(channels):  # grey ones are compared as RGB
+        samples = _load(images, side, max(channels), stop, values)
+    if channels[1] < max(channels):
+        real = _load(reference, side, max(channels), stop)
+    check_enough(len(real.train), "the reference")
+    return samples.train, real.train
 
 
-def _load(source: str, size: int, channels: int, stop: StopSignals) -> ImageSet:
+def _shared_range(samples: Dataset, real: Dataset) -> tuple[float, ...]:
+    """Return the range of values for the samples: that of the reference if both are integers deeper than 8 bits."""
+    own, other = samples.settings.range, real.settings.range
+    whole = all(not {"sixteen_bit"}.isdisjoint(one.report.actions) for one in (samples, real))
+    # Two numbers for integers alone; 16 bits need no setting.
+    if own == other or not whole or max(len(own), len(other)) > 2:
+        return own
+    return other or (FULL_RANGE.low, FULL_RANGE.high)
+
+
+def _load(source: str, size: int, channels: int, stop: StopSignals, value_range: tuple[float, ...] = ()) -> Dataset:
     base = Config(source=source)
-    data = replace(base.data, size=size, channels=channels, held_out=0.0, labels="none")
+    data = replace(base.data, size=size, channels=channels, held_out=0.0, labels="none", range=value_range)
     # A batch of one, as there is no training that could want more images than there are.
     dataset, _ = load_images(replace(base, data=data, training=replace(base.training, batch=1)), stop)
-    return dataset.train
+    return dataset
 
 
 def _rows_without_grids(samples: ImageSet) -> NDArray[np.int64]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save
+from safetensors.numpy import load, save
 
 from unfog.data.dataset import Dataset
 from unfog.diffusion.denoiser import Denoiser
@@ -21,17 +22,18 @@ from unfog.errors import RunError
 from unfog.evaluation.metrics import MetricResult
 from unfog.inference.compare_images import Comparison
 from unfog.pipeline.generate import GenerationSettings
+from unfog.process.machine_key import seal_of
 from unfog.reporting.image_grids import Pixels
 from unfog.reporting.notebook import preformatted
 from unfog.reporting.progress import align_columns
-from unfog.safe_files import LARGEST_TEXT, make_folder, read_file, regular_file, write_atomic
+from unfog.safe_files import LARGEST_TEXT, make_folder, read_file, write_atomic
 from unfog.text import without_secrets
 from unfog.training.distributed.world import World
 
 FORMAT = 1
 # Version of the computation of metrics; results of another version are computed again.
 ARITHMETIC = 3
-
+_HEADER_BYTES = 2**16  # of a file of samples, besides these
 
 _TABLE_HEAD = ("metric", "value", "95% interval", "real images", "n", "reference", "features", "resize")
 
@@ -98,10 +100,12 @@ class Evaluation:
             *(f"copies, by {one['by']}: {one['evidence']}" for one in self.copies),
         ]
 
-    def write(self, path: Path) -> None:
-        run = path.parent.parent
+    def write(self, path: Path, key: bytes) -> None:
+        """Write the file with a seal, by which `read` knows what was measured with the same key."""
+        run, stored = path.parent.parent, json.loads(self.to_json())
+        text = json.dumps({**stored, "seal": _seal(key, path, stored)}, indent=2, allow_nan=False) + os.linesep
         make_folder(path.parent, run)
-        write_atomic(path, self.to_json(), run, private=True)  # sources may be URLs with credentials
+        write_atomic(path, text.encode(), run, private=True)  # sources may be URLs with credentials
 
     def to_json(self) -> bytes:
         """Return the file of this evaluation, without the passwords of URLs."""
@@ -110,14 +114,24 @@ class Evaluation:
         return without_secrets(text).encode()
 
     @classmethod
-    def read(cls, path: Path) -> Evaluation | None:
-        """Return what `write` stored; None if the file is missing, damaged or of another format."""
-        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+    def read(cls, path: Path, key: bytes | None = None) -> Evaluation | None:
+        """Return what `write` stored; None if the file is missing, damaged or of another format.
+
+        With a `key`, also if the file was written with another one, or changed since.
+        """
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             stored = json.loads(read_file(path, path.parent.parent, LARGEST_TEXT))
+            seal = str(stored.pop("seal", ""))
+            if key is not None and not hmac.compare_digest(seal.encode(), _seal(key, path, stored).encode()):
+                return None
             if stored.pop("format") == FORMAT:
                 measured = [MetricResult(**one) for one in stored.pop("measured")]
                 return cls(measured=measured, **stored)
         return None
+
+
+def _seal(key: bytes, path: Path, stored: Mapping[str, Any]) -> str:
+    return seal_of(key, path.name, json.dumps(stored, sort_keys=True).encode()).hex()
 
 
 def _table_row(one: MetricResult) -> tuple[str, ...]:
@@ -131,15 +145,17 @@ def _table_row(one: MetricResult) -> tuple[str, ...]:
 class GeneratedSamples:
     """The first `count` samples of a seed, uint8 [N, C, H, W] by slices: a folder with one file for each `chunk`.
 
-    A file is complete or absent. A larger `count` keeps the files of a smaller one, except a shorter last chunk.
+    A file is complete or absent. A larger `count` keeps the files of a smaller one, except a shorter last chunk. The
+    run may come from a stranger, so a file counts only if it has the seal of `key`: others are generated again.
     """
 
     # A chunk is one batch of the sampler. Floating-point sums depend on the neighbours in a batch, so a chunk that
     # was cut is generated again as a whole; then every sample is the same to the bit, on whichever rank.
 
-    def __init__(self, folder: Path, count: int, chunk: int, root: Path | None = None):
+    def __init__(self, folder: Path, count: int, chunk: int, root: Path, key: bytes, image_bytes: int):
         self.folder, self.count, self.chunk = folder, count, chunk
-        self._root = folder if root is None else root  # below it no link is followed
+        self._root, self._key = root, key  # below the root no link is followed
+        self._largest = (chunk * image_bytes) + _HEADER_BYTES
 
     def __len__(self) -> int:
         return self.count
@@ -147,7 +163,7 @@ class GeneratedSamples:
     @property
     def key(self) -> str:
         """Name of these samples in the cache of features."""
-        return self.folder.name
+        return f"{self.folder.name} sealed"
 
     def __getitem__(self, key: slice) -> NDArray[np.uint8]:
         first, last, _ = key.indices(self.count)
@@ -162,6 +178,11 @@ class GeneratedSamples:
     def missing(self) -> list[int]:
         """Return the number of the first sample of each missing chunk."""
         return [start for start in range(0, self.count, self.chunk) if self._load(start) is None]
+
+    def unsealed(self) -> list[int]:
+        """Return the number of the first sample of each chunk whose file was not written with this key, or changed."""
+        starts = range(0, self.count, self.chunk)
+        return [start for start in starts if os.path.lexists(self._file(start)) and self._sealed(start) is None]
 
     def count_in(self, starts: Sequence[int]) -> int:
         """Return the number of samples in the chunks that start here."""
@@ -198,19 +219,31 @@ class GeneratedSamples:
         return self.folder / f"{start:08d}.safetensors"
 
     def _load(self, start: int) -> NDArray[np.uint8] | None:
-        """Return a chunk; None if it is missing, damaged or has too few samples."""
-        with suppress(OSError, SafetensorError, KeyError):
-            samples: NDArray[np.uint8] = load_file(regular_file(self._file(start), self._root))["pictures"]
-            # The last chunk has more than are needed after an evaluation of more samples.
-            if samples.dtype == np.uint8 and samples.ndim == 4 and len(samples) >= self._size(start):
+        """Return a chunk; None if it is missing, not sealed or has too few samples."""
+        samples = self._sealed(start)
+        # The last chunk has more than are needed after an evaluation of more samples.
+        return None if samples is None or len(samples) < self._size(start) else samples
+
+    def _sealed(self, start: int) -> NDArray[np.uint8] | None:
+        """Return the samples of a file; None if it is missing, or not as this key has sealed it."""
+        with suppress(OSError, ValueError, SafetensorError, KeyError):
+            stored = load(read_file(self._file(start), self._root, self._largest))
+            samples: NDArray[np.uint8] = stored["pictures"]
+            known = samples.dtype == np.uint8 and samples.ndim == 4
+            if known and hmac.compare_digest(stored["seal"].tobytes(), self._seal(start, samples)):
                 return samples
         return None
+
+    def _seal(self, start: int, samples: NDArray[np.uint8]) -> bytes:
+        name = f"{self.folder.name} {start} {samples.shape}"
+        return seal_of(self._key, name, np.ascontiguousarray(samples).tobytes())
 
     def _write(self, start: int, samples: Pixels) -> None:
         try:
             make_folder(self.folder, self._root)
-            data = save({"pictures": np.ascontiguousarray(samples.transpose(0, 3, 1, 2))})
-            write_atomic(self._file(start), data, self._root)
+            pictures = np.ascontiguousarray(samples.transpose(0, 3, 1, 2))
+            seal = np.frombuffer(self._seal(start, pictures), np.uint8)
+            write_atomic(self._file(start), save({"pictures": pictures, "seal": seal}), self._root)
         except OSError as error:
             raise RunError(
                 f"{self.folder} cannot be written ({error.strerror or error}); correct that, then repeat the "

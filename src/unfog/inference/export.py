@@ -31,7 +31,7 @@ from unfog.pipeline.latents import open_run_autoencoder
 from unfog.process.hub import Repository
 from unfog.reporting.image_grids import Pixels, save_png
 from unfog.reporting.progress import say
-from unfog.safe_files import copy_into, regular_file, write_atomic
+from unfog.safe_files import copy_into, tensor_file, write_atomic
 from unfog.text import sanitize
 
 _DESCRIPTION, _WEIGHTS, SOURCE = "model.json", "model.safetensors", "network.py"
@@ -177,7 +177,7 @@ def _write_safetensors(job: _Export) -> float:
     model, settings = job.description, job.run.config.network
     assert settings is not None  # a run's is settled
     rebuilt = build_model(settings, model["input"][0], len(model["classes"]), 0, model["out_channels"])
-    rebuilt.load_state_dict(load_file(regular_file(job.folder / _WEIGHTS, job.folder)))
+    rebuilt.load_state_dict(load_file(tensor_file(job.folder / _WEIGHTS, job.folder)))
     return _relative_difference(job.network, rebuilt.eval(), _example_inputs(model))
 
 

@@ -65,7 +65,12 @@ def resolve_guidance(
 
 def _usual_guide(run: LoadedRun) -> tuple[Denoiser | None, str]:
     """Return the guide of the run's settings and its name; none, with the reason said, where the run cannot have it."""
-    if run.config.usual_guide == _NONE or run.weights == "raw":
+    if run.config.usual_guide == _NONE:
+        return None, _NONE
+    if run.weights == "raw":
+        say(
+            "sampling without the guide of this run, which is an earlier EMA; --guide auto uses it with raw weights too"
+        )
         return None, _NONE
     try:
         return _open_guide(run, _AUTO), _AUTO

@@ -24,7 +24,7 @@ from unfog.process.device import choose_device
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.progress import warn
-from unfog.safe_files import regular_file
+from unfog.safe_files import tensor_file
 from unfog.text import sanitize
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.format import CheckpointInfo
@@ -207,7 +207,7 @@ def _rebuild(mix: Mixture) -> dict[str, Tensor]:
     """
     paths = {one.path for one, _, _ in mix.terms}
     try:
-        files: dict[Path, Any] = {path: safe_open(regular_file(path, path.parents[1]), "pt") for path in paths}
+        files: dict[Path, Any] = {path: safe_open(tensor_file(path, path.parents[1]), "pt") for path in paths}
         newest = max(paths, key=lambda path: path.name)
         averaged: dict[str, Tensor] = {}
         for full in files[newest].keys():  # noqa: SIM118 - it is no dict

@@ -12,6 +12,7 @@ from unfog.config.values import format_spec
 from unfog.evaluation.metrics import MetricResult
 from unfog.inference.evaluation_files import Evaluation
 from unfog.inference.loaded_run import LoadedRun
+from unfog.process.machine_key import machine_key
 from unfog.process.run_folder import source_name
 from unfog.reporting.records import read_object
 from unfog.safe_files import list_folder
@@ -43,7 +44,7 @@ def model_card(run: LoadedRun, settings: CardSettings) -> str:
     """Return the README.md of an export."""
     title = sanitize(settings.name.rpartition("/")[2] or run.path.resolve().name)
     evaluations = _evaluations(run)
-    measured = [one for evaluation in evaluations for one in evaluation.measured if one.value is not None]
+    measured = [one for evaluation, _ in evaluations for one in evaluation.measured if one.value is not None]
     data = _data(run)
     front = {
         **({"license": settings.license} if settings.license else {}),
@@ -119,12 +120,14 @@ def _training(run: LoadedRun) -> list[tuple[str, str]]:
     return [(name, value) for name, value in rows.items() if value]
 
 
-def _evaluations(run: LoadedRun) -> list[Evaluation]:
+def _evaluations(run: LoadedRun) -> list[tuple[Evaluation, bool]]:
     """Return the evaluations of exactly these weights, newest first, each metric from the newest one alone.
+
+    True stands for those that were measured on this machine: others came with the run, which may be a stranger's.
 
     What was measured on guided samples is left out, as an exported model has no guide.
     """
-    found: list[Evaluation] = []
+    found: list[tuple[Evaluation, bool]] = []
     seen: set[tuple[str, str]] = set()
     there = list_folder(run.path / "evaluations", run.path)
     stored = (path for path in there if path.name.startswith(f"{run.step:08d}-") and path.suffix == ".json")
@@ -143,7 +146,8 @@ def _evaluations(run: LoadedRun) -> list[Evaluation]:
         seen.update((one.metric, one.features) for one in new)
         if new:
             said = ([], "") if guided else (evaluation.copies, evaluation.verdict)
-            found.append(Evaluation(evaluation.step, evaluation.drawn, new, *said))
+            here = Evaluation.read(path, machine_key()) is not None
+            found.append((Evaluation(evaluation.step, evaluation.drawn, new, *said), here))
     return found
 
 
@@ -155,11 +159,11 @@ def _valid(one: MetricResult) -> bool:
     return finite and counted and all(isinstance(text, str) for text in (one.metric, one.features, one.resize))
 
 
-def _metrics_section(evaluations: Sequence[Evaluation]) -> str:
+def _metrics_section(evaluations: Sequence[tuple[Evaluation, bool]]) -> str:
     if not evaluations:
         return "## Metrics\n\nNot measured. `unfog evaluate RUN --guide none` measures them; then export again."
     texts = []
-    for one in evaluations:
+    for one, here in evaluations:
         rows = [_metric_row(metric) for metric in one.measured]
         head = ("metric", "value", "standard error", "95% interval", "real images", "n", "reference", "features")
         copies = "; ".join(f"by {found['by']}: {found['evidence']}" for found in one.copies)
@@ -168,6 +172,7 @@ def _metrics_section(evaluations: Sequence[Evaluation]) -> str:
             _escaped(sanitize(one.verdict)),
             _table(head, rows),
             f"Samples: {_escaped(how)}.",
+            "" if here else "These values came with the run; the machine that wrote this card has not measured them.",
             f"Copies of training images, {_escaped(sanitize(copies))}." if copies else "",
         ]
     note = "*Real images* is the value that other real images reach. Errors are those of the choice of images."

@@ -17,6 +17,7 @@ from unfog.config.folder_requests import ExportSettings
 from unfog.config.run_requests import EvaluationRequest, SamplingRequest
 from unfog.config.toml import update
 from unfog.config.validate import folder_path
+from unfog.custom import consent
 from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.editing import Edit
 from unfog.diffusion.sampler import Observe
@@ -184,7 +185,7 @@ class Run(LoadedRun):
         rows = {"run": self.path, **self._facts(), "weights": f"{self._weights()} of step {self.step:,}"}
         if saved.held_out_loss is not None:
             rows["held-out loss"] = f"{saved.held_out_loss:.4g}"
-        return table(rows, preview, f"preview {preview.stem}")
+        return table(rows, preview, self.path, f"preview {preview.stem}")
 
     def _describe(self, generation: GenerationSettings, guide: str) -> tuple[str, ...]:
         return (
@@ -215,5 +216,6 @@ class Run(LoadedRun):
         # Loaded only here, so that sampling starts without it.
         from unfog.inference.evaluate import evaluate
 
+        consent.give_to_source(settings.get("reference"))
         names = (metrics,) if isinstance(metrics, str) else metrics
         return evaluate(self, update(EvaluationRequest(), {"metrics": names, "n": n, **settings}, ""))

@@ -38,7 +38,8 @@ WEIGHTS = {
     "AutoencoderTiny": "diffusion_pytorch_model.safetensors",
 }
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-_PLACES = ("", "codec", "vae")  # the folder itself, inside an Unfog run, inside a diffusers pipeline
+_IN_RUN = "codec"
+_PLACES = ("", _IN_RUN, "vae")  # the folder itself, inside an Unfog run, inside a diffusers pipeline
 _LARGEST_CONFIG = 2**20  # bytes; a config.json has a few thousand, and a folder may come from a stranger
 
 
@@ -127,11 +128,16 @@ class AutoencoderFolder(NamedTuple):
         """Path of the file with the weights."""
         return self.folder / WEIGHTS[self.kind]
 
+    @property
+    def follows_links(self) -> bool:
+        """True if its files may be links, as those of a hub's cache are; False in a run, which may be a stranger's."""
+        return self.folder.name != _IN_RUN
+
     def sha256(self) -> str:
         """Return a digest of both files."""
         digest = hashlib.sha256()
         for path in (self.folder / CONFIG, self.weights):
-            with open_file(path, "rb", path.parent, follow=True) as file:
+            with open_file(path, "rb", self.folder, follow=self.follows_links) as file:
                 digest.update(hashlib.file_digest(cast(Any, file), "sha256").digest())
         return digest.hexdigest()
 
@@ -143,7 +149,8 @@ class AutoencoderFolder(NamedTuple):
             RequestError: there is none, or none that can be read safely.
         """
         whole = Path(path).expanduser()
-        folder = next((whole / place for place in _PLACES if (whole / place / CONFIG).is_file()), None)
+        places = [whole / place for place in _PLACES if place != _IN_RUN or not (whole / place).is_symlink()]
+        folder = next((place for place in places if (place / CONFIG).is_file()), None)
         if folder is None and (whole / "config.toml").is_file():
             raise RequestError(
                 f"autoencoder_folder = {path} has no finished autoencoder; if its training was interrupted, "
@@ -176,7 +183,7 @@ class AutoencoderFolder(NamedTuple):
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    config = json.loads(read_file(path, path.parent, _LARGEST_CONFIG, follow=True))
+    config = json.loads(read_file(path, path.parent, _LARGEST_CONFIG, follow=path.parent.name != _IN_RUN))
     if not isinstance(config, dict):
         raise ValueError("it is no small JSON object")
     return config

@@ -79,6 +79,8 @@ class ConditionalNetwork(nn.Module):
     """Whether a forward pass calls each linear layer and convolution once, and uses their weights nowhere else."""
     ends: ClassVar[tuple[str, ...]] = ("conv_in", "conv_out", "class_embedding", "augment_embedding")
     """Layers whose other side is not the hidden space: image channels, classes, augmentations."""
+    not_matrices: ClassVar[tuple[str, ...]] = ()
+    """Names of parameters, or of modules around them, that are no linear maps though they have two sides or more."""
     block: ClassVar[type[nn.Module]]
     """Class of the repeated parts, which FSDP shards and gathers one after the other."""
     augmentation_begins_at_zero: ClassVar[bool] = False

@@ -55,6 +55,24 @@ def building_for(weights: Path | None, run: Path) -> Iterator[None]:
 
 
 @contextmanager
+def limited_parameters(most: int, misfit: Callable[[str], Exception]) -> Iterator[None]:
+    """Inside, a network of far more than `most` parameters raises what `misfit` returns for a parameter's name."""
+    left = _REGISTRATIONS * most
+
+    def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise misfit(name)
+
+    hook = register_module_parameter_registration_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
 def _only_stored_shapes() -> Iterator[None]:
     if (weights := _weights.get()) is None:
         yield

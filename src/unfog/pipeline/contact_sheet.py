@@ -24,6 +24,7 @@ def contact_sheet(dataset: Dataset, augment: Augment, seed: int) -> Pixels:
     """Return training images as the network sees them, from the stream and augmented: uint8 [H, W, 3].
 
     It shows a row for each unusual conversion, then some of each class, and depends on the images and the seed alone.
+    RequestError if a label is none of the classes.
     """
     images = dataset.train
     _, _, height, width = images.pixels.shape
@@ -64,9 +65,9 @@ def _unusual(report: DataReport, index: NDArray[np.int64], count: int) -> dict[i
 def _spread(dataset: Dataset, index: NDArray[np.int64], free: list[int], count: int) -> dict[int, str]:
     """Return position -> class of some `free` positions, in order, for evenly spaced classes."""
     images = dataset.train
-    if images.labels is None:
+    labels = images.labels_of(index[free])
+    if labels is None:
         return dict.fromkeys(free[:count], "")
-    labels = images.labels[index[free]]
     classes = evenly_spaced(len(images.classes), count)
     few = max(1, count // max(1, len(classes)))
     names = {label: _class_name(images.classes, label) for label in classes}

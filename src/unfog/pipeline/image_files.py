@@ -18,10 +18,12 @@ from unfog.config.toml import of_type
 from unfog.config.values import quote
 from unfog.data.augmentation import to_model_range
 from unfog.data.decode import ImageInfo, decode, parse_colour
-from unfog.data.own_files import XMP
+from unfog.data.files.own_files import XMP
 from unfog.data.prepare import silence_pillow
 from unfog.data.sources.base import ImageError
 from unfog.data.sources.image_files import open_image
+from unfog.data.values.deep_image import DeepImage
+from unfog.data.values.value_range import Ranges
 from unfog.diffusion.editing import Edit
 from unfog.diffusion.noise import Path as NoisePath
 from unfog.diffusion.noise import Schedule
@@ -51,7 +53,10 @@ def build_edit(
         return None
     if mask is None and repeats is not None:
         raise RequestError(f"repeats = {repeats} is for inpainting with a mask; give a mask, or omit repeats")
-    pixels, facts = _read_image(image, "image", config.data.size, config.data.channels, config.data.background)
+    data = config.data
+    # Of the set that the run was trained on, so that the image is as bright as its images.
+    ranges = Ranges.of_setting(data.range) if data.range else None
+    pixels, facts = _read_image(image, "image", data.size, data.channels, data.background, ranges)
     unknown = None
     if mask is not None:
         # Black behind a transparent mask: what is not drawn is kept.
@@ -75,24 +80,33 @@ def build_edit(
     )
 
 
-def _read_image(given: ImageInput, what: str, size: int, channels: int, background: str) -> tuple[Pixels, ImageInfo]:
-    """Return uint8 [channels, size, size] decoded as training images are: upright and centre-cropped."""
+def _read_image(
+    given: ImageInput, what: str, size: int, channels: int, background: str, ranges: Ranges | None = None
+) -> tuple[Pixels, ImageInfo]:
+    """Return uint8 [channels, size, size] decoded as training images are: upright and centre-cropped.
 
-    def opener() -> Image.Image:
-        return open_image(path) if path else Image.fromarray(values)
+    Without `ranges`, values deeper than 8 bits are scaled by those of the image.
+    """
+
+    def opener() -> Image.Image | DeepImage:
+        if path:
+            return open_image(path)
+        return Image.fromarray(values) if values.dtype == np.uint8 else DeepImage(values)
 
     path = Path(given) if isinstance(given, str | PathLike) else None
     values = np.asarray(None if path else given)
     if path is None:
         values = values.astype(np.uint8) * 255 if values.dtype == bool else values
         values = values[..., 0] if values.ndim == 3 and values.shape[2] == 1 else values
-        if values.dtype != np.uint8 or not (values.ndim == 2 or (values.ndim == 3 and values.shape[2] in (3, 4))):
+        shaped = values.ndim == 2 or (values.ndim == 3 and values.shape[2] in (3, 4))
+        if values.dtype.kind not in "uif" or not shaped or not values.size:
             raise RequestError(
-                f"{what} is {values.dtype} {list(values.shape)}; give a file, or uint8 [H, W], [H, W, 3] or [H, W, 4]"
+                f"{what} is {values.dtype} {list(values.shape)}; give a file, or an array [H, W], [H, W, 3] or "
+                "[H, W, 4]"
             )
     try:
         with silence_pillow():
-            return decode(opener, size, channels, parse_colour(background))
+            return decode(opener, size, channels, parse_colour(background), ranges)
     except ImageError as error:
         named = quote(str(path)) if path else "the array"
         reason = "there is no such file" if path and not path.exists() else error

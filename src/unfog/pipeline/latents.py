@@ -35,7 +35,7 @@ from unfog.process.device import choose_device
 from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.progress import Progress, say, warn
-from unfog.safe_files import move, new_file, regular_file, remove_tree, write_atomic
+from unfog.safe_files import move, new_file, regular_file, remove_tree, tensor_file, write_atomic
 from unfog.training.checkpoints.snapshot import sync
 
 Decode = Callable[[Tensor], Tensor]  # network output [B, C, H, W] -> images [B, C', H', W'] about [-1, 1]
@@ -69,7 +69,8 @@ def _load_ours(described: AutoencoderFolder) -> AutoencoderModel:
     given = {k: v for k, v in described.config.items() if k not in ("_class_name", "image_channels")}
     network = AutoencoderModel(update(Autoencoder(), given, "autoencoder"), described.image_channels)
     try:
-        network.load_state_dict(load_file(regular_file(described.weights, described.folder, follow=True)), strict=True)
+        file = tensor_file(described.weights, described.folder, described.follows_links)
+        network.load_state_dict(load_file(file), strict=True)
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
         said = " ".join(str(error).split())[:160]
         raise RequestError(
@@ -115,7 +116,8 @@ def copy_autoencoder_into_run(folder: RunFolder, config: Config) -> Config:
     if own.resolve() != described.folder.resolve():
         made = _empty_beside(own)
         for path in (described.folder / CONFIG, described.weights):
-            shutil.copyfile(path, new_file(made / path.name, folder.path))
+            source = regular_file(path, described.folder, described.follows_links)
+            shutil.copyfile(source, new_file(made / path.name, folder.path))
         _check_unchanged(AutoencoderFolder.open(str(made)), config)
         _move_into_place(made, own)
     return replace(config, autoencoder_folder=str(own.absolute()))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
+from unfog.cache_folder import cache_folder
 from unfog.config.schema import Config, ImageFacts
 from unfog.config.toml import to_toml
 from unfog.data.dataset import Dataset
@@ -25,7 +27,7 @@ _TOP = re.compile(r"/|(?:[-_.\d][-\w]*)?\.tar/", re.IGNORECASE)  # ends the top 
 _NAMES_SAMPLED = 10_000  # file names, evenly spaced, that are searched for folders called train, test or similar
 
 
-def _warn_of_no_effect(settings: Data, dataset: Dataset) -> None:
+def _warn_of_no_effect(settings: Data, dataset: Dataset, from_python: bool) -> None:
     """Warn of settings that have no effect on these images."""
     if settings.held_out not in (0, Data().held_out) and not len(dataset.held_out):
         reason, n = f"sets of fewer than {MIN_TO_HOLD_OUT} images are used for training entirely", dataset.report.found
@@ -35,6 +37,15 @@ def _warn_of_no_effect(settings: Data, dataset: Dataset) -> None:
     made = dataset.settings.background
     if settings.background not in (Data().background, made):
         warn(f"data.background = {settings.background} changes nothing: the pack was made with {made}")
+    report, packed = dataset.report, dataset.settings.range
+    if settings.range and settings.range != packed:
+        warn(f"data.range changes nothing: the images of a pack have 8 bits{_made_with(packed)}")
+    elif settings.range and report.read and not report.has_deep_images and not from_python:
+        warn("data.range changes nothing: no image has values deeper than 8 bits")
+
+
+def _made_with(range: tuple[float, ...]) -> str:
+    return f", and it was made with {' '.join(f'{value:g}' for value in range)}" if range else ""
 
 
 def _report_splits(names: Sequence[str]) -> None:
@@ -104,5 +115,6 @@ def _report(config: Config, source: Source, dataset: Dataset, few: bool) -> None
         )
     for warning in dataset.warnings:
         warn(warning)
-    _warn_of_no_effect(config.data, dataset)
+    # Floating point from Python was scaled when it was stored there.
+    _warn_of_no_effect(config.data, dataset, Path(source.resolved).parent == cache_folder())
     _report_splits(source.names)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
 from unfog.errors import RequestError, RunError
 from unfog.locks import lock_of
 from unfog.process.run_folder import new_folder
-from unfog.reporting.image_grids import Pixels, save_png
+from unfog.reporting.image_grids import Pixels, read_png, save_png
 from unfog.reporting.progress import say
 from unfog.safe_files import LARGEST_TEXT, read_file, remove, write_atomic
 from unfog.text import sanitize
@@ -22,7 +20,6 @@ from unfog.text import sanitize
 # File in a folder of samples until its grid is written: what the samples are of.
 UNFINISHED = "unfinished.json"
 _LONGEST_NAME = 40  # characters of a class in the name of a file
-_LARGEST_PNG = 2**28  # bytes
 
 
 class SampleFolder:
@@ -149,9 +146,8 @@ def _digest_of(folder: Path) -> str | None:
 
 def _read(path: Path) -> Pixels:
     try:
-        with Image.open(io.BytesIO(read_file(path, path.parent, _LARGEST_PNG)), formats=["PNG"]) as image:
-            pixels = np.asarray(image)
-    except (OSError, ValueError, SyntaxError) as error:  # Pillow raises SyntaxError for a broken PNG chunk
+        pixels = np.asarray(read_png(path, path.parent))
+    except (OSError, ValueError) as error:
         raise RunError(f"{path} cannot be read ({error}); remove it, and repeat the command") from error
     return pixels if pixels.ndim == 3 else pixels[..., None]
 

@@ -114,7 +114,10 @@ class MemoryEstimator:
             trace = self._traced(microbatch, passes, checkpointing)
         else:
             few, more = (self._traced(n, passes, checkpointing) for n in _TRACED)
-            trace = few.extrapolate(microbatch, more, *_TRACED)
+            try:
+                trace = few.extrapolate(microbatch, more, *_TRACED)
+            except ValueError:  # code of a user may compute otherwise for another number of images
+                trace = self._traced(microbatch, passes, checkpointing)
         return trace.peak(self.device, HOLES_RECOMPUTING if checkpointing else HOLES)
 
     def training(self, microbatch: int, checkpointing: bool) -> int:
@@ -193,7 +196,9 @@ def _trace_key(config: Config, device: str) -> Config:
     used = config.training
     # On CUDA alone the format decides what normalisation keeps (`unfog.models.group_norm`).
     memory_format = used.memory_format if device == "cuda" else Training().memory_format
-    training = Training(precision=used.precision, clip=used.clip, shard=used.shard, memory_format=memory_format)
+    training = Training(
+        precision=used.precision, noise=used.noise, clip=used.clip, shard=used.shard, memory_format=memory_format
+    )
     optimizer, usual = replace(config.optimizer, lr=1.0, warmup=1), Config()
     asides = {name: getattr(usual, name) for name in ("preview", "evaluate", "log", "checkpoint")}
     # Only whether there are snapshots matters.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -36,6 +37,7 @@ from unfog.text import sanitize
 AUTOENCODER_FOLDER = "codec"
 _FROM_PYTHON = re.compile(r"-[0-9a-f]{32}\.(npz|images)$")  # end of the name of images that were given as objects
 _LAUNCH_FILE = "launch"  # in a run: names the launch by torchrun that created it
+_COPIES_TRIED = 3  # newest checkpoints in which a sound config.toml is looked for
 
 
 @dataclass(frozen=True)
@@ -134,14 +136,33 @@ class RunFolder:
     def read_config(self) -> Config:
         """Return the stored configuration. RequestError if this is no run, or its configuration is damaged."""
         self.check_is_run()
-        config = read_toml(self.config_file, Config())
-        if not config.source:
-            raise RequestError(f"{self.config_file} is damaged: it names no source; restore it from a copy")
+        try:
+            config = read_toml(self.config_file, Config())
+        except RequestError as error:
+            raise RequestError(f"{error}{self._restore_command()}") from None
+        problem = "" if config.source else "it names no source"
+        if config.uses_latents and not (config.latents.factor and config.latents.channels):
+            problem = "it names an autoencoder_folder, and has no [latents], which training writes"
+        if problem:
+            remedy = self._restore_command() or "; restore it from a copy"
+            raise RequestError(f"{self.config_file} is damaged: {problem}{remedy}")
         own = self.path / AUTOENCODER_FOLDER
-        if config.uses_latents and (own / "config.json").is_file():  # the run may have been moved
-            # The copy in the run, as the folder that was named may be gone or trained further.
+        # The copy in the run, as the run may have been moved, and the folder that was named be gone or trained further.
+        if config.uses_latents and not own.is_symlink() and (own / "config.json").is_file():
             config = replace(config, autoencoder_folder=str(own.absolute()))
         return config
+
+    def _restore_command(self) -> str:
+        """Return the end of a message, with the command that restores config.toml from a checkpoint; "" without one."""
+        with suppress(OSError):
+            steps = sorted((one for one in self.checkpoints.iterdir() if one.name.isdecimal()), reverse=True)
+            for copy in [one / self.config_file.name for one in steps[:_COPIES_TRIED]]:
+                with suppress(RequestError):
+                    stored = read_toml(copy, Config())
+                    if stored.source and (stored.latents.factor or not stored.uses_latents):
+                        words = shlex.join(["cp", str(copy), str(self.config_file)])
+                        return f"; the checkpoint of step {int(copy.parent.name):,} has a copy: {words}"
+        return ""
 
     def check_writable(self) -> None:
         """RequestError if the permissions of the run folder forbid writing."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import math
+import struct
 import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -103,7 +104,8 @@ def with_caption(body: Pixels, parts: Sequence[str]) -> Pixels:
     return np.concatenate([np.asarray(head), body])
 
 
-_LARGEST_PNG = 2**28  # bytes
+# Of a picture of a run, which a stranger may have sent. Ours of 16 images of 1024 pixels has up to 50 MB.
+_LARGEST_PNG, _MOST_PIXELS, _MOST_CHUNKS = 2**26, 2**26, 10_000
 
 
 def encode_png(pixels: Pixels, text: Mapping[str, str] | None = None) -> bytes:
@@ -128,17 +130,42 @@ def png_data_uri(path: Path, root: Path, width: int) -> tuple[str, int] | None:
     """A PNG file as (`data:` URI, pixels across), made smaller if wider than `width`; None if unreadable or linked."""
     try:
         data = read_file(path, root, _LARGEST_PNG)
-        with Image.open(io.BytesIO(data), formats=["PNG"]) as image:
-            image.load()  # also where the bytes are taken as they are: a damaged file must not get into the page
-            if image.width <= width:
-                across = image.width
-            else:
-                size = (width, max(1, round(image.height * width / image.width)))
-                smaller = image.convert("RGB").resize(size, Image.Resampling.LANCZOS)
-                data, across = encode_png(np.asarray(smaller)), width
-    except (OSError, ValueError, SyntaxError):  # Pillow raises SyntaxError for a broken PNG chunk
+        image = decode_png(data)  # also where the bytes are used as they are: a damaged file must not get into the page
+    except (OSError, ValueError):
         return None
+    across = min(image.width, width)
+    if across < image.width:
+        size = (width, max(1, round(image.height * width / image.width)))
+        data = encode_png(np.asarray(image.convert("RGB").resize(size, Image.Resampling.LANCZOS)))
     return f"data:image/png;base64,{base64.b64encode(data).decode()}", across
+
+
+def read_png(path: Path, root: Path) -> Image.Image:
+    """Read a picture of a run. OSError if it cannot be read, or is a link; ValueError if it is no PNG of usual size."""
+    return decode_png(read_file(path, root, _LARGEST_PNG))
+
+
+def decode_png(data: bytes) -> Image.Image:
+    """Decode a PNG, whatever its name says, and nothing else. ValueError if it cannot be decoded, or is too large."""
+    if not data.startswith(b"\x89PNG\r\n\x1a\n"):
+        raise ValueError("no PNG")
+    if len(data) > _LARGEST_PNG or (len(data) >= 24 and math.prod(struct.unpack(">II", data[16:24])) > _MOST_PIXELS):
+        most = f"{_LARGEST_PNG >> 20} MB or {_MOST_PIXELS / 1e6:.0f} megapixels"
+        raise ValueError(f"over {most}, which no picture of a run has")
+    at = 8
+    for _ in range(_MOST_CHUNKS):
+        if at >= len(data):
+            break
+        at += 12 + int.from_bytes(data[at : at + 4])
+    else:
+        raise ValueError(f"a PNG of over {_MOST_CHUNKS:,} chunks")
+    try:
+        # No other format: among Pillow's readers is one that starts Ghostscript.
+        with Image.open(io.BytesIO(data), formats=["PNG"]) as image:
+            image.load()
+            return image
+    except Exception as error:  # Pillow fails in nearly any way on a damaged file
+        raise ValueError(f"no PNG that can be read ({type(error).__name__})") from error
 
 
 def _rgb(images: Pixels) -> Pixels:

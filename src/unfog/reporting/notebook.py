@@ -69,12 +69,12 @@ def figure(images: Pixels, caption: str) -> str:
     return _figure(f"data:image/png;base64,{encoded}", caption + more)
 
 
-def table(rows: Mapping[str, object], image: Path | None = None, caption: str = "") -> str:
-    """Return HTML of names and values, with the image of a file below, if it can be read."""
+def table(rows: Mapping[str, object], image: Path, root: Path, caption: str) -> str:
+    """Return HTML of names and values, with the PNG in a file below `root` at the end, if it can be read."""
     from unfog.reporting.image_grids import png_data_uri
 
     lines = (f"<tr><th>{html.escape(name)}</th><td>{html.escape(str(value))}</td></tr>" for name, value in rows.items())
-    found = None if image is None else png_data_uri(image, image.parent, _WIDTH)
+    found = png_data_uri(image, root, _WIDTH)
     return f"<table>{''.join(lines)}</table>{_figure(found[0], caption) if found else ''}"
 
 

@@ -6,7 +6,6 @@ import base64
 import json
 import os
 import struct
-import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from unfog.errors import RequestError
 from unfog.reporting.image_grids import png_data_uri
@@ -156,11 +154,8 @@ def _evenly(items: Sequence[tuple[int, Path]], most: int) -> list[tuple[int, Pat
 
 def _data_uri(path: Path, root: Path, widest: int) -> str:
     """Return a readable image as a data URI; "" otherwise."""
-    # A file may claim an enormous size, or make Pillow's readers fail in ways that png_data_uri does not catch.
-    with suppress(ValueError, IndexError, MemoryError, struct.error, zlib.error, Image.DecompressionBombError):
-        if (image := png_data_uri(path, root, widest)) is not None:
-            return image[0]
-    return ""
+    image = png_data_uri(path, root, widest)
+    return "" if image is None else image[0]
 
 
 def _number_columns(metrics: Sequence[Row]) -> dict[str, Floats]:

@@ -13,6 +13,7 @@ import torch
 from unfog.callbacks import Callbacks
 from unfog.config.schema import Config
 from unfog.config.toml import to_toml
+from unfog.custom import consent
 from unfog.data.dataset import Dataset
 from unfog.data.lazy import outage_of
 from unfog.pipeline.outage_notice import OutageNotice
@@ -99,4 +100,8 @@ def broadcast_config(
         return
     lost = None if failed_shards is None else dict(failed_shards)
     place = str(checkpoints.absolute())  # as other ranks may run in another folder
-    world.broadcast_object({} if config is None else {"config": to_toml(config), "lost": lost, "checkpoints": place})
+    if config is None:
+        world.broadcast_object({})
+        return
+    trusted = consent.given_paths()
+    world.broadcast_object({"config": to_toml(config), "trusted": trusted, "lost": lost, "checkpoints": place})

@@ -226,6 +226,8 @@ class Session(SessionHooks):
         for finding in findings:
             if finding.severity in ("fatal", "warning"):
                 self.recorder.warn(self.step, f"{finding.evidence}; {finding.remedy}".removesuffix("; "))
+            elif finding.facts.get("grey", 0) == finding.facts.get("looked_at"):  # three times the values for nothing
+                say(f"  {finding.evidence}; {finding.remedy}")
         self.recorder.event("data", self.step, summary=self.dataset.report.line())
         if self.config.ema_snapshots.every > 0 and not self.state.ema_history_known:
             say("  no EMA snapshots are taken: the two averages were not both kept since the run began")

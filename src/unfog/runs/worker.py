@@ -12,6 +12,7 @@ from typing import Any
 
 from unfog.config.schema import Config
 from unfog.config.toml import from_toml
+from unfog.custom import consent
 from unfog.data.dataset import Dataset
 from unfog.data.stream import ImageStream
 from unfog.errors import RunError
@@ -65,6 +66,8 @@ def run_worker() -> None:
         if not received:  # the run is at its end already
             return
         config = from_toml(received["config"], Config())
+        for path in received["trusted"]:  # by the person who has started rank 0
+            consent.give(path)
         with StopSignals(quiet=True) as stop:
             if config.training.shard:
                 checkpoints = Path(received["checkpoints"])

@@ -2,7 +2,8 @@
 
 The page has full power over runs, so no other page may reach it. A secret in the path keeps strangers out. Host is
 compared with a list, against DNS rebinding. Sec-Fetch-Site and Origin keep other sites out. Bodies have a limit, and no
-type that a plain form could send.
+type that a plain form could send. Two requests need no secret: one asks for a proof of the folder's key, and one has a
+token that leads to the page once.
 """
 
 from __future__ import annotations
@@ -13,12 +14,18 @@ import hmac
 import json
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
+from urllib.parse import parse_qs
+
+from unfog.serve.address import Address
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
+_Answer = tuple[int, bytes, list[tuple[bytes, bytes]]]  # status, body, headers
+
+KNOWN = "unfog.known"  # set in the scope of a request that has the secret
 
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
@@ -50,13 +57,12 @@ class Guard:
 
     Args:
         app: the application behind it. Its paths begin after the secret.
-        secret: first part of every path.
-        hosts: accepted values of the Host header, with the port.
+        address: of the server, with the secret and the accepted values of the Host header.
     """
 
-    def __init__(self, app: App, secret: str, hosts: Iterable[str]) -> None:
-        self._app, self._secret = app, secret.encode()
-        self._hosts = frozenset(host.lower() for host in hosts)
+    def __init__(self, app: App, address: Address) -> None:
+        self._app, self._address, self._secret = app, address, address.secret.encode()
+        self._hosts = frozenset(host.lower() for host in address.hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check one request, then pass it on or refuse it."""
@@ -68,8 +74,20 @@ class Guard:
             return
         headers = _Headers(scope["headers"])
         try:
+            self._check_host(headers)
+            if scope["path"].startswith("/open/"):
+                await _answer(self._open(scope, headers), send)
+                return
             self._check_sender(scope, headers)
-            inner = {**scope, "path": self._path_after_secret(scope["path"]), "root_path": ""}
+            if scope["path"] == "/hello":
+                await _answer(self._proof(scope), send)
+                return
+            path = self._path_after_secret(scope["path"])
+            scope[KNOWN] = True
+            if path == "/api/key":
+                await _answer(_json({"key": self._address.key or None}), send)
+                return
+            inner = {**scope, "path": path, "root_path": ""}
             body = await _read_body(headers, receive) if scope["method"] == "POST" else b""
         except _Refused as error:
             await _discard_body(receive)
@@ -77,11 +95,13 @@ class Guard:
             return
         await self._app(inner, _replay(body, receive), _with_headers(send))
 
+    def _check_host(self, headers: _Headers) -> None:
+        # With DNS rebinding the browser takes a stranger's page to be of this origin, and only Host tells.
+        if headers.only("host").lower() not in self._hosts:
+            raise _Refused(403, "this host name is not accepted; open the address that unfog serve has printed")
+
     def _check_sender(self, scope: Scope, headers: _Headers) -> None:
         host = headers.only("host").lower()
-        # With DNS rebinding the browser takes a stranger's page to be of this origin, and only Host tells.
-        if host not in self._hosts:
-            raise _Refused(403, "this host name is not accepted; open the address that unfog serve has printed")
         if scope["method"] not in _METHODS:
             raise _Refused(405, "this method is not accepted")
         site = headers.only("sec-fetch-site", "none")
@@ -92,12 +112,36 @@ class Guard:
         if origin.lower() != f"http://{host}":  # "null" of sandboxed frames is refused here too
             raise _Refused(403, "other sites may not send requests here")
 
+    def _open(self, scope: Scope, headers: _Headers) -> _Answer:
+        """Lead a browser to the page, if it comes from the private file with the token."""
+        # A file is another site to the browser. An image, a frame or a script of another site opens no page.
+        top = headers.only("sec-fetch-mode", "navigate") == "navigate"
+        top = top and headers.only("sec-fetch-dest", "document") == "document" and scope["method"] == "GET"
+        if not (top and self._address.take(scope["path"].removeprefix("/open/"))):
+            raise _Refused(404, "this address opens the page once; open the one that unfog serve has printed")
+        # With a redirect by its status the browser would still name the other site.
+        page = f"/{self._address.secret}/"
+        link = f'<!doctype html><title>Unfog</title><a href="{page}">The page</a>'
+        return 200, link.encode(), [(b"content-type", b"text/html"), (b"refresh", f"0; url={page}".encode())]
+
+    def _proof(self, scope: Scope) -> _Answer:
+        """Answer an open page that asks whether this is its server, or one that was started in its place."""
+        given = parse_qs(scope["query_string"].decode("latin-1")).get("nonce", [""])
+        found = self._address.prove(given[0])
+        if found is None:
+            raise _Refused(404, "nothing is proved here")
+        return _json(found)
+
     def _path_after_secret(self, path: str) -> str:
         first, slash, rest = path.removeprefix("/").partition("/")
         # In constant time, so that the secret cannot be guessed digit by digit.
         if not (slash and hmac.compare_digest(first.encode("utf-8", "replace"), self._secret)):
             raise _Refused(404, "nothing is here; open the whole address that unfog serve has printed")
         return "/" + rest
+
+
+def _json(content: object) -> _Answer:
+    return 200, json.dumps(content).encode(), [(b"content-type", b"application/json")]
 
 
 class _Headers:
@@ -181,10 +225,14 @@ async def _discard_body(receive: Receive) -> None:
 
 
 async def _refuse(error: _Refused, send: Send) -> None:
-    body = json.dumps({"error": str(error)}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    answer = _with_headers(send)
+    _, body, headers = _json({"error": str(error)})
     # More of the body may come, so the connection is not used again.
-    headers.append((b"connection", b"close"))
-    await answer({"type": "http.response.start", "status": error.status, "headers": headers})
+    await _answer((error.status, body, [*headers, (b"connection", b"close")]), send)
+
+
+async def _answer(given: _Answer, send: Send) -> None:
+    status, body, headers = given
+    headers = [*headers, (b"content-length", str(len(body)).encode())]
+    answer = _with_headers(send)
+    await answer({"type": "http.response.start", "status": status, "headers": headers})
     await answer({"type": "http.response.body", "body": body})

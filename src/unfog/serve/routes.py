@@ -38,6 +38,9 @@ def build_app(server: Server, more: list[Route]) -> Starlette:
             HTTPException: _http_error,
             KeyError: _missing,
             OSError: _failed,
+            ValueError: _unforeseen,
+            ArithmeticError: _unforeseen,
+            RecursionError: _unforeseen,
         },
     )
 
@@ -47,12 +50,12 @@ def _run_routes(runs: _Runs) -> list[Route]:
         Route("/static/shell.html", runs.shell),
         Route("/api/state", runs.state),
         Route("/api/runs", runs.list),
-        Route("/api/runs/{run:int}", runs.detail),
-        Route("/api/runs/{run:int}/events", runs.events),
-        Route("/api/runs/{run:int}/log", runs.log),
-        Route("/api/runs/{run:int}/preview/{step:int}.webp", runs.preview),
-        Route("/api/runs/{run:int}/preview/{step:int}.denoising.webp", runs.preview),
-        Route("/api/runs/{run:int}/contact-sheet.webp", runs.contact_sheet),
+        Route("/api/runs/{run:number}", runs.detail),
+        Route("/api/runs/{run:number}/events", runs.events),
+        Route("/api/runs/{run:number}/log", runs.log),
+        Route("/api/runs/{run:number}/preview/{step:number}.webp", runs.preview),
+        Route("/api/runs/{run:number}/preview/{step:number}.denoising.webp", runs.preview),
+        Route("/api/runs/{run:number}/contact-sheet.webp", runs.contact_sheet),
         Route("/api/stream", runs.stream),
     ]
 
@@ -92,7 +95,7 @@ class _Runs:
             detail = run_detail.run_detail(entry, server.newest_check(entry), sample)
             return {**detail, "output": server.output_of(entry)}
 
-        return Json(await asyncio.to_thread(read))
+        return Json(await server.read(entry, read))
 
     async def events(self, request: Request) -> Response:
         start = whole_number(request, "from")
@@ -110,13 +113,14 @@ class _Runs:
         return await self._picture(request, Path("contact-sheet.png"))
 
     async def stream(self, request: Request) -> Response:
-        events = self._server.hub.listen(request.headers.get("last-event-id", ""))
+        after = request.query_params.get("after") or request.headers.get("last-event-id", "")
+        events = self._server.hub.listen(after)
         return StreamingResponse(events, media_type="text/event-stream")
 
     async def _picture(self, request: Request, name: Path) -> Response:
         run = run_of(self._server, request).path
         try:
-            data, tag = await asyncio.to_thread(self._server.pictures.webp, run / name, run)
+            data, tag = await self._server.pictures.webp(run / name, run)
         except FileNotFoundError:
             raise HTTPException(404, "there is no such picture") from None
         # Asked for again each time: the picture of a step changes when a resume trains it once more.
@@ -128,15 +132,15 @@ class _Runs:
 
 def _button_routes(buttons: _Buttons) -> list[Route]:
     return [
-        Route("/api/runs/{run:int}/ask", buttons.ask, methods=["POST"]),
-        Route("/api/runs/{run:int}/resume", buttons.resume, methods=["POST"]),
+        Route("/api/runs/{run:number}/ask", buttons.ask, methods=["POST"]),
+        Route("/api/runs/{run:number}/resume", buttons.resume, methods=["POST"]),
         Route("/api/train", buttons.train, methods=["POST"]),
         Route("/api/doctor", buttons.doctor, methods=["POST"]),
         Route("/api/plan", buttons.plan, methods=["POST"]),
         Route("/api/settings", buttons.settings),
         Route("/api/tasks", buttons.tasks),
-        Route("/api/tasks/{task:int}", buttons.task),
-        Route("/api/tasks/{task:int}/stop", buttons.stop, methods=["POST"]),
+        Route("/api/tasks/{task:number}", buttons.task),
+        Route("/api/tasks/{task:number}/stop", buttons.stop, methods=["POST"]),
     ]
 
 
@@ -217,6 +221,12 @@ async def _missing(_: Request, error: Exception) -> Response:
     return Json({"error": "there is nothing of this number"}, 404)
 
 
+async def _unforeseen(_: Request, error: Exception) -> Response:
+    """Answer where a file of a run holds what no reader of it has foreseen, such as a number that is not finite."""
+    return Json({"error": f"a file holds what cannot be shown: {sanitize(str(error))[:200]}"}, 422)
+
+
 async def _failed(_: Request, error: Exception) -> Response:
     reason = (isinstance(error, OSError) and error.strerror) or str(error)
-    return Json({"error": f"a file cannot be read or written: {reason}"}, 500)
+    status = 404 if isinstance(error, FileNotFoundError) else 422  # the server is well; a file or disk is not
+    return Json({"error": f"a file cannot be read or written: {reason}"}, status)

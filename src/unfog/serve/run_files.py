@@ -5,6 +5,7 @@ Pictures are decoded by the guarded decoder and encoded anew, so that nothing of
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import math
@@ -13,24 +14,29 @@ import socket
 import threading
 import tomllib
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from PIL import Image
 
+from unfog.data.decode import to_eight_bits
 from unfog.data.sources.image_files import image_error, open_bytes
 from unfog.errors import RequestError
 from unfog.process.heartbeat import Heartbeat
+from unfog.reporting.image_grids import read_png
 from unfog.reporting.records import finite_number, flatten
 from unfog.safe_files import check_folder, read_file
 from unfog.text import without_secrets
 
+T = TypeVar("T")
+
 _LARGEST_JSON, _LARGEST_CONFIG = 2**22, 2**20  # bytes
 _MOST_CHECKPOINTS = 1000
 _UNREADABLE = (OSError, ValueError, RecursionError)
-_LARGEST_FILE = 2**28  # bytes of a picture
+_MOST_SIDE = 16_383  # pixels of a WebP
 _MOST_PIXELS = 2**26  # of a picture
 _KEPT_BYTES = 2**26  # of encoded pictures
 _LOSSY_FROM = 2**22  # pixels; a lossless picture of that size takes a second to encode
@@ -127,31 +133,60 @@ def _plain(value: Any) -> Any:
 
 
 class PictureCache:
-    """Encoded pictures by file and time of change. One is decoded at a time, as each may take a gigabyte."""
+    """Encoded pictures by file and time of change.
+
+    Pictures are decoded in a thread of their own, one at a time: each may take a gigabyte, and other answers must not
+    wait for it.
+    """
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[object, ...], bytes] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of `_kept`, for microseconds
+        self._thread = ThreadPoolExecutor(1, "pictures")
 
-    def webp(self, path: Path, run: Path) -> tuple[bytes, str]:
+    async def decode(self, work: Callable[[], T]) -> T:
+        """Return what `work` returns, in the thread of pictures."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def webp(self, path: Path, run: Path) -> tuple[bytes, str]:
         """Return a picture of a run as WebP, and a tag that changes with the file.
 
         Raises:
             FileNotFoundError: there is none.
-            RequestError: it cannot be decoded.
+            RequestError: it cannot be decoded, is no PNG or has over 16 MB.
         """
-        found = stat_of(path)
+        found = await asyncio.to_thread(stat_of, path)
         if found is None:
             raise FileNotFoundError(f"{path.name} is not there")
         # With time and size, as a sample of a step is drawn anew when a run goes on from an older checkpoint.
         key = (path, *found)
+        encoded = self._find(key)
+        if encoded is None:
+            encoded = await self.decode(lambda: self._find(key) or self._keep(key, _encode_webp(path, run)))
+        return encoded, f"{found[0]:x}-{found[1]:x}"
+
+    def _find(self, key: tuple[object, ...]) -> bytes | None:
         with self._lock:
-            if key not in self._kept:
-                self._kept[key] = _encode_webp(read_file(path, run, _LARGEST_FILE), path.name)
-            self._kept.move_to_end(key)
+            if key in self._kept:
+                self._kept.move_to_end(key)
+            return self._kept.get(key)
+
+    def _keep(self, key: tuple[object, ...], encoded: bytes) -> bytes:
+        with self._lock:
+            self._kept[key] = encoded
             while len(self._kept) > 1 and sum(map(len, self._kept.values())) > _KEPT_BYTES:
                 self._kept.popitem(last=False)
-            return self._kept[key], f"{found[0]:x}-{found[1]:x}"
+        return encoded
+
+
+def _encode_webp(path: Path, run: Path) -> bytes:
+    """Decode a picture of a run, a PNG, and encode its pixels alone as WebP, lossless up to four megapixels."""
+    try:
+        image = read_png(path, run).convert("RGB")
+    except ValueError as error:
+        raise RequestError(f"{path.name} cannot be shown: it is {error}") from None
+    lossless = image.width * image.height <= _LOSSY_FROM
+    return webp(image, path.name, lossless=lossless, quality=20 if lossless else 90, method=0 if lossless else 2)
 
 
 def decode_picture(data: bytes, name: str) -> Image.Image:
@@ -160,17 +195,17 @@ def decode_picture(data: bytes, name: str) -> Image.Image:
         image = open_bytes(data, name)
         if image.width * image.height > _MOST_PIXELS:
             raise RequestError(f"{name} has over {_MOST_PIXELS / 1e6:.0f} megapixels")
-        return image.convert("RGB")
+        return to_eight_bits(image).convert("RGB")
     except RequestError:
         raise
     except Exception as error:  # Pillow's readers fail in many ways on a damaged file
         raise RequestError(f"{name} cannot be shown: it is {image_error(error)}") from None
 
 
-def _encode_webp(data: bytes, name: str) -> bytes:
-    """Decode an image file, and encode its pixels alone as WebP, lossless up to four megapixels."""
-    image = decode_picture(data, name)
+def webp(image: Image.Image, name: str, **options: Any) -> bytes:
+    """Return an image as WebP. RequestError if it has too many pixels on a side for that."""
+    if max(image.size) > _MOST_SIDE:
+        raise RequestError(f"{name} cannot be shown: a side of it has over {_MOST_SIDE:,} pixels")
     encoded = io.BytesIO()
-    lossless = image.width * image.height <= _LOSSY_FROM
-    image.save(encoded, "WEBP", lossless=lossless, quality=20 if lossless else 90, method=0 if lossless else 2)
+    image.save(encoded, "WEBP", **options)
     return encoded.getvalue()

@@ -5,6 +5,7 @@ A page names a run by a number from this list, and never by a path.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import math
 import os
@@ -61,6 +62,8 @@ class RunEntry:
     used: float = 0.0
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while the columns are read."""
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a request reads the record."""
     _reading: threading.Lock = field(default_factory=threading.Lock)
     _stamp: tuple[object, ...] = ()
     _events: tuple[object, list[Row]] = (None, [])

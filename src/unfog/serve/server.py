@@ -9,20 +9,26 @@ import os
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from starlette.convertors import Convertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from unfog.errors import RequestError
 from unfog.process.console_log import LOG_FILE
+from unfog.reporting.records import json_values
 from unfog.serve.run_files import PictureCache, stat_of
 from unfog.serve.runs import RunEntry, RunList
 from unfog.serve.tasks import TaskList
 
+T = TypeVar("T")
+
 _TICK_SECONDS = 0.8
+_MOST_READERS = 4  # threads that read records of runs
 _SAME_SECONDS = 2.0  # in which a message reaches both the output of a command and the log
 _HEARTBEAT_SECONDS = 15.0
 _MOST_CLIENTS = 16  # further ones end the oldest
@@ -46,6 +52,7 @@ class Server:
         self.pictures = PictureCache()
         self.on_close: list[Callable[[], None]] = [self.tasks.close]
         self._looked = -math.inf
+        self._readers = ThreadPoolExecutor(_MOST_READERS, "records")
         self.runs.scan()
 
     @property
@@ -68,6 +75,15 @@ class Server:
         if task is not None and (logged is None or task.written > logged[0] / 1e9 - _SAME_SECONDS):
             return f"api/tasks/{task.id}"
         return f"api/runs/{run.id}/log" if logged is not None else None
+
+    async def read(self, run: RunEntry, work: Callable[[], T]) -> T:
+        """Return what `work` returns, in a thread that may read the record of a run.
+
+        These threads are apart, as a long record takes seconds in which the list and the buttons are to answer. What
+        waits for a run that is being read takes no thread.
+        """
+        async with run.turn:
+            return await asyncio.get_running_loop().run_in_executor(self._readers, work)
 
     async def watch(self) -> None:
         """Look at the files for ever, and publish what has changed; nothing is looked at while no browser listens."""
@@ -198,11 +214,38 @@ class Hub:
 
 
 class Json(JSONResponse):
-    """JSON in ASCII: what a run holds may be half of a surrogate pair, which UTF-8 has no bytes for."""
+    """JSON of anything that a run may hold: every answer in JSON is one.
+
+    It is in ASCII, as UTF-8 has no bytes for half of a surrogate pair. Numbers that are not finite become null.
+    """
 
     def render(self, content: Any) -> bytes:
         """Return the bytes of the answer."""
-        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+        try:
+            return _dump(content)
+        except ValueError:
+            return _dump(json_values(content))
+
+
+def _dump(content: Any) -> bytes:
+    return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+
+
+class _Number(Convertor[int]):
+    """Part of an address that is a whole number of at most 15 digits."""
+
+    regex = "[0-9]{1,15}"
+
+    def convert(self, value: str) -> int:
+        """Return the number."""
+        return int(value)
+
+    def to_string(self, value: int) -> str:
+        """Return the text of it."""
+        return str(value)
+
+
+register_url_convertor("number", _Number())
 
 
 async def json_body(request: Request) -> dict[str, Any]:

@@ -20,12 +20,12 @@ from unfog.config.describe import Description, describe
 from unfog.config.presets import preset
 from unfog.config.requests import ResumeRequest, TrainRequest
 from unfog.config.schema import Config
-from unfog.custom import names_code
+from unfog.custom import consent, names_code
 from unfog.data.settings import LABELS
 from unfog.errors import RequestError
 from unfog.process.heartbeat import Heartbeat, Request
-from unfog.process.run_folder import next_folder
-from unfog.serve.run_files import read_settings, read_source
+from unfog.process.run_folder import RunFolder, next_folder
+from unfog.serve.run_files import read_source
 from unfog.serve.runs import RunEntry, number_of
 from unfog.serve.server import Server
 from unfog.serve.tasks import command_text
@@ -117,8 +117,7 @@ def resume_command(run: RunEntry, body: Mapping[str, Any]) -> Command:
     """Return the command that continues a run, with changed settings or with those of a finding's remedy."""
     words = ["resume", _folder_word(run.path), *setting_words(body, ResumeRequest)]
     command = Command(words, True, run.path)
-    # Reading such settings could import what they name, which is left to the child and its rules of consent.
-    return command if _names_code(run) else _checked(command)
+    return _checked_for_run(command, run)
 
 
 def doctor_command(server: Server, run: RunEntry | None, body: Mapping[str, Any]) -> Command:
@@ -130,7 +129,7 @@ def doctor_command(server: Server, run: RunEntry | None, body: Mapping[str, Any]
         place, words = _source(server, body), setting_words(body, TrainRequest)
     out = next_folder(place, "doctor")
     command = Command(["doctor", place, *words, *quick, "--out", os.fspath(out)], False, out)
-    return command if run is not None and _names_code(run) else _checked(command)
+    return _checked(command) if run is None else _checked_for_run(command, run)
 
 
 def plan_command(server: Server, body: Mapping[str, Any]) -> Command:
@@ -141,15 +140,20 @@ def plan_command(server: Server, body: Mapping[str, Any]) -> Command:
 def _checked(command: Command) -> Command:
     """Return the command if the command line would accept it. RequestError, with its message, otherwise."""
     name, *words = command.words
-    with _checking:
+    with _checking, consent.words_of_others():
         read_request(name, words)
     return command
 
 
-def _names_code(run: RunEntry) -> bool:
-    """Return True if the settings of a run may name Python code."""
-    texts = [value for value in read_settings(run.path).values() if isinstance(value, str)]
-    return any(text in ("custom", "given") or names_code(text) for text in texts)
+def _checked_for_run(command: Command, run: RunEntry) -> Command:
+    """Return the checked command on a run. RequestError if the run names code that nobody has consented to."""
+    config = RunFolder(run.path).read_config()
+    if not any(consent.code_paths(config)):
+        return _checked(command)
+    # Checking the words could import the code, which is left to the child.
+    with consent.words_of_others():
+        consent.check_all(config)
+    return command
 
 
 def _source(server: Server, body: Mapping[str, Any]) -> str:

@@ -10,7 +10,6 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -20,7 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from unfog.custom.consent import STARTED_BY
 from unfog.errors import RequestError
+from unfog.process.child import child_environment, hide_secrets, python_command
 from unfog.text import without_secrets
 
 _SHOWN_BYTES = 2**16  # of the output, from its end
@@ -119,8 +120,10 @@ class TaskList:
             if len(running) >= _MOST_RUNNING:
                 raise RequestError(f"{len(running)} commands of this page are running; wait for one, or stop it")
             output = tempfile.TemporaryFile("a+b", buffering=0)  # noqa: SIM115  # open as long as the task is listed
+            shown, secrets = hide_secrets(words)
             process = subprocess.Popen(
-                [sys.executable, "-m", "unfog", *words],
+                python_command("unfog", *shown),
+                env=child_environment(**{STARTED_BY: "page"}, **secrets),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -67,17 +67,30 @@ def _build_muon(model: nn.Module, settings: Optimizer, muon: Muon, fast: torch.d
 def _split_for_muon(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Return the matrices for Muon, and all other parameters for AdamW.
 
-    Embeddings, which are tables, go to AdamW, and so do the network's first and last layer, whose rows or columns are
-    not those of a hidden space: the layers that it names as its `ends`, or else its first and last matrix.
+    Vectors go to AdamW, also those with sides of 1 such as the gains [1, C, 1, 1] of a norm: with one row or column,
+    Muon's update would be the normalised gradient. So do embeddings, which are tables, and parameters that the network
+    names in `not_matrices`, by their own name or that of a module around them. So do the network's first and last
+    layer, whose rows or columns are not those of a hidden space: the layers that it names as its `ends`, or else its
+    first and last matrix.
     """
     tables = {id(p) for part in model.modules() if isinstance(part, nn.Embedding) for p in part.parameters(False)}
-    found = [(name, p) for name, p in model.named_parameters() if p.ndim >= 2 and id(p) not in tables]
+    others = {*getattr(model, "not_matrices", ())}
+    found = [
+        (name, p)
+        for name, p in model.named_parameters()
+        if _is_matrix(p) and id(p) not in tables and others.isdisjoint(name.split("."))
+    ]
     named = tuple(f"{end}." for end in getattr(model, "ends", ()))  # with the dot, as one name may begin another
     # Most networks are built in the order of their layers.
     ends = [part for part in found if f"{part[0]}.".startswith(named)] or [*found[:1], *found[-1:]]
     matrices = {id(p) for _, p in found} - {id(p) for _, p in ends}
     of = _sharded_first(model)
     return [p for p in of if id(p) in matrices], [p for p in of if id(p) not in matrices]
+
+
+def _is_matrix(p: Tensor) -> bool:
+    """Return whether a parameter, as the matrix [out, in k k], has rows and columns."""
+    return p.ndim >= 2 and 1 < len(p) < p.numel()
 
 
 def build_custom(method: Custom, parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:

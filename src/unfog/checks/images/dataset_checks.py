@@ -51,10 +51,12 @@ def _check_count(scan: ImageScan) -> Finding:
     """Check that there are enough training images."""
     prepared, settings = scan.prepared, scan.prepared.settings
     train, held_out = len(prepared.train), len(prepared.held_out)
-    augment = ", --data.augment 0.15" * (prepared.latents is None)  # augmentation needs pixels
+    flip = "--flip if mirrored images make sense, " * (not settings.flip)
+    # Augmentation needs pixels.
+    augment = "--data.augment 0.15, " * (prepared.latents is None and not settings.augment)
     more = (
-        f"add images. Otherwise use --flip if mirrored images make sense{augment} and --network "
-        "tiny:dropout=0.2, and compare samples with their nearest training images"
+        f"add images. Otherwise use {flip}{augment}--network tiny:dropout=0.2, and compare samples with their nearest "
+        "training images"
     )
     repeat = f"give at least {_TOO_FEW} images, better {_FEW} or more; a model can only repeat so few"
     kind = f"{settings.size}x{settings.size}, {'RGB' if settings.channels == 3 else 'grey'}"

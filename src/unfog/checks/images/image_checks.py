@@ -34,6 +34,8 @@ _EQUAL = 0.9  # share of images that are one and the same
 _DARK, _BRIGHT = 40, 215  # no part of an image is brighter, or darker
 _DIM, _PALE, _CONTRAST = 96, 160, 96  # 99% of all values are below, above, or within so many
 _GREY = 3.0  # levels by which the channels of a grey image differ after a colour conversion
+_OTHER_RANGE = "give the values of the files that are to be black and white: --data.range LOW HIGH"
+_CONSTANT = 0.9999  # share of the pixels of a channel that are of one level
 _SIGMA = 1.25  # factor by which sigma_data may be off
 
 
@@ -90,8 +92,17 @@ def _check_value_range(scan: ImageScan) -> Finding:
     bits, binary = max(1, highest.bit_length()), highest <= 1
     kind = "0 to 1 stored in 8 bits, or masks" if binary else f"of {bits} bits stored in 8"
     factor = 255 // ((1 << bits) - 1)
+    deep = scan.prepared.report.has_deep_images
+    if deep:  # these 8 bits are not those of the files
+        kind = "of a smaller range than the one that became 0 to 255"
     evidence = f"no value is above {highest} of 255, so all images look black: these look like values {kind}"
-    remedy = f"multiply by {factor} and save again: Image.fromarray((x * {factor}).astype('uint8'))"
+    # With a type that holds the products, and cut: originals may have values above those of resized images.
+    remedy = (
+        f"multiply by {factor} and save again: Image.fromarray((x.astype('uint16') * {factor}).clip(0, 255)"
+        ".astype('uint8'))"
+    )
+    if deep:
+        remedy = _OTHER_RANGE
     figure = scan.images_figure(scan.rows[:12], "The first images")
     return Finding("data.range", "fatal" if binary else "warning", evidence, remedy, facts, (figure,))
 
@@ -171,17 +182,36 @@ def _check_channels(scan: ImageScan) -> Finding:
     bins = scan.histogram.reshape(len(mean), 16, 16).sum(2) / scan.histogram.sum(1, keepdims=True)
     chart = line_chart({n: (x, y) for n, y in zip(names, bins)}, "value in [-1, 1]", "share of pixels", zero_y=True)
     figures = (Figure("Values", svg=chart),)
-    fault = ""
+    fault, remedy = "", "stretch the levels of all images by the same factor in an image editor, so that they reach 255"
+    if constant := _constant_channels(scan.histogram):
+        parts = [f"the {names[k]} channel is {level} in all images" for k, level in constant.items()]
+        facts["constant"] = {names[k]: level for k, level in constant.items()}
+        evidence = f"{' and '.join(parts)} ({each})"
+        remedy = "check how the images were made"
+        if len(live := [k for k in range(len(names)) if k not in constant]) == 1:
+            remedy += f"; if only that channel counts, store it alone: Image.fromarray(x[..., {live[0]}])"
+        return Finding("data.channels", "warning", evidence, remedy, facts, figures)
     if high < _DIM:
         fault = f"dark: 99% of all values are below {high} of 255"
     elif low > _PALE:
         fault = f"pale: 99% of all values are above {low} of 255"
     elif high - low < _CONTRAST:
         fault = f"of little contrast: 98% of all values lie from {low} to {high} of 255"
+    if scan.prepared.report.has_deep_images:
+        remedy = _OTHER_RANGE
     if not fault:
         return Finding("data.channels", "fine", f"channels in [-1, 1]: {each}", facts=facts, figures=figures)
-    remedy = "stretch the levels of all images by the same factor in an image editor, so that they reach 255"
     return Finding("data.channels", "warning", f"the images are {fault} ({each})", remedy, facts, figures)
+
+
+def _constant_channels(histogram: NDArray[Any]) -> dict[int, int]:
+    """Return (channel -> its level) of the channels of [C, 256] that have next to no other level, if others have."""
+    shares = histogram / histogram.sum(1, keepdims=True)
+    level = shares.argmax(1)
+    # Within one level, as JPEG rounds.
+    around = [float(share[max(0, at - 1) : at + 2].sum()) for share, at in zip(shares, level)]
+    dead = {k: int(level[k]) for k, share in enumerate(around) if share >= _CONSTANT}
+    return dead if len(dead) < len(shares) else {}
 
 
 def _check_sigma_data(scan: ImageScan, config: Config) -> Finding:

@@ -65,11 +65,13 @@ def _check_data_wait(record: RunRecord) -> Finding | None:
 
 
 def _pack(config: Config) -> str:
-    """Return the `unfog pack` command for this run's size, channels and background."""
+    """Return the `unfog pack` command for this run's size, channels, background and range."""
     data, source = config.data, shlex.quote(without_secrets(config.source))
     command = f"unfog pack {source} OUT --size {data.size} --data.channels {data.channels}"
     if data.background != Data().background:
         command += f" --data.background {shlex.quote(data.background)}"
+    if data.range:
+        command += f" --data.range {' '.join(f'{value:.17g}' for value in data.range)}"
     return command
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from unfog.checks.run.cost_checks import check_costs
 from unfog.checks.run.loss_checks import LossImages, check_ema, check_overfitting, loss_images, measure_losses
 from unfog.checks.run.run_record import RunRecord
-from unfog.checks.run.sample_checks import check_samples
+from unfog.checks.run.sample_checks import SampleRemedies, check_samples
 from unfog.checks.run.status_checks import check_progress
 from unfog.checks.run.trend_checks import check_trends
 from unfog.config.schema import Config
@@ -162,7 +162,7 @@ def _check_weights(
             unready = "train longer first" if pixelwise > 0.9 else ""
             if weights.step < 0.2 * record.steps:
                 unready = "continue training; it is too early to tell"
-            findings += _check_samples(weights, prepared, samples, unready, skipped)
+            findings += _check_samples(record, weights, prepared, samples, unready, skipped)
     except torch.OutOfMemoryError:
         skipped.append(f"checks of the weights, as {weights.device} has too little memory free (try --device cpu)")
     return findings, relative, pixelwise
@@ -205,11 +205,13 @@ def _check_losses(
     zero, pixelwise = _baseline_losses(config.diffusion, see(torch.from_numpy(np.ascontiguousarray(some))), levels)
     # Early on the EMA may lag behind weights that have learned, so the better of the two counts.
     lost = min(float(on_seen.mean()), float(raw.mean()))
-    return findings, lost / max(float(zero.mean()), 1e-30), lost / max(float(pixelwise.mean()), 1e-30)
+    # Images that are all equal have no error of pixels by themselves to compare with.
+    blank = max(float(zero.mean()), 1e-30)
+    return findings, lost / blank, lost / max(float(pixelwise.mean()), 1e-3 * blank)
 
 
 def _check_samples(
-    weights: _Weights, prepared: Dataset, samples: int, unready: str, skipped: list[str]
+    record: RunRecord, weights: _Weights, prepared: Dataset, samples: int, unready: str, skipped: list[str]
 ) -> list[Finding]:
     """Check images generated with the EMA weights, without guidance, which would shift colours."""
     config, network = weights.config, weights.networks["ema"].to(weights.device)
@@ -221,7 +223,7 @@ def _check_samples(
         generated = generate_images(network, config, settings, progress.update)
     training, training_labels = _training_pixels(prepared.train, labels)
     own = np.array([labels[i % len(labels)] for i in range(samples)]) if labels else None
-    findings = check_samples((generated, own), (training, training_labels), unready)
+    findings = check_samples((generated, own), (training, training_labels), unready, SampleRemedies.of(record))
     if len(prepared.train) < FEWEST:
         skipped.append(f"memorization, as there are only {len(prepared.train)} training images")
     else:

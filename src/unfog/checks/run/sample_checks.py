@@ -10,10 +10,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from unfog.checks.run.run_record import RunRecord
+from unfog.diffusion.noise import cleanest_level
 from unfog.evaluation.pixel_metrics import FINE, band_floors, band_powers, radial_spectrum
 from unfog.reporting.charts import Floats, line_chart
 from unfog.reporting.findings import Figure, Finding, Severity
 from unfog.reporting.image_grids import Pixels, grid
+from unfog.training.settings import PowerEma
 
 # Standard errors from which on a difference is not the luck of the draw; some ten of them are looked at.
 _CERTAIN = 4.0
@@ -29,17 +32,62 @@ _FAINT = 100.0
 _BLANK = 2.0
 # Share of pixels at 0 or 255 beyond that of the data.
 _CLIPPED = 0.10
-_LONGER = "train longer, or double the sampling steps: unfog sample --steps 40"
 # Fine detail, as a share of that of the data, that is surely less or more.
 _SOFT, _ROUGH = 0.9, 1.25
 # Standard errors of the fine detail. It varies so much between images that four would hide all but blurs.
 _SURE = 2.0
-_SHARPER = (
-    "train longer, or with a larger network; unfog resume RUN --sampler.grid karras, which ends sampling at a lower "
-    "noise level: more detail, and after a short training more noise; unfog evaluate RUN --metrics detail measures both"
-)
 _NAMES = {1: ("grey",), 3: ("red", "green", "blue")}
 _Labelled = tuple[Pixels, NDArray[np.int64] | None]
+
+
+class SampleRemedies(NamedTuple):
+    """Remedies for samples, which depend on the settings of their run."""
+
+    finer: str = ""
+    """A command that samples in smaller steps; "" where none takes smaller ones."""
+    sharper: str = ""
+    """A command that ends sampling at a lower noise level, and what it does; "" where it ends at the lowest."""
+    untinted: str = ""
+    """Settings other than the run's that tint less."""
+
+    @classmethod
+    def of(cls, record: RunRecord) -> SampleRemedies:
+        """Return the remedies for the samples of a run."""
+        config, sampler = record.config, record.config.sampler
+        most, finer = config.diffusion.schedule.steps, ""
+        steps = min(2 * sampler.steps, most) if most and sampler.grid in ("schedule", "tuned") else 2 * sampler.steps
+        if sampler.kind == "adaptive":
+            change = record.resume_command(f"--sampler.tolerance {max(sampler.tolerance / 4, 1e-6):.2g}")
+            finer = f"sample in smaller steps: {change}"
+        elif steps > sampler.steps:
+            finer = f"take more sampling steps: {record.command('sample', f'--steps {steps}')}"
+        tint = ["the v and flow targets tint less than eps"] * (config.diffusion.target.kind == "eps")
+        if isinstance(config.ema, PowerEma) and config.ema.width > 0.01:
+            tint.append(f"a lower --ema power:width than {config.ema.width:g} helps late in a run")
+        return cls(finer, _lower_end(record), ", and ".join(tint))
+
+    @property
+    def longer(self) -> str:
+        return "train longer" + f", or {self.finer}" * bool(self.finer)
+
+
+_NO_RUN = SampleRemedies()
+
+
+def _lower_end(record: RunRecord) -> str:
+    """Return the command that ends sampling at a lower noise level, and what it does; "" if that is the lowest."""
+    sampler, schedule = record.config.sampler, record.config.diffusion.schedule
+    lowest, last = cleanest_level(schedule), cleanest_level(schedule, sampler.last)
+    ends = last if sampler.kind == "adaptive" else float(sampler.visits(schedule)[-2])
+    if ends > lowest - 0.1:  # logsnr
+        return ""
+    flag = "--sampler.last 0" if sampler.last and sampler.grid in ("karras", "logsnr") else "--sampler.grid karras"
+    if sampler.last and flag != "--sampler.last 0":
+        flag = "--sampler.last 0" if sampler.kind == "adaptive" else f"{flag} --sampler.last 0"
+    return (
+        f"{record.resume_command(flag)}, which ends sampling at a lower noise level: more detail, and after a short "
+        f"training more noise; {record.command('evaluate', '--metrics detail')} measures both"
+    )
 
 
 class _ColorStatistics(NamedTuple):
@@ -106,7 +154,7 @@ def _difference(drawn: Floats, drawn_of: _ColorStatistics, data: Floats, data_of
     return _Difference(a - b, float(np.hypot(a_error, b_error)))
 
 
-def check_samples(generated: _Labelled, training: _Labelled, unready: str) -> list[Finding]:
+def check_samples(generated: _Labelled, training: _Labelled, unready: str, remedies: SampleRemedies) -> list[Finding]:
     """Compare generated images, uint8 [N, H, W, C] and their labels [N] or None, with training images.
 
     `unready` is the remedy for a network that has not learned yet; "" for one that has.
@@ -114,15 +162,21 @@ def check_samples(generated: _Labelled, training: _Labelled, unready: str) -> li
     drawn, data = _color_statistics(*generated), _color_statistics(*training)
     figure = _comparison_figure(generated[0], training[0])
     return [
-        _check_blank(drawn, data, figure, unready),
-        _check_color_cast(drawn, data, figure, unready),
-        _check_contrast(drawn, data, unready),
-        _check_saturation(drawn, data, unready),
-        _check_detail(generated[0], drawn, training[0], data, unready),
+        _check_blank(drawn, data, figure, unready, remedies),
+        _check_color_cast(drawn, data, figure, unready, remedies),
+        _check_contrast(drawn, data, unready, remedies),
+        _check_saturation(drawn, data, unready, remedies),
+        _check_detail(generated[0], drawn, training[0], data, unready, remedies),
     ]
 
 
-def _check_color_cast(drawn: _ColorStatistics, data: _ColorStatistics, exhibit: Figure, unready: str = "") -> Finding:
+def _check_color_cast(
+    drawn: _ColorStatistics,
+    data: _ColorStatistics,
+    exhibit: Figure,
+    unready: str = "",
+    remedies: SampleRemedies = _NO_RUN,
+) -> Finding:
     """run.tint: compare brightness, and each channel relative to the mean of all channels."""
     brightness = _difference(drawn.means.mean(1), drawn, data.means.mean(1), data)
     names = _NAMES.get(drawn.means.shape[1], ())
@@ -142,9 +196,7 @@ def _check_color_cast(drawn: _ColorStatistics, data: _ColorStatistics, exhibit: 
     if casts:
         name, worst = max(casts.items(), key=lambda item: abs(item[1].value))
         evidence += f", and by {worst.value:+.1f} ± {worst.error:.1f} in {name}"
-    longer = (
-        "train longer; the v and flow targets tint less than eps, and a lower --ema power:width helps late in a run"
-    )
+    longer = "train longer" + f"; {remedies.untinted}" * bool(remedies.untinted)
     return Finding.graded(
         "run.tint",
         evidence,
@@ -155,7 +207,7 @@ def _check_color_cast(drawn: _ColorStatistics, data: _ColorStatistics, exhibit: 
     )
 
 
-def _check_contrast(drawn: _ColorStatistics, data: _ColorStatistics, unready: str) -> Finding:
+def _check_contrast(drawn: _ColorStatistics, data: _ColorStatistics, unready: str, remedies: SampleRemedies) -> Finding:
     """run.contrast: compare the mean contrast, over the pixels of all channels."""
     # As with _FAINT, so that blank pictures have a ratio too.
     ratio = (_weighted_mean(drawn.contrast, drawn)[0] + _BLANK) / (_weighted_mean(data.contrast, data)[0] + _BLANK)
@@ -163,25 +215,35 @@ def _check_contrast(drawn: _ColorStatistics, data: _ColorStatistics, unready: st
     return Finding.graded(
         "run.contrast",
         f"the contrast of generated images is {ratio:.2f} times that of the training images",
-        (not 0.7 <= ratio <= 1.4 and gap.beyond(4.0), "hint", "", unready or _LONGER),
+        (not 0.7 <= ratio <= 1.4 and gap.beyond(4.0), "hint", "", unready or remedies.longer),
         facts={"ratio": ratio, "difference": [*gap]},
     )
 
 
-def _check_saturation(drawn: _ColorStatistics, data: _ColorStatistics, unready: str = "") -> Finding:
+def _check_saturation(
+    drawn: _ColorStatistics,
+    data: _ColorStatistics,
+    unready: str = "",
+    remedies: SampleRemedies = _NO_RUN,
+) -> Finding:
     """run.saturated: compare the share of values at 0 and 255."""
     mine, theirs = _weighted_mean(drawn.clipped, drawn)[0], _weighted_mean(data.clipped, data)[0]
     more = mine - theirs > _CLIPPED and _difference(drawn.clipped, drawn, data.clipped, data).beyond(_CLIPPED)
     return Finding.graded(
         "run.saturated",
         f"{mine:.1%} of generated values are 0 or 255, against {theirs:.1%} in training images",
-        (more, "hint" if unready else "warning", "", unready or _LONGER),
+        (more, "hint" if unready else "warning", "", unready or remedies.longer),
         facts={"drawn": mine, "data": theirs},
     )
 
 
 def _check_detail(
-    mine: Pixels, drawn: _ColorStatistics, theirs: Pixels, data: _ColorStatistics, unready: str = ""
+    mine: Pixels,
+    drawn: _ColorStatistics,
+    theirs: Pixels,
+    data: _ColorStatistics,
+    unready: str = "",
+    remedies: SampleRemedies = _NO_RUN,
 ) -> Finding:
     """run.detail: compare the variance of luma at high frequencies, generated over training."""
     images = [torch.from_numpy(pixels.transpose(0, 3, 1, 2).copy()) for pixels in (mine, theirs)]
@@ -195,26 +257,33 @@ def _check_detail(
         f"generated images have {ratio:.2f} ± {ratio * spread / _SURE:.2f} times the variance of luma of training "
         "images at high frequencies"
     )
+    sharper = "; ".join(filter(None, ("train longer, or with a larger network", remedies.sharper)))
     curves = [radial_spectrum(pixels) for pixels in images]
     series = {name: (f.numpy(), p.numpy()) for name, (f, p) in zip(("generated", "training"), curves)}
     chart = line_chart(series, "frequency, 1 = highest along a row", "variance of luma", log_y=True)
     return Finding.graded(
         "run.detail",
         evidence,
-        (ratio * math.exp(spread) < _SOFT, "hint", ": they are too smooth", unready or _SHARPER),
-        (ratio > _ROUGH * math.exp(spread), "hint", ": they are grainy", unready or _LONGER),
+        (ratio * math.exp(spread) < _SOFT, "hint", ": they are too smooth", unready or sharper),
+        (ratio > _ROUGH * math.exp(spread), "hint", ": they are grainy", unready or remedies.longer),
         facts={"ratio": ratio, "error": ratio * spread / _SURE},
         figures=(Figure("Spectrum of generated and of training images", svg=chart),),
     )
 
 
-def _check_blank(drawn: _ColorStatistics, data: _ColorStatistics, exhibit: Figure, unready: str = "") -> Finding:
+def _check_blank(
+    drawn: _ColorStatistics,
+    data: _ColorStatistics,
+    exhibit: Figure,
+    unready: str = "",
+    remedies: SampleRemedies = _NO_RUN,
+) -> Finding:
     """run.blank_samples: check for blank, noisy or blurred images."""
     empty, usual = float((drawn.contrast < _BLANK).mean()), float((data.contrast < _BLANK).mean())
     detail = (_weighted_mean(drawn.detail, drawn)[0] + _FAINT) / (_weighted_mean(data.detail, data)[0] + _FAINT)
     grave: Severity = "hint" if unready else "warning"
     soon = unready or "train longer, or with another --lr"
-    noisy = f"{soon}; if that does not help, double the sampling steps: unfog sample --steps 40"
+    noisy = soon + f"; if that does not help, {remedies.finer}" * bool(remedies.finer)
     smooth = f"{soon}, or with a larger network; more sampling steps may help"
     finding = partial(Finding, "run.blank_samples", facts={"blank": empty, "blank_in_data": usual, "detail": detail})
     if empty - usual > 0.2:

@@ -141,13 +141,14 @@ def _check_optimizer(config: Config) -> Finding:
     vanish = ": the gradients of a large network are smaller than eps, so its steps almost vanish"
     strong = decay > 2e-3
     half_life = f": each weight loses half of itself in {math.log(2) / decay:,.0f} steps" if strong else ""
+    weaker = min(0.01, 1e-3 / settings.lr) if strong else 0.0
     betas = ": beta2 forgets as fast as beta1, so the step size is unsteady"
     return Finding.graded(
         "settings.optimizer",
         f"{muon}AdamW with betas {beta1:g} {beta2:g}, eps {eps:g}, weight decay {settings.weight_decay:g}",
         (unsteady, "warning", betas, "--optimizer.betas 0.9 0.999"),
         (eps > 1e-5, "warning", vanish, "--optimizer.eps 1e-8"),
-        (strong, "warning", half_life, "--optimizer.weight-decay 0.01"),
+        (strong, "warning", half_life, f"--optimizer.weight-decay {weaker:.2g}"),
         facts={"betas": list(settings.betas), "eps": eps, "weight_decay": settings.weight_decay},
     )
 
@@ -168,7 +169,8 @@ def _check_batch(config: Config, images: int) -> Finding:
         said = f"a step of {batch} images takes each of the {images:,} about {format_number(batch / images)} times"
         remedy = f"--batch {max(8, images // 8 * 8)}, which takes less time a step"
         return Finding("settings.batch", "hint", f"{said}, in other noise", remedy, facts)
-    more = f"--batch 32 --microbatch {batch}, which takes no more memory, with a learning rate that suits it"
+    larger = min(32, max(8, images))
+    more = f"--batch {larger} --microbatch {batch}, which takes no more memory, with a learning rate that suits it"
     return Finding.graded(
         "settings.batch",
         f"{batch} of {images:,} images a step",

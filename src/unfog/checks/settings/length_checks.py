@@ -82,7 +82,8 @@ def check_length(config: Config, prepared: Dataset) -> Finding:
     copies = "; a small set is memorized long before that, so that samples become copies"
     more = "add images, at least hundreds; the model will only repeat these"
     longer = f"train on --images {round(low)} or more; the default length is an hour"
-    shorter = f"--images {by_heart}, more images, --flip where left and right do not matter, or dropout"
+    flip = "--flip where left and right do not matter, " * (not config.data.flip)
+    shorter = f"--images {by_heart}, more images, {flip}or dropout"
     return Finding.graded(
         "settings.length",
         f"{images // batch:,} steps train on {images:,} images, each of the {pictures:,} about "

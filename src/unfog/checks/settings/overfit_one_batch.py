@@ -240,7 +240,11 @@ def _finding(config: Config, state: TrainState, lesson: _OverfitBatch, monitor: 
     finding = partial(Finding, "rehearsal.overfit", facts=facts, figures=_figures(lesson, monitor, state.model))
     if steps and not math.isfinite(fallen):
         skipped = f"became infinite, and {steps - state.updates} steps were skipped"
-        return finding("fatal", f"{began} {skipped}", "a lower --lr, or --precision fp32")
+        return finding(
+            "fatal",
+            f"{began} {skipped}",
+            "a lower --lr" + ", or --precision fp32" * (config.training.precision != "fp32"),
+        )
     if (fallen > _FROZEN and steps >= _FROZEN_AFTER) or (fallen > STUCK and steps >= _STUCK_AFTER):
         remedy = (
             "use --lr 0, which chooses a usual rate; if that is the rate already, no gradient reaches the "

@@ -109,8 +109,8 @@ class Pack:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The values of PACK_SETTINGS that the images were prepared with, resolved."""
-        return {name: self.manifest["settings"][name] for name in PACK_SETTINGS}
+        """The values of PACK_SETTINGS, and of `range`, that the images were prepared with, resolved."""
+        return _stored_settings(self.manifest)
 
     @property
     def nbytes(self) -> int:
@@ -187,15 +187,20 @@ def _check_manifest(manifest: Mapping[str, Any]) -> None:
     valid = valid and type(labelled) is bool and labelled == bool(classes)
     if not (valid and len(fingerprints) == 2 and all(type(text) is str for text in fingerprints)):
         raise ValueError("shape, split or classes are none")
-    settings = {name: manifest["settings"][name] for name in PACK_SETTINGS}
+    settings = _stored_settings(manifest)
     Data(**settings)  # raises RequestError for values out of range
-    size, channels, background, labels, held_out = settings.values()
+    size, channels, background, labels, held_out, _ = settings.values()
     # By type(), as True and 1.0 equal 1, too.
     typed = type(size) is int and type(channels) is int and type(background) is str and type(held_out) in (int, float)
     if not typed or [channels, size, size] != shape[1:]:
         raise ValueError("its settings are not those of its pixels")
     if labels not in ("folders", "none"):
         raise ValueError("its labels are not resolved")
+
+
+def _stored_settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    stored = manifest["settings"]
+    return {name: stored[name] for name in PACK_SETTINGS} | {"range": tuple(map(float, stored.get("range", ())))}
 
 
 def _open_files(path: Path, manifest: Mapping[str, Any]) -> tuple[ImageSet, DataReport]:

@@ -78,13 +78,16 @@ class Journal:
             "channels": scan.channels,
             "size": scan.size,
             "proved": scan.channels_certain,
+            # Absent from journals that were begun before there was this setting.
+            **({"range": list(scan.settings.range)} if scan.settings.range else {}),
         }
 
     def difference(self, scan: Scan, key: str) -> str:
         """Name the first difference of this journal from one of a source and its settings; "" for none."""
         header = self.header_of(scan, key)
-        names = {"stamp": "the images", "settings": "the settings", "pillow": "the version of Pillow"}
-        return next((name for key, name in names.items() if self.header.get(key) != header[key]), "")
+        names = {"stamp": "the images", "settings": "the settings", "range": "the range of values"}
+        names["pillow"] = "the version of Pillow"
+        return next((name for key, name in names.items() if self.header.get(key) != header.get(key)), "")
 
 
 def _follows(line: Any, last: dict[str, Any]) -> bool:
@@ -104,7 +107,8 @@ def _follows(line: Any, last: dict[str, Any]) -> bool:
             # Of few digits, as int() takes long for a text of thousands.
             images = images and all(row.isdecimal() and len(row) < 16 and begin <= int(row) < done for row in reasons)
             actions = all(isinstance(one, list) and all(isinstance(text, str) for text in one) for one in treatments)
-            numbers = all(isinstance(number, int) for number in (*modes.values(), *sums, *squares))
+            counts = (*modes.values(), *sums, *squares, line.get("unused_pages", 0))
+            numbers = all(isinstance(number, int) for number in counts)
             return images and actions and numbers and all(isinstance(text, str) for text in reasons.values())
     return False
 

@@ -121,6 +121,7 @@ class _PackWriter:
             for treatment in line["treatments"]:
                 statistics.treatments.setdefault(tuple(treatment), len(statistics.treatments))
         statistics.modes.update(lines[-1]["modes"])
+        statistics.unused_pages = int(lines[-1].get("unused_pages", 0))
         self.sums, self.journal.lines = lines[-1]["sums"], lines
         self.treatments_written = len(statistics.treatments)
         # A last line that was cut off is removed, so that the next one begins a line.
@@ -174,6 +175,7 @@ class _PackWriter:
             "reasons": {str(row): statistics.reasons[row] for row in skipped.tolist()},
             "treatments": new,
             "modes": dict(statistics.modes),
+            "unused_pages": statistics.unused_pages,
             "sums": [list(sums) for sums in self.sums],
         }
 
@@ -193,7 +195,9 @@ class _PackWriter:
             "stamp": self.scan.stamp,
             "shape": [self.journal.rows, self.scan.channels, self.scan.size, self.scan.size],
             "train": result.train,
-            "settings": {name: getattr(settings, name) for name in PACK_SETTINGS} | {"labels": labels},
+            "settings": {name: getattr(settings, name) for name in PACK_SETTINGS}
+            | {"labels": labels}
+            | ({"range": list(settings.range)} if settings.range else {}),
             "classes": list(result.classes),
             "labelled": result.labels is not None,
             "ledger": {key: value for key, value in result.report.to_dict().items() if key != "treatment"},

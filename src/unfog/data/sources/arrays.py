@@ -1,4 +1,8 @@
-"""Images in an array: a .npy or .npz file, or an array or tensor in memory."""
+"""Images in an array: a .npy or .npz file, or an array or tensor in memory.
+
+Images of 8 bits are used as they are. Deeper integers and floating point are scaled by one range for the whole set, as
+those of image files are (`data.values.value_range`); of booleans, True is white.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import os
 import struct
 import zipfile
 import zlib
+from collections.abc import Callable
 from contextlib import suppress
 from lzma import LZMAError
 from pathlib import Path
@@ -22,7 +27,8 @@ from unfog.cache_folder import cache_folder, hold, make_room
 from unfog.data.cache import remove_stale_entries
 from unfog.data.sources.base import LazyNames, OpenOptions, Source, SourceLocation
 from unfog.data.sources.folder import sample_digest
-from unfog.data.sources.image_objects import as_array
+from unfog.data.sources.image_objects import CHANNELS, as_array, channel_axis
+from unfog.data.values.deep_image import DeepImage
 from unfog.errors import RequestError
 from unfog.safe_files import replace_file
 from unfog.text import sanitize
@@ -40,10 +46,10 @@ _SHAPES = "[N, H, W], [N, H, W, C] or [N, C, H, W] with C = 1, 3 or 4"
 
 
 class ArraySource(Source):
-    """uint8 images in a NumPy file; `store` writes one from memory.
+    """Images in a NumPy file; `store` writes one from memory.
 
     A .npy file is memory-mapped. An .npz file has the images as x, images or arr_0, and may have labels as y or labels:
-    whole numbers or texts, of which each value is a class. RequestError if it cannot be read or holds no uint8 images.
+    whole numbers or texts, of which each value is a class. RequestError if it cannot be read or holds no images.
     """
 
     suffixes = (".npy", ".npz")
@@ -57,11 +63,12 @@ class ArraySource(Source):
             raise
         except _DAMAGE_ERRORS as error:
             reason = " ".join(sanitize(str(error)).split())[:160] or type(error).__name__
-            raise RequestError(f"{sanitize(name)} cannot be read: {reason}; give uint8 images, {_SHAPES}") from None
+            raise RequestError(f"{sanitize(name)} cannot be read: {reason}; give images, {_SHAPES}") from None
         except zipfile.BadZipFile:
             raise RequestError(f"{sanitize(name)} is not an .npz file, or is damaged") from None
         self._mapped = isinstance(images, np.memmap)
-        self._images = _as_nhwc(name, images)
+        self._images, reading = _as_nhwc(name, images)
+        self.reading_warnings = [reading] if reading else []
         self.names = LazyNames("{:08}".format, range(len(images)))
         if labels is not None:
             self.classes, self.labels = _index_labels(name, labels, len(images))
@@ -76,19 +83,31 @@ class ArraySource(Source):
         return cls(Path(location.resolved), location.name)
 
     @staticmethod
-    def store(array: Any, labels: Any = None) -> Path:
+    def store(
+        array: Any,
+        labels: Any = None,
+        say: Callable[[str], None] = lambda line: None,
+        channels_first: bool | None = None,
+    ) -> Path:
         """Write images from memory into the cache, once, as an .npz file that is a SOURCE, and return its path.
 
         Args:
-            array: uint8 images: a NumPy array, a tensor, or what NumPy makes an array of; shapes as in a file.
+            array: images: a NumPy array, a tensor, or what NumPy makes an array of; shapes as in a file.
             labels: a whole number or a text for each image; None without classes.
+            say: called with a line on how the shape was understood, where it could be meant otherwise.
+            channels_first: read the first axis of an image as its channels where the last could be, too; None for
+                tensors alone.
 
         Raises:
-            RequestError: they are no uint8 images or not as many labels, or the cache cannot be written.
+            RequestError: they are no images or not as many labels, or the cache cannot be written.
         """
-        images = _as_nhwc("the array", as_array(array))
+        first = hasattr(array, "detach") if channels_first is None else channels_first
+        images, reading = _as_nhwc("the array", as_array(array), first)
+        if reading:
+            say(f"  {reading}")
         arrays: dict[str, Any] = {"images": images}
-        digest = hashlib.sha256(repr(images.shape).encode())
+        shape = repr(images.shape) if images.dtype == np.uint8 else repr((images.shape, images.dtype.str))
+        digest = hashlib.sha256(shape.encode())
         for start in range(0, len(images), 4096):
             digest.update(np.ascontiguousarray(images[start : start + 4096]).data)
         if labels is not None:
@@ -111,8 +130,12 @@ class ArraySource(Source):
             ) from None
         return path
 
-    def open(self, i: int) -> Image.Image:
+    def open(self, i: int) -> Image.Image | DeepImage:
         pixels = np.ascontiguousarray(self._images[i])
+        if pixels.dtype == np.bool_:
+            pixels = pixels.astype(np.uint8) * np.uint8(255)
+        if pixels.dtype != np.uint8:
+            return DeepImage(pixels)
         return Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
 
     def stamp(self) -> tuple[str, int]:
@@ -178,23 +201,35 @@ def _free_memory() -> int | None:
     return None
 
 
-def _as_nhwc(name: str, images: NDArray[Any]) -> NDArray[np.uint8]:
-    """Return images as [N, H, W, C], a view. Raises RequestError if they are none."""
-    if images.dtype != np.uint8:
-        scale = "(255 * x).round().clip(0, 255)" if images.dtype.kind == "f" else "x.clip(0, 255)"
+def _as_nhwc(name: str, images: NDArray[Any], channels_first: bool = False) -> tuple[NDArray[Any], str]:
+    """Return images as [N, H, W, C], a view, and a line on how they were read if they could be meant otherwise.
+
+    Where both sides of an image could be channels, these are the last, as NumPy and Pillow have them, or the first of a
+    tensor. RequestError if they are no images.
+    """
+    if images.dtype.kind not in "uifb" or images.dtype.itemsize > 8:
         raise RequestError(
-            f"{sanitize(name)} holds {images.dtype}, and images are uint8, 0 to 255; convert them: "
-            f"{scale}.astype('uint8'){', if they are from 0 to 1' if images.dtype.kind == 'f' else ''}"
+            f"{sanitize(name)} holds {images.dtype}, and images are integers, floating point or booleans; of complex "
+            "numbers, give their magnitude: x = np.abs(x)"
         )
-    shape = "x".join(map(str, images.shape))
+    shape, sides = "x".join(map(str, images.shape)), images.shape
+    if images.ndim == 3 and (sides[2] in CHANNELS or (sides[0] in (3, 4) and sides[2] not in CHANNELS)):
+        raise RequestError(
+            f"{sanitize(name)} has the shape {shape}, which is one image or {sides[0]} grey ones; give x[None] for one "
+            "image, or x[..., None] for grey ones"
+        )
+    reading = ""
     if images.ndim == 3:
         images = images[..., None]
-    # Where both ends could be channels the last one is: that is the order of NumPy and Pillow.
-    elif images.ndim == 4 and images.shape[3] not in (1, 3, 4) and images.shape[1] in (1, 3, 4):
-        images = images.transpose(0, 2, 3, 1)
-    if images.ndim != 4 or images.shape[3] not in (1, 3, 4) or 0 in images.shape:
-        raise RequestError(f"{sanitize(name)} has the shape {shape}; images are {_SHAPES}")
-    return images
+    elif images.ndim == 4 and (axis := channel_axis(sides[1:], channels_first)) is not None:
+        if sides[1] in CHANNELS and sides[3] in CHANNELS and sides[1:] != (1, 1, 1):
+            order = ("[N, C, H, W], as tensors have it", "[N, H, W, C], as arrays have it")[axis == 2]
+            reading = f"{sanitize(name)} has the shape {shape}, with channels first or last; it is read as {order}"
+        images = images.transpose(0, 2, 3, 1) if axis == 0 else images
+    if images.ndim != 4 or images.shape[3] not in CHANNELS or 0 in images.shape:
+        single = "; x[None] makes one image of it" * (images.ndim == 2)
+        raise RequestError(f"{sanitize(name)} has the shape {shape}; images are {_SHAPES}{single}")
+    return images, reading
 
 
 def _index_labels(name: str, labels: NDArray[Any], n: int) -> tuple[tuple[str, ...], NDArray[np.int64]]:

@@ -24,6 +24,7 @@ from unfog.data.data_report import SkippedFile
 from unfog.data.dataset import Dataset
 from unfog.data.outages import Outage
 from unfog.data.settings import Data
+from unfog.data.values.deep_image import DeepImage
 from unfog.errors import RequestError
 from unfog.text import sanitize
 
@@ -213,6 +214,9 @@ class Source(ABC):
     label_warning: str = ""
     """Why labels that the source has are not used; "" for nothing to say."""
 
+    reading_warnings: Sequence[str] = ()
+    """Lines on how the images were understood, where they could be meant otherwise."""
+
     remote: bool = False
     """True if `open` waits for a network, so that more threads than cores read faster."""
 
@@ -247,7 +251,7 @@ class Source(ABC):
         return cls(location)
 
     @abstractmethod
-    def open(self, i: int) -> Image.Image:
+    def open(self, i: int) -> Image.Image | DeepImage:
         """Return image i, decoded or not yet. Called from several threads at once. May raise ImageError or OSError."""
 
     @abstractmethod

@@ -15,8 +15,8 @@ from pathlib import Path
 from PIL import Image
 
 from unfog.data.data_report import OWN, RUN, SECOND_NAME, SkippedFile
+from unfog.data.files.own_files import own_pictures
 from unfog.data.outages import FolderIdentity, KnownFolders, folder_identity
-from unfog.data.own_files import own_pictures
 from unfog.data.sources.base import LabelTable, OpenOptions, Source, SourceLocation
 from unfog.data.sources.image_files import SUFFIXES, open_image, os_error_reason
 from unfog.errors import RequestError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from unfog.cache_folder import cache_folder, hold, make_room
+from unfog.cache_folder import cache_folder, cache_limit, hold, make_room
 from unfog.data.sources.base import ImageError, LazyNames, OpenOptions, Source, SourceLocation
 from unfog.data.sources.folder import files_digest, list_only, sample_digest
 from unfog.data.sources.image_files import open_bytes, open_image
@@ -24,6 +24,9 @@ from unfog.text import sanitize
 
 _LABEL_COLUMNS = ("label", "labels", "class", "fine_label")
 _LABEL_TYPES = ("string", "bool", "int8", "int16", "int32", "int64", "uint8")
+# An honest file has about its own size unpacked, or ten times that where its images are uncompressed.
+_MOST_RATIO, _SMALL_BYTES = 100, 2**28
+_ROWS = 64  # of a batch, of which each may have a large image
 _MARKERS = ("dataset_info.json", "dataset_dict.json")  # in a folder that `save_to_disk` wrote
 
 
@@ -202,11 +205,65 @@ def _load(datasets: Any, local: Path | None, place: str, split: str) -> Any:
     files = _parquet_files(local)
     if not files:
         raise RequestError(f"{sanitize(place)} holds neither a saved dataset nor parquet files")
+    # What `Dataset.from_parquet` calls; here it also says where it unpacks the files.
+    from datasets.io.parquet import ParquetDatasetReader
+
     cache = cache_folder() / "hf"
     hold(cache)
-    loaded = datasets.Dataset.from_parquet([str(file) for file in files], cache_dir=str(cache))
+    reader = ParquetDatasetReader([str(file) for file in files], cache_dir=str(cache))
+    if not Path(reader.builder.cache_dir).is_dir():  # else it is unpacked already
+        _check_unpacked_size(files, place)
+    loaded = reader.read()
     make_room()
     return loaded
+
+
+def _check_unpacked_size(files: Sequence[Path], place: str) -> None:
+    """Raise RequestError if parquet files unpack to far more than they are, or than the cache has room for.
+
+    A dictionary lets a file of kilobytes repeat an image a million times. The library would write out each.
+    """
+    import pyarrow.parquet as pq  # type: ignore[import-untyped, import-not-found, unused-ignore]
+
+    packed = sum(file.stat().st_size for file in files)
+    most, unpacked = max(_MOST_RATIO * packed, _SMALL_BYTES), 0
+    for file in files:
+        with pq.ParquetFile(file) as parquet:
+            group = parquet.metadata.row_group
+            columns = [group(g).column(c) for g in range(parquet.num_row_groups) for c in range(group(g).num_columns)]
+        texts = {column.path_in_schema for column in columns if column.physical_type == "BYTE_ARRAY"}
+        texts -= {column.path_in_schema for column in columns if "DELTA" in " ".join(column.encodings)}  # not for these
+        unpacked += 16 * sum(column.num_values for column in columns)
+        # Dictionaries are kept as such, so that this takes no more memory than the file.
+        with pq.ParquetFile(file, read_dictionary=sorted(texts)) as parquet:
+            for batch in parquet.iter_batches(_ROWS) if unpacked <= most else ():
+                unpacked += sum(map(_unpacked_bytes, batch.columns))
+                if unpacked > most:
+                    break
+        if unpacked > most:
+            raise RequestError(
+                f"{sanitize(place)} would unpack to over {most / 1e6:,.0f} MB from {packed / 1e6:,.3g} MB: images are "
+                "repeated or blank; write each image once, as a file in a folder"
+            )
+    if unpacked > _SMALL_BYTES and not make_room(unpacked):
+        raise RequestError(
+            f"{sanitize(place)} unpacks to {unpacked / 1e9:,.1f} GB, more than the cache has room for "
+            f"({cache_limit() / 1e9:,.3g} GB); set UNFOG_CACHE_LIMIT, in GB, or give the images as files in a folder"
+        )
+
+
+def _unpacked_bytes(array: Any) -> int:
+    """Return the bytes of an Arrow array without its dictionaries."""
+    import pyarrow as pa  # type: ignore[import-untyped, import-not-found, unused-ignore]
+    import pyarrow.compute as pc  # type: ignore[import-untyped, import-not-found, unused-ignore]
+
+    if pa.types.is_dictionary(array.type):
+        lengths = pc.binary_length(array.dictionary)
+        return int(pc.sum(lengths.take(array.indices.drop_null())).as_py() or 0)
+    if pa.types.is_struct(array.type) or pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
+        inner = array.flatten()
+        return sum(map(_unpacked_bytes, inner)) if isinstance(inner, list) else _unpacked_bytes(inner)
+    return int(array.nbytes)
 
 
 def _check_inside(folder: Path, place: str) -> None:

@@ -8,13 +8,17 @@ import logging
 import re
 import stat
 import struct
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
 from io import BytesIO
+from itertools import islice
 from pathlib import Path
+from typing import IO
 
-from PIL import Image, JpegImagePlugin, UnidentifiedImageError, _imaging
+from PIL import Image, ImageFile, JpegImagePlugin, UnidentifiedImageError, _imaging
 
+from unfog.data.files.image_heads import CountedBytes, CountedFile, check_head, check_pixels
 from unfog.data.sources.base import ImageError, MissingImageError, TransientImageError
 
 # Suffixes of image files. The content decides how a file is read, so a misnamed one works.
@@ -52,6 +56,10 @@ _PERMANENT_ERRORS = frozenset(
     for name in ("ENOENT", "EACCES", "EPERM", "ENOTDIR", "EISDIR", "ENAMETOOLONG", "ELOOP", "EINVAL", "EOVERFLOW")
 )
 
+_DESCRIPTION = 270  # the TIFF tag in which ImageJ states the number of images
+_STACK = re.compile(r"\AImageJ=.*?^images=(\d{1,9})$", re.DOTALL | re.MULTILINE)
+_MOST_PAGES = 10_000  # that are counted
+
 # Those of a file that is gone, or whose disk is.
 _MISSING_ERRORS = frozenset([errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR])
 
@@ -86,7 +94,7 @@ def open_bytes(data: bytes, name: str) -> Image.Image:
 
 def _open(file: Path | BytesIO, name: str) -> Image.Image:
     try:
-        image = Image.open(file, formats=_readable_formats())
+        image = _open_counted(file)
         if isinstance(image, JpegImagePlugin.JpegImageFile):
             image.info["scans"] = _count_scans(_read(file), image.layers)
         return image
@@ -96,6 +104,20 @@ def _open(file: Path | BytesIO, name: str) -> Image.Image:
         if TEXT_TOO_LARGE not in str(error):
             raise
         return _open_without_texts(_read(file))
+
+
+def _open_counted(file: Path | BytesIO) -> Image.Image:
+    counted = CountedFile(file) if isinstance(file, Path) else CountedBytes(file.getbuffer())
+    try:
+        check_head(counted)
+        image = Image.open(counted, formats=_readable_formats())
+        check_pixels(image, counted)
+    except BaseException:
+        counted.close()
+        raise
+    if isinstance(image, ImageFile.ImageFile):
+        image._exclusive_fp = True  # it closes the file after its pixels, as one that it opened itself
+    return image
 
 
 def _count_scans(jpeg: bytes, channels: int) -> int:
@@ -118,6 +140,73 @@ def _count_scans(jpeg: bytes, channels: int) -> int:
 def _read(file: Path | BytesIO, size: int | None = None) -> bytes:
     with file.open("rb") if isinstance(file, Path) else BytesIO(file.getvalue()) as stream:
         return stream.read(size)
+
+
+def count_pages(image: Image.Image) -> int:
+    """Return the number of pages or frames in the file of an open image that is not loaded, at most 10,000."""
+    # A phone's JPEG with a second, smaller image in it (MPO) has one page.
+    if image.format == "MPO":
+        return 1
+    if image.format == "TIFF":
+        # ImageJ may write one header, and the pixels of all images behind it.
+        stack = _STACK.search(str(image.tag_v2.get(_DESCRIPTION, "")))  # type: ignore[attr-defined]
+        return max(_count(image, _tiff_pages), min(int(stack[1]), _MOST_PAGES) if stack else 1)
+    if not getattr(image, "is_animated", False):
+        return 1
+    if image.format == "GIF":
+        return _count(image, _gif_frames)
+    return min(int(getattr(image, "n_frames", 1)), _MOST_PAGES)  # other formats state it in their header
+
+
+def _count(image: Image.Image, walk: Callable[[IO[bytes]], Iterator[None]]) -> int:
+    # Not by Pillow, which takes the square of their number for a TIFF, and sets each frame of a GIF up.
+    file: IO[bytes] | None = getattr(image, "fp", None)
+    if file is None:
+        return 1
+    position = file.tell()
+    try:
+        return max(1, sum(1 for _ in islice(walk(file), _MOST_PAGES)))
+    except (OSError, struct.error, ValueError, OverflowError, IndexError):
+        return 1  # damaged further on; decoding shows whether the first page is
+    finally:
+        file.seek(position)
+
+
+def _tiff_pages(file: IO[bytes]) -> Iterator[None]:
+    """Yield once for each directory of a TIFF."""
+    file.seek(0)
+    head = file.read(16)
+    order = "<" if head[:2] == b"II" else ">"
+    big = struct.unpack_from(f"{order}H", head, 2)[0] == 43
+    count_size, entry_size, link = (8, 20, f"{order}Q") if big else (2, 12, f"{order}I")
+    (at,) = struct.unpack_from(link, head, 8 if big else 4)
+    seen = set[int]()
+    while at and at not in seen:
+        seen.add(at)
+        yield
+        file.seek(at)
+        entries = int.from_bytes(file.read(count_size), "little" if order == "<" else "big")
+        file.seek(at + count_size + entries * entry_size)
+        (at,) = struct.unpack(link, file.read(struct.calcsize(link)))
+
+
+def _gif_frames(file: IO[bytes]) -> Iterator[None]:
+    """Yield once for each frame of a GIF."""
+    file.seek(0)
+    flags = file.read(13)[10]
+    file.seek(13 + _table_size(flags))
+    while (kind := file.read(1)) in (b"!", b","):
+        if kind == b"!":
+            file.read(1)
+        else:
+            yield
+            file.seek(_table_size(file.read(9)[8]) + 1, 1)
+        while length := file.read(1)[0]:
+            file.seek(length, 1)
+
+
+def _table_size(flags: int) -> int:
+    return 3 << ((flags & 7) + 1) if flags & 0x80 else 0
 
 
 def has_image_signature(start: bytes) -> bool:

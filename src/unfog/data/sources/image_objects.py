@@ -19,15 +19,20 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from unfog.data.sources.image_files import has_image_signature
+from unfog.data.values.value_range import FLOAT_RANGES, Extent, OutOfRangeError, ValueRange, extent_of
 from unfog.errors import RequestError
 
-_IMAGE_KEYS = ("image", "images", "img", "pixel_values", "picture", "x", "png", "jpg")
+CHANNELS = (1, 3, 4)
+_IMAGE_KEYS = (
+    *("image", "images", "img", "pixel_values", "picture", "x", "png", "jpg"),
+    *("path", "file", "file_name", "filename", "filepath"),
+)
 _LABEL_KEYS = ("label", "labels", "class", "target", "fine_label", "y", "cls")
-_PNG_MODES = frozenset(["1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16"])
-_TIFF_MODES = frozenset(["CMYK", "F", "YCbCr", "LAB"])
+# Pillow's modes that are stored as they are, and those that are converted first, without loss.
+_PNG_MODES = frozenset(["1", "L", "LA", "P", "RGB", "RGBA", "I;16"])
+_TIFF_MODES = frozenset(["CMYK", "F", "I", "YCbCr", "LAB"])
+_CONVERTED_MODES = {"La": "LA", "RGBa": "RGBA", "PA": "RGBA", "RGBX": "RGB", "HSV": "RGB"}
 _LOOKED_AT = 32  # images that the range of floating-point values is read from
-_TOLERANCE = 1e-3  # beyond a range, as rounding and resizing leave it
-_RANGES = "from 0 to 1, from -1 to 1, or from 0 to 255"
 
 
 class _Item(NamedTuple):
@@ -161,60 +166,61 @@ def as_array(values: Any) -> NDArray[Any]:
     return np.asarray(values)
 
 
-@dataclass(frozen=True)
-class FloatRange:
-    """The range of floating-point images, which decides how they become 0 to 255."""
+def channel_axis(shape: Sequence[int], channels_first: bool) -> int | None:
+    """Return the axis of the channels of an image of three axes, 0 or 2; None if neither side can be channels."""
+    sides = (0, 2) if channels_first else (2, 0)
+    return next((axis for axis in sides if shape[axis] in CHANNELS), None)
 
-    low: float
-    high: float
 
-    @classmethod
-    def of(cls, least: float, most: float, subject: str) -> FloatRange:
-        """Return the range that such values are in. RequestError if it is none that images have."""
-        for low, high in ((0, 1), (-1, 1), (0, 255)):
-            slack = _TOLERANCE * (high - low)
-            if low - slack <= least and most <= high + slack:
-                return cls(low, high)
+def find_float_range(
+    items: Iterator[_Item], setting: Sequence[float] = ()
+) -> tuple[ValueRange | None, Iterator[_Item]]:
+    """Return the range of the first images, None if none of them is of floating point; and all items.
+
+    `setting` is `data.range`, which decides where it is given. RequestError if most images have another range than one
+    that images have.
+    """
+    first = list(islice(items, _LOOKED_AT))
+    arrays = [as_array(image) for image, _ in first if _is_array(image)]
+    floats = [array for array in arrays if array.dtype.kind == "f" and array.size]
+    subject = "image 0" if len(first) == 1 else f"one of the first {len(first)} images"
+    return float_range(map(extent_of, floats), subject, setting) if floats else None, chain(first, items)
+
+
+def float_range(extents: Iterable[Extent | None], subject: str, setting: Sequence[float] = ()) -> ValueRange:
+    """Return the range of images of floating point by their extents, or by `data.range`. Raises as above."""
+    if setting:
+        return ValueRange(*setting[-2:])
+    finite = [extent for extent in extents if extent is not None]
+    # Of NaN alone, each range refuses the images, with the reason.
+    return ValueRange.of_floats(finite, subject) if finite else ValueRange(0, 1)
+
+
+def scale_floats(values: NDArray[Any], floats: ValueRange, subject: str) -> NDArray[np.uint8]:
+    """Return an image of floating point as 0 to 255. RequestError if its values are not in the range."""
+    low, high = f"{floats.low:g}", f"{floats.high:g}"
+    if not np.isfinite(values).all():
         raise RequestError(
-            f"{subject} has values from {least:.4g} to {most:.4g}, and images are {_RANGES}; undo a normalisation by "
-            "mean and deviation, or give uint8"
+            f"{subject} holds NaN or infinity; leave it out, or replace those values: "
+            f"x = np.nan_to_num(x, nan={low}, posinf={high}, neginf={low})"
         )
-
-    def to_uint8(self, values: NDArray[Any], subject: str) -> NDArray[np.uint8]:
-        """Return values of this range as 0 to 255. RequestError if one is beyond it."""
-        slack = _TOLERANCE * (self.high - self.low)
-        if not (self.low - slack <= values.min() and values.max() <= self.high + slack):
-            raise RequestError(
-                f"{subject} has values from {values.min():.4g} to {values.max():.4g}, but images before it are from "
-                f"{self.low:g} to {self.high:g}; give all in one range, or uint8"
-            )
-        scaled = (values.astype(np.float32) - self.low) * np.float32(255 / (self.high - self.low))
-        rounded: NDArray[np.uint8] = np.rint(scaled).clip(0, 255).astype(np.uint8)
-        return rounded
-
-    def __str__(self) -> str:
-        return f"images of floating point, from {self.low:g} to {self.high:g}, are stored as uint8, from 0 to 255"
-
-    @classmethod
-    def find(cls, items: Iterator[_Item]) -> tuple[FloatRange | None, Iterator[_Item]]:
-        """Return the range of the first images, None if none of them is of floating point; and all items."""
-        first = list(islice(items, _LOOKED_AT))
-        arrays = [as_array(image) for image, _ in first if _is_array(image)]
-        floats = [array for array in arrays if array.dtype.kind == "f" and array.size]
-        found = None
-        if floats:
-            least, most = min(float(a.min()) for a in floats), max(float(a.max()) for a in floats)
-            subject = "image 0" if len(first) == 1 else f"one of the first {len(first)} images"
-            found = FloatRange.of(least, most, subject)
-        return found, chain(first, items)
+    try:
+        return floats.to_uint8(values)
+    except OutOfRangeError:
+        raise RequestError(
+            f"{subject} has values from {values.min():.4g} to {values.max():.4g}, but images before it are from {low} "
+            f"to {high}; leave it out, or cut its values: x = x.clip({low}, {high})"
+        ) from None
 
 
 def _is_array(image: Any) -> bool:
     return hasattr(image, "__array__") and not isinstance(image, Image.Image)
 
 
-def encode_image(image: Any, i: int, floats: FloatRange | None) -> bytes:
+def encode_image(image: Any, i: int, floats: ValueRange | None) -> bytes:
     """Return an image as the content of a file: one that is a file as it is, others without loss.
+
+    Integers deeper than 8 bits become a .npy file, [H, W, C], as Pillow has no file for their colours.
 
     Args:
         image: a PIL image, an array or tensor, a path, or the bytes of a file.
@@ -235,14 +241,20 @@ def encode_image(image: Any, i: int, floats: FloatRange | None) -> bytes:
             raise RequestError(f"{subject} is {len(image):,} bytes of something else; give the content of image files")
         return image
     if not isinstance(image, Image.Image):
-        image = _to_pil(image, subject, floats)
+        pixels = _to_pixels(image, subject, floats)
+        if pixels.dtype != np.uint8:
+            file = BytesIO()
+            np.lib.format.write_array(file, pixels, (1, 0), allow_pickle=False)
+            return file.getvalue()
+        image = Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels)
     try:
-        return _encode_pil(image)
+        return _encode_pil(image, subject)
     except (OSError, SyntaxError, ValueError) as error:  # a file that Pillow opened and that is damaged further on
         raise RequestError(f"{subject} cannot be read: {error}; leave it out") from error
 
 
-def _to_pil(image: Any, subject: str, floats: FloatRange | None) -> Image.Image:
+def _to_pixels(image: Any, subject: str, floats: ValueRange | None) -> NDArray[Any]:
+    """Return an array or tensor as [H, W, C]: uint8, or integers deeper than that."""
     if not _is_array(image):
         found = "missing" if image is None else f"of type {type(image).__name__}"
         raise RequestError(
@@ -254,27 +266,35 @@ def _to_pil(image: Any, subject: str, floats: FloatRange | None) -> Image.Image:
     if pixels.ndim == 4:
         raise RequestError(f"{subject} is a batch of shape {shape}; give single images, of a DataLoader its .dataset")
     if pixels.dtype.kind == "f" and pixels.size:
-        floats = floats or FloatRange.of(float(pixels.min()), float(pixels.max()), subject)
-        pixels = floats.to_uint8(pixels, subject)
+        pixels = scale_floats(pixels, floats or float_range([extent_of(pixels)], subject), subject)
     if pixels.dtype == np.bool_:
-        pixels = pixels.astype(np.uint8) * 255
-    if pixels.dtype != np.uint8:
-        raise RequestError(f"{subject} is {pixels.dtype}; images are uint8 from 0 to 255, or floating point {_RANGES}")
-    # Of three channels on either side, tensors have theirs first and arrays theirs last.
-    sides = (0, 2) if hasattr(image, "detach") else (2, 0)
-    axis = next((a for a in sides if pixels.ndim == 3 and pixels.shape[a] in (1, 3, 4)), None)
+        pixels = pixels.astype(np.uint8) * np.uint8(255)
+    if pixels.dtype.kind not in "iu" and pixels.size:
+        raise RequestError(
+            f"{subject} is {pixels.dtype}; images are integers, booleans, or floating point {FLOAT_RANGES}"
+        )
+    # Where both sides could be channels, tensors have theirs first and arrays theirs last.
+    axis = channel_axis(pixels.shape, hasattr(image, "detach")) if pixels.ndim == 3 else None
     if pixels.ndim not in (2, 3) or 0 in pixels.shape or (pixels.ndim == 3 and axis is None):
         raise RequestError(f"{subject} has the shape {shape}; images are [H, W], [H, W, C] or [C, H, W], C = 1, 3 or 4")
     if axis == 0:
         pixels = pixels.transpose(1, 2, 0)
-    pixels = np.ascontiguousarray(pixels)
-    return Image.fromarray(pixels[..., 0] if pixels.ndim == 3 and pixels.shape[2] == 1 else pixels)
+    return np.ascontiguousarray(pixels if pixels.ndim == 3 else pixels[..., None])
 
 
-def _encode_pil(image: Image.Image) -> bytes:
+def _encode_pil(image: Image.Image, subject: str) -> bytes:
+    kept = image
+    if image.mode.startswith("I;16"):  # in any order of bytes
+        kept = Image.fromarray(np.asarray(image).astype(np.uint16))
+        kept.info = image.info
+    elif image.mode in _CONVERTED_MODES:
+        kept = image.convert(_CONVERTED_MODES[image.mode])
+    elif image.mode not in _PNG_MODES | _TIFF_MODES:
+        raise RequestError(
+            f"{subject} has Pillow's mode {image.mode}, of which Unfog does not know the values; convert it: "
+            "image.convert('RGB')"
+        )
     # With its colour profile and orientation, which decoding applies as it does to a file.
-    known = image.mode in _PNG_MODES or image.mode in _TIFF_MODES
-    kept = image if known else image.convert("RGBA" if image.has_transparency_data else "RGB")
     extra: dict[str, Any] = {name: image.info[name] for name in ("icc_profile",) if image.info.get(name)}
     if exif := image.getexif():
         extra["exif"] = exif

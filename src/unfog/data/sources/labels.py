@@ -15,6 +15,7 @@ from unfog.data.label_checks import are_measurements, check_masks, merge_spellin
 from unfog.data.settings import LABELS, TABLES
 from unfog.data.sources.base import LabelTable, Source
 from unfog.data.sources.label_tables import match_rows, read_table, sort_labels, strip_shard
+from unfog.data.values.deep_image import DeepImage
 from unfog.errors import RequestError
 from unfog.text import sanitize
 
@@ -149,7 +150,7 @@ class _LabelTableSource(Source):
         if not self.classes:
             raise RequestError(f"{sanitize(table.name)} leaves every label empty; fill its label column")
 
-    def open(self, i: int) -> Image.Image:
+    def open(self, i: int) -> Image.Image | DeepImage:
         return self._source.open(int(self._rows[i]))
 
     def folder_problem(self, i: int) -> str:

@@ -13,7 +13,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from unfog.custom import check_consent
+from unfog.custom import consent, import_object
 from unfog.data.sources.base import OpenOptions, RemotePolicy, Source, SourceLocation
 from unfog.data.sources.image_files import os_error_reason
 from unfog.errors import RequestError, install_command
@@ -31,8 +31,7 @@ BUILT_IN = (
     "unfog.data.sources.folder:FolderSource",  # last, as it matches every folder
 )
 
-# Beginning of a SOURCE that names a class to import: python:MODULE:CLASS, or python:MODULE:CLASS:ARGUMENT.
-PYTHON = "python:"
+PYTHON = consent.SOURCE
 
 # URL protocol -> the package that fsspec reads it with.
 _PACKAGES = {
@@ -60,7 +59,7 @@ def locate(text: str) -> tuple[type[Source], SourceLocation]:
     """Return which class reads a SOURCE and where it is, without opening it. Raises RequestError if none does."""
     if text.startswith(PYTHON):
         _, _, argument = text.removeprefix(PYTHON).partition(":")[2].partition(":")
-        return _import_class(text), SourceLocation(text, text, "name", (argument,) if argument else ())
+        return _own_class(text), SourceLocation(text, text, "name", (argument,) if argument else ())
     text = text.removeprefix("file://")
     # Imported only now, as Pillow and NumPy would slow down commands that read no images.
     sources = [*_registered, *map(_import_class, BUILT_IN)]
@@ -101,14 +100,21 @@ def _match(sources: list[type[Source]], location: SourceLocation) -> tuple[type[
 
 
 def _import_class(text: str) -> type[Source]:
-    """Import the class that [python:]MODULE:CLASS[:ARGUMENT] names, which runs the code of its module."""
-    module, _, name = text.removeprefix(PYTHON).partition(":")
-    name = name.partition(":")[0]
-    check_consent(f"{module}:{name}", "the source")
-    try:
-        source = getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise RequestError(f"{sanitize(text)} cannot be imported: {error}; give python:MODULE:CLASS") from None
+    """Import the class of a built-in source, MODULE:CLASS."""
+    module, _, name = text.partition(":")
+    source: type[Source] = getattr(import_module(module), name)
+    return source
+
+
+def _own_class(text: str) -> type[Source]:
+    """Import the class that python:MODULE:CLASS[:ARGUMENT] names, which runs the code of its module."""
+    # It may be a stranger's folder, whose name the shell has completed.
+    if os.path.lexists(text):
+        raise RequestError(
+            f"{sanitize(text)} is a file or folder here, and also names Python code; write ./ in front of it for the "
+            "folder, or go to another folder for the code"
+        )
+    source = import_object(consent.source_path(text), "the source")
     if not (isinstance(source, type) and issubclass(source, Source)):
         raise RequestError(f"{sanitize(text)} is not a subclass of unfog.data.sources.base.Source")
     return source

@@ -14,14 +14,26 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.lib.format import MAGIC_PREFIX
+from numpy.typing import NDArray
+from PIL import Image
 
 from unfog.cache_folder import cache_folder, hold, make_room
 from unfog.data.cache import remove_stale_entries
 from unfog.data.data_report import SkippedFile
 from unfog.data.sources.arrays import ArraySource
 from unfog.data.sources.base import SourceLocation
-from unfog.data.sources.image_objects import FloatRange, ImageItems, as_array, encode_image
+from unfog.data.sources.image_files import open_bytes
+from unfog.data.sources.image_objects import (
+    ImageItems,
+    as_array,
+    encode_image,
+    find_float_range,
+    float_range,
+)
 from unfog.data.sources.zip_archive import ZipSource
+from unfog.data.values.deep_image import DeepImage
+from unfog.data.values.value_range import ValueRange, extent_of
 from unfog.errors import RequestError
 from unfog.safe_files import move, open_file, remove
 from unfog.text import sanitize
@@ -29,6 +41,7 @@ from unfog.text import sanitize
 _LABELS = "labels.json"
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # so that the same images make the same file
 _CHUNK = 1024  # images that are converted at a time
+_NAMED = 5  # images that a message names
 
 
 class Report(NamedTuple):
@@ -52,8 +65,13 @@ class StoredImages(ZipSource):
         for info in self._stored_labels:
             self._read_labels(info)
 
+    def open(self, i: int) -> Image.Image | DeepImage:
+        name = self.names[i]
+        data = self._content(self._members[name])
+        return DeepImage.from_npy(data) if data.startswith(MAGIC_PREFIX) else open_bytes(data, name)
+
     @staticmethod
-    def store(source: Any, labels: Any = None, report: Report | None = None) -> Path:
+    def store(source: Any, labels: Any = None, report: Report | None = None, value_range: Sequence[float] = ()) -> Path:
         """Write images given as objects into the cache, once, and return the path of the file, which is a SOURCE.
 
         The name of the file is a digest of the images and labels, so that the same list is the same file. Images are
@@ -63,20 +81,23 @@ class StoredImages(ZipSource):
             source: an array or tensor of all images, or what `ImageItems.read` takes.
             labels: a whole number or a text for each image, where the source has none itself.
             report: functions to call meanwhile.
+            value_range: `data.range`; () for the range that most images of floating point have.
 
         Raises:
             RequestError: there are no images, one is none, the labels do not fit, or the cache cannot be written.
         """
         report = report or Report()
+        source = _plain_source(source)
         if hasattr(source, "__array__"):
-            return ArraySource.store(_without_floats(as_array(source), report), labels)
+            pixels = _without_floats(as_array(source), report, value_range)
+            return ArraySource.store(pixels, labels, report.say, channels_first=hasattr(source, "detach"))
         items, folder = ImageItems.read(source), cache_folder()
         partial = folder / f"images-{os.getpid()}-{time.time_ns()}.partial"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             remove_stale_entries(folder)
             try:
-                digest = _write(partial, items, labels, report)
+                digest = _write(partial, items, labels, report, value_range)
                 path = folder / f"images-{digest}.images"
                 hold(path)
                 # The name is a digest of the content: one that is there is the same file.
@@ -112,18 +133,51 @@ class StoredImages(ZipSource):
             super()._add(info, ignored, unreadable)
 
 
-def _without_floats(images: Any, report: Report) -> Any:
-    """Return an array of floating point as uint8, and others as they are."""
-    if images.dtype.kind != "f" or not images.size:
-        return images
-    chunks = range(0, len(images), _CHUNK)
-    least = min(float(images[i : i + _CHUNK].min()) for i in chunks)
-    floats = FloatRange.of(least, max(float(images[i : i + _CHUNK].max()) for i in chunks), "the array")
-    report.say(f"  {floats}")
-    return np.concatenate([floats.to_uint8(images[i : i + _CHUNK], "the array") for i in chunks])
+def _plain_source(source: Any) -> Any:
+    """Return a table of pandas or polars as its columns, an array of objects or texts as a list, others as they are."""
+    if type(source).__module__.partition(".")[0] in ("pandas", "polars"):
+        if hasattr(source, "columns"):
+            return {str(name): list(source[name]) for name in source.columns}
+        source = list(source)
+    if isinstance(source, np.ndarray) and source.dtype.kind in "OUT":
+        return list(source)
+    return source
 
 
-def _write(partial: Path, source: ImageItems, labels: Any, report: Report) -> str:
+def _without_floats(array: NDArray[Any], report: Report, value_range: Sequence[float]) -> NDArray[Any]:
+    """Return an array of floating point as uint8, and others as they are. RequestError names images out of range."""
+    if array.dtype.kind != "f" or array.ndim < 3 or not array.size:
+        return array
+    extents = [extent_of(image[..., None]) for image in array]
+    floats = float_range(extents, "the array", value_range)
+    low, high = f"{floats.low:g}", f"{floats.high:g}"
+    if broken := [i for i, extent in enumerate(extents) if extent is None]:
+        raise RequestError(
+            f"{_named(broken)} of the array hold NaN or infinity; leave them out: "
+            f"x = x[np.isfinite(x).all({tuple(range(1, array.ndim))})], or replace those values: "
+            f"x = np.nan_to_num(x, nan={low}, posinf={high}, neginf={low})"
+        )
+    if beyond := [i for i, extent in enumerate(extents) if extent is not None and not floats.holds(extent)]:
+        raise RequestError(
+            f"{_named(beyond)} of the array have values beyond {low} to {high}, the range of the others; leave them "
+            f"out, or cut their values: x = x.clip({low}, {high})"
+        )
+    report.say(_float_line(floats))
+    return np.concatenate([floats.to_uint8(array[i : i + _CHUNK]) for i in range(0, len(array), _CHUNK)])
+
+
+def _float_line(floats: ValueRange) -> str:
+    low, high = f"{floats.low:g}", f"{floats.high:g}"
+    return f"  images of floating point, from {low} to {high}, are stored as uint8, from 0 to 255"
+
+
+def _named(images: Sequence[int]) -> str:
+    """Name images by their numbers: "images 3, 7, ... (12 in all)"."""
+    more = f", ... ({len(images):,} in all)" if len(images) > _NAMED else ""
+    return f"images {', '.join(map(str, images[:_NAMED]))}{more}"
+
+
+def _write(partial: Path, source: ImageItems, labels: Any, report: Report, value_range: Sequence[float]) -> str:
     """Write the archive, and return the digest of images and labels."""
     given = None if labels is None else [_plain_label(label, i) for i, label in enumerate(labels)]
     found: list[int | str | None] = []
@@ -132,9 +186,9 @@ def _write(partial: Path, source: ImageItems, labels: Any, report: Report) -> st
     with open_file(partial, "xb", partial.parent) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         if source.unused:
             report.say(f"  {source.unused}")
-        floats, items = FloatRange.find(source.items)
+        floats, items = find_float_range(source.items, value_range)
         if floats is not None:
-            report.say(f"  {floats}")
+            report.say(_float_line(floats))
         for i, (image, label) in enumerate(items):
             content = encode_image(image, i, floats)
             digest.update(hashlib.sha256(content).digest())

@@ -108,6 +108,7 @@ class DdpmPytorchModel(ConditionalNetwork):
 
     block = _Block
     ends: ClassVar[tuple[str, ...]] = ("init_conv", "final_conv", "class_embedding", "augment_embedding")
+    not_matrices: ClassVar[tuple[str, ...]] = ("mem_kv",)  # learned keys and values
 
     augmentation_begins_at_zero = True
     settings: DdpmPytorch

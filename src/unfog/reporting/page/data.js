@@ -75,31 +75,45 @@ export class Store {
 	}
 }
 
+const hex = (bytes) => Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
+
+async function signed(key, text) {
+	const [secret, message] = [key, text].map((one) => new TextEncoder().encode(one));
+	const known = await crypto.subtle.importKey("raw", secret, {name: "HMAC", hash: "SHA-256"}, false, ["sign"]);
+	return hex(new Uint8Array(await crypto.subtle.sign("HMAC", known, message)));
+}
+
 export class ServerData {
 	constructor(base = "./") {
-		Object.assign(this, {base, steers: true, connected: true, stores: new Map(), listeners: new Map()});
+		Object.assign(this, {base, steers: true, connected: true, trusted: true, key: null, seen: "", stores: new Map(), listeners: new Map()});
 		document.addEventListener("visibilitychange", () => (document.hidden && !this.staysOpen ? this.close() : this.open()));
 		this.open();
+		if (crypto.subtle) this.get("api/key").then(({key}) => (this.key = key)).catch(() => {});
 	}
 
 	// One stream for all views, closed while the tab is hidden unless it is to tell of ends: browsers allow six connections in all tabs together.
-	open() {
-		if (this.stream || (document.hidden && !this.staysOpen)) return;
-		const stream = (this.stream = new EventSource(this.url("api/stream")));
+	async open() {
+		if (this.stream || this.opening || (document.hidden && !this.staysOpen)) return;
+		this.opening = true;
+		try {
+			await this.prove();
+		} catch {
+			return this.lose();
+		} finally {
+			this.opening = false;
+		}
+		const stream = (this.stream = new EventSource(this.url(`api/stream?after=${this.seen}`)));
 		stream.onopen = () => {
 			this.set(true);
 			for (const store of this.stores.values()) store.stale = true; // events may have been missed
 			this.emit("refresh", {});
 		};
-		stream.onerror = () => {
-			this.set(false);
-			if (stream.readyState !== EventSource.CLOSED || this.stream !== stream) return;
-			this.close();
-			setTimeout(() => this.open(), 2000);
-		};
+		// The browser would connect again by itself, to whoever listens.
+		stream.onerror = () => this.lose();
 		for (const kind of ["runs", "run", "task", "draw"]) {
-			stream.addEventListener(kind, ({data}) => {
+			stream.addEventListener(kind, ({data, lastEventId}) => {
 				const detail = data ? JSON.parse(data) : {};
+				this.seen = lastEventId;
 				if (kind === "run") this.store(detail.id).stale = true;
 				this.emit(kind, detail);
 			});
@@ -109,6 +123,31 @@ export class ServerData {
 	close() {
 		this.stream?.close();
 		this.stream = null;
+		this.trusted = !this.key;
+	}
+
+	// The server is gone, or the network is.
+	lose() {
+		this.close();
+		this.set(false);
+		clearTimeout(this.again);
+		this.again = setTimeout(() => this.open(), 2000);
+	}
+
+	// After a break any program may listen at the port. It gets no secret unless it proves that it has the key of this folder.
+	async prove() {
+		if (!this.trusted) await (this.proving ||= this.check().finally(() => (this.proving = null)));
+	}
+
+	async check() {
+		const nonce = hex(crypto.getRandomValues(new Uint8Array(16)));
+		const {start, proof} = await (await fetch(`/hello?nonce=${nonce}`)).json();
+		if (proof !== (await signed(this.key, `proof ${location.port || 80} ${nonce} ${start}`))) throw new Error("another program");
+		// A server that was started anew has another secret.
+		const path = `/${(await signed(this.key, `address ${start}`)).slice(0, 32)}/`;
+		this.moved ||= path !== location.pathname;
+		if (path !== location.pathname) history.replaceState(null, "", path + location.hash);
+		this.trusted = true;
 	}
 
 	set(connected) {
@@ -127,16 +166,18 @@ export class ServerData {
 		for (const callback of [...(this.listeners.get(kind) || [])]) callback(detail);
 	}
 
+	// For a request that is sent now, or a picture; without one until the server is known again.
 	url(path) {
-		return this.base + path;
+		return this.trusted ? this.base + path : "data:,";
 	}
 
 	async ask(path, options) {
 		let answer;
 		try {
+			await this.prove();
 			answer = await fetch(this.url(path), options);
 		} catch {
-			this.set(false);
+			this.lose();
 			throw new Error("the server does not answer");
 		}
 		if (answer.ok) return answer;

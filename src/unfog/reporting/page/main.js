@@ -80,7 +80,7 @@ class Page extends View {
 				${view === "run" || view === "compare" ? html`<button class="quiet" ?disabled=${this.busy} @click=${this.keepView}>${this.busy ? "Writing …" : "Keep this view"}</button>` : ""}
 				${server && isSecureContext && "Notification" in window ? html`<button class="quiet" aria-pressed=${Boolean(this.notifies)} @click=${this.notify}>Tell me when runs end${this.notifies ? " ✓" : ""}</button>` : ""}
 				<label class="theme"><span class="hidden">Theme</span>${select([["", "auto"], "light", "dark"], this.theme, (theme) => this.applyTheme(theme))}</label></header>
-			${this.connected ? "" : html`<div class="banner" role="alert"><b>The server does not answer.</b> What you see was true a moment ago. The page tries again by itself; if the server was started anew, open the address that it prints.</div>`}
+			${this.connected ? "" : html`<div class="banner" role="alert"><b>The server does not answer.</b> What you see was true a moment ago. The page tries again by itself, also after a restart. If that takes long, open the address that unfog serve has printed last.</div>`}
 			<main id="main" tabindex="-1">${this.view(view, ids)}</main>
 			<footer class="soft">${server ? "" : `Written by Unfog, ${this.data.embedded.written}. This file needs no server.`}</footer>`;
 	}
@@ -96,6 +96,7 @@ class Page extends View {
 
 	// Fetched only when it is opened.
 	fetch() {
+		if (this.data.moved) return location.reload(); // its modules would be loaded once more from the new address
 		if (!this.asked) document.head.append(Object.assign(document.createElement("script"), {type: "module", src: "static/playground.js"}));
 		this.asked ||= customElements.whenDefined("unfog-playground").then(() => this.requestUpdate());
 		return html`<p>Loading …</p>`;

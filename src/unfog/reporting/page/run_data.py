@@ -109,7 +109,7 @@ def read_evaluations(run: Path) -> list[dict[str, Any]]:
         there = list_folder(run / "evaluations", run)
     for path in (path for path in there if path.suffix == ".json"):
         # People edit such files: damaged ones are left out.
-        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError):
             stored = json.loads(read_file(path, run, _LARGEST_EVALUATION))
             found.append((path.stat().st_mtime, _evaluation(path, stored)))
     return sorted((one for _, one in sorted(found, key=itemgetter(0))[-_EVALUATIONS:]), key=itemgetter("step"))

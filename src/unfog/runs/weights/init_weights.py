@@ -139,7 +139,11 @@ def _objective_choice(source: WeightsSource, config: Config) -> Choice:
         with suppress(RequestError):
             trained = objective_from_scheduler(source.scheduler, config.diffusion)
             reason = "as its scheduler_config.json says"
-    before, now = ([format_spec(part) for part in (d.path, d.schedule, d.target)] for d in (trained, config.diffusion))
+    stated = source.elsewhere is not None  # other sources leave the weighting to the recipe
+    before, now = (
+        [format_spec(part) for part in (d.path, d.schedule, d.target, *[d.weighting] * stated)]
+        for d in (trained, config.diffusion)
+    )
     if now != before:
         reason = f"as given; the weights were trained with {', '.join(before)}"
     return Choice("objective", ", ".join(now), reason)

@@ -21,6 +21,7 @@ from unfog.diffusion.noise import VP, Cosine, Flow, FlowUniform, Linear, LogNorm
 from unfog.diffusion.sampler import Sampler
 from unfog.diffusion.sigmoid import Sigmoid
 from unfog.diffusion.target import X0, Eps, FlowVelocity, Target, V
+from unfog.diffusion.weighting import MinSnr, Plain, Snr
 from unfog.errors import RequestError
 from unfog.export.diffusers_unet import Network
 from unfog.export.elsewhere import ElsewhereModel
@@ -133,8 +134,9 @@ class Objective(NamedTuple):
         betas, weight = model.buffers.get("betas"), model.buffers.get("loss_weight")
         if betas is None or weight is None:
             reason = "the program's defaults, as the file has weights alone; if it was another: --target, --schedule"
-            return cls(replace(plain, schedule=Sigmoid(), target=V()), None, reason)
-        diffusion = replace(plain, schedule=_schedule(betas), target=_target(betas, weight))
+            return cls(replace(plain, schedule=Sigmoid(), target=V(), weighting=Snr()), None, reason)
+        schedule, target = _schedule(betas), _target(betas, weight)
+        diffusion = replace(plain, schedule=schedule, target=target, weighting=_weighting(betas, weight, target))
         return cls(diffusion, None, "as the noise levels and the loss weights in the file say")
 
 
@@ -153,9 +155,13 @@ def _schedule(betas: Tensor) -> Sigmoid | Cosine | Linear:
     )
 
 
-def _target(betas: Tensor, weight: Tensor) -> Target:
+def _snr(betas: Tensor) -> Tensor:
     kept = (1 - betas.double()).cumprod(0)
-    snr = kept / (1 - kept)
+    return kept / (1 - kept)
+
+
+def _target(betas: Tensor, weight: Tensor) -> Target:
+    snr = _snr(betas)
     # Where the SNR is a half, below the limits that min-SNR weighting has.
     at = int((snr - 0.5).abs().argmin())
     s, found = snr[at].item(), weight[at].item()
@@ -164,8 +170,24 @@ def _target(betas: Tensor, weight: Tensor) -> Target:
     for target, expected in known:
         if math.isclose(found, expected, rel_tol=1e-3):
             return target
-    raise RequestError(
-        "the loss weights in this checkpoint are of no objective that is known; give --target and others"
+    raise _unknown_weights()
+
+
+def _weighting(betas: Tensor, weight: Tensor, target: Target) -> Plain | Snr | MinSnr:
+    """Return the weighting of denoising-diffusion-pytorch: SNR on the image's error for any target, or min-SNR."""
+    snr = _snr(betas)
+    on_image = weight.double() * {"eps": snr, "x0": torch.ones_like(snr), "v": snr + 1}[target.kind]
+    if torch.allclose(on_image, snr, rtol=1e-3, atol=0):
+        return Plain() if target == Eps() else Snr()  # the same for the noise
+    gamma = float(on_image[0])
+    if not torch.allclose(on_image, snr.clamp(max=gamma), rtol=1e-3, atol=0):
+        raise _unknown_weights()
+    return MinSnr(float(f"{gamma:.5g}"))  # stored in float32, of a number that a person wrote
+
+
+def _unknown_weights() -> RequestError:
+    return RequestError(
+        "the loss weights in this checkpoint are of no known objective; give --path, --schedule and --target"
     )
 
 

@@ -19,7 +19,7 @@ from unfog.errors import RequestError
 from unfog.export.diffusers_folder import DiffusersFolder
 from unfog.export.diffusers_unet import Network, unet2d_settings
 from unfog.export.elsewhere import SUFFIXES, ElsewhereModel, from_dit, read_model
-from unfog.pipeline.build import build_network
+from unfog.pipeline.build import build_network, limited_parameters
 from unfog.planning.intervals import Choice
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.progress import warn
@@ -28,6 +28,7 @@ from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.load import read_tensors
 
 _CLASS_SPREAD = 0.02  # scale of random differences between new class embeddings, as other networks draw their rows
+_ADDED = 16  # parameters that a network has beside those of the weights, at most
 _CLASSES, _AUGMENT, _BIAS = "class_embedding.weight", "augment_embedding.", "time_embedding.2.bias"
 
 
@@ -74,6 +75,13 @@ class WeightsSource(NamedTuple):
             for name, tensor in state.items()
             if not name.startswith(_AUGMENT) or config.data.augment
         }
+        # A weight's shape may describe a far larger network than the weights are of, so shapes are compared first.
+        with torch.device("meta"), limited_parameters(len(state) + _ADDED, self._misfit):
+            shapes = {name: tensor.shape for name, tensor in build_network(config).state_dict().items()}
+        for name, shape in shapes.items():
+            added = name == _CLASSES or name.startswith(_AUGMENT)
+            if not added and (name not in state or state[name].shape != shape):
+                raise self._misfit(name)
         with torch.no_grad():
             fresh = build_network(config).state_dict()
         state |= {name: fresh[name] for name in fresh if name.startswith(_AUGMENT) and name not in state}
@@ -81,10 +89,13 @@ class WeightsSource(NamedTuple):
         wrong = [name for name in {*state, *fresh} if name not in state or name not in fresh]
         wrong += [name for name in state if name in fresh and state[name].shape != fresh[name].shape]
         if wrong:
-            raise RequestError(
-                f"{self.weights} does not fit its own settings ({min(wrong)}); it may have been edited: write it again"
-            )
+            raise self._misfit(min(wrong))
         return state, choices
+
+    def _misfit(self, name: str) -> RequestError:
+        return RequestError(
+            f"{self.weights} does not fit its own settings ({name}); it may have been edited: write it again"
+        )
 
     @classmethod
     def describe(cls, init: Init, diffusion: Diffusion, known: bool = True) -> WeightsSource:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 from collections.abc import Mapping
@@ -26,12 +25,12 @@ def column_routes(server: Server) -> list[Route]:
     """Return the routes of rows and of blocks of rows."""
 
     async def metrics(request: Request) -> Response:
-        return await asyncio.to_thread(_metrics, server, run_of(server, request), request)
+        return await server.read(run := run_of(server, request), lambda: _metrics(server, run, request))
 
     async def thinned(request: Request) -> Response:
-        return await asyncio.to_thread(_thinned, server, run_of(server, request), request)
+        return await server.read(run := run_of(server, request), lambda: _thinned(server, run, request))
 
-    return [Route("/api/runs/{run:int}/metrics", metrics), Route("/api/runs/{run:int}/thinned", thinned)]
+    return [Route("/api/runs/{run:number}/metrics", metrics), Route("/api/runs/{run:number}/thinned", thinned)]
 
 
 def _metrics(server: Server, entry: RunEntry, request: Request) -> Response:

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import queue
 import struct
 import subprocess
-import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, BinaryIO, NamedTuple, cast
 
+from unfog.custom.consent import STARTED_BY
 from unfog.errors import RunError
+from unfog.process.child import child_environment, python_command
 
 _LENGTHS = struct.Struct("<II")
 _MOST_JSON, _MOST_BYTES = 2**20, 2**28
@@ -113,7 +113,7 @@ class Channel:
 class Worker:
     """The worker process, started by `command` when it is needed. Safe to use from several threads."""
 
-    def __init__(self, command: tuple[str, ...] = (sys.executable, "-m", "unfog.serve.playground.worker")) -> None:
+    def __init__(self, command: Sequence[str] = python_command("unfog.serve.playground.worker")) -> None:
         self._command = command
         self._process: subprocess.Popen[bytes] | None = None
         # Writing has a lock of its own: a worker that reads no more is to be killed all the same.
@@ -169,7 +169,7 @@ class Worker:
                 self._process.kill()
                 self._process.wait()
             if self._process is None or self._process.poll() is not None:
-                environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+                environment = child_environment(**{STARTED_BY: "page", "OPENBLAS_NUM_THREADS": "1"})
                 self._process = subprocess.Popen(
                     self._command,
                     env=environment,

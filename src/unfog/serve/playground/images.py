@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import math
@@ -23,9 +22,11 @@ from unfog.errors import RequestError
 from unfog.reporting.image_grids import Pixels
 from unfog.serve.playground.job import Job
 from unfog.serve.run_files import decode_picture, read_settings
+from unfog.serve.run_files import webp as encode_webp
 
 _EMPTY = 128  # grey, of a picture that has not begun
 _KEPT, _MOST_PIXELS, _MOST_TEXT = 24, 2**24, 2**16
+_MOST_SIDE = 2**12  # pixels of a run's images
 
 
 def sheet(pictures: Sequence[Pixels | None], columns: int = 0) -> bytes:
@@ -62,9 +63,8 @@ def step_sheet(job: Job, number: int, guess: bool) -> bytes | None:
 
 def webp(pixels: Pixels) -> bytes:
     """Encode uint8 [H, W, 1 or 3] as lossless WebP."""
-    encoded = io.BytesIO()
-    Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels).save(encoded, "WEBP", lossless=True, method=0)
-    return encoded.getvalue()
+    image = Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels)
+    return encode_webp(image, "the picture", lossless=True, method=0)
 
 
 def disagreement(pictures: Pixels) -> Pixels:
@@ -75,12 +75,13 @@ def disagreement(pictures: Pixels) -> Pixels:
 
 
 def size_of(run: Path) -> tuple[int, int]:
-    """Return side and channels of the images of a run. RequestError if its configuration cannot be read."""
+    """Return side and channels of the images of a run. RequestError if its configuration does not have them."""
     settings = read_settings(run)
-    try:
-        return int(settings["data.size"]), int(settings["data.channels"])
-    except (KeyError, ValueError, TypeError):
-        raise RequestError("config.toml of this run is missing, damaged, or has no size and channels") from None
+    size, channels = settings.get("data.size"), settings.get("data.channels")
+    # A program of somebody else may have written it: an image of that size is made.
+    if not (isinstance(size, int) and 1 <= size <= _MOST_SIDE and channels in (1, 3)):
+        raise RequestError("config.toml of this run is missing, damaged, or has no size and channels")
+    return size, int(channels)
 
 
 def at_run_size(pixels: Pixels, size: int, channels: int) -> Pixels:

@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from unfog import __version__
@@ -21,7 +21,7 @@ from unfog.serve.playground.images import Uploads
 from unfog.serve.playground.job import History, Job, StoredDrawing
 from unfog.serve.playground.jobs import MOST_WAITING, JobList
 from unfog.serve.playground.requests import GRIDS, MOST_IMAGES, SAMPLERS, read_request, settings_of
-from unfog.serve.server import Server, json_body
+from unfog.serve.server import Json, Server, json_body, whole_number
 
 
 def playground_routes(server: Server) -> list[Route]:
@@ -30,16 +30,16 @@ def playground_routes(server: Server) -> list[Route]:
     return [
         Route("/api/draw", playground.list),
         Route("/api/draw", playground.draw, methods=["POST"]),
-        Route("/api/draw/{job:int}", playground.job),
-        Route("/api/draw/{job:int}/cancel", playground.cancel, methods=["POST"]),
-        Route("/api/draw/{job:int}/copies", playground.copies, methods=["POST"]),
-        Route("/api/draw/{job:int}/steps/{step:int}.webp", playground.step),
-        Route("/api/draw/{job:int}/pictures.webp", playground.pictures),
-        Route("/api/draw/{job:int}/nearest.webp", playground.nearest),
-        Route("/api/draw/{job:int}/disagreement.webp", playground.disagreement),
-        Route("/api/draw/{job:int}/{picture:int}.png", playground.picture),
+        Route("/api/draw/{job:number}", playground.job),
+        Route("/api/draw/{job:number}/cancel", playground.cancel, methods=["POST"]),
+        Route("/api/draw/{job:number}/copies", playground.copies, methods=["POST"]),
+        Route("/api/draw/{job:number}/steps/{step:number}.webp", playground.step),
+        Route("/api/draw/{job:number}/pictures.webp", playground.pictures),
+        Route("/api/draw/{job:number}/nearest.webp", playground.nearest),
+        Route("/api/draw/{job:number}/disagreement.webp", playground.disagreement),
+        Route("/api/draw/{job:number}/{picture:number}.png", playground.picture),
         Route("/api/upload", playground.upload, methods=["POST"]),
-        Route("/api/upload/{upload:int}.png", playground.uploaded),
+        Route("/api/upload/{upload:number}.png", playground.uploaded),
         Route("/api/blind", playground.votes),
         Route("/api/blind", playground.vote, methods=["POST"]),
         Route("/api/worker/stop", playground.stop_worker, methods=["POST"]),
@@ -81,13 +81,13 @@ class _Playground:
         worker = {"pid": jobs.worker.pid, "nice": jobs.worker.nice, "seconds": round(jobs.busy_seconds, 1)}
         facts = {"samplers": SAMPLERS, "grids": GRIDS, "most_images": MOST_IMAGES, "most_waiting": MOST_WAITING}
         listed = await asyncio.to_thread(lambda: [job.summary() for job in jobs.list()])
-        return JSONResponse({"jobs": listed, "worker": worker, "training": training, **facts})
+        return Json({"jobs": listed, "worker": worker, "training": training, **facts})
 
     async def draw(self, request: Request) -> Response:
         body = await json_body(request)
         run = self._run(body.get("run"))
         job = await asyncio.to_thread(self._submit, run, body)
-        return JSONResponse({"job": job.id, **job.detail()})
+        return Json({"job": job.id, **job.detail()})
 
     def _submit(self, run: Any, body: dict[str, Any]) -> Job:
         settings = body.get("settings", {})
@@ -117,15 +117,15 @@ class _Playground:
 
     async def job(self, request: Request) -> Response:
         job = self._job(request.path_params["job"])
-        return JSONResponse(await asyncio.to_thread(job.detail))
+        return Json(await asyncio.to_thread(job.detail))
 
     async def cancel(self, request: Request) -> Response:
         job = self._job(request.path_params["job"])
-        return JSONResponse(await asyncio.to_thread(lambda: self.jobs.cancel(job.id).summary()))
+        return Json(await asyncio.to_thread(lambda: self.jobs.cancel(job.id).summary()))
 
     async def copies(self, request: Request) -> Response:
         job = self._job(request.path_params["job"])
-        return JSONResponse(await asyncio.to_thread(lambda: self.jobs.find_copies(job.id).detail()))
+        return Json(await asyncio.to_thread(lambda: self.jobs.find_copies(job.id).detail()))
 
     async def step(self, request: Request) -> Response:
         job, number = self._job(request.path_params["job"]), request.path_params["step"]
@@ -158,19 +158,20 @@ class _Playground:
         return Response(data, media_type="image/png", headers={"content-disposition": name})
 
     async def upload(self, request: Request) -> Response:
-        number, upload = await asyncio.to_thread(self.uploads.add, await request.body())
+        body = await request.body()
+        number, upload = await self._server.pictures.decode(lambda: self.uploads.add(body))
         height, width = upload.pixels.shape[:2]
-        return JSONResponse({"upload": number, "width": width, "height": height, "settings": upload.settings})
+        return Json({"upload": number, "width": width, "height": height, "settings": upload.settings})
 
     async def uploaded(self, request: Request) -> Response:
         upload = self.uploads[request.path_params["upload"]]
-        run = self._run(int(request.query_params.get("run", "0")))
-        size, channels = await asyncio.to_thread(images.size_of, run.path)
-        return Response(encode_png(images.at_run_size(upload.pixels, size, channels)), media_type="image/png")
+        run = self._run(whole_number(request, "run"))
+        made = lambda: encode_png(images.at_run_size(upload.pixels, *images.size_of(run.path)))  # noqa: E731
+        return Response(await self._server.pictures.decode(made), media_type="image/png")
 
     async def votes(self, request: Request) -> Response:
-        run = self._run(int(request.query_params.get("run", "0")))
-        return JSONResponse(await asyncio.to_thread(blind.tallies, run.path))
+        run = self._run(whole_number(request, "run"))
+        return Json(await asyncio.to_thread(blind.tallies, run.path))
 
     async def vote(self, request: Request) -> Response:
         body = await json_body(request)
@@ -181,11 +182,11 @@ class _Playground:
             raise RequestError("both drawings of a comparison must be of one run")
         run = self._run(first.run)
         add = lambda: blind.add_vote(run.path, first.request, second.request, index, body.get("choice"))  # noqa: E731
-        return JSONResponse(await asyncio.to_thread(add))
+        return Json(await asyncio.to_thread(add))
 
     async def stop_worker(self, _: Request) -> Response:
         await asyncio.to_thread(self.jobs.worker.kill)
-        return JSONResponse({"stopped": True})
+        return Json({"stopped": True})
 
     def _run(self, number: Any) -> Any:
         try:

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from unfog.errors import RunError
-from unfog.safe_files import file_digest, regular_file, replace_file
+from unfog.safe_files import file_digest, replace_file, tensor_file
 from unfog.training.checkpoints.format import (
     CONFIG,
     EMA2,
@@ -55,7 +55,7 @@ class TensorFile:
         self._pieces: dict[str, list[_Rows]] = {}
         with self._reading():
             for part in _shard_paths(path):
-                self._add(safe_open(regular_file(part, root), "pt"))
+                self._add(safe_open(tensor_file(part, root), "pt"))
             for name, pieces in self._pieces.items():
                 pieces.sort(key=lambda piece: piece.first)
                 ends = [0, *(piece.first + piece.rows for piece in pieces)]

@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from unfog.errors import RequestError
-from unfog.safe_files import check_folder, list_folder, make_folder, move, new_file, regular_file, remove
+from unfog.safe_files import check_folder, list_folder, make_folder, move, new_file, remove, tensor_file
 from unfog.training.checkpoints.snapshot import sync, system_errors
 from unfog.training.settings import MAX_EMA_SNAPSHOTS, EmaSnapshots, PowerEma
 from unfog.training.sharded_tensors import all_finite
@@ -60,7 +60,7 @@ class EmaSnapshotFile(NamedTuple):
             if path.suffix != ".safetensors" or not path.name[0].isdecimal():
                 continue
             try:
-                with safe_open(regular_file(path, folder.parent), "pt") as file:
+                with safe_open(tensor_file(path, folder.parent), "pt") as file:
                     said = json.loads((file.metadata() or {})[METADATA_KEY])
                 widths = tuple(float(width) for width in said["widths"])
                 one = cls(path, int(said["step"]), int(said["updates"]), widths)

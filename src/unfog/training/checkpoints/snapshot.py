@@ -25,8 +25,8 @@ from unfog.safe_files import (
     new_file,
     open_file,
     read_file,
-    regular_file,
     remove_tree,
+    tensor_file,
     write_atomic,
 )
 from unfog.training.checkpoints import format as checkpoint
@@ -84,7 +84,7 @@ class Snapshot(NamedTuple):
         for file, tensors in self.tensors.items():
             path = folder / _shard_name(file, self.rank, self.size)
             # From the disk, as `sync` has dropped the cached pages; a checksum would be of what was written.
-            found = load_file(regular_file(path, run_of(folder)))
+            found = load_file(tensor_file(path, run_of(folder)))
             if found.keys() != tensors.keys() or not all(torch.equal(found[name], t) for name, t in tensors.items()):
                 raise OSError(f"{path.name} does not read back as it was written")
         for name, content in _small_files(self).items():

@@ -1,0 +1,1 @@
+"""Image files looked at before they are decoded: limits on their heads, and pictures that Unfog has written."""

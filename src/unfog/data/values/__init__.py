@@ -1,0 +1,1 @@
+"""Values deeper than 8 bits: their range, and images of them."""

@@ -1,0 +1,173 @@
+"""Values deeper than 8 bits: the range of a whole set, found before any image is scaled, and how values become 8 bits.
+
+Integers of 16 or 32 bits and floating point become 0 to 255 by one range for all images of a set, because a range of
+each image would change the brightness of each image differently.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unfog.errors import RequestError
+
+# Least and most value of an image.
+Extent = tuple[float, float]
+
+_TOLERANCE = 1e-3  # of a range of floating point: rounding and resizing leave values beyond it
+_FLOAT_RANGES = ((0, 1), (-1, 1), (0, 255))
+_OVERSHOOT = 2  # no image of 0 to 255 is known by values below
+FLOAT_RANGES = "from 0 to 1, from -1 to 1, or from 0 to 255"
+# Bits that sensors have. The smallest that holds all integers of a set is the range of the set.
+_BITS = (8, 10, 12, 14, 16)
+FULL = 2**16 - 1
+
+
+class OutOfRangeError(ValueError):
+    """Values are outside of the range of their set. The message is a short reason, the same for the same cause."""
+
+
+@dataclass(frozen=True)
+class ValueRange:
+    """The values that become 0 and 255."""
+
+    low: float
+    high: float
+
+    def holds(self, extent: Extent, floating: bool = True) -> bool:
+        """Return True if an image's values are inside of the range, those of floating point with a tolerance."""
+        slack = _TOLERANCE * (self.high - self.low) if floating else 0
+        return self.low - slack <= extent[0] and extent[1] <= self.high + slack
+
+    def to_uint8(self, values: NDArray[Any]) -> NDArray[np.uint8]:
+        """Return values of this range as 0 to 255, rounded. OutOfRangeError if one is outside of it."""
+        if not values.size:
+            return values.astype(np.uint8)
+        floating = values.dtype.kind == "f"
+        if floating and not np.isfinite(values).all():
+            raise OutOfRangeError("floating point with NaN or infinity in it")
+        if not self.holds((values.min(), values.max()), floating):
+            raise OutOfRangeError(f"values beyond {self}, the range of the set (--data.range)")
+        # float32 holds integers of 16 bits exactly, and so does float64 with integers of 32.
+        kind = np.dtype(np.float64 if values.dtype.kind in "iu" and values.dtype.itemsize > 2 else np.float32)
+        scaled = (values.astype(kind) - kind.type(self.low)) * kind.type(255 / (self.high - self.low))
+        rounded: NDArray[np.uint8] = np.rint(scaled).clip(0, 255).astype(np.uint8)
+        return rounded
+
+    def __str__(self) -> str:
+        return f"{self.low:.6g} to {self.high:.6g}"
+
+    @classmethod
+    def of_floats(cls, extents: Sequence[Extent], subject: str) -> Self:
+        """Return the range of images of floating point: 0 to 1, -1 to 1 or 0 to 255, whichever most images have.
+
+        An image inside of several ranges counts for the first. RequestError if most images have another range.
+        """
+        ranges = [cls(*ends) for ends in _FLOAT_RANGES]
+        first = [next((k for k, one in enumerate(ranges) if one.holds(extent)), None) for extent in extents]
+        # Values of 0 to 1 that a sharp resize took beyond it would be black in 0 to 255.
+        first = [None if k == 2 and high <= _OVERSHOOT else k for k, (_, high) in zip(first, extents)]
+        counts = [first.count(k) for k in range(len(ranges))]
+        if 2 * sum(counts) <= len(extents):
+            raise _no_range(extents, subject, f"images are {FLOAT_RANGES}")
+        return ranges[counts.index(max(counts))]
+
+    @classmethod
+    def of_integers(cls, extents: Sequence[Extent], subject: str) -> Self:
+        """Return the range of images of integers deeper than 8 bits: 0 to the most that 8, 10, 12, 14 or 16 bits hold.
+
+        RequestError if most images have negative values, or values beyond 16 bits.
+        """
+        inside = [high for low, high in extents if low >= 0 and high <= FULL]
+        if 2 * len(inside) <= len(extents):
+            raise _no_range(extents, subject, "images of integers are from 0 to 65535 at most")
+        return cls(0, next(2**bits - 1 for bits in _BITS if max(inside) < 2**bits))
+
+
+def _no_range(extents: Sequence[Extent], subject: str, rule: str) -> RequestError:
+    least, most = min(low for low, _ in extents), max(high for _, high in extents)
+    low, high = _outward(least, most)
+    return RequestError(
+        f"{subject} has values from {least:.4g} to {most:.4g}, and {rule}; give the values of black and white: "
+        f"--data.range {low:.10g} {high:.10g}, in Python data={{'range': ({low:.10g}, {high:.10g})}}"
+    )
+
+
+def _outward(least: float, most: float) -> Extent:
+    """Return a range of few digits around these values."""
+    largest = max(abs(least), abs(most), 1e-30)
+    step = 10.0 ** (math.floor(math.log10(largest)) - 3)
+    low, high = math.floor(least / step) * step, math.ceil(most / step) * step
+    return low, high if high > low else low + step
+
+
+FULL_RANGE = ValueRange(0, FULL)
+
+
+class Ranges(NamedTuple):
+    """The ranges of the deep images of a set."""
+
+    integers: ValueRange | None = None
+    """None: that of the type, 0 to 65535."""
+    floats: ValueRange | None = None
+    """None where the set has no images of floating point."""
+
+    @classmethod
+    def of_setting(cls, setting: Sequence[float]) -> Self:
+        """Return the ranges of `data.range`: LOW HIGH of all deep images, or of integers and then of floating point."""
+        if not setting:
+            return cls()
+        return cls(ValueRange(*setting[:2]), ValueRange(*setting[-2:]))
+
+    @property
+    def setting(self) -> tuple[float, ...]:
+        """The value of `data.range` that gives these ranges; () where it is not needed."""
+        given = list(dict.fromkeys(one for one in self if one is not None))  # once, if they are equal
+        return tuple(float(value) for one in given for value in (one.low, one.high))
+
+    def describe(self) -> str:
+        """Describe the ranges in a few words: "16-bit values use 0 to 4095 (12 bits)"; "" for those of the type."""
+        integers, floats = self
+        if integers is not None and integers == floats:
+            return f"values of {integers} become 0 to 255"
+        parts = []
+        if integers is not None:
+            bits = next((f" ({bits} bits)" for bits in _BITS if integers == ValueRange(0, 2**bits - 1)), "")
+            parts.append(f"16-bit values use {integers}{bits}")
+        return ", ".join([*parts, *[f"floating point is from {floats}"] * (floats is not None)])
+
+    def to_uint8(self, values: NDArray[Any], full: int = FULL) -> NDArray[np.uint8]:
+        """Return an image, [H, W] or [H, W, C], as 0 to 255. OutOfRangeError if values are outside of their range.
+
+        `full` is the most that the type of its integers holds.
+        """
+        if values.dtype.kind == "b":
+            return values.astype(np.uint8) * np.uint8(255)
+        if values.dtype.kind == "f":
+            if self.floats is None:
+                raise OutOfRangeError("floating point, unlike the images that the range was read from (--data.range)")
+            return self.floats.to_uint8(values)
+        if self.integers is None:
+            if values.size and not (values.min() >= 0 and values.max() <= full):
+                raise OutOfRangeError("integers beyond 16 bits (--data.range)")
+            return ValueRange(0, full).to_uint8(values)
+        if values.ndim == 3 and values.shape[2] in (2, 4) and values[..., -1].max(initial=0) > self.integers.high:
+            # Programs write full opacity as 65535, whatever bits the colours have.
+            alpha = ValueRange(0, full).to_uint8(values[..., -1:])
+            return np.concatenate([self.integers.to_uint8(values[..., :-1]), alpha], -1)
+        return self.integers.to_uint8(values)
+
+
+def extent_of(values: NDArray[Any]) -> Extent | None:
+    """Return the least and the most value, without transparency; None where they say nothing, as with NaN."""
+    if values.ndim == 3 and values.shape[2] in (2, 4):
+        values = values[..., :-1]
+    if values.dtype.kind not in "iuf" or not values.size:
+        return None
+    low, high = float(values.min()), float(values.max())
+    return (low, high) if math.isfinite(low) and math.isfinite(high) else None
