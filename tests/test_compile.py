@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from conftest import few_images
 from unfog import compile_cache
 from unfog.cache_folder import CacheEntry, make_room, release
 from unfog.config.schema import Config
-from unfog.errors import RunError
+from unfog.errors import Interrupted, RunError
 from unfog.planning import lr_range_test, timing
 
 NETWORKS = {
@@ -129,6 +130,20 @@ def test_code_that_is_damaged_is_removed_and_the_remedy_said(home):
     assert not (home / "compiled").exists()
     with pytest.raises(ValueError, match="other"), compile_cache.compile_errors_explained():
         raise ValueError("other")
+
+
+def test_a_compiler_that_a_stop_has_ended_is_a_stop(home):
+    compile_cache.keep_compiled_code()
+    from torch._inductor.exc import CppCompileError
+
+    (home / "compiled" / "ab").mkdir(parents=True)
+    answers = iter([False, False, True])  # the signal reaches the compiler first
+    explained = compile_cache.compile_errors_explained("resume the run", lambda: next(answers))
+    with pytest.raises(Interrupted), explained:
+        raise CppCompileError(["g++", "x.cpp"], "terminated")
+    assert (home / "compiled" / "ab").exists()
+    with pytest.raises(BrokenProcessPool), compile_cache.compile_errors_explained():
+        raise BrokenProcessPool
 
 
 def test_plan_and_find_lr_explain_a_failing_compiler_too(home, monkeypatch):

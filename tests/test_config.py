@@ -218,3 +218,14 @@ def test_a_setting_is_given_by_one_of_its_names():
         nest_settings({"codec": "a", "autoencoder_folder": "b"})
     with pytest.raises(RequestError, match=r"unknown setting data\.x\.flip"):
         from_toml('[data]\n"x.flip" = true\n', Config())
+
+
+@pytest.mark.parametrize(("word", "number"), [("10k", 10_000), ("1.5k", 1500), ("2M", 2_000_000), ("-1", -1)])
+def test_thousands_have_a_letter(word, number):
+    assert kinds.parse_value(int, [word]) == number
+
+
+@pytest.mark.parametrize("word", ["10m", "1.0001k", "k", "10kk", "10 k", "1e3k", "10G"])
+def test_other_letters_are_refused(word):
+    with pytest.raises(kinds.FormatError, match="not a whole number"):
+        kinds.parse_value(int, [word])

@@ -138,6 +138,21 @@ def test_a_rate_is_never_blamed_alone(tmp_path):
     assert learned.code == "run.lr", "it has learned what there is"
 
 
+@pytest.mark.parametrize(("ends", "severity"), [(18, "fatal"), (700, "warning"), (970, None)])
+def test_a_rate_of_0_for_long_is_what_is_wrong(tmp_path, ends, severity):
+    metrics = lines(every=1, lr=lambda step: LR * (step < ends), loss=lambda step: 1.2, gradient_norm=lambda step: 1.0)
+    events = [{"kind": "length", "step": 15, "first": 200, "steps": 17}]
+    found = trends(a_record(tmp_path, metrics, events), LR, 0.99, 1.2)
+    if severity is None:
+        assert "run.lr_zero" not in found
+        return
+    assert found["run.lr_zero"].severity == severity
+    assert f"for {1 - (ends - 1) / 1000:.0%} of the run" in found["run.lr_zero"].evidence
+    assert found["run.lr_zero"].remedy.endswith("--steps 2000")
+    assert "run.lr" not in found
+    assert "find-lr" not in found["run.not_learning"].remedy
+
+
 def test_a_gradient_that_grows_and_is_always_clipped_tells_a_high_rate(tmp_path):
     def grows(step):
         return 2.0 + step / 50

@@ -24,7 +24,7 @@ BASE = {
     "compile_for_gpu",
     "text",
     "settings",
-    "openmp",
+    "cores",
 }
 LEAVES = {"data", "diffusion", "models", "evaluation", "reporting"}
 # Each of these may import those before it, and all leaves, training and export.

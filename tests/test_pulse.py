@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from textwrap import dedent
 
 import pytest
@@ -18,6 +19,7 @@ from unfog.process import heartbeat as module
 from unfog.process import run_folder
 from unfog.process.heartbeat import Heartbeat
 from unfog.process.signals import StopSignals
+from unfog.reporting.records import run_state
 
 pytestmark = pytest.mark.slow
 
@@ -346,5 +348,54 @@ def test_heartbeats_keep_their_size(tmp_path):
     assert sizes == {module._FILE_BYTES}
 
 
-def python(body: str) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-c", dedent(body)], stdout=subprocess.PIPE, text=True)
+def python(body: str, **options) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-c", dedent(body)], stdout=subprocess.PIPE, text=True, **options)
+
+
+LIVING = """
+    import sys, time
+    from pathlib import Path
+    from unfog.process.heartbeat import Heartbeat
+    from unfog.process.signals import StopSignals
+    with Heartbeat(Path({folder!r}), StopSignals(), interval=0.5) as pulse:
+        pulse.activity = "training"
+        print("ready", flush=True)
+        sys.stdin.readline()
+        print(pulse.suspended(), flush=True)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs the /proc of Linux")
+def test_a_suspended_process_stands_still_and_knows_for_how_long(tmp_path):
+    with python(LIVING.format(folder=str(tmp_path)), stdin=subprocess.PIPE) as process:
+        assert process.stdout.readline() == "ready\n"
+        wait_until(lambda: Heartbeat.read(tmp_path)["doing"] == "training")
+        assert Heartbeat.read(tmp_path)["still"] == ""
+        process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: Heartbeat.read(tmp_path)["still"])
+        time.sleep(2)
+        beat = Heartbeat.read(tmp_path)
+        assert beat["alive"]
+        assert run_state([{"kind": "started"}], beat) == ("standing still", f"process {process.pid} is suspended")
+        process.send_signal(signal.SIGCONT)
+        wait_until(lambda: not Heartbeat.read(tmp_path)["still"])
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert 1.5 < float(process.stdout.readline()) < 10
+    assert not Heartbeat.read(tmp_path)["alive"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs the /proc of Linux")
+@pytest.mark.parametrize("hours", [-24, 1])
+def test_on_one_machine_clocks_do_not_matter(tmp_path, hours):
+    with Heartbeat(tmp_path, StopSignals()):
+        beat = json.loads((tmp_path / "heartbeat.json").read_text())
+        beat["time"] = (datetime.now(UTC) + timedelta(hours=hours)).isoformat()
+        (tmp_path / "heartbeat.json").write_text(json.dumps(beat))
+        found = Heartbeat.read(tmp_path)
+        assert (found["alive"], found["still"]) == (True, "")
+        assert found["age"] < 60
+        (tmp_path / "heartbeat.json").write_text(json.dumps(beat | {"started": beat["started"] - 1}))
+        assert not Heartbeat.read(tmp_path)["alive"], "another process has the number now"
+        (tmp_path / "heartbeat.json").write_text(json.dumps(beat | {"uptime": beat["uptime"] - 100}))
+        assert "does not answer" in Heartbeat.read(tmp_path)["still"]

@@ -342,7 +342,16 @@ def test_small_folder_of_ordinary_pictures(tmp_path):
 
 def test_time_spans_and_round_numbers():
     assert [parse_duration(t) for t in ("90s", "10m", "1.5h", "1d")] == [90, 600, 5400, 86400]
+    assert [parse_duration(t) for t in ("1h30m", "1:30:00", "2d4h", "1m30s", "0:00:10")] == [5400, 5400, 187200, 90, 10]
     assert [round_down_to_125(x) for x in (0.3, 1, 3, 7, 19, 99, 100, 260)] == [1, 1, 2, 5, 10, 50, 100, 200]
+
+
+@pytest.mark.parametrize(
+    "text", ["90", "1:30", "1:60:00", "1h30", "30m1h", "", "0s", "0:00:00", "1.5", "h", "-5m", "1w"]
+)
+def test_an_ambiguous_time_is_refused(text):
+    with pytest.raises(RequestError, match="is not a time; write 90s"):
+        parse_duration(text)
 
 
 def test_an_automatic_warm_up_is_a_twentieth_of_the_run_and_5000_steps_at_most():

@@ -646,3 +646,41 @@ def test_closed_stderr_is_not_written_to_whatever_has_its_number(tmp_path):
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
     assert (tmp_path / "log").read_bytes() == b""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP"])
+def test_a_signal_during_the_imports_of_training_gives_its_status(name, tmp_path):
+    script = f"""
+        import importlib.abc, os, signal, sys
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        class Finder(importlib.abc.MetaPathFinder):  # the signal comes as torch is imported
+            def find_spec(self, module, path, target=None):
+                if module == "torch":
+                    os.kill(os.getpid(), signal.{name})
+        sys.meta_path.insert(0, Finder())
+        sys.argv = ["unfog", "train", "fashion", "--out", {str(tmp_path / "run")!r}]
+        from unfog.cli.main import main
+        main()
+    """
+    done = subprocess.run([sys.executable, "-c", dedent(script)], capture_output=True, text=True, check=False)
+    assert done.returncode == 3, done.stderr
+    assert f"{name}: stopping" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_signal_after_the_work_does_not_change_the_status():
+    script = """
+        import os, signal
+        from unfog.process import early_signals
+        from unfog.process.signals import StopSignals
+        early_signals.catch()
+        with StopSignals():
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        early_signals.ignore()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        print("saved")
+    """
+    done = subprocess.run([sys.executable, "-c", dedent(script)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "saved\n"), done.stderr

@@ -32,11 +32,12 @@ HELP = [
     "unfog",
     "unfog.cli",
     "unfog.cli.main",
+    "unfog.cores",
     "unfog.errors",
     "unfog.from_python",
-    "unfog.openmp",
     "unfog.process",
     "unfog.process.command_clock",
+    "unfog.process.early_signals",
 ]
 
 

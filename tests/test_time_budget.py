@@ -1,7 +1,11 @@
 """A time budget: the run ends in time, whatever the machine does, and repeats to the bit."""
 
+import json
 import math
+import os
+import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -18,8 +22,9 @@ from unfog.checks.run.run_record import RunRecord
 from unfog.planning.auto_settings import AutoSettings
 from unfog.process import command_clock
 from unfog.reporting.records import read_events, read_metrics
+from unfog.runs.pace import Pace
 from unfog.runs.session import Session
-from unfog.runs.time_budget import TimeBudget, _recorded_plans
+from unfog.runs.time_budget import TimeBudget, _recorded_plans, resume_length
 from unfog.training.checkpoints import state_schema
 from unfog.training.checkpoints.load import read_state, read_tensors
 from unfog.training.distributed.coordination import CoordinatedHooks, _RankStatus
@@ -35,16 +40,24 @@ COSTS = {"preview": 2.0, "evaluate": 3.0, "save": 0.5}
 class Machine:
     """A run on a clock of its own: a step takes `pace(t)` seconds at time t, and the rest as many steps as given."""
 
-    def __init__(self, pace, costs=COSTS, seconds=120.0, start=10.0, told=None, first=1000, every=100):
+    def __init__(
+        self, pace, costs=COSTS, seconds=120.0, start=10.0, told=None, first=1000, every=100, pauses=(), noticed=False
+    ):
         self.now, self.pace, self.costs = start, pace, costs
+        self.pauses, self.noticed, self.suspended = sorted(pauses), noticed, 0.0  # (time, seconds); by the heartbeat
+        self.positions, self.told_pauses = [], []
         self.every = Intervals(10, every, every, every)
         self.length, self.step, self.aside = Length(), 0, 0.0
         self.length.adopt(first)
-        self.budget = TimeBudget(seconds, 0.0, told or pace(0.0), self.every, costs)
+        self.budget = TimeBudget(seconds, 0.0, told or pace(0.0), self.every, costs, lambda: self.suspended)
         self.budget._clock = lambda: self.now
 
     def work(self, steps):
         self.now += steps * self.pace(self.now)
+        while self.pauses and self.pauses[0][0] <= self.now:
+            pause = self.pauses.pop(0)[1]
+            self.now += pause
+            self.suspended += pause if self.noticed else 0.0
 
     def call(self, names):
         for name in [name for name in names if name in self.costs]:
@@ -61,10 +74,13 @@ class Machine:
         self.plan()
         self.call(self.budget.affordable(["evaluate", "preview", "save"]))
         while self.step < self.length.steps:
+            self.positions.append(self.length.position(self.step))
             self.work(1)
             self.step += 1
             if self.budget.due(self.step, self.step >= self.length.steps):
                 self.plan()
+            self.told_pauses += self.budget.pauses
+            self.budget.pauses.clear()
             last = self.step >= self.length.steps
             self.call(self.every.stretched(self.length.at(self.step).stretch).due(self.step, last))
         self.work(self.costs["preview"] / 2)  # the last image
@@ -109,6 +125,123 @@ def test_a_slow_moment_does_not_stretch_the_intervals_for_good():
     found = Machine(lambda t: 1.0 if t < 25 else 0.1, {"preview": 2.0, "evaluate": 1.0, "save": 0.5}, every=20).run()
     most = max(plan.stretch for plan in found.length.plans)
     assert found.length.at(found.step).stretch < most
+
+
+@pytest.mark.parametrize("noticed", [True, False], ids=["suspended", "stalled"])
+@pytest.mark.parametrize(
+    ("pace", "seconds", "pauses"),
+    [
+        (0.1, 60.0, [(12.0, 10.0)]),
+        (1.0, 150.0, [(19.0, 25.0)]),
+        (1.0, 60.0, [(30.0, 8.0)]),
+        (0.1, 90.0, [(33.0, 46.0)]),
+        (0.1, 60.0, [(12.0, 5.0), (25.0, 5.0), (50.0, 5.0)]),
+        (0.01, 600.0, [(300.0, 100.0)]),
+        (5.0, 600.0, [(300.0, 100.0)]),
+    ],
+)
+def test_a_pause_neither_ends_a_run_nor_uses_up_its_schedule(pace, seconds, pauses, noticed):
+    first = int(0.9 * seconds / pace)
+    ended = Machine(lambda t: pace, seconds=seconds, first=first, every=first // 10, pauses=pauses, noticed=noticed)
+    ended.run()
+    assert abs(ended.now - seconds) < max(0.05 * seconds, 2 * pace)
+    shares = [position / first for position in ended.positions]
+    assert all(later >= earlier for earlier, later in pairwise(shares))
+    assert max(shares[: int(0.95 * len(shares)) - 1]) < 0.99, "the schedule ends with the run"
+    assert shares[-1] > 0.9
+    lost = sum(pause for _, pause in pauses)
+    assert sum(ended.told_pauses) == pytest.approx(lost, abs=0.1 * lost + 2 * pace * len(pauses))
+
+
+@pytest.mark.parametrize("kind", ["preview", "evaluate", "save"])
+def test_a_pause_in_a_preview_or_a_save_does_not_make_it_dear(kind):
+    class Paused(Machine):
+        def call(self, names):
+            if kind in names and self.step > 300:
+                self.pauses, self.step_of_pause = [(self.now, 20.0)] * (not hasattr(self, "step_of_pause")), self.step
+            super().call(names)
+
+    ended = Paused(lambda t: 0.1, noticed=True).run()
+    assert hasattr(ended, "step_of_pause")
+    assert abs(ended.now - 120) < 6
+    assert {plan.stretch for plan in ended.length.plans} == {1}
+
+
+def test_a_schedule_is_never_far_ahead_of_the_time():
+    slow = Machine(lambda t: 0.1, seconds=60.0, told=2.0, first=20, every=5).run()  # measured while it was suspended
+    assert slow.positions[3] < 0.1 * 20
+    assert slow.positions[len(slow.positions) // 2] == pytest.approx(10, abs=2)
+
+
+def random_machine(seed):
+    draw = random.Random(seed)
+    seconds = draw.choice([20.0, 60.0, 150.0, 600.0, 3600.0])
+    usual = max(0.004, seconds / draw.choice([20, 60, 300, 1000, 4000]))
+    at, factor = seconds * draw.uniform(0.2, 0.8), draw.choice([2, 5, 20])
+    paces = {
+        "steady": lambda t: usual,
+        "noisy": lambda t: usual * draw.uniform(0.5, 1.5),
+        "slower": lambda t: usual * (factor if t > at else 1),
+        "faster": lambda t: usual / (factor if t > at else 1),
+    }
+    pace = paces[draw.choice([*paces])]
+    pauses = [
+        (draw.uniform(0.05, 0.6) * seconds, draw.choice([0.02, 0.1]) * seconds) for _ in range(draw.choice([0, 1, 3]))
+    ]
+    told = usual * draw.choice([0.2, 1, 1, 5])
+    first = max(1, int(0.9 * seconds / told))
+    costs = {"preview": draw.choice([1.0, 5.0]), "evaluate": draw.choice([1.0, 5.0]), "save": 0.5}
+    every = max(1, first // draw.choice([5, 20]))
+    machine = Machine(pace, costs, seconds, 0.04 * seconds, told, first, every, pauses, draw.random() < 0.5)
+    return machine, seconds, usual * max(1, factor), pauses
+
+
+@pytest.mark.exhaustive
+def test_whatever_happens_the_budget_is_kept_and_the_schedule_lasts():
+    for seed in range(200):
+        machine, seconds, slowest, _ = random_machine(seed)
+        ended = machine.run()
+        # What follows the last step takes as long as it takes on a machine that has become slower.
+        rest = slowest * (3 + 1.5 * ended.costs["preview"] + ended.costs["evaluate"])
+        assert abs(ended.now - seconds) < max(0.05 * seconds, rest, 2.0), seed
+        over = sum(position >= 0.9999 * ended.length.first for position in ended.positions[:-1])
+        assert over <= max(1, 0.01 * len(ended.positions)), seed
+        assert len(ended.length.plans) < 220, seed
+
+
+def test_one_slow_step_is_no_pace_and_two_are():
+    pace, now = Pace(0.1, window=3.0), 0.0
+    told = []
+    for step, seconds in enumerate([9.0, *[0.1] * 50, 10.0, *[0.1] * 20, *[2.0] * 12]):
+        now += seconds
+        told.append(pace.add(now, step))
+        pace.measure()
+        if step in (51, 70):  # as it is noticed, and later
+            assert pace.step_seconds == pytest.approx(0.1, rel=0.01)
+    assert [seconds for seconds in told if seconds] == [pytest.approx(10.0)]
+    assert pace.step_seconds == pytest.approx(2.0, rel=0.05)
+
+
+def test_a_stall_that_comes_again_and_again_is_a_part_of_the_pace():
+    pace, now = Pace(0.1, window=6.0), 0.0
+    for step in range(200):
+        now += 2.0 if step % 8 == 7 else 0.1
+        pace.add(now, step)
+    pace.measure()
+    assert pace.step_seconds == pytest.approx((7 * 0.1 + 2.0) / 8, rel=0.4)
+
+
+def test_a_resume_without_a_budget_lifts_the_limit_of_the_last_plan():
+    length, plan = Length(), Plan(10, 50, 2, 12.0, 15.0)
+    row = {"kind": "length", "first": 40, **plan._asdict()}
+    assert resume_length(length, 40, 6, [row], anew=False) == Plan(10, 50, 2, 12.0)
+    assert length.position(50) == 40
+    length = Length()
+    length.adopt(40)
+    length.add([plan])
+    assert resume_length(length, 40, 20, [], anew=False) == Plan(20, 50, 2, 15.0)
+    assert length.position(50) == 40
+    assert resume_length(length, 40, 20, [], anew=False) is None
 
 
 def test_a_run_that_starts_too_late_takes_one_step():
@@ -235,7 +368,7 @@ class Script:
     """Plans of a time budget that are given rather than measured."""
 
     def __init__(self, plans):
-        self.plans, self.step_seconds = plans, 0.1
+        self.plans, self.step_seconds, self.pauses = plans, 0.1, []
 
     def aside(self, kind):
         return torch.no_grad()  # a context that does nothing here
@@ -339,3 +472,36 @@ def test_a_budget_is_kept_beside_a_busy_process(tmp_path):
     assert (out / "samples" / f"{events[-1]['step']:08}.png").exists()
     assert (out / "checkpoints" / f"{events[-1]['step']:08}").exists()
     assert any(row["kind"] == "length" for row in events)
+
+
+@pytest.mark.exhaustive  # a minute long
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="signals as POSIX has them")
+def test_a_suspended_run_goes_on_at_its_pace_and_says_so(tmp_path):
+    out = tmp_path / "run"
+    words = ["train", few_images(), "--network", TRANSFORMER, "--batch", "8", "--precision", "fp32", "--device", "cpu"]
+    words += ["--optimizer.schedule", "cosine", "--log.every", "1", "--sampler.steps", "3", "--budget", "60s"]
+    command = [sys.executable, "-m", "unfog", *words, "--out", str(out)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            end = time.monotonic() + 60
+            while len(read_metrics(out / "metrics.jsonl") if (out / "metrics.jsonl").exists() else ()) < 3:
+                assert time.monotonic() < end
+                time.sleep(0.1)
+            os.kill(process.pid, signal.SIGSTOP)
+            time.sleep(4)
+            listed = subprocess.run([*command[:3], "runs", str(tmp_path)], capture_output=True, text=True, check=True)
+            assert "standing still" in listed.stdout
+            os.kill(process.pid, signal.SIGCONT)
+            said = process.communicate()[1]
+        finally:
+            process.kill()
+    assert process.returncode == 0, said
+    pauses = [row for row in read_events(out / "events.jsonl") if row["kind"] == "pause"]
+    assert len(pauses) == 1
+    assert pauses[0]["seconds"] > 3
+    assert "paused for" in said
+    rates = [row["lr"] for row in read_metrics(out / "metrics.jsonl") if "lr" in row]
+    assert sum(rate < 0.01 * max(rates) for rate in rates) <= 0.1 * len(rates) + 1
+    started = json.loads((out / "heartbeat.json").read_text())
+    assert started["doing"] == "finished"

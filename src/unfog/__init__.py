@@ -23,7 +23,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import unfog.openmp  # noqa: F401  # first, as it must come before torch
+import unfog.cores  # noqa: F401  # first, as it must come before torch
 from unfog.errors import RequestError, RunError, UnfogError
 from unfog.from_python import (
     PathLikeText,

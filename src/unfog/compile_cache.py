@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import BrokenExecutor
 from contextlib import contextmanager, suppress
 
 from unfog.cache_folder import CacheEntry, cache_folder, hold, is_private, make_room, release
-from unfog.errors import RunError
+from unfog.errors import Interrupted, RunError
 
 NAME = "compiled"
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _ROOM = 500e6  # bytes kept free for a run: a network takes about 50 MB, in each shape
+_MOMENT = 0.5  # seconds
 _MOST = 2e9  # the folder is begun anew beyond this, as torch removes nothing from it
 
 
@@ -37,15 +40,23 @@ def keep_compiled_code() -> None:
 
 
 @contextmanager
-def compile_errors_explained(again: str = "repeat the command") -> Iterator[None]:
+def compile_errors_explained(
+    again: str = "repeat the command", stopped: Callable[[], bool] = lambda: False
+) -> Iterator[None]:
     """Raise RunError where torch cannot compile. The remedy is to do it `again`, and then without compiling.
 
     The stored code is removed first. A killed process may have left half a file, which would fail at every start.
+    Interrupted is raised instead, and nothing removed, where a stop was requested: a signal to the whole group of
+    processes also ends the compiler.
     """
     try:
         yield
     except Exception as error:
-        if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+        if not (_is_of_compiling(error) or isinstance(error, BrokenExecutor)):
+            raise
+        if _comes_true(stopped):
+            raise Interrupted("compiling was stopped") from error
+        if not _is_of_compiling(error):
             raise
         folder, what = cache_folder() / NAME, "stored code may be damaged and is in use by another process"
         release(folder)
@@ -55,3 +66,17 @@ def compile_errors_explained(again: str = "repeat the command") -> Iterator[None
         raise RunError(
             f"compiling failed ({reason}); {what}: {again}, with --training.no-compile if this is not the first time"
         ) from error
+
+
+def _is_of_compiling(error: BaseException) -> bool:
+    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
+
+
+def _comes_true(stopped: Callable[[], bool]) -> bool:
+    """Return True if a stop was requested, or is within a moment: the signal may reach the compiler first."""
+    end = time.monotonic() + _MOMENT
+    while not stopped():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True

@@ -10,7 +10,7 @@ from importlib import import_module
 
 from unfog import __version__
 from unfog.errors import Interrupted, RequestError, UnfogError
-from unfog.process import command_clock
+from unfog.process import command_clock, early_signals
 from unfog.process.child import reveal_secrets
 
 _HELP = """\
@@ -64,6 +64,21 @@ _MAX_MESSAGE = 1000  # characters
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; always ends in SystemExit."""
+    if arguments is None and _trains(sys.argv[1:2]):
+        early_signals.catch()  # first, as imports take seconds
+    try:
+        _main(arguments)
+    finally:
+        early_signals.ignore()
+
+
+def _trains(words: Sequence[str]) -> bool:
+    from unfog.config.aliases import COMMANDS
+
+    return any(COMMANDS.get(word, word) in _TRAINING for word in words)
+
+
+def _main(arguments: Sequence[str] | None) -> None:
     _prepare_streams()
     # torch warns once per process, and so once per rank.
     if "RANK" in os.environ:
@@ -91,6 +106,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except Exception as error:
         if debug:
             raise
+        if early_signals.received:  # a module that was interrupted as it was imported raises what it likes
+            sys.exit(3)
         sys.stderr.write(_describe_unexpected(error))
         sys.exit(1)
 
@@ -101,10 +118,14 @@ def _describe_unexpected(error: Exception) -> str:
         reason = error.strerror or str(error)
         said = f"{error.filename}: {reason}" if error.filename else reason
         return f"unfog: {_in_a_line(said)}; correct that, then repeat the command\n"
+    from unfog.cores import is_thread_limit
+
     # Only now, as it imports torch, which a wrong request need not wait for.
     from unfog.training.stability.out_of_memory import is_out_of_memory
 
-    if is_out_of_memory(error):
+    if is_thread_limit(error):
+        advice = "a limit of processes is reached: raise pids.max of the container (--pids-limit), or ulimit -u"
+    elif is_out_of_memory(error):
         advice = "lower --microbatch: the effective batch stays the same; or choose a smaller --size or --network"
     else:
         advice = "this is a bug in unfog; --debug shows where"

@@ -11,6 +11,7 @@ import torch
 from unfog.config.requests import PlanRequest
 from unfog.config.schema import Config
 from unfog.config.validate import check_request
+from unfog.cores import describe_quota
 from unfog.data.dataset import Dataset
 from unfog.data.stream import DeviceStream
 from unfog.errors import RequestError
@@ -73,6 +74,7 @@ def plan(request: PlanRequest) -> Plan:
         transfer=_describe_transfer(auto.config, device, target, dataset),
         findings=(*fatal, *findings, *_time_findings(times["in all"])),
         compiling=_describe_compiling(auto),
+        quota="" if target else describe_quota(),
     )
 
 

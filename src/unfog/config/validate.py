@@ -191,12 +191,20 @@ def check_source(source: str) -> None:
         ) from None
 
 
+_CLOCK = re.compile(r"([0-9]+):([0-5][0-9]):([0-5][0-9])")
+_SPAN = re.compile("".join(rf"(?:([0-9]+(?:\.[0-9]+)?){unit})?" for unit in "dhms"))
+
+
 def parse_duration(text: str) -> float:
-    """Return seconds of a time span such as 90s, 10m, 2h or 1d. Raise RequestError for anything else."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", text.strip())
-    if not match or float(match[1]) <= 0:
-        raise RequestError(f"budget = {quote(text)} is not a time; write 90s, 10m, 2h or 1d")
-    span = float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+    """Return seconds of a time span: 90s, 10m, 2h, 1d, 1h30m or 1:30:00. Raise RequestError for anything else."""
+    plain, numbers = text.strip(), [0.0]
+    if match := _CLOCK.fullmatch(plain):  # not of two numbers, which may be minutes or hours
+        numbers = [int(match[1]) * 3600.0, int(match[2]) * 60.0, float(match[3])]
+    elif match := _SPAN.fullmatch(plain):
+        numbers = [float(number or 0) * unit for number, unit in zip(match.groups(), (86400, 3600, 60, 1))]
+    span = sum(numbers)
+    if not 0 < span < math.inf:
+        raise RequestError(f"budget = {quote(text)} is not a time; write 90s, 10m, 2h, 1d, 1h30m or 1:30:00")
     if span > _TEN_YEARS:
         raise RequestError(f"budget = {quote(text)} is over ten years; give less")
     return span

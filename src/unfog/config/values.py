@@ -16,6 +16,7 @@ import typing
 from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ _WHOLE = re.compile(r"[+-]?[0-9]+(?:_[0-9]+)*")
 _NUMBER = re.compile(
     r"[+-]?(?:[0-9]+(?:_[0-9]+)*\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?|[+-]?(?:inf|nan)", re.IGNORECASE
 )
+# 10k, 1.5k, 2M; m might be thousandths.
+_THOUSANDS = re.compile(r"([+-]?[0-9]{1,15}(?:\.[0-9]{1,6})?)([kKM])")
 _ADDRESS = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")
 _LONGEST = 60  # characters of a value that a message repeats
 AUTO = "auto"  # the word for a list of numbers that is left open
@@ -140,6 +143,10 @@ def parse_path(text: str) -> Path:
 
 
 def _whole(word: str) -> int:
+    if match := _THOUSANDS.fullmatch(word):
+        exact = Decimal(match[1]) * (1000 if match[2] in "kK" else 1_000_000)
+        if exact == int(exact):
+            return int(exact)
     if not _WHOLE.fullmatch(word):
         plain = word.replace(",", "")
         value = float(plain) if _NUMBER.fullmatch(plain) else math.nan

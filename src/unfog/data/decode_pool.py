@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -17,6 +16,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from unfog.cores import thread_pool, usable_cores
 from unfog.data.decode import ImageInfo, decode
 from unfog.data.sources.base import ImageError, MissingImageError, ShardReadError, Source, TransientImageError
 from unfog.data.sources.image_files import image_error
@@ -111,12 +111,7 @@ def thread_count(source: Source) -> int:
     """Return the number of images to decode at once: one a core, or more where reads wait for a network."""
     if source.remote:
         return _REMOTE_THREADS
-    return min(_MAX_THREADS, available_cores())
-
-
-def available_cores() -> int:
-    """Return the cores that this process may use, which a container or a batch system may have limited."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(_MAX_THREADS, usable_cores())
 
 
 def decode_all(
@@ -143,7 +138,7 @@ def decode_all(
         few = max(1, min(_MAX_TASK, len(out) // (4 * thread_count(source))))
         return begin, out, [pool.submit(task, begin + i, out[i : i + few]) for i in range(0, len(out), few)]
 
-    pool = ThreadPoolExecutor(thread_count(source))  # threads, as Pillow releases the interpreter's lock
+    pool = thread_pool(thread_count(source))  # threads, as Pillow releases the interpreter's lock
     try:
         starts = iter(range(start, n, step))
         pending = deque(submit(begin) for begin in islice(starts, 2))

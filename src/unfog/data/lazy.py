@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from unfog.cores import thread_pool
 from unfog.data.data_report import SkippedFile
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.decode_pool import PixelFormat, decode_with_retries, thread_count
@@ -93,7 +94,7 @@ class LazyPixels:
     def start_decoding(self, rows: NDArray[np.int64]) -> PendingDecode:
         """Start to decode these rows [B] in threads, and return at once."""
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(thread_count(self.source), thread_name_prefix="decoding")
+            self._pool = thread_pool(thread_count(self.source), "decoding")
             self._closed = threading.Event()  # a new one, as `close` sets it for good
             # For good, as `warnings.catch_warnings` is not safe in threads.
             warnings.filterwarnings("ignore", module=r"PIL\.")

@@ -47,6 +47,8 @@ class Plan:
     findings: tuple[Finding, ...]
     compiling: str = ""
     """What compiling costs and gains; "" if it is not asked for."""
+    quota: str = ""
+    """What a CPU quota leaves of the cores; "" without one."""
 
     def __repr__(self) -> str:
         return f"<{self.lines()[0]}>"
@@ -70,6 +72,7 @@ class Plan:
             *self._memory_rows(),
             ("time", f"{format_time(self.times['in all'])} in all" + ", but for what they send each other" * apart),
             *self._time_rows(),
+            *([("cores", self.quota)] * bool(self.quota)),
             *([("compiling", self.compiling)] * bool(self.compiling)),
             *(("disk", line) for line in self.disk),
             *((("images", self.transfer),) if self.transfer else ()),
@@ -112,6 +115,7 @@ class Plan:
             },
             "seconds": json_values(self.times),
             "compiling": self.compiling,
+            "quota": self.quota,
             "disk": list(self.disk),
             "transfer": self.transfer,
             "findings": [{**{name: getattr(f, name) for name in _OF_FINDING}, **f.facts} for f in self.findings],

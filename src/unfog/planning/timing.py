@@ -83,7 +83,7 @@ def measure_step(
     trial = TrialTraining(config, images, device)
     with Progress(f"measuring steps in {config.training.precision}", None) as progress:
         clock = _StepTimer(limit, progress, stop_requested, config.training.compile)
-        trial.train(clock)
+        trial.train(clock, stop_requested)
     if stop_requested():
         raise Interrupted
     return clock.step_time()
@@ -199,10 +199,11 @@ class TrialTraining:
         # A length that is never reached: the hooks end the loop.
         self._settings = LoopSettings(replace(training, images=10**9 * training.batch), config.optimizer)
 
-    def train(self, hooks: TrainingHooks) -> None:
-        """Train until the hooks stop it. RunError if torch cannot compile the network."""
+    def train(self, hooks: TrainingHooks, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Train until the hooks stop it. RunError if torch cannot compile; Interrupted if a stop is why it cannot."""
+        explained = compile_errors_explained(stopped=stopped)
         # The loop seeds the global generators at each step, so they are restored.
-        with compile_errors_explained(), torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+        with explained, torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             train(self._settings, self.state, self._task, hooks)
 
     def run(self, steps: int) -> float:

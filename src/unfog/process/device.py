@@ -11,14 +11,22 @@ from pathlib import Path
 import torch
 
 from unfog.config.validate import check_device
+from unfog.cores import control_groups, describe_quota, threads_are_given, usable_cores
 from unfog.errors import RequestError
 
 _NVIDIA = Path("/proc/driver/nvidia/version")  # a file of the driver, on Linux
 _UNTOLD = 4 * 2**30  # bytes assumed where the system does not tell
+# Of a control group of version 2 and 1: limit, use, and what of the use can be reclaimed.
+_MEMORY_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 
 
 def choose_device(name: str) -> torch.device:
     """Return the device called `name`, and make it torch's current one; "auto" is CUDA, else MPS, else the CPU.
+
+    Under a CPU quota, torch has as many threads as that allows from here on, unless the environment says how many.
 
     Raises:
         RequestError: torch does not have that device here.
@@ -26,6 +34,8 @@ def choose_device(name: str) -> torch.device:
     check_device(name)
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if describe_quota() and not threads_are_given():
+        torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
     device = torch.device(name)
     count = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
     if (device.index or 0) >= count.get(device.type, 0):
@@ -119,32 +129,20 @@ def _control_group(
     root: Path = Path("/sys/fs/cgroup"), me: Path = Path("/proc/self/cgroup"), free: bool = True
 ) -> int | None:
     """Memory that the control groups of this process leave, or allow if not `free`, version 2 or 1; None: no limit."""
-    left: list[int] = []
-    with suppress(OSError):
-        for line in me.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers == "":
-                left += _left(root, path, free, ("memory.max", "memory.current", "inactive_file"))
-            elif "memory" in controllers.split(","):
-                v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-                left += _left(root / "memory", path, free, v1)
+    groups = list(control_groups("memory", root, me))
+    left = [found for group in groups for files in _MEMORY_FILES if (found := _left(group, free, files)) is not None]
     return min(left) if left else None
 
 
-def _left(root: Path, path: str, free: bool, files: tuple[str, str, str]) -> list[int]:
-    """Bytes left in a group and its parents; `files` hold limit and usage, the last is a field of memory.stat."""
-    left, (limit, usage, reclaimable) = [], files
-    folder = root / path.strip("/")  # in a container it may not exist; its own group is the root
-    for group in [folder, *folder.parents]:
-        with suppress(OSError, ValueError):  # no such group, no limit ("max"), or no permission
-            allowed = int((group / limit).read_text())
-            if allowed >= 2**60:  # version 1 has a huge number for no limit
-                continue
+def _left(group: Path, free: bool, files: tuple[str, str, str]) -> int | None:
+    """Bytes left in a group; `files` hold limit and usage, the last is a field of memory.stat."""
+    limit, usage, reclaimable = files
+    with suppress(OSError, ValueError):  # no such group, no limit ("max"), or no permission
+        allowed = int((group / limit).read_text())
+        if allowed < 2**60:  # version 1 has a huge number for no limit
             used = int((group / usage).read_text()) - _field(group / "memory.stat", reclaimable) if free else 0
-            left.append(max(0, allowed - used))
-        if group == root:
-            break
-    return left
+            return max(0, allowed - used)
+    return None
 
 
 def _addresses() -> int | None:

@@ -8,6 +8,7 @@ or a disk.
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import threading
@@ -18,6 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from unfog.process.identity import own_identity, process_state, uptime
 from unfog.process.run_place import HEARTBEAT_FILE, RunPlace
 from unfog.process.signals import StopSignals
 from unfog.reporting.progress import say
@@ -27,10 +29,12 @@ from unfog.safe_files import LARGEST_TEXT, open_file, read_file, remove, write_a
 Request = Literal["SAVE", "PREVIEW", "STOP"]
 _SAVE_FILE, _PREVIEW_FILE, _STOP_FILE = "SAVE", "PREVIEW", "STOP"
 _POLL_INTERVAL = 1.0  # seconds between two checks for requests
+_NAP = 0.25  # seconds of sleep at a time, by which a suspension is noticed
+_OVERSLEPT = 0.5  # seconds that a thread may wake up too late without one
 _MAX_MISSED = 3  # heartbeats that a live run may miss
 _MAX_INTERVAL = 600.0  # seconds between two heartbeats; a file that says more is forged
 _CLOCK_DIFFERENCE = 300.0  # seconds that the clocks of two machines may differ
-_FILE_BYTES = 512  # fixed, so that the file can be overwritten in place when the disk is full
+_FILE_BYTES = 768  # fixed, so that the file can be overwritten in place when the disk is full
 
 
 class Heartbeat:
@@ -58,6 +62,7 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
         self._lock = threading.Lock()  # so that SAVE is not removed while it is checked
         self._unmoved: dict[str, int] = {}  # requests served but not removable: name -> time of writing
+        self._suspended = (0.0, math.inf)  # seconds so far, and when the thread is to wake up
 
     @property
     def activity(self) -> str:
@@ -77,6 +82,15 @@ class Heartbeat:
             yield
         finally:
             self.activity = before
+
+    def suspended(self) -> float:
+        """Return for how many seconds the process was suspended so far, by SIGSTOP or with its container, say.
+
+        All of its threads stand still then, and that of the heartbeat wakes up too late.
+        """
+        before, wakes = self._suspended
+        late = time.monotonic() - wakes  # the caller may look before the thread of the heartbeat has woken up
+        return before + (late if late > _OVERSLEPT else 0.0)
 
     def save_started(self) -> None:
         """Clear the request: a checkpoint for it is being written. RUN/SAVE stays until `save_finished`."""
@@ -118,7 +132,7 @@ class Heartbeat:
     def _run(self) -> None:
         beaten = time.monotonic()
         # Requests are looked for more often than the file is written, as a person waits for them.
-        while not self._over.wait(min(_POLL_INTERVAL, self._interval)):
+        while not self._sleep(min(_POLL_INTERVAL, self._interval)):
             with self._lock:
                 self.save_requested |= self._unserved(_SAVE_FILE) is not None
             state = self._place.look()
@@ -129,6 +143,17 @@ class Heartbeat:
             if self.activity != self._written_activity or time.monotonic() - beaten >= self._interval:
                 beaten = time.monotonic()
                 self._beat()
+
+    def _sleep(self, seconds: float) -> bool:
+        """Sleep, and count how much too late it wakes up. Return True once all is over."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            self._suspended = (self._suspended[0], time.monotonic() + min(_NAP, left))
+            over = self._over.wait(min(_NAP, left))
+            self._suspended = (self.suspended(), math.inf)
+            if over:
+                return True
+        return False
 
     def _unserved(self, name: str) -> int | None:
         """Return when a request was written, by the file system's clock; None if there is no unserved one."""
@@ -161,6 +186,7 @@ class Heartbeat:
             "steps": self.steps,
             "doing": self._written_activity[:240],
             "next": None if self._over.is_set() else self._interval,
+            **own_identity(),
         }
         data = json.dumps(heartbeat).encode().ljust(_FILE_BYTES - 1) + b"\n"
         path = self._folder / HEARTBEAT_FILE
@@ -183,19 +209,34 @@ class Heartbeat:
         """Return the heartbeat of a run; None if there is no readable one.
 
         The keys are those of the file: `time` (ISO 8601, UTC), `pid`, `host`, `step`, `steps`, `doing`, and `next`
-        (seconds until the next one was due, None for the last of a session); also `age` in seconds, and `alive`: the
-        next one is not long overdue, and its process exists as far as can be told.
+        (seconds until the next one was due, None for the last of a session); also `age` in seconds; `alive`: its
+        process exists, as far as can be told; and `still`: why no heartbeat comes although it does, "" where they come.
         """
         try:
             beat = json.loads(read_file(folder / HEARTBEAT_FILE, folder, LARGEST_TEXT))
-            age = (datetime.now(UTC) - datetime.fromisoformat(beat["time"])).total_seconds()
-            # One from the future is of a wrong clock, or forged: it would seem alive for ever.
-            alive = beat["next"] is not None and age >= -_CLOCK_DIFFERENCE
-            alive = alive and age <= _MAX_MISSED * min(beat["next"], _MAX_INTERVAL)
-            alive = alive and not (beat["host"] == socket.gethostname() and _is_gone(int(beat["pid"])))
-        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            age, alive, still = _judge(beat)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
             return None
-        return {**beat, "age": max(0.0, age), "alive": alive}
+        return {**beat, "age": age, "alive": alive, "still": still}
+
+
+def _judge(beat: dict[str, Any]) -> tuple[float, bool, str]:
+    """Return `age`, `alive` and `still` of a heartbeat."""
+    pid, ended = int(beat["pid"]), beat["next"] is None
+    longest = 0.0 if ended else _MAX_MISSED * min(beat["next"], _MAX_INTERVAL)
+    here = beat["host"] == socket.gethostname()
+    state = process_state(pid, beat.get("machine"), beat.get("started")) if here else "unknown"
+    if not ended and state in ("there", "suspended"):  # of this machine, whose uptime no clock changes
+        age, still = max(0.0, uptime() - float(beat["uptime"])), ""
+        if state == "suspended":
+            still = f"process {pid} is suspended"
+        elif not age <= longest:
+            still = f"process {pid} does not answer"
+        return age, True, still
+    age = (datetime.now(UTC) - datetime.fromisoformat(beat["time"])).total_seconds()
+    gone = state == "gone" or (here and _is_gone(pid))
+    # One from the future is of a wrong clock, or forged: it would seem alive for ever.
+    return max(0.0, age), not (ended or gone) and -_CLOCK_DIFFERENCE <= age <= longest, ""
 
 
 def _is_gone(pid: int) -> bool:

@@ -130,7 +130,8 @@ class RunFolder:
         beat = Heartbeat.read(self.path)
         who = f" ({owner.pid} on {owner.host})" if owner else ""
         if beat and beat["alive"]:
-            who = f" ({beat['pid']} on {sanitize(str(beat['host']))})"
+            still = f", {beat['still']}" if beat["still"] else ""
+            who = f" ({beat['pid']} on {sanitize(str(beat['host']))}{still})"
         return RequestError(f"another process{who} is training in {self.path}; wait for it, or stop it")
 
     def check_owned(self, lock: FolderLock | None) -> None:

@@ -17,6 +17,7 @@ from unfog.process.heartbeat import Heartbeat
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.progress import format_duration
 from unfog.reporting.records import (
+    ALIVE,
     Row,
     drop_undone_events,
     finite_column,
@@ -44,9 +45,9 @@ class RunStatus:
 
     path: Path
     state: str
-    """Running, finished, stopped, killed, failed or not begun."""
+    """Running, standing still, finished, stopped, killed, failed or not begun."""
     detail: str
-    """Activity of a running run, or reason of a failure."""
+    """Activity of a running run, or reason why it stands still or has failed."""
     step: int
     steps: int
     """0 where the length is not recorded."""
@@ -75,7 +76,7 @@ class RunStatus:
         events = _rows(read_events, path / "events.jsonl", _LAST_EVENTS) if events is None else events
         metrics = _rows(read_metrics, path / "metrics.jsonl", _LAST_METRICS) if metrics is None else metrics
         state, detail = run_state(drop_undone_events(events), beat)
-        rows = [*metrics[-1:], beat] if state == "running" else [*metrics[-1:], *events[-1:], beat]
+        rows = [*metrics[-1:], beat] if state in ALIVE else [*metrics[-1:], *events[-1:], beat]
         step = max((int(step) for row in rows if (step := finite_number(row.get("step"))) > 0), default=0)
         lengths = [finite_number(row.get("steps")) for row in (*events, beat)]
         steps = next((int(count) for count in reversed(lengths) if count > 0), 0)
@@ -92,9 +93,9 @@ class RunStatus:
             doing = [] if self.detail in ("", "training") else [self.detail]
             left = [f"{format_duration(self.seconds_left)} left"] if math.isfinite(self.seconds_left) else []
             return ", ".join(["running", *doing, *left])
-        reason = self.detail if self.state == "failed" else ""
+        reason = self.detail if self.state in ("failed", "standing still") else ""
         short = reason if len(reason) <= _LONGEST else f"{reason[:_LONGEST].rstrip()} …"
-        return f"failed: {short}" if short else self.state
+        return f"{self.state}: {short}" if short else self.state
 
     @property
     def headline(self) -> tuple[str, str]:

@@ -19,12 +19,11 @@ from types import FrameType
 from typing import Any
 
 from unfog.errors import Interrupted
+from unfog.process import early_signals
 from unfog.reporting.progress import Progress, say_from_signal
 
-_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
+_SIGNALS = [getattr(signal, name) for name in early_signals.NAMES if hasattr(signal, name)]
 _ALARM: signal.Signals | None = getattr(signal, "SIGALRM", None)
-# Signals that stay ignored if they were: a shell ignores them for background commands, and so does `nohup`.
-_MAY_BE_IGNORED = ("SIGINT", "SIGHUP")
 
 _ALARM_INTERVAL = 1.0  # seconds until the alarm, and between two alarms
 _RETRY_INTERVAL = 0.1  # seconds until the next alarm after one that was deferred
@@ -101,9 +100,13 @@ class StopSignals:
             for number in _SIGNALS:
                 before = signal.getsignal(number)
                 # None: a handler that is not Python's, and that Python could not put back.
-                if before is not None and not (before is signal.SIG_IGN and number.name in _MAY_BE_IGNORED):
+                if before is not None and not (
+                    before is signal.SIG_IGN and number.name in early_signals.MAY_BE_IGNORED
+                ):
                     self._before[number] = before
                     signal.signal(number, self._handle)
+            if (early := early_signals.take_over()) and self.received is None:
+                self._begin(early)
         return self
 
     def __exit__(self, *_: object) -> None:

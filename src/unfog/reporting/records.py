@@ -27,8 +27,10 @@ Floats = npt.NDArray[np.float64]
 
 SESSION_STARTS = ("started", "resumed")
 SESSION_ENDS = ("finished", "stopped", "failed")
+ALIVE = ("running", "standing still")  # states of a run whose process exists
 # Kinds of events.
 LENGTH_EVENT = "length"  # the run was planned anew, for its time budget
+PAUSE_EVENT = "pause"  # a run with a time budget stood still
 # Last heartbeats of a resume that failed before training; they say nothing about the session before.
 UNBEGUN = ("failed: RequestError", "failed: Interrupted", "interrupted")
 
@@ -144,10 +146,12 @@ def drop_undone_events(events: Sequence[Row]) -> list[Row]:
 def run_state(events: Sequence[Row], heartbeat: Mapping[str, Any] | None) -> tuple[str, str]:
     """Return the state of a run and details of it, from its last event and the heartbeat of `Heartbeat.read`.
 
-    The state is finished, running, stopped, killed, failed or not begun.
+    The state is finished, running, standing still, stopped, killed, failed or not begun.
     """
     sessions = [row for row in events if row.get("kind") in (*SESSION_STARTS, *SESSION_ENDS)]
     last, beat = sessions[-1] if sessions else {}, heartbeat or {}
+    if beat.get("alive") and beat.get("still"):
+        return "standing still", str(beat["still"])
     if beat.get("alive"):
         return "running", str(beat.get("doing", ""))
     if last.get("kind") in SESSION_ENDS:

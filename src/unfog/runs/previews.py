@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +22,7 @@ from unfog.pipeline.build import build_held_out_set, build_loss, build_loss_at, 
 from unfog.pipeline.generate import GenerationSettings, generate_images, sample_grid, to_pixels
 from unfog.pipeline.image_files import DenoisingStrip
 from unfog.pipeline.latents import autoencoder_batch, latent_decoder, save_autoencoder
+from unfog.planning.sampling_cost import cost_per_sample
 from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.charts import Floats
@@ -68,6 +70,20 @@ class Previews:
         """Return a grid of samples from the same noise each time: those of `unfog sample` without flags."""
         labels = tuple(range(len(self.config.classes)))
         return sample_grid(self.samples(self.config.preview.images, labels), self.config.classes)
+
+    def seconds_per_sample(self) -> float:
+        """Return the time of one sample of a preview, measured on a few steps of the sampler. One process alone."""
+
+        def measure(generate: Callable[[], object]) -> float:
+            started = time.perf_counter()
+            generate()
+            return time.perf_counter() - started
+
+        def compute(batch: int) -> float:
+            drawing = GenerationSettings.default(self.config, batch, batch)
+            return cost_per_sample(self.state.model, self.config, drawing, measure)
+
+        return self.with_ema_weights(self.config.preview.images, compute)
 
     def samples(self, count: int, labels: Sequence[int]) -> Pixels:
         """Return samples [N, H, W, C] by the run's sampler and guidance, whose labels cycle through these."""

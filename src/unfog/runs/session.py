@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -11,10 +12,10 @@ import torch
 from unfog.callbacks import EndEvent
 from unfog.checks.settings.settings_checks import check_settings
 from unfog.config.resume_rules import settings_digests
+from unfog.cores import SPINNING_LIMITED, describe_quota
 from unfog.data.augmentation import Augment
 from unfog.data.dataset import Dataset
 from unfog.errors import Interrupted, LostProcess, RunError
-from unfog.openmp import SPINNING_LIMITED
 from unfog.pipeline.build import build_intervals
 from unfog.pipeline.contact_sheet import contact_sheet
 from unfog.pipeline.skipped_images import DATA_FILE, data_json
@@ -51,6 +52,14 @@ def _last_logged(step: int, due: Sequence[str]) -> int:
     return step - ("log" in due or "evaluate" in due)
 
 
+def _other_threads(now: str, before: str) -> str:
+    """Return how the same bits are had where two machines differ in the number of threads alone; "" elsewhere."""
+    threads = re.search(r"with (\d+) threads", before)
+    if threads is None or re.sub(r"with \d+ threads", threads[0], now) != before:
+        return ""
+    return f", but not with OMP_NUM_THREADS={threads[1]}"
+
+
 def _write_data_report(folder: RunFolder, dataset: Dataset, augment: Augment, seed: int) -> None:
     """Write contact-sheet.png and data.json into a run folder, each atomically. OSError if that is impossible.
 
@@ -69,8 +78,17 @@ class Session(SessionHooks):
         self._new_length = auto.new_length
         if auto.budget and auto.began is not None:
             every = build_intervals(self.config, self.state)
+            pace, suspended = auto.seconds_per_step(), self.context.heartbeat.suspended
             costs = TimeBudget.estimated_costs(self.config, len(self.dataset.held_out))
-            self.budget = TimeBudget(auto.budget, auto.began, auto.seconds_per_step(), every, costs)
+            if TimeBudget.is_dear(costs, pace, auto.budget) and self._can_time_samples:
+                # Passes of a preview may be far quicker than those of training, and none may be drawn before the end.
+                samples = self.previews.seconds_per_sample() * self.config.preview.images / pace
+                costs = {kind: cost * samples / costs["preview"] for kind, cost in costs.items()}
+            self.budget = TimeBudget(auto.budget, auto.began, pace, every, costs, suspended)
+
+    @property
+    def _can_time_samples(self) -> bool:
+        return self.context.world.size == 1 and not self.config.trains_autoencoder
 
     @contextmanager
     def recording(
@@ -149,8 +167,9 @@ class Session(SessionHooks):
     def _record_length(self, fixed: Plan | None) -> None:
         """Record the length that a resume has given, or plan it by the time budget."""
         if fixed is not None:
-            self._record_plan(fixed, reason="the length was given")
-            if self.budget is None:
+            reason = "the length was given" if self._new_length else "there is no time budget any more"
+            self._record_plan(fixed, reason=reason)
+            if self.budget is None and self._new_length:
                 say(f"  {plural(fixed.steps, 'step')} in all, as given; the time budget no longer applies")
         if self.budget is not None and (plan := self.plan_length(self.state)) is not None:
             self.state.length.add([plan])
@@ -192,7 +211,8 @@ class Session(SessionHooks):
         else:
             load_checkpoint(saved.folder, self.state)
         if saved.made_on != (machine := self.state.precision.describe_machine()):
-            say(f"  now computed by {machine}, before by {saved.made_on}; the last bits may differ")
+            same = _other_threads(machine, saved.made_on)
+            say(f"  now computed by {machine}, before by {saved.made_on}; the last bits may differ{same}")
 
     def _announce(
         self, choices: Sequence[Choice], findings: Sequence[Finding], changes: Sequence[str], fresh: bool
@@ -221,6 +241,8 @@ class Session(SessionHooks):
             f"steps {self.step:,} to {self.steps:,} of {training.batch} images, "
             f"{training.precision} on {training.device}"
         )
+        if quota := describe_quota():
+            say(f"  {quota}, and {plural(torch.get_num_threads(), 'thread')} compute")
         if training.compile:
             say("  compiling: the first step may take minutes, unless an earlier run has stored the compiled code")
         facts = {"steps": self.steps, "device": training.device, "parameters": parameters, "torch": torch.__version__}

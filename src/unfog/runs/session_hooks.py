@@ -12,9 +12,9 @@ from unfog.data.dataset import Dataset
 from unfog.data.stream import ImageStream
 from unfog.pipeline.skipped_images import FailureReporter
 from unfog.process.device import resource_use
-from unfog.reporting.progress import plural, say, warn
+from unfog.reporting.progress import format_duration, plural, say, warn
 from unfog.reporting.recorder import Recorder
-from unfog.reporting.records import LENGTH_EVENT
+from unfog.reporting.records import LENGTH_EVENT, PAUSE_EVENT
 from unfog.runs.evaluation_hook import EvaluationHook
 from unfog.runs.previews import Previews
 from unfog.runs.ranks import RunContext, StoppableHooks, watch_outages
@@ -163,7 +163,14 @@ class SessionHooks(StoppableHooks):
         return nullcontext() if self.budget is None else self.budget.aside(kind)
 
     def plan_due(self) -> bool:
-        return self.budget is not None and self.budget.due(self.step + 1, self.step + 1 >= self.steps)
+        if self.budget is None:
+            return False
+        due = self.budget.due(self.step + 1, self.step + 1 >= self.steps)
+        while self.budget.pauses:
+            seconds = self.budget.pauses.pop(0)
+            say(f"  paused for {format_duration(seconds)}, which counts as a part of the time budget")
+            self.recorder.event(PAUSE_EVENT, self.step, seconds=round(seconds, 3))
+        return due
 
     def plan_length(self, state: TrainState) -> Plan | None:
         """Return how the run goes on to end in time, if that changes; print and record it."""
@@ -184,4 +191,4 @@ class SessionHooks(StoppableHooks):
 
     def _record_plan(self, plan: Plan, **facts: object) -> None:
         fields = {"first": self.state.length.first, "steps": plan.steps, "stretch": plan.stretch}
-        self.recorder.event(LENGTH_EVENT, self.step, **fields, position=plan.position, **facts)
+        self.recorder.event(LENGTH_EVENT, self.step, **fields, position=plan.position, limit=plan.limit, **facts)

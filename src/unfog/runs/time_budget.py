@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from unfog.config.schema import Config
@@ -13,13 +12,17 @@ from unfog.errors import RequestError
 from unfog.planning.timing import forward_passes, repetitions
 from unfog.reporting.progress import format_duration
 from unfog.reporting.records import LENGTH_EVENT, Row
-from unfog.training.length import Length, Plan
+from unfog.runs.pace import Pace
+from unfog.training.length import NO_LIMIT, Length, Plan
 from unfog.training.loop import Intervals
 
 _CHECKS = 200  # of a run: often enough for its last percent, and few enough for state.json
 _WINDOW = 0.05  # share of the budget over which the pace is measured
 _TOLERANCE = 0.01  # share of the budget by which the end may move without a new plan
 _TOLERANCE_LEFT = 0.05  # the same as a share of what is left, as the pace is no more certain than that
+_TRUST = 0.05  # share of the budget that the schedule of one plan may be ahead of the time
+_NOTABLE, _NOTABLE_SHARE = 2.0, 0.002  # seconds, and share of the budget, from which on a pause is said
+_DEAREST = 4.0  # times the dearest preview so far that the next one counts at most; the same of the others
 _AIM, _MOST = 0.08, 0.1  # share of previews, evaluation and checkpoints; the end may take what is between the two
 _LEISURE = 0.7  # of the aim: only below it they come more often again, or it would go up and down
 STRETCHES = tuple(2**k for k in range(11))
@@ -38,26 +41,51 @@ class TimeBudget:
         step_seconds: time of a step, as measured before training.
         every: intervals of the run.
         costs: steps that a preview and an evaluation take, as far as known before the first.
+        suspended: returns for how many seconds the process was suspended so far.
+
+    Attributes:
+        pauses: lengths of pauses, in seconds, that nobody was told of yet.
     """
 
-    def __init__(self, seconds: float, began: float, step_seconds: float, every: Intervals, costs: Mapping[str, float]):
-        self.seconds, self.step_seconds = seconds, step_seconds
-        self._began, self._every, self._clock = began, every, time.monotonic
-        self._estimated, self._measured = dict(costs), dict[str, float]()
+    def __init__(
+        self,
+        seconds: float,
+        began: float,
+        step_seconds: float,
+        every: Intervals,
+        costs: Mapping[str, float],
+        suspended: Callable[[], float] = lambda: 0.0,
+    ):
+        self.seconds, self.pauses = seconds, list[float]()
+        self._began, self._every, self._clock, self._suspended = began, every, time.monotonic, suspended
+        self._estimated, self._measured, self._dearest = dict(costs), dict[str, float](), dict[str, float]()
         self._aside = 0.0  # seconds that were not training
-        self._marks: deque[tuple[float, int]] = deque()  # seconds of training, and steps
+        self._used = 0.0  # the same in costs that can be believed
+        self._pace = Pace(step_seconds, _WINDOW * seconds)
         self._checked = -math.inf
         self._paced = False  # the pace was measured in this run
         self._exit = 0.0  # seconds of the end of the process
+        self._suspended_before = suspended()
+        self._due_position = math.nan  # share of the schedule that the time so far is worth
+        self._active_before = 0.0  # time of that, without pauses
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds that a step takes, as measured last."""
+        return self._pace.step_seconds
 
     @contextmanager
     def aside(self, kind: str) -> Iterator[None]:
         """Count the time inside as that of a preview, an evaluation ("evaluate"), a checkpoint ("save") or the like."""
-        started = self._clock()
+        started = self._awake()
         yield
-        spent = self._clock() - started
+        spent = self._awake() - started
         self._aside += spent
         cost = spent / self.step_seconds
+        # A stalled disk, say, must not decide what all the others are believed to take.
+        cost = min(cost, _DEAREST * self._dearest.get(kind, cost))
+        self._dearest[kind] = max(cost, self._dearest.get(kind, 0.0))
+        self._used += cost * self.step_seconds
         # A mean, as metrics are measured in some evaluations only.
         self._measured[kind] = (self._measured.get(kind, cost) + cost) / 2
 
@@ -67,6 +95,11 @@ class TimeBudget:
         passes, steps = forward_passes(config, held_out), max(1, config.training.images // config.training.batch)
         times = {name: repetitions(getattr(config, name).every, steps) for name in ("preview", "evaluate")}
         return {name: passes[name] / count / (passes["training"] / steps) for name, count in times.items()}
+
+    @staticmethod
+    def is_dear(costs: Mapping[str, float], step_seconds: float, seconds: float) -> bool:
+        """Return whether previews at both ends, of these `costs` in steps, take more than their share of a budget."""
+        return 2 * step_seconds * costs["preview"] > _MOST * seconds
 
     @staticmethod
     def check_left(seconds: float, began: float, step_seconds: float, costs: Mapping[str, float]) -> None:
@@ -89,46 +122,77 @@ class TimeBudget:
         return kept
 
     def due(self, step: int, last: bool) -> bool:
-        """Return whether to plan anew after step number `step`."""
+        """Return whether to plan anew after step number `step`. Called after each step."""
         now = self._clock()
-        if not self._marks:  # after the first step, which also allocates and compiles
-            self._marks.append((now - self._aside, step))
+        if not self._pace.started:
             # The end takes a small part of what the start took: of imports, decoding and measuring.
-            self._exit = min(5.0, 0.5 + 0.1 * (now - self._aside - self._began))
+            self._exit = min(5.0, 0.5 + 0.1 * (self._awake() - self._aside - self._began))
+            self._active_before = self._active()
+        pause = self._pace.add(self._awake() - self._aside, step)
+        suspended = self._suspended()
+        pause, self._suspended_before = pause + suspended - self._suspended_before, suspended
+        if pause >= max(_NOTABLE, _NOTABLE_SHARE * self.seconds):
+            self.pauses.append(pause)
         return last or now - self._checked >= self.seconds / _CHECKS
 
     def plan(self, step: int, length: Length) -> Plan | None:
         """Return how the run goes on after `step` steps if that is not as planned."""
         self._checked = self._clock()
-        self._measure_pace(step)
+        self._measure_pace()
         left = (self._began + self.seconds - self._exit - self._checked) / self.step_seconds
         before = length.at(step)
         stretch = self._choose_stretch(step, left, before.stretch)
         steps = step + self._affordable_steps(step, left, stretch)
-        if not self._marks:  # nothing is trained yet, and a run has a step at least
+        if not self._pace.started:  # nothing is trained yet, and a run has a step at least
             steps = max(steps, step + 1)
+        limit = self._limit(step, length, left - self._final_steps(stretch) + self._uncertain_steps())
         tolerance = max(_TOLERANCE * self.seconds / self.step_seconds, _TOLERANCE_LEFT * left)
-        if abs(steps - before.steps) <= tolerance and stretch == before.stretch:
+        if abs(steps - before.steps) <= tolerance and stretch == before.stretch and self._reaches(step, length, limit):
             return None
-        return Plan(step, steps, stretch, length.position(step))
+        return Plan(step, steps, stretch, length.position(step), limit)
+
+    def _limit(self, step: int, length: Length, left: float) -> float:
+        """Return up to where a plan may move the position in the schedule, with time for `left` more steps.
+
+        A pace that is wrong moves it too fast. So it may be ahead of the time by a small part of the budget at most,
+        or by half of what is left. It gets to the end once less is left than the length is certain to.
+        """
+        seconds, now = max(0.0, left * self.step_seconds), self._active()
+        if math.isnan(self._due_position):
+            self._due_position, self._active_before = length.position(step) / length.first, now
+        spent, self._active_before = max(0.0, now - self._active_before), now
+        self._due_position += (1 - self._due_position) * (spent / max(spent + seconds, 1e-9))
+        if seconds <= _TOLERANCE * self.seconds:
+            return float(length.first)
+        ahead = min(0.5, _TRUST * self.seconds / seconds)
+        return max(length.position(step), length.first * (1 - (1 - self._due_position) * (1 - ahead)))
+
+    def _reaches(self, step: int, length: Length, limit: float) -> bool:
+        """Return whether the present plan lets the position move on until the second check from now."""
+        if (now := length.at(step)).limit > length.first:  # of a plan without a limit, or none
+            return limit >= length.first
+        steps = 2 * max(1, math.ceil(self.seconds / _CHECKS / self.step_seconds))
+        return min(length.first, length.unlimited_position(step + steps)) <= now.limit
+
+    def _active(self) -> float:
+        """Return the time without pauses."""
+        return self._awake() - self._pace.paused - self._pace.pending
+
+    def _awake(self) -> float:
+        return self._clock() - self._suspended()
 
     def describe(self, plan: Plan) -> str:
         """Return the reason of a plan that was made just now."""
         left = self._began + self.seconds - self._checked
         return f"{self.step_seconds:.3g} s a step, and {format_duration(left)} of {format_duration(self.seconds)} left"
 
-    def _measure_pace(self, step: int) -> None:
-        now = self._checked - self._aside
-        # The newest mark that is old enough stays, and those after it.
-        while len(self._marks) > 1 and now - self._marks[1][0] >= _WINDOW * self.seconds:
-            self._marks.popleft()
-        if self._marks and step > self._marks[0][1]:
-            before = self.step_seconds
-            self.step_seconds = max((now - self._marks[0][0]) / (step - self._marks[0][1]), 1e-9)
-            if not self._paced:  # what is measured so far was divided by a guess
-                self._measured = {kind: cost * before / self.step_seconds for kind, cost in self._measured.items()}
-            self._paced = True
-            self._marks.append((now, step))
+    def _measure_pace(self) -> None:
+        before = self.step_seconds
+        self._pace.measure()
+        if self._pace.measured and not self._paced:  # what is measured so far was divided by a guess
+            self._paced, scale = True, before / self.step_seconds
+            self._measured = {kind: cost * scale for kind, cost in self._measured.items()}
+            self._dearest = {kind: cost * scale for kind, cost in self._dearest.items()}
 
     def _choose_stretch(self, step: int, left: float, now: int) -> int:
         """Return the factor on the intervals with which previews, evaluations and checkpoints take their share."""
@@ -136,7 +200,7 @@ class TimeBudget:
         def share(stretch: int) -> float:
             steps = self._affordable_steps(step, left, stretch)
             to_come = self._aside_steps(step, steps, stretch) + self._final_steps(stretch)
-            return (self._aside + to_come * self.step_seconds) / self.seconds
+            return (self._used + to_come * self.step_seconds) / self.seconds
 
         if now and share(now) <= _MOST:
             none_between = self._aside_steps(step, self._affordable_steps(step, left, now), now) == 0
@@ -168,6 +232,10 @@ class TimeBudget:
         evaluation = self._cost("evaluate") if stretch and self._every.evaluate > 0 else 0.0
         return evaluation + _FINAL_PREVIEWS * self._cost("preview") + self._cost("save") + self._cost("write")
 
+    def _uncertain_steps(self) -> float:
+        """Return what may be left for training in the end, in steps: half of a last preview that was only estimated."""
+        return 0.0 if "preview" in self._measured else 0.5 * _FINAL_PREVIEWS * self._cost("preview")
+
     def _cost(self, kind: str) -> float:
         return self._measured.get(kind, self._estimated.get(kind, 0.0))
 
@@ -181,19 +249,27 @@ def _recorded_plans(events: list[Row], first: int, after: int) -> list[Plan]:
     for row in events:
         if row.get("kind") == LENGTH_EVENT and row.get("first") == first:
             with suppress(KeyError, TypeError, ValueError, OverflowError):
-                found.add([Plan.of(*(row[name] for name in Plan._fields))])
+                limit = float(row.get("limit", NO_LIMIT))  # which older versions have not recorded
+                found.add([Plan.of(row["step"], row["steps"], row["stretch"], row["position"], limit)])
     return [plan for plan in found.plans if plan.step >= after]
 
 
 def resume_length(length: Length, first: int, step: int, events: list[Row], anew: bool) -> Plan | None:
     """Continue a length at `step`, with `first` steps in the settings and the plans that events have for later steps.
 
-    If the length is given `anew`, such plans are void. Returns the plan that says so, which is to be recorded.
+    If the length is given `anew`, such plans are void; else the last one holds to the end, as no time budget makes
+    another. Returns the plan that says so, which is to be recorded; None if nothing changes.
     """
     length.adopt(first)
     length.add(_recorded_plans(events, first, step))
-    if not (anew and length.plans):
+    if not length.plans:
         return None
-    fixed = Plan(step, first, 1, float(step))
+    if anew:
+        fixed = Plan(step, first, 1, float(step))
+    elif (last := length.plans[-1]).limit < first:
+        at = max(step, last.step)
+        fixed = Plan(at, last.steps, last.stretch, length.position(at))
+    else:
+        return None
     length.add([fixed])
     return fixed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from unfog.custom import PREFIX, resolve_path, resolve_step
 from unfog.data.dataset import Dataset
 from unfog.data.stream import ImageStream
 from unfog.diffusion.weighting import CustomWeighting
-from unfog.errors import LostProcess
+from unfog.errors import Interrupted, LostProcess
 from unfog.evaluation.features import open_features
 from unfog.models.given_network import SOURCE_FILE, GivenNetwork
 from unfog.models.network_settings import CustomNetwork
@@ -148,7 +148,11 @@ def run_training_loop(
                 build_augmentation(config),
                 build_loss(config, state.levels),
             )
-            with compile_errors_explained("resume the run"):
+            # With several ranks, the others must not be left waiting.
+            with (
+                suppress(Interrupted) if world.size == 1 else nullcontext(),
+                compile_errors_explained("resume the run", hooks.stop_requested),
+            ):
                 advance(settings, state, task, hooks, world)
             CoordinatedHooks(hooks, world).finish(state)
         except RuntimeError as error:

@@ -153,7 +153,7 @@ class PictureCache:
 
         Raises:
             FileNotFoundError: there is none.
-            RequestError: it cannot be decoded, is no PNG or has over 16 MB.
+            RequestError: it cannot be decoded, is no PNG or has over 64 MB.
         """
         found = await asyncio.to_thread(stat_of, path)
         if found is None:

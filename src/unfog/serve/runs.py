@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from unfog.process.console_log import LOG_FILE
 from unfog.process.heartbeat import Heartbeat
 from unfog.process.run_status import RunStatus, best_metric, find_runs
-from unfog.reporting.records import Row, read_events, read_metrics
+from unfog.reporting.records import ALIVE, Row, read_events, read_metrics
 from unfog.safe_files import disk_usage
 from unfog.serve.columns.metric_columns import MetricColumns
 from unfog.serve.columns.sample import LONG, Sample, read_sample
@@ -128,9 +128,9 @@ class RunEntry:
     def _refresh(self) -> bool:
         found = dict(zip(_RECORDS, map(stat_of, self._record_files)))
         samples = stat_of(self._samples_folder)
-        # No file changes when a process is killed.
-        killed = self.running and not (Heartbeat.read(self.path) or {}).get("alive")
-        stamp = (*found.values(), samples, killed)
+        # No file changes when a process is killed or suspended.
+        beat = (Heartbeat.read(self.path) or {}) if self.running else {}
+        stamp = (*found.values(), samples, beat.get("alive"), beat.get("still"))
         if stamp == self._stamp:
             return False
         self._stamp = stamp
@@ -167,7 +167,8 @@ class RunEntry:
 
     @property
     def running(self) -> bool:
-        return self.status is not None and self.status.state == "running"
+        """True while its process exists, even if that stands still."""
+        return self.status is not None and self.status.state in ALIVE
 
     def sum_disk(self) -> bool:
         """Sum the disk space anew if that is due. Return True if it has changed."""

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
+NO_LIMIT = 1e12  # of a plan's position
+
 
 class Plan(NamedTuple):
     """A decision on the rest of a run with a time budget. It holds from `step` on."""
@@ -20,12 +22,15 @@ class Plan(NamedTuple):
     end, and no evaluation at all."""
     position: float
     """Position in the schedule of the learning rate, in steps of the first length."""
+    limit: float = NO_LIMIT
+    """Position that it moves to at most under this plan: another one follows before, unless the pace was wrong."""
 
     @classmethod
-    def of(cls, step: int, steps: int, stretch: int, position: float) -> Plan:
+    def of(cls, step: int, steps: int, stretch: int, position: float, limit: float = NO_LIMIT) -> Plan:
         """Return a plan from numbers of a file. ValueError or TypeError if they are none of a plan."""
-        plan = cls(int(step), int(steps), int(stretch), float(position))
-        if not (0 <= plan.step <= plan.steps <= 10**12 and 0 <= plan.stretch <= 10**6 and math.isfinite(plan.position)):
+        plan = cls(int(step), int(steps), int(stretch), float(position), float(limit))
+        counts = 0 <= plan.step <= plan.steps <= 10**12 and 0 <= plan.stretch <= 10**6
+        if not (counts and math.isfinite(plan.position) and plan.position <= plan.limit <= NO_LIMIT):
             raise ValueError(f"{plan} is no plan")
         return plan
 
@@ -58,7 +63,11 @@ class Length:
         return next((plan for plan in reversed(self.plans) if plan.step <= step), Plan(0, self.first, 1, 0.0))
 
     def position(self, step: int) -> float:
-        """Return where step `step` stands in the schedule of `first` steps: always at its end when the run ends."""
+        """Return where step `step` stands in the schedule of `first` steps: at its end when the run ends as planned."""
+        return min(self.unlimited_position(step), self.at(step).limit)
+
+    def unlimited_position(self, step: int) -> float:
+        """Return the `position` of a step if the plan at that step had no limit."""
         if not self.plans:
             return step  # exact, as runs without a time budget must repeat to the bit
         plan = self.at(step)

@@ -6,7 +6,6 @@ The bits of a perceptual hash change little where an image is saved again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -14,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from unfog.cores import thread_pool, usable_cores
 from unfog.data.data_report import SkippedFile
 from unfog.data.dataset import Dataset, ImageSet
-from unfog.data.decode_pool import available_cores
 from unfog.data.lazy import LazyPixels
 from unfog.reporting.findings import Figure
 from unfog.reporting.image_grids import Pixels, grid
@@ -150,7 +149,7 @@ class ImageScan:
 
         starts = range(0, len(rows), piece)
         # Threads suffice: NumPy and image decoders release the interpreter lock.
-        pool = ThreadPoolExecutor(min(_MAX_THREADS, available_cores(), max(1, len(starts))))
+        pool = thread_pool(min(_MAX_THREADS, usable_cores(), max(1, len(starts))))
         try:
             for done, (statistics, counts) in enumerate(pool.map(scan, starts), 1):
                 parts.append(statistics)

@@ -31,6 +31,8 @@ def _check_state(record: RunRecord, usual_lr: float | None = None) -> Finding:
     if state == "running" and word == "waiting for disk space":
         remedy = "free some space; training then continues by itself, and nothing is lost"
         return finding("warning", f"at {place}, waiting for disk space", remedy)
+    if state == "standing still":
+        return finding("warning", f"at {place}, standing still: {word}", _after_standstill(record, word))
     if state == "running":
         return finding("fine", f"running, at {place}: {word or 'at work'}")
     if state == "stopped":
@@ -41,6 +43,15 @@ def _check_state(record: RunRecord, usual_lr: float | None = None) -> Finding:
         evidence = f"failed at {place}: {_shorten(word) or 'no reason was recorded'}"
         return finding("fatal" if "diverged" in word else "warning", evidence, _after_failure(record, word, usual_lr))
     return _killed(record, place, word, facts)
+
+
+def _after_standstill(record: RunRecord, word: str) -> str:
+    pid = int((record.heartbeat or {})["pid"])
+    if "suspended" in word:
+        return f"kill -CONT {pid} continues it"
+    return (
+        f"it may wait for a disk, a network or a device; if it stays so, kill -9 {pid}, and {record.command('resume')}"
+    )
 
 
 def _after_failure(record: RunRecord, word: str, usual_lr: float | None) -> str:

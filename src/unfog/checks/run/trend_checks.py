@@ -14,7 +14,7 @@ from unfog.checks.run.run_record import RunRecord
 from unfog.reporting.charts import Floats, line_chart
 from unfog.reporting.findings import Figure, Finding, Severity
 from unfog.reporting.progress import format_number, plural
-from unfog.reporting.records import Row, finite_number, smoothed
+from unfog.reporting.records import LENGTH_EVENT, Row, finite_number, smoothed
 from unfog.text import without_secrets
 
 # Lines of metrics without which a trend is none.
@@ -27,6 +27,8 @@ _STEEP = 0.10
 _UNLEARNED = 0.95
 # Times the usual rate beyond which it may be why; DDPM's 2e-4 is 1/15 of it for a small network, slow and sound.
 _HIGH, _LOW, _FAR_TOO_LOW = 5.0, 1 / 8, 1 / 30
+# Share of its peak below which a rate trains nothing, and shares of a run from which on that is a warning, and fatal.
+_NO_RATE, _IDLE, _MOSTLY_IDLE = 1e-3, 0.1, 0.5
 # Steps after which something must have been learned.
 _SOON = 100
 
@@ -42,7 +44,7 @@ def check_trends(
     """
     found = [
         _check_loss(record, relative, pixelwise, memorized),
-        _check_learning_rate(record, usual_lr, pixelwise),
+        _check_idle(record) or _check_learning_rate(record, usual_lr, pixelwise),
         _check_gradient(record),
         _check_stability(record, usual_lr),
     ]
@@ -97,6 +99,8 @@ def _check_loss(
         )
         source, settings = map(shlex.quote, (without_secrets(record.config.source), str(record.path / "config.toml")))
         remedy = f"another learning rate: unfog find-lr {source} --config {settings}"
+        if (idle := _idle_share(record)) >= _IDLE:
+            remedy = f"the learning rate was 0 for {idle:.0%} of the run, which is why: see run.lr_zero"
         severity: Severity = "fatal" if record.step >= 0.5 * record.steps else "warning"
         return Finding("run.not_learning", severity, evidence, remedy, facts, exhibits)
     finding, trend = partial(Finding, "run.loss", facts=facts, figures=exhibits), _loss_trend(record)
@@ -169,6 +173,31 @@ def _check_learning_rate(record: RunRecord, usual_lr: float | None, beaten: floa
         severity: Severity = "warning" if times < _FAR_TOO_LOW else "hint"
         return Finding("run.lr_low", severity, evidence, remedy, facts, exhibits)
     return Finding("run.lr", "fine", f"learning rate {lr:.2g}{compared}", "", facts, exhibits)
+
+
+def _idle_share(record: RunRecord) -> float:
+    """Return the share of the steps so far that were trained at next to no learning rate."""
+    steps, rates = record.column("lr")
+    if not len(rates) or rates.max() <= 0:
+        return 0.0
+    # A line stands for the steps since the one before. Roll-backs halve the rate, and are another finding.
+    taken = np.diff(steps, prepend=0)
+    return float(taken[rates < _NO_RATE * rates.max() * record.lr_scale].sum() / max(taken.sum(), 1))
+
+
+def _check_idle(record: RunRecord) -> Finding | None:
+    """run.lr_zero: a learning rate of 0 for long, as of a time budget whose schedule ended before the run did."""
+    share = _idle_share(record)
+    if share < _IDLE:
+        return None
+    planned = record.events_of(LENGTH_EVENT)
+    why = ": the schedule had ended, and its time budget had not" if planned else ""
+    evidence = f"the learning rate was 0, or below a thousandth of its peak, for {share:.0%} of the run{why}"
+    # As many steps again as were lost, at the least: the position in the schedule is then that of the step.
+    remedy = f"continue with a schedule that is not over: {record.command('resume', f'--steps {2 * record.step}')}"
+    chart = line_chart({"rate": record.column("lr")}, "step", "rate", zero_y=True)
+    severity: Severity = "fatal" if share >= _MOSTLY_IDLE else "warning"
+    return Finding("run.lr_zero", severity, evidence, remedy, {"share": share}, (Figure("Learning rate", svg=chart),))
 
 
 def _gradient_growth(norms: Floats) -> float:

@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 
 from unfog.config.schema import Config
+from unfog.cores import describe_quota, usable_cores
 from unfog.planning.disk import disk_space_needed
 from unfog.planning.flops import matmul_seconds
 from unfog.planning.timing import forward_passes, repetitions
 from unfog.reporting.findings import Finding
-from unfog.reporting.progress import format_bytes, format_duration, format_number
+from unfog.reporting.progress import format_bytes, format_duration, format_number, plural
 from unfog.training.checkpoints.writer import free_bytes
 from unfog.training.precision import DTYPES, gpu_has_bf16
 
@@ -34,6 +35,22 @@ def check_machine(
         _check_checkpoints(config, seconds_per_step),
         _check_precision(config, device),
         _check_disk(config, parameters, folder),
+        *_check_cores(),
+    ]
+
+
+def _check_cores() -> list[Finding]:
+    """settings.cores: what a CPU quota leaves, and the threads that compute; nothing without a quota."""
+    if not (quota := describe_quota()):
+        return []
+    threads, usable = torch.get_num_threads(), usable_cores()
+    return [
+        Finding.graded(
+            "settings.cores",
+            f"{quota}, and {plural(threads, 'thread')} compute",
+            (threads > usable, "hint", ", which wait for each other", f"OMP_NUM_THREADS={usable} suits the quota"),
+            facts={"usable": usable, "threads": threads},
+        )
     ]
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from io import RawIOBase
 from typing import Any, NamedTuple, Protocol
 
+from unfog.cores import thread_pool
 from unfog.data.outages import KnownFolders
 from unfog.data.sources.base import ImageError, TransientImageError
 from unfog.data.sources.image_files import CHANGED, MAX_FILE_BYTES, NO_PARTS, os_error_reason
@@ -207,7 +207,7 @@ class _RemoteStorage:
         self._system.invalidate_cache()  # fsspec remembers folders that it listed before
         listed = self._list_folders(paths)
         found: dict[str, FileState] = {}
-        with ThreadPoolExecutor(_THREADS) as pool:
+        with thread_pool(_THREADS) as pool:
             for infos in pool.map(lambda path: listed.get(path) or self._look_up(path, absent), paths):
                 found |= {name: self._state(name, info) for name, info in infos.items()}
         if self._web and found and not self._ranges_checked:

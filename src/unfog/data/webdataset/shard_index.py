@@ -14,7 +14,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.cache_folder import cache_folder, hold
+from unfog.cores import thread_pool
 from unfog.data.data_report import SkippedFile
 from unfog.data.sources.base import ImageError
 from unfog.data.sources.image_files import MAX_FILE_BYTES, os_error_reason
@@ -171,7 +172,7 @@ def _build_entries(
         entry.save(files[path])
         passed[path] = states[path].size
 
-    pool = ThreadPoolExecutor(_REMOTE_THREADS if storage.remote else _THREADS)
+    pool = thread_pool(_REMOTE_THREADS if storage.remote else _THREADS)
     try:
         pending = {pool.submit(one, path) for path in missing}
         while pending:

@@ -1,7 +1,7 @@
 // The page: which view the address names, the theme, the banner when the server is gone, and "Keep this view".
 
 import {html, nothing} from "./vendor/lit.js";
-import {View, announce, download, route, select} from "./util.js";
+import {View, alive, announce, download, route, select} from "./util.js";
 import {FileData, ServerData} from "./data.js";
 import {repaint} from "./chart.js";
 import {zoomFromAddress} from "./range.js";
@@ -48,7 +48,7 @@ class Page extends View {
 	tell({id, name, state, detail}) {
 		const before = this.states.get(id);
 		this.states.set(id, state);
-		if (this.notifies && before === "running" && state !== "running") new Notification(`${name}: ${state}`, {body: detail, tag: String(id)});
+		if (this.notifies && alive(before) && state !== before && state !== "running") new Notification(`${name}: ${state}`, {body: detail, tag: String(id)});
 	}
 
 	async notify() {

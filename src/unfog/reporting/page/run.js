@@ -1,7 +1,7 @@
 // One run: its state, what it needs, curves, samples, evaluations, data, choices, settings and events.
 
 import {html} from "./vendor/lit.js";
-import {View, announce, bytes, command, count, duration, finder, number, scroller, state, table, text} from "./util.js";
+import {View, alive, announce, bytes, command, count, duration, finder, number, scroller, state, table, text} from "./util.js";
 import {smooth} from "./curves.js";
 import {marksOf} from "./panels.js";
 
@@ -110,7 +110,7 @@ class Run extends View {
 
 	steering(run) {
 		const ask = (label, path, line, body) => html`<unfog-ask .data=${this.data} .label=${label} .path=${path} .line=${line || ""} .body=${body}></unfog-ask>`;
-		const c = run.commands || {}, base = `api/runs/${this.run}`, training = run.status.state === "running";
+		const c = run.commands || {}, base = `api/runs/${this.run}`, training = alive(run.status.state);
 		return html`<section class="steering"><h2 class="hidden">Steer</h2>
 			${training ? [["Save now", "save"], ["Preview now", "preview"], ["Stop", "stop"]].map(([label, what]) => ask(label, `${base}/ask`, c[what], {what})) : ""}
 			${ask("Run the doctor", "api/doctor", c.doctor, {run: run.id})}
