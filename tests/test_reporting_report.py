@@ -24,7 +24,7 @@ from unfog.reporting.log_settings import Log
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.records import finite_column, smoothed
 from unfog.reporting.report import _pack_columns, _thinned, write_report
-from unfog.serve.run_files import PictureCache
+from unfog.serve.run_files import _read_webp
 
 VOID = {"meta", "link"}
 CONFIG = """
@@ -217,7 +217,7 @@ def test_a_picture_of_a_run_is_a_png_whatever_its_name_says(run_dir, tmp_path, m
     assert "preview/400" not in after
     assert notebook.table({}, run_dir / "contact-sheet.png", run_dir, "") == "<table></table>"
     with pytest.raises(RequestError, match="no PNG"):
-        PictureCache().webp(run_dir / "contact-sheet.png", run_dir)
+        _read_webp(run_dir / "contact-sheet.png", run_dir)
     assert not (tmp_path / "started").exists()
 
 
