@@ -269,7 +269,9 @@ def test_masks_beside_their_images_are_said(tmp_path):
     assert read(fill(tmp_path / "faces", 10, name="{:03}_mask.png"))[1] == ""  # of people who wear one
 
 
-@pytest.mark.parametrize("names", [("-1", "0", "1"), ("A", "a", "b"), ("2020_summer", "2021_winter")])
+@pytest.mark.parametrize(
+    "names", [("-1", "0", "1"), ("A", "a", "b"), ("2020_summer", "2021_winter"), ("1_cat", "2_dog", "3_cow")]
+)
 def test_signs_letters_and_years_are_honest_names(tmp_path, names):
     for i, name in enumerate(names):
         fill(tmp_path / "set" / name, 8, i)

@@ -82,7 +82,9 @@ def warn_of_labels(
                 f"{sanitize(next(name for name in present if separator in name))}: each image has one class, so each "
                 "combination is a class of its own; several labels an image are not supported"
             )
-    if len(present) > 1 and all(map(_REPEATS.fullmatch, present)):
+    numbers = {name.partition("_")[0] for name in present}
+    numbered = 2 < len(present) == len(numbers)  # 1_cat, 2_dog, 3_cow
+    if len(present) > 1 and not numbered and all(map(_REPEATS.fullmatch, present)):
         texts = "; captions (.txt) are not read" if source.ignored.get(".txt") else ""
         warn(
             f"class names such as {sanitize(present[0])} look like the repeats of kohya's trainer: here they are "
