@@ -11,7 +11,6 @@ from importlib import import_module
 from unfog import __version__
 from unfog.errors import Interrupted, RequestError, UnfogError
 from unfog.process import command_clock, early_signals
-from unfog.process.child import reveal_secrets
 
 _HELP = """\
 Unfog trains image diffusion models on your own images.
@@ -89,7 +88,7 @@ def _main(arguments: Sequence[str] | None) -> None:
     debug = "--debug" in words  # of every command, and so of no request
     words = [word for word in words if word != "--debug"]
     try:
-        sys.exit(_run(reveal_secrets(words)))
+        sys.exit(_run(words))
     except UnfogError as error:
         if debug:
             raise
@@ -164,8 +163,10 @@ def _run(words: list[str]) -> int:
     # Imported only now, so that the above answers at once.
     from unfog.config.aliases import COMMANDS, with_old_defaults
     from unfog.config.values import quote, suggest
+    from unfog.process.child import reveal_secrets
 
-    command, rest = COMMANDS.get(words[0], words[0]), words[1:]
+    command, *rest = reveal_secrets(words)
+    command = COMMANDS.get(command, command)
     # Worker ranks get their settings from rank 0, which may know an earlier attempt that the words do not name.
     if command in _TRAINING and os.environ.get("RANK", "0") != "0":
         return _run_worker_rank(rest)
