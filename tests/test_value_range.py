@@ -526,7 +526,9 @@ def test_opacity_of_floating_point_is_from_zero_to_one_whatever_the_colours_are(
     expected = np.rint(x[..., :3] * (255 / colours))
     np.save(tmp_path / "a.npy", x)
     range = (0.0, 1000.0) if colours == 1000 else ()
-    for place in (tmp_path / "a.npy", stored(list(x), value_range=range), stored(x, value_range=range)):
+    first = torch.from_numpy(x).permute(0, 3, 1, 2)
+    for source in (tmp_path / "a.npy", x, list(x), first, list(first)):
+        place = source if isinstance(source, Path) else stored(source, value_range=range)
         pixels = prepared(place, range=range).train.pixels.transpose(0, 2, 3, 1)
         assert np.abs(pixels - expected).max() <= 1
 

@@ -283,11 +283,9 @@ def _to_pixels(image: Any, subject: str, floats: ValueRange | None) -> NDArray[A
     shape = "x".join(map(str, pixels.shape))
     if pixels.ndim == 4:
         raise RequestError(f"{subject} is a batch of shape {shape}; give single images, of a DataLoader its .dataset")
-    if pixels.dtype.kind == "f" and pixels.size:
-        pixels = scale_floats(pixels, floats or float_range([extent_of(pixels)], subject), subject)
     if pixels.dtype == np.bool_:
         pixels = pixels.astype(np.uint8) * np.uint8(255)
-    if pixels.dtype.kind not in "iu" and pixels.size:
+    if pixels.dtype.kind not in "iuf" and pixels.size:
         raise RequestError(
             f"{subject} is {pixels.dtype}; images are integers, booleans, or floating point {FLOAT_RANGES}"
         )
@@ -297,6 +295,8 @@ def _to_pixels(image: Any, subject: str, floats: ValueRange | None) -> NDArray[A
         raise RequestError(f"{subject} has the shape {shape}; images are [H, W], [H, W, C] or [C, H, W], C = 1, 3 or 4")
     if axis == 0:
         pixels = pixels.transpose(1, 2, 0)
+    if pixels.dtype.kind == "f":  # with the channels last, of which the last may be transparency
+        pixels = scale_floats(pixels, floats or float_range([extent_of(pixels)], subject), subject)
     return np.ascontiguousarray(pixels if pixels.ndim == 3 else pixels[..., None])
 
 
