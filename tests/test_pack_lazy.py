@@ -489,7 +489,7 @@ def test_large_sets_are_decoded_once_if_that_pays(
     assert isinstance(few.train.pixels, LazyPixels)
     assert "as this run needs 100 of 300; --data.cache disk decodes all" in few.placement
     many = chosen(photos, to_draw=200)
-    assert many.placement.startswith("decoded once, for all runs: 0.0 GB decoded, in ")
+    assert many.placement.startswith("decoded once, for all runs: 0.1 MB decoded, in ")
     found = chosen(photos, to_draw=1)  # once it is there, it is used
     assert (found.placement, found.train.fingerprint) == ("", many.train.fingerprint)
     assert not isinstance(found.train.pixels, LazyPixels)
@@ -519,7 +519,7 @@ def test_what_does_not_fit_in_half_the_room_is_decoded_each_time(photos: Path, m
     monkeypatch.setattr("unfog.data.cache.shutil.disk_usage", lambda folder: type("", (), {"free": 300 * 192 * 2 - 1}))
     prepared = chosen(photos)
     assert isinstance(prepared.train.pixels, LazyPixels)
-    assert "are more than half of the 0.0 GB free" in prepared.placement
+    assert "are more than half of the 0.1 MB free" in prepared.placement
     assert "`unfog pack SOURCE OUT`" in prepared.placement
 
 

@@ -326,7 +326,7 @@ TABLE = [
     ("train fashion --device cuda:x", "device = 'cuda:x'"),
     ("train fashion --device vulkan", "device = 'vulkan'"),
     ("train fashion --device cuda:9999", "device = cuda:9999 is not available"),
-    ("train fashion --budget 10", "write 90s, 10m, 2h or 1d"),
+    ("train fashion --budget 10", "write 90s, 10m, 2h, 1d"),
     ("train fashio", "did you mean fashion?"),
     ("train ~nosuchuser/photos", "cannot be read"),
     ("resume runn", "runn is not a run; did you mean run?"),

@@ -261,7 +261,7 @@ def test_a_run_is_never_overwritten(run, tmp_path):
         (["trian"], "did you mean 'train'"),
         (["train", "no/such/folder", "--steps", "1"], "no/such/folder"),
         (["train", "fashion", "--steps", "1", "--budget", "1m"], "give one of --steps, --images, --budget"),
-        (["train", "fashion", "--budget", "soon"], "write 90s, 10m, 2h or 1d"),
+        (["train", "fashion", "--budget", "soon"], "write 90s, 10m, 2h, 1d"),
         (["train", "fashion", "--steps", "1", "--device", "cuda:7"], "not available"),
         (["train", "fashion", "--steps", "1", "--device", "toaster"], "toaster"),
         (["train", "fashion", "--steps", "1", "--size", "30"], "size = 30 must be a multiple of 4"),

@@ -79,6 +79,7 @@ GIVEN_SAFELY = re.compile(r"(str\()?(regular|tensor)_file\(|(io\.)?BytesIO\(|Blo
 READ_BY_NAME = {
     "checks/gpu_checks.py": "a file of /proc",
     "config/toml.py": "a file that --config names may be a link or a shell's pipe; a pipe in a run is refused there",
+    "cores.py": "files of /proc and /sys",
     "data/sources/": "images that a person names, which may lie behind links",
     "errors.py": "the description of this installed package",
     "evaluation/feature_networks.py": "a network that a person names",
@@ -88,6 +89,7 @@ READ_BY_NAME = {
     "pipeline/image_files.py": "a file that it wrote into a temporary folder of its own",
     "process/command_clock.py": "a file of /proc",
     "process/device.py": "files of /proc and /sys",
+    "process/identity.py": "files of /proc",
     "reporting/page/bundle.py": "files of this package",
     "serve/page.py": "files of this package",
     "serve/run_files.py": "a file of /proc",

@@ -25,6 +25,7 @@ from unfog.commands.slurm import _batch_script
 from unfog.config.folder_requests import SlurmRequest
 from unfog.config.schema import Config
 from unfog.config.toml import to_toml
+from unfog.custom import consent
 from unfog.process import child
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ended")]
@@ -67,6 +68,9 @@ def asked(*words):
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    # A job is given all consent of its command, which other tests of this process have added to.
+    monkeypatch.setattr(consent, "_given", set())
+    monkeypatch.setattr(consent, "_imported", set())
     return tmp_path
 
 

@@ -136,7 +136,7 @@ def test_a_roll_back_does_not_pass_over_what_cannot_be_read_now(tmp_path, failin
 
 @pytest.mark.slow
 def test_names_that_could_not_be_read_again_are_refused_before_training(tmp_path):
-    images = np.zeros((4, 8, 8), np.uint8)
+    images = np.zeros((4, 8, 8, 1), np.uint8)
     labels = [f"{i}{'x' * 1_100_000}" for i in range(4)]
     with pytest.raises(RequestError, match=r"names of all classes take 4.4 MB.*--data.labels none"):
         unfog.train(images, labels=labels, out=tmp_path / "run", steps=2, network=TRANSFORMER, device="cpu")

@@ -158,7 +158,9 @@ def test_a_file_or_a_folder_of_a_class_that_is_removed_is_gone(place: Path) -> N
 
 def test_images_that_were_never_in_reach_are_not_waited_for(place: Path) -> None:
     fill(place / "set")
-    images = prepare(open_source(place / "set"), Data(size=16, channels=3, held_out=0, cache="none")).train
+    # With everything given, so that no sample is read.
+    data = Data(size=16, channels=3, range=(0, 255), held_out=0, cache="none")
+    images = prepare(open_source(place / "set"), data).train
     shutil.rmtree(place / "set")
     with pytest.raises(RunError, match="in a row"):
         images.take(ALL)

@@ -123,7 +123,7 @@ def _describe_unexpected(error: Exception) -> str:
     from unfog.training.stability.out_of_memory import is_out_of_memory
 
     if is_thread_limit(error):
-        advice = "a limit of processes is reached: raise pids.max of the container (--pids-limit), or ulimit -u"
+        advice = "a limit of processes is reached: raise pids.max of the container, or ulimit -u"
     elif is_out_of_memory(error):
         advice = "lower --microbatch: the effective batch stays the same; or choose a smaller --size or --network"
     else:

@@ -203,7 +203,7 @@ def parse_duration(text: str) -> float:
     elif match := _SPAN.fullmatch(plain):
         numbers = [float(number or 0) * unit for number, unit in zip(match.groups(), (86400, 3600, 60, 1))]
     span = sum(numbers)
-    if not 0 < span < math.inf:
+    if not span > 0:
         raise RequestError(f"budget = {quote(text)} is not a time; write 90s, 10m, 2h, 1d, 1h30m or 1:30:00")
     if span > _TEN_YEARS:
         raise RequestError(f"budget = {quote(text)} is over ten years; give less")

@@ -63,6 +63,9 @@ def prepare(
     if entry and (known or settings.range or not entry.report.has_deep_images):
         return replace(entry.dataset(with_labels, source.name), warnings=scan.warnings)
     with silence_pillow():
+        # Before the sample is read, so that it is not fetched a second time.
+        if settings.cache == "none" and source.remote_shards is not None:
+            source.remote_shards.enable_cache()
         scan = scan.resolve(began=bool(known))
         with_labels = replace(with_labels, range=scan.settings.range)
         key = cache.entry_key(scan, scan.settings)

@@ -98,7 +98,8 @@ class Scan:
             RunError: an image cannot be read now.
         """
         size, ranges, settings = self.size or _choose_size(self.source), self.ranges, self.settings
-        if not settings.range:
+        # A run on remote shards, some of which may have failed since, has the range of its values in its settings.
+        if not settings.range and not (began and self.source.remote):
             ranges = find_ranges(self.source, integers=not began)
             settings = settings if began else replace(settings, range=ranges.setting)
         format = PixelFormat(size, 3, self.background, ranges)

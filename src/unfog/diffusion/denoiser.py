@@ -65,12 +65,13 @@ class Guided:
         # One call of twice the batch rather than two: a small batch leaves a GPU idle.
         both = self.denoiser(torch.cat([x_t, x_t]), torch.cat([logsnr, logsnr]), labels)
         conditional, unconditional = both.chunk(2)
-        channels = x_t.shape[1]
-        variance = (conditional if self.scale else unconditional)[:, channels:]
-        conditional, unconditional = conditional[:, :channels], unconditional[:, :channels]
-        # Only the guess is extrapolated: the logarithm of a variance is no score.
         led = unconditional + self.scale * (conditional - unconditional)
-        return torch.cat([led, variance], 1) if variance.shape[1] else led
+        channels = x_t.shape[1]
+        if led.shape[1] == channels:
+            return led
+        # Only the guess is extrapolated: the logarithm of a variance is no score.
+        variance = (conditional if self.scale else unconditional)[:, channels:]
+        return torch.cat([led[:, :channels], variance], 1)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ _EQUAL = 0.9  # share of images that are one and the same
 _DARK, _BRIGHT = 40, 215  # no part of an image is brighter, or darker
 _DIM, _PALE, _CONTRAST = 96, 160, 96  # 99% of all values are below, above, or within so many
 _GREY = 3.0  # levels by which the channels of a grey image differ after a colour conversion
-_OTHER_RANGE = "give the values of the files that are to be black and white: --data.range LOW HIGH"
+_OTHER_RANGE = "give the values of the files that are to be black and white: --data.range 0 4095, for example"
 _CONSTANT = 0.9999  # share of the pixels of a channel that are of one level
 _SIGMA = 1.25  # factor by which sigma_data may be off
 
