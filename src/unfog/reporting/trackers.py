@@ -179,7 +179,7 @@ def _keep_inside(store: Path, run_dir: Path) -> None:
     It names their places in full. One that was copied names the old ones, and one of a stranger any place of this
     machine or of the network, where MLflow would write.
     """
-    import yaml
+    import yaml  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
     for place, folders, files in os.walk(store):
         for name in (*folders, *files):
