@@ -229,3 +229,63 @@ def test_columns_of_a_hugging_face_set_that_are_not_used_are_said(tmp_path):
     columns = {"image": [Image.fromarray(image) for image in IMAGES], "breed": ["a", "b"] * 20}
     datasets.Dataset.from_dict(columns).save_to_disk(tmp_path / "set")
     assert "breed" in read(tmp_path / "set")[1]
+
+
+def masks(folder: Path, count: int, name: str = "{:03}.png") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for i in range(count):
+        Image.fromarray((IMAGES[i, ..., 0] > 128).astype(np.uint8) * 255).save(folder / name.format(i))
+    return folder
+
+
+def test_the_remedy_names_the_folder_of_the_images_below_a_split_and_in_an_archive(tmp_path):
+    for split in ("train", "val"):
+        fill(tmp_path / "set" / split / "images", 10)
+        masks(tmp_path / "set" / split / "masks", 10)
+    with pytest.raises(RequestError, match="masks of the images") as refused:
+        read(tmp_path / "set")
+    remedy = str(refused.value).partition("Give ")[2].partition(" to train")[0]
+    assert read(remedy)[0].report.used == 10
+    with zipfile.ZipFile(tmp_path / "set.zip", "w") as file:
+        for path in (tmp_path / "set").rglob("*.png"):
+            file.write(path, path.relative_to(tmp_path / "set"))
+    with pytest.raises(RequestError, match="Unpack it, and give its folder train/images"):
+        read(tmp_path / "set.zip")
+
+
+def test_masks_of_a_part_of_the_images_and_names_that_say_their_role_are_seen(tmp_path):
+    fill(tmp_path / "a" / "JPEGImages", 30, name="img_{:03}.png")
+    masks(tmp_path / "a" / "SegmentationClass", 6, "mask_{:03}.png")
+    with pytest.raises(RequestError, match="SegmentationClass look like masks"):
+        read(tmp_path / "a")
+
+
+def test_masks_beside_their_images_are_said(tmp_path):
+    masks(fill(tmp_path / "set", 10, name="{:03}.png"), 10, "{:03}_mask.png")
+    dataset, said = read(tmp_path / "set")
+    assert dataset.report.used == 20
+    assert "10 of 20 images look like masks" in said
+    assert "000_mask.png of 000.png" in said
+    assert read(fill(tmp_path / "faces", 10, name="{:03}_mask.png"))[1] == ""  # of people who wear one
+
+
+@pytest.mark.parametrize(
+    "names", [("-1", "0", "1"), ("A", "a", "b"), ("2020_summer", "2021_winter"), ("1_cat", "2_dog", "3_cow")]
+)
+def test_signs_letters_and_years_are_honest_names(tmp_path, names):
+    for i, name in enumerate(names):
+        fill(tmp_path / "set" / name, 8, i)
+    dataset, said = read(tmp_path / "set")
+    assert dataset.train.classes == tuple(sorted(names))
+    assert said == ""
+
+
+def test_texts_of_c_are_labels_and_objects_are_refused_with_a_remedy(tmp_path):
+    texts = np.array(["a", "b"] * 20)
+    dataset, _ = read(write_npz(tmp_path / "a.npz", images=IMAGES, labels=texts.astype("S")))
+    assert dataset.train.classes == ("a", "b")
+    with pytest.raises(RequestError, match="labels holds Python objects") as refused:
+        read(write_npz(tmp_path / "b.npz", images=IMAGES, labels=texts.astype(object)))
+    remedy = str(refused.value).rpartition(": ")[2]
+    given = eval(remedy, {"np": np, "labels": texts.astype(object)})
+    assert read(write_npz(tmp_path / "b.npz", images=IMAGES, labels=given))[0].train.classes == ("a", "b")

@@ -517,3 +517,35 @@ def test_a_picture_of_sixteen_bits_is_shown_with_its_levels() -> None:
         Image.fromarray(values).save(file, "PNG" if values.dtype == np.uint16 else "TIFF")
         shown = np.asarray(decode_picture(file.getvalue(), "the upload"))
         assert np.array_equal(shown[..., 0], RAMP)
+
+
+@pytest.mark.parametrize("colours", [255, 1000])
+def test_opacity_of_floating_point_is_from_zero_to_one_whatever_the_colours_are(tmp_path: Path, colours: int) -> None:
+    x = np.concatenate([RNG.random((6, 16, 16, 3)) * colours, np.ones((6, 16, 16, 1))], -1).astype(np.float32)
+    x[:, 0, 0, :3] = colours
+    expected = np.rint(x[..., :3] * (255 / colours))
+    np.save(tmp_path / "a.npy", x)
+    range = (0.0, 1000.0) if colours == 1000 else ()
+    first = torch.from_numpy(x).permute(0, 3, 1, 2)
+    for source in (tmp_path / "a.npy", x, list(x), first, list(first)):
+        place = source if isinstance(source, Path) else stored(source, value_range=range)
+        pixels = prepared(place, range=range).train.pixels.transpose(0, 2, 3, 1)
+        assert np.abs(pixels - expected).max() <= 1
+
+
+def test_a_set_of_nan_alone_is_refused_for_that(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.full((6, 16, 16, 3), np.nan, np.float32))
+    with pytest.raises(RequestError, match="NaN"):
+        prepared(tmp_path / "a.npy")
+
+
+def test_bright_images_after_dark_ones_are_not_to_be_cut() -> None:
+    x = RNG.random((60, 16, 16)) * 255
+    x[:40] /= 255
+    for source in (x, list(x)):
+        with pytest.raises(RequestError, match="values of black and white") as refused:
+            stored(source)
+        low, high = re.findall(r"'range': \(([\d.-]+), ([\d.-]+)\)", str(refused.value))[0]
+        made = prepared(stored(source, value_range=(float(low), float(high))))
+        assert made.report.used == 60
+        assert made.train.pixels.max() > 250

@@ -142,7 +142,8 @@ class DataReport:
 
     def line(self) -> str:
         """Return the whole report as one line for people."""
-        classes = f" in {len(self.class_counts):,} classes" if self.class_counts else ""
+        count = len(self.class_counts)
+        classes = f" in {count:,} class{'es' * (count != 1)}" if count else ""
         actions = self.actions
         pages = self.unused_pages + actions.get("first_frame", 0)
         more = {"first_frame": f" ({self.unused_pages:,} of {pages:,} pages are not used)" * (self.unused_pages > 0)}

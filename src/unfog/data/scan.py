@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from unfog.data.data_report import DataReport, SkippedFile
 from unfog.data.decode import Opener, is_deep, parse_colour, read_deep
 from unfog.data.decode_pool import DecodeStatistics, PixelFormat, decode_with_retries, with_retries
+from unfog.data.label_checks import warn_of_masks_beside_images
 from unfog.data.settings import Data
 from unfog.data.sources.base import ImageError, MissingImageError, Source, TransientImageError
 from unfog.data.sources.image_files import ARCHIVE_GONE, CHANGED, GONE, image_error
@@ -78,6 +79,7 @@ class Scan:
         if source.second_names:
             warnings.append(_describe_second_names(source.second_names))
         classes, labels = read_labels(source, settings.labels, warnings.append)
+        warn_of_masks_beside_images(source, warnings.append)
         stamp, file_bytes = source.stamp()
         return cls(
             *(source, settings, classes, labels, stamp, file_bytes, settings.size, settings.channels),

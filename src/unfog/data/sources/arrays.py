@@ -180,6 +180,11 @@ def _read_member(archive: zipfile.ZipFile, key: str, name: str) -> NDArray[Any]:
         header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, _, dtype = header(file)
     size, free = math.prod(shape) * dtype.itemsize, _free_memory()
+    if dtype.hasobject:
+        raise RequestError(
+            f"{sanitize(name)} cannot be read: {key} holds Python objects, which are never unpickled; store numbers or "
+            f"texts: np.array({key}.tolist())"
+        )
     # A header may claim any size, and NumPy would make room for it before it reads.
     if size > archive.getinfo(entry).file_size:
         raise ValueError(f"{key} is cut off")
@@ -246,6 +251,8 @@ def _index_labels(name: str, labels: NDArray[Any], n: int) -> tuple[tuple[str, .
         raise RequestError(f"{said} are {labels.dtype} {shape}; {remedy}")
     if labels.dtype.kind == "f":
         labels = _whole_labels(labels, said)
+    if labels.dtype.kind == "S":  # texts of C, as HDF5 files have them
+        labels = np.char.decode(labels, "utf-8", "replace")
     if labels.dtype.kind not in "iuUb":
         raise RequestError(f"{said} are {labels.dtype} {shape}; {remedy}")
     if labels.dtype.kind == "U" and (empty := np.flatnonzero(np.char.strip(labels) == "")).size:

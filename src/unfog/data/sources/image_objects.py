@@ -19,7 +19,15 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from unfog.data.sources.image_files import has_image_signature
-from unfog.data.values.value_range import FLOAT_RANGES, Extent, OutOfRangeError, ValueRange, extent_of
+from unfog.data.values.value_range import (
+    FLOAT_RANGES,
+    Extent,
+    OutOfRangeError,
+    Ranges,
+    ValueRange,
+    extent_of,
+    outward,
+)
 from unfog.errors import RequestError
 
 CHANNELS = (1, 3, 4)
@@ -205,12 +213,22 @@ def scale_floats(values: NDArray[Any], floats: ValueRange, subject: str) -> NDAr
             f"x = np.nan_to_num(x, nan={low}, posinf={high}, neginf={low})"
         )
     try:
-        return floats.to_uint8(values)
+        return Ranges(floats=floats).to_uint8(values)
     except OutOfRangeError:
+        extent = (float(values.min()), float(values.max()))
         raise RequestError(
-            f"{subject} has values from {values.min():.4g} to {values.max():.4g}, but images before it are from {low} "
-            f"to {high}; leave it out, or cut its values: x = x.clip({low}, {high})"
+            f"{subject} has values from {extent[0]:.4g} to {extent[1]:.4g}, but images before it are from {low} "
+            f"to {high}; leave it out, or {cut_or_range(floats, extent)}"
         ) from None
+
+
+def cut_or_range(floats: ValueRange, extent: Extent) -> str:
+    """Return what to do about values beyond a range: cut them, or, where that would destroy them, another range."""
+    width = floats.high - floats.low
+    if floats.low - width / 2 <= extent[0] and extent[1] <= floats.high + width / 2:
+        return f"cut its values: x = x.clip({floats.low:g}, {floats.high:g})"
+    low, high = outward(min(floats.low, extent[0]), max(floats.high, extent[1]))
+    return f"give the values of black and white of all images: data={{'range': ({low:.10g}, {high:.10g})}}"
 
 
 def _is_array(image: Any) -> bool:
@@ -265,11 +283,9 @@ def _to_pixels(image: Any, subject: str, floats: ValueRange | None) -> NDArray[A
     shape = "x".join(map(str, pixels.shape))
     if pixels.ndim == 4:
         raise RequestError(f"{subject} is a batch of shape {shape}; give single images, of a DataLoader its .dataset")
-    if pixels.dtype.kind == "f" and pixels.size:
-        pixels = scale_floats(pixels, floats or float_range([extent_of(pixels)], subject), subject)
     if pixels.dtype == np.bool_:
         pixels = pixels.astype(np.uint8) * np.uint8(255)
-    if pixels.dtype.kind not in "iu" and pixels.size:
+    if pixels.dtype.kind not in "iuf" and pixels.size:
         raise RequestError(
             f"{subject} is {pixels.dtype}; images are integers, booleans, or floating point {FLOAT_RANGES}"
         )
@@ -279,6 +295,8 @@ def _to_pixels(image: Any, subject: str, floats: ValueRange | None) -> NDArray[A
         raise RequestError(f"{subject} has the shape {shape}; images are [H, W], [H, W, C] or [C, H, W], C = 1, 3 or 4")
     if axis == 0:
         pixels = pixels.transpose(1, 2, 0)
+    if pixels.dtype.kind == "f":  # with the channels last, of which the last may be transparency
+        pixels = scale_floats(pixels, floats or float_range([extent_of(pixels)], subject), subject)
     return np.ascontiguousarray(pixels if pixels.ndim == 3 else pixels[..., None])
 
 

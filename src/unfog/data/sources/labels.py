@@ -76,7 +76,7 @@ def _read_folders(source: Source, mode: str) -> tuple[tuple[str, ...], NDArray[n
     if of_folders is None:
         return (), None
     if mode == "auto" and not source.remote:
-        check_masks(source, of_folders, codes)
+        check_masks(source, of_folders, codes, parts)
     classes = source.classes or tuple(sorted(set(of_folders)))
     index = {name: i for i, name in enumerate(classes)}
     return classes, np.array([index[name] for name in of_folders], np.int64)[codes]

@@ -27,13 +27,15 @@ from unfog.data.sources.image_files import open_bytes
 from unfog.data.sources.image_objects import (
     ImageItems,
     as_array,
+    channel_axis,
+    cut_or_range,
     encode_image,
     find_float_range,
     float_range,
 )
 from unfog.data.sources.zip_archive import ZipSource
 from unfog.data.values.deep_image import DeepImage
-from unfog.data.values.value_range import ValueRange, extent_of
+from unfog.data.values.value_range import Ranges, ValueRange, extent_of
 from unfog.errors import RequestError
 from unfog.safe_files import move, open_file, remove
 from unfog.text import sanitize
@@ -89,8 +91,9 @@ class StoredImages(ZipSource):
         report = report or Report()
         source = _plain_source(source)
         if hasattr(source, "__array__"):
-            pixels = _without_floats(as_array(source), report, value_range)
-            return ArraySource.store(pixels, labels, report.say, channels_first=hasattr(source, "detach"))
+            first = hasattr(source, "detach")
+            pixels = _without_floats(as_array(source), first, report, value_range)
+            return ArraySource.store(pixels, labels, report.say, channels_first=first)
         items, folder = ImageItems.read(source), cache_folder()
         partial = folder / f"images-{os.getpid()}-{time.time_ns()}.partial"
         try:
@@ -144,7 +147,9 @@ def _plain_source(source: Any) -> Any:
     return source
 
 
-def _without_floats(array: NDArray[Any], report: Report, value_range: Sequence[float]) -> NDArray[Any]:
+def _without_floats(
+    array: NDArray[Any], channels_first: bool, report: Report, value_range: Sequence[float]
+) -> NDArray[Any]:
     """Return an array of floating point as uint8, and others as they are. RequestError names images out of range."""
     if array.dtype.kind != "f" or array.ndim < 3 or not array.size:
         return array
@@ -157,13 +162,26 @@ def _without_floats(array: NDArray[Any], report: Report, value_range: Sequence[f
             f"x = x[np.isfinite(x).all({tuple(range(1, array.ndim))})], or replace those values: "
             f"x = np.nan_to_num(x, nan={low}, posinf={high}, neginf={low})"
         )
-    if beyond := [i for i, extent in enumerate(extents) if extent is not None and not floats.holds(extent)]:
+    if beyond := {i: extent for i, extent in enumerate(extents) if extent is not None and not floats.holds(extent)}:
+        widest = min(low for low, _ in beyond.values()), max(high for _, high in beyond.values())
         raise RequestError(
-            f"{_named(beyond)} of the array have values beyond {low} to {high}, the range of the others; leave them "
-            f"out, or cut their values: x = x.clip({low}, {high})"
+            f"{_named(list(beyond))} of the array have values beyond {low} to {high}, the range of the others; leave "
+            f"them out, or {cut_or_range(floats, widest)}"
         )
     report.say(_float_line(floats))
-    return np.concatenate([floats.to_uint8(array[i : i + _CHUNK]) for i in range(0, len(array), _CHUNK)])
+    # The channels, of which the last may be transparency, are the last axis meanwhile.
+    turned = array.ndim == 4 and channel_axis(array.shape[1:], channels_first) == 0
+    last, ranges = np.moveaxis(array, 1, -1) if turned else array, Ranges(floats=floats)
+    parts = [_scaled(last[i : i + _CHUNK], ranges) for i in range(0, len(array), _CHUNK)]
+    pixels: NDArray[Any] = np.concatenate(parts)
+    return np.moveaxis(pixels, -1, 1) if turned else pixels
+
+
+def _scaled(images: NDArray[Any], ranges: Ranges) -> NDArray[np.uint8]:
+    """Return images, [N, H, W] or [N, H, W, C], as 0 to 255."""
+    if images.ndim == 4 and images.shape[3] == 4:
+        return np.stack([ranges.to_uint8(image) for image in images])
+    return ranges.to_uint8(images[..., None])[..., 0]
 
 
 def _float_line(floats: ValueRange) -> str:

@@ -26,6 +26,7 @@ FLOAT_RANGES = "from 0 to 1, from -1 to 1, or from 0 to 255"
 # Bits that sensors have. The smallest that holds all integers of a set is the range of the set.
 _BITS = (8, 10, 12, 14, 16)
 FULL = 2**16 - 1
+_NOT_FINITE = "floating point with NaN or infinity in it"
 
 
 class OutOfRangeError(ValueError):
@@ -50,7 +51,7 @@ class ValueRange:
             return values.astype(np.uint8)
         floating = values.dtype.kind == "f"
         if floating and not np.isfinite(values).all():
-            raise OutOfRangeError("floating point with NaN or infinity in it")
+            raise OutOfRangeError(_NOT_FINITE)
         if not self.holds((values.min(), values.max()), floating):
             raise OutOfRangeError(f"values beyond {self}, the range of the set (--data.range)")
         # float32 holds integers of 16 bits exactly, and so does float64 with integers of 32.
@@ -58,6 +59,19 @@ class ValueRange:
         scaled = (values.astype(kind) - kind.type(self.low)) * kind.type(255 / (self.high - self.low))
         rounded: NDArray[np.uint8] = np.rint(scaled).clip(0, 255).astype(np.uint8)
         return rounded
+
+    def to_uint8_with_alpha(self, values: NDArray[Any], usual: ValueRange) -> NDArray[np.uint8]:
+        """Return `to_uint8` of an image, [H, W] or [H, W, C], whose transparency may have its `usual` range.
+
+        Programs write full opacity as 65535, or as 1 in floating point, whatever range the colours have.
+        """
+        if not values.size or values.ndim != 3 or values.shape[2] not in (2, 4):
+            return self.to_uint8(values)
+        alpha, floating = values[..., -1:], values.dtype.kind == "f"
+        extent = (alpha.min(), alpha.max())
+        as_colours = self.holds(extent, floating) and not (floating and extent[1] <= usual.high < self.high)
+        of_alpha = self if as_colours else usual
+        return np.concatenate([self.to_uint8(values[..., :-1]), of_alpha.to_uint8(alpha)], -1)
 
     def __str__(self) -> str:
         return f"{self.low:.6g} to {self.high:.6g}"
@@ -91,14 +105,14 @@ class ValueRange:
 
 def _no_range(extents: Sequence[Extent], subject: str, rule: str) -> RequestError:
     least, most = min(low for low, _ in extents), max(high for _, high in extents)
-    low, high = _outward(least, most)
+    low, high = outward(least, most)
     return RequestError(
         f"{subject} has values from {least:.4g} to {most:.4g}, and {rule}; give the values of black and white: "
         f"--data.range {low:.10g} {high:.10g}, in Python data={{'range': ({low:.10g}, {high:.10g})}}"
     )
 
 
-def _outward(least: float, most: float) -> Extent:
+def outward(least: float, most: float) -> Extent:
     """Return a range of few digits around these values."""
     largest = max(abs(least), abs(most), 1e-30)
     step = 10.0 ** (math.floor(math.log10(largest)) - 3)
@@ -150,17 +164,15 @@ class Ranges(NamedTuple):
             return values.astype(np.uint8) * np.uint8(255)
         if values.dtype.kind == "f":
             if self.floats is None:
+                if not np.isfinite(values).all():
+                    raise OutOfRangeError(_NOT_FINITE)
                 raise OutOfRangeError("floating point, unlike the images that the range was read from (--data.range)")
-            return self.floats.to_uint8(values)
+            return self.floats.to_uint8_with_alpha(values, ValueRange(0, 1))
         if self.integers is None:
             if values.size and not (values.min() >= 0 and values.max() <= full):
                 raise OutOfRangeError("integers beyond 16 bits (--data.range)")
             return ValueRange(0, full).to_uint8(values)
-        if values.ndim == 3 and values.shape[2] in (2, 4) and values[..., -1].max(initial=0) > self.integers.high:
-            # Programs write full opacity as 65535, whatever bits the colours have.
-            alpha = ValueRange(0, full).to_uint8(values[..., -1:])
-            return np.concatenate([self.integers.to_uint8(values[..., :-1]), alpha], -1)
-        return self.integers.to_uint8(values)
+        return self.integers.to_uint8_with_alpha(values, ValueRange(0, full))
 
 
 def extent_of(values: NDArray[Any]) -> Extent | None:
