@@ -410,6 +410,44 @@ def test_a_parquet_file_that_repeats_an_image_a_million_times_is_not_unpacked(
     assert not list((cache_folder() / "hf").rglob("*.arrow"))
 
 
+@pytest.mark.parametrize("how", ["prefixes", "fixed"])
+def test_a_parquet_file_that_is_small_by_another_encoding_is_not_unpacked(
+    datasets: Any, tmp_path: Path, how: str
+) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    image = bytes(8_000_000)
+    kind = pa.binary() if how == "prefixes" else pa.binary(len(image))
+    table = pa.table({"image": pa.array([image] * 40, kind)})
+    more = {"use_dictionary": False, "column_encoding": {"image": "DELTA_BYTE_ARRAY"}} if how == "prefixes" else {}
+    pq.write_table(table, tmp_path / "a.parquet", compression="zstd", **more)
+    usual = pa.default_memory_pool()
+    pool = pa.proxy_memory_pool(usual)
+    pa.set_memory_pool(pool)
+    assert (tmp_path / "a.parquet").stat().st_size < 100_000
+    with pytest.raises(RequestError, match="would unpack to over 268 MB"):
+        open_source(str(tmp_path / "a.parquet"))
+    pa.set_memory_pool(usual)
+    assert pool.max_memory() <= 100_000_000
+
+
+def test_a_saved_dataset_of_compressed_batches_is_not_read(datasets: Any, tmp_path: Path) -> None:
+    import pyarrow as pa
+
+    datasets.Dataset.from_dict({"image": [b"", b""]}).save_to_disk(tmp_path / "set")
+    (file,) = (tmp_path / "set").glob("*.arrow")
+    for content, options in (
+        (pa.array([bytes(1000)] * 9), {"compression": "zstd"}),
+        (pa.array([bytes(1000)] * 9).dictionary_encode(), {}),
+    ):
+        table = pa.table({"image": content})
+        with pa.ipc.new_stream(str(file), table.schema, options=pa.ipc.IpcWriteOptions(**options)) as stream:
+            stream.write_table(table)
+        with pytest.raises(RequestError, match="compressed, or repeat"):
+            open_source(str(tmp_path / "set"))
+
+
 def test_a_parquet_file_is_the_same_wherever_and_whenever_it_is_read(datasets: Any, tmp_path: Path) -> None:
     dataset(datasets).to_parquet(str(tmp_path / "a.parquet"))
     stamp = open_source(tmp_path / "a.parquet").stamp()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from unfog.errors import RequestError
 from unfog.inference.run import Run
 from unfog.locks.folder_lock import lock_of
 from unfog.pipeline.sample_folder import UNFINISHED, SampleFolder
+from unfog.process.machine_key import machine_key, seal_of
 from unfog.process.run_folder import new_folder
 
 
@@ -95,7 +97,8 @@ def test_without_a_folder_the_unfinished_one_of_these_settings_is_found(run, cap
     assert files(first) == files(second)
     # As a kill would have left it after the second batch.
     prepared = unfog.load(run).prepare(6, batch=2)
-    (second / UNFINISHED).write_text(json.dumps({"digest": unfog.load(run).digest(prepared)}))
+    digest = seal_of(machine_key(), "samples", unfog.load(run).digest(prepared).encode()).hex()
+    (second / UNFINISHED).write_text(json.dumps({"digest": digest}))
     for gone in ("grid.png", "000004-a.png", "000005-b.png"):
         (second / gone).unlink()
     (second / "000001-b.png.partial").write_bytes(b"half")
@@ -174,3 +177,20 @@ def test_a_stop_says_that_the_same_command_continues(tmp_path, capsys):
     with pytest.raises(KeyboardInterrupt):
         stopped()
     assert f"{tmp_path / 'pictures'}; the same command continues" in capsys.readouterr().err
+
+
+def test_unfinished_samples_that_came_with_a_run_are_not_gone_on_with(run, tmp_path, monkeypatch, capsys):
+    received, arguments = tmp_path / "received", ("-n", 2, "--steps", 1)
+    shutil.copytree(run, received)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr("unfog.commands.sample.machine_key", lambda: b"another key")
+        elsewhere.setattr(SampleFolder, "finish", lambda self: None)
+        assert sample(received, *arguments) == 0
+    first = Path(capsys.readouterr().out.strip())
+    assert SampleFolder.is_unfinished(first)
+    for file in first.glob("0*.png"):
+        Image.new("RGB", (8, 8), "white").save(file)
+    assert sample(received, *arguments) == 0
+    said = capsys.readouterr()
+    assert "going on in" not in said.err
+    assert all(np.asarray(Image.open(file)).min() < 255 for file in Path(said.out.strip()).glob("0*.png"))

@@ -294,6 +294,19 @@ def test_the_key_is_kept_for_its_owner(tmp_path, monkeypatch):
     assert folder_key(tmp_path / "runs") != folder_key(tmp_path / "runs")
 
 
+def test_of_processes_that_make_a_key_at_once_one_wins(tmp_path, monkeypatch, capsys):
+    from unfog.process.machine_key import machine_key, stored_key
+
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    first, _ = stored_key("machine-key")
+    monkeypatch.setattr("os.path.lexists", lambda path: False)  # as if it had looked before the other one wrote
+    assert stored_key("machine-key") == (first, "")
+    assert [path.name for path in (tmp_path / "unfog").iterdir()] == ["machine-key"]
+    (tmp_path / "unfog" / "machine-key").chmod(0o640)
+    assert machine_key.__wrapped__() != first
+    assert "chmod 600" in capsys.readouterr().err
+
+
 SHADOWS = ("numpy.py", "torch.py", "json.py", "random.py", "PIL/__init__.py", "unfog/__init__.py", "sitecustomize.py")
 
 

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import logging
 import re
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from unfog.errors import RequestError, install_command
 from unfog.reporting.log_settings import Log
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.records import read_events
-from unfog.reporting.trackers import _silence_handlers
+from unfog.reporting.trackers import _silence_handlers, _stored_id
 
 PICTURE = np.arange(8 * 6 * 3, dtype=np.uint8).reshape(8, 6, 3)
 CONFIG = {"lr": 0.1, "training": {"batch": 4, "budget": ""}, "data": {"crops": (1, 2)}}
@@ -80,6 +81,47 @@ def test_mlflow_keeps_one_run(tmp_path, secret):
     assert config["lr"] == 0.2
     assert len(list(run_dir.rglob("artifacts/images/samples*.png"))) == 2
     assert not any(secret in data for data in contents(run_dir))
+
+
+@pytest.mark.slow
+def test_mlflow_writes_into_the_run_alone(tmp_path):
+    """A copied store names its old place, and one of a stranger any other."""
+    recorded_twice(tmp_path / "old", "mlflow")
+    run_dir, elsewhere, config = tmp_path / "new", tmp_path / "elsewhere", {**CONFIG, "lr": 0.3}
+    shutil.copytree(tmp_path / "old", run_dir)
+    elsewhere.mkdir()
+    for file in run_dir.rglob("meta.yaml"):
+        hostile = rf'"\1": "{elsewhere.as_uri()}"'
+        file.write_text(re.sub("(?m)^(artifact_(?:uri|location)):.*$", hostile, file.read_text()))
+
+    def rate(folder):
+        return json.loads(next(folder.rglob("artifacts/config.json")).read_text())["lr"]
+
+    from mlflow.tracking._tracking_service.utils import _artifact_repos_cache
+
+    _artifact_repos_cache.clear()  # by ids of runs, which the copy has too; another process has its own
+
+    def go_on(step):
+        with Recorder(run_dir, Log(every=1, sinks=("mlflow",)), total=step, start=step - 1, config=config) as run:
+            run.log(step, 50, loss=0.5)
+        return [event["kind"] for event in read_events(run_dir / "events.jsonl")]
+
+    assert go_on(5) == []
+    assert (rate(run_dir), rate(tmp_path / "old")) == (0.3, 0.2)
+    assert not list(elsewhere.iterdir())
+    metric = next(run_dir.rglob("metrics/loss"))
+    metric.unlink()
+    metric.symlink_to(elsewhere / "profile")
+    assert go_on(6)  # the tracker is dropped
+    assert not list(elsewhere.iterdir())
+
+
+@pytest.mark.parametrize("found", ["../../elsewhere", "", "a" * 65, "a\nb"])
+def test_an_id_that_is_a_path_is_not_used(tmp_path, found):
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "id").write_text(found)
+    with pytest.raises(ValueError, match="no id"):
+        _stored_id(tmp_path, "wandb", str)
 
 
 def test_comet_writes_archives_of_one_experiment(tmp_path, secret):

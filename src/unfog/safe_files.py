@@ -232,6 +232,23 @@ def write_atomic(
         raise
 
 
+def write_once(path: Path, data: bytes, root: Path) -> None:
+    """Write a private file unless there is one. Of several processes one wins, and no reader sees a part of it."""
+    aside = path.with_name(f"{path.name}.{os.getpid()}-{time.time_ns()}.partial")
+    write_atomic(aside, data, root, private=True)
+    try:
+        with _folder_of(path, root) as (name, at), suppress(FileExistsError):
+            beside = aside.name if at is not None else str(aside)
+            try:
+                os.link(beside, name, src_dir_fd=at, dst_dir_fd=at)
+            except FileExistsError:
+                raise
+            except OSError:  # a file system without hard links
+                os.replace(beside, name, src_dir_fd=at, dst_dir_fd=at)
+    finally:
+        remove(aside, root)
+
+
 def new_file(path: Path, root: Path) -> Path:
     """Remove what lies at a path, and return it, for a library that writes by name."""
     remove(path, root)

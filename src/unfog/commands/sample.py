@@ -16,6 +16,7 @@ from unfog.config.validate import check_out, report_dropped_levels, resolve_samp
 from unfog.config.values import quote
 from unfog.errors import RequestError
 from unfog.pipeline.sample_folder import SampleFolder
+from unfog.process.machine_key import machine_key, seal_of
 from unfog.process.run_folder import RunFolder, unused_path
 from unfog.reporting.image_grids import Pixels, grid, save_png, with_caption
 from unfog.reporting.progress import Progress, plural, print_result, say
@@ -105,6 +106,8 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
     guide = request.guide if request.guide_checkpoint is None else request.guide_checkpoint
     prepared = run.prepare(**settings, **inputs, guide=guide)
     digest = run.digest(prepared)
+    if request.out is None:  # in the run, into which a stranger may have put unfinished samples of any pictures
+        digest = seal_of(machine_key(), "samples", digest.encode()).hex()
     with SampleFolder.reserve(request.out, run.path / "pictures", digest) as out:
         folder = SampleFolder(out, digest, request.n, [run.classes[i] for i in labels], prepared.caption)
         label = f"sampling from step {run.step:,}" if run.step else "sampling"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import re
 import sys
 import time
 import uuid
@@ -138,6 +139,7 @@ class _MLflow(Tracker):
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if not uri:
             make_folder(run_dir / "mlflow" / "mlruns", run_dir)
+            _keep_inside(run_dir / "mlflow" / "mlruns", run_dir)
             uri = (run_dir.resolve() / "mlflow" / "mlruns").as_uri()
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # without which MLflow refuses it
             os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -169,6 +171,29 @@ class _MLflow(Tracker):
 
     def close(self) -> None:
         self._client.set_terminated(self._run)
+
+
+def _keep_inside(store: Path, run_dir: Path) -> None:
+    """Write into a local store of MLflow that its files are in it, and refuse links in it with OSError.
+
+    It names their places in full. One that was copied names the old ones, and one of a stranger any place of this
+    machine or of the network, where MLflow would write.
+    """
+    import yaml  # type: ignore[import-untyped, import-not-found, unused-ignore]
+
+    for place, folders, files in os.walk(store):
+        for name in (*folders, *files):
+            if os.path.islink(path := os.path.join(place, name)):
+                raise OSError(f"{path} is a link, which MLflow would follow")
+        file = Path(place, "meta.yaml")
+        if not file.is_file():
+            continue
+        facts = yaml.safe_load(read_file(file, run_dir, LARGEST_TEXT))
+        there = Path(place).resolve()
+        places = {"artifact_uri": (there / "artifacts").as_uri(), "artifact_location": there.as_uri()}
+        named = {key: uri for key, uri in places.items() if key in facts and facts[key] != uri}
+        if named:
+            write_atomic(file, yaml.safe_dump(facts | named).encode(), run_dir)
 
 
 class _Trackio(_WandB):  # whose functions have the names of those of W&B
@@ -285,7 +310,10 @@ def _stored_id(run_dir: Path, folder: str, create: Callable[[], str]) -> str:
     make_folder(path.parent, run_dir)  # the tracker writes into it by name
     if not os.path.lexists(path):
         write_atomic(path, create().encode(), run_dir)
-    return read_file(path, run_dir, LARGEST_TEXT).decode()
+    found = read_file(path, run_dir, LARGEST_TEXT).decode()
+    if re.fullmatch("[0-9a-zA-Z]{1,64}", found) is None:  # trackers make paths of it
+        raise ValueError(f"{path} holds no id of a tracker; remove it for a new one")
+    return found
 
 
 def _edges(values: Sequence[float]) -> list[float]:

@@ -13,11 +13,10 @@ import re
 import secrets
 import socket
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from unfog.errors import RequestError
-from unfog.safe_files import make_folder, read_file, write_atomic
+from unfog.process.machine_key import stored_key
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _ANY = ("0.0.0.0", "::")
@@ -92,19 +91,7 @@ def folder_key(folder: Path) -> str:
 
     Made from a key in the folder of settings, which only its owner can read; without one, it is another each time.
     """
-    home = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
-    file = home / "unfog" / "serve-key"
-    key = b""
-    with suppress(OSError, ValueError, RuntimeError):
-        found = os.lstat(file) if file.exists() else None
-        if found is None:
-            make_folder(file.parent, file.parent.parent) if home.is_dir() else file.parent.mkdir(parents=True)
-            write_atomic(file, secrets.token_hex(32).encode(), file.parent, private=True, shared=True)
-        elif found.st_mode & 0o077:  # others may have read it
-            raise OSError
-        key = read_file(file, file.parent, 1000)
-    if len(key) < 64:
-        key = secrets.token_bytes(32)
+    key = stored_key("serve-key")[0] or secrets.token_bytes(32)
     return hmac.digest(key, os.fsencode(folder.resolve()), "sha256").hex()
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import struct
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -229,14 +231,17 @@ def _check_unpacked_size(files: Sequence[Path], place: str) -> None:
     most, unpacked = max(_MOST_RATIO * packed, _SMALL_BYTES), 0
     for file in files:
         with pq.ParquetFile(file) as parquet:
-            group = parquet.metadata.row_group
+            group, schema = parquet.metadata.row_group, parquet.schema
+            column_widths = {schema.column(i).path: schema.column(i).length or 0 for i in range(len(schema.names))}
             columns = [group(g).column(c) for g in range(parquet.num_row_groups) for c in range(group(g).num_columns)]
         texts = {column.path_in_schema for column in columns if column.physical_type == "BYTE_ARRAY"}
         texts -= {column.path_in_schema for column in columns if "DELTA" in " ".join(column.encodings)}  # not for these
-        unpacked += 16 * sum(column.num_values for column in columns)
+        # A text may begin like the one before it, which then takes no bytes: read alone.
+        rows = 1 if any("DELTA_BYTE_ARRAY" in column.encodings for column in columns) else _ROWS
+        unpacked += sum(max(16, column_widths.get(column.path_in_schema, 0)) * column.num_values for column in columns)
         # Dictionaries are kept as such, so that this takes no more memory than the file.
         with pq.ParquetFile(file, read_dictionary=sorted(texts)) as parquet:
-            for batch in parquet.iter_batches(_ROWS) if unpacked <= most else ():
+            for batch in parquet.iter_batches(rows) if unpacked <= most else ():
                 unpacked += sum(map(_unpacked_bytes, batch.columns))
                 if unpacked > most:
                     break
@@ -283,12 +288,38 @@ def _check_inside(folder: Path, place: str) -> None:
             files = [str(inside(split, one["filename"])) for one in stored(split, "state.json")["_data_files"]]
             if len(set(files)) < len(files):
                 raise ValueError("it names a file more than once")
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            if any(map(_is_packed, files)):
+                raise ValueError("its files are compressed, or repeat values by a dictionary")
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, struct.error) as error:
         reason = f"{error.filename} is {error.strerror}" if isinstance(error, OSError) else str(error)
         raise RequestError(
             f"{sanitize(place)} is not what save_to_disk writes: {sanitize(reason)[:200]}; save it anew, as files in "
             "its own folder"
         ) from None
+
+
+def _is_packed(file: str) -> bool:
+    """Return True if an Arrow file has compressed buffers or dictionaries, which may become any size in memory."""
+    import pyarrow as pa  # type: ignore[import-untyped, import-not-found, unused-ignore]
+
+    with pa.memory_map(file) as stream, suppress(EOFError):
+        for message in pa.ipc.MessageReader.open_stream(stream):
+            if message.type == "dictionary":
+                return True
+            if message.type == "record batch":
+                header = _flatbuffer_field(message.metadata, struct.unpack_from("<I", message.metadata)[0], 2)
+                if header is None or _flatbuffer_field(message.metadata, header, 3) is not None:  # BodyCompression
+                    return True
+    return False
+
+
+def _flatbuffer_field(data: Any, table: int, field: int) -> int | None:
+    """Return the position of a table in a field of a table of Arrow's metadata; None if it is not set."""
+    layout = table - int(struct.unpack_from("<i", data, table)[0])
+    if 4 + 2 * field >= struct.unpack_from("<H", data, layout)[0]:
+        return None
+    offset = int(struct.unpack_from("<H", data, layout + 4 + 2 * field)[0])
+    return table + offset + int(struct.unpack_from("<I", data, table + offset)[0]) if offset else None
 
 
 def _choose_split(name: str, splits: Mapping[Any, Any], wanted: str) -> str:
