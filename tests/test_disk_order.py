@@ -115,7 +115,8 @@ def test_an_event_is_on_disk_once_it_is_written(tmp_path, disk):
 
 def test_metrics_are_on_disk_before_the_checkpoint_that_covers_them(tmp_path, disk):
     heartbeat = SimpleNamespace(activity="", during=lambda what: nullcontext())
-    context = SimpleNamespace(folder=RunFolder(tmp_path), stop=lambda: False, heartbeat=heartbeat, callbacks=(), lock=None)
+    folder = RunFolder(tmp_path)
+    context = SimpleNamespace(folder=folder, stop=lambda: False, heartbeat=heartbeat, callbacks=(), lock=None)
     with Recorder(tmp_path, Log(), 10) as recorder:
         saver = Saver(context, Config(), recorder)
         recorder.log(1, 8, loss=0.5)

@@ -78,6 +78,7 @@ def test_files_carry_their_class_and_settings_and_the_grid_its_captions(tmp_path
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["000000-T-shirt_top.png", "000001-été.png", "000002-T-shirt_top.png", "000003-été.png", "grid.png"]
     with Image.open(tmp_path / names[2]) as image:
-        assert image.text == {"Software": "Unfog", "Class": "T-shirt/top", "Settings": "photos, step 1,200, seed 0, sample 2"}
+        settings = "photos, step 1,200, seed 0, sample 2"
+        assert image.text == {"Software": "Unfog", "Class": "T-shirt/top", "Settings": settings}
     with Image.open(tmp_path / "grid.png") as image:
         assert image.height > 2 * 128 + 2 + 2 * 12  # two rows, below the names of the classes and the settings

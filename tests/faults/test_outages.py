@@ -68,7 +68,10 @@ def fill(folder: Path, count: int = 40, seed: int = 0, side: int = 16) -> Path:
 
 def opened(source: Path) -> tuple[ImageSet, list[str]]:
     """Images that are decoded as they are read, and what the reader is told of outages."""
-    images, told = prepare(open_source(source), Data(size=16, channels=3, held_out=0, cache="none")).train, []
+    images, told = (
+        prepare(open_source(source), Data(size=16, channels=3, range=(0, 255), held_out=0, cache="none")).train,
+        [],
+    )
     images.pixels.source.outage.on_wait = told.append
     images.take(ALL[:1])
     return images, told

@@ -277,7 +277,10 @@ def _deep_pixels(opener: Opener) -> int:
 
 
 def _read_now(source: Source, i: int, read: Callable[[Opener], T]) -> T:
-    """Return what `read` reads of image i, with retries. Raises ImageError, and RunError if it cannot be read now."""
+    """Return what `read` reads of image i. Raises ImageError, and RunError if it cannot be read now, after retries.
+
+    Of remote shards one may be out of reach, without which a run can begin: an image there is not tried again.
+    """
 
     def attempt() -> T:
         try:
@@ -285,7 +288,7 @@ def _read_now(source: Source, i: int, read: Callable[[Opener], T]) -> T:
         except Exception as error:
             raise image_error(error) from error
 
-    return with_retries(attempt, source, i)
+    return attempt() if source.remote else with_retries(attempt, source, i)
 
 
 def _guess_channels(source: Source, format: PixelFormat) -> int:
