@@ -164,7 +164,9 @@ def few_pictures(folder: Path, count: int) -> str:
         source = open_source("fashion")
         folder.mkdir(parents=True)
         for i in range(count):
-            source.open(i * 61 % 10_000).convert("L").save(folder / f"{i:03d}.png")
+            image = source.open(i * 61 % 10_000)
+            assert isinstance(image, Image.Image)
+            image.convert("L").save(folder / f"{i:03d}.png")
     return str(folder)
 
 
