@@ -16,6 +16,7 @@ T = TypeVar("T")
 
 PATIENCE = 600.0  # seconds that an image is waited for
 _RETRY = 1.0  # seconds between two attempts
+_REMOVED_AFTER = 60.0  # seconds for which a folder is missing until it counts as removed
 _REPORT = 0.5  # seconds between two reports to the thread that needs the images
 
 # Device and number of a folder.
@@ -100,6 +101,7 @@ class KnownFolders:
     def __init__(self, top: str, identities: Mapping[str, FolderIdentity]) -> None:
         """`top` is a path without a slash at its end; the keys of `identities` are paths below it, or itself."""
         self._top, self._identities = top, dict(identities)
+        self._missing_since: dict[str, float] = {}
 
     @classmethod
     def of(cls, folder: str) -> KnownFolders:
@@ -121,12 +123,20 @@ class KnownFolders:
                 # A removed folder: the one above it decides. A link whose target is missing is no removed folder.
                 if len(folder) <= len(self._top) or os.path.islink(folder):
                     return f"{folder}: {error.strerror}"
+                if self._may_come_back(folder):
+                    return f"{folder} is not there"
                 folder = os.path.dirname(folder)
                 continue
             except OSError as error:
                 return f"{folder}: {error.strerror}"
+            self._missing_since.pop(folder, None)
             known = self._identities.get(folder, now)
             return "" if now == known else f"{folder} is another folder now"
+
+    def _may_come_back(self, folder: str) -> bool:
+        """Return True for a folder that was there at first, and is missing for a short time only."""
+        now = time.monotonic()
+        return folder in self._identities and now - self._missing_since.setdefault(folder, now) < _REMOVED_AFTER
 
 
 def folder_identity(status: os.stat_result) -> FolderIdentity:
