@@ -48,7 +48,8 @@ def test_a_run_that_is_killed_all_its_life_ends_as_if_nothing_had_happened(undis
             attempt.lost.append(lost_steps(run))
         saved = max(steps_saved(run))
         train_or_resume(LIFE, run).ends()
-        assert [event["step"] for event in events(run, "resumed")][-1] == saved, "it went on from the newest checkpoint"
+        if saved < LIFE.steps:  # a fast machine may have come to the end of the run before the last kill
+            assert events(run, "resumed")[-1]["step"] == saved, "it went on from the newest checkpoint"
         assert_same(run, reference)
         assert averages(run) == averages(reference)
         assert max(anywhere.lost + in_a_save.lost) <= 2 * LIFE.every, "a kill costs two intervals at the most"
