@@ -146,20 +146,18 @@ def _placement(scan: Scan, key: str, to_draw: int) -> tuple[str, str]:
             f"{each}, as this run needs {to_draw:,} of {n:,}; --data.cache disk decodes all of them once, for "
             "later runs too"
         )
-    free, gigabytes = free_bytes(), f"{format_bytes(pixel_bytes)} decoded"
+    free, decoded = free_bytes(), f"{format_bytes(pixel_bytes)} decoded"
     if free is None:
         if pixel_bytes < 4 * _MEMORY_PIXEL_BYTES:
-            return "memory", f"{gigabytes}, in memory, as the cache in {folder} cannot be written"
+            return "memory", f"{decoded}, in memory, as the cache in {folder} cannot be written"
         return "none", f"{each}, as the cache in {folder} cannot be written; {remedy}"
     if not fits_limit(pixel_bytes, keep=folder / key):
-        limit = (
-            f"{gigabytes} are more than the {cache_limit() / 1e9:,.3g} GB that the cache may hold (UNFOG_CACHE_LIMIT)"
-        )
+        limit = f"{decoded} are more than the {cache_limit() / 1e9:,.3g} GB that the cache may hold (UNFOG_CACHE_LIMIT)"
         return "none", f"{each}: {limit}; {remedy}"
     begun = sum(map(disk_usage, (folder / key, *work_folders(folder / key))))  # an interrupted pack is finished
     if 2 * pixel_bytes <= free + begun:
-        return "disk", f"decoded once, for all runs: {gigabytes}, in {folder}"
-    half = f"{gigabytes} are more than half of the {format_bytes(free)} free in {folder}"
+        return "disk", f"decoded once, for all runs: {decoded}, in {folder}"
+    half = f"{decoded} are more than half of the {format_bytes(free)} free in {folder}"
     return "none", f"{each}: {half}; {remedy}"
 
 
