@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from unfog.errors import RequestError
 from unfog.text import sanitize
+from unfog.values.image_format import ImageFormat
 
 _REASONS_LISTED, _NAMES_LISTED = 10, 3
 # Each change that decoding can make to an image -> its description. Several may apply to one image.
@@ -149,9 +150,9 @@ class DataReport:
         more = {"first_frame": f" ({self.unused_pages:,} of {pages:,} pages are not used)" * (self.unused_pages > 0)}
         known = (key for key in ACTIONS if key in actions)
         done = ", ".join(f"{actions[key]:,} {self.phrase(key)}{more.get(key, '')}" for key in known)
-        unchanged = f"as they are ({self.size}x{self.size})"
-        kind = f"{self.size}x{self.size}, {'grey' if self.channels == 1 else 'RGB'}"
-        unread = f"decoded during training ({kind}), so not checked yet"
+        format = ImageFormat(self.channels, self.size, self.size)
+        unchanged = f"as they are ({format.size})"
+        unread = f"decoded during training ({format}), so not checked yet"
         parts = [
             f"{self.found:,} image{'s' * (self.found != 1)}{classes}",
             f"{self.used:,} used: {done or unchanged}" if self.read else unread,

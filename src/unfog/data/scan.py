@@ -26,6 +26,7 @@ from unfog.data.sources.labels import apply_label_table, labels_setting, read_la
 from unfog.data.values.value_range import FULL_RANGE, Extent, Ranges, ValueRange, extent_of
 from unfog.errors import RequestError, RunError
 from unfog.text import sanitize
+from unfog.values.image_format import ImageFormat, colour_channels
 
 # Images, evenly spread, that an automatic size looks at, and automatic channels before all images are decoded.
 _HEADERS_SAMPLED = 1000
@@ -102,14 +103,15 @@ class Scan:
         if not settings.range and not (began and self.source.remote):
             ranges = find_ranges(self.source, integers=not began)
             settings = settings if began else replace(settings, range=ranges.setting)
-        format = PixelFormat(size, 3, self.background, ranges)
+        in_colour = ImageFormat(colour_channels(True), size, size)
+        format = PixelFormat(in_colour, self.background, ranges)
         channels = self.channels or _guess_channels(self.source, format)
-        certain = self.channels_certain or channels == 3
+        certain = self.channels_certain or channels == in_colour.channels
         return replace(self, settings=settings, size=size, channels=channels, channels_certain=certain, ranges=ranges)
 
     def as_rgb(self) -> Scan:
         """Return the scan for RGB, after an image in colour was found among grey ones."""
-        return replace(self, channels=3, channels_certain=True)
+        return replace(self, channels=colour_channels(True), channels_certain=True)
 
     @property
     def resolved_settings(self) -> Data:
@@ -118,13 +120,18 @@ class Scan:
         return replace(self.settings, size=self.size, channels=self.channels, labels=labels)
 
     @property
+    def image_format(self) -> ImageFormat:
+        """What images are decoded to, as far as it is chosen."""
+        return replace(self.settings, size=self.size, channels=self.channels).image_format
+
+    @property
     def background(self) -> tuple[int, int, int]:
         return parse_colour(self.settings.background)
 
     @property
     def format(self) -> PixelFormat:
         """The format for `decode_all`, which raises ColourFoundError where the channels turn out to be wrong."""
-        return PixelFormat(self.size, self.channels, self.background, self.ranges, only_grey=not self.channels_certain)
+        return PixelFormat(self.image_format, self.background, self.ranges, only_grey=not self.channels_certain)
 
     def check_source_unchanged(self, statistics: DecodeStatistics, start: int, stop: int) -> None:
         """Raise RunError if these rows were skipped because the archive, or most of the files, went away or changed."""
@@ -237,7 +244,7 @@ def _sampled_sizes(source: Source, without: Sequence[str] = ()) -> list[tuple[in
             source.outage.last_read = i
         except (TransientImageError, MissingImageError):  # retried, as a sample without it could give another size
             with suppress(ImageError):
-                _, info = decode_with_retries(source, i, PixelFormat(8, 3, (0, 0, 0)))
+                _, info = decode_with_retries(source, i, PixelFormat(ImageFormat(1, 8, 8), (0, 0, 0)))
                 sizes.append((info.width, info.height))
         except ImageError:
             continue
@@ -292,15 +299,15 @@ def _read_now(source: Source, i: int, read: Callable[[Opener], T]) -> T:
 
 
 def _guess_channels(source: Source, format: PixelFormat) -> int:
-    """Return 3 if an image of the sample is in colour, else 1."""
+    """Return the channels of images in colour if one of the sample is, else of grey ones."""
     for i in _spread(len(source.names), COLOURS_SAMPLED):
         try:
             _, info = decode_with_retries(source, i, format)
         except ImageError:
             continue
         if not info.grey:
-            return 3
-    return 1
+            return colour_channels(True)
+    return colour_channels(False)
 
 
 def _spread(n: int, count: int) -> range:

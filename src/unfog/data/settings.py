@@ -9,6 +9,7 @@ from typing import Literal
 
 from unfog.errors import RequestError
 from unfog.settings import check_bounds, setting
+from unfog.values.image_format import CHANNELS, ImageFormat
 
 LABELS = ("auto", "folders", "none")
 # Values of `Data.labels`, and suffixes of the tables that it may name instead.
@@ -78,7 +79,7 @@ class Data:
             raise RequestError(f"labels = {self.labels!r} is not auto, folders, none or a .csv or .jsonl file{hint}")
         if self.size != 0 and not 4 <= self.size <= 4096:
             raise RequestError(f"size = {self.size} is out of range; give 4 to 4096 pixels, or 0 to choose it")
-        if self.channels not in (0, 1, 3):
+        if self.channels not in (0, *CHANNELS):
             raise RequestError(f"channels = {self.channels} is not 1 (grey), 3 (RGB) or 0 (choose)")
         low, high = self.range[::2], self.range[1::2]
         if len(self.range) not in (0, 2, 4) or not all(a < b for a, b in zip(low, high)):
@@ -88,6 +89,11 @@ class Data:
             )
         check_bounds(self)
         bytes_of(self.cache_limit)
+
+    @property
+    def image_format(self) -> ImageFormat:
+        """The format of the images; 0 in it is not chosen yet."""
+        return ImageFormat(self.channels, self.size, self.size)
 
 
 def bytes_of(text: str) -> int:

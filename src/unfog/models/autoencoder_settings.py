@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 from unfog.errors import RequestError
 from unfog.safe_files import open_file, read_file
 from unfog.settings import check_bounds, setting
+from unfog.values.image_format import CHANNELS
 
 FACTORS = (2, 4, 8, 16)
 
@@ -171,7 +172,7 @@ class AutoencoderFolder(NamedTuple):
             raise RequestError(
                 f"autoencoder_folder = {folder}: {CONFIG} cannot be used: {type(error).__name__} {error}"
             ) from None
-        if image_channels not in (1, 3) or not 1 <= factor <= 64 or not 1 <= channels <= 1024:
+        if image_channels not in CHANNELS or not 1 <= factor <= 64 or not 1 <= channels <= 1024:
             sizes = f"image channels {image_channels}, factor {factor}, latent channels {channels}"
             raise RequestError(f"autoencoder_folder = {folder} has {sizes}; images have 1 or 3 channels")
         opened = cls(folder, kind, config, factor, channels, image_channels)

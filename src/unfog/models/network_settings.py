@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from unfog.custom import CustomPart
 from unfog.errors import RequestError
+from unfog.values.image_format import CHANNELS, describe_channels
 
 if TYPE_CHECKING:
     from unfog.models.layers import ConditionalNetwork
@@ -169,18 +170,17 @@ def channels_remedy(call: Callable[[Any], Any], shape: tuple[int, int, int]) -> 
     """
     import torch
 
-    other = 4 - shape[0]
-    if other not in (1, 3):
+    if shape[0] not in CHANNELS:
         return ""
+    other = next(count for count in CHANNELS if count != shape[0])
     try:
         with torch.no_grad():
             call(torch.zeros(1, other, *shape[1:]))
     except Exception:  # anything may go wrong in other people's code
         return ""
-    kinds = {1: "grey", 3: "RGB"}
     return (
-        f". It takes {other} channels, and these images are {kinds[shape[0]]}: data.channels = {other} makes them "
-        f"{kinds[other]}"
+        f". It takes {other} channels, and these images are {describe_channels(shape[0])}: data.channels = {other} "
+        f"makes them {describe_channels(other)}"
     )
 
 

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from unfog.compile_cache import keep_compiled_code
 from unfog.config.schema import Config
 from unfog.config.validate import check_network_size
-from unfog.data.augmentation import CONDITIONS, Augment, to_model_range
+from unfog.data.augmentation import CONDITIONS, Augment
 from unfog.data.dataset import Dataset
 from unfog.data.packs.latent_cache import Normalise
 from unfog.data.stream import DeviceStream, ImageStream
@@ -111,7 +111,7 @@ def latent_normalisation(config: Config) -> Normalise:
 def without_augmentation(config: Config) -> Callable[[Tensor], Tensor]:
     """Return the map from the stream's data to the network's input, without random augmentation."""
     if not config.uses_latents:
-        return to_model_range
+        return config.image_format.to_model
     normalise = latent_normalisation(config)
     return lambda stored: normalise.forward(stored[:, 0])
 

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from unfog.config.schema import Config, ImageFacts
 from unfog.config.toml import update
-from unfog.data.augmentation import to_model_range
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.packs.latent_cache import FORMAT, EncodeJob, LatentArrays
 from unfog.diffusion.editing import Edit
@@ -37,8 +36,10 @@ from unfog.process.signals import StopSignals
 from unfog.reporting.progress import Progress, say, warn
 from unfog.safe_files import move, new_file, regular_file, remove_tree, tensor_file, write_atomic
 from unfog.training.checkpoints.snapshot import sync
+from unfog.values.image_format import StoredValues
 
 Decode = Callable[[Tensor], Tensor]  # network output [B, C, H, W] -> images [B, C', H', W'] about [-1, 1]
+Show = Callable[[Tensor], NDArray[np.uint8]]  # network output [B, C, H, W] -> pictures uint8 [B, H', W', 3]
 _PIXELS_AT_ONCE = 2**18  # per batch: 64 images of 64x64, 4 of 256x256
 _FEW = 64  # images that are encoded where only the shape and scale of latents are needed
 _DEAD_CHANNEL = 0.02  # deviation of a channel over the largest one, below which it hardly carries information
@@ -143,6 +144,12 @@ def open_run_autoencoder(config: Config, device: torch.device) -> _AnyAutoencode
     return _opened(config.autoencoder_folder, config.latents.sha256, device)
 
 
+def picture_viewer(config: Config, device: torch.device) -> Show:
+    """Return the map from network output to pictures as people see them. RequestError as `latent_decoder`."""
+    decode, view = latent_decoder(config, device), config.image_format.to_view
+    return lambda x0: view(decode(x0))
+
+
 def latent_decoder(config: Config, device: torch.device) -> Decode:
     """Return the map from network output to images: the decoder, or the identity for pixels.
 
@@ -176,10 +183,10 @@ def encode_edit(edit: Edit | None, config: Config, device: torch.device) -> Edit
 
 
 def _encode_pixels(
-    autoencoder: _AnyAutoencoder, device: torch.device, pixels: NDArray[np.uint8]
+    autoencoder: _AnyAutoencoder, values: StoredValues, device: torch.device, pixels: NDArray[np.uint8]
 ) -> NDArray[np.float32]:
     """Return the latents of images uint8 [B, C, H, W], in the autoencoder's own scale."""
-    x = to_model_range(torch.from_numpy(np.ascontiguousarray(pixels)).to(device))
+    x = values.to_model(torch.from_numpy(np.ascontiguousarray(pixels)).to(device))
     with torch.inference_mode(), torch.autocast(device.type, enabled=False):
         latents: NDArray[np.float32] = autoencoder.encode(x).float().cpu().numpy()
     return latents
@@ -232,7 +239,7 @@ def _encode_or_load(config: Config, sets: list[ImageSet], stop: StopSignals, few
     side, copies, batch = size // latents.factor, 1 + config.data.flip, autoencoder_batch(size)
     prints = () if few else tuple(images.fingerprint for images in sets)
     key = hashlib.sha256(repr((FORMAT, prints, latents.sha256, copies, batch)).encode()).hexdigest()[:32]
-    encode = partial(_encode_pixels, open_run_autoencoder(config, device), device)
+    encode = partial(_encode_pixels, open_run_autoencoder(config, device), config.image_format.values, device)
     job = EncodeJob(sets, (latents.channels, side, side), copies, encode, batch)
     started, done = time.perf_counter(), 0
     with Progress("encoding latents", None) as progress:

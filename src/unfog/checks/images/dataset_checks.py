@@ -59,10 +59,9 @@ def _check_count(scan: ImageScan) -> Finding:
         "training images"
     )
     repeat = f"give at least {_TOO_FEW} images, better {_FEW} or more; a model can only repeat so few"
-    kind = f"{settings.size}x{settings.size}, {'RGB' if settings.channels == 3 else 'grey'}"
     return Finding.graded(
         "data.count",
-        f"{plural(train)} to train on, {held_out:,} held out, {kind}",
+        f"{plural(train)} to train on, {held_out:,} held out, {settings.image_format}",
         (train < _TOO_FEW, "fatal", "", repeat),
         (train < _FEW, "warning", "", f"a model memorizes so few images: {more}"),
         (train < _MANY, "hint", "", f"a model soon memorizes so few images: {more}"),

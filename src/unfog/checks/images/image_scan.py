@@ -20,6 +20,7 @@ from unfog.data.lazy import LazyPixels
 from unfog.reporting.findings import Figure
 from unfog.reporting.image_grids import Pixels, grid
 from unfog.text import sanitize
+from unfog.values.image_format import luma_weights
 
 Indices = NDArray[np.int64]
 Progress = Callable[[int, int], None]
@@ -42,7 +43,6 @@ Hashes = NDArray[np.uint64]
 _SIDE = 16  # of a thumbnail, in pixels, at most
 _FREQUENCIES = 8
 _DEAD_ZONE = 0.02  # share of the norm of the spectrum: what is about 0 counts as 0 however it is rounded
-_LUMA = np.array([0.299, 0.587, 0.114], np.float32)  # ITU-R BT.601
 
 
 class _PixelStatistics(NamedTuple):
@@ -265,8 +265,8 @@ def thumbnails(pixels: NDArray[np.uint8] | Floats, side: int = _SIDE) -> Floats:
 
 
 def luma(x: Floats) -> Floats:
-    """Return the brightness of RGB or grey: [N, C, h, w] -> [N, h, w]."""
-    return x[:, 0] if x.shape[1] == 1 else np.tensordot(x, _LUMA, (1, 0))
+    """Return the brightness of images: [N, C, h, w] -> [N, h, w]."""
+    return np.tensordot(x, np.array(luma_weights(x.shape[1]), np.float32), (1, 0))
 
 
 def _perceptual_hash(thumbs: Floats) -> Hashes:

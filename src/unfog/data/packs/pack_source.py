@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 from PIL import Image
 
 from unfog.data.dataset import Dataset
@@ -14,6 +13,7 @@ from unfog.data.settings import Data
 from unfog.data.sources.base import OpenOptions, Source, SourceLocation
 from unfog.errors import RequestError
 from unfog.text import sanitize
+from unfog.values.image_format import to_pillow
 
 
 class PackSource(Source):
@@ -45,7 +45,7 @@ class PackSource(Source):
 
     def open(self, i: int) -> Image.Image:
         pixels = self.pack.images.pixels[i]
-        return Image.fromarray(pixels[0] if len(pixels) == 1 else np.ascontiguousarray(pixels.transpose(1, 2, 0)))
+        return to_pillow(pixels.transpose(1, 2, 0))
 
     def stamp(self) -> tuple[str, int]:
         # The manifest's digest covers a checksum of every file.

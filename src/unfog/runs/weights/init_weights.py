@@ -20,6 +20,7 @@ from unfog.process.run_folder import printable
 from unfog.runs.weights.objectives import objective_from_scheduler
 from unfog.runs.weights.weights_source import WeightsSource
 from unfog.training.checkpoints.load import sha256_of
+from unfog.values.image_format import CHANNELS
 
 
 class _InitialWeights(NamedTuple):
@@ -113,7 +114,7 @@ def _check_network(source: WeightsSource, config: Config) -> None:
             f"{format_spec(theirs)}; omit --network, or change only its dropout"
         )
     channels, known = config.input_shape[0], source.input[0]
-    if channels != known and not config.uses_latents and known not in (1, 3):
+    if channels != known and not config.uses_latents and known not in CHANNELS:
         raise RequestError(
             f"the network in {config.init.folder} generates latents of {known} channels; give its autoencoder: "
             "--autoencoder FOLDER"

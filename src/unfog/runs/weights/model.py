@@ -22,6 +22,7 @@ from unfog.reporting.progress import say
 from unfog.runs.weights.weights_source import WeightsSource
 from unfog.text import sanitize
 from unfog.training.checkpoints.format import CheckpointInfo
+from unfog.values.image_format import CHANNELS
 
 if TYPE_CHECKING:
     from unfog.inference.evaluation_files import Evaluation
@@ -92,7 +93,7 @@ def _settings(path: Path, source: WeightsSource, size: int) -> Config:
             f"{path} has no scheduler_config.json, which says what the network predicts at which noise levels; save "
             "the whole pipeline, or train on from it: unfog train SOURCE --init"
         )
-    latents = (path / "vae").is_dir() or (path / "vqvae").is_dir() or source.input[0] not in (1, 3)
+    latents = (path / "vae").is_dir() or (path / "vqvae").is_dir() or source.input[0] not in CHANNELS
     if latents and not config.uses_latents:
         raise RequestError(
             f"{path} generates latents, and has no AutoencoderKL or AutoencoderTiny in a folder vae that decodes them; "

@@ -26,6 +26,7 @@ from unfog.reporting.progress import warn
 from unfog.runs.weights.objectives import Objective, objective_from_scheduler, with_latents_of
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.load import read_tensors
+from unfog.values.image_format import CHANNELS
 
 _CLASS_SPREAD = 0.02  # scale of random differences between new class embeddings, as other networks draw their rows
 _ADDED = 16  # parameters that a network has beside those of the weights, at most
@@ -174,7 +175,7 @@ def _settings_of(model: ElsewhereModel, diffusion: Diffusion, sampler: Sampler |
 
 def _data_of(channels: int, size: int) -> Data:
     """Return settings of images that the input of a network has the form of; of latents, the form is left open."""
-    return replace(Data(), size=size, channels=channels) if channels in (1, 3) else Data()
+    return replace(Data(), size=size, channels=channels) if channels in CHANNELS else Data()
 
 
 def _fit_classes(

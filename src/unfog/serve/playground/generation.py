@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import time
 from collections import OrderedDict
 from pathlib import Path
@@ -19,12 +20,12 @@ from unfog.errors import RequestError
 from unfog.inference.loaded_run import load_run_images
 from unfog.inference.memorization import FEWEST, find_nearest_images
 from unfog.inference.run import Run
-from unfog.pipeline.generate import to_pixels
 from unfog.pipeline.image_files import build_edit
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.image_grids import Pixels
 from unfog.serve.playground.channel import Channel, Message
+from unfog.values.image_format import ImageFormat
 
 _TILE = 128  # longest side of a kept step, in pixels
 _STEP_BYTES = 2**26  # of all kept steps of a job; of more, every second one is left out, or every third
@@ -68,7 +69,7 @@ class Studio:
         facts: dict[str, Any] = {"seconds": round(time.monotonic() - began, 3), "calls": run.calls}
         if edit is not None and edit.unknown is not None and len(images):
             known = ~edit.unknown[0].numpy()
-            kept = to_pixels(edit.image).permute(1, 2, 0).numpy()[known]
+            kept = run.config.image_format.to_pictures(edit.image[None])[0][known]
             facts["kept"] = {"pixels": int(known.sum()), "equal": bool((np.asarray(images)[:, known] == kept).all())}
         stopped = len(images) < count
         channel.send("done", job, np.ascontiguousarray(images).tobytes(), images=images.shape, stopped=stopped, **facts)
@@ -89,6 +90,7 @@ class _StepSender:
     def __init__(self, channel: Channel, job: int, run: Run, every: int) -> None:
         self._channel, self._job, self._every = channel, job, every
         self._path, self._decode = run.config.diffusion.path, run.decode
+        self._format = run.config.image_format
 
     def __call__(self, step: SamplingStep) -> bool:
         if self._channel.is_cancelled(self._job):
@@ -96,7 +98,7 @@ class _StepSender:
         if step.number % self._every == 0:
             alpha, sigma = (float(part) for part in self._path(torch.tensor(step.logsnr, dtype=torch.float64)))
             scaled = step.x_t / (alpha**2 + sigma**2) ** 0.5
-            x, x0 = (_tiles(self._decode(images)) for images in (scaled, step.x0))
+            x, x0 = (_tiles(self._decode(images), self._format) for images in (scaled, step.x0))
             facts = {
                 "number": step.number,
                 "first": step.first,
@@ -108,18 +110,19 @@ class _StepSender:
         return self._channel.is_cancelled(self._job)
 
 
-def _tiles(images: Tensor) -> Pixels:
+def _tiles(images: Tensor, format: ImageFormat) -> Pixels:
     """Return images [N, C, H, W] as uint8 [N, h, w, C], at most 128 pixels wide."""
     side = max(images.shape[2:])
     if side > _TILE:
         small = [max(1, length * _TILE // side) for length in images.shape[2:]]
         images = adaptive_avg_pool2d(images.float(), (small[0], small[1]))
-    return np.ascontiguousarray(to_pixels(images).permute(0, 2, 3, 1).cpu().numpy())
+    return np.ascontiguousarray(format.to_pictures(images))
 
 
 def _every(steps: int, count: int, run: Run) -> int:
     """Return how many steps there are to one that is kept, so that all of a job fit the memory."""
-    of_step = 2 * count * min(run.config.data.size, _TILE) ** 2 * run.config.data.channels
+    channels, *sides = run.config.image_format.shape
+    of_step = 2 * count * math.prod(min(side, _TILE) for side in sides) * channels
     return max(1, -(-steps * of_step // _STEP_BYTES))
 
 
