@@ -83,7 +83,7 @@ def test_on_the_fly_is_what_is_decoded_at_once(photos: Path) -> None:
         assert np.array_equal(a.pixels[np.array([5, 1])], b.pixels[np.array([5, 1])])
     assert fly.settings == replace(memory.settings, cache="none")
     assert fly.train.fingerprint != fly.held_out.fingerprint
-    assert "300 images in 2 classes; decoded during training (8x8, RGB)" in fly.report.line()
+    assert "300 images in 2 classes; decoded during training (8x8 RGB)" in fly.report.line()
     again = prepare(open_source(photos), ASKED)
     assert again.train.fingerprint == fly.train.fingerprint
     other = prepare(open_source(photos), replace(ASKED, size=4))
