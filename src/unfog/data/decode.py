@@ -124,6 +124,15 @@ def decode(
         raise image_error(error) from error
 
 
+def upright_sides(image: Image.Image | DeepImage) -> tuple[int, int]:
+    """Return width and height of an image, which need not be loaded, as it is shown upright."""
+    width, height = image.size
+    # Pillow gives the upright size of a TIFF. What has no EXIF at its beginning may need all of its pixels to find one.
+    if width != height and isinstance(image, Image.Image) and image.format != "TIFF" and "exif" in image.info:
+        return (height, width) if _orientation(image) >= _QUARTER_TURN else (width, height)
+    return width, height
+
+
 def is_deep(image: Image.Image | DeepImage) -> bool:
     """Return True if an image, which need not be loaded, has integers deeper than 8 bits, or floating point."""
     return isinstance(image, DeepImage) or image.mode[0] in "IF" or has_deep_colours(image)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.data.data_report import DataReport, SkippedFile
-from unfog.data.decode import Opener, is_deep, parse_colour, read_deep
+from unfog.data.decode import Opener, is_deep, parse_colour, read_deep, upright_sides
 from unfog.data.decode_pool import DecodeStatistics, PixelFormat, decode_with_retries, with_retries
 from unfog.data.label_checks import warn_of_masks_beside_images
 from unfog.data.settings import Data
@@ -26,7 +26,7 @@ from unfog.data.sources.labels import apply_label_table, labels_setting, read_la
 from unfog.data.values.value_range import FULL_RANGE, Extent, Ranges, ValueRange, extent_of
 from unfog.errors import RequestError, RunError
 from unfog.text import sanitize
-from unfog.values.image_format import ImageFormat, colour_channels
+from unfog.values.image_format import LEAST, MOST, ImageFormat, Size, colour_channels, size_of
 
 # Images, evenly spread, that an automatic size looks at, and automatic channels before all images are decoded.
 _HEADERS_SAMPLED = 1000
@@ -58,7 +58,7 @@ class Scan:
     stamp: str
     """Digest of the source's state."""
     file_bytes: int
-    size: int
+    size: Size
     channels: int
     channels_certain: bool
     """False where grey is a guess from a sample: a single image in colour then makes all RGB."""
@@ -103,7 +103,7 @@ class Scan:
         if not settings.range and not (began and self.source.remote):
             ranges = find_ranges(self.source, integers=not began)
             settings = settings if began else replace(settings, range=ranges.setting)
-        in_colour = ImageFormat(colour_channels(True), size, size)
+        in_colour = ImageFormat.of(colour_channels(True), size)
         format = PixelFormat(in_colour, self.background, ranges)
         channels = self.channels or _guess_channels(self.source, format)
         certain = self.channels_certain or channels == in_colour.channels
@@ -214,23 +214,26 @@ def _unit_hash(name: str) -> float:
     return int.from_bytes(digest[:6], "big") / 2**48
 
 
-def _choose_size(source: Source) -> int:
+def _choose_size(source: Source) -> Size:
     """Return the images' own size if all sampled ones are one small square, else 64, or 32 for small images."""
     sizes = _sampled_sizes(source)
     if not sizes:
         return 32
-    if (side := _common_side(sizes)) <= 64 and side % 4 == 0 and side >= 8:  # networks halve it twice
-        return side
+    width, height = _common_sides(sizes)
+    if width == height <= 64 and width % 4 == 0 and width >= 8:  # networks halve it twice
+        return width
     return 64 if np.median([min(size) for size in sizes]) >= 64 else 32
 
 
-def common_side(source: Source, without: Sequence[str] = ()) -> int:
-    """Return the side of the images if all sampled ones but those of these names are squares of one size, else 0."""
-    return _common_side(_sampled_sizes(source, without))
+def common_size(source: Source, without: Sequence[str] = ()) -> Size:
+    """Return the size of the images if all sampled ones but those of these names have one that is possible, else 0."""
+    width, height = _common_sides(_sampled_sizes(source, without))
+    return size_of(height, width) if LEAST <= min(width, height) <= max(width, height) <= MOST else 0
 
 
-def _common_side(sizes: Sequence[tuple[int, int]]) -> int:
-    return sizes[0][0] if len(set(sizes)) == 1 and sizes[0][0] == sizes[0][1] else 0
+def _common_sides(sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Return the width and height that all have; (0, 0) if they differ."""
+    return sizes[0] if len(set(sizes)) == 1 else (0, 0)
 
 
 def _sampled_sizes(source: Source, without: Sequence[str] = ()) -> list[tuple[int, int]]:
@@ -382,9 +385,9 @@ def _side_statistics(sides: NDArray[np.int32]) -> dict[str, int]:
 
 
 def _read_size(opener: Opener) -> tuple[int, int]:
-    """Read (width, height) of an image as stored, without decoding its pixels. Raises ImageError."""
+    """Read (width, height) of the upright image, without decoding its pixels. Raises ImageError."""
     try:
         with opener() as image:
-            return image.size
+            return upright_sides(image)
     except Exception as error:
         raise image_error(error) from error

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 from unfog.errors import RequestError
 from unfog.safe_files import open_file, read_file
 from unfog.settings import check_bounds, setting
-from unfog.values.image_format import CHANNELS
+from unfog.values.image_format import CHANNELS, Size, check_sides, sides_of
 
 FACTORS = (2, 4, 8, 16)
 
@@ -75,8 +75,8 @@ class Autoencoder:
         if any(c % self.norm_groups for c in self.channels):
             raise RequestError(f"norm_groups = {self.norm_groups} must divide all channels = {list(self.channels)}")
 
-    def check(self, size: int) -> None:
-        """Raise RequestError unless images of this side can be encoded."""
+    def check(self, size: Size) -> None:
+        """Raise RequestError unless images of this size can be encoded."""
         check_multiple(size, self.factor)
 
 
@@ -102,11 +102,10 @@ class Latents:
                 raise RequestError(f"{name} = {list(values)[:8]} must have a value for each of {self.channels}")
 
 
-def check_multiple(size: int, factor: int) -> None:
-    """Raise RequestError unless an autoencoder of this factor takes images of this side."""
-    if size % factor:
-        near = max(1, round(size / factor)) * factor
-        raise RequestError(f"size = {size} must be a multiple of {factor} for this autoencoder; try size = {near}")
+def check_multiple(size: Size, factor: int) -> None:
+    """Raise RequestError unless an autoencoder of this factor takes images of this size."""
+    rule = f"a multiple of {factor} for this autoencoder"
+    check_sides(*sides_of(size), lambda side: max(1, round(side / factor)) * factor, rule)
 
 
 class AutoencoderFolder(NamedTuple):

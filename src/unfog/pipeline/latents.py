@@ -161,7 +161,7 @@ def latent_decoder(config: Config, device: torch.device) -> Decode:
 
     def decode(x0: Tensor) -> Tensor:
         latents = normalise.inverse(x0)
-        parts = torch.split(latents, autoencoder_batch(latents.shape[-1] * config.latents.factor))
+        parts = torch.split(latents, autoencoder_batch(math.prod(latents.shape[2:]) * config.latents.factor**2))
         # In fp32: fp16 overflows in decoders such as that of Stable Diffusion XL.
         with torch.no_grad(), torch.autocast(x0.device.type, enabled=False):
             return torch.cat([autoencoder.decode(part) for part in parts])
@@ -192,10 +192,10 @@ def _encode_pixels(
     return latents
 
 
-def autoencoder_batch(size: int) -> int:
-    """Return the batch size for images of this side."""
+def autoencoder_batch(pixels: int) -> int:
+    """Return the batch size for images of so many pixels."""
     # It depends on nothing else, as the batch size may change the rounding.
-    return max(1, _PIXELS_AT_ONCE // size**2)
+    return max(1, _PIXELS_AT_ONCE // pixels)
 
 
 def apply_autoencoder_settings(config: Config) -> Config:
@@ -235,12 +235,11 @@ def _encode_or_load(config: Config, sets: list[ImageSet], stop: StopSignals, few
     device = torch.device("cpu")
     with suppress(RequestError):  # the run began on a machine with another device
         device = choose_device(config.training.device)
-    latents, size = config.latents, config.data.size
-    side, copies, batch = size // latents.factor, 1 + config.data.flip, autoencoder_batch(size)
+    latents, copies, batch = config.latents, 1 + config.data.flip, autoencoder_batch(config.image_format.pixels)
     prints = () if few else tuple(images.fingerprint for images in sets)
     key = hashlib.sha256(repr((FORMAT, prints, latents.sha256, copies, batch)).encode()).hexdigest()[:32]
     encode = partial(_encode_pixels, open_run_autoencoder(config, device), config.image_format.values, device)
-    job = EncodeJob(sets, (latents.channels, side, side), copies, encode, batch)
+    job = EncodeJob(sets, config.input_shape, copies, encode, batch)
     started, done = time.perf_counter(), 0
     with Progress("encoding latents", None) as progress:
         show = stop.watching(progress)
@@ -258,12 +257,14 @@ def _encode_or_load(config: Config, sets: list[ImageSet], stop: StopSignals, few
 
 def _report_statistics(config: Config, few: bool) -> None:
     """Print the shape and deviation of the latents; warn of a channel without information."""
-    latents, size = config.latents, config.data.size
-    side, share = size // latents.factor, config.data.channels * latents.factor**2 / latents.channels
+    latents, (channels, height, width) = config.latents, config.input_shape
+    share = config.image_format.count / (channels * height * width)
     low, high = min(latents.deviation), max(latents.deviation)
     say(
-        f"  latents: {latents.channels}x{side}x{side} of {size}x{size} pixels, {share:.3g} times fewer; deviation "
-        f"{low:.3g} to {high:.3g} by channel, scaled to {config.diffusion.sigma_data:g}" + f", from {_FEW} images" * few
+        f"  latents: {channels}x{width}x{height} of {config.image_format.sides} pixels, {share:.3g} times fewer; "
+        f"deviation {low:.3g} to {high:.3g} by channel, scaled to {config.diffusion.sigma_data:g}"
+        + f", from {_FEW} images"
+        * few
     )
     if low < _DEAD_CHANNEL * high:
         warn(f"a channel of the latents hardly varies (deviation {low:.2g}, another {high:.2g}); use fewer channels")

@@ -22,6 +22,7 @@ from unfog.pipeline.outage_notice import OutageNotice
 from unfog.process.run_folder import printable
 from unfog.process.signals import StopSignals
 from unfog.reporting.progress import Progress, say, warn
+from unfog.values.image_format import scaled
 
 _TOP = re.compile(r"/|(?:[-_.\d][-\w]*)?\.tar/", re.IGNORECASE)  # ends the top folder, or the word that names a shard
 _NAMES_SAMPLED = 10_000  # file names, evenly spaced, that are searched for folders called train, test or similar
@@ -103,10 +104,10 @@ def _report(config: Config, source: Source, dataset: Dataset, few: bool) -> None
         say(f"  cache: {dataset.placement}")
     packed = type(source).decoded_dataset is not Source.decoded_dataset  # then the size was chosen long ago
     if not (config.data.size or packed) and dataset.report.actions.get("resized"):
-        side = dataset.settings.size
+        size = dataset.settings.size
         say(
-            f"  data.size = {side}: larger images are made smaller, because twice the side takes four times "
-            f"as long; --size {2 * side} keeps more detail"
+            f"  data.size = {size}: larger images are made smaller, because twice the side takes four times "
+            f"as long; --size {scaled(size, 2)} keeps more detail"
         )
     if 0 < len(dataset.train) < config.training.batch:
         warn(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,6 +26,7 @@ from unfog.training.optimizer_settings import FINE_TUNING_FACTOR, default_learni
 from unfog.training.precision import default_memory_format, default_precision
 from unfog.training.settings import MemoryFormat, PrecisionName
 from unfog.training.stability.out_of_memory import microbatch_size
+from unfog.values.image_format import size_of
 
 
 class AutoSettings:
@@ -87,18 +89,23 @@ class AutoSettings:
         """
         if self.config.trains_autoencoder:
             return
-        size = self.config.input_shape[1]
+        _, height, width = self.config.input_shape
+        size = round(math.sqrt(height * width))
         if self.config.network is not None:
-            self.config.network.check(size)
+            self.config.network.check((height, width))
             return
         if self.machine.device.type == "cpu":
             wanted, reason = ("tiny" if size <= 32 else "small"), "what a CPU trains in reasonable time"
         else:
             wanted, reason = ("cifar10" if size <= 32 else "base"), "the usual network"
         # The usual network halves the side several times; where the side is too odd for that, try those with fewer.
-        name = next((n for n in (wanted, "small", "tiny") if _image_size_fits(SIZES[n], size)), wanted)
+        name = next((n for n in (wanted, "small", "tiny") if _image_size_fits(SIZES[n], (height, width))), wanted)
         self.config = replace(self.config, network=SIZES[name])
-        self._note("network", name, f"{reason} at {size} {'latents' if self.config.uses_latents else 'pixels'}")
+        self._note(
+            "network",
+            name,
+            f"{reason} at {size_of(height, width)} {'latents' if self.config.uses_latents else 'pixels'}",
+        )
 
     def resolve_learning_rate(self) -> None:
         """Choose the learning rate by the size of network and batch; lower for pretrained weights."""
@@ -283,9 +290,9 @@ def _changed(config: Config, changes: Changes) -> Config:
     return replace(config, **sections)
 
 
-def _image_size_fits(network: Architecture, size: int) -> bool:
+def _image_size_fits(network: Architecture, sides: tuple[int, int]) -> bool:
     try:
-        network.check(size)
+        network.check(sides)
     except RequestError:
         return False
     return True

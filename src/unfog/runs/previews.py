@@ -221,7 +221,7 @@ class _AutoencoderPreviews(Previews):
 
         @torch.inference_mode()
         def compute(batch: int) -> Tensor:
-            parts = torch.split(x0, min(batch, autoencoder_batch(self.config.data.size)))
+            parts = torch.split(x0, min(batch, autoencoder_batch(self.config.image_format.pixels)))
             return torch.cat([network.decode(network.encode(part)) for part in parts])
 
         return self.with_ema_weights(len(x0), compute)

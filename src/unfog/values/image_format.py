@@ -5,14 +5,20 @@ Only this module knows how stored values become model values and back, and what 
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from numbers import Integral
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
+from unfog.errors import RequestError
 
 if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
     from PIL import Image
     from torch import Tensor
 
@@ -24,7 +30,53 @@ _KINDS = {_GREY: "grey", _RGB: "RGB"}
 _MODES = {_GREY: "L", _RGB: "RGB"}
 _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, as Pillow's "L"
 
-AnyArray = TypeVar("AnyArray")
+Size = int | str
+"""A size as settings have it: 64 for 64x64, "96x64" for width x height, 0 where it is left open."""
+LEAST, MOST = 4, 4096
+_SIZE = re.compile(r"([0-9]{1,5})(?:[x×]([0-9]{1,5}))?")
+
+
+def parse_size(size: object, name: str = "size") -> Size:
+    """Return a size in its usual form: a number where both sides are equal, else text such as "96x64".
+
+    RequestError if it is no size, or out of bounds.
+    """
+    whole = isinstance(size, Integral) and not isinstance(size, bool)
+    match = _SIZE.fullmatch(str(size).strip().lower()) if whole or isinstance(size, str) else None
+    if match is None:
+        raise RequestError(f"{name} = {size!r:.60} is not a size; give the side, as 64, or width x height, as 96x64")
+    width, height = int(match[1]), int(match[2] or match[1])
+    if not (width == height == 0 or LEAST <= min(width, height) <= max(width, height) <= MOST):
+        raise RequestError(f"{name} = {size} is out of range; give {LEAST} to {MOST} pixels, or 0 to choose it")
+    return width if width == height else f"{width}x{height}"
+
+
+def sides_of(size: Size) -> tuple[int, int]:
+    """Return (height, width) of a size. RequestError if it is none."""
+    if isinstance(size, int):
+        return size, size
+    width, _, height = str(parse_size(size)).partition("x")
+    return int(height or width), int(width)
+
+
+def size_of(height: int, width: int) -> Size:
+    """Return the size of images of these sides."""
+    return width if width == height else f"{width}x{height}"
+
+
+def scaled(size: Size, factor: int) -> Size:
+    """Return the size with both sides multiplied."""
+    height, width = sides_of(size)
+    return size_of(height * factor, width * factor)
+
+
+def check_sides(height: int, width: int, nearest: Callable[[int], int], rule: str, remedy: str = "") -> None:
+    """Raise RequestError unless each side is the nearest one that fits; `rule` follows "must be" in the message."""
+    near = nearest(height), nearest(width)
+    if near != (height, width):
+        both = " on both sides" * (height != width)
+        size = size_of(height, width)
+        raise RequestError(f"size = {size} must be {rule}{both}; try size = {size_of(*near)}{remedy}")
 
 
 @dataclass(frozen=True)
@@ -45,6 +97,13 @@ class StoredValues:
         """The stored value of 0."""
         return (self.high + self.low) / 2
 
+    @property
+    def torch_type(self) -> torch.dtype:
+        import torch
+
+        kind: torch.dtype = getattr(torch, self.dtype)
+        return kind
+
     def to_model(self, stored: Tensor) -> Tensor:
         """Convert stored values of any shape to float32 in about [-1, 1]."""
         return (stored / self.half).sub_(self.middle / self.half)
@@ -55,9 +114,7 @@ class StoredValues:
 
     def rounded(self, values: Tensor) -> Tensor:
         """Return values in stored units, rounded and clamped as the stored type requires."""
-        import torch
-
-        kind = getattr(torch, self.dtype)
+        kind = self.torch_type
         return values.to(kind) if kind.is_floating_point else values.round().clamp(self.low, self.high).to(kind)
 
     def formula(self, x: str) -> str:
@@ -66,6 +123,8 @@ class StoredValues:
 
     def levels(self) -> NDArray[np.float64]:
         """Return the model values of all levels of an integer type, in order."""
+        import numpy as np
+
         stored = np.arange(self.low, self.high + 1)
         values: NDArray[np.float64] = stored / self.half - self.middle / self.half
         return values
@@ -84,9 +143,14 @@ class ImageFormat:
     width: int
     values: StoredValues = BYTES
 
+    @classmethod
+    def of(cls, channels: int, size: Size, values: StoredValues = BYTES) -> ImageFormat:
+        """Return the format of images of a size. RequestError if it is none."""
+        return cls(channels, *sides_of(size), values)
+
     def __str__(self) -> str:
         """Return width x height and the kind of channels: "96x64 RGB"."""
-        return f"{self.size} {self.kind}"
+        return f"{self.sides} {self.kind}"
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -99,9 +163,14 @@ class ImageFormat:
         return replace(self, channels=_GREY)
 
     @property
-    def size(self) -> str:
-        """Width x height, as people write sizes: "96x64"."""
+    def sides(self) -> str:
+        """Width x height in full, also of a square: "64x64"."""
         return f"{self.width}x{self.height}"
+
+    @property
+    def size(self) -> Size:
+        """The size as a setting: 64 or "96x64"."""
+        return size_of(self.height, self.width)
 
     @property
     def kind(self) -> str:
@@ -111,6 +180,11 @@ class ImageFormat:
     @property
     def pixels(self) -> int:
         return self.height * self.width
+
+    @property
+    def square_side(self) -> int:
+        """Side of the square with as many pixels, rounded: what depends on the number of pixels goes by it."""
+        return round(math.sqrt(self.pixels))
 
     @property
     def count(self) -> int:
@@ -125,14 +199,20 @@ class ImageFormat:
     @property
     def dtype(self) -> np.dtype[Any]:
         """Type of the stored values."""
+        import numpy as np
+
         return np.dtype(self.values.dtype)
 
     def empty(self, n: int = 0) -> NDArray[Any]:
         """Return memory for n pictures [n, H, W, C], as `to_pictures` makes them."""
+        import numpy as np
+
         return np.empty((n, self.height, self.width, self.channels), self.dtype)
 
     def empty_stored(self, n: int) -> NDArray[Any]:
         """Return memory for n stored images [n, C, H, W]."""
+        import numpy as np
+
         return np.empty((n, *self.shape), self.dtype)
 
     def to_model(self, stored: Tensor) -> Tensor:
@@ -185,13 +265,15 @@ def luma_weights(count: int) -> tuple[float, ...]:
 
 def are_pictures(images: NDArray[Any]) -> bool:
     """Return True if these can be shown as they are: uint8 [N, H, W, 1 or 3]."""
-    return images.dtype == np.uint8 and images.ndim == 4 and images.shape[3] in CHANNELS
+    return images.dtype == "uint8" and images.ndim == 4 and images.shape[3] in CHANNELS
 
 
 def to_rgb(pictures: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Return pictures uint8 [N, H, W, 1 or 3] as [N, H, W, 3], without a copy. ValueError for any other shape."""
     if not are_pictures(pictures):
         raise ValueError(f"expected uint8 [N, H, W, 1 or 3], got {pictures.dtype} {list(pictures.shape)}")
+    import numpy as np
+
     return np.broadcast_to(pictures, (*pictures.shape[:3], _RGB))
 
 
@@ -202,6 +284,7 @@ def planes_to_rgb(images: Tensor) -> Tensor:
 
 def to_pillow(picture: NDArray[Any]) -> Image.Image:
     """Return a picture uint8 [H, W], [H, W, 1], [H, W, 3] or [H, W, 4] as an image of Pillow."""
+    import numpy as np
     from PIL import Image
 
     grey = picture.ndim == 3 and picture.shape[2] == _GREY

@@ -124,7 +124,7 @@ class ImageScan:
         order = np.argsort(rows)  # reads a file from front to back
         pixels = np.empty_like(found := self.pixels(rows[order]))
         pixels[order] = found
-        if pixels.shape[-1] > _LARGEST:
+        if max(pixels.shape[2:]) > _LARGEST:
             pixels = np.rint(thumbnails(pixels, _LARGEST)).astype(np.uint8)
         return pixels.transpose(0, 2, 3, 1)
 

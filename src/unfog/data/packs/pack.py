@@ -210,11 +210,11 @@ def _check_manifest(manifest: Mapping[str, Any]) -> None:
     if not (valid and len(fingerprints) == 2 and all(type(text) is str for text in fingerprints)):
         raise ValueError("shape, split or classes are none")
     settings = _stored_settings(manifest)
-    Data(**settings)  # raises RequestError for values out of range
-    size, channels, background, labels, held_out, _ = settings.values()
+    format = Data(**settings).image_format  # raises RequestError for values out of range
+    _, channels, background, labels, held_out, _ = settings.values()
     # By type(), as True and 1.0 equal 1, too.
-    typed = type(size) is int and type(channels) is int and type(background) is str and type(held_out) in (int, float)
-    if not typed or [channels, size, size] != shape[1:]:
+    typed = type(channels) is int and type(background) is str and type(held_out) in (int, float)
+    if not typed or list(format.shape) != shape[1:]:
         raise ValueError("its settings are not those of its pixels")
     if labels not in ("folders", "none"):
         raise ValueError("its labels are not resolved")

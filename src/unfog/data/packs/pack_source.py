@@ -13,7 +13,7 @@ from unfog.data.settings import Data
 from unfog.data.sources.base import OpenOptions, Source, SourceLocation
 from unfog.errors import RequestError
 from unfog.text import sanitize
-from unfog.values.image_format import to_pillow
+from unfog.values.image_format import ImageFormat, sides_of, to_pillow
 
 
 class PackSource(Source):
@@ -54,10 +54,10 @@ class PackSource(Source):
     def decoded_dataset(self, settings: Data) -> Dataset | None:
         # Automatic settings fit, and so does the default `held_out`.
         pack, packed = self.pack, self.pack.settings
-        size = packed["size"]
-        if settings.size > size:
+        size, format = packed["size"], ImageFormat.of(packed["channels"], packed["size"])
+        if any(wanted > held for wanted, held in zip(sides_of(settings.size), sides_of(size))):
             raise RequestError(
-                f"size = {settings.size}, but {sanitize(self.name)} holds images of {size}x{size}; pack the "
+                f"size = {settings.size}, but {sanitize(self.name)} holds images of {format.sides}; pack the "
                 f"originals again with --size {settings.size}, or omit --size"
             )
         fits = settings.size in (0, size) and settings.channels in (0, packed["channels"])

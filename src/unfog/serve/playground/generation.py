@@ -55,21 +55,22 @@ class Studio:
             return
         image, mask = _inputs(message)
         settings = dict(head["settings"])
-        count, size = settings.pop("n"), run.config.data.size
+        count, format = settings.pop("n"), run.config.image_format
         edit = build_edit(run.config, image, mask, settings.get("strength"), settings.get("repeats"))
         kind, steps, grid = (settings.get(name) for name in ("sampler", "steps", "grid"))
         sampler = run.sampler(kind, steps, grid, settings.get("levels", ()))
         # The adaptive sampler has a noise level for each image, so its steps are shown one image at a time.
-        batch = 1 if sampler.kind == "adaptive" else max(1, min(count, _BATCH_PIXELS // size**2))
+        batch = 1 if sampler.kind == "adaptive" else max(1, min(count, _BATCH_PIXELS // format.pixels))
         total = edit.steps(sampler.steps) if edit else sampler.steps
         watch = _StepSender(channel, job, run, every=_every(total, count, run))
-        channel.send("began", job, steps=total, batches=-(-count // batch), device=str(run.device), size=size)
+        parts, device = -(-count // batch), str(run.device)
+        channel.send("began", job, steps=total, batches=parts, device=device, size=format.size)
         began = time.monotonic()
         images = run.sample(count, image=image, mask=mask, observe=watch, batch=batch, **settings)
         facts: dict[str, Any] = {"seconds": round(time.monotonic() - began, 3), "calls": run.calls}
         if edit is not None and edit.unknown is not None and len(images):
             known = ~edit.unknown[0].numpy()
-            kept = run.config.image_format.to_pictures(edit.image[None])[0][known]
+            kept = format.to_pictures(edit.image[None])[0][known]
             facts["kept"] = {"pixels": int(known.sum()), "equal": bool((np.asarray(images)[:, known] == kept).all())}
         stopped = len(images) < count
         channel.send("done", job, np.ascontiguousarray(images).tobytes(), images=images.shape, stopped=stopped, **facts)

@@ -23,11 +23,10 @@ from unfog.reporting.image_grids import Pixels
 from unfog.serve.playground.job import Job
 from unfog.serve.run_files import decode_picture, read_settings
 from unfog.serve.run_files import webp as encode_webp
-from unfog.values.image_format import CHANNELS, ImageFormat, to_pillow
+from unfog.values.image_format import CHANNELS, ImageFormat, parse_size, to_pillow
 
 _EMPTY = 128  # grey, of a picture that has not begun
 _KEPT, _MOST_PIXELS, _MOST_TEXT = 24, 2**24, 2**16
-_MOST_SIDE = 2**12  # pixels of a run's images
 
 
 def sheet(pictures: Sequence[Pixels | None], columns: int = 0) -> bytes:
@@ -79,9 +78,10 @@ def format_of(run: Path) -> ImageFormat:
     settings = read_settings(run)
     size, channels = settings.get("data.size"), settings.get("data.channels")
     # A program of somebody else may have written it: an image of that size is made.
-    if not (isinstance(size, int) and 1 <= size <= _MOST_SIDE and channels in CHANNELS):
-        raise RequestError("config.toml of this run is missing, damaged, or has no size and channels")
-    return ImageFormat(int(channels), size, size)
+    with suppress(RequestError):
+        if size and channels in CHANNELS:
+            return ImageFormat.of(int(channels), parse_size(size))
+    raise RequestError("config.toml of this run is missing, damaged, or has no size and channels")
 
 
 def at_run_size(pixels: Pixels, format: ImageFormat) -> Pixels:
