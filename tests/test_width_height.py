@@ -35,7 +35,10 @@ from unfog.models.network_settings import build_model
 from unfog.models.settings import DiT, MPUNet, UNet
 from unfog.pipeline.image_files import build_edit
 from unfog.pipeline.latents import save_autoencoder
+from unfog.pipeline.load_data import load_images
+from unfog.process.signals import StopSignals
 from unfog.serve.playground.images import at_run_size, sheet
+from unfog.training.settings import Training
 from unfog.values.image_format import ImageFormat
 
 TOP, BOTTOM, LEFT, RIGHT = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0)
@@ -241,6 +244,31 @@ def test_a_pack_of_wide_images_keeps_its_size_and_is_fitted_to_others(tmp_path):
 def test_the_size_that_all_images_have_is_upright(tmp_path):
     assert common_size(open_source(_folder(tmp_path / "a"))) == "48x32"
     assert common_size(open_source(_jpegs_on_their_side(tmp_path / "b"))) == "48x32"
+
+
+@pytest.mark.parametrize(
+    ("originals", "size"),
+    [
+        ([(300, 200)] * 9 + [(200, 300)], "96x64"),
+        ([(200, 300)] * 9 + [(300, 300)], "64x96"),
+        ([(1920, 1080), (1280, 720), (640, 360)], "112x64"),
+        ([(48, 36)] * 4, "48x36"),
+        ([(90, 60)] * 4, "48x32"),
+        ([(4000, 100)] * 4, "256x64"),
+        ([(300, 200)] * 6 + [(200, 300)] * 4, 64),  # mixed
+        ([(300, 260)] * 9, 64),  # nearly square
+        ([(40, 36)] * 4, 32),
+        ([(48, 48)] * 4, 48),
+    ],
+)
+def test_a_size_left_open_keeps_the_shape_that_most_images_share(originals, size, tmp_path, capsys):
+    for i, sides in enumerate(originals):
+        Image.new("RGB", sides, "red").save(tmp_path / f"{i}.png")
+    config = Config(source=str(tmp_path), training=Training(batch=1))
+    with StopSignals() as stop:
+        dataset, facts = load_images(config, stop)
+    assert facts.data.size == dataset.settings.size == size
+    assert ("most images have about this shape; --size" in capsys.readouterr().err) == isinstance(size, str)
 
 
 def test_the_doctor_measures_what_the_crop_keeps():

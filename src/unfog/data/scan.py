@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,10 @@ from unfog.values.image_format import LEAST, MOST, ImageFormat, Size, colour_cha
 # Images, evenly spread, that an automatic size looks at, and automatic channels before all images are decoded.
 _HEADERS_SAMPLED = 1000
 COLOURS_SAMPLED = 64
+
+# An automatic size keeps a shape that so many of the sampled images share within this logarithm of the aspect, if its
+# sides differ by more than this factor. Its long side has at most so many steps of a quarter of the short one.
+_MOST_ALIKE, _ALIKE, _NEARLY_SQUARE, _LONGEST = 0.75, 0.03, 1.2, 16
 
 # Images, evenly spread, whose headers say whether values are deeper than 8 bits; of a network, a read each.
 _RANGES_SAMPLED, _RANGES_SAMPLED_REMOTE = 256, 64
@@ -215,14 +220,32 @@ def _unit_hash(name: str) -> float:
 
 
 def _choose_size(source: Source) -> Size:
-    """Return the images' own size if all sampled ones are one small square, else 64, or 32 for small images."""
+    """Return the images' own size if all sampled ones have one that is small, else 64, or 32 for small images.
+
+    Where most share a shape that is far from a square, that is the short side, and the long one follows.
+    """
     sizes = _sampled_sizes(source)
     if not sizes:
         return 32
-    width, height = _common_sides(sizes)
-    if width == height <= 64 and width % 4 == 0 and width >= 8:  # networks halve it twice
-        return width
-    return 64 if np.median([min(size) for size in sizes]) >= 64 else 32
+    (width, height), aspect = _common_sides(sizes), _common_aspect(sizes)
+    square = width == height
+    # Networks halve it twice.
+    if max(width, height) <= 64 and min(width, height) >= 8 and width % 4 == height % 4 == 0 and (square or aspect):
+        return size_of(height, width)
+    short = 64 if np.median([min(size) for size in sizes]) >= 64 else 32
+    if not aspect:
+        return short
+    step = short // 4  # of the long side, so that networks can halve it as often as the short one, or nearly
+    long = min(_LONGEST, round(short * max(aspect, 1 / aspect) / step)) * step
+    return size_of(short, long) if aspect > 1 else size_of(long, short)
+
+
+def _common_aspect(sizes: Sequence[tuple[int, int]]) -> float:
+    """Return width over height that most images have, within a few percent; 0 if they differ, or are nearly square."""
+    aspects = np.log([width / height for width, height in sizes])
+    middle = float(np.median(aspects))
+    alike = float((np.abs(aspects - middle) <= _ALIKE).mean())
+    return math.exp(middle) if alike >= _MOST_ALIKE and abs(middle) >= math.log(_NEARLY_SQUARE) else 0.0
 
 
 def common_size(source: Source, without: Sequence[str] = ()) -> Size:

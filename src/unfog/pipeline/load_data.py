@@ -103,8 +103,11 @@ def _report(config: Config, source: Source, dataset: Dataset, few: bool) -> None
     if dataset.placement and not few:
         say(f"  cache: {dataset.placement}")
     packed = type(source).decoded_dataset is not Source.decoded_dataset  # then the size was chosen long ago
-    if not (config.data.size or packed) and dataset.report.actions.get("resized"):
-        size = dataset.settings.size
+    size = dataset.settings.size
+    if not (config.data.size or packed) and isinstance(size, str):
+        side = min(dataset.settings.image_format.shape[1:])
+        say(f"  data.size = {size}: most images have about this shape; --size {side} crops them to squares")
+    elif not (config.data.size or packed) and dataset.report.actions.get("resized"):
         say(
             f"  data.size = {size}: larger images are made smaller, because twice the side takes four times "
             f"as long; --size {scaled(size, 2)} keeps more detail"

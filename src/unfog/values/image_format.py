@@ -41,10 +41,15 @@ def parse_size(size: object, name: str = "size") -> Size:
 
     RequestError if it is no size, or out of bounds.
     """
-    whole = isinstance(size, Integral) and not isinstance(size, bool)
-    match = _SIZE.fullmatch(str(size).strip().lower()) if whole or isinstance(size, str) else None
+    try:
+        whole = isinstance(size, Integral) and not isinstance(size, bool)
+        text = str(size) if whole or isinstance(size, str) else ""
+        shown = text if whole else " ".join(repr(size).split())
+    except ValueError:  # a whole number of more digits than Python writes
+        text, shown = "", "a number of thousands of digits"
+    match = _SIZE.fullmatch(text.strip().lower())
     if match is None:
-        raise RequestError(f"{name} = {size!r:.60} is not a size; give the side, as 64, or width x height, as 96x64")
+        raise RequestError(f"{name} = {shown:.60} is not a size; give the side, such as 64, or width x height: 96x64")
     width, height = int(match[1]), int(match[2] or match[1])
     if not (width == height == 0 or LEAST <= min(width, height) <= max(width, height) <= MOST):
         raise RequestError(f"{name} = {size} is out of range; give {LEAST} to {MOST} pixels, or 0 to choose it")

@@ -27,7 +27,7 @@ from unfog.export.diffusers_unet import Network
 from unfog.export.elsewhere import ElsewhereModel
 from unfog.inference.run import Run
 from unfog.models.autoencoder_settings import AutoencoderFolder, Latents
-from unfog.values.image_format import Size, scaled
+from unfog.values.image_format import Size, scaled, size_of
 
 _TARGETS: dict[str, Target] = {"epsilon": Eps(), "sample": X0(), "v_prediction": V()}
 
@@ -85,7 +85,7 @@ def export_difference(run: Run) -> float:
     channels, height, width = config.input_shape
     out = channels * (2 if config.diffusion.learned_variance else 1)
     plain = Network(config.network, channels, len(config.classes), network.state_dict(), out)
-    settings, state = plain.to_unet2d(height, width)
+    settings, state = plain.to_unet2d(size_of(height, width))
     exported = UNet2DModel(**settings).eval()
     exported.load_state_dict(state)
     x = torch.randn(2, channels, height, width, generator=torch.Generator().manual_seed(1))
