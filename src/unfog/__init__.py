@@ -38,9 +38,9 @@ from unfog.from_python import (
 )
 
 if TYPE_CHECKING:
-    from unfog.commands.ema_sweep import EmaSweepResult
     from unfog.commands.find_lr import FindLrResult
     from unfog.commands.tune import TuneResult
+    from unfog.inference.ema_sweep import EmaSweepResult
     from unfog.inference.evaluation_files import Evaluation
     from unfog.inference.run import Run
     from unfog.planning.plan import Plan
@@ -277,8 +277,8 @@ def ema_sweep(
     device: str = "auto",
 ) -> EmaSweepResult:
     """Find the best EMA width of a run, and make it the run's own."""
-    from unfog.commands.ema_sweep import ema_sweep as sweep
     from unfog.config.run_requests import EmaSweepRequest
+    from unfog.inference.ema_sweep import ema_sweep as sweep
 
     folder: Any = Path(path_of(path))
     listed: Any = widths if isinstance(widths, float | int) else tuple(widths)  # `sweep` refuses a number

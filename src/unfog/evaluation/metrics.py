@@ -143,16 +143,26 @@ def compare_features(
     return results
 
 
-def check_count(metric: str, n: int, image: Tensor, features: Features, option: str) -> None:
+def check_count(metric: str, n: int, image: Tensor, features: Features, instead: str, larger: str = "-n") -> None:
     """Reject what `compare_features` would reject for n images in the smaller set, before they are generated.
 
-    RequestError if they are too few, which names the `option` that chooses another metric. None but the Frechet
-    distance is refused. `image` is any one, uint8 [1, C, H, W], to see how many features it has.
+    Only the Frechet distance can be refused.
+
+    Args:
+        metric: its name.
+        n: images in the smaller set.
+        image: any one, uint8 [1, C, H, W], to see how many features it has.
+        features: the extractor.
+        instead: the option that chooses another metric.
+        larger: the option that raises n.
+
+    Raises:
+        RequestError: there are too few images.
     """
     if METRICS[metric] is _frechet and n <= (width := features(image).shape[1]):
         raise RequestError(
             f"{metric} is refused: {n:,} images are too few for the {width:,} features of {features.name}, "
-            f"which need more than that; give a larger -n, or {option} kid, which holds at any n"
+            f"which need more than that; give a larger {larger}, or {instead} kid, which holds at any n"
         )
 
 

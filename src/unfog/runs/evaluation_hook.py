@@ -7,22 +7,18 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from unfog.checks.run.loss_checks import ROSE, check_overfitting, held_out_history, loss_images
 from unfog.checks.run.run_record import RunRecord
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
 from unfog.errors import RequestError
-from unfog.evaluation.features import Features, compute_features, open_features
-from unfog.evaluation.metrics import MetricResult, compare_features
-from unfog.evaluation.pixel_metrics import compare_pixels
-from unfog.inference.compare_images import ImageRows
+from unfog.evaluation.features import Features, open_features
+from unfog.inference.compare_images import Comparison
 from unfog.pipeline.build import build_network, without_augmentation
 from unfog.pipeline.generate import GenerationSettings, proportional_labels
 from unfog.planning.auto_settings import AutoSettings
@@ -30,7 +26,7 @@ from unfog.planning.flops import measure_flops
 from unfog.planning.intervals import Choice
 from unfog.planning.sampling_cost import cost_per_sample
 from unfog.reporting.findings import Finding
-from unfog.reporting.progress import Progress, plural, warn
+from unfog.reporting.progress import Progress, warn
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.records import read_events, read_metrics
 from unfog.runs.previews import Previews
@@ -162,16 +158,6 @@ def _metric_flops(config: Config, samples: int, reference: int, width: int) -> f
     return pairs + covariances + 20 * _PER_VALUE * values * (_PIXEL_METRIC in names)
 
 
-def _compute_metrics(
-    config: Config, real: Tensor, fake: Tensor, real_pixels: Tensor, fake_pixels: Tensor
-) -> dict[str, MetricResult]:
-    names = [name for name in config.evaluate.metrics if name != _PIXEL_METRIC]
-    found = dict(zip(names, compare_features(names, real, fake), strict=True))
-    if _PIXEL_METRIC in config.evaluate.metrics:
-        found[_PIXEL_METRIC] = compare_pixels([_PIXEL_METRIC], real_pixels, fake_pixels)[0]
-    return found
-
-
 def _metrics_due(config: Config, step: int, plan: Plan) -> bool:
     """Return True if metrics are due after this step: the last one, or the first evaluation after their interval.
 
@@ -186,47 +172,39 @@ class _MetricsHook:
     """Computes metrics of samples during training, from the EMA weights and always from the same noise."""
 
     def __init__(self, config: Config, images: ImageSet, previews: Previews, device: torch.device):
-        self.config, self.images, self.previews = config, images, previews
-        self.features = open_features(config.evaluate.features, device, only_known=True)
+        self.evaluate, self.images, self.previews = config.evaluate, images, previews
+        features = open_features(config.evaluate.features, device, only_known=True)
+        rows = evenly_spaced(len(images), config.evaluate.reference)
+        self.compared = Comparison(config.evaluate.metrics, features, images, rows)
 
     def dry_run(self) -> dict[str, float]:
         """Compute the metrics of a few samples, so that errors surface early; there is nothing to record.
 
         RequestError if the best checkpoint is chosen by FID, and there are fewer samples than features.
         """
+        evaluate = self.evaluate
+        if "fid" in evaluate.metrics:
+            larger = "samples" if evaluate.samples < len(self.compared.rows) else "reference"
+            try:
+                self.compared.check_count("fid", evaluate.samples, "--evaluate.best", f"--evaluate.{larger}")
+            except RequestError as error:
+                if evaluate.best == "fid":
+                    raise RequestError(f"evaluate.best = fid: {error}") from None
+                warn(f"{error}; it is left out")
         self.measure(TRIAL_SAMPLES)
-        evaluate, width = self.config.evaluate, self._reference.shape[1]
-        if "fid" in evaluate.metrics and (few := min(evaluate.samples, len(self._reference))) <= width:
-            said = f"fid needs more than {width:,} samples with {self.features.name}, and here are {few:,}"
-            if evaluate.best == "fid":
-                raise RequestError(f"evaluate.best = fid: {said}; choose by kid, or set --evaluate.samples")
-            warn(f"{said}; it is left out. kid holds at any number")
         return {}
 
     def measure(self, count: int) -> dict[str, float]:
         """Return values for the record by name, of `count` samples, with their standard errors where known."""
-        config, metrics = self.config, self.config.evaluate.metrics
         # In proportion, or the metrics would compare the shares of the classes.
         labels = proportional_labels(self.images.labels, count)
         pixels = np.ascontiguousarray(self.previews.samples(count, labels).transpose(0, 3, 1, 2))
-        fake = compute_features(pixels, self.features)
-        real = pixels  # not looked at unless pixels are compared
-        if _PIXEL_METRIC in metrics:
-            real = np.ascontiguousarray(self.images.pixels[evenly_spaced(len(self.images), count)])
-        found = _compute_metrics(config, self._reference, fake, torch.from_numpy(real), torch.from_numpy(pixels))
+        measured = self.compared.measure(pixels, self.compared.compute_features(pixels, "samples"))
         record: dict[str, float] = {"drawn": count}
-        for name, one in found.items():
+        for name, (one, *_) in measured.items():
             record |= {} if one.value is None else {name: one.value}
             record |= {} if one.error is None else {f"{name}_error": one.error}
         return record
-
-    @cached_property
-    def _reference(self) -> Tensor:
-        """Features [N, D] of evenly spread training images, computed once in a run."""
-        rows, key = evenly_spaced(len(self.images), self.config.evaluate.reference), f"{self.images.fingerprint} spread"
-        with Progress(f"{self.features.name} of {plural(len(rows), 'training image')}", len(rows)) as progress:
-            source = ImageRows(self.images, rows)
-            return compute_features(source, self.features, key, lambda done, total: progress.update(done))
 
 
 class EvaluationHook:

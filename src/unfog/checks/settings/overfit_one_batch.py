@@ -148,8 +148,8 @@ class _OverfitBatch:
         x0 = mean + alpha * variance / (alpha.square() * variance + sigma.square()) * (x_t - alpha * mean)
         answer = diffusion.network_target(x0, (x_t - alpha * x0) / sigma, logsnr)
         loss_at = fixed_loss(lambda x, c_noise, label: answer, self.objective)
-        loss, _ = fixed_losses(loss_at, self.x0, self.label, self.u[None], lambda level: self.noise, _IMAGES)
-        return loss[0]
+        losses = fixed_losses(loss_at, self.x0, self.label, self.u[None], lambda level: self.noise, _IMAGES)
+        return losses[0, 0]
 
     def answers(self, network: nn.Module, exchanged: str = "") -> Tensor:
         """Return the outputs [B, C, H, W], optionally with one input exchanged: image, level or label.
