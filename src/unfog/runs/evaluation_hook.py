@@ -55,9 +55,10 @@ class _Costs(NamedTuple):
 def resolve_metrics(auto: AutoSettings, images: ImageSet, device: torch.device) -> None:
     """Resolve what is open of the metrics' settings, so that they take their share of the training's arithmetic.
 
-    RequestError if no evaluation is due in this run, or there are too few images.
+    RequestError if no evaluation is due in this run, there are too few images, or the best checkpoint is chosen by FID
+    and there are fewer samples than features.
     """
-    config, evaluate = auto.config, auto.config.evaluate
+    evaluate = auto.config.evaluate
     if not evaluate.metrics:
         return
     if evaluate.every < 0:
@@ -69,8 +70,15 @@ def resolve_metrics(auto: AutoSettings, images: ImageSet, device: torch.device) 
         raise RequestError(
             f"evaluate.metrics need at least {TRIAL_SAMPLES} training images, but there are only {len(images)}"
         )
-    if evaluate.samples and evaluate.reference and evaluate.metrics_every:
-        return
+    if not (evaluate.samples and evaluate.reference and evaluate.metrics_every):
+        _choose_samples(auto, images, device)
+    if auto.config.evaluate.metrics_every >= 0:
+        _check_fid(auto.config.evaluate, images, device)
+
+
+def _choose_samples(auto: AutoSettings, images: ImageSet, device: torch.device) -> None:
+    """Choose the open numbers of samples and of reference images, and the interval of the metrics."""
+    config, evaluate = auto.config, auto.config.evaluate
     # Counted rather than timed, so that a repeated command measures at the same steps.
     costs = _count_costs(config, images, open_features(evaluate.features, device, only_known=True), device)
     allowed = evaluate.share * costs.training
@@ -81,6 +89,26 @@ def resolve_metrics(auto: AutoSettings, images: ImageSet, device: torch.device) 
 
     chosen, each = _fit_to_budget(config, len(images), costs, allowed, once)
     _adopt_metrics(auto, chosen, each / costs.training)
+
+
+def _comparison(evaluate: Evaluate, images: ImageSet, device: torch.device) -> Comparison:
+    """Return the comparison with evenly spread training images."""
+    features = open_features(evaluate.features, device, only_known=True)
+    return Comparison(evaluate.metrics, features, images, evenly_spaced(len(images), evaluate.reference))
+
+
+def _check_fid(evaluate: Evaluate, images: ImageSet, device: torch.device) -> None:
+    """Warn that FID needs more samples; RequestError if the best checkpoint is chosen by it."""
+    if "fid" not in evaluate.metrics:
+        return
+    compared = _comparison(evaluate, images, device)
+    larger = "samples" if evaluate.samples < len(compared.rows) else "reference"
+    try:
+        compared.check_count("fid", evaluate.samples, "--evaluate.best", f"--evaluate.{larger}")
+    except RequestError as error:
+        if evaluate.best == "fid":
+            raise RequestError(f"evaluate.best = fid: {error}") from None
+        warn(f"{error}; it is left out")
 
 
 def _adopt_metrics(auto: AutoSettings, chosen: Evaluate, each: float) -> None:
@@ -172,27 +200,8 @@ class _MetricsHook:
     """Computes metrics of samples during training, from the EMA weights and always from the same noise."""
 
     def __init__(self, config: Config, images: ImageSet, previews: Previews, device: torch.device):
-        self.evaluate, self.images, self.previews = config.evaluate, images, previews
-        features = open_features(config.evaluate.features, device, only_known=True)
-        rows = evenly_spaced(len(images), config.evaluate.reference)
-        self.compared = Comparison(config.evaluate.metrics, features, images, rows)
-
-    def dry_run(self) -> dict[str, float]:
-        """Compute the metrics of a few samples, so that errors surface early; there is nothing to record.
-
-        RequestError if the best checkpoint is chosen by FID, and there are fewer samples than features.
-        """
-        evaluate = self.evaluate
-        if "fid" in evaluate.metrics:
-            larger = "samples" if evaluate.samples < len(self.compared.rows) else "reference"
-            try:
-                self.compared.check_count("fid", evaluate.samples, "--evaluate.best", f"--evaluate.{larger}")
-            except RequestError as error:
-                if evaluate.best == "fid":
-                    raise RequestError(f"evaluate.best = fid: {error}") from None
-                warn(f"{error}; it is left out")
-        self.measure(TRIAL_SAMPLES)
-        return {}
+        self.images, self.previews = images, previews
+        self.compared = _comparison(config.evaluate, images, device)
 
     def measure(self, count: int) -> dict[str, float]:
         """Return values for the record by name, of `count` samples, with their standard errors where known."""
@@ -216,8 +225,9 @@ class EvaluationHook:
         self._metrics = _MetricsHook(config, dataset.train, previews, context.device) if wanted else None
 
     def dry_run(self) -> None:
+        """Compute the metrics of a few samples, so that errors surface early; there is nothing to record."""
         if self._metrics is not None:
-            self._metrics.dry_run()
+            self._metrics.measure(TRIAL_SAMPLES)
 
     def evaluate(self, step: int, recorder: Recorder) -> dict[str, Any]:
         """Return numbers for the record; empty if there is nothing to measure."""
@@ -235,12 +245,14 @@ class EvaluationHook:
         return record | self._evaluate_samples(step, recorder)
 
     def _evaluate_samples(self, step: int, recorder: Recorder) -> dict[str, Any]:
-        metrics, started = self._metrics, time.perf_counter()
+        metrics, started, record = self._metrics, time.perf_counter(), dict[str, float]()
         if metrics is None or (step > 0 and not _metrics_due(self._config, step, self._previews.state.length.at(step))):
             return {}
         with self._context.heartbeat.during("measuring samples"):
-            # Before the first step they would measure noise, so they are only tried out.
-            record = metrics.dry_run() if step == 0 else metrics.measure(self._config.evaluate.samples)
+            if step > 0:
+                record = metrics.measure(self._config.evaluate.samples)
+            else:  # samples of a fresh network are noise
+                self.dry_run()
         recorder.event("measured", step, seconds=round(time.perf_counter() - started, 3), **record)
         return record
 

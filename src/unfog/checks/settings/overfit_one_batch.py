@@ -27,7 +27,7 @@ from unfog.evaluation.held_out import fixed_losses, midpoints
 from unfog.pipeline.build import build_objective, fixed_loss, without_augmentation
 from unfog.pipeline.latents import latent_decoder
 from unfog.reporting.charts import line_chart
-from unfog.reporting.findings import Figure, Finding
+from unfog.reporting.findings import DRY_RUN, Figure, Finding
 from unfog.reporting.image_grids import Pixels, grid
 from unfog.reporting.progress import Progress, format_number
 from unfog.reporting.records import json_values
@@ -238,7 +238,7 @@ def _finding(config: Config, state: TrainState, lesson: _OverfitBatch, monitor: 
     began = f"in {steps} steps of {_IMAGES} images at lr {config.optimizer.lr:.2g} the loss"
     went = f"fell to {format_number(100 * fallen)}% of" if fallen <= 1 else f"rose to {format_number(fallen)} times"
     said = f"{began} {went} what it was at first"
-    finding = partial(Finding, "rehearsal.overfit", facts=facts, figures=_figures(lesson, monitor, state.model))
+    finding = partial(Finding, f"{DRY_RUN}.overfit", facts=facts, figures=_figures(lesson, monitor, state.model))
     if steps and not math.isfinite(fallen):
         skipped = f"became infinite, and {steps - state.updates} steps were skipped"
         return finding(
