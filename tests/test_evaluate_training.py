@@ -248,6 +248,14 @@ def test_the_best_is_not_chosen_by_what_will_not_be_measured(tmp_path):
         unfog.train(images(), out=tmp_path / "run", steps=4, evaluate=evaluate, **SETTINGS)
 
 
+def test_the_doctor_finds_that_the_best_cannot_be_chosen_by_fid(tmp_path):
+    evaluate = {**METRICS, "metrics": ["fid"], "features": "pixels", "best": "fid", "metrics_every": 4}
+    findings = unfog.doctor(images(), out=tmp_path / "page", steps=4, evaluate=evaluate, **SETTINGS)
+    (fatal,) = [one for one in findings if one.severity == "fatal"]
+    assert "evaluate.best = fid" in fatal.evidence
+    assert "--evaluate.samples" in fatal.evidence
+
+
 @pytest.mark.exhaustive
 def test_overfitting_is_said_once_with_the_best_step(tmp_path, capsys):
     """Noise cannot be learned but by heart."""

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import unfog.cores  # noqa: F401  # first, as it must come before torch
+from unfog._version import __version__
 from unfog.errors import RequestError, RunError, UnfogError
 from unfog.from_python import (
     PathLikeText,
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from unfog.process.run_folder import RunFolder
     from unfog.reporting.findings import Finding
 
-__version__ = "0.2.0"  # the build reads it from this line
 __all__ = [
     "RequestError",
     "RunError",
