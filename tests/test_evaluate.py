@@ -110,7 +110,7 @@ def test_losses_by_image_add_up_to_what_training_records():
         return error, 2 * error
 
     losses = held_out.losses(loss_at, batch=4)
-    measured = held_out.measure(loss_at, batch=4)
+    measured = held_out.summary(losses, 4)
     assert losses.shape == (2, 5, 10)
     assert losses[0].mean(1).tolist() == pytest.approx(measured["held_out_by_level"], rel=1e-12)
     assert losses[0].mean().item() == pytest.approx(measured["held_out_loss"], rel=1e-12)

@@ -101,7 +101,8 @@ class Comparison:
         """Raise RequestError if a metric would be refused for so many samples. See `evaluation.metrics.check_count`."""
         if self.features is not None:
             one = torch.from_numpy(self.reference.take(np.arange(1)).pixels)
-            check_count(metric, min(samples, len(self.rows)), one, self.features, instead, larger)
+            n, most = min(samples, len(self.rows)), len(self.reference)
+            check_count(metric, n, one, self.features, instead, larger, most)
 
     def measure(
         self, samples: PixelSource, fake: Tensor | None, baseline: bool = False

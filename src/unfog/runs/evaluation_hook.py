@@ -101,10 +101,10 @@ def _check_fid(evaluate: Evaluate, images: ImageSet, device: torch.device) -> No
     """Warn that FID needs more samples; RequestError if the best checkpoint is chosen by it."""
     if "fid" not in evaluate.metrics:
         return
-    compared = _comparison(evaluate, images, device)
-    larger = "samples" if evaluate.samples < len(compared.rows) else "reference"
+    instead = "--evaluate.metrics kid --evaluate.best" if evaluate.best == "fid" else "--evaluate.metrics"
+    larger = "--evaluate.samples and --evaluate.reference"
     try:
-        compared.check_count("fid", evaluate.samples, "--evaluate.best", f"--evaluate.{larger}")
+        _comparison(evaluate, images, device).check_count("fid", evaluate.samples, instead, larger)
     except RequestError as error:
         if evaluate.best == "fid":
             raise RequestError(f"evaluate.best = fid: {error}") from None
@@ -196,38 +196,18 @@ def _metrics_due(config: Config, step: int, plan: Plan) -> bool:
     return every >= 0 and (step >= plan.steps or step // every > (step - apart) // every)
 
 
-class _MetricsHook:
-    """Computes metrics of samples during training, from the EMA weights and always from the same noise."""
-
-    def __init__(self, config: Config, images: ImageSet, previews: Previews, device: torch.device):
-        self.images, self.previews = images, previews
-        self.compared = _comparison(config.evaluate, images, device)
-
-    def measure(self, count: int) -> dict[str, float]:
-        """Return values for the record by name, of `count` samples, with their standard errors where known."""
-        # In proportion, or the metrics would compare the shares of the classes.
-        labels = proportional_labels(self.images.labels, count)
-        pixels = np.ascontiguousarray(self.previews.samples(count, labels).transpose(0, 3, 1, 2))
-        measured = self.compared.measure(pixels, self.compared.compute_features(pixels, "samples"))
-        record: dict[str, float] = {"drawn": count}
-        for name, (one, *_) in measured.items():
-            record |= {} if one.value is None else {name: one.value}
-            record |= {} if one.error is None else {f"{name}_error": one.error}
-        return record
-
-
 class EvaluationHook:
     """Evaluates a run as it trains, and records how long that took."""
 
     def __init__(self, context: RunContext, config: Config, dataset: Dataset, previews: Previews):
         self._context, self._config, self._dataset, self._previews = context, config, dataset, previews
         wanted = config.evaluate.metrics and config.evaluate.metrics_every >= 0
-        self._metrics = _MetricsHook(config, dataset.train, previews, context.device) if wanted else None
+        self._compared = _comparison(config.evaluate, dataset.train, context.device) if wanted else None
 
     def dry_run(self) -> None:
         """Compute the metrics of a few samples, so that errors surface early; there is nothing to record."""
-        if self._metrics is not None:
-            self._metrics.measure(TRIAL_SAMPLES)
+        if self._compared is not None:
+            self._measure(self._compared, TRIAL_SAMPLES)
 
     def evaluate(self, step: int, recorder: Recorder) -> dict[str, Any]:
         """Return numbers for the record; empty if there is nothing to measure."""
@@ -244,16 +224,32 @@ class EvaluationHook:
             recorder.warn(step, f"overfitting: {finding.evidence}; {finding.remedy}")
         return record | self._evaluate_samples(step, recorder)
 
-    def _evaluate_samples(self, step: int, recorder: Recorder) -> dict[str, Any]:
-        metrics, started, record = self._metrics, time.perf_counter(), dict[str, float]()
-        if metrics is None or (step > 0 and not _metrics_due(self._config, step, self._previews.state.length.at(step))):
+    def _evaluate_samples(self, step: int, recorder: Recorder) -> dict[str, float]:
+        compared, started, record = self._compared, time.perf_counter(), dict[str, float]()
+        plan = self._previews.state.length.at(step)
+        if compared is None or (step > 0 and not _metrics_due(self._config, step, plan)):
             return {}
         with self._context.heartbeat.during("measuring samples"):
             if step > 0:
-                record = metrics.measure(self._config.evaluate.samples)
+                record = self._measure(compared, self._config.evaluate.samples)
             else:  # samples of a fresh network are noise
                 self.dry_run()
         recorder.event("measured", step, seconds=round(time.perf_counter() - started, 3), **record)
+        return record
+
+    def _measure(self, compared: Comparison, count: int) -> dict[str, float]:
+        """Return values for the record by name, of `count` samples, with their standard errors where known.
+
+        The samples are those of the EMA weights, always from the same noise.
+        """
+        # In proportion, or the metrics would compare the shares of the classes.
+        labels = proportional_labels(compared.reference.labels, count)
+        pixels = np.ascontiguousarray(self._previews.samples(count, labels).transpose(0, 3, 1, 2))
+        measured = compared.measure(pixels, compared.compute_features(pixels, "samples"))
+        record: dict[str, float] = {"drawn": count}
+        for name, (one, *_) in measured.items():
+            record |= {} if one.value is None else {name: one.value}
+            record |= {} if one.error is None else {f"{name}_error": one.error}
         return record
 
     def _check_overfitting(self, step: int, measured: dict[str, Any]) -> Finding | None:
