@@ -244,7 +244,7 @@ def test_features_that_are_not_there_are_missed_before_images_are_read(tmp_path,
 
 def test_the_best_is_not_chosen_by_what_will_not_be_measured(tmp_path):
     evaluate = {**METRICS, "metrics": ["fid"], "features": "pixels", "best": "fid", "metrics_every": 4}
-    with pytest.raises(RequestError, match=r"20 images are .* 192 features of pixels.*--evaluate\.samples"):
+    with pytest.raises(RequestError, match=r"20 images are .* 192 features of pixels.*--evaluate\.best kid"):
         unfog.train(images(), out=tmp_path / "run", steps=4, evaluate=evaluate, **SETTINGS)
 
 
@@ -253,7 +253,7 @@ def test_the_doctor_finds_that_the_best_cannot_be_chosen_by_fid(tmp_path):
     findings = unfog.doctor(images(), out=tmp_path / "page", steps=4, evaluate=evaluate, **SETTINGS)
     (fatal,) = [one for one in findings if one.severity == "fatal"]
     assert "evaluate.best = fid" in fatal.evidence
-    assert "--evaluate.samples" in fatal.evidence
+    assert "--evaluate.best kid" in fatal.evidence
 
 
 @pytest.mark.exhaustive
