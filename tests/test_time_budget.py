@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,7 @@ import forked
 import unfog
 from conftest import TRANSFORMER, few_images
 from unfog.checks.run.run_record import RunRecord
+from unfog.checks.run.trend_checks import check_trends
 from unfog.planning.auto_settings import AutoSettings
 from unfog.process import command_clock
 from unfog.reporting.records import read_events, read_metrics
@@ -470,6 +472,33 @@ def test_a_run_with_plans_repeats_to_the_bit_after_a_kill(tmp_path, monkeypatch,
     assert read_events(run / "events.jsonl")[-1]["kind"] == "finished"
     longer = unfog.resume(run, steps=15).path
     assert read_events(longer / "events.jsonl")[-1]["step"] == 15, "a length in steps is one"
+
+
+@pytest.mark.slow
+def test_the_doctor_sees_a_schedule_that_ended_before_its_run_and_its_remedy_works(tmp_path, monkeypatch):
+    class Over(Script):
+        def plan(self, step, length):
+            return Plan(6, 30, 1, float(length.first)) if step == 6 else None
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Session, "keep_budget", lambda self, auto: setattr(self, "budget", Over({6: ()})))
+        run = unfog.train(few_images(), out=tmp_path / "run", steps=12, **SMALL).path
+
+    def diagnosis():
+        record = RunRecord.read(run, unfog.load(run).config, None)
+        return {one.code: one for one in check_trends(record, None, 0.99, 1.2, False)}
+
+    found = diagnosis()["run.lr_zero"]
+    assert found.severity == "fatal"
+    assert "its time budget had not" in found.evidence
+    assert found.facts["share"] == pytest.approx(24 / 30, abs=0.1)
+    words = shlex.split(found.remedy.rpartition(": ")[2])
+    assert words[:3] == ["unfog", "resume", str(run)]
+    done = forked.run(words[1:])
+    assert done.returncode == 0, done.stderr
+    rates = [row["lr"] for row in read_metrics(run / "metrics.jsonl") if row["step"] > 30 and "lr" in row]
+    assert len(rates) == 15
+    assert min(rates[:10]) > 0.01 * max(rates)
 
 
 @pytest.mark.slow
