@@ -26,7 +26,12 @@ _MAX_SINGLE = 3  # images with the same reason that are warned of one by one
 _SHARD = "shard"  # marks a shard among the failures that ranks send each other
 
 # Facts of data.json that a change of the images shows in -> their names in messages.
-_FACTS = {"class_counts": "images of a class", "modes": "modes", "sides": "sides in pixels", "values": "range of values"}
+_FACTS = {
+    "class_counts": "images of a class",
+    "modes": "modes",
+    "sides": "sides in pixels",
+    "values": "range of values",
+}
 
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 
@@ -98,7 +103,9 @@ def describe_changes(folder: RunFolder, dataset: Dataset) -> str:
     if [*before] != [*after]:
         return f"{names}, but in another order"
     labels = "the images of each class" if now["class_counts"] else "sides"
-    return f"{names}, and so are their order, modes and {labels}: the content of images differs, or which class some have"
+    return (
+        f"{names}, and so are their order, modes and {labels}: the content of images differs, or which class some have"
+    )
 
 
 def _changed_files(before: dict[str, str], after: dict[str, str]) -> list[str]:
@@ -124,7 +131,9 @@ def _changed_facts(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
             continue
         if isinstance(was, dict) and isinstance(is_now, dict):
             names = [name for name in {**was, **is_now} if was.get(name) != is_now.get(name)]
-            pairs = [f"{sanitize(str(name))} {was.get(name, 0)} -> {is_now.get(name, 0)}" for name in names[:_MAX_SINGLE]]
+            pairs = [
+                f"{sanitize(str(name))} {was.get(name, 0)} -> {is_now.get(name, 0)}" for name in names[:_MAX_SINGLE]
+            ]
             parts.append(f"{what}: {', '.join(pairs)}{', …' * (len(names) > _MAX_SINGLE)}")
         else:
             parts.append(f"{what}: {sanitize(str(was or 'as the type'))} -> {sanitize(str(is_now or 'as the type'))}")
