@@ -356,11 +356,11 @@ def test_pixels_that_were_exchanged_are_decoded_again(tmp_path: Path, monkeypatc
 def test_a_cache_at_an_address_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("UNFOG_CACHE", given)
-    with pytest.raises(RequestError, match="UNFOG_CACHE = .*is an address.*set UNFOG_CACHE to a path") as refused:
+    with pytest.raises(RequestError, match=r"UNFOG_CACHE = .*is an address.*set UNFOG_CACHE to a path") as refused:
         cache_folder()
     assert "SECRET" not in str(refused.value)
     monkeypatch.setenv("UNFOG_INCEPTION", given)
-    with pytest.raises(RequestError, match="UNFOG_INCEPTION = .*is an address"):
+    with pytest.raises(RequestError, match=r"UNFOG_INCEPTION = .*is an address"):
         inception_path()
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setenv("UNFOG_CACHE", str(tmp_path / "cache"))

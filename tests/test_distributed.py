@@ -279,7 +279,7 @@ main()
 """
 
 
-@pytest.mark.parametrize("stop", ["signal", "file"])
+@pytest.mark.parametrize("stop", ["signal", pytest.param("file", marks=pytest.mark.exhaustive)])
 def test_a_stop_while_one_process_waits_for_its_images_loses_no_step(tmp_path, stop):
     images, run, away, script = (tmp_path / name for name in ("images", "run", "away", "script.py"))
     images.mkdir()

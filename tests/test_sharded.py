@@ -58,14 +58,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ended")]
 
 CPU = torch.device("cpu")
 DIT = DiT(width=40, depth=2, head_channels=8)  # as the cases have it
-DECIDED = {
-    "divided refuses",
-    "divided diverges",
-    "divided goes back",
-    "divided stops",
-    "divided noise",
-    "divided abandons",
-}
+DECIDED = {f"divided {name}" for name in ("refuses", "diverges", "goes back", "stops", "noise", "abandons")}
 
 
 def check_equal(found):

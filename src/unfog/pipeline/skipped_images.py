@@ -102,10 +102,8 @@ def describe_changes(folder: RunFolder, dataset: Dataset) -> str:
         return "; ".join([names, *facts])
     if [*before] != [*after]:
         return f"{names}, but in another order"
-    labels = "the images of each class" if now["class_counts"] else "sides"
-    return (
-        f"{names}, and so are their order, modes and {labels}: the content of images differs, or which class some have"
-    )
+    labels = ", or the class of some," if now["class_counts"] else ""
+    return f"{names}, and so are their order, modes and sides: the content of images{labels} differs"
 
 
 def _changed_files(before: dict[str, str], after: dict[str, str]) -> list[str]:
