@@ -78,12 +78,12 @@ class Session(SessionHooks):
         if auto.budget and auto.began is not None:
             every = build_intervals(self.config, self.state)
             pace, suspended = auto.seconds_per_step(), self.context.heartbeat.suspended
-            costs = TimeBudget.estimated_costs(self.config, len(self.dataset.held_out))
+            costs, timed = TimeBudget.estimated_costs(self.config, len(self.dataset.held_out)), {}
             if TimeBudget.is_dear(costs, pace, auto.budget) and self._can_time_samples:
                 # Passes of a preview may be far quicker than those of training, and none may be drawn before the end.
-                samples = self.previews.seconds_per_sample() * self.config.preview.images / pace
-                costs = {kind: cost * samples / costs["preview"] for kind, cost in costs.items()}
-            self.budget = TimeBudget(auto.budget, auto.began, pace, every, costs, suspended)
+                preview = self.previews.seconds_per_sample() * self.config.preview.images
+                timed = {kind: cost * preview / costs["preview"] for kind, cost in costs.items()}
+            self.budget = TimeBudget(auto.budget, auto.began, pace, every, costs, suspended, timed)
 
     @property
     def _can_time_samples(self) -> bool:
