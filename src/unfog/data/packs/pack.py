@@ -234,7 +234,8 @@ def _open_files(path: Path, manifest: Mapping[str, Any]) -> tuple[ImageSet, Data
             raise ValueError(f"no file {name!r}")
         if (found := (path / name).stat().st_size) != file["bytes"]:
             raise ValueError(f"{name} has {found:,} bytes instead of {file['bytes']:,}")
-    if files["pixels.u8"]["bytes"] != math.prod(manifest["shape"]):
+    format = Data(**_stored_settings(manifest)).image_format
+    if files["pixels.u8"]["bytes"] != n * format.nbytes:
         raise ValueError("pixels.u8 does not have that shape")
     offsets = _mapped(path / "names.npy", (n + 1,), np.int64)
     size = files["names.bin"]["bytes"]
@@ -243,7 +244,7 @@ def _open_files(path: Path, manifest: Mapping[str, Any]) -> tuple[ImageSet, Data
     if offsets[0] != 0 or offsets[-1] != size:
         raise ValueError("names.npy does not fit names.bin")
     images = ImageSet(
-        _mapped_pixels(path / "pixels.u8", tuple(manifest["shape"])),
+        _mapped_pixels(path / "pixels.u8", tuple(manifest["shape"]), format.dtype),
         _mapped(path / "labels.npy", (n,), np.int64) if manifest["labelled"] else None,
         LazyNames(partial(_name_at, np.asarray(text), offsets), range(n)),
         tuple(manifest["classes"]),
@@ -269,11 +270,11 @@ def _mapped(path: Path, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
     return np.asarray(array)
 
 
-def _mapped_pixels(path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+def _mapped_pixels(path: Path, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
     # Not by np.memmap, which keeps the map that madvise needs to itself.
     with open_file(path, "rb", path.parent) as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if hasattr(mmap, "MADV_RANDOM") and len(mapped) * _LARGE_SHARE > os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE:
         # Images are read in a shuffled order, so that what lies behind one is not what is wanted next.
         mapped.madvise(mmap.MADV_RANDOM)
-    return np.frombuffer(mapped, np.uint8).reshape(shape)
+    return np.frombuffer(mapped, dtype).reshape(shape)
