@@ -16,6 +16,7 @@ from PIL import Image
 import unfog
 from conftest import TRANSFORMER
 from unfog.checks.images.dataset_checks import _short_sides, _size_with_short_side
+from unfog.checks.images.image_scan import thumbnails
 from unfog.config.schema import Config
 from unfog.data.decode import decode
 from unfog.data.packs.pack import Pack
@@ -279,6 +280,7 @@ def test_the_doctor_measures_what_the_crop_keeps():
     assert _size_with_short_side(128, ImageFormat(3, 64, 96)) == "192x128"
     assert _size_with_short_side(128, ImageFormat(3, 96, 64)) == "128x192"
     assert _size_with_short_side(128, ImageFormat(3, 64, 64)) == 128
+    assert thumbnails(np.zeros((1, 3, 20, 30), np.uint8), 4, 6).shape == (1, 3, 4, 6)
 
 
 # Networks and training
@@ -447,4 +449,6 @@ def test_a_plan_and_the_doctor_take_wide_images(photos):
     assert "24x16" in str(unfog.plan(photos, **words))
     findings = {one.code: one for one in unfog.doctor(photos, **words)}
     assert "24x16" in findings["data.sizes"].evidence
-    assert findings["data.crop"].severity == "fine"
+    assert findings["data.crop"].evidence == "the images are of the shape of 24x16"
+    findings = {one.code: one for one in unfog.doctor(photos, **words | {"size": "16x24"})}
+    assert "crop those to the shape of 16x24" in findings["data.crop"].remedy

@@ -232,7 +232,7 @@ class InitRequest:
     source: str | None = None
     """Images, as for train. Default: a folder of images here, or fashion."""
     size: Size | None = None
-    """Side in pixels. Default: 0, which is chosen to suit the images."""
+    """Pixels: 64, or width x height: 96x64. Default: 0, which is chosen to suit the images."""
     budget: str | None = None
     """Time for training. Default: 1h."""
     classes: str | None = None

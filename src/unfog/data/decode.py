@@ -352,7 +352,7 @@ def _deep_actions(values: NDArray[Any]) -> list[str]:
 
 
 class _Fit(NamedTuple):
-    """How an image is fitted to a format: the part that is kept, and what it becomes, both as stored in the file."""
+    """The fit of an image to a format: the part that is kept, and its sides afterwards, as stored in the file."""
 
     original: tuple[int, int]
     """Width and height."""

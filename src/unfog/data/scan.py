@@ -126,7 +126,7 @@ class Scan:
 
     @property
     def image_format(self) -> ImageFormat:
-        """What images are decoded to, as far as it is chosen."""
+        """Format of the decoded images, as far as it is chosen."""
         return replace(self.settings, size=self.size, channels=self.channels).image_format
 
     @property

@@ -1,4 +1,4 @@
-"""What an image of a run is: channels, height and width, the values as stored and as the model sees them, how it looks.
+"""Format of the images of a run: channels, height, width, stored values and model values, and the view of people.
 
 Only this module knows how stored values become model values and back, and what one channel and three channels mean.
 """

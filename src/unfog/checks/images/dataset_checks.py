@@ -183,7 +183,7 @@ def _check_original_sizes(sides: NDArray[np.int32], format: ImageFormat) -> Find
     if best > min(format.height, format.width):
         evidence += f"; there are pixels enough for --size {recommended}"
     # A banner of 50 : 1 would leave the rest of the histogram in one bar.
-    ratio = np.minimum(sides.max(1) / np.maximum(short, 1), 10)
+    ratio = np.minimum(sides.max(1) / np.maximum(sides.min(1), 1), 10)
     figures = (
         Figure("Short sides", svg=histogram(short.astype(np.float64), "pixels", "images")),
         Figure("Long side / short side", svg=histogram(ratio, "ratio, 10 and more as 10", "images")),
@@ -217,9 +217,11 @@ def _check_upscaling(scan: ImageScan, rows: Indices, sides: NDArray[np.int32]) -
 
 def _check_crop(scan: ImageScan, rows: Indices, sides: NDArray[np.int32]) -> Finding:
     """Check that the centre crop to the shape of the training images removes little."""
-    width, height = _shape(format := scan.prepared.settings.image_format)
-    shape = "square" if width == height else f"of the shape of {format.sides}"
-    stretched = sides.astype(np.int64) * (height, width)  # both sides are equal where nothing is cropped
+    across, down = _shape(format := scan.prepared.settings.image_format)
+    shape, frame = f"of the shape of {format.sides}", f"the shape of {format.sides}"
+    if across == down:
+        shape, frame = "square", "a square"
+    stretched = sides.astype(np.int64) * (down, across)  # both sides are equal where nothing is cropped
     lost = 1 - stretched.min(1) / np.maximum(stretched.max(1), 1)
     # Stable, so that a repeated command names the same files.
     order = np.argsort(-lost, kind="stable")
@@ -227,11 +229,8 @@ def _check_crop(scan: ImageScan, rows: Indices, sides: NDArray[np.int32]) -> Fin
     mean, worst, names = float(lost.mean()), float(lost.max()), scan.names(rows[halved])
     facts = {"mean": mean, "worst": worst, "over_half": len(halved), "names": names}
     if worst < 1 - 1 / _SLIGHT:
-        evidence = (
-            f"the images are {shape}"
-            if worst == 0
-            else f"the centre crop removes at most {format_percent(worst)} of an image"
-        )
+        removes = f"the centre crop removes at most {format_percent(worst)} of an image"
+        evidence = removes if worst else f"the images are {shape}"
         return Finding("data.crop", "fine", evidence, facts=facts)
     evidence = f"the centre crop removes {format_percent(mean)} of an image on average, at most {format_percent(worst)}"
     if len(halved):
@@ -240,7 +239,6 @@ def _check_crop(scan: ImageScan, rows: Indices, sides: NDArray[np.int32]) -> Fin
     worst_rows = order[:_CROPPED]
     for name, (width, height), part in zip(scan.names(rows[worst_rows]), sides[worst_rows], lost[worst_rows]):
         table.append((sanitize(name), f"{width:,} x {height:,}", format_percent(part)))
-    frame = "a square" if width == height else f"the shape of {format.sides}"
     remedy = f"crop those to {frame} around their subject, or remove them"
     return Finding.graded(
         "data.crop",

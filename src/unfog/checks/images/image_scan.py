@@ -124,8 +124,9 @@ class ImageScan:
         order = np.argsort(rows)  # reads a file from front to back
         pixels = np.empty_like(found := self.pixels(rows[order]))
         pixels[order] = found
-        if max(pixels.shape[2:]) > _LARGEST:
-            pixels = np.rint(thumbnails(pixels, _LARGEST)).astype(np.uint8)
+        if (longest := max(pixels.shape[2:])) > _LARGEST:
+            small = [max(1, side * _LARGEST // longest) for side in pixels.shape[2:]]
+            pixels = np.rint(thumbnails(pixels, *small)).astype(np.uint8)
         return pixels.transpose(0, 2, 3, 1)
 
     @classmethod
@@ -243,12 +244,15 @@ def _statistics(pixels: NDArray[np.uint8]) -> _PixelStatistics:
     )
 
 
-def thumbnails(pixels: NDArray[np.uint8] | Floats, side: int = _SIDE) -> Floats:
-    """Average over a grid of at most `side` x `side` cells: [N, C, H, W] -> float32 [N, C, h, w], in the same scale."""
+def thumbnails(pixels: NDArray[np.uint8] | Floats, height: int = _SIDE, width: int = 0) -> Floats:
+    """Average over a grid of at most height x width cells: [N, C, H, W] -> float32 [N, C, h, w], in the same scale.
+
+    The width is by default the height.
+    """
     result: NDArray[Any] = pixels
-    for axis in (3, 2):
+    for axis, most in ((3, width or height), (2, height)):
         size = result.shape[axis]
-        cells = min(side, size)
+        cells = min(most, size)
         if size % cells:
             edges = np.arange(cells) * size // cells
             widths = np.diff(np.append(edges, size)).astype(np.float32)
