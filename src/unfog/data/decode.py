@@ -160,6 +160,24 @@ def read_deep(opener: Opener) -> NDArray[Any]:
         return both
 
 
+def spread_two_values(opener: Opener) -> DeepImage:
+    """Return an image of two values, such as 0 and 1, or 0 and 255 in 16 bits, as black and white.
+
+    ImageError if it has another number of values, two that are both bright, several colours, or transparency.
+    """
+    with opener() as image:
+        info, deep = dict(image.info), is_deep(image)
+        values = np.asarray(image.values if isinstance(image, DeepImage) else image.convert("L"))
+        clear = isinstance(image, Image.Image) and image.has_transparency_data
+    values = read_deep(opener) if deep else values
+    grey = values[..., 0] if values.ndim == 3 else values
+    found = np.unique(grey)
+    bright = len(found) == 2 and values.dtype.kind in "iu" and found[0] > np.iinfo(values.dtype).max // 2
+    if clear or bright or len(found) != 2 or (values.ndim == 3 and (values != grey[..., None]).any()):
+        raise ImageError("no image of two values")
+    return DeepImage((grey == found[1]).astype(np.float32), info)
+
+
 def _deep_colours(opener: Opener, info: dict[Any, Any]) -> DeepImage:
     """Return an image of 16-bit colours; one that is transparent in a PNG becomes transparency. ImageError as above."""
     values, kept = read_deep(opener), dict(info)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +19,7 @@ from unfog.config.schema import Config
 from unfog.config.toml import of_type
 from unfog.config.values import quote
 from unfog.data.augmentation import to_model_range
-from unfog.data.decode import ImageInfo, decode, parse_colour
+from unfog.data.decode import ImageInfo, Opener, decode, parse_colour, spread_two_values
 from unfog.data.files.own_files import XMP
 from unfog.data.prepare import silence_pillow
 from unfog.data.sources.base import ImageError
@@ -37,6 +39,7 @@ from unfog.text import MARK
 
 ImageInput = str | PathLike[str] | np.typing.NDArray[Any]
 _DEFAULT_STRENGTH = 0.6
+_WHITE = 128  # of 255
 
 
 def build_edit(
@@ -59,17 +62,13 @@ def build_edit(
     pixels, facts = _read_image(image, "image", data.size, data.channels, data.background, ranges)
     unknown = None
     if mask is not None:
-        # Black behind a transparent mask: what is not drawn is kept.
-        white, its = _read_image(mask, "mask", config.data.size, 1, "black")
+        unknown, its = _read_mask(mask, data.size)
         if (its.width, its.height) != (facts.width, facts.height):
             raise RequestError(
                 f"the mask has {its.width} x {its.height} pixels and the image {facts.width} x "
                 f"{facts.height}; the mask must have the size of the image, and be white where it is to be "
                 "painted"
             )
-        unknown = torch.from_numpy(white >= 128)  # resizing leaves greys at the edges of the white
-        if not unknown.any():
-            raise RequestError("the mask is black everywhere, so there is nothing to paint; make those areas white")
     # Behind a mask nothing of the old pixels is wanted; without one, at full strength nothing of the image is left.
     usual = _DEFAULT_STRENGTH if mask is None else 1.0
     return Edit(
@@ -80,12 +79,39 @@ def build_edit(
     )
 
 
+def _read_mask(given: ImageInput, size: int) -> tuple[torch.Tensor, ImageInfo]:
+    """Return (bool [1, size, size]: True for pixels to paint anew; properties of the mask).
+
+    Of a mask of two values, such as 0 and 1, the larger one is white, unless both are bright. Of another one, white is
+    what reaches half of the range of its type.
+    """
+    # Black behind a transparent mask: what is not drawn is kept.
+    read = partial(_read_image, given, "mask", size, 1, "black")
+    try:
+        white, facts = read(through=spread_two_values)
+    except RequestError:
+        white, facts = read()
+    unknown = torch.from_numpy(white >= _WHITE)  # resizing leaves greys at the edges of the white
+    if not unknown.any():
+        raise RequestError(
+            "the mask is black everywhere, so there is nothing to paint; make those areas white: half of what the type "
+            "of its values holds, 128 in 8 bits, 32768 in 16"
+        )
+    return unknown, facts
+
+
 def _read_image(
-    given: ImageInput, what: str, size: int, channels: int, background: str, ranges: Ranges | None = None
+    given: ImageInput,
+    what: str,
+    size: int,
+    channels: int,
+    background: str,
+    ranges: Ranges | None = None,
+    through: Callable[[Opener], Image.Image | DeepImage] = lambda opener: opener(),
 ) -> tuple[Pixels, ImageInfo]:
     """Return uint8 [channels, size, size] decoded as training images are: upright and centre-cropped.
 
-    Without `ranges`, values deeper than 8 bits are scaled by those of the image.
+    Without `ranges`, values deeper than 8 bits are scaled by those of the image. `through` opens the image.
     """
 
     def opener() -> Image.Image | DeepImage:
@@ -106,7 +132,7 @@ def _read_image(
             )
     try:
         with silence_pillow():
-            return decode(opener, size, channels, parse_colour(background), ranges)
+            return decode(partial(through, opener), size, channels, parse_colour(background), ranges)
     except ImageError as error:
         named = quote(str(path)) if path else "the array"
         reason = "there is no such file" if path and not path.exists() else error
