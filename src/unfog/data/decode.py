@@ -114,7 +114,7 @@ def decode(
                 return _decode(image, size, channels, background, ranges)
             deep = image if isinstance(image, DeepImage) else _deep_colours(opener, image.info)
             pixels, info = _decode(_scale(deep, ranges), size, channels, background, ranges)
-            return pixels, info._replace(mode=image.mode, actions=[*_deep_actions(deep.values), *info.actions])
+            return pixels, info._replace(mode=image.mode, actions=[*_deep_actions(deep.values, ranges), *info.actions])
     except OutOfRangeError as error:
         raise ImageError(str(error)) from None
     except (FailedShardError, ShardReadError):
@@ -352,11 +352,14 @@ def _eight_bit(image: Image.Image, ranges: Ranges | None, full: int) -> tuple[Im
     clear = image.info.get("transparency")
     if isinstance(clear, int):  # the value that is transparent, of a PNG
         grey.putalpha(Image.fromarray(np.where(values == clear, 0, 255).astype(np.uint8)))
-    return grey, _deep_actions(values)
+    return grey, _deep_actions(values, ranges)
 
 
-def _deep_actions(values: NDArray[Any]) -> list[str]:
-    return ["float" if values.dtype.kind == "f" else "sixteen_bit"]
+def _deep_actions(values: NDArray[Any], ranges: Ranges | None) -> list[str]:
+    actions, floating = ["float" if values.dtype.kind == "f" else "sixteen_bit"], values.dtype.kind == "f"
+    if ranges is not None and ranges.clip and (own := ranges.of(values)) and (extent := extent_of(values)):
+        actions += ["clipped"] * (not own.holds(extent, floating))
+    return actions
 
 
 def _square(image: Image.Image, size: int, original: tuple[int, int], scale: int) -> Image.Image:

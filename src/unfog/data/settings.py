@@ -33,6 +33,8 @@ class Data:
     """Colour put behind transparent pixels: a name such as "white", or "#rrggbb"."""
     range: tuple[float, ...] = setting((), affects="objective", resume="force", added_later=True)
     """Values of 16-bit, 32-bit and floating-point images that become black and white; auto = that of the set."""
+    clip: bool = setting(False, affects="objective", resume="force", added_later=True)
+    """Cut values beyond `range` at its ends; without it, images with such values are left out."""
     labels: str = setting("auto", affects="nothing", resume="free")
     """Classes: folders = the top sub-folders, or what shards say; none; auto = whichever fit; or TABLE[:FILE,LABEL]."""
     flip: bool = setting(False, short="flip", resume="free", common=True)

@@ -58,7 +58,7 @@ def build_edit(
         raise RequestError(f"repeats = {repeats} is for inpainting with a mask; give a mask, or omit repeats")
     data = config.data
     # Of the set that the run was trained on, so that the image is as bright as its images.
-    ranges = Ranges.of_setting(data.range) if data.range else None
+    ranges = Ranges.of_setting(data.range, data.clip) if data.range else None
     pixels, facts = _read_image(image, "image", data.size, data.channels, data.background, ranges)
     unknown = None
     if mask is not None:

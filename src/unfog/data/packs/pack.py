@@ -110,7 +110,7 @@ class Pack:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The values of PACK_SETTINGS, and of `range`, that the images were prepared with, resolved."""
+        """The values of PACK_SETTINGS, and of `range` and `clip`, that the images were prepared with, resolved."""
         return _stored_settings(self.manifest)
 
     @property
@@ -211,7 +211,7 @@ def _check_manifest(manifest: Mapping[str, Any]) -> None:
         raise ValueError("shape, split or classes are none")
     settings = _stored_settings(manifest)
     Data(**settings)  # raises RequestError for values out of range
-    size, channels, background, labels, held_out, _ = settings.values()
+    size, channels, background, labels, held_out, *_ = settings.values()
     # By type(), as True and 1.0 equal 1, too.
     typed = type(size) is int and type(channels) is int and type(background) is str and type(held_out) in (int, float)
     if not typed or [channels, size, size] != shape[1:]:
@@ -222,7 +222,8 @@ def _check_manifest(manifest: Mapping[str, Any]) -> None:
 
 def _stored_settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
     stored = manifest["settings"]
-    return {name: stored[name] for name in PACK_SETTINGS} | {"range": tuple(map(float, stored.get("range", ())))}
+    added = {"range": tuple(map(float, stored.get("range", ()))), "clip": bool(stored.get("clip", False))}
+    return {name: stored[name] for name in PACK_SETTINGS} | added
 
 
 def _open_files(path: Path, manifest: Mapping[str, Any]) -> tuple[ImageSet, DataReport]:
