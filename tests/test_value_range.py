@@ -29,6 +29,8 @@ from unfog.data.sources.registry import open_source
 from unfog.data.sources.stored_images import Report, StoredImages
 from unfog.errors import RequestError
 from unfog.inference.evaluate_images import _load_both
+from unfog.pipeline.skipped_images import data_json, describe_changes
+from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.serve.run_files import decode_picture
 
@@ -268,6 +270,23 @@ def test_a_range_narrower_than_the_values_is_refused_or_cuts_them_and_is_said(tm
     out = pack(PackRequest(str(place), tmp_path / "pack", Data(size=16, range=(0, 1000), clip=True)))
     assert np.array_equal(Pack.open(out).images.pixels[:, 0], expected)
     assert Pack.open(out).settings["clip"]
+
+
+def test_a_run_from_before_floats_had_one_range_is_refused_with_that_reason(tmp_path: Path) -> None:
+    values = np.random.default_rng(1).random((12, 16, 16)).astype(np.float32)
+    values[:3] = values[:3] * 2 - 1  # the earlier version read these from -1 to 1
+    place = folder(tmp_path / "s", {f"{i:02}.tif": image for i, image in enumerate(values)})
+    now = prepare(open_source(place), MEMORY, known="as an earlier version read them")
+    assert "read each image by its own range" in "".join(now.warnings)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "data.json").write_bytes(data_json(now))
+    said = describe_changes(RunFolder(tmp_path / "run"), now)
+    assert "floating point is from 0 to 1, one range for the set" in said
+    assert "resume with that version" in said
+    new = prepare(open_source(place), MEMORY)
+    assert new.warnings == ()
+    again = prepare(open_source(place), new.settings, known=new.train.fingerprint)
+    assert (again.warnings, again.train.fingerprint) == ((), new.train.fingerprint)
 
 
 def test_a_run_that_began_with_images_left_out_goes_on_without_them(tmp_path: Path) -> None:

@@ -104,6 +104,11 @@ class Scan:
         if not settings.range and not (began and self.source.remote):
             ranges = find_ranges(self.source, integers=not began)._replace(clip=settings.clip)
             settings = settings if began else replace(settings, range=ranges.setting)
+            if began and ranges.floats is not None:
+                warnings.append(
+                    f"floating point is read by one range of the set, {ranges.floats}; a run from before there was "
+                    "data.range read each image by its own range, so images of another range look different from here on"
+                )
         format = PixelFormat(size, 3, self.background, ranges)
         channels = self.channels or _guess_channels(self.source, format)
         certain = self.channels_certain or channels == 3
