@@ -18,6 +18,7 @@ BASE = {
     "locks",
     "safe_files",
     "sharded_rng",
+    "seals",
     "callbacks",
     "cache_folder",
     "compile_cache",

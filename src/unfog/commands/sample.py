@@ -16,7 +16,8 @@ from unfog.config.validate import check_out, report_dropped_levels, resolve_samp
 from unfog.config.values import quote
 from unfog.errors import RequestError
 from unfog.pipeline.sample_folder import SampleFolder
-from unfog.process.machine_key import machine_key, seal_of
+from unfog.process.machine_key import machine_key
+from unfog.seals import seal_of
 from unfog.process.run_folder import RunFolder, unused_path
 from unfog.reporting.image_grids import Pixels, grid, save_png, with_caption
 from unfog.reporting.progress import Progress, plural, print_result, say
