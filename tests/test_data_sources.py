@@ -348,7 +348,7 @@ def test_what_is_printed_of_a_source_has_no_secrets_and_is_a_line() -> None:
 
 
 @pytest.mark.parametrize(
-    "address, shown",
+    ("address", "shown"),
     [
         ("s3://key:se/cret@bucket/a.tar", "s3://bucket/a.tar"),
         ("https://me:pa?ss@host.org/a.tar?x=1", "https://host.org/a.tar"),

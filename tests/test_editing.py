@@ -145,8 +145,10 @@ def test_known_pixels_stay_to_the_bit_and_files_as_they_are(run, files):
 
 @pytest.mark.parametrize(
     "white",
-    [np.uint8(1), np.uint16(1), np.uint16(255), np.uint16(40000), np.uint16(65535), np.int16(32767), np.int64(1)]
-    + [np.uint32(2**32 - 1), np.float32(1), np.float32(255)],
+    [
+        *(np.uint8(1), np.uint16(1), np.uint16(255), np.uint16(40000), np.uint16(65535), np.int16(32767), np.int64(1)),
+        *(np.uint32(2**32 - 1), np.float32(1), np.float32(255)),
+    ],
     ids=lambda white: f"{white.dtype} {white}",
 )
 def test_a_mask_of_any_type_is_white_where_it_is_drawn(run, files, white):

@@ -47,7 +47,7 @@ SUBFOLDERS = {
     "data.values": set(),
     "data.sources": {"", "files", "values"},
     "data.webdataset": {"", "sources", "files", "values"},
-    "data.packs": {"", "sources", "values"},
+    "data.packs": {"", "files", "sources", "values"},
     "training.stability": {""},
     "training.checkpoints": {""},
     "training.distributed": {"", "checkpoints", "stability"},

@@ -107,7 +107,7 @@ class Scan:
             if began and ranges.floats is not None:
                 warnings.append(
                     f"floating point is read by one range of the set, {ranges.floats}; a run from before there was "
-                    "data.range read each image by its own range, so images of another range look different from here on"
+                    "data.range read each image by its own range, so images of another range look different now"
                 )
         format = PixelFormat(size, 3, self.background, ranges)
         channels = self.channels or _guess_channels(self.source, format)

@@ -90,8 +90,9 @@ def describe_changes(folder: RunFolder, dataset: Dataset) -> str:
     parts += [f"{len(new):,} are new, such as {sanitize(new[0])}"] if new else []
     if not parts and dataset.settings.range == () and "float" in dataset.report.actions:
         return (
-            f"the {len(before):,} names are the same, but {dataset.report.values}, one range for the set, and the version "
-            "of Unfog that began the run read each image by its own: resume with that version, which config.toml names"
+            f"the {len(before):,} names are the same, but {dataset.report.values}, one range for the set, and the "
+            "version of Unfog that began the run read each image by its own range: resume with that version, which "
+            "config.toml names"
         )
     return "; ".join(parts) or f"the {len(before):,} names are the same, so content, labels or order differ"
 
