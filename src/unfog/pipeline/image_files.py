@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -30,12 +31,12 @@ from unfog.diffusion.editing import Edit
 from unfog.diffusion.noise import Path as NoisePath
 from unfog.diffusion.noise import Schedule
 from unfog.diffusion.steps import SamplingStep
-from unfog.errors import RequestError
+from unfog.errors import RequestError, RunError
 from unfog.pipeline.generate import to_pixels
 from unfog.pipeline.latents import Decode
 from unfog.reporting.image_grids import Pixels, grid, labelled_strip
 from unfog.safe_files import write_atomic
-from unfog.text import MARK
+from unfog.text import MARK, format_bytes, sanitize
 
 ImageInput = str | PathLike[str] | np.typing.NDArray[Any]
 _DEFAULT_STRENGTH = 0.6
@@ -224,11 +225,21 @@ class DenoisingAnimation:
         self._frames.append(to_pixels(self._decode(scaled)).permute(0, 2, 3, 1).cpu().numpy())
 
     def save(self, file: Path, samples: Pixels) -> None:
-        """Write the animation in the format of the suffix; its last frame is the samples, uint8 [N, H, W, C]."""
+        """Write the animation in the format of the suffix; its last frame is the samples, uint8 [N, H, W, C].
+
+        RunError if there is no room for it, or the video cannot be encoded.
+        """
         frames = [grid(frame) for frame in [*self._frames, samples[: len(self._frames[0])]]]
         each = round(1000 * min(0.2, max(0.03, _SECONDS / len(frames))))
-        data = _mp4(frames, each) if file.suffix == ".mp4" else _by_pillow(frames, each, file.suffix[1:].upper())
-        write_atomic(file, data, file.parent, shared=True)
+        try:
+            data = _mp4(frames, each) if file.suffix == ".mp4" else _by_pillow(frames, each, file.suffix[1:].upper())
+            write_atomic(file, data, file.parent, shared=True)
+        except OSError as error:
+            reason = error.strerror or str(error).partition("\n")[0]
+            raise RunError(
+                f"the animation {sanitize(str(file))} cannot be written ({reason}); the samples are whole: free some "
+                "space there, then repeat the command"
+            ) from error
 
 
 def _by_pillow(frames: list[Pixels], each: int, form: str) -> bytes:
@@ -241,7 +252,7 @@ def _by_pillow(frames: list[Pixels], each: int, form: str) -> bytes:
 
 
 def _mp4(frames: list[Pixels], each: int) -> bytes:
-    """Return an MP4 of frames that last `each` milliseconds."""
+    """Return an MP4 of frames that last `each` milliseconds. RunError if it cannot be encoded in TMPDIR."""
     import imageio_ffmpeg
 
     # Its colours are stored for squares of two pixels, so that both sides must be even.
@@ -249,12 +260,23 @@ def _mp4(frames: list[Pixels], each: int) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "denoising.mp4"
         writer = imageio_ffmpeg.write_frames(
-            str(file), (width, height), fps=1000 / each, quality=8, macro_block_size=2, ffmpeg_log_level="error"
+            str(file), (width, height), fps=1000 / each, quality=8, macro_block_size=2, ffmpeg_log_level="quiet"
         )
-        # The library's generator begins the file at its first send.
-        writer.send(None)
-        for frame in [*frames, *frames[-1:] * round(_LAST / each)]:
-            padding = [(0, height - frame.shape[0]), (0, width - frame.shape[1]), (0, 0)]
-            writer.send(np.ascontiguousarray(np.pad(frame, padding, mode="edge")))
-        writer.close()
-        return file.read_bytes()
+        try:
+            # The library's generator begins the file at its first send.
+            writer.send(None)
+            for frame in [*frames, *frames[-1:] * round(_LAST / each)]:
+                padding = [(0, height - frame.shape[0]), (0, width - frame.shape[1]), (0, 0)]
+                writer.send(np.ascontiguousarray(np.pad(frame, padding, mode="edge")))
+            writer.close()
+            # A full disk ends ffmpeg without an error here if it is met with the last frames.
+            if imageio_ffmpeg.count_frames_and_secs(str(file))[0] < len(frames):
+                raise OSError("the video is cut off")
+            return file.read_bytes()
+        except (OSError, RuntimeError) as error:
+            free = format_bytes(shutil.disk_usage(folder).free)
+            raise RunError(
+                f"the video cannot be encoded in {sanitize(tempfile.gettempdir())}, which has {free} free "
+                f"({str(error).partition(chr(10))[0][:60]}); the samples are whole: free some space there, or set "
+                "TMPDIR to another folder, then repeat the command"
+            ) from error

@@ -76,7 +76,7 @@ class FileRows:
     ) -> None:
         self.dtype, self.shape, self.waits = np.dtype(dtype), tuple(shape), waits
         self._path, self._root, self._offset = path, root, offset
-        self._row_bytes = self.dtype.itemsize * math.prod(self.shape[1:])
+        self._row_bytes: int = self.dtype.itemsize * math.prod(self.shape[1:])
         self._file = open_file(path, "rb", root, follow=True, buffering=0)
         self._state = _state(self._file.fileno())
         self._never = threading.Event()
@@ -87,7 +87,7 @@ class FileRows:
 
     @property
     def nbytes(self) -> int:
-        return self._row_bytes * self.shape[0]
+        return self._row_bytes * len(self)
 
     def __len__(self) -> int:
         return int(self.shape[0])
