@@ -201,6 +201,6 @@ def test_a_video_for_which_the_temporary_disk_has_no_room_is_refused(small_disk,
         animation.save(tmp_path / "a.mp4", animation._frames[0])
     assert list(tmp_path.glob("*.mp4")) == []
     full = small_disk("size=64k")
-    with pytest.raises(RunError, match="No space left on device.*the samples are whole"):
+    with pytest.raises(RunError, match=r"No space left on device.*the samples are whole"):
         animation.save(full.path / "a.gif", animation._frames[0])
     assert list(full.path.iterdir()) == []

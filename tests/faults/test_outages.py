@@ -17,6 +17,7 @@ from PIL import Image
 
 from faults.harness import Job, Recipe, events, resume, step_reached, steps_saved, train
 from faults.mounts import Mount, SmallDisk
+from served import make_run
 from unfog.commands.pack import pack
 from unfog.config.requests import PackRequest
 from unfog.data import outages
@@ -33,6 +34,7 @@ from unfog.process.run_place import RunPlace
 from unfog.process.run_status import RunStatus, find_runs
 from unfog.process.signals import StopSignals
 from unfog.reporting.report import write_report
+from unfog.serve.runs import RunList
 
 ALL = np.arange(40)
 NOBODY = 65534
@@ -315,6 +317,40 @@ def test_a_run_folder_that_is_itself_a_mount_is_out_of_reach_while_that_is_gone(
     with one.away():
         assert seen.look() == "away"
     assert seen.look() == "here"
+
+
+@pytest.mark.parametrize("kind", [BIND, FUSE])
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_page_keeps_runs_whose_mount_is_gone(place: Path, mount, kind: str, whole: bool, monkeypatch) -> None:
+    folder = place / "runs"
+    make_run(place / "real/a")
+    make_run(place / "real/b" if whole else folder / "b")
+    one = mount(*((place / "real", folder) if whole else (place / "real/a", folder / "a")), fuse=kind == FUSE)
+    runs = RunList(folder)
+    runs.scan()
+    runs.tick(everything=True)
+    numbers = {entry.name: entry.id for entry in runs}
+    with one.away():
+        wait_until(runs.scan)  # the system remembers for a second that a file is there
+        runs.tick(everything=True)
+        shown = {entry.name: entry.as_json() for entry in runs}
+        assert {name: row["id"] for name, row in shown.items()} == numbers
+        assert "cannot be reached" in shown["a"]["detail"]
+        assert (shown["b"]["state"] == "finished") == (not whole)
+        assert not runs.scan(), "said once"
+        runs.read_columns(runs[numbers["a"]])
+    assert runs.scan()
+    runs.tick(everything=True)
+    assert {entry.name: (entry.id, entry.as_json()["state"]) for entry in runs} == {
+        name: (number, "finished") for name, number in numbers.items()
+    }
+    assert runs.read_columns(runs[numbers["a"]]).rows == 40
+    shutil.rmtree(folder / "b")
+    assert runs.scan()
+    assert [entry.name for entry in runs] == ["a"], "a folder that was removed is gone"
+    monkeypatch.setattr("unfog.serve.runs.PATIENCE", 0.0)
+    with one.away():
+        wait_until(lambda: runs.scan() and not len(runs))
 
 
 RUN = {"--preview.every": 6, "--evaluate.every": 6, "--network": "tiny", "--size": 16, "--ema-snapshots.every": 6}
