@@ -565,6 +565,8 @@ def test_evaluation_scales_integers_of_both_sets_by_the_range_of_the_reference(t
         assert np.array_equal(samples.pixels[:][:, 0], np.rint(dark * (255 / 4095)))
         samples, _ = _load_both(str(made), str(full), 0, stop)
         assert np.array_equal(samples.pixels[:][:, 0], np.rint(dark / 257))
+        samples, _ = _load_both(str(full), str(real), 0, stop)  # brighter than the reference can be
+        assert np.array_equal(samples.pixels[:][:, 0], np.rint(np.minimum(TWELVE * 16, 4095) * (255 / 4095)))
 
 
 def test_a_picture_of_sixteen_bits_is_shown_with_its_levels() -> None:
