@@ -28,7 +28,7 @@ from unfog.data.sources.base import ImageError
 from unfog.data.sources.image_files import image_error, open_bytes
 from unfog.errors import RequestError
 from unfog.process.heartbeat import Heartbeat
-from unfog.reporting.image_grids import read_png
+from unfog.reporting.image_grids import MOST_PIXELS, read_png
 from unfog.reporting.records import finite_number, flatten
 from unfog.safe_files import check_folder, read_file
 from unfog.text import without_secrets
@@ -39,7 +39,6 @@ _LARGEST_JSON, _LARGEST_CONFIG = 2**22, 2**20  # bytes
 _MOST_CHECKPOINTS = 1000
 _UNREADABLE = (OSError, ValueError, RecursionError)
 _MOST_SIDE = 16_383  # pixels of a WebP
-_MOST_PIXELS = 2**26  # of a picture
 _KEPT_BYTES = 2**26  # of encoded pictures
 _LOSSY_FROM = 2**22  # pixels; a lossless picture of that size takes a second to encode
 
@@ -196,8 +195,8 @@ def decode_picture(data: bytes, name: str) -> Image.Image:
     """
     try:
         image = open_bytes(data, name)
-        if image.width * image.height > _MOST_PIXELS:
-            raise RequestError(f"{name} has over {_MOST_PIXELS / 1e6:.0f} megapixels")
+        if image.width * image.height > MOST_PIXELS:
+            raise RequestError(f"{name} has over {MOST_PIXELS / 1e6:.0f} megapixels")
         deep, picture = is_deep(image), to_eight_bits(image).convert("RGB")
         if deep:
             with suppress(ImageError):  # a mask of 0 and 1, or of 0 and 255, in 16 bits
