@@ -1,4 +1,4 @@
-"""Packages that the benchmark needs, with what these need in turn; and wheels that are brought along. Needs no Unfog."""
+"""Packages that the benchmark needs, with what these need in turn; and wheels that are brought along."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ _NEEDS = {
     "jinja2": ("markupsafe",),
     "diffusers": ("importlib-metadata", "filelock", "huggingface-hub", "numpy", "regex", "requests", "safetensors"),
 }
+_WHOLE = ("torch",)  # lists packages that other builds of it bring along in themselves
 _REQUIREMENT = re.compile(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:\[[^]]*\])?[^;]*(?:;(.*))?$")
 
 
@@ -65,11 +66,6 @@ def check_packages(cpu: bool) -> Iterator[Row]:
             yield Row("packages", name, f"{' '.join(gone)} is not installed, so {loss}", "skipped")
 
 
-def missing(names: Iterable[str]) -> list[str]:
-    """Return the modules that this Python does not have."""
-    return [name for name in names if importlib.util.find_spec(name) is None]
-
-
 def missing_distributions(names: Iterable[str]) -> list[str]:
     """Return the distributions that are missing: of these, of what they need, of what that needs, …"""
     left, seen, gone = list(names), set[str](), []
@@ -81,7 +77,8 @@ def missing_distributions(names: Iterable[str]) -> list[str]:
         needs = _requires(name)
         if needs is None and importlib.util.find_spec(_MODULES.get(name, name)) is None:
             gone.append(name)
-        left += _NEEDS.get(name, ()) if needs is None else needs
+        if name not in _WHOLE:
+            left += _NEEDS.get(name, ()) if needs is None else needs
     return gone
 
 

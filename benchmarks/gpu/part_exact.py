@@ -77,10 +77,10 @@ def resumed(setting: Setting) -> Iterator[Row]:
     network = "unet:channels=32/32,attention=0/1" if setting.cpu else "small"
     settings: dict[str, Any] = {"network": network, "size": 16 if setting.cpu else 32, "batch": 8, "steps": 8}
     settings |= {"preview.images": 1, "sampler.steps": 1}
-    quiet: dict[str, Any] = {f"{name}.every": -1 for name in ("preview", "evaluate", "ema_snapshots")}
+    settings |= {f"{name}.every": -1 for name in ("preview", "evaluate", "ema_snapshots")} | {"checkpoint.every": 4}
     try:
         photos = draw_photos(setting.folder / "photos")
-        unfog.train(photos, out=whole, device=setting.device, **settings, **quiet, **{"checkpoint.every": 4})
+        unfog.train(photos, out=whole, device=setting.device, **settings)
         shutil.copytree(whole, again)
         shutil.rmtree(again / "checkpoints" / "00000008")
         unfog.resume(again)

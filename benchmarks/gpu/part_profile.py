@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from unfog.config.schema import Config
@@ -19,6 +20,8 @@ from rows import Row, busy
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+# A profiler that is started anew must not replace the one that saw the capture.
+os.environ |= {"DISABLE_CUPTI_LAZY_REINIT": "1", "TEARDOWN_CUPTI": "0"}
 _BEFORE = 6  # steps before those that are profiled: a capture comes after three
 _STEPS = 3
 _TOP = 12
@@ -38,7 +41,7 @@ KINDS: dict[str, tuple[str, ...]] = {
 
 
 def measure(setting: Setting, name: str) -> Iterator[Row]:
-    """Yield the waits of a step; then launches, idle share, and kinds of kernels of the plain and of the captured one."""
+    """Yield the waits of a step; then launches, idle share and kinds of kernels, plain and captured."""
     config, device = networks.settings_of(name, setting.cpu), torch.device(setting.device)
     for way in ("eager", "captured"):
         if setting.cpu and way == "captured":
@@ -96,7 +99,8 @@ class _ProfiledSteps(TrainingHooks):
             self._profiler.stop()
         return ended
 
-    on_capture: Callable[[str], None] = print  # for the log
+    def on_capture(self, message: str) -> None:
+        print(message)  # for the log
 
 
 def is_kernel(name: str, on_cpu: bool) -> bool:

@@ -1,4 +1,4 @@
-"""Part: how good pictures are after five minutes: a run on the bundled `fashion`, beside the ledger's figures of a CPU."""
+"""Part: how good pictures are after five minutes: a run on `fashion`, beside a figure of the ledger for a CPU."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _TOLERANCE = 1e-4  # relative: ranks sum in another order
 
 
 def measure(setting: Setting) -> Iterator[Row]:
-    """Yield what all ranks found: one a GPU through NCCL; and where there is one GPU, two that share it through gloo."""
+    """Yield what all ranks found: one a GPU through NCCL; where there is one GPU, two share it through gloo."""
     count = 2 if setting.cpu else torch.cuda.device_count()
     worlds = [("gloo" if setting.cpu else "nccl", count)]
     if count == 1:

@@ -20,7 +20,6 @@ import networks
 import steps
 import torch
 from flags import set_flags, torch_flags
-from packages import missing
 from parts import Setting, attempt
 from rows import Row, mfu
 
@@ -55,7 +54,7 @@ def measure(setting: Setting, name: str) -> Iterator[Row]:
 
 
 def ways(config: Config, device: torch.device) -> list[_Way]:
-    """Return all ways: ours, a bare step, and diffusers' script, where it is installed."""
+    """Return all ways: ours, a bare step, and diffusers' script."""
     ours, planar = partial(_ours, config, device), _changed(config, memory_format="contiguous")
     seconds = _SECONDS if device.type == "cuda" else _SECONDS_ON_CPU
     fastest, usual = partial(torch_flags, False, True), partial(torch_flags, False, False)
@@ -83,8 +82,7 @@ def ways(config: Config, device: torch.device) -> list[_Way]:
         _Way("diffusers compiled", theirs(True), flags=usual),
         _Way("bare compiled", bare(compiled=True), flags=fastest),
     ]
-    found = [*plain, *(way._replace(compiled=True) for way in compiled)]
-    return [way for way in found if "diffusers" not in way.name or not missing(["diffusers"])]
+    return [*plain, *(way._replace(compiled=True) for way in compiled)]
 
 
 def _changed(config: Config, **training: Any) -> Config:
@@ -148,6 +146,8 @@ class _Timer:
         try:
             with way.flags():
                 time = way.measure()
+        except ImportError as error:
+            return Row(self.part, way.name, f"needs {error.name}, a package", "skipped")
         except Exception as error:
             return attempt(self.part, way.name, error)
         return self._row(way, time)

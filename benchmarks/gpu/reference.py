@@ -19,6 +19,7 @@ from unfog.evaluation.held_out import HeldOut, midpoints
 from unfog.pipeline.build import build_loss_at
 from unfog.planning.timing import TrialTraining, random_images
 
+import numpy as np
 import torch
 import values
 
@@ -60,10 +61,9 @@ def training_losses(device: torch.device) -> list[float]:
 def held_out_losses(device: torch.device) -> list[float]:
     """Return the held-out loss at each of six noise levels, of a network with fixed weights."""
     config, case = _settings(device), values.cases(True)[0]
-    pixels = random_images(config, _IMAGES).take(range(_IMAGES))[0]
+    pixels = random_images(config, _IMAGES).take(np.arange(_IMAGES))[0]
     held_out = HeldOut(to_model_range(torch.from_numpy(pixels)).to(device), None, midpoints(LEVELS).to(device))
     table = held_out.losses(build_loss_at(case.network.to(device), config), batch=16)
-    case.network.cpu()
     losses: list[float] = table[0].mean(1).tolist()
     return losses
 

@@ -260,7 +260,7 @@ def sampled(case: Case, kind: Kind, device: torch.device, dtype: torch.dtype, ha
     The sampler computes in `dtype`, and the network under autocast to `half`.
     """
     network: Any = copy.deepcopy(case.network).to(device, dtype).eval()
-    precision = "fp32" if half is None else "bf16"
+    precision: PrecisionName = "fp32" if half is None else "bf16"
     network.channels_last = default_memory_format(device, precision)[0] == "channels_last"
     config, generator = preset("default"), torch.Generator().manual_seed(5)
     denoiser = Denoiser(network, config.diffusion, dtype=half)
