@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 IMAGES = 16_000_000
 """Training images, a tenth of what EDM trains on: by the estimate of README.md 35 to 60 minutes on an H100."""
@@ -68,7 +69,7 @@ def slice_of(given: argparse.Namespace, state: Path, deadline: float) -> int:
     measure += ["--batch", "16" if given.cpu else "500", "--precision", "bf16"]
     status = within([*measure, *device], deadline)
     if status == 0:
-        print(found(run))
+        print(describe(measured(run)))
     return status
 
 
@@ -86,13 +87,20 @@ def within(words: list[str], deadline: float) -> int:
     return status if status in (0, _SAVED) else 1
 
 
-def found(run: Path) -> str:
-    """Return the values of the newest evaluation."""
+def measured(run: Path) -> list[dict[str, Any]]:
+    """Return the metrics of the newest evaluation of a run."""
     results = sorted((run / "evaluations").glob("*.json"), key=lambda path: path.stat().st_mtime)
-    measured = json.loads(results[-1].read_text())["measured"] if results else []
-    return "; ".join(
-        f"{m['metric']} {m['value']:.4g} [{m['low']:.4g}, {m['high']:.4g}], {m['n']:,} samples" for m in measured
-    )
+    found: list[dict[str, Any]] = json.loads(results[-1].read_text())["measured"] if results else []
+    return found
+
+
+def describe(metrics: list[dict[str, Any]]) -> str:
+    """Return the values of metrics, with their intervals where there are any."""
+    words = []
+    for m in metrics:
+        interval = f" [{m['low']:.4g}, {m['high']:.4g}]" if m["low"] is not None else ""
+        words.append(f"{m['metric']} {m['value']:.4g}{interval}, {m['n']:,} samples")
+    return "; ".join(words)
 
 
 def made_images(file: Path) -> str:

@@ -8,31 +8,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from cifar10 import describe, measured
 from parts import Setting
 from rows import Row
 
-_RECIPE = (
-    "--network",
-    "small",
-    "--batch",
-    "256",
-    "--precision",
-    "bf16",
-    "--budget",
-    "5m",
-    "--compile",
-    "--training.capture",
-)
-_TINY = (
-    "--network",
-    "unet:channels=32/32,attention=0/0,mid_attention=0",
-    "--size",
-    "16",
-    "--batch",
-    "8",
-    "--steps",
-    "4",
-)
+_RECIPE = "--network small --batch 256 --precision bf16 --budget 5m --compile --training.capture".split()
+_TINY = "--network unet:channels=32/32,attention=0/0,mid_attention=0 --size 16 --batch 8 --steps 4".split()
 _QUIET = ("--preview.every", "-1", "--evaluate.every", "-1")
 # benchmarks/LEDGER.md, 2026-11-20: `tiny`, 16,000 images, 300 drawings against 1,000 held out.
 _OF_A_CPU = {"texture": "a CPU, 16,000 images of `tiny`: kid 0.14 [0.003, 0.27]"}
@@ -51,8 +32,7 @@ def measure(setting: Setting) -> Iterator[Row]:
         words = ("-n", count, "--metrics", "fid,kid", "--features", features, "--precision", "bf16", "--batch", "500")
         status = _unfog("evaluate", str(run), *words, *device)
         found = measured(run) if status == 0 else []
-        said = "; ".join(f"{m['metric']} {m['value']:.4g} [{m['low']:.4g}, {m['high']:.4g}]" for m in found)
-        said += f" of {count} pictures" + (f"; {_OF_A_CPU[features]}" if features in _OF_A_CPU else "")
+        said = describe(found) + (f"; {_OF_A_CPU[features]}" if features in _OF_A_CPU else "")
         state = "ok" if found else "failed"
         figures = {m["metric"]: m["value"] for m in found}
         yield Row("quality", features, said if found else f"exit status {status}", state, figures)
@@ -67,10 +47,3 @@ def _length(run: Path) -> str:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     last = next(line for line in reversed(lines) if "images_per_second" in line)
     return f"{last['images']:,} images in {last['step']:,} steps, {last['images_per_second']:,.0f} images/s at the end"
-
-
-def measured(run: Path) -> list[dict[str, object]]:
-    """Return the metrics of the newest evaluation of a run."""
-    newest = max((run / "evaluations").glob("*.json"), key=lambda path: path.stat().st_mtime)
-    found: list[dict[str, object]] = json.loads(newest.read_text())["measured"]
-    return found
