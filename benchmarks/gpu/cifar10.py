@@ -95,11 +95,11 @@ def measured(run: Path) -> list[dict[str, Any]]:
 
 
 def describe(metrics: list[dict[str, Any]]) -> str:
-    """Return the values of metrics, with their intervals where there are any."""
+    """Return the values of metrics with their intervals; "?" for what so few samples do not give."""
     words = []
     for m in metrics:
-        interval = f" [{m['low']:.4g}, {m['high']:.4g}]" if m["low"] is not None else ""
-        words.append(f"{m['metric']} {m['value']:.4g}{interval}, {m['n']:,} samples")
+        value, low, high = (f"{m[name]:.4g}" if m[name] is not None else "?" for name in ("value", "low", "high"))
+        words.append(f"{m['metric']} {value} [{low}, {high}], {m['n']:,} samples")
     return "; ".join(words)
 
 

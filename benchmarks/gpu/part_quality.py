@@ -12,8 +12,14 @@ from cifar10 import describe, measured
 from parts import Setting
 from rows import Row
 
-_RECIPE = "--network small --batch 256 --precision bf16 --budget 5m --compile --training.capture".split()
-_TINY = "--network unet:channels=32/32,attention=0/0,mid_attention=0 --size 16 --batch 8 --steps 4".split()
+_RECIPE = [
+    *("--network", "small", "--batch", "256", "--precision", "bf16", "--budget", "5m"),
+    *("--compile", "--training.capture"),
+]
+_TINY = [
+    *("--network", "unet:channels=32/32,attention=0/0,mid_attention=0"),
+    *("--size", "16", "--batch", "8", "--steps", "4"),
+]
 _QUIET = ("--preview.every", "-1", "--evaluate.every", "-1")
 # benchmarks/LEDGER.md, 2026-11-20: `tiny`, 16,000 images, 300 drawings against 1,000 held out.
 _OF_A_CPU = {"texture": "a CPU, 16,000 images of `tiny`: kid 0.14 [0.003, 0.27]"}
