@@ -12,6 +12,7 @@ import threading
 import time
 import types
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -295,6 +296,20 @@ def test_flags_of_a_baseline_are_its_own(bench):
         assert (cudnn.deterministic, cudnn.benchmark) == (True, False)
     finally:
         flags.set_flags(*before)
+
+
+def test_a_step_that_is_silently_not_captured_is_a_failure(bench):
+    """On a CPU nothing can be captured; training goes on without, and says why."""
+    networks, capture, timing = bench("networks"), bench("capture"), importlib.import_module("unfog.planning.timing")
+    config = networks.settings_of("tiny", cpu=True)
+    config = replace(config, training=replace(config.training, capture=True))
+    trial = timing.TrialTraining(config, timing.random_images(config, 8), torch.device("cpu"))
+    with pytest.raises(RuntimeError, match=r"no step was captured.*cpu has none"), capture.must_capture():
+        trial.run(1)
+    with capture.must_capture(wanted=False):
+        trial.run(1)
+    with capture.must_capture():
+        timing.TrainingHooks().on_capture("each step is one CUDA graph from here on")
 
 
 STEPS = {"unfog eager", "unfog eager, NCHW", "unfog captured", "unfog eager, not deterministic", "unfog compiled"}

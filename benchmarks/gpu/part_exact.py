@@ -16,6 +16,7 @@ from unfog.training.settings import PrecisionName
 
 import networks
 import torch
+from capture import must_capture
 from parts import Setting, attempt
 from photos import draw_photos
 from rows import Row
@@ -65,7 +66,8 @@ def _compared(setting: Setting, what: str, configs: list[Config], steps: int) ->
     device, trials = torch.device(setting.device), []
     for config in configs:
         trials.append(TrialTraining(config, random_images(config, 64), device))
-        trials[-1].run(steps)
+        with must_capture(config.training.capture):
+            trials[-1].run(steps)
     different = differing_tensors(*trials)
     said = f"{len(different)} tensors differ, such as {different[0]}" if different else "equal to the bit"
     return Row("exact", what, said, "failed" if different else "ok", {"differing": len(different)})

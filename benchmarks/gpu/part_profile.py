@@ -15,6 +15,7 @@ from unfog.training.hooks import TrainingHooks
 
 import networks
 import torch
+from capture import must_capture
 from parts import Setting, attempt
 from rows import Row, busy
 from torch.autograd import DeviceType
@@ -73,12 +74,14 @@ class _ProfiledSteps(TrainingHooks):
         self.trial, self.device = TrialTraining(config, random_images(config, 256), device), device
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
         self._profiler, self._running, self._started = profile(activities=activities), False, 0.0
+        self._captured = config.training.capture
         self._batch, self._first, self.seconds = config.training.batch, 0, 0.0
 
     def events(self) -> list[tuple[str, float, float]]:
         """Train, and return (name, start, end in microseconds) of all work of the profiled steps."""
         self._first = self.trial.state.seen + _BEFORE * self._batch
-        self.trial.train(self)
+        with must_capture(self._captured):
+            self.trial.train(self)
         # On a CPU there are no kernels, and operations stand for them.
         wanted = DeviceType.CPU if self.device.type == "cpu" else DeviceType.CUDA
         events = [e for e in self._profiler.events() or () if e.device_type == wanted]
@@ -98,9 +101,6 @@ class _ProfiledSteps(TrainingHooks):
             self.seconds = time.perf_counter() - self._started
             self._profiler.stop()
         return ended
-
-    def on_capture(self, message: str) -> None:
-        print(message)  # for the log
 
 
 def is_kernel(name: str, on_cpu: bool) -> bool:

@@ -11,6 +11,7 @@ from unfog.planning.timing import TrialTraining, random_images
 
 import networks
 import torch
+from capture import must_capture
 from parts import Setting, attempt
 from rows import Row
 
@@ -31,7 +32,8 @@ def measure(setting: Setting, way: str) -> Iterator[Row]:
         training = replace(config.training, compile=way == "compiled", capture=way == "captured")
         config, device = replace(config, training=training), torch.device(setting.device)
         trial = TrialTraining(config, random_images(config, 64), device)
-        seconds = trial.run(_STEPS)
+        with must_capture(training.capture):
+            seconds = trial.run(_STEPS)
         length = math.sqrt(sum(float(p.detach().double().square().sum()) for p in trial.state.model.parameters()))
     except Exception as error:
         yield attempt(f"smoke {way}", f"{_STEPS} steps", error)

@@ -19,6 +19,7 @@ from unfog.planning.timing import StepTime, TrialTraining, measure_step, random_
 import networks
 import steps
 import torch
+from capture import must_capture
 from flags import set_flags, torch_flags
 from parts import Setting, attempt
 from rows import Row, mfu
@@ -108,7 +109,9 @@ def _has_setting() -> bool:
 
 def _ours_captured(config: Config, device: torch.device) -> StepTime:
     """Time captured steps of one training: each call of the loop would capture anew."""
-    return measure_step(_changed(config, capture=True), random_images(config, 2048), device, lambda: False, _SECONDS)
+    config = _changed(config, capture=True)
+    with must_capture():
+        return measure_step(config, random_images(config, 2048), device, lambda: False, _SECONDS)
 
 
 class _Timer:

@@ -41,13 +41,15 @@ def main(arguments: list[str]) -> int:
     began = time.monotonic()
     rows = [*unpack(given.wheels, given.work / "packages"), *check_packages(given.cpu)]
     head = _describe_environment(given.work / "results")
-    results = _Results(given, rows, began)
+    results, live = _Results(given, rows, began), list[Row]()
     try:
         for name in given.names:
             left = 60 * given.minutes - (time.monotonic() - began) - _FOR_FILES
-            rows += _run(name, given, head, left)
+            rows += _run(name, given, head, left, live)
+            live.clear()
             results.write()
     finally:
+        rows += live  # of a part that was stopped with the visit
         results.write()
         print("\n".join(table(rows)), flush=True)
         print("\n".join(["", *short_summary(results.machine, rows)]), flush=True)
@@ -73,19 +75,20 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     return given
 
 
-def _run(name: str, given: argparse.Namespace, head: str, left: float) -> list[Row]:
-    """Run a part in what time is left, and say how it went."""
+def _run(name: str, given: argparse.Namespace, head: str, left: float, live: list[Row]) -> list[Row]:
+    """Run a part in what time is left, and say how it went; `live` gets its rows as they come."""
+
+    def tell(row: Row) -> None:
+        live.append(row)
+        print(f"  {row.state}: {row.name}: {row.said}"[:200], file=sys.stderr, flush=True)
+
     part, started = PARTS[name], time.monotonic()
     seconds = min(left, seconds_of(part, given.cpu))
     if seconds < _LEAST:
         return [Row(name, "all of it", f"no time is left of {given.minutes:g} minutes", "skipped")]
-    found = run_part(part, given.cpu, given.work / "results", seconds, head, _tell)
+    found = run_part(part, given.cpu, given.work / "results", seconds, head, tell)
     print(f"{name}: {summary(found)}, {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
     return found
-
-
-def _tell(row: Row) -> None:
-    print(f"  {row.state}: {row.name}: {row.said}"[:200], file=sys.stderr, flush=True)
 
 
 def _describe_environment(results: Path) -> str:
