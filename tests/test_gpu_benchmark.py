@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tarfile
@@ -365,6 +366,25 @@ def test_rehearsal_of_a_visit_on_the_cpu(visit, tmp_path):
     assert {"environment.txt", "ledger.md", "table.md", "summary.txt", "gpu.png", "parts/smoke-eager.jsonl"} <= names
     assert f"torch {torch.__version__}" in head
     assert "CUBLAS_WORKSPACE_CONFIG=:4096:8" in head
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(300)
+def test_a_visit_that_is_stopped_writes_what_it_has(tmp_path):
+    out, environment = tmp_path / "out", os.environ | {"PYTHON": sys.executable}
+    command = ["bash", str(FOLDER / "run.sh"), "--cpu", "--parts", "values", "--out", str(out)]
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    line = next(line for line in process.stderr if line.startswith("  ok: "))
+    os.killpg(process.pid, signal.SIGTERM)  # as `timeout` does
+    process.communicate(timeout=120)
+    assert process.returncode
+    with tarfile.open(out / "results.tar.gz") as archive:
+        assert "results/parts/values.log" in archive.getnames()
+    rows = json.loads((out / "gpu.json").read_text())["rows"]
+    assert line.split(": ")[1] in {row["name"] for row in rows}
 
 
 @pytest.mark.slow

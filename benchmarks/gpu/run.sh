@@ -9,6 +9,7 @@ if [ -z "$python" ]; then
 fi
 work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
+trap : INT TERM # a visit that is stopped writes what it has first
 export PYTHONPATH="$root/src${PYTHONPATH:+:$PYTHONPATH}"
 # cuBLAS reads this at the first product of a process, whoever computes it.
 export CUBLAS_WORKSPACE_CONFIG="${CUBLAS_WORKSPACE_CONFIG:-:4096:8}"
