@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import re
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -45,6 +46,11 @@ def check_gpu(config: Config, stop: StopSignals) -> list[Finding]:
 
     RequestError if torch can use no GPU here.
     """
+    return list(iter_gpu_checks(config, stop))
+
+
+def iter_gpu_checks(config: Config, stop: StopSignals, compiled: bool = True) -> Iterator[Finding]:
+    """Yield the findings of `check_gpu`, each as soon as it is there; the compiled step only with `compiled`."""
     device = choose_device(config.training.device)
     if config.training.device == "auto" and device.type == "cpu":
         why = unused_gpu() or "torch finds neither CUDA, ROCm nor MPS"
@@ -60,15 +66,13 @@ def check_gpu(config: Config, stop: StopSignals) -> list[Finding]:
         "compile": steps.check_compiled,
         "repeat": steps.check_repeat,
     }
-    if device.type == "cpu":
-        del checks["compile"]  # minutes for a C++ compiler, and nobody trains faster by it
-    findings = []
+    if device.type == "cpu" or not compiled:
+        del checks["compile"]  # on a CPU minutes for a C++ compiler, and nobody trains faster by it
     with Progress("checking the device", len(checks)) as progress:
         for number, (name, check) in enumerate(checks.items()):
             stop.leave_if_requested()
             progress.update(number, note=name)
-            findings.append(_attempt(name, check))
-    return findings
+            yield _attempt(name, check)
 
 
 def _attempt(name: str, check: Callable[[], Finding]) -> Finding:
@@ -82,7 +86,8 @@ def _attempt(name: str, check: Callable[[], Finding]) -> Finding:
         compiling = name == "compile"
         remedy = "train without --compile" if compiling else "update the driver, or install another build of torch"
         severity: Severity = "warning" if compiling else "fatal"
-        return Finding(f"gpu.{name}", severity, f"{name} failed: {type(error).__name__}: {said}", remedy)
+        facts = {"traceback": [sanitize(line) for line in traceback.format_exc().splitlines()]}
+        return Finding(f"gpu.{name}", severity, f"{name} failed: {type(error).__name__}: {said}", remedy, facts)
 
 
 def _check_build(device: torch.device) -> Finding:
