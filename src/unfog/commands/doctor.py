@@ -32,8 +32,10 @@ from unfog.reporting.progress import Progress, print_result, say
 from unfog.runs.dry_run import dry_run
 from unfog.runs.evaluation_hook import resolve_metrics
 from unfog.text import sanitize
+from unfog.torch_flags import caller_flags_kept
 
 
+@caller_flags_kept()
 def doctor(request: DoctorRequest) -> tuple[Path, list[Finding]]:
     """Check images, settings and machine before a run, a run, or a GPU. Return the page and the findings."""
     if request.gpu:

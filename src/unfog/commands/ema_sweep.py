@@ -30,6 +30,7 @@ from unfog.process.signals import StopSignals
 from unfog.reporting.charts import line_chart
 from unfog.reporting.findings import Figure, Finding, write_result
 from unfog.reporting.progress import Progress, align_columns, print_result, say
+from unfog.torch_flags import caller_flags_kept
 from unfog.training.checkpoints.posthoc_ema import EmaSnapshotFile, Mixture
 from unfog.training.settings import PowerEma
 
@@ -116,6 +117,7 @@ _CAPTION = (
 )
 
 
+@caller_flags_kept()
 def ema_sweep(request: EmaSweepRequest) -> EmaSweepResult:
     """Rebuild EMAs of several widths, measure each, and make the best one the run's own.
 

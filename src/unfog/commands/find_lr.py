@@ -30,6 +30,7 @@ from unfog.reporting.findings import Figure, Finding, Severity, write_result
 from unfog.reporting.progress import print_result, say
 from unfog.runs.weights.init_weights import adopt_latent_statistics, load_initial_weights
 from unfog.text import sanitize
+from unfog.torch_flags import caller_flags_kept
 
 _LEAST_SHARE = 0.5  # of the time that is for the test, however long the images took to read
 _WRITING = 1.0  # seconds for the files and the end of the process
@@ -89,6 +90,7 @@ _CAPTION = (
 )
 
 
+@caller_flags_kept()
 def find_lr(request: FindLrRequest) -> FindLrResult:
     """Search a learning rate, within so many seconds from the start of the command.
 

@@ -24,6 +24,7 @@ from unfog.pipeline.generate import GenerationSettings, conditional_denoiser, wi
 from unfog.reporting.notebook import preformatted
 from unfog.reporting.progress import Progress, plural, print_result, say
 from unfog.reporting.records import Events
+from unfog.torch_flags import caller_flags_kept
 
 _BUILT_IN = tuple(grid for grid in get_args(Grid) if grid != "tuned")
 _MANY_STEPS = 128
@@ -64,6 +65,7 @@ class TuneResult:
         return "\n".join([*lines, *(f"{name:9} {error:.4f}" for name, error in rows)])
 
 
+@caller_flags_kept()
 def tune(request: TuneRequest) -> TuneResult:
     """Find the best grid of noise levels for a number of steps, and make it the run's default.
 

@@ -26,11 +26,13 @@ from unfog.process.device import choose_device
 from unfog.process.signals import StopSignals
 from unfog.reporting.progress import say
 from unfog.text import sanitize
+from unfog.torch_flags import caller_flags_kept
 from unfog.training.distributed.world import init_world
 
 _GRIDS = ("grid.png", "strip.png")  # which `unfog sample` writes beside its images
 
 
+@caller_flags_kept()
 def evaluate_images(images: str, request: EvaluationRequest, size: int, device: str) -> Evaluation:
     """Compare a source of generated images with the reference of the request. Under torchrun the ranks share the work.
 

@@ -18,6 +18,7 @@ from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.progress import Progress
 from unfog.runs.ranks import StoppableHooks
+from unfog.torch_flags import caller_flags_kept
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.format import CheckpointInfo, run_of
 from unfog.training.checkpoints.load import (
@@ -57,6 +58,7 @@ class _ReplayHooks(StoppableHooks):
         self.progress.update(step)
 
 
+@caller_flags_kept()
 def replay_newest(folder: RunFolder, config: Config, dataset: Dataset, stop: StopSignals) -> tuple[list[str], str]:
     """Train once more from the checkpoint before the newest to the newest, without changing the run.
 

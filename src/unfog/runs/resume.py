@@ -33,6 +33,7 @@ from unfog.runs.time_budget import TimeBudget, resume_length
 from unfog.runs.train import check_custom_parts, open_session, train_session
 from unfog.runs.weights.init_weights import load_initial_weights
 from unfog.safe_files import make_folder
+from unfog.torch_flags import caller_flags_kept
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import rotation
 from unfog.training.checkpoints.format import CheckpointInfo
@@ -41,6 +42,7 @@ from unfog.training.checkpoints.posthoc_ema import remove_after
 from unfog.training.length import Length
 
 
+@caller_flags_kept()
 def resume(
     folder: RunFolder, config: Config | None = None, force: bool = False, callbacks: Sequence[object] = ()
 ) -> tuple[RunFolder, bool]:

@@ -39,6 +39,7 @@ from unfog.runs.ranks import RunContext, broadcast_config, device_for
 from unfog.runs.session import Session
 from unfog.runs.weights.init_weights import adopt_latent_statistics, load_initial_weights
 from unfog.safe_files import write_atomic
+from unfog.torch_flags import caller_flags_kept
 from unfog.training.checkpoints.format import CheckpointInfo
 from unfog.training.distributed.coordination import CoordinatedHooks
 from unfog.training.distributed.world import World
@@ -50,6 +51,7 @@ from unfog.training.optimizers import check_resumable
 from unfog.training.state import TrainState
 
 
+@caller_flags_kept()
 def train(config: Config, out: Path | None = None, callbacks: Sequence[object] = ()) -> tuple[RunFolder, bool]:
     """Train a new run. Returns its folder, and False if a signal stopped training before its end.
 
