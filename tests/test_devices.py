@@ -15,7 +15,7 @@ from unfog import torch_flags
 from unfog.config.resume_rules import check_changes, settings_digests
 from unfog.config.schema import Config
 from unfog.config.toml import update
-from unfog.errors import RequestError
+from unfog.errors import RequestError, RunError
 from unfog.pipeline import build, compile_network
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.microbatch import Machine
@@ -256,7 +256,7 @@ def test_training_puts_the_flags_of_the_caller_back(flags, tmp_path, monkeypatch
     assert flags() == before
     unfog.resume(tmp_path / "run", steps=3)
     assert flags() == before
-    with pytest.raises(RuntimeError, match="too bad"):
+    with pytest.raises(RunError, match="too bad"):
         unfog.train(few_images(), out=tmp_path / "other", steps=2, callbacks=[_Failing()], **usual)
     assert flags() == before
     assert len(seen) >= 4

@@ -72,7 +72,9 @@ ANSWERS = {
 
 
 # What adds numbers in a kernel of Triton, in an order that its configuration decides.
-SUMS = re.compile(r"\btl\.(sum|dot|cumsum|reduce|associative_scan|atomic_add)\b|welford|online_softmax|triton_helpers\.any")
+SUMS = re.compile(
+    r"\btl\.(sum|dot|cumsum|reduce|associative_scan|atomic_add)\b|welford|online_softmax|triton_helpers\.any"
+)
 
 
 class _Driver(CudaDriver):

@@ -54,7 +54,7 @@ class Training:
     )
     """Memory format of convolutions. auto: channels_last in fp32 on a CPU and in 16 bits on CUDA."""
     deterministic: Deterministic = setting(
-        "auto", affects="steps", resume="free", added_later=True, see="docs/devices.md#repeating-to-the-bit"
+        "auto", affects="steps", resume="free", added_later=True, see="docs/devices.md"
     )
     """off: let CUDA take kernels whose sums vary, so a resume goes on but not to the bit. auto: on."""
     device: str = setting("auto", short="device", affects="nothing", resume="free", common=True)
