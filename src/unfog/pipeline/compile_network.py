@@ -56,11 +56,12 @@ def check_can_compile(device: torch.device) -> None:
     if sys.platform == "win32":
         return  # Triton brings a compiler there, and that of Microsoft is not on the path
     # The programs that Triton and Inductor look for.
-    variable, usual = ("CC", ["gcc", "clang"]) if device.type == "cuda" else ("CXX", ["g++", "clang++"])
+    on_mac = sys.platform == "darwin"
+    variable, usual = ("CC", ["gcc", "clang"]) if device.type == "cuda" else ("CXX", ["clang++" if on_mac else "g++"])
     names = os.environ.get(variable, "").split()[:1] or usual
     if not any(map(which, names)):
-        missing = " or ".join(names)
-        raise RequestError(f"--compile needs a compiler, and {missing} is not found; apt install g++, {remedy}")
+        missing, install = " or ".join(names), "xcode-select --install" if on_mac else "apt install g++"
+        raise RequestError(f"--compile needs a compiler, and {missing} is not found; {install}, {remedy}")
 
 
 def _choose_nothing_by_time(config: Any) -> None:

@@ -32,7 +32,7 @@ class Gpu(NamedTuple):
 def choose_gpu() -> Gpu | None:
     """Return the GPU that "cuda" and "auto" stand for; None if torch can use none, or has code for none.
 
-    Of several it is the current one if this process uses CUDA already, else the one with the most free memory.
+    Of several it is the current one if this process has chosen or used it, else the one with the most free memory.
     """
     if not torch.cuda.is_available():
         return None
@@ -42,8 +42,8 @@ def choose_gpu() -> Gpu | None:
         return Gpu("cuda", "") if usable else None
     free = free_memory_of_gpus()
     best = most = max(usable, key=lambda i: free.get(i, 0))
-    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    if in_use and (current := torch.cuda.current_device()) in usable:
+    current = torch.cuda.current_device()
+    if current in usable and (current or torch.cuda.memory_reserved(current)):
         best = current  # another one would cost a second context, and copies between both
     if best != most:
         reason = "as this process uses it already"
