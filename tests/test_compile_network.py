@@ -90,8 +90,9 @@ def inductor():
         yield config
 
 
-def set_up(monkeypatch, repeats=True, sharded=False):
-    """Compile a network that does nothing, as on CUDA."""
+def set_up(monkeypatch, repeats=True, sharded=False, own_groups="99"):
+    """Compile a network that does nothing, as on CUDA; `own_groups` is the torch that takes no groups of ours."""
+    monkeypatch.setattr(compile_network, "_OWN_GROUPS", own_groups)
     monkeypatch.setattr(compile_network, "check_can_compile", lambda device: None)
     monkeypatch.setattr(compile_network, "compile_blocks", lambda network: None)
     network = nn.Identity()
@@ -135,6 +136,16 @@ def test_what_needs_another_inductor_is_left_out_with_a_line(missing, inductor, 
     [line] = capsys.readouterr().err.splitlines()
     assert "more kernels than usual" in line
     assert missing in line
+
+
+@pytest.mark.parametrize(("own_groups", "ours"), [("99", True), ("2.0", False)])
+def test_kernels_are_grouped_by_inductor_itself_where_it_takes_no_other_groups(own_groups, ours, inductor, monkeypatch):
+    from torch._inductor.scheduler import ForeachKernelSchedulerNode as Node
+
+    usual = Node.group_algorithm_for_combo_kernels
+    set_up(monkeypatch, own_groups=own_groups)
+    assert (Node.group_algorithm_for_combo_kernels is not usual) == ours
+    assert inductor.combo_kernels
 
 
 def test_a_schedule_of_another_inductor_is_grouped_as_that_does(inductor, capsys):

@@ -20,6 +20,7 @@ from unfog.torch_flags import set_flag
 from unfog.training.distributed.fsdp import compile_blocks
 
 _TOGETHER = 32  # kernels in a launch at most; what they read and write has a limit of Inductor's own
+_OWN_GROUPS = "2.15"  # from which on Inductor groups kernels by the memory that they hold, and takes no other groups
 _ANY_DEPTH = 10**6
 _SMALL = 2**20  # numbers that a sum reads, up to which it is launched together with others
 
@@ -109,7 +110,8 @@ def _combine_kernels(config: Any) -> None:
     grouped: Any = partial(_groups_or_usual, usual=usual)
     for name in ("combo_kernels", "combo_kernels_autotune", "combo_kernel_max_num_nodes", "pre_grad_custom_pass"):
         getattr(config, name)
-    set_flag(ForeachKernelSchedulerNode, "group_algorithm_for_combo_kernels", grouped)
+    if torch.__version__ < _OWN_GROUPS:
+        set_flag(ForeachKernelSchedulerNode, "group_algorithm_for_combo_kernels", grouped)
     _set_options(config, combo_kernels=True, combo_kernel_max_num_nodes=_TOGETHER, pre_grad_custom_pass=MoveBiases())
 
 
