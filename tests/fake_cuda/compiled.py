@@ -231,7 +231,8 @@ def _without_layouts(state):
 
 
 def _by_time(state):
-    inductor.combo_kernels_autotune = 1
+    inductor.deterministic, inductor.max_autotune_pointwise = False, True
+    torch.use_deterministic_algorithms(False)
 
 
 def _with_a_break(state):

@@ -72,7 +72,7 @@ def _choose_nothing_by_time(config: Any) -> None:
     """
     if not _set_options(config, deterministic=True):
         _say_once("its compiled code may not repeat to the bit, as Inductor has no deterministic mode")
-    # Sums that are launched together with others have one configuration then; that mode alone leaves them several.
+    # That mode leaves one configuration to a sum; these leave one to whatever is launched together, as a sum may be.
     _set_options(config, combo_kernels_autotune=0)
     _set_options(config, combo_kernel_per_subkernel_blocks=False)
 
