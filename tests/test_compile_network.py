@@ -9,7 +9,7 @@ from torch import nn
 from unfog.compile_for_gpu import compiled_with
 from unfog.pipeline import compile_network
 from unfog.pipeline.compile_network import move_biases
-from unfog.torch_flags import caller_flags_kept
+from unfog.process.torch_flags import caller_flags_kept
 
 
 class _Conditioned(nn.Module):

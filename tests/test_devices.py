@@ -11,7 +11,6 @@ import torch
 
 import unfog
 from conftest import few_images
-from unfog import torch_flags
 from unfog.config.resume_rules import check_changes, settings_digests
 from unfog.config.schema import Config
 from unfog.config.toml import update
@@ -19,9 +18,9 @@ from unfog.errors import RequestError, RunError
 from unfog.pipeline import build, compile_network
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.microbatch import Machine
-from unfog.process import device, gpus
+from unfog.process import device, gpus, torch_flags
+from unfog.process.torch_flags import caller_flags_kept, set_repeatable
 from unfog.runs.session import say_what_resume_promises
-from unfog.torch_flags import caller_flags_kept, set_repeatable
 from unfog.training.precision import Precision
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

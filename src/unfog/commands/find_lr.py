@@ -25,12 +25,12 @@ from unfog.process import command_clock
 from unfog.process.device import choose_device
 from unfog.process.run_folder import next_folder
 from unfog.process.signals import StopSignals
+from unfog.process.torch_flags import caller_flags_kept
 from unfog.reporting.charts import line_chart
 from unfog.reporting.findings import Figure, Finding, Severity, write_result
 from unfog.reporting.progress import print_result, say
 from unfog.runs.weights.init_weights import adopt_latent_statistics, load_initial_weights
 from unfog.text import sanitize
-from unfog.torch_flags import caller_flags_kept
 
 _LEAST_SHARE = 0.5  # of the time that is for the test, however long the images took to read
 _WRITING = 1.0  # seconds for the files and the end of the process

@@ -21,10 +21,10 @@ from unfog.errors import RequestError
 from unfog.inference.guide import resolve_guidance
 from unfog.inference.run import Run
 from unfog.pipeline.generate import GenerationSettings, conditional_denoiser, without_pixel_clipping
+from unfog.process.torch_flags import caller_flags_kept
 from unfog.reporting.notebook import preformatted
 from unfog.reporting.progress import Progress, plural, print_result, say
 from unfog.reporting.records import Events
-from unfog.torch_flags import caller_flags_kept
 
 _BUILT_IN = tuple(grid for grid in get_args(Grid) if grid != "tuned")
 _MANY_STEPS = 128

@@ -15,8 +15,8 @@ import torch
 from unfog.errors import RequestError
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.models.layers import ConditionalNetwork
+from unfog.process.torch_flags import set_flag
 from unfog.reporting.progress import say
-from unfog.torch_flags import set_flag
 from unfog.training.distributed.fsdp import compile_blocks
 
 _TOGETHER = 32  # kernels in a launch at most; what they read and write has a limit of Inductor's own

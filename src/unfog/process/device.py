@@ -14,7 +14,7 @@ from unfog.config.validate import check_device
 from unfog.cores import control_groups, describe_quota, threads_are_given, usable_cores
 from unfog.errors import RequestError
 from unfog.process.gpus import OTHER_BUILD, choose_gpu, missing_code
-from unfog.torch_flags import set_flag
+from unfog.process.torch_flags import set_flag
 
 _UNTOLD = 4 * 2**30  # bytes assumed where the system does not tell
 # Of a control group of version 2 and 1: limit, use, and what of the use can be reclaimed.

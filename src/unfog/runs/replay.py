@@ -16,9 +16,9 @@ from unfog.pipeline.build import build_augmentation, build_loss, build_state, bu
 from unfog.process.device import choose_device
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
+from unfog.process.torch_flags import caller_flags_kept
 from unfog.reporting.progress import Progress
 from unfog.runs.ranks import StoppableHooks
-from unfog.torch_flags import caller_flags_kept
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.format import CheckpointInfo, run_of
 from unfog.training.checkpoints.load import (

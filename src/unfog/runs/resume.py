@@ -24,6 +24,7 @@ from unfog.pipeline.skipped_images import DATA_FILE, describe_changes
 from unfog.planning.auto_settings import AutoSettings
 from unfog.process import command_clock
 from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
+from unfog.process.torch_flags import caller_flags_kept
 from unfog.reporting.progress import say
 from unfog.reporting.records import Events, finite_number, read_events, read_metrics
 from unfog.runs.evaluation_hook import resolve_metrics
@@ -33,7 +34,6 @@ from unfog.runs.time_budget import TimeBudget, resume_length
 from unfog.runs.train import check_custom_parts, open_session, train_session
 from unfog.runs.weights.init_weights import load_initial_weights
 from unfog.safe_files import make_folder
-from unfog.torch_flags import caller_flags_kept
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import rotation
 from unfog.training.checkpoints.format import CheckpointInfo

@@ -30,6 +30,7 @@ from unfog.planning.disk import check_disk_room
 from unfog.planning.intervals import Choice
 from unfog.process import command_clock
 from unfog.process.run_folder import RunFolder, next_folder
+from unfog.process.torch_flags import caller_flags_kept
 from unfog.reporting.findings import Finding
 from unfog.reporting.log_settings import check_installed
 from unfog.reporting.progress import say
@@ -39,7 +40,6 @@ from unfog.runs.ranks import RunContext, broadcast_config, device_for
 from unfog.runs.session import Session
 from unfog.runs.weights.init_weights import adopt_latent_statistics, load_initial_weights
 from unfog.safe_files import write_atomic
-from unfog.torch_flags import caller_flags_kept
 from unfog.training.checkpoints.format import CheckpointInfo
 from unfog.training.distributed.coordination import CoordinatedHooks
 from unfog.training.distributed.world import World
