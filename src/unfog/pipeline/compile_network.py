@@ -61,11 +61,8 @@ def check_can_compile(device: torch.device) -> None:
     variable, usual = ("CC", ["gcc", "clang"]) if device.type == "cuda" else ("CXX", ["clang++" if on_mac else "g++"])
     names = os.environ.get(variable, "").split()[:1] or usual
     if not any(map(which, names)):
-        missing, install = (
-            " or ".join(names),
-            "install the command line tools of Xcode" if on_mac else "apt install g++",
-        )
-        raise RequestError(f"--compile needs a compiler, and {missing} is not found; {install}, {remedy}")
+        install = "install the command line tools of Xcode" if on_mac else "apt install g++"
+        raise RequestError(f"--compile needs a compiler, and {' or '.join(names)} is not found; {install}, {remedy}")
 
 
 def _choose_nothing_by_time(config: Any) -> None:
