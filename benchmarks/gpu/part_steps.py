@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields, replace
-from functools import cache, partial
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from unfog.checks.gpu_checks import half_type
@@ -20,7 +20,7 @@ import networks
 import steps
 import torch
 from capture import must_capture
-from flags import set_flags, torch_flags
+from flags import torch_flags
 from parts import Setting, attempt
 from rows import Row, mfu
 
@@ -92,19 +92,10 @@ def _changed(config: Config, **training: Any) -> Config:
 
 def _ours(config: Config, device: torch.device, deterministic: bool = True) -> StepTime:
     on_gpu = device.type == "cuda"
-    if not deterministic and _has_setting():
+    if not deterministic:
         config = _changed(config, deterministic="off")
     trial = TrialTraining(config, random_images(config, 2048 if on_gpu else 64), device)
-    if not deterministic:
-        set_flags(False, False, True)  # building the state has set them
     return StepTime.measure(trial.run, _SECONDS if on_gpu else _SECONDS_ON_CPU)
-
-
-@cache
-def _has_setting() -> bool:
-    from unfog.training.settings import Training
-
-    return "deterministic" in {field.name for field in fields(Training)}
 
 
 def _ours_captured(config: Config, device: torch.device) -> StepTime:
