@@ -61,7 +61,8 @@ def held_out_losses(device: torch.device) -> list[float]:
     """Return the held-out loss at each of six noise levels, of a network with fixed weights."""
     config, case = _settings(device), values.cases(True)[0]
     pixels = random_images(config, _IMAGES).take(np.arange(_IMAGES))[0]
-    held_out = HeldOut(config.image_format.to_model(torch.from_numpy(pixels)).to(device), None, midpoints(LEVELS).to(device))
+    x0 = config.image_format.to_model(torch.from_numpy(pixels)).to(device)
+    held_out = HeldOut(x0, None, midpoints(LEVELS).to(device))
     table = held_out.losses(build_loss_at(case.network.to(device), config), batch=16)
     losses: list[float] = table[0].mean(1).tolist()
     return losses
