@@ -244,6 +244,19 @@ def test_checkpointing_changes_no_bit(settings, bf16):
     assert all(torch.equal(a, b) for a, b in zip(plain, gradients()))
 
 
+@pytest.mark.parametrize("settings", [MICRO[name] for name in NEW], ids=NEW)
+def test_checkpointing_without_dropout_asks_for_no_random_state(settings, monkeypatch):
+    """In a CUDA graph that is an error."""
+    model, x, c_noise = scattered(replace(settings, dropout=0.0)), torch.randn(3, 1, 8, 8), torch.rand(3) * 1000
+    model(x, c_noise).square().sum().backward()
+    plain = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model.checkpointing = True
+    monkeypatch.delattr(torch, "get_rng_state")
+    model(x, c_noise).square().sum().backward()
+    assert all(torch.equal(a, p.grad) for a, p in zip(plain, model.parameters()))
+
+
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("settings", [MICRO["unet"], MICRO["mpunet"]], ids=["unet", "mpunet"])
 def test_channels_last_computes_the_same_in_another_order(settings, channels):
