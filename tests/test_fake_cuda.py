@@ -30,6 +30,7 @@ NOT_CAPTURED = {
     "capture refused": "Cannot call this during a capture",
 }
 LOST = ("capture invalidated",)
+MORE = ("snapshot", "snapshot, pageable", "unet bf16, weights converted")
 STEPS = ("unet bf16", "unet fp16", "latents", "autoencoder", "kept images", "kept latents")
 KEPT = ("kept images", "captured dit")  # on the device
 SAMPLERS = ("sampler ddpm", "sampler guided within")
@@ -80,7 +81,7 @@ def run(library, names, script="cases.py", timeout=280):
 
 @pytest.fixture(scope="module")
 def results(library):
-    return run(library, [*STEPS, *SAMPLERS, *CAPTURED, *NOT_CAPTURED, *LOST, "snapshot", "snapshot, pageable"])
+    return run(library, [*STEPS, *SAMPLERS, *CAPTURED, *NOT_CAPTURED, *LOST, *MORE])
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +95,7 @@ def check_kernels(result):
     if result["name"] in CHANNELS_LAST:
         assert "NHWC" in json.dumps(result["layouts"])
         assert "NCHW" not in json.dumps(result["layouts"]), result["layouts"]
+        assert "weights converted" not in result["named"]
     if result["name"] == "unet bf16":  # 298 with the casts of autocast; five for each norm are left, and a few others
         assert result["named"]["_to_copy"] < 140
         assert result["named"]["_foreach_copy_"] == 2
@@ -193,6 +195,15 @@ def test_planted_fault_is_found(planted, name, evidence):
     assert evidence in json.dumps([result.get("error"), *(result.get(what) for what in ("waits", "faults", "layouts"))])
     with pytest.raises(AssertionError):
         check_step(result)
+
+
+@pytest.mark.exhaustive
+def test_weights_that_are_kept_in_channels_last_are_not_converted(results):
+    """Launches of each convolution of 3x3: of the weight forward and backward, and of its gradient."""
+    kept, converted = results["unet bf16"], results["unet bf16, weights converted"]
+    assert converted["named"]["weights converted"] == 38
+    assert converted["operations"] - kept["operations"] >= 19
+    assert kept["converted bytes"] == 0 < converted["converted bytes"]
 
 
 @pytest.mark.exhaustive

@@ -114,18 +114,28 @@ def _on_device(fake, config):
 
 
 def step_of(
-    config, latents=False, mutate=lambda state: None, plant=None, snapshot=None, resumed=False, kept=False, whole=False
+    config,
+    latents=False,
+    mutate=lambda state: None,
+    plant=None,
+    snapshot=None,
+    resumed=False,
+    kept=False,
+    whole=False,
+    converted=False,
 ):
     """Return what `STEPS` steps of the real loop do, after a first one; or what a `snapshot` does after them, of which
     so many bytes are pinned at most.
 
     `plant` is called with the loss of each micro-batch and its images; `mutate` with the state before training. A
     state that is `resumed` is read from a checkpoint that the CPU wrote after its first step. Images that are `kept`
-    are on the device from the start. Of a run as a `whole`, what is captured is watched, and the steps after the sixth.
+    are on the device from the start. Weights are `converted` at each use if they are not kept in channels_last. Of a run as a `whole`, what is captured is watched, and the steps after the sixth.
     """
     stored = _checkpoint_of(config) if resumed else None
     with FakeCuda() as fake:
         _on_device(fake, config)
+        if converted:
+            fake.set(build, "_WEIGHTS_CHANNELS_LAST_ON", ())
         shape = config.input_shape
         pixels = (
             np.zeros((64, 1 + config.data.flip, *shape), np.float16) if latents else np.zeros((64, *shape), np.uint8)
@@ -357,6 +367,9 @@ def _norms_of_torch(state):
 CASES = {
     "unet bf16": lambda: step_of(config_of()),
     "unet bf16 adamw": lambda: step_of(config_of(**ADAMW)),
+    "unet bf16, weights converted": lambda: step_of(config_of(), converted=True),
+    "cifar10": lambda: step_of(whole("cifar10", 32)),
+    "cifar10, weights converted": lambda: step_of(whole("cifar10", 32), converted=True),
     "unet fp32": lambda: step_of(config_of(precision="fp32")),
     "unet fp16": lambda: step_of(config_of(precision="fp16")),
     "unet fp16 adamw": lambda: step_of(config_of(precision="fp16", **ADAMW)),
@@ -439,6 +452,7 @@ def figures(watch):
     return {what: dict(getattr(watch, what)) for what in WATCHED} | {
         "steps": STEPS,
         "operations": watch.operations,
+        "converted bytes": watch.converted_bytes,
         "said": watch.said,
         "left": watch.left,
     }

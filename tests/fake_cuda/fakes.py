@@ -95,6 +95,7 @@ class Watch(TorchDispatchMode):
     def clear(self):
         self.operations, self.waits, self.copies, self.faults = 0, Counter(), Counter(), Counter()
         self.attention, self.named, self.layouts = Counter(), Counter(), Counter()
+        self.converted_bytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -138,6 +139,11 @@ class Watch(TorchDispatchMode):
         inputs = given[: 1 + backward]
         if min(inputs[0].shape[1], (inputs[1] if backward else made[0]).shape[1]) > 4:
             self.layouts[f"{name} of {' and '.join(map(_layout, inputs))}"] += 1
+        weight = given[1 + backward]
+        if _layout(inputs[0]) == "NHWC" and not weight.is_contiguous(memory_format=torch.channels_last):
+            # Inside torch's kernel, so that nothing else shows it.
+            self.named["weights converted"] += 1
+            self.converted_bytes += 2 * weight.numel() * weight.element_size()  # read and written
 
     def _copied(self, source, target, free):
         if source.device.type == target.device.type:
