@@ -95,14 +95,19 @@ def test_time_is_arithmetic_or_launches():
     device = Device.find("h100")
     work = NetworkCost.of(Convolution, (3, 8, 8))._replace(training=1e12, forward=3e11, operations=1000)
     fast, slow = work.step_time(device, Training(batch=64, precision="fp16"))
-    assert fast == pytest.approx(64e12 / (0.40 * 989e12))
-    assert slow == pytest.approx(64e12 / (0.15 * 989e12))
+    assert fast == pytest.approx(64e12 / (0.18 * 989e12))
+    assert slow == pytest.approx(64e12 / (0.11 * 989e12))
+    assert work.step_time(device, Training(batch=64, precision="fp16", compile=True)) < (0.6 * fast, 0.6 * slow)
     assert work.step_time(device, Training(batch=64, precision="fp16", checkpointing=True)).low == pytest.approx(
         1.3 * fast
     )
     assert work.step_time(device, Training(batch=64, precision="fp32")).low > 5 * fast
+    assert work.call_time(64, device).low == pytest.approx(0.3 * fast)  # drawn in 16 bits
+    assert work.call_time(64, replace(device, precision="fp32")).low > fast
     tiny = work._replace(training=1e6).step_time(device, Training(batch=64, microbatch=32, precision="fp16"))
     assert tiny.low == tiny.high > 1e-3
+    captured = Training(batch=64, microbatch=32, precision="fp16", capture=True)
+    assert work._replace(training=1e6).step_time(device, captured).high < 1e-4
 
 
 def test_devices_are_found_however_they_are_written():

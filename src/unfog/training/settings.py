@@ -10,7 +10,7 @@ from unfog.errors import RequestError
 from unfog.settings import check_bounds, setting
 
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
-SamplingPrecision = Literal["fp32", "bf16"]
+SamplingPrecision = Literal["auto", "fp32", "bf16", "fp16"]
 MemoryFormat = Literal["auto", "contiguous", "channels_last"]
 
 
