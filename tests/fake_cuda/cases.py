@@ -129,7 +129,8 @@ def step_of(
 
     `plant` is called with the loss of each micro-batch and its images; `mutate` with the state before training. A
     state that is `resumed` is read from a checkpoint that the CPU wrote after its first step. Images that are `kept`
-    are on the device from the start. Weights are `converted` at each use if they are not kept in channels_last. Of a run as a `whole`, what is captured is watched, and the steps after the sixth.
+    are on the device from the start. Weights are `converted` at each use if they are not kept in channels_last. Of
+    a run as a `whole`, what is captured is watched, and the steps after the sixth.
     """
     stored = _checkpoint_of(config) if resumed else None
     with FakeCuda() as fake:

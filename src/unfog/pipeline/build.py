@@ -37,8 +37,8 @@ from unfog.training.loop import Intervals
 from unfog.training.precision import Precision
 from unfog.training.state import TrainState
 
-# Device types on which convolutions keep their weights in the format that they compute in. cuDNN would else convert each
-# weight twice a step and its gradient once: 195 launches with `cifar10`. On a CPU it would change the bits of runs.
+# Device types on which convolutions keep their weights in the format that they compute in. Each weight would else be
+# converted twice a step and its gradient once: 153 launches with `cifar10`. On a CPU it would change the bits of runs.
 _WEIGHTS_CHANNELS_LAST_ON = ("cuda",)
 _REGISTRATIONS = 4  # of one parameter, at the most: a module may set it anew
 _weights: ContextVar[tuple[Path, Path] | None] = ContextVar("weights", default=None)

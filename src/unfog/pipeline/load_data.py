@@ -22,6 +22,7 @@ from unfog.pipeline.outage_notice import OutageNotice
 from unfog.process.run_folder import printable
 from unfog.process.signals import StopSignals
 from unfog.reporting.progress import Progress, say, warn
+from unfog.training.settings import USUAL_BATCH
 
 _TOP = re.compile(r"/|(?:[-_.\d][-\w]*)?\.tar/", re.IGNORECASE)  # ends the top folder, or the word that names a shard
 _NAMES_SAMPLED = 10_000  # file names, evenly spaced, that are searched for folders called train, test or similar
@@ -90,7 +91,7 @@ def _read_source(
         source = open_source(config.source, stop.watching(progress), policy)
     source.outage.on_wait = OutageNotice(stop, source.outage.patience)
     with Progress("decoding", None) as progress:
-        wanted = config.training.images or config.training.steps * config.training.batch
+        wanted = config.training.images or config.training.steps * (config.training.batch or USUAL_BATCH)
         data = replace(config.data, cache="auto") if few else config.data
         dataset = prepare(source, data, stop.watching(progress), 1 if few else wanted, config.fingerprint)
     return source, dataset

@@ -141,7 +141,7 @@ def default_precision(device: torch.device, parameters: Callable[[], int]) -> tu
 
 
 def drawing_precision(asked: SamplingPrecision, device: torch.device, trained: PrecisionName) -> SamplingPrecision:
-    """Return the precision in which samples are drawn: as `asked`, "auto" by the device and by how the run `trained`."""
+    """Return the precision in which samples are drawn: as `asked`, or by the device and how the run `trained`."""
     if asked != "auto":
         return asked
     if device.type not in _HALF_DRAWING_ON:
