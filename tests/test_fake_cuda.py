@@ -95,7 +95,7 @@ def check_kernels(result):
     if result["name"] in CHANNELS_LAST:
         assert "NHWC" in json.dumps(result["layouts"])
         assert "NCHW" not in json.dumps(result["layouts"]), result["layouts"]
-        assert "weights converted" not in result["named"]
+        assert "weights converted" not in result["named"] or result["name"].startswith("sampler")
     if result["name"] == "unet bf16":  # 298 with the casts of autocast; five for each norm are left, and a few others
         assert result["named"]["_to_copy"] < 140
         assert result["named"]["_foreach_copy_"] == 2

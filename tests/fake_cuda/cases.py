@@ -362,7 +362,7 @@ def _network(resize, range):
 def _norms_of_torch(state):
     for module in state.model.modules():
         if isinstance(module, torch.nn.GroupNorm):
-            module.__class__ = torch.nn.GroupNorm
+            module.forward = partial(torch.nn.GroupNorm.forward, module)
 
 
 CASES = {
