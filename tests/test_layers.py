@@ -12,12 +12,14 @@ _spec = importlib.util.spec_from_file_location("layout_figures", ROOT.parents[1]
 figures = sys.modules["layout_figures"] = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(figures)
 BASE = {
+    "_version",
     "custom",
     "device_copies",
     "errors",
     "locks",
     "safe_files",
     "sharded_rng",
+    "seals",
     "callbacks",
     "cache_folder",
     "compile_cache",
@@ -46,7 +48,7 @@ SUBFOLDERS = {
     "data.values": set(),
     "data.sources": {"", "files", "values"},
     "data.webdataset": {"", "sources", "files", "values"},
-    "data.packs": {"", "sources", "values"},
+    "data.packs": {"", "files", "sources", "values"},
     "training.stability": {""},
     "training.checkpoints": {""},
     "training.distributed": {"", "checkpoints", "stability"},

@@ -10,11 +10,20 @@ MARK = "Unfog"
 
 # A scheme of any length would take the square of the length of a long word.
 _SCHEME = r"[a-z][a-z0-9+]{0,30}://"
+# A host that is known as one by its look: a domain, localhost or an address, and perhaps a port.
+_HOST = r"""(?:[\w-]+(?:\.[\w-]+)+\.?|localhost|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?(?=[/?#\s'",;)\]]|$)"""
+# A password may hold / ? # and @ that should be escaped. Where it is unclear what is the host, everything up to the
+# last @ of the word is taken for a secret: a part of an address is missed less than a password is.
+_SECRET = (
+    rf"(?:[^/\s?#]*@(?={_HOST})"  # up to a host
+    rf"|(?!{_HOST})(?=[^/\s?#]*[:@]|(?:(?<=http://)|(?<=https://)|(?<=ftp://))[^/\s?#])(?:(?!{_SCHEME})\S)*@)?"
+)
 _URL = re.compile(
     # Scheme, user name and password, host and path up to the next URL, query; quotes may be part of all of them.
-    rf"""({_SCHEME})(?:[^/\s?#]*@)?((?:(?!{_SCHEME})[^\s?])*)(?:\?\S*?(?=['"),;.\]]{{0,3}}(?:\s|$)))?""",
+    rf"""({_SCHEME}){_SECRET}((?:(?!{_SCHEME})[^\s?])*)(?:\?\S*?(?=['"),;.\]]{{0,3}}(?:\s|$)))?""",
     re.IGNORECASE,
 )
+_ADDRESS = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")
 # Characters that act on a terminal, or reverse the direction of the text behind them.
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
@@ -22,6 +31,11 @@ _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 def without_secrets(text: str) -> str:
     """Remove from each URL in a text its query, which may be a signature, and its user name and password."""
     return _URL.sub(r"\1\2", text)
+
+
+def is_address(text: str) -> bool:
+    """Return True for an address such as s3://bucket, of which `Path` would make folders such as `s3:`."""
+    return _ADDRESS.match(text) is not None
 
 
 def valid_text(name: str) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from unfog.config.run_requests import LOSSES, METRICS, ON_REQUEST, EvaluationRequest
@@ -16,7 +16,6 @@ from unfog.data.scan import common_side
 from unfog.data.sources.registry import open_source
 from unfog.data.values.value_range import FULL_RANGE
 from unfog.errors import RequestError
-from unfog.evaluation.metrics import check_count
 from unfog.evaluation.pixel_metrics import PIXEL_METRICS
 from unfog.inference.compare_images import Comparison, ImageRows, reference_rows, verdict
 from unfog.inference.evaluate import check_enough, open_request_features
@@ -52,15 +51,15 @@ def evaluate_images(images: str, request: EvaluationRequest, size: int, device: 
         check_enough(len(rows), sanitize(images))
         rows = rows[evenly_spaced(len(rows), request.n or len(rows))]
         real = reference_rows(reference, len(rows))
-        compared = Comparison(_metrics(request, features is not None), features, reference, real)
-        if features is not None and set(request.metrics) == {"fid"}:
-            one = torch.from_numpy(reference.take(np.arange(1)).pixels)
+        compared = Comparison(_metrics(request, features is not None), features, reference, real, world)
+        if set(request.metrics) == {"fid"}:
             # With any other metric beside it, a refused FID is a line of the table and no error.
-            check_count("fid", min(len(rows), len(reference)), one, features, "--metrics")
-        both = compared.features_of_both(ImageRows(samples, rows), world)
-        found = compared.sample_metrics(ImageRows(samples, rows), both)
+            compared.check_count("fid", len(rows), "--metrics")
+        generated = ImageRows(samples, rows)
+        fake = compared.compute_features(generated, "samples", generated.key)
+        found = list(chain(*compared.measure(generated, fake, baseline=True).values()))
         drawn = {"images": sanitize(images), "size": samples.pixels.shape[-1], "reference": name}
-        spectrum = compared.spectra(ImageRows(samples, rows))
+        spectrum = compared.spectra(generated)
         seconds = round(time.monotonic() - started, 1)
         return Evaluation(None, drawn, found, verdict=verdict(found), spectrum=spectrum, seconds=seconds)
 
@@ -77,8 +76,9 @@ def _load_both(images: str, reference: str, size: int, stop: StopSignals) -> tup
         )
     channels = [one.train.pixels.shape[1] for one in (samples, real)]
     values = _shared_range(samples, real)
-    if values != samples.settings.range or channels[0] < max(channels):  # grey ones are compared as RGB
-        samples = _load(images, side, max(channels), stop, values)
+    other = values != samples.settings.range
+    if other or channels[0] < max(channels):  # grey ones are compared as RGB
+        samples = _load(images, side, max(channels), stop, values, clip=other)
     if channels[1] < max(channels):
         real = _load(reference, side, max(channels), stop)
     check_enough(len(real.train), "the reference")
@@ -95,9 +95,16 @@ def _shared_range(samples: Dataset, real: Dataset) -> tuple[float, ...]:
     return other or (FULL_RANGE.low, FULL_RANGE.high)
 
 
-def _load(source: str, size: int, channels: int, stop: StopSignals, value_range: tuple[float, ...] = ()) -> Dataset:
+def _load(
+    source: str,
+    size: int,
+    channels: int,
+    stop: StopSignals,
+    value_range: tuple[float, ...] = (),
+    clip: bool = False,
+) -> Dataset:
     base = Config(source=source)
-    data = replace(base.data, size=size, channels=channels, held_out=0.0, labels="none", range=value_range)
+    data = replace(base.data, size=size, channels=channels, held_out=0.0, labels="none", range=value_range, clip=clip)
     # A batch of one, as there is no training that could want more images than there are.
     dataset, _ = load_images(replace(base, data=data, training=replace(base.training, batch=1)), stop)
     return dataset

@@ -109,11 +109,8 @@ def _report(config: Config, source: Source, dataset: Dataset, few: bool) -> None
             f"  data.size = {side}: larger images are made smaller, because twice the side takes four times "
             f"as long; --size {2 * side} keeps more detail"
         )
-    if 0 < len(dataset.train) < config.training.batch:
-        warn(
-            f"batch = {config.training.batch} is more than the {len(dataset.train)} images, so some images are "
-            "used twice in a batch"
-        )
+    if 0 < len(dataset.train) < (batch := config.training.batch or USUAL_BATCH):
+        warn(f"batch = {batch} is more than the {len(dataset.train)} images, so some images are used twice in a batch")
     for warning in dataset.warnings:
         warn(warning)
     # Floating point from Python was scaled when it was stored there.

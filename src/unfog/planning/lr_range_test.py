@@ -23,6 +23,8 @@ from torch import Tensor
 from unfog.compile_cache import compile_errors_explained
 from unfog.diffusion.objective import Objective
 from unfog.errors import Interrupted
+from unfog.evaluation.held_out import fixed_losses
+from unfog.pipeline.build import fixed_loss
 from unfog.planning.lr_suggestion import Ramp, Trial, next_rates, ramp_stop_reason, rounded, suggest
 from unfog.reporting.progress import Progress
 from unfog.training.hooks import Augmentation, Stream, Task, TrainingHooks
@@ -110,18 +112,15 @@ class LossProbe:
         label = None if self.label is None else self.label[:count]
         return LossProbe(self.x0[:count], label, self.noise[:count], self.u[:count])
 
-    @torch.no_grad()
     def relative_loss(self, state: TrainState, objective: Objective, batch: int) -> float:
         """Return the loss over that of predicting 0, without dropout and in float32, `batch` images at once."""
+        state.model.eval()
+        loss_at = fixed_loss(state.model, objective)
+        losses = fixed_losses(loss_at, self.x0, self.label, self.u[None], lambda level: self.noise, batch)
+        state.model.train()
         diffusion = objective.diffusion
         logsnr = diffusion.schedule(self.u)
-        state.model.eval()
-        total = 0.0
-        for part in range(0, len(self.x0), batch):
-            some = slice(part, part + batch)
-            label = None if self.label is None else self.label[some]
-            total += float(objective.at(state.model, self.x0[some], label, logsnr[some], self.noise[some])[0].sum())
-        state.model.train()
+        total = sum(float(part.sum()) for part in torch.split(losses[0, 0].float(), batch))
         return total / float((diffusion.weight(logsnr) * diffusion.target_power(logsnr)).sum())
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from unfog.checks.run.run_record import RunRecord
 from unfog.data.dataset import ImageSet, evenly_spaced
-from unfog.evaluation.held_out import LossAt
+from unfog.evaluation.held_out import LossAt, fixed_losses
 from unfog.reporting.charts import Floats, line_chart
 from unfog.reporting.findings import Figure, Finding, Severity
 from unfog.reporting.progress import plural
@@ -45,28 +45,24 @@ def loss_images(images: ImageSet, device: torch.device, see: Callable[[Tensor], 
     return LossImages(x0, None if labels is None else torch.from_numpy(labels).to(device))
 
 
-@torch.inference_mode()
 def measure_losses(
     loss_at: LossAt,
     looked: LossImages,
     levels: Tensor,
     batch: int,
-    progress: Callable[[int], None] = lambda done: None,
+    progress: Callable[[int], None] = lambda images: None,
 ) -> Floats:
     """Return the loss [L, N] of each image at each noise quantile [L].
 
     The noise of image i depends neither on N nor on `batch`. `progress` is called with the images of each pass.
     """
-    result = torch.zeros(len(levels), len(looked.x0), dtype=torch.float64)
-    for level, u in enumerate(levels):
-        for first in range(0, len(looked.x0), batch):
-            x0 = looked.x0[first : first + batch]
-            noise = torch.stack([_noise(x0.shape[1:], level, first + i) for i in range(len(x0))]).to(x0.device)
-            label = None if looked.label is None else looked.label[first : first + batch]
-            loss, _ = loss_at(x0, label, u.to(x0.device).expand(len(x0)), noise)
-            result[level, first : first + len(x0)] = loss.cpu().double()
-            progress(len(x0))
-    return result.numpy()
+    x0, label = looked
+    u = levels.to(x0.device)[:, None].expand(-1, len(x0))
+
+    def noise(level: int) -> Tensor:
+        return torch.stack([_noise(x0.shape[1:], level, image) for image in range(len(x0))])
+
+    return fixed_losses(loss_at, x0, label, u, noise, batch, progress)[0].numpy()
 
 
 def _noise(shape: torch.Size, level: int, image: int) -> Tensor:

@@ -23,10 +23,11 @@ from unfog.data.dataset import ImageSet
 from unfog.data.stream import Batch
 from unfog.diffusion.objective import Loss, Objective
 from unfog.errors import Interrupted
-from unfog.pipeline.build import build_objective, without_augmentation
+from unfog.evaluation.held_out import fixed_losses, midpoints
+from unfog.pipeline.build import build_objective, fixed_loss, without_augmentation
 from unfog.pipeline.latents import latent_decoder
 from unfog.reporting.charts import line_chart
-from unfog.reporting.findings import Figure, Finding
+from unfog.reporting.findings import DRY_RUN, Figure, Finding
 from unfog.reporting.image_grids import Pixels, grid
 from unfog.reporting.progress import Progress, format_number
 from unfog.reporting.records import json_values
@@ -115,7 +116,7 @@ class _OverfitBatch:
         x0 = see(pixels).to(device)
         generator = torch.Generator().manual_seed(0)
         noise = torch.randn(x0.shape, generator=generator).to(device)
-        u = (torch.arange(_IMAGES, device=device) + 0.5) / _IMAGES
+        u = midpoints(_IMAGES).to(device)
         return cls(x0, pixels, label, u, noise, replace(objective, label_dropout=0.0))
 
     def batch(self, first: int, size: int) -> Batch:
@@ -133,9 +134,9 @@ class _OverfitBatch:
         return loss
 
     def pixelwise_loss(self) -> Tensor:
-        """Return the loss [B] of the best prediction from each pixel alone, which shrinks towards the mean image.
+        """Return the loss, float64 [B] on the CPU, of the best prediction from each pixel alone.
 
-        For pixels of variance s^2 about a mean m that is x0 = m + alpha s^2 / (alpha^2 s^2 + sigma^2) (x_t - alpha m).
+        For pixels of variance s^2 about a mean m it is x0 = m + alpha s^2 / (alpha^2 s^2 + sigma^2) (x_t - alpha m).
         """
         diffusion = self.objective.diffusion
         logsnr = diffusion.schedule(self.u)
@@ -146,9 +147,9 @@ class _OverfitBatch:
         variance = (self.x0 - mean).square().mean(0, keepdim=True)
         x0 = mean + alpha * variance / (alpha.square() * variance + sigma.square()) * (x_t - alpha * mean)
         answer = diffusion.network_target(x0, (x_t - alpha * x0) / sigma, logsnr)
-        objective = replace(self.objective, diffusion=replace(diffusion, learned_variance=False))
-        loss = objective(lambda x, c_noise, label: answer, self.x0, self.label, u=self.u, noise=self.noise)
-        return loss.measured
+        loss_at = fixed_loss(lambda x, c_noise, label: answer, self.objective)
+        losses = fixed_losses(loss_at, self.x0, self.label, self.u[None], lambda level: self.noise, _IMAGES)
+        return losses[0, 0]
 
     def answers(self, network: nn.Module, exchanged: str = "") -> Tensor:
         """Return the outputs [B, C, H, W], optionally with one input exchanged: image, level or label.
@@ -196,7 +197,7 @@ class _OverfitMonitor(TrainingHooks):
     def __init__(self, lesson: _OverfitBatch, progress: Progress, interrupted: Callable[[], bool]):
         self.lesson, self.progress, self.interrupted = lesson, progress, interrupted
         self.deadline = time.monotonic() + _MOST_SECONDS
-        self.blind = lesson.pixelwise_loss().cpu()
+        self.blind = lesson.pixelwise_loss()
         self.first: Tensor
         self.relative: list[float] = []
         """Loss of each step over that of the blind answer; the geometric mean over the images, as levels differ."""
@@ -237,7 +238,7 @@ def _finding(config: Config, state: TrainState, lesson: _OverfitBatch, monitor: 
     began = f"in {steps} steps of {_IMAGES} images at lr {config.optimizer.lr:.2g} the loss"
     went = f"fell to {format_number(100 * fallen)}% of" if fallen <= 1 else f"rose to {format_number(fallen)} times"
     said = f"{began} {went} what it was at first"
-    finding = partial(Finding, "rehearsal.overfit", facts=facts, figures=_figures(lesson, monitor, state.model))
+    finding = partial(Finding, f"{DRY_RUN}.overfit", facts=facts, figures=_figures(lesson, monitor, state.model))
     if steps and not math.isfinite(fallen):
         skipped = f"became infinite, and {steps - state.updates} steps were skipped"
         return finding(
