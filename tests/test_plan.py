@@ -58,7 +58,6 @@ def test_a_gpu_gets_larger_batches_of_small_images(device, side, given, batch, m
     assert config.training.batch == 0
     config = replace(config, training=replace(config.training, batch=given))
     auto = AutoSettings(config, None, Machine(device), lambda: False)
-    auto.resolve_batch()
     auto.resolve_learning_rate()
     assert auto.config.training.batch == batch
     assert [choice.value for choice in auto.choices if choice.name == "batch"] == [256] * (batch == 256)
@@ -66,9 +65,8 @@ def test_a_gpu_gets_larger_batches_of_small_images(device, side, given, batch, m
     usual = default_learning_rate(parameters, batch, SMALL, config.optimizer.method)
     assert auto.config.optimizer.lr == float(f"{usual:.2g}")
     monkeypatch.setattr(auto_settings, "_LARGE_BATCH_ON", ())
-    auto.config = replace(config, training=replace(config.training, batch=0))
-    auto.resolve_batch()
-    assert auto.config.training.batch == 64
+    config = replace(config, training=replace(config.training, batch=0))
+    assert AutoSettings(config, None, Machine(device), lambda: False).config.training.batch == 64
 
 
 def test_a_gpu_compiles_and_captures_by_itself_only_once_that_is_on(monkeypatch):

@@ -66,6 +66,7 @@ class AutoSettings:
         """Seconds of that budget; 0 if the length is given in steps or images."""
         self.new_length = False
         """True once the length was resolved, rather than taken over in images."""
+        self._resolve_batch()  # which all other settings depend on
 
     def resolve(self) -> None:
         """Resolve all settings of a new run."""
@@ -76,7 +77,6 @@ class AutoSettings:
     def resolve_training(self) -> None:
         """Resolve network, optimiser and the settings of a step; each may depend on those before it."""
         self.resolve_network()
-        self.resolve_batch()
         self.resolve_learning_rate()
         self.resolve_weight_decay()
         self.resolve_precision()
@@ -87,7 +87,6 @@ class AutoSettings:
 
     def resolve_resumed(self, seen: int) -> None:
         """Resolve what a change of settings may have opened again, for a run that has seen so many images."""
-        self.resolve_batch()
         self.resolve_learning_rate()
         self.resolve_precision()
         self.resolve_microbatch(resuming=True)
@@ -115,7 +114,7 @@ class AutoSettings:
         self.config = replace(self.config, network=SIZES[name])
         self._note("network", name, f"{reason} at {size} {'latents' if self.config.uses_latents else 'pixels'}")
 
-    def resolve_batch(self) -> None:
+    def _resolve_batch(self) -> None:
         """Choose the batch: larger where a GPU would wait for launches more than for arithmetic."""
         if self.config.training.batch:
             return
