@@ -13,6 +13,7 @@ from torch import nn
 from conftest import few_images
 from test_plan_memory import all_traces_are_kept  # noqa: F401  a fixture
 from unfog.commands.plan import _describe_compiling, _resolve_microbatch, _time_findings, plan
+from unfog.commands.train import base_settings
 from unfog.config.presets import preset
 from unfog.config.requests import PlanRequest
 from unfog.config.schema import Config
@@ -55,7 +56,8 @@ def asked(**training) -> Config:
 )
 def test_a_gpu_gets_larger_batches_of_small_images(device, side, given, batch, monkeypatch):
     config = replace(preset("default"), data=Data(size=side, channels=3), network=SMALL)
-    assert config.training.batch == 0
+    assert base_settings(config, None, {}).training.batch == 0
+    assert base_settings(preset("ddpm"), None, {}).training.batch == 64  # whose learning rate is of that
     config = replace(config, training=replace(config.training, batch=given))
     auto = AutoSettings(config, None, Machine(device), lambda: False)
     auto.resolve_learning_rate()

@@ -37,7 +37,7 @@ def _default() -> Config:
     """
     return Config(
         diffusion=Diffusion(path=Flow(), schedule=LogitNormal(), target=FlowVelocity(), weighting=Plain()),
-        training=Training(batch=0, noise="batch"),
+        training=Training(noise="batch"),
         optimizer=Optimizer(method=Muon(), schedule="cosine", betas=(0.9, 0.99), weight_decay=0.0),
         guidance=1.5,
         guidance_interval=(0.2, 0.8),
