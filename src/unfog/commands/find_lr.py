@@ -30,6 +30,7 @@ from unfog.reporting.findings import Figure, Finding, Severity, write_result
 from unfog.reporting.progress import print_result, say
 from unfog.runs.weights.init_weights import adopt_latent_statistics, load_initial_weights
 from unfog.text import sanitize
+from unfog.values.conditions import Conditions
 
 _LEAST_SHARE = 0.5  # of the time that is for the test, however long the images took to read
 _WRITING = 1.0  # seconds for the files and the end of the process
@@ -140,7 +141,6 @@ def _test_setup(
     index = np.linspace(0, len(images) - 1, _PROBED).astype(np.int64)  # repeats images if there are fewer
     pixels, labels, _ = images.take(index)
     x0 = without_augmentation(config)(torch.from_numpy(pixels)).to(device)
-    label = None if labels is None else torch.from_numpy(labels).to(device)
     return LrTestSetup(
         config.training,
         config.optimizer,
@@ -148,7 +148,7 @@ def _test_setup(
         ImageStream(seen.train, config.training.seed),
         build_augmentation(config),
         build_objective(config),
-        LossProbe.create(x0, label),
+        LossProbe.create(x0, Conditions.of_labels(labels).to(device)),
         stop,
     )
 

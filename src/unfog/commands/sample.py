@@ -86,10 +86,9 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
     if request.animate is not None:
         _check_animation(request.animate)
     # Imported only now, as torch takes seconds: a wrong request is refused before.
-    from unfog.pipeline.generate import parse_labels
     from unfog.pipeline.image_files import MOST_SAMPLES, DenoisingAnimation, DenoisingStrip, build_edit
 
-    labels = parse_labels(request.label, stored.classes)  # before the weights are read
+    labels = stored.conditions.parse_labels(request.label)  # before the weights are read
     # Before the weights too: a file that cannot be read should not take a minute to be found.
     edit = build_edit(stored, request.image, request.mask, request.strength, request.repeats)
     steps = edit.steps(sampler.steps) if edit else sampler.steps

@@ -31,6 +31,7 @@ from unfog.training.settings import (
     Preview,
     Training,
 )
+from unfog.values.condition_format import AUGMENT_INPUTS, ConditionFormat
 
 Network = Architecture | None  # None: chosen for the device and the image size
 
@@ -194,6 +195,11 @@ class Config:
         return self.latents.channels, side, side
 
     @property
+    def conditions(self) -> ConditionFormat:
+        """What the network is told about an image, besides its noise level."""
+        return ConditionFormat(self.classes, AUGMENT_INPUTS if self.data.augment else 0)
+
+    @property
     def usual_guidance(self) -> float:
         """Default guidance scale of samples: 1, which is none, without classes or without label dropout."""
         return self.guidance if self._guided_by_classes else 1.0
@@ -205,7 +211,7 @@ class Config:
 
     @property
     def _guided_by_classes(self) -> bool:
-        return bool(self.classes) and self.label_dropout > 0
+        return self.conditions.can_be_dropped and self.label_dropout > 0
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from unfog.data.lazy import LazyPixels, PendingDecode
 from unfog.data.permutation import epoch_keys, permute
 from unfog.device_copies import to_device
 from unfog.errors import RequestError
+from unfog.values.conditions import Conditions
 
 _BLOCK = 16  # positions that are decoded as one piece of work
 # Read ahead by so many positions, and so many batches, as far as these bytes go; always by one batch.
@@ -32,8 +33,8 @@ class Batch:
     """Position of the first image, counted from the start of training."""
     pixels: Tensor
     """uint8 [B, C, H, W]."""
-    label: Tensor | None
-    """int64 [B], or None without classes."""
+    conditions: Conditions
+    """What the network is told about the images."""
     index: Tensor
     """int64 [B], the row of each image in its set: not the requested one where that image could not be decoded."""
 
@@ -62,15 +63,10 @@ class ImageStream:
         """
         if self._prefetcher is not None:
             pixels, index = self._prefetcher.read(first, size)
-            label = self.images.labels_of(index)
+            labels = self.images.labels_of(index)
         else:
-            pixels, label, index = self.images.take(self.index(first, size))
-        return Batch(
-            first,
-            torch.from_numpy(pixels),
-            None if label is None else torch.from_numpy(label),
-            torch.from_numpy(index),
-        )
+            pixels, labels, index = self.images.take(self.index(first, size))
+        return Batch(first, torch.from_numpy(pixels), Conditions.of_labels(labels), torch.from_numpy(index))
 
     def prefetch_share(self, begin: int, count: int, batch: int, first: int = 0) -> None:
         """Prefetch only the share of a rank: `count` positions behind the `begin`th of every batch.
@@ -219,8 +215,7 @@ class DeviceStream:
         for first in range(0, len(images), rows):
             part = np.ascontiguousarray(images.pixels[first : first + rows])
             self._pixels[first : first + rows] = to_device(torch.from_numpy(part), device)
-        labels = images.labels_of(np.arange(len(images)))
-        self._labels = None if labels is None else to_device(torch.from_numpy(labels), device)
+        self._conditions = Conditions.of_labels(images.labels_of(np.arange(len(images)))).to(device)
         self._window: tuple[int, Tensor, Tensor] = (-1, torch.zeros(0), torch.zeros(0))
 
     def batch(self, first: int, size: int) -> Batch:
@@ -231,8 +226,7 @@ class DeviceStream:
             begin, here = first, torch.from_numpy(self._stream.index(first, max(size, _WINDOW)))
             self._window = begin, here, (there := to_device(here, self._device))
         rows = there[first - begin : first - begin + size]
-        label = None if self._labels is None else self._labels[rows]
-        return Batch(first, self._pixels[rows], label, here[first - begin : first - begin + size])
+        return Batch(first, self._pixels[rows], self._conditions.rows(rows), here[first - begin : first - begin + size])
 
     @staticmethod
     def fits(size: int, memory: int) -> bool:

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from unfog.compile_cache import keep_compiled_code
 from unfog.config.schema import Config
 from unfog.config.validate import check_network_size
-from unfog.data.augmentation import CONDITIONS, Augment, to_model_range
+from unfog.data.augmentation import Augment, to_model_range
 from unfog.data.dataset import Dataset
 from unfog.data.packs.latent_cache import Normalise
 from unfog.data.stream import DeviceStream, ImageStream
@@ -36,6 +36,7 @@ from unfog.training.hooks import Augmentation, LossFunction
 from unfog.training.loop import Intervals
 from unfog.training.precision import Precision
 from unfog.training.state import TrainState
+from unfog.values.conditions import Conditions
 
 _REGISTRATIONS = 4  # of one parameter, at the most: a module may set it anew
 _weights: ContextVar[tuple[Path, Path] | None] = ContextVar("weights", default=None)
@@ -123,10 +124,6 @@ def zero_batch(config: Config, images: int) -> Tensor:
     return torch.zeros((images, *config.input_shape), dtype=torch.uint8)
 
 
-def blank_labels(config: Config, images: int) -> Tensor | None:
-    return torch.zeros(images, dtype=torch.int64) if config.classes else None
-
-
 def build_loss(config: Config, levels: Levels | None = None) -> LossFunction:
     """Return the training loss: the diffusion objective, which may adapt to `levels`, or that of an autoencoder."""
     if config.trains_autoencoder:
@@ -136,18 +133,18 @@ def build_loss(config: Config, levels: Levels | None = None) -> LossFunction:
 
 def build_objective(config: Config) -> Objective:
     interleaved = config.training.noise == "batch"  # a batch drawn at once is split between micro-batches and ranks
-    return Objective(config.diffusion, len(config.classes), config.label_dropout, interleaved)
+    return Objective(config.diffusion, config.label_dropout, interleaved)
 
 
 def build_loss_at(network: nn.Module, config: Config) -> LossAt:
-    """Return the loss of a diffusion network as a function of images, labels, noise quantiles and noise.
+    """Return the loss of a diffusion network as a function of images, conditions, noise quantiles and noise.
 
     The held-out loss of training, of `evaluate`, of the doctor and of the EMA sweep are all computed by it.
     """
     objective = build_objective(config)
 
-    def loss_at(x0: Tensor, label: Tensor | None, u: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        return objective.at(network, x0, label, config.diffusion.schedule(u), noise)
+    def loss_at(x0: Tensor, conditions: Conditions, u: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        return objective.at(network, x0, conditions, config.diffusion.schedule(u), noise)
 
     return loss_at
 
@@ -167,12 +164,12 @@ def build_network(config: Config) -> ConditionalNetwork | AutoencoderModel:
     check_network_size(config.network, side, config.latents.factor if config.uses_latents else 1)
     with torch.random.fork_rng(devices=[]):  # leaves the caller's random state as it is
         torch.manual_seed(config.training.seed)
-        conditions = CONDITIONS if config.data.augment else 0
+        told = config.conditions
         out = 2 * channels if config.diffusion.learned_variance else None
         own = isinstance(config.network, CustomNetwork)  # somebody's code, which may build and drop other modules
         with nullcontext() if own else _only_stored_shapes():
-            network = build_model(config.network, channels, len(config.classes), conditions, out)
-        if isinstance(config.network, CustomNetwork) and not conditions:
+            network = build_model(config.network, channels, len(told.classes), told.augment_inputs, out)
+        if isinstance(config.network, CustomNetwork) and not told.augment_inputs:
             config.network.try_out(network, (channels, side, side), out or channels)
     network.channels_last = config.training.memory_format == "channels_last"
     return network
@@ -230,8 +227,7 @@ def build_held_out_set(dataset: Dataset, config: Config, device: torch.device, w
     index = torch.linspace(0, len(images) - 1, min(wanted, len(images))).long()
     pixels, labels, _ = images.take(index.numpy())
     x0 = without_augmentation(config)(torch.from_numpy(pixels)).to(device)
-    label = None if labels is None else torch.from_numpy(labels).to(device)
-    return HeldOut(x0, label, midpoints(config.evaluate.levels).to(device))
+    return HeldOut(x0, Conditions.of_labels(labels).to(device), midpoints(config.evaluate.levels).to(device))
 
 
 def open_task_stream(stream: ImageStream, device: torch.device) -> ImageStream | DeviceStream:

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 
 from unfog.config.schema import Config
-from unfog.data.augmentation import CONDITIONS
 from unfog.errors import RequestError
 from unfog.planning.flops import Device
 from unfog.planning.memory_estimate import MemoryEstimator
@@ -19,6 +18,7 @@ from unfog.process.device import available_memory, total_memory
 from unfog.reporting.progress import format_bytes, plural
 from unfog.text import manual
 from unfog.training.distributed.process_group import local_world_size, processes_per_gpu
+from unfog.values.condition_format import AUGMENT_INPUTS
 
 # Share of the available memory that a prediction may take; predictions are within 15% of the measured peak.
 MARGIN = 0.85
@@ -156,7 +156,7 @@ def _memory_upper_bound(config: Config, at_once: int) -> float:
     if config.network is None:
         return float("inf")
     channels, side, _ = config.input_shape
-    weights, activations = config.network.size_bound(channels, side, len(config.classes) + 1 + CONDITIONS)
+    weights, activations = config.network.size_bound(channels, side, len(config.classes) + 1 + AUGMENT_INPUTS)
     # 17 = weights, gradients, two averages, two moments and what the optimiser allocates for a moment, with gaps
     # between them; a checkpoint's snapshot of all that; and the gradient buckets of several processes.
     # 2 = every layer of a block keeps its input in fp32, twice; a captured step also while a preview is drawn.

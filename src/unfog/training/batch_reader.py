@@ -10,23 +10,23 @@ from torch import Tensor
 from unfog.device_copies import to_device
 from unfog.training.hooks import Stream
 from unfog.training.statistics import Stopwatch
+from unfog.values.conditions import Conditions
 
 
 class BatchReader:
-    """Reads images at positions of a stream, uint8 [B, C, H, W] or latents, and labels, int64 [B] or None."""
+    """Reads images at positions of a stream, uint8 [B, C, H, W] or latents, and their conditions."""
 
     def __init__(self, stream: Stream, device: torch.device, stopwatch: Stopwatch):
         self._stream, self._device, self._stopwatch = stream, device, stopwatch
-        self._ahead: dict[tuple[int, int], tuple[Tensor, Tensor | None]] = {}  # by position and count; one at most
+        self._ahead: dict[tuple[int, int], tuple[Tensor, Conditions]] = {}  # by position and count; one at most
 
-    def read(self, first: int, count: int) -> tuple[Tensor, Tensor | None]:
-        """Return images and labels at positions first … first + count - 1, on the device."""
+    def read(self, first: int, count: int) -> tuple[Tensor, Conditions]:
+        """Return images and conditions at positions first … first + count - 1, on the device."""
         if (first, count) in self._ahead:
             return self._ahead.pop((first, count))
         with self._stopwatch.waiting_for_data():
             images = self._stream.batch(first, count)
-        label = None if images.label is None else to_device(images.label, self._device)
-        return to_device(images.pixels, self._device), label
+        return to_device(images.pixels, self._device), images.conditions.to(self._device)
 
     def read_ahead(self, first: int, count: int) -> None:
         """Read and copy images of the next step on a GPU, before the host waits for this one."""

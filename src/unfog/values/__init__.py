@@ -1,0 +1,1 @@
+"""Values that every layer knows: images and conditions."""
