@@ -131,7 +131,7 @@ class Within:
     """(lowest, highest) share of noise, both included: 0 is the image, 1 is noise alone, t of the flow path."""
 
     def __call__(self, x_t: Tensor, logsnr: Tensor, conditions: Conditions) -> Tensor:
-        """Return E[x0 | x_t, conditions], [B, C, H, W], guided for the images [B] whose level is within the interval."""
+        """Return E[x0 | x_t, conditions], [B, C, H, W], guided for images [B] whose level is within the interval."""
         inside = inside_interval(logsnr, self.interval)
         count = sum(inside)
         if count == 0:

@@ -92,7 +92,7 @@ class Objective:
         if u is None:
             u, importance = self._draw_levels(network, x0)
         noise = draw_rows(len(x0), lambda n: _normal_like(x0, n)) if noise is None else noise
-        if conditions.can_be_dropped and self.dropout > 0:
+        if conditions.droppable and self.dropout > 0:
             hidden = draw_rows(len(x0), lambda n: torch.rand(n, device=x0.device)) < self.dropout
             conditions = conditions.dropped(hidden)
         logsnr, weight, null_loss, x_t, inputs, target = compiled_with(network, x0.device, _noised)(

@@ -1,7 +1,7 @@
-"""Held-out loss, with the same noise at the same levels each time.
+"""Losses of images at fixed noise levels with fixed noise, such as the held-out loss.
 
-A training loss jumps with the drawn noise levels. This one changes only with the network, so checkpoints can be
-compared, and a rise means overfitting.
+A training loss jumps with the drawn noise levels. These losses change only with the network, so checkpoints can be
+compared, and a rise of the held-out loss means overfitting.
 """
 
 from __future__ import annotations
@@ -14,19 +14,58 @@ import torch
 from torch import Tensor
 
 from unfog.device_copies import to_device
+from unfog.values.conditions import Conditions
 
-# (x0 [B, C, H, W], label [B] or None, u [B], noise like x0) -> weighted loss [B], squared error of the noise [B].
-LossAt = Callable[[Tensor, Tensor | None, Tensor, Tensor], tuple[Tensor, Tensor]]
+# (x0 [B, C, H, W], conditions, u [B], noise like x0) -> weighted loss [B], squared error of the noise [B].
+LossAt = Callable[[Tensor, Conditions, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+@torch.inference_mode()
+def fixed_losses(
+    loss_at: LossAt,
+    x0: Tensor,
+    conditions: Conditions,
+    u: Tensor,
+    noise: Callable[[int], Tensor],
+    batch: int,
+    progress: Callable[[int], None] = lambda images: None,
+    only: slice = slice(None),
+) -> Tensor:
+    """Return the loss and squared noise error of each image at each of its noise levels, float64 [2, L, N] on the CPU.
+
+    Args:
+        loss_at: the loss of a network.
+        x0: float32 [N, C, H, W] in [-1, 1].
+        conditions: of the images.
+        u: noise quantiles [L, N].
+        noise: returns the noise of a level, like x0, on the CPU or the device of x0.
+        batch: images in one forward pass.
+        progress: called with the number of images of each pass.
+        only: levels to compute; the others are 0.
+    """
+    # Read once at the end: each reading would wait for the device.
+    table: Tensor | None = None
+    for level in range(len(u))[only]:
+        noises = noise(level)
+        for first in range(0, len(x0), batch):
+            some = slice(first, first + batch)
+            some_noise = to_device(noises[some], x0.device)
+            values = torch.stack(loss_at(x0[some], conditions.rows(some), u[level, some], some_noise))
+            if table is None:
+                table = values.new_zeros(2, *u.shape)
+            table[:, level, some] = values
+            progress(values.shape[1])
+    # On the CPU first, as MPS has no float64.
+    return torch.zeros(2, *u.shape, dtype=torch.float64) if table is None else table.cpu().double()
 
 
 class HeldOut(NamedTuple):
-    """Held-out images and noise levels: float [N, C, H, W] in [-1, 1], labels [N] or None, noise quantiles [L]."""
+    """Held-out images and noise levels: float [N, C, H, W] in [-1, 1], conditions, noise quantiles [L]."""
 
     x0: Tensor
-    label: Tensor | None
+    conditions: Conditions
     levels: Tensor
 
-    @torch.inference_mode()
     def losses(
         self,
         loss_at: LossAt,
@@ -35,32 +74,15 @@ class HeldOut(NamedTuple):
         progress: Callable[[int], None] = lambda images: None,
         only: slice = slice(None),
     ) -> Tensor:
-        """Return float64 [2, L, N]: loss and squared noise error of each image at each level, clean to noisy.
+        """Return the `fixed_losses` [2, L, N] of all images at all levels, clean to noisy, or at `only` some levels."""
 
-        `progress` is called with the images of each pass. Levels that are not among the `only` ones stay 0.
-        """
-        # Read once at the end: each reading would wait for the device.
-        table: Tensor | None = None
-        for level in range(len(self.levels))[only]:
-            u = self.levels[level]
+        def noise(level: int) -> Tensor:
             # All noise of a level is drawn at once, so that it does not depend on the batch.
             generator = torch.Generator().manual_seed(seed * 1_000_003 + level)
-            noises = torch.randn(self.x0.shape, generator=generator)
-            for first in range(0, len(self.x0), batch):
-                x0 = self.x0[first : first + batch]
-                label = None if self.label is None else self.label[first : first + batch]
-                noise = to_device(noises[first : first + batch], x0.device)
-                values = torch.stack(loss_at(x0, label, u.expand(len(x0)), noise))
-                if table is None:
-                    table = values.new_zeros(2, len(self.levels), len(self.x0))
-                table[:, level, first : first + batch] = values
-                progress(len(x0))
-        # On the CPU first, as MPS has no float64.
-        return (
-            torch.zeros(2, len(self.levels), len(self.x0), dtype=torch.float64)
-            if table is None
-            else table.cpu().double()
-        )
+            return torch.randn(self.x0.shape, generator=generator)
+
+        u = self.levels[:, None].expand(-1, len(self.x0))
+        return fixed_losses(loss_at, self.x0, self.conditions, u, noise, batch, progress, only)
 
     def measure(self, loss_at: LossAt, batch: int, seed: int = 0) -> dict[str, float | list[float]]:
         """Return the `summary` of the losses at all levels."""

@@ -18,7 +18,7 @@ from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.noise import NoiseSource
 from unfog.diffusion.sampler import Sampler
 from unfog.export.diffusers_unet import Network
-from unfog.export.source_code import package_file, plain_source
+from unfog.export.source_code import NETWORK_MODULES, OF_TRAINING, package_file, plain_source
 from unfog.inference.export_description import (
     check_sampler_maps,
     custom_scheduler,
@@ -119,7 +119,7 @@ def _write_network(run: LoadedRun, network: nn.Module, folder: Path) -> list[str
         _write_model(folder, "UNet2DModel", described, weights)
         return ["diffusers", "UNet2DModel"]
     module, _, name = settings.model.partition(":")
-    source = plain_source(f"The network of an Unfog run: {name}.", ["unfog.models.layers", module])
+    source = plain_source(f"The network of an Unfog run: {name}.", [*NETWORK_MODULES, module], OF_TRAINING)
     described = {"settings": asdict(settings), "in_channels": channels, "out_channels": out, "sample_size": side}
     _write_model(folder, "UnfogNetwork", described | {"num_classes": classes}, _prefixed(weights))
     file = f"unfog_{settings.kind.replace('-', '_')}"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from unfog.values.conditions import Conditions
@@ -20,18 +20,13 @@ def take_conditions(network: nn.Module, classes: int) -> None:
     stands for a class that is not told; and the augmentation as a fourth argument, where there is one.
     """
     # By name and not by type: somebody's own network need not import anything of this package.
-    if _third_parameter(network.forward) != "conditions":
+    if next(islice(inspect.signature(network.forward).parameters, 2, None), "") != "conditions":
         # A hook rather than a module around it, which would change the names of the weights.
         network.register_forward_pre_hook(partial(_unpack, classes))
 
 
-def _third_parameter(function: Callable[..., Any]) -> str:
-    try:
-        return next(islice(inspect.signature(function).parameters, 2, None), "")
-    except ValueError:  # compiled code without a signature, such as a ScriptModule's
-        return ""
-
-
+# Not compiled, as it would be a graph of its own: torch compiles no call around hooks as one.
+@torch.compiler.disable
 def _unpack(classes: int, network: nn.Module, inputs: tuple[Any, ...]) -> tuple[Tensor | None, ...] | None:
     if len(inputs) < 3 or not isinstance(inputs[2], Conditions):
         return None  # called with a label

@@ -171,8 +171,8 @@ class UNetModel(ConditionalNetwork):
         Args:
             x: [B, image_channels, H, W]; `settings.check` checks H and W.
             c_noise: float [B], the noise condition: a timestep, or a function of the log-SNR.
-            conditions: of B images; a tensor stands for their classes, int64 [B] in 0 to num_classes. Without classes it
-                is the null class for all, without an augmentation an unaugmented image.
+            conditions: of B images; a tensor stands for their classes, int64 [B] in 0 to num_classes. A condition that
+                is absent means the null class, or an image that is not augmented.
 
         Returns:
             [B, out_channels, H, W], under autocast in its type.

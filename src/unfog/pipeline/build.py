@@ -19,6 +19,7 @@ from unfog.data.augmentation import Augment, to_model_range
 from unfog.data.dataset import Dataset
 from unfog.data.packs.latent_cache import Normalise
 from unfog.data.stream import DeviceStream, ImageStream
+from unfog.diffusion.diffusion import Network
 from unfog.diffusion.levels import Levels
 from unfog.diffusion.objective import Objective
 from unfog.errors import RequestError, RunError
@@ -136,17 +137,18 @@ def build_objective(config: Config) -> Objective:
     return Objective(config.diffusion, config.label_dropout, interleaved)
 
 
-def build_loss_at(network: nn.Module, config: Config) -> LossAt:
-    """Return the loss of a diffusion network as a function of images, conditions, noise quantiles and noise.
-
-    The held-out loss of training, of `evaluate`, of the doctor and of the EMA sweep are all computed by it.
-    """
-    objective = build_objective(config)
+def fixed_loss(network: Network, objective: Objective) -> LossAt:
+    """Return the loss of a network as a function of images, conditions, noise quantiles and noise: nothing is drawn."""
 
     def loss_at(x0: Tensor, conditions: Conditions, u: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        return objective.at(network, x0, conditions, config.diffusion.schedule(u), noise)
+        return objective.at(network, x0, conditions, objective.diffusion.schedule(u), noise)
 
     return loss_at
+
+
+def build_loss_at(network: nn.Module, config: Config) -> LossAt:
+    """Return the `fixed_loss` of a run's network: of the held-out loss, of `evaluate`, doctor and EMA sweep."""
+    return fixed_loss(network, build_objective(config))
 
 
 def build_network(config: Config) -> ConditionalNetwork | AutoencoderModel:

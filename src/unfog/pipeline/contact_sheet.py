@@ -35,8 +35,9 @@ def contact_sheet(dataset: Dataset, augment: Augment, seed: int) -> Pixels:
     chosen |= _spread(dataset, index, [p for p in range(len(index)) if p not in chosen], max(0, count - len(chosen)))
     batches = [stream.batch(position, 1) for position in chosen]
     for position, batch in zip(list(chosen), batches):
-        if batch.label is not None and int(batch.index[0]) != int(index[position]):  # it stands in for another
-            chosen[position] = _class_name(images.classes, int(batch.label[0]))
+        label = batch.conditions.label
+        if label is not None and int(batch.index[0]) != int(index[position]):  # it stands in for another
+            chosen[position] = _class_name(images.classes, int(label[0]))
     # A picture of the data must not move the numbers that training draws.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -193,14 +193,14 @@ def conditional_denoiser(
 ) -> Denoise:
     """Return the denoiser with these conditions, and with the guidance of `settings`.
 
-    Guidance extrapolates away from the weaker `guide` with the same conditions; without one, from the unconditional output.
+    Guidance extrapolates away from the weaker `guide` with the same conditions, or else from the unconditional output.
     RequestError if that needs classes, or a network trained without them at times, and there is none.
     """
     guided: Conditional = denoiser
     if settings.guidance != 1:
         if guide is not None:
             guided = Autoguided(denoiser, guide, settings.guidance, settings.guide_every)
-        elif not conditions.can_be_dropped:
+        elif not conditions.droppable:
             raise RequestError(
                 f"guidance = {settings.guidance} needs classes, and this run has none; or a weaker --guide"
             )

@@ -95,7 +95,7 @@ class GradientComputer:
         return Gradient(batches, losses, first_square)
 
     def read_whole_batch(self) -> tuple[Tensor, Conditions]:
-        """Return images and conditions of the next batch, with the generators seeded for it; for `compute_whole_batch`."""
+        """Return the images and conditions of the next batch for `compute_whole_batch`, with the generators seeded."""
         pixels, conditions = self.reader.read(self.state.seen, self.settings.batch)
         seed_generators(self.settings.seed, self.state.seen)
         return pixels, conditions

@@ -45,9 +45,9 @@ class Conditions(NamedTuple):
         return cls(None if labels is None else torch.from_numpy(labels))
 
     @property
-    def can_be_dropped(self) -> bool:
-        """True if a condition is present that `dropped` hides."""
-        return self.label is not None
+    def droppable(self) -> tuple[str, ...]:
+        """Names of the conditions that are present and that `dropped` hides."""
+        return tuple(name for name in _NOT_TOLD if getattr(self, name) is not None)
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> Conditions:
         """Return the conditions with `function` applied to each that is present."""
@@ -73,18 +73,19 @@ class Conditions(NamedTuple):
             raise ValueError("conditions of different kinds cannot be joined")
         return Conditions(*(None if a is None or b is None else torch.cat([a, b]) for a, b in zip(self, other)))
 
-    def dropped(self, hidden: Tensor | None = None) -> Conditions:
-        """Return the conditions without being told of the images `hidden`, bool [B]; None is all of them."""
-        kept = {}
-        for name, value in _NOT_TOLD.items():
-            each = getattr(self, name)
-            if each is None:
-                continue
+    def dropped(self, hidden: Tensor | None = None, only: str = "") -> Conditions:
+        """Return the conditions with those of the images `hidden`, bool [B], not told; None hides those of all images.
+
+        `only` names the one condition that is hidden; by default all are.
+        """
+        changed = {}
+        for name in (only,) if only else self.droppable:
+            each: Tensor = getattr(self, name)
             if hidden is None:
-                kept[name] = torch.full_like(each, value)
+                changed[name] = torch.full_like(each, _NOT_TOLD[name])
             else:
-                kept[name] = each.masked_fill(hidden.reshape(-1, *(1 for _ in each.shape[1:])), value)
-        return self._replace(**kept)
+                changed[name] = each.masked_fill(hidden.reshape(-1, *(1 for _ in each.shape[1:])), _NOT_TOLD[name])
+        return self._replace(**changed)
 
     def label_or(self, null: int) -> Tensor | None:
         """Return the labels, int64 [B], with the number `null` for images whose class is not told; None if absent."""

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from unfog.checks.run.run_record import RunRecord
 from unfog.data.dataset import ImageSet, evenly_spaced
-from unfog.evaluation.held_out import LossAt
+from unfog.evaluation.held_out import LossAt, fixed_losses
 from unfog.reporting.charts import Floats, line_chart
 from unfog.reporting.findings import Figure, Finding, Severity
 from unfog.reporting.progress import plural
 from unfog.reporting.records import finite_column, finite_number, json_values
 from unfog.training.settings import FixedEma, PowerEma
+from unfog.values.conditions import Conditions
 
 # Images of each kind whose loss is measured.
 _MEASURED = 128
@@ -30,10 +31,10 @@ _GAP, ROSE = 0.10, 0.02
 
 
 class LossImages(NamedTuple):
-    """Images to measure losses on: float [N, C, H, W] in [-1, 1], labels [N] or None."""
+    """Images to measure losses on: float [N, C, H, W] in [-1, 1], and their conditions."""
 
     x0: Tensor
-    label: Tensor | None
+    conditions: Conditions
 
 
 def loss_images(images: ImageSet, device: torch.device, see: Callable[[Tensor], Tensor]) -> LossImages | None:
@@ -42,31 +43,27 @@ def loss_images(images: ImageSet, device: torch.device, see: Callable[[Tensor], 
         return None
     pixels, labels, _ = images.take(evenly_spaced(len(images), _MEASURED))
     x0 = see(torch.from_numpy(pixels)).to(device)
-    return LossImages(x0, None if labels is None else torch.from_numpy(labels).to(device))
+    return LossImages(x0, Conditions.of_labels(labels).to(device))
 
 
-@torch.inference_mode()
 def measure_losses(
     loss_at: LossAt,
     looked: LossImages,
     levels: Tensor,
     batch: int,
-    progress: Callable[[int], None] = lambda done: None,
+    progress: Callable[[int], None] = lambda images: None,
 ) -> Floats:
     """Return the loss [L, N] of each image at each noise quantile [L].
 
     The noise of image i depends neither on N nor on `batch`. `progress` is called with the images of each pass.
     """
-    result = torch.zeros(len(levels), len(looked.x0), dtype=torch.float64)
-    for level, u in enumerate(levels):
-        for first in range(0, len(looked.x0), batch):
-            x0 = looked.x0[first : first + batch]
-            noise = torch.stack([_noise(x0.shape[1:], level, first + i) for i in range(len(x0))]).to(x0.device)
-            label = None if looked.label is None else looked.label[first : first + batch]
-            loss, _ = loss_at(x0, label, u.to(x0.device).expand(len(x0)), noise)
-            result[level, first : first + len(x0)] = loss.cpu().double()
-            progress(len(x0))
-    return result.numpy()
+    x0, conditions = looked
+    u = levels.to(x0.device)[:, None].expand(-1, len(x0))
+
+    def noise(level: int) -> Tensor:
+        return torch.stack([_noise(x0.shape[1:], level, image) for image in range(len(x0))])
+
+    return fixed_losses(loss_at, x0, conditions, u, noise, batch, progress)[0].numpy()
 
 
 def _noise(shape: torch.Size, level: int, image: int) -> Tensor:
