@@ -30,7 +30,6 @@ from unfog.reporting.findings import Figure, Finding, Severity, write_result
 from unfog.reporting.progress import print_result, say
 from unfog.runs.weights.init_weights import adopt_latent_statistics, load_initial_weights
 from unfog.text import sanitize
-from unfog.values.conditions import Conditions
 
 _LEAST_SHARE = 0.5  # of the time that is for the test, however long the images took to read
 _WRITING = 1.0  # seconds for the files and the end of the process
@@ -139,8 +138,8 @@ def _test_setup(
     # Held-out images, where there are any: the ramp could learn the others by heart.
     images = seen.held_out if len(seen.held_out) else seen.train
     index = np.linspace(0, len(images) - 1, _PROBED).astype(np.int64)  # repeats images if there are fewer
-    pixels, labels, _ = images.take(index)
-    x0 = without_augmentation(config)(torch.from_numpy(pixels)).to(device)
+    taken = images.take(index)
+    x0 = without_augmentation(config)(torch.from_numpy(taken.pixels)).to(device)
     return LrTestSetup(
         config.training,
         config.optimizer,
@@ -148,7 +147,7 @@ def _test_setup(
         ImageStream(seen.train, config.training.seed),
         build_augmentation(config),
         build_objective(config),
-        LossProbe.create(x0, Conditions.of_labels(labels).to(device)),
+        LossProbe.create(x0, taken.conditions.to(device)),
         stop,
     )
 

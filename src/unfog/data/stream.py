@@ -63,10 +63,11 @@ class ImageStream:
         """
         if self._prefetcher is not None:
             pixels, index = self._prefetcher.read(first, size)
-            labels = self.images.labels_of(index)
+            conditions = self.images.conditions_of(index)
         else:
-            pixels, labels, index = self.images.take(self.index(first, size))
-        return Batch(first, torch.from_numpy(pixels), Conditions.of_labels(labels), torch.from_numpy(index))
+            taken = self.images.take(self.index(first, size))
+            pixels, conditions, index = taken.pixels, taken.conditions, taken.rows
+        return Batch(first, torch.from_numpy(pixels), conditions, torch.from_numpy(index))
 
     def prefetch_share(self, begin: int, count: int, batch: int, first: int = 0) -> None:
         """Prefetch only the share of a rank: `count` positions behind the `begin`th of every batch.
@@ -215,7 +216,7 @@ class DeviceStream:
         for first in range(0, len(images), rows):
             part = np.ascontiguousarray(images.pixels[first : first + rows])
             self._pixels[first : first + rows] = to_device(torch.from_numpy(part), device)
-        self._conditions = Conditions.of_labels(images.labels_of(np.arange(len(images)))).to(device)
+        self._conditions = images.conditions_of(np.arange(len(images))).to(device)
         self._window: tuple[int, Tensor, Tensor] = (-1, torch.zeros(0), torch.zeros(0))
 
     def batch(self, first: int, size: int) -> Batch:

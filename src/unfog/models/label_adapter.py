@@ -21,12 +21,11 @@ def take_conditions(network: nn.Module, classes: int) -> None:
     """
     # By name and not by type: somebody's own network need not import anything of this package.
     if next(islice(inspect.signature(network.forward).parameters, 2, None), "") != "conditions":
-        # A hook rather than a module around it, which would change the names of the weights.
-        network.register_forward_pre_hook(partial(_unpack, classes))
+        # A hook rather than a module around it, which would change the names of the weights. It is not compiled, as it
+        # would be a graph of its own: torch compiles no call around hooks as one.
+        network.register_forward_pre_hook(partial(torch.compiler.disable(_unpack), classes))
 
 
-# Not compiled, as it would be a graph of its own: torch compiles no call around hooks as one.
-@torch.compiler.disable
 def _unpack(classes: int, network: nn.Module, inputs: tuple[Any, ...]) -> tuple[Tensor | None, ...] | None:
     if len(inputs) < 3 or not isinstance(inputs[2], Conditions):
         return None  # called with a label

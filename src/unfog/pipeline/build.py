@@ -227,9 +227,9 @@ def build_held_out_set(dataset: Dataset, config: Config, device: torch.device, w
         return None
     # Unlike `evenly_spaced`, which rounds: other images would change the held-out loss of existing runs.
     index = torch.linspace(0, len(images) - 1, min(wanted, len(images))).long()
-    pixels, labels, _ = images.take(index.numpy())
-    x0 = without_augmentation(config)(torch.from_numpy(pixels)).to(device)
-    return HeldOut(x0, Conditions.of_labels(labels).to(device), midpoints(config.evaluate.levels).to(device))
+    taken = images.take(index.numpy())
+    x0 = without_augmentation(config)(torch.from_numpy(taken.pixels)).to(device)
+    return HeldOut(x0, taken.conditions.to(device), midpoints(config.evaluate.levels).to(device))
 
 
 def open_task_stream(stream: ImageStream, device: torch.device) -> ImageStream | DeviceStream:

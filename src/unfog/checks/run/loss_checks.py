@@ -41,9 +41,8 @@ def loss_images(images: ImageSet, device: torch.device, see: Callable[[Tensor], 
     """Return up to 128 evenly spread images as the network sees them; None for an empty set."""
     if not len(images):
         return None
-    pixels, labels, _ = images.take(evenly_spaced(len(images), _MEASURED))
-    x0 = see(torch.from_numpy(pixels)).to(device)
-    return LossImages(x0, Conditions.of_labels(labels).to(device))
+    taken = images.take(evenly_spaced(len(images), _MEASURED))
+    return LossImages(see(torch.from_numpy(taken.pixels)).to(device), taken.conditions.to(device))
 
 
 def measure_losses(

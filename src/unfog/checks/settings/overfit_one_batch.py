@@ -111,13 +111,13 @@ class _OverfitBatch:
         """Take eight evenly spread images of a set, without dropout, which would hide conditions."""
         index = np.unique(np.linspace(0, len(images) - 1, _IMAGES).astype(np.int64))
         index = np.resize(index, _IMAGES)  # of a smaller set each comes at several levels
-        taken, labels, _ = images.take(index)
-        pixels = torch.from_numpy(taken)
+        taken = images.take(index)
+        pixels = torch.from_numpy(taken.pixels)
         x0 = see(pixels).to(device)
         generator = torch.Generator().manual_seed(0)
         noise = torch.randn(x0.shape, generator=generator).to(device)
         u = midpoints(_IMAGES).to(device)
-        return cls(x0, pixels, Conditions.of_labels(labels), u, noise, replace(objective, dropout=0.0))
+        return cls(x0, pixels, taken.conditions, u, noise, replace(objective, dropout=0.0))
 
     def batch(self, first: int, size: int) -> Batch:
         self.step, self.place = 1 + first // _IMAGES, first % _IMAGES
