@@ -26,8 +26,8 @@ TRAIN = "train fashion --steps 3 --network tiny --batch 8 --device cpu --sampler
 
 def version() -> str:
     """Return the version in the package, which the build reads too."""
-    found = re.search(r'^__version__ = "(.+?)"', (ROOT / "src/unfog/__init__.py").read_text("utf-8"), re.MULTILINE)
-    assert found, "src/unfog/__init__.py has no __version__"
+    found = re.search(r'^__version__ = "(.+?)"', (ROOT / "src/unfog/_version.py").read_text("utf-8"), re.MULTILINE)
+    assert found, "src/unfog/_version.py has no __version__"
     return found[1]
 
 

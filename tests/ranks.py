@@ -22,7 +22,7 @@ from unfog.data.settings import Data
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Loss, Objective
 from unfog.diffusion.sampler import Sampler
-from unfog.errors import RunError
+from unfog.errors import Interrupted, RunError
 from unfog.evaluation.held_out import HeldOut, midpoints
 from unfog.models.network_settings import build_model
 from unfog.models.settings import DiT, MPUNet, UNet
@@ -133,6 +133,7 @@ def trained(
     adaptive=0.0,
     optimizer=OPTIMIZER,
     shard=False,
+    images=None,
     **settings,
 ):
     into = state(architecture, precision, optimizer)
@@ -149,7 +150,7 @@ def trained(
     train(
         LoopSettings(chosen, optimizer, EVERY),
         into,
-        Task(Images(), Augment(flip=True, augment=0.3), loss),
+        Task(images or Images(), Augment(flip=True, augment=0.3), loss),
         diary,
         world,
     )
@@ -281,6 +282,21 @@ def stops(world, shard=False, **settings):
     return {"seen": into.seen, "same": shard or alike(world, into)}
 
 
+def abandons(world, shard=False, **settings):
+    """The last process waits for the images of the fourth step, and is asked to stop: none takes that step."""
+
+    class Away(Images):
+        def batch(self, first, size):
+            if world.rank == world.size - 1 and first >= 24:
+                raise Interrupted
+            return super().batch(first, size)
+
+    into, _ = trained(world, steps=9, images=Away(), shard=shard, **settings)
+    reference, _ = trained(world, steps=3, shard=shard, **settings)
+    same = all(torch.equal(a, b) for a, b in zip(into.found, reference.found, strict=True))
+    return {"seen": into.seen, "updates": into.updates, "same": same}
+
+
 def diverges(world, **settings):
     """Every step is out of bounds, so that all go back, and give up alike."""
 
@@ -406,6 +422,7 @@ CASES = {
     "bf16": lambda w: equal(w, precision="bf16"),
     "compressed": compressed,
     "stops": stops,
+    "abandons": abandons,
     "refuses": refuses,
     "diverges": diverges,
     "memory": memory,
@@ -416,6 +433,7 @@ CASES = {
     "divided fp16": lambda w: divided(w, architecture=DIT, precision="fp16", steps=3),
     "divided noise": noise,
     "divided stops": lambda w: stops(w, **FEW),
+    "divided abandons": lambda w: abandons(w, **FEW),
     "divided refuses": lambda w: refuses(w, **FEW),
     "divided goes back": goes_back,
     "divided killed": killed,

@@ -35,6 +35,7 @@ from unfog.data.sources.arrays import ArraySource
 from unfog.data.sources.registry import open_source
 from unfog.data.webdataset.byte_range_cache import ByteRangeCache
 from unfog.errors import Interrupted, RequestError
+from unfog.evaluation.feature_networks import inception_path
 from unfog.evaluation.features import compute_features, compute_statistics, open_features
 
 MB = 2**20
@@ -349,3 +350,18 @@ def test_pixels_that_were_exchanged_are_decoded_again(tmp_path: Path, monkeypatc
     release(entry)
     again = prepare(open_source(str(tmp_path)), Data(size=8, cache="disk")).train.pixels
     assert np.array_equal(again, first)
+
+
+@pytest.mark.parametrize("given", ["s3://bucket/cache", "https://me:SECRET@host/cache?key=SECRET", "gs:/bucket"])
+def test_a_cache_at_an_address_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("UNFOG_CACHE", given)
+    with pytest.raises(RequestError, match=r"UNFOG_CACHE = .*is an address.*set UNFOG_CACHE to a path") as refused:
+        cache_folder()
+    assert "SECRET" not in str(refused.value)
+    monkeypatch.setenv("UNFOG_INCEPTION", given)
+    with pytest.raises(RequestError, match=r"UNFOG_INCEPTION = .*is an address"):
+        inception_path()
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setenv("UNFOG_CACHE", str(tmp_path / "cache"))
+    assert cache_folder() == tmp_path / "cache"

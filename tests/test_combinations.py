@@ -37,7 +37,7 @@ from unfog.pipeline.load_data import load_images
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.records import read_metrics
-from unfog.runs.dry_run import _shortened_evaluation
+from unfog.runs.dry_run_checks import _shortened_evaluation
 from unfog.sharded_rng import seed_generators
 from unfog.training.optimizer_settings import Optimizer
 from unfog.training.precision import Precision
@@ -180,7 +180,7 @@ def test_all_that_a_run_is_for(photos, codec, tmp_path, network, seen, answer, m
     assert not [finding for finding in before if finding.severity == "fatal"]
 
 
-def test_a_rehearsal_measures_few_pictures_and_is_refused_none():
+def test_a_dry_run_measures_few_pictures_and_is_refused_none():
     settled = Evaluate(10, metrics=("kid", "fid"), samples=5000, reference=10_000, metrics_every=50, best="fid")
     small = _shortened_evaluation(settled, 2)
     assert (small.every, small.metrics_every, small.samples, small.reference) == (2, 2, 10, 100)

@@ -299,3 +299,33 @@ def test_a_resume_says_which_images_are_gone_and_new(tmp_path):
     assert "1 are new, such as zzz.png" in said
     (tmp_path / "data.json").unlink()
     assert describe_changes(folder, before) == ""
+
+
+def test_a_resume_says_what_else_differs_where_the_names_are_the_same(tmp_path):
+    (tmp_path / "set").mkdir()
+    for name in ("cat", "dog"):
+        fill(tmp_path / "set" / name, 10)
+    folder, source = RunFolder(tmp_path), tmp_path / "set"
+
+    def looked_at():
+        return prepare(open_source(source), Data(size=16))
+
+    (tmp_path / "data.json").write_bytes(data_json(looked_at()))
+    one, other = sorted((source / "cat").iterdir())[:2]
+    one.write_bytes(other.read_bytes())
+    assert "content of images, or the class of some, differs" in describe_changes(folder, looked_at())
+    Image.new("L", (40, 20), 7).save(one)
+    said = describe_changes(folder, looked_at())
+    assert "modes: " in said
+    assert "L 0 -> 1" in said
+    assert "longest_max" in said
+    one.write_bytes(b"")
+    said = describe_changes(folder, looked_at())
+    assert "1 were " in said
+    assert f"quarantined now, such as cat/{one.name}" in said
+    assert "images of a class: cat 10 -> 9" in said
+    stored = json.loads((tmp_path / "data.json").read_text())
+    (tmp_path / "data.json").write_text(json.dumps(stored | {"unlisted": 5, "files": []}))
+    assert "images of a class: cat 10 -> 9" in describe_changes(folder, looked_at()), "also of very many files"
+    (tmp_path / "data.json").write_text(json.dumps(stored | {"files": [3]}))
+    assert describe_changes(folder, looked_at()) == ""

@@ -4,16 +4,20 @@ import os
 import signal
 import sys
 import time
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
+from PIL import Image
 
 from launches import (
+    AGENT,
     SETTINGS,
     alone,
     cases,
     ended,  # noqa: F401  a fixture
+    forked,
     largest_difference,
     launched,
     output,
@@ -53,7 +57,7 @@ def check_equal(found, names):
 
 
 def test_two_processes_do_what_one_does_and_decide_alike(tmp_path):
-    found = cases(tmp_path, 2, [*CLOSE, "compressed", "stops", "refuses", "diverges", "memory", "previews"])
+    found = cases(tmp_path, 2, [*CLOSE, "compressed", "stops", "abandons", "refuses", "diverges", "memory", "previews"])
     check_equal(found, CLOSE)
     compressed = found["compressed"]
     assert (compressed["types"], compressed["bytes"]) == (["torch.bfloat16"], 2)
@@ -63,6 +67,7 @@ def test_two_processes_do_what_one_does_and_decide_alike(tmp_path):
     assert compressed["logged"] < 2e-3
     # The last process was asked to stop before the fourth step, which all took, and no other.
     assert found["stops"] == {"seen": 32, "same": 32}
+    assert found["abandons"] == {"seen": 24, "updates": 3, "same": True}
     refused = found["refuses"]
     assert (refused["refusals"], refused["updates"], refused["same"]) == ([["loss", [15]]], 3, 32)
     assert found["diverges"].startswith("training diverged 3 times")
@@ -177,6 +182,7 @@ def test_ranks_agree_on_the_smallest_micro_batch_of_those_that_ran_out_of_memory
 
 CUT_OFF = """
 import time
+from itertools import pairwise
 from types import SimpleNamespace
 from unfog.training.distributed.watchdog import Watchdog
 
@@ -252,6 +258,51 @@ def test_a_device_is_given_to_each_process_of_a_machine(monkeypatch):
         monkeypatch.setenv("LOCAL_RANK", local)
         assert local_device("auto") == local_device("cuda:0") == device
         assert local_device("cpu") == "cpu"
+
+
+AWAY = """
+import os, sys
+from pathlib import Path
+from unfog.data import decode_pool
+
+away, decode = Path(sys.argv.pop(1)), decode_pool.decode
+
+def decode_unless_away(*args):
+    if away.exists():
+        raise decode_pool.MissingImageError("is gone")
+    return decode(*args)
+
+if os.environ["RANK"] == "1":
+    decode_pool.decode = decode_unless_away
+    decode_pool._outage_reason = lambda source, i, error: "its mount is gone" if away.exists() else ""
+from unfog.cli.main import main
+main()
+"""
+
+
+@pytest.mark.parametrize("stop", ["signal", pytest.param("file", marks=pytest.mark.exhaustive)])
+def test_a_stop_while_one_process_waits_for_its_images_loses_no_step(tmp_path, stop):
+    images, run, away, script = (tmp_path / name for name in ("images", "run", "away", "script.py"))
+    images.mkdir()
+    for i in range(40):
+        Image.new("L", (8, 8), 6 * i).save(images / f"{i:02}.png")
+    script.write_text(AWAY)
+    given = [1000 if before == "--checkpoint.every" else word for before, word in pairwise(("", *SETTINGS))]
+    words = ["train", images, "--out", run, "--steps", 4000, *given, "--data.cache", "none"]
+    process = forked([2, 0, script, away, *words], AGENT)
+    wait_for_steps(run, 4, process)
+    away.touch()
+    logged = -1
+    while logged != len(rows(run)):  # until what was read ahead is used up
+        logged = len(rows(run))
+        time.sleep(2)
+    if stop == "signal":
+        for number in workers(process).values():
+            os.kill(number, signal.SIGTERM)
+    else:
+        (run / "STOP").touch()
+    output(process)
+    assert max(int(one.name) for one in (run / "checkpoints").glob("[0-9]*")) - logged in (0, 1)
 
 
 @pytest.mark.exhaustive

@@ -12,9 +12,9 @@ from PIL import Image
 import unfog
 from conftest import TRANSFORMER
 from unfog.cli.main import _run as run_command
-from unfog.commands import ema_sweep
-from unfog.commands.ema_sweep import PAGE_FILE, EmaSweepResult, _WidthResult
 from unfog.errors import RequestError, RunError
+from unfog.inference import ema_sweep
+from unfog.inference.ema_sweep import PAGE_FILE, EmaSweepResult, _WidthResult
 from unfog.inference.loaded_run import SWEEP_FILE, swept_width
 from unfog.inference.run import Run
 from unfog.reporting.records import read_events, read_metrics
@@ -191,7 +191,7 @@ def test_what_is_of_another_type_is_refused_in_a_line(run, asked, said):
 
 
 def test_what_cannot_be_measured_is_refused_before_drawing(run, monkeypatch):
-    monkeypatch.setattr("unfog.commands.ema_sweep.generate_images", lambda *given: pytest.fail("pictures were drawn"))
+    monkeypatch.setattr("unfog.inference.ema_sweep.generate_images", lambda *given: pytest.fail("pictures were drawn"))
     with pytest.raises(RequestError, match=r"fd is refused: 40 images .* 192 features of pixels.*--metric kid"):
         unfog.ema_sweep(run, metric="fd", n=40, widths=[0.1], features="pixels")
     with pytest.raises(RequestError, match="n = 3 samples: sliced needs at least 10"):

@@ -27,7 +27,7 @@ from unfog.errors import RequestError, RunError
 from unfog.evaluation import features as store
 from unfog.evaluation.distances import FeatureStatistics
 from unfog.evaluation.features import _features_folder, open_features
-from unfog.evaluation.held_out import HeldOut, MeanEstimate, midpoints
+from unfog.evaluation.held_out import HeldOut, MeanEstimate, fixed_losses, midpoints
 from unfog.evaluation.metrics import compare_features
 from unfog.inference.compute_metrics import _paired_difference
 from unfog.inference.evaluation_files import Evaluation, GeneratedSamples
@@ -45,7 +45,7 @@ from unfog.pipeline.load_data import load_images
 from unfog.process.signals import StopSignals
 from unfog.reporting.report import write_report
 from unfog.training.distributed.world import World
-from unfog.values.conditions import NO_CONDITIONS
+from unfog.values.conditions import NO_CONDITIONS, Conditions
 
 pytestmark = pytest.mark.slow
 
@@ -111,12 +111,28 @@ def test_losses_by_image_add_up_to_what_training_records():
         return error, 2 * error
 
     losses = held_out.losses(loss_at, batch=4)
-    measured = held_out.measure(loss_at, batch=4)
+    measured = held_out.summary(losses, 4)
     assert losses.shape == (2, 5, 10)
     assert losses[0].mean(1).tolist() == pytest.approx(measured["held_out_by_level"], rel=1e-12)
     assert losses[0].mean().item() == pytest.approx(measured["held_out_loss"], rel=1e-12)
     assert torch.equal(losses[1], 2 * losses[0])
     assert torch.equal(losses, held_out.losses(loss_at, batch=10))  # the same noise whatever the batch
+
+
+def test_every_image_has_its_own_label_level_and_noise_in_any_batch():
+    x0, label, u = torch.rand(5, 1, 2, 2), torch.arange(5), torch.rand(2, 5)
+    noise, passes = torch.rand(2, 5, 1, 2, 2), list[int]()
+
+    def loss_at(x0, conditions, u, noise):
+        return x0.sum((1, 2, 3)) + 10 * conditions.label, 100 * u + noise.sum((1, 2, 3))
+
+    found = fixed_losses(loss_at, x0, Conditions(label), u, noise.__getitem__, 2, passes.append)
+    assert torch.equal(found[0], (x0.sum((1, 2, 3)) + 10 * label).double().expand(2, -1))
+    assert torch.equal(found[1], (100 * u + noise.sum((2, 3, 4))).double())
+    assert passes == [2, 2, 1] * 2
+    one = fixed_losses(loss_at, x0, Conditions(label), u, noise.__getitem__, 5, only=slice(1, None))
+    assert torch.equal(one[:, 1], found[:, 1])
+    assert not one[:, 0].any()
 
 
 def test_pairs_tell_apart_what_lies_within_each_others_intervals():

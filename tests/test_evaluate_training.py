@@ -244,8 +244,16 @@ def test_features_that_are_not_there_are_missed_before_images_are_read(tmp_path,
 
 def test_the_best_is_not_chosen_by_what_will_not_be_measured(tmp_path):
     evaluate = {**METRICS, "metrics": ["fid"], "features": "pixels", "best": "fid", "metrics_every": 4}
-    with pytest.raises(RequestError, match="fid needs more than 192 samples with pixels, and here are 20"):
+    with pytest.raises(RequestError, match=r"20 images are .* 192 features of pixels.*--evaluate\.best kid"):
         unfog.train(images(), out=tmp_path / "run", steps=4, evaluate=evaluate, **SETTINGS)
+
+
+def test_the_doctor_finds_that_the_best_cannot_be_chosen_by_fid(tmp_path):
+    evaluate = {**METRICS, "metrics": ["fid"], "features": "pixels", "best": "fid", "metrics_every": 4}
+    findings = unfog.doctor(images(), out=tmp_path / "page", steps=4, evaluate=evaluate, **SETTINGS)
+    (fatal,) = [one for one in findings if one.severity == "fatal"]
+    assert "evaluate.best = fid" in fatal.evidence
+    assert "--evaluate.best kid" in fatal.evidence
 
 
 @pytest.mark.exhaustive
@@ -285,7 +293,7 @@ def test_what_is_asked_for_on_a_resume_is_tried_out_before_it_goes_on(measured, 
     folder = shutil.copytree(measured, tmp_path / "run")
     before = (folder / "config.toml").read_text()
     few = {**METRICS, "metrics": ["fid"], "best": "fid", "metrics_every": 8}
-    with pytest.raises(RequestError, match=r"evaluate\.best = fid: fid needs more than"):
+    with pytest.raises(RequestError, match=r"evaluate\.best = fid: fid is refused"):
         unfog.resume(folder, steps=28, evaluate=few)
     assert (folder / "config.toml").read_text() == before
     assert len(list((folder / "checkpoints").iterdir())) == len(list((measured / "checkpoints").iterdir()))

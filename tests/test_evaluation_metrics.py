@@ -226,6 +226,8 @@ def test_too_few_pictures_are_refused_beforehand_exactly_where_measuring_would_r
         measured = [compare_features([metric], normal(n, 192, 0), normal(300, 192, 1))[0].value for n in (192, 193)]
         assert [value is None for value in measured] == [True, False]
     check_count("kid", 10, pixels, net, "-m")
+    with pytest.raises(RequestError, match="; give -m kid"):  # a larger -n could not help
+        check_count("fid", 60, pixels, net, "-m", most=192)
 
 
 def test_a_figure_says_what_it_is_of():

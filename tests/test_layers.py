@@ -12,6 +12,7 @@ _spec = importlib.util.spec_from_file_location("layout_figures", ROOT.parents[1]
 figures = sys.modules["layout_figures"] = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(figures)
 BASE = {
+    "_version",
     "custom",
     "device_copies",
     "errors",

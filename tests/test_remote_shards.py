@@ -156,6 +156,17 @@ def test_what_was_read_is_not_fetched_again(web: Server) -> None:
     assert web.members(), "unless nothing is to be kept"
 
 
+@pytest.mark.parametrize("placed", ["none", "auto"])
+def test_the_cache_of_what_is_read_is_opened_once(web: Server, monkeypatch: pytest.MonkeyPatch, placed: str) -> None:
+    rooms: list[float] = []
+    monkeypatch.setattr(remote_shards, "make_room", rooms.append)
+    monkeypatch.setattr("unfog.data.prepare._placement", lambda *args: ("none", "for want of room"))
+    care = replace(CARE, cache_bytes=10**9)
+    found = prepare(open_source(web.url, policy=care), replace(ASKED, cache=placed))
+    assert len(rooms) == 1
+    assert found.placement.startswith("for want of room; what is read is kept for later epochs")
+
+
 def test_what_was_kept_and_is_damaged_is_fetched_anew(web: Server) -> None:
     care = replace(CARE, cache_bytes=10**9)
     first = numbers(opened(web, care), 0, N)

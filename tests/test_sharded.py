@@ -58,7 +58,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ended")]
 
 CPU = torch.device("cpu")
 DIT = DiT(width=40, depth=2, head_channels=8)  # as the cases have it
-DECIDED = {"divided refuses", "divided diverges", "divided goes back", "divided stops", "divided noise"}
+DECIDED = {f"divided {name}" for name in ("refuses", "diverges", "goes back", "stops", "noise", "abandons")}
 
 
 def check_equal(found):
@@ -77,6 +77,7 @@ def test_two_processes_that_divide_a_network_do_what_one_does_and_decide_alike(t
     assert (refused["refusals"], refused["updates"]) == ([["loss", [15]]], 3)
     assert found["divided diverges"].startswith("training diverged 3 times")
     assert found["divided stops"]["seen"] == 32
+    assert found["divided abandons"] == {"seen": 24, "updates": 3, "same": True}
     back = found["divided goes back"]
     assert (back["backs"], back["same"]) == ([1, 1, 2], True)
     assert back["bad"].startswith("model: "), "one rank's rows are enough"

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -19,10 +20,11 @@ import forked
 import unfog
 from conftest import TRANSFORMER, few_images
 from unfog.checks.run.run_record import RunRecord
+from unfog.checks.run.trend_checks import check_trends
 from unfog.planning.auto_settings import AutoSettings
 from unfog.process import command_clock
 from unfog.reporting.records import read_events, read_metrics
-from unfog.runs.pace import Pace
+from unfog.runs.pace import CallTimes, Pace
 from unfog.runs.session import Session
 from unfog.runs.time_budget import TimeBudget, _recorded_plans, resume_length
 from unfog.training.checkpoints import state_schema
@@ -165,6 +167,37 @@ def test_a_pause_in_a_preview_or_a_save_does_not_make_it_dear(kind):
     assert hasattr(ended, "step_of_pause")
     assert abs(ended.now - 120) < 6
     assert {plan.stretch for plan in ended.length.plans} == {1}
+
+
+@pytest.mark.parametrize("told", [0.1, 0.4, 1.6])
+def test_samples_timed_before_training_are_believed_in_seconds(told):
+    """A step was timed while the machine was idle or busy, and a preview is dear and drawn at the end only."""
+    dear = {"preview": 20.0, "evaluate": 5.0, "save": 0.2}
+    machine = Machine(lambda t: 0.4, dear, told=told, first=int(100 / told), every=int(10 / told))
+    estimated = {"preview": 3 * dear["preview"], "evaluate": 3 * dear["evaluate"]}
+    timed = {"preview": 0.4 * dear["preview"], "evaluate": 0.4 * dear["evaluate"]}
+    machine.budget = TimeBudget(120.0, 0.0, told, machine.every, estimated, timed=timed)
+    machine.budget._clock = lambda: machine.now
+    assert abs(machine.run().now - 120) < 4
+
+
+def test_one_slow_preview_is_left_out_and_a_slow_machine_is_not():
+    pace = Pace(0.1, window=3.0)
+    calls = CallTimes(pace, {"preview": 20.0}, {})
+    assert calls.seconds("preview") == pytest.approx(2.0)
+    assert calls.seconds("save") == 0
+    for seconds in (1.0, 1.1, 60.0, 0.9):
+        calls.add("preview", seconds)
+    assert calls.seconds("preview") == pytest.approx(1.0)
+    for step in range(40):
+        pace.add(0.1 * step, step)
+    pace.measure()
+    calls.adopt_pace()
+    assert calls.seconds("preview") == pytest.approx(1.0)
+    for step in range(40):
+        pace.add(4.0 + 0.3 * step, 40 + step)
+    pace.measure()
+    assert calls.seconds("preview") == pytest.approx(3.0, rel=0.05), "as much slower as a step is"
 
 
 def test_a_schedule_is_never_far_ahead_of_the_time():
@@ -439,6 +472,33 @@ def test_a_run_with_plans_repeats_to_the_bit_after_a_kill(tmp_path, monkeypatch,
     assert read_events(run / "events.jsonl")[-1]["kind"] == "finished"
     longer = unfog.resume(run, steps=15).path
     assert read_events(longer / "events.jsonl")[-1]["step"] == 15, "a length in steps is one"
+
+
+@pytest.mark.slow
+def test_the_doctor_sees_a_schedule_that_ended_before_its_run_and_its_remedy_works(tmp_path, monkeypatch):
+    class Over(Script):
+        def plan(self, step, length):
+            return Plan(6, 30, 1, float(length.first)) if step == 6 else None
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Session, "keep_budget", lambda self, auto: setattr(self, "budget", Over({6: ()})))
+        run = unfog.train(few_images(), out=tmp_path / "run", steps=12, **SMALL).path
+
+    def diagnosis():
+        record = RunRecord.read(run, unfog.load(run).config, None)
+        return {one.code: one for one in check_trends(record, None, 0.99, 1.2, False)}
+
+    found = diagnosis()["run.lr_zero"]
+    assert found.severity == "fatal"
+    assert "its time budget had not" in found.evidence
+    assert found.facts["share"] == pytest.approx(24 / 30, abs=0.1)
+    words = shlex.split(found.remedy.rpartition(": ")[2])
+    assert words[:3] == ["unfog", "resume", str(run)]
+    done = forked.run(words[1:])
+    assert done.returncode == 0, done.stderr
+    rates = [row["lr"] for row in read_metrics(run / "metrics.jsonl") if row["step"] > 30 and "lr" in row]
+    assert len(rates) == 15
+    assert min(rates[:10]) > 0.01 * max(rates)
 
 
 @pytest.mark.slow

@@ -234,3 +234,29 @@ def test_a_logger_whose_file_takes_no_line_prints_no_traceback(capfd):
         with suppress(OSError):
             full.close()
     assert capfd.readouterr().err == ""
+
+
+AGAIN = """
+from unfog.reporting.tracker_base import Tracker
+
+class Again(Tracker):
+    name = "ours"
+    again = "has both records of each"
+"""
+
+
+@pytest.mark.parametrize(("kind", "said"), [("Again", True), ("Tracker", False)])
+def test_a_resume_that_logs_steps_again_says_what_the_tracker_has(tmp_path, monkeypatch, capsys, kind, said):
+    name = f"again_{abs(hash(str(tmp_path)))}"
+    (tmp_path / f"{name}.py").write_text(AGAIN)
+    monkeypatch.syspath_prepend(tmp_path)
+    log = Log(every=1, sinks=(f"custom:path={name}.{kind}",))
+    with Recorder(tmp_path / "run", log, total=5) as run:
+        for step in range(1, 6):
+            run.log(step, 10 * step, loss=0.5)
+    with Recorder(tmp_path / "run", log, total=5, start=5):  # it was saved there
+        assert "logged again" not in capsys.readouterr().err
+    with Recorder(tmp_path / "run", log, total=5, start=2):
+        told = capsys.readouterr().err
+    assert ("steps 3 to 5 are logged again: ours has both records of each" in told) == said
+    assert told.count("logged again") == said

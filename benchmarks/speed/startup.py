@@ -26,7 +26,7 @@ PARTS = {
     "session": ("unfog.runs.train", ["open_session"]),
     "images checked": ("unfog.runs.train", ["quick_check_images"]),
     "settings checked": ("unfog.runs.train:Session", ["write_data_files", "settings_findings"]),
-    "rehearsal": ("unfog.runs.train:Session", ["_dry_run_hooks"]),
+    "dry run": ("unfog.runs.session", ["dry_run"]),
 }
 ALL = ["imports", *PARTS, "rest, with the first step", "in all"]
 

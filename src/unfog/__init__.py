@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import unfog.cores  # noqa: F401  # first, as it must come before torch
+from unfog._version import __version__
 from unfog.errors import RequestError, RunError, UnfogError
 from unfog.from_python import (
     PathLikeText,
@@ -38,16 +39,15 @@ from unfog.from_python import (
 )
 
 if TYPE_CHECKING:
-    from unfog.commands.ema_sweep import EmaSweepResult
     from unfog.commands.find_lr import FindLrResult
     from unfog.commands.tune import TuneResult
+    from unfog.inference.ema_sweep import EmaSweepResult
     from unfog.inference.evaluation_files import Evaluation
     from unfog.inference.run import Run
     from unfog.planning.plan import Plan
     from unfog.process.run_folder import RunFolder
     from unfog.reporting.findings import Finding
 
-__version__ = "0.2.0"  # the build reads it from this line
 __all__ = [
     "RequestError",
     "RunError",
@@ -277,8 +277,8 @@ def ema_sweep(
     device: str = "auto",
 ) -> EmaSweepResult:
     """Find the best EMA width of a run, and make it the run's own."""
-    from unfog.commands.ema_sweep import ema_sweep as sweep
     from unfog.config.run_requests import EmaSweepRequest
+    from unfog.inference.ema_sweep import ema_sweep as sweep
 
     folder: Any = Path(path_of(path))
     listed: Any = widths if isinstance(widths, float | int) else tuple(widths)  # `sweep` refuses a number

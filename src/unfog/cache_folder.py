@@ -25,6 +25,7 @@ from unfog.errors import RequestError
 from unfog.locks.flock import LOCK, is_at, lock_alone, lock_shared, notify
 from unfog.locks.owner import OWNER
 from unfog.safe_files import LARGEST_TEXT, discard, disk_usage, make_folder, open_file, read_file, remove, remove_tree
+from unfog.text import is_address, sanitize
 
 _MARKS = ".used"  # folder of a file for each entry; not in the entry, which others may read only
 _REMOVED = re.compile(r"\.removed-[0-9]+-[0-9]{19}")
@@ -84,10 +85,11 @@ def cache_folder() -> Path:
     """Return $UNFOG_CACHE, else $XDG_CACHE_HOME/unfog or ~/.cache/unfog; it may not exist yet.
 
     A user whose home is missing or cannot be written gets a private folder among the temporary files. RequestError if
-    another user has put the folder there, or may exchange it: what lies in it is trained on.
+    UNFOG_CACHE is an address, or another user has put the folder there, or may exchange it: what lies in it is trained
+    on.
     """
-    if chosen := os.environ.get("UNFOG_CACHE"):
-        folder = Path(chosen).expanduser()
+    if chosen := path_variable("UNFOG_CACHE"):
+        folder = chosen
     else:
         try:
             folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "unfog"
@@ -100,6 +102,21 @@ def cache_folder() -> Path:
         if folder.is_dir():
             _trusted.add(folder)
     return folder
+
+
+def path_variable(name: str) -> Path | None:
+    """Return the path in an environment variable, with ~ expanded; None if it is not set. RequestError for an address.
+
+    An empty value counts as not set.
+    """
+    if not (given := os.environ.get(name)):
+        return None
+    if is_address(given):
+        raise RequestError(
+            f"{name} = {sanitize(given)[:200]!r} is an address and not a path on a disk; set {name} to a path on a "
+            "disk, or below the mount of a bucket"
+        )
+    return Path(given).expanduser()
 
 
 def _can_exist(folder: Path) -> bool:

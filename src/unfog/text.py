@@ -15,6 +15,7 @@ _URL = re.compile(
     rf"""({_SCHEME})(?:[^/\s?#]*@)?((?:(?!{_SCHEME})[^\s?])*)(?:\?\S*?(?=['"),;.\]]{{0,3}}(?:\s|$)))?""",
     re.IGNORECASE,
 )
+_ADDRESS = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")
 # Characters that act on a terminal, or reverse the direction of the text behind them.
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
@@ -22,6 +23,11 @@ _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 def without_secrets(text: str) -> str:
     """Remove from each URL in a text its query, which may be a signature, and its user name and password."""
     return _URL.sub(r"\1\2", text)
+
+
+def is_address(text: str) -> bool:
+    """Return True for an address such as s3://bucket, of which `Path` would make folders such as `s3:`."""
+    return _ADDRESS.match(text) is not None
 
 
 def valid_text(name: str) -> str:

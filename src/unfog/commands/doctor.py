@@ -29,7 +29,7 @@ from unfog.process.run_folder import RunFolder, next_folder
 from unfog.process.signals import StopSignals
 from unfog.reporting.findings import Figure, Finding, has_fatal, print_findings, write_findings
 from unfog.reporting.progress import Progress, print_result, say
-from unfog.runs.dry_run import dry_run
+from unfog.runs.dry_run_checks import check_dry_run
 from unfog.runs.evaluation_hook import resolve_metrics
 from unfog.text import sanitize
 
@@ -110,7 +110,7 @@ def _check_planned_run(
         if not quick:
             state, images = build_state(config, device), prepared.as_network_input.train
             findings.append(overfit_one_batch(config, state, images, stop))
-            findings += dry_run(config, prepared, device, stop)
+            findings += check_dry_run(config, prepared, device, stop)
     return findings
 
 

@@ -14,7 +14,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, TypeVar
 
-from unfog import __version__
+from unfog._version import __version__
 from unfog.config.aliases import current_name
 from unfog.config.values import (
     AUTO,

@@ -29,6 +29,7 @@ from unfog.models.elsewhere.settings import ELSEWHERE
 from unfog.models.given_network import GivenNetwork
 from unfog.models.network_settings import CustomNetwork
 from unfog.models.settings import ARCHITECTURES, SIZES
+from unfog.text import is_address
 from unfog.training.optimizer_settings import OPTIMIZERS
 from unfog.training.settings import EMA_SCHEDULES
 
@@ -40,7 +41,6 @@ _NUMBER = re.compile(
 )
 # 10k, 1.5k, 2M; m might be thousandths.
 _THOUSANDS = re.compile(r"([+-]?[0-9]{1,15}(?:\.[0-9]{1,6})?)([kKM])")
-_ADDRESS = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")
 _LONGEST = 60  # characters of a value that a message repeats
 AUTO = "auto"  # the word for a list of numbers that is left open
 # What TOML, and so config.toml, can hold.
@@ -137,7 +137,7 @@ def parse_value(annotation: Any, words: Sequence[str]) -> Any:
 
 def parse_path(text: str) -> Path:
     """Return a path, with ~ expanded, as shells leave it in --out=~/x. Raise FormatError for an address."""
-    if _ADDRESS.match(text):  # which Path would take for folders, such as `s3:/bucket`
+    if is_address(text):
         raise FormatError("an address and not a path on a disk; mount the bucket, and give the folder")
     return Path(os.path.expanduser(text))
 

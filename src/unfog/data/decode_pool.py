@@ -187,37 +187,53 @@ def with_retries(
         RunError: it, or the source, still cannot be read. It is not skipped: an hour without network would silently
             shrink the set.
     """
-    began, stopping, attempt, looked = time.monotonic(), stopping or threading.Event(), 0, False
+    began, stopping, attempts, looked = time.monotonic(), stopping or threading.Event(), 0, False
     while True:
         try:
             found = read()
         except (TransientImageError, MissingImageError) as error:
-            if reason := _outage_reason(source, i, error):
+            if _wait_for_source(source, i, error, began, stopping):
                 looked = False
-                source.outage.wait(source.name, reason, began, stopping)
                 continue
-            source.outage.end()
             if isinstance(error, MissingImageError):
                 if looked:  # the source was in reach before and after this attempt
                     raise
                 looked = True
                 continue
-            attempt += 1
-            pause = _FIRST_PAUSE * 2 ** (attempt - 1) * random.SystemRandom().uniform(1, 1.5)
-            if attempt < _TRIES and time.monotonic() - began < _PATIENCE and not stopping.wait(pause):
+            attempts += 1
+            if _may_retry(attempts, began, stopping):
                 continue
             if isinstance(error, ShardReadError) and on_failure is not None and not stopping.is_set():
                 on_failure(str(error))
-            raise RunError(
-                f"{sanitize(source.names[i])} of {sanitize(source.name)}: {error}, also after {attempt} "
-                "tries; once it can be read, use `unfog resume` or repeat the command"
-            ) from error
+            raise _gave_up(source, i, error, attempts) from error
         except ImageError:  # damaged, so it was read
             source.outage.end()
             raise
         source.outage.end()
         source.outage.last_read = i
         return found
+
+
+def _wait_for_source(source: Source, i: int, error: ImageError, began: float, stopping: threading.Event) -> bool:
+    """Wait if the whole source is out of reach, and return True; False if other images can be read."""
+    if reason := _outage_reason(source, i, error):
+        source.outage.wait(source.name, reason, began, stopping)
+        return True
+    source.outage.end()
+    return False
+
+
+def _may_retry(attempts: int, began: float, stopping: threading.Event) -> bool:
+    """Pause before another attempt, and return True; False if there is none."""
+    pause = _FIRST_PAUSE * 2 ** (attempts - 1) * random.SystemRandom().uniform(1, 1.5)
+    return attempts < _TRIES and time.monotonic() - began < _PATIENCE and not stopping.wait(pause)
+
+
+def _gave_up(source: Source, i: int, error: ImageError, attempts: int) -> RunError:
+    return RunError(
+        f"{sanitize(source.names[i])} of {sanitize(source.name)}: {error}, also after {attempts} tries; once it can be "
+        "read, use `unfog resume` or repeat the command"
+    )
 
 
 def _outage_reason(source: Source, i: int, error: ImageError) -> str:

@@ -16,7 +16,7 @@ from unfog.data.cache import free_bytes
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.decode import parse_colour
 from unfog.data.decode_pool import ColourFoundError, DecodeStatistics, Progress, decode_all
-from unfog.data.lazy import lazy_dataset, remote_shards_of
+from unfog.data.lazy import lazy_dataset
 from unfog.data.scan import DecodeResult, Scan
 from unfog.data.settings import UNREAD, Data
 from unfog.data.sources.base import Source
@@ -64,8 +64,7 @@ def prepare(
         return replace(entry.dataset(with_labels, source.name), warnings=scan.warnings)
     with silence_pillow():
         # Before the sample is read, so that it is not fetched a second time.
-        if settings.cache == "none" and source.remote_shards is not None:
-            source.remote_shards.enable_cache()
+        kept = _cache_remote_reads(source) if settings.cache == "none" else ""
         scan = scan.resolve(began=bool(known))
         with_labels = replace(with_labels, range=scan.settings.range)
         key = cache.entry_key(scan, scan.settings)
@@ -74,13 +73,17 @@ def prepare(
         where, why = _placement_on_resume(scan, key, unread) if known else _placement(scan, key, to_draw)
         if where == "none":
             dataset = lazy_dataset(scan)
-            shards = remote_shards_of(dataset.train)
-            why = "; ".join(filter(None, (why, shards.enable_cache() if shards is not None else "")))
+            why = "; ".join(filter(None, (why, kept or _cache_remote_reads(source))))
         elif where == "disk":
             dataset = cache.make(scan, key, progress).dataset(with_labels, source.name)
         else:
             dataset = _decode_into_memory(scan, progress)
     return replace(dataset, placement=why, warnings=scan.warnings)
+
+
+def _cache_remote_reads(source: Source) -> str:
+    """Keep what is read of remote shards, for later epochs. Return a line that says so; "" if nothing is kept."""
+    return "" if source.remote_shards is None else source.remote_shards.enable_cache()
 
 
 def scan_source(source: Source, settings: Data) -> tuple[Scan, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from unfog.cache_folder import cache_folder
+from unfog.cache_folder import cache_folder, path_variable
 from unfog.device_copies import to_device
 from unfog.errors import RequestError
 from unfog.safe_files import read_file
@@ -90,8 +89,7 @@ INCEPTION_DIGEST = _digest(_INCEPTION_SHA256, _INCEPTION_INPUT)
 
 def inception_path() -> Path:
     """Return the path of the Inception network: $UNFOG_INCEPTION, else in Unfog's cache folder."""
-    chosen = os.environ.get("UNFOG_INCEPTION")
-    return Path(chosen).expanduser() if chosen else cache_folder() / INCEPTION_FILE
+    return path_variable("UNFOG_INCEPTION") or cache_folder() / INCEPTION_FILE
 
 
 def load_inception(device: torch.device) -> _TorchScriptNetwork:

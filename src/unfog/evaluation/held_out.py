@@ -84,10 +84,6 @@ class HeldOut(NamedTuple):
         u = self.levels[:, None].expand(-1, len(self.x0))
         return fixed_losses(loss_at, self.x0, self.conditions, u, noise, batch, progress, only)
 
-    def measure(self, loss_at: LossAt, batch: int, seed: int = 0) -> dict[str, float | list[float]]:
-        """Return the `summary` of the losses at all levels."""
-        return self.summary(self.losses(loss_at, batch, seed), batch)
-
     def summary(self, losses: Tensor, batch: int) -> dict[str, float | list[float]]:
         """Mean loss over images and levels, by level from clean to noisy, and the noise-prediction error by level.
 

@@ -143,16 +143,20 @@ def compare_features(
     return results
 
 
-def check_count(metric: str, n: int, image: Tensor, features: Features, option: str) -> None:
+def check_count(
+    metric: str, n: int, image: Tensor, features: Features, instead: str, larger: str = "-n", most: float = math.inf
+) -> None:
     """Reject what `compare_features` would reject for n images in the smaller set, before they are generated.
 
-    RequestError if they are too few, which names the `option` that chooses another metric. None but the Frechet
-    distance is refused. `image` is any one, uint8 [1, C, H, W], to see how many features it has.
+    RequestError if a Frechet distance has too few; other metrics are never refused. The message names the option
+    `instead` that chooses another metric, and `larger` that raises n, if `most` real images suffice. `image` is any
+    one, uint8 [1, C, H, W], to see how many features it has.
     """
     if METRICS[metric] is _frechet and n <= (width := features(image).shape[1]):
         raise RequestError(
             f"{metric} is refused: {n:,} images are too few for the {width:,} features of {features.name}, "
-            f"which need more than that; give a larger -n, or {option} kid, which holds at any n"
+            f"which need more than that; {f'give a larger {larger}, or' if most > width else 'give'} {instead} kid, "
+            "which holds at any n"
         )
 
 

@@ -1,10 +1,14 @@
-"""Comparison of samples with real images: features of both, the metrics, what real images reach, and the verdict."""
+"""Comparison of samples with real images: features of both, the metrics, what real images reach, and the verdict.
+
+Training, `evaluate`, `ema-sweep` and the doctor all compare samples here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,17 +19,16 @@ from unfog.config.run_requests import LOSSES, ON_REQUEST
 from unfog.data.dataset import ImageSet, evenly_spaced
 from unfog.errors import RequestError
 from unfog.evaluation.features import Features, PixelSource, compute_features, compute_statistics
-from unfog.evaluation.metrics import MetricResult, compare_features
+from unfog.evaluation.metrics import MetricResult, check_count, compare_features
 from unfog.evaluation.pixel_metrics import PIXEL_METRICS, compare_pixels, radial_spectrum
+from unfog.reporting.charts import line_chart
 from unfog.reporting.progress import Progress
-from unfog.training.distributed.world import World
+from unfog.training.distributed.world import SINGLE_PROCESS, World
 
 _MOST_PIXELS = 20_000  # samples whose pixels are compared
 _FEWEST_REAL = 10  # real images that are compared with others of them
 _MOST_REFERENCE = 10_000  # real images, or as many as samples, if those are more
 
-# Of the real images and of the samples, float32 [N, D]; None if no metric needs features.
-FeaturesOfBoth = tuple[Tensor | None, Tensor | None]
 # Share of the value that real images have, from which precision and recall count as reached.
 _REACHED = 0.9
 # Below this share of their recall, nearly all variety is lost. Then precision means nothing: samples that are all alike
@@ -41,14 +44,6 @@ _JUDGED = {
 _COLLAPSED = "The samples have almost nothing of the variety of real images, so that precision does not count"
 _NEAR = "The samples are as close to real images as real images are to each other"
 _FAR = "The samples are farther from real images than real images are from each other"
-
-
-class _Samples(PixelSource, Protocol):
-    """Images to compare with real ones."""
-
-    @property
-    def key(self) -> str:
-        """Name of these images in the cache of features."""
 
 
 class ImageRows:
@@ -69,55 +64,107 @@ class ImageRows:
         return self.images.pixels[self.rows[key]]
 
 
-class Comparison(NamedTuple):
-    """Metrics to compute, and the real images to compare with."""
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """Metrics, and the real images that samples are compared with."""
 
-    metrics: tuple[str, ...]
+    metrics: Sequence[str]
     features: Features | None
+    """None if no metric needs them."""
     reference: ImageSet
     rows: NDArray[np.int64]
-    """Rows of the reference images that are compared."""
+    """Rows of the reference images whose features are compared."""
+    world: World = SINGLE_PROCESS
+    """The ranks that share the computation of features."""
 
     @property
     def real(self) -> ImageRows:
         return ImageRows(self.reference, self.rows)
 
-    def features_of_both(self, samples: _Samples, world: World) -> FeaturesOfBoth:
-        """Return features of real images and samples, computed by all ranks; None if no metric needs them."""
-        features = self.features
+    @cached_property
+    def real_features(self) -> Tensor | None:
+        """Features of the real images, float32 [N, D], computed once by all ranks; None if no metric needs them."""
+        return self.compute_features(self.real, "real images", self.real.key)
+
+    def compute_features(self, images: PixelSource, what: str, key: str | None = None) -> Tensor | None:
+        """Return features, float32 [N, D], computed by all ranks; None if no metric needs them.
+
+        `what` names the images in the progress. `key` names them in the cache of features; None caches nothing.
+        """
+        features, world = self.features, self.world
         if features is None:
-            return None, None
+            return None
+        with Progress(f"{features.name} of {what}", len(images)) as progress:
+            return compute_features(images, features, key, progress.set, world.rank, world.size, world.barrier)
 
-        def compute(images: _Samples, what: str) -> Tensor:
-            with Progress(f"{features.name} of {what}", len(images)) as progress:
-                ranks = world.rank, world.size, world.barrier
-                return compute_features(images, features, images.key, progress.set, *ranks)
+    def check_count(self, metric: str, samples: int, instead: str, larger: str = "-n") -> None:
+        """Raise RequestError if a metric would be refused for so many samples. See `evaluation.metrics.check_count`."""
+        if self.features is not None:
+            one = torch.from_numpy(self.reference.take(np.arange(1)).pixels)
+            n, most = min(samples, len(self.rows)), len(self.reference)
+            check_count(metric, n, one, self.features, instead, larger, most)
 
-        return compute(self.real, "real images"), compute(samples, "samples")
+    def measure(
+        self, samples: PixelSource, fake: Tensor | None, baseline: bool = False
+    ) -> dict[str, list[MetricResult]]:
+        """Return the results by metric, as named and in the order of `metrics`: its value, then its parts.
 
-    def sample_metrics(self, samples: _Samples, features_of: FeaturesOfBoth) -> list[MetricResult]:
-        """Return the metrics of the samples, in the order of `metrics`."""
+        Args:
+            samples: uint8 [N, C, H, W] by slices.
+            fake: features of the samples, of `compute_features`.
+            baseline: also measure real images against other real images.
+        """
         found: dict[str, list[MetricResult]] = {}
         names = [name for name in self.metrics if name not in (*PIXEL_METRICS, *LOSSES)]
-        with Progress("computing metrics", None):
-            features, (real, fake) = self.features, features_of
-            if features is not None and real is not None and fake is not None and names:
-                known = compute_statistics(real, features, self.real.key) if "fid" in names else None
-                # In one call, as the metrics share distances and statistics.
-                by_features = compare_features(names, real, fake, features=features, reference=known)
-                baseline = _real_baseline(names, real, len(fake), features)
-                by_features = [replace(one, real=baseline.get(one.metric)) for one in by_features]
-                found = {name: [one] for name, one in zip(names, by_features, strict=True)}
-            found |= {name: _pixel_metrics(name, self, samples) for name in self.metrics if name in PIXEL_METRICS}
-        return [one for name in self.metrics for one in found.get(name, [])]
+        features, real = self.features, self.real_features
+        if features is not None and real is not None and fake is not None and names:
+            known = compute_statistics(real, features, self.real.key) if "fid" in names else None
+            # In one call, as the metrics share distances and statistics.
+            by_features = compare_features(names, real, fake, features=features, reference=known)
+            reached = _real_baseline(names, real, len(fake), features) if baseline else {}
+            by_features = [replace(one, real=reached.get(one.metric)) for one in by_features]
+            found = {name: [one] for name, one in zip(names, by_features, strict=True)}
+        found |= {name: self._measure_pixels(name, samples, baseline) for name in self.metrics if name in PIXEL_METRICS}
+        return {name: found[name] for name in self.metrics if name in found}
 
-    def spectra(self, samples: _Samples) -> dict[str, list[float]]:
+    def spectra(self, samples: PixelSource) -> dict[str, list[float]]:
         """Return radial spectra of luma as `Evaluation` stores them; {} unless `detail` is measured."""
         if "detail" not in self.metrics:
             return {}
-        real, fake = _pixels_of_both(self, samples)
-        (frequency, generated), (_, given) = radial_spectrum(fake), radial_spectrum(real)
-        return {"frequency": frequency.tolist(), "generated": generated.tolist(), "real": given.tolist()}
+        return luma_spectra(*self._pixels_of_both(samples))
+
+    def _pixels_of_both(self, samples: PixelSource) -> tuple[Tensor, Tensor]:
+        """Return pixels of real images and of as many samples, uint8 [N, C, H, W]."""
+        # One of the metrics sorts both sets against each other, so they must be of equal size.
+        count = min(len(samples), _MOST_PIXELS, len(self.reference))
+        real = np.ascontiguousarray(self.reference.pixels[evenly_spaced(len(self.reference), count)])
+        fake = samples[0:count]
+        if real.shape[1:] != fake.shape[1:]:
+            raise RequestError(
+                f"the reference has images {list(real.shape[1:])}, and the samples are {list(fake.shape[1:])}"
+            )
+        return torch.from_numpy(real), torch.from_numpy(fake)
+
+    def _measure_pixels(self, name: str, samples: PixelSource, baseline: bool) -> list[MetricResult]:
+        real, fake = self._pixels_of_both(samples)
+        found, half = compare_pixels([name], real, fake), len(real) // 2
+        if not baseline or half < _FEWEST_REAL:
+            return found
+        # Real images against the rest of them: too high, as the metric falls with the number, and these are fewer.
+        reached = compare_pixels([name], real[::2][:half], real[1::2][:half])
+        return [replace(one, real=two.value) for one, two in zip(found, reached, strict=True)]
+
+
+def luma_spectra(real: Tensor, fake: Tensor) -> dict[str, list[float]]:
+    """Return radial spectra of luma, `generated` and `real` over `frequency`, of pixels uint8 [N, C, H, W]."""
+    (frequency, generated), (_, given) = radial_spectrum(fake), radial_spectrum(real)
+    return {"frequency": frequency.tolist(), "generated": generated.tolist(), "real": given.tolist()}
+
+
+def spectrum_chart(spectra: Mapping[str, Sequence[float]], real: str = "real") -> str:
+    """Return the chart of `luma_spectra` as SVG; `real` names the real images in it."""
+    series = {name: (spectra["frequency"], spectra[key]) for name, key in (("generated", "generated"), (real, "real"))}
+    return line_chart(series, "frequency, 1 = highest along a row", "variance of luma", log_y=True)
 
 
 def reference_rows(reference: ImageSet, count: int) -> NDArray[np.int64]:
@@ -137,29 +184,6 @@ def _real_baseline(
     as_samples[evenly_spaced(len(real), count)] = True
     rows = torch.from_numpy(as_samples).to(real.device)
     return {one.metric: one.value for one in compare_features(names, real[~rows], real[rows], features=features)}
-
-
-def _pixels_of_both(setup: Comparison, samples: _Samples) -> tuple[Tensor, Tensor]:
-    """Return pixels of real images and of as many samples, uint8 [N, C, H, W]."""
-    # One of the metrics sorts both sets against each other, so they must be of equal size.
-    count = min(len(samples), _MOST_PIXELS, len(setup.reference))
-    real = np.ascontiguousarray(setup.reference.pixels[evenly_spaced(len(setup.reference), count)])
-    fake = samples[0:count]
-    if real.shape[1:] != fake.shape[1:]:
-        raise RequestError(
-            f"the reference has images {list(real.shape[1:])}, and the samples are {list(fake.shape[1:])}"
-        )
-    return torch.from_numpy(real), torch.from_numpy(fake)
-
-
-def _pixel_metrics(name: str, setup: Comparison, samples: _Samples) -> list[MetricResult]:
-    real, fake = _pixels_of_both(setup, samples)
-    found, half = compare_pixels([name], real, fake), len(real) // 2
-    if half < _FEWEST_REAL:
-        return found
-    # Real images against the rest of them; as the metric falls with the number, it is too high for the fewer of both.
-    baseline = compare_pixels([name], real[::2][:half], real[1::2][:half])
-    return [replace(one, real=two.value) for one, two in zip(found, baseline, strict=True)]
 
 
 def verdict(measured: Sequence[MetricResult], copies: Sequence[Mapping[str, Any]] = ()) -> str:

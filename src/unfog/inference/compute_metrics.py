@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from unfog.diffusion.noise import NoiseSource
 from unfog.evaluation.features import compute_features
 from unfog.evaluation.held_out import HeldOut, MeanEstimate
 from unfog.evaluation.metrics import MetricResult, Z
-from unfog.inference.compare_images import FeaturesOfBoth, verdict
+from unfog.inference.compare_images import spectrum_chart, verdict
 from unfog.inference.evaluation_files import Evaluation, EvaluationSetup, GeneratedSamples
 from unfog.inference.loaded_run import LoadedRun
 from unfog.inference.memorization import (
@@ -32,7 +33,6 @@ from unfog.inference.memorization import (
 )
 from unfog.pipeline.build import build_held_out_set, build_loss_at
 from unfog.pipeline.generate import sample_grid
-from unfog.reporting.charts import line_chart
 from unfog.reporting.findings import Finding
 from unfog.reporting.image_grids import save_png
 from unfog.reporting.progress import Progress
@@ -57,12 +57,14 @@ def compute_metrics(
     metrics, copies = list[MetricResult](), list[dict[str, Any]]()
     spectrum: dict[str, list[float]] = {}
     if samples is not None:
-        both = setup.compared.features_of_both(samples, world)
+        compared = setup.compared
+        _ = compared.real_features  # by all ranks, as those of the samples
+        fake = compared.compute_features(samples, "samples", samples.key)
         if world.is_main:
-            metrics += setup.compared.sample_metrics(samples, both)
-            spectrum = setup.compared.spectra(samples)
+            metrics += chain(*compared.measure(samples, fake, baseline=True).values())
+            spectrum = compared.spectra(samples)
             _draw_spectra(spectrum, out)
-            copies += _search_copies(setup, samples, both, out)
+            copies += _search_copies(setup, samples, fake, out)
     if world.is_main:
         drawn = ", ".join(f"{name} {value}" for name, value in generation.items() if name != "reference")
         metrics = [replace(one, drawn=drawn) for one in metrics] + _held_out_metrics(run, setup)
@@ -92,15 +94,14 @@ def _draw_spectra(spectrum: Mapping[str, Sequence[float]], out: Path) -> None:
     """Write spectrum.svg, if the spectra were measured, into the folder `out`."""
     if spectrum:
         make_folder(out, out.parents[1])  # RUN/evaluations/NAME
-        series = {name: (spectrum["frequency"], spectrum[name]) for name in ("generated", "real")}
-        chart = line_chart(series, "frequency, 1 = highest along a row", "variance of luma", log_y=True)
+        chart = spectrum_chart(spectrum)
         # Inside a page a chart needs no namespace; as a file it does.
         chart = chart.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
         write_atomic(out / "spectrum.svg", chart.encode(), out.parents[1], shared=True)
 
 
 def _search_copies(
-    setup: EvaluationSetup, samples: GeneratedSamples, features_of: FeaturesOfBoth, out: Path
+    setup: EvaluationSetup, samples: GeneratedSamples, fake: Tensor | None, out: Path
 ) -> list[dict[str, Any]]:
     """Search for copies of training images by pixels and by features, and save images of the nearest pairs."""
     dataset, some = setup.dataset, samples[0:DRAWN].transpose(0, 2, 3, 1)
@@ -110,7 +111,7 @@ def _search_copies(
         return []
     with Progress("searching copies", len(dataset.train)) as progress:
         found = {"pixels": check_memorization_by_pixels(some, dataset, progress.update)}
-    features, (real, fake) = setup.compared.features, features_of
+    features, real = setup.compared.features, setup.compared.real_features
     # Only against the training images: features of another reference say nothing of copies.
     if features is not None and real is not None and fake is not None and setup.compared.reference is dataset.train:
         unseen = compute_features(UnseenImages(dataset).pixels, features)

@@ -19,7 +19,6 @@ from unfog.data.dataset import Dataset, ImageSet
 from unfog.errors import RequestError, RunError
 from unfog.evaluation.feature_networks import inception_path
 from unfog.evaluation.features import Features, delete_features, open_features
-from unfog.evaluation.metrics import check_count
 from unfog.evaluation.pixel_metrics import PIXEL_METRICS
 from unfog.inference.compare_images import Comparison, reference_rows
 from unfog.inference.compute_metrics import compute_metrics
@@ -53,7 +52,7 @@ def evaluate(run: LoadedRun, request: EvaluationRequest) -> Evaluation:
         if request.against is not None:
             checkpoint.find_checkpoint(run.folder.checkpoints, request.against)  # fails now rather than after sampling
         dataset = load_run_images(run.config, stop)
-        setup = _resolve_request(run, request, dataset, stop)
+        setup = _resolve_request(run, request, dataset, world, stop)
         # By step and by all that the result depends on, so that a stored one is never that of another question.
         path = run.path / "evaluations" / f"{run.step:08d}-{_result_key(run, setup)}.json"
         # That of rank 0, as the ranks may run on several machines.
@@ -78,16 +77,16 @@ def evaluate(run: LoadedRun, request: EvaluationRequest) -> Evaluation:
 
 
 def _resolve_request(
-    run: LoadedRun, request: EvaluationRequest, dataset: Dataset, stop: StopSignals
+    run: LoadedRun, request: EvaluationRequest, dataset: Dataset, world: World, stop: StopSignals
 ) -> EvaluationSetup:
     """Choose what the request left open, and say which metrics are left out."""
     config, n = run.config, request.n or (1000 if run.device.type == "cpu" else 10_000)
     features = open_request_features(request, run.device)
     reference, name = _load_reference(run, request, dataset, stop)
-    if features is not None and set(request.metrics) == {"fid"}:  # with any other metric, fid alone is refused later
-        one = torch.from_numpy(reference.take(np.arange(1))[0])
-        check_count("fid", min(n, len(reference)), one, features, "--metrics")
     metrics = _possible_metrics(run, request, dataset, features)
+    compared = Comparison(metrics, features, reference, reference_rows(reference, n), world)
+    if set(request.metrics) == {"fid"}:  # with any other metric, a refused FID is a line of the table
+        compared.check_count("fid", n, "--metrics")
     # Held-out losses are of the network alone, for which no guide has to be loaded.
     guide = "none" if request.guide is None and set(metrics) <= {*LOSSES} else request.guide
     guidance = resolve_guidance(run, guide, request.guidance, request.precision, request.guide_every)
@@ -102,7 +101,6 @@ def _resolve_request(
         precision=request.precision,
         guide_every=request.guide_every,
     )
-    compared = Comparison(metrics, features, reference, reference_rows(reference, n))
     return EvaluationSetup(compared, generation, dataset, name, request.against, guidance.guide, guidance.name)
 
 

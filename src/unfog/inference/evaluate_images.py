@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from unfog.config.run_requests import LOSSES, METRICS, ON_REQUEST, EvaluationRequest
@@ -16,7 +16,6 @@ from unfog.data.scan import common_side
 from unfog.data.sources.registry import open_source
 from unfog.data.values.value_range import FULL_RANGE
 from unfog.errors import RequestError
-from unfog.evaluation.metrics import check_count
 from unfog.evaluation.pixel_metrics import PIXEL_METRICS
 from unfog.inference.compare_images import Comparison, ImageRows, reference_rows, verdict
 from unfog.inference.evaluate import check_enough, open_request_features
@@ -52,15 +51,15 @@ def evaluate_images(images: str, request: EvaluationRequest, size: int, device: 
         check_enough(len(rows), sanitize(images))
         rows = rows[evenly_spaced(len(rows), request.n or len(rows))]
         real = reference_rows(reference, len(rows))
-        compared = Comparison(_metrics(request, features is not None), features, reference, real)
-        if features is not None and set(request.metrics) == {"fid"}:
-            one = torch.from_numpy(reference.take(np.arange(1)).pixels)
+        compared = Comparison(_metrics(request, features is not None), features, reference, real, world)
+        if set(request.metrics) == {"fid"}:
             # With any other metric beside it, a refused FID is a line of the table and no error.
-            check_count("fid", min(len(rows), len(reference)), one, features, "--metrics")
-        both = compared.features_of_both(ImageRows(samples, rows), world)
-        found = compared.sample_metrics(ImageRows(samples, rows), both)
+            compared.check_count("fid", len(rows), "--metrics")
+        generated = ImageRows(samples, rows)
+        fake = compared.compute_features(generated, "samples", generated.key)
+        found = list(chain(*compared.measure(generated, fake, baseline=True).values()))
         drawn = {"images": sanitize(images), "size": samples.pixels.shape[-1], "reference": name}
-        spectrum = compared.spectra(ImageRows(samples, rows))
+        spectrum = compared.spectra(generated)
         seconds = round(time.monotonic() - started, 1)
         return Evaluation(None, drawn, found, verdict=verdict(found), spectrum=spectrum, seconds=seconds)
 

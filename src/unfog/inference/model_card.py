@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import unfog
+from unfog._version import __version__
 from unfog.config.values import format_spec
 from unfog.evaluation.metrics import MetricResult
 from unfog.inference.evaluation_files import Evaluation
@@ -58,7 +58,7 @@ def model_card(run: LoadedRun, settings: CardSettings) -> str:
         del front["metrics"], front["model-index"]
     sections = [
         f"# {_escaped(title)}",
-        f"An image diffusion model, trained with Unfog {unfog.__version__}: step "
+        f"An image diffusion model, trained with Unfog {__version__}: step "
         f"{run.step:,}, {_weights(run)} weights, as {settings.format}.",
         f"![Samples of the model]({GRID})\n\n*{_escaped(settings.grid)}*",
         f"## How to use it\n\n{settings.usage}",

@@ -23,7 +23,7 @@ def take_conditions(network: nn.Module, classes: int) -> None:
     if next(islice(inspect.signature(network.forward).parameters, 2, None), "") != "conditions":
         # A hook rather than a module around it, which would change the names of the weights. It is not compiled, as it
         # would be a graph of its own: torch compiles no call around hooks as one.
-        network.register_forward_pre_hook(partial(torch.compiler.disable(_unpack), classes))
+        network.register_forward_pre_hook(partial(torch.compiler.disable(_unpack), classes))  # type: ignore[no-untyped-call]
 
 
 def _unpack(classes: int, network: nn.Module, inputs: tuple[Any, ...]) -> tuple[Tensor | None, ...] | None:

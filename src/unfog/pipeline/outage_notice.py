@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from unfog.errors import RunError
 from unfog.process.signals import StopSignals
 from unfog.reporting.progress import format_duration, say, warn
 from unfog.training.distributed.watchdog import AWAITING_IMAGES
@@ -27,7 +26,7 @@ class OutageNotice:
         warn: prints the warning.
         pulse: shows `AWAITING_IMAGES` as activity meanwhile.
         set_phase: notes `AWAITING_IMAGES` for the watchdog of several ranks.
-        sharded: other ranks hold parts of the state, so this rank cannot save it when a stop ends the wait.
+        stopped_elsewhere: says whether another rank is asked to stop, which then ends the wait as well.
     """
 
     def __init__(
@@ -37,15 +36,15 @@ class OutageNotice:
         warn: Callable[[str], None] = warn,
         pulse: _Activity | None = None,
         set_phase: Callable[[str], None] = lambda phase: None,
-        sharded: bool = False,
+        stopped_elsewhere: Callable[[], bool] = lambda: False,
     ) -> None:
         self._stop, self._patience, self._warn, self._pulse = stop, patience, warn, pulse
-        self._set_phase, self._sharded = set_phase, sharded
+        self._set_phase, self._stopped_elsewhere = set_phase, stopped_elsewhere
         self._began: float | None = None
         self._activity = ""
 
     def __call__(self, reason: str) -> None:
-        """Print the begin or the end of an outage. Raises Interrupted, or RunError if `sharded`, after a stop."""
+        """Print the begin or the end of an outage. Raises Interrupted after a stop."""
         if not reason:
             self._over()
             return
@@ -56,11 +55,8 @@ class OutageNotice:
                 self._activity, self._pulse.activity = self._pulse.activity, AWAITING_IMAGES
             patience = format_duration(self._patience)
             self._warn(f"the images cannot be reached: {reason}; they are waited for, {patience} at most")
-        if self._sharded and self._stop():
-            raise RunError(
-                "stopped while this rank waited for images; the steps since the newest checkpoint are lost. "
-                "Once the images can be read, use `unfog resume`"
-            )
+        if self._stopped_elsewhere():
+            self._stop.request("another rank is asked to stop")
         self._stop.leave_if_requested()
 
     def _over(self) -> None:

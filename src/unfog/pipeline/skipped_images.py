@@ -6,6 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +24,14 @@ _MAX_LISTED = 100_000  # files in data.json; of more, only those skipped, or con
 _LARGEST_REPORT = 2**26  # bytes of a data.json that is read
 _MAX_SINGLE = 3  # images with the same reason that are warned of one by one
 _SHARD = "shard"  # marks a shard among the failures that ranks send each other
+
+# Facts of data.json that a change of the images shows in -> their names in messages.
+_FACTS = {
+    "class_counts": "images of a class",
+    "modes": "modes",
+    "sides": "sides in pixels",
+    "values": "range of values",
+}
 
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 
@@ -78,17 +87,55 @@ def describe_changes(folder: RunFolder, dataset: Dataset) -> str:
     """Return how the files of a data set differ from those in the data.json of a run; "" if that does not say."""
     try:
         stored = json.loads(read_file(folder.path / DATA_FILE, folder.path, _LARGEST_REPORT))
-        if stored["unlisted"]:
-            return ""
-        before = [str(file["name"]) for file in stored["files"]]
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        before = {str(file["name"]): str(file["status"]) for file in stored["files"]}
+        now = json.loads(data_json(dataset))
+        facts = _changed_facts(stored, now)
+        if stored["unlisted"] or now["unlisted"]:
+            return "; ".join(facts)
+        after = {file["name"]: file["status"] for file in now["files"]}
+        if files := _changed_files(before, after):
+            return "; ".join([*files, *facts])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return ""
-    now = [valid_text(name) for part in (dataset.train, dataset.held_out) for name in part.names]
-    now += [valid_text(one.name) for one in dataset.report.skipped]
-    gone, new = sorted({*before} - {*now}), sorted({*now} - {*before})
+    names = f"the {len(before):,} names are the same"
+    if facts:
+        return "; ".join([names, *facts])
+    if [*before] != [*after]:
+        return f"{names}, but in another order"
+    labels = ", or the class of some," if now["class_counts"] else ""
+    return f"{names}, and so are their order, modes and sides: the content of images{labels} differs"
+
+
+def _changed_files(before: dict[str, str], after: dict[str, str]) -> list[str]:
+    """Return how files differ that are given as name -> status."""
+    gone, new = sorted(before.keys() - after.keys()), sorted(after.keys() - before.keys())
     parts = [f"{len(gone):,} of {len(before):,} are gone, such as {sanitize(gone[0])}"] if gone else []
     parts += [f"{len(new):,} are new, such as {sanitize(new[0])}"] if new else []
-    return "; ".join(parts) or f"the {len(before):,} names are the same, so content, labels or order differ"
+    changed = defaultdict[tuple[str, str], list[str]](list)
+    for name in sorted(before.keys() & after.keys()):
+        if before[name] != after[name]:
+            changed[before[name], after[name]].append(name)
+    for (was, now), names in changed.items():
+        parts.append(f"{len(names):,} were {was} and are {now} now, such as {sanitize(names[0])}")
+    return parts
+
+
+def _changed_facts(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return which facts of two reports differ, as far as both have them."""
+    parts = []
+    for key, what in _FACTS.items():
+        was, is_now = before.get(key), now.get(key)
+        if key not in before or was == is_now:
+            continue
+        if isinstance(was, dict) and isinstance(is_now, dict):
+            names = [name for name in {**was, **is_now} if was.get(name) != is_now.get(name)]
+            pairs = [
+                f"{sanitize(str(name))} {was.get(name, 0)} -> {is_now.get(name, 0)}" for name in names[:_MAX_SINGLE]
+            ]
+            parts.append(f"{what}: {', '.join(pairs)}{', …' * (len(names) > _MAX_SINGLE)}")
+        else:
+            parts.append(f"{what}: {sanitize(str(was or 'as the type'))} -> {sanitize(str(is_now or 'as the type'))}")
+    return parts
 
 
 class FailureReporter:

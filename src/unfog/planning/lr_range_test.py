@@ -116,11 +116,11 @@ class LossProbe:
         """Return the loss over that of predicting 0, without dropout and in float32, `batch` images at once."""
         state.model.eval()
         loss_at = fixed_loss(state.model, objective)
-        losses, _ = fixed_losses(loss_at, self.x0, self.conditions, self.u[None], lambda level: self.noise, batch)
+        losses = fixed_losses(loss_at, self.x0, self.conditions, self.u[None], lambda level: self.noise, batch)
         state.model.train()
         diffusion = objective.diffusion
         logsnr = diffusion.schedule(self.u)
-        total = sum(float(part.sum()) for part in losses[0].float().split(batch))
+        total = sum(float(part.sum()) for part in torch.split(losses[0, 0].float(), batch))
         return total / float((diffusion.weight(logsnr) * diffusion.target_power(logsnr)).sum())
 
 

@@ -24,6 +24,9 @@ Severity = Literal["fatal", "warning", "hint", "fine"]
 # Severities, worst first, with terminal styles: training is pointless; it will suffer; worth a thought; fine.
 _SEVERITIES: dict[Severity, str] = {"fatal": "bold red", "warning": "yellow", "hint": "", "fine": ""}
 
+# Area of the codes of a dry run: scripts know it in findings.json by this name.
+DRY_RUN = "rehearsal"
+
 # Whether it applies, severity, addition to the evidence, and remedy.
 Case = tuple[bool, Severity, str, str]
 

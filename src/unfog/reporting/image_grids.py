@@ -105,7 +105,7 @@ def with_caption(body: Pixels, parts: Sequence[str]) -> Pixels:
 
 
 # Of a picture of a run, which a stranger may have sent. Ours of 16 images of 1024 pixels has up to 50 MB.
-_LARGEST_PNG, _MOST_PIXELS, _MOST_CHUNKS = 2**26, 2**26, 10_000
+_LARGEST_PNG, MOST_PIXELS, _MOST_CHUNKS = 2**26, 2**26, 10_000
 
 
 def encode_png(pixels: Pixels, text: Mapping[str, str] | None = None) -> bytes:
@@ -152,8 +152,8 @@ def decode_png(data: bytes) -> Image.Image:
         raise ValueError(f"it has over {_LARGEST_PNG >> 20} MB")
     if not data.startswith(b"\x89PNG\r\n\x1a\n") or len(data) < 24:
         raise ValueError("it is no PNG")
-    if math.prod(struct.unpack(">II", data[16:24])) > _MOST_PIXELS:
-        raise ValueError(f"it has over {_MOST_PIXELS / 1e6:.0f} megapixels")
+    if math.prod(struct.unpack(">II", data[16:24])) > MOST_PIXELS:
+        raise ValueError(f"it has over {MOST_PIXELS / 1e6:.0f} megapixels")
     at = 8
     for _ in range(_MOST_CHUNKS):
         if at >= len(data):

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from unfog.callbacks import LogEvent, SampleEvent
 from unfog.reporting.image_grids import Pixels, encode_png
 from unfog.reporting.log_settings import Log, check_installed
-from unfog.reporting.progress import Progress, format_number, warn
+from unfog.reporting.progress import Progress, format_number, say, warn
 from unfog.reporting.records import Events, Metrics
 from unfog.reporting.report import write_report
 from unfog.reporting.tracker_base import Tracker
@@ -79,6 +79,8 @@ class Recorder:
         self._sinks: list[Tracker] = []
         for name in log.sinks:
             self._open(name, start, config or {})
+        if self._metrics.dropped is not None:
+            self._say_what_trackers_have(*self._metrics.dropped)
         self._refresh = math.inf  # seconds of the run at which the report is written next
         self._losses: deque[float] = deque(maxlen=_TREND)
         places = f"samples {run_dir / 'samples'} · report {run_dir / 'report.html'}"
@@ -180,6 +182,15 @@ class Recorder:
             self._sinks.append(open_tracker(name, self.run_dir, start, config))
         except Exception as error:
             self._report_failure(name, error)
+
+    def _say_what_trackers_have(self, first: float, last: float) -> None:
+        """Say what becomes of what trackers have of steps that are taken again."""
+        for sink in self._sinks:
+            if getattr(sink, "again", ""):  # a tracker of one's own may not derive from Tracker
+                say(
+                    f"  steps {first:,} to {last:,} are logged again: {sink.name} {sink.again}, and lacks what a "
+                    "killed process had not written; metrics.jsonl has each once"
+                )
 
     def _each_sink(self, act: Callable[[Tracker], None]) -> None:
         for sink in list(self._sinks):  # a copy, as a sink that fails is removed

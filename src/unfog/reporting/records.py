@@ -96,7 +96,16 @@ class Metrics(_JsonLines):
     """
 
     def __init__(self, path: Path, start: int) -> None:
-        super().__init__(path, keep=lambda row: _step(row) <= start)
+        self.dropped: tuple[float, float] | None = None
+        """The first and the last step whose lines were dropped."""
+
+        def keep(row: Row) -> bool:  # called from the last line backwards
+            if (step := _step(row)) <= start:
+                return True
+            self.dropped = (step, self.dropped[1] if self.dropped else step)
+            return False
+
+        super().__init__(path, keep)
 
     def write(self, step: int, images: int, seconds: float, values: Mapping[str, object]) -> None:
         """Append a line: `images` seen and `seconds` of wall time spent since step 0, then the values."""

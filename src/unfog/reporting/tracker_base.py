@@ -19,6 +19,9 @@ class Tracker:
 
     name = "tracker"
     """The tracker in messages."""
+    again = ""
+    """What the tracker does with steps that a resume takes again, such as "has both records of each"; "" if nothing is
+    to be said of them, as it replaces them."""
 
     def __init__(self, run_dir: Path, start: int, config: Mapping[str, object]) -> None:
         """Open the tracker for a run that goes on after `start` steps. `config`: its settings, without secrets."""

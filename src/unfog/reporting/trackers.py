@@ -82,6 +82,7 @@ class _WandB(Tracker):
     """
 
     name = "wandb"
+    again = "keeps the earlier record of each online, and both offline"
 
     def __init__(self, run_dir: Path, start: int, config: Mapping[str, object]) -> None:
         offline = "WANDB_MODE" not in os.environ
@@ -134,6 +135,7 @@ class _MLflow(Tracker):
     """
 
     name = "mlflow"
+    again = "has both records of each"
 
     def __init__(self, run_dir: Path, start: int, config: Mapping[str, object]) -> None:
         uri = os.environ.get("MLFLOW_TRACKING_URI")
@@ -203,6 +205,7 @@ class _Trackio(_WandB):  # whose functions have the names of those of W&B
     """
 
     name = "trackio"
+    again = _MLflow.again
 
     def __init__(self, run_dir: Path, start: int, config: Mapping[str, object]) -> None:
         with redirect_stdout(io.StringIO()):  # it prints what docs/trackers.md says
@@ -231,6 +234,7 @@ class _Comet(Tracker):
     """
 
     name = "comet"
+    again = _MLflow.again
 
     def __init__(self, run_dir: Path, start: int, config: Mapping[str, object]) -> None:
         os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # or its import patches other libraries

@@ -7,22 +7,18 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from unfog.checks.run.loss_checks import ROSE, check_overfitting, held_out_history, loss_images
 from unfog.checks.run.run_record import RunRecord
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
 from unfog.errors import RequestError
-from unfog.evaluation.features import Features, compute_features, open_features
-from unfog.evaluation.metrics import MetricResult, compare_features
-from unfog.evaluation.pixel_metrics import compare_pixels
-from unfog.inference.compare_images import ImageRows
+from unfog.evaluation.features import Features, open_features
+from unfog.inference.compare_images import Comparison
 from unfog.pipeline.build import build_network, without_augmentation
 from unfog.pipeline.generate import GenerationSettings, proportional_labels
 from unfog.planning.auto_settings import AutoSettings
@@ -30,7 +26,7 @@ from unfog.planning.flops import measure_flops
 from unfog.planning.intervals import Choice
 from unfog.planning.sampling_cost import cost_per_sample
 from unfog.reporting.findings import Finding
-from unfog.reporting.progress import Progress, plural, warn
+from unfog.reporting.progress import Progress, warn
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.records import read_events, read_metrics
 from unfog.runs.previews import Previews
@@ -59,9 +55,10 @@ class _Costs(NamedTuple):
 def resolve_metrics(auto: AutoSettings, images: ImageSet, device: torch.device) -> None:
     """Resolve what is open of the metrics' settings, so that they take their share of the training's arithmetic.
 
-    RequestError if no evaluation is due in this run, or there are too few images.
+    RequestError if no evaluation is due in this run, there are too few images, or the best checkpoint is chosen by FID
+    and there are fewer samples than features.
     """
-    config, evaluate = auto.config, auto.config.evaluate
+    evaluate = auto.config.evaluate
     if not evaluate.metrics:
         return
     if evaluate.every < 0:
@@ -73,8 +70,15 @@ def resolve_metrics(auto: AutoSettings, images: ImageSet, device: torch.device) 
         raise RequestError(
             f"evaluate.metrics need at least {TRIAL_SAMPLES} training images, but there are only {len(images)}"
         )
-    if evaluate.samples and evaluate.reference and evaluate.metrics_every:
-        return
+    if not (evaluate.samples and evaluate.reference and evaluate.metrics_every):
+        _choose_samples(auto, images, device)
+    if auto.config.evaluate.metrics_every >= 0:
+        _check_fid(auto.config.evaluate, images, device)
+
+
+def _choose_samples(auto: AutoSettings, images: ImageSet, device: torch.device) -> None:
+    """Choose the open numbers of samples and of reference images, and the interval of the metrics."""
+    config, evaluate = auto.config, auto.config.evaluate
     # Counted rather than timed, so that a repeated command measures at the same steps.
     costs = _count_costs(config, images, open_features(evaluate.features, device, only_known=True), device)
     allowed = evaluate.share * costs.training
@@ -85,6 +89,26 @@ def resolve_metrics(auto: AutoSettings, images: ImageSet, device: torch.device) 
 
     chosen, each = _fit_to_budget(config, len(images), costs, allowed, once)
     _adopt_metrics(auto, chosen, each / costs.training)
+
+
+def _comparison(evaluate: Evaluate, images: ImageSet, device: torch.device) -> Comparison:
+    """Return the comparison with evenly spread training images."""
+    features = open_features(evaluate.features, device, only_known=True)
+    return Comparison(evaluate.metrics, features, images, evenly_spaced(len(images), evaluate.reference))
+
+
+def _check_fid(evaluate: Evaluate, images: ImageSet, device: torch.device) -> None:
+    """Warn that FID needs more samples; RequestError if the best checkpoint is chosen by it."""
+    if "fid" not in evaluate.metrics:
+        return
+    instead = "--evaluate.metrics kid --evaluate.best" if evaluate.best == "fid" else "--evaluate.metrics"
+    larger = "--evaluate.samples and --evaluate.reference"
+    try:
+        _comparison(evaluate, images, device).check_count("fid", evaluate.samples, instead, larger)
+    except RequestError as error:
+        if evaluate.best == "fid":
+            raise RequestError(f"evaluate.best = fid: {error}") from None
+        warn(f"{error}; it is left out")
 
 
 def _adopt_metrics(auto: AutoSettings, chosen: Evaluate, each: float) -> None:
@@ -162,16 +186,6 @@ def _metric_flops(config: Config, samples: int, reference: int, width: int) -> f
     return pairs + covariances + 20 * _PER_VALUE * values * (_PIXEL_METRIC in names)
 
 
-def _compute_metrics(
-    config: Config, real: Tensor, fake: Tensor, real_pixels: Tensor, fake_pixels: Tensor
-) -> dict[str, MetricResult]:
-    names = [name for name in config.evaluate.metrics if name != _PIXEL_METRIC]
-    found = dict(zip(names, compare_features(names, real, fake), strict=True))
-    if _PIXEL_METRIC in config.evaluate.metrics:
-        found[_PIXEL_METRIC] = compare_pixels([_PIXEL_METRIC], real_pixels, fake_pixels)[0]
-    return found
-
-
 def _metrics_due(config: Config, step: int, plan: Plan) -> bool:
     """Return True if metrics are due after this step: the last one, or the first evaluation after their interval.
 
@@ -182,64 +196,18 @@ def _metrics_due(config: Config, step: int, plan: Plan) -> bool:
     return every >= 0 and (step >= plan.steps or step // every > (step - apart) // every)
 
 
-class _MetricsHook:
-    """Computes metrics of samples during training, from the EMA weights and always from the same noise."""
-
-    def __init__(self, config: Config, images: ImageSet, previews: Previews, device: torch.device):
-        self.config, self.images, self.previews = config, images, previews
-        self.features = open_features(config.evaluate.features, device, only_known=True)
-
-    def dry_run(self) -> dict[str, float]:
-        """Compute the metrics of a few samples, so that errors surface early; there is nothing to record.
-
-        RequestError if the best checkpoint is chosen by FID, and there are fewer samples than features.
-        """
-        self.measure(TRIAL_SAMPLES)
-        evaluate, width = self.config.evaluate, self._reference.shape[1]
-        if "fid" in evaluate.metrics and (few := min(evaluate.samples, len(self._reference))) <= width:
-            said = f"fid needs more than {width:,} samples with {self.features.name}, and here are {few:,}"
-            if evaluate.best == "fid":
-                raise RequestError(f"evaluate.best = fid: {said}; choose by kid, or set --evaluate.samples")
-            warn(f"{said}; it is left out. kid holds at any number")
-        return {}
-
-    def measure(self, count: int) -> dict[str, float]:
-        """Return values for the record by name, of `count` samples, with their standard errors where known."""
-        config, metrics = self.config, self.config.evaluate.metrics
-        # In proportion, or the metrics would compare the shares of the classes.
-        labels = proportional_labels(self.images.labels, count)
-        pixels = np.ascontiguousarray(self.previews.samples(count, labels).transpose(0, 3, 1, 2))
-        fake = compute_features(pixels, self.features)
-        real = pixels  # not looked at unless pixels are compared
-        if _PIXEL_METRIC in metrics:
-            real = np.ascontiguousarray(self.images.pixels[evenly_spaced(len(self.images), count)])
-        found = _compute_metrics(config, self._reference, fake, torch.from_numpy(real), torch.from_numpy(pixels))
-        record: dict[str, float] = {"drawn": count}
-        for name, one in found.items():
-            record |= {} if one.value is None else {name: one.value}
-            record |= {} if one.error is None else {f"{name}_error": one.error}
-        return record
-
-    @cached_property
-    def _reference(self) -> Tensor:
-        """Features [N, D] of evenly spread training images, computed once in a run."""
-        rows, key = evenly_spaced(len(self.images), self.config.evaluate.reference), f"{self.images.fingerprint} spread"
-        with Progress(f"{self.features.name} of {plural(len(rows), 'training image')}", len(rows)) as progress:
-            source = ImageRows(self.images, rows)
-            return compute_features(source, self.features, key, lambda done, total: progress.update(done))
-
-
 class EvaluationHook:
     """Evaluates a run as it trains, and records how long that took."""
 
     def __init__(self, context: RunContext, config: Config, dataset: Dataset, previews: Previews):
         self._context, self._config, self._dataset, self._previews = context, config, dataset, previews
         wanted = config.evaluate.metrics and config.evaluate.metrics_every >= 0
-        self._metrics = _MetricsHook(config, dataset.train, previews, context.device) if wanted else None
+        self._compared = _comparison(config.evaluate, dataset.train, context.device) if wanted else None
 
     def dry_run(self) -> None:
-        if self._metrics is not None:
-            self._metrics.dry_run()
+        """Compute the metrics of a few samples, so that errors surface early; there is nothing to record."""
+        if self._compared is not None:
+            self._measure(self._compared, TRIAL_SAMPLES)
 
     def evaluate(self, step: int, recorder: Recorder) -> dict[str, Any]:
         """Return numbers for the record; empty if there is nothing to measure."""
@@ -256,14 +224,32 @@ class EvaluationHook:
             recorder.warn(step, f"overfitting: {finding.evidence}; {finding.remedy}")
         return record | self._evaluate_samples(step, recorder)
 
-    def _evaluate_samples(self, step: int, recorder: Recorder) -> dict[str, Any]:
-        metrics, started = self._metrics, time.perf_counter()
-        if metrics is None or (step > 0 and not _metrics_due(self._config, step, self._previews.state.length.at(step))):
+    def _evaluate_samples(self, step: int, recorder: Recorder) -> dict[str, float]:
+        compared, started, record = self._compared, time.perf_counter(), dict[str, float]()
+        plan = self._previews.state.length.at(step)
+        if compared is None or (step > 0 and not _metrics_due(self._config, step, plan)):
             return {}
         with self._context.heartbeat.during("measuring samples"):
-            # Before the first step they would measure noise, so they are only tried out.
-            record = metrics.dry_run() if step == 0 else metrics.measure(self._config.evaluate.samples)
+            if step > 0:
+                record = self._measure(compared, self._config.evaluate.samples)
+            else:  # samples of a fresh network are noise
+                self.dry_run()
         recorder.event("measured", step, seconds=round(time.perf_counter() - started, 3), **record)
+        return record
+
+    def _measure(self, compared: Comparison, count: int) -> dict[str, float]:
+        """Return values for the record by name, of `count` samples, with their standard errors where known.
+
+        The samples are those of the EMA weights, always from the same noise.
+        """
+        # In proportion, or the metrics would compare the shares of the classes.
+        labels = proportional_labels(compared.reference.labels, count)
+        pixels = np.ascontiguousarray(self._previews.samples(count, labels).transpose(0, 3, 1, 2))
+        measured = compared.measure(pixels, compared.compute_features(pixels, "samples"))
+        record: dict[str, float] = {"drawn": count}
+        for name, (one, *_) in measured.items():
+            record |= {} if one.value is None else {name: one.value}
+            record |= {} if one.error is None else {f"{name}_error": one.error}
         return record
 
     def _check_overfitting(self, step: int, measured: dict[str, Any]) -> Finding | None:

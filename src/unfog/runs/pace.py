@@ -1,15 +1,19 @@
-"""Pace of a run in training: the seconds of a step, which neither one slow step nor a pause decides."""
+"""Pace of a run in training: the seconds of a step and of a preview, which neither a slow one nor a pause decides."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Mapping
 from typing import NamedTuple
 
 _PAUSE = 8.0  # times the usual step from which on a single step is no measure of the pace
 _FEWEST = 5  # entries below which the pace that was measured before training counts as one
 _BLOCKS = 64  # entries of a window of quick steps
+_NEWEST = 8  # calls of one kind that count
+_DEAREST = 4.0  # times the dearest call so far that the next one counts at most
+_FAR = 2.0  # times the usual from which on the longest call is left out
 
 
 class _Entry(NamedTuple):
@@ -110,3 +114,56 @@ class Pace:
         total = sum(entry.seconds for entry in self._entries) - self.pending
         while len(self._entries) > _FEWEST and total - self._entries[0].seconds >= self._window:
             total -= self._entries.popleft().seconds
+
+
+class _Call(NamedTuple):
+    seconds: float
+    step_seconds: float | None
+    """Pace at that time; None before steps of the run are measured."""
+
+
+class CallTimes:
+    """Measures the seconds of a preview, an evaluation and the like: a mean over the newest, less one that is far off.
+
+    All slow down with the steps when the machine has other work, so each time is compared with the pace at that time.
+
+    Args:
+        pace: that of the run.
+        steps: by kind, the estimated time of a call in steps. It holds until the first call.
+        seconds: the same in seconds, as measured just now.
+    """
+
+    def __init__(self, pace: Pace, steps: Mapping[str, float], seconds: Mapping[str, float]):
+        self._pace = pace
+        self._estimates = {kind: _Call(count, 1.0) for kind, count in steps.items()}
+        self._estimates |= {kind: _Call(time, None) for kind, time in seconds.items()}
+        self._calls: dict[str, deque[_Call]] = defaultdict(lambda: deque(maxlen=_NEWEST))
+
+    def add(self, kind: str, seconds: float) -> float:
+        """Note the time of a call. Return how much of it counts: a stalled disk, say, does not decide the others."""
+        calls = self._calls[kind]
+        counted = min(seconds, _DEAREST * max(map(self._now, calls), default=seconds))
+        calls.append(_Call(counted, self._pace.step_seconds if self._pace.measured else None))
+        return counted
+
+    def was_called(self, kind: str) -> bool:
+        return bool(self._calls[kind])
+
+    def seconds(self, kind: str) -> float:
+        """Return the time that a call takes now; 0 if nothing is known of it."""
+        times = sorted(map(self._now, self._calls[kind] or filter(None, [self._estimates.get(kind)])))
+        if len(times) > 1 and times[-1] > _FAR * statistics.median_low(times):
+            times.pop()
+        return statistics.fmean(times) if times else 0.0
+
+    def adopt_pace(self) -> None:
+        """Compare the calls before the first measured step with the pace as it is now."""
+        for kind, calls in self._calls.items():
+            self._calls[kind] = deque(map(self._with_pace, calls), _NEWEST)
+        self._estimates = {kind: self._with_pace(call) for kind, call in self._estimates.items()}
+
+    def _with_pace(self, call: _Call) -> _Call:
+        return call if call.step_seconds is not None else call._replace(step_seconds=self._pace.step_seconds)
+
+    def _now(self, call: _Call) -> float:
+        return call.seconds if call.step_seconds is None else call.seconds * self._pace.step_seconds / call.step_seconds

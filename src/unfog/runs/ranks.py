@@ -93,8 +93,10 @@ def watch_outages(dataset: Dataset, config: Config, world: World, stop: StopSign
         return
     if world.size > 1:  # the process group does not wait for longer
         outage.patience = min(outage.patience, config.training.timeout)
-    sharded = config.training.is_sharded(world.size)
-    outage.on_wait = OutageNotice(stop, outage.patience, set_phase=world.set_phase, sharded=sharded, **notice)
+    world.announce_stop(lambda: stop.received is not None)
+    outage.on_wait = OutageNotice(
+        stop, outage.patience, set_phase=world.set_phase, stopped_elsewhere=world.stopped_elsewhere, **notice
+    )
 
 
 def broadcast_config(

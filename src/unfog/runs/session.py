@@ -28,6 +28,7 @@ from unfog.reporting.progress import format_duration, plural, say, warn
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.records import read_events
 from unfog.reporting.report import write_report
+from unfog.runs.dry_run import dry_run
 from unfog.runs.session_hooks import SessionHooks
 from unfog.runs.time_budget import TimeBudget, resume_length
 from unfog.safe_files import remove, write_atomic
@@ -35,8 +36,6 @@ from unfog.text import without_secrets
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.load import load_checkpoint, read_state
 from unfog.training.length import Plan
-from unfog.training.loop import run_due_hooks
-from unfog.training.statistics import Stopwatch
 
 
 @cache
@@ -79,12 +78,12 @@ class Session(SessionHooks):
         if auto.budget and auto.began is not None:
             every = build_intervals(self.config, self.state)
             pace, suspended = auto.seconds_per_step(), self.context.heartbeat.suspended
-            costs = TimeBudget.estimated_costs(self.config, len(self.dataset.held_out))
+            costs, timed = TimeBudget.estimated_costs(self.config, len(self.dataset.held_out)), {}
             if TimeBudget.is_dear(costs, pace, auto.budget) and self._can_time_samples:
                 # Passes of a preview may be far quicker than those of training, and none may be drawn before the end.
-                samples = self.previews.seconds_per_sample() * self.config.preview.images / pace
-                costs = {kind: cost * samples / costs["preview"] for kind, cost in costs.items()}
-            self.budget = TimeBudget(auto.budget, auto.began, pace, every, costs, suspended)
+                preview = self.previews.seconds_per_sample() * self.config.preview.images
+                timed = {kind: cost * preview / costs["preview"] for kind, cost in costs.items()}
+            self.budget = TimeBudget(auto.budget, auto.began, pace, every, costs, suspended, timed)
 
     @property
     def _can_time_samples(self) -> bool:
@@ -118,7 +117,7 @@ class Session(SessionHooks):
                 self._announce(choices, findings, changes, fresh=saved is None)
                 self._record_length(fixed)
                 if saved is None:
-                    self._dry_run_hooks()
+                    dry_run(self)
                 recorder.progress.restart()  # without the time of preparations
                 self.context.heartbeat.activity = "training"
                 yield
@@ -250,19 +249,6 @@ class Session(SessionHooks):
         self.recorder.begin_report()
         folder = self.context.folder.path
         say(f"  report, refreshed as it trains: {folder / 'report.html'}; samples: {folder / 'samples'}")
-
-    def _dry_run_hooks(self) -> None:
-        """Evaluate, preview and save before the first step, so that their errors surface in the first minute."""
-        state = self.state
-        state.due = [*(["evaluate"] if self.config.evaluate.every > 0 else []), "preview", "save"]
-        if self.budget is not None and (kept := self.budget.affordable(state.due)) != state.due:
-            left_out = " and ".join(sorted({*state.due} - {*kept})).replace("evaluate", "evaluation")
-            say(f"  no {left_out} before the first step, as it would take more than its share of the time budget")
-            state.due = kept
-        with suppress(Interrupted):  # what is still due then is done after a resume
-            run_due_hooks(state, self, Stopwatch(), self.config.training.batch)
-            with self._aside("write"):
-                self.saver.wait()  # without a checkpoint on disk, the first steps could be lost
 
     def _conclude(self) -> bool:
         """Draw the last image, or save where a stop was requested. Returns True at the end of the run."""

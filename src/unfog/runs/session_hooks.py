@@ -122,22 +122,22 @@ class SessionHooks(StoppableHooks):
     def preview(self, state: TrainState) -> None:
         started = time.perf_counter()
         self.context.heartbeat.preview_requested = False  # a request that comes from now on is for another one
-        with self._aside("preview"), self.context.heartbeat.during("preview"):
+        with self.aside("preview"), self.context.heartbeat.during("preview"):
             grid = self.previews.preview()
         self.recorder.log_image(self.step, "samples", grid)
         self.recorder.event("preview", self.step, seconds=round(time.perf_counter() - started, 3))
 
     def save_ema_snapshot(self, state: TrainState) -> None:
-        with self._aside("averages"):
+        with self.aside("averages"):
             self.saver.save_ema_snapshot(state)
 
     def evaluate(self, state: TrainState) -> dict[str, Any]:
-        with self._aside("evaluate"):
+        with self.aside("evaluate"):
             return self.evaluation.evaluate(self.step, self.recorder)
 
     def save(self, state: TrainState, for_best: bool = False) -> None:
         state.lost_shards = self.failures.shards
-        with self._aside("save"):
+        with self.aside("save"):
             self.saver.save(state, for_best)
 
     def prepare_save(self, state: TrainState) -> str:
@@ -145,7 +145,7 @@ class SessionHooks(StoppableHooks):
         return self.saver.prepare()
 
     def save_shards(self, state: TrainState, for_best: bool, place: str, post: ShardStatusStore) -> None:
-        with self._aside("save"):
+        with self.aside("save"):
             self.saver.take_snapshot(state, for_best, post)
 
     def needs_final_save(self, state: TrainState) -> bool:
@@ -156,10 +156,11 @@ class SessionHooks(StoppableHooks):
         return self.saver.saved != (self.step, state.due)
 
     def roll_back(self, state: TrainState, reason: str) -> str:
-        with self._aside("roll-back"):
+        with self.aside("roll-back"):
             return self.saver.roll_back(state, reason)
 
-    def _aside(self, kind: str) -> AbstractContextManager[None]:
+    def aside(self, kind: str) -> AbstractContextManager[None]:
+        """Count the time inside the `with` as that of a `kind` of work besides training, for the time budget."""
         return nullcontext() if self.budget is None else self.budget.aside(kind)
 
     def plan_due(self) -> bool:

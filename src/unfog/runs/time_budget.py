@@ -12,7 +12,7 @@ from unfog.errors import RequestError
 from unfog.planning.timing import forward_passes, repetitions
 from unfog.reporting.progress import format_duration
 from unfog.reporting.records import LENGTH_EVENT, Row
-from unfog.runs.pace import Pace
+from unfog.runs.pace import CallTimes, Pace
 from unfog.training.length import NO_LIMIT, Length, Plan
 from unfog.training.loop import Intervals
 
@@ -22,7 +22,6 @@ _TOLERANCE = 0.01  # share of the budget by which the end may move without a new
 _TOLERANCE_LEFT = 0.05  # the same as a share of what is left, as the pace is no more certain than that
 _TRUST = 0.05  # share of the budget that the schedule of one plan may be ahead of the time
 _NOTABLE, _NOTABLE_SHARE = 2.0, 0.002  # seconds, and share of the budget, from which on a pause is said
-_DEAREST = 4.0  # times the dearest preview so far that the next one counts at most; the same of the others
 _AIM, _MOST = 0.08, 0.1  # share of previews, evaluation and checkpoints; the end may take what is between the two
 _LEISURE = 0.7  # of the aim: only below it they come more often again, or it would go up and down
 STRETCHES = tuple(2**k for k in range(11))
@@ -32,15 +31,13 @@ _FINAL_PREVIEWS = 1.5  # the last image shows one sample at every step, for abou
 class TimeBudget:
     """Plans how a run with a time budget goes on.
 
-    Times of previews, evaluations and checkpoints are kept in steps, as they slow down with the steps when the machine
-    has other work.
-
     Args:
         seconds: from the start of the command to its end.
         began: time of that start, by `time.monotonic`.
         step_seconds: time of a step, as measured before training.
         every: intervals of the run.
-        costs: steps that a preview and an evaluation take, as far as known before the first.
+        costs: steps that a preview and an evaluation take, as estimated before the first.
+        timed: seconds of the same, where they are measured.
         suspended: returns for how many seconds the process was suspended so far.
 
     Attributes:
@@ -55,13 +52,14 @@ class TimeBudget:
         every: Intervals,
         costs: Mapping[str, float],
         suspended: Callable[[], float] = lambda: 0.0,
+        timed: Mapping[str, float] = {},
     ):
         self.seconds, self.pauses = seconds, list[float]()
         self._began, self._every, self._clock, self._suspended = began, every, time.monotonic, suspended
-        self._estimated, self._measured, self._dearest = dict(costs), dict[str, float](), dict[str, float]()
         self._aside = 0.0  # seconds that were not training
         self._used = 0.0  # the same in costs that can be believed
         self._pace = Pace(step_seconds, _WINDOW * seconds)
+        self._calls = CallTimes(self._pace, costs, timed)
         self._checked = -math.inf
         self._paced = False  # the pace was measured in this run
         self._exit = 0.0  # seconds of the end of the process
@@ -81,13 +79,7 @@ class TimeBudget:
         yield
         spent = self._awake() - started
         self._aside += spent
-        cost = spent / self.step_seconds
-        # A stalled disk, say, must not decide what all the others are believed to take.
-        cost = min(cost, _DEAREST * self._dearest.get(kind, cost))
-        self._dearest[kind] = max(cost, self._dearest.get(kind, 0.0))
-        self._used += cost * self.step_seconds
-        # A mean, as metrics are measured in some evaluations only.
-        self._measured[kind] = (self._measured.get(kind, cost) + cost) / 2
+        self._used += self._calls.add(kind, spent)
 
     @staticmethod
     def estimated_costs(config: Config, held_out: int) -> dict[str, float]:
@@ -187,12 +179,10 @@ class TimeBudget:
         return f"{self.step_seconds:.3g} s a step, and {format_duration(left)} of {format_duration(self.seconds)} left"
 
     def _measure_pace(self) -> None:
-        before = self.step_seconds
         self._pace.measure()
-        if self._pace.measured and not self._paced:  # what is measured so far was divided by a guess
-            self._paced, scale = True, before / self.step_seconds
-            self._measured = {kind: cost * scale for kind, cost in self._measured.items()}
-            self._dearest = {kind: cost * scale for kind, cost in self._dearest.items()}
+        if self._pace.measured and not self._paced:
+            self._paced = True
+            self._calls.adopt_pace()
 
     def _choose_stretch(self, step: int, left: float, now: int) -> int:
         """Return the factor on the intervals with which previews, evaluations and checkpoints take their share."""
@@ -234,10 +224,11 @@ class TimeBudget:
 
     def _uncertain_steps(self) -> float:
         """Return what may be left for training in the end, in steps: half of a last preview that was only estimated."""
-        return 0.0 if "preview" in self._measured else 0.5 * _FINAL_PREVIEWS * self._cost("preview")
+        return 0.0 if self._calls.was_called("preview") else 0.5 * _FINAL_PREVIEWS * self._cost("preview")
 
     def _cost(self, kind: str) -> float:
-        return self._measured.get(kind, self._estimated.get(kind, 0.0))
+        """Return what a preview, an evaluation ("evaluate") or the like takes now, in steps."""
+        return self._calls.seconds(kind) / self.step_seconds
 
 
 def _recorded_plans(events: list[Row], first: int, after: int) -> list[Plan]:

@@ -26,7 +26,7 @@ from unfog.data.decode import to_eight_bits
 from unfog.data.sources.image_files import image_error, open_bytes
 from unfog.errors import RequestError
 from unfog.process.heartbeat import Heartbeat
-from unfog.reporting.image_grids import read_png
+from unfog.reporting.image_grids import MOST_PIXELS, read_png
 from unfog.reporting.records import finite_number, flatten
 from unfog.safe_files import check_folder, read_file
 from unfog.text import without_secrets
@@ -37,7 +37,6 @@ _LARGEST_JSON, _LARGEST_CONFIG = 2**22, 2**20  # bytes
 _MOST_CHECKPOINTS = 1000
 _UNREADABLE = (OSError, ValueError, RecursionError)
 _MOST_SIDE = 16_383  # pixels of a WebP
-_MOST_PIXELS = 2**26  # of a picture
 _KEPT_BYTES = 2**26  # of encoded pictures
 _LOSSY_FROM = 2**22  # pixels; a lossless picture of that size takes a second to encode
 
@@ -191,8 +190,8 @@ def decode_picture(data: bytes, name: str) -> Image.Image:
     """Return the pixels of an image file, RGB. RequestError if it cannot be decoded, or has too many."""
     try:
         image = open_bytes(data, name)
-        if image.width * image.height > _MOST_PIXELS:
-            raise RequestError(f"{name} has over {_MOST_PIXELS / 1e6:.0f} megapixels")
+        if image.width * image.height > MOST_PIXELS:
+            raise RequestError(f"{name} has over {MOST_PIXELS / 1e6:.0f} megapixels")
         return to_eight_bits(image).convert("RGB")
     except RequestError:
         raise

@@ -36,6 +36,8 @@ class Gradient(NamedTuple):
     """Squared norm of the gradient of the first micro-batch, 0-d, if there were several; over all ranks if sharded."""
     replay: Callable[[], tuple[list[Loss], Tensor]] | None = None
     """Run a captured step, gradient and update together; None if the gradient is computed already."""
+    abandoned: bool = False
+    """True if this rank stopped while it waited for images, so that no rank may take the step."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,12 @@ class GradientComputer:
     def forward(self, batch: MicroBatch, network: nn.Module) -> Loss:
         """Return the losses of a micro-batch, always the same for the same weights."""
         self.world.set_phase("data", self._step)
-        pixels, conditions = self.reader.read(batch.first, batch.images)
+        try:
+            pixels, conditions = self.reader.read(batch.first, batch.images)
+        except Interrupted:  # while the images could not be reached
+            if self.world.size == 1:
+                raise
+            pixels, conditions = self.reader.abandon(batch.first, batch.images)
         self.world.set_phase("forward", self._step)
         # By the first image that noise is drawn for, which may be another rank's: a split then changes no number.
         seed_generators(self.settings.seed, batch.rng_first)
@@ -92,7 +99,7 @@ class GradientComputer:
         with nullcontext() if self._half is None else self._half.in_use():
             first_square = self._sum_gradients(hooks, batches, own, losses)
         self.reader.read_ahead(batches[0].first + self.settings.batch, batches[0].images)
-        return Gradient(batches, losses, first_square)
+        return Gradient(batches, losses, first_square, abandoned=self.reader.abandoned)
 
     def read_whole_batch(self) -> tuple[Tensor, Conditions]:
         """Return the images and conditions of the next batch for `compute_whole_batch`, with the generators seeded."""

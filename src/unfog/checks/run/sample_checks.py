@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from unfog.checks.run.run_record import RunRecord
 from unfog.diffusion.noise import cleanest_level
-from unfog.evaluation.pixel_metrics import FINE, band_floors, band_powers, radial_spectrum
-from unfog.reporting.charts import Floats, line_chart
+from unfog.evaluation.pixel_metrics import FINE, band_floors, band_powers
+from unfog.inference.compare_images import luma_spectra, spectrum_chart
+from unfog.reporting.charts import Floats
 from unfog.reporting.findings import Figure, Finding, Severity
 from unfog.reporting.image_grids import Pixels, grid
 from unfog.training.settings import PowerEma
@@ -246,7 +247,7 @@ def _check_detail(
     remedies: SampleRemedies = _NO_RUN,
 ) -> Finding:
     """run.detail: compare the variance of luma at high frequencies, generated over training."""
-    images = [torch.from_numpy(pixels.transpose(0, 3, 1, 2).copy()) for pixels in (mine, theirs)]
+    generated, real = images = [torch.from_numpy(x.transpose(0, 3, 1, 2).copy()) for x in (mine, theirs)]
     fine = [band_powers(pixels).numpy()[:, -FINE:].sum(1) for pixels in images]
     (value, error), (usual, usual_error) = (_weighted_mean(x, of) for x, of in zip(fine, (drawn, data)))
     # The floor is what rounding to 8 bits adds; a ratio of two roundings says nothing.
@@ -258,9 +259,7 @@ def _check_detail(
         "images at high frequencies"
     )
     sharper = "; ".join(filter(None, ("train longer, or with a larger network", remedies.sharper)))
-    curves = [radial_spectrum(pixels) for pixels in images]
-    series = {name: (f.numpy(), p.numpy()) for name, (f, p) in zip(("generated", "training"), curves)}
-    chart = line_chart(series, "frequency, 1 = highest along a row", "variance of luma", log_y=True)
+    chart = spectrum_chart(luma_spectra(real, generated), "training")
     return Finding.graded(
         "run.detail",
         evidence,

@@ -27,7 +27,7 @@ from unfog.evaluation.held_out import fixed_losses, midpoints
 from unfog.pipeline.build import build_objective, fixed_loss, without_augmentation
 from unfog.pipeline.latents import latent_decoder
 from unfog.reporting.charts import line_chart
-from unfog.reporting.findings import Figure, Finding
+from unfog.reporting.findings import DRY_RUN, Figure, Finding
 from unfog.reporting.image_grids import Pixels, grid
 from unfog.reporting.progress import Progress, format_number
 from unfog.reporting.records import json_values
@@ -147,8 +147,8 @@ class _OverfitBatch:
         x0 = mean + alpha * variance / (alpha.square() * variance + sigma.square()) * (x_t - alpha * mean)
         answer = diffusion.network_target(x0, (x_t - alpha * x0) / sigma, logsnr)
         loss_at = fixed_loss(lambda x, c_noise, conditions: answer, self.objective)
-        loss, _ = fixed_losses(loss_at, self.x0, self.conditions, self.u[None], lambda level: self.noise, _IMAGES)
-        return loss[0]
+        losses = fixed_losses(loss_at, self.x0, self.conditions, self.u[None], lambda level: self.noise, _IMAGES)
+        return losses[0, 0]
 
     def answers(self, network: nn.Module, exchanged: str = "") -> Tensor:
         """Return the outputs [B, C, H, W], optionally with one input exchanged: image, level or a condition.
@@ -239,7 +239,7 @@ def _finding(config: Config, state: TrainState, lesson: _OverfitBatch, monitor: 
     began = f"in {steps} steps of {_IMAGES} images at lr {config.optimizer.lr:.2g} the loss"
     went = f"fell to {format_number(100 * fallen)}% of" if fallen <= 1 else f"rose to {format_number(fallen)} times"
     said = f"{began} {went} what it was at first"
-    finding = partial(Finding, "rehearsal.overfit", facts=facts, figures=_figures(lesson, monitor, state.model))
+    finding = partial(Finding, f"{DRY_RUN}.overfit", facts=facts, figures=_figures(lesson, monitor, state.model))
     if steps and not math.isfinite(fallen):
         skipped = f"became infinite, and {steps - state.updates} steps were skipped"
         return finding(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from unfog.device_copies import to_device
 from unfog.diffusion.objective import Loss
+from unfog.errors import Interrupted
 from unfog.training.checkpoints.load import roll_back
 from unfog.training.distributed.world import World
 from unfog.training.gradient import Gradient
@@ -41,6 +42,8 @@ class _RankStatus(NamedTuple):
     plan: float
     microbatch: float
     """Images of a forward pass if memory did not suffice for more; else 0."""
+    abandoned: float = 0.0
+    """Of the step: see `Gradient`."""
 
 
 class StepResult(NamedTuple):
@@ -141,17 +144,17 @@ class CoordinatedHooks(TrainingHooks):
         # All in one message with the losses: each collective costs a round trip, whatever its size.
         numbers = [first.images if counts else 0, *wanted]
         norms = torch.stack([norm, torch.zeros_like(norm) if square is None else square])
-        rest = torch.tensor([*numbers, state.microbatch], dtype=norm.dtype)
+        rest = torch.tensor([*numbers, state.microbatch, gradient.abandoned], dtype=norm.dtype)
         status = torch.cat([norms, to_device(rest, norm.device)])
         loss, statuses = _all_reduce_losses(self.world, state.seen, settings.batch, gradient, status)
         # Rank 0's norm, to the bit; not finite if any rank's is not, so that all ranks skip the step.
         return [loss], statuses[0, 0] + 0 * statuses[:, 0].sum(), statuses
 
     def apply_statuses(self, values: Sequence[float], statuses: Tensor, state: TrainState) -> tuple[int, Tensor | None]:
-        """Adopt the decisions that follow from the statuses [size, 8], of which `values` are the numbers on the host.
+        """Adopt the decisions that follow from the statuses [size, 9], of which `values` are the numbers on the host.
 
         `state` gets the smallest micro-batch size of all ranks. Returns images of the first micro-batch and squared
-        norm of its gradient, over the ranks that count.
+        norm of its gradient, over the ranks that count. Interrupted, on all ranks, if one abandoned the step.
         """
         width = len(_RankStatus._fields)
         ranks = [_RankStatus(*values[i : i + width]) for i in range(0, len(values), width)]
@@ -159,6 +162,8 @@ class CoordinatedHooks(TrainingHooks):
         self.stopping = any(rank.stop for rank in ranks)
         self.saving, self.previewing = bool(ranks[0].save), bool(ranks[0].preview)
         self.planning = bool(ranks[0].plan)
+        if any(rank.abandoned for rank in ranks):
+            raise Interrupted
         smallest = min((int(rank.microbatch) for rank in ranks if rank.microbatch), default=0)
         if smallest and smallest != state.microbatch:
             state.microbatch = smallest

@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from unfog.errors import Interrupted, LostProcess, RunError, UnfogError
 from unfog.training.distributed.shared_work import Part, SharedWork
-from unfog.training.distributed.watchdog import Watchdog
+from unfog.training.distributed.watchdog import STOP, Watchdog
 from unfog.training.settings import Training
 
 _POLL_SECONDS = 0.05
@@ -85,6 +85,15 @@ class ProcessGroup:
         """Note for the watchdog what this rank is doing. Costs nothing."""
         if self._watchdog is not None:
             self._watchdog.set_phase(phase, step)
+
+    def announce_stop(self, requested: Callable[[], bool]) -> None:
+        """Tell the other ranks, within seconds, once this one is `requested` to stop."""
+        if self._watchdog is not None:
+            self._watchdog.stop_requested = requested
+
+    def stopped_elsewhere(self) -> bool:
+        """Return True once another rank has announced a stop."""
+        return self._store is not None and self._store.check([STOP])
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over all ranks in place; the result has the same bits everywhere."""

@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import NamedTuple
@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import Store
 _STEP = ("data", "forward", "backward", "agreeing")
 # Phase of a rank that waits for its images, a limited time: it and those that wait for it are not late meanwhile.
 AWAITING_IMAGES = "waiting for images"
+STOP = "stop"  # key that exists once a rank is asked to stop
 
 
 class _Heartbeat(NamedTuple):
@@ -75,6 +76,8 @@ class Watchdog:
         self._number = 0
         self._seen: dict[int, tuple[int, float]] = {}  # of each rank: its last sign's number, and when it was new
         self._over = threading.Event()
+        self.stop_requested: Callable[[], bool] = lambda: False
+        """Whether this rank is asked to stop, which the others are told."""
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def set_phase(self, phase: str, step: int = -1) -> None:
@@ -116,6 +119,8 @@ class Watchdog:
         where = f"{socket.gethostname()}, process {os.getpid()}"
         sign = _Heartbeat(self.rank, self._number, step, phase, time.monotonic() - since, where)
         self._store.set(f"sign/{self.rank}", json.dumps(sign))
+        if self.stop_requested():
+            self._store.set(STOP, "")
 
     def _look(self) -> None:
         signs = [_Heartbeat(*json.loads(one)) for one in self._store.multi_get([f"sign/{r}" for r in range(self.size)])]

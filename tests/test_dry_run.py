@@ -20,11 +20,11 @@ from unfog.evaluation.held_out import HeldOut
 from unfog.export.diffusers_unet import Network
 from unfog.planning.auto_settings import AutoSettings
 from unfog.process.signals import StopSignals
-from unfog.runs import dry_run as small
+from unfog.reporting.findings import DRY_RUN
+from unfog.runs import dry_run_checks as small
 from unfog.runs import previews as looks
 from unfog.runs import replay, session
-from unfog.runs.dry_run import _shortened, dry_run
-from unfog.runs.dry_run_findings import failed
+from unfog.runs.dry_run_checks import _failed, _shortened, check_dry_run
 
 pytestmark = pytest.mark.slow
 
@@ -58,17 +58,17 @@ def settled(prepared, **settings):
     return auto.config
 
 
-def rehearsed(config, prepared, folder):
+def findings_of(config, prepared, folder):
     with StopSignals() as stop:
-        findings = dry_run(config, prepared, CPU, stop, folder)
+        findings = check_dry_run(config, prepared, CPU, stop, folder)
     assert not list(folder.iterdir()), "something was left behind"
-    return {f.code.removeprefix("rehearsal."): f for f in findings}
+    return {f.code.removeprefix(f"{DRY_RUN}."): f for f in findings}
 
 
 @pytest.fixture(scope="module")
 def sound(fashion, tmp_path_factory):
     before = torch.get_rng_state()
-    findings = rehearsed(settled(fashion, network=NETWORK), fashion, tmp_path_factory.mktemp("rehearsal"))
+    findings = findings_of(settled(fashion, network=NETWORK), fashion, tmp_path_factory.mktemp("dry-run"))
     assert torch.equal(torch.get_rng_state(), before)
     return findings
 
@@ -93,7 +93,7 @@ def test_parts_tell_what_they_took(sound):
 
 
 def test_nothing_is_said_but_progress(fashion, tmp_path, capsys):
-    rehearsed(settled(fashion, label_dropout=0.0, guidance=1.0), fashion, tmp_path)
+    findings_of(settled(fashion, label_dropout=0.0, guidance=1.0), fashion, tmp_path)
     told = capsys.readouterr()
     assert "training" not in told.out + told.err.replace("dry run 0 · training", "")
 
@@ -111,7 +111,7 @@ def test_what_fails_is_named_and_what_needs_it_is_left_out(fashion, tmp_path, mo
         "export": (Network, "to_unet2d"),
     }
     monkeypatch.setattr(*place[part], fail)
-    findings = rehearsed(settled(fashion), fashion, tmp_path)
+    findings = findings_of(settled(fashion), fashion, tmp_path)
     assert {code for code, f in findings.items() if f.severity == "fatal"} == {part}
     assert f"{part} failed: RuntimeError: planted" in findings[part].evidence
     assert "second" not in findings[part].evidence
@@ -133,7 +133,7 @@ def test_a_request_that_cannot_be_met_is_fatal(fashion, tmp_path):
     config = settled(fashion)
     diffusion = replace(config.diffusion, path=VP(), schedule=Cosine(steps=10), target=V())
     config = replace(config, diffusion=diffusion, sampler=replace(config.sampler, steps=20))
-    findings = rehearsed(config, fashion, tmp_path)
+    findings = findings_of(config, fashion, tmp_path)
     assert findings["training"].severity == "fatal"
     assert "10" in findings["training"].evidence
 
@@ -141,7 +141,7 @@ def test_a_request_that_cannot_be_met_is_fatal(fashion, tmp_path):
 def test_weights_that_do_not_move_are_fatal(fashion, tmp_path):
     config = settled(fashion, network=NETWORK)
     config = replace(config, optimizer=replace(config.optimizer, lr=0.0, weight_decay=0.0))
-    findings = rehearsed(config, fashion, tmp_path)
+    findings = findings_of(config, fashion, tmp_path)
     assert {code: f.severity for code, f in findings.items() if f.severity != "fine"} == {"ema": "fatal"}
     assert "did not change" in findings["ema"].evidence
 
@@ -155,7 +155,7 @@ def test_a_checkpoint_that_differs_is_fatal(fashion, tmp_path, monkeypatch):
 
     monkeypatch.setattr(small, "differing_tensors", spoiled)
     monkeypatch.setattr(replay, "differing_tensors", spoiled)
-    findings = rehearsed(settled(fashion), fashion, tmp_path)
+    findings = findings_of(settled(fashion), fashion, tmp_path)
     assert findings["reload"].severity == "fatal"
     assert "ema: " in findings["reload"].evidence
     assert findings["repeat"].severity == "hint"
@@ -169,7 +169,7 @@ def test_an_export_that_answers_otherwise_is_fatal(fashion, tmp_path, monkeypatc
         return config, {**state, "conv_out.bias": state["conv_out.bias"] + 1}
 
     monkeypatch.setattr(Network, "to_unet2d", spoiled)
-    assert rehearsed(settled(fashion, network=NETWORK), fashion, tmp_path)["export"].severity == "fatal"
+    assert findings_of(settled(fashion, network=NETWORK), fashion, tmp_path)["export"].severity == "fatal"
 
 
 def test_an_export_is_compared_where_everything_in_the_network_matters(fashion, tmp_path, monkeypatch):
@@ -191,31 +191,31 @@ def test_an_export_is_compared_where_everything_in_the_network_matters(fashion, 
         config = settled(fashion, network=ATTENTIVE, evaluate={"every": -1})
         folder = tmp_path / one
         folder.mkdir()
-        assert rehearsed(config, fashion, folder)["export"].severity == "fatal", (one, other)
+        assert findings_of(config, fashion, folder)["export"].severity == "fatal", (one, other)
 
 
 def test_fp16_may_seek_its_scale(fashion, tmp_path):
-    """It begins at 65536; where both steps are too much for that, the rehearsal goes on until one is taken."""
+    """It begins at 65536; where both steps are too much for that, the dry run goes on until one is taken."""
     config = settled(fashion, diffusion={"target": "x0", "weighting": "snr"}, training={"precision": "fp16"})
-    findings = rehearsed(config, fashion, tmp_path)
+    findings = findings_of(config, fashion, tmp_path)
     assert {f.severity for f in findings.values()} <= {"fine", "hint"}, list(map(str, findings.values()))
     assert 1 <= findings["ema"].facts["updates"] < 3
     assert "loss scale" in findings["training"].evidence
 
 
-def test_no_room_for_the_rehearsal_is_no_fault_of_the_run(fashion, tmp_path, monkeypatch):
+def test_no_room_for_the_dry_run_is_no_fault_of_the_run(fashion, tmp_path, monkeypatch):
     monkeypatch.setattr(small, "free_bytes", lambda folder: 17 * 10**6)
-    findings = rehearsed(settled(fashion, network=NETWORK), fashion, tmp_path)
+    findings = findings_of(settled(fashion, network=NETWORK), fashion, tmp_path)
     assert {code: f.severity for code, f in findings.items()} == {"room": "hint", "memory": "fine"}
     assert "17 MB free" in findings["room"].evidence
 
     full = OSError(errno.ENOSPC, "No space left on device")
-    assert failed("checkpoint", full, "").severity == "hint"
-    assert failed("checkpoint", OSError(errno.EACCES, "Permission denied"), "").severity == "fatal"
+    assert _failed("checkpoint", full, "").severity == "hint"
+    assert _failed("checkpoint", OSError(errno.EACCES, "Permission denied"), "").severity == "fatal"
 
 
 def test_only_what_is_part_of_the_run_is_said_to_fail_in_it():
-    said = {part: failed(part, ValueError("it"), "").remedy for part in PARTS if part not in ("ema", "memory")}
+    said = {part: _failed(part, ValueError("it"), "").remedy for part in PARTS if part not in ("ema", "memory")}
     in_run = {part for part, remedy in said.items() if "the run would" in remedy}
     assert in_run == {"training", "preview", "evaluation", "checkpoint", "report"}
     assert "sample RUN" in said["sample"]
@@ -223,7 +223,7 @@ def test_only_what_is_part_of_the_run_is_said_to_fail_in_it():
 
 def test_without_diffusers_the_export_is_left_open(fashion, tmp_path, monkeypatch):
     monkeypatch.setattr(small, "find_spec", lambda name: None)
-    found = rehearsed(settled(fashion, evaluate={"every": -1}), fashion, tmp_path)
+    found = findings_of(settled(fashion, evaluate={"every": -1}), fashion, tmp_path)
     assert found["export"].severity == "hint"
     assert "pip install" in found["export"].remedy
     assert "evaluation" not in found  # nobody asked for it
@@ -233,7 +233,7 @@ def test_a_request_to_leave_leaves_nothing(fashion, tmp_path):
     with StopSignals() as stop:
         stop.request("the test")
         with pytest.raises(Interrupted):
-            dry_run(settled(fashion), fashion, CPU, stop, tmp_path)
+            check_dry_run(settled(fashion), fashion, CPU, stop, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -247,6 +247,6 @@ def test_a_signal_in_the_middle_leaves_nothing(fashion, tmp_path, monkeypatch):
     monkeypatch.setattr(looks, "generate_images", interrupted)
     with StopSignals() as stop:
         with pytest.raises(Interrupted):
-            dry_run(settled(fashion), fashion, CPU, stop, tmp_path)
+            check_dry_run(settled(fashion), fashion, CPU, stop, tmp_path)
         assert stop.received == "SIGTERM"
     assert not list(tmp_path.iterdir())
