@@ -196,7 +196,7 @@ class Config:
 
     @property
     def conditions(self) -> ConditionFormat:
-        """What the network is told about an image, besides its noise level."""
+        """Format of the conditions, which tell the network about an image."""
         return ConditionFormat(self.classes, AUGMENT_INPUTS if self.data.augment else 0)
 
     @property

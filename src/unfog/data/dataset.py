@@ -51,7 +51,7 @@ class _ImageBatch(NamedTuple):
 
     @property
     def conditions(self) -> Conditions:
-        """What the network is told about the images, on the CPU."""
+        """Conditions of the images, on the CPU."""
         from unfog.values.conditions import Conditions
 
         return Conditions.of_labels(self.labels)

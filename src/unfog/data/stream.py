@@ -34,7 +34,7 @@ class Batch:
     pixels: Tensor
     """uint8 [B, C, H, W]."""
     conditions: Conditions
-    """What the network is told about the images."""
+    """Conditions of the images."""
     index: Tensor
     """int64 [B], the row of each image in its set: not the requested one where that image could not be decoded."""
 

@@ -30,7 +30,7 @@ class _Batch(Protocol):
 
     @property
     def conditions(self) -> Conditions:
-        """What the network is told about the images."""
+        """Conditions of the images."""
 
 
 class Stream(Protocol):
