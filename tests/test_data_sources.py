@@ -25,7 +25,7 @@ from unfog.data.sources.label_tables import strip_shard
 from unfog.data.sources.labels import read_labels
 from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError
-from unfog.text import sanitize
+from unfog.text import sanitize, without_secrets
 
 
 def put(path: Path, colour: str = "red") -> Path:
@@ -345,6 +345,32 @@ def test_what_is_printed_of_a_source_has_no_secrets_and_is_a_line() -> None:
     assert sanitize("s3://key:secret@host/a.tar?X-Signature=abc") == "s3://host/a.tar"
     assert sanitize("https://me:it's@host/a.tar") == "https://host/a.tar"
     assert sanitize("a\tb\nc\x1b[2J") == r"a\tb\nc\x1b[2J"
+
+
+@pytest.mark.parametrize(
+    ("address", "shown"),
+    [
+        ("s3://key:se/cret@bucket/a.tar", "s3://bucket/a.tar"),
+        ("https://me:pa?ss@host.org/a.tar?x=1", "https://host.org/a.tar"),
+        ("https://me:pa#ss@host/a.tar", "https://host/a.tar"),
+        ("https://me:12/34@host/a.tar", "https://host/a.tar"),
+        ("https://me:p@ss/w@host.org:8080/a", "https://host.org:8080/a"),
+        ("https://me@mail.org:a/b@host.org/x", "https://host.org/x"),
+        ("https://to/ken@host.org/a", "https://host.org/a"),
+        ("no 'https://me:a/b@h.org/x', nor s3://u:p#q@b/y", "no 'https://h.org/x', nor s3://b/y"),
+        ("https://me:pw@host.org/img@2x.png", "https://host.org/img@2x.png"),
+        # These have no credentials.
+        ("https://host.org/img@2x.png", ""),
+        ("https://host.org:8080/a@b", ""),
+        ("http://localhost:8000/a@b", ""),
+        ("http://[::1]:80/a@b", ""),
+        ("s3://bucket/img@2x.png", ""),
+        ("hf://datasets/me/set@main/x", ""),
+        ("see https://host.org, or mail a@b.org", ""),
+    ],
+)
+def test_credentials_that_hold_separators_are_not_shown(address: str, shown: str) -> None:
+    assert without_secrets(address) == (shown or address)
 
 
 def test_the_place_that_is_proposed_for_a_missing_one_exists(tmp_path, monkeypatch):

@@ -16,6 +16,8 @@ from unfog.diffusion.noise import VE, VP, Cosine, Flow, LogitNormal, LogNormal, 
 from unfog.diffusion.sampler import Level, Sampler
 from unfog.errors import RequestError
 from unfog.pipeline.generate import _interpolate_noise
+from unfog.pipeline.image_files import build_edit
+from unfog.serve.run_files import decode_picture
 
 PATHS = [(VP(), Cosine()), (VE(), LogNormal()), (Flow(), LogitNormal())]
 MEAN, COVARIANCE = torch.tensor([0.1, -0.2]).double(), torch.tensor([[0.25, 0.2], [0.2, 0.25]]).double()
@@ -139,6 +141,40 @@ def test_known_pixels_stay_to_the_bit_and_files_as_they_are(run, files):
     arrays = run.sample(3, image=square, mask=mask == 255, repeats=2)
     assert np.array_equal(arrays, drawn)
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    "white",
+    [
+        *(np.uint8(1), np.uint16(1), np.uint16(255), np.uint16(40000), np.uint16(65535), np.int16(32767), np.int64(1)),
+        *(np.uint32(2**32 - 1), np.float32(1), np.float32(255)),
+    ],
+    ids=lambda white: f"{white.dtype} {white}",
+)
+def test_a_mask_of_any_type_is_white_where_it_is_drawn(run, files, white):
+    _, square, mask = files
+    drawn = build_edit(run.config, square, (mask > 0) * white, None, None)
+    assert np.array_equal(drawn.unknown[0], mask > 0)
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif"])
+@pytest.mark.parametrize("white", [1, 255, 40000, 65535])
+def test_a_mask_of_16_bits_in_a_file_or_upload_is_white_where_it_is_drawn(run, files, tmp_path, white, suffix):
+    _, square, mask = files
+    Image.fromarray(((mask > 0) * white).astype(np.uint16)).save(tmp_path / f"deep.{suffix}")
+    drawn = build_edit(run.config, square, tmp_path / f"deep.{suffix}", None, None)
+    assert np.array_equal(drawn.unknown[0], mask > 0)
+    upload = np.asarray(decode_picture((tmp_path / f"deep.{suffix}").read_bytes(), "the upload"))
+    assert np.array_equal(upload[..., 0] >= 128, mask > 0)
+
+
+def test_a_mask_of_many_values_is_white_from_half_of_its_range_on(run, files):
+    _, square, _ = files
+    ramp = np.linspace(0, 65535, 64).reshape(8, 8)
+    for values in (ramp.astype(np.uint16), (ramp / 65535).astype(np.float32), (ramp / 257).astype(np.uint8)):
+        assert build_edit(run.config, square, values, None, None).unknown.sum() == 32
+    with pytest.raises(RequestError, match="32768"):
+        build_edit(run.config, square, (ramp / 257).astype(np.uint16), None, None)
 
 
 def test_strength_of_a_run(run, files):

@@ -61,7 +61,7 @@ BEYOND = "values beyond 0 to 1, the range of the set (--data.range)"
 SIXTEEN = "reduced from 16 bit"
 SRGB, NO_PROFILE = "converted to sRGB", "with an unusable colour profile ignored"
 UPRIGHT, SMALLER, LARGER, CROPPED = "rotated by EXIF", "resized to 16x16", "upscaled to 16x16", "centre-cropped"
-TOO_LARGE = "over 89 megapixels"
+TOO_LARGE = "over 89 megapixels, the most that is read: save it smaller"
 
 
 def encoded(pixels: np.ndarray | Image.Image, kind: str = "PNG", **options: object) -> bytes:

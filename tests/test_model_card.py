@@ -37,6 +37,16 @@ def measured(folder, name, weights="ema", value=3.25, low=3.0, **more):
     Evaluation(7, drawn, [one], verdict="Fine.").write(folder / "evaluations" / name, machine_key())
 
 
+def test_figures_of_another_machine_are_marked_in_the_text_and_in_the_index(tmp_path, monkeypatch):
+    run = run_of()
+    measured(on_disk(tmp_path, run), "00000007-a.json")
+    monkeypatch.setattr("unfog.inference.model_card.machine_key", lambda: b"another key")
+    run.export(tmp_path / "out")
+    card = ModelCard.load(tmp_path / "out/README.md")
+    assert "has not measured" in card.text
+    assert "not measured on the machine" in card.data.eval_results[0].metric_name
+
+
 def test_the_front_matter_is_what_the_hub_reads_with_metrics_and_their_errors(tmp_path):
     run = run_of()
     folder = on_disk(tmp_path, run)
@@ -54,6 +64,7 @@ def test_the_front_matter_is_what_the_hub_reads_with_metrics_and_their_errors(tm
     (result,) = card.data.eval_results
     assert (result.metric_type, result.metric_value, result.dataset_name) == ("fid", 3.25, "holiday")
     assert result.metric_name == "fid (n = 5,000, features inception, standard error 0.125, 95% 3 to 3.5)"
+    assert "has not measured" not in card.text
     assert "| fid | 3.25 | 0.125 | 3 to 3.5 | 1.5 | 5,000 | 1,100 | inception, resize clean |" in card.text
     assert "1,200, of which 100 were held out of training" in card.text
     assert "class 0 (700), class 1 (400), class 2" in card.text

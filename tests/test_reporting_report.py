@@ -18,12 +18,15 @@ import pytest
 from PIL import Image
 
 from unfog.errors import RequestError
+from unfog.process.machine_key import machine_key
 from unfog.reporting import notebook
 from unfog.reporting.image_grids import decode_png, encode_png, grid
 from unfog.reporting.log_settings import Log
+from unfog.reporting.page.run_data import read_evaluations
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.records import finite_column, smoothed
 from unfog.reporting.report import _pack_columns, _thinned, write_report
+from unfog.seals import seal_of_object
 from unfog.serve.run_files import _read_webp
 
 VOID = {"meta", "link"}
@@ -252,6 +255,27 @@ def test_a_linked_folder_in_a_run_is_not_read(run_dir, tmp_path, linked):
     }
     assert not shown[linked]
     assert all(found for name, found in shown.items() if not name.startswith(linked) and not linked.startswith(name))
+
+
+def test_results_that_this_machine_has_not_sealed_are_marked(run_dir):
+    one = {"metric": "fid", "value": 3.2, "n": 10, "n_reference": 10}
+    stored = {"step": 7, "drawn": {}, "measured": [one], "copies": []}
+    files = {
+        "own": stored | {"seal": seal_of_object(machine_key(), "own.json", stored)},
+        "other key": stored | {"seal": seal_of_object(b"of another machine", "other key.json", stored)},
+        "without": stored,
+        "changed": stored | {"step": 8, "seal": seal_of_object(machine_key(), "changed.json", stored)},
+        "renamed": stored | {"seal": seal_of_object(machine_key(), "own.json", stored)},
+        "no text": stored | {"seal": ["\ud800"]},
+    }
+    (run_dir / "evaluations").mkdir()
+    for step, (name, content) in enumerate(files.items()):
+        (run_dir / "evaluations" / f"{name}.json").write_text(json.dumps(content))
+        os.utime(run_dir / "evaluations" / f"{name}.json", (step, step))
+    shown = read_evaluations(run_dir)
+    assert [one["here"] for one in shown].count(True) == 1
+    assert len(shown) == len(files)
+    assert [one["here"] for one in report(run_dir)["evaluations"]] == [one["here"] for one in shown]
 
 
 def test_samples_are_the_last_grid_and_twelve_over_time(run_dir):

@@ -21,8 +21,9 @@ from unfog.errors import RequestError
 from unfog.inference.run import Run
 from unfog.locks.folder_lock import lock_of
 from unfog.pipeline.sample_folder import UNFINISHED, SampleFolder
-from unfog.process.machine_key import machine_key, seal_of
+from unfog.process.machine_key import machine_key
 from unfog.process.run_folder import new_folder
+from unfog.seals import seal_of
 
 
 @pytest.fixture(scope="module")

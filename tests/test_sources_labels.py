@@ -22,7 +22,7 @@ from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.base import LabelTable, Source
 from unfog.data.sources.label_tables import read_table
-from unfog.data.sources.labels import _LabelTableSource, apply_label_table, read_labels
+from unfog.data.sources.labels import _LabelTableSource, apply_label_table, labels_setting, read_labels
 from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError
 from unfog.pipeline.load_data import load_images
@@ -94,6 +94,39 @@ KINDS = {f"{i}.png": ("cat", "dog")[i % 2] for i in range(8)}
 def test_tables_as_they_are_found(photos: Path, tmp_path: Path, name: str, text: str) -> None:
     table = write(tmp_path / name, text)
     assert by_name(open_source(photos), str(table)) == KINDS
+
+
+NAMED = "id,where,breed,label\n" + "".join(f"{i},{i}.png,{KINDS[f'{i}.png']},x\n" for i in range(8))
+NAMED_ROWS = [dict(zip(NAMED.split()[0].split(","), row.split(","))) for row in NAMED.split()[1:]]
+
+
+@pytest.mark.parametrize("columns", ["where,breed", "breed", "id, BREED"])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("t.csv", NAMED),
+        ("t.tsv", NAMED.replace(",", "\t")),
+        ("t.jsonl", "".join(json.dumps(row) + "\n" for row in NAMED_ROWS)),
+    ],
+)
+def test_columns_of_a_table_may_be_named(photos: Path, tmp_path: Path, name: str, text: str, columns: str) -> None:
+    table = f"{write(tmp_path / name, text)}:{columns}"
+    assert by_name(open_source(photos), table) == KINDS
+    labelled = apply_label_table(open_source(photos), table)
+    setting = labels_setting(labelled, labelled.labels)
+    assert by_name(open_source(photos), setting) == KINDS, "a resume has the same labels"
+    other = apply_label_table(open_source(photos), str(tmp_path / f"{name}:id,label"))
+    assert other.stamp() != labelled.stamp()
+
+
+@pytest.mark.parametrize("columns", ["where,race", "file,breed", "race"])
+def test_a_named_column_that_is_missing_is_refused_with_those_that_there_are(
+    photos: Path, tmp_path: Path, columns: str
+) -> None:
+    table = write(tmp_path / "t.csv", NAMED)
+    said = r"no column called (race|file), only id, where, breed, label; .*--data.labels t.csv:FILE,LABEL"
+    with pytest.raises(RequestError, match=said):
+        apply_label_table(open_source(photos), f"{table}:{columns}")
 
 
 def test_whole_numbers_are_in_their_order(photos: Path, tmp_path: Path) -> None:
@@ -379,11 +412,11 @@ def test_a_table_in_a_zip_that_cannot_be_read_is_said_to_be_left_out(tmp_path: P
 
 
 def test_what_labels_may_be() -> None:
-    for mode in ("auto", "folders", "none", "a.csv", "b/c.JSONL", "x.tsv"):
+    for mode in ("auto", "folders", "none", "a.csv", "b/c.JSONL", "x.tsv", "a.csv:id,breed", "x.jsonl:breed"):
         assert Data(labels=mode).labels == mode
     with pytest.raises(RequestError, match="did you mean folders"):
         Data(labels="folder")
-    with pytest.raises(RequestError, match=r"is not auto, folders, none or a \.csv or \.jsonl file$"):
+    with pytest.raises(RequestError, match=r"is not auto, folders, none, or a \.csv or \.jsonl file"):
         Data(labels="photos/")
 
 

@@ -15,6 +15,8 @@ import torch
 from PIL import Image, ImageCms
 
 from unfog.checks.images.image_checks import check_images
+from unfog.commands.pack import pack
+from unfog.config.requests import PackRequest
 from unfog.config.schema import Config
 from unfog.config.toml import update
 from unfog.config.values import parse_value
@@ -27,6 +29,8 @@ from unfog.data.sources.registry import open_source
 from unfog.data.sources.stored_images import Report, StoredImages
 from unfog.errors import RequestError
 from unfog.inference.evaluate_images import _load_both
+from unfog.pipeline.skipped_images import data_json, describe_changes
+from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.serve.run_files import decode_picture
 
@@ -237,6 +241,58 @@ def test_values_beyond_a_given_range_are_named(tmp_path: Path) -> None:
             Data(range=wrong)
     assert parse_value(tuple[float, ...], ["auto"]) == ()
     assert update(Data(range=(0, 1)), {"range": "auto"}, "data").range == ()
+
+
+@pytest.mark.parametrize("kind", ["integers", "floats", "colours"])
+def test_a_range_narrower_than_the_values_is_refused_or_cuts_them_and_is_said(tmp_path: Path, kind: str) -> None:
+    files: dict[str, Any] = {f"{i:02}.png": image for i, image in enumerate(TWELVE)}
+    if kind == "floats":
+        files = tiffs(TWELVE, np.float32)
+    elif kind == "colours":
+        files = {name: png16(np.repeat(image[..., None], 3, -1)) for name, image in files.items()}
+    place = folder(tmp_path / "s", files)
+    with pytest.raises(RequestError, match=r"12 of 12 images .*from 0 to 4095; give .*--data\.clip") as refused:
+        prepared(place, range=(0, 1000))
+    low, high = map(float, re.findall(r"--data\.range (\S+) (\S+),", str(refused.value))[0])
+    assert prepared(place, range=(low, high)).report.skipped == ()
+    expected = np.rint(np.minimum(TWELVE, 1000) * (255 / 1000))
+    for where in ("memory", "disk", "none"):
+        made = prepared(place, range=(0, 1000), clip=True, cache=where)
+        assert np.array_equal(made.train.pixels[:][:, 0], expected)
+        assert "are beyond data.range" in "".join(made.warnings)
+        again = prepare(open_source(place), made.settings, known=made.train.fingerprint)
+        assert (again.train.fingerprint, again.settings.clip) == (made.train.fingerprint, True)
+        if where != "none":
+            assert "12 cut at the ends of the range of values" in made.report.line()
+    few = prepared(place, range=(0, 4090), clip=True)
+    assert few.warnings == ()
+    assert "cut at the ends" in few.report.line()
+    out = pack(PackRequest(str(place), tmp_path / "pack", Data(size=16, range=(0, 1000), clip=True)))
+    assert np.array_equal(Pack.open(out).images.pixels[:, 0], expected)
+    assert Pack.open(out).settings["clip"]
+
+
+def test_a_run_from_before_floats_had_one_range_is_refused_with_that_reason(tmp_path: Path) -> None:
+    values = np.random.default_rng(1).random((12, 16, 16)).astype(np.float32)
+    values[:3] = values[:3] * 2 - 1  # the earlier version read these from -1 to 1
+    place = folder(tmp_path / "s", {f"{i:02}.tif": image for i, image in enumerate(values)})
+    now = prepare(open_source(place), MEMORY, known="as an earlier version read them")
+    assert "read each image by its own range" in "".join(now.warnings)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "data.json").write_bytes(data_json(now))
+    said = describe_changes(RunFolder(tmp_path / "run"), now)
+    assert "floating point is from 0 to 1, one range for the set" in said
+    assert "resume with that version" in said
+    new = prepare(open_source(place), MEMORY)
+    assert new.warnings == ()
+    again = prepare(open_source(place), new.settings, known=new.train.fingerprint)
+    assert (again.warnings, again.train.fingerprint) == ((), new.train.fingerprint)
+
+
+def test_a_run_that_began_with_images_left_out_goes_on_without_them(tmp_path: Path) -> None:
+    place = folder(tmp_path / "s", {f"{i:02}.png": image for i, image in enumerate([*TWELVE // 8, *TWELVE[:3]])})
+    made = prepare(open_source(place), replace(MEMORY, range=(0, 1000)), known="a run")
+    assert len(made.report.skipped) == 3
 
 
 def test_a_set_of_integers_and_floats_has_a_range_for_each(tmp_path: Path) -> None:
@@ -509,6 +565,8 @@ def test_evaluation_scales_integers_of_both_sets_by_the_range_of_the_reference(t
         assert np.array_equal(samples.pixels[:][:, 0], np.rint(dark * (255 / 4095)))
         samples, _ = _load_both(str(made), str(full), 0, stop)
         assert np.array_equal(samples.pixels[:][:, 0], np.rint(dark / 257))
+        samples, _ = _load_both(str(full), str(real), 0, stop)  # brighter than the reference can be
+        assert np.array_equal(samples.pixels[:][:, 0], np.rint(np.minimum(TWELVE * 16, 4095) * (255 / 4095)))
 
 
 def test_a_picture_of_sixteen_bits_is_shown_with_its_levels() -> None:

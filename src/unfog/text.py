@@ -10,9 +10,17 @@ MARK = "Unfog"
 
 # A scheme of any length would take the square of the length of a long word.
 _SCHEME = r"[a-z][a-z0-9+]{0,30}://"
+# A host that is known as one by its look: a domain, localhost or an address, and perhaps a port.
+_HOST = r"""(?:[\w-]+(?:\.[\w-]+)+\.?|localhost|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?(?=[/?#\s'",;)\]]|$)"""
+# A password may hold / ? # and @ that should be escaped. Where it is unclear what is the host, everything up to the
+# last @ of the word is taken for a secret: a part of an address is missed less than a password is.
+_SECRET = (
+    rf"(?:[^/\s?#]*@(?={_HOST})"  # up to a host
+    rf"|(?!{_HOST})(?=[^/\s?#]*[:@]|(?:(?<=http://)|(?<=https://)|(?<=ftp://))[^/\s?#])(?:(?!{_SCHEME})\S)*@)?"
+)
 _URL = re.compile(
     # Scheme, user name and password, host and path up to the next URL, query; quotes may be part of all of them.
-    rf"""({_SCHEME})(?:[^/\s?#]*@)?((?:(?!{_SCHEME})[^\s?])*)(?:\?\S*?(?=['"),;.\]]{{0,3}}(?:\s|$)))?""",
+    rf"""({_SCHEME}){_SECRET}((?:(?!{_SCHEME})[^\s?])*)(?:\?\S*?(?=['"),;.\]]{{0,3}}(?:\s|$)))?""",
     re.IGNORECASE,
 )
 _ADDRESS = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")

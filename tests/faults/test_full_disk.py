@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from faults.harness import (
@@ -23,6 +24,9 @@ from faults.harness import (
     train,
 )
 from faults.mounts import SmallDisk
+from unfog.diffusion.noise import Flow
+from unfog.errors import RunError
+from unfog.pipeline.image_files import DenoisingAnimation
 
 SIZE = "size=40m"
 FULL_DISK = "the disk is full"
@@ -184,3 +188,19 @@ def test_read_only_while_training(whole, small_disk, faults, what):
             attempt.lost.append(max(0, step_reached(run) - steps_saved(run)[-1]))
             resume(run).ends()
         assert_same(run, whole, pictures=False)
+
+
+@pytest.mark.parametrize("size", ["8k", "100k", "400k"])
+def test_a_video_for_which_the_temporary_disk_has_no_room_is_refused(small_disk, tmp_path, monkeypatch, size):
+    pytest.importorskip("imageio_ffmpeg")
+    rng = np.random.default_rng(0)
+    animation = DenoisingAnimation(Flow(), 12)
+    animation._frames = [rng.integers(0, 256, (16, 64, 64, 3), np.uint8) for _ in range(12)]
+    monkeypatch.setattr("tempfile.tempdir", str(small_disk(f"size={size}").path))
+    with pytest.raises(RunError, match="TMPDIR"):
+        animation.save(tmp_path / "a.mp4", animation._frames[0])
+    assert list(tmp_path.glob("*.mp4")) == []
+    full = small_disk("size=64k")
+    with pytest.raises(RunError, match=r"No space left on device.*the samples are whole"):
+        animation.save(full.path / "a.gif", animation._frames[0])
+    assert list(full.path.iterdir()) == []

@@ -17,8 +17,14 @@ from PIL import Image
 
 from faults.harness import Job, Recipe, events, resume, step_reached, steps_saved, train
 from faults.mounts import Mount, SmallDisk
+from served import make_run
+from unfog.commands.pack import pack
+from unfog.config.requests import PackRequest
 from unfog.data import outages
 from unfog.data.dataset import ImageSet
+from unfog.data.files.file_rows import FileRows, load_rows
+from unfog.data.lazy import outage_of
+from unfog.data.outages import Outage
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
@@ -28,6 +34,7 @@ from unfog.process.run_place import RunPlace
 from unfog.process.run_status import RunStatus, find_runs
 from unfog.process.signals import StopSignals
 from unfog.reporting.report import write_report
+from unfog.serve.runs import RunList
 
 ALL = np.arange(40)
 NOBODY = 65534
@@ -85,6 +92,12 @@ def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
         time.sleep(0.02)
 
 
+def forget(file: Path) -> None:
+    """Drop a file from memory, as what is there needs no mount."""
+    with file.open("rb") as opened:
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 @contextmanager
 def renamed(folder: Path) -> Iterator[None]:
     folder.rename(folder.with_name("elsewhere"))
@@ -139,6 +152,89 @@ def test_an_archive_out_of_reach_is_waited_for(place: Path, mount, form: str) ->
     shutil.make_archive(str(place / "real/set"), form, fill(place / "set", side=256))
     fuse = mount(place / "real", place / "at", fuse=True)
     assert_survived(*opened(place / f"at/set.{form}"), fuse.away())
+
+
+@pytest.mark.parametrize("form", ["pack", "npy"])
+def test_a_mapped_file_on_a_mount_that_dies_is_waited_for(place: Path, mount, form: str) -> None:
+    """A read of a mapped file would end the process with SIGBUS."""
+    x = np.random.default_rng(0).integers(0, 256, (40, 256, 256, 3), np.uint8)
+    (place / "real").mkdir()
+    if form == "npy":
+        np.save(place / "real/set.npy", x)
+    else:
+        np.save(place / "x.npy", x)
+        pack(PackRequest(str(place / "x.npy"), place / "real/set.pack", Data(size=256, held_out=0)))
+    fuse = mount(place / "real", place / "at", fuse=True)
+    source, told = open_source(place / f"at/set.{form}"), []
+    images = prepare(source, Data(size=256, channels=3, held_out=0, cache="none")).train
+    source.outage.on_wait = told.append
+    assert outage_of(images) is source.outage, "a run hears of it"
+    images.take(ALL[:1])
+    forget(place / f"at/set.{form}{'/pixels.u8' * (form == 'pack')}")
+    with ThreadPoolExecutor(1) as reader:
+        with fuse.away():
+            task = reader.submit(images.take, ALL)
+            wait_until(lambda: told)
+        batch = task.result(30)
+    assert told[0]
+    assert told[-1] == ""
+    assert np.array_equal(batch.pixels, x.transpose(0, 3, 1, 2))
+    if form == "npy":
+        images.pixels.close()
+
+
+def test_rows_on_a_mount_that_dies_are_waited_for_and_a_changed_file_is_refused(place: Path, mount) -> None:
+    x = np.random.default_rng(0).integers(0, 256, (40, 65536), np.uint8)
+    (place / "real").mkdir()
+    x.tofile(place / "real/x")
+    fuse = mount(place / "real", place / "at", fuse=True)
+    rows, told = FileRows(place / "at/x", place / "at", np.uint8, x.shape, waits=Outage()).rows(slice(8, 40)), []
+    assert rows.waits is not None
+    rows.waits.on_wait = told.append
+    with ThreadPoolExecutor(1) as reader:
+        with fuse.away():
+            task = reader.submit(rows.take, ALL[:32])
+            wait_until(lambda: told)
+        assert np.array_equal(task.result(30), x[8:])
+        told.clear()
+        forget(place / "at/x")
+        with fuse.away():
+            task = reader.submit(rows.take, ALL[:32])
+            wait_until(lambda: told)
+            x.tofile(place / "real/x")
+        with pytest.raises(RunError, match="has changed"):
+            task.result(30)
+
+
+def test_files_of_local_disks_are_mapped_and_rows_are_those_of_an_array(place: Path, mount) -> None:
+    x = np.random.default_rng(0).integers(0, 256, (20, 3, 8), np.uint8)
+    (place / "real").mkdir()
+    np.save(place / "real/x.npy", x)
+    np.save(place / "real/columns.npy", np.asfortranarray(x))
+    assert isinstance(load_rows(place / "real/x.npy", place), np.memmap)
+    mount(place / "real", place / "at", fuse=True)
+    rows = load_rows(place / "at/x.npy", place)
+    assert isinstance(rows, FileRows)
+    keys = [3, -1, slice(2, 9), slice(None, None, 3), slice(-3, None), [4, -2, 4], np.arange(20) % 3 == 0, (2, 1)]
+    keys += [(slice(1, 5), 2), (slice(None), slice(None), 3), slice(9, 3), np.array([[1, 2], [3, 4]])]
+    for key in keys:
+        assert np.array_equal(rows[key], x[key]), key
+    assert np.array_equal(np.asarray(rows.rows(slice(4, 9))), x[4:9])
+    assert (rows.shape, rows.dtype, len(rows), rows.nbytes) == (x.shape, x.dtype, len(x), x.nbytes)
+    assert np.array_equal(load_rows(place / "at/columns.npy", place), x)
+    with pytest.raises(IndexError):
+        rows[20]
+
+
+def test_an_arrow_file_that_is_not_on_a_local_disk_has_a_warning(place: Path, mount) -> None:
+    datasets = pytest.importorskip("datasets")
+    fill(place / "set", 8)
+    images = [Image.open(path) for path in sorted((place / "set").iterdir())]
+    datasets.Dataset.from_dict({"image": images}).save_to_disk(str(place / "real/set"))
+    assert list(open_source(place / "real/set").reading_warnings) == []
+    mount(place / "real", place / "at", fuse=True)
+    (warning,) = open_source(place / "at/set").reading_warnings
+    assert "unfog pack" in warning
 
 
 def test_a_class_on_a_mount_of_its_own_is_waited_for(place: Path, mount) -> None:
@@ -221,6 +317,40 @@ def test_a_run_folder_that_is_itself_a_mount_is_out_of_reach_while_that_is_gone(
     with one.away():
         assert seen.look() == "away"
     assert seen.look() == "here"
+
+
+@pytest.mark.parametrize("kind", [BIND, FUSE])
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_page_keeps_runs_whose_mount_is_gone(place: Path, mount, kind: str, whole: bool, monkeypatch) -> None:
+    folder = place / "runs"
+    make_run(place / "real/a")
+    make_run(place / "real/b" if whole else folder / "b")
+    one = mount(*((place / "real", folder) if whole else (place / "real/a", folder / "a")), fuse=kind == FUSE)
+    runs = RunList(folder)
+    runs.scan()
+    runs.tick(everything=True)
+    numbers = {entry.name: entry.id for entry in runs}
+    with one.away():
+        wait_until(runs.scan)  # the system remembers for a second that a file is there
+        runs.tick(everything=True)
+        shown = {entry.name: entry.as_json() for entry in runs}
+        assert {name: row["id"] for name, row in shown.items()} == numbers
+        assert "cannot be reached" in shown["a"]["detail"]
+        assert (shown["b"]["state"] == "finished") == (not whole)
+        assert not runs.scan(), "said once"
+        runs.read_columns(runs[numbers["a"]])
+    assert runs.scan()
+    runs.tick(everything=True)
+    assert {entry.name: (entry.id, entry.as_json()["state"]) for entry in runs} == {
+        name: (number, "finished") for name, number in numbers.items()
+    }
+    assert runs.read_columns(runs[numbers["a"]]).rows == 40
+    shutil.rmtree(folder / "b")
+    assert runs.scan()
+    assert [entry.name for entry in runs] == ["a"], "a folder that was removed is gone"
+    monkeypatch.setattr("unfog.serve.runs.PATIENCE", 0.0)
+    with one.away():
+        wait_until(lambda: runs.scan() and not len(runs))
 
 
 RUN = {"--preview.every": 6, "--evaluate.every": 6, "--network": "tiny", "--size": 16, "--ema-snapshots.every": 6}

@@ -63,7 +63,7 @@ def _check_same_pack(found: Pack, scan: Scan) -> None:
     same = found.manifest["stamp"] == scan.stamp
     # 0 leaves a size open, which the finished pack has settled.
     same = same and all(getattr(asked, name) in (0, kept[name]) for name in ("size", "channels"))
-    same = same and asked.range in ((), kept["range"])
+    same = same and asked.range in ((), kept["range"]) and asked.clip == kept["clip"]
     same = same and (asked.background, asked.held_out) == (kept["background"], kept["held_out"])
     same = same and (scan.labels is None) == (kept["labels"] == "none")
     if not same:

@@ -16,10 +16,11 @@ from unfog.config.validate import check_out, report_dropped_levels, resolve_samp
 from unfog.config.values import quote
 from unfog.errors import RequestError
 from unfog.pipeline.sample_folder import SampleFolder
-from unfog.process.machine_key import machine_key, seal_of
+from unfog.process.machine_key import machine_key
 from unfog.process.run_folder import RunFolder, unused_path
 from unfog.reporting.image_grids import Pixels, grid, save_png, with_caption
 from unfog.reporting.progress import Progress, plural, print_result, say
+from unfog.seals import seal_of
 
 if TYPE_CHECKING:
     from unfog.config.schema import Config

@@ -18,6 +18,7 @@ from rich.live import Live
 from rich.text import Text
 
 from unfog.config.folder_requests import WatchRequest
+from unfog.process.run_place import folder_identity
 from unfog.process.run_status import RunStatus
 from unfog.reporting.charts import Floats
 from unfog.reporting.progress import format_duration, format_number, print_result
@@ -53,9 +54,14 @@ def main(request: WatchRequest) -> int:
         _keys() as pressed,
         Live(console=console, screen=True, auto_refresh=False, transient=True) as live,
     ):
-        key = ""
+        key, lines, place = "", list[str](), folder_identity(request.run)
         while key not in ("q", "Q"):
-            lines = _frame(request.run, console.width, console.height, unicode, "q quits")
+            now = folder_identity(request.run)
+            # A mount that is gone shows another folder, or none, at its path.
+            if now is not None and (now == place or (request.run / "config.toml").is_file()):
+                lines, place = _frame(request.run, console.width, console.height, unicode, "q quits"), now
+            else:
+                lines[:1] = [f"{sanitize(request.run.name)}, its folder cannot be reached or was moved, q quits"]
             text = Text("\n".join(lines[: console.height]), no_wrap=True, overflow="crop")
             text.highlight_regex("[\u2800-\u28ff]+", "cyan")
             live.update(text, refresh=True)

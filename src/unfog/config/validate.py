@@ -19,7 +19,7 @@ from unfog.config.toml import update
 from unfog.config.values import FormatError, parse_path, quote
 from unfog.custom import consent
 from unfog.data.decode import parse_colour
-from unfog.data.settings import LABELS
+from unfog.data.settings import LABELS, table_and_columns
 from unfog.data.sources.base import LabelTable
 from unfog.data.sources.registry import PYTHON, locate, open_source
 from unfog.diffusion.diffusion import Diffusion
@@ -58,7 +58,7 @@ def check_request(config: Config) -> None:
         check_source(config.source)
         source, _ = locate(config.source)
         if config.data.labels not in LABELS and not source.tables_inside:
-            LabelTable.find(config.data.labels, config.source)
+            LabelTable.find(table_and_columns(config.data.labels)[0], config.source)
 
 
 def check_network_size(network: Architecture, side: int, factor: int) -> None:

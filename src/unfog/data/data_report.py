@@ -25,6 +25,7 @@ ACTIONS = {
     "first_frame": "cut to the first frame",
     "sixteen_bit": "reduced from 16 bit",
     "float": "converted from floating point",
+    "clipped": "cut at the ends of the range of values",
     "cmyk": "converted from CMYK",
     "palette": "converted from a palette",
     "colour_space": "converted from another colour space",

@@ -128,8 +128,9 @@ class ImageSet:
 
     def subset(self, rows: slice, fingerprint: str = "") -> ImageSet:
         """Return some of the images, sharing the memory of this set."""
+        part = getattr(self.pixels, "rows", None)  # of `files.file_rows.FileRows`, whose slices are copies
         return ImageSet(
-            self.pixels[rows],
+            part(rows) if part else self.pixels[rows],
             None if self.labels is None else self.labels[rows],
             self.names[rows],
             self.classes,

@@ -114,7 +114,7 @@ def decode(
                 return _decode(image, size, channels, background, ranges)
             deep = image if isinstance(image, DeepImage) else _deep_colours(opener, image.info)
             pixels, info = _decode(_scale(deep, ranges), size, channels, background, ranges)
-            return pixels, info._replace(mode=image.mode, actions=[*_deep_actions(deep.values), *info.actions])
+            return pixels, info._replace(mode=image.mode, actions=[*_deep_actions(deep.values, ranges), *info.actions])
     except OutOfRangeError as error:
         raise ImageError(str(error)) from None
     except (FailedShardError, ShardReadError):
@@ -158,6 +158,24 @@ def read_deep(opener: Opener) -> NDArray[Any]:
         image.tile = [_with_raw_mode(tile, _LOW_BYTE[mode]) for tile, mode in zip(tiles, raw)]
         both: NDArray[Any] = upper * 256 + np.asarray(image)
         return both
+
+
+def spread_two_values(opener: Opener) -> DeepImage:
+    """Return an image of two values, such as 0 and 1, or 0 and 255 in 16 bits, as black and white.
+
+    ImageError if it has another number of values, two that are both bright, several colours, or transparency.
+    """
+    with opener() as image:
+        info, deep = dict(image.info), is_deep(image)
+        values = np.asarray(image.values if isinstance(image, DeepImage) else image.convert("L"))
+        clear = isinstance(image, Image.Image) and image.has_transparency_data
+    values = read_deep(opener) if deep else values
+    grey = values[..., 0] if values.ndim == 3 else values
+    found = np.unique(grey)
+    bright = len(found) == 2 and values.dtype.kind in "iu" and found[0] > np.iinfo(values.dtype).max // 2
+    if clear or bright or len(found) != 2 or (values.ndim == 3 and (values != grey[..., None]).any()):
+        raise ImageError("no image of two values")
+    return DeepImage((grey == found[1]).astype(np.float32), info)
 
 
 def _deep_colours(opener: Opener, info: dict[Any, Any]) -> DeepImage:
@@ -334,11 +352,14 @@ def _eight_bit(image: Image.Image, ranges: Ranges | None, full: int) -> tuple[Im
     clear = image.info.get("transparency")
     if isinstance(clear, int):  # the value that is transparent, of a PNG
         grey.putalpha(Image.fromarray(np.where(values == clear, 0, 255).astype(np.uint8)))
-    return grey, _deep_actions(values)
+    return grey, _deep_actions(values, ranges)
 
 
-def _deep_actions(values: NDArray[Any]) -> list[str]:
-    return ["float" if values.dtype.kind == "f" else "sixteen_bit"]
+def _deep_actions(values: NDArray[Any], ranges: Ranges | None) -> list[str]:
+    actions, floating = ["float" if values.dtype.kind == "f" else "sixteen_bit"], values.dtype.kind == "f"
+    if ranges is not None and ranges.clip and (own := ranges.of(values)) and (extent := extent_of(values)):
+        actions += ["clipped"] * (not own.holds(extent, floating))
+    return actions
 
 
 def _square(image: Image.Image, size: int, original: tuple[int, int], scale: int) -> Image.Image:

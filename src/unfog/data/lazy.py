@@ -17,6 +17,7 @@ from unfog.cores import thread_pool
 from unfog.data.data_report import SkippedFile
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.decode_pool import PixelFormat, decode_with_retries, thread_count
+from unfog.data.files.file_rows import FileRows
 from unfog.data.outages import Outage
 from unfog.data.permutation import epoch_keys, permute
 from unfog.data.scan import COLOURS_SAMPLED, Scan
@@ -203,6 +204,8 @@ class PendingDecode:
 
 def outage_of(images: ImageSet) -> Outage | None:
     """Return the outage of the source that these images are read from while training, if they are."""
+    if isinstance(images.pixels, FileRows):
+        return images.pixels.waits
     return images.pixels.source.outage if isinstance(images.pixels, LazyPixels) else None
 
 
@@ -220,7 +223,7 @@ def lazy_dataset(scan: Scan) -> Dataset:
     held = scan.held_out_indices()
     matters = (scan.stamp, settings.size, settings.channels, settings.background, scan.classes)
     # Only where there is one, as runs exist from before there was this setting.
-    state = repr((*matters, settings.range) if settings.range else matters)
+    state = repr((*matters, *((settings.range,) if settings.range else ()), *("clip",) * settings.clip))
 
     def subset(inside: bool) -> ImageSet:
         count, index = (len(held), held.__getitem__) if inside else (n - len(held), partial(_training_index, held))

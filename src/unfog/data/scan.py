@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +23,7 @@ from unfog.data.sources.base import ImageError, MissingImageError, Source, Trans
 from unfog.data.sources.image_files import ARCHIVE_GONE, CHANGED, GONE, image_error
 from unfog.data.sources.label_tables import strip_shard
 from unfog.data.sources.labels import apply_label_table, labels_setting, read_labels
-from unfog.data.values.value_range import FULL_RANGE, Extent, Ranges, ValueRange, extent_of
+from unfog.data.values.value_range import FULL_RANGE, Extent, Ranges, ValueRange, extent_of, outward
 from unfog.errors import RequestError, RunError
 from unfog.text import sanitize
 
@@ -33,6 +33,7 @@ COLOURS_SAMPLED = 64
 
 # Images, evenly spread, whose headers say whether values are deeper than 8 bits; of a network, a read each.
 _RANGES_SAMPLED, _RANGES_SAMPLED_REMOTE = 256, 64
+_MANY_BEYOND = 0.05  # share of images, or of values to cut, beyond a given range from which on that is said
 _VALUES_READ, _FEWEST_VALUES_READ = 64_000_000, 16  # pixels of those that are, and at least so many images
 
 T = TypeVar("T")
@@ -84,28 +85,35 @@ class Scan:
         return cls(
             *(source, settings, classes, labels, stamp, file_bytes, settings.size, settings.channels),
             channels_certain=settings.channels != 0,
-            ranges=Ranges.of_setting(settings.range),
+            ranges=Ranges.of_setting(settings.range, settings.clip),
             warnings=tuple(warnings),
         )
 
     def resolve(self, began: bool = False) -> Scan:
         """Choose size, channels and ranges of values, where left open, from a sample of images.
 
-        `began` is True for a run that began without `data.range`: its integers keep the range of their type.
+        `began` is True for a run that has begun: without `data.range`, its integers keep the range of their type.
 
         Raises:
-            RequestError: most images have values of an unknown range.
+            RequestError: most images have values of an unknown range, or many have values beyond a given one.
             RunError: an image cannot be read now.
         """
         size, ranges, settings = self.size or _choose_size(self.source), self.ranges, self.settings
+        warnings = [] if began or not settings.range else check_range(self.source, ranges)
         # A run on remote shards, some of which may have failed since, has the range of its values in its settings.
         if not settings.range and not (began and self.source.remote):
-            ranges = find_ranges(self.source, integers=not began)
+            ranges = find_ranges(self.source, integers=not began)._replace(clip=settings.clip)
             settings = settings if began else replace(settings, range=ranges.setting)
+            if began and ranges.floats is not None:
+                warnings.append(
+                    f"floating point is read by one range of the set, {ranges.floats}; a run from before there was "
+                    "data.range read each image by its own range, so images of another range look different now"
+                )
         format = PixelFormat(size, 3, self.background, ranges)
         channels = self.channels or _guess_channels(self.source, format)
         certain = self.channels_certain or channels == 3
-        return replace(self, settings=settings, size=size, channels=channels, channels_certain=certain, ranges=ranges)
+        found = replace(self, size=size, channels=channels, channels_certain=certain)
+        return replace(found, settings=settings, ranges=ranges, warnings=(*self.warnings, *warnings))
 
     def as_rgb(self) -> Scan:
         """Return the scan for RGB, after an image in colour was found among grey ones."""
@@ -250,23 +258,58 @@ def find_ranges(source: Source, integers: bool = True) -> Ranges:
     Without `integers`, these keep the range of their type. RequestError if most images have values of an unknown range,
     RunError if an image cannot be read now.
     """
+    extents: dict[bool, list[Extent]] = {True: [], False: []}  # of floating point, and of integers
+    for values in _deep_values(source):
+        if (extent := extent_of(values)) is not None:
+            extents[values.dtype.kind == "f"].append(extent)
+    name = sanitize(source.name)
+    floats = ValueRange.of_floats(extents[True], name) if extents[True] else None
+    whole = ValueRange.of_integers(extents[False], name) if extents[False] and integers else None
+    # The range of the type needs no setting, unless one of floating point would hold for both.
+    return Ranges(None if whole == FULL_RANGE and floats is None else whole, floats)
+
+
+def check_range(source: Source, ranges: Ranges) -> list[str]:
+    """Compare the values of a sample with ranges that were given. Return warnings.
+
+    RequestError if many images have values beyond them, which are not to be cut; RunError if one cannot be read now.
+    """
+    extents, beyond, cut, every = list[Extent](), 0, 0, 0
+    for values in _deep_values(source):
+        own, extent, floating = ranges.of(values), extent_of(values), values.dtype.kind == "f"
+        if own is not None and extent is not None:
+            extents.append(extent)
+            every += values.size
+            if not own.holds(extent, floating):
+                beyond += 1
+                cut += int(((values < own.low) | (values > own.high)).sum())
+    given, name = " ".join(f"{value:g}" for value in ranges.setting), sanitize(source.name)
+    if ranges.clip:
+        share = cut / max(1, every)
+        said = f"{share:.1%} of the values of {name} are beyond data.range = {given}, and are cut at its ends"
+        return [f"{said}; a wider range keeps their differences"] if share > _MANY_BEYOND else []
+    if beyond > max(1, _MANY_BEYOND * len(extents)):
+        least, most = min(low for low, _ in extents), max(high for _, high in extents)
+        low, high = outward(least, most)
+        raise RequestError(
+            f"{beyond:,} of {len(extents):,} images of {name} that were looked at have values beyond data.range = "
+            f"{given}: they are from {least:.4g} to {most:.4g}; give --data.range {low:.10g} {high:.10g}, or "
+            "--data.clip to cut values at the ends of the range"
+        )
+    return []
+
+
+def _deep_values(source: Source) -> Iterator[NDArray[Any]]:
+    """Yield the values of the images deeper than 8 bits in a sample, whose headers are read first."""
     deep = list[tuple[int, int]]()  # (image, its pixels)
     for i in _spread(len(source.names), _RANGES_SAMPLED_REMOTE if source.remote else _RANGES_SAMPLED):
         with suppress(ImageError):
             if pixels := _read_now(source, i, _deep_pixels):
                 deep.append((i, pixels))
     most = max(_FEWEST_VALUES_READ, _VALUES_READ // max((pixels for _, pixels in deep), default=1))
-    extents: dict[bool, list[Extent]] = {True: [], False: []}  # of floating point, and of integers
     for k in _spread(len(deep), most):
         with suppress(ImageError):
-            values = _read_now(source, deep[k][0], read_deep)
-            if (extent := extent_of(values)) is not None:
-                extents[values.dtype.kind == "f"].append(extent)
-    name = sanitize(source.name)
-    floats = ValueRange.of_floats(extents[True], name) if extents[True] else None
-    whole = ValueRange.of_integers(extents[False], name) if extents[False] and integers else None
-    # The range of the type needs no setting, unless one of floating point would hold for both.
-    return Ranges(None if whole == FULL_RANGE and floats is None else whole, floats)
+            yield _read_now(source, deep[k][0], read_deep)
 
 
 def _deep_pixels(opener: Opener) -> int:

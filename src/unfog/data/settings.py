@@ -13,6 +13,7 @@ from unfog.settings import check_bounds, setting
 LABELS = ("auto", "folders", "none")
 # Values of `Data.labels`, and suffixes of the tables that it may name instead.
 TABLES = (".csv", ".tsv", ".jsonl", ".ndjson")
+_TABLE = re.compile(r"(.*\.(?:csv|tsv|jsonl|ndjson))(?::(?:([^,]+),)?([^,]+))?", re.IGNORECASE | re.DOTALL)
 
 # Settings that act in training, so that a pack does not depend on them.
 TRAINING_ONLY = ("flip", "jitter", "crop", "augment", "upright", "cache", "cache_limit", "failed_shards")
@@ -32,8 +33,10 @@ class Data:
     """Colour put behind transparent pixels: a name such as "white", or "#rrggbb"."""
     range: tuple[float, ...] = setting((), affects="objective", resume="force", added_later=True)
     """Values of 16-bit, 32-bit and floating-point images that become black and white; auto = that of the set."""
+    clip: bool = setting(False, affects="objective", resume="force", added_later=True)
+    """Cut values beyond `range` at its ends; without it, images with such values are left out."""
     labels: str = setting("auto", affects="nothing", resume="free")
-    """Classes: folders = the top sub-folders, or what shards say; none; auto = whichever fit; or a .csv or .jsonl."""
+    """Classes: folders = the top sub-folders, or what shards say; none; auto = whichever fit; or TABLE[:FILE,LABEL]."""
     flip: bool = setting(False, short="flip", resume="free", common=True)
     """Mirror half of the images left to right; off, as text and digits do not survive it."""
     jitter: float = setting(0.0, at_least=0, at_most=1, usual="0.05 to 0.2", resume="free")
@@ -72,10 +75,8 @@ class Data:
     """Share of the remote shards read while training that may fail; other images replace theirs. 0 = none."""
 
     def __post_init__(self) -> None:
-        if self.labels not in LABELS and not self.labels.lower().endswith(TABLES):
-            close = difflib.get_close_matches(self.labels, LABELS, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise RequestError(f"labels = {self.labels!r} is not auto, folders, none or a .csv or .jsonl file{hint}")
+        if self.labels not in LABELS:
+            table_and_columns(self.labels)
         if self.size != 0 and not 4 <= self.size <= 4096:
             raise RequestError(f"size = {self.size} is out of range; give 4 to 4096 pixels, or 0 to choose it")
         if self.channels not in (0, 1, 3):
@@ -88,6 +89,21 @@ class Data:
             )
         check_bounds(self)
         bytes_of(self.cache_limit)
+
+
+def table_and_columns(labels: str) -> tuple[str, tuple[str, str]]:
+    """Split "t.csv:id,breed" into the path of the table and its columns of files and of labels, "" to find one.
+
+    RequestError if the text names no table.
+    """
+    if match := _TABLE.fullmatch(labels):
+        return match[1], ((match[2] or "").strip(), (match[3] or "").strip())
+    close = difflib.get_close_matches(labels, LABELS, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    raise RequestError(
+        f"labels = {labels!r} is not auto, folders, none, or a .csv or .jsonl file, with columns as in "
+        f"t.csv:file,label{hint}"
+    )
 
 
 def bytes_of(text: str) -> int:

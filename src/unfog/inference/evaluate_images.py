@@ -76,8 +76,9 @@ def _load_both(images: str, reference: str, size: int, stop: StopSignals) -> tup
         )
     channels = [one.train.pixels.shape[1] for one in (samples, real)]
     values = _shared_range(samples, real)
-    if values != samples.settings.range or channels[0] < max(channels):  # grey ones are compared as RGB
-        samples = _load(images, side, max(channels), stop, values)
+    other = values != samples.settings.range
+    if other or channels[0] < max(channels):  # grey ones are compared as RGB
+        samples = _load(images, side, max(channels), stop, values, clip=other)
     if channels[1] < max(channels):
         real = _load(reference, side, max(channels), stop)
     check_enough(len(real.train), "the reference")
@@ -94,9 +95,16 @@ def _shared_range(samples: Dataset, real: Dataset) -> tuple[float, ...]:
     return other or (FULL_RANGE.low, FULL_RANGE.high)
 
 
-def _load(source: str, size: int, channels: int, stop: StopSignals, value_range: tuple[float, ...] = ()) -> Dataset:
+def _load(
+    source: str,
+    size: int,
+    channels: int,
+    stop: StopSignals,
+    value_range: tuple[float, ...] = (),
+    clip: bool = False,
+) -> Dataset:
     base = Config(source=source)
-    data = replace(base.data, size=size, channels=channels, held_out=0.0, labels="none", range=value_range)
+    data = replace(base.data, size=size, channels=channels, held_out=0.0, labels="none", range=value_range, clip=clip)
     # A batch of one, as there is no training that could want more images than there are.
     dataset, _ = load_images(replace(base, data=data, training=replace(base.training, batch=1)), stop)
     return dataset

@@ -22,11 +22,11 @@ from unfog.errors import RunError
 from unfog.evaluation.metrics import MetricResult
 from unfog.inference.compare_images import Comparison
 from unfog.pipeline.generate import GenerationSettings
-from unfog.process.machine_key import seal_of
 from unfog.reporting.image_grids import Pixels
 from unfog.reporting.notebook import preformatted
 from unfog.reporting.progress import align_columns
 from unfog.safe_files import LARGEST_TEXT, make_folder, read_file, write_atomic
+from unfog.seals import is_sealed, seal_of, seal_of_object
 from unfog.text import without_secrets
 from unfog.training.distributed.world import World
 
@@ -103,7 +103,10 @@ class Evaluation:
     def write(self, path: Path, key: bytes) -> None:
         """Write the file with a seal, by which `read` knows what was measured with the same key."""
         run, stored = path.parent.parent, json.loads(self.to_json())
-        text = json.dumps({**stored, "seal": _seal(key, path, stored)}, indent=2, allow_nan=False) + os.linesep
+        text = (
+            json.dumps({**stored, "seal": seal_of_object(key, path.name, stored)}, indent=2, allow_nan=False)
+            + os.linesep
+        )
         make_folder(path.parent, run)
         write_atomic(path, text.encode(), run, private=True, shared=True)  # sources may be URLs with credentials
 
@@ -121,17 +124,13 @@ class Evaluation:
         """
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             stored = json.loads(read_file(path, path.parent.parent, LARGEST_TEXT))
-            seal = str(stored.pop("seal", ""))
-            if key is not None and not hmac.compare_digest(seal.encode(), _seal(key, path, stored).encode()):
+            if key is not None and not is_sealed(key, path.name, stored):
                 return None
+            stored.pop("seal", None)
             if stored.pop("format") == FORMAT:
                 measured = [MetricResult(**one) for one in stored.pop("measured")]
                 return cls(measured=measured, **stored)
         return None
-
-
-def _seal(key: bytes, path: Path, stored: Mapping[str, Any]) -> str:
-    return seal_of(key, path.name, json.dumps(stored, sort_keys=True).encode()).hex()
 
 
 def _table_row(one: MetricResult) -> tuple[str, ...]:

@@ -44,14 +44,15 @@ def model_card(run: LoadedRun, settings: CardSettings) -> str:
     """Return the README.md of an export."""
     title = sanitize(settings.name.rpartition("/")[2] or run.path.resolve().name)
     evaluations = _evaluations(run)
-    measured = [one for evaluation, _ in evaluations for one in evaluation.measured if one.value is not None]
+    every = [(one, here) for evaluation, here in evaluations for one in evaluation.measured]
+    measured = [(one, here) for one, here in every if one.value is not None]
     data = _data(run)
     front = {
         **({"license": settings.license} if settings.license else {}),
         "library_name": _LIBRARIES[settings.format],
         "pipeline_tag": _TASK,
         "tags": ["unfog", "diffusion", *(["class-conditional"] if run.config.classes else [])],
-        "metrics": sorted({one.metric for one in measured}),
+        "metrics": sorted({one.metric for one, _ in measured}),
         "model-index": [{"name": title, "results": _results(data.name, measured)}],
     }
     if not measured:  # the Hub refuses an index without results
@@ -187,14 +188,15 @@ def _metric_row(one: MetricResult) -> tuple[str, ...]:
     return one.metric, value or "refused", error, interval, real, *counts, features
 
 
-def _results(dataset: str, measured: Sequence[MetricResult]) -> list[dict[str, Any]]:
+def _results(dataset: str, measured: Sequence[tuple[MetricResult, bool]]) -> list[dict[str, Any]]:
     """Return the results of the Hub's model-index; a name carries the error, for which the index has no field."""
     metrics = []
-    for one in measured:
+    for one, here in measured:
         facts = [f"n = {one.n:,}"]
         facts += [f"features {one.features}"] if one.features != "none" else []
         facts += [f"standard error {one.error:.3g}"] if one.error is not None else []
         facts += [f"95% {one.low:.4g} to {one.high:.4g}"] if one.low is not None and one.high is not None else []
+        facts += [] if here else ["not measured on the machine that wrote this card"]
         metrics.append({"type": one.metric, "value": one.value, "name": f"{one.metric} ({', '.join(facts)})"})
     return [{"task": {"type": _TASK}, "dataset": {"name": dataset, "type": dataset}, "metrics": metrics}]
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import shutil
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +20,7 @@ from unfog.config.schema import Config
 from unfog.config.toml import of_type
 from unfog.config.values import quote
 from unfog.data.augmentation import to_model_range
-from unfog.data.decode import ImageInfo, decode, parse_colour
+from unfog.data.decode import ImageInfo, Opener, decode, parse_colour, spread_two_values
 from unfog.data.files.own_files import XMP
 from unfog.data.prepare import silence_pillow
 from unfog.data.sources.base import ImageError
@@ -28,15 +31,16 @@ from unfog.diffusion.editing import Edit
 from unfog.diffusion.noise import Path as NoisePath
 from unfog.diffusion.noise import Schedule
 from unfog.diffusion.steps import SamplingStep
-from unfog.errors import RequestError
+from unfog.errors import RequestError, RunError
 from unfog.pipeline.generate import to_pixels
 from unfog.pipeline.latents import Decode
 from unfog.reporting.image_grids import Pixels, grid, labelled_strip
 from unfog.safe_files import write_atomic
-from unfog.text import MARK
+from unfog.text import MARK, format_bytes, sanitize
 
 ImageInput = str | PathLike[str] | np.typing.NDArray[Any]
 _DEFAULT_STRENGTH = 0.6
+_WHITE = 128  # of 255
 
 
 def build_edit(
@@ -55,21 +59,17 @@ def build_edit(
         raise RequestError(f"repeats = {repeats} is for inpainting with a mask; give a mask, or omit repeats")
     data = config.data
     # Of the set that the run was trained on, so that the image is as bright as its images.
-    ranges = Ranges.of_setting(data.range) if data.range else None
+    ranges = Ranges.of_setting(data.range, data.clip) if data.range else None
     pixels, facts = _read_image(image, "image", data.size, data.channels, data.background, ranges)
     unknown = None
     if mask is not None:
-        # Black behind a transparent mask: what is not drawn is kept.
-        white, its = _read_image(mask, "mask", config.data.size, 1, "black")
+        unknown, its = _read_mask(mask, data.size)
         if (its.width, its.height) != (facts.width, facts.height):
             raise RequestError(
                 f"the mask has {its.width} x {its.height} pixels and the image {facts.width} x "
                 f"{facts.height}; the mask must have the size of the image, and be white where it is to be "
                 "painted"
             )
-        unknown = torch.from_numpy(white >= 128)  # resizing leaves greys at the edges of the white
-        if not unknown.any():
-            raise RequestError("the mask is black everywhere, so there is nothing to paint; make those areas white")
     # Behind a mask nothing of the old pixels is wanted; without one, at full strength nothing of the image is left.
     usual = _DEFAULT_STRENGTH if mask is None else 1.0
     return Edit(
@@ -80,12 +80,39 @@ def build_edit(
     )
 
 
+def _read_mask(given: ImageInput, size: int) -> tuple[torch.Tensor, ImageInfo]:
+    """Return (bool [1, size, size]: True for pixels to paint anew; properties of the mask).
+
+    Of a mask of two values, such as 0 and 1, the larger one is white, unless both are bright. Of another one, white is
+    what reaches half of the range of its type.
+    """
+    # Black behind a transparent mask: what is not drawn is kept.
+    read = partial(_read_image, given, "mask", size, 1, "black")
+    try:
+        white, facts = read(through=spread_two_values)
+    except RequestError:
+        white, facts = read()
+    unknown = torch.from_numpy(white >= _WHITE)  # resizing leaves greys at the edges of the white
+    if not unknown.any():
+        raise RequestError(
+            "the mask is black everywhere, so there is nothing to paint; make those areas white: half of what the type "
+            "of its values holds, 128 in 8 bits, 32768 in 16"
+        )
+    return unknown, facts
+
+
 def _read_image(
-    given: ImageInput, what: str, size: int, channels: int, background: str, ranges: Ranges | None = None
+    given: ImageInput,
+    what: str,
+    size: int,
+    channels: int,
+    background: str,
+    ranges: Ranges | None = None,
+    through: Callable[[Opener], Image.Image | DeepImage] = lambda opener: opener(),
 ) -> tuple[Pixels, ImageInfo]:
     """Return uint8 [channels, size, size] decoded as training images are: upright and centre-cropped.
 
-    Without `ranges`, values deeper than 8 bits are scaled by those of the image.
+    Without `ranges`, values deeper than 8 bits are scaled by those of the image. `through` opens the image.
     """
 
     def opener() -> Image.Image | DeepImage:
@@ -106,7 +133,7 @@ def _read_image(
             )
     try:
         with silence_pillow():
-            return decode(opener, size, channels, parse_colour(background), ranges)
+            return decode(partial(through, opener), size, channels, parse_colour(background), ranges)
     except ImageError as error:
         named = quote(str(path)) if path else "the array"
         reason = "there is no such file" if path and not path.exists() else error
@@ -198,11 +225,21 @@ class DenoisingAnimation:
         self._frames.append(to_pixels(self._decode(scaled)).permute(0, 2, 3, 1).cpu().numpy())
 
     def save(self, file: Path, samples: Pixels) -> None:
-        """Write the animation in the format of the suffix; its last frame is the samples, uint8 [N, H, W, C]."""
+        """Write the animation in the format of the suffix; its last frame is the samples, uint8 [N, H, W, C].
+
+        RunError if there is no room for it, or the video cannot be encoded.
+        """
         frames = [grid(frame) for frame in [*self._frames, samples[: len(self._frames[0])]]]
         each = round(1000 * min(0.2, max(0.03, _SECONDS / len(frames))))
-        data = _mp4(frames, each) if file.suffix == ".mp4" else _by_pillow(frames, each, file.suffix[1:].upper())
-        write_atomic(file, data, file.parent, shared=True)
+        try:
+            data = _mp4(frames, each) if file.suffix == ".mp4" else _by_pillow(frames, each, file.suffix[1:].upper())
+            write_atomic(file, data, file.parent, shared=True)
+        except OSError as error:
+            reason = error.strerror or str(error).partition("\n")[0]
+            raise RunError(
+                f"the animation {sanitize(str(file))} cannot be written ({reason}); the samples are whole: free some "
+                "space there, then repeat the command"
+            ) from error
 
 
 def _by_pillow(frames: list[Pixels], each: int, form: str) -> bytes:
@@ -215,7 +252,7 @@ def _by_pillow(frames: list[Pixels], each: int, form: str) -> bytes:
 
 
 def _mp4(frames: list[Pixels], each: int) -> bytes:
-    """Return an MP4 of frames that last `each` milliseconds."""
+    """Return an MP4 of frames that last `each` milliseconds. RunError if it cannot be encoded in TMPDIR."""
     import imageio_ffmpeg
 
     # Its colours are stored for squares of two pixels, so that both sides must be even.
@@ -223,12 +260,23 @@ def _mp4(frames: list[Pixels], each: int) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "denoising.mp4"
         writer = imageio_ffmpeg.write_frames(
-            str(file), (width, height), fps=1000 / each, quality=8, macro_block_size=2, ffmpeg_log_level="error"
+            str(file), (width, height), fps=1000 / each, quality=8, macro_block_size=2, ffmpeg_log_level="quiet"
         )
-        # The library's generator begins the file at its first send.
-        writer.send(None)
-        for frame in [*frames, *frames[-1:] * round(_LAST / each)]:
-            padding = [(0, height - frame.shape[0]), (0, width - frame.shape[1]), (0, 0)]
-            writer.send(np.ascontiguousarray(np.pad(frame, padding, mode="edge")))
-        writer.close()
-        return file.read_bytes()
+        try:
+            # The library's generator begins the file at its first send.
+            writer.send(None)
+            for frame in [*frames, *frames[-1:] * round(_LAST / each)]:
+                padding = [(0, height - frame.shape[0]), (0, width - frame.shape[1]), (0, 0)]
+                writer.send(np.ascontiguousarray(np.pad(frame, padding, mode="edge")))
+            writer.close()
+            # A full disk ends ffmpeg without an error here if it is met with the last frames.
+            if imageio_ffmpeg.count_frames_and_secs(str(file))[0] < len(frames):
+                raise OSError("the video is cut off")
+            return file.read_bytes()
+        except (OSError, RuntimeError) as error:
+            free = format_bytes(shutil.disk_usage(folder).free)
+            raise RunError(
+                f"the video cannot be encoded in {sanitize(tempfile.gettempdir())}, which has {free} free "
+                f"({str(error).partition(chr(10))[0][:60]}); the samples are whole: free some space there, or set "
+                "TMPDIR to another folder, then repeat the command"
+            ) from error

@@ -98,6 +98,11 @@ def describe_changes(folder: RunFolder, dataset: Dataset) -> str:
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return ""
     names = f"the {len(before):,} names are the same"
+    if dataset.settings.range == () and "float" in dataset.report.actions:
+        return (
+            f"{names}, but {dataset.report.values}, one range for the set, and the version of Unfog that began the run "
+            "read each image by its own range: resume with that version, which config.toml names"
+        )
     if facts:
         return "; ".join([names, *facts])
     if [*before] != [*after]:

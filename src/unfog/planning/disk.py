@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset
+from unfog.data.files.file_rows import FileRows
 from unfog.errors import RequestError
 from unfog.pipeline.build import build_network, zero_batch
 from unfog.process.run_folder import next_folder
@@ -106,7 +107,7 @@ def disk_lines(config: Config, prepared: Dataset, in_memory: int) -> tuple[list[
     """Return lines on what a run writes, with `in_memory` bytes of decoded images, and findings about room for it."""
     lines: list[str] = []
     if not in_memory and config.data.cache != "none":
-        there = isinstance(prepared.train.pixels, np.ndarray)
+        there = isinstance(prepared.train.pixels, np.ndarray | FileRows)
         when = "in the cache already" if there else "which the run decodes first"
         lines.append(f"{format_bytes(decoded_bytes(prepared, config))} of decoded images, {when}")
     if config.uses_latents:

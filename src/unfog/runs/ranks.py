@@ -88,15 +88,15 @@ class StoppableHooks(TrainingHooks):
 
 def watch_outages(dataset: Dataset, config: Config, world: World, stop: StopSignals, **notice: Any) -> None:
     """Report outages of the images of a run on this rank; `notice` are further arguments of `OutageNotice`."""
-    outage = outage_of(dataset.train)
-    if outage is None:
-        return
-    if world.size > 1:  # the process group does not wait for longer
-        outage.patience = min(outage.patience, config.training.timeout)
-    world.announce_stop(lambda: stop.received is not None)
-    outage.on_wait = OutageNotice(
-        stop, outage.patience, set_phase=world.set_phase, stopped_elsewhere=world.stopped_elsewhere, **notice
-    )
+    for images in (dataset.train, dataset.as_network_input.train):
+        if (outage := outage_of(images)) is None:
+            continue
+        if world.size > 1:  # the process group does not wait for longer
+            outage.patience = min(outage.patience, config.training.timeout)
+        world.announce_stop(lambda: stop.received is not None)
+        outage.on_wait = OutageNotice(
+            stop, outage.patience, set_phase=world.set_phase, stopped_elsewhere=world.stopped_elsewhere, **notice
+        )
 
 
 def broadcast_config(

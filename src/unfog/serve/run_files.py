@@ -20,9 +20,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 from PIL import Image
 
-from unfog.data.decode import to_eight_bits
+from unfog.data.decode import is_deep, spread_two_values, to_eight_bits
+from unfog.data.sources.base import ImageError
 from unfog.data.sources.image_files import image_error, open_bytes
 from unfog.errors import RequestError
 from unfog.process.heartbeat import Heartbeat
@@ -187,12 +189,20 @@ def _read_webp(path: Path, run: Path) -> bytes:
 
 
 def decode_picture(data: bytes, name: str) -> Image.Image:
-    """Return the pixels of an image file, RGB. RequestError if it cannot be decoded, or has too many."""
+    """Return the pixels of an image file, RGB. RequestError if it cannot be decoded, or has too many.
+
+    An image of two values deeper than 8 bits, which is a mask, becomes black and white.
+    """
     try:
         image = open_bytes(data, name)
         if image.width * image.height > MOST_PIXELS:
             raise RequestError(f"{name} has over {MOST_PIXELS / 1e6:.0f} megapixels")
-        return to_eight_bits(image).convert("RGB")
+        deep, picture = is_deep(image), to_eight_bits(image).convert("RGB")
+        if deep:
+            with suppress(ImageError):  # a mask of 0 and 1, or of 0 and 255, in 16 bits
+                white = spread_two_values(lambda: open_bytes(data, name)).values
+                return Image.fromarray((white * 255).astype(np.uint8)).convert("RGB")
+        return picture
     except RequestError:
         raise
     except Exception as error:  # Pillow's readers fail in many ways on a damaged file

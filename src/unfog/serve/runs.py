@@ -11,13 +11,14 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from unfog.process.console_log import LOG_FILE
 from unfog.process.heartbeat import Heartbeat
+from unfog.process.run_place import PATIENCE, folder_identity
 from unfog.process.run_status import RunStatus, best_metric, find_runs
 from unfog.reporting.records import ALIVE, Row, read_events, read_metrics
 from unfog.safe_files import disk_usage
@@ -60,6 +61,8 @@ class RunEntry:
     kept: dict[str, tuple[object, Any]] = field(default_factory=dict)
     """What was read of files that seldom change, by their names: state of the file, and the result."""
     used: float = 0.0
+    away_since: float | None = None
+    """Time (`time.monotonic`) since which its folder cannot be reached; None while it can be."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while the columns are read."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -73,6 +76,7 @@ class RunEntry:
 
     def __post_init__(self) -> None:
         # Texts: each is looked at in every tick, and a Path takes longer to make than a file to look at.
+        self._identity = folder_identity(self.path)
         self._record_files = [os.path.join(self.path, name) for name in _RECORDS]
         self._samples_folder = os.path.join(self.path, "samples")
         self.drop_columns()
@@ -113,9 +117,34 @@ class RunEntry:
         value: T = self.kept[name][1]
         return value
 
+    def is_out_of_reach(self) -> bool:
+        """Return True if its folder cannot be looked at, or another one is at its path; False if it was removed."""
+        try:
+            with os.scandir(self.path) as entries:  # which no cache of the system answers
+                next(entries, None)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:
+            return True
+        return folder_identity(self.path) != self._identity
+
+    def set_away(self, away: bool) -> bool:
+        """Note whether the folder can be reached. Return True if that has changed."""
+        if away == (self.away_since is not None):
+            return False
+        self.away_since = time.monotonic() if away else None
+        if away and self.status is not None:
+            reason = "its disk or mount cannot be reached"
+            self.status = replace(self.status, state="unreadable", detail=reason)
+        if not away:
+            self._identity, self._stamp = folder_identity(self.path), ()  # the disk may number its files anew
+        return True
+
     def refresh(self) -> bool:
         """Read what has changed. Return True if anything has. One thread at a time reads; others wait for it."""
         with self._reading:
+            if self.away_since is not None:
+                return False
             try:
                 return self._refresh()
             except Exception as error:  # what nobody foresaw in one run must not hide all others
@@ -127,6 +156,8 @@ class RunEntry:
 
     def _refresh(self) -> bool:
         found = dict(zip(_RECORDS, map(stat_of, self._record_files)))
+        if found["config.toml"] is None and self.status is not None and self.is_out_of_reach():
+            return self.set_away(True)
         samples = stat_of(self._samples_folder)
         # No file changes when a process is killed or suspended.
         beat = (Heartbeat.read(self.path) or {}) if self.running else {}
@@ -198,6 +229,7 @@ class RunList:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._entries: dict[int, RunEntry] = {}
+        self._identity = folder_identity(folder)
         self._lock = threading.RLock()
         self._ticks, self._scanned = 0, -math.inf
 
@@ -212,7 +244,10 @@ class RunList:
         return len(self._entries)
 
     def scan(self, seldom: bool = False) -> bool:
-        """Search the folder; `seldom`: at most every three seconds. Return True if runs have come or gone."""
+        """Search the folder; `seldom`: at most every three seconds. Return True if runs have come or gone.
+
+        Runs whose disk or mount is gone stay in the list for ten minutes.
+        """
         with self._lock:
             if seldom and time.monotonic() - self._scanned < _RESCAN_SECONDS:
                 return False
@@ -222,9 +257,22 @@ class RunList:
             except OSError:  # not made yet, or gone
                 paths = []
             known = {entry.path: entry for entry in self}
+            away = self._out_of_reach(known, paths)
+            numbers = {entry.id for entry in away}
+            changed = [entry.set_away(entry.id in numbers) for entry in known.values()]
+            kept = [entry for entry in away if time.monotonic() - (entry.away_since or 0) < PATIENCE]
             found = [known.get(path) or self._entry(path) for path in paths]
-            before, self._entries = self._entries.keys(), {entry.id: entry for entry in found}
-            return before != self._entries.keys()
+            before = self._entries.keys()
+            self._entries = {entry.id: entry for entry in sorted([*found, *kept], key=lambda one: one.path)}
+            return before != self._entries.keys() or any(changed)
+
+    def _out_of_reach(self, known: Mapping[Path, RunEntry], paths: Sequence[Path]) -> list[RunEntry]:
+        """Return the known runs that were not found, as they, or the folder of all, cannot be reached."""
+        missing, now = [entry for path, entry in known.items() if path not in paths], folder_identity(self.folder)
+        if now != self._identity and missing and len(missing) == len(known):
+            return missing
+        self._identity = now
+        return [entry for entry in missing if entry.is_out_of_reach()]
 
     def tick(self, everything: bool = False) -> list[RunEntry]:
         """Look at the runs once, at those that do not run more seldom. Return those that have changed."""

@@ -119,7 +119,13 @@ class TaskList:
             running = [task for task in self.list() if task.status is None]
             if len(running) >= _MOST_RUNNING:
                 raise RequestError(f"{len(running)} commands of this page are running; wait for one, or stop it")
-            output = tempfile.TemporaryFile("a+b", buffering=0)  # noqa: SIM115  # open as long as the task is listed
+            try:
+                output = tempfile.TemporaryFile("a+b", buffering=0)  # noqa: SIM115  # open as long as the task is listed
+            except OSError as error:
+                raise RequestError(
+                    f"no temporary file can be made ({error.strerror}); free some space in TMPDIR, or start the server "
+                    "with TMPDIR set to another folder"
+                ) from None
             shown, secrets = hide_secrets(words)
             process = subprocess.Popen(
                 python_command("unfog", *shown),

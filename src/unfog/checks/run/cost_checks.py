@@ -71,7 +71,7 @@ def _pack(config: Config) -> str:
     if data.background != Data().background:
         command += f" --data.background {shlex.quote(data.background)}"
     if data.range:
-        command += f" --data.range {' '.join(f'{value:.17g}' for value in data.range)}"
+        command += f" --data.range {' '.join(f'{value:.17g}' for value in data.range)}{' --data.clip' * data.clip}"
     return command
 
 

@@ -26,8 +26,10 @@ from torch import Tensor
 
 from unfog.cache_folder import cache_folder, hold, make_room
 from unfog.data.cache import free_bytes, over_limit, remove_stale_entries
-from unfog.data.dataset import ImageSet
+from unfog.data.dataset import ImageSet, PixelArray
 from unfog.data.decode_pool import Progress
+from unfog.data.files.file_rows import FileRows, is_local
+from unfog.data.outages import Outage
 from unfog.data.packs.pack_journal import BusyError, locked, sync
 from unfog.device_copies import to_device
 from unfog.errors import RequestError, RunError
@@ -61,7 +63,7 @@ _Encode = Callable[[NDArray[np.uint8]], NDArray[np.float32]]
 class LatentArrays(NamedTuple):
     """The latents of some sets of images, one set behind the other."""
 
-    latents: NDArray[np.float16]
+    latents: NDArray[np.float16] | FileRows
     """[N, K, C, H, W]."""
     rows: NDArray[np.int64]
     """[N], the row of each image in its set."""
@@ -72,7 +74,8 @@ class LatentArrays(NamedTuple):
         for images in sets:
             part = slice(begin, begin + len(images))
             # An ImageSet says uint8 of its pixels, but neither it nor the stream looks at them.
-            latents, labels = cast(NDArray[np.uint8], self.latents[part]), images.labels_of(self.rows[part])
+            some = self.latents.rows(part) if isinstance(self.latents, FileRows) else self.latents[part]
+            latents, labels = cast(PixelArray, some), images.labels_of(self.rows[part])
             fingerprint = f"latents:{key}:{begin}"
             latent_sets.append(replace(images, pixels=latents, labels=labels, known_fingerprint=fingerprint))
             begin += len(images)
@@ -198,7 +201,11 @@ def _open(folder: Path, shape: tuple[int, ...]) -> LatentArrays | None:
         facts = json.loads(read_file(folder / _FACTS, cache_folder(), LARGEST_TEXT))
         sizes = ((folder / _LATENTS).stat().st_size, (folder / _ROWS).stat().st_size)
         if facts == {"format": FORMAT, "shape": list(shape)} and sizes == (2 * math.prod(shape), 8 * shape[0]):
-            latents = np.memmap(regular_file(folder / _LATENTS, cache_folder()), np.float16, "r", shape=shape)
+            file = regular_file(folder / _LATENTS, cache_folder())
+            if is_local(file):
+                latents: NDArray[np.float16] | FileRows = np.memmap(file, np.float16, "r", shape=shape)
+            else:
+                latents = FileRows(file, cache_folder(), np.float16, shape, waits=Outage())
             return LatentArrays(latents, np.fromfile(regular_file(folder / _ROWS, cache_folder()), np.int64))
     return None
 

@@ -29,7 +29,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.data.data_report import DataReport
-from unfog.data.dataset import Dataset, ImageSet
+from unfog.data.dataset import Dataset, ImageSet, PixelArray
+from unfog.data.files.file_rows import FileRows, is_local
+from unfog.data.outages import Outage
 from unfog.data.settings import Data
 from unfog.data.sources.base import LazyNames
 from unfog.errors import RequestError
@@ -110,7 +112,7 @@ class Pack:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The values of PACK_SETTINGS, and of `range`, that the images were prepared with, resolved."""
+        """The values of PACK_SETTINGS, and of `range` and `clip`, that the images were prepared with, resolved."""
         return _stored_settings(self.manifest)
 
     @property
@@ -211,7 +213,7 @@ def _check_manifest(manifest: Mapping[str, Any]) -> None:
         raise ValueError("shape, split or classes are none")
     settings = _stored_settings(manifest)
     Data(**settings)  # raises RequestError for values out of range
-    size, channels, background, labels, held_out, _ = settings.values()
+    size, channels, background, labels, held_out, *_ = settings.values()
     # By type(), as True and 1.0 equal 1, too.
     typed = type(size) is int and type(channels) is int and type(background) is str and type(held_out) in (int, float)
     if not typed or [channels, size, size] != shape[1:]:
@@ -222,7 +224,8 @@ def _check_manifest(manifest: Mapping[str, Any]) -> None:
 
 def _stored_settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
     stored = manifest["settings"]
-    return {name: stored[name] for name in PACK_SETTINGS} | {"range": tuple(map(float, stored.get("range", ())))}
+    added = {"range": tuple(map(float, stored.get("range", ()))), "clip": bool(stored.get("clip", False))}
+    return {name: stored[name] for name in PACK_SETTINGS} | added
 
 
 def _open_files(path: Path, manifest: Mapping[str, Any]) -> tuple[ImageSet, DataReport]:
@@ -237,8 +240,9 @@ def _open_files(path: Path, manifest: Mapping[str, Any]) -> tuple[ImageSet, Data
     if files["pixels.u8"]["bytes"] != math.prod(manifest["shape"]):
         raise ValueError("pixels.u8 does not have that shape")
     offsets = _mapped(path / "names.npy", (n + 1,), np.int64)
-    size = files["names.bin"]["bytes"]
-    text = np.memmap(regular_file(path / "names.bin", path), np.uint8, "r") if size else np.zeros(0, np.uint8)
+    size, names = files["names.bin"]["bytes"], regular_file(path / "names.bin", path)
+    local = not size or is_local(names)
+    text = np.memmap(names, np.uint8, "r") if size and local else np.fromfile(names, np.uint8)
     # The ends are enough here: `_name_at` bounds each name, and a check of all would read the whole file.
     if offsets[0] != 0 or offsets[-1] != size:
         raise ValueError("names.npy does not fit names.bin")
@@ -263,13 +267,16 @@ def _name_at(text: NDArray[np.uint8], offsets: NDArray[np.int64], i: int) -> str
 
 
 def _mapped(path: Path, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-    array = np.load(regular_file(path, path.parent), mmap_mode="r", allow_pickle=False)
+    # All but the pixels take a few bytes an image, so that they are read whole where mapping is not safe.
+    array = np.load(regular_file(path, path.parent), mmap_mode="r" if is_local(path) else None, allow_pickle=False)
     if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous:
         raise ValueError(f"{path.name} holds something else")
     return np.asarray(array)
 
 
-def _mapped_pixels(path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+def _mapped_pixels(path: Path, shape: tuple[int, ...]) -> PixelArray:
+    if not is_local(path):
+        return FileRows(path, path.parent, np.uint8, shape, waits=Outage())
     # Not by np.memmap, which keeps the map that madvise needs to itself.
     with open_file(path, "rb", path.parent) as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -9,6 +9,7 @@ import numpy as np
 from PIL import Image
 
 from unfog.data.dataset import Dataset
+from unfog.data.files.file_rows import FileRows
 from unfog.data.packs.pack import Pack
 from unfog.data.settings import Data
 from unfog.data.sources.base import OpenOptions, Source, SourceLocation
@@ -25,6 +26,8 @@ class PackSource(Source):
         self.names = self.pack.images.names
         self.classes = self.pack.images.classes
         self.labels = self.pack.images.labels
+        if isinstance(self.pack.images.pixels, FileRows) and self.pack.images.pixels.waits is not None:
+            self.outage = self.pack.images.pixels.waits
 
     @classmethod
     def match(cls, location: SourceLocation) -> SourceLocation | None:

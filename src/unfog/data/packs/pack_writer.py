@@ -197,7 +197,8 @@ class _PackWriter:
             "train": result.train,
             "settings": {name: getattr(settings, name) for name in PACK_SETTINGS}
             | {"labels": labels}
-            | ({"range": list(settings.range)} if settings.range else {}),
+            | ({"range": list(settings.range)} if settings.range else {})
+            | ({"clip": True} if settings.clip else {}),
             "classes": list(result.classes),
             "labelled": result.labels is not None,
             "ledger": {key: value for key, value in result.report.to_dict().items() if key != "treatment"},

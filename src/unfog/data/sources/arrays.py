@@ -25,6 +25,7 @@ from PIL import Image
 
 from unfog.cache_folder import cache_folder, hold, make_room
 from unfog.data.cache import remove_stale_entries
+from unfog.data.files.file_rows import FileRows, load_rows
 from unfog.data.sources.base import LazyNames, OpenOptions, Source, SourceLocation
 from unfog.data.sources.folder import sample_digest
 from unfog.data.sources.image_objects import CHANNELS, as_array, channel_axis
@@ -48,8 +49,9 @@ _SHAPES = "[N, H, W], [N, H, W, C] or [N, C, H, W] with C = 1, 3 or 4"
 class ArraySource(Source):
     """Images in a NumPy file; `store` writes one from memory.
 
-    A .npy file is memory-mapped. An .npz file has the images as x, images or arr_0, and may have labels as y or labels:
-    whole numbers or texts, of which each value is a class. RequestError if it cannot be read or holds no images.
+    A .npy file is memory-mapped, or read image by image from a file system that is not local. An .npz file has the
+    images as x, images or arr_0, and may have labels as y or labels: whole numbers or texts, of which each value is a
+    class. RequestError if it cannot be read or holds no images.
     """
 
     suffixes = (".npy", ".npz")
@@ -66,7 +68,10 @@ class ArraySource(Source):
             raise RequestError(f"{sanitize(name)} cannot be read: {reason}; give images, {_SHAPES}") from None
         except zipfile.BadZipFile:
             raise RequestError(f"{sanitize(name)} is not an .npz file, or is damaged") from None
-        self._mapped = isinstance(images, np.memmap)
+        self._mapped = isinstance(images, np.memmap | FileRows)
+        self._rows = images if isinstance(images, FileRows) else None
+        if isinstance(images, FileRows):  # its shape decides how each image is turned
+            images = np.broadcast_to(np.zeros((), images.dtype), images.shape)
         self._images, reading = _as_nhwc(name, images)
         self.reading_warnings = [reading] if reading else []
         self.names = LazyNames("{:08}".format, range(len(images)))
@@ -131,7 +136,11 @@ class ArraySource(Source):
         return path
 
     def open(self, i: int) -> Image.Image | DeepImage:
-        pixels = np.ascontiguousarray(self._images[i])
+        if self._rows is None:
+            pixels = np.ascontiguousarray(self._images[i])
+        else:
+            row = self._rows[i]
+            pixels = np.ascontiguousarray(_as_nhwc(self.name, np.broadcast_to(row, (2, *row.shape)))[0][0])
         if pixels.dtype == np.bool_:
             pixels = pixels.astype(np.uint8) * np.uint8(255)
         if pixels.dtype != np.uint8:
@@ -153,11 +162,11 @@ def _file_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _read(path: Path, name: str) -> tuple[NDArray[Any], NDArray[Any] | None, list[str]]:
+def _read(path: Path, name: str) -> tuple[NDArray[Any] | FileRows, NDArray[Any] | None, list[str]]:
     """Return (images, labels or None, names of other arrays)."""
     if path.suffix.lower() == ".npy":
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-        if not isinstance(array, np.ndarray):
+        array = load_rows(path, path.parent)
+        if not isinstance(array, np.ndarray | FileRows):
             raise ValueError("it is an .npz file by another name")
         return array, None, []
     with zipfile.ZipFile(path) as archive:

@@ -116,6 +116,9 @@ class LabelTable:
     read: Callable[[], bytes]
     """Return its content. Raises OSError or ImageError."""
 
+    columns: tuple[str, str] = ("", "")
+    """Names of the columns of files and of labels; "" to find one by its usual names."""
+
     @classmethod
     def from_path(cls, path: Path) -> LabelTable:
         return cls(str(path), str(path.resolve()), path.read_bytes)
@@ -132,6 +135,12 @@ class LabelTable:
     @property
     def base_name(self) -> str:
         return os.path.basename(self.resolved)
+
+    @property
+    def setting(self) -> str:
+        """The value of `data.labels` that names this table from any working directory."""
+        named = ",".join(filter(None, self.columns))
+        return f"{self.resolved}:{named}" if named else self.resolved
 
 
 class ShardFailures(Protocol):

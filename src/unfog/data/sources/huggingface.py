@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from unfog.cache_folder import cache_folder, cache_limit, hold, make_room
+from unfog.data.files.file_rows import is_local
 from unfog.data.sources.base import ImageError, LazyNames, OpenOptions, Source, SourceLocation
 from unfog.data.sources.folder import files_digest, list_only, sample_digest
 from unfog.data.sources.image_files import open_bytes, open_image
@@ -86,6 +87,7 @@ class HuggingFaceSource(Source):
         state = _parquet_state(local) if there and _is_parquet(local) else str(dataset._fingerprint)
         self._stamp = state, int(dataset.data.nbytes)
         self._image_files = _image_files(_column(self._images, self._column), self._roots[0]) if there else []
+        self.reading_warnings = _mapping_warnings(self.name, dataset)
 
     @classmethod
     def match(cls, location: SourceLocation) -> SourceLocation | None:
@@ -296,6 +298,18 @@ def _check_inside(folder: Path, place: str) -> None:
             f"{sanitize(place)} is not what save_to_disk writes: {sanitize(reason)[:200]}; save it anew, as files in "
             "its own folder"
         ) from None
+
+
+def _mapping_warnings(name: str, dataset: Any) -> list[str]:
+    """Return a line if Arrow files, which `datasets` maps, are on a file system that may be lost."""
+    files = (str(one["filename"]) for one in dataset.cache_files)
+    served = next((file for file in files if not is_local(Path(file))), "")
+    if not served:
+        return []
+    return [
+        f"{sanitize(name)} is mapped from {sanitize(served)}, which is not on a local disk: if its mount is lost, the "
+        "process ends with a bus error (SIGBUS); `unfog pack SOURCE OUT` makes a copy that waits for its mount"
+    ]
 
 
 def _is_packed(file: str) -> bool:

@@ -304,7 +304,7 @@ def _reason(error: Exception) -> str:
         case ImageError():
             return text
         case Image.DecompressionBombError() | Image.DecompressionBombWarning():
-            return f"over {(Image.MAX_IMAGE_PIXELS or 0) / 1e6:.0f} megapixels"
+            return f"over {(Image.MAX_IMAGE_PIXELS or 0) / 1e6:.0f} megapixels, the most that is read: save it smaller"
         case OSError() if error.errno:
             return os_error_reason(error)
         case EOFError():

@@ -59,7 +59,7 @@ def read_table(table: LabelTable, second_names: Mapping[str, str] | None = None)
         content = table.read()
         text = content.decode("utf-8-sig")
         rows = _json_rows(text) if table.base_name.lower().endswith((".jsonl", ".ndjson")) else _csv_rows(text, table)
-        found = _collect_labels(rows, said, second_names or {})
+        found = _collect_labels(rows, table, second_names or {})
     except OSError as error:
         raise RequestError(f"{said} is a table {os_error_reason(error)}; check it") from None
     except ImageError as error:
@@ -72,7 +72,8 @@ def read_table(table: LabelTable, second_names: Mapping[str, str] | None = None)
         raise RequestError(f"{said} is damaged: {str(error)[:100]}; write it again") from None
     if not found:
         raise RequestError(f"{said} has no rows; write a line for each image")
-    return found, hashlib.sha256(content).hexdigest()
+    # Without columns, as the digest was before they could be named.
+    return found, hashlib.sha256(content + "\n".join(table.columns).encode() * any(table.columns)).hexdigest()
 
 
 def _csv_rows(text: str, table: LabelTable) -> Iterator[Mapping[str, Any]]:
@@ -84,8 +85,7 @@ def _csv_rows(text: str, table: LabelTable) -> Iterator[Mapping[str, Any]]:
     header, said = next((line for line in lines if line), []), sanitize(table.name)
     if not header:
         return
-    _find_column(header, _FILE_COLUMNS, "file names", said)  # before dict(zip()) would drop one of two columns
-    _find_column(header, _LABEL_COLUMNS, "labels", said)
+    _find_columns(header, table)  # before dict(zip()) would drop one of two columns
     for values in lines:
         if any(value.strip() for value in values[len(header) :]):
             raise RequestError(
@@ -108,17 +108,17 @@ def _json_rows(text: str) -> Iterator[Mapping[str, Any]]:
             yield row
 
 
-def _collect_labels(rows: Iterable[Mapping[str, Any]], said: str, second_names: Mapping[str, str]) -> dict[str, str]:
+def _collect_labels(
+    rows: Iterable[Mapping[str, Any]], table: LabelTable, second_names: Mapping[str, str]
+) -> dict[str, str]:
+    said = sanitize(table.name)
     spelled = {unicodedata.normalize("NFC", second): first for second, first in second_names.items()}
     found: dict[str, str] = {}
     columns: tuple[str, str] | None = None
     for row in rows:
         if _is_blank(row):
             continue
-        columns = columns or (
-            _find_column(list(row), _FILE_COLUMNS, "file names", said),
-            _find_column(list(row), _LABEL_COLUMNS, "labels", said),
-        )
+        columns = columns or _find_columns(list(row), table)
         file, value = (row.get(column) for column in columns)
         written = unicodedata.normalize("NFC", str(file).strip())  # as `match_rows` compares names
         name = normalize_path(written.replace("\\", "/")) if isinstance(file, str | int) else ""
@@ -143,16 +143,26 @@ def _is_blank(row: Mapping[str, Any]) -> bool:
     return all(value is None or (isinstance(value, str) and not value.strip()) for value in row.values())
 
 
-def _find_column(header: Sequence[str], known: Sequence[str], of: str, said: str) -> str:
-    there: dict[str, list[str]] = {}
+def _find_columns(header: Sequence[str], table: LabelTable) -> tuple[str, str]:
+    """Return the columns of file names and of labels, as the header spells them."""
+    file, label = table.columns
+    return (
+        _find_column(header, (file,) if file else _FILE_COLUMNS, "file names", table),
+        _find_column(header, (label,) if label else _LABEL_COLUMNS, "labels", table),
+    )
+
+
+def _find_column(header: Sequence[str], known: Sequence[str], of: str, table: LabelTable) -> str:
+    said, there = sanitize(table.name), dict[str, list[str]]()
     for name in header:
         there.setdefault(name.strip().lower(), []).append(name)
-    columns = next((there[name] for name in known if name in there), [])
+    columns = next((there[name] for name in map(str.lower, known) if name in there), [])
     if not columns:
-        has = ", ".join(sanitize(name[:30]) for name in list(there)[:8])
-        raise RequestError(
-            f"{said} has no column of {of}, only {has}; call one {known[0]} (or {', '.join(known[1:4])})"
-        )
+        has = ", ".join(sanitize(name[:30]) for name in list(there)[:12]) + ", …" * (len(there) > 12)
+        named = f"called {sanitize(known[0])}" if known[0] in table.columns else f"of {of}"
+        remedy = f"name those of files and labels: --data.labels {sanitize(table.base_name)}:FILE,LABEL"
+        call = "" if known[0] in table.columns else f"call one {known[0]} (or {', '.join(known[1:4])}), or "
+        raise RequestError(f"{said} has no column {named}, only {has}; {call}{remedy}")
     if len(columns) > 1:
         raise RequestError(f"{said} has {len(columns)} columns called {sanitize(columns[0].strip())}; keep one")
     return columns[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,7 @@ from PIL import Image
 
 from unfog.data.data_report import SkippedFile
 from unfog.data.label_checks import are_measurements, check_masks, merge_spellings, warn_of_labels
-from unfog.data.settings import LABELS, TABLES
+from unfog.data.settings import LABELS, TABLES, table_and_columns
 from unfog.data.sources.base import LabelTable, Source
 from unfog.data.sources.label_tables import match_rows, read_table, sort_labels, strip_shard
 from unfog.data.values.deep_image import DeepImage
@@ -126,7 +127,7 @@ class _LabelTableSource(Source):
 
     def __init__(self, source: Source, table: LabelTable) -> None:
         self._source = source
-        self.table_path = table.resolved
+        self.table_setting = table.setting
         self.name, self.resolved = source.name, source.resolved
         self.held_out, self.ignored, self.remote = source.held_out, source.ignored, source.remote
         rows, self._digest = read_table(table, source.second_names)
@@ -169,7 +170,8 @@ def apply_label_table(source: Source, mode: str, warn: Callable[[str], None] = l
 
     Args:
         source: the source.
-        mode: the path of a table, which is also looked for at the top of the source. Or "auto": a table at the top is
+        mode: the path of a table, perhaps with its columns, as in "t.csv:id,breed"; it is also looked for at the top of
+            the source. Or "auto": a table at the top is
             used if the source has no labels of its own, its folders give no classes, every image has a row, and each
             class has four images on average. Or "folders" or "none": no table is used.
         warn: called with a line for each table, and each column of labels of the source's own, that is not used.
@@ -183,15 +185,16 @@ def apply_label_table(source: Source, mode: str, warn: Callable[[str], None] = l
         return _find_labels(source, warn) if mode == "auto" and source.labels is None else source
     if isinstance(source, _LabelTableSource):
         return source
-    table = None if os.path.isfile(os.path.expanduser(mode)) else source.table(os.path.basename(mode))
-    return _LabelTableSource(source, table or LabelTable.find(mode))
+    path, columns = table_and_columns(mode)
+    table = None if os.path.isfile(os.path.expanduser(path)) else source.table(os.path.basename(path))
+    return _LabelTableSource(source, replace(table or LabelTable.find(path), columns=columns))
 
 
 def labels_setting(source: Source, labels: NDArray[np.int64] | None) -> str:
-    """Return the setting that gives these labels another time: the path of a table, "folders" or "none"."""
+    """Return the setting that gives these labels another time: that of a table, "folders" or "none"."""
     if labels is None:
         return "none"
-    return source.table_path if isinstance(source, _LabelTableSource) else "folders"
+    return source.table_setting if isinstance(source, _LabelTableSource) else "folders"
 
 
 def _find_labels(source: Source, warn: Callable[[str], None]) -> Source:

@@ -45,14 +45,17 @@ class ValueRange:
         slack = _TOLERANCE * (self.high - self.low) if floating else 0
         return self.low - slack <= extent[0] and extent[1] <= self.high + slack
 
-    def to_uint8(self, values: NDArray[Any]) -> NDArray[np.uint8]:
-        """Return values of this range as 0 to 255, rounded. OutOfRangeError if one is outside of it."""
+    def to_uint8(self, values: NDArray[Any], clip: bool = False) -> NDArray[np.uint8]:
+        """Return values of this range as 0 to 255, rounded. OutOfRangeError if one is outside of it.
+
+        `clip` cuts such values at the ends of the range instead.
+        """
         if not values.size:
             return values.astype(np.uint8)
         floating = values.dtype.kind == "f"
         if floating and not np.isfinite(values).all():
             raise OutOfRangeError(_NOT_FINITE)
-        if not self.holds((values.min(), values.max()), floating):
+        if not clip and not self.holds((values.min(), values.max()), floating):
             raise OutOfRangeError(f"values beyond {self}, the range of the set (--data.range)")
         # float32 holds integers of 16 bits exactly, and so does float64 with integers of 32.
         kind = np.dtype(np.float64 if values.dtype.kind in "iu" and values.dtype.itemsize > 2 else np.float32)
@@ -60,18 +63,18 @@ class ValueRange:
         rounded: NDArray[np.uint8] = np.rint(scaled).clip(0, 255).astype(np.uint8)
         return rounded
 
-    def to_uint8_with_alpha(self, values: NDArray[Any], usual: ValueRange) -> NDArray[np.uint8]:
+    def to_uint8_with_alpha(self, values: NDArray[Any], usual: ValueRange, clip: bool) -> NDArray[np.uint8]:
         """Return `to_uint8` of an image, [H, W] or [H, W, C], whose transparency may have its `usual` range.
 
         Programs write full opacity as 65535, or as 1 in floating point, whatever range the colours have.
         """
         if not values.size or values.ndim != 3 or values.shape[2] not in (2, 4):
-            return self.to_uint8(values)
+            return self.to_uint8(values, clip)
         alpha, floating = values[..., -1:], values.dtype.kind == "f"
         extent = (alpha.min(), alpha.max())
         as_colours = self.holds(extent, floating) and not (floating and extent[1] <= usual.high < self.high)
         of_alpha = self if as_colours else usual
-        return np.concatenate([self.to_uint8(values[..., :-1]), of_alpha.to_uint8(alpha)], -1)
+        return np.concatenate([self.to_uint8(values[..., :-1], clip), of_alpha.to_uint8(alpha)], -1)
 
     def __str__(self) -> str:
         return f"{self.low:.6g} to {self.high:.6g}"
@@ -130,23 +133,29 @@ class Ranges(NamedTuple):
     """None: that of the type, 0 to 65535."""
     floats: ValueRange | None = None
     """None where the set has no images of floating point."""
+    clip: bool = False
+    """Values beyond a range are cut at its ends; without it, an image with such values cannot be used."""
 
     @classmethod
-    def of_setting(cls, setting: Sequence[float]) -> Self:
+    def of_setting(cls, setting: Sequence[float], clip: bool = False) -> Self:
         """Return the ranges of `data.range`: LOW HIGH of all deep images, or of integers and then of floating point."""
         if not setting:
-            return cls()
-        return cls(ValueRange(*setting[:2]), ValueRange(*setting[-2:]))
+            return cls(clip=clip)
+        return cls(ValueRange(*setting[:2]), ValueRange(*setting[-2:]), clip)
+
+    def of(self, values: NDArray[Any]) -> ValueRange | None:
+        """Return the range of an image of this type; None where it has none."""
+        return self.floats if values.dtype.kind == "f" else self.integers
 
     @property
     def setting(self) -> tuple[float, ...]:
         """The value of `data.range` that gives these ranges; () where it is not needed."""
-        given = list(dict.fromkeys(one for one in self if one is not None))  # once, if they are equal
+        given = list(dict.fromkeys(one for one in self[:2] if one is not None))  # once, if they are equal
         return tuple(float(value) for one in given for value in (one.low, one.high))
 
     def describe(self) -> str:
         """Describe the ranges in a few words: "16-bit values use 0 to 4095 (12 bits)"; "" for those of the type."""
-        integers, floats = self
+        integers, floats, _ = self
         if integers is not None and integers == floats:
             return f"values of {integers} become 0 to 255"
         parts = []
@@ -167,12 +176,12 @@ class Ranges(NamedTuple):
                 if not np.isfinite(values).all():
                     raise OutOfRangeError(_NOT_FINITE)
                 raise OutOfRangeError("floating point, unlike the images that the range was read from (--data.range)")
-            return self.floats.to_uint8_with_alpha(values, ValueRange(0, 1))
+            return self.floats.to_uint8_with_alpha(values, ValueRange(0, 1), self.clip)
         if self.integers is None:
             if values.size and not (values.min() >= 0 and values.max() <= full):
                 raise OutOfRangeError("integers beyond 16 bits (--data.range)")
             return ValueRange(0, full).to_uint8(values)
-        return self.integers.to_uint8_with_alpha(values, ValueRange(0, full))
+        return self.integers.to_uint8_with_alpha(values, ValueRange(0, full), self.clip)
 
 
 def extent_of(values: NDArray[Any]) -> Extent | None:

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from unfog.cache_folder import cache_folder, hold
 from unfog.cores import thread_pool
 from unfog.data.data_report import SkippedFile
+from unfog.data.files.file_rows import is_local
 from unfog.data.sources.base import ImageError
 from unfog.data.sources.image_files import MAX_FILE_BYTES, os_error_reason
 from unfog.data.sources.label_tables import sort_labels
@@ -313,7 +314,9 @@ def _map_array(file: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
         raise ValueError("not whole")
     if not count:
         return np.zeros(0, dtype)
-    return np.asarray(np.memmap(regular_file(file, file.parent), dtype, "r", shape=(count,)))
+    if not is_local(regular_file(file, file.parent)):
+        return np.fromfile(file, dtype, count)
+    return np.asarray(np.memmap(file, dtype, "r", shape=(count,)))
 
 
 def _remove_partial_files(folder: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 from unfog.reporting.progress import format_bytes
 from unfog.reporting.records import LARGEST, Row, finite_number, flatten
 from unfog.safe_files import LARGEST_TEXT, list_folder, read_file
+from unfog.seals import MACHINE_KEY, is_sealed, stored_key
 from unfog.text import without_secrets
 
 _TROUBLES = (
@@ -102,20 +103,25 @@ def read_data_report(folder: Path, events: Sequence[Row]) -> dict[str, Any]:
 
 
 def read_evaluations(run: Path) -> list[dict[str, Any]]:
-    """Return the latest results of `unfog evaluate`, by step. A copy's `picture` is a path in the run, or None."""
+    """Return the latest results of `unfog evaluate`, by step. A copy's `picture` is a path in the run, or None.
+
+    `here` is True for those that this machine has measured: others came with the run, which may be a stranger's.
+    """
     found = []
     there = list[Path]()
     with suppress(OSError):
         there = list_folder(run / "evaluations", run)
-    for path in (path for path in there if path.suffix == ".json"):
+    files = [path for path in there if path.suffix == ".json"]
+    key = stored_key(MACHINE_KEY)[0] if files else None
+    for path in files:
         # People edit such files: damaged ones are left out.
         with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError):
             stored = json.loads(read_file(path, run, _LARGEST_EVALUATION))
-            found.append((path.stat().st_mtime, _evaluation(path, stored)))
+            found.append((path.stat().st_mtime, _evaluation(path, stored, is_sealed(key, path.name, stored))))
     return sorted((one for _, one in sorted(found, key=itemgetter(0))[-_EVALUATIONS:]), key=itemgetter("step"))
 
 
-def _evaluation(path: Path, stored: Mapping[str, Any]) -> dict[str, Any]:
+def _evaluation(path: Path, stored: Mapping[str, Any], here: bool) -> dict[str, Any]:
     measured = []
     for one in [one for one in stored["measured"] if isinstance(one, dict)]:
         numbers = {name: finite_number(one.get(name)) for name in _NUMBERS}
@@ -131,6 +137,7 @@ def _evaluation(path: Path, stored: Mapping[str, Any]) -> dict[str, Any]:
         copies.append({**texts, "picture": path.parent / name if inside else None})
     return {
         "step": int(stored["step"]),
+        "here": here,
         "verdict": str(stored.get("verdict", "")),
         "drawn": {str(name): plain_text(value) for name, value in stored["drawn"].items()},
         "measured": measured,
