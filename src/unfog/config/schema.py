@@ -201,7 +201,7 @@ class Config:
 
     @property
     def usual_guidance(self) -> float:
-        """Default guidance scale of samples: 1, which is none, without classes or without label dropout."""
+        """Default guidance scale of samples: 1, which is none, without classes or if none is hidden in training."""
         return self.guidance if self._guided_by_classes else 1.0
 
     @property

@@ -59,7 +59,7 @@ class ImageStream:
 
         Raises:
             RunError: images cannot be decoded: a hundred in a row, or one that cannot be read now.
-            RequestError: a label is not an index into the classes: the mapped file is damaged.
+            RequestError: an image is of no known class: the mapped file is damaged.
         """
         if self._prefetcher is not None:
             pixels, index = self._prefetcher.read(first, size)
@@ -204,7 +204,7 @@ _CHUNK = 2**28  # bytes of images that are copied together, through pinned memor
 class DeviceStream:
     """The batches of an `ImageStream`, indexed on the device that holds all of its images; to the bit the same.
 
-    RequestError if a label is not an index into the classes.
+    RequestError if an image is of no known class.
     """
 
     def __init__(self, stream: ImageStream, device: torch.device) -> None:
