@@ -112,6 +112,7 @@ def advance(state, images: int, accepted: bool = True, losses=()) -> None:
 
 def without_clock(path: Path) -> list[dict]:
     """Metrics of a run, less what a clock measured."""
-    clock = ("seconds", "images_per_second", "data_wait", "memory_mib", "memory_device_mib", "disk_free_mib")
+    memory = ("memory_mib", "memory_device_mib", "memory_reserved_mib", "disk_free_mib")
+    clock = ("seconds", "images_per_second", "data_wait", *memory)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return [{k: v for k, v in row.items() if k not in clock} for row in rows]

@@ -1,11 +1,15 @@
 """Changes to compiled code: the same results with fewer launches on a GPU. What is launched: test_cuda_aot.py."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 from unfog.compile_for_gpu import compiled_with
+from unfog.pipeline import compile_network
 from unfog.pipeline.compile_network import move_biases
+from unfog.process.torch_flags import caller_flags_kept
 
 
 class _Conditioned(nn.Module):
@@ -74,3 +78,84 @@ def test_functions_are_compiled_on_a_gpu_with_a_compiled_network(kind, in_place,
     if in_place:
         network.compile()
     assert (compiled_with(network, torch.device(kind), torch.sin) is not torch.sin) == is_compiled
+
+
+@pytest.fixture
+def inductor():
+    """Inductor's options, as they were once the test has ended."""
+    from torch._inductor import config
+
+    compile_network._say_once.cache_clear()
+    with caller_flags_kept():
+        yield config
+
+
+def set_up(monkeypatch, repeats=True, sharded=False, own_groups="99"):
+    """Compile a network that does nothing, as on CUDA; `own_groups` is the torch that takes no groups of ours."""
+    monkeypatch.setattr(compile_network, "_OWN_GROUPS", own_groups)
+    monkeypatch.setattr(compile_network, "check_can_compile", lambda device: None)
+    monkeypatch.setattr(compile_network, "compile_blocks", lambda network: None)
+    network = nn.Identity()
+    network.channels_last = True
+    compile_network.compile_network(network, torch.device("cuda"), repeats, sharded)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_inductor_chooses_nothing_by_time_and_the_caller_gets_its_options_back(sharded, inductor, monkeypatch):
+    from torch._inductor.scheduler import ForeachKernelSchedulerNode as Node
+
+    def options():
+        by_time = (inductor.deterministic, inductor.combo_kernels_autotune, inductor.combo_kernel_per_subkernel_blocks)
+        launches = inductor.combo_kernels, inductor.force_layout_optimization, inductor.pre_grad_custom_pass
+        return *by_time, *launches, inductor.pre_grad_fusion_options, Node.group_algorithm_for_combo_kernels
+
+    before = options()
+    with caller_flags_kept():
+        set_up(monkeypatch, sharded=sharded)
+        assert options()[:3] == (True, 0, False)
+        assert inductor.combo_kernels != sharded
+    assert options() == before
+
+
+def test_inductor_may_choose_by_time_where_a_run_may_vary(inductor, monkeypatch):
+    set_up(monkeypatch, repeats=False)
+    assert not inductor.deterministic
+    assert inductor.combo_kernels_autotune
+    assert inductor.combo_kernels
+
+
+@pytest.mark.parametrize("missing", ["_default_group_nodes_for_combo_kernels", "group_algorithm_for_combo_kernels"])
+def test_what_needs_another_inductor_is_left_out_with_a_line(missing, inductor, monkeypatch, capsys):
+    from torch._inductor.scheduler import ForeachKernelSchedulerNode as Node
+
+    monkeypatch.delattr(Node, missing)
+    for _ in range(2):
+        set_up(monkeypatch)
+    assert not inductor.combo_kernels
+    assert inductor.deterministic
+    [line] = capsys.readouterr().err.splitlines()
+    assert "more kernels than usual" in line
+    assert missing in line
+
+
+@pytest.mark.parametrize(("own_groups", "ours"), [("99", True), ("2.0", False)])
+def test_kernels_are_grouped_by_inductor_itself_where_it_takes_no_other_groups(own_groups, ours, inductor, monkeypatch):
+    from torch._inductor.scheduler import ForeachKernelSchedulerNode as Node
+
+    usual = Node.group_algorithm_for_combo_kernels
+    set_up(monkeypatch, own_groups=own_groups)
+    assert (Node.group_algorithm_for_combo_kernels is not usual) == ours
+    assert inductor.combo_kernels
+
+
+def test_a_schedule_of_another_inductor_is_grouped_as_that_does(inductor, capsys):
+    assert compile_network._groups_or_usual(object(), lambda scheduler: [["usual"]]) == [["usual"]]
+    assert "more kernels than usual" in capsys.readouterr().err
+
+
+def test_an_inductor_without_a_deterministic_mode_is_named(monkeypatch, capsys):
+    compile_network._say_once.cache_clear()
+    older = SimpleNamespace(combo_kernels_autotune=1)
+    compile_network._choose_nothing_by_time(older)
+    assert vars(older) == {"combo_kernels_autotune": 0}
+    assert "may not repeat to the bit" in capsys.readouterr().err

@@ -68,3 +68,15 @@ def test_the_description_on_an_index_of_packages_has_no_dead_link():
         text = re.sub(change["pattern"], change["replacement"], text)
     assert "pip install" in text
     assert not re.findall(r"\]\((?!https?://)[^)]*\)", text)
+
+
+def test_each_cell_about_devices_begins_with_what_is_proven():
+    page = (ROOT / "docs/devices.md").read_text()
+    defined = set(re.findall(r"^- \*\*(\w+)\*\*: ", page, re.MULTILINE))
+    assert defined == {"seen", "fake", "unproven", "none"}
+    rows = [line.strip("|").split(" | ") for line in page.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 12
+    for what, *cells in rows:
+        assert {re.split(r"\W", cell.strip())[0] for cell in cells} <= defined, what
+        for cell in cells[1:]:  # where and when, of all but the CPU
+            assert not cell.strip().startswith("seen") or re.match(r"seen on .+, .*20\d\d", cell.strip()), what

@@ -8,13 +8,14 @@ import torch
 
 import unfog
 from unfog.checks import gpu_checks
-from unfog.checks.gpu_checks import _has_code_for, _StepChecks, check_gpu
+from unfog.checks.gpu_checks import _StepChecks, check_gpu
 from unfog.cli.main import main
 from unfog.config.presets import preset
 from unfog.config.toml import update
 from unfog.errors import RequestError
 from unfog.planning.flops import Device, NetworkCost
 from unfog.planning.timing import StepTime, TrialTraining, differing_tensors, random_images, waits_for_device
+from unfog.process.gpus import has_code_for
 from unfog.process.signals import StopSignals
 
 TINY = "unet:channels=8/8,attention=0/0,mid_attention=0,norm_groups=4,head_channels=8"
@@ -163,7 +164,7 @@ def test_steps_are_timed_after_the_first_and_compiling_pays_once_it_is_made_up_f
     ],
 )
 def test_code_for_a_gpu(capability, built_for, fits):
-    assert _has_code_for(capability, built_for.split()) == fits
+    assert has_code_for(capability, built_for.split()) == fits
 
 
 @pytest.mark.parametrize(
@@ -172,6 +173,7 @@ def test_code_for_a_gpu(capability, built_for, fits):
         *(("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100")),
         *(("NVIDIA A100-PCIE-40GB", "a100-40"), ("NVIDIA GeForce RTX 4090", "4090"), ("Tesla T4", "t4")),
         *(("NVIDIA H100 PCIe", ""), ("NVIDIA A10G", ""), ("NVIDIA GeForce RTX 4090 Laptop GPU", "")),
+        *(("NVIDIA H100 80GB HBM3 MIG 1g.10gb", ""), ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", "")),
         *(("NVIDIA GeForce RTX 3060 Ti", ""), ("AMD Instinct MI300X", ""), ("NVIDIA GeForce RTX 4090 D", "")),
     ],
 )

@@ -7,12 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from unfog.config.schema import Config
-from unfog.pipeline import build
-from unfog.process import device
 from unfog.training.distributed import process_group
 
 FOLDER = Path(__file__).parent / "fake_cuda"
@@ -186,28 +182,6 @@ def test_snapshot_goes_through_pinned_memory(results):
     assert not any(wait.startswith("copy") for wait in results["snapshot"]["waits"])
 
 
-def test_runs_on_cuda_are_deterministic_without_exception(monkeypatch):
-    """With warn_only, attention keeps its non-deterministic backward pass; filled tensors would cost kernels."""
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    asked = []
-    monkeypatch.setattr(
-        torch, "use_deterministic_algorithms", lambda *words, **settings: asked.append((words, settings))
-    )
-    monkeypatch.setattr(build, "build_network", _stop)
-    with pytest.raises(_Stop):
-        build.build_state(Config(), torch.device("cuda"))
-    assert asked == [((True,), {})]
-    assert not torch.utils.deterministic.fill_uninitialized_memory
-
-
-class _Stop(Exception):
-    pass
-
-
-def _stop(config):
-    raise _Stop
-
-
 def test_ranks_that_share_a_gpu_are_found_by_its_identity(monkeypatch):
     """A scheduler may show each process one GPU, its own or that of all."""
     monkeypatch.setattr(process_group, "_sharing", 0)
@@ -217,30 +191,6 @@ def test_ranks_that_share_a_gpu_are_found_by_its_identity(monkeypatch):
         monkeypatch.setattr(process_group, "_gpu_identity", lambda own=identities[0]: own)
         process_group.agree_on_gpus(store, 0, 2)
         assert process_group.processes_per_gpu() == sharing
-
-
-def test_the_gpu_that_is_chosen_becomes_the_current_one_and_computes_fp32_as_such(monkeypatch):
-    current = []
-    monkeypatch.setattr(device, "check_device", lambda name: None)  # this torch may be one for CPUs
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    assert device.choose_device("cuda:1") == torch.device("cuda:1")
-    assert current == [torch.device("cuda:1")]
-    assert not torch.backends.cudnn.allow_tf32
-
-
-def test_a_gpu_that_torch_cannot_use_is_named(monkeypatch, tmp_path):
-    assert device.unused_gpu() == ""
-    (driver := tmp_path / "version").touch()
-    monkeypatch.setattr(device, "_NVIDIA", driver)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert "is for CPUs" in device.unused_gpu()
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert "driver may be too old for the CUDA 13.0" in device.unused_gpu()
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # hidden on purpose
-    assert device.unused_gpu() == ""
 
 
 @pytest.mark.exhaustive

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any, NamedTuple
 
 from unfog.checks.gpu_checks import half_type
 from unfog.config.schema import Config
@@ -18,56 +19,97 @@ from unfog.planning.timing import StepTime, TrialTraining, measure_step, random_
 import networks
 import steps
 import torch
-from parts import Setting, attempt, missing
+from capture import must_capture
+from flags import torch_flags
+from parts import Setting, attempt
 from rows import Row, mfu
 
-_SECONDS = 3.0  # for each way, after its first steps
-_LEAST = 12.0  # seconds that must be left for a way to be tried
+_SECONDS, _SECONDS_ON_CPU = 3.0, 0.05  # for each way, after its first steps
+_LEAST = 10.0  # seconds that must be left for a way to be tried
+_COMPILING = {"cifar10": 75.0, "dit-latents": 50.0, "unet-64": 90.0}
+"""The same for a way that is compiled: one that would be killed in the compiler is left out."""
+
+
+class _Way(NamedTuple):
+    """One way to train the network."""
+
+    name: str
+    measure: Callable[[], StepTime]
+    compiled: bool = False
+    needs_cuda: bool = False
+    flags: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 def measure(setting: Setting, name: str) -> Iterator[Row]:
-    """Yield the rows of all ways to train the network, the plain ones first, as they need no compiler."""
+    """Yield the rows of all ways to train the network, those that need no compiler first."""
     part, device, config = f"steps {name}", torch.device(setting.device), networks.settings_of(name, setting.cpu)
     if setting.cpu:
-        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # a C++ compiler takes minutes; everything around it is rehearsed
-        torch._dynamo.config.disable = True  # type: ignore[attr-defined]
-    timer = _Timer(part, config, device, setting.seconds)
+        networks.disable_compiler()
+    timer = _Timer(part, config, device, setting.seconds, _COMPILING[name])
     yield timer.describe()
     yield from memory(part, config, device)
-    yield timer.time("bare eager", lambda: steps.bare(config, device))
-    if not missing(["diffusers"]):
-        yield timer.time("diffusers eager", lambda: steps.diffusers(config, device))
-    yield timer.time("unfog eager", lambda: _ours(config, device))
-    yield timer.time("unfog compiled", lambda: _ours(config, device, compiled=True))
-    if setting.cpu:
-        for name in ("unfog captured", "unfog compiled, captured", "bare captured"):
-            yield Row(part, name, "CUDA graphs need CUDA", "skipped")
-    else:
-        for name, compiled in (("unfog captured", False), ("unfog compiled, captured", True)):
-            yield timer.time_steps(name, partial(_ours_captured, config, device, compiled))
-        yield timer.time("bare captured", lambda: steps.bare(config, device, captured=True))
-        yield timer.time("bare compiled, captured", lambda: steps.bare(config, device, True, captured=True))
-    yield timer.time("bare compiled", lambda: steps.bare(config, device, compiled=True))
-    if not missing(["diffusers"]):
-        yield timer.time("diffusers compiled", lambda: steps.diffusers(config, device, compiled=True))
+    # What takes longest comes last; of this network only the ways without a compiler are timed.
+    for way in ways(config, device):
+        if not (way.compiled and name == "unet-64" and not setting.cpu):
+            yield timer.time(way)
 
 
-def _ours(config: Config, device: torch.device, compiled: bool = False) -> steps.Run:
-    config = replace(config, training=replace(config.training, compile=compiled))
-    return TrialTraining(config, random_images(config, 2048 if device.type == "cuda" else 64), device).run
+def ways(config: Config, device: torch.device) -> list[_Way]:
+    """Return all ways: ours, a bare step, and diffusers' script."""
+    ours, planar = partial(_ours, config, device), _changed(config, memory_format="contiguous")
+    seconds = _SECONDS if device.type == "cuda" else _SECONDS_ON_CPU
+    fastest, usual = partial(torch_flags, False, True), partial(torch_flags, False, False)
+
+    def bare(**how: bool) -> Callable[[], StepTime]:
+        return lambda: StepTime.measure(steps.bare(config, device, **how), seconds)
+
+    def theirs(compiled: bool) -> Callable[[], StepTime]:
+        return lambda: StepTime.measure(steps.diffusers(config, device, compiled), seconds)
+
+    plain = [
+        _Way("bare eager", bare(), flags=fastest),
+        _Way("diffusers eager", theirs(False), flags=usual),
+        _Way("unfog eager", ours),
+        _Way("unfog eager, NCHW", partial(_ours, planar, device)),
+        _Way("unfog captured", partial(_ours_captured, config, device), needs_cuda=True),
+        _Way("bare captured", bare(captured=True), needs_cuda=True, flags=fastest),
+        _Way("unfog eager, not deterministic", partial(_ours, config, device, deterministic=False), flags=fastest),
+    ]
+    fast = _changed(config, compile=True)
+    compiled = [
+        _Way("unfog compiled, captured", partial(_ours_captured, fast, device), needs_cuda=True),
+        _Way("unfog compiled", partial(_ours, fast, device)),
+        _Way("bare compiled, captured", bare(compiled=True, captured=True), needs_cuda=True, flags=fastest),
+        _Way("diffusers compiled", theirs(True), flags=usual),
+        _Way("bare compiled", bare(compiled=True), flags=fastest),
+    ]
+    return [*plain, *(way._replace(compiled=True) for way in compiled)]
 
 
-def _ours_captured(config: Config, device: torch.device, compiled: bool) -> StepTime:
+def _changed(config: Config, **training: Any) -> Config:
+    return replace(config, training=replace(config.training, **training))
+
+
+def _ours(config: Config, device: torch.device, deterministic: bool = True) -> StepTime:
+    on_gpu = device.type == "cuda"
+    if not deterministic:
+        config = _changed(config, deterministic="off")
+    trial = TrialTraining(config, random_images(config, 2048 if on_gpu else 64), device)
+    return StepTime.measure(trial.run, _SECONDS if on_gpu else _SECONDS_ON_CPU)
+
+
+def _ours_captured(config: Config, device: torch.device) -> StepTime:
     """Time captured steps of one training: each call of the loop would capture anew."""
-    config = replace(config, training=replace(config.training, compile=compiled, capture=True))
-    return measure_step(config, random_images(config, 2048), device, lambda: False, _SECONDS)
+    config = _changed(config, capture=True)
+    with must_capture():
+        return measure_step(config, random_images(config, 2048), device, lambda: False, _SECONDS)
 
 
 class _Timer:
-    """Times one way after the other, and tells how each compares."""
+    """Times one way after the other, and says how each compares."""
 
-    def __init__(self, part: str, config: Config, device: torch.device, seconds: float):
-        self.part, self.config, self.device = part, config, device
+    def __init__(self, part: str, config: Config, device: torch.device, seconds: float, compiling: float):
+        self.part, self.config, self.device, self.compiling = part, config, device, compiling
         self.deadline = steps.time.monotonic() + seconds
         self.cost = NetworkCost.of(lambda: build_network(config), config.input_shape)
         self.peak, self.source = _peak(device)
@@ -84,21 +126,28 @@ class _Timer:
         )
         return Row(self.part, "network", said)
 
-    def time(self, name: str, make: Callable[[], steps.Run]) -> Row:
+    def time(self, way: _Way) -> Row:
         """Return the row of one way: images/s, MFU, and the ratio to diffusers' and to the bare step."""
-        return self.time_steps(name, lambda: StepTime.measure(make(), _SECONDS if self.device.type == "cuda" else 0.2))
-
-    def time_steps(self, name: str, measure: Callable[[], StepTime]) -> Row:
-        """Return the same row, of steps that `measure` times."""
-        if self.deadline - steps.time.monotonic() < _LEAST:
-            return Row(self.part, name, "no time was left for it", "skipped")
+        on_gpu = self.device.type == "cuda"
+        if way.needs_cuda and not on_gpu:
+            return Row(self.part, way.name, "CUDA graphs need CUDA", "skipped")
+        left, least = self.deadline - steps.time.monotonic(), self.compiling if way.compiled and on_gpu else _LEAST
+        if left < least:
+            return Row(self.part, way.name, f"{left:.0f} s are left, and it may take {least:.0f}", "skipped")
         gc.collect()
-        if self.device.type == "cuda":
+        if on_gpu:
             torch.cuda.empty_cache()
         try:
-            time = measure()
+            with way.flags():
+                time = way.measure()
+        except ImportError as error:
+            return Row(self.part, way.name, f"needs {error.name}, a package", "skipped")
         except Exception as error:
-            return attempt(self.part, name, error)
+            return attempt(self.part, way.name, error)
+        return self._row(way, time)
+
+    def _row(self, way: _Way, time: StepTime) -> Row:
+        name = way.name
         self.found[name] = time
         rate = self.config.training.batch / time.step
         used = mfu(self.cost.training, rate, self.peak)
@@ -108,12 +157,12 @@ class _Timer:
             figures["mfu"] = used
             said += f"MFU {used:.1%}, "
         said += f"first step {time.first:.1f} s"
-        said += ", compiler off" * (self.device.type == "cpu" and "compiled" in name)
-        for other in ("bare eager", "diffusers eager"):
+        said += ", compiler off" * (self.device.type == "cpu" and way.compiled)
+        for other in ("bare eager", "diffusers eager", "unfog eager"):
             if other in self.found and other != name:
                 figures[f"times_{other.replace(' ', '_')}"] = gain = self.found[other].step / time.step
                 said += f", {gain:.2f} x {other}"
-        if name == "unfog compiled" and "unfog eager" in self.found:
+        if way.compiled and name.startswith("unfog") and "unfog eager" in self.found:
             figures["pays_from"] = pays = time.pays_from(self.found["unfog eager"])
             said += ", never pays" if pays == float("inf") else f", pays from step {pays:,.0f} on"
         return Row(self.part, name, said, figures=figures)
@@ -139,11 +188,12 @@ def memory(part: str, config: Config, device: torch.device) -> Iterator[Row]:
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         try:
-            _ours(config, device)(3)
+            TrialTraining(config, random_images(config, 2048), device).run(3)
         except Exception as error:
             yield attempt(part, "memory", error)
             return
         measured = torch.cuda.max_memory_allocated(device) - before
         figures |= {"measured": measured, "reserved": torch.cuda.max_memory_reserved(device)}
         said += f", {measured / 1e9:.3g} GB allocated at the peak: {predicted / measured - 1:+.0%}"
+        said += f", {figures['reserved'] / 1e9:.3g} GB reserved"
     yield Row(part, "memory of a step", said, figures=figures)

@@ -1,25 +1,22 @@
-"""The parts of the benchmark: what each is, how long it may take, what it needs, and how one is run in a process."""
+"""The parts of the benchmark: what each is, how long it may take, the visits, and how one is run in a process."""
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from packages import NEEDED, missing_distributions
 from rows import Row
-
-NEEDED = ("torch", "numpy", "PIL", "safetensors", "tyro", "rich", "jinja2")
-"""Modules without which Unfog does not start."""
-WANTED = {"diffusers": "its training step is not timed, nor is an export to it", "triton": "nothing can be compiled"}
 
 
 @dataclass(frozen=True)
@@ -49,63 +46,100 @@ class Part:
     needs: tuple[str, ...] = NEEDED
 
 
-PARTS = (
-    Part("device", "part_device", 45),
-    Part("exact", "part_exact", 50),
-    Part("commands", "part_commands", 70),
-    Part("ranks", "part_ranks", 40),
-    Part("profile", "part_profile", 45, "unet-64"),
-    *(Part(f"steps {network}", "part_steps", 110, network) for network in ("unet-64", "cifar10", "dit-latents")),
-)
-"""In order of what a person wants to know first: the last ones get what time is left."""
+PARTS = {
+    part.name: part
+    for part in (
+        Part("smoke eager", "part_smoke", 15, "eager"),
+        Part("smoke captured", "part_smoke", 15, "captured"),
+        Part("smoke compiled", "part_smoke", 45, "compiled"),
+        Part("values", "part_values", 70),
+        Part("exact", "part_exact", 60),
+        Part("device", "part_device", 40),
+        Part("commands", "part_commands", 60),
+        Part("steps cifar10", "part_steps", 200, "cifar10"),
+        Part("steps dit-latents", "part_steps", 150, "dit-latents"),
+        Part("steps unet-64", "part_steps", 60, "unet-64"),
+        Part("profile", "part_profile", 40, "cifar10"),
+        Part("ranks", "part_ranks", 30),
+        Part("quality", "part_quality", 480),
+    )
+}
+_SMOKE = ("smoke eager", "smoke captured", "smoke compiled")
+_SPEED = ("steps cifar10", "steps dit-latents", "profile", "ranks")
+VISITS = {
+    "first": (*_SMOKE, "values", "exact", "device", "commands"),
+    "second": (*_SMOKE, *_SPEED, "steps unet-64"),
+    "all": (*_SMOKE, "values", "exact", "commands", *_SPEED, "device", "steps unet-64"),
+    "quality": ("smoke eager", "quality"),
+}
+"""Parts of each visit, in order of what a person wants to know first: the last ones get what time is left."""
+MINUTES = {"first": 4.0, "second": 7.5, "all": 9.0, "quality": 9.0}
+_ON_CPU = 4  # times the seconds of a part: a loaded CPU takes its time, and nothing waits for it
 
 
-def missing(names: Sequence[str]) -> list[str]:
-    """Return the modules that this Python does not have."""
-    return [name for name in names if importlib.util.find_spec(name) is None]
+def run_part(
+    part: Part,
+    cpu: bool,
+    out: Path,
+    seconds: float,
+    head: str = "",
+    tell: Callable[[Row], object] = lambda row: None,
+) -> list[Row]:
+    """Run a part in a process of its own for at most `seconds`. Whatever happens to it, rows come back.
 
-
-def check_packages(cpu: bool) -> Iterator[Row]:
-    """Yield a row about the packages that are missing, and what is left out without each."""
-    if gone := missing(NEEDED):
-        said = f"{', '.join(gone)}: README.md says how to bring wheels along; the parts that need them are skipped"
-        yield Row("packages", "needed", said, "failed")
-    for name in missing([*WANTED]):
-        if not (cpu and name == "triton"):
-            yield Row("packages", name, f"not installed, so {WANTED[name]}", "skipped")
-
-
-def run_part(part: Part, cpu: bool, out: Path, seconds: float) -> list[Row]:
-    """Run a part in a process of its own for at most `seconds`. Whatever happens to it, rows come back."""
-    if gone := missing(part.needs):
+    `tell` is called with each row as it comes. The log, which begins with `head`, and the rows stay in `out`/parts.
+    """
+    if gone := missing_distributions(part.needs):
         return [Row(part.name, "all of it", f"needs {', '.join(gone)}", "skipped")]
     place = out / "parts" / part.name.replace(" ", "-")
     place.parent.mkdir(parents=True, exist_ok=True)
     result, log = place.with_suffix(".jsonl"), place.with_suffix(".log")
     result.unlink(missing_ok=True)
+    log.write_text(f"{head}\n\n" if head else "")
     # What parts train is not kept: gigabytes, of which the rows tell.
-    with log.open("w") as file, tempfile.TemporaryDirectory(prefix="unfog-gpu-") as folder:
+    with log.open("a") as file, tempfile.TemporaryDirectory(prefix="unfog-gpu-") as folder:
         words = [sys.executable, __file__, part.module, part.argument, str(result), folder, f"{seconds:.0f}"]
         words += ["--cpu"] * cpu
         process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            status, ended = process.wait(timeout=seconds), ""
-        except subprocess.TimeoutExpired:
-            status, ended = -1, f"not finished after {seconds:.0f} s"
+            status = _follow(process, result, time.monotonic() + seconds, tell)
         finally:
             # The part may have left ranks or compilers behind, which would disturb the next one.
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     rows = Row.read(result)
-    if status:
+    if status != 0:
         last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-1:]
-        rows.append(Row(part.name, "the rest", ended or f"exit status {status}: {' '.join(last)}"[:300], "failed"))
+        ended = f"not finished after {seconds:.0f} s" if status is None else f"exit status {status}: {' '.join(last)}"
+        rows.append(Row(part.name, "the rest", ended[:300], "failed"))
     return rows or [Row(part.name, "all of it", "yielded nothing", "failed")]
 
 
+def _follow(
+    process: subprocess.Popen[bytes], result: Path, deadline: float, tell: Callable[[Row], object]
+) -> int | None:
+    """Return the exit status of a part, None if it is still running at the deadline; tell of its rows meanwhile."""
+    told = 0
+    while True:
+        ended = process.poll() is not None or time.monotonic() > deadline
+        for row in (rows := Row.read(result))[told:]:
+            tell(row)
+        told = len(rows)
+        if ended:
+            return process.poll()
+        time.sleep(0.1)
+
+
+def seconds_of(part: Part, cpu: bool) -> float:
+    """Return the seconds that a part may take."""
+    return part.seconds * (_ON_CPU if cpu else 1)
+
+
 def attempt(part: str, name: str, error: BaseException) -> Row:
-    """Return the row of something that raised an error."""
+    """Return the row of something that raised an error, whose traceback goes to the log."""
+    traceback.print_exception(error)
+    sys.stderr.flush()
     first = str(error).strip().partition("\n")[0]
     return Row(part, name, f"{type(error).__name__}: {first}"[:300], "failed")
 

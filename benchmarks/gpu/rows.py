@@ -83,6 +83,26 @@ def summary(rows: Sequence[Row]) -> str:
     return ", ".join(words)
 
 
+def short_summary(machine: str, rows: Sequence[Row], most: int = 30) -> list[str]:
+    """Return what a person reads first, in `most` lines: the counts, what failed, then a line for each part."""
+    lines = [machine, summary([row for row in rows if row.state != "failed"])]
+    bad = [row for row in rows if row.state == "failed"]
+    lines[1] += f", {len(bad)} failed"
+    lines += [f"FAILED {row.part}, {row.name}: {row.said}"[:200] for row in bad[: most // 3]]
+    if len(bad) > most // 3:
+        lines.append(f"... and {len(bad) - most // 3} more that failed; table.md has all")
+    speeds = [row for row in rows if row.part.startswith("steps") and "images_per_second" in row.figures]
+    for part in dict.fromkeys(row.part for row in rows):
+        of = [row for row in rows if row.part == part and row not in speeds]
+        said = "; ".join(
+            f"{row.name}: {row.said}" for row in of if row.state == "ok" and not row.name.startswith("kernel ")
+        )
+        lines.append(f"{part}: {summary([row for row in rows if row.part == part])}. {said}"[:160])
+    room = max(0, most - len(lines))
+    lines += [f"{row.part}, {row.name}: {row.said}"[:160] for row in speeds[:room]]
+    return lines[:most]
+
+
 def ledger_row(date: str, machine: str, command: str, rows: Sequence[Row]) -> str:
     """Return a row for benchmarks/LEDGER.md: what was measured, less seconds of commands and single kernels."""
     kept = [row for row in rows if row.state == "ok" and row.figures and row.part != "commands"]

@@ -18,6 +18,7 @@ The parts are usable on their own: `unfog.diffusion` (schedules, targets, weight
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
@@ -37,6 +38,9 @@ from unfog.from_python import (
     stored_source,
     training_settings,
 )
+
+# cuBLAS adds in one order only with this, and torch reads it at the first matrix product on a GPU, whoever asks for it.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 if TYPE_CHECKING:
     from unfog.commands.find_lr import FindLrResult

@@ -8,6 +8,7 @@ kernel of Triton where it would be launched.
 
 # ruff: noqa: E402  torch reads the environment while it is imported
 import os
+import re
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -68,6 +69,12 @@ ANSWERS = {
     **dict.fromkeys(("synchronize", "set_device", "set_rng_state")),
     **dict.fromkeys(("exchange_device", "maybe_exchange_device", "_exchange_device", "_maybe_exchange_device"), 0),
 }
+
+
+# What adds numbers in a kernel of Triton, in an order that its configuration decides.
+SUMS = re.compile(
+    r"\btl\.(sum|dot|cumsum|reduce|associative_scan|atomic_add)\b|welford|online_softmax|triton_helpers\.any"
+)
 
 
 class _Driver(CudaDriver):
@@ -138,6 +145,8 @@ class CompilingFakeCuda(fakes.FakeCuda):
 
     def _compile(self, kernel):
         """Make the first of the variants of a kernel, among which a GPU would choose by their time."""
+        if len(kernel.configs) > 1 and SUMS.search(kernel.fn.src):
+            self.watch.tuned.add(kernel.fn.__name__)
         if self.binaries:
             kernel._precompile_config(kernel.configs[0])
             assert any(Path(_code.name).rglob(f"{kernel.fn.__name__}.cubin")), "no machine code was made"
@@ -149,6 +158,11 @@ class _Watch(fakes.Watch):
     @classmethod
     def ignore_compile_internals(cls):
         return True
+
+    def __init__(self):
+        super().__init__()
+        self.tuned = set()
+        """Kernels with a sum, among whose configurations a GPU would choose by their time."""
 
     def clear(self):
         super().clear()
@@ -204,6 +218,7 @@ def figures(watch):
         "convolutions in NCHW": flat,
         "attention": sum(watch.attention.values()),
         "attention by the math kernel": watch.attention["math"],
+        "sums by time": len(watch.tuned),
         "waits": sum(watch.waits.values()),
         "graphs": counters["stats"]["unique_graphs"],
         "graph breaks": sum(counters["graph_break"].values()),
@@ -213,6 +228,11 @@ def figures(watch):
 def _without_layouts(state):
     inductor.force_layout_optimization = False
     state.model.channels_last = False  # or the format of the 16-bit weights would choose that of the convolutions
+
+
+def _by_time(state):
+    inductor.deterministic, inductor.max_autotune_pointwise = False, True
+    torch.use_deterministic_algorithms(False)
 
 
 def _with_a_break(state):
@@ -226,10 +246,13 @@ def _with_a_break(state):
     block.forward = broken
 
 
+DROPOUT = "unet:channels=32/32,attention=false/true,blocks=1,dropout=0.1"
 CASES = {
     "unet": lambda: compiled_step_of(cases.config_of(**cases.ADAMW)),
     "mpunet": lambda: compiled_step_of(cases.config_of(cases.MP, **cases.ADAMW)),
     "dit": lambda: compiled_step_of(cases.config_of(cases.DIT, **cases.ADAMW), binaries=True),
+    "dropout": lambda: compiled_step_of(cases.config_of(DROPOUT, **cases.ADAMW)),
+    "planted time": lambda: compiled_step_of(cases.config_of(**cases.ADAMW), mutate=_by_time),
     "planted layout": lambda: compiled_step_of(cases.config_of(**cases.ADAMW), mutate=_without_layouts),
     "planted break": lambda: compiled_step_of(cases.config_of(cases.DIT, **cases.ADAMW), mutate=_with_a_break),
 }

@@ -247,6 +247,7 @@ class FakeCuda(ExitStack):
             ("memory_reserved", 0),
             ("memory_allocated", 0),
             ("max_memory_allocated", 0),
+            ("max_memory_reserved", 0),
             ("set_device", None),
             ("synchronize", None),
         ):

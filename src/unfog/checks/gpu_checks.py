@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import re
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,10 +18,12 @@ from unfog.config.schema import Config
 from unfog.device_copies import to_device, to_host
 from unfog.errors import Interrupted, RequestError
 from unfog.pipeline.build import build_network
+from unfog.pipeline.compile_network import check_can_compile
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.flops import Device, NetworkCost, matmul_seconds
 from unfog.planning.timing import StepTime, TrialTraining, differing_tensors, random_images, waits_for_device
-from unfog.process.device import available_memory, choose_device, synchronize, total_memory, unused_gpu
+from unfog.process.device import available_memory, choose_device, synchronize, total_memory
+from unfog.process.gpus import architecture, unused_gpu
 from unfog.process.signals import StopSignals
 from unfog.reporting.findings import Finding, Severity
 from unfog.reporting.progress import Progress, format_bytes, format_number
@@ -45,6 +48,11 @@ def check_gpu(config: Config, stop: StopSignals) -> list[Finding]:
 
     RequestError if torch can use no GPU here.
     """
+    return list(iter_gpu_checks(config, stop))
+
+
+def iter_gpu_checks(config: Config, stop: StopSignals, compiled: bool = True) -> Iterator[Finding]:
+    """Yield the findings of `check_gpu`, each as soon as it is there; the compiled step only with `compiled`."""
     device = choose_device(config.training.device)
     if config.training.device == "auto" and device.type == "cpu":
         why = unused_gpu() or "torch finds neither CUDA, ROCm nor MPS"
@@ -60,15 +68,13 @@ def check_gpu(config: Config, stop: StopSignals) -> list[Finding]:
         "compile": steps.check_compiled,
         "repeat": steps.check_repeat,
     }
-    if device.type == "cpu":
-        del checks["compile"]  # minutes for a C++ compiler, and nobody trains faster by it
-    findings = []
+    if device.type == "cpu" or not compiled:
+        del checks["compile"]  # on a CPU minutes for a C++ compiler, and nobody trains faster by it
     with Progress("checking the device", len(checks)) as progress:
         for number, (name, check) in enumerate(checks.items()):
             stop.leave_if_requested()
             progress.update(number, note=name)
-            findings.append(_attempt(name, check))
-    return findings
+            yield _attempt(name, check)
 
 
 def _attempt(name: str, check: Callable[[], Finding]) -> Finding:
@@ -82,7 +88,8 @@ def _attempt(name: str, check: Callable[[], Finding]) -> Finding:
         compiling = name == "compile"
         remedy = "train without --compile" if compiling else "update the driver, or install another build of torch"
         severity: Severity = "warning" if compiling else "fatal"
-        return Finding(f"gpu.{name}", severity, f"{name} failed: {type(error).__name__}: {said}", remedy)
+        facts = {"traceback": [sanitize(line) for line in traceback.format_exc().splitlines()]}
+        return Finding(f"gpu.{name}", severity, f"{name} failed: {type(error).__name__}: {said}", remedy, facts)
 
 
 def _check_build(device: torch.device) -> Finding:
@@ -94,33 +101,11 @@ def _check_build(device: torch.device) -> Finding:
         return Finding("gpu.build", "fine", said, facts=facts)
     properties, built_for = torch.cuda.get_device_properties(device), torch.cuda.get_arch_list()
     on_amd = torch.version.hip is not None
-    own = properties.gcnArchName.partition(":")[0] if on_amd else f"sm_{properties.major}{properties.minor}"
+    own = architecture(properties)
     build = f"ROCm {torch.version.hip}" if on_amd else f"CUDA {torch.version.cuda}"
     said = f"torch {torch.__version__} ({build}) on {properties.name}, {own}{_driver()}"
     facts |= {"name": properties.name, "architecture": own, "built_for": built_for, "gpus": torch.cuda.device_count()}
-    fits = own in built_for if on_amd else _has_code_for((properties.major, properties.minor), built_for)
-    remedy = "install a build of torch that has it; pytorch.org, under Get started, lists them"
-    missing = f", for which this build has no code: it has {' '.join(built_for)}"
-    return Finding.graded("gpu.build", said, (not fits, "fatal", missing, remedy), facts=facts)
-
-
-def _has_code_for(capability: tuple[int, int], built_for: Sequence[str]) -> bool:
-    """Return whether a list such as "sm_80 sm_90 compute_90" has code that runs on a GPU of this capability.
-
-    Machine code (sm) runs on later GPUs of the same major number; PTX (compute) is translated for any later one.
-    """
-    for name in built_for:
-        match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name)
-        if match is None:
-            continue
-        kind, major, minor, special = match[1], int(match[2]), int(match[3]), match[4]
-        if special == "a":  # code for one GPU alone
-            fits = (major, minor) == capability
-        else:
-            fits = (major, minor) <= capability and (kind == "compute" or major == capability[0])
-        if fits:
-            return True
-    return False
+    return Finding("gpu.build", "fine", said, facts=facts)  # `choose_device` refuses a GPU that it has no code for
 
 
 def _driver() -> str:
@@ -256,6 +241,10 @@ class _StepChecks:
         """Time the compiled step, and say from which step on it pays."""
         if self._eager is None:
             return Finding("gpu.compile", "hint", "a compiled step was not timed, as a plain one failed")
+        try:
+            check_can_compile(self.device)
+        except RequestError as error:
+            return Finding("gpu.compile", "hint", f"a compiled step was not timed: {error}")
         found, eager = StepTime.measure(self._trial(compiled=True).run), self._eager
         gain, cost, pays = eager.step / found.step, found.first - found.step, found.pays_from(eager)
         rate = format_number(self.config.training.batch / found.step)
@@ -276,6 +265,8 @@ class _StepChecks:
         if not different:
             return Finding("gpu.repeat", "fine", f"{twice}, are equal to the bit")
         said = f"{twice}: {len(different)} tensors differ, such as {different[0]}"
+        if self.config.training.deterministic == "off":
+            return Finding("gpu.repeat", "hint", f"{said}, as --training.deterministic off allows")
         remedy = "training works, but a resumed run will not equal an uninterrupted one; please report it"
         return Finding("gpu.repeat", "warning", said, remedy)
 

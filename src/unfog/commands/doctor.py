@@ -27,6 +27,7 @@ from unfog.planning.auto_settings import AutoSettings
 from unfog.process.device import choose_device
 from unfog.process.run_folder import RunFolder, next_folder
 from unfog.process.signals import StopSignals
+from unfog.process.torch_flags import caller_flags_kept
 from unfog.reporting.findings import Figure, Finding, has_fatal, print_findings, write_findings
 from unfog.reporting.progress import Progress, print_result, say
 from unfog.runs.dry_run_checks import check_dry_run
@@ -34,6 +35,7 @@ from unfog.runs.evaluation_hook import resolve_metrics
 from unfog.text import sanitize
 
 
+@caller_flags_kept()
 def doctor(request: DoctorRequest) -> tuple[Path, list[Finding]]:
     """Check images, settings and machine before a run, a run, or a GPU. Return the page and the findings."""
     if request.gpu:

@@ -25,6 +25,7 @@ from unfog.process import command_clock
 from unfog.process.device import choose_device
 from unfog.process.run_folder import next_folder
 from unfog.process.signals import StopSignals
+from unfog.process.torch_flags import caller_flags_kept
 from unfog.reporting.charts import line_chart
 from unfog.reporting.findings import Figure, Finding, Severity, write_result
 from unfog.reporting.progress import print_result, say
@@ -89,6 +90,7 @@ _CAPTION = (
 )
 
 
+@caller_flags_kept()
 def find_lr(request: FindLrRequest) -> FindLrResult:
     """Search a learning rate, within so many seconds from the start of the command.
 

@@ -26,6 +26,7 @@ from unfog.planning.plan import Plan, format_time
 from unfog.planning.timing import TOO_SLOW, decoded_images, run_times, seconds_per_call
 from unfog.process.device import available_memory, choose_device, total_memory
 from unfog.process.signals import StopSignals
+from unfog.process.torch_flags import caller_flags_kept
 from unfog.reporting.findings import Finding, has_fatal, print_findings
 from unfog.reporting.progress import format_bytes, format_duration, plural, print_result
 from unfog.training.stability.out_of_memory import microbatch_size
@@ -35,6 +36,7 @@ _LONG = 30 * 86400.0  # seconds from which on a plan warns
 _UNKNOWN = TimeRange(math.nan, math.nan)
 
 
+@caller_flags_kept()
 def plan(request: PlanRequest) -> Plan:
     """Predict what training takes. Decodes a few of the images, and trains only a few steps to time them."""
     config, processes = request.settings, request.processes

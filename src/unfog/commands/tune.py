@@ -21,6 +21,7 @@ from unfog.errors import RequestError
 from unfog.inference.guide import resolve_guidance
 from unfog.inference.run import Run
 from unfog.pipeline.generate import GenerationSettings, conditional_denoiser, without_pixel_clipping
+from unfog.process.torch_flags import caller_flags_kept
 from unfog.reporting.notebook import preformatted
 from unfog.reporting.progress import Progress, plural, print_result, say
 from unfog.reporting.records import Events
@@ -64,6 +65,7 @@ class TuneResult:
         return "\n".join([*lines, *(f"{name:9} {error:.4f}" for name, error in rows)])
 
 
+@caller_flags_kept()
 def tune(request: TuneRequest) -> TuneResult:
     """Find the best grid of noise levels for a number of steps, and make it the run's default.
 

@@ -27,6 +27,7 @@ from unfog.pipeline.generate import GenerationSettings, generate_images, proport
 from unfog.process.device import choose_device
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
+from unfog.process.torch_flags import caller_flags_kept
 from unfog.reporting.charts import line_chart
 from unfog.reporting.findings import Figure, Finding, write_result
 from unfog.reporting.progress import Progress, align_columns, say
@@ -116,6 +117,7 @@ _CAPTION = (
 )
 
 
+@caller_flags_kept()
 def ema_sweep(request: EmaSweepRequest) -> EmaSweepResult:
     """Rebuild EMAs of several widths, measure each, and make the best one the run's own.
 

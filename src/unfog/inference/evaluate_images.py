@@ -23,6 +23,7 @@ from unfog.inference.evaluation_files import Evaluation
 from unfog.pipeline.load_data import load_images
 from unfog.process.device import choose_device
 from unfog.process.signals import StopSignals
+from unfog.process.torch_flags import caller_flags_kept
 from unfog.reporting.progress import say
 from unfog.text import sanitize
 from unfog.training.distributed.world import init_world
@@ -30,6 +31,7 @@ from unfog.training.distributed.world import init_world
 _GRIDS = ("grid.png", "strip.png")  # which `unfog sample` writes beside its images
 
 
+@caller_flags_kept()
 def evaluate_images(images: str, request: EvaluationRequest, size: int, device: str) -> Evaluation:
     """Compare a source of generated images with the reference of the request. Under torchrun the ranks share the work.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -29,9 +28,9 @@ from unfog.models.layers import ConditionalNetwork
 from unfog.models.network_settings import CustomNetwork, build_model
 from unfog.pipeline.compile_network import compile_network
 from unfog.process.device import total_memory
+from unfog.process.torch_flags import set_repeatable
 from unfog.training.autoencoder_loss import AutoencoderLoss
 from unfog.training.checkpoints.load import TensorFile
-from unfog.training.distributed.fsdp import compile_blocks
 from unfog.training.distributed.process_group import processes_per_gpu
 from unfog.training.hooks import Augmentation, LossFunction
 from unfog.training.loop import Intervals
@@ -183,18 +182,11 @@ def build_state(
     """Return network, optimizer, EMA and gradient scaler at the start of a run.
 
     The run computes on `device`; weights and EMA stay at `home` until they are sharded, None if they will not be.
-    `weights` are those of the network, None for fresh ones.
+    `weights` are those of the network, None for fresh ones. RequestError if torch can no longer compute alike each time
+    in this process, or cannot compile.
     """
-    if device.type == "cuda":
-        # A resumed run must repeat the first one bit by bit; by default cuDNN picks kernels by timing them.
-        torch.backends.cudnn.benchmark = False
-        torch.backends.cudnn.deterministic = True
-        # For kernels outside cuDNN, such as the backward pass of attention; read when cuBLAS starts.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # warn_only would leave attention its non-deterministic backward pass, whatever it warns of.
-        torch.use_deterministic_algorithms(True)
-        # It would also fill every new tensor with NaN, hundreds of kernels a step, to find reads of unwritten memory.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    repeats = config.training.deterministic != "off"
+    set_repeatable(device, repeats)
     network = build_network(config)
     if weights is not None:
         network.load_state_dict(weights)
@@ -202,10 +194,7 @@ def build_state(
     network.checkpointing = config.training.checkpointing
     if config.training.compile:
         keep_compiled_code()
-    if config.training.compile and home is None:
-        compile_network(network, device)
-    elif config.training.compile:
-        compile_blocks(network)  # gathering the weights of a sharded block would break a graph of the whole
+        compile_network(network, device, repeats, sharded=home is not None)
     precision, second = Precision(config.training.precision, device), config.ema_snapshots.second_schedule(config.ema)
     levels = Levels(device) if config.diffusion.follows_losses and not config.trains_autoencoder else None
     return TrainState(network, config.optimizer, config.ema, precision, second, levels)

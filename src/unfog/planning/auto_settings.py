@@ -19,7 +19,7 @@ from unfog.planning.flops import Device, NetworkCost, TimeRange
 from unfog.planning.intervals import Changes, Choice, choose_intervals, open_intervals
 from unfog.planning.microbatch import Machine, MicrobatchChoice
 from unfog.planning.timing import StepTime, forward_passes, measure_step
-from unfog.process.device import unused_gpu
+from unfog.process.gpus import choose_gpu, unused_gpu
 from unfog.reporting.progress import format_bytes, plural
 from unfog.training.optimizer_settings import FINE_TUNING_FACTOR, default_learning_rate
 from unfog.training.precision import default_memory_format, default_precision
@@ -43,18 +43,25 @@ class AutoSettings:
         processes: int = 1,
     ):
         self.machine = machine if isinstance(machine, Machine) else Machine(machine)
-        # config.toml names the device that was found, rather than auto.
-        self.config = _changed(config, {"training": {"device": str(self.machine.device)}})
-        self.choices: list[Choice] = []
-        if config.training.device == "auto" and (reason := unused_gpu()):
-            self._note("device", str(self.machine.device), f"torch cannot use the NVIDIA GPU: {reason}")
         self._images, self._stop, self.processes = images, stop, processes
+        self.config, self.choices = config, list[Choice]()
+        self._name_device(config.training.device)
         self.began: float | None = None
         """When the command began, if its time budget counts from there."""
         self.budget = 0.0
         """Seconds of that budget; 0 if the length is given in steps or images."""
         self.new_length = False
         """True once the length was resolved, rather than taken over in images."""
+
+    def _name_device(self, wanted: str) -> None:
+        """Store the device that was found, rather than auto, and note why it was chosen."""
+        device = self.machine.device
+        # Of several GPUs not the number, as another one may have more free memory when the run is resumed.
+        self._set_training(device=device.type if wanted in ("auto", "cuda") else str(device))
+        if wanted == "auto" and (reason := unused_gpu()):
+            self._note("device", device, f"torch cannot use the NVIDIA GPU: {reason}")
+        if wanted in ("auto", "cuda") and device.index is not None and self.processes == 1 and (gpu := choose_gpu()):
+            self._note("device", device, gpu.reason)
 
     def resolve(self) -> None:
         """Resolve all settings of a new run."""
@@ -69,6 +76,7 @@ class AutoSettings:
         self.resolve_weight_decay()
         self.resolve_precision()
         self.resolve_memory_format()
+        self.resolve_determinism()
         self.resolve_microbatch()
 
     def resolve_resumed(self, seen: int) -> None:
@@ -175,6 +183,11 @@ class AutoSettings:
             name, reason = default_memory_format(self.machine.device, self.config.training.precision)
             self._note("memory_format", name, reason)
         self._set_training(memory_format=name)
+
+    def resolve_determinism(self) -> None:
+        """Let the run repeat to the bit, unless the settings say otherwise."""
+        if self.config.training.deterministic == "auto":
+            self._set_training(deterministic="on")
 
     def resolve_length(self, seen: int = 0) -> None:
         """Turn steps or a time budget into a number of images; a budget begins after the `seen` images."""

@@ -55,8 +55,9 @@ class Device:
         """Return the data sheet of a GPU as its driver names it: "NVIDIA H100 80GB HBM3". None if it is not known."""
         words = re.findall(r"[a-z0-9]+", name.lower())
         keys = [word for word in words if word in _DEVICES]
-        # Cards with one of these words are other ones, of which no data sheet is here. An A100 is as fast on any board.
-        others = {"laptop", "mobile", "ti", "super", "d", "max", "nvl", "ada", "pcie"}
+        # Cards with one of these words are other ones, or slices of one, of which no data sheet is here. An A100 is as
+        # fast on any board.
+        others = {"laptop", "mobile", "ti", "super", "d", "max", "nvl", "ada", "pcie", "mig"}
         if len(keys) != 1 or (others & {*words}) - ({"pcie"} if keys == ["a100"] else set()):
             return None
         return _DEVICES["a100-40" if keys == ["a100"] and "40gb" in words else keys[0]]

@@ -13,8 +13,9 @@ import torch
 from unfog.config.validate import check_device
 from unfog.cores import control_groups, describe_quota, threads_are_given, usable_cores
 from unfog.errors import RequestError
+from unfog.process.gpus import OTHER_BUILD, choose_gpu, missing_code
+from unfog.process.torch_flags import set_flag
 
-_NVIDIA = Path("/proc/driver/nvidia/version")  # a file of the driver, on Linux
 _UNTOLD = 4 * 2**30  # bytes assumed where the system does not tell
 # Of a control group of version 2 and 1: limit, use, and what of the use can be reclaimed.
 _MEMORY_FILES = (
@@ -24,16 +25,19 @@ _MEMORY_FILES = (
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device called `name`, and make it torch's current one; "auto" is CUDA, else MPS, else the CPU.
+    """Return the device called `name`, and make it torch's current one.
 
-    Under a CPU quota, torch has as many threads as that allows from here on, unless the environment says how many.
+    "auto" is the GPU that "cuda" stands for (`choose_gpu`), else MPS, else the CPU. Under a CPU quota, torch has as
+    many threads as that allows from here on, unless the environment says how many.
 
     Raises:
-        RequestError: torch does not have that device here.
+        RequestError: torch does not have that device here, or no code for it.
     """
     check_device(name)
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if name in ("auto", "cuda") and (gpu := choose_gpu()):
+        name = gpu.name
+    elif name == "auto":
+        name = "mps" if torch.backends.mps.is_available() else "cpu"
     if describe_quota() and not threads_are_given():
         torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
     device = torch.device(name)
@@ -41,18 +45,11 @@ def choose_device(name: str) -> torch.device:
     if (device.index or 0) >= count.get(device.type, 0):
         raise RequestError(f"device = {name} is not available to torch {torch.__version__}; try --device auto")
     if device.type == "cuda":
+        if missing := missing_code(device):
+            raise RequestError(f"device = {name}: {missing}; {OTHER_BUILD}, or give --device cpu")
         torch.cuda.set_device(device)  # some of torch's questions are answered for the current device alone
-        torch.backends.cudnn.allow_tf32 = False  # fp32 means fp32 in convolutions too, as in matrix products
+        set_flag(torch.backends.cudnn, "allow_tf32", False)  # fp32 means fp32 in convolutions too, as in products
     return device
-
-
-def unused_gpu() -> str:
-    """Return why torch cannot use the NVIDIA GPU of this machine; "" if it can, or there is none."""
-    if torch.cuda.is_available() or not _NVIDIA.exists() or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        return ""
-    if torch.version.cuda is None:
-        return f"this build of torch, {torch.__version__}, is for CPUs"
-    return f"its driver may be too old for the CUDA {torch.version.cuda} of torch {torch.__version__}"
 
 
 def synchronize(device: torch.device) -> None:
@@ -74,13 +71,15 @@ def peak_bytes() -> int:
 
 
 def resource_use(device: torch.device, folder: Path) -> dict[str, float]:
-    """Return `memory_mib` of this process, `memory_device_mib`, its peak on a GPU, and `disk_free_mib` of a folder.
+    """Return `memory_mib` of this process and `disk_free_mib` of a folder; on a GPU also two peaks of the process.
 
-    What the system does not report is left out.
+    `memory_device_mib` is what its tensors took, `memory_reserved_mib` what torch reserved, workspaces included. What
+    the system does not report is left out.
     """
     found = {"memory_mib": used} if (used := resident_bytes()) else {}
     if device.type == "cuda":
         found["memory_device_mib"] = torch.cuda.max_memory_allocated(device)
+        found["memory_reserved_mib"] = torch.cuda.max_memory_reserved(device)
     with suppress(OSError):
         found["disk_free_mib"] = shutil.disk_usage(folder).free
     return {name: round(size / 2**20, 1) for name, size in found.items()}

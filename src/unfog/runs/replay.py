@@ -16,6 +16,7 @@ from unfog.pipeline.build import build_augmentation, build_loss, build_state, bu
 from unfog.process.device import choose_device
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
+from unfog.process.torch_flags import caller_flags_kept
 from unfog.reporting.progress import Progress
 from unfog.runs.ranks import StoppableHooks
 from unfog.training.checkpoints import format as checkpoint
@@ -57,6 +58,7 @@ class _ReplayHooks(StoppableHooks):
         self.progress.update(step)
 
 
+@caller_flags_kept()
 def replay_newest(folder: RunFolder, config: Config, dataset: Dataset, stop: StopSignals) -> tuple[list[str], str]:
     """Train once more from the checkpoint before the newest to the newest, without changing the run.
 

@@ -24,6 +24,7 @@ from unfog.pipeline.skipped_images import DATA_FILE, describe_changes
 from unfog.planning.auto_settings import AutoSettings
 from unfog.process import command_clock
 from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
+from unfog.process.torch_flags import caller_flags_kept
 from unfog.reporting.progress import say
 from unfog.reporting.records import Events, finite_number, read_events, read_metrics
 from unfog.runs.evaluation_hook import resolve_metrics
@@ -41,6 +42,7 @@ from unfog.training.checkpoints.posthoc_ema import remove_after
 from unfog.training.length import Length
 
 
+@caller_flags_kept()
 def resume(
     folder: RunFolder, config: Config | None = None, force: bool = False, callbacks: Sequence[object] = ()
 ) -> tuple[RunFolder, bool]:

@@ -12,6 +12,7 @@ import torch
 from unfog.callbacks import EndEvent
 from unfog.checks.settings.settings_checks import check_settings
 from unfog.config.resume_rules import settings_digests
+from unfog.config.schema import Config
 from unfog.cores import SPINNING_LIMITED, describe_quota
 from unfog.data.augmentation import Augment
 from unfog.data.dataset import Dataset
@@ -44,6 +45,12 @@ def _say_that_threads_spin() -> None:
         "  torch was imported before unfog, so its idle threads spin, and other programs slow this one down; "
         "import unfog first, or start Python with OMP_WAIT_POLICY=PASSIVE"
     )
+
+
+def say_what_resume_promises(config: Config, device: torch.device) -> None:
+    """Print what a resume keeps, where that is less than every bit."""
+    if config.training.deterministic == "off" and device.type == "cuda":
+        say("  deterministic = off: a resume goes on from the same state, but not to the bit as without a stop")
 
 
 def _last_logged(step: int, due: Sequence[str]) -> int:
@@ -242,6 +249,7 @@ class Session(SessionHooks):
         )
         if quota := describe_quota():
             say(f"  {quota}, and {plural(torch.get_num_threads(), 'thread')} compute")
+        say_what_resume_promises(self.config, self.context.device)
         if training.compile:
             say("  compiling: the first step may take minutes, unless an earlier run has stored the compiled code")
         facts = {"steps": self.steps, "device": training.device, "parameters": parameters, "torch": torch.__version__}

@@ -30,6 +30,7 @@ from unfog.planning.disk import check_disk_room
 from unfog.planning.intervals import Choice
 from unfog.process import command_clock
 from unfog.process.run_folder import RunFolder, next_folder
+from unfog.process.torch_flags import caller_flags_kept
 from unfog.reporting.findings import Finding
 from unfog.reporting.log_settings import check_installed
 from unfog.reporting.progress import say
@@ -50,6 +51,7 @@ from unfog.training.optimizers import check_resumable
 from unfog.training.state import TrainState
 
 
+@caller_flags_kept()
 def train(config: Config, out: Path | None = None, callbacks: Sequence[object] = ()) -> tuple[RunFolder, bool]:
     """Train a new run. Returns its folder, and False if a signal stopped training before its end.
 

@@ -77,6 +77,11 @@ class Precision:
             optimizer.step()
         self.scaler.update()
 
+    def iteration_dtype(self) -> torch.dtype:
+        """Return the type of Muon's iterations: bf16, whose digits suffice, or fp32 where a GPU only emulates bf16."""
+        # Not fp16: small momenta would be zero in it, and the norm of large ones infinite.
+        return torch.bfloat16 if self.name == "bf16" or gpu_has_bf16(self.device) else torch.float32
+
     @property
     def scale(self) -> float:
         """Loss scale of the gradients until `gradient_norm` unscales them; 1 except in fp16."""

@@ -12,6 +12,7 @@ from unfog.settings import check_bounds, setting
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
 SamplingPrecision = Literal["fp32", "bf16"]
 MemoryFormat = Literal["auto", "contiguous", "channels_last"]
+Deterministic = Literal["auto", "on", "off"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,10 @@ class Training:
         see="docs/decisions/0016-memory-format.md",
     )
     """Memory format of convolutions. auto: channels_last in fp32 on a CPU and in 16 bits on CUDA."""
+    deterministic: Deterministic = setting(
+        "auto", affects="steps", resume="free", added_later=True, see="docs/devices.md"
+    )
+    """off: let CUDA take kernels whose sums vary, so a resume goes on but not to the bit. auto: on."""
     device: str = setting("auto", short="device", affects="nothing", resume="free", common=True)
     """auto, cpu, cuda, cuda:1 or mps. auto: cuda, else mps, else cpu."""
     seed: int = setting(0, short="seed", at_least=0, at_most=9223372036854775807, resume="force", common=True)

@@ -74,9 +74,7 @@ class TrainState:
     ):
         self.model = model
         self.precision = precision
-        # The type of Muon's iterations, which need no more digits; a CPU without bf16 units is slower with it.
-        fast = torch.bfloat16 if precision.name == "bf16" or precision.device.type == "cuda" else torch.float32
-        self.build_optimizer = partial(optim.build_optimizer, settings=optimizer, fast=fast)
+        self.build_optimizer = partial(optim.build_optimizer, settings=optimizer, fast=precision.iteration_dtype())
         self.optimizer = self.build_optimizer(model)
         method = optimizer.method
         self.method = method.identity if isinstance(method, Custom) else method.kind

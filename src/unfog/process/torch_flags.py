@@ -1,0 +1,88 @@
+"""Flags of torch that a run sets for its process, and how the process of a caller gets its own back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from unfog.errors import RequestError
+
+WORKSPACE, REPEATABLE_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"  # set where unfog is imported
+
+_open: list[_Kept] = []  # the innermost last
+
+
+class _Kept(ExitStack):
+    """Flags that were set since a context began, each with the value that it had before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: set[tuple[int, str]] = set()
+
+
+@contextmanager
+def caller_flags_kept() -> Iterator[None]:
+    """Inside, flags may be set by this module. At the end they have the values from before, also after an error."""
+    with _Kept() as kept:
+        _open.append(kept)
+        try:
+            yield
+        finally:
+            _open.remove(kept)
+
+
+def set_flag(owner: Any, name: str, value: object) -> None:
+    """Set an attribute of torch, or of a module of torch, until the innermost `caller_flags_kept` ends."""
+    old = getattr(owner, name)
+    _remember((id(owner), name), lambda: setattr(owner, name, old))
+    setattr(owner, name, value)
+
+
+def set_repeatable(device: torch.device, on: bool) -> None:
+    """Let torch compute alike each time on CUDA, or else as fast as it can; the CPU computes alike in any case.
+
+    Raises:
+        RequestError: cuBLAS has started in this process already, in a way that does not repeat.
+    """
+    if device.type != "cuda":
+        return
+    # A resumed run must repeat the first one bit by bit; by default cuDNN picks kernels by timing them.
+    set_flag(torch.backends.cudnn, "benchmark", not on)
+    set_flag(torch.backends.cudnn, "deterministic", on)
+    _use_deterministic_algorithms(on)
+    # It would also fill every new tensor with NaN, hundreds of kernels a step, to find reads of unwritten memory.
+    set_flag(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    if on and not _products_repeat(device):
+        raise RequestError(
+            f"a matrix product ran on the GPU before {WORKSPACE} was set, so that products cannot repeat to the bit in "
+            f"this process; restart Python and import unfog first, or set {WORKSPACE}={REPEATABLE_WORKSPACE} before "
+            "starting it, or give --training.deterministic off"
+        )
+
+
+def _use_deterministic_algorithms(on: bool) -> None:
+    before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    _remember((id(torch), "deterministic"), lambda: torch.use_deterministic_algorithms(before, warn_only=warned))
+    # warn_only would leave attention its non-deterministic backward pass, whatever it warns of.
+    torch.use_deterministic_algorithms(on)
+
+
+def _products_repeat(device: torch.device) -> bool:
+    """Return whether torch, in its deterministic mode, multiplies matrices; it reads the variable only once."""
+    matrix = torch.ones(2, 2, device=device)
+    try:
+        torch.mm(matrix, matrix)
+    except RuntimeError as error:
+        if WORKSPACE not in str(error):
+            raise
+        return False
+    return True
+
+
+def _remember(key: tuple[int, str], undo: Callable[[], object]) -> None:
+    if _open and key not in _open[-1].known:
+        _open[-1].known.add(key)
+        _open[-1].callback(undo)
