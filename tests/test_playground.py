@@ -294,6 +294,16 @@ def test_a_worker_that_is_killed_fails_its_drawing_and_no_other(queue, run):
     assert queue.worker.pid not in (None, pid)
 
 
+def test_a_worker_whose_gpu_has_failed_is_replaced(queue, run):
+    wait(submit(queue, run))
+    pid = queue.worker.pid
+    job = wait(submit(queue, make_drawable(run.parent / "broken"), n=1), "failed")
+    assert "illegal memory access" in job.error
+    assert queue.worker.pid is None
+    wait(submit(queue, run, seed=1))
+    assert queue.worker.pid not in (None, pid)
+
+
 def test_a_worker_that_is_killed_in_the_middle_is_no_hang(queue, run):
     job = submit(queue, run, n=1, steps=100, guidance=0.2)
     while not job.steps:

@@ -646,7 +646,7 @@ def test_what_is_due_after_a_step():
     assert "evaluate" not in every._replace(evaluate=-1).due(10, last=True)
 
 
-@pytest.mark.parametrize("wrong", [{"batch": 0}, {"microbatch": 9, "batch": 8}, {"steps": -1}])
+@pytest.mark.parametrize("wrong", [{"batch": -1}, {"microbatch": 9, "batch": 8}, {"steps": -1}])
 def test_settings_that_train_on_nothing_are_refused(wrong):
     with pytest.raises(RequestError):
         Training(**wrong)

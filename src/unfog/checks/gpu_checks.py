@@ -30,6 +30,7 @@ from unfog.reporting.progress import Progress, format_bytes, format_number
 from unfog.text import sanitize
 from unfog.training.distributed.world import SINGLE_PROCESS
 from unfog.training.precision import gpu_has_bf16
+from unfog.training.settings import USUAL_BATCH
 from unfog.training.updates.obstacles import why_not_masked
 
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -274,7 +275,7 @@ class _StepChecks:
 def trial_settings(config: Config, device: torch.device, stop: Callable[[], bool]) -> Config:
     """Return settings with size, network, rate, precision and memory format chosen as a run would choose them."""
     data = replace(config.data, size=config.data.size or _SIZE, channels=config.data.channels or 3)
-    training = replace(config.training, steps=0, budget="", images=config.training.batch)
+    training = replace(config.training, steps=0, budget="", images=config.training.batch or USUAL_BATCH)
     config = replace(config, data=data, training=training)
     auto = AutoSettings(config, random_images(config), device, stop)
     auto.resolve_training()

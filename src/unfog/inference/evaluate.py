@@ -100,7 +100,7 @@ def _resolve_request(
         config.guidance_interval,
         precision=request.precision,
         guide_every=request.guide_every,
-    )
+    ).resolved(config, run.device)
     return EvaluationSetup(compared, generation, dataset, name, request.against, guidance.guide, guidance.name)
 
 

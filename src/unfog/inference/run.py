@@ -123,7 +123,7 @@ class Run(LoadedRun):
             precision=request.precision,
             guide_every=request.guide_every,
             to_seed=request.to_seed,
-        )
+        ).resolved(self.config, self.device)
         edit = build_edit(self.config, image, mask, request.strength, request.repeats)
         # Last, as a guide is another network to load.
         guidance = resolve_guidance(
@@ -196,6 +196,7 @@ class Run(LoadedRun):
             *([f"guidance {generation.guidance:g}"] if generation.guidance != 1 else []),
             *([f"guide {guide}"] if guide else []),
             *([f"guide every {generation.guide_every}"] if generation.guide_every != 1 else []),
+            *([generation.precision] if generation.precision != "fp32" else []),
             f"seed {generation.seed}" + ("" if generation.to_seed is None else f" to {generation.to_seed}"),
         )
 

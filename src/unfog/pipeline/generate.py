@@ -22,7 +22,7 @@ from unfog.diffusion.steps import Watch
 from unfog.errors import RequestError
 from unfog.pipeline.latents import encode_edit, latent_decoder
 from unfog.reporting.image_grids import GAP, Pixels, grid, printable_name, with_column_captions
-from unfog.training.precision import DTYPES, default_memory_format
+from unfog.training.precision import DTYPES, default_memory_format, drawing_precision
 from unfog.training.settings import SamplingPrecision
 from unfog.values.conditions import NO_CONDITIONS, Conditions
 
@@ -40,7 +40,7 @@ class GenerationSettings:
     interval: tuple[float, float] = (0.0, 1.0)
     """Share of noise, sigma / (alpha + sigma), within which there is guidance."""
     first: int = 0  # number of the first sample
-    precision: SamplingPrecision = "fp32"  # of the network; the sampler itself always computes in fp32
+    precision: SamplingPrecision = "auto"  # of the network; the sampler itself always computes in fp32
     guide_every: int = 1  # guided calls of the network to a call of the guide, whose difference is kept in between
     to_seed: int | None = None  # then the samples go from the first one of `seed` to the first one of this seed
 
@@ -58,6 +58,10 @@ class GenerationSettings:
         labels = tuple(range(len(config.classes)))
         guidance, interval = config.usual_guidance, config.guidance_interval
         return cls(count, config.sampler, labels, guidance=guidance, interval=interval, batch=batch)
+
+    def resolved(self, config: Config, device: torch.device) -> GenerationSettings:
+        """Return these settings with the precision that a run of `config` is drawn in on a device."""
+        return replace(self, precision=drawing_precision(self.precision, device, config.training.precision))
 
     def noise(self, indices: Sequence[int], shape: tuple[int, int, int], device: torch.device) -> Callable[[], Tensor]:
         """Return what draws the noise of these samples, float32 [B, C, H, W], anew at each call."""
@@ -116,6 +120,7 @@ def generate_batches(
     without a class.
     """
     device = next(network.parameters()).device
+    settings = settings.resolved(config, device)
     shape, decode = config.input_shape, latent_decoder(config, device)
     sampler, encoded_edit = without_pixel_clipping(settings.sampler, config), encode_edit(edit, config, device)
     # Known pixels constrain the predicted image, not the learned variance.
