@@ -101,7 +101,8 @@ class ConditionalNetwork(nn.Module):
     ):
         super().__init__()
         self.settings, self.image_channels, self.num_classes = settings, image_channels, num_classes
-        ours = type(self).__module__.startswith("unfog.")
+        # By the name of this package, which exported code has not.
+        ours = type(self).__module__.partition(".")[0] == __name__.partition(".")[0]
         self.is_random = not ours or getattr(settings, "dropout", 1) > 0
         """Whether a pass in training may draw random numbers."""
         width = self._build(settings, out_channels or image_channels)
