@@ -1,1 +1,1 @@
-"""Values that every layer knows: images and conditions."""
+"""Values that all layers share: the formats of images and conditions. Imports torch only where tensors come in."""
