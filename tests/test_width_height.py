@@ -15,6 +15,7 @@ from PIL import Image
 
 import unfog
 from conftest import TRANSFORMER
+from shard_server import serving
 from unfog.checks.images.dataset_checks import _short_sides, _size_with_short_side
 from unfog.checks.images.image_scan import thumbnails
 from unfog.config.schema import Config
@@ -25,6 +26,7 @@ from unfog.data.scan import _read_size, common_size
 from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
 from unfog.data.sources.stored_images import StoredImages
+from unfog.data.stream import ImageStream
 from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Objective
@@ -153,12 +155,18 @@ def _zip(path: Path) -> str:
     return str(path.with_suffix(".zip"))
 
 
-def _shard(path: Path) -> str:
-    with tarfile.open(path.with_suffix(".tar"), "w") as archive:
+def _tar(data: bytes) -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
         for i in range(6):
             info = tarfile.TarInfo(f"{i}.png")
-            info.size = len(data := encoded(48, 32))
+            info.size = len(data)
             archive.addfile(info, io.BytesIO(data))
+    return file.getvalue()
+
+
+def _shard(path: Path) -> str:
+    path.with_suffix(".tar").write_bytes(_tar(encoded(48, 32)))
     return str(path.with_suffix(".tar"))
 
 
@@ -190,10 +198,38 @@ def _pack(path: Path) -> str:
     return str(path.with_suffix(".pack"))
 
 
+def _zip_of_pictures_on_their_side(path: Path) -> str:
+    with zipfile.ZipFile(path.with_suffix(".zip"), "w") as archive:
+        for i in range(6):
+            archive.writestr(f"{i}.jpg", turned("JPEG", 48, 32))
+    return str(path.with_suffix(".zip"))
+
+
+def _table(saved: bool, data: bytes) -> Callable[[Path], str]:
+    """A set of the datasets library, as parquet or as its own arrow files."""
+
+    def write(path: Path) -> str:
+        datasets = pytest.importorskip("datasets")
+        features = datasets.Features(image=datasets.Image())
+        rows = datasets.Dataset.from_dict({"image": [{"bytes": data, "path": None}] * 6}, features=features)
+        if saved:
+            rows.save_to_disk(str(path))
+        else:
+            path.mkdir()
+            rows.to_parquet(str(path / "a.parquet"))
+        return str(path)
+
+    return write
+
+
 READERS = {
     "folder": _folder,
     "JPEGs on their side": _jpegs_on_their_side,
     "zip": _zip,
+    "zip of JPEGs on their side": _zip_of_pictures_on_their_side,
+    "arrow": _table(True, encoded(48, 32)),
+    "parquet": _table(False, encoded(48, 32)),
+    "parquet of JPEGs on their side": _table(False, turned("JPEG", 48, 32)),
     "shard": _shard,
     "npy": _npy,
     "npz": _npz,
@@ -216,6 +252,20 @@ def test_every_source_gives_wide_images_upright(read, tmp_path):
         assert dataset.settings.size == size
         assert dataset.train.pixels.shape[1:] == dataset.settings.image_format.shape
         assert is_upright(pixels) if size != 16 else edges(pixels)[:2] == [TOP, BOTTOM]
+
+
+@pytest.mark.parametrize("data", [encoded(48, 32), turned("JPEG", 48, 32)], ids=["png", "on its side"])
+def test_remote_shards_give_wide_images_upright(data):
+    pytest.importorskip("aiohttp")
+    with serving() as server:
+        server.files = {"s-0.tar": _tar(data), "s-1.tar": _tar(data)}
+        url = server.url.rpartition("/")[0] + "/s-{0..1}.tar"
+        source = open_source(url)
+        assert common_size(source) == "48x32"
+        images = prepare(source, Data(size="24x16", channels=3, cache="none")).train
+        batch = ImageStream(images, 0).batch(0, 4)
+    assert batch.pixels.shape == (4, 3, 16, 24)
+    assert all(is_upright(one) for one in batch.pixels.permute(0, 2, 3, 1).numpy())
 
 
 @pytest.mark.parametrize("cache", ["memory", "disk", "none"])
