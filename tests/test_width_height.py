@@ -15,6 +15,7 @@ from PIL import Image
 
 import unfog
 from conftest import TRANSFORMER
+from launches import AGENT, ended, forked, output, weights  # noqa: F401 (fixture)
 from shard_server import serving
 from unfog.checks.images.dataset_checks import _short_sides, _size_with_short_side
 from unfog.checks.images.image_scan import thumbnails
@@ -396,6 +397,8 @@ SETTINGS: dict[str, Any] = {
     "sampler": {"steps": 2},
 }
 
+BARE = SETTINGS | {"preview": {"every": -1}, "evaluate": {"every": -1}}
+
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
@@ -449,13 +452,38 @@ def test_a_run_on_wide_images_is_resumed_and_evaluated(run, photos, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_run_on_wide_images_is_tuned_and_measured_in_bits_and_its_rate_found(run, photos):
+    (bits,) = run.evaluate("bits", 16).measured
+    assert 0 < bits.value < 50
+    assert unfog.tune(run.path, steps=2, pictures=2, tries=2, store=False, device="cpu").reference > 0
+    assert unfog.find_lr(photos, seconds=2, **BARE).usual > 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ended")
+def test_two_processes_train_on_wide_images_as_one(photos, tmp_path):
+    unfog.train(photos, out=tmp_path / "one", **BARE)
+    words = [f"--{name}={BARE[name]}" for name in ("network", "precision", "device", "batch", "steps", "size")]
+    words += ["--data.held-out", "0.2", "--preview.every", "-1", "--evaluate.every", "-1"]
+    output(
+        forked(
+            [2, 0, Path(unfog.__file__).with_name("__main__.py"), "train", photos, "--out", tmp_path / "two", *words],
+            AGENT,
+        )
+    )
+    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        assert torch.allclose(tensor, two[name], atol=1e-4), name
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "network", ["mpunet:channels=8/16,attention=0/1,head_channels=8", TRANSFORMER], ids=["mpunet", "dit"]
 )
 def test_other_networks_train_on_wide_images_from_square_weights(network, photos, tmp_path):
-    settings = SETTINGS | {"preview": {"every": -1}, "evaluate": {"every": -1}}
-    unfog.train(photos, out=tmp_path / "square", **settings | {"network": network, "size": 16})
-    del settings["network"]
+    unfog.train(photos, out=tmp_path / "square", **BARE | {"network": network, "size": 16})
+    settings = {name: value for name, value in BARE.items() if name != "network"}
     tuned = unfog.train(photos, out=tmp_path / "tuned", init=str(tmp_path / "square"), **settings)
     assert tuned.sample(1).shape == (1, 16, 24, 3)
 

@@ -94,7 +94,7 @@ def describe_type(annotation: Any) -> str:
             else f"a list, of which each is {describe_type(args[0])}"
         )
     if annotation == Size:
-        return "a size such as 64 or 96x64"
+        return 'a size such as 64 or "96x64", width x height'
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", Path: "a path"}
     return names[annotation]
 
