@@ -38,6 +38,9 @@ def main() -> None:
             folder = Path(message.head["run"]) / "checkpoints"
             (folder / "00000020").rename(folder / "00000030")
             channel.send("failed", job, error="there is no such checkpoint")
+        elif run == "broken":
+            channel.send("failed", job, error="CUDA error: an illegal memory access was encountered", ends=True)
+            time.sleep(60)  # as a driver that tidies up
         elif run == "refused":
             channel.send("failed", job, error="this run is refused")
         elif run == "silent":

@@ -356,11 +356,11 @@ def test_a_cache_that_is_no_folder_is_refused(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "file").write_text("")
     for given, said in ((str(tmp_path / "file"), "is not a folder"), ("~no-such-user/x", "no such home")):
         monkeypatch.setenv("UNFOG_CACHE", given)
-        with pytest.raises(RequestError, match=f"UNFOG_CACHE.*{said}"):
+        with pytest.raises(RequestError, match=rf"UNFOG_CACHE.*{said}"):
             cache_folder()
     monkeypatch.delenv("UNFOG_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "s3://bucket")
-    with pytest.raises(RequestError, match="XDG_CACHE_HOME = .* is an address"):
+    with pytest.raises(RequestError, match=r"XDG_CACHE_HOME = .* is an address"):
         cache_folder()
 
 

@@ -12,9 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from conftest import advance
+from unfog import device_copies
 from unfog.config.schema import Config
 from unfog.config.toml import update
 from unfog.errors import RunError
@@ -27,6 +29,8 @@ from unfog.training.optimizer_settings import Optimizer
 from unfog.training.precision import Precision
 from unfog.training.settings import Checkpoint, PowerEma
 from unfog.training.state import TrainState
+
+KINDS = (torch.float32, torch.float64, torch.int64, torch.bfloat16, torch.uint8)
 
 
 def fresh(precision: str = "fp32", width: int = 4) -> TrainState:
@@ -94,6 +98,31 @@ def test_a_snapshot_stands_still_while_training_goes_on(tmp_path):
     other = fresh()
     load_checkpoint(tmp_path / "00000003", other)
     assert everything(other) == before
+
+
+def test_copies_in_few_blocks_lie_beside_each_other(tmp_path, monkeypatch):
+    """As those of a GPU do in pinned memory, which is made in blocks of one size."""
+    made, empty = [], torch.empty
+
+    def make(*size, pin_memory=False, **how):
+        made.extend(size if pin_memory else [])
+        return empty(*size, **how)
+
+    monkeypatch.setattr(torch, "empty", make)
+    shapes = [(3,), (), (2, 7), (0, 4), (1000,), (5, 1, 3)]
+    tensors = {f"{i}/{kind}": torch.randn(shape).to(kind) for i, shape in enumerate(shapes) for kind in KINDS}
+    memory = device_copies.HostCopies(sum(t.nbytes for t in tensors.values()), most_pinned=2**20)
+    copies = {
+        name: memory._pinned(t.nbytes).view(t.dtype).view(t.shape).copy_(t, non_blocking=True)
+        for name, t in tensors.items()
+    }
+    assert len(made) <= 2
+    assert all(torch.equal(copies[name], t) for name, t in tensors.items())
+    save_file(copies, tmp_path / "file")  # which refuses tensors that overlap
+    read = load_file(tmp_path / "file")
+    assert all(torch.equal(read[name], t) for name, t in tensors.items())
+    assert memory._pinned(2**20) is None  # more than may be pinned
+    assert device_copies.HostCopies(2**40, most_pinned=2**50)._block_size == 2**26
 
 
 def test_training_on_does_not_write_into_the_files_that_were_loaded(tmp_path):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from unfog.errors import RequestError
+from unfog.evaluation import feature_networks
 from unfog.evaluation.feature_networks import (
     INCEPTION_FILE,
     _antialiased,
@@ -246,3 +247,21 @@ def test_a_file_that_settings_name_is_read_with_a_limit(tmp_path, kind):
             file.truncate(2**36)
     with pytest.raises(RequestError, match={"pipe": "a pipe", "sparse": "has over", "folder": "a folder"}[kind]):
         open_features(str(net), only_known=True)
+
+
+@pytest.mark.parametrize(("device", "last"), [("cpu", True), ("cuda", False)])
+def test_a_feature_network_gets_channels_last_on_a_cpu_alone(device, last, monkeypatch):
+    """In fp32 without TF32 it is the slower way of cuDNN."""
+    seen = []
+
+    def network(x):
+        seen.append(x.is_contiguous(memory_format=torch.channels_last))
+        return x.mean((2, 3))
+
+    # What the device is called is all that is asked of it.
+    monkeypatch.setattr(feature_networks, "_CHANNELS_LAST_ON", {"cpu": ("cpu",), "cuda": ()}[device])
+    settings = feature_networks._NetworkInput("", 0, "inception", "tf1")
+    feature_networks._TorchScriptNetwork(network, "", "", settings)(torch.zeros(2, 3, 8, 8))
+    assert seen == [last]
+    monkeypatch.undo()
+    assert feature_networks._CHANNELS_LAST_ON == ("cpu",)

@@ -26,11 +26,14 @@ from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError, RunError
 from unfog.inference.loaded_run import LoadedRun
 from unfog.inference.run import Run
-from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_labels, to_pixels
+from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_labels
 from unfog.planning.sampling_cost import cost_per_sample
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.records import read_events
 from unfog.runs.resume import _omit_tuned_settings
+from unfog.training import precision
+from unfog.training.precision import drawing_precision
+from unfog.values.image_format import BYTES
 
 pytestmark = pytest.mark.slow
 
@@ -295,11 +298,12 @@ def test_bf16_is_of_the_networks_alone(run, tmp_path):
     difference = np.abs(half.astype(int) - plain)
     assert difference.any()
     assert difference.mean() < 1, "of 255"
+    assert "bf16" in run.prepare(**asked, precision="bf16").caption
     assert np.array_equal(run.sample(**asked), plain), "and nothing of it stays behind"
     led = {"guidance": 2.0, "guide": 20}
     assert not np.array_equal(run.sample(**asked | led, precision="bf16"), run.sample(**asked | led))
-    with pytest.raises(RequestError, match=r"precision = 'fp16'"):
-        run.sample(**asked, precision="fp16")
+    with pytest.raises(RequestError, match=r"precision = 'fp8'"):
+        run.sample(**asked, precision="fp8")
     flags = ("-n", "4", "--steps", "4", "--batch", "4", "--guidance", "1", "--precision", "bf16")
     assert command(["sample", str(run.path), *flags, "--out", str(tmp_path / "a")]) == 0
     (drawn,) = (tmp_path / "a").glob("000003*.png")  # the name ends with the class
@@ -307,6 +311,39 @@ def test_bf16_is_of_the_networks_alone(run, tmp_path):
     evaluated = run.evaluate("sliced", 10, steps=2, precision="bf16")
     assert evaluated.drawn["precision"] == "bf16"
     assert evaluated["sliced"].value != run.evaluate("sliced", 10, steps=2)["sliced"].value
+
+
+@pytest.mark.parametrize(
+    ("device", "native", "trained", "drawn"),
+    [
+        ("cpu", True, "bf16", "fp32"),
+        ("mps", True, "fp32", "fp32"),
+        ("cuda", True, "fp32", "bf16"),
+        ("cuda", False, "fp16", "fp16"),
+        ("cuda", False, "bf16", "fp32"),
+    ],
+)
+def test_drawing_is_in_16_bits_where_a_gpu_has_them(device, native, trained, drawn, monkeypatch):
+    """In fp16 only what has learned in it: other activations may be too large for it."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: native)
+    assert drawing_precision("auto", torch.device(device), trained) == drawn
+    assert drawing_precision("fp32", torch.device(device), trained) == "fp32"
+    monkeypatch.setattr(precision, "_HALF_DRAWING_ON", ())
+    assert drawing_precision("auto", torch.device(device), trained) == "fp32"
+
+
+def test_previews_and_samples_are_drawn_in_the_same_precision(run, monkeypatch):
+    """So that a preview equals the output of `unfog sample`; the guide is of it too."""
+    monkeypatch.setattr(precision, "_HALF_DRAWING_ON", ("cpu",))
+    monkeypatch.setattr(precision, "gpu_has_bf16", lambda device: True)
+    preview = generate_images(run.network, run.config, GenerationSettings.default(run.config, 4, 4))
+    guidance = {"guidance": run.config.usual_guidance, "guide": "none"}
+    assert np.array_equal(run.sample(4, batch=4, **guidance), preview)
+    assert np.array_equal(run.sample(4, batch=4, precision="bf16", **guidance), preview)
+    assert not np.array_equal(run.sample(4, batch=4, precision="fp32", **guidance), preview)
+    guided = run.prepare(4, guide=20, guidance=2.0)
+    assert guided.guide.dtype == torch.bfloat16
+    assert guided.generation.precision == "bf16"
 
 
 def test_flags_of_guidance(run, tmp_path, capsys):
@@ -432,7 +469,7 @@ def test_tune_draws_as_sample_does_with_the_guide_of_the_run(tmp_path, monkeypat
     monkeypatch.setattr(_GridError, "draw", keep)
     unfog.tune(own.path, steps=2, pictures=2, tries=1, store=False)
     seed, sampler, drawn = kept[-2]  # the result, on other noise than it was searched on
-    pixels = to_pixels(drawn).permute(0, 2, 3, 1).numpy()
+    pixels = BYTES.to_stored(drawn).permute(0, 2, 3, 1).numpy()
     assert np.array_equal(pixels, own.sample(2, seed=seed, levels=sampler.tuned))
     assert not np.array_equal(pixels, own.sample(2, seed=seed, levels=sampler.tuned, guide="none"))
 

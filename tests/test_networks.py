@@ -20,6 +20,7 @@ from unfog.export.diffusers_unet import Network as Exported
 from unfog.models import layers
 from unfog.models.network_settings import build_model
 from unfog.models.settings import ARCHITECTURES, SIZES, DiT, MPUNet, UNet
+from unfog.pipeline import build
 from unfog.pipeline.build import build_network, build_state
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.flops import NetworkCost
@@ -28,7 +29,7 @@ from unfog.training.checkpoints import snapshot
 from unfog.training.checkpoints.load import load_checkpoint
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import LoopSettings, train
-from unfog.training.optimizer_settings import Optimizer, default_learning_rate
+from unfog.training.optimizer_settings import AdamW, Muon, Optimizer, default_learning_rate
 from unfog.training.settings import Training
 
 CPU = torch.device("cpu")
@@ -244,6 +245,19 @@ def test_checkpointing_changes_no_bit(settings, bf16):
     assert all(torch.equal(a, b) for a, b in zip(plain, gradients()))
 
 
+@pytest.mark.parametrize("settings", [MICRO[name] for name in NEW], ids=NEW)
+def test_checkpointing_without_dropout_asks_for_no_random_state(settings, monkeypatch):
+    """In a CUDA graph that is an error."""
+    model, x, c_noise = scattered(replace(settings, dropout=0.0)), torch.randn(3, 1, 8, 8), torch.rand(3) * 1000
+    model(x, c_noise).square().sum().backward()
+    plain = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model.checkpointing = True
+    monkeypatch.delattr(torch, "get_rng_state")
+    model(x, c_noise).square().sum().backward()
+    assert all(torch.equal(a, p.grad) for a, p in zip(plain, model.parameters()))
+
+
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("settings", [MICRO["unet"], MICRO["mpunet"]], ids=["unet", "mpunet"])
 def test_channels_last_computes_the_same_in_another_order(settings, channels):
@@ -361,6 +375,41 @@ def test_interrupted_is_uninterrupted(settings, changes, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("method", [Muon(), AdamW()], ids=["muon", "adamw"])
+def test_weights_kept_in_channels_last_train_alike_and_are_stored_as_any(method, tmp_path, monkeypatch):
+    """As on CUDA: checkpoints hold the same values in the same order, and load into either format."""
+    config = config_of(replace(MICRO["unet"], dropout=0.2))
+    training = replace(config.training, memory_format="channels_last", precision="fp32")
+    config = replace(config, training=training, optimizer=replace(config.optimizer, method=method))
+    usual = advance(config, build_state(config, CPU), 3)
+    monkeypatch.setattr(build, "_WEIGHTS_CHANNELS_LAST_ON", ("cpu",))
+    state = advance(config, build_state(config, CPU), 3)
+    for tensors in state.tensors().values():
+        of_kernels = [t for t in tensors.values() if t.dim() == 4 and t.shape[-1] == 3]
+        assert of_kernels
+        assert all(t.is_contiguous(memory_format=torch.channels_last) for t in of_kernels)
+        assert not any(t.is_contiguous() for t in of_kernels if t.shape[1] > 1)
+    close = [(mine, usual.tensors()[file][name]) for file, of in state.tensors().items() for name, mine in of.items()]
+    assert max(float((a - b).abs().max()) for a, b in close if a.is_floating_point()) < 1e-3
+
+    folder = snapshot.write_checkpoint(snapshot.take_snapshot(state, 3), tmp_path / "a")
+    again = build_state(config, CPU)
+    load_checkpoint(folder, again)
+    written = snapshot.write_checkpoint(snapshot.take_snapshot(again, 3), tmp_path / "b")
+    for kind in ("model", "ema", "optimizer"):
+        assert (folder / f"{kind}.safetensors").read_bytes() == (written / f"{kind}.safetensors").read_bytes()
+    advance(config, again, 6)
+    advance(config, state, 6)
+    monkeypatch.setattr(build, "_WEIGHTS_CHANNELS_LAST_ON", ())
+    plain = build_state(config, CPU)
+    load_checkpoint(folder, plain)
+    for file, tensors in state.tensors().items():
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, again.tensors()[file][name]), f"{file}: {name}"
+            assert plain.tensors()[file][name].is_contiguous()
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "settings",
@@ -444,7 +493,9 @@ def test_sizes_are_checked():
         RequestError, match=r"size = 30 must be a multiple of 4 and at least 8 for a network of 3 levels; try size = 32"
     ):
         MPUNet().check(30)
-    with pytest.raises(RequestError, match=r"size = 27 must be a multiple of patch = 2; try size = 28"):
+    with pytest.raises(
+        RequestError, match=r"size = 27x28 must be a multiple of patch = 2 on both sides; try size = 28"
+    ):
         DiT().check((28, 27))
     DiT(patch=4).check((28, 4))
 

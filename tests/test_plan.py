@@ -13,6 +13,7 @@ from torch import nn
 from conftest import few_images
 from test_plan_memory import all_traces_are_kept  # noqa: F401  a fixture
 from unfog.commands.plan import _describe_compiling, _resolve_microbatch, _time_findings, plan
+from unfog.commands.train import base_settings
 from unfog.config.presets import preset
 from unfog.config.requests import PlanRequest
 from unfog.config.schema import Config
@@ -24,6 +25,7 @@ from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError
 from unfog.models.settings import SIZES, UNet
 from unfog.models.unet import UNetModel
+from unfog.pipeline.build import build_network
 from unfog.planning import auto_settings, disk, timing
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.flops import _DEVICES, GB, Device, NetworkCost, TimeRange
@@ -32,6 +34,7 @@ from unfog.planning.microbatch import MARGIN, Machine
 from unfog.planning.plan import format_time
 from unfog.planning.timing import StepTime, measure_step, run_times
 from unfog.reporting.progress import Progress
+from unfog.training.optimizer_settings import default_learning_rate
 from unfog.training.settings import Evaluate, Training
 
 pytestmark = pytest.mark.slow
@@ -45,6 +48,46 @@ def asked(**training) -> Config:
     data, trained = Data(size=16, cache="memory"), replace(given.training, **training)
     optimizer = replace(given.optimizer, lr=1e-3)
     return replace(given, source=few_images(), data=data, network=SMALL, training=trained, optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    ("device", "side", "given", "batch"),
+    [(CPU, 32, 0, 64), (CUDA, 32, 0, 256), (CUDA, 16, 0, 256), (CUDA, 64, 0, 64), (CUDA, 32, 64, 64)],
+)
+def test_a_gpu_gets_larger_batches_of_small_images(device, side, given, batch, monkeypatch):
+    config = replace(preset("default"), data=Data(size=side, channels=3), network=SMALL)
+    assert base_settings(config, None, {}).training.batch == 0
+    assert base_settings(preset("ddpm"), None, {}).training.batch == 64  # whose learning rate is of that
+    config = replace(config, training=replace(config.training, batch=given))
+    auto = AutoSettings(config, None, Machine(device), lambda: False)
+    auto.resolve_learning_rate()
+    assert auto.config.training.batch == batch
+    assert [choice.value for choice in auto.choices if choice.name == "batch"] == [256] * (batch == 256)
+    parameters = sum(p.numel() for p in build_network(auto.config).parameters())
+    usual = default_learning_rate(parameters, batch, SMALL, config.optimizer.method)
+    assert auto.config.optimizer.lr == float(f"{usual:.2g}")
+    monkeypatch.setattr(auto_settings, "_LARGE_BATCH_ON", ())
+    config = replace(config, training=replace(config.training, batch=0))
+    assert AutoSettings(config, None, Machine(device), lambda: False).config.training.batch == 64
+
+
+def test_a_gpu_compiles_and_captures_by_itself_only_once_that_is_on(monkeypatch):
+    h100 = Machine(CUDA, "H100", memory=80 * GB, data_sheet=Device.find("h100"))
+
+    def chosen(network="cifar10", **training):
+        config = asked(precision="bf16", batch=256, **training)
+        config = replace(config, data=Data(size=32, channels=3), network=SIZES[network])
+        auto = AutoSettings(config, None, h100, lambda: False)
+        auto.resolve_compile()
+        auto.resolve_capture()
+        return auto.config.training.compile, auto.config.training.capture
+
+    assert chosen(steps=1_000_000) == (False, False)
+    monkeypatch.setattr(auto_settings, "_FASTER_BY_ITSELF", True)
+    assert chosen(steps=1_000_000)[0]
+    assert not chosen(steps=1000)[0]
+    assert chosen("tiny", steps=100)[1]
+    assert not chosen("tiny", steps=100, microbatch=64)[1]
 
 
 def planned_for(config: Config, **options):
@@ -95,14 +138,19 @@ def test_time_is_arithmetic_or_launches():
     device = Device.find("h100")
     work = NetworkCost.of(Convolution, (3, 8, 8))._replace(training=1e12, forward=3e11, operations=1000)
     fast, slow = work.step_time(device, Training(batch=64, precision="fp16"))
-    assert fast == pytest.approx(64e12 / (0.40 * 989e12))
-    assert slow == pytest.approx(64e12 / (0.15 * 989e12))
+    assert fast == pytest.approx(64e12 / (0.18 * 989e12))
+    assert slow == pytest.approx(64e12 / (0.11 * 989e12))
+    assert work.step_time(device, Training(batch=64, precision="fp16", compile=True)) < (0.6 * fast, 0.6 * slow)
     assert work.step_time(device, Training(batch=64, precision="fp16", checkpointing=True)).low == pytest.approx(
         1.3 * fast
     )
     assert work.step_time(device, Training(batch=64, precision="fp32")).low > 5 * fast
+    assert work.call_time(64, device).low == pytest.approx(0.3 * fast)  # drawn in 16 bits
+    assert work.call_time(64, replace(device, precision="fp32")).low > fast
     tiny = work._replace(training=1e6).step_time(device, Training(batch=64, microbatch=32, precision="fp16"))
     assert tiny.low == tiny.high > 1e-3
+    captured = Training(batch=64, microbatch=32, precision="fp16", capture=True)
+    assert work._replace(training=1e6).step_time(device, captured).high < 1e-4
 
 
 def test_devices_are_found_however_they_are_written():

@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from PIL import Image
 import unfog
 from conftest import NETWORK, few_images
 from unfog.config.toml import to_toml
-from unfog.errors import RequestError
+from unfog.errors import RequestError, RunError
 from unfog.inference import memorization
 from unfog.serve.playground import generation, worker
 from unfog.serve.playground.channel import Channel, Message, Worker, read_message, write_message
@@ -216,6 +217,41 @@ def test_an_unexpected_error_is_said(monkeypatch):
     monkeypatch.setattr(generation.Studio, "draw", fail)
     with working() as ask:
         assert ask("failed", op="draw", job=1)["error"] == "MemoryError: no room"
+
+
+def _caused_by(error):
+    outer = RunError("drawing failed")
+    outer.__cause__ = error
+    return outer
+
+
+@pytest.mark.parametrize(
+    ("error", "ends"),
+    [
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), True),
+        (_caused_by(RuntimeError("CUDA error: device-side assert triggered")), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), False),
+        (RuntimeError("shapes do not fit"), False),
+    ],
+    ids=["kernel", "cudnn", "caused", "memory", "other"],
+)
+def test_a_worker_ends_with_its_gpu(error, ends, monkeypatch):
+    """No work on a GPU succeeds in the process any more, but of memory there may be enough for the next drawing."""
+
+    def fail(self, channel, job, message):
+        raise error
+
+    monkeypatch.setattr(generation.Studio, "draw", fail)
+    jobs = [Message({"op": "draw", "job": number}) for number in (1, 2)]
+    said = []
+    channel = SimpleNamespace(
+        next_job=lambda: jobs.pop(0) if jobs else None, send=lambda event, job, **facts: said.append((job, facts))
+    )
+    worker.serve(channel)
+    assert [job for job, _ in said] == ([1] if ends else [1, 2])
+    assert str(error) in said[0][1]["error"]
+    assert said[0][1]["ends"] == ends
 
 
 def test_code_that_a_run_names_is_not_run_without_consent(run, tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -585,3 +586,29 @@ def test_low_precision_and_fixed_ema_resume_too(tmp_path, precision, network):
     for file in checkpoint.FILES:
         mine, theirs = ((tmp_path / n / "checkpoints/00000012" / file).read_bytes() for n in ("broken", "straight"))
         assert mine == theirs
+
+
+LOSES_ITS_CAPTURE = """
+import sys
+from unfog.cli.main import main
+from unfog.training.updates.captured import CapturedStep, CaptureLost
+
+def lose(step):
+    if step._computer.state.seen == 19 * 8:
+        raise CaptureLost("operation not permitted when stream is capturing")
+
+CapturedStep.gradient = lose
+main(sys.argv[1:])
+"""
+
+
+def test_a_run_that_loses_its_capture_goes_on_without_by_the_command_that_is_said(whole, tmp_path):
+    folder = tmp_path / "a run"
+    words = ("train", few_images(), "--out", folder, *FLAGS, "--training.capture")
+    said = finish(Forked(words, LOSES_ITS_CAPTURE, stdout=subprocess.PIPE, stderr=subprocess.PIPE), status=1)
+    assert "not permitted when stream is capturing" in said
+    assert "step 19 is saved" in said
+    assert (folder / "checkpoints/00000019").is_dir()
+    again = shlex.split(re.search(r"`unfog (resume .*?)`", said)[1])
+    assert "19 to 36" in finish(command(*again))
+    assert_same(folder, whole)

@@ -86,7 +86,7 @@ def test_a_run_may_be_given_a_name_that_is_no_path(server):
     [
         ({"optimizer.lr": "-1"}, "must be"),
         ({"optimizer.lr": "fast"}, "not a number"),
-        ({"training.batch": "0"}, "batch"),
+        ({"training.batch": "-1"}, "batch"),
         ({"training.steps": "10", "training.images": "10"}, "given 2 times"),
         ({"training.precision": "fp8"}, "fp8"),
         ({"nothing": "1"}, "not a setting"),

@@ -129,7 +129,7 @@ def test_a_named_column_that_is_missing_is_refused_with_those_that_there_are(
         apply_label_table(open_source(photos), f"{table}:{columns}")
 
 
-ODD = '"file, ""name""",Größe,größe\n' + "".join(f'{i}.png,{KINDS[f"{i}.png"]},x\n' for i in range(8))
+ODD = '"file, ""name""",Größe,größe\n' + "".join(f"{i}.png,{KINDS[f'{i}.png']},x\n" for i in range(8))
 
 
 @pytest.mark.parametrize("label", ["Größe", "Gro\u0308ße"])

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from unfog.errors import RequestError
+from unfog.models import group_norm as norms
 from unfog.models.group_norm import group_norm
 from unfog.models.layers import attention, sinusoids
 from unfog.models.settings import SIZES, UNet
-from unfog.models.unet import UNetModel
+from unfog.models.unet import UNetModel, _ResidualBlock
 
 MICRO = UNet(channels=(16, 32), attention=(False, True), head_channels=8, norm_groups=4)
 
@@ -214,7 +218,8 @@ def test_sizes_are_checked_before_building():
         ),
         (
             (32, 4),
-            "size = 4 must be a multiple of 4 and at least 8 for a network of 3 levels; try size = 8, or fewer levels",
+            "size = 4x32 must be a multiple of 4 and at least 8 for a network of 3 levels on both sides; "
+            "try size = 8x32, or fewer levels",
         ),
     ):
         with pytest.raises(RequestError) as refused:
@@ -377,3 +382,59 @@ def test_group_norm_in_channels_last_is_that_of_torch(dtype):
     assert of_ours[0].is_contiguous(memory_format=torch.channels_last)
     for one, other in zip(of_ours, torch.autograd.grad(plain, (theirs, weight, bias), gradient)):
         assert torch.equal(one, other)
+
+
+FUSED = """
+import sys, torch
+from torch.nn import functional as F
+from unfog.models.fused_group_norm import group_norm_silu
+
+torch.manual_seed(0)
+for batch, channels, side, groups, dtype, most in (
+    (2, 12, 6, 3, torch.float32, 1e-6), (1, 32, 8, 8, torch.bfloat16, 1e-2), (2, 8, 16, 2, torch.float32, 1e-6)
+):
+    x = (3 + 2 * torch.randn(batch, channels, side, side)).to(dtype, memory_format=torch.channels_last)
+    weight, bias = torch.randn(2, batch, channels)
+    found, inputs = [], [x, weight, bias]
+    for double in (False, True):
+        leaves = [t.detach().to(torch.float64 if double else t.dtype).requires_grad_() for t in inputs]
+        x, weight, bias = leaves
+        if double:
+            y = F.silu(F.group_norm(x, groups, eps=1e-5) * weight[..., None, None] + bias[..., None, None])
+        else:
+            y = group_norm_silu(x, groups, weight, bias, 1e-5)
+            assert y.dtype == dtype and y.is_contiguous(memory_format=torch.channels_last)
+        gradient = torch.linspace(-1, 1, y.numel()).view_as(y)
+        (y * gradient).sum().backward()
+        found.append([y.detach(), *(leaf.grad for leaf in leaves)])
+    for mine, exact in zip(*found):
+        assert (mine.double() - exact).norm() < most * exact.norm(), (mine, exact)
+print("equal")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton, which builds of torch for CUDA bring")
+def test_fused_norm_and_activation_are_those_of_torch():
+    """Its kernels, by the interpreter of Triton on the CPU: outputs and gradients against float64."""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", FUSED], env=environment, capture_output=True, text=True, timeout=280)
+    assert done.stdout.strip() == "equal", done.stderr
+
+
+@pytest.mark.parametrize("scale_shift", [True, False])
+def test_a_network_with_fused_norms_is_the_same_network(scale_shift, monkeypatch):
+    """What it hands to the kernel, which is replaced by its formula; off it is not asked."""
+    network = scattered(replace(MICRO, scale_shift=scale_shift), 3)
+    x, c_noise, seen = torch.randn(2, 3, 8, 8), torch.rand(2), []
+
+    def formula(x, groups, weight, bias, eps):
+        seen.append(x.shape)
+        return F.silu(F.group_norm(x, groups, eps=eps) * weight[:, :, None, None] + bias[:, :, None, None])
+
+    monkeypatch.setitem(sys.modules, "unfog.models.fused_group_norm", SimpleNamespace(group_norm_silu=formula))
+    usual = network(x, c_noise)
+    assert not seen
+    monkeypatch.setattr(norms, "_is_fused", lambda x: True)
+    torch.testing.assert_close(network(x, c_noise), usual)
+    assert len(seen) == sum(isinstance(part, _ResidualBlock) for part in network.modules()) * 2 + 1

@@ -217,5 +217,5 @@ def _checkpoints(run: Path, device: str) -> Iterator[Row]:
 
 
 def _images(run: Path, device: str) -> Tensor:
-    drawn = Run(str(run), device=device).sample(4, steps=4)
+    drawn = Run(str(run), device=device).sample(4, steps=4, precision="fp32")
     return torch.from_numpy(np.array(drawn)).double()

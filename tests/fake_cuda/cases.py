@@ -80,6 +80,9 @@ class _Watching(_Stopping):
     def on_capture(self, message):
         self.said = message
 
+    def on_capture_lost(self, state, reason):
+        self.said = f"lost after {self.launched()} steps: {reason}"
+
 
 class _FakeStream(ImageStream):
     """A stream whose batches are fake tensors of the CPU."""
@@ -111,17 +114,29 @@ def _on_device(fake, config):
 
 
 def step_of(
-    config, latents=False, mutate=lambda state: None, plant=None, snapshot=False, resumed=False, kept=False, whole=False
+    config,
+    latents=False,
+    mutate=lambda state: None,
+    plant=None,
+    snapshot=None,
+    resumed=False,
+    kept=False,
+    whole=False,
+    converted=False,
 ):
-    """Return what `STEPS` steps of the real loop do, after a first one; or what a snapshot does after them.
+    """Return what `STEPS` steps of the real loop do, after a first one; or what a `snapshot` does after them, of which
+    so many bytes are pinned at most.
 
     `plant` is called with the loss of each micro-batch and its images; `mutate` with the state before training. A
     state that is `resumed` is read from a checkpoint that the CPU wrote after its first step. Images that are `kept`
-    are on the device from the start. Of a run as a `whole`, what is captured is watched, and the steps after the sixth.
+    are on the device from the start. Weights are `converted` at each use if they are not kept in channels_last. Of
+    a run as a `whole`, what is captured is watched, and the steps after the sixth.
     """
     stored = _checkpoint_of(config) if resumed else None
     with FakeCuda() as fake:
         _on_device(fake, config)
+        if converted:
+            fake.set(build, "_WEIGHTS_CHANNELS_LAST_ON", ())
         shape = config.input_shape
         pixels = (
             np.zeros((64, 1 + config.data.flip, *shape), np.float16) if latents else np.zeros((64, *shape), np.uint8)
@@ -152,10 +167,10 @@ def step_of(
                 fake.watch.clear()
                 with fake.watch:
                     train(settings, state, task, hooks)
-            if snapshot:
+            if snapshot is not None:
                 fake.watch.clear()
                 with fake.watch:
-                    take_snapshot(state, STEPS)
+                    take_snapshot(state, STEPS, most_pinned=snapshot)
         return fake.watch
 
 
@@ -164,8 +179,15 @@ def _whole_run(fake, settings, state, task):
     hooks = _Watching(state, settings.training.batch)
     hooks.begin, hooks.until, hooks.watch = 6, 6 + STEPS, lambda: fake.watch
     train(settings, state, task, hooks)
-    fake.watch.__exit__(None, None, None)
-    if fake.graph is not None:
+    if hooks.launched() > hooks.begin:
+        fake.watch.__exit__(None, None, None)
+    fake.watch.left = {
+        "default stream": fake.stream is fake.first_stream,
+        "generator is free": fake.generator_is_free,
+        "pools of captures": len(fake.pools),
+        "gradients": sum(parameter.grad is not None for parameter in state.model.parameters()),
+    }
+    if fake.graph is not None and not fake.watch.left["pools of captures"]:
         captured = fake.graph.watch
         fake.watch.named["captured"] = captured.operations
         fake.watch.faults.update(captured.faults)
@@ -173,6 +195,19 @@ def _whole_run(fake, settings, state, task):
         fake.watch.attention, fake.watch.layouts = captured.attention, captured.layouts
     fake.watch.said = hooks.said
     return fake.watch
+
+
+def _invalidate(loss, x0):
+    """As work that a capture does not allow, such as a wait for the device."""
+    if FakeCuda.latest.capturing:
+        FakeCuda.latest.invalidated = True
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def _refuse(loss, x0):
+    """As torch, for what it knows that a capture does not allow."""
+    if FakeCuda.latest.capturing:
+        raise RuntimeError("Cannot call this during a capture")
 
 
 def _checkpoint_of(config):
@@ -327,12 +362,15 @@ def _network(resize, range):
 def _norms_of_torch(state):
     for module in state.model.modules():
         if isinstance(module, torch.nn.GroupNorm):
-            module.__class__ = torch.nn.GroupNorm
+            module.forward = partial(torch.nn.GroupNorm.forward, module)
 
 
 CASES = {
     "unet bf16": lambda: step_of(config_of()),
     "unet bf16 adamw": lambda: step_of(config_of(**ADAMW)),
+    "unet bf16, weights converted": lambda: step_of(config_of(), converted=True),
+    "cifar10": lambda: step_of(whole("cifar10", 32)),
+    "cifar10, weights converted": lambda: step_of(whole("cifar10", 32), converted=True),
     "unet fp32": lambda: step_of(config_of(precision="fp32")),
     "unet fp16": lambda: step_of(config_of(precision="fp16")),
     "unet fp16 adamw": lambda: step_of(config_of(precision="fp16", **ADAMW)),
@@ -349,7 +387,8 @@ CASES = {
     "latents": lambda: step_of(_latent_config(), latents=True),
     "kept images": lambda: step_of(config_of(SMALL, classes=("a", "b")), kept=True),
     "kept latents": lambda: step_of(_latent_config(), latents=True, kept=True),
-    "snapshot": lambda: step_of(config_of(SMALL), snapshot=True),
+    "snapshot": lambda: step_of(config_of(SMALL), snapshot=2**30),
+    "snapshot, pageable": lambda: step_of(config_of(SMALL), snapshot=0),
     "captured unet": lambda: step_of(config_of(training={"capture": True}), whole=True),
     "captured unet adamw": lambda: step_of(config_of(training={"capture": True}, **ADAMW), whole=True),
     "captured fp32": lambda: step_of(config_of(SMALL, "fp32", training={"capture": True}), whole=True),
@@ -366,6 +405,14 @@ CASES = {
     "not captured adaptive": lambda: step_of(
         config_of(SMALL, training={"capture": True}, diffusion={"weighting": "uncertainty"}), whole=True
     ),
+    "captured recomputed": lambda: step_of(
+        config_of(SMALL, training={"capture": True, "checkpointing": True}), whole=True
+    ),
+    "not captured, dropout recomputed": lambda: step_of(
+        config_of(SMALL + ",dropout=0.1", training={"capture": True, "checkpointing": True}), whole=True
+    ),
+    "capture invalidated": lambda: step_of(config_of(SMALL, training={"capture": True}), whole=True, plant=_invalidate),
+    "capture refused": lambda: step_of(config_of(SMALL, training={"capture": True}), whole=True, plant=_refuse),
     "planted capture": lambda: step_of(config_of(SMALL, training={"capture": True}), whole=True, plant=_copied),
     "planted item": lambda: step_of(config_of(SMALL), plant=lambda loss, x0: loss.sum().item()),
     "planted bool": lambda: step_of(config_of(SMALL), plant=lambda loss, x0: bool(loss.sum() > 1)),
@@ -406,7 +453,9 @@ def figures(watch):
     return {what: dict(getattr(watch, what)) for what in WATCHED} | {
         "steps": STEPS,
         "operations": watch.operations,
+        "converted bytes": watch.converted_bytes,
         "said": watch.said,
+        "left": watch.left,
     }
 
 

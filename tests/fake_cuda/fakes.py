@@ -9,7 +9,8 @@ import os
 import sys
 import traceback
 from collections import Counter
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
+from types import SimpleNamespace
 
 assert "torch" not in sys.modules, "torch looks up the hooks of a device once, so they must be loaded before it"
 _device = ctypes.CDLL(os.environ["FAKE_CUDA"], mode=ctypes.RTLD_GLOBAL)
@@ -89,11 +90,12 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.clear()
 
-    said = None  # of a capture
+    said = left = None  # of a capture, and by a run
 
     def clear(self):
         self.operations, self.waits, self.copies, self.faults = 0, Counter(), Counter(), Counter()
         self.attention, self.named, self.layouts = Counter(), Counter(), Counter()
+        self.converted_bytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -103,6 +105,7 @@ class Watch(TorchDispatchMode):
         name = func._schema.name.partition("::")[2]
         kinds = {tensor.device.type for tensor in (*given, *made) if tensor.dim() or tensor.device.type == "cuda"}
         if kwargs.get("pin_memory"):
+            self.named["pinned"] += 1
             _pinned[made[0].untyped_storage()._cdata] = made[0]
         if "cuda" not in kinds:
             return out
@@ -136,6 +139,11 @@ class Watch(TorchDispatchMode):
         inputs = given[: 1 + backward]
         if min(inputs[0].shape[1], (inputs[1] if backward else made[0]).shape[1]) > 4:
             self.layouts[f"{name} of {' and '.join(map(_layout, inputs))}"] += 1
+        weight = given[1 + backward]
+        if _layout(inputs[0]) == "NHWC" and not weight.is_contiguous(memory_format=torch.channels_last):
+            # Inside torch's kernel, so that nothing else shows it.
+            self.named["weights converted"] += 1
+            self.converted_bytes += 2 * weight.numel() * weight.element_size()  # read and written
 
     def _copied(self, source, target, free):
         if source.device.type == target.device.type:
@@ -177,8 +185,13 @@ def _cudnn_format(image, weight, backend):
 
 
 class _Stream:
+    """A queue of work; two are one only if they are the same object."""
+
     def synchronize(self):
         """A wait that is meant: nothing is counted."""
+
+    def wait_stream(self, other):
+        """A wait of the device for itself."""
 
 
 class _Event:
@@ -196,6 +209,12 @@ class _Event:
         self.fake.watch.named["late read" if late else "read at the end"] += 1
 
 
+def _generator(device, real):
+    if torch.device(device).type == "cpu":
+        return real()
+    return SimpleNamespace(graphsafe_get_state=lambda: "a state that no capture has")
+
+
 class _Graph:
     """A CUDA graph: `watch` is of what was captured, which a replay does not do anew."""
 
@@ -203,26 +222,58 @@ class _Graph:
         self.fake, self.watch = fake, Watch()
 
     def replay(self):
+        assert self.fake.stream is self.stream, "replayed on another stream than that of the capture"
         _updates["replay"] += 1
         self.fake.watch.named["replay"] += 1
 
 
-@contextmanager
-def _captured(fake, graph, capture_error_mode):
-    assert capture_error_mode == "thread_local", "other threads write checkpoints"
-    fake.graph, before, fake.watch = graph, fake.watch, graph.watch
-    with graph.watch:
-        yield
-    fake.watch = before
+class _Capture:
+    """`torch.cuda.graph`. A capture that CUDA invalidates leaves behind what torch leaves behind."""
+
+    def __init__(self, fake, graph, pool, stream, capture_error_mode):
+        assert capture_error_mode == "thread_local", "other threads write checkpoints"
+        self.fake, self.graph, self.pool, self.before = fake, graph, pool, fake.watch
+        self.stream = graph.stream = stream
+
+    def __enter__(self):
+        fake = self.fake
+        assert self.stream is fake.stream is not fake.first_stream, "the default stream cannot be captured"
+        fake.graph, fake.watch = self.graph, self.graph.watch
+        fake.capturing, fake.pools, fake.generator_is_free = True, {*fake.pools, self.pool}, False
+        self.graph.watch.__enter__()
+
+    def __exit__(self, *error):
+        fake = self.fake
+        self.graph.watch.__exit__(*error)
+        fake.watch, fake.capturing = self.before, False
+        if fake.invalidated:
+            fake.invalidated = False
+            raise torch.AcceleratorError("CUDA error: operation failed due to a previous error during capture")
+        fake.pools, fake.generator_is_free = fake.pools - {self.pool}, True
+
+
+class _OnStream:
+    """`torch.cuda.stream`."""
+
+    def __init__(self, fake, stream):
+        self.fake, self.stream = fake, stream
+
+    def __enter__(self):
+        self.before, self.fake.stream = self.fake.stream, self.stream
+
+    def __exit__(self, *error):
+        self.fake.stream = self.before
 
 
 class FakeCuda(ExitStack):
     """Context in which torch has one GPU. `watch` counts what happens on it; `mode` is the `FakeTensorMode`.
 
-    `graph` is the last CUDA graph that was captured.
+    `graph` is the last CUDA graph that was captured, and `capturing` whether one is being captured; `invalidated` ends
+    that with an error of CUDA. `pools` are those from which the allocator believes that a capture takes memory, and
+    `generator_is_free` is whether random numbers can be drawn outside a capture.
     """
 
-    graph = None
+    graph, capturing, invalidated, pools, generator_is_free = None, False, False, frozenset(), True
 
     def __init__(self, name="NVIDIA H100", native_bf16=True):
         super().__init__()
@@ -231,12 +282,24 @@ class FakeCuda(ExitStack):
 
     def set(self, owner, name, value):
         """Set an attribute until the context ends."""
-        old = getattr(owner, name)
+        if hasattr(owner, name):
+            self.callback(setattr, owner, name, getattr(owner, name))
+        else:
+            self.callback(delattr, owner, name)
         setattr(owner, name, value)
-        self.callback(setattr, owner, name, old)
+
+    def _end_pool(self, device, pool):
+        assert pool in self.pools, "no capture takes memory from this pool"
+        self.pools -= {pool}
+
+    def _free_generator(self, state):
+        self.generator_is_free = True
+
+    latest = None
 
     def __enter__(self):
         super().__enter__()
+        FakeCuda.latest = self
         self.set(FakeTensorMode, "avoid_device_init", property(lambda mode: True))
         for name, answer in (
             ("is_available", True),
@@ -254,10 +317,18 @@ class FakeCuda(ExitStack):
             self.set(torch.cuda, name, lambda *a, _answer=answer, **k: _answer)
         self.set(torch.cuda, "is_bf16_supported", lambda including_emulation=True: self._bf16)
         self.set(torch.cuda, "manual_seed_all", lambda seed: None)
-        self.set(torch.cuda, "current_stream", lambda *device: _Stream())
+        self.stream = self.first_stream = _Stream()
+        self.set(torch.cuda, "current_stream", lambda *device: self.stream)
+        self.set(torch.cuda, "Stream", lambda *device: _Stream())
+        self.set(torch.cuda, "stream", lambda stream: _OnStream(self, stream))
+        self.set(torch.cuda, "graph_pool_handle", lambda: (0, len(self.pools) + 1))
         self.set(torch.cuda, "Event", lambda: _Event(self))
         self.set(torch.cuda, "CUDAGraph", lambda: _Graph(self))
-        self.set(torch.cuda, "graph", lambda graph, **settings: _captured(self, graph, **settings))
+        self.set(torch.cuda, "graph", lambda graph, **settings: _Capture(self, graph, **settings))
+        self.set(torch.cuda, "default_generators", (SimpleNamespace(graphsafe_set_state=self._free_generator),))
+        # Of builds for CUDA alone.
+        self.set(torch._C, "_cuda_endAllocateToPool", self._end_pool)
+        self.set(torch, "Generator", lambda device="cpu", real=torch.Generator: _generator(device, real))
         self.set(torch.Tensor, "pin_memory", _pin)
         self.set(torch.Tensor, "is_pinned", is_pinned)
         self.set(torch._C, "_conv_determine_backend_memory_format", _cudnn_format)

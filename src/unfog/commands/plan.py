@@ -88,10 +88,12 @@ def _resolve(auto: AutoSettings, to_decode: int) -> list[Finding]:
     auto.resolve_learning_rate()
     auto.resolve_weight_decay()
     auto.resolve_precision()
+    auto.resolve_compile()
     fatal = _image_memory_findings(to_decode) or _resolve_microbatch(auto)
     # From here on steps are timed, which cannot be done with what does not fit.
     auto.machine = _with_speed(auto, runnable=not fatal)
     auto.resolve_memory_format()
+    auto.resolve_capture()
     auto.resolve_length()
     auto.resolve_intervals()
     return fatal

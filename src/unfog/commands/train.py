@@ -18,6 +18,7 @@ from unfog.config.values import quote, suggest
 from unfog.errors import RequestError, RunError
 from unfog.models.autoencoder_settings import FACTORS, WIDTHS, Autoencoder, Latents
 from unfog.process.run_folder import RunFolder, next_folder
+from unfog.training.settings import USUAL_BATCH
 
 # Modules that import torch are imported inside functions, so that a wrong request is refused at once.
 
@@ -45,6 +46,9 @@ def train(request: TrainRequest, callbacks: Sequence[object] = ()) -> tuple[RunF
 
 def base_settings(recipe: Config, file: Path | None, changes: Mapping[str, Any]) -> Config:
     """Return the recipe, changed by the weights to start from (--init) and then by the TOML file (--config)."""
+    # A recipe with a learning rate of its own is of its own batch too.
+    if not recipe.optimizer.lr and recipe.training.batch == USUAL_BATCH:
+        recipe = replace(recipe, training=replace(recipe.training, batch=0))  # chosen with the device
     init = read_toml(file, recipe.without_length()).init if file else recipe.init
     base, given = recipe, changes.get("init", {})
     if init.folder or (given.get("folder") if isinstance(given, Mapping) else given):

@@ -145,7 +145,7 @@ def check_changes(old: Config, new: Config, force: bool = False, images: Callabl
             continue  # only the place; copying it into the run checks that it is the same autoencoder
         elif rules.resume == "free":
             # A length is kept in images, but asked for in steps.
-            batch = new.training.batch
+            batch = new.training.batch or old.training.batch
             steps = f" ({now // batch:,} steps of {batch})" if name == "training.images" else ""
             lines.append(f"{name}: {before!r} -> {now!r}{steps}")
         elif rules.resume != "force":

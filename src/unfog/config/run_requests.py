@@ -15,6 +15,7 @@ from unfog.diffusion.noise import Grid
 from unfog.diffusion.sampler import Kind
 from unfog.errors import RequestError
 from unfog.training.settings import Evaluate, SamplingPrecision, split_names
+from unfog.values.image_format import Size
 
 # Metrics of the held-out images, which need no samples.
 LOSSES = ("held_out", "bits")
@@ -78,8 +79,8 @@ class SamplingRequest:
     """Call the guide at every N-th guided call of the network only, and keep its difference in between."""
     batch: int = 64
     """Images per batch. Lower it when memory is short."""
-    precision: SamplingPrecision = "fp32"
-    """Precision of the network. bf16 is faster where the hardware supports it, and changes images slightly."""
+    precision: SamplingPrecision = "auto"
+    """Precision of the network. 16 bits change images slightly. auto: bf16 or fp16 on CUDA, else fp32."""
     strength: float | None = None
     """Amount of change to --image: 0 keeps it, 1 ignores it. Default: 0.6, or 1 with a mask."""
     repeats: int | None = None
@@ -130,8 +131,8 @@ class SampleRequest(SamplingRequest):
     """Also write strip.png: x_t and the predicted x0 of the first image at several steps."""
     animate: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Also write an animation of the denoising of the first 16 images: a file .gif, .webp or .mp4."""
-    size: int = 0
-    """Side of the images in pixels, for weights of another program that do not state it."""
+    size: Size = 0
+    """Pixels of the images, 64 or 96x64, for weights of another program that do not state it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -181,8 +182,8 @@ class EvaluationRequest:
     """Call the guide at every N-th guided call of the network only, as for `unfog sample`."""
     batch: int = 64
     """Samples per batch. Lower it when memory is short."""
-    precision: SamplingPrecision = "fp32"
-    """Precision of the network. bf16 is faster where the hardware supports it, and changes samples slightly."""
+    precision: SamplingPrecision = "auto"
+    """Precision of the network, as for `unfog sample`."""
     against: int | None = None
     """Step of another checkpoint, to compare held-out losses image by image."""
 
@@ -226,8 +227,8 @@ class EvaluateRequest(EvaluationRequest):
     """Use the best checkpoint that was kept."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1 or mps."""
-    size: int = 0
-    """Side in pixels at which images without a run are compared, or of weights that do not state it."""
+    size: Size = 0
+    """Pixels, 64 or 96x64, at which images without a run are compared, or of weights that do not state it."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Also write the result to this file, as JSON."""
 

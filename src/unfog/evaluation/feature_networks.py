@@ -18,6 +18,7 @@ from unfog.device_copies import to_device
 from unfog.errors import RequestError
 from unfog.safe_files import read_file
 from unfog.text import manual
+from unfog.values.image_format import BYTES
 
 INCEPTION_FILE = "inception-2015-12-05.pt"
 # The network of Heusel et al. 2017, converted from TensorFlow's inception-2015-12-05.tgz: RGB [N, 3, 299, 299] in
@@ -30,7 +31,7 @@ _LARGEST = 2**32  # bytes of a network that a person names
 # Offset subtracted from a pixel in 0 to 255, and divisor.
 _RANGES = {
     "unit": (0.0, 255.0),
-    "symmetric": (127.5, 127.5),
+    "symmetric": (BYTES.middle, BYTES.half),
     "inception": (128.0, 128.0),
     "imagenet": ((123.675, 116.28, 103.53), (58.395, 57.12, 57.375)),  # mean and standard deviation of ImageNet
     "bytes": (0.0, 1.0),
@@ -71,11 +72,17 @@ class _TorchScriptNetwork:
         if size and x.shape[2:] != (size, size):
             x = _tf1_bilinear(x, size) if self.settings.resize == "tf1" else _antialiased(x, size)
         mean, deviation = (to_device(torch.tensor(v), x.device).view(-1, 1, 1) for v in _RANGES[self.settings.range])
-        x = ((x - mean) / deviation).contiguous(memory_format=torch.channels_last)  # a quarter faster on a CPU
+        x = (x - mean) / deviation
+        if x.device.type in _CHANNELS_LAST_ON:
+            x = x.contiguous(memory_format=torch.channels_last)
         # The profiling executor may fuse from the second call on, and then rounds otherwise than in the first.
         with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
             y: Tensor = self.network(x)
         return y
+
+
+# Device types: a quarter faster on a CPU, and the slower way of cuDNN in fp32 without TF32.
+_CHANNELS_LAST_ON = ("cpu",)
 
 
 def _digest(sha256: str, settings: _NetworkInput) -> str:

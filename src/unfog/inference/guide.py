@@ -13,7 +13,7 @@ from unfog.diffusion.denoiser import Denoiser
 from unfog.errors import RequestError, RunError
 from unfog.inference.loaded_run import LoadedRun, swept_width
 from unfog.reporting.progress import say
-from unfog.training.precision import DTYPES
+from unfog.training.precision import DTYPES, drawing_precision
 from unfog.training.settings import PowerEma, SamplingPrecision
 
 # A weaker run, loaded, or as "RUN" or "RUN:STEP"; the step of another checkpoint of the same run; or "auto", this run's
@@ -60,7 +60,8 @@ def resolve_guidance(
     if scale == 1:
         raise RequestError("guidance = 1 does not use a guide; give --guidance 2, or omit the guide")
     name = f"{guide.path.name}:{guide.step}" if isinstance(guide, LoadedRun) else str(guide)
-    return Guidance(replace(weaker, dtype=DTYPES.get(precision)), scale, name)
+    chosen = drawing_precision(precision, run.device, run.config.training.precision)
+    return Guidance(replace(weaker, dtype=DTYPES.get(chosen)), scale, name)
 
 
 def _usual_guide(run: LoadedRun) -> tuple[Denoiser | None, str]:

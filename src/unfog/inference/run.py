@@ -88,12 +88,11 @@ class Run(LoadedRun):
         RequestError if a setting, an image or a mask is not valid, or the guide does not fit or does not exist.
         """
         prepared = self.prepare(n, label=label, guide=guide, image=image, mask=mask, **settings)
-        side = self.config.data.size
         samples: list[Pixels] = []
         for numbers, batch in self.draw(prepared, observe):
             samples.append(batch)
             progress(numbers.stop)
-        none = np.zeros((0, side, side, self.config.data.channels), np.uint8)  # where it was stopped at once
+        none = self.config.image_format.empty()  # where it was stopped at once
         return Samples.of(np.concatenate(samples or [none]), ", ".join(self.sampled))
 
     def prepare(
@@ -123,7 +122,7 @@ class Run(LoadedRun):
             precision=request.precision,
             guide_every=request.guide_every,
             to_seed=request.to_seed,
-        )
+        ).resolved(self.config, self.device)
         edit = build_edit(self.config, image, mask, request.strength, request.repeats)
         # Last, as a guide is another network to load.
         guidance = resolve_guidance(
@@ -196,6 +195,7 @@ class Run(LoadedRun):
             *([f"guidance {generation.guidance:g}"] if generation.guidance != 1 else []),
             *([f"guide {guide}"] if guide else []),
             *([f"guide every {generation.guide_every}"] if generation.guide_every != 1 else []),
+            *([generation.precision] if generation.precision != "fp32" else []),
             f"seed {generation.seed}" + ("" if generation.to_seed is None else f" to {generation.to_seed}"),
         )
 

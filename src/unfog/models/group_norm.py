@@ -1,14 +1,19 @@
-"""Group normalisation that keeps channels_last on CUDA, where torch's own returns NCHW."""
+"""Group normalisation that keeps channels_last on CUDA, where torch's own returns NCHW; and SiLU after it."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 _ATEN = torch.ops.aten
+# Whether normalisation and SiLU are one kernel of Triton where that is possible: eager code moves 72 bytes for each
+# number in 16 bits, of which 20 are needed. Off until a GPU has shown that it is right and faster.
+_FUSED = False
 
 
 class GroupNorm(nn.GroupNorm):
@@ -21,6 +26,24 @@ class GroupNorm(nn.GroupNorm):
         if x.device.type != "cuda" or not is_channels_last(x) or torch.compiler.is_compiling():
             return super().forward(x)
         return group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
+
+    def silu(self, x: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
+        """Normalise [B, C, H, W], multiply by 1 + `scale` and add `shift`, both [B, C, 1, 1] if given; apply SiLU."""
+        if not _is_fused(x):
+            h = self(x)
+            return F.silu(h if scale is None or shift is None else h * (1 + scale) + shift)
+        from unfog.models.fused_group_norm import group_norm_silu
+
+        weight, bias = self.weight.expand(len(x), -1), self.bias.expand(len(x), -1)
+        if scale is not None and shift is not None:
+            factor = 1 + scale.flatten(1).float()
+            weight, bias = weight * factor, bias * factor + shift.flatten(1)
+        return group_norm_silu(x, self.num_groups, weight, bias, self.eps)
+
+
+def _is_fused(x: Tensor) -> bool:
+    eager = x.device.type == "cuda" and not torch.compiler.is_compiling()
+    return _FUSED and eager and is_channels_last(x) and find_spec("triton") is not None
 
 
 def is_channels_last(x: Tensor) -> bool:

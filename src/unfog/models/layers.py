@@ -99,6 +99,9 @@ class ConditionalNetwork(nn.Module):
     ):
         super().__init__()
         self.settings, self.image_channels, self.num_classes = settings, image_channels, num_classes
+        ours = type(self).__module__.startswith("unfog.")
+        self.is_random = not ours or getattr(settings, "dropout", 1) > 0
+        """Whether a pass in training may draw random numbers."""
         width = self._build(settings, out_channels or image_channels)
         # Last, so that all other weights are drawn as without it.
         self.augment_embedding = self._augmentation_layer(augment_inputs, width) if augment_inputs else None
@@ -158,9 +161,13 @@ class ConditionalNetwork(nn.Module):
     def _run(self, part: nn.Module, *inputs: Tensor) -> Tensor:
         """Call `part`; with `checkpointing`, keep only its inputs and compute it again for the gradient."""
         again = self.checkpointing and torch.is_grad_enabled()
-        # Random numbers and autocast are repeated too, so that dropout is the same.
-        output: Tensor = checkpoint(part, *inputs, use_reentrant=False) if again else part(*inputs)
-        return output
+        if not again:
+            output: Tensor = part(*inputs)
+            return output
+        # Autocast is repeated too, and random numbers so that dropout is the same. Where there are none they are left
+        # alone: a CUDA graph cannot hold a step that asks for their state.
+        repeated: Tensor = checkpoint(part, *inputs, use_reentrant=False, preserve_rng_state=self.is_random)
+        return repeated
 
 
 def zero_(module: nn.Conv2d | nn.Linear) -> None:

@@ -33,13 +33,9 @@ class _ResidualBlock(nn.Module):
 
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
         condition: Tensor = self.condition(embedding)[:, :, None, None]
-        h: Tensor = self.conv1(F.silu(self.norm1(x)))
-        if self.scale_shift:
-            scale, shift = condition.chunk(2, dim=1)
-            h = self.norm2(h) * (1 + scale) + shift
-        else:
-            h = self.norm2(h + condition)
-        output: Tensor = self.shortcut(x) + self.conv2(self.dropout(F.silu(h)))
+        h: Tensor = self.conv1(self.norm1.silu(x))
+        h = self.norm2.silu(h, *condition.chunk(2, dim=1)) if self.scale_shift else self.norm2.silu(h + condition)
+        output: Tensor = self.shortcut(x) + self.conv2(self.dropout(h))
         return output
 
 
@@ -191,7 +187,7 @@ class UNetModel(ConditionalNetwork):
             h = level(h, skips[left:], embedding, self._run)
             # Without gradients, as in sampling, this frees the images of a level as soon as they are used.
             del skips[left:]
-        output: Tensor = self.conv_out(F.silu(self.norm_out(h)))
+        output: Tensor = self.conv_out(self.norm_out.silu(h))
         return output.contiguous()
 
     def embed(self, c_noise: Tensor, label: Tensor | None, augment: Tensor | None, dtype: torch.dtype) -> Tensor:

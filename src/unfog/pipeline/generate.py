@@ -25,7 +25,7 @@ from unfog.errors import RequestError
 from unfog.pipeline.latents import encode_edit, latent_decoder
 from unfog.reporting.image_grids import GAP, Pixels, grid, printable_name, with_column_captions
 from unfog.text import valid_text
-from unfog.training.precision import DTYPES, default_memory_format
+from unfog.training.precision import DTYPES, default_memory_format, drawing_precision
 from unfog.training.settings import SamplingPrecision
 
 
@@ -42,7 +42,7 @@ class GenerationSettings:
     interval: tuple[float, float] = (0.0, 1.0)
     """Share of noise, sigma / (alpha + sigma), within which there is guidance."""
     first: int = 0  # number of the first sample
-    precision: SamplingPrecision = "fp32"  # of the network; the sampler itself always computes in fp32
+    precision: SamplingPrecision = "auto"  # of the network; the sampler itself always computes in fp32
     guide_every: int = 1  # guided calls of the network to a call of the guide, whose difference is kept in between
     to_seed: int | None = None  # then the samples go from the first one of `seed` to the first one of this seed
 
@@ -60,6 +60,10 @@ class GenerationSettings:
         labels = tuple(range(len(config.classes)))
         guidance, interval = config.usual_guidance, config.guidance_interval
         return cls(count, config.sampler, labels, guidance=guidance, interval=interval, batch=batch)
+
+    def resolved(self, config: Config, device: torch.device) -> GenerationSettings:
+        """Return these settings with the precision that a run of `config` is drawn in on a device."""
+        return replace(self, precision=drawing_precision(self.precision, device, config.training.precision))
 
     def noise(self, indices: Sequence[int], shape: tuple[int, int, int], device: torch.device) -> Callable[[], Tensor]:
         """Return what draws the noise of these samples, float32 [B, C, H, W], anew at each call."""
@@ -91,8 +95,7 @@ def generate_images(
 
     `progress` is called with the number of finished samples, the rest is of `generate_batches`.
     """
-    size = config.data.size
-    samples = [np.zeros((0, size, size, config.data.channels), np.uint8)]
+    samples = [config.image_format.empty()]
     for numbers, batch in generate_batches(network, config, settings, observe, guide, calls, edit):
         samples.append(batch)
         progress(numbers.stop - settings.first)
@@ -118,6 +121,7 @@ def generate_batches(
     without a class.
     """
     device = next(network.parameters()).device
+    settings = settings.resolved(config, device)
     shape, decode = config.input_shape, latent_decoder(config, device)
     sampler, encoded_edit = without_pixel_clipping(settings.sampler, config), encode_edit(edit, config, device)
     # Known pixels constrain the predicted image, not the learned variance.
@@ -141,7 +145,7 @@ def generate_batches(
                 break
             images = decode(x) if edit is None else edit.keep(decode(x))
             calls(round((denoiser.images + (weaker.images if weaker else 0)) / len(indices)))
-            yield indices, to_pixels(images).permute(0, 2, 3, 1).cpu().numpy()
+            yield indices, config.image_format.to_pictures(images)
 
 
 @contextmanager
@@ -215,11 +219,6 @@ def conditional_denoiser(
         if settings.interval != (0.0, 1.0):
             guided = Within(guided, denoiser, settings.interval)
     return lambda x, logsnr: guided(x, logsnr, label)
-
-
-def to_pixels(x: Tensor) -> Tensor:
-    """Convert float [-1, 1] to uint8 [0, 255], clamped: the inverse of `to_model_range`."""
-    return ((x + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
 def sample_grid(samples: Pixels, classes: Sequence[str]) -> Pixels:

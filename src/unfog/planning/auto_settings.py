@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,8 +24,20 @@ from unfog.process.gpus import choose_gpu, unused_gpu
 from unfog.reporting.progress import format_bytes, plural
 from unfog.training.optimizer_settings import FINE_TUNING_FACTOR, default_learning_rate
 from unfog.training.precision import default_memory_format, default_precision
-from unfog.training.settings import MemoryFormat, PrecisionName
+from unfog.training.settings import USUAL_BATCH, MemoryFormat, PrecisionName
 from unfog.training.stability.out_of_memory import microbatch_size
+from unfog.values.image_format import size_of
+
+# Of a small image most convolutions are at 8x8 and 4x4 pixels, where 64 images are too few for a GPU. On paper: no GPU
+# has shown it. `_LARGE_BATCH_ON = ()` gives every device the same batch.
+_LARGE_BATCH, _SMALL_SIDE, _LARGE_BATCH_ON = 256, 32, ("cuda",)
+
+# Whether runs on CUDA compile and capture their steps where nobody asked for it. Off until a GPU has shown that such
+# steps are right, and how much faster. Before it is on, a run needs a way to refuse.
+_FASTER_BY_ITSELF = False
+_COMPILE_SECONDS = 0.08  # for each operation of a step: some 90 s for `cifar10`. Estimated.
+_LONG = 4  # times as many steps as a compiled run needs to be ahead
+_GAIN = 0.95  # of the time of a step, above which nothing is changed
 
 
 class AutoSettings:
@@ -52,6 +65,7 @@ class AutoSettings:
         """Seconds of that budget; 0 if the length is given in steps or images."""
         self.new_length = False
         """True once the length was resolved, rather than taken over in images."""
+        self._resolve_batch()  # which all other settings depend on
 
     def _name_device(self, wanted: str) -> None:
         """Store the device that was found, rather than auto, and note why it was chosen."""
@@ -76,8 +90,10 @@ class AutoSettings:
         self.resolve_weight_decay()
         self.resolve_precision()
         self.resolve_memory_format()
+        self.resolve_compile()
         self.resolve_determinism()
         self.resolve_microbatch()
+        self.resolve_capture()
 
     def resolve_resumed(self, seen: int) -> None:
         """Resolve what a change of settings may have opened again, for a run that has seen so many images."""
@@ -95,18 +111,39 @@ class AutoSettings:
         """
         if self.config.trains_autoencoder:
             return
-        size = self.config.input_shape[1]
+        _, height, width = self.config.input_shape
+        size = self._side
         if self.config.network is not None:
-            self.config.network.check(size)
+            self.config.network.check((height, width))
             return
         if self.machine.device.type == "cpu":
             wanted, reason = ("tiny" if size <= 32 else "small"), "what a CPU trains in reasonable time"
         else:
             wanted, reason = ("cifar10" if size <= 32 else "base"), "the usual network"
         # The usual network halves the side several times; where the side is too odd for that, try those with fewer.
-        name = next((n for n in (wanted, "small", "tiny") if _image_size_fits(SIZES[n], size)), wanted)
+        name = next((n for n in (wanted, "small", "tiny") if _image_size_fits(SIZES[n], (height, width))), wanted)
         self.config = replace(self.config, network=SIZES[name])
-        self._note("network", name, f"{reason} at {size} {'latents' if self.config.uses_latents else 'pixels'}")
+        self._note(
+            "network",
+            name,
+            f"{reason} at {size_of(height, width)} {'latents' if self.config.uses_latents else 'pixels'}",
+        )
+
+    @property
+    def _side(self) -> int:
+        """Side of the square with as many pixels or latents as the network's input, rounded."""
+        _, height, width = self.config.input_shape
+        return round(math.sqrt(height * width))
+
+    def _resolve_batch(self) -> None:
+        """Choose the batch: larger where a GPU would wait for launches more than for arithmetic."""
+        if self.config.training.batch:
+            return
+        small = self._side <= _SMALL_SIDE and not self.config.trains_autoencoder
+        large = small and self.machine.device.type in _LARGE_BATCH_ON
+        self._set_training(batch=_LARGE_BATCH if large else USUAL_BATCH)
+        if large:
+            self._note("batch", _LARGE_BATCH, f"smaller ones leave a GPU idle at up to {_SMALL_SIDE} pixels")
 
     def resolve_learning_rate(self) -> None:
         """Choose the learning rate by the size of network and batch; lower for pretrained weights."""
@@ -183,6 +220,42 @@ class AutoSettings:
             name, reason = default_memory_format(self.machine.device, self.config.training.precision)
             self._note("memory_format", name, reason)
         self._set_training(memory_format=name)
+
+    def resolve_compile(self) -> None:
+        """Compile the network where the run is so long that a compiled one is ahead early, as by `plan`."""
+        training, device = self.config.training, self._gpu_sheet
+        if device is None or training.compile or self.sharded or self.config.trains_autoencoder:
+            return
+        eager, compiled = (self._middle_step_time(device, compile=on) for on in (False, True))
+        step = StepTime(eager, eager), StepTime(compiled + _COMPILE_SECONDS * self.network_cost.operations, compiled)
+        steps = training.steps or training.images // training.batch or parse_duration(training.budget or "1h") / eager
+        if (pays := step[1].pays_from(step[0])) < steps / _LONG:
+            self._set_training(compile=True)
+            self._note("compile", True, f"by the data sheet of {device.name} it pays from step {pays:,.0f} on")
+
+    def resolve_capture(self) -> None:
+        """Capture steps where launches take longer than their arithmetic, and there is memory to keep what they use."""
+        training, device = self.config.training, self._gpu_sheet
+        if device is None or training.capture or self.processes > 1 or microbatch_size(training) < training.batch:
+            return
+        if self._middle_step_time(device, capture=True) > _GAIN * self._middle_step_time(device):
+            return
+        captured = _changed(self.config, {"training": {"capture": True}})
+        needed, available = self.machine.memory_needed(captured, self.processes)
+        if needed < available:
+            self._set_training(capture=True)
+            self._note("capture", True, "launches would take longer than their arithmetic")
+
+    @property
+    def _gpu_sheet(self) -> Device | None:
+        """Data sheet of the GPU by which compile and capture are chosen; None where they are not."""
+        if not _FASTER_BY_ITSELF or self.machine.device.type != "cuda":
+            return None
+        return self.machine.data_sheet or Device.of_gpu(torch.cuda.get_device_name(self.machine.device))
+
+    def _middle_step_time(self, device: Device, **changes: bool) -> float:
+        training = _changed(self.process_config(), {"training": changes}).training
+        return sum(self.network_cost.step_time(device, training)) / 2
 
     def resolve_determinism(self) -> None:
         """Let the run repeat to the bit, unless the settings say otherwise."""
@@ -296,9 +369,9 @@ def _changed(config: Config, changes: Changes) -> Config:
     return replace(config, **sections)
 
 
-def _image_size_fits(network: Architecture, size: int) -> bool:
+def _image_size_fits(network: Architecture, sides: tuple[int, int]) -> bool:
     try:
-        network.check(size)
+        network.check(sides)
     except RequestError:
         return False
     return True

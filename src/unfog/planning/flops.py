@@ -83,9 +83,9 @@ _DEVICES = {
 
 _MATRIX = 1024  # side of the matrices by which a CPU is rated
 
-# Share of a GPU's dense rate that such networks reach in eager PyTorch, from small ones at low resolution to large
-# ones. An assumption: not measured.
-_UTILISATION = (0.15, 0.40)
+# Share of a dense rate that such networks reach, from small ones at low resolution to large ones. In 16 bits they wait
+# for memory, eager code most: counted from shapes, copies and the rates of an H100's parts, and not measured on one.
+_UTILISATION = {"eager": (0.11, 0.18), "compiled": (0.20, 0.30), "fp32": (0.15, 0.40)}
 
 # Seconds that the host takes to launch an operation, which limits a small network on a large GPU. Estimated.
 _LAUNCH = 14e-6
@@ -102,17 +102,18 @@ class NetworkCost(NamedTuple):
     """Kernels of a forward and backward pass, for any batch size."""
 
     def call_time(self, images: int, device: Device) -> TimeRange:
-        """Predict the seconds of a forward pass of so many images in fp32, without gradients."""
+        """Predict the seconds of a forward pass of so many images as samples are drawn there, without gradients."""
         launches = self.operations / 3 * _LAUNCH  # a forward pass is about a third of them
-        return _seconds(images * self.forward, device.full, launches)
+        return _seconds(images * self.forward, device, "fp32" if device.precision == "fp32" else "eager", launches)
 
     def step_time(self, device: Device, training: Training) -> TimeRange:
         """Predict the seconds of a training step: of its FLOPs, or of its kernel launches if those take longer."""
         recomputing = training.checkpointing  # takes another forward pass, a third of forward and backward pass
         flops = training.batch * (self.training + self.forward * recomputing)
         passes = -(-training.batch // microbatch_size(training))
-        launches = passes * self.operations * _LAUNCH * (4 / 3 if recomputing else 1)
-        return _seconds(flops, device.full if training.precision == "fp32" else device.half, launches)
+        launches = 1 if training.capture else passes * self.operations * (4 / 3 if recomputing else 1)
+        way = "fp32" if training.precision == "fp32" else "compiled" if training.compile else "eager"
+        return _seconds(flops, device, way, launches * _LAUNCH)
 
     @classmethod
     def of(cls, build: Callable[[], nn.Module], shape: tuple[int, int, int]) -> NetworkCost:
@@ -186,8 +187,9 @@ class _OperationCounter(torch.utils._python_dispatch.TorchDispatchMode):  # type
         return func(*args, **(kwargs or {}))
 
 
-def _seconds(flops: float, rate: float, launches: float) -> TimeRange:
-    worst, best = _UTILISATION
+def _seconds(flops: float, device: Device, way: str, launches: float) -> TimeRange:
+    """Return the seconds of some arithmetic in one `way` of `_UTILISATION`, or of its launches if those take longer."""
+    (worst, best), rate = _UTILISATION[way], device.full if way == "fp32" else device.half
     return TimeRange(max(flops / (rate * best), launches), max(flops / (rate * worst), launches))
 
 

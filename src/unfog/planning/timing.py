@@ -37,6 +37,7 @@ from unfog.process.device import synchronize
 from unfog.reporting.progress import Progress
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import LoopSettings, train
+from unfog.training.precision import DTYPES, drawing_precision
 from unfog.training.stability.out_of_memory import microbatch_size
 from unfog.training.state import TrainState
 
@@ -130,7 +131,7 @@ def repetitions(every: int, steps: int) -> int:
 def run_times(config: Config, step: TimeRange, call: TimeRange, held_out: int) -> dict[str, TimeRange]:
     """Return the seconds of each part of a run with resolved settings, from those of a training step and of a `call`.
 
-    A call is a forward pass of one image in fp32 without gradients.
+    A call is a forward pass of one image without gradients, in the precision of drawing.
     """
     steps, asides = config.training.images // config.training.batch, forward_passes(config, held_out)
     previews = repetitions(config.preview.every, steps)
@@ -158,9 +159,10 @@ def _usual_drawing(config: Config, steps: int) -> GenerationSettings:
 
 @torch.inference_mode()
 def seconds_per_call(config: Config, device: torch.device) -> float:
-    """Return the median wall time of a forward pass of one micro-batch in fp32."""
+    """Return the median wall time of a forward pass of one micro-batch, in the precision of drawing on the device."""
     network = build_network(config).to(device).eval()
-    denoise, count = Denoiser(network, config.diffusion), microbatch_size(config.training)
+    dtype = DTYPES.get(drawing_precision("auto", device, config.training.precision))
+    denoise, count = Denoiser(network, config.diffusion, dtype=dtype), microbatch_size(config.training)
     x, logsnr = torch.zeros(count, *config.input_shape, device=device), torch.zeros(count, device=device)
     label = blank_labels(config, count)
     label = None if label is None else label.to(device)
@@ -239,7 +241,7 @@ class StepTime(NamedTuple):
 def random_images(config: Config, count: int = 256) -> ImageSet:
     """Return images of random pixels, or random latents, in the format that a run of `config` trains on."""
     shape, rng = (count, *zero_batch(config, 1).shape[1:]), np.random.default_rng(0)
-    pixels: Any = rng.integers(0, 256, shape, dtype=np.uint8)
+    pixels: Any = rng.integers(0, 256, shape, dtype=np.uint8).astype(config.image_format.dtype, copy=False)
     if config.uses_latents:
         pixels = rng.standard_normal(shape, dtype=np.float32).astype(np.float16)
     labels = np.arange(count) % len(config.classes) if config.classes else None

@@ -7,9 +7,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from unfog.callbacks import CheckpointEvent
 from unfog.config.schema import Config
 from unfog.errors import Interrupted, RunError
+from unfog.process.device import total_memory
 from unfog.process.run_folder import RunFolder
 from unfog.process.run_place import PATIENCE, RunPlace
 from unfog.reporting.progress import format_duration, say, warn
@@ -23,6 +26,7 @@ from unfog.training.state import TrainState
 
 _BRIEF_WAIT = 3.0  # seconds
 _POLL = 0.2  # seconds between two looks for a folder that is waited for
+_PINNED_SHARE = 0.25  # of the memory of the host, that a copy of the state may take from all other programs
 _SHARE_OF_GRACE = 0.8  # of the seconds between a request to stop and the kill; the rest is for the way out
 
 
@@ -37,6 +41,7 @@ class Saver:
         self._writer = CheckpointWriter(self.folder.checkpoints, config.checkpoint, self._is_away)
         self._snapshots = EmaSnapshotWriter(config.ema_snapshots)
         self._lock = context.lock
+        self._most_pinned = _PINNED_SHARE * total_memory(torch.device("cpu"))
         self._patience = _SHARE_OF_GRACE * config.training.grace
         # The last step saved, and what was due after it; also a step that was not finite, and so not written.
         self.saved: tuple[int, list[str]] | None = None
@@ -73,7 +78,8 @@ class Saver:
                 )
                 return
             rollback = self._is_rollback_target(state, step)
-            self._writer.submit(snapshot.take_snapshot(state, step, rollback, for_best, self._settings), post)
+            taken = snapshot.take_snapshot(state, step, rollback, for_best, self._settings, self._most_pinned)
+            self._writer.submit(taken, post)
             self._heartbeat.save_started()
         self.stall_seconds += time.perf_counter() - started
         if self._moved_from is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset
 from unfog.data.stream import ImageStream
+from unfog.errors import RunError
 from unfog.pipeline.skipped_images import FailureReporter
 from unfog.process.device import resource_use
 from unfog.reporting.progress import format_duration, plural, say, warn
@@ -105,6 +107,15 @@ class SessionHooks(StoppableHooks):
 
     def on_capture(self, message: str) -> None:
         say(f"  {message}")
+
+    def on_capture_lost(self, state: TrainState, reason: str) -> None:
+        try:
+            self.save(state)
+            saved = f"step {self.step:,} is saved"
+        except RuntimeError:  # CUDA does not answer any more
+            saved = "the newest checkpoint is whole"
+        again = f"unfog resume {shlex.quote(str(self.context.folder.path))} --training.no-capture"
+        raise RunError(f"CUDA ended the capture of a step ({reason}); {saved}. To go on without: `{again}`")
 
     def on_step_end(self, step: int) -> None:
         self.recorder.update_progress(step)

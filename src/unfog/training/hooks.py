@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from unfog.diffusion.objective import Loss
+from unfog.errors import RunError
 from unfog.training.checkpoints.writer import ShardStatusStore
 from unfog.training.length import Plan
 from unfog.training.stability.nan_debug import NanReport
@@ -84,6 +85,10 @@ class TrainingHooks:
 
     def on_capture(self, message: str) -> None:
         """Tell that each step is one CUDA graph from here on, or why `training.capture` has no effect."""
+
+    def on_capture_lost(self, state: TrainState, reason: str) -> None:
+        """Save the state, and raise RunError with the way to go on without `training.capture`."""
+        raise RunError(f"CUDA ended the capture of a step ({reason}); train without training.capture")
 
     def on_out_of_memory(self, state: TrainState) -> None:
         """Record the micro-batch size or gradient checkpointing with which training goes on."""

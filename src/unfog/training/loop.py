@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import NamedTuple
 
 from unfog.errors import Interrupted
@@ -19,7 +19,7 @@ from unfog.training.settings import Training
 from unfog.training.stability.out_of_memory import retry_with_smaller_micro_batches
 from unfog.training.state import TrainState
 from unfog.training.statistics import Stopwatch
-from unfog.training.updates.captured import CapturedStep
+from unfog.training.updates.captured import CapturedStep, CaptureLost, own_stream
 from unfog.training.updates.recovery import roll_back_if_needed, skip_step
 from unfog.training.updates.updater import Updater
 
@@ -77,6 +77,11 @@ def train(
     state, and has the same state after each step. RunError if training diverged again after `training.rollbacks`
     roll-backs; the last good weights are saved.
     """
+    with own_stream(state.precision.device) if settings.training.capture and world.size == 1 else nullcontext():
+        _train(settings, state, task, hooks, world)
+
+
+def _train(settings: LoopSettings, state: TrainState, task: Task, hooks: TrainingHooks, world: World) -> None:
     training, batch_size = settings.training, settings.training.batch
     stopwatch = Stopwatch()
     # Before anything asks for the length: a resume with another --steps voids the plans that the checkpoint brought.
@@ -90,6 +95,7 @@ def train(
     captured = CapturedStep(computer, updater, hooks) if training.capture else None
     reason = "it was stopped while in trouble"  # for the next roll-back
     rates: list[float] = []  # of the steps whose verdict is not read yet
+    lost_capture = ""
     try:
         while not hooks.stop_requested():
             # 0. What the last step left to do, also if an interruption and a resume lie between.
@@ -127,8 +133,13 @@ def train(
             reason = _read_verdicts(computer, hooks, updater, rates, wait=bool(state.due)) or reason
     except Interrupted:
         state.optimizer.zero_grad(set_to_none=True)  # the sum over half a batch; a resume begins the step anew
+    except CaptureLost as error:
+        state.optimizer.zero_grad(set_to_none=True)
+        lost_capture = str(error)
     with suppress(Interrupted):  # a stop that is under way already
         _read_verdicts(computer, hooks, updater, rates, wait=True)
+    if lost_capture:
+        hooks.on_capture_lost(state, lost_capture)
 
 
 def _read_verdicts(

@@ -184,6 +184,12 @@ def optimizer_numbers(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
     return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in found.items()}
 
 
+def _format_beside(parameter: Tensor, moment: Tensor) -> torch.memory_format:
+    """Return the memory format of a moment: that of its parameter, as fused optimisers need."""
+    alike = moment.shape == parameter.shape and moment.dim() == 4 and not parameter.is_contiguous()
+    return torch.channels_last if alike else torch.preserve_format
+
+
 def load_optimizer_state(
     optimizer: torch.optim.Optimizer,
     model: nn.Module,
@@ -198,7 +204,8 @@ def load_optimizer_state(
     # A state dict of torch numbers the parameters in the order of the groups.
     held = (id(p) for group in optimizer.param_groups for p in group["params"])
     order = {parameter: place for place, parameter in enumerate(held)}
-    places = {name: order[id(p)] for name, p in model.named_parameters() if id(p) in order}
+    parameters = dict(model.named_parameters())
+    places = {name: order[id(p)] for name, p in parameters.items() if id(p) in order}
     state: dict[int, dict[str, Any]] = {}
     lists: dict[tuple[int, str], dict[int, Any]] = defaultdict(dict)
     groups = optimizer.state_dict()["param_groups"]  # the current settings, not the saved ones
@@ -214,7 +221,8 @@ def load_optimizer_state(
         if name not in places:
             raise ValueError(f"{full} is of no parameter of the network")
         # A copy, because the tensor may be memory-mapped from the file.
-        value = value.clone() if isinstance(value, Tensor) and copies else value
+        if isinstance(value, Tensor) and copies:
+            value = value.clone(memory_format=_format_beside(parameters[name], value))
         plain, dot, number = key.rpartition(".")
         if dot and number.isdigit():
             lists[places[name], plain][int(number)] = value

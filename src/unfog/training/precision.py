@@ -9,11 +9,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from unfog.training.settings import MemoryFormat, PrecisionName
+from unfog.training.settings import MemoryFormat, PrecisionName, SamplingPrecision
 from unfog.training.sharded_tensors import to_local, total_norm
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
+# Device types on which samples are drawn in 16 bits if nothing else is asked for. With () all are drawn in fp32. 50,000
+# images of `cifar10` for FID take 1.2e16 operations, by the data sheet of an H100 five minutes in fp32 and one in bf16;
+# pixels differ by less than 1 of 255 on average (test_guidance).
+_HALF_DRAWING_ON = ("cuda",)
 _FEWEST_PARAMETERS_FOR_BF16 = 700_000  # the smallest network that was measured to gain on a CPU
 
 
@@ -139,6 +143,18 @@ def default_precision(device: torch.device, parameters: Callable[[], int]) -> tu
     if parameters() < _FEWEST_PARAMETERS_FOR_BF16:
         return "fp32", f"converting to bf16 takes longer than it saves below {_FEWEST_PARAMETERS_FOR_BF16:,} parameters"
     return "bf16", "this CPU has fast instructions for bf16"
+
+
+def drawing_precision(asked: SamplingPrecision, device: torch.device, trained: PrecisionName) -> SamplingPrecision:
+    """Return the precision in which samples are drawn: as `asked`, or by the device and how the run `trained`."""
+    if asked != "auto":
+        return asked
+    if device.type not in _HALF_DRAWING_ON:
+        return "fp32"
+    if gpu_has_bf16(device):
+        return "bf16"
+    # What a network computes need not fit fp16 unless it has learned in that.
+    return "fp16" if trained == "fp16" else "fp32"
 
 
 def _cpu_has_fast_bf16() -> bool:

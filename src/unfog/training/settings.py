@@ -10,7 +10,8 @@ from unfog.errors import RequestError
 from unfog.settings import check_bounds, setting
 
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
-SamplingPrecision = Literal["fp32", "bf16"]
+USUAL_BATCH = 64
+SamplingPrecision = Literal["auto", "fp32", "bf16", "fp16"]
 MemoryFormat = Literal["auto", "contiguous", "channels_last"]
 Deterministic = Literal["auto", "on", "off"]
 
@@ -26,16 +27,16 @@ class Training:
     budget: str = setting("", short="budget", affects="steps", resume="free", common=True)
     """Wall time of the command, as 90s, 10m or 2h: measures the speed, and plans the length by it until the end."""
     batch: int = setting(
-        64,
+        USUAL_BATCH,
         short="batch",
-        at_least=1,
+        at_least=0,
         at_most=1000000,
         usual="64",
         common=True,
         measured="`tiny` on CIFAR-10, six minutes of one core: loss 0.157 with 32, 0.156 with 64",
         see="docs/decisions/0007-default-recipe.md",
     )
-    """Images for one optimiser step."""
+    """Images for one optimiser step. 0: 64, and 256 on CUDA at up to 32 pixels."""
     microbatch: int = setting(0, short="microbatch", at_least=0, affects="steps", resume="free")
     """Images in one forward and backward pass; gradients add up to `batch`. 0: the whole batch."""
     noise: Literal["microbatch", "batch"] = setting("microbatch", affects="steps", resume="free", added_later=True)
@@ -88,7 +89,7 @@ class Training:
         # Compression hooks into DistributedDataParallel, and FSDP2 reduces gradients by itself.
         if self.shard and self.compress != "none":
             raise RequestError("training.compress and training.shard cannot be combined; omit one of them")
-        if self.microbatch > self.batch:
+        if 0 < self.batch < self.microbatch:
             raise RequestError(
                 f"microbatch = {self.microbatch} must be at most batch = {self.batch}; lower it, or omit it"
             )

@@ -138,6 +138,8 @@ class Worker:
             while (message := read_message(cast(BinaryIO, process.stdout))) is not None:
                 if message.head.get("job") != head["job"]:
                     continue
+                if message.head.get("ends"):  # after an error of the GPU; it may take a while to leave
+                    self.kill()
                 yield message
                 if message.head.get("event") in last:
                     return

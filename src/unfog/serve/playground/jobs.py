@@ -26,7 +26,7 @@ _KEPT_BYTES = 2**28  # of pixels; the oldest jobs are forgotten first
 _NICE = 10  # of the worker beside a run that trains here
 _PATIENCE = 20.0  # seconds for a job to end after it was cancelled; then the worker is killed
 _RETRIES = 5
-_IDLE_SECONDS = 900.0  # without a drawing; then the worker ends, and the memory of the device is free for others
+_IDLE_SECONDS = 300.0  # without a drawing; then the worker ends, and the memory of the device is free for others
 _ENDED = ("done", "cancelled", "failed")
 
 

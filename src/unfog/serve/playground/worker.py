@@ -13,6 +13,8 @@ import traceback
 from unfog.errors import RequestError, RunError
 from unfog.serve.playground.channel import Channel
 
+_CUDA_ERRORS = ("CUDA error", "CUDA driver error", "cuDNN error", "CUDNN_STATUS", "CUBLAS_STATUS", "CUFFT_STATUS")
+
 
 def serve(channel: Channel) -> None:
     """Do what the server asks for, job after job, until it goes."""
@@ -23,14 +25,31 @@ def serve(channel: Channel) -> None:
     while (message := channel.next_job()) is not None:
         job = int(message.head["job"])
         _lower_priority(int(message.head.get("nice", 0)))
+        broken = False
         try:
             work[message.head["op"]](channel, job, message)
         except (RequestError, RunError, OSError) as error:
-            channel.send("failed", job, error=str(error))
+            broken = _has_broken_device(error)
+            channel.send("failed", job, error=str(error), ends=broken)
         except Exception as error:  # such as memory that does not suffice: the worker goes on with the next job
             traceback.print_exc()
-            studio.forget()
-            channel.send("failed", job, error=f"{type(error).__name__}: {str(error)[:500]}")
+            if not (broken := _has_broken_device(error)):
+                studio.forget()
+            channel.send("failed", job, error=f"{type(error).__name__}: {str(error)[:500]}", ends=broken)
+        if broken:
+            return
+
+
+def _has_broken_device(error: BaseException | None) -> bool:
+    """Return whether an error or its cause is one of CUDA, after which no work on the GPU succeeds in this process."""
+    from torch import OutOfMemoryError
+
+    while error is not None:
+        # Memory that does not suffice has a type of its own, and leaves the GPU as it was.
+        if isinstance(error, RuntimeError) and not isinstance(error, OutOfMemoryError):
+            return type(error).__name__ == "AcceleratorError" or any(words in str(error) for words in _CUDA_ERRORS)
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _lower_priority(nice: int) -> None:

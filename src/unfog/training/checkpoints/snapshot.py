@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import time
@@ -17,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from unfog.device_copies import to_host
+from unfog.device_copies import HostCopies
 from unfog.safe_files import (
     LARGEST_TEXT,
     file_digest,
@@ -109,11 +110,17 @@ class Snapshot(NamedTuple):
 
 
 def take_snapshot(
-    state: TrainState, step: int, anchor: bool = False, for_best: bool = False, config: str = ""
+    state: TrainState,
+    step: int,
+    anchor: bool = False,
+    for_best: bool = False,
+    config: str = "",
+    most_pinned: float = math.inf,
 ) -> Snapshot:
     """Copy a state to host memory: of a sharded state this rank's rows, and on rank 0 what is not sharded.
 
-    The caller checks that it is finite: see `TrainState.non_finite`.
+    At most `most_pinned` bytes of it are pinned. The caller checks that the state is finite: see
+    `TrainState.non_finite`.
     """
     started = time.perf_counter()
     held = state.tensors()
@@ -121,13 +128,14 @@ def take_snapshot(
     rank, size = (dist.get_rank(), dist.get_world_size()) if shared else (0, 1)
     copies: dict[str, dict[str, Tensor]] = {file: {} for file in held}
     rows: dict[str, dict[str, int]] = {file: {} for file in held}
+    memory = HostCopies(sum(to_local(t).nbytes for tensors in held.values() for t in tensors.values()), most_pinned)
     for file, tensors in held.items():
         for name, tensor in tensors.items():
             local = to_local(tensor)
             # The last ranks may hold no rows, and what is not sharded is the same on every rank.
             if not len(local) if is_sharded(tensor) else rank > 0:
                 continue
-            copies[file][name] = to_host(local.detach(), state.in_host_memory)
+            copies[file][name] = memory.add(local.detach(), state.in_host_memory)
             if is_sharded(tensor):
                 rows[file][name] = first_local_row(tensor)
     if state.precision.device.type == "cuda":

@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from unfog.diffusion.objective import Loss
+from unfog.errors import RunError
 from unfog.training.gradient import Gradient, GradientComputer
 from unfog.training.hooks import TrainingHooks
 from unfog.training.updates.obstacles import why_not_captured
 from unfog.training.updates.updater import Updater
 
 _WARM_UP = 3  # steps before a capture, in which kernels are compiled and the optimiser allocates its state
+
+
+class CaptureLost(RunError):
+    """A capture failed in a way after which this process does not train on."""
+
+
+@contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """Run what is inside on a stream of its own, for warm-up, capture and replays alike; of another device: nothing.
+
+    The default stream cannot be captured, and what warm-up leaves on another stream (a node that adds up gradients, a
+    workspace of cuBLAS) would tie a capture to that.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    outside, stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(outside)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        with suppress(RuntimeError):  # of a device that has failed, and must not hide how
+            outside.wait_stream(stream)
 
 
 class CapturedStep:
@@ -60,17 +89,30 @@ class CapturedStep:
         self._hooks.on_capture(f"steps are not captured in a CUDA graph: {reason}")
 
     def _capture(self, pixels: Tensor, label: Tensor | None) -> str:
-        """Capture a step on images and labels like these, without running it. Returns why that failed, or ""."""
+        """Capture a step on images and labels like these, without running it. Returns why that failed, or "".
+
+        CaptureLost if CUDA has invalidated the capture, or if the optimiser has begun: the run cannot go on here.
+        """
         self._pixels, self._label = pixels.clone(), None if label is None else label.clone()
-        graph = torch.cuda.CUDAGraph()
+        graph, pool, failure, has_gradient = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), "", False
+        # Other threads write checkpoints and copy images meanwhile, which is none of this capture's business.
+        how: Any = {"pool": pool, "stream": torch.cuda.current_stream(), "capture_error_mode": "thread_local"}
         try:
-            # Other threads write checkpoints and copy images meanwhile, which is none of this capture's business.
-            with self._hooks.defer_interrupts(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                gradient = self._computer.compute_whole_batch(self._pixels, self._label)
-                self._result = gradient, self._updater.update_on_device(gradient)[1]
+            with self._hooks.defer_interrupts(), torch.cuda.graph(graph, **how):
+                try:
+                    gradient = self._computer.compute_whole_batch(self._pixels, self._label)
+                    has_gradient = True
+                    self._result = gradient, self._updater.update_on_device(gradient)[1]
+                except RuntimeError as error:  # kept back until CUDA says whether it has seen it too
+                    failure = _in_one_line(error)
         except RuntimeError as error:
+            _leave_capture(graph, pool)
+            raise CaptureLost(failure or _in_one_line(error)) from error
+        if failure:
             self._computer.state.optimizer.zero_grad(set_to_none=True)
-            return " ".join(str(error).split())[:200]
+            if has_gradient:
+                raise CaptureLost(failure)
+            return failure
         self._graph = graph
         if not self._was_said:
             self._was_said = True
@@ -87,3 +129,22 @@ class CapturedStep:
         # Copies, because the next replay writes to the same places before the host has read these.
         losses = [Loss(*(None if part is None else part.clone() for part in loss)) for loss in gradient.losses]  # type: ignore[arg-type]
         return losses, numbers.clone()
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def _leave_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+    """Undo what torch leaves behind where a capture does not end: allocator and generator still believe in it."""
+    device = torch.cuda.current_device()
+    # Private functions: a torch without them, or in which there is nothing to undo, has its own way.
+    with suppress(AttributeError, RuntimeError):
+        torch._C._cuda_endAllocateToPool(device, pool)
+    with suppress(AttributeError, RuntimeError):
+        graph.reset()
+    with suppress(AttributeError, RuntimeError):
+        # Another state in place of the one that refuses to be used outside a capture. The loop seeds it anew.
+        torch.cuda.default_generators[device].graphsafe_set_state(
+            torch.Generator(torch.device("cuda", device)).graphsafe_get_state()
+        )

@@ -67,7 +67,7 @@ class MuonAdamW(torch.optim.Optimizer):
             if isinstance(far, Tensor):  # which foreach takes no `alpha` from
                 updates, far = updates * far, 1.0
             torch._foreach_mul_(moved, shrink)
-            torch._foreach_add_(moved, [u.view_as(p) for u, p in zip(updates, moved)], alpha=far)
+            torch._foreach_add_(moved, [_from_matrix(u, p) for u, p in zip(updates, moved)], alpha=far)
         # Loading a state dict replaces groups and state, so AdamW gets them anew each time.
         self._adamw.param_groups, self._adamw.state = self.param_groups[1:], self.state
         cast(Any, self._adamw).found_inf = skip
@@ -85,10 +85,27 @@ class MuonAdamW(torch.optim.Optimizer):
         else:
             lerp_unless(self.found_inf, means, gradients, 1 - momentum)
         ahead = torch._foreach_lerp(gradients, means, momentum)
-        stacked = torch.stack([a.reshape(len(a), columns) for a in ahead])
+        stacked = torch.stack([_as_matrix(a) for a in ahead])
         work, fast = partial(_orthogonalize, rounds=rounds), stacked.to(self.fast)
         made = _map_full_matrices(fast, rows, work) if is_sharded(parameters[0]) else work(fast)
         return made.to(stacked.dtype)
+
+
+def _as_matrix(tensor: Tensor) -> Tensor:
+    """View a tensor [out, ...] as the matrix [out, all other], with the columns in the order in which they lie."""
+    return (tensor.permute(0, 2, 3, 1) if _is_channels_last(tensor) else tensor).flatten(1)
+
+
+def _from_matrix(matrix: Tensor, like: Tensor) -> Tensor:
+    """View a matrix as the tensor that `_as_matrix` made it of."""
+    if not _is_channels_last(like):
+        return matrix.view_as(like)
+    out, channels, *kernel = like.shape
+    return matrix.view(out, *kernel, channels).permute(0, 3, 1, 2)
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
 
 
 def _orthogonalize(x: Tensor, rounds: int = 5) -> Tensor:

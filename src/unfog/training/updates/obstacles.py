@@ -44,4 +44,6 @@ def why_not_captured(computer: GradientComputer, why_at_once: str | None) -> str
         return "the loss of an autoencoder copies a filter from the host"
     if not type(state.model).__module__.startswith("unfog."):
         return "a network of your own may compute on the host"
+    if getattr(state.model, "checkpointing", False) and getattr(state.model, "is_random", True):
+        return "gradient checkpointing reads the state of the random numbers, to repeat dropout"
     return None
