@@ -179,8 +179,7 @@ def spread_two_values(opener: Opener) -> DeepImage:
     with opener() as image:
         info, deep = dict(image.info), is_deep(image)
         values = np.asarray(image.values if isinstance(image, DeepImage) else image.convert("L"))
-        clear = isinstance(image, Image.Image) and image.has_transparency_data
-        clear = clear and (deep or not _is_opaque(image))
+        clear = isinstance(image, Image.Image) and image.has_transparency_data and (deep or not _is_opaque(image))
     values = read_deep(opener) if deep else values
     grey = values[..., 0] if values.ndim == 3 else values
     found = np.unique(grey)
