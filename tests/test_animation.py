@@ -13,12 +13,13 @@ from unfog.diffusion.steps import SamplingStep
 from unfog.errors import RequestError
 from unfog.pipeline import image_files
 from unfog.pipeline.image_files import DenoisingAnimation
+from unfog.values.image_format import ImageFormat
 
 SAMPLES = np.random.default_rng(0).integers(0, 256, (20, 9, 9, 3), dtype=np.uint8)
 
 
 def animated(steps=5, path=Flow()):  # noqa: B008 - frozen
-    observer = DenoisingAnimation(path, steps)
+    observer = DenoisingAnimation(path, steps, ImageFormat(3, 9, 9).to_view)
     generator = torch.Generator().manual_seed(0)
     for step in range(steps):
         logsnr = -8.0 + 16 * step / steps

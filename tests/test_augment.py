@@ -14,11 +14,11 @@ from unfog.data.augmentation import (
     _Geometry,
     _inverse_stretch,
     _warp,
-    to_model_range,
 )
 from unfog.data.settings import Data
 from unfog.errors import RequestError
 from unfog.sharded_rng import seed_generators
+from unfog.values.image_format import BYTES
 
 
 def photos(n: int = 4, channels: int = 3, height: int = 16, width: int = 16) -> Tensor:
@@ -52,7 +52,7 @@ def test_augmentation_off_is_the_identity_and_draws_nothing() -> None:
     pixels = photos()
     state = torch.get_rng_state()
     x0, condition = Augment.from_settings(Data())(pixels)
-    assert torch.equal(x0, to_model_range(pixels))
+    assert torch.equal(x0, BYTES.to_model(pixels))
     assert condition is None
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -61,8 +61,8 @@ def test_flip_mirrors_about_half_each_image_whole() -> None:
     pixels = photos(400, 3, 4, 6)
     torch.manual_seed(0)
     flipped, _ = Augment(flip=True)(pixels)
-    mirrored = (flipped == to_model_range(pixels.flip(-1))).flatten(1).all(1)
-    kept = (flipped == to_model_range(pixels)).flatten(1).all(1)
+    mirrored = (flipped == BYTES.to_model(pixels.flip(-1))).flatten(1).all(1)
+    kept = (flipped == BYTES.to_model(pixels)).flatten(1).all(1)
     assert bool((mirrored ^ kept).all())
     assert 150 < int(mirrored.sum()) < 250
 
@@ -139,7 +139,7 @@ def test_a_crop_is_a_square_of_the_image_enlarged() -> None:
 
 @pytest.mark.parametrize(("height", "width"), [(4, 4), (16, 16), (7, 12)])
 def test_what_needs_no_interpolation_is_exact(height: int, width: int) -> None:
-    x = to_model_range(photos(3, 2, height, width))
+    x = BYTES.to_model(photos(3, 2, height, width))
     still = torch.zeros(3, 2)
 
     def every(*numbers: float) -> Tensor:
@@ -156,7 +156,7 @@ def test_what_needs_no_interpolation_is_exact(height: int, width: int) -> None:
 
 
 def test_far_out_an_image_goes_on_as_its_reflections() -> None:
-    x = to_model_range(photos(1, 1, 5, 5))
+    x = BYTES.to_model(photos(1, 1, 5, 5))
     period = torch.cat([x, x.flip(3)[..., 1:4]], dim=3)
     for shift in (-23, 8, 100):
         expected = period[..., (torch.arange(5) + shift) % 8]
@@ -166,7 +166,7 @@ def test_far_out_an_image_goes_on_as_its_reflections() -> None:
 
 
 def test_each_image_has_its_own_map_and_each_channel_the_same() -> None:
-    x = to_model_range(photos(2, 3))
+    x = BYTES.to_model(photos(2, 3))
     linear = torch.cat([matrix(0.8, 0.1, -0.2, 1.1), matrix(1.2, 0.3, 0.1, 0.9)])
     shift = torch.tensor([[1.5, -0.3], [0.2, 4.1]])
     both = _warp(x, linear, shift)
@@ -204,7 +204,7 @@ def test_a_known_picture_lands_where_it_should_and_sharper_than_by_plain_interpo
 
 
 def test_no_chance_is_no_change_and_tells_nothing() -> None:
-    x = to_model_range(photos(16))
+    x = BYTES.to_model(photos(16))
     torch.manual_seed(0)
     geometry = _draw_geometry(x, 0.0, 0.0)
     assert torch.equal(geometry.apply(x), x)
@@ -219,7 +219,7 @@ def test_images_that_nothing_is_done_to_stay_as_they_are_and_the_others_are_told
     assert condition.shape == (300, CONDITIONS)
     untouched = (condition == 0).all(1)
     assert 0.2 < untouched.float().mean() < 0.36  # 0.5 0.95 0.9^5 = 0.28, and small shifts round to none
-    same = (x0 == to_model_range(pixels)).flatten(1).all(1)
+    same = (x0 == BYTES.to_model(pixels)).flatten(1).all(1)
     assert torch.equal(same, untouched)
     assert x0.abs().max() <= 1
 
@@ -279,7 +279,7 @@ def test_chances_and_spreads_are_those_of_edm_and_whole_shifts_come_on_top() -> 
     ],
 )
 def test_exact_changes(change, expected) -> None:
-    x = to_model_range(photos())
+    x = BYTES.to_model(photos())
     geometry = nothing(4)._replace(**{k: torch.tensor([v] * 4) for k, v in change.items()})
     torch.testing.assert_close(geometry.apply(x), expected(x), rtol=0, atol=1e-5)
 

@@ -30,7 +30,6 @@ from unfog.models.autoencoder_settings import Autoencoder
 from unfog.models.network_settings import build_model
 from unfog.models.settings import DiT, MPUNet, UNet
 from unfog.pipeline.build import build_held_out_set, latent_normalisation, without_augmentation
-from unfog.pipeline.generate import to_pixels
 from unfog.pipeline.image_files import build_edit
 from unfog.pipeline.latents import encode_edit, open_run_autoencoder, save_autoencoder
 from unfog.pipeline.load_data import load_images
@@ -44,6 +43,7 @@ from unfog.training.precision import Precision
 from unfog.training.settings import Evaluate, PowerEma
 from unfog.training.stability.nan_debug import NanReport
 from unfog.training.state import TrainState
+from unfog.values.image_format import BYTES
 
 pytestmark = pytest.mark.slow
 
@@ -162,7 +162,7 @@ def test_all_that_a_run_is_for(photos, codec, tmp_path, network, seen, answer, m
     assert "equal to the bit" in verify(RunFolder(run.path))
     one = build_edit(run.config, photos / "a" / "000.png", halves(), None, None)
     painted = run.sample(2, image=photos / "a" / "000.png", mask=halves(), repeats=2)
-    assert (painted[:, :7] == to_pixels(one.image).permute(1, 2, 0).numpy()[:7]).all()
+    assert (painted[:, :7] == BYTES.to_stored(one.image).permute(1, 2, 0).numpy()[:7]).all()
     assert unfog.tune(run.path, steps=2, pictures=2, tries=2, device="cpu").reference > 0
     names = ["sliced", "held_out"] + ["bits"] * (seen == "pixels")
     found = run.evaluate(names, n=10, steps=2)
@@ -239,7 +239,7 @@ def test_known_pixels_stay_and_the_rest_is_drawn_from_their_latents(on_latents, 
     codec = open_run_autoencoder(on_latents.config, CPU)
     x = torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None] / 127.5 - 1
     with torch.no_grad():
-        expected = to_pixels(codec.decode(codec.encode(x)))[0].permute(1, 2, 0).numpy()
+        expected = BYTES.to_stored(codec.decode(codec.encode(x)))[0].permute(1, 2, 0).numpy()
     back = on_latents.sample(1, image=pixels, strength=0.0)[0]
     assert np.abs(back.astype(int) - expected.astype(int)).max() <= 1
     # A latent is known where all of its pixels are: those of rows 4 to 7 are not, as row 7 is to be painted.

@@ -8,7 +8,6 @@ from torch import nn
 
 from conftest import NETWORK
 from unfog.config.values import parse_spec
-from unfog.data.augmentation import to_model_range
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Loss, Objective
 from unfog.models.settings import UNet
@@ -20,6 +19,7 @@ from unfog.training.precision import Precision
 from unfog.training.settings import PowerEma
 from unfog.training.stability.nan_debug import NanReport
 from unfog.training.state import TrainState
+from unfog.values.image_format import BYTES
 
 PASSES = list(_split_range(100, 8, 3))  # of 3, 3 and 2 images
 WHITE = 104  # the second image of the second pass; all others are between -0.5 and 0.5
@@ -84,7 +84,7 @@ def replay(into, loss_function=answer, augment=lambda pixels: pixels, white=WHIT
     def forward(first, count):
         pixels = photos(first, count, white)
         seed_generators(7, first)
-        x0 = to_model_range(augment(pixels))
+        x0 = BYTES.to_model(augment(pixels))
         with into.precision.autocast():
             return loss_function(into.model, x0, None)
 

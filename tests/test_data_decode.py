@@ -19,8 +19,10 @@ from unfog.data.decode import ImageInfo, decode
 from unfog.data.scan import _read_size
 from unfog.data.sources.base import ImageError
 from unfog.data.sources.image_files import open_bytes, open_image
+from unfog.values.image_format import ImageFormat
 
 WHITE = (255, 255, 255)
+SMALL, SMALL_GREY = ImageFormat(3, 16, 16), ImageFormat(1, 16, 16)
 
 
 def saved(image: Image.Image, kind: str = "PNG", **options: object) -> Callable[[], Image.Image]:
@@ -32,7 +34,7 @@ def saved(image: Image.Image, kind: str = "PNG", **options: object) -> Callable[
 def decoded(
     opener: Callable[[], Image.Image], size: int, channels: int = 3, background: tuple[int, int, int] = WHITE
 ) -> tuple[np.ndarray, ImageInfo]:
-    pixels, facts = decode(opener, size, channels, background)
+    pixels, facts = decode(opener, ImageFormat(channels, size, size), background)
     assert pixels.shape == (channels, size, size)
     assert pixels.dtype == np.uint8
     return pixels.astype(int), facts
@@ -112,7 +114,7 @@ def test_exif_orientation_is_undone(orientation: int) -> None:
     expected, _ = decoded(saved(upright), 20)
     assert np.abs(pixels - expected).max() <= 1  # rounding after each direction, in another order
     assert (facts.width, facts.height) == (60, 40)
-    assert _read_size(saved(stored, exif=tags)) == stored.size
+    assert _read_size(saved(stored, exif=tags)) == (60, 40)
     assert ("rotated" in facts.actions) is (orientation != 1)
 
 
@@ -162,7 +164,7 @@ def test_a_turned_tiff_is_upright_and_counted_once(tmp_path: Path) -> None:
     exif[0x112] = 6
     for suffix in ("tif", "png"):
         Image.fromarray(pixels).save(tmp_path / f"a.{suffix}", exif=exif)
-    found = [decode(partial(open_image, tmp_path / f"a.{suffix}"), 16, 3, WHITE) for suffix in ("tif", "png")]
+    found = [decode(partial(open_image, tmp_path / f"a.{suffix}"), SMALL, WHITE) for suffix in ("tif", "png")]
     assert [facts.actions for _, facts in found] == [["rotated"], ["rotated"]]
     assert np.array_equal(found[0][0], found[1][0])
 
@@ -175,7 +177,7 @@ def test_twelve_bits_are_scaled_by_their_range(tmp_path: Path) -> None:
     offset = struct.pack("<I", 8 + len(data))
     path = tmp_path / "scan.tif"
     path.write_bytes(b"II*\0" + offset + data + struct.pack("<H", len(entries)) + tags + bytes(4))
-    pixels, facts = decode(lambda: open_image(path), 16, 1, WHITE)
+    pixels, facts = decode(lambda: open_image(path), SMALL_GREY, WHITE)
     assert facts.actions == ["sixteen_bit"]
     assert np.abs(pixels[0].astype(int) - np.arange(256).reshape(16, 16)).max() <= 1
 
@@ -194,9 +196,9 @@ def test_floating_point_is_used_where_its_range_is_known() -> None:
         (x * np.float32("nan"), "with NaN"),
     ):
         with pytest.raises(ImageError, match=f"floating point {reason}"):
-            decode(saved(Image.fromarray(wrong), "TIFF"), 16, 1, WHITE)
+            decode(saved(Image.fromarray(wrong), "TIFF"), SMALL_GREY, WHITE)
     with pytest.raises(ImageError, match="beyond 16 bits"):
-        decode(saved(Image.fromarray(np.array([[-1, 70000]], np.int32)), "TIFF"), 4, 1, WHITE)
+        decode(saved(Image.fromarray(np.array([[-1, 70000]], np.int32)), "TIFF"), ImageFormat(1, 4, 4), WHITE)
 
 
 def test_hidden_colours_do_not_bleed_when_resized() -> None:
@@ -284,7 +286,7 @@ def test_a_truncated_file_is_unusable_wherever_it_ends(kind: str) -> None:
     for keep in (0.3, 0.6, 0.9):
         part = whole[: int(len(whole) * keep)]
         with pytest.raises(ImageError):
-            decode(lambda part=part: Image.open(BytesIO(part)), 32, 3, WHITE)  # type: ignore[misc]
+            decode(lambda part=part: Image.open(BytesIO(part)), ImageFormat(3, 32, 32), WHITE)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
@@ -319,6 +321,6 @@ def test_large_images_take_turns() -> None:
         return image
 
     with ThreadPoolExecutor(12) as pool:
-        decoded = list(pool.map(lambda _: decode(opener, 4, 1, WHITE)[0].shape, range(12)))
+        decoded = list(pool.map(lambda _: decode(opener, ImageFormat(1, 4, 4), WHITE)[0].shape, range(12)))
     assert decoded == [(1, 4, 4)] * 12
     assert 1 < most <= 4

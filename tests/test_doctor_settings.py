@@ -49,6 +49,7 @@ from unfog.planning.timing import forward_passes
 from unfog.process.run_folder import RunFolder
 from unfog.training.optimizer_settings import Muon, default_learning_rate
 from unfog.training.settings import Checkpoint, FixedEma, PowerEma
+from unfog.values.image_format import BYTES, ImageFormat, StoredValues
 
 pytestmark = pytest.mark.slow
 
@@ -208,7 +209,7 @@ def test_images_that_are_not_taken_to_both_sides_of_zero_are_fatal(fashion, monk
     augment = unfog.data.augmentation.Augment()
     assert _check_range(_evenly_spread_pixels(fashion.train), augment).severity == "fine"
     for wrong in (lambda p: p.float() / 255, lambda p: p.float(), lambda p: p.double() / 127.5 - 1):
-        monkeypatch.setattr(unfog.data.augmentation, "to_model_range", wrong)
+        monkeypatch.setattr(StoredValues, "to_model", lambda self, stored, wrong=wrong: wrong(stored))
         assert _check_range(_evenly_spread_pixels(fashion.train), augment).severity == "fatal"
 
 
@@ -492,8 +493,9 @@ def test_what_each_pixel_alone_tells_is_what_least_squares_makes_of_it(fashion):
     objective = Objective(DIFFUSIONS["default"])
     pixels = np.full((8, 1, 16, 16), 255, np.uint8)
     pixels[:, :, 6:10, 6:10] = np.random.default_rng(0).integers(0, 256, (8, 1, 4, 4))
-    of_white = _OverfitBatch.of(replace(fashion.train, pixels=pixels, labels=None), objective, CPU)
-    alone = _OverfitBatch.of(replace(fashion.train, pixels=pixels[:, :, 6:10, 6:10], labels=None), objective, CPU)
+    maps = (CPU, BYTES.to_model, ImageFormat(1, 16, 16).to_view)
+    of_white = _OverfitBatch.of(replace(fashion.train, pixels=pixels, labels=None), objective, *maps)
+    alone = _OverfitBatch.of(replace(fashion.train, pixels=pixels[:, :, 6:10, 6:10], labels=None), objective, *maps)
     alone.noise = of_white.noise[:, :, 6:10, 6:10]
     assert torch.allclose(of_white.pixelwise_loss(), alone.pixelwise_loss() * (4 / 16) ** 2, rtol=1e-4)
 

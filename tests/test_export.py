@@ -49,6 +49,7 @@ ON_VP = replace(preset("default").diffusion, path=VP(), target=V())
 CONTINUOUS = replace(preset("ddpm").diffusion, schedule=Cosine(steps=0), target=V())
 LEARNED = replace(preset("ddpm").diffusion, learned_variance=True)
 AUGMENTED = Data(size=8, channels=3, augment=0.2)
+WIDE = Data(size="16x8", channels=3)
 DOCS = Path(__file__).parent.parent / "docs" / "export.md"
 
 
@@ -127,7 +128,7 @@ def shown(name: str) -> SimpleNamespace:
     return SimpleNamespace(**found, lines=len([line for line in code.splitlines() if line.strip()]))
 
 
-def run_card_code(folder: Path, side: int) -> dict:
+def run_card_code(folder: Path, size: tuple[int, int]) -> dict:
     """Run the code that the model card of an export shows, check its image, and return its variables."""
     code = re.search(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)[1]
     code = code.replace("FOLDER", str(folder))
@@ -136,7 +137,7 @@ def run_card_code(folder: Path, side: int) -> dict:
     found: dict = {}
     with chdir(folder.parent):
         exec(compile(code, "README.md", "exec"), found)
-        assert Image.open("sample.png").size == (side, side)
+        assert Image.open("sample.png").size == size
     return found
 
 
@@ -158,21 +159,36 @@ def test_some_thirty_lines_draw_the_samples_of_a_safetensors_export(tmp_path, na
     assert "unfog" not in re.sub(r'""".*?"""', "", (tmp_path / "out/network.py").read_text(), flags=re.DOTALL)
 
 
+@pytest.mark.parametrize("network", [UNET, MPUNET, DIT], ids=lambda network: network.kind)
+def test_a_safetensors_export_of_wide_images_draws_them(tmp_path, network):
+    run = run_of(network=network, data=WIDE)
+    run.export(tmp_path / "out")
+    code = shown("safetensors")
+    samples = code.sample(*code.load(tmp_path / "out"), *inputs(run))
+    assert samples.shape == (COUNT, 3, 8, 16)
+    assert (samples - drawn(run)).abs().max() < 1e-3
+    run_card_code(tmp_path / "out", (16, 8))
+
+
 # As few blocks as have every operation: tracing takes seconds of them.
 GRAPHS = {
     "unet": ("default", replace(UNET, mid_attention=False), 3),
     "mpunet": ("edm", replace(MPUNET, channels=(8,), attention=(True,)), 3),
     "dit": ("ddpm", DIT, 0),
+    "wide": ("default", replace(UNET, channels=(8,), attention=(True,), mid_attention=False), 0),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, id=name, marks=[pytest.mark.exhaustive] * (name != "dit")) for name, case in GRAPHS.items()],
+    [
+        pytest.param(case, id=name, marks=[pytest.mark.exhaustive] * (name not in ("dit", "wide")))
+        for name, case in GRAPHS.items()
+    ],
 )
 def test_forty_lines_of_numpy_draw_the_samples_of_an_onnx_export(tmp_path, case):
-    run = run_of(*case)
+    run = run_of(*case[:3], **({"data": WIDE} if case is GRAPHS["wide"] else {}))
     run.export(tmp_path / "out", format="onnx")
     code = shown("onnx")
     noise, label = (x if x is None else x.numpy() for x in inputs(run))
@@ -181,7 +197,8 @@ def test_forty_lines_of_numpy_draw_the_samples_of_an_onnx_export(tmp_path, case)
     assert samples.dtype == expected.dtype
     assert (samples - expected).abs().max() < 1e-3
     assert code.lines <= 40
-    run_card_code(tmp_path / "out", 8)
+    _, height, width = run.config.input_shape
+    run_card_code(tmp_path / "out", (width, height))
 
 
 DIFFUSERS = {
@@ -224,6 +241,9 @@ DIFFUSERS = {
     "augmented": ("default", DIT, 0, {"data": AUGMENTED}, "DPMSolverMultistepScheduler"),
     "edm, mpunet": ("edm", MPUNET, 3, {}, "LevelsScheduler"),
     "default, dit": ("default", DIT, 3, {}, "DPMSolverMultistepScheduler"),
+    "wide": ("ddpm", UNET, 0, {"data": WIDE}, "DPMSolverMultistepScheduler"),
+    "wide, mpunet": ("edm", MPUNET, 3, {"data": WIDE}, "LevelsScheduler"),
+    "wide, dit": ("default", DIT, 3, {"data": WIDE}, "DPMSolverMultistepScheduler"),
 }
 
 
@@ -274,7 +294,7 @@ def test_a_pt2_export_is_sampled_by_the_same_lines_and_decodes_latents(tmp_path)
     x0 = shown("safetensors").sample(*shown("safetensors").load(tmp_path / "out"), inputs(run)[0])
     images = torch.export.load(tmp_path / "out/decoder.pt2").module()(x0)
     assert (images - drawn(run)).abs().max() < 1e-3
-    run_card_code(tmp_path / "out", 16)
+    run_card_code(tmp_path / "out", (16, 16))
     run.export(tmp_path / "weights")
     assert {path.name for path in (tmp_path / "weights/autoencoder").iterdir()} == {"config.json", "codec.safetensors"}
 

@@ -26,13 +26,14 @@ from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError, RunError
 from unfog.inference.loaded_run import LoadedRun
 from unfog.inference.run import Run
-from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_labels, to_pixels
+from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_labels
 from unfog.planning.sampling_cost import cost_per_sample
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.records import read_events
 from unfog.runs.resume import _omit_tuned_settings
 from unfog.training import precision
 from unfog.training.precision import drawing_precision
+from unfog.values.image_format import BYTES
 
 pytestmark = pytest.mark.slow
 
@@ -468,7 +469,7 @@ def test_tune_draws_as_sample_does_with_the_guide_of_the_run(tmp_path, monkeypat
     monkeypatch.setattr(_GridError, "draw", keep)
     unfog.tune(own.path, steps=2, pictures=2, tries=1, store=False)
     seed, sampler, drawn = kept[-2]  # the result, on other noise than it was searched on
-    pixels = to_pixels(drawn).permute(0, 2, 3, 1).numpy()
+    pixels = BYTES.to_stored(drawn).permute(0, 2, 3, 1).numpy()
     assert np.array_equal(pixels, own.sample(2, seed=seed, levels=sampler.tuned))
     assert not np.array_equal(pixels, own.sample(2, seed=seed, levels=sampler.tuned, guide="none"))
 

@@ -37,6 +37,7 @@ from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError
 from unfog.process.run_folder import RunFolder
 from unfog.runs.session import _write_data_report
+from unfog.values.image_format import ImageFormat
 
 pytestmark = [
     pytest.mark.slow,
@@ -606,7 +607,7 @@ def test_a_damaged_image_is_decoded_or_unusable(kind: str, flips: list[tuple[flo
         file.write(data[: int(keep * len(data))])
         file.flush()
         try:
-            pixels, _ = decode(lambda: open_image(Path(file.name)), 16, 3, (255, 255, 255))
+            pixels, _ = decode(lambda: open_image(Path(file.name)), ImageFormat(3, 16, 16), (255, 255, 255))
         except ImageError as unusable:
             pixels, reason = np.zeros((3, 16, 16), np.uint8), str(unusable)
         else:
@@ -661,7 +662,11 @@ def test_no_head_keeps_the_decoder_busy(name: str, opener: Any, tmp_path: Path) 
     (tmp_path / "a.png").write_bytes(data)
     since = time.process_time()
     with pytest.raises(ImageError, match=reason):
-        decode(lambda: open_image(tmp_path / "a.png") if opener else open_bytes(data, "a.png"), 16, 3, (0, 0, 0))
+        decode(
+            lambda: open_image(tmp_path / "a.png") if opener else open_bytes(data, "a.png"),
+            ImageFormat(3, 16, 16),
+            (0, 0, 0),
+        )
     assert time.process_time() - since < 3
 
 
@@ -674,5 +679,5 @@ def test_usual_large_files_are_within_the_limits() -> None:
     png = b"\x89PNG\r\n\x1a\n" + _png_chunk(b"IHDR", struct.pack(">IIBBBBB", 64, 1280, 8, 2, 0, 0, 0)) + parts
     ppm = b"P6\n200 200\n1023\n" + bytes(200 * 200 * 6)
     for content in (data, png + _png_chunk(b"IEND"), ppm, encoded(NOISE, "PPM")):
-        pixels, _ = decode(lambda: open_bytes(content, "a.png"), 16, 3, (0, 0, 0))  # noqa: B023
+        pixels, _ = decode(lambda: open_bytes(content, "a.png"), ImageFormat(3, 16, 16), (0, 0, 0))  # noqa: B023
         assert pixels.shape == (3, 16, 16)

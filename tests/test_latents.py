@@ -19,7 +19,7 @@ from unfog.config.presets import _default
 from unfog.config.resume_rules import settings_digests
 from unfog.config.schema import nest_settings
 from unfog.config.toml import update
-from unfog.data.augmentation import Augment, to_model_range
+from unfog.data.augmentation import Augment
 from unfog.data.cache import remove_stale_entries
 from unfog.data.dataset import ImageSet
 from unfog.data.packs import latent_cache
@@ -42,6 +42,7 @@ from unfog.pipeline.load_data import load_images
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.runs.resume import resume
+from unfog.values.image_format import BYTES
 
 pytestmark = pytest.mark.slow
 
@@ -126,7 +127,7 @@ def test_the_copies_are_the_codes_of_the_image_and_of_its_mirror(codec):
     assert isinstance(stored.latents, np.memmap)
     network = _load_autoencoder(codec, CPU)
     for number, part in enumerate(sets):
-        x = to_model_range(torch.from_numpy(part.pixels))
+        x = BYTES.to_model(torch.from_numpy(part.pixels))
         mine = torch.tensor(stored.latents[[slice(10), slice(10, None)][number]])
         for copy, expected in enumerate((network.encode(x), network.encode(x.flip(-1)))):
             torch.testing.assert_close(mine[:, copy].float(), expected, rtol=1e-3, atol=1e-4)
@@ -309,7 +310,7 @@ def test_the_coin_is_the_one_that_flips_pixels():
     torch.manual_seed(3)
     expected, _ = Augment(flip=True)(pixels)
     torch.manual_seed(3)
-    both = torch.stack([to_model_range(pixels), to_model_range(pixels.flip(-1))], dim=1)
+    both = torch.stack([BYTES.to_model(pixels), BYTES.to_model(pixels.flip(-1))], dim=1)
     x0, told = Normalise((0.0,) * 3, (1.0,) * 3, 1.0, flip=True)(both)
     assert told is None
     assert torch.equal(x0, expected)

@@ -27,6 +27,7 @@ BASE = {
     "text",
     "settings",
     "cores",
+    "values",
 }
 LEAVES = {"data", "diffusion", "models", "evaluation", "reporting"}
 # Each of these may import those before it, and all leaves, training and export.

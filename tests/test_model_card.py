@@ -120,7 +120,7 @@ def test_the_code_of_the_card_runs_and_draws_the_model(tmp_path, case):
     run = build(tmp_path / "autoencoder")
     run.export(tmp_path / "out", format=kind)
     assert Image.open(tmp_path / "out/samples.png").width >= 3 * run.config.data.size
-    found = run_card_code(tmp_path / "out", run.config.data.size)
+    found = run_card_code(tmp_path / "out", (run.config.data.size,) * 2)
     if kind == "safetensors":  # with the noise of a run, the code gives the samples of that run
         noise = found["noise"][:3]
         x = found["code"]["sample"](found["model"], found["network"], noise, torch.arange(3) if run.classes else None)

@@ -24,7 +24,7 @@ from unfog.data import decode_pool as bulk
 from unfog.data import lazy, scan
 from unfog.data import prepare as preparing
 from unfog.data import stream as ahead
-from unfog.data.augmentation import Augment, to_model_range
+from unfog.data.augmentation import Augment
 from unfog.data.dataset import Dataset
 from unfog.data.lazy import LazyPixels, _training_index
 from unfog.data.prepare import prepare
@@ -39,6 +39,7 @@ from unfog.pipeline.build import build_held_out_set
 from unfog.pipeline.contact_sheet import contact_sheet
 from unfog.pipeline.skipped_images import data_json
 from unfog.process.signals import StopSignals
+from unfog.values.image_format import BYTES
 
 ASKED = Data(size=8, channels=3, cache="none")
 
@@ -82,7 +83,7 @@ def test_on_the_fly_is_what_is_decoded_at_once(photos: Path) -> None:
         assert np.array_equal(a.pixels[np.array([5, 1])], b.pixels[np.array([5, 1])])
     assert fly.settings == replace(memory.settings, cache="none")
     assert fly.train.fingerprint != fly.held_out.fingerprint
-    assert "300 images in 2 classes; decoded during training (8x8, RGB)" in fly.report.line()
+    assert "300 images in 2 classes; decoded during training (8x8 RGB)" in fly.report.line()
     again = prepare(open_source(photos), ASKED)
     assert again.train.fingerprint == fly.train.fingerprint
     other = prepare(open_source(photos), replace(ASKED, size=4))
@@ -290,11 +291,17 @@ def test_whoever_takes_images_gets_the_labels_of_those_that_stand_in(photos: Pat
     assert int(fresh().held_out.take(np.array([last])).rows[0]) == last + 1
     held = build_held_out_set(fresh(), config, cpu)
     probe = find_lr._test_setup(config, fresh(), cpu, stop).probe
-    looked = examination.loss_images(fresh().held_out, cpu, to_model_range)
+    looked = examination.loss_images(fresh().held_out, cpu, BYTES.to_model)
     shown, own = examination._training_pixels(fresh().train, (0, 1))
     at_the_end = Damaged(photos, "damaged")
     at_the_end.bad = frozenset([299])  # for which the first stands in, of the other class
-    lesson = _OverfitBatch.of(prepare(at_the_end, replace(ASKED, held_out=0)).train, objective, cpu)
+    lesson = _OverfitBatch.of(
+        prepare(at_the_end, replace(ASKED, held_out=0)).train,
+        objective,
+        cpu,
+        BYTES.to_model,
+        ASKED.image_format.to_view,
+    )
     assert held is not None
     assert looked is not None
     for x0, label in (

@@ -32,6 +32,7 @@ from unfog.serve.playground.job import History, StoredDrawing
 from unfog.serve.playground.jobs import MOST_WAITING, JobList
 from unfog.serve.playground.requests import command_of, key_of, python_of, read_request, settings_of
 from unfog.serve.server import Server
+from unfog.values.image_format import ImageFormat
 
 with warnings.catch_warnings():  # which client it uses is nothing to us
     warnings.simplefilter("ignore")
@@ -391,10 +392,10 @@ def test_disagreement_is_bright_where_fillings_differ():
 def test_an_upload_is_brought_to_the_size_of_the_run():
     wide = np.zeros((8, 16, 3), np.uint8)
     wide[:, 4:12] = 250
-    assert at_run_size(wide, 4, 1).shape == (4, 4, 1)
-    assert (at_run_size(wide, 4, 3) > 230).all()  # the centre alone, but for what resizing blends in
+    assert at_run_size(wide, ImageFormat(1, 4, 4)).shape == (4, 4, 1)
+    assert (at_run_size(wide, ImageFormat(3, 4, 4)) > 230).all()  # the centre alone, but for what resizing blends in
     mask = np.where(np.arange(16).reshape(4, 4, 1) % 3 == 0, 255, 0).astype(np.uint8)
-    assert (at_run_size(np.repeat(mask, 3, 2), 4, 1) == mask).all()  # to the pixel
+    assert (at_run_size(np.repeat(mask, 3, 2), ImageFormat(1, 4, 4)) == mask).all()  # to the pixel
 
 
 # Uploads

@@ -4,6 +4,7 @@ import os
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("playwright", reason="playwright is not installed: pip install 'unfog[dev]'")
@@ -176,6 +177,34 @@ def test_painting_into_a_picture_keeps_the_others_to_the_bit(page):
     assert page.evaluate(f"{PLAYGROUND}.job.kept.pixels") + page.evaluate(f"{mask}.painted") == 28 * 28
     page.wait_for_selector("text=where the 2 fillings disagree")
     page.click("text=Start from noise again")
+
+
+@pytest.mark.exhaustive
+def test_a_mask_has_the_width_and_height_of_the_pictures(browser, tmp_path):
+    settings = {"network": NETWORK, "device": "cpu", "precision": "fp32", "batch": 8, "preview": {"every": -1}}
+    pictures = np.random.default_rng(0).integers(0, 256, (12, 16, 32, 3), np.uint8)
+    run = unfog.train(pictures, out=tmp_path / "runs/wide", size="32x16", steps=1, sampler={"steps": 3}, **settings)
+    with serving(run.path.parent) as (address, _):
+        watched = WatchedPage(browser, viewport={"width": 1200, "height": 1000})
+        page = watched.page
+        opened(page, address)
+        draw(page, Pictures=2, Steps=3)
+        until(page, "document.querySelector('.drawn canvas').width === 32")
+        assert page.evaluate("document.querySelector('.drawn canvas').height") == 16
+        page.click("text=Paint into it")
+        page.wait_for_selector(".mask canvas")
+        mask = "document.querySelector('unfog-mask')"
+        assert page.evaluate(f"[{mask}.canvas.width, {mask}.canvas.height, {mask}.bits.length]") == [32, 16, 512]
+        page.evaluate(f"{mask}.brush = 1")
+        box = page.locator(".mask canvas").bounding_box()
+        assert box["width"] == 2 * box["height"]
+        page.mouse.click(box["x"] + box["width"] - 3, box["y"] + box["height"] - 3)  # the corner at the bottom right
+        assert page.evaluate(f"[{mask}.painted, {mask}.bits[511]]") == [1, 1]
+        job = draw(page)
+        assert job["edit"] == {"image": True, "mask": True}
+        until(page, f"{PLAYGROUND}.job.kept?.equal === true")
+        assert page.evaluate(f"{PLAYGROUND}.job.kept.pixels") == 511
+        watched.context.close()
 
 
 @pytest.mark.exhaustive

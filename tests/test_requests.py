@@ -30,6 +30,7 @@ from unfog.diffusion.noise import Cosine
 from unfog.errors import Interrupted, RequestError, install_command
 from unfog.models.settings import SIZES
 from unfog.process.run_folder import RunFolder
+from unfog.values.image_format import Size
 
 pytestmark = pytest.mark.timeout(60)  # a request that is not refused would train for an hour
 
@@ -64,6 +65,7 @@ FLAGGED = [leaf for leaf in LEAVES if not leaf[0].startswith(HIDDEN)]
 BAD_TEXTS = {
     int: ["abc", "", "1.5", "١٢", "1e99", "9" * 5000, "0x10", "-5", str(HUGE)],
     float: ["abc", "", "1,5", "١", "inf", "-inf", "nan", "1e999"],
+    Size: ["abc", "", "1.5", "١٢", "1e99", "9" * 5000, "0x10", "-5", str(HUGE), "96x", "x64", "96x64x3", "3x64"],
     bool: ["maybe", ""],
     "part": ["nosuch", "", "nosuch:a=1", ":", "auto:x=1"],
     "choice": ["nosuch", "", "AUTO "],
@@ -72,6 +74,7 @@ BAD_TEXTS = {
 BAD_VALUES = {
     int: ["abc", "12", "", 1.5, True, [1], {"a": 1}, -5, HUGE, math.inf],
     float: ["abc", "0.5", True, [1.0], {}, math.inf, -math.inf, math.nan, 10**400],
+    Size: ["abc", "", 1.5, True, [96, 64], {"a": 1}, -5, HUGE, math.inf, "96x", "64x3"],
     bool: [1, 0, "true", [True], {}],
     "part": [5, "nosuch", {}, {"kind": "nosuch"}, {"kind": 5}, {"kind": ["cosine"]}, [], True],
     "choice": [True, "nosuch", [], {}, 5, ""],

@@ -30,6 +30,7 @@ from unfog.process.device import resident_bytes
 from unfog.reporting.records import read_events, read_metrics
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.settings import EmaSnapshots
+from unfog.values.image_format import ImageFormat
 
 pytestmark = pytest.mark.slow
 
@@ -210,7 +211,7 @@ def test_a_grid_of_very_many_pictures_shows_the_first(tmp_path, capsys):
 
 def test_strip_shows_the_noise_levels_that_it_names():
     sampler = Sampler(kind="ddim", steps=1000)
-    strip = DenoisingStrip(Cosine(steps=1000))
+    strip = DenoisingStrip(Cosine(steps=1000), ImageFormat(1, 4, 4).to_view)
     seen = []
     draw = NoiseSource(0, [0], (1, 4, 4)).draw
     x0 = torch.full((1, 1, 4, 4), 0.5)
@@ -219,7 +220,7 @@ def test_strip_shows_the_noise_levels_that_it_names():
     assert [999 - column.step for column in strip.columns()] == [999, 750, 500, 250, 100, 50, 0]
     assert seen[0].x_t.std() > 0.8  # the first column is noise: the state before the step, not after it
     for kind, columns in (("ddim", 3), ("adaptive", 4)):
-        few = DenoisingStrip(LogitNormal())
+        few = DenoisingStrip(LogitNormal(), ImageFormat(1, 4, 4).to_view)
         Sampler(kind, 3)(lambda x, logsnr: x0, VP(), LogitNormal(), draw, few)
         assert len(few.columns()) == columns
 

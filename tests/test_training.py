@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from conftest import advance
-from unfog.data.augmentation import Augment, to_model_range
+from unfog.data.augmentation import Augment
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.levels import Levels
 from unfog.diffusion.objective import Loss, Objective
@@ -27,6 +27,7 @@ from unfog.training.settings import FixedEma, PowerEma, Training
 from unfog.training.stability.divergence import DivergenceGuard
 from unfog.training.state import TrainState
 from unfog.training.statistics import LogWindow, Stopwatch
+from unfog.values.image_format import BYTES
 
 CPU = torch.device("cpu")
 NEVER = Intervals(0, 0, 0, 0)
@@ -631,7 +632,7 @@ def test_swapping_the_average_in_always_gives_the_weights_back():
 
 
 def test_pixels_reach_the_network_in_minus_one_to_one():
-    x = to_model_range(torch.tensor([0, 255, 127, 128], dtype=torch.uint8))
+    x = BYTES.to_model(torch.tensor([0, 255, 127, 128], dtype=torch.uint8))
     assert x.dtype == torch.float32
     assert x.tolist() == pytest.approx([-1, 1, -1 / 255, 1 / 255], abs=1e-6)
 

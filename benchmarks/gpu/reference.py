@@ -14,7 +14,6 @@ from unfog.checks.gpu_checks import trial_settings
 from unfog.config.presets import preset
 from unfog.config.schema import Config
 from unfog.config.toml import update
-from unfog.data.augmentation import to_model_range
 from unfog.evaluation.held_out import HeldOut, midpoints
 from unfog.pipeline.build import build_loss_at
 from unfog.planning.timing import TrialTraining, random_images
@@ -62,7 +61,8 @@ def held_out_losses(device: torch.device) -> list[float]:
     """Return the held-out loss at each of six noise levels, of a network with fixed weights."""
     config, case = _settings(device), values.cases(True)[0]
     pixels = random_images(config, _IMAGES).take(np.arange(_IMAGES))[0]
-    held_out = HeldOut(to_model_range(torch.from_numpy(pixels)).to(device), None, midpoints(LEVELS).to(device))
+    x0 = config.image_format.to_model(torch.from_numpy(pixels)).to(device)
+    held_out = HeldOut(x0, None, midpoints(LEVELS).to(device))
     table = held_out.losses(build_loss_at(case.network.to(device), config), batch=16)
     losses: list[float] = table[0].mean(1).tolist()
     return losses

@@ -72,8 +72,8 @@ def settings(batch: int = 8, size: int = 16, width: int = 16) -> Config:
 
 def step(config: Config, steps: int) -> tuple[float, int]:
     """Seconds of a training step, and parameters."""
-    state, size = build_state(config, CPU), config.data.size
-    images = ImageSet(np.zeros((100, 3, size, size), np.uint8), None, ["image"] * 100, ())
+    state = build_state(config, CPU)
+    images = ImageSet(np.zeros((100, *config.input_shape), np.uint8), None, ["image"] * 100, ())
     stream, run = ImageStream(images, 0), Clock(steps)
     augment, loss = build_augmentation(config), build_loss(config, state.levels)
     train(LoopSettings(config.training, config.optimizer), state, Task(stream, augment, loss), run)
@@ -94,7 +94,7 @@ def steps_by(name: str, configs: Sequence[Config], work: str, steps: int) -> Non
         seconds, parameters = step(config, steps)
         amount = {
             "images": config.training.batch,
-            "pixels": config.data.size**2 * config.training.batch,
+            "pixels": config.image_format.pixels * config.training.batch,
             "parameters": parameters,
         }
         rows.append((float(amount[work]), seconds))

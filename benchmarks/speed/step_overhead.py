@@ -43,6 +43,7 @@ from unfog.runs.train import open_session, run_training_loop
 from unfog.training.optimizers import build_optimizer
 from unfog.training.precision import Precision
 from unfog.training.settings import Checkpoint, Evaluate, PrecisionName, Preview
+from unfog.values.image_format import pillow_mode
 
 import numpy as np
 import torch
@@ -72,7 +73,7 @@ def bare(config: Config, device: torch.device) -> Steps:
     network = build_network(config).to(device).train()
     optimizer = build_optimizer(network, replace(config.optimizer, lr=1e-5), torch.float32)
     precision = Precision(config.training.precision, device)
-    shape = (config.training.batch, config.data.channels, config.data.size, config.data.size)
+    shape = (config.training.batch, *config.input_shape)
     x, y = torch.randn(shape, device=device), torch.randn(shape, device=device)
     t = torch.rand(shape[0], device=device) * 1000
     label = torch.randint(0, len(config.classes), (shape[0],), device=device) if config.classes else None
@@ -123,14 +124,14 @@ class Pictures(torch.utils.data.Dataset):  # type: ignore[type-arg]
             image = np.ascontiguousarray(prepared.train.pixels[i].transpose(1, 2, 0).squeeze())
             self.paths.append(folder / f"{i}.png")
             Image.fromarray(image).save(self.paths[-1])
-        self.size, self.labels = prepared.settings.size, prepared.train.labels
-        self.mode = "L" if prepared.settings.channels == 1 else "RGB"
+        self.format, self.labels = prepared.settings.image_format, prepared.train.labels
+        self.mode = pillow_mode(self.format.channels)
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
-        image = Image.open(self.paths[i]).convert(self.mode).resize((self.size, self.size))
+        image = Image.open(self.paths[i]).convert(self.mode).resize((self.format.width, self.format.height))
         x = torch.from_numpy(np.asarray(image).copy()).float().div(255)
         x = x[None] if x.ndim == 2 else x.permute(2, 0, 1)
         return (x - 0.5) / 0.5, 0 if self.labels is None else int(self.labels[i])
@@ -225,7 +226,7 @@ def main() -> None:
                 times[loop] += steps(given.steps)
     median = {loop: statistics.median(values) for loop, values in times.items()}
     parameters = sum(p.numel() for p in build_network(config).parameters())
-    print(f"\n{parameters / 1e6:.2f}M parameters, {config.data.size}x{config.data.size}, batch {given.batch}, ", end="")
+    print(f"\n{parameters / 1e6:.2f}M parameters, {config.image_format.sides}, batch {given.batch}, ", end="")
     print(f"{given.precision}, {given.device}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     for loop, values in times.items():
         low, high = np.percentile(values, [10, 90]) * 1e3

@@ -226,7 +226,7 @@ def load(
     weights: Literal["ema", "raw"] = "ema",
     ema: float | None = None,
     network: Any = None,
-    size: int = 0,
+    size: int | str = 0,
 ) -> Run:
     """Return a run, ready to sample from the EMA weights of its newest whole checkpoint; or a model of diffusers.
 
@@ -251,7 +251,13 @@ def load(
 
 
 def evaluate(
-    images: Source, reference: Source, metrics: Sequence[str] | str = (), *, n: int = 0, size: int = 0, **settings: Any
+    images: Source,
+    reference: Source,
+    metrics: Sequence[str] | str = (),
+    *,
+    n: int = 0,
+    size: int | str = 0,
+    **settings: Any,
 ) -> Evaluation:
     """Compare images that any program generated with real ones, without a run; `load(...).evaluate()` is of a run.
 

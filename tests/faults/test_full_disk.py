@@ -27,6 +27,7 @@ from faults.mounts import SmallDisk
 from unfog.diffusion.noise import Flow
 from unfog.errors import RunError
 from unfog.pipeline.image_files import DenoisingAnimation
+from unfog.values.image_format import ImageFormat
 
 SIZE = "size=40m"
 FULL_DISK = "the disk is full"
@@ -194,7 +195,7 @@ def test_read_only_while_training(whole, small_disk, faults, what):
 def test_a_video_for_which_the_temporary_disk_has_no_room_is_refused(small_disk, tmp_path, monkeypatch, size):
     pytest.importorskip("imageio_ffmpeg")
     rng = np.random.default_rng(0)
-    animation = DenoisingAnimation(Flow(), 12)
+    animation = DenoisingAnimation(Flow(), 12, ImageFormat(3, 8, 8).to_view)
     animation._frames = [rng.integers(0, 256, (16, 64, 64, 3), np.uint8) for _ in range(12)]
     monkeypatch.setattr("tempfile.tempdir", str(small_disk(f"size={size}").path))
     with pytest.raises(RunError, match="TMPDIR"):

@@ -32,6 +32,7 @@ from unfog.training.distributed.world import SINGLE_PROCESS
 from unfog.training.precision import gpu_has_bf16
 from unfog.training.settings import USUAL_BATCH
 from unfog.training.updates.obstacles import why_not_masked
+from unfog.values.image_format import colour_channels
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _SIDE = {"cpu": 1024, "cuda": 8192, "mps": 2048}  # of multiplied matrices; large enough to reach the full rate
@@ -216,10 +217,10 @@ class _StepChecks:
         config, batch = self.config, self.config.training.batch
         cost = NetworkCost.of(lambda: build_network(config), config.input_shape)
         rate = batch / found.step
-        side, count = config.data.size, sum(p.numel() for p in trial.state.model.parameters())
+        count = sum(p.numel() for p in trial.state.model.parameters())
         said = (
-            f"a step of {batch} images ({count / 1e6:.3g}M parameters, {side}x{side}, {config.training.precision}) "
-            f"takes {found.step * 1e3:,.3g} ms: {format_number(rate)} images/s, "
+            f"a step of {batch} images ({count / 1e6:.3g}M parameters, {config.image_format.sides}, "
+            f"{config.training.precision}) takes {found.step * 1e3:,.3g} ms: {format_number(rate)} images/s, "
             f"{rate * cost.training / 1e12:.3g} TFLOP/s"
         )
         each = sum(waits.values()) / _FEW_STEPS if waits is not None else 0.0
@@ -274,7 +275,7 @@ class _StepChecks:
 
 def trial_settings(config: Config, device: torch.device, stop: Callable[[], bool]) -> Config:
     """Return settings with size, network, rate, precision and memory format chosen as a run would choose them."""
-    data = replace(config.data, size=config.data.size or _SIZE, channels=config.data.channels or 3)
+    data = replace(config.data, size=config.data.size or _SIZE, channels=config.data.channels or colour_channels(True))
     training = replace(config.training, steps=0, budget="", images=config.training.batch or USUAL_BATCH)
     config = replace(config, data=data, training=training)
     auto = AutoSettings(config, random_images(config), device, stop)

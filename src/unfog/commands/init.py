@@ -18,19 +18,20 @@ from unfog.config.requests import InitRequest
 from unfog.config.schema import Config
 from unfog.config.toml import literal, with_version
 from unfog.config.validate import check_device, check_source, parse_duration
-from unfog.config.values import format_spec, quote, registry_of
+from unfog.config.values import format_spec, registry_of
 from unfog.data.sources.image_files import SUFFIXES
 from unfog.errors import RequestError
 from unfog.reporting.progress import print_result, say
 from unfog.safe_files import open_file
 from unfog.text import sanitize
+from unfog.values.image_format import parse_size
 
 # Answer -> the setting that it gives. The source is named on the command line.
 _SETTINGS = {"size": "data.size", "budget": "training.budget", "classes": "data.labels", "device": "training.device"}
 _DEFAULTS = {"size": "0", "budget": "1h", "classes": "auto", "device": "auto"}
 _QUESTIONS = {
     "source": "Which images? A folder, a zip, a dataset, or the built-in set fashion",
-    "size": "How many pixels along a side? Twice as many show more detail, and take four times as long; 0: choose",
+    "size": "How many pixels along a side, or 96x64? Twice as many show more, and take four times as long; 0: choose",
     "budget": "How long may it train? 10m, 2h, 1d",
     "classes": "Learn classes? folders: sub-folders are classes; none; auto: if there are any; or a .csv or .jsonl",
     "device": "Where should it run? cpu, cuda (NVIDIA), mps (Apple); auto: the fastest here",
@@ -89,9 +90,7 @@ def _config_of(answers: Mapping[str, str]) -> Config:
             section, _, key = place.partition(".")
             value: Any = answers[name]
             if name == "size":
-                if not value.isdecimal():
-                    raise RequestError(f"size = {quote(value)} is not a whole number; write 64, or 0 to choose it")
-                value = int(value)
+                value = parse_size(value)
             table.setdefault(section, {})[key] = value
     return apply_changes(preset("default"), table, answers.get("source", ""))
 

@@ -92,11 +92,11 @@ def _packed_before(out: Path, scan: Scan, key: str) -> int:
 
 
 def _report_pack(made: Pack, scan: Scan, begun: int, seconds: float) -> None:
-    n, channels, side, _ = made.images.pixels.shape
+    n, channels, height, width = made.images.pixels.shape
     pace = (len(scan.source.names) - begun) / max(seconds, 1e-9)
     say(made.report.line())
     say(
-        f"packed {n:,} images of {channels}x{side}x{side} into {printable(str(made.path))}: "
+        f"packed {n:,} images of {channels}x{width}x{height} into {printable(str(made.path))}: "
         f"{format_bytes(made.nbytes)} in {format_duration(seconds)}, {pace:,.0f} images/s"
     )
     # A pack of images from before and after a change is of neither set, and nothing in it shows that.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from unfog.diffusion.steps import SamplingStep
     from unfog.inference.run import PreparedSampling, Run
     from unfog.pipeline.image_files import DenoisingStrip
+    from unfog.values.image_format import ImageFormat
 
 _MAX_IN_GRID = 1000  # samples; a grid of ten thousand takes more memory than generating them, and few programs open it
 
@@ -100,8 +101,8 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
     run = load()
     report_dropped_levels(stored.sampler, sampler)
     diffusion = run.config.diffusion
-    strip = DenoisingStrip(diffusion.schedule, run.decode) if request.strip else None
-    animation = DenoisingAnimation(diffusion.path, steps, run.decode) if request.animate else None
+    strip = DenoisingStrip(diffusion.schedule, run.show) if request.strip else None
+    animation = DenoisingAnimation(diffusion.path, steps, run.show) if request.animate else None
     settings = {f.name: getattr(request, f.name) for f in fields(SamplingRequest)}
     inputs = {name: getattr(request, name) for name in ("label", "image", "mask")}
     guide = request.guide if request.guide_checkpoint is None else request.guide_checkpoint
@@ -115,7 +116,7 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
         _draw(run, prepared, folder, _observe_all(strip, animation), label)
         if animation is not None and request.animate is not None:
             animation.save(request.animate, folder.first(MOST_SAMPLES))
-        _write_grid(folder, edit, strip)
+        _write_grid(folder, _edited(edit, run.config.image_format) if edit else (), strip)
     return out
 
 
@@ -147,27 +148,25 @@ def _observe_all(*observers: Observe | None) -> Observe | None:
     return observe if given else None
 
 
-def _edit_grid(edit: Edit, samples: Pixels) -> Pixels:
-    """Return a grid of the image, its mask if there is one, and the samples: uint8 [H, W, 3]."""
-    from unfog.pipeline.generate import to_pixels
-
-    first = [to_pixels(edit.image).permute(1, 2, 0).numpy()]
+def _edited(edit: Edit, format: ImageFormat) -> list[Pixels]:
+    """Return the image of an edit, and its mask if there is one: uint8 [H, W, C]."""
+    first = [format.to_pictures(edit.image[None])[0]]
     if edit.unknown is not None:
         first.append(np.broadcast_to(255 * edit.unknown[0].byte().numpy()[..., None], first[0].shape))
-    return grid(np.concatenate([np.stack(first), samples]))
+    return first
 
 
-def _write_grid(folder: SampleFolder, edit: Edit | None = None, strip: DenoisingStrip | None = None) -> None:
+def _write_grid(folder: SampleFolder, edited: Sequence[Pixels] = (), strip: DenoisingStrip | None = None) -> None:
     """Write grid.png of the first thousand samples, and strip.png if sampling was observed; the folder is done then.
 
-    The samples of an edit come after the edited image and its mask.
+    The samples of an edit come after `edited`, its image and mask.
     """
     from unfog.pipeline.generate import sample_grid
 
     if folder.count > _MAX_IN_GRID:
         say(f"  grid.png shows the first {_MAX_IN_GRID:,} of {folder.count:,} samples")
     first = folder.first(_MAX_IN_GRID)
-    image = _edit_grid(edit, first) if edit else sample_grid(first, folder.classes)
+    image = grid(np.concatenate([np.stack(edited), first])) if edited else sample_grid(first, folder.classes)
     captioned = with_caption(image, folder.settings) if folder.settings else image
     save_png(folder.path / "grid.png", folder.path, captioned)
     if strip is not None:

@@ -20,6 +20,7 @@ import tyro
 from unfog.config.schema import SHORT
 from unfog.config.values import format_spec, registry_of, strip_optional
 from unfog.settings import Rules, rules_of
+from unfog.values.image_format import Size
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Description:
         if self.choices:
             return "|".join(self.choices)
         origin, args = typing.get_origin(self.annotation), typing.get_args(self.annotation)
-        words = {int: "N", float: "NUMBER", Path: "PATH", bool: ""}
+        words = {int: "N", Size: "SIZE", float: "NUMBER", Path: "PATH", bool: ""}
         if origin is tuple:
             word = words.get(args[0], "TEXT")
             return f"{word} …" if args[-1] is Ellipsis else " ".join([word] * len(args))

@@ -18,6 +18,7 @@ from unfog.config.schema import Config
 from unfog.config.values import quote
 from unfog.data.settings import Data
 from unfog.errors import RequestError
+from unfog.values.image_format import Size
 
 
 @dataclass(frozen=True)
@@ -230,8 +231,8 @@ class InitRequest:
     """Ask nothing: take the default of every question that no flag answers."""
     source: str | None = None
     """Images, as for train. Default: a folder of images here, or fashion."""
-    size: int | None = None
-    """Side in pixels. Default: 0, which is chosen to suit the images."""
+    size: Size | None = None
+    """Pixels: 64, or width x height: 96x64. Default: 0, which is chosen to suit the images."""
     budget: str | None = None
     """Time for training. Default: 1h."""
     classes: str | None = None

@@ -15,6 +15,7 @@ from unfog.diffusion.noise import Grid
 from unfog.diffusion.sampler import Kind
 from unfog.errors import RequestError
 from unfog.training.settings import Evaluate, SamplingPrecision, split_names
+from unfog.values.image_format import Size
 
 # Metrics of the held-out images, which need no samples.
 LOSSES = ("held_out", "bits")
@@ -130,8 +131,8 @@ class SampleRequest(SamplingRequest):
     """Also write strip.png: x_t and the predicted x0 of the first image at several steps."""
     animate: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Also write an animation of the denoising of the first 16 images: a file .gif, .webp or .mp4."""
-    size: int = 0
-    """Side of the images in pixels, for weights of another program that do not state it."""
+    size: Size = 0
+    """Pixels of the images, 64 or 96x64, for weights of another program that do not state it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -226,8 +227,8 @@ class EvaluateRequest(EvaluationRequest):
     """Use the best checkpoint that was kept."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1 or mps."""
-    size: int = 0
-    """Side in pixels at which images without a run are compared, or of weights that do not state it."""
+    size: Size = 0
+    """Pixels, 64 or 96x64, at which images without a run are compared, or of weights that do not state it."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Also write the result to this file, as JSON."""
 

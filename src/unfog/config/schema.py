@@ -31,6 +31,7 @@ from unfog.training.settings import (
     Preview,
     Training,
 )
+from unfog.values.image_format import ImageFormat
 
 Network = Architecture | None  # None: chosen for the device and the image size
 
@@ -186,12 +187,17 @@ class Config:
         return bool(self.autoencoder_folder)
 
     @property
+    def image_format(self) -> ImageFormat:
+        """The format of the images, which latents are decoded to."""
+        return self.data.image_format
+
+    @property
     def input_shape(self) -> tuple[int, int, int]:
         """(C, H, W) of the network's input: pixels, or latents."""
         if not self.uses_latents:
-            return self.data.channels, self.data.size, self.data.size
-        side = self.data.size // self.latents.factor
-        return self.latents.channels, side, side
+            return self.image_format.shape
+        latents, (_, height, width) = self.latents, self.image_format.shape
+        return latents.channels, height // latents.factor, width // latents.factor
 
     @property
     def usual_guidance(self) -> float:

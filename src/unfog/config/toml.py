@@ -32,6 +32,7 @@ from unfog.config.values import (
 from unfog.custom import consent, is_own_choice
 from unfog.errors import RequestError
 from unfog.text import not_utf8, sanitize
+from unfog.values.image_format import Size, parse_size
 
 T = TypeVar("T")
 
@@ -231,6 +232,8 @@ def of_type(annotation: Any, value: Any, name: str) -> Any:
                 return choice
         if is_own_choice(annotation, value):
             return value
+    elif annotation == Size and type(value) is not bool and isinstance(value, Integral | str):
+        return parse_size(value, name)
     # NumPy's numbers become plain ones, as config.toml can hold no others. Python counts True among the whole numbers.
     elif annotation is int and type(value) is not bool and isinstance(value, Integral):
         if abs(int(value)) > MAX_INT:

@@ -30,6 +30,7 @@ from unfog.models.autoencoder_settings import AutoencoderFolder, check_multiple
 from unfog.models.settings import Architecture
 from unfog.reporting.log_settings import check_installed
 from unfog.reporting.progress import plural, say
+from unfog.values.image_format import scaled, sides_of, size_of
 
 # Factor of the noise from which on a step of Heun in 2 or 3 steps is refused.
 _LONGEST_STEP = 100
@@ -53,7 +54,8 @@ def check_request(config: Config) -> None:
     check_installed(config.log.sinks)
     factor = check_autoencoder(config)
     if config.network is not None and config.data.size:
-        check_network_size(config.network, config.data.size // factor, factor)
+        height, width = sides_of(config.data.size)
+        check_network_size(config.network, (height // factor, width // factor), factor)
     if not config.fingerprint and not config.source.startswith(PYTHON):  # which runs code, and is announced first
         check_source(config.source)
         source, _ = locate(config.source)
@@ -61,14 +63,18 @@ def check_request(config: Config) -> None:
             LabelTable.find(table_and_columns(config.data.labels)[0], config.source)
 
 
-def check_network_size(network: Architecture, side: int, factor: int) -> None:
-    """Raise RequestError unless the network takes inputs of this side: pixels, or latents of `factor` pixels each."""
+def check_network_size(network: Architecture, sides: tuple[int, int], factor: int) -> None:
+    """Raise RequestError unless the network takes inputs of this height and width.
+
+    They are of pixels, or of latents of `factor` pixels each.
+    """
     try:
-        network.check(side)
+        network.check(sides)
     except RequestError as error:
         if factor == 1:
             raise
-        raise RequestError(f"{error}; these are latents, of {factor} pixels each: {side * factor} pixels") from None
+        pixels = scaled(size_of(*sides), factor)
+        raise RequestError(f"{error}; these are latents, of {factor} pixels each: {pixels} pixels") from None
 
 
 def check_autoencoder(config: Config) -> int:

@@ -8,7 +8,9 @@ the kind's defaults.
 from __future__ import annotations
 
 import difflib
+import functools
 import math
+import operator
 import os
 import re
 import types
@@ -32,6 +34,7 @@ from unfog.models.settings import ARCHITECTURES, SIZES
 from unfog.text import is_address
 from unfog.training.optimizer_settings import OPTIMIZERS
 from unfog.training.settings import EMA_SCHEDULES
+from unfog.values.image_format import Size, parse_size
 
 _BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 # ASCII only: Python's own reading takes digits of every script, and words such as "infinity".
@@ -71,10 +74,10 @@ def suggest(word: object, known: Iterable[str]) -> str:
 
 
 def strip_optional(annotation: Any) -> Any:
-    """Return X of `X | None`, and other types as they are."""
+    """Return X of `X | None`, X | Y of `X | Y | None`, and other types as they are."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         members = [member for member in typing.get_args(annotation) if member is not types.NoneType]
-        return members[0] if len(members) == 1 else annotation
+        return functools.reduce(operator.or_, members)
     return annotation
 
 
@@ -90,6 +93,8 @@ def describe_type(annotation: Any) -> str:
             if args[-1] is not Ellipsis
             else f"a list, of which each is {describe_type(args[0])}"
         )
+    if annotation == Size:
+        return "a size such as 64 or 96x64"
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", Path: "a path"}
     return names[annotation]
 
@@ -122,6 +127,8 @@ def parse_value(annotation: Any, words: Sequence[str]) -> Any:
         if is_own_choice(annotation, word):
             return word
         raise FormatError(describe_mismatch(annotation, word))
+    if annotation == Size:
+        return _size(word)
     if annotation is bool:
         if word.lower() in _BOOLEANS:
             return _BOOLEANS[word.lower()]
@@ -140,6 +147,15 @@ def parse_path(text: str) -> Path:
     if is_address(text):
         raise FormatError("an address and not a path on a disk; mount the bucket, and give the folder")
     return Path(os.path.expanduser(text))
+
+
+def _size(word: str) -> Size:
+    try:
+        return parse_size(word)
+    except RequestError as error:
+        if "x" in word:
+            raise FormatError("not a size; write width x height, such as 96x64, with 4 to 4096 pixels each") from error
+        return _whole(word)  # such as 1k; the setting itself checks its bounds
 
 
 def _whole(word: str) -> int:

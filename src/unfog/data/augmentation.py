@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from unfog.data.settings import Data
 from unfog.sharded_rng import draw_rows
+from unfog.values.image_format import BYTES, StoredValues, in_colour, luma_weights
 
 CONDITIONS = 9  # length of the augmentation condition
 
@@ -33,11 +34,6 @@ _SHIFT = 1 / 8  # of the side: standard deviation of a shift by fractions, large
 _UPSAMPLE = (1.115087052457, 0.591271763114, -0.057543526229, -0.091271763114)
 _DOWNSAMPLE = (0.602949018236, 0.266864118443, -0.078223266529, -0.016864118443, 0.026748757411)
 _REACH = len(_DOWNSAMPLE) - 1  # of the halving, in fine pixels; a fine pixel is half a pixel
-
-
-def to_model_range(pixels: Tensor) -> Tensor:
-    """Convert uint8 [0, 255] to float32 [-1, 1]. All code that needs this range calls this function."""
-    return (pixels / 127.5).sub_(1)
 
 
 @dataclass(frozen=True)
@@ -53,10 +49,12 @@ class Augment:
     crop: float = 0.0
     augment: float = 0.0
     upright: float = 0.0
+    values: StoredValues = BYTES
 
     @classmethod
     def from_settings(cls, settings: Data) -> Augment:
-        return cls(settings.flip, settings.jitter, settings.crop, settings.augment, settings.upright)
+        values = settings.image_format.values
+        return cls(settings.flip, settings.jitter, settings.crop, settings.augment, settings.upright, values)
 
     def __call__(self, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
         """Augment each image of a batch on its own.
@@ -70,7 +68,7 @@ class Augment:
             pixels = torch.where(mirrored.view(-1, 1, 1, 1), pixels.flip(-1), pixels)
         if self.jitter:
             pixels = self._jitter_colours(pixels)
-        x0 = to_model_range(pixels)
+        x0 = self.values.to_model(pixels)
         if self.crop:
             x0 = self._crop(x0)
         if not self.augment:
@@ -83,9 +81,9 @@ class Augment:
         brightness, contrast, saturation = 1 + self.jitter * (2 * draws - 1)
         x = pixels.float() * brightness
         x = torch.lerp(_grey(x).mean((2, 3), keepdim=True), x, contrast)
-        if pixels.shape[1] == 3:
+        if in_colour(pixels.shape[1]):
             x = torch.lerp(_grey(x), x, saturation)
-        return x.round_().clamp_(0, 255).to(torch.uint8)
+        return self.values.rounded(x)
 
     def _crop(self, x: Tensor) -> Tensor:
         draws = draw_rows(len(x), lambda n: torch.rand(n, 3, device=x.device))
@@ -96,10 +94,9 @@ class Augment:
 
 
 def _grey(x: Tensor) -> Tensor:
-    """Return the luma (ITU-R BT.601, like Pillow's "L"), [B, C, H, W] -> [B, 1, H, W]."""
-    if x.shape[1] == 1:
-        return x
-    return 0.299 * x[:, :1] + 0.587 * x[:, 1:2] + 0.114 * x[:, 2:]
+    """Return the brightness, [B, C, H, W] -> [B, 1, H, W]."""
+    first, *others = (weight * x[:, i : i + 1] for i, weight in enumerate(luma_weights(x.shape[1])))
+    return sum(others, first)
 
 
 class _Geometry(NamedTuple):

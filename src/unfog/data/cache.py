@@ -81,7 +81,7 @@ def make(scan: Scan, key: str, progress: Progress | None = None) -> Pack:
     """Decode a source into the entry of a key, or finish one that was interrupted. Raises as `write_pack`."""
     folder = cache_folder()
     hold(folder / key)
-    needed = len(scan.source.names) * scan.channels * scan.size**2
+    needed = len(scan.source.names) * scan.image_format.nbytes
     remedy = f"set UNFOG_CACHE to a folder with {format_bytes(max(needed, 1e6))} free, or use cache = none or memory"
     remove_stale_entries(folder)
     _remove_damaged(key)

@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 
 from unfog.errors import RequestError
 from unfog.text import sanitize
+from unfog.values.image_format import ImageFormat, Size
 
 _REASONS_LISTED, _NAMES_LISTED = 10, 3
 # Each change that decoding can make to an image -> its description. Several may apply to one image.
 ACTIONS = {
-    "resized": "resized to {size}x{size}",
-    "upscaled": "upscaled to {size}x{size}",
+    "resized": "resized to {size}",
+    "upscaled": "upscaled to {size}",
     "cropped": "centre-cropped",
     "flattened": "flattened on {background}",
     "rotated": "rotated by EXIF",
@@ -69,7 +70,7 @@ class DataReport:
     used: int
     held_out: int
     """Number of the images used that are held out."""
-    size: int
+    size: Size
     channels: int
     background: str
     class_counts: Mapping[str, int]
@@ -133,13 +134,17 @@ class DataReport:
             raise RequestError(f"the pack of {self.source} is damaged (treatment.npy); pack it again")
         return which
 
+    @property
+    def image_format(self) -> ImageFormat:
+        return ImageFormat.of(self.channels, self.size)
+
     def phrases(self, which: int) -> list[str]:
         """Describe each action of a treatment, in the order of ACTIONS."""
         return [self.phrase(key) for key in ACTIONS if key in self.treatments[which]]
 
     def phrase(self, action: str) -> str:
         """Describe one of ACTIONS, such as "resized to 64x64"."""
-        return ACTIONS[action].format(size=self.size, background=self.background)
+        return ACTIONS[action].format(size=self.image_format.sides, background=self.background)
 
     def line(self) -> str:
         """Return the whole report as one line for people."""
@@ -150,9 +155,8 @@ class DataReport:
         more = {"first_frame": f" ({self.unused_pages:,} of {pages:,} pages are not used)" * (self.unused_pages > 0)}
         known = (key for key in ACTIONS if key in actions)
         done = ", ".join(f"{actions[key]:,} {self.phrase(key)}{more.get(key, '')}" for key in known)
-        unchanged = f"as they are ({self.size}x{self.size})"
-        kind = f"{self.size}x{self.size}, {'grey' if self.channels == 1 else 'RGB'}"
-        unread = f"decoded during training ({kind}), so not checked yet"
+        unchanged = f"as they are ({self.image_format.sides})"
+        unread = f"decoded during training ({self.image_format}), so not checked yet"
         parts = [
             f"{self.found:,} image{'s' * (self.found != 1)}{classes}",
             f"{self.used:,} used: {done or unchanged}" if self.read else unread,

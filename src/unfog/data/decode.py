@@ -1,8 +1,8 @@
-"""Decode one image file to uint8 [C, size, size]: orientation, transparency, resize and crop, colour profile.
+"""Decode one image file to stored values [C, H, W]: orientation, transparency, resize and crop, colour profile.
 
-The short side is resized to `size` with Pillow's antialiased Lanczos, and the centre square is kept, in sRGB. All
-images in Unfog are decoded here, because resizers differ enough to move an FID (Parmar et al. 2022, "On aliased
-resizing").
+The largest part at the centre that has the shape of the result is resized to it with Pillow's antialiased Lanczos, in
+sRGB. All images in Unfog are decoded here, because resizers differ enough to move an FID (Parmar et al. 2022, "On
+aliased resizing").
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from unfog.data.sources.image_files import TEXT_TOO_LARGE, count_pages, image_er
 from unfog.data.values.deep_image import DeepImage
 from unfog.data.values.value_range import OutOfRangeError, Ranges, ValueRange, extent_of
 from unfog.errors import RequestError
+from unfog.values.image_format import ImageFormat, in_colour, pillow_mode
 
 _ORIENTATION = 0x0112  # EXIF tag
+_QUARTER_TURN = 5  # orientations from here on exchange width and height
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -94,12 +96,11 @@ def parse_colour(text: str) -> tuple[int, int, int]:
 
 def decode(
     opener: Opener,
-    size: int,
-    channels: int,
+    format: ImageFormat,
     background: tuple[int, int, int],
     ranges: Ranges | None = None,
 ) -> tuple[NDArray[np.uint8], ImageInfo]:
-    """Decode what `opener` opens to uint8 [channels, size, size]; channels is 1 or 3.
+    """Decode what `opener` opens to an image of this format, uint8 [C, H, W].
 
     `ranges` are those of the set that the image belongs to; None for an image by itself.
 
@@ -111,9 +112,9 @@ def decode(
     try:
         with opener() as image, _large_image_slot(image):
             if isinstance(image, Image.Image) and not (has_deep_colours(image) and ranges and ranges.integers):
-                return _decode(image, size, channels, background, ranges)
+                return _decode(image, format, background, ranges)
             deep = image if isinstance(image, DeepImage) else _deep_colours(opener, image.info)
-            pixels, info = _decode(_scale(deep, ranges), size, channels, background, ranges)
+            pixels, info = _decode(_scale(deep, ranges), format, background, ranges)
             return pixels, info._replace(mode=image.mode, actions=[*_deep_actions(deep.values, ranges), *info.actions])
     except OutOfRangeError as error:
         raise ImageError(str(error)) from None
@@ -121,6 +122,15 @@ def decode(
         raise
     except Exception as error:  # decoders raise almost anything on damaged files: OSError, SyntaxError, struct.error
         raise image_error(error) from error
+
+
+def upright_sides(image: Image.Image | DeepImage) -> tuple[int, int]:
+    """Return width and height of an image, which need not be loaded, as it is shown upright."""
+    width, height = image.size
+    # Pillow gives the upright size of a TIFF. What has no EXIF at its beginning may need all of its pixels to find one.
+    if width != height and isinstance(image, Image.Image) and image.format != "TIFF" and "exif" in image.info:
+        return (height, width) if _orientation(image) >= _QUARTER_TURN else (width, height)
+    return width, height
 
 
 def is_deep(image: Image.Image | DeepImage) -> bool:
@@ -229,7 +239,7 @@ def _large_image_slot(image: Image.Image | DeepImage) -> AbstractContextManager[
 
 
 def _decode(
-    image: Image.Image, size: int, channels: int, background: tuple[int, int, int], ranges: Ranges | None
+    image: Image.Image, format: ImageFormat, background: tuple[int, int, int], ranges: Ranges | None
 ) -> tuple[NDArray[np.uint8], ImageInfo]:
     (width, height), mode = image.size, image.mode
     # Pillow itself raises this only above twice the limit.
@@ -241,41 +251,41 @@ def _decode(
         actions.append("first_frame")
     # Grey of 12 bits is read as 16 by Pillow, with values of 12.
     full = 2 ** (12 if ";12" in str(getattr(image, "tile", "")) else 16) - 1
-    short = min(width, height)
-    _load_pixels(image, size)
+    _load_pixels(image, format)
     orientation = _orientation(image)
+    fit = _Fit.of(width, height, format, orientation)
     scale = 1 << round(math.log2(width / image.width))
     flat, changes = _flatten(image, background, ranges, full)
-    square = _square(flat, size, (width, height), scale)
+    fitted = fit.apply(flat, scale)
     actions += changes
-    if "icc_profile" in square.info:
+    if "icc_profile" in fitted.info:
         # After the resize: next to free, and on photographs the same to within 1 of 255 (RMSE).
-        square, changes = _to_srgb(square, square.info["icc_profile"] or b"")
+        fitted, changes = _to_srgb(fitted, fitted.info["icc_profile"] or b"")
         actions += changes
-    if width != height:
-        actions.append("cropped")
-    if short != size:
-        actions.append("resized" if short > size else "upscaled")
+    actions += fit.actions
     if orientation != 1:
         # After the resize: the result is the same, and it is far cheaper.
-        square = square.transpose(_UPRIGHT[orientation])
+        fitted = fitted.transpose(_UPRIGHT[orientation])
         actions.append("rotated")
-    if orientation >= 5:  # a quarter turn
+    if orientation >= _QUARTER_TURN:
         width, height = height, width
-    pixels, grey = _with_channels(square, channels)
-    if channels == 1 and not grey:
+    pixels, grey = _with_channels(fitted, format.channels)
+    coloured = in_colour(format.channels)
+    if not coloured and not grey:
         actions.append("rgb_to_grey")
-    if channels == 3 and (mode in ("1", "L", "LA", "F") or mode.startswith("I")):
+    if coloured and (mode in ("1", "L", "LA", "F") or mode.startswith("I")):
         actions.append("grey_to_rgb")
     return pixels, ImageInfo(grey, width, height, mode, actions, pages)
 
 
-def _load_pixels(image: Image.Image, size: int) -> None:
-    """Decode the pixels of an image, of a JPEG perhaps at a fraction of its sides, for a result of this size."""
-    width, height = image.size
+def _load_pixels(image: Image.Image, format: ImageFormat) -> None:
+    """Decode the pixels of an image, of a JPEG perhaps at a fraction of its sides, for a result of this format."""
     if isinstance(image, JpegImagePlugin.JpegImageFile):
-        reduced = _REDUCING_GAP * size
-        image.draft(None, (int(reduced * width / min(width, height)), int(reduced * height / min(width, height))))
+        # The orientation of a JPEG is known before its pixels.
+        fit = _Fit.of(*image.size, format, _orientation(image))
+        needed, least = fit.limit
+        reduced = _REDUCING_GAP * needed
+        image.draft(None, (int(reduced * image.width / least), int(reduced * image.height / least)))
     try:
         image.load()
     except ValueError as error:
@@ -288,9 +298,9 @@ def _with_channels(image: Image.Image, channels: int) -> tuple[NDArray[np.uint8]
     """Return (uint8 [channels, H, W], True if all channels of the image are equal)."""
     pixels = np.asarray(image)
     grey = pixels.ndim == 2 or bool((pixels == pixels[..., :1]).all())
-    if pixels.ndim != (2 if channels == 1 else 3):
-        pixels = np.asarray(image.convert("L" if channels == 1 else "RGB"))
-    return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1), grey
+    if pixels.ndim != (3 if in_colour(channels) else 2):
+        pixels = np.asarray(image.convert(pillow_mode(channels)))
+    return pixels.transpose(2, 0, 1) if in_colour(channels) else pixels[None], grey
 
 
 def _format_actions(image: Image.Image) -> list[str]:
@@ -362,16 +372,48 @@ def _deep_actions(values: NDArray[Any], ranges: Ranges | None) -> list[str]:
     return actions
 
 
-def _square(image: Image.Image, size: int, original: tuple[int, int], scale: int) -> Image.Image:
-    """Crop the centre square of an image that was decoded at 1 / scale of its original size, and resize it."""
-    width, height = original  # of which the crop is computed, as a JPEG draft rounds its sides up
-    short = min(width, height)
-    left, top = (width - short) // 2, (height - short) // 2
-    if short == size:
-        return image.crop((left, top, left + size, top + size))
-    box = (left / scale, top / scale, (left + short) / scale, (top + short) / scale)
-    # By `box` the crop takes no memory, however long the image is.
-    return image.resize((size, size), Image.Resampling.LANCZOS, box, reducing_gap=_REDUCING_GAP)
+class _Fit(NamedTuple):
+    """The fit of an image to a format: the part that is kept, and its sides afterwards, as stored in the file."""
+
+    original: tuple[int, int]
+    """Width and height."""
+    kept: tuple[int, int]
+    """Width and height of the largest part at the centre with the shape of the result, in whole pixels."""
+    result: tuple[int, int]
+    """Width and height, before a quarter turn by the orientation."""
+
+    @classmethod
+    def of(cls, width: int, height: int, format: ImageFormat, orientation: int) -> _Fit:
+        """Return the fit of an image of these stored sides, which its EXIF orientation turns afterwards."""
+        across, down = (format.height, format.width)[:: 1 if orientation >= _QUARTER_TURN else -1]
+        if width * down >= height * across:
+            kept = max(1, round(height * across / down)), height
+        else:
+            kept = width, max(1, round(width * down / across))
+        return cls((width, height), kept, (across, down))
+
+    @property
+    def limit(self) -> tuple[int, int]:
+        """The side of the result, and of the original, along which nothing is cropped."""
+        axis = 0 if self.kept[0] == self.original[0] and self.kept[1] != self.original[1] else 1
+        return self.result[axis], self.original[axis]
+
+    @property
+    def actions(self) -> list[str]:
+        """Keys of `data_report.ACTIONS`."""
+        resized = "resized" if self.kept > self.result else "upscaled"
+        return ["cropped"] * (self.kept != self.original) + [resized] * (self.kept != self.result)
+
+    def apply(self, image: Image.Image, scale: int) -> Image.Image:
+        """Crop and resize an image that was decoded at 1 / scale of its original sides."""
+        # Computed from the original, as a JPEG draft rounds its sides up.
+        left, top = ((whole - part) // 2 for whole, part in zip(self.original, self.kept))
+        right, bottom = left + self.kept[0], top + self.kept[1]
+        if self.kept == self.result:
+            return image.crop((left, top, right, bottom))
+        box = (left / scale, top / scale, right / scale, bottom / scale)
+        # By `box` the crop takes no memory, however long the image is.
+        return image.resize(self.result, Image.Resampling.LANCZOS, box, reducing_gap=_REDUCING_GAP)
 
 
 def _to_srgb(image: Image.Image, profile: bytes) -> tuple[Image.Image, list[str]]:

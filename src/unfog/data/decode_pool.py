@@ -23,6 +23,7 @@ from unfog.data.sources.image_files import image_error
 from unfog.data.values.value_range import Ranges
 from unfog.errors import RunError
 from unfog.text import sanitize
+from unfog.values.image_format import ImageFormat
 
 T = TypeVar("T")
 
@@ -53,8 +54,7 @@ class ColourFoundError(Exception):
 class PixelFormat(NamedTuple):
     """The format that images are decoded to."""
 
-    size: int
-    channels: int
+    image: ImageFormat
     background: tuple[int, int, int]
     """Colour behind transparent pixels."""
     ranges: Ranges | None = None
@@ -65,7 +65,7 @@ class PixelFormat(NamedTuple):
     @property
     def chunk_size(self) -> int:
         """Number of images that `decode_all` yields at once."""
-        return max(16, min(_CHUNK, _CHUNK_BYTES // (self.channels * self.size * self.size)))
+        return max(16, min(_CHUNK, _CHUNK_BYTES // self.image.nbytes))
 
 
 @dataclass
@@ -123,7 +123,7 @@ def decode_all(
 ) -> Generator[tuple[int, NDArray[np.uint8]], None, None]:
     """Decode image order[k] of the source for k from `statistics.done` on, chunk by chunk, in order.
 
-    Yields (k behind the chunk, its usable images uint8 [K, channels, size, size]) once `statistics` holds the chunk.
+    Yields (k behind the chunk, its usable images uint8 [K, C, H, W]) once `statistics` holds the chunk.
     Close the generator to stop the threads. Raises ColourFoundError and RunError.
     """
     n, start, step, stopping = len(order), statistics.done, format.chunk_size, threading.Event()
@@ -133,7 +133,7 @@ def decode_all(
         return [_decode_into(one, source, i, format, stopping) for i, one in zip(indices, out)]
 
     def submit(begin: int) -> tuple[int, NDArray[np.uint8], list[Future[list[ImageInfo | str]]]]:
-        out = np.empty((min(step, n - begin), format.channels, format.size, format.size), np.uint8)
+        out = format.image.empty_stored(min(step, n - begin))
         # Four tasks a thread, so that one with slow images does not keep the chunk waiting for long.
         few = max(1, min(_MAX_TASK, len(out) // (4 * thread_count(source))))
         return begin, out, [pool.submit(task, begin + i, out[i : i + few]) for i in range(0, len(out), few)]
@@ -165,7 +165,7 @@ def decode_with_retries(
     on_failure: Callable[[str], None] | None = None,
 ) -> tuple[NDArray[np.uint8], ImageInfo]:
     """Decode image i of a source. ImageError if it cannot be decoded; arguments and other errors as `with_retries`."""
-    return with_retries(partial(decode, partial(source.open, i), *format[:4]), source, i, stopping, on_failure)
+    return with_retries(partial(decode, partial(source.open, i), *format[:3]), source, i, stopping, on_failure)
 
 
 def with_retries(

@@ -50,11 +50,9 @@ class LazyPixels:
     see another one.
     """
 
-    dtype = np.dtype(np.uint8)
-
     def __init__(self, source: Source, count: int, index: _RowIndex, format: PixelFormat) -> None:
         self.source, self._index, self._format = source, index, format
-        self.shape = (count, format.channels, format.size, format.size)
+        self.shape, self.dtype = (count, *format.image.shape), format.image.dtype
         self.remote_shards: ShardFailures | None = source.remote_shards
         self._bad: dict[int, SkippedFile] = {}  # by row
         self._missing: set[int] = set()  # those of `_bad` whose files were missing
@@ -78,7 +76,7 @@ class LazyPixels:
         return self.take(np.arange(len(self))[key])
 
     def take(self, indices: Any, axis: int = 0) -> NDArray[np.uint8]:
-        """Decode the images at these rows: integers of any shape [...] -> uint8 [..., C, size, size].
+        """Decode the images at these rows: integers of any shape [...] -> uint8 [..., C, H, W].
 
         Raises:
             RunError: a hundred in a row cannot be decoded, or one cannot be read now.
@@ -89,7 +87,7 @@ class LazyPixels:
         return self.take_with_rows(rows.ravel())[0].reshape(*rows.shape, *self.shape[1:])
 
     def take_with_rows(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-        """Decode the images at these rows [B]. Return (uint8 [B, C, size, size], the rows of the images used [B])."""
+        """Decode the images at these rows [B]. Return (uint8 [B, C, H, W], the rows of the images used [B])."""
         return self.start_decoding(rows).result()
 
     def start_decoding(self, rows: NDArray[np.int64]) -> PendingDecode:
@@ -99,7 +97,7 @@ class LazyPixels:
             self._closed = threading.Event()  # a new one, as `close` sets it for good
             # For good, as `warnings.catch_warnings` is not safe in threads.
             warnings.filterwarnings("ignore", module=r"PIL\.")
-        out, used = np.empty((len(rows), *self.shape[1:]), np.uint8), rows.copy()
+        out, used = self._format.image.empty_stored(len(rows)), rows.copy()
         parts = [slice(i, i + _TASK) for i in range(0, len(rows), _TASK)]
         tasks = [self._pool.submit(self._decode, used[part], out[part]) for part in parts]
         return PendingDecode(out, used, tasks, self.source.outage)
@@ -191,7 +189,7 @@ class PendingDecode:
         self._out, self._used, self._tasks, self._outage = out, used, tasks, outage
 
     def result(self) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-        """Wait for the images. Return (images [B, C, size, size], their rows [B]), or raise what decoding raised."""
+        """Wait for the images. Return (images [B, C, H, W], their rows [B]), or raise what decoding raised."""
         for task in self._tasks:
             self._outage.result(task)
         return self._out, self._used

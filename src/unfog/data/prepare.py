@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 
-import numpy as np
 from PIL import Image
 
 from unfog.cache_folder import cache_folder, cache_limit, fits_limit
@@ -95,7 +94,7 @@ def scan_source(source: Source, settings: Data) -> tuple[Scan, str]:
 def _decode_into_memory(scan: Scan, progress: Progress | None) -> Dataset:
     order, in_train = scan.split_held_out()
     statistics, done, rows = DecodeStatistics.empty(len(order)), 0, 0
-    pixels = np.empty((len(order), scan.channels, scan.size, scan.size), np.uint8)
+    pixels = scan.image_format.empty_stored(len(order))
     try:
         # Closed whatever happens, or its threads would go on decoding.
         with closing(decode_all(scan.source, order, scan.format, statistics, progress)) as chunks:
@@ -138,7 +137,7 @@ def _placement(scan: Scan, key: str, to_draw: int) -> tuple[str, str]:
     if scan.settings.cache != "auto":
         return scan.settings.cache, ""
     n = len(scan.source.names)
-    pixel_bytes = n * scan.channels * scan.size**2
+    pixel_bytes = n * scan.image_format.nbytes
     if n <= _MEMORY_FILES and scan.file_bytes <= _MEMORY_FILE_BYTES and pixel_bytes <= _MEMORY_PIXEL_BYTES:
         return "memory", ""
     each, folder = "images are decoded during training", cache_folder()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.data.data_report import DataReport, SkippedFile
-from unfog.data.decode import Opener, is_deep, parse_colour, read_deep
+from unfog.data.decode import Opener, is_deep, parse_colour, read_deep, upright_sides
 from unfog.data.decode_pool import DecodeStatistics, PixelFormat, decode_with_retries, with_retries
 from unfog.data.label_checks import warn_of_masks_beside_images
 from unfog.data.settings import Data
@@ -26,10 +27,15 @@ from unfog.data.sources.labels import apply_label_table, labels_setting, read_la
 from unfog.data.values.value_range import FULL_RANGE, Extent, Ranges, ValueRange, extent_of, outward
 from unfog.errors import RequestError, RunError
 from unfog.text import sanitize
+from unfog.values.image_format import LEAST, MOST, ImageFormat, Size, colour_channels, size_of
 
 # Images, evenly spread, that an automatic size looks at, and automatic channels before all images are decoded.
 _HEADERS_SAMPLED = 1000
 COLOURS_SAMPLED = 64
+
+# An automatic size keeps a shape that so many of the sampled images share within this logarithm of the aspect, if its
+# sides differ by more than this factor. Its long side has at most so many steps of a quarter of the short one.
+_MOST_ALIKE, _ALIKE, _NEARLY_SQUARE, _LONGEST = 0.75, 0.03, 1.2, 16
 
 # Images, evenly spread, whose headers say whether values are deeper than 8 bits; of a network, a read each.
 _RANGES_SAMPLED, _RANGES_SAMPLED_REMOTE = 256, 64
@@ -58,7 +64,7 @@ class Scan:
     stamp: str
     """Digest of the source's state."""
     file_bytes: int
-    size: int
+    size: Size
     channels: int
     channels_certain: bool
     """False where grey is a guess from a sample: a single image in colour then makes all RGB."""
@@ -109,15 +115,16 @@ class Scan:
                     f"floating point is read by one range of the set, {ranges.floats}; a run from before there was "
                     "data.range read each image by its own range, so images of another range look different now"
                 )
-        format = PixelFormat(size, 3, self.background, ranges)
+        in_colour = ImageFormat.of(colour_channels(True), size)
+        format = PixelFormat(in_colour, self.background, ranges)
         channels = self.channels or _guess_channels(self.source, format)
-        certain = self.channels_certain or channels == 3
+        certain = self.channels_certain or channels == in_colour.channels
         found = replace(self, size=size, channels=channels, channels_certain=certain)
         return replace(found, settings=settings, ranges=ranges, warnings=(*self.warnings, *warnings))
 
     def as_rgb(self) -> Scan:
         """Return the scan for RGB, after an image in colour was found among grey ones."""
-        return replace(self, channels=3, channels_certain=True)
+        return replace(self, channels=colour_channels(True), channels_certain=True)
 
     @property
     def resolved_settings(self) -> Data:
@@ -126,13 +133,18 @@ class Scan:
         return replace(self.settings, size=self.size, channels=self.channels, labels=labels)
 
     @property
+    def image_format(self) -> ImageFormat:
+        """Format of the decoded images, as far as it is chosen."""
+        return replace(self.settings, size=self.size, channels=self.channels).image_format
+
+    @property
     def background(self) -> tuple[int, int, int]:
         return parse_colour(self.settings.background)
 
     @property
     def format(self) -> PixelFormat:
         """The format for `decode_all`, which raises ColourFoundError where the channels turn out to be wrong."""
-        return PixelFormat(self.size, self.channels, self.background, self.ranges, only_grey=not self.channels_certain)
+        return PixelFormat(self.image_format, self.background, self.ranges, only_grey=not self.channels_certain)
 
     def check_source_unchanged(self, statistics: DecodeStatistics, start: int, stop: int) -> None:
         """Raise RunError if these rows were skipped because the archive, or most of the files, went away or changed."""
@@ -215,23 +227,44 @@ def _unit_hash(name: str) -> float:
     return int.from_bytes(digest[:6], "big") / 2**48
 
 
-def _choose_size(source: Source) -> int:
-    """Return the images' own size if all sampled ones are one small square, else 64, or 32 for small images."""
+def _choose_size(source: Source) -> Size:
+    """Return the images' own size if all sampled ones have one that is small, else 64, or 32 for small images.
+
+    Where most share a shape that is far from a square, that is the short side, and the long one follows.
+    """
     sizes = _sampled_sizes(source)
     if not sizes:
         return 32
-    if (side := _common_side(sizes)) <= 64 and side % 4 == 0 and side >= 8:  # networks halve it twice
-        return side
-    return 64 if np.median([min(size) for size in sizes]) >= 64 else 32
+    (width, height), aspect = _common_sides(sizes), _common_aspect(sizes)
+    square = width == height
+    # Networks halve it twice.
+    if max(width, height) <= 64 and min(width, height) >= 8 and width % 4 == height % 4 == 0 and (square or aspect):
+        return size_of(height, width)
+    short = 64 if np.median([min(size) for size in sizes]) >= 64 else 32
+    if not aspect:
+        return short
+    step = short // 4  # of the long side, so that networks can halve it as often as the short one, or nearly
+    long = min(_LONGEST, round(short * max(aspect, 1 / aspect) / step)) * step
+    return size_of(short, long) if aspect > 1 else size_of(long, short)
 
 
-def common_side(source: Source, without: Sequence[str] = ()) -> int:
-    """Return the side of the images if all sampled ones but those of these names are squares of one size, else 0."""
-    return _common_side(_sampled_sizes(source, without))
+def _common_aspect(sizes: Sequence[tuple[int, int]]) -> float:
+    """Return width over height that most images have, within a few percent; 0 if they differ, or are nearly square."""
+    aspects = np.log([width / height for width, height in sizes])
+    middle = float(np.median(aspects))
+    alike = float((np.abs(aspects - middle) <= _ALIKE).mean())
+    return math.exp(middle) if alike >= _MOST_ALIKE and abs(middle) >= math.log(_NEARLY_SQUARE) else 0.0
 
 
-def _common_side(sizes: Sequence[tuple[int, int]]) -> int:
-    return sizes[0][0] if len(set(sizes)) == 1 and sizes[0][0] == sizes[0][1] else 0
+def common_size(source: Source, without: Sequence[str] = ()) -> Size:
+    """Return the size of the images if all sampled ones but those of these names have one that is possible, else 0."""
+    width, height = _common_sides(_sampled_sizes(source, without))
+    return size_of(height, width) if LEAST <= min(width, height) <= max(width, height) <= MOST else 0
+
+
+def _common_sides(sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Return the width and height that all have; (0, 0) if they differ."""
+    return sizes[0] if len(set(sizes)) == 1 else (0, 0)
 
 
 def _sampled_sizes(source: Source, without: Sequence[str] = ()) -> list[tuple[int, int]]:
@@ -245,7 +278,7 @@ def _sampled_sizes(source: Source, without: Sequence[str] = ()) -> list[tuple[in
             source.outage.last_read = i
         except (TransientImageError, MissingImageError):  # retried, as a sample without it could give another size
             with suppress(ImageError):
-                _, info = decode_with_retries(source, i, PixelFormat(8, 3, (0, 0, 0)))
+                _, info = decode_with_retries(source, i, PixelFormat(ImageFormat(1, 8, 8), (0, 0, 0)))
                 sizes.append((info.width, info.height))
         except ImageError:
             continue
@@ -335,15 +368,15 @@ def _read_now(source: Source, i: int, read: Callable[[Opener], T]) -> T:
 
 
 def _guess_channels(source: Source, format: PixelFormat) -> int:
-    """Return 3 if an image of the sample is in colour, else 1."""
+    """Return the channels of images in colour if one of the sample is, else of grey ones."""
     for i in _spread(len(source.names), COLOURS_SAMPLED):
         try:
             _, info = decode_with_retries(source, i, format)
         except ImageError:
             continue
         if not info.grey:
-            return 3
-    return 1
+            return colour_channels(True)
+    return colour_channels(False)
 
 
 def _spread(n: int, count: int) -> range:
@@ -418,9 +451,9 @@ def _side_statistics(sides: NDArray[np.int32]) -> dict[str, int]:
 
 
 def _read_size(opener: Opener) -> tuple[int, int]:
-    """Read (width, height) of an image as stored, without decoding its pixels. Raises ImageError."""
+    """Read (width, height) of the upright image, without decoding its pixels. Raises ImageError."""
     try:
         with opener() as image:
-            return image.size
+            return upright_sides(image)
     except Exception as error:
         raise image_error(error) from error

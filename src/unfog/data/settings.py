@@ -9,6 +9,7 @@ from typing import Literal
 
 from unfog.errors import RequestError
 from unfog.settings import check_bounds, setting
+from unfog.values.image_format import CHANNELS, ImageFormat, Size, parse_size
 
 LABELS = ("auto", "folders", "none")
 # Values of `Data.labels`, and suffixes of the tables that it may name instead.
@@ -25,8 +26,8 @@ UNREAD = "unread:"
 class Data:
     """Settings of decoding, labels, augmentation and the held-out split. 0 or "auto" is chosen to suit the images."""
 
-    size: int = setting(0, short="size", common=True)
-    """Side in pixels of what the network sees; 0 = own size if all equal and small, else 32 or 64."""
+    size: Size = setting(0, short="size", common=True)
+    """Pixels of what the network sees: 64, or width x height: 96x64; 0 = own size if equal and small, else 32 or 64."""
     channels: int = 0
     """1 = grey, 3 = RGB; 0 = grey if every image is grey, else RGB."""
     background: str = setting("white", affects="objective", resume="force")
@@ -77,9 +78,8 @@ class Data:
     def __post_init__(self) -> None:
         if self.labels not in LABELS:
             table_and_columns(self.labels)
-        if self.size != 0 and not 4 <= self.size <= 4096:
-            raise RequestError(f"size = {self.size} is out of range; give 4 to 4096 pixels, or 0 to choose it")
-        if self.channels not in (0, 1, 3):
+        object.__setattr__(self, "size", parse_size(self.size))  # "64x64" is 64
+        if self.channels not in (0, *CHANNELS):
             raise RequestError(f"channels = {self.channels} is not 1 (grey), 3 (RGB) or 0 (choose)")
         low, high = self.range[::2], self.range[1::2]
         if len(self.range) not in (0, 2, 4) or not all(a < b for a, b in zip(low, high)):
@@ -89,6 +89,11 @@ class Data:
             )
         check_bounds(self)
         bytes_of(self.cache_limit)
+
+    @property
+    def image_format(self) -> ImageFormat:
+        """The format of the images; 0 in it is not chosen yet."""
+        return ImageFormat.of(self.channels, self.size)
 
 
 def table_and_columns(labels: str) -> tuple[str, tuple[str, str]]:

@@ -17,6 +17,7 @@ from unfog.device_copies import to_device
 from unfog.errors import RequestError
 from unfog.safe_files import read_file
 from unfog.text import manual
+from unfog.values.image_format import BYTES
 
 INCEPTION_FILE = "inception-2015-12-05.pt"
 # The network of Heusel et al. 2017, converted from TensorFlow's inception-2015-12-05.tgz: RGB [N, 3, 299, 299] in
@@ -29,7 +30,7 @@ _LARGEST = 2**32  # bytes of a network that a person names
 # Offset subtracted from a pixel in 0 to 255, and divisor.
 _RANGES = {
     "unit": (0.0, 255.0),
-    "symmetric": (127.5, 127.5),
+    "symmetric": (BYTES.middle, BYTES.half),
     "inception": (128.0, 128.0),
     "imagenet": ((123.675, 116.28, 103.53), (58.395, 57.12, 57.375)),  # mean and standard deviation of ImageNet
     "bytes": (0.0, 1.0),

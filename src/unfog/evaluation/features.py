@@ -30,6 +30,7 @@ from unfog.errors import RequestError, RunError
 from unfog.evaluation.distances import FeatureStatistics
 from unfog.evaluation.feature_networks import load_inception, load_torchscript, parse_network_file
 from unfog.safe_files import remove_tree, tensor_file, write_atomic
+from unfog.values.image_format import CHANNELS, planes_to_rgb
 
 _FORMAT = 1  # part of the cache key: a new one makes old entries unused
 CHUNK = 500
@@ -61,9 +62,9 @@ class Features:
 
         RequestError if these are no such pixels, or the network does not answer with [N, D].
         """
-        if pixels.dtype != torch.uint8 or pixels.ndim != 4 or pixels.shape[1] not in (1, 3):
+        if pixels.dtype != torch.uint8 or pixels.ndim != 4 or pixels.shape[1] not in CHANNELS:
             raise RequestError(f"pixels are {pixels.dtype} {list(pixels.shape)}; give uint8 [N, 1 or 3, H, W]")
-        x = to_device(pixels, self.device).float().expand(-1, 3, -1, -1)
+        x = planes_to_rgb(to_device(pixels, self.device).float())
         # TF32 would make features depend on the machine, and caches would mix them.
         exact = torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False)
         with torch.autocast(self.device.type, enabled=False), exact:

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from unfog.errors import RequestError
 from unfog.evaluation.metrics import MetricResult, Z
+from unfog.values.image_format import BYTES, in_colour, luma_weights
 
 PIXEL_METRICS = ("sliced", "detail")
 _PATCH = 7
@@ -33,8 +34,7 @@ _ROWS = 1000
 _EDGES = (0.0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, math.inf)
 FINE = 2  # the last bands, which the metric `detail` itself is of
 _NOTE = "variance over that of real images, by share of the highest frequency; 1 is as real"
-_LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, as the next two
-_COLOUR = ((-0.168736, -0.331264, 0.5), (0.5, -0.418688, -0.081312))  # Cb and Cr
+_COLOUR = ((-0.168736, -0.331264, 0.5), (0.5, -0.418688, -0.081312))  # Cb and Cr of ITU-R BT.601
 _LEAST_DEVIATION = 12**-0.5  # deviation of the rounding to whole levels, of 255
 _ROUNDING = (2 / 255) ** 2 / 12  # variance that rounding to 256 levels adds, as white noise, for images in [-1, 1]
 _VALUES = 2**24  # of pixels in memory at once
@@ -194,7 +194,7 @@ def compare_detail(real: Tensor, fake: Tensor) -> list[MetricResult]:
     one, other = band_powers(real), band_powers(fake)
     floors, counts = band_floors(*real.shape[2:]), (len(fake), len(real))
     fine = [_ratio("detail", _where(-1 - FINE), one[:, -FINE:].sum(1), other[:, -FINE:].sum(1), floors[-FINE:])]
-    if real.shape[1] == 3:
+    if in_colour(real.shape[1]):
         colour, coloured = (
             torch.stack([band_powers(images, of)[:, -FINE:] for of in _COLOUR]).sum((0, 2)) for images in (real, fake)
         )
@@ -234,11 +234,10 @@ def _powers(images: Tensor, of: Sequence[float] = ()) -> Iterator[Tensor]:
     """Yield the power of each coefficient, float64 [n, H, W], of parts of the images; its sum is the mean square."""
     rows, columns = (_dct(side).to(images.device) for side in images.shape[2:])
     channels, pixels = images.shape[1], images.shape[2] * images.shape[3]
-    luma = _LUMA if channels == 3 else (1 / channels,) * channels
-    weights = torch.tensor(of or luma, dtype=torch.float64, device=images.device)
+    weights = torch.tensor(of or luma_weights(channels), dtype=torch.float64, device=images.device)
     for part in torch.split(images, max(1, _VALUES // (channels * pixels))):
         # Without the shift to [-1, 1], which is of the mean alone.
-        mixed = torch.einsum("nchw,c->nhw", part.double(), weights) / 127.5
+        mixed = torch.einsum("nchw,c->nhw", part.double(), weights) / BYTES.half
         power = (rows @ mixed @ columns.T).square_() / pixels
         power[:, 0, 0] = 0
         yield power

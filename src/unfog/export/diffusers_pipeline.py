@@ -48,11 +48,12 @@ class UnfogPipeline(DiffusionPipeline):
             output_type: "pil", "np" (float [B, H, W, C] from 0 to 1) or "pt" ([B, C, H, W]).
         """
         objective, device = self.config.objective, self._execution_device
-        channels, side = self.unet.config.in_channels, self.unet.config.sample_size
+        channels, size = self.unet.config.in_channels, self.unet.config.sample_size
+        height, width = (size, size) if isinstance(size, int) else size
         labels = self._labels(class_labels, batch_size, device)
         guidance = objective["guidance"] if guidance_scale is None else guidance_scale
         if latents is None:
-            latents = randn_tensor((batch_size, channels, side, side), generator, device, self.unet.dtype)
+            latents = randn_tensor((batch_size, channels, height, width), generator, device, self.unet.dtype)
         self._set_timesteps(num_inference_steps or objective["steps"], device)
         x = None
         for index, timestep in enumerate(self.progress_bar(self.scheduler.timesteps)):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from unfog.errors import RequestError
 from unfog.models.settings import Architecture, UNet
+from unfog.values.image_format import Size, sides_of
 
 # Defaults of diffusers 0.42 for keys that a configuration leaves out.
 _DEFAULTS: dict[str, Any] = {
@@ -87,6 +88,11 @@ for _ours, _theirs in {"down.#.blocks": "down_blocks.#", "up.#.blocks": "up_bloc
     _OLD_NAMES |= {f"{_theirs}.attentions.#.{b}": f"{_ours}.#.attention.{a}" for a, b in _OLD_ATTENTION.items()}
 
 
+def sample_size(size: Size) -> int | list[int]:
+    """Return diffusers' setting of this name for inputs of this size: the side, or height and width."""
+    return size if isinstance(size, int) else list(sides_of(size))
+
+
 class Network(NamedTuple):
     """A network to export or import: `build_model(settings, image_channels, num_classes).load_state_dict(state)`."""
 
@@ -96,8 +102,8 @@ class Network(NamedTuple):
     state: dict[str, Tensor]
     out_channels: int | None = None
 
-    def to_unet2d(self, size: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return `UNet2DModel`'s configuration and state dict for `network` on images of `size` pixels.
+    def to_unet2d(self, size: Size) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return `UNet2DModel`'s configuration and state dict for `network` on images of this size.
 
         Raises RequestError if the network or a setting has no equivalent.
         """
@@ -111,7 +117,7 @@ class Network(NamedTuple):
                 f"as it is; {as_is}"
             )
         config = {
-            "sample_size": size,
+            "sample_size": sample_size(size),
             "in_channels": self.image_channels,
             "out_channels": self.out_channels or self.image_channels,
             "block_out_channels": list(settings.channels),

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from unfog.values.image_format import BYTES, StoredValues
+
 _HEAD = '''"""{title}
 
 Plain torch, written by Unfog: this file needs no package but torch. `build` makes the network.
@@ -50,7 +52,7 @@ code = runpy.run_path(f"{{folder}}/sample.py")  # plain torch
 model, network = code["load"](folder)
 noise = torch.randn(4, *model["input"], generator=torch.Generator().manual_seed(0))
 x = code["sample"](model, network, noise{label})
-{decode}pixels = ((x.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()
+{decode}pixels = ({stored}).round().byte().permute(0, 2, 3, 1).numpy()
 Image.fromarray(pixels[0].squeeze()).save("sample.png")
 """
 _ONNX = """\
@@ -64,7 +66,7 @@ code = runpy.run_path(f"{{folder}}/sample.py")  # plain numpy
 model, sessions = code["load"](folder)
 noise = np.random.default_rng(0).standard_normal((4, *model["input"])).astype(np.float32)
 x = code["sample"](model, sessions, noise{label})
-pixels = ((x + 1) * 127.5).round().clip(0, 255).astype(np.uint8).transpose(0, 2, 3, 1)
+pixels = ({stored}).round().clip(0, 255).astype(np.uint8).transpose(0, 2, 3, 1)
 Image.fromarray(pixels[0].squeeze()).save("sample.png")
 """
 # From latents to images.
@@ -116,7 +118,7 @@ def package_file(name: str) -> bytes:
     return Path(spec.origin).read_bytes()
 
 
-def usage(kind: str, name: str, model: Mapping[str, Any], custom: bool) -> str:
+def usage(kind: str, name: str, model: Mapping[str, Any], custom: bool, values: StoredValues = BYTES) -> str:
     """Return Markdown that shows how to sample from an export of this format, described by its model.json.
 
     `name` is that of the repository on the Hub, or "". `custom`: a pipeline of diffusers has code of its own.
@@ -136,9 +138,10 @@ def usage(kind: str, name: str, model: Mapping[str, Any], custom: bool) -> str:
         folder = f"folder = {place}"
     if kind == "onnx":
         label = f", np.arange(4) % {classes}" if classes else ""
-        return _block(_ONNX.format(folder=folder, label=label))
+        return _block(_ONNX.format(folder=folder, label=label, stored=values.formula("x")))
     label = f", torch.arange(4) % {classes}" if classes else ""
-    return _block(_TORCH.format(folder=folder, label=label, decode=_DECODE[kind] if model["latents"] else ""))
+    decode, stored = _DECODE[kind] if model["latents"] else "", values.formula("x.clamp(-1, 1)")
+    return _block(_TORCH.format(folder=folder, label=label, decode=decode, stored=stored))
 
 
 def _block(code: str) -> str:

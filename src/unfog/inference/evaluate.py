@@ -205,10 +205,8 @@ def _generate_samples(
         return None
     generation = setup.generation
     folder = run.path / "evaluations" / "drawn" / _samples_key(run, setup)
-    data = run.config.data
-    samples = GeneratedSamples(
-        folder, generation.count, generation.batch, run.path, key, data.channels * data.size * data.size
-    )
+    each = run.config.image_format.nbytes
+    samples = GeneratedSamples(folder, generation.count, generation.batch, run.path, key, each)
     if unsealed := samples.count_in(samples.unsealed()):
         where = f"in {folder} were not drawn on this machine, or were changed"
         say(f"{plural(unsealed, 'sample')} {where}; drawing them again")
@@ -243,8 +241,8 @@ def _report_cost(run: LoadedRun, setup: EvaluationSetup, missing: int, world: Wo
             f", and {features.name} of them and of {plural(len(setup.compared.rows), 'real image')} at most "
             f"{format_duration(each * count / world.size)}"
         )
-    channels, side = run.config.data.channels, run.config.data.size
-    say(f"{line}; stored in {run.path / 'evaluations' / 'drawn'}: {format_bytes(missing * channels * side * side)}")
+    each_bytes = run.config.image_format.nbytes
+    say(f"{line}; stored in {run.path / 'evaluations' / 'drawn'}: {format_bytes(missing * each_bytes)}")
 
 
 def _write_result(path: Path, evaluation: Evaluation, key: bytes) -> None:

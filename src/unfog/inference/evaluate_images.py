@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from unfog.config.run_requests import LOSSES, METRICS, ON_REQUEST, EvaluationRequest
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
-from unfog.data.scan import common_side
+from unfog.data.scan import common_size
 from unfog.data.sources.registry import open_source
 from unfog.data.values.value_range import FULL_RANGE
 from unfog.errors import RequestError
@@ -27,18 +27,19 @@ from unfog.process.torch_flags import caller_flags_kept
 from unfog.reporting.progress import say
 from unfog.text import sanitize
 from unfog.training.distributed.world import init_world
+from unfog.values.image_format import Size, size_of
 
 _GRIDS = ("grid.png", "strip.png")  # which `unfog sample` writes beside its images
 
 
 @caller_flags_kept()
-def evaluate_images(images: str, request: EvaluationRequest, size: int, device: str) -> Evaluation:
+def evaluate_images(images: str, request: EvaluationRequest, size: Size, device: str) -> Evaluation:
     """Compare a source of generated images with the reference of the request. Under torchrun the ranks share the work.
 
     Args:
         images: any source; other sizes than `size` are resized as for training.
         request: metrics, features, reference, and the number of images, 0 for all; the rest is of runs.
-        size: side in pixels at which both are compared; 0 is that of the images if it is one, else that of training.
+        size: at which both are compared, 64 or "96x64"; 0 is that of the images if it is one, else that of training.
         device: auto, cpu, cuda, cuda:1 or mps.
 
     Raises:
@@ -60,20 +61,20 @@ def evaluate_images(images: str, request: EvaluationRequest, size: int, device: 
         generated = ImageRows(samples, rows)
         fake = compared.compute_features(generated, "samples", generated.key)
         found = list(chain(*compared.measure(generated, fake, baseline=True).values()))
-        drawn = {"images": sanitize(images), "size": samples.pixels.shape[-1], "reference": name}
+        drawn = {"images": sanitize(images), "size": size_of(*samples.pixels.shape[2:]), "reference": name}
         spectrum = compared.spectra(generated)
         seconds = round(time.monotonic() - started, 1)
         return Evaluation(None, drawn, found, verdict=verdict(found), spectrum=spectrum, seconds=seconds)
 
 
-def _load_both(images: str, reference: str, size: int, stop: StopSignals) -> tuple[ImageSet, ImageSet]:
+def _load_both(images: str, reference: str, size: Size, stop: StopSignals) -> tuple[ImageSet, ImageSet]:
     """Return both sets at one size and with equal channels. RequestError if that cannot be, or images are missing."""
-    samples = _load(images, size or common_side(open_source(images), _GRIDS), 0, stop)
-    side = samples.train.pixels.shape[-1]
+    samples = _load(images, size or common_size(open_source(images), _GRIDS), 0, stop)
+    side = samples.settings.size
     real = _load(reference, side, 0, stop)
-    if real.train.pixels.shape[-1] != side:
+    if real.settings.size != side:
         raise RequestError(
-            f"{sanitize(reference)} has images of {real.train.pixels.shape[-1]} pixels and {sanitize(images)} of "
+            f"{sanitize(reference)} has images of {real.settings.size} pixels and {sanitize(images)} of "
             f"{side}; give the --size that is stored in both, or what a pack was made of"
         )
     channels = [one.train.pixels.shape[1] for one in (samples, real)]
@@ -99,7 +100,7 @@ def _shared_range(samples: Dataset, real: Dataset) -> tuple[float, ...]:
 
 def _load(
     source: str,
-    size: int,
+    size: Size,
     channels: int,
     stop: StopSignals,
     value_range: tuple[float, ...] = (),

@@ -26,7 +26,7 @@ from unfog.inference.model_card import GRID, CardSettings, model_card
 from unfog.locks.work_folder import whole_folder
 from unfog.models.autoencoder_settings import CONFIG, OURS, AutoencoderFolder
 from unfog.models.network_settings import CustomNetwork, build_model
-from unfog.pipeline.generate import sample_grid, to_pixels
+from unfog.pipeline.generate import sample_grid
 from unfog.pipeline.latents import open_run_autoencoder
 from unfog.process.hub import Repository
 from unfog.reporting.image_grids import Pixels, save_png
@@ -134,7 +134,7 @@ def _write_card(job: _Export, settings: ExportSettings) -> None:
     pixels, caption = _card_grid(job)
     save_png(job.folder / GRID, job.folder, pixels)
     custom = (job.folder / "pipeline.py").exists()
-    use = usage(settings.format, settings.push_to_hub, model, custom)
+    use = usage(settings.format, settings.push_to_hub, model, custom, run.config.image_format.values)
     card = model_card(run, CardSettings(settings.format, settings.push_to_hub, settings.license, caption, use))
     write_atomic(job.folder / "README.md", card.encode(), job.folder)
 
@@ -146,7 +146,8 @@ def _card_grid(job: _Export) -> tuple[Pixels, str]:
     # Of many classes one sample each would be a page of samples.
     count = count if count <= 2 * _SAMPLES else _SAMPLES
     say(f"  drawing {count} samples for the model card")
-    samples = to_pixels(draw_samples(job.run.config, job.network, job.sampler, count)).permute(0, 2, 3, 1).numpy()
+    config = job.run.config
+    samples = config.image_format.to_pictures(draw_samples(config, job.network, job.sampler, count))
     caption = f"{count} samples of seed 0, {job.sampler.kind} in {job.sampler.steps} steps, not selected"
     named = f"; {sanitize(', '.join(classes))}" if 1 < len(classes) <= _SAMPLES else ""
     return sample_grid(samples, classes), f"{caption}{named}"

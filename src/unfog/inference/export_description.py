@@ -36,15 +36,14 @@ def describe_model(run: LoadedRun, sampler: Sampler) -> dict[str, Any]:
     """Return the description of a run's network and of its sampler, as plain values for JSON."""
     config, network = run.config, run.config.network
     assert network is not None  # a run's is settled
-    channels, side, _ = config.input_shape
     sampler, classes = without_pixel_clipping(sampler, config), list(config.classes)
     described: dict[str, Any] = {
         "format": "unfog-model",
         "version": _VERSION,
         "run": {"name": run.path.resolve().name, "step": run.step, "weights": run.weights, "ema": run.ema},
         "network": {"kind": network.kind, "settings": asdict(network)},
-        "input": [channels, side, side],
-        "out_channels": channels * (1 + config.diffusion.learned_variance),
+        "input": list(config.input_shape),
+        "out_channels": config.input_shape[0] * (1 + config.diffusion.learned_variance),
         "classes": classes,
         "null_label": len(classes) if classes else None,
         "guidance": config.usual_guidance,

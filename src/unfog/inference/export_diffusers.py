@@ -17,7 +17,7 @@ from unfog.config.schema import Config
 from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.noise import NoiseSource
 from unfog.diffusion.sampler import Sampler
-from unfog.export.diffusers_unet import Network
+from unfog.export.diffusers_unet import Network, sample_size
 from unfog.export.source_code import package_file, plain_source
 from unfog.inference.export_description import (
     check_sampler_maps,
@@ -32,6 +32,7 @@ from unfog.models.settings import UNet
 from unfog.pipeline.generate import GenerationSettings, conditional_denoiser, without_pixel_clipping
 from unfog.pipeline.latents import latent_decoder, open_run_autoencoder
 from unfog.safe_files import copy_into, write_atomic
+from unfog.values.image_format import size_of
 
 _DIFFUSERS = "0.35.0"  # the oldest version that reads these files
 _WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -109,18 +110,20 @@ def _write_network(run: LoadedRun, network: nn.Module, folder: Path) -> list[str
     """Write the network, and return its module and class."""
     config, settings = run.config, run.config.network
     assert settings is not None  # a run's is settled
-    (channels, side, _), classes = config.input_shape, len(config.classes)
+    (channels, *sides), classes = config.input_shape, len(config.classes)
+    size = size_of(*sides)
     out = channels * (1 + config.diffusion.learned_variance)
     weights = plain_weights(network)
     if isinstance(settings, UNet):
         # diffusers has no such factor; the scale is in the timesteps of the scheduler instead.
         plain = Network(replace(settings, time_scale=1.0), channels, classes, weights, out)
-        described, weights = plain.to_unet2d(side)
+        described, weights = plain.to_unet2d(size)
         _write_model(folder, "UNet2DModel", described, weights)
         return ["diffusers", "UNet2DModel"]
     module, _, name = settings.model.partition(":")
     source = plain_source(f"The network of an Unfog run: {name}.", ["unfog.models.layers", module])
-    described = {"settings": asdict(settings), "in_channels": channels, "out_channels": out, "sample_size": side}
+    described = {"settings": asdict(settings), "in_channels": channels, "out_channels": out}
+    described["sample_size"] = sample_size(size)
     _write_model(folder, "UnfogNetwork", described | {"num_classes": classes}, _prefixed(weights))
     file = f"unfog_{settings.kind.replace('-', '_')}"
     write_atomic(folder / f"{file}.py", (source + _MODEL.format(name=name)).encode(), folder)

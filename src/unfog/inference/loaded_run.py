@@ -18,7 +18,7 @@ from unfog.data.dataset import Dataset
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError, RunError
 from unfog.pipeline.build import build_network, building_for
-from unfog.pipeline.latents import Decode, latent_decoder
+from unfog.pipeline.latents import Decode, Show, latent_decoder, picture_viewer
 from unfog.pipeline.load_data import load_images
 from unfog.process.device import choose_device
 from unfog.process.run_folder import RunFolder
@@ -124,10 +124,9 @@ class LoadedRun:
         """Return what the run is, by name."""
         config, parameters = self.config, sum(p.numel() for p in self.network.parameters())
         kind = "" if config.network is None else config.network.kind
-        colours = {1: "grey", 3: "RGB"}.get(config.data.channels, f"{config.data.channels} channels")
         return {
             "network": f"{kind}, {parameters / 1e6:.2f}M parameters",
-            "images": f"{config.data.size}x{config.data.size} {colours}",
+            "images": str(config.image_format),
             "classes": f"{len(self.classes)} classes" if self.classes else "no classes",
         }
 
@@ -148,6 +147,11 @@ class LoadedRun:
     def decode(self) -> Decode:
         """Map what the network generates, pixels or latents, to images [B, C, H, W] in about [-1, 1]."""
         return latent_decoder(self.config, self.device)
+
+    @property
+    def show(self) -> Show:
+        """Map what the network generates to pictures as people see them, uint8 [B, H, W, 3]."""
+        return picture_viewer(self.config, self.device)
 
     def sampler(
         self,

@@ -91,11 +91,10 @@ def _data(run: LoadedRun) -> _Data:
     named = [f"{one} ({counts[one]:,})" if isinstance(counts.get(one), int) else one for one in shown]
     used, held_out = (report.get(key) for key in ("used", "held_out"))
     known = isinstance(used, int) and isinstance(held_out, int)
-    channels = {1: "grey", 3: "RGB"}.get(config.data.channels, f"{config.data.channels} channels")
     rows = [
         ("source", name),
         ("images", f"{used:,}, of which {held_out:,} were held out of training" if known else "not recorded"),
-        ("size", f"{config.data.size}x{config.data.size}, {channels}"),
+        ("size", str(config.image_format)),
         ("classes", ", ".join([*named, *more]) or "none"),
     ]
     return _Data(name, rows)

@@ -88,12 +88,11 @@ class Run(LoadedRun):
         RequestError if a setting, an image or a mask is not valid, or the guide does not fit or does not exist.
         """
         prepared = self.prepare(n, label=label, guide=guide, image=image, mask=mask, **settings)
-        side = self.config.data.size
         samples: list[Pixels] = []
         for numbers, batch in self.draw(prepared, observe):
             samples.append(batch)
             progress(numbers.stop)
-        none = np.zeros((0, side, side, self.config.data.channels), np.uint8)  # where it was stopped at once
+        none = self.config.image_format.empty()  # where it was stopped at once
         return Samples.of(np.concatenate(samples or [none]), ", ".join(self.sampled))
 
     def prepare(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from unfog.errors import RequestError
 from unfog.reporting.notebook import figure
+from unfog.values.image_format import are_pictures, to_pillow
 
 
 class Samples(np.ndarray[tuple[int, ...], np.dtype[np.uint8]]):
@@ -32,7 +32,7 @@ class Samples(np.ndarray[tuple[int, ...], np.dtype[np.uint8]]):
 
     @property
     def _are_images(self) -> bool:
-        return self.dtype == np.uint8 and self.ndim == 4 and self.shape[3] in (1, 3) and self.size > 0
+        return are_pictures(self) and self.size > 0
 
     def pil(self) -> Any:
         """Return a list of PIL images, of mode RGB or L; of a single image [H, W, C] that image.
@@ -47,7 +47,7 @@ class Samples(np.ndarray[tuple[int, ...], np.dtype[np.uint8]]):
                 f"{self.dtype} of shape {shape} is not an array of images; use pil() of uint8 [n, H, W, C]"
             )
         plain = np.asarray(images)
-        made = [Image.fromarray(np.ascontiguousarray(one[..., 0] if one.shape[2] == 1 else one)) for one in plain]
+        made = [to_pillow(one) for one in plain]
         return made[0] if single else made
 
     def _title(self) -> str:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 from unfog.errors import RequestError
 from unfog.safe_files import open_file, read_file
 from unfog.settings import check_bounds, setting
+from unfog.values.image_format import CHANNELS, Size, check_sides, sides_of
 
 FACTORS = (2, 4, 8, 16)
 
@@ -74,8 +75,8 @@ class Autoencoder:
         if any(c % self.norm_groups for c in self.channels):
             raise RequestError(f"norm_groups = {self.norm_groups} must divide all channels = {list(self.channels)}")
 
-    def check(self, size: int) -> None:
-        """Raise RequestError unless images of this side can be encoded."""
+    def check(self, size: Size) -> None:
+        """Raise RequestError unless images of this size can be encoded."""
         check_multiple(size, self.factor)
 
 
@@ -101,11 +102,10 @@ class Latents:
                 raise RequestError(f"{name} = {list(values)[:8]} must have a value for each of {self.channels}")
 
 
-def check_multiple(size: int, factor: int) -> None:
-    """Raise RequestError unless an autoencoder of this factor takes images of this side."""
-    if size % factor:
-        near = max(1, round(size / factor)) * factor
-        raise RequestError(f"size = {size} must be a multiple of {factor} for this autoencoder; try size = {near}")
+def check_multiple(size: Size, factor: int) -> None:
+    """Raise RequestError unless an autoencoder of this factor takes images of this size."""
+    rule = f"a multiple of {factor} for this autoencoder"
+    check_sides(*sides_of(size), lambda side: max(1, round(side / factor)) * factor, rule)
 
 
 class AutoencoderFolder(NamedTuple):
@@ -171,7 +171,7 @@ class AutoencoderFolder(NamedTuple):
             raise RequestError(
                 f"autoencoder_folder = {folder}: {CONFIG} cannot be used: {type(error).__name__} {error}"
             ) from None
-        if image_channels not in (1, 3) or not 1 <= factor <= 64 or not 1 <= channels <= 1024:
+        if image_channels not in CHANNELS or not 1 <= factor <= 64 or not 1 <= channels <= 1024:
             sizes = f"image channels {image_channels}, factor {factor}, latent channels {channels}"
             raise RequestError(f"autoencoder_folder = {folder} has {sizes}; images have 1 or 3 channels")
         opened = cls(folder, kind, config, factor, channels, image_channels)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from unfog.custom import CustomPart
 from unfog.errors import RequestError
+from unfog.values.image_format import CHANNELS, check_sides, describe_channels, size_of
 
 if TYPE_CHECKING:
     from unfog.models.layers import ConditionalNetwork
@@ -45,10 +46,10 @@ class NetworkSettings:
         """Describe for people how the network works on images of this size."""
         return f"for {width}x{height} pixels"
 
-    def size_bound(self, channels: int, side: int, conditions: int) -> tuple[float, float]:
+    def size_bound(self, channels: int, side: float, conditions: int) -> tuple[float, float]:
         """Return upper bounds of (numbers of weights, numbers kept of each image for the backward pass).
 
-        For images [channels, side, side]; `conditions` is the number of rows of the embeddings of class and
+        For images of side x side pixels; `conditions` is the number of rows of the embeddings of class and
         augmentation. Infinity, which is always right, makes planning slower.
         """
         return float("inf"), float("inf")
@@ -69,17 +70,14 @@ class LevelSettings(NetworkSettings):
         levels = len(self.attention)
         # An odd side at any level would not come back at its size after it was halved and doubled.
         factor, least = 2 ** (levels - 1), self.lowest_side
-        for side in (size, size) if isinstance(size, int) else size:
-            if side < least * factor or side % factor:
-                nearest = max(least, round(side / factor)) * factor
-                raise RequestError(
-                    f"size = {side} must be a multiple of {factor} and at least {least * factor} for a network of "
-                    f"{levels} levels; try size = {nearest}{self.remedy}"
-                )
+        height, width = (size, size) if isinstance(size, int) else size
+        rule = f"a multiple of {factor} and at least {least * factor} for a network of {levels} levels"
+        check_sides(height, width, lambda side: max(least, round(side / factor)) * factor, rule, self.remedy)
 
     def layout(self, height: int, width: int) -> str:
         levels = len(self.attention)
-        return f"in {levels} levels for {width}x{height} pixels, the lowest at {height // 2 ** (levels - 1)}"
+        lowest = size_of(height // 2 ** (levels - 1), width // 2 ** (levels - 1))
+        return f"in {levels} levels for {width}x{height} pixels, the lowest at {lowest}"
 
 
 class PatchSettings(NetworkSettings):
@@ -91,12 +89,10 @@ class PatchSettings(NetworkSettings):
     depth: int
 
     def check(self, size: int | tuple[int, int]) -> None:
-        for side in (size, size) if isinstance(size, int) else size:
-            if side < self.patch or side % self.patch:
-                nearest = max(1, round(side / self.patch)) * self.patch
-                raise RequestError(
-                    f"size = {side} must be a multiple of patch = {self.patch}; try size = {nearest}{self.remedy}"
-                )
+        height, width = (size, size) if isinstance(size, int) else size
+        patch = self.patch
+        rule = f"a multiple of patch = {patch}"
+        check_sides(height, width, lambda side: max(1, round(side / patch)) * patch, rule, self.remedy)
 
     def layout(self, height: int, width: int) -> str:
         tokens = f"{width // self.patch}x{height // self.patch} patches of {self.patch}x{self.patch}"
@@ -169,18 +165,17 @@ def channels_remedy(call: Callable[[Any], Any], shape: tuple[int, int, int]) -> 
     """
     import torch
 
-    other = 4 - shape[0]
-    if other not in (1, 3):
+    if shape[0] not in CHANNELS:
         return ""
+    other = next(count for count in CHANNELS if count != shape[0])
     try:
         with torch.no_grad():
             call(torch.zeros(1, other, *shape[1:]))
     except Exception:  # anything may go wrong in other people's code
         return ""
-    kinds = {1: "grey", 3: "RGB"}
     return (
-        f". It takes {other} channels, and these images are {kinds[shape[0]]}: data.channels = {other} makes them "
-        f"{kinds[other]}"
+        f". It takes {other} channels, and these images are {describe_channels(shape[0])}: data.channels = {other} "
+        f"makes them {describe_channels(other)}"
     )
 
 

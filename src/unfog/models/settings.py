@@ -65,7 +65,7 @@ class _OwnLevels(LevelSettings):
     def _check_groups(self) -> None:
         """Raise `RequestError` if the channels do not fit a normalisation; the default has none."""
 
-    def _level_bounds(self, side: int) -> Iterator[_LevelBound]:
+    def _level_bounds(self, side: float) -> Iterator[_LevelBound]:
         count = 2 * self.blocks + 4  # down, up, the middle ones and resampling
         for number, own in enumerate(self.channels):
             pixels, heads = (side / 2**number) ** 2, own / (self.head_channels or own)
@@ -123,7 +123,7 @@ class UNet(_OwnLevels):
     def attending(self) -> tuple[int, ...]:
         return super().attending() + self.channels[-1:] * self.mid_attention
 
-    def size_bound(self, channels: int, side: int, conditions: int) -> tuple[float, float]:
+    def size_bound(self, channels: int, side: float, conditions: int) -> tuple[float, float]:
         first = self.channels[0]
         weights, activations = 4.0 * first * (conditions + 5 * first + 1), 0.0  # 5: the embedding of the noise level
         for level in self._level_bounds(side):
@@ -158,7 +158,7 @@ class MPUNet(_OwnLevels):
     time_scale: float = setting(1.0, at_least=1e-6, at_most=1e6, usual="1")
     """Multiplies the noise condition before its sinusoids: 1 for timesteps, more for a log-SNR condition."""
 
-    def size_bound(self, channels: int, side: int, conditions: int) -> tuple[float, float]:
+    def size_bound(self, channels: int, side: float, conditions: int) -> tuple[float, float]:
         width = max(self.channels)
         weights, activations = float(width * (conditions + self.channels[0])), 0.0
         for level in self._level_bounds(side):
@@ -201,7 +201,7 @@ class DiT(PatchSettings):
                 f"{self.width}, because rows and columns each use pairs of channels; 32 or 64 is usual"
             )
 
-    def size_bound(self, channels: int, side: int, conditions: int) -> tuple[float, float]:
+    def size_bound(self, channels: int, side: float, conditions: int) -> tuple[float, float]:
         width, tokens, heads = self.width, (side / self.patch) ** 2, self.width / self.head_channels
         values = self.patch**2 * 2 * max(1, channels)  # of a patch, in and out
         weights = width * (self.depth * 19.0 * (width + 8) + 12 * width + conditions + 2 * values)

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from unfog.compile_cache import keep_compiled_code
 from unfog.config.schema import Config
 from unfog.config.validate import check_network_size
-from unfog.data.augmentation import CONDITIONS, Augment, to_model_range
+from unfog.data.augmentation import CONDITIONS, Augment
 from unfog.data.dataset import Dataset
 from unfog.data.packs.latent_cache import Normalise
 from unfog.data.stream import DeviceStream, ImageStream
@@ -114,16 +114,16 @@ def latent_normalisation(config: Config) -> Normalise:
 def without_augmentation(config: Config) -> Callable[[Tensor], Tensor]:
     """Return the map from the stream's data to the network's input, without random augmentation."""
     if not config.uses_latents:
-        return to_model_range
+        return config.image_format.to_model
     normalise = latent_normalisation(config)
     return lambda stored: normalise.forward(stored[:, 0])
 
 
 def zero_batch(config: Config, images: int) -> Tensor:
-    """Return zeros in the format of the stream: uint8 [B, C, H, W], or stored latents [B, K, C, H, W]."""
+    """Return zeros in the format of the stream: stored pixels [B, C, H, W], or stored latents [B, K, C, H, W]."""
     if config.uses_latents:
         return torch.zeros((images, 1 + config.data.flip, *config.input_shape), dtype=torch.float16)
-    return torch.zeros((images, *config.input_shape), dtype=torch.uint8)
+    return torch.zeros((images, *config.input_shape), dtype=config.image_format.values.torch_type)
 
 
 def blank_labels(config: Config, images: int) -> Tensor | None:
@@ -167,8 +167,8 @@ def build_network(config: Config) -> ConditionalNetwork | AutoencoderModel:
             return AutoencoderModel(config.autoencoder, config.data.channels)
     if config.network is None:
         raise RequestError("network = auto has to be resolved before a network can be built")
-    channels, side, _ = config.input_shape
-    check_network_size(config.network, side, config.latents.factor if config.uses_latents else 1)
+    channels, *sides = config.input_shape
+    check_network_size(config.network, (sides[0], sides[1]), config.latents.factor if config.uses_latents else 1)
     with torch.random.fork_rng(devices=[]):  # leaves the caller's random state as it is
         torch.manual_seed(config.training.seed)
         conditions = CONDITIONS if config.data.augment else 0
@@ -177,7 +177,7 @@ def build_network(config: Config) -> ConditionalNetwork | AutoencoderModel:
         with nullcontext() if own else _only_stored_shapes():
             network = build_model(config.network, channels, len(config.classes), conditions, out)
         if isinstance(config.network, CustomNetwork) and not conditions:
-            config.network.try_out(network, (channels, side, side), out or channels)
+            config.network.try_out(network, config.input_shape, out or channels)
     network.channels_last = config.training.memory_format == "channels_last"
     return network
 

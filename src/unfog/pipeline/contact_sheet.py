@@ -12,7 +12,6 @@ from unfog.data.augmentation import Augment
 from unfog.data.data_report import ACTIONS, COMMON_ACTIONS, DataReport
 from unfog.data.dataset import Dataset, evenly_spaced
 from unfog.data.stream import ImageStream
-from unfog.pipeline.generate import to_pixels
 from unfog.reporting.image_grids import Pixels, grid, printable_name
 
 _IMAGES, _PIXELS, _MIN_IMAGES = 64, 2**20, 8  # fewer large images, so that the sheet stays small
@@ -41,7 +40,7 @@ def contact_sheet(dataset: Dataset, augment: Augment, seed: int) -> Pixels:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         x0, _ = augment(torch.cat([batch.pixels for batch in batches]))
-        pixels = to_pixels(x0).permute(0, 2, 3, 1).numpy()
+        pixels = dataset.settings.image_format.to_view(x0)
     captions = list(chosen.values())
     return grid(pixels, labels=captions if any(captions) else None)
 

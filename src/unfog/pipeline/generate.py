@@ -95,8 +95,7 @@ def generate_images(
 
     `progress` is called with the number of finished samples, the rest is of `generate_batches`.
     """
-    size = config.data.size
-    samples = [np.zeros((0, size, size, config.data.channels), np.uint8)]
+    samples = [config.image_format.empty()]
     for numbers, batch in generate_batches(network, config, settings, observe, guide, calls, edit):
         samples.append(batch)
         progress(numbers.stop - settings.first)
@@ -146,7 +145,7 @@ def generate_batches(
                 break
             images = decode(x) if edit is None else edit.keep(decode(x))
             calls(round((denoiser.images + (weaker.images if weaker else 0)) / len(indices)))
-            yield indices, to_pixels(images).permute(0, 2, 3, 1).cpu().numpy()
+            yield indices, config.image_format.to_pictures(images)
 
 
 @contextmanager
@@ -220,11 +219,6 @@ def conditional_denoiser(
         if settings.interval != (0.0, 1.0):
             guided = Within(guided, denoiser, settings.interval)
     return lambda x, logsnr: guided(x, logsnr, label)
-
-
-def to_pixels(x: Tensor) -> Tensor:
-    """Convert float [-1, 1] to uint8 [0, 255], clamped: the inverse of `to_model_range`."""
-    return ((x + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
 def sample_grid(samples: Pixels, classes: Sequence[str]) -> Pixels:

@@ -14,12 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
 
 from unfog.config.schema import Config
 from unfog.config.toml import of_type
 from unfog.config.values import quote
-from unfog.data.augmentation import to_model_range
 from unfog.data.decode import ImageInfo, Opener, decode, parse_colour, spread_two_values
 from unfog.data.files.own_files import XMP
 from unfog.data.prepare import silence_pillow
@@ -32,11 +30,11 @@ from unfog.diffusion.noise import Path as NoisePath
 from unfog.diffusion.noise import Schedule
 from unfog.diffusion.steps import SamplingStep
 from unfog.errors import RequestError, RunError
-from unfog.pipeline.generate import to_pixels
-from unfog.pipeline.latents import Decode
+from unfog.pipeline.latents import Show
 from unfog.reporting.image_grids import Pixels, grid, labelled_strip
 from unfog.safe_files import write_atomic
 from unfog.text import MARK, format_bytes, sanitize
+from unfog.values.image_format import CHANNELS, ImageFormat, to_pillow
 
 ImageInput = str | PathLike[str] | np.typing.NDArray[Any]
 _DEFAULT_STRENGTH = 0.6
@@ -60,10 +58,10 @@ def build_edit(
     data = config.data
     # Of the set that the run was trained on, so that the image is as bright as its images.
     ranges = Ranges.of_setting(data.range, data.clip) if data.range else None
-    pixels, facts = _read_image(image, "image", data.size, data.channels, data.background, ranges)
+    pixels, facts = _read_image(image, "image", config.image_format, data.background, ranges)
     unknown = None
     if mask is not None:
-        unknown, its = _read_mask(mask, data.size)
+        unknown, its = _read_mask(mask, config.image_format.as_mask)
         if (its.width, its.height) != (facts.width, facts.height):
             raise RequestError(
                 f"the mask has {its.width} x {its.height} pixels and the image {facts.width} x "
@@ -73,21 +71,21 @@ def build_edit(
     # Behind a mask nothing of the old pixels is wanted; without one, at full strength nothing of the image is left.
     usual = _DEFAULT_STRENGTH if mask is None else 1.0
     return Edit(
-        to_model_range(torch.from_numpy(pixels.copy())),
+        config.image_format.to_model(torch.from_numpy(pixels.copy())),
         unknown,
         usual if strength is None else of_type(float, strength, "strength"),
         Edit.repeats if repeats is None else of_type(int, repeats, "repeats"),
     )
 
 
-def _read_mask(given: ImageInput, size: int) -> tuple[torch.Tensor, ImageInfo]:
-    """Return (bool [1, size, size]: True for pixels to paint anew; properties of the mask).
+def _read_mask(given: ImageInput, format: ImageFormat) -> tuple[torch.Tensor, ImageInfo]:
+    """Return (bool [1, H, W]: True for pixels to paint anew; properties of the mask).
 
     Of a mask of two values, such as 0 and 1, the larger one is white, unless both are bright. Of another one, white is
     what reaches half of the range of its type.
     """
     # Black behind a transparent mask: what is not drawn is kept.
-    read = partial(_read_image, given, "mask", size, 1, "black")
+    read = partial(_read_image, given, "mask", format, "black")
     try:
         white, facts = read(through=spread_two_values)
     except RequestError:
@@ -104,13 +102,12 @@ def _read_mask(given: ImageInput, size: int) -> tuple[torch.Tensor, ImageInfo]:
 def _read_image(
     given: ImageInput,
     what: str,
-    size: int,
-    channels: int,
+    format: ImageFormat,
     background: str,
     ranges: Ranges | None = None,
     through: Callable[[Opener], Image.Image | DeepImage] = lambda opener: opener(),
 ) -> tuple[Pixels, ImageInfo]:
-    """Return uint8 [channels, size, size] decoded as training images are: upright and centre-cropped.
+    """Return an image of this format, decoded as training images are: upright and centre-cropped.
 
     Without `ranges`, values deeper than 8 bits are scaled by those of the image. `through` opens the image.
     """
@@ -118,14 +115,13 @@ def _read_image(
     def opener() -> Image.Image | DeepImage:
         if path:
             return open_image(path)
-        return Image.fromarray(values) if values.dtype == np.uint8 else DeepImage(values)
+        return to_pillow(values) if values.dtype == np.uint8 else DeepImage(values)
 
     path = Path(given) if isinstance(given, str | PathLike) else None
     values = np.asarray(None if path else given)
     if path is None:
         values = values.astype(np.uint8) * 255 if values.dtype == bool else values
-        values = values[..., 0] if values.ndim == 3 and values.shape[2] == 1 else values
-        shaped = values.ndim == 2 or (values.ndim == 3 and values.shape[2] in (3, 4))
+        shaped = values.ndim == 2 or (values.ndim == 3 and values.shape[2] in (*CHANNELS, 4))
         if values.dtype.kind not in "uif" or not shaped or not values.size:
             raise RequestError(
                 f"{what} is {values.dtype} {list(values.shape)}; give a file, or an array [H, W], [H, W, 3] or "
@@ -133,7 +129,7 @@ def _read_image(
             )
     try:
         with silence_pillow():
-            return decode(partial(through, opener), size, channels, parse_colour(background), ranges)
+            return decode(partial(through, opener), format, parse_colour(background), ranges)
     except ImageError as error:
         named = quote(str(path)) if path else "the array"
         reason = "there is no such file" if path and not path.exists() else error
@@ -158,8 +154,8 @@ class DenoisingStrip:
     x_t is the state before the step, so that it belongs to the level in its caption.
     """
 
-    def __init__(self, schedule: Schedule, decode: Decode = lambda x: x):
-        self.schedule, self.decode = schedule, decode
+    def __init__(self, schedule: Schedule, show: Show):
+        self.schedule, self.show = schedule, show
         self.nearest: dict[float, tuple[float, _Column]] = {}
         """Level -> (distance of the nearest step so far, that step)."""
 
@@ -176,8 +172,8 @@ class DenoisingStrip:
         steps = self.schedule.steps
         caption = f"t = {quantile * steps:.0f}" if steps else f"log SNR {logsnr:.1f}"
         # Scaled into [-1, 1]: on the VE path x_t reaches far beyond.
-        scaled = self.decode(x_t[:1] / x_t[:1].abs().amax().clamp(min=1))
-        column = _Column(step, caption, _first(scaled), _first(self.decode(x0[:1])))
+        scaled = x_t[:1] / x_t[:1].abs().amax().clamp(min=1)
+        column = _Column(step, caption, self.show(scaled)[0], self.show(x0[:1])[0])
         self.nearest.update({level: (far[level], column) for level in nearer})
 
     def columns(self) -> list[_Column]:
@@ -191,11 +187,6 @@ class DenoisingStrip:
         return labelled_strip(rows, [c.caption for c in columns])
 
 
-def _first(x: Tensor) -> Pixels:
-    pixels: Pixels = to_pixels(x[0]).permute(1, 2, 0).cpu().numpy()
-    return pixels
-
-
 MOST_SAMPLES, _MOST_FRAMES = 16, 120
 _SECONDS = 3.0  # of all steps, as far as a frame then lasts from 30 to 200 ms
 _LAST = 1500  # milliseconds for which the finished samples stay
@@ -207,11 +198,11 @@ class DenoisingAnimation:
     Args:
         path: the path of the run.
         steps: sampling steps; of very many, some are left out.
-        decode: maps what the network generates to images.
+        show: maps what the network generates to pictures.
     """
 
-    def __init__(self, path: NoisePath, steps: int, decode: Decode = lambda x: x):
-        self._path, self._decode = path, decode
+    def __init__(self, path: NoisePath, steps: int, show: Show):
+        self._path, self._show = path, show
         self._every = -(-steps // _MOST_FRAMES)
         self._frames: list[Pixels] = []
 
@@ -222,7 +213,7 @@ class DenoisingAnimation:
         alpha, sigma = self._path(torch.tensor(logsnr, dtype=torch.float64))
         # On the VE path x_t reaches 80, and every frame but the last would be clipped to black and white.
         scaled = x_t[:MOST_SAMPLES] / float((alpha**2 + sigma**2).sqrt())
-        self._frames.append(to_pixels(self._decode(scaled)).permute(0, 2, 3, 1).cpu().numpy())
+        self._frames.append(self._show(scaled))
 
     def save(self, file: Path, samples: Pixels) -> None:
         """Write the animation in the format of the suffix; its last frame is the samples, uint8 [N, H, W, C].

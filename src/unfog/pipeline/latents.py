@@ -23,7 +23,6 @@ from torch import Tensor
 
 from unfog.config.schema import Config, ImageFacts
 from unfog.config.toml import update
-from unfog.data.augmentation import to_model_range
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.packs.latent_cache import FORMAT, EncodeJob, LatentArrays
 from unfog.diffusion.editing import Edit
@@ -37,8 +36,10 @@ from unfog.process.signals import StopSignals
 from unfog.reporting.progress import Progress, say, warn
 from unfog.safe_files import move, new_file, regular_file, remove_tree, tensor_file, write_atomic
 from unfog.training.checkpoints.snapshot import sync
+from unfog.values.image_format import StoredValues
 
 Decode = Callable[[Tensor], Tensor]  # network output [B, C, H, W] -> images [B, C', H', W'] about [-1, 1]
+Show = Callable[[Tensor], NDArray[np.uint8]]  # network output [B, C, H, W] -> pictures uint8 [B, H', W', 3]
 _PIXELS_AT_ONCE = 2**18  # per batch: 64 images of 64x64, 4 of 256x256
 _FEW = 64  # images that are encoded where only the shape and scale of latents are needed
 _DEAD_CHANNEL = 0.02  # deviation of a channel over the largest one, below which it hardly carries information
@@ -143,6 +144,12 @@ def open_run_autoencoder(config: Config, device: torch.device) -> _AnyAutoencode
     return _opened(config.autoencoder_folder, config.latents.sha256, device)
 
 
+def picture_viewer(config: Config, device: torch.device) -> Show:
+    """Return the map from network output to pictures as people see them. RequestError as `latent_decoder`."""
+    decode, view = latent_decoder(config, device), config.image_format.to_view
+    return lambda x0: view(decode(x0))
+
+
 def latent_decoder(config: Config, device: torch.device) -> Decode:
     """Return the map from network output to images: the decoder, or the identity for pixels.
 
@@ -154,7 +161,7 @@ def latent_decoder(config: Config, device: torch.device) -> Decode:
 
     def decode(x0: Tensor) -> Tensor:
         latents = normalise.inverse(x0)
-        parts = torch.split(latents, autoencoder_batch(latents.shape[-1] * config.latents.factor))
+        parts = torch.split(latents, autoencoder_batch(math.prod(latents.shape[2:]) * config.latents.factor**2))
         # In fp32: fp16 overflows in decoders such as that of Stable Diffusion XL.
         with torch.no_grad(), torch.autocast(x0.device.type, enabled=False):
             return torch.cat([autoencoder.decode(part) for part in parts])
@@ -176,19 +183,19 @@ def encode_edit(edit: Edit | None, config: Config, device: torch.device) -> Edit
 
 
 def _encode_pixels(
-    autoencoder: _AnyAutoencoder, device: torch.device, pixels: NDArray[np.uint8]
+    autoencoder: _AnyAutoencoder, values: StoredValues, device: torch.device, pixels: NDArray[np.uint8]
 ) -> NDArray[np.float32]:
     """Return the latents of images uint8 [B, C, H, W], in the autoencoder's own scale."""
-    x = to_model_range(torch.from_numpy(np.ascontiguousarray(pixels)).to(device))
+    x = values.to_model(torch.from_numpy(np.ascontiguousarray(pixels)).to(device))
     with torch.inference_mode(), torch.autocast(device.type, enabled=False):
         latents: NDArray[np.float32] = autoencoder.encode(x).float().cpu().numpy()
     return latents
 
 
-def autoencoder_batch(size: int) -> int:
-    """Return the batch size for images of this side."""
+def autoencoder_batch(pixels: int) -> int:
+    """Return the batch size for images of so many pixels."""
     # It depends on nothing else, as the batch size may change the rounding.
-    return max(1, _PIXELS_AT_ONCE // size**2)
+    return max(1, _PIXELS_AT_ONCE // pixels)
 
 
 def apply_autoencoder_settings(config: Config) -> Config:
@@ -228,12 +235,11 @@ def _encode_or_load(config: Config, sets: list[ImageSet], stop: StopSignals, few
     device = torch.device("cpu")
     with suppress(RequestError):  # the run began on a machine with another device
         device = choose_device(config.training.device)
-    latents, size = config.latents, config.data.size
-    side, copies, batch = size // latents.factor, 1 + config.data.flip, autoencoder_batch(size)
+    latents, copies, batch = config.latents, 1 + config.data.flip, autoencoder_batch(config.image_format.pixels)
     prints = () if few else tuple(images.fingerprint for images in sets)
     key = hashlib.sha256(repr((FORMAT, prints, latents.sha256, copies, batch)).encode()).hexdigest()[:32]
-    encode = partial(_encode_pixels, open_run_autoencoder(config, device), device)
-    job = EncodeJob(sets, (latents.channels, side, side), copies, encode, batch)
+    encode = partial(_encode_pixels, open_run_autoencoder(config, device), config.image_format.values, device)
+    job = EncodeJob(sets, config.input_shape, copies, encode, batch)
     started, done = time.perf_counter(), 0
     with Progress("encoding latents", None) as progress:
         show = stop.watching(progress)
@@ -251,12 +257,14 @@ def _encode_or_load(config: Config, sets: list[ImageSet], stop: StopSignals, few
 
 def _report_statistics(config: Config, few: bool) -> None:
     """Print the shape and deviation of the latents; warn of a channel without information."""
-    latents, size = config.latents, config.data.size
-    side, share = size // latents.factor, config.data.channels * latents.factor**2 / latents.channels
+    latents, (channels, height, width) = config.latents, config.input_shape
+    share = config.image_format.count / (channels * height * width)
     low, high = min(latents.deviation), max(latents.deviation)
     say(
-        f"  latents: {latents.channels}x{side}x{side} of {size}x{size} pixels, {share:.3g} times fewer; deviation "
-        f"{low:.3g} to {high:.3g} by channel, scaled to {config.diffusion.sigma_data:g}" + f", from {_FEW} images" * few
+        f"  latents: {channels}x{width}x{height} of {config.image_format.sides} pixels, {share:.3g} times fewer; "
+        f"deviation {low:.3g} to {high:.3g} by channel, scaled to {config.diffusion.sigma_data:g}"
+        + f", from {_FEW} images"
+        * few
     )
     if low < _DEAD_CHANNEL * high:
         warn(f"a channel of the latents hardly varies (deviation {low:.2g}, another {high:.2g}); use fewer channels")

@@ -23,6 +23,7 @@ from unfog.process.run_folder import printable
 from unfog.process.signals import StopSignals
 from unfog.reporting.progress import Progress, say, warn
 from unfog.training.settings import USUAL_BATCH
+from unfog.values.image_format import scaled
 
 _TOP = re.compile(r"/|(?:[-_.\d][-\w]*)?\.tar/", re.IGNORECASE)  # ends the top folder, or the word that names a shard
 _NAMES_SAMPLED = 10_000  # file names, evenly spaced, that are searched for folders called train, test or similar
@@ -103,11 +104,14 @@ def _report(config: Config, source: Source, dataset: Dataset, few: bool) -> None
     if dataset.placement and not few:
         say(f"  cache: {dataset.placement}")
     packed = type(source).decoded_dataset is not Source.decoded_dataset  # then the size was chosen long ago
-    if not (config.data.size or packed) and dataset.report.actions.get("resized"):
-        side = dataset.settings.size
+    size = dataset.settings.size
+    if not (config.data.size or packed) and isinstance(size, str):
+        side = min(dataset.settings.image_format.shape[1:])
+        say(f"  data.size = {size}: most images have about this shape; --size {side} crops them to squares")
+    elif not (config.data.size or packed) and dataset.report.actions.get("resized"):
         say(
-            f"  data.size = {side}: larger images are made smaller, because twice the side takes four times "
-            f"as long; --size {2 * side} keeps more detail"
+            f"  data.size = {size}: larger images are made smaller, because twice the side takes four times "
+            f"as long; --size {scaled(size, 2)} keeps more detail"
         )
     if 0 < len(dataset.train) < (batch := config.training.batch or USUAL_BATCH):
         warn(f"batch = {batch} is more than the {len(dataset.train)} images, so some images are used twice in a batch")

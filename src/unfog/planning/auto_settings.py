@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,6 +26,7 @@ from unfog.training.optimizer_settings import FINE_TUNING_FACTOR, default_learni
 from unfog.training.precision import default_memory_format, default_precision
 from unfog.training.settings import USUAL_BATCH, MemoryFormat, PrecisionName
 from unfog.training.stability.out_of_memory import microbatch_size
+from unfog.values.image_format import size_of
 
 # Of a small image most convolutions are at 8x8 and 4x4 pixels, where 64 images are too few for a GPU. On paper: no GPU
 # has shown it. `_LARGE_BATCH_ON = ()` gives every device the same batch.
@@ -109,24 +111,35 @@ class AutoSettings:
         """
         if self.config.trains_autoencoder:
             return
-        size = self.config.input_shape[1]
+        _, height, width = self.config.input_shape
+        size = self._side
         if self.config.network is not None:
-            self.config.network.check(size)
+            self.config.network.check((height, width))
             return
         if self.machine.device.type == "cpu":
             wanted, reason = ("tiny" if size <= 32 else "small"), "what a CPU trains in reasonable time"
         else:
             wanted, reason = ("cifar10" if size <= 32 else "base"), "the usual network"
         # The usual network halves the side several times; where the side is too odd for that, try those with fewer.
-        name = next((n for n in (wanted, "small", "tiny") if _image_size_fits(SIZES[n], size)), wanted)
+        name = next((n for n in (wanted, "small", "tiny") if _image_size_fits(SIZES[n], (height, width))), wanted)
         self.config = replace(self.config, network=SIZES[name])
-        self._note("network", name, f"{reason} at {size} {'latents' if self.config.uses_latents else 'pixels'}")
+        self._note(
+            "network",
+            name,
+            f"{reason} at {size_of(height, width)} {'latents' if self.config.uses_latents else 'pixels'}",
+        )
+
+    @property
+    def _side(self) -> int:
+        """Side of the square with as many pixels or latents as the network's input, rounded."""
+        _, height, width = self.config.input_shape
+        return round(math.sqrt(height * width))
 
     def _resolve_batch(self) -> None:
         """Choose the batch: larger where a GPU would wait for launches more than for arithmetic."""
         if self.config.training.batch:
             return
-        small = self.config.input_shape[1] <= _SMALL_SIDE and not self.config.trains_autoencoder
+        small = self._side <= _SMALL_SIDE and not self.config.trains_autoencoder
         large = small and self.machine.device.type in _LARGE_BATCH_ON
         self._set_training(batch=_LARGE_BATCH if large else USUAL_BATCH)
         if large:
@@ -356,9 +369,9 @@ def _changed(config: Config, changes: Changes) -> Config:
     return replace(config, **sections)
 
 
-def _image_size_fits(network: Architecture, size: int) -> bool:
+def _image_size_fits(network: Architecture, sides: tuple[int, int]) -> bool:
     try:
-        network.check(size)
+        network.check(sides)
     except RequestError:
         return False
     return True

@@ -84,7 +84,7 @@ def check_disk_room(
 
 
 def decoded_bytes(prepared: Dataset, config: Config) -> int:
-    return (len(prepared.train) + len(prepared.held_out)) * config.data.channels * config.data.size**2
+    return (len(prepared.train) + len(prepared.held_out)) * config.image_format.nbytes
 
 
 def bytes_to_decode(prepared: Dataset, config: Config) -> int:

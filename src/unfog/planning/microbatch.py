@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -59,9 +60,10 @@ class MicrobatchChoice(NamedTuple):
                     reason += f", all {batch:,} would need {format_bytes(peak(batch, checkpointing))}"
                 return cls(count, recompute, reason)
         raise RequestError(
-            f"one image of {config.data.size} pixels through this network needs about {format_bytes(peak(1, True))} to "
-            f"train, also with gradient checkpointing, and {name or device} has {format_bytes(available)} available; "
-            f"give a smaller --size or --network{_more_devices_remedy(config, processes)}"
+            f"one image of {config.image_format.sides} pixels through this network needs about "
+            f"{format_bytes(peak(1, True))} to train, also with gradient checkpointing, and {name or device} has "
+            f"{format_bytes(available)} available; give a smaller --size or "
+            f"--network{_more_devices_remedy(config, processes)}"
         )
 
 
@@ -155,7 +157,8 @@ def _memory_upper_bound(config: Config, at_once: int) -> float:
     """
     if config.network is None:
         return float("inf")
-    channels, side, _ = config.input_shape
+    channels, height, width = config.input_shape
+    side = math.sqrt(height * width)
     weights, activations = config.network.size_bound(channels, side, len(config.classes) + 1 + CONDITIONS)
     # 17 = weights, gradients, two averages, two moments and what the optimiser allocates for a moment, with gaps
     # between them; a checkpoint's snapshot of all that; and the gradient buckets of several processes.

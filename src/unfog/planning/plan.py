@@ -59,8 +59,8 @@ class Plan:
     def lines(self) -> list[str]:
         """Return the plan as lines of text."""
         training = self.config.training
-        pixels, count = self.config.data.size, f"{self.parameters / 1e6:.2f}M parameters"
-        title = f"plan: {count}, {self.images:,} images of {pixels}x{pixels}, batches of {training.batch:,}"
+        sides, count = self.config.image_format.sides, f"{self.parameters / 1e6:.2f}M parameters"
+        title = f"plan: {count}, {self.images:,} images of {sides}, batches of {training.batch:,}"
         apart = self.processes > 1
         forward, peak = _format_flops(self.work.forward), format_bytes(self.memory.peak)
         several = f"{self.processes:,} processes, {'the network divided' if training.shard else 'each with all'}: "

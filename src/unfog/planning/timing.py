@@ -241,7 +241,7 @@ class StepTime(NamedTuple):
 def random_images(config: Config, count: int = 256) -> ImageSet:
     """Return images of random pixels, or random latents, in the format that a run of `config` trains on."""
     shape, rng = (count, *zero_batch(config, 1).shape[1:]), np.random.default_rng(0)
-    pixels: Any = rng.integers(0, 256, shape, dtype=np.uint8)
+    pixels: Any = rng.integers(0, 256, shape, dtype=np.uint8).astype(config.image_format.dtype, copy=False)
     if config.uses_latents:
         pixels = rng.standard_normal(shape, dtype=np.float32).astype(np.float16)
     labels = np.arange(count) % len(config.classes) if config.classes else None

@@ -18,6 +18,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from unfog.safe_files import make_folder, open_file, read_file, write_atomic
 from unfog.text import MARK
+from unfog.values.image_format import to_pillow, to_rgb
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -114,8 +115,7 @@ def encode_png(pixels: Pixels, text: Mapping[str, str] | None = None) -> bytes:
     info.add_text("Software", MARK)  # first, so that reading the beginning of a file is enough to recognise it
     for keyword, value in (text or {}).items():
         info.add_text(keyword, value)
-    array = np.ascontiguousarray(pixels[..., 0] if pixels.ndim == 3 and pixels.shape[2] == 1 else pixels)
-    Image.fromarray(array).save(encoded, "PNG", pnginfo=info)
+    to_pillow(pixels).save(encoded, "PNG", pnginfo=info)
     return encoded.getvalue()
 
 
@@ -173,11 +173,7 @@ def decode_png(data: bytes) -> Image.Image:
 def _rgb(images: Pixels) -> Pixels:
     if images.dtype != np.uint8 or not len(images):
         raise ValueError(f"expected at least one uint8 image, got {images.dtype} {list(images.shape)}")
-    if images.ndim == 3:
-        images = images[..., None]
-    if images.ndim != 4 or images.shape[3] not in (1, 3):
-        raise ValueError(f"expected [N, H, W] or [N, H, W, 1 or 3], got {list(images.shape)}")
-    return np.broadcast_to(images, (*images.shape[:3], 3))
+    return to_rgb(images[..., None] if images.ndim == 3 else images)
 
 
 def _enlarged(images: Pixels, scale: int | None) -> Pixels:

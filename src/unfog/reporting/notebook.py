@@ -52,17 +52,15 @@ class LiveText:
 def figure(images: Pixels, caption: str) -> str:
     """Return HTML with a grid of the first images, uint8 [N, H, W, C], made smaller where they are large."""
     import numpy as np
-    from PIL import Image
 
     from unfog.reporting.image_grids import encode_png, grid
+    from unfog.values.image_format import to_pillow
 
     longest = max(images.shape[1:3])
     cells = np.asarray(images[:_SHOWN])
     if longest > _CELL:
         height, width = (max(1, side * _CELL // longest) for side in images.shape[1:3])
-        small = [
-            Image.fromarray(cell[..., 0] if cell.shape[2] == 1 else cell).resize((width, height)) for cell in cells
-        ]
+        small = [to_pillow(cell).resize((width, height)) for cell in cells]
         cells = np.stack([np.asarray(one).reshape(height, width, -1) for one in small])
     encoded = base64.b64encode(encode_png(grid(cells))).decode()
     more = f" (the first {_SHOWN} of {len(images):,})" if len(images) > _SHOWN else ""

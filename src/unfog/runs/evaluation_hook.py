@@ -179,7 +179,7 @@ def _count_costs(config: Config, images: ImageSet, features: Features, device: t
 def _metric_flops(config: Config, samples: int, reference: int, width: int) -> float:
     """Return the FLOPs of the metrics of so many samples, with twice the weight for those in float64."""
     names, images = config.evaluate.metrics, samples + reference
-    values = samples * config.data.channels * config.data.size**2
+    values = samples * config.image_format.count
     # Products of all pairs of images; covariances and their eigenvectors; projections of patches, which are sorted.
     pairs = 4.0 * images**2 * width * len([name for name in names if name not in ("fid", _PIXEL_METRIC)])
     covariances = (4.0 * images * width**2 + 80.0 * width**3) * ("fid" in names)

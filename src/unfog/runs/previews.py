@@ -19,9 +19,9 @@ from unfog.data.dataset import Dataset
 from unfog.evaluation.held_out import HeldOut, LossAt, midpoints
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.pipeline.build import build_held_out_set, build_loss, build_loss_at, build_network
-from unfog.pipeline.generate import GenerationSettings, generate_images, sample_grid, to_pixels
+from unfog.pipeline.generate import GenerationSettings, generate_images, sample_grid
 from unfog.pipeline.image_files import DenoisingStrip
-from unfog.pipeline.latents import autoencoder_batch, latent_decoder, save_autoencoder
+from unfog.pipeline.latents import autoencoder_batch, picture_viewer, save_autoencoder
 from unfog.planning.sampling_cost import cost_per_sample
 from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
 from unfog.process.signals import StopSignals
@@ -96,7 +96,7 @@ class Previews:
     def _some_samples(self, job: dict[str, Any], rank: int, ranks: int) -> Pixels:
         first, end = job["count"] * rank // ranks, job["count"] * (rank + 1) // ranks
         if first == end:  # fewer samples than ranks
-            return np.zeros((0, self.config.data.size, self.config.data.size, self.config.data.channels), np.uint8)
+            return self.config.image_format.empty()
         few = end - first
 
         def generate(batch: int) -> Pixels:
@@ -109,8 +109,8 @@ class Previews:
 
     def final_image(self) -> Pixels:
         """Return the denoising steps of the preview's first image."""
-        decode = latent_decoder(self.config, self.state.precision.device)
-        strip = DenoisingStrip(self.config.diffusion.schedule, decode)
+        show = picture_viewer(self.config, self.state.precision.device)
+        strip = DenoisingStrip(self.config.diffusion.schedule, show)
         with self._ema_weights():
             generate_images(self.state.model, self.config, GenerationSettings.default(self.config, 1, 1), observe=strip)
         return strip.image()
@@ -204,7 +204,8 @@ class _AutoencoderPreviews(Previews):
         assert isinstance(loss, AutoencoderLoss)
         y = self._reconstruct(x0)
         costs = torch.cat([loss.reconstruction(a - b) for a, b in zip(torch.split(x0, 64), torch.split(y, 64))])
-        return {"held_out_loss": float(costs.mean()), "psnr": float(psnr(to_pixels(x0), to_pixels(y)).mean())}
+        stored = map(self.config.image_format.to_stored, (x0, y))
+        return {"held_out_loss": float(costs.mean()), "psnr": float(psnr(*stored).mean())}
 
     def _reconstruction_grid(self, count: int) -> Pixels:
         if self.held_out is None:
@@ -212,7 +213,7 @@ class _AutoencoderPreviews(Previews):
         x0 = self.held_out.x0[:count]
         pairs = zip(torch.split(x0, _COLUMNS), torch.split(self._reconstruct(x0), _COLUMNS))
         rows = torch.cat([part for pair in pairs for part in pair])
-        return grid(to_pixels(rows).permute(0, 2, 3, 1).cpu().numpy(), columns=min(_COLUMNS, len(x0)))
+        return grid(self.config.image_format.to_view(rows), columns=min(_COLUMNS, len(x0)))
 
     def _reconstruct(self, x0: Tensor) -> Tensor:
         network = self.state.model
@@ -220,7 +221,7 @@ class _AutoencoderPreviews(Previews):
 
         @torch.inference_mode()
         def compute(batch: int) -> Tensor:
-            parts = torch.split(x0, min(batch, autoencoder_batch(self.config.data.size)))
+            parts = torch.split(x0, min(batch, autoencoder_batch(self.config.image_format.pixels)))
             return torch.cat([network.decode(network.encode(part)) for part in parts])
 
         return self.with_ema_weights(len(x0), compute)

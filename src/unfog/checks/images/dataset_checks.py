@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from itertools import takewhile
@@ -19,6 +20,7 @@ from unfog.reporting.charts import bar_chart, histogram
 from unfog.reporting.findings import Figure, Finding, Severity, format_percent, format_share, list_names
 from unfog.reporting.progress import plural
 from unfog.text import sanitize
+from unfog.values.image_format import ImageFormat, Size, size_of
 
 _TOO_FEW, _FEW, _MANY = 5, 100, 1000  # images: too few to train on; soon memorized; enough to generalise from
 _ROWS = 50  # of a table
@@ -59,10 +61,9 @@ def _check_count(scan: ImageScan) -> Finding:
         "training images"
     )
     repeat = f"give at least {_TOO_FEW} images, better {_FEW} or more; a model can only repeat so few"
-    kind = f"{settings.size}x{settings.size}, {'RGB' if settings.channels == 3 else 'grey'}"
     return Finding.graded(
         "data.count",
-        f"{plural(train)} to train on, {held_out:,} held out, {kind}",
+        f"{plural(train)} to train on, {held_out:,} held out, {settings.image_format}",
         (train < _TOO_FEW, "fatal", "", repeat),
         (train < _FEW, "warning", "", f"a model memorizes so few images: {more}"),
         (train < _MANY, "hint", "", f"a model soon memorizes so few images: {more}"),
@@ -131,36 +132,60 @@ def _check_sizes(scan: ImageScan) -> list[Finding]:
     rows = evenly_spread_rows(len(train), len(held_out), scan.most_sides)
     inside = rows < len(train)
     sides = np.concatenate([train.sides[rows[inside]], held_out.sides[rows[~inside] - len(train)]])
-    originals = _check_original_sizes(sides, scan.prepared.settings.size)
+    originals = _check_original_sizes(sides, scan.prepared.settings.image_format)
     return [originals, _check_upscaling(scan, rows, sides), _check_crop(scan, rows, sides)]
 
 
-def _recommended_size(sides: NDArray[np.int32]) -> int:
+def _shape(format: ImageFormat) -> tuple[int, int]:
+    """Return width and height in the smallest whole numbers: (1, 1) for a square, (3, 2)."""
+    common = math.gcd(format.width, format.height)
+    return format.width // common, format.height // common
+
+
+def _short_sides(sides: NDArray[np.int32], format: ImageFormat) -> NDArray[np.int64]:
+    """Return the short side of what the crop to the format's shape keeps of originals [N, 2], in pixels."""
+    width, height = _shape(format)
+    kept = np.minimum(sides[:, 0].astype(np.int64) * height, sides[:, 1].astype(np.int64) * width)
+    return kept // max(width, height)
+
+
+def _size_with_short_side(side: int, format: ImageFormat) -> Size:
+    """Return a size of the format's shape with this short side, the other one a multiple of 8."""
+    if format.width == format.height:
+        return side
+    other = max(1, round(side * max(format.height, format.width) / min(format.height, format.width) / 8)) * 8
+    return size_of(*((side, other) if format.width > format.height else (other, side)))
+
+
+def _recommended_side(sides: NDArray[np.int32], short: NDArray[np.int64]) -> int:
     """Return the largest common size that upscales under 5% of the originals [N, 2], and less than half at all.
 
-    Originals that are all one square of at most 64 pixels, divisible by 4, keep their size.
+    Originals that are all one square of at most 64 pixels, divisible by 4, keep their size. `short` is `_short_sides`.
     """
-    short = sides.min(1)
     if (sides == sides[0, 0]).all() and 8 <= short[0] <= 64 and short[0] % 4 == 0:
         return int(short[0])
     limit = min(np.quantile(short, _UPSCALED), np.median(short))
     return max((size for size in _SIZES if size <= limit), default=_SIZES[0])
 
 
-def _check_original_sizes(sides: NDArray[np.int32], size: int) -> Finding:
+def _check_original_sizes(sides: NDArray[np.int32], format: ImageFormat) -> Finding:
     """Report the range of sizes, and the largest size there are pixels for."""
-    short, best = sides.min(1), _recommended_size(sides)
+    short = _short_sides(sides, format)
+    best = _recommended_side(sides, short)
+    recommended = _size_with_short_side(best, format)
     low, middle, high = (int(x) for x in (short.min(), np.median(short), short.max()))
-    facts = {"shortest": low, "median": middle, "longest_short": high, "size": size, "recommended": best}
-    if (sides == low).all():
-        return Finding("data.sizes", "fine", f"all images are {low}x{low}; trained at {size}x{size}", facts=facts)
-    evidence = f"short sides are {low:,} to {high:,} pixels, median {middle:,}; trained at {size}x{size}"
-    if best > size:
-        evidence += f"; there are pixels enough for --size {best}"
+    facts = {"shortest": low, "median": middle, "longest_short": high, "size": format.size, "recommended": recommended}
+    width, height = (int(side) for side in sides[0])
+    if (sides == sides[0]).all() and width * format.height == height * format.width:
+        said = f"all images are {width}x{height}; trained at {format.sides}"
+        return Finding("data.sizes", "fine", said, facts=facts)
+    evidence = f"short sides are {low:,} to {high:,} pixels, median {middle:,}; trained at {format.sides}"
+    if best > min(format.height, format.width):
+        evidence += f"; there are pixels enough for --size {recommended}"
     # A banner of 50 : 1 would leave the rest of the histogram in one bar.
-    ratio = np.minimum(sides.max(1) / np.maximum(short, 1), 10)
+    ratio = np.minimum(sides.max(1) / np.maximum(sides.min(1), 1), 10)
     figures = (
-        Figure("Short sides", svg=histogram(short, "pixels", "images")),
+        Figure("Short sides", svg=histogram(short.astype(np.float64), "pixels", "images")),
         Figure("Long side / short side", svg=histogram(ratio, "ratio, 10 and more as 10", "images")),
     )
     return Finding("data.sizes", "fine", evidence, "", facts, figures)
@@ -168,37 +193,44 @@ def _check_original_sizes(sides: NDArray[np.int32], size: int) -> Finding:
 
 def _check_upscaling(scan: ImageScan, rows: Indices, sides: NDArray[np.int32]) -> Finding:
     """Check that few originals are smaller than the training resolution."""
-    short, size = sides.min(1), scan.prepared.settings.size
+    format = scan.prepared.settings.image_format
+    short, size = _short_sides(sides, format), min(format.height, format.width)
     upscaled = np.flatnonzero(short * _SLIGHT < size)
-    best, part = _recommended_size(sides), len(upscaled) / len(sides)
-    facts = {"images": len(upscaled), "share": part, "size": size, "recommended": best}
+    best, part = _recommended_side(sides, short), len(upscaled) / len(sides)
+    recommended = _size_with_short_side(best, format)
+    facts = {"images": len(upscaled), "share": part, "size": format.size, "recommended": recommended}
     if not len(upscaled):
-        return Finding("data.upscaled", "fine", f"no image is upscaled to {size}x{size}", facts=facts)
+        return Finding("data.upscaled", "fine", f"no image is upscaled to {format.sides}", facts=facts)
     smallest = upscaled[np.argsort(short[upscaled], kind="stable")]
     names = scan.names(rows[smallest])
     # Where few are upscaled, the size suits the others, and only those few should go.
     exceptions = part < 0.3 or best >= size
-    remove = f"remove or replace those under {size} pixels" + (f", or use --size {best}" if best < size else "")
+    remove = f"remove or replace those under {format.size} pixels" + f", or use --size {recommended}" * (best < size)
     evidence = (
-        f"{format_share(len(upscaled), len(sides))} images are upscaled to {size}x{size}, the smallest from "
+        f"{format_share(len(upscaled), len(sides))} images are upscaled to {format.sides}, the smallest from "
         f"{short[smallest[0]]} pixels ({list_names(names)}): the model learns their blur"
     )
     severity: Severity = "warning" if part >= _UPSCALED else "hint"
-    remedy = remove if exceptions else f"use --size {best}"
+    remedy = remove if exceptions else f"use --size {recommended}"
     return Finding("data.upscaled", severity, evidence, remedy, {**facts, "names": names})
 
 
 def _check_crop(scan: ImageScan, rows: Indices, sides: NDArray[np.int32]) -> Finding:
-    """Check that the centre crop to a square removes little."""
-    lost = 1 - sides.min(1) / np.maximum(sides.max(1), 1)
+    """Check that the centre crop to the shape of the training images removes little."""
+    across, down = _shape(format := scan.prepared.settings.image_format)
+    shape, frame = f"of the shape of {format.sides}", f"the shape of {format.sides}"
+    if across == down:
+        shape, frame = "square", "a square"
+    stretched = sides.astype(np.int64) * (down, across)  # both sides are equal where nothing is cropped
+    lost = 1 - stretched.min(1) / np.maximum(stretched.max(1), 1)
     # Stable, so that a repeated command names the same files.
     order = np.argsort(-lost, kind="stable")
     halved = order[lost[order] > _HALF]
     mean, worst, names = float(lost.mean()), float(lost.max()), scan.names(rows[halved])
     facts = {"mean": mean, "worst": worst, "over_half": len(halved), "names": names}
     if worst < 1 - 1 / _SLIGHT:
-        square = "the images are square"
-        evidence = square if worst == 0 else f"the centre crop removes at most {format_percent(worst)} of an image"
+        removes = f"the centre crop removes at most {format_percent(worst)} of an image"
+        evidence = removes if worst else f"the images are {shape}"
         return Finding("data.crop", "fine", evidence, facts=facts)
     evidence = f"the centre crop removes {format_percent(mean)} of an image on average, at most {format_percent(worst)}"
     if len(halved):
@@ -207,7 +239,7 @@ def _check_crop(scan: ImageScan, rows: Indices, sides: NDArray[np.int32]) -> Fin
     worst_rows = order[:_CROPPED]
     for name, (width, height), part in zip(scan.names(rows[worst_rows]), sides[worst_rows], lost[worst_rows]):
         table.append((sanitize(name), f"{width:,} x {height:,}", format_percent(part)))
-    remedy = "crop those to a square around their subject, or remove them"
+    remedy = f"crop those to {frame} around their subject, or remove them"
     return Finding.graded(
         "data.crop",
         evidence,

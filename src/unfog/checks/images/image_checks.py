@@ -22,6 +22,7 @@ from unfog.diffusion.weighting import Edm
 from unfog.reporting.charts import line_chart
 from unfog.reporting.findings import Figure, Finding, Severity, format_percent, format_share, list_names
 from unfog.reporting.progress import plural
+from unfog.values.image_format import channel_names, in_colour
 
 # Limits that keep the quick check within a fraction of a second.
 _QUICK_IMAGES = 1000
@@ -137,7 +138,7 @@ def _exceptions(scan: ImageScan, code: str, which: NDArray[np.bool_], descriptio
 
 def _check_grey(scan: ImageScan) -> list[Finding]:
     """Check an RGB set for grey images."""
-    if scan.prepared.settings.channels == 1:
+    if not in_colour(scan.prepared.settings.channels):
         return []
     grey = scan.statistics.tint <= _GREY
     count, total = int(grey.sum()), len(grey)
@@ -164,7 +165,7 @@ def _check_grey(scan: ImageScan) -> list[Finding]:
 
 def _moments(scan: ImageScan) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return mean and variance of each channel [C], in [-1, 1]."""
-    values = np.arange(256) / 127.5 - 1
+    values = scan.prepared.settings.image_format.values.levels()
     weights = scan.histogram / scan.histogram.sum(1, keepdims=True)
     mean = weights @ values
     return mean, weights @ values**2 - mean**2
@@ -175,10 +176,10 @@ def _check_channels(scan: ImageScan) -> Finding:
     mean, variance = _moments(scan)
     cumulative = scan.histogram.sum(0).cumsum() / scan.histogram.sum()
     low, high = (int(np.searchsorted(cumulative, q)) for q in (0.01, 0.99))
-    names = ("red", "green", "blue") if len(mean) == 3 else ("grey",)
+    names = channel_names(len(mean))
     each = ", ".join(f"{n} {m:+.2f} ± {s:.2f}" for n, m, s in zip(names, mean, np.sqrt(variance)))
     facts = {"mean": mean.tolist(), "std": np.sqrt(variance).tolist(), "low": low, "high": high}
-    x = np.arange(8, 256, 16) / 127.5 - 1
+    x = scan.prepared.settings.image_format.values.levels()[8::16]
     bins = scan.histogram.reshape(len(mean), 16, 16).sum(2) / scan.histogram.sum(1, keepdims=True)
     chart = line_chart({n: (x, y) for n, y in zip(names, bins)}, "value in [-1, 1]", "share of pixels", zero_y=True)
     figures = (Figure("Values", svg=chart),)

@@ -20,6 +20,7 @@ from unfog.data.lazy import LazyPixels
 from unfog.reporting.findings import Figure
 from unfog.reporting.image_grids import Pixels, grid
 from unfog.text import sanitize
+from unfog.values.image_format import luma_weights
 
 Indices = NDArray[np.int64]
 Progress = Callable[[int, int], None]
@@ -42,7 +43,6 @@ Hashes = NDArray[np.uint64]
 _SIDE = 16  # of a thumbnail, in pixels, at most
 _FREQUENCIES = 8
 _DEAD_ZONE = 0.02  # share of the norm of the spectrum: what is about 0 counts as 0 however it is rounded
-_LUMA = np.array([0.299, 0.587, 0.114], np.float32)  # ITU-R BT.601
 
 
 class _PixelStatistics(NamedTuple):
@@ -124,8 +124,9 @@ class ImageScan:
         order = np.argsort(rows)  # reads a file from front to back
         pixels = np.empty_like(found := self.pixels(rows[order]))
         pixels[order] = found
-        if pixels.shape[-1] > _LARGEST:
-            pixels = np.rint(thumbnails(pixels, _LARGEST)).astype(np.uint8)
+        if (longest := max(pixels.shape[2:])) > _LARGEST:
+            small = [max(1, side * _LARGEST // longest) for side in pixels.shape[2:]]
+            pixels = np.rint(thumbnails(pixels, *small)).astype(np.uint8)
         return pixels.transpose(0, 2, 3, 1)
 
     @classmethod
@@ -243,12 +244,15 @@ def _statistics(pixels: NDArray[np.uint8]) -> _PixelStatistics:
     )
 
 
-def thumbnails(pixels: NDArray[np.uint8] | Floats, side: int = _SIDE) -> Floats:
-    """Average over a grid of at most `side` x `side` cells: [N, C, H, W] -> float32 [N, C, h, w], in the same scale."""
+def thumbnails(pixels: NDArray[np.uint8] | Floats, height: int = _SIDE, width: int = 0) -> Floats:
+    """Average over a grid of at most height x width cells: [N, C, H, W] -> float32 [N, C, h, w], in the same scale.
+
+    The width is by default the height.
+    """
     result: NDArray[Any] = pixels
-    for axis in (3, 2):
+    for axis, most in ((3, width or height), (2, height)):
         size = result.shape[axis]
-        cells = min(side, size)
+        cells = min(most, size)
         if size % cells:
             edges = np.arange(cells) * size // cells
             widths = np.diff(np.append(edges, size)).astype(np.float32)
@@ -265,8 +269,8 @@ def thumbnails(pixels: NDArray[np.uint8] | Floats, side: int = _SIDE) -> Floats:
 
 
 def luma(x: Floats) -> Floats:
-    """Return the brightness of RGB or grey: [N, C, h, w] -> [N, h, w]."""
-    return x[:, 0] if x.shape[1] == 1 else np.tensordot(x, _LUMA, (1, 0))
+    """Return the brightness of images: [N, C, h, w] -> [N, h, w]."""
+    return np.tensordot(x, np.array(luma_weights(x.shape[1]), np.float32), (1, 0))
 
 
 def _perceptual_hash(thumbs: Floats) -> Hashes:

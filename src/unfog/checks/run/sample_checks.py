@@ -18,6 +18,7 @@ from unfog.reporting.charts import Floats
 from unfog.reporting.findings import Figure, Finding, Severity
 from unfog.reporting.image_grids import Pixels, grid
 from unfog.training.settings import PowerEma
+from unfog.values.image_format import channel_names
 
 # Standard errors from which on a difference is not the luck of the draw; some ten of them are looked at.
 _CERTAIN = 4.0
@@ -37,7 +38,6 @@ _CLIPPED = 0.10
 _SOFT, _ROUGH = 0.9, 1.25
 # Standard errors of the fine detail. It varies so much between images that four would hide all but blurs.
 _SURE = 2.0
-_NAMES = {1: ("grey",), 3: ("red", "green", "blue")}
 _Labelled = tuple[Pixels, NDArray[np.int64] | None]
 
 
@@ -180,7 +180,7 @@ def _check_color_cast(
 ) -> Finding:
     """run.tint: compare brightness, and each channel relative to the mean of all channels."""
     brightness = _difference(drawn.means.mean(1), drawn, data.means.mean(1), data)
-    names = _NAMES.get(drawn.means.shape[1], ())
+    names = channel_names(drawn.means.shape[1])
     casts = {}
     if len(names) > 1:
         # The relative channel varies far less between images than the channel itself, so few samples show a faint tint.
@@ -297,7 +297,7 @@ def _check_blank(
 
 
 def _channel_table(drawn: _ColorStatistics, data: _ColorStatistics) -> Figure:
-    names = _NAMES.get(drawn.means.shape[1]) or tuple(str(c) for c in range(drawn.means.shape[1]))
+    names = channel_names(drawn.means.shape[1])
     rows = [("", *names)]
     for title, of in (("generated", drawn), ("training", data)):
         cells = (_weighted_mean(of.means[:, c], of) for c in range(len(names)))

@@ -73,7 +73,7 @@ def _milestones(side: int) -> dict[str, Range]:
 def check_length(config: Config, prepared: Dataset) -> Finding:
     """Check that the run is long enough for recognisable samples, and not so long that it memorizes a small set."""
     images, batch, pictures = config.training.images, config.training.batch, len(prepared.train)
-    low, high = _milestones(config.data.size)["recognisable"]
+    low, high = _milestones(config.image_format.square_side)["recognisable"]
     epochs, by_heart = images / pictures, _MANY_EPOCHS * pictures
     # Weights of another run have seen images before, so neither limit is known for them.
     fresh, many = not config.init.folder, epochs > _MANY_EPOCHS
@@ -102,7 +102,8 @@ def training_length_guide(config: Config, prepared: Dataset, seconds_per_step: f
 
     Hours are left out where `seconds_per_step` is None.
     """
-    images, batch, pictures, side = config.training.images, config.training.batch, len(prepared.train), config.data.size
+    images, batch, pictures = config.training.images, config.training.batch, len(prepared.train)
+    side, size = config.image_format.square_side, config.data.size
     pace = seconds_per_step / batch if seconds_per_step else None
     guide = _milestones(side)
     facts = {
@@ -114,7 +115,7 @@ def training_length_guide(config: Config, prepared: Dataset, seconds_per_step: f
     }
     exhibits = (
         Figure(
-            f"Training images at {side} pixels",
+            f"Training images at {size} pixels",
             table=_guide_rows({**guide, "this run": (images, images)}, batch, pictures, pace),
             caption="The lower figure is for images of one kind, the higher for images of everything. These are "
             "orders of magnitude from other datasets and networks; trust the previews more.",
@@ -131,7 +132,7 @@ def training_length_guide(config: Config, prepared: Dataset, seconds_per_step: f
     time = f" in {format_duration(images * pace)}" if pace else ""
     place = "in addition to what its initial weights have seen" if config.init.folder else _place(images, guide)
     said = (
-        f"at {side} pixels, samples are recognisable after about {_format_count(low)} to {_format_count(high)} images "
+        f"at {size} pixels, samples are recognisable after about {_format_count(low)} to {_format_count(high)} images "
         f"and good after {_format_count(guide['good'][0])} to {_format_count(guide['good'][1])}; "
         f"this run sees {_format_count(images)}{time}, {place}"
     )

@@ -18,14 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from unfog.config.schema import Config
-from unfog.data.augmentation import to_model_range
 from unfog.data.dataset import ImageSet
 from unfog.data.stream import Batch
 from unfog.diffusion.objective import Loss, Objective
 from unfog.errors import Interrupted
 from unfog.evaluation.held_out import fixed_losses, midpoints
 from unfog.pipeline.build import build_objective, fixed_loss, without_augmentation
-from unfog.pipeline.latents import latent_decoder
+from unfog.pipeline.latents import Show, picture_viewer
 from unfog.reporting.charts import line_chart
 from unfog.reporting.findings import DRY_RUN, Figure, Finding
 from unfog.reporting.image_grids import Pixels, grid
@@ -53,7 +52,7 @@ _MOST_STEPS, _MOST_SECONDS = 600, 20.0
 # Relative change of the answers when an input is exchanged, below which the network does not look at it.
 _HEEDED = 1e-6
 
-_ToImages = Callable[[Tensor], Tensor]
+_ToModel = Callable[[Tensor], Tensor]
 
 
 def overfit_one_batch(
@@ -65,8 +64,7 @@ def overfit_one_batch(
     each at a noise level of its own. Interrupted is raised once `stop` returns True.
     """
     device, see = state.precision.device, without_augmentation(config)
-    lesson = _OverfitBatch.of(images, build_objective(config), device, see)
-    lesson = replace(lesson, show=latent_decoder(config, device))
+    lesson = _OverfitBatch.of(images, build_objective(config), device, see, picture_viewer(config, device))
     lesson.at_once = min(_IMAGES, config.training.microbatch or _IMAGES)
     settings = replace(config.training, batch=_IMAGES, microbatch=lesson.at_once, images=10**6 * _IMAGES)
     settings = replace(settings, capture=False)  # the loss of each image is read in each step
@@ -93,7 +91,7 @@ class _OverfitBatch:
     u: Tensor
     noise: Tensor
     objective: Objective
-    show: _ToImages = lambda x0: x0
+    show: Show
     at_once: int = _IMAGES
     """How many the network is given at a time, for lack of memory."""
     place: int = 0
@@ -105,7 +103,7 @@ class _OverfitBatch:
 
     @classmethod
     def of(
-        cls, images: ImageSet, objective: Objective, device: torch.device, see: _ToImages = to_model_range
+        cls, images: ImageSet, objective: Objective, device: torch.device, see: _ToModel, show: Show
     ) -> _OverfitBatch:
         """Take eight evenly spread images of a set, without label dropout, which would hide labels."""
         index = np.unique(np.linspace(0, len(images) - 1, _IMAGES).astype(np.int64))
@@ -117,7 +115,7 @@ class _OverfitBatch:
         generator = torch.Generator().manual_seed(0)
         noise = torch.randn(x0.shape, generator=generator).to(device)
         u = midpoints(_IMAGES).to(device)
-        return cls(x0, pixels, label, u, noise, replace(objective, label_dropout=0.0))
+        return cls(x0, pixels, label, u, noise, replace(objective, label_dropout=0.0), show)
 
     def batch(self, first: int, size: int) -> Batch:
         self.step, self.place = 1 + first // _IMAGES, first % _IMAGES
@@ -185,8 +183,7 @@ class _OverfitBatch:
         guess = diffusion.recover(self.answers(network), x_t, logsnr)[0]
         # On the VE path x_t reaches far beyond the range; each is shown as far as it reaches.
         x_t = x_t / x_t.abs().amax((1, 2, 3), keepdim=True).clamp_min(1)
-        rows = self.show(torch.cat([self.x0, x_t, guess]))
-        pixels: Pixels = ((rows + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
+        pixels = self.show(torch.cat([self.x0, x_t, guess]))
         names = [name for name in ("images", "noisy", "denoised") for _ in range(_IMAGES)]
         return grid(pixels, columns=_IMAGES, labels=names)
 

@@ -17,7 +17,7 @@ from unfog.checks.settings.learning_rate_checks import check_optimization
 from unfog.checks.settings.length_checks import check_length
 from unfog.checks.settings.machine_checks import check_machine, check_run_costs
 from unfog.config.schema import Config
-from unfog.data.augmentation import CONDITIONS, Augment, to_model_range
+from unfog.data.augmentation import CONDITIONS, Augment
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.packs.latent_cache import Normalise
 from unfog.diffusion.diffusion import Diffusion
@@ -99,7 +99,7 @@ def _network_input(config: Config, prepared: Dataset) -> Tensor:
     """Return some images as the network sees them, [B, C, H, W]."""
     stored = _evenly_spread_pixels(prepared.as_network_input.train)[:8]
     if not config.uses_latents:
-        return to_model_range(stored)
+        return config.image_format.to_model(stored)
     latents = Normalise(config.latents.mean, config.latents.deviation, config.diffusion.sigma_data)
     return latents.forward(stored[:, 0])
 

@@ -212,11 +212,11 @@ def _check_manifest(manifest: Mapping[str, Any]) -> None:
     if not (valid and len(fingerprints) == 2 and all(type(text) is str for text in fingerprints)):
         raise ValueError("shape, split or classes are none")
     settings = _stored_settings(manifest)
-    Data(**settings)  # raises RequestError for values out of range
-    size, channels, background, labels, held_out, *_ = settings.values()
+    format = Data(**settings).image_format  # raises RequestError for values out of range
+    _, channels, background, labels, held_out, *_ = settings.values()
     # By type(), as True and 1.0 equal 1, too.
-    typed = type(size) is int and type(channels) is int and type(background) is str and type(held_out) in (int, float)
-    if not typed or [channels, size, size] != shape[1:]:
+    typed = type(channels) is int and type(background) is str and type(held_out) in (int, float)
+    if not typed or list(format.shape) != shape[1:]:
         raise ValueError("its settings are not those of its pixels")
     if labels not in ("folders", "none"):
         raise ValueError("its labels are not resolved")
@@ -237,7 +237,8 @@ def _open_files(path: Path, manifest: Mapping[str, Any]) -> tuple[ImageSet, Data
             raise ValueError(f"no file {name!r}")
         if (found := (path / name).stat().st_size) != file["bytes"]:
             raise ValueError(f"{name} has {found:,} bytes instead of {file['bytes']:,}")
-    if files["pixels.u8"]["bytes"] != math.prod(manifest["shape"]):
+    format = Data(**_stored_settings(manifest)).image_format
+    if files["pixels.u8"]["bytes"] != n * format.nbytes:
         raise ValueError("pixels.u8 does not have that shape")
     offsets = _mapped(path / "names.npy", (n + 1,), np.int64)
     size, names = files["names.bin"]["bytes"], regular_file(path / "names.bin", path)
@@ -247,7 +248,7 @@ def _open_files(path: Path, manifest: Mapping[str, Any]) -> tuple[ImageSet, Data
     if offsets[0] != 0 or offsets[-1] != size:
         raise ValueError("names.npy does not fit names.bin")
     images = ImageSet(
-        _mapped_pixels(path / "pixels.u8", tuple(manifest["shape"])),
+        _mapped_pixels(path / "pixels.u8", tuple(manifest["shape"]), format.dtype),
         _mapped(path / "labels.npy", (n,), np.int64) if manifest["labelled"] else None,
         LazyNames(partial(_name_at, np.asarray(text), offsets), range(n)),
         tuple(manifest["classes"]),
@@ -274,13 +275,13 @@ def _mapped(path: Path, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
     return np.asarray(array)
 
 
-def _mapped_pixels(path: Path, shape: tuple[int, ...]) -> PixelArray:
+def _mapped_pixels(path: Path, shape: tuple[int, ...], dtype: np.dtype[Any]) -> PixelArray:
     if not is_local(path):
-        return FileRows(path, path.parent, np.uint8, shape, waits=Outage())
+        return FileRows(path, path.parent, dtype, shape, waits=Outage())
     # Not by np.memmap, which keeps the map that madvise needs to itself.
     with open_file(path, "rb", path.parent) as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if hasattr(mmap, "MADV_RANDOM") and len(mapped) * _LARGE_SHARE > os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE:
         # Images are read in a shuffled order, so that what lies behind one is not what is wanted next.
         mapped.madvise(mmap.MADV_RANDOM)
-    return np.frombuffer(mapped, np.uint8).reshape(shape)
+    return np.frombuffer(mapped, dtype).reshape(shape)

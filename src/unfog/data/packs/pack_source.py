@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 from PIL import Image
 
 from unfog.data.dataset import Dataset
@@ -15,6 +14,7 @@ from unfog.data.settings import Data
 from unfog.data.sources.base import OpenOptions, Source, SourceLocation
 from unfog.errors import RequestError
 from unfog.text import sanitize
+from unfog.values.image_format import ImageFormat, sides_of, to_pillow
 
 
 class PackSource(Source):
@@ -48,7 +48,7 @@ class PackSource(Source):
 
     def open(self, i: int) -> Image.Image:
         pixels = self.pack.images.pixels[i]
-        return Image.fromarray(pixels[0] if len(pixels) == 1 else np.ascontiguousarray(pixels.transpose(1, 2, 0)))
+        return to_pillow(pixels.transpose(1, 2, 0))
 
     def stamp(self) -> tuple[str, int]:
         # The manifest's digest covers a checksum of every file.
@@ -57,10 +57,10 @@ class PackSource(Source):
     def decoded_dataset(self, settings: Data) -> Dataset | None:
         # Automatic settings fit, and so does the default `held_out`.
         pack, packed = self.pack, self.pack.settings
-        size = packed["size"]
-        if settings.size > size:
+        size, format = packed["size"], ImageFormat.of(packed["channels"], packed["size"])
+        if any(wanted > held for wanted, held in zip(sides_of(settings.size), sides_of(size))):
             raise RequestError(
-                f"size = {settings.size}, but {sanitize(self.name)} holds images of {size}x{size}; pack the "
+                f"size = {settings.size}, but {sanitize(self.name)} holds images of {format.sides}; pack the "
                 f"originals again with --size {settings.size}, or omit --size"
             )
         fits = settings.size in (0, size) and settings.channels in (0, packed["channels"])

@@ -76,7 +76,7 @@ class _PackWriter:
         if found.header == header | {"channels": 3, "proved": True}:
             scan = scan.as_rgb()  # an earlier attempt met an image in colour
             header = Journal.header_of(scan, key)
-        self.scan, self._image_bytes = scan, scan.channels * scan.size**2
+        self.scan, self._image_bytes = scan, scan.image_format.nbytes
         self.order, self.in_train = scan.split_held_out()
         self.statistics = DecodeStatistics.empty(len(self.order))
         self.journal = Journal(header)
@@ -193,7 +193,7 @@ class _PackWriter:
             "format": FORMAT,
             "key": self.key,
             "stamp": self.scan.stamp,
-            "shape": [self.journal.rows, self.scan.channels, self.scan.size, self.scan.size],
+            "shape": [self.journal.rows, *self.scan.image_format.shape],
             "train": result.train,
             "settings": {name: getattr(settings, name) for name in PACK_SETTINGS}
             | {"labels": labels}
@@ -246,7 +246,7 @@ class _PackWriter:
         whole, n, fingerprints = hashlib.sha256(), len(self.order), list[str]()
         with self._open("pixels.u8", "rb") as file:
             for begin, end in ((0, result.train), (result.train, self.journal.rows)):
-                shape = (end - begin, self.scan.channels, self.scan.size, self.scan.size)
+                shape = (end - begin, *self.scan.image_format.shape)
                 digest = hashlib.sha256(repr((shape, result.classes)).encode())
                 for start in range(begin, end, 4096):
                     block = file.read(min(end - start, 4096) * self._image_bytes)
@@ -261,7 +261,7 @@ class _PackWriter:
 
     def _pixel_statistics(self) -> dict[str, list[float]]:
         """Return mean and standard deviation of each channel over all images, in 0 to 255."""
-        count = self.journal.rows * self.scan.size**2
+        count = self.journal.rows * self.scan.image_format.pixels
         means = [total / count for total in self.sums[0]]
         squares = [total / count for total in self.sums[1]]
         deviations = [max(0.0, square - mean**2) ** 0.5 for mean, square in zip(means, squares)]

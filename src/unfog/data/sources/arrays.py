@@ -33,6 +33,7 @@ from unfog.data.values.deep_image import DeepImage
 from unfog.errors import RequestError
 from unfog.safe_files import replace_file
 from unfog.text import sanitize
+from unfog.values.image_format import to_pillow
 
 _IMAGE_KEYS, _LABEL_KEYS = ("x", "images", "arr_0"), ("y", "labels")
 
@@ -145,7 +146,7 @@ class ArraySource(Source):
             pixels = pixels.astype(np.uint8) * np.uint8(255)
         if pixels.dtype != np.uint8:
             return DeepImage(pixels)
-        return Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
+        return to_pillow(pixels)
 
     def stamp(self) -> tuple[str, int]:
         # An .npz file was read whole, so changes since do not matter; a mapped one shows them.

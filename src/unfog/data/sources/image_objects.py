@@ -29,6 +29,7 @@ from unfog.data.values.value_range import (
     outward,
 )
 from unfog.errors import RequestError
+from unfog.values.image_format import to_pillow
 
 CHANNELS = (1, 3, 4)
 _IMAGE_KEYS = (
@@ -264,7 +265,7 @@ def encode_image(image: Any, i: int, floats: ValueRange | None) -> bytes:
             file = BytesIO()
             np.lib.format.write_array(file, pixels, (1, 0), allow_pickle=False)
             return file.getvalue()
-        image = Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels)
+        image = to_pillow(pixels)
     try:
         return _encode_pil(image, subject)
     except (OSError, SyntaxError, ValueError) as error:  # a file that Pillow opened and that is damaged further on

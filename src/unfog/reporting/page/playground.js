@@ -1,7 +1,7 @@
 // The playground: draw from a run and see every step, scrub training time and denoising time, edit, compare, look back.
 
 import {html, nothing} from "./vendor/lit.js";
-import {View, announce, command, count, keep, radios, range, route, select} from "./util.js";
+import {View, announce, command, count, keep, radios, range, route, select, sidesOf} from "./util.js";
 import {Sheets, tile} from "./playground_sheets.js";
 import {ENDED, values} from "./playground_grid.js";
 import "./playground_levels.js";
@@ -277,12 +277,12 @@ class Playground extends View {
 	}
 
 	editing() {
-		const {edit} = this, size = this.detail.settings["data.size"];
+		const {edit} = this, [width, height] = sidesOf(this.detail.settings["data.size"]);
 		if (!edit) return this.setting("Start from a picture (its settings are read, too)", html`<input type="file" accept="image/*" @change=${(e) => this.upload(e.target.files[0])}>`, "wide");
 		const url = edit.upload ? this.data.url(`api/upload/${edit.upload}.png?run=${this.run}`) : this.data.url(`api/draw/${edit.job}/${edit.picture}.png`);
 		return html`<fieldset><legend>Start from ${edit.upload ? "an upload" : `picture ${edit.picture + 1} of drawing ${edit.job}`}</legend>
 			${edit.found ? html`<p>This picture was drawn here. <button type="button" @click=${() => this.adopt(edit.found)}>Take its settings</button></p>` : ""}
-			${edit.masked ? html`<unfog-mask .url=${url} .size=${size}></unfog-mask>` : html`<img class="exact start" src=${url} alt="The picture to start from">`}
+			${edit.masked ? html`<unfog-mask .url=${url} .width=${width} .height=${height}></unfog-mask>` : html`<img class="exact start" src=${url} alt="The picture to start from">`}
 			<label class="check"><input type="checkbox" .checked=${edit.masked} @change=${(e) => (this.edit = {...edit, masked: e.target.checked})}> paint a mask (inpainting)</label>
 			${this.field("strength", "Strength", {min: 0, max: 1, step: 0.05, usual: edit.masked ? 1 : 0.6})}
 			${edit.masked ? this.field("repeats", "Repeats", {min: 1, max: 50, usual: 10}) : ""}
@@ -312,7 +312,7 @@ class Playground extends View {
 
 	// One picture in full: the noisy state beside the guess, and what can be done with it.
 	selected(job) {
-		const i = this.shown, {copies, kept} = job, found = copies?.pictures?.[i], size = job.size || 32, scale = Math.max(1, Math.floor(224 / size)), at = this.sheet(job);
+		const i = this.shown, {copies, kept} = job, found = copies?.pictures?.[i], size = Math.max(...sidesOf(job.size || 32)), scale = Math.max(1, Math.floor(224 / size)), at = this.sheet(job);
 		if (!at) return "";
 		const finished = at.endsWith("pictures.webp"), both = finished ? [[at, "finished picture"]] : Object.keys(VIEWS).reverse().map((view) => [this.sheet(job, view), VIEWS[view]]);
 		return html`<div class="selected"><h2>Picture ${i + 1}</h2><div class="pair">${both.map(([path, label]) => html`<figure>${tile(this.sheets, path, i, job.settings.n, `Picture ${i + 1}, ${label}, ${this.where(job)}`, scale)}<figcaption>${label}${finished ? "" : `, ${this.where(job)}`}</figcaption></figure>`)}

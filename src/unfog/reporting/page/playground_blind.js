@@ -1,7 +1,7 @@
 // Blind comparison: pairs of pictures from the same noise, side by side in random order; the counts are kept with the run.
 
 import {html} from "./vendor/lit.js";
-import {View, announce, select, table} from "./util.js";
+import {View, announce, select, sidesOf, table} from "./util.js";
 import {tile} from "./playground_sheets.js";
 
 class Blind extends View {
@@ -69,7 +69,7 @@ class Blind extends View {
 	side(left) {
 		const {picture, swapped} = this.pairs[this.at], job = left === swapped ? this.second : this.first;
 		const label = `${left ? "Left" : "Right"} picture of pair ${this.at + 1}`;
-		return tile(this.sheets, `${job.job}/pictures.webp`, picture, job.settings.n, label, Math.max(1, Math.floor(256 / this.detail.settings["data.size"])));
+		return tile(this.sheets, `${job.job}/pictures.webp`, picture, job.settings.n, label, Math.max(1, Math.floor(256 / Math.max(...sidesOf(this.detail.settings["data.size"])))));
 	}
 
 	render() {

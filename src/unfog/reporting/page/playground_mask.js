@@ -7,7 +7,7 @@ const MOST_UNDO = 50;
 const MOVES = {ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1]};
 
 class Mask extends View {
-	static properties = ["url", "size", "brush", "erase", "zoom", "at", "painted"];
+	static properties = ["url", "width", "height", "brush", "erase", "zoom", "at", "painted"];
 
 	constructor() {
 		super();
@@ -19,8 +19,8 @@ class Mask extends View {
 	}
 
 	firstUpdated() {
-		this.bits = new Uint8Array(this.size * this.size);
-		this.brush = Math.max(1, Math.round(this.size / 8));
+		this.bits = new Uint8Array(this.width * this.height);
+		this.brush = Math.max(1, Math.round(Math.min(this.width, this.height) / 8));
 		this.paint();
 	}
 
@@ -33,30 +33,30 @@ class Mask extends View {
 			};
 			image.src = this.url;
 		}
-		this.canvas.style.width = `${this.size * this.shownZoom}px`;
+		this.canvas.style.width = `${this.width * this.shownZoom}px`;
 		this.paint();
 	}
 
 	get mostZoom() {
-		return Math.max(2, Math.round(960 / this.size));
+		return Math.max(2, Math.round(960 / Math.max(this.width, this.height)));
 	}
 
 	get shownZoom() {
-		return this.zoom || Math.max(1, Math.floor((this.clientWidth || 280) / this.size));
+		return this.zoom || Math.max(1, Math.floor((this.clientWidth || 280) / this.width));
 	}
 
 	paint() {
-		const {canvas, bits, size} = this;
+		const {canvas, bits, width, height} = this;
 		if (!canvas || !bits) return;
 		const context = canvas.getContext("2d", {willReadFrequently: true});
 		context.fillStyle = "#888";
-		context.fillRect(0, 0, size, size);
-		if (this.image) context.drawImage(this.image, 0, 0, size, size);
-		const pixels = context.getImageData(0, 0, size, size);
+		context.fillRect(0, 0, width, height);
+		if (this.image) context.drawImage(this.image, 0, 0, width, height);
+		const pixels = context.getImageData(0, 0, width, height);
 		for (let i = 0; i < bits.length; i++) {
 			if (!bits[i]) continue;
 			// A checkered red, which can be told from any picture.
-			const dark = (i % size + Math.floor(i / size)) % 2;
+			const dark = (i % width + Math.floor(i / width)) % 2;
 			pixels.data.set([dark ? 190 : 255, dark ? 0 : 90, dark ? 60 : 110, 255], 4 * i);
 		}
 		context.putImageData(pixels, 0, 0);
@@ -89,19 +89,19 @@ class Mask extends View {
 
 	// A round dot; lines are dots a pixel apart.
 	dot(x, y) {
-		const {size, brush, bits} = this, radius = brush / 2, low = -Math.floor((brush - 1) / 2), high = Math.ceil((brush - 1) / 2);
+		const {width, height, brush, bits} = this, radius = brush / 2, low = -Math.floor((brush - 1) / 2), high = Math.ceil((brush - 1) / 2);
 		for (let dy = low; dy <= high; dy++) {
 			for (let dx = low; dx <= high; dx++) {
 				const px = x + dx, py = y + dy;
-				if (px < 0 || py < 0 || px >= size || py >= size || (brush > 2 && Math.hypot(dx, dy) > radius)) continue;
-				bits[py * size + px] = this.erase ? 0 : 1;
+				if (px < 0 || py < 0 || px >= width || py >= height || (brush > 2 && Math.hypot(dx, dy) > radius)) continue;
+				bits[py * width + px] = this.erase ? 0 : 1;
 			}
 		}
 	}
 
 	place(event) {
 		const box = this.canvas.getBoundingClientRect();
-		return [event.clientX - box.left, event.clientY - box.top].map((part) => Math.floor((part * this.size) / box.width));
+		return [event.clientX - box.left, event.clientY - box.top].map((part) => Math.floor((part * this.width) / box.width));
 	}
 
 	down(event) {
@@ -155,13 +155,13 @@ class Mask extends View {
 	}
 
 	key(event) {
-		const move = MOVES[event.key], {size} = this;
+		const move = MOVES[event.key], {width, height} = this, middle = [width >> 1, height >> 1];
 		if (move) {
-			const [x, y] = this.at || [size >> 1, size >> 1], far = event.ctrlKey ? 8 : 1;
-			this.at = [Math.min(size - 1, Math.max(0, x + move[0] * far)), Math.min(size - 1, Math.max(0, y + move[1] * far))];
+			const [x, y] = this.at || middle, far = event.ctrlKey ? 8 : 1;
+			this.at = [Math.min(width - 1, Math.max(0, x + move[0] * far)), Math.min(height - 1, Math.max(0, y + move[1] * far))];
 			if (event.shiftKey) this.change(() => this.dot(...this.at));
-			else announce(`column ${this.at[0] + 1}, row ${this.at[1] + 1}, ${this.bits[this.at[1] * size + this.at[0]] ? "painted" : "kept"}`);
-		} else if (event.key === " " || event.key === "Enter") this.change(() => this.dot(...(this.at || [size >> 1, size >> 1])));
+			else announce(`column ${this.at[0] + 1}, row ${this.at[1] + 1}, ${this.bits[this.at[1] * width + this.at[0]] ? "painted" : "kept"}`);
+		} else if (event.key === " " || event.key === "Enter") this.change(() => this.dot(...(this.at || middle)));
 		else if (event.key === "e") this.erase = !this.erase;
 		else if (event.key === "[" || event.key === "]") this.brush = Math.max(1, this.brush + (event.key === "]" ? 1 : -1));
 		else if ("zZ".includes(event.key)) event.shiftKey ? this.step(this.future, this.past) : this.step(this.past, this.future);
@@ -175,8 +175,8 @@ class Mask extends View {
 
 	// PNG of the mask, white where it is painted.
 	blob() {
-		const {size, bits} = this, canvas = Object.assign(document.createElement("canvas"), {width: size, height: size});
-		const context = canvas.getContext("2d"), pixels = context.createImageData(size, size);
+		const {width, height, bits} = this, canvas = Object.assign(document.createElement("canvas"), {width, height});
+		const context = canvas.getContext("2d"), pixels = context.createImageData(width, height);
 		for (let i = 0; i < bits.length; i++) pixels.data.set([255 * bits[i], 255 * bits[i], 255 * bits[i], 255], 4 * i);
 		context.putImageData(pixels, 0, 0);
 		return new Promise((done) => canvas.toBlob(done, "image/png"));
@@ -187,13 +187,13 @@ class Mask extends View {
 		const button = (label, press, pressed = nothing, off = false) => html`<button type="button" aria-pressed=${pressed} ?disabled=${off} @click=${press}>${label}</button>`;
 		return html`<div class="mask"><div class="bar" role="toolbar" aria-label="Mask">
 			${button("Brush", () => (this.erase = false), !erase)}${button("Eraser", () => (this.erase = true), erase)}
-			<label>size ${range(this.brush, 1, Math.max(2, Math.round(this.size / 2)), (brush) => (this.brush = brush))}</label>
+			<label>size ${range(this.brush, 1, Math.max(2, Math.round(Math.min(this.width, this.height) / 2)), (brush) => (this.brush = brush))}</label>
 			<label>zoom ${range(this.shownZoom, 1, this.mostZoom, (zoom) => (this.zoom = zoom))}</label>
 			${button("Undo", () => this.step(this.past, this.future), nothing, !past.length)}${button("Redo", () => this.step(this.future, this.past), nothing, !future.length)}
 			${button("Clear", () => this.fill(() => 0))}${button("Invert", () => this.fill((bit) => 1 - bit))}</div>
-			<div class="scroll"><canvas width=${this.size} height=${this.size} tabindex="0" role="application" aria-label="Image to paint a mask on: arrows move, space paints, shift and arrows draw, e switches the eraser, brackets change the size, z undoes"
+			<div class="scroll"><canvas width=${this.width} height=${this.height} tabindex="0" role="application" aria-label="Image to paint a mask on: arrows move, space paints, shift and arrows draw, e switches the eraser, brackets change the size, z undoes"
 				@pointerdown=${(e) => this.down(e)} @pointermove=${(e) => this.move(e)} @pointerup=${(e) => this.up(e)} @pointercancel=${(e) => this.up(e)} @keydown=${(e) => this.key(e)}></canvas></div>
-			<p class="soft">${this.painted ? `${this.painted} of ${this.size * this.size} pixels are drawn anew, the others stay` : "Paint over what is to be drawn anew."}</p></div>`;
+			<p class="soft">${this.painted ? `${this.painted} of ${this.width * this.height} pixels are drawn anew, the others stay` : "Paint over what is to be drawn anew."}</p></div>`;
 	}
 }
 customElements.define("unfog-mask", Mask);

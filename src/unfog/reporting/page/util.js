@@ -101,6 +101,12 @@ export function count(value) {
 	return Number.isFinite(value) ? whole.format(value) : "–";
 }
 
+// [width, height] of a size as settings have it: 64, or "96x64".
+export function sidesOf(size) {
+	const [width, height = width] = String(size).split("x").map(Number);
+	return [width, height];
+}
+
 export function number(value) {
 	if (typeof value !== "number" || !Number.isFinite(value)) return "–";
 	const size = Math.abs(value);

@@ -20,6 +20,7 @@ from unfog.process.run_folder import printable
 from unfog.runs.weights.objectives import objective_from_scheduler
 from unfog.runs.weights.weights_source import WeightsSource
 from unfog.training.checkpoints.load import sha256_of
+from unfog.values.image_format import CHANNELS, scaled, size_of
 
 
 class _InitialWeights(NamedTuple):
@@ -45,7 +46,8 @@ def recipe_from_weights(base: Config, table: Mapping[str, Any]) -> Config:
     data = replace(base.data, size=trained.data.size, channels=trained.data.channels)
     autoencoder = table.get("autoencoder_folder", base.autoencoder_folder)
     if autoencoder and not trained.uses_latents:  # diffusers' folder states the size and channels of the latents
-        data = replace(data, size=source.input[1] * AutoencoderFolder.open(str(autoencoder)).factor, channels=0)
+        factor = AutoencoderFolder.open(str(autoencoder)).factor
+        data = replace(data, size=scaled(source.input[1], factor), channels=0)
     return replace(
         base,
         init=init,
@@ -93,7 +95,7 @@ def load_initial_weights(config: Config) -> _InitialWeights:
             "yet; restore the file, or start a new run with another --out"
         )
     choices = [Choice("init", config.init.folder, source.what), _objective_choice(source, config)]
-    if source.input[1] not in (0, config.input_shape[1]):
+    if source.input[1] not in (0, size_of(*config.input_shape[1:])):
         choices.append(Choice("size", config.data.size, f"the weights were trained at {source.config.data.size}"))
     state, classes = source.fit(source.read(), config)
     folder = printable(str(Path(config.init.folder).expanduser().resolve()))
@@ -113,7 +115,7 @@ def _check_network(source: WeightsSource, config: Config) -> None:
             f"{format_spec(theirs)}; omit --network, or change only its dropout"
         )
     channels, known = config.input_shape[0], source.input[0]
-    if channels != known and not config.uses_latents and known not in (1, 3):
+    if channels != known and not config.uses_latents and known not in CHANNELS:
         raise RequestError(
             f"the network in {config.init.folder} generates latents of {known} channels; give its autoencoder: "
             "--autoencoder FOLDER"

@@ -22,6 +22,7 @@ from unfog.reporting.progress import say
 from unfog.runs.weights.weights_source import WeightsSource
 from unfog.text import sanitize
 from unfog.training.checkpoints.format import CheckpointInfo
+from unfog.values.image_format import CHANNELS, Size
 
 if TYPE_CHECKING:
     from unfog.inference.evaluation_files import Evaluation
@@ -34,13 +35,13 @@ class Model(Run):
     Args:
         path: a folder of diffusers, with its scheduler, or a file of weights of another program.
         device: auto, cpu, cuda, cuda:1 or mps.
-        size: side of the images in pixels, for weights that do not state it.
+        size: of the images, 64 or "96x64" (width x height), for weights that do not state it.
 
     Raises:
         RequestError: the network, its noise levels or its size have no equivalent here, or are not stated.
     """
 
-    def __init__(self, path: str | Path, device: str = "auto", size: int = 0):
+    def __init__(self, path: str | Path, device: str = "auto", size: Size = 0):
         place = Path(path_text(path, "path")).expanduser()
         source = WeightsSource.describe(Init(folder=str(place)), Diffusion(), known=False)
         self.folder, self.config = RunFolder(place), _settings(place, source, size)
@@ -83,7 +84,7 @@ class Model(Run):
         return f"<model {self.path}: {'; '.join(self._facts().values())}; on {self.device}>"
 
 
-def _settings(path: Path, source: WeightsSource, size: int) -> Config:
+def _settings(path: Path, source: WeightsSource, size: Size) -> Config:
     """Return the settings to sample with. RequestError if the weights leave open what only training could choose."""
     config, model = source.config, source.elsewhere
     # The same weights under another objective give noise, so none is guessed.
@@ -92,7 +93,7 @@ def _settings(path: Path, source: WeightsSource, size: int) -> Config:
             f"{path} has no scheduler_config.json, which says what the network predicts at which noise levels; save "
             "the whole pipeline, or train on from it: unfog train SOURCE --init"
         )
-    latents = (path / "vae").is_dir() or (path / "vqvae").is_dir() or source.input[0] not in (1, 3)
+    latents = (path / "vae").is_dir() or (path / "vqvae").is_dir() or source.input[0] not in CHANNELS
     if latents and not config.uses_latents:
         raise RequestError(
             f"{path} generates latents, and has no AutoencoderKL or AutoencoderTiny in a folder vae that decodes them; "
@@ -105,7 +106,8 @@ def _settings(path: Path, source: WeightsSource, size: int) -> Config:
         raise RequestError(f"{path} {state}")
     config = replace(config, data=replace(config.data, size=config.data.size or size))
     assert config.network is not None  # it is that of the weights
-    config.network.check(config.input_shape[1])
+    _, height, width = config.input_shape
+    config.network.check((height, width))
     if model is not None:
         # The class of no class is known, but of these programs only DiT was trained with it as a rule.
         dropout = config.label_dropout if model.network.kind == "diffusers-dit" else 0.0

@@ -27,6 +27,7 @@ from unfog.export.diffusers_unet import Network
 from unfog.export.elsewhere import ElsewhereModel
 from unfog.inference.run import Run
 from unfog.models.autoencoder_settings import AutoencoderFolder, Latents
+from unfog.values.image_format import Size, scaled, size_of
 
 _TARGETS: dict[str, Target] = {"epsilon": Eps(), "sample": X0(), "v_prediction": V()}
 
@@ -81,12 +82,13 @@ def export_difference(run: Run) -> float:
     # go unnoticed: both get random weights.
     config, network = run.config, _randomized(run.network.cpu())
     assert config.network is not None  # a run's is settled
-    channels, side, _ = config.input_shape
+    channels, height, width = config.input_shape
     out = channels * (2 if config.diffusion.learned_variance else 1)
-    settings, state = Network(config.network, channels, len(config.classes), network.state_dict(), out).to_unet2d(side)
+    plain = Network(config.network, channels, len(config.classes), network.state_dict(), out)
+    settings, state = plain.to_unet2d(size_of(height, width))
     exported = UNet2DModel(**settings).eval()
     exported.load_state_dict(state)
-    x = torch.randn(2, channels, side, side, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(2, channels, height, width, generator=torch.Generator().manual_seed(1))
     level = torch.tensor([10.0, 500.0])
     label = torch.tensor([0, len(config.classes)]) if config.classes else None  # a class, and no class
     expected = network(x, level, label)
@@ -191,10 +193,10 @@ def _unknown_weights() -> RequestError:
     )
 
 
-def with_latents_of(config: Config, pipeline: Path, side: int) -> Config:
+def with_latents_of(config: Config, pipeline: Path, size: Size) -> Config:
     """Return settings with the autoencoder of a diffusers pipeline, and the scale of latents that it was trained with.
 
-    `side` is that of the latents. Unchanged if the pipeline has no autoencoder.
+    `size` is that of the latents. Unchanged if the pipeline has no autoencoder.
     """
     folder = pipeline / "vae"
     if not (folder / "config.json").is_file():
@@ -206,5 +208,5 @@ def with_latents_of(config: Config, pipeline: Path, side: int) -> Config:
     # There, the network sees (latent - shift) * scale; here, (latent - mean) / deviation * sigma_data.
     count, deviation = opened.channels, config.diffusion.sigma_data / scale
     latents = Latents(opened.sha256(), opened.factor, count, (shift,) * count, (deviation,) * count)
-    data = replace(config.data, size=side * opened.factor, channels=opened.image_channels)
+    data = replace(config.data, size=scaled(size, opened.factor), channels=opened.image_channels)
     return replace(config, data=data, latents=latents, autoencoder_folder=str(folder))

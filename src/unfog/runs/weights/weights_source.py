@@ -26,6 +26,7 @@ from unfog.reporting.progress import warn
 from unfog.runs.weights.objectives import Objective, objective_from_scheduler, with_latents_of
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.load import read_tensors
+from unfog.values.image_format import CHANNELS, LEAST, Size, size_of
 
 _CLASS_SPREAD = 0.02  # scale of random differences between new class embeddings, as other networks draw their rows
 _ADDED = 16  # parameters that a network has beside those of the weights, at most
@@ -42,12 +43,13 @@ class WeightsSource(NamedTuple):
     scheduler: dict[str, Any] | None = None  # that of diffusers' scheduler, if there is one
     elsewhere: ElsewhereModel | None = None  # weights of another program; None for a run and for a `UNet2DModel`
     objective_reason: str = "as it was trained with"
-    known_input: tuple[int, int] | None = None  # channels and side of the network's input; None: as `config` has it
+    known_input: tuple[int, Size] | None = None  # channels and size of the network's input; None: as `config` has it
 
     @property
-    def input(self) -> tuple[int, int]:
-        """Channels and side of the network's input: pixels or latents; the side is 0 where it is not stated."""
-        return self.known_input or self.config.input_shape[:2]
+    def input(self) -> tuple[int, Size]:
+        """Channels and size of the network's input: pixels or latents; the size is 0 where it is not stated."""
+        channels, height, width = self.config.input_shape
+        return self.known_input or (channels, size_of(height, width))
 
     @property
     def root(self) -> Path:
@@ -148,9 +150,9 @@ def _in_diffusers(folder: Path, diffusion: Diffusion, known: bool) -> WeightsSou
         return WeightsSource(config, found.weights, what, None, found.scheduler, model, reason, known_input)
     network, channels, _ = unet2d_settings(found.config)
     size = found.config.get("sample_size")
-    # diffusers also writes [height, width]; the two have to be equal here.
-    size = size[0] if isinstance(size, list) and size[:1] * len(size) == size != [] else size
-    size = size if isinstance(size, int) and size >= 4 else 0
+    # diffusers also writes [height, width].
+    sides = size if isinstance(size, list) and len(size) == 2 else [size, size]
+    size = size_of(*sides) if all(isinstance(side, int) and side >= LEAST for side in sides) else 0
     config = replace(Config(), network=network, diffusion=diffusion, data=_data_of(channels, size))
     config, what = with_latents_of(config, found.pipeline, size), "weights of a UNet2DModel"
     return WeightsSource(config, found.weights, what, found.config, found.scheduler, known_input=(channels, size))
@@ -172,9 +174,9 @@ def _settings_of(model: ElsewhereModel, diffusion: Diffusion, sampler: Sampler |
     return replace(base, network=model.network, diffusion=diffusion, data=data, sampler=sampler or base.sampler)
 
 
-def _data_of(channels: int, size: int) -> Data:
+def _data_of(channels: int, size: Size) -> Data:
     """Return settings of images that the input of a network has the form of; of latents, the form is left open."""
-    return replace(Data(), size=size, channels=channels) if channels in (1, 3) else Data()
+    return replace(Data(), size=size, channels=channels) if channels in CHANNELS else Data()
 
 
 def _fit_classes(

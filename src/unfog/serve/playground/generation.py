@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import time
 from collections import OrderedDict
 from pathlib import Path
@@ -19,12 +20,12 @@ from unfog.errors import RequestError
 from unfog.inference.loaded_run import load_run_images
 from unfog.inference.memorization import FEWEST, find_nearest_images
 from unfog.inference.run import Run
-from unfog.pipeline.generate import to_pixels
 from unfog.pipeline.image_files import build_edit
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.image_grids import Pixels
 from unfog.serve.playground.channel import Channel, Message
+from unfog.values.image_format import ImageFormat
 
 _TILE = 128  # longest side of a kept step, in pixels
 _STEP_BYTES = 2**26  # of all kept steps of a job; of more, every second one is left out, or every third
@@ -54,21 +55,22 @@ class Studio:
             return
         image, mask = _inputs(message)
         settings = dict(head["settings"])
-        count, size = settings.pop("n"), run.config.data.size
+        count, format = settings.pop("n"), run.config.image_format
         edit = build_edit(run.config, image, mask, settings.get("strength"), settings.get("repeats"))
         kind, steps, grid = (settings.get(name) for name in ("sampler", "steps", "grid"))
         sampler = run.sampler(kind, steps, grid, settings.get("levels", ()))
         # The adaptive sampler has a noise level for each image, so its steps are shown one image at a time.
-        batch = 1 if sampler.kind == "adaptive" else max(1, min(count, _BATCH_PIXELS // size**2))
+        batch = 1 if sampler.kind == "adaptive" else max(1, min(count, _BATCH_PIXELS // format.pixels))
         total = edit.steps(sampler.steps) if edit else sampler.steps
         watch = _StepSender(channel, job, run, every=_every(total, count, run))
-        channel.send("began", job, steps=total, batches=-(-count // batch), device=str(run.device), size=size)
+        parts, device = -(-count // batch), str(run.device)
+        channel.send("began", job, steps=total, batches=parts, device=device, size=format.size)
         began = time.monotonic()
         images = run.sample(count, image=image, mask=mask, observe=watch, batch=batch, **settings)
         facts: dict[str, Any] = {"seconds": round(time.monotonic() - began, 3), "calls": run.calls}
         if edit is not None and edit.unknown is not None and len(images):
             known = ~edit.unknown[0].numpy()
-            kept = to_pixels(edit.image).permute(1, 2, 0).numpy()[known]
+            kept = format.to_pictures(edit.image[None])[0][known]
             facts["kept"] = {"pixels": int(known.sum()), "equal": bool((np.asarray(images)[:, known] == kept).all())}
         stopped = len(images) < count
         channel.send("done", job, np.ascontiguousarray(images).tobytes(), images=images.shape, stopped=stopped, **facts)
@@ -89,6 +91,7 @@ class _StepSender:
     def __init__(self, channel: Channel, job: int, run: Run, every: int) -> None:
         self._channel, self._job, self._every = channel, job, every
         self._path, self._decode = run.config.diffusion.path, run.decode
+        self._format = run.config.image_format
 
     def __call__(self, step: SamplingStep) -> bool:
         if self._channel.is_cancelled(self._job):
@@ -96,7 +99,7 @@ class _StepSender:
         if step.number % self._every == 0:
             alpha, sigma = (float(part) for part in self._path(torch.tensor(step.logsnr, dtype=torch.float64)))
             scaled = step.x_t / (alpha**2 + sigma**2) ** 0.5
-            x, x0 = (_tiles(self._decode(images)) for images in (scaled, step.x0))
+            x, x0 = (_tiles(self._decode(images), self._format) for images in (scaled, step.x0))
             facts = {
                 "number": step.number,
                 "first": step.first,
@@ -108,18 +111,19 @@ class _StepSender:
         return self._channel.is_cancelled(self._job)
 
 
-def _tiles(images: Tensor) -> Pixels:
+def _tiles(images: Tensor, format: ImageFormat) -> Pixels:
     """Return images [N, C, H, W] as uint8 [N, h, w, C], at most 128 pixels wide."""
     side = max(images.shape[2:])
     if side > _TILE:
         small = [max(1, length * _TILE // side) for length in images.shape[2:]]
         images = adaptive_avg_pool2d(images.float(), (small[0], small[1]))
-    return np.ascontiguousarray(to_pixels(images).permute(0, 2, 3, 1).cpu().numpy())
+    return np.ascontiguousarray(format.to_pictures(images))
 
 
 def _every(steps: int, count: int, run: Run) -> int:
     """Return how many steps there are to one that is kept, so that all of a job fit the memory."""
-    of_step = 2 * count * min(run.config.data.size, _TILE) ** 2 * run.config.data.channels
+    channels, *sides = run.config.image_format.shape
+    of_step = 2 * count * math.prod(min(side, _TILE) for side in sides) * channels
     return max(1, -(-steps * of_step // _STEP_BYTES))
 
 

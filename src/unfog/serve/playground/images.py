@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image, PngImagePlugin
+from PIL import PngImagePlugin
 
 from unfog.data.decode import decode, parse_colour
 from unfog.data.sources.base import ImageError
@@ -23,10 +23,10 @@ from unfog.reporting.image_grids import Pixels
 from unfog.serve.playground.job import Job
 from unfog.serve.run_files import decode_picture, read_settings
 from unfog.serve.run_files import webp as encode_webp
+from unfog.values.image_format import CHANNELS, ImageFormat, parse_size, to_pillow
 
 _EMPTY = 128  # grey, of a picture that has not begun
 _KEPT, _MOST_PIXELS, _MOST_TEXT = 24, 2**24, 2**16
-_MOST_SIDE = 2**12  # pixels of a run's images
 
 
 def sheet(pictures: Sequence[Pixels | None], columns: int = 0) -> bytes:
@@ -63,8 +63,7 @@ def step_sheet(job: Job, number: int, guess: bool) -> bytes | None:
 
 def webp(pixels: Pixels) -> bytes:
     """Encode uint8 [H, W, 1 or 3] as lossless WebP."""
-    image = Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels)
-    return encode_webp(image, "the picture", lossless=True, method=0)
+    return encode_webp(to_pillow(pixels), "the picture", lossless=True, method=0)
 
 
 def disagreement(pictures: Pixels) -> Pixels:
@@ -74,21 +73,21 @@ def disagreement(pictures: Pixels) -> Pixels:
     return bright
 
 
-def size_of(run: Path) -> tuple[int, int]:
-    """Return side and channels of the images of a run. RequestError if its configuration does not have them."""
+def format_of(run: Path) -> ImageFormat:
+    """Return the format of the images of a run. RequestError if its configuration does not have them."""
     settings = read_settings(run)
     size, channels = settings.get("data.size"), settings.get("data.channels")
     # A program of somebody else may have written it: an image of that size is made.
-    if not (isinstance(size, int) and 1 <= size <= _MOST_SIDE and channels in (1, 3)):
-        raise RequestError("config.toml of this run is missing, damaged, or has no size and channels")
-    return size, int(channels)
+    with suppress(RequestError):
+        if size and channels in CHANNELS:
+            return ImageFormat.of(int(channels), parse_size(size))
+    raise RequestError("config.toml of this run is missing, damaged, or has no size and channels")
 
 
-def at_run_size(pixels: Pixels, size: int, channels: int) -> Pixels:
-    """Return an image [H, W, C] as training images of a run are prepared: resized, cropped, uint8 [size, size, C]."""
+def at_run_size(pixels: Pixels, format: ImageFormat) -> Pixels:
+    """Return an image [H, W, C] as training images of a run are prepared: resized and cropped to [H', W', C']."""
     try:
-        image = Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels)
-        prepared: Pixels = decode(lambda: image, size, channels, parse_colour("white"))[0]
+        prepared: Pixels = decode(lambda: to_pillow(pixels), format, parse_colour("white"))[0]
     except ImageError as error:
         raise RequestError(f"the image cannot be used: {error}") from None
     return np.ascontiguousarray(prepared.transpose(1, 2, 0))

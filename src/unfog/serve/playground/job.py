@@ -23,6 +23,7 @@ from unfog.config.run_requests import SampleRequest
 from unfog.reporting.image_grids import Pixels
 from unfog.safe_files import make_folder, read_file, remove, write_atomic
 from unfog.serve.playground.requests import command_of, python_of, settings_of
+from unfog.values.image_format import are_pictures
 
 _MOST_FILES, _MOST_BYTES = 100, 2**25  # of a folder of runs
 _LARGEST = 2**23  # bytes of pixels of a drawing that is kept
@@ -150,7 +151,7 @@ class History:
                 # With a bound: a few bytes may unpack to any size.
                 pixels = zlib.decompressobj().decompress(packed, _LARGEST)
                 pictures = np.frombuffer(pixels, np.uint8).reshape(facts.pop("shape"))
-                if pictures.ndim == 4 and pictures.shape[3] in (1, 3):
+                if are_pictures(pictures):
                     yield StoredDrawing(int(path.stem), facts, pictures)
 
     def _files(self) -> list[Path]:

@@ -96,10 +96,10 @@ class _Playground:
         image, mask = body.get("image"), body.get("mask")
         if mask is not None and image is None:
             raise RequestError("a mask needs an image to paint in")
-        size, channels = images.size_of(run.path)
+        format = images.format_of(run.path)
         first, second = (
-            b"" if one is None else encode_png(images.at_run_size(self._image(one), size, of))
-            for one, of in ((image, channels), (mask, 1))
+            b"" if one is None else encode_png(images.at_run_size(self._image(one), of))
+            for one, of in ((image, format), (mask, format.as_mask))
         )
         asked = read_request(run.path, settings, image is not None, mask is not None)
         newest = settings.get("checkpoint") is None and asked.checkpoint is not None
@@ -166,7 +166,7 @@ class _Playground:
     async def uploaded(self, request: Request) -> Response:
         upload = self.uploads[request.path_params["upload"]]
         run = self._run(whole_number(request, "run"))
-        made = lambda: encode_png(images.at_run_size(upload.pixels, *images.size_of(run.path)))  # noqa: E731
+        made = lambda: encode_png(images.at_run_size(upload.pixels, images.format_of(run.path)))  # noqa: E731
         return Response(await self._server.pictures.decode(made), media_type="image/png")
 
     async def votes(self, request: Request) -> Response:

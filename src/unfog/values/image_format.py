@@ -1,0 +1,296 @@
+"""Format of the images of a run: channels, height, width, stored values and model values, and the view of people.
+
+Only this module knows how stored values become model values and back, and what one channel and three channels mean.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from numbers import Integral
+from typing import TYPE_CHECKING, Any
+
+from unfog.errors import RequestError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+    from PIL import Image
+    from torch import Tensor
+
+_GREY, _RGB = 1, 3
+CHANNELS = (_GREY, _RGB)
+"""Numbers of channels that an image of a run may have."""
+_NAMES = {_GREY: ("grey",), _RGB: ("red", "green", "blue")}
+_KINDS = {_GREY: "grey", _RGB: "RGB"}
+_MODES = {_GREY: "L", _RGB: "RGB"}
+_LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, as Pillow's "L"
+
+Size = int | str
+"""A size as settings have it: 64 for 64x64, "96x64" for width x height, 0 where it is left open."""
+LEAST, MOST = 4, 4096
+_SIZE = re.compile(r"([0-9]{1,5})(?:[x×]([0-9]{1,5}))?")
+
+
+def parse_size(size: object, name: str = "size") -> Size:
+    """Return a size in its usual form: a number where both sides are equal, else text such as "96x64".
+
+    RequestError if it is no size, or out of bounds.
+    """
+    try:
+        whole = isinstance(size, Integral) and not isinstance(size, bool)
+        text = str(size) if whole or isinstance(size, str) else ""
+        shown = text if whole else " ".join(repr(size).split())
+    except ValueError:  # a whole number of more digits than Python writes
+        text, shown = "", "a number of thousands of digits"
+    match = _SIZE.fullmatch(text.strip().lower())
+    if match is None:
+        raise RequestError(f"{name} = {shown:.60} is not a size; give the side, such as 64, or width x height: 96x64")
+    width, height = int(match[1]), int(match[2] or match[1])
+    if not (width == height == 0 or LEAST <= min(width, height) <= max(width, height) <= MOST):
+        raise RequestError(f"{name} = {size} is out of range; give {LEAST} to {MOST} pixels, or 0 to choose it")
+    return width if width == height else f"{width}x{height}"
+
+
+def sides_of(size: Size) -> tuple[int, int]:
+    """Return (height, width) of a size. RequestError if it is none."""
+    if isinstance(size, int):
+        return size, size
+    width, _, height = str(parse_size(size)).partition("x")
+    return int(height or width), int(width)
+
+
+def size_of(height: int, width: int) -> Size:
+    """Return the size of images of these sides."""
+    return width if width == height else f"{width}x{height}"
+
+
+def scaled(size: Size, factor: int) -> Size:
+    """Return the size with both sides multiplied."""
+    height, width = sides_of(size)
+    return size_of(height * factor, width * factor)
+
+
+def check_sides(height: int, width: int, nearest: Callable[[int], int], rule: str, remedy: str = "") -> None:
+    """Raise RequestError unless each side is the nearest one that fits; `rule` follows "must be" in the message."""
+    near = nearest(height), nearest(width)
+    if near != (height, width):
+        both = " on both sides" * (height != width)
+        size = size_of(height, width)
+        raise RequestError(f"size = {size} must be {rule}{both}; try size = {size_of(*near)}{remedy}")
+
+
+@dataclass(frozen=True)
+class StoredValues:
+    """The stored values of an image, and the map to those of the model: linear, `low` to -1 and `high` to 1."""
+
+    dtype: str = "uint8"
+    low: float = 0.0
+    high: float = 255.0
+
+    @cached_property
+    def half(self) -> float:
+        """Stored units of one model unit."""
+        return (self.high - self.low) / 2
+
+    @cached_property
+    def middle(self) -> float:
+        """The stored value of 0."""
+        return (self.high + self.low) / 2
+
+    @property
+    def torch_type(self) -> torch.dtype:
+        import torch
+
+        kind: torch.dtype = getattr(torch, self.dtype)
+        return kind
+
+    def to_model(self, stored: Tensor) -> Tensor:
+        """Convert stored values of any shape to float32 in about [-1, 1]."""
+        return (stored / self.half).sub_(self.middle / self.half)
+
+    def to_stored(self, x0: Tensor) -> Tensor:
+        """Convert model values of any shape to the stored type: the inverse of `to_model`."""
+        return self.rounded((x0 + self.middle / self.half) * self.half)
+
+    def rounded(self, values: Tensor) -> Tensor:
+        """Return values in stored units, rounded and clamped as the stored type requires."""
+        kind = self.torch_type
+        return values.to(kind) if kind.is_floating_point else values.round().clamp(self.low, self.high).to(kind)
+
+    def formula(self, x: str) -> str:
+        """Return source code that converts a float in [-1, 1] of this name to stored values, not rounded yet."""
+        return f"({x} + {self.middle / self.half:g}) * {self.half:g}"
+
+    def levels(self) -> NDArray[np.float64]:
+        """Return the model values of all levels of an integer type, in order."""
+        import numpy as np
+
+        stored = np.arange(self.low, self.high + 1)
+        values: NDArray[np.float64] = stored / self.half - self.middle / self.half
+        return values
+
+
+BYTES = StoredValues()
+"""Values of all images so far: 0 to 255, sRGB or grey."""
+
+
+@dataclass(frozen=True)
+class ImageFormat:
+    """The format of the images of a run. 0 in `channels`, `height` or `width` is not chosen yet."""
+
+    channels: int
+    height: int
+    width: int
+    values: StoredValues = BYTES
+
+    @classmethod
+    def of(cls, channels: int, size: Size, values: StoredValues = BYTES) -> ImageFormat:
+        """Return the format of images of a size. RequestError if it is none."""
+        return cls(channels, *sides_of(size), values)
+
+    def __str__(self) -> str:
+        """Return width x height and the kind of channels: "96x64 RGB"."""
+        return f"{self.sides} {self.kind}"
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(C, H, W) of a stored image, and of what the model sees of it."""
+        return self.channels, self.height, self.width
+
+    @property
+    def as_mask(self) -> ImageFormat:
+        """The format of a mask of such an image: one channel."""
+        return replace(self, channels=_GREY)
+
+    @property
+    def sides(self) -> str:
+        """Width x height in full, also of a square: "64x64"."""
+        return f"{self.width}x{self.height}"
+
+    @property
+    def size(self) -> Size:
+        """The size as a setting: 64 or "96x64"."""
+        return size_of(self.height, self.width)
+
+    @property
+    def kind(self) -> str:
+        """ "grey" or "RGB"."""
+        return describe_channels(self.channels)
+
+    @property
+    def pixels(self) -> int:
+        return self.height * self.width
+
+    @property
+    def square_side(self) -> int:
+        """Side of the square with as many pixels, rounded: what depends on the number of pixels goes by it."""
+        return round(math.sqrt(self.pixels))
+
+    @property
+    def count(self) -> int:
+        """Number of values of an image."""
+        return self.channels * self.pixels
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a stored image."""
+        return self.count * self.dtype.itemsize
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of the stored values."""
+        import numpy as np
+
+        return np.dtype(self.values.dtype)
+
+    def empty(self, n: int = 0) -> NDArray[Any]:
+        """Return memory for n pictures [n, H, W, C], as `to_pictures` makes them."""
+        import numpy as np
+
+        return np.empty((n, self.height, self.width, self.channels), self.dtype)
+
+    def empty_stored(self, n: int) -> NDArray[Any]:
+        """Return memory for n stored images [n, C, H, W]."""
+        import numpy as np
+
+        return np.empty((n, *self.shape), self.dtype)
+
+    def to_model(self, stored: Tensor) -> Tensor:
+        """Convert stored values [B, C, H, W] to float32 in about [-1, 1]."""
+        return self.values.to_model(stored)
+
+    def to_stored(self, x0: Tensor) -> Tensor:
+        """Convert model values [B, C, H, W] to the stored type: the inverse of `to_model`."""
+        return self.values.to_stored(x0)
+
+    def to_pictures(self, x0: Tensor) -> NDArray[Any]:
+        """Convert model values [B, C, H, W] on any device to stored ones, channels last: an array [B, H, W, C]."""
+        pictures: NDArray[Any] = self.to_stored(x0).permute(0, 2, 3, 1).cpu().numpy()
+        return pictures
+
+    def to_view(self, x0: Tensor) -> NDArray[np.uint8]:
+        """Convert model values [B, C, H, W] to what people see: an array uint8 [B, H, W, 3]."""
+        return to_rgb(self.to_pictures(x0))
+
+
+def describe_channels(count: int) -> str:
+    """Return the kind of this many channels in a word or two: "grey", "RGB", "5 channels"."""
+    return _KINDS.get(count, f"{count} channels")
+
+
+def channel_names(count: int) -> tuple[str, ...]:
+    """Return a name for each channel: "red", "green", "blue"; "grey"; else "channel 0", …"""
+    return _NAMES.get(count) or tuple(f"channel {i}" for i in range(count))
+
+
+def in_colour(count: int) -> bool:
+    """Return True if images with this many channels have colours."""
+    return count == _RGB
+
+
+def colour_channels(in_colour: bool) -> int:
+    """Return the number of channels of images in colour, or of grey ones."""
+    return _RGB if in_colour else _GREY
+
+
+def pillow_mode(count: int) -> str:
+    """Return Pillow's mode of images with this many channels: "L" or "RGB"."""
+    return _MODES[count]
+
+
+def luma_weights(count: int) -> tuple[float, ...]:
+    """Return the share of each channel in the brightness of an image."""
+    return _LUMA if in_colour(count) else (1 / count,) * count
+
+
+def are_pictures(images: NDArray[Any]) -> bool:
+    """Return True if these can be shown as they are: uint8 [N, H, W, 1 or 3]."""
+    return images.dtype == "uint8" and images.ndim == 4 and images.shape[3] in CHANNELS
+
+
+def to_rgb(pictures: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return pictures uint8 [N, H, W, 1 or 3] as [N, H, W, 3], without a copy. ValueError for any other shape."""
+    if not are_pictures(pictures):
+        raise ValueError(f"expected uint8 [N, H, W, 1 or 3], got {pictures.dtype} {list(pictures.shape)}")
+    import numpy as np
+
+    return np.broadcast_to(pictures, (*pictures.shape[:3], _RGB))
+
+
+def planes_to_rgb(images: Tensor) -> Tensor:
+    """Return images [N, 1 or 3, H, W] as [N, 3, H, W], without a copy."""
+    return images.expand(-1, _RGB, -1, -1)
+
+
+def to_pillow(picture: NDArray[Any]) -> Image.Image:
+    """Return a picture uint8 [H, W], [H, W, 1], [H, W, 3] or [H, W, 4] as an image of Pillow."""
+    import numpy as np
+    from PIL import Image
+
+    grey = picture.ndim == 3 and picture.shape[2] == _GREY
+    return Image.fromarray(np.ascontiguousarray(picture[..., 0] if grey else picture))
