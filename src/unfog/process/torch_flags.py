@@ -43,8 +43,8 @@ def set_flag(owner: Any, name: str, value: object) -> None:
 
 def compute_fp32_exactly() -> None:
     """Let products and convolutions of fp32 on CUDA take no TF32, by whichever interface of torch it was chosen."""
-    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-    parts = cudnn.conv, cudnn.rnn, matmul
+    cudnn: Any = torch.backends.cudnn
+    parts = cudnn.conv, cudnn.rnn, torch.backends.cuda.matmul
     before = [part.fp32_precision for part in parts]
     old = ""
     with suppress(RuntimeError):  # torch's older interface cannot be read where the newer one was used
