@@ -352,6 +352,18 @@ def test_pixels_that_were_exchanged_are_decoded_again(tmp_path: Path, monkeypatc
     assert np.array_equal(again, first)
 
 
+def test_a_cache_that_is_no_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    for given, said in ((str(tmp_path / "file"), "is not a folder"), ("~no-such-user/x", "no such home")):
+        monkeypatch.setenv("UNFOG_CACHE", given)
+        with pytest.raises(RequestError, match=rf"UNFOG_CACHE.*{said}"):
+            cache_folder()
+    monkeypatch.delenv("UNFOG_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "s3://bucket")
+    with pytest.raises(RequestError, match=r"XDG_CACHE_HOME = .* is an address"):
+        cache_folder()
+
+
 @pytest.mark.parametrize("given", ["s3://bucket/cache", "https://me:SECRET@host/cache?key=SECRET", "gs:/bucket"])
 def test_a_cache_at_an_address_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
     monkeypatch.chdir(tmp_path)

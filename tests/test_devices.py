@@ -287,6 +287,40 @@ def test_products_that_came_too_early_are_refused_with_the_variable_and_the_reme
         set_repeatable(CUDA, False)  # the remedy
 
 
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        "",
+        "torch.set_float32_matmul_precision('medium')",
+        "torch.backends.cuda.matmul.allow_tf32 = True",
+        "torch.backends.fp32_precision = 'tf32'",
+        "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+        "torch.backends.cudnn.conv.fp32_precision = 'ieee'",
+    ],
+)
+def test_fp32_is_fp32_however_the_caller_chose_tf32_and_is_given_back(chosen):
+    """In a process of its own, as torch's interfaces for this leave traces in each other."""
+    code = f"""
+import torch
+from unfog.process.torch_flags import caller_flags_kept, compute_fp32_exactly
+{chosen}
+cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+used = lambda: [part.fp32_precision for part in (cudnn.conv, cudnn.rnn, matmul)]
+before = used()
+with caller_flags_kept():
+    for _ in range(2):
+        compute_fp32_exactly()
+        assert "tf32" not in used(), used()
+        # Inductor and the features of metrics read the older interface.
+        assert not cudnn.allow_tf32 and not matmul.allow_tf32
+        assert torch.get_float32_matmul_precision() == "highest"
+assert used() == before, (used(), before)
+if "medium" in {chosen!r}:
+    assert torch.get_float32_matmul_precision() == "medium"
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_muon_iterates_in_bf16_only_where_a_gpu_has_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
     fp16 = Precision("fp16", CPU)

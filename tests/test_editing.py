@@ -168,6 +168,21 @@ def test_a_mask_of_16_bits_in_a_file_or_upload_is_white_where_it_is_drawn(run, f
     assert np.array_equal(upload[..., 0] >= 128, mask > 0)
 
 
+@pytest.mark.parametrize("mode", ["LA", "RGBA"])
+def test_a_mask_of_two_values_may_have_transparency_that_hides_nothing(run, files, tmp_path, mode):
+    _, square, mask = files
+    Image.fromarray((mask > 0).astype(np.uint8)).convert(mode).save(tmp_path / "mask.png")
+    drawn = build_edit(run.config, square, tmp_path / "mask.png", None, None)
+    assert np.array_equal(drawn.unknown[0], mask > 0)
+
+
+@pytest.mark.parametrize("white", [np.nan, np.inf])
+def test_a_mask_that_is_not_finite_is_refused(run, files, white):
+    _, square, mask = files
+    with pytest.raises(RequestError, match=r"mask .*NaN or infinity"):
+        build_edit(run.config, square, np.where(mask > 0, white, 0), None, None)
+
+
 def test_a_mask_of_many_values_is_white_from_half_of_its_range_on(run, files):
     _, square, _ = files
     ramp = np.linspace(0, 65535, 64).reshape(8, 8)

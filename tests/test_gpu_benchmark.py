@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.tags import sys_tags
 from PIL import Image
 
 from unfog.models.network_settings import build_model
@@ -189,12 +191,14 @@ def test_wheels_that_are_brought_along_work_without_an_index_and_replace_nothing
         with zipfile.ZipFile(wheels / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
             wheel.writestr(f"{name}/__init__.py", f"version = '{version}'\n")
             wheel.writestr(f"{name}-{version}.dist-info/METADATA", f"Name: {name}\nVersion: {version}\n")
-    (wheels / "with_code-1.0-cp311-cp311-linux_x86_64.whl").touch()
+    shutil.copy(wheels / "brought_along-1.0-py3-none-any.whl", wheels / f"made_for_it-1.0-{next(sys_tags())}.whl")
+    (wheels / "with_code-1.0-cp27-cp27mu-win32.whl").touch()
     rows = packages.unpack(wheels, into)
     assert [(row.name, row.state) for row in rows] == [
-        ("with_code-1.0-cp311-cp311-linux_x86_64.whl", "failed"),
+        ("with_code-1.0-cp27-cp27mu-win32.whl", "failed"),
         ("wheels", "ok"),
     ]
+    assert "made_for_it" in rows[1].said
     assert [path.name for path in into.iterdir() if path.is_dir() and "." not in path.name] == ["brought_along"]
     said = subprocess.run(
         [sys.executable, "-c", "import brought_along, numpy; print(brought_along.version, numpy.__version__)"],

@@ -225,6 +225,7 @@ def test_flags_win_over_the_file_and_that_over_the_weights(photos, tmp_path):
     ("spoil", "changes", "said"),
     [
         (lambda f: shutil.rmtree(f), {}, "is not a folder"),
+        (lambda f: None, {"init": "~no-such-user/x"}, "is not a folder"),
         (lambda f: (f / "config.json").unlink(), {}, "it has no config.toml"),
         (lambda f: (f / WEIGHTS).rename(f / "diffusion_pytorch_model.bin"), {}, "pickles"),
         (lambda f: (f / "config.json").write_text("{"), {}, "cannot be read"),

@@ -219,8 +219,8 @@ def test_an_unexpected_error_is_said(monkeypatch):
         assert ask("failed", op="draw", job=1)["error"] == "MemoryError: no room"
 
 
-def _caused_by(error):
-    outer = RunError("drawing failed")
+def _caused_by(error, kind=RunError):
+    outer = kind("drawing failed")
     outer.__cause__ = error
     return outer
 
@@ -231,10 +231,11 @@ def _caused_by(error):
         (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), True),
         (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), True),
         (_caused_by(RuntimeError("CUDA error: device-side assert triggered")), True),
+        (_caused_by(RuntimeError("CUDA error: device-side assert triggered"), RuntimeError), True),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), False),
         (RuntimeError("shapes do not fit"), False),
     ],
-    ids=["kernel", "cudnn", "caused", "memory", "other"],
+    ids=["kernel", "cudnn", "caused", "wrapped", "memory", "other"],
 )
 def test_a_worker_ends_with_its_gpu(error, ends, monkeypatch):
     """No work on a GPU succeeds in the process any more, but of memory there may be enough for the next drawing."""

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -198,19 +199,51 @@ def test_neither_command_loads_torch(tmp_path):
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, check=True, timeout=60)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("key", [b"q", b"\x03"])
-def test_watch_in_a_terminal_until_a_key_is_pressed(tmp_path, key):
-    folder = run_folder(tmp_path / "a")
+def watch_in_terminal(folder: Path) -> tuple[int, int]:
+    """Start `unfog watch`. Return its process and its terminal."""
     child, terminal = pty.fork()
     if not child:
         os.environ |= {"TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40"}
         os.execv(sys.executable, [sys.executable, "-m", "unfog", "watch", str(folder), "--interval", "0.2"])
+    return child, terminal
+
+
+def read_until(terminal: int, text: bytes, times: int = 1) -> bytes:
+    """Return what a terminal shows from now on, until a text was shown that many times."""
     shown, end = b"", time.monotonic() + 60
-    while shown.count(b"learning rate") < 2:  # refreshed
+    while shown.count(text) < times:
         assert time.monotonic() < end, shown
         if select.select([terminal], [], [], 1)[0]:
             shown += os.read(terminal, 65536)
+    return shown
+
+
+@pytest.mark.slow
+def test_watch_goes_on_after_an_outage_of_the_run_folder(tmp_path):
+    folder = run_folder(tmp_path / "a")
+    child, terminal = watch_in_terminal(folder)
+    read_until(terminal, b"60/150")
+    folder.rename(tmp_path / "moved")
+    shown = read_until(terminal, b"its folder cannot be reached", 2)
+    assert b"learning rate" in shown[shown.index(b"cannot be reached") :], "the last charts stay"
+    folder.mkdir()  # the mount point of a mount that is gone
+    shown = read_until(terminal, b"learning rate", 3)
+    assert b"cannot be reached" in shown[shown.index(b"learning rate") :]
+    folder.rmdir()
+    (tmp_path / "moved").rename(folder)
+    read_until(terminal, b"60/150", 2)
+    os.write(terminal, b"q")
+    with suppress(OSError):  # the terminal closes with its last process
+        while os.read(terminal, 65536):
+            pass
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", [b"q", b"\x03"])
+def test_watch_in_a_terminal_until_a_key_is_pressed(tmp_path, key):
+    child, terminal = watch_in_terminal(run_folder(tmp_path / "a"))
+    shown = read_until(terminal, b"learning rate", 2)  # refreshed
     os.write(terminal, key)
     try:
         while select.select([terminal], [], [], 30)[0] and (more := os.read(terminal, 65536)):

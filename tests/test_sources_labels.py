@@ -129,6 +129,24 @@ def test_a_named_column_that_is_missing_is_refused_with_those_that_there_are(
         apply_label_table(open_source(photos), f"{table}:{columns}")
 
 
+ODD = '"file, ""name""",Größe,größe\n' + "".join(f"{i}.png,{KINDS[f'{i}.png']},x\n" for i in range(8))
+
+
+@pytest.mark.parametrize("label", ["Größe", "Gro\u0308ße"])
+def test_named_columns_may_have_commas_quotes_and_another_form_of_unicode(
+    photos: Path, tmp_path: Path, label: str
+) -> None:
+    text = ODD if label == "Größe" else ODD.replace(",größe", ",other")  # of two, the one that is spelled so
+    labelled = apply_label_table(open_source(photos), f'{write(tmp_path / "t.csv", text)}:"file, ""name""", {label}')
+    assert by_name(open_source(photos), labels_setting(labelled, labelled.labels)) == KINDS
+
+
+@pytest.mark.parametrize("columns", ["where,where", "where, breed, x", "where,", ",breed", ""])
+def test_columns_that_are_not_two_are_refused(photos: Path, tmp_path: Path, columns: str) -> None:
+    with pytest.raises(RequestError, match=r"holds the names of the files|with columns as in t\.csv"):
+        apply_label_table(open_source(photos), f"{write(tmp_path / 't.csv', NAMED)}:{columns}")
+
+
 def test_whole_numbers_are_in_their_order(photos: Path, tmp_path: Path) -> None:
     table = write(tmp_path / "t.csv", "file,label\n" + "".join(f"{i}.png,{(9, 10, 100)[i % 3]}\n" for i in range(8)))
     source = apply_label_table(open_source(photos), str(table))

@@ -34,15 +34,16 @@ _REQUIREMENT = re.compile(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:\[[^]]*\])?[^;]
 def unpack(wheels: Path, into: Path) -> list[Row]:
     """Unpack the wheels whose distributions are missing here, for this process and those that it starts.
 
-    A wheel of pure Python works where it is unpacked, so that neither pip nor an index is needed.
+    A wheel works where it is unpacked, so that neither pip nor an index is needed.
     """
     rows, used = [], []
     for wheel in sorted(wheels.glob("*.whl")):
         name = wheel.name.split("-")[0]
         if _requires(name) is not None:
             continue
-        if not wheel.name.endswith("-none-any.whl"):
-            rows.append(Row("packages", wheel.name, "is not a wheel of pure Python", "failed"))
+        if not _fits(wheel.name):
+            said = f"is made neither for Python {sys.version.split()[0]} here nor for any, and is not used"
+            rows.append(Row("packages", wheel.name, said, "failed"))
             continue
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(into)
@@ -54,6 +55,18 @@ def unpack(wheels: Path, into: Path) -> list[Row]:
         importlib.invalidate_caches()
         rows.append(Row("packages", "wheels", f"unpacked {', '.join(used)}"))
     return rows
+
+
+def _fits(wheel: str) -> bool:
+    """Return whether a wheel is of pure Python, or made for this one; without `packaging` only the former is known."""
+    if wheel.endswith("-none-any.whl"):
+        return True
+    try:
+        from packaging.tags import sys_tags
+        from packaging.utils import parse_wheel_filename
+    except ImportError:
+        return False
+    return not parse_wheel_filename(wheel)[3].isdisjoint(sys_tags())
 
 
 def check_packages(cpu: bool) -> Iterator[Row]:

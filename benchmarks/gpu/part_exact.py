@@ -12,10 +12,10 @@ from typing import Any
 import unfog
 from unfog.config.schema import Config
 from unfog.planning.timing import TrialTraining, differing_tensors, random_images
+from unfog.process.device import choose_device
 from unfog.training.settings import PrecisionName
 
 import networks
-import torch
 from capture import must_capture
 from parts import Setting, attempt
 from photos import draw_photos
@@ -63,7 +63,7 @@ def captured(setting: Setting, name: str, precision: PrecisionName) -> Row:
 
 
 def _compared(setting: Setting, what: str, configs: list[Config], steps: int) -> Row:
-    device, trials = torch.device(setting.device), []
+    device, trials = choose_device(setting.device), []
     for config in configs:
         trials.append(TrialTraining(config, random_images(config, 64), device))
         with must_capture(config.training.capture):

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from unfog.config.schema import Config
 from unfog.planning.timing import TrialTraining, random_images, waits_for_device
-from unfog.process.device import synchronize
+from unfog.process.device import choose_device, synchronize
 from unfog.training.hooks import TrainingHooks
 
 import networks
@@ -43,7 +43,7 @@ KINDS: dict[str, tuple[str, ...]] = {
 
 def measure(setting: Setting, name: str) -> Iterator[Row]:
     """Yield the waits of a step; then launches, idle share and kinds of kernels, plain and captured."""
-    config, device = networks.settings_of(name, setting.cpu), torch.device(setting.device)
+    config, device = networks.settings_of(name, setting.cpu), choose_device(setting.device)
     for way in ("eager", "captured"):
         if setting.cpu and way == "captured":
             yield Row("profile", way, "CUDA graphs need CUDA", "skipped")

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from unfog.planning.timing import TrialTraining, random_images
+from unfog.process.device import choose_device
 
 import networks
-import torch
 from capture import must_capture
 from parts import Setting, attempt
 from rows import Row
@@ -30,7 +30,7 @@ def measure(setting: Setting, way: str) -> Iterator[Row]:
         # A smaller network where a compiler has to finish in time.
         config = networks.settings_of("tiny" if way == "compiled" else "small", setting.cpu)
         training = replace(config.training, compile=way == "compiled", capture=way == "captured")
-        config, device = replace(config, training=training), torch.device(setting.device)
+        config, device = replace(config, training=training), choose_device(setting.device)
         trial = TrialTraining(config, random_images(config, 64), device)
         with must_capture(training.capture):
             seconds = trial.run(_STEPS)

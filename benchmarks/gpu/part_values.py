@@ -14,6 +14,7 @@ from unfog.data.augmentation import Augment
 from unfog.evaluation.features import open_features
 from unfog.inference.run import Run
 from unfog.models.group_norm import GroupNorm, group_norm
+from unfog.process.device import choose_device
 from unfog.reporting.records import read_metrics
 from unfog.training.optimizer_settings import AdamW, Muon
 
@@ -41,7 +42,7 @@ _KINDS: tuple[Any, ...] = ("ddpm", "heun", "dpmpp")
 
 def measure(setting: Setting) -> Iterator[Row]:
     """Yield a row for each comparison, the most telling ones first."""
-    deadline, device = time.monotonic() + setting.seconds, torch.device(setting.device)
+    deadline, device = time.monotonic() + setting.seconds, choose_device(setting.device)
     if setting.cpu:
         networks.disable_compiler()
     large, small = values.cases(setting.cpu), values.cases(True)

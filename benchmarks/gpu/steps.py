@@ -67,7 +67,7 @@ def _squared_error_step(
 
 
 def _captured(step: Callable[[], object]) -> Callable[[], object]:
-    """Capture a step in a CUDA graph, and return its replay."""
+    """Capture a step in a CUDA graph, on the stream of its warm-up, and return its replay."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -75,7 +75,7 @@ def _captured(step: Callable[[], object]) -> Callable[[], object]:
             step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=side):
         step()
     return graph.replay
 

@@ -85,14 +85,16 @@ def cache_folder() -> Path:
     """Return $UNFOG_CACHE, else $XDG_CACHE_HOME/unfog or ~/.cache/unfog; it may not exist yet.
 
     A user whose home is missing or cannot be written gets a private folder among the temporary files. RequestError if
-    UNFOG_CACHE is an address, or another user has put the folder there, or may exchange it: what lies in it is trained
+    UNFOG_CACHE is no folder, or another user has put the folder there, or may exchange it: what lies in it is trained
     on.
     """
     if chosen := path_variable("UNFOG_CACHE"):
         folder = chosen
+        if os.path.exists(folder) and not os.path.isdir(folder):
+            raise RequestError(f"UNFOG_CACHE = {sanitize(str(folder))} is not a folder; set UNFOG_CACHE to a folder")
     else:
         try:
-            folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "unfog"
+            folder = (path_variable("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "unfog"
         except RuntimeError:  # a user without a home, as in some containers
             folder = _temporary_folder()
         if not _can_exist(folder):
@@ -105,9 +107,9 @@ def cache_folder() -> Path:
 
 
 def path_variable(name: str) -> Path | None:
-    """Return the path in an environment variable, with ~ expanded; None if it is not set. RequestError for an address.
+    """Return the path in an environment variable, with ~ expanded; None if it is not set or empty.
 
-    An empty value counts as not set.
+    RequestError for an address, and for the home of an unknown user.
     """
     if not (given := os.environ.get(name)):
         return None
@@ -116,7 +118,12 @@ def path_variable(name: str) -> Path | None:
             f"{name} = {sanitize(given)[:200]!r} is an address and not a path on a disk; set {name} to a path on a "
             "disk, or below the mount of a bucket"
         )
-    return Path(given).expanduser()
+    try:
+        return Path(given).expanduser()
+    except RuntimeError:
+        raise RequestError(
+            f"{name} = {sanitize(given)!r}: there is no such home folder; give the path in full"
+        ) from None
 
 
 def _can_exist(folder: Path) -> bool:

@@ -18,6 +18,7 @@ _device = ctypes.CDLL(os.environ["FAKE_CUDA"], mode=ctypes.RTLD_GLOBAL)
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from torch._prims_common import suggest_memory_format  # noqa: E402
+from torch._subclasses import fake_tensor  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 from torch.utils import _foreach_utils  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
@@ -209,10 +210,22 @@ class _Event:
         self.fake.watch.named["late read" if late else "read at the end"] += 1
 
 
-def _generator(device, real):
-    if torch.device(device).type == "cpu":
-        return real()
-    return SimpleNamespace(graphsafe_get_state=lambda: "a state that no capture has")
+class _GeneratorType(type):
+    """Makes generators of the CPU, and a state for one of the GPU; Inductor asks what is an instance."""
+
+    real = torch.Generator
+
+    def __call__(cls, device="cpu"):
+        if torch.device(device).type == "cpu":
+            return cls.real()
+        return SimpleNamespace(graphsafe_get_state=lambda: "a state that no capture has")
+
+    def __instancecheck__(cls, value):
+        return isinstance(value, cls.real)
+
+
+class _Generator(metaclass=_GeneratorType):
+    pass
 
 
 class _Graph:
@@ -301,6 +314,7 @@ class FakeCuda(ExitStack):
         super().__enter__()
         FakeCuda.latest = self
         self.set(FakeTensorMode, "avoid_device_init", property(lambda mode: True))
+        self.set(fake_tensor, "init_gpu_context", lambda device: None)  # torch 2.11 would ask the driver
         for name, answer in (
             ("is_available", True),
             ("device_count", 1),
@@ -328,7 +342,7 @@ class FakeCuda(ExitStack):
         self.set(torch.cuda, "default_generators", (SimpleNamespace(graphsafe_set_state=self._free_generator),))
         # Of builds for CUDA alone.
         self.set(torch._C, "_cuda_endAllocateToPool", self._end_pool)
-        self.set(torch, "Generator", lambda device="cpu", real=torch.Generator: _generator(device, real))
+        self.set(torch, "Generator", _Generator)
         self.set(torch.Tensor, "pin_memory", _pin)
         self.set(torch.Tensor, "is_pinned", is_pinned)
         self.set(torch._C, "_conv_determine_backend_memory_format", _cudnn_format)

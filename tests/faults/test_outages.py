@@ -52,6 +52,12 @@ def place() -> Iterator[Path]:
 
 
 @pytest.fixture
+def unsampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No image is read before training, so that the system keeps none of them in memory."""
+    monkeypatch.setattr("unfog.data.scan.check_range", lambda source, ranges: [])
+
+
+@pytest.fixture
 def mount() -> Iterator[Callable[..., Mount]]:
     """Makes mounts that are gone after the test."""
     made: list[Mount] = []
@@ -146,7 +152,7 @@ def test_images_out_of_reach_are_waited_for(place: Path, mount, kind: str) -> No
 
 
 @pytest.mark.parametrize("form", ["zip", "tar"])
-def test_an_archive_out_of_reach_is_waited_for(place: Path, mount, form: str) -> None:
+def test_an_archive_out_of_reach_is_waited_for(place: Path, mount, unsampled, form: str) -> None:
     """The descriptor of the dead mount is of no use once the mount is back."""
     (place / "real").mkdir()
     shutil.make_archive(str(place / "real/set"), form, fill(place / "set", side=256))
@@ -264,9 +270,9 @@ def test_a_file_or_a_folder_of_a_class_that_is_removed_is_gone(place: Path, monk
     images.pixels.close()
 
 
-def test_images_that_were_never_in_reach_are_not_waited_for(place: Path) -> None:
+def test_images_that_were_never_in_reach_are_not_waited_for(place: Path, unsampled) -> None:
     fill(place / "set")
-    # With everything given, so that no sample is read.
+    # With everything given, so that nothing is found from a sample.
     data = Data(size=16, channels=3, range=(0, 255), held_out=0, cache="none")
     images = prepare(open_source(place / "set"), data).train
     shutil.rmtree(place / "set")

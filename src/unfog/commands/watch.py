@@ -58,7 +58,7 @@ def main(request: WatchRequest) -> int:
         while key not in ("q", "Q"):
             now = folder_identity(request.run)
             # A mount that is gone shows another folder, or none, at its path.
-            if now is not None and (now == place or (request.run / "config.toml").is_file()):
+            if now is not None and (now == place or os.path.isfile(request.run / "config.toml")):
                 lines, place = _frame(request.run, console.width, console.height, unicode, "q quits"), now
             else:
                 lines[:1] = [f"{sanitize(request.run.name)}, its folder cannot be reached or was moved, q quits"]

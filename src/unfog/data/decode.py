@@ -173,17 +173,24 @@ def read_deep(opener: Opener) -> NDArray[Any]:
 def spread_two_values(opener: Opener) -> DeepImage:
     """Return an image of two values, such as 0 and 1, or 0 and 255 in 16 bits, as black and white.
 
-    ImageError if it has another number of values, two that are both bright, several colours, or transparency.
+    ImageError if it has another number of values, two that are both bright or not finite, several colours, or
+    transparency.
     """
     with opener() as image:
         info, deep = dict(image.info), is_deep(image)
         values = np.asarray(image.values if isinstance(image, DeepImage) else image.convert("L"))
-        clear = isinstance(image, Image.Image) and image.has_transparency_data
+        clear = isinstance(image, Image.Image) and image.has_transparency_data and (deep or not _is_opaque(image))
     values = read_deep(opener) if deep else values
     grey = values[..., 0] if values.ndim == 3 else values
     found = np.unique(grey)
     bright = len(found) == 2 and values.dtype.kind in "iu" and found[0] > np.iinfo(values.dtype).max // 2
-    if clear or bright or len(found) != 2 or (values.ndim == 3 and (values != grey[..., None]).any()):
+    if (
+        clear
+        or bright
+        or len(found) != 2
+        or not np.isfinite(found).all()
+        or (values.ndim == 3 and (values != grey[..., None]).any())
+    ):
         raise ImageError("no image of two values")
     return DeepImage((grey == found[1]).astype(np.float32), info)
 
@@ -343,7 +350,7 @@ def _flatten(
         actions.append("colour_space")
     if image.has_transparency_data:
         rgba = image.convert("RGBA")
-        if rgba.getchannel("A").getextrema()[0] != 255:
+        if not _is_opaque(rgba):
             if "icc_profile" in image.info:  # the background is sRGB, so what is laid on it must be
                 rgba, changes = _to_srgb(rgba, image.info["icc_profile"] or b"")
                 actions += changes
@@ -352,6 +359,11 @@ def _flatten(
             return flat.convert("RGB"), [*actions, "flattened"]
         image = image.convert("L") if image.mode == "LA" else rgba
     return image.convert("L" if image.mode in ("1", "L") else "RGB"), actions
+
+
+def _is_opaque(image: Image.Image) -> bool:
+    """Return True if the transparency of an image of 8 bits hides nothing."""
+    return image.convert("RGBA").getchannel("A").getextrema()[0] == 255
 
 
 def _eight_bit(image: Image.Image, ranges: Ranges | None, full: int) -> tuple[Image.Image, list[str]]:

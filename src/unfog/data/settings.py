@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import difflib
 import re
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from unfog.values.image_format import CHANNELS, ImageFormat, Size, parse_size
 LABELS = ("auto", "folders", "none")
 # Values of `Data.labels`, and suffixes of the tables that it may name instead.
 TABLES = (".csv", ".tsv", ".jsonl", ".ndjson")
-_TABLE = re.compile(r"(.*\.(?:csv|tsv|jsonl|ndjson))(?::(?:([^,]+),)?([^,]+))?", re.IGNORECASE | re.DOTALL)
+_TABLE = re.compile(r"(.*\.(?:csv|tsv|jsonl|ndjson))(?::(.+))?", re.IGNORECASE | re.DOTALL)
 
 # Settings that act in training, so that a pack does not depend on them.
 TRAINING_ONLY = ("flip", "jitter", "crop", "augment", "upright", "cache", "cache_limit", "failed_shards")
@@ -99,15 +100,17 @@ class Data:
 def table_and_columns(labels: str) -> tuple[str, tuple[str, str]]:
     """Split "t.csv:id,breed" into the path of the table and its columns of files and of labels, "" to find one.
 
-    RequestError if the text names no table.
+    A name with a comma is quoted as in a .csv file. RequestError if the text names no table.
     """
     if match := _TABLE.fullmatch(labels):
-        return match[1], ((match[2] or "").strip(), (match[3] or "").strip())
+        names = [name.strip() for name in next(csv.reader([match[2] or ""], skipinitialspace=True), [])]
+        if len(names) <= 2 and all(names):
+            return match[1], (names[0] if len(names) > 1 else "", names[-1] if names else "")
     close = difflib.get_close_matches(labels, LABELS, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
     raise RequestError(
         f"labels = {labels!r} is not auto, folders, none, or a .csv or .jsonl file, with columns as in "
-        f"t.csv:file,label{hint}"
+        f't.csv:file,label (a name with a comma in quotes: t.csv:"file, name",label){hint}'
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,7 +122,7 @@ def load_torchscript(settings: _NetworkInput, device: torch.device, only_known: 
 
     RequestError if there is no such file, it is no TorchScript, or `only_known` and it is not Inception.
     """
-    path = Path(settings.path).expanduser()
+    path = Path(os.path.expanduser(settings.path))
     # Of a file that settings name, no more is read than what could be Inception.
     content = _read(path, _LARGEST_INCEPTION if only_known else _LARGEST)
     sha256 = hashlib.sha256(content).hexdigest()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -148,7 +149,7 @@ class AutoencoderFolder(NamedTuple):
         Raises:
             RequestError: there is none, or none that can be read safely.
         """
-        whole = Path(path).expanduser()
+        whole = Path(os.path.expanduser(path))
         places = [whole / place for place in _PLACES if place != _IN_RUN or not (whole / place).is_symlink()]
         folder = next((place for place in places if (place / CONFIG).is_file()), None)
         if folder is None and (whole / "config.toml").is_file():

@@ -11,8 +11,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 _ATEN = torch.ops.aten
-# Whether normalisation and SiLU are one kernel of Triton where that is possible: eager code moves 72 bytes for each
-# number in 16 bits, of which 20 are needed. Off until a GPU has shown that it is right and faster.
+# Whether normalisation and SiLU are computed by kernels of Triton where that is possible: eager code moves 72 bytes for
+# each number in 16 bits, of which 20 are needed. Off until a GPU has shown that it is right and faster.
 _FUSED = False
 
 

@@ -14,7 +14,7 @@ from unfog.config.validate import check_device
 from unfog.cores import control_groups, describe_quota, threads_are_given, usable_cores
 from unfog.errors import RequestError
 from unfog.process.gpus import OTHER_BUILD, choose_gpu, missing_code
-from unfog.process.torch_flags import set_flag
+from unfog.process.torch_flags import compute_fp32_exactly
 
 _UNTOLD = 4 * 2**30  # bytes assumed where the system does not tell
 # Of a control group of version 2 and 1: limit, use, and what of the use can be reclaimed.
@@ -48,7 +48,7 @@ def choose_device(name: str) -> torch.device:
         if missing := missing_code(device):
             raise RequestError(f"device = {name}: {missing}; {OTHER_BUILD}, or give --device cpu")
         torch.cuda.set_device(device)  # some of torch's questions are answered for the current device alone
-        set_flag(torch.backends.cudnn, "allow_tf32", False)  # fp32 means fp32 in convolutions too, as in products
+        compute_fp32_exactly()  # fp32 means fp32
     return device
 
 

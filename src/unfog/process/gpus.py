@@ -61,7 +61,8 @@ def free_memory_of_gpus() -> dict[int, int]:
     torch itself would create a context on every GPU to learn it, which takes memory there.
     """
     free = {uuid.removeprefix("GPU-"): int(mib) for uuid, mib in _ask_nvidia_smi("uuid,memory.free") if mib.isdigit()}
-    found = {i: str(getattr(torch.cuda.get_device_properties(i), "uuid", "")) for i in range(torch.cuda.device_count())}
+    properties = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    found = {i: str(getattr(one, "uuid", "")).removeprefix("GPU-") for i, one in enumerate(properties)}
     return {i: free[uuid] * 2**20 for i, uuid in found.items() if uuid in free}
 
 
@@ -75,7 +76,8 @@ def _ask_nvidia_smi(columns: str) -> list[list[str]]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
-    return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
+    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
+    return [row for row in rows if len(row) == 1 + columns.count(",")]  # not what it warns of
 
 
 def missing_code(device: torch.device) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -39,6 +39,35 @@ def set_flag(owner: Any, name: str, value: object) -> None:
     old = getattr(owner, name)
     _remember((id(owner), name), lambda: setattr(owner, name, old))
     setattr(owner, name, value)
+
+
+def compute_fp32_exactly() -> None:
+    """Let products and convolutions of fp32 on CUDA take no TF32, by whichever interface of torch it was chosen."""
+    cudnn: Any = torch.backends.cudnn
+    parts = cudnn.conv, cudnn.rnn, torch.backends.cuda.matmul
+    before = [part.fp32_precision for part in parts]
+    old = ""
+    with suppress(RuntimeError):  # torch's older interface cannot be read where the newer one was used
+        old = torch.get_float32_matmul_precision()
+
+    def undo() -> None:
+        cudnn.allow_tf32 = before[0] == "tf32"
+        if before[2] == "tf32":
+            torch.set_float32_matmul_precision(old or "high")
+        _set_precision(parts, before)
+
+    _remember((id(cudnn), "fp32"), undo)
+    cudnn.allow_tf32 = False
+    if before[2] == "tf32":
+        torch.set_float32_matmul_precision("highest")
+    # A precision of all backends holds beside the flags of the older interface.
+    _set_precision(parts, ["ieee" if part.fp32_precision == "tf32" else part.fp32_precision for part in parts])
+
+
+def _set_precision(parts: Iterable[Any], wanted: Iterable[str]) -> None:
+    for part, precision in zip(parts, wanted, strict=True):
+        if part.fp32_precision != precision:
+            part.fp32_precision = precision
 
 
 def set_repeatable(device: torch.device, on: bool) -> None:

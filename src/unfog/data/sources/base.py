@@ -7,6 +7,8 @@ command line as `python:MODULE:CLASS`.
 
 from __future__ import annotations
 
+import csv
+import io
 import os
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -139,8 +141,11 @@ class LabelTable:
     @property
     def setting(self) -> str:
         """The value of `data.labels` that names this table from any working directory."""
-        named = ",".join(filter(None, self.columns))
-        return f"{self.resolved}:{named}" if named else self.resolved
+        if not any(self.columns):
+            return self.resolved
+        named = io.StringIO()
+        csv.writer(named, lineterminator="").writerow(filter(None, self.columns))
+        return f"{self.resolved}:{named.getvalue()}"
 
 
 class ShardFailures(Protocol):

@@ -146,17 +146,30 @@ def _is_blank(row: Mapping[str, Any]) -> bool:
 def _find_columns(header: Sequence[str], table: LabelTable) -> tuple[str, str]:
     """Return the columns of file names and of labels, as the header spells them."""
     file, label = table.columns
-    return (
+    found = (
         _find_column(header, (file,) if file else _FILE_COLUMNS, "file names", table),
         _find_column(header, (label,) if label else _LABEL_COLUMNS, "labels", table),
     )
+    if found[0] == found[1]:
+        raise RequestError(
+            f"the column {sanitize(found[0].strip())} of {sanitize(table.name)} holds the names of the files; give "
+            f"another one for the labels: --data.labels {sanitize(table.base_name)}:FILE,LABEL"
+        )
+    return found
+
+
+def _column_key(name: str) -> str:
+    return unicodedata.normalize("NFC", name.strip()).casefold()
 
 
 def _find_column(header: Sequence[str], known: Sequence[str], of: str, table: LabelTable) -> str:
     said, there = sanitize(table.name), dict[str, list[str]]()
     for name in header:
-        there.setdefault(name.strip().lower(), []).append(name)
-    columns = next((there[name] for name in map(str.lower, known) if name in there), [])
+        there.setdefault(_column_key(name), []).append(name)
+    columns = next((there[key] for key in map(_column_key, known) if key in there), [])
+    # Of two that differ in case, the one that is named exactly; `known` of the usual names is in small letters.
+    if known[0] in table.columns and columns.count(known[0]) == 1:
+        columns = [known[0]]
     if not columns:
         has = ", ".join(sanitize(name[:30]) for name in list(there)[:12]) + ", …" * (len(there) > 12)
         named = f"called {sanitize(known[0])}" if known[0] in table.columns else f"of {of}"

@@ -134,7 +134,7 @@ class Run extends View {
 	evaluation(one) {
 		const interval = (m) => (Number.isFinite(m.low) && Number.isFinite(m.high) ? `${number(m.low)} to ${number(m.high)}` : "");
 		const rows = (one.measured || []).map((m) => [m.metric, m.value === null ? "refused" : number(m.value), interval(m), m.real === null ? "" : number(m.real), count(m.n), count(m.n_reference), m.features, m.resize]);
-		return html`<h3>step ${count(one.step)}</h3>${one.here === false ? html`<p class="warning">Not checked: stored by another machine or an earlier version of Unfog</p>` : ""}${one.verdict ? html`<p>${one.verdict}</p>` : ""}<p class="soft">${text(one.drawn)}</p>
+		return html`<h3>step ${count(one.step)}</h3>${one.here === false ? html`<p class="warning">Not checked: stored on another machine or by an earlier version of Unfog, or changed since</p>` : ""}${one.verdict ? html`<p>${one.verdict}</p>` : ""}<p class="soft">${text(one.drawn)}</p>
 			${table(`Evaluation of step ${one.step}`, ["metric", "value", "95% interval", "real images", "n", "reference", "features", "resize"], rows)}
 			${(one.measured || []).filter((m) => m.note).map((m) => html`<p class="soft">${m.metric}: ${m.note}</p>`)}
 			${(one.copies || []).map((copy) => html`<p class=${copy.severity}>copies of training images, by ${copy.by}: ${copy.evidence}${copy.remedy ? `; ${copy.remedy}` : ""}</p>

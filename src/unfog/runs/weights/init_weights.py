@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -98,7 +99,7 @@ def load_initial_weights(config: Config) -> _InitialWeights:
     if source.input[1] not in (0, size_of(*config.input_shape[1:])):
         choices.append(Choice("size", config.data.size, f"the weights were trained at {source.config.data.size}"))
     state, classes = source.fit(source.read(), config)
-    folder = printable(str(Path(config.init.folder).expanduser().resolve()))
+    folder = printable(str(Path(os.path.expanduser(config.init.folder)).resolve()))
     config = replace(config, init=replace(config.init, folder=folder, sha256=sha256))
     return _InitialWeights(state, config, choices + classes)
 

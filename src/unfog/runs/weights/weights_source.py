@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -105,7 +106,7 @@ class WeightsSource(NamedTuple):
 
         `diffusion` is the objective if the folder has none, or if it is `known`: then a scheduler does not matter.
         """
-        folder = Path(init.folder).expanduser()
+        folder = Path(os.path.expanduser(init.folder))
         try:
             if not folder.is_dir():
                 if folder.suffix in SUFFIXES and folder.is_file():

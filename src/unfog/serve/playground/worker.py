@@ -46,8 +46,9 @@ def _has_broken_device(error: BaseException | None) -> bool:
 
     while error is not None:
         # Memory that does not suffice has a type of its own, and leaves the GPU as it was.
-        if isinstance(error, RuntimeError) and not isinstance(error, OutOfMemoryError):
-            return type(error).__name__ == "AcceleratorError" or any(words in str(error) for words in _CUDA_ERRORS)
+        of_cuda = type(error).__name__ == "AcceleratorError" or any(words in str(error) for words in _CUDA_ERRORS)
+        if of_cuda and isinstance(error, RuntimeError) and not isinstance(error, OutOfMemoryError):
+            return True
         error = error.__cause__ or error.__context__
     return False
 
