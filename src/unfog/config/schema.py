@@ -11,6 +11,7 @@ from typing import Any, Literal
 from tyro.conf import Suppress
 
 from unfog.config.aliases import EPOCHS, USUAL, advice_on, current_name
+from unfog.config.representation import LatentSpace, PixelSpace, Representation
 from unfog.config.values import suggest
 from unfog.data.settings import Data
 from unfog.diffusion.diffusion import Diffusion
@@ -182,9 +183,11 @@ class Config:
         return self.autoencoder.factor > 0
 
     @property
-    def uses_latents(self) -> bool:
-        """True if the network sees latents of the autoencoder in `autoencoder_folder` rather than pixels."""
-        return bool(self.autoencoder_folder)
+    def representation(self) -> Representation:
+        """What the network sees of an image: latents of the autoencoder in `autoencoder_folder`, or its pixels."""
+        if self.autoencoder_folder:
+            return LatentSpace(self.data, self.autoencoder_folder, self.latents, self.diffusion.sigma_data)
+        return PixelSpace(self.data)
 
     @property
     def image_format(self) -> ImageFormat:
@@ -194,10 +197,7 @@ class Config:
     @property
     def input_shape(self) -> tuple[int, int, int]:
         """(C, H, W) of the network's input: pixels, or latents."""
-        if not self.uses_latents:
-            return self.image_format.shape
-        latents, (_, height, width) = self.latents, self.image_format.shape
-        return latents.channels, height // latents.factor, width // latents.factor
+        return self.representation.shape
 
     @property
     def usual_guidance(self) -> float:

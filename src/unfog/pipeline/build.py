@@ -14,9 +14,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from unfog.compile_cache import keep_compiled_code
 from unfog.config.schema import Config
 from unfog.config.validate import check_network_size
-from unfog.data.augmentation import CONDITIONS, Augment
+from unfog.data.augmentation import CONDITIONS
 from unfog.data.dataset import Dataset
-from unfog.data.packs.latent_cache import Normalise
 from unfog.data.stream import DeviceStream, ImageStream
 from unfog.diffusion.diffusion import Network
 from unfog.diffusion.levels import Levels
@@ -102,28 +101,17 @@ def _only_stored_shapes() -> Iterator[None]:
 
 def build_augmentation(config: Config) -> Augmentation:
     """Return the transform of training: augmentation of pixels, or normalisation of stored latents."""
-    return latent_normalisation(config) if config.uses_latents else Augment.from_settings(config.data)
-
-
-def latent_normalisation(config: Config) -> Normalise:
-    """Return the map between the autoencoder's latents and the network's input."""
-    latents = config.latents
-    return Normalise(latents.mean, latents.deviation, config.diffusion.sigma_data, config.data.flip)
+    return config.representation.augmentation()
 
 
 def without_augmentation(config: Config) -> Callable[[Tensor], Tensor]:
     """Return the map from the stream's data to the network's input, without random augmentation."""
-    if not config.uses_latents:
-        return config.image_format.to_model
-    normalise = latent_normalisation(config)
-    return lambda stored: normalise.forward(stored[:, 0])
+    return config.representation.to_model
 
 
 def zero_batch(config: Config, images: int) -> Tensor:
     """Return zeros in the format of the stream: stored pixels [B, C, H, W], or stored latents [B, K, C, H, W]."""
-    if config.uses_latents:
-        return torch.zeros((images, 1 + config.data.flip, *config.input_shape), dtype=torch.float16)
-    return torch.zeros((images, *config.input_shape), dtype=config.image_format.values.torch_type)
+    return config.representation.zeros(images)
 
 
 def blank_labels(config: Config, images: int) -> Tensor | None:
@@ -168,7 +156,7 @@ def build_network(config: Config) -> ConditionalNetwork | AutoencoderModel:
     if config.network is None:
         raise RequestError("network = auto has to be resolved before a network can be built")
     channels, *sides = config.input_shape
-    check_network_size(config.network, (sides[0], sides[1]), config.latents.factor if config.uses_latents else 1)
+    check_network_size(config.network, (sides[0], sides[1]), config.representation.factor)
     with torch.random.fork_rng(devices=[]):  # leaves the caller's random state as it is
         torch.manual_seed(config.training.seed)
         conditions = CONDITIONS if config.data.augment else 0

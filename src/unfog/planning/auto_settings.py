@@ -126,7 +126,7 @@ class AutoSettings:
         self._note(
             "network",
             name,
-            f"{reason} at {size_of(height, width)} {'latents' if self.config.uses_latents else 'pixels'}",
+            f"{reason} at {size_of(height, width)} {self.config.representation.name}",
         )
 
     @property
