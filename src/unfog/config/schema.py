@@ -12,6 +12,7 @@ from tyro.conf import Suppress
 
 from unfog.config.aliases import EPOCHS, USUAL, advice_on, current_name
 from unfog.config.representation import LatentSpace, PixelSpace, Representation
+from unfog.config.task import AutoencoderTask, DiffusionTask, Task
 from unfog.config.values import suggest
 from unfog.data.settings import Data
 from unfog.diffusion.diffusion import Diffusion
@@ -178,9 +179,9 @@ class Config:
             )
 
     @property
-    def trains_autoencoder(self) -> bool:
-        """True for a run of `unfog train-autoencoder`, which trains an autoencoder instead of a diffusion model."""
-        return self.autoencoder.factor > 0
+    def task(self) -> Task:
+        """What the run trains: a diffusion model, or with `unfog train-autoencoder` an autoencoder."""
+        return AutoencoderTask() if self.autoencoder.factor else DiffusionTask()
 
     @property
     def representation(self) -> Representation:

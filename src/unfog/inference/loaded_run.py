@@ -72,11 +72,8 @@ class LoadedRun:
         if weights not in ("ema", "raw"):
             raise RequestError(f"weights = {weights!r} must be 'ema' or 'raw'")
         self.weights, self.device = weights, choose_device(device)
-        if self.config.trains_autoencoder:
-            raise RequestError(
-                f"{self.folder.path} trains an autoencoder, which generates nothing by itself; train a network on its "
-                f"latents: unfog train SOURCE --autoencoder {self.folder.path}"
-            )
+        remedy = f"train a network on its latents: unfog train SOURCE --autoencoder {self.folder.path}"
+        self.config.task.check_generates(str(self.folder.path), remedy)
         step = of_type(int | None, step, "step")
         self.ema = of_type(float | None, ema, "ema")
         if self.ema is not None and weights == "raw":

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from unfog.compile_cache import keep_compiled_code
 from unfog.config.schema import Config
+from unfog.config.task import AutoencoderTask, DiffusionTask, Task
 from unfog.config.validate import check_network_size
 from unfog.data.augmentation import CONDITIONS
 from unfog.data.dataset import Dataset
@@ -120,9 +122,7 @@ def blank_labels(config: Config, images: int) -> Tensor | None:
 
 def build_loss(config: Config, levels: Levels | None = None) -> LossFunction:
     """Return the training loss: the diffusion objective, which may adapt to `levels`, or that of an autoencoder."""
-    if config.trains_autoencoder:
-        return AutoencoderLoss(config.autoencoder.kl, config.autoencoder.pyramid)
-    return build_objective(config).following(levels)
+    return _PARTS[type(config.task)].loss(config, levels)
 
 
 def build_objective(config: Config) -> Objective:
@@ -149,10 +149,10 @@ def build_network(config: Config) -> ConditionalNetwork | AutoencoderModel:
 
     RequestError if the network does not fit the image size, or is not chosen yet.
     """
-    if config.trains_autoencoder:
-        with torch.random.fork_rng(devices=[]), _only_stored_shapes():
-            torch.manual_seed(config.training.seed)
-            return AutoencoderModel(config.autoencoder, config.data.channels)
+    return _PARTS[type(config.task)].network(config)
+
+
+def _build_diffusion_network(config: Config) -> ConditionalNetwork:
     if config.network is None:
         raise RequestError("network = auto has to be resolved before a network can be built")
     channels, *sides = config.input_shape
@@ -168,6 +168,35 @@ def build_network(config: Config) -> ConditionalNetwork | AutoencoderModel:
             config.network.try_out(network, config.input_shape, out or channels)
     network.channels_last = config.training.memory_format == "channels_last"
     return network
+
+
+def _build_autoencoder(config: Config) -> AutoencoderModel:
+    with torch.random.fork_rng(devices=[]), _only_stored_shapes():
+        torch.manual_seed(config.training.seed)
+        return AutoencoderModel(config.autoencoder, config.data.channels)
+
+
+class _Parts(NamedTuple):
+    """What is built for a task."""
+
+    network: Callable[[Config], ConditionalNetwork | AutoencoderModel]
+    loss: Callable[[Config, Levels | None], LossFunction]
+    levels: Callable[[Config, torch.device], Levels | None]
+    """The noise levels that follow losses, if any do."""
+
+
+_PARTS: dict[type[Task], _Parts] = {
+    DiffusionTask: _Parts(
+        _build_diffusion_network,
+        lambda config, levels: build_objective(config).following(levels),
+        lambda config, device: Levels(device) if config.diffusion.follows_losses else None,
+    ),
+    AutoencoderTask: _Parts(
+        _build_autoencoder,
+        lambda config, levels: AutoencoderLoss(config.autoencoder.kl, config.autoencoder.pyramid),
+        lambda config, device: None,
+    ),
+}
 
 
 def build_state(
@@ -192,7 +221,7 @@ def build_state(
         keep_compiled_code()
         compile_network(network, device, repeats, sharded=home is not None)
     precision, second = Precision(config.training.precision, device), config.ema_snapshots.second_schedule(config.ema)
-    levels = Levels(device) if config.diffusion.follows_losses and not config.trains_autoencoder else None
+    levels = _PARTS[type(config.task)].levels(config, device)
     return TrainState(network, config.optimizer, config.ema, precision, second, levels)
 
 
