@@ -1,7 +1,8 @@
-"""What the network sees of an image: its pixels, or latents of an autoencoder. Imports torch where tensors come in."""
+"""What the network sees of an image: its pixels, or latents of an autoencoder. Imports no torch until tensors come in."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -9,14 +10,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from unfog.data.settings import Data
 from unfog.diffusion.sampler import Sampler
 from unfog.models.autoencoder_settings import AutoencoderFolder, Latents
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from unfog.data.packs.latent_cache import Normalise
@@ -154,7 +154,7 @@ class PixelSpace(Representation):
 
     def random(self, count: int, rng: np.random.Generator) -> NDArray[Any]:
         dtype = self.data.image_format.dtype
-        return rng.integers(0, 256, (count, *self.stored_shape), dtype=np.uint8).astype(dtype, copy=False)
+        return rng.integers(0, 256, (count, *self.stored_shape), dtype="uint8").astype(dtype, copy=False)
 
     def zeros(self, images: int) -> Tensor:
         import torch
@@ -214,7 +214,7 @@ class LatentSpace(Representation):
         return str(own.absolute()) if there else self.folder
 
     def cache_bytes(self, images: int) -> int:
-        return images * int(np.prod(self.stored_shape)) * np.dtype(np.float16).itemsize
+        return 2 * images * math.prod(self.stored_shape)  # float16
 
     def scaling(self) -> dict[str, Any]:
         scale = [deviation / self.sigma_data for deviation in self.latents.deviation]
@@ -233,7 +233,7 @@ class LatentSpace(Representation):
         return replace(sampler, clip=False)
 
     def random(self, count: int, rng: np.random.Generator) -> NDArray[Any]:
-        return rng.standard_normal((count, *self.stored_shape), dtype=np.float32).astype(np.float16)
+        return rng.standard_normal((count, *self.stored_shape), dtype="float32").astype("float16")
 
     def zeros(self, images: int) -> Tensor:
         import torch
