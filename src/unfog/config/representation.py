@@ -1,4 +1,4 @@
-"""What the network sees of an image: its pixels, or latents of an autoencoder. Imports no torch until tensors come in."""
+"""What the network sees of an image: its pixels, or latents of an autoencoder. No torch until tensors come in."""
 
 from __future__ import annotations
 
