@@ -1,6 +1,7 @@
 """Print how easily this code is read, in figures, beside those of an earlier commit (`--base COMMIT`).
 
-All figures come from the syntax trees alone, but for the way of a setting, which is followed through a real start.
+All figures come from the syntax trees and texts alone, but for the way of a setting, which is followed through a real
+start.
 `--show` lists the places behind the figures of this checkout instead.
 """
 
@@ -10,6 +11,7 @@ import argparse
 import ast
 import io
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -26,6 +28,8 @@ RIDDLES = {"What", "Whether", "Who", "Whoever", "How", "Which", "Where", "As", "
 BRIEF = 5  # words; so short a docstring repeats the name
 WIDE = 6  # parameters
 LONG = 40  # lines of a function
+LABEL = re.compile(r"\blabel\b")
+LABELS = re.compile(r"(?<![a-z])labels?(?![a-z])", re.IGNORECASE)  # as a part of a name too: label_dropout
 Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 # What somebody reads to understand a training step: before, and now.
 LOOP = (
@@ -92,6 +96,8 @@ class Figures:
     folders: Counter[str] = field(default_factory=Counter)
     rings: list[list[str]] = field(default_factory=list)
     modules: int = 0
+    label: list[str] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)
     way: list[str] = field(default_factory=list)
     loop: str = ""
 
@@ -149,6 +155,9 @@ def measure(root: Path) -> Figures:
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         trees[name] = tree = ast.parse(text)
         lines = text.splitlines()
+        for found, word in ((figures.label, LABEL), (figures.labels, LABELS)):
+            if count := len(word.findall(text)):
+                found.append(f"{name}: {count}")
         figures.lines += len(lines)
         figures.code += sum(bool(line.strip()) and not line.strip().startswith("#") for line in lines)
         tokens = tokenize.generate_tokens(io.StringIO(text).readline)
@@ -206,6 +215,8 @@ ROWS: list[tuple[str, str, Callable[[Figures], object]]] = [
     ("lines", "31,000", lambda f: f"{f.lines:,}"),
     ("import cycles: modules in each", "none", lambda f: ", ".join(str(len(ring)) for ring in f.rings) or "none"),
     ("public top-level names", "650", lambda f: f"{f.public:,}"),
+    ("modules with the word label", "40", lambda f: len(f.label)),
+    ("modules with label or labels, alone or in a name", "", lambda f: len(f.labels)),
     ("functions with 6 or more parameters", "30", lambda f: len(f.wide)),
     ("functions of more than 40 lines", "", lambda f: len(f.long)),
     ("modules of more than 300 lines", "", lambda f: len(f.long_modules)),
@@ -233,7 +244,7 @@ def main() -> None:
     asked = parser.parse_args()
     here = measure(ROOT)
     if asked.show:
-        for title in ("riddles", "brief", "wide", "long", "long_modules", "rings", "way"):
+        for title in ("riddles", "brief", "wide", "long", "long_modules", "rings", "label", "labels", "way"):
             print(f"## {title}", *getattr(here, title), sep="\n")
         sys.exit()
     with tempfile.TemporaryDirectory() as place:

@@ -39,6 +39,7 @@ from unfog.training.precision import Precision
 from unfog.training.settings import PowerEma, Training
 from unfog.training.sharded_tensors import is_sharded, to_local
 from unfog.training.state import TrainState
+from unfog.values.conditions import NO_CONDITIONS, Conditions
 
 CPU = torch.device("cpu")
 TINY = UNet(channels=(8, 16), attention=(False, True), mid_attention=False, norm_groups=4, head_channels=8)
@@ -62,7 +63,7 @@ class Images:
 
     def batch(self, first, size):
         index = torch.arange(first, first + size) % 40
-        return type("Batch", (), {"pixels": self.all[index], "label": index % 3})
+        return type("Batch", (), {"pixels": self.all[index], "conditions": Conditions(index % 3)})
 
 
 class Diary(TrainingHooks):
@@ -141,7 +142,7 @@ def trained(
     if shard and world.size > 1:
         world.shard_state(into)
     interleaved = settings.get("noise") == "batch"
-    objective = Objective(Diffusion(adaptive=adaptive), 3, 0.2, interleaved, into.levels)
+    objective = Objective(Diffusion(adaptive=adaptive), 0.2, interleaved, into.levels)
     loss = objective if around is None else around(objective, into, world)
     chosen = Training(batch=batch, images=steps * batch, precision=precision, **settings)
     if shard:
@@ -216,8 +217,8 @@ def noise(world):
     diary = Diary(into)
     world.shard_state(into)
 
-    def loss(network, x0, label, condition):
-        per_image = (label + 1) * network(x0)
+    def loss(network, x0, conditions):
+        per_image = (conditions.label + 1) * network(x0)
         return Loss(per_image, torch.full_like(per_image, 0.5), torch.ones_like(per_image))
 
     settings = Training(batch=10, images=20, microbatch=3, noise="batch")
@@ -247,10 +248,10 @@ def compressed(world):
 def short_of_memory(objective, into, world):
     """The last process cannot take more than one image at a time from the second step on."""
 
-    def loss(network, x0, label, condition):
+    def loss(network, x0, conditions):
         if world.rank == world.size - 1 and into.seen >= 8 and len(x0) > 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return objective(network, x0, label, condition)
+        return objective(network, x0, conditions)
 
     return loss
 
@@ -258,8 +259,8 @@ def short_of_memory(objective, into, world):
 def sick(objective, into, world):
     """The last image of the second step has a loss that is not finite, which is replayed when that is refused."""
 
-    def loss(network, x0, label, condition):
-        found = objective(network, x0, label, condition)
+    def loss(network, x0, conditions):
+        found = objective(network, x0, conditions)
         last = into.seen == 8 and world.rank == world.size - 1
         if last or len(x0) == 8:  # of which only a replay has so many
             found = found._replace(per_image=found.per_image.index_fill(0, torch.tensor([len(x0) - 1]), torch.nan))
@@ -300,8 +301,8 @@ def diverges(world, **settings):
     """Every step is out of bounds, so that all go back, and give up alike."""
 
     def around(objective, into, _world):
-        def loss(network, x0, label, condition):
-            found = objective(network, x0, label, condition)
+        def loss(network, x0, conditions):
+            found = objective(network, x0, conditions)
             return found._replace(error=found.per_image.detach() * 1e3)
 
         return loss
@@ -315,10 +316,10 @@ def diverges(world, **settings):
 
 def goes_back(world):
     """A divided network leaves a checkpoint, then loses its way, and goes back: to the bit."""
-    into, objective = state(DIT), Objective(Diffusion(), 3, 0.2)
+    into, objective = state(DIT), Objective(Diffusion(), 0.2)
 
-    def loss(network, x0, label, condition):
-        found = objective(network, x0, label, condition)
+    def loss(network, x0, conditions):
+        found = objective(network, x0, conditions)
         return found._replace(error=found.per_image.detach() * 1e3) if into.seen >= 16 else found
 
     diary = Diary(into)
@@ -384,7 +385,7 @@ def previews(world):
     """Samples and held-out losses by all ranks, against one; and those of ranks that fail, or that nobody waits for."""
     into = state(TINY)
     config = Config(network=TINY, data=Data(size=8, channels=1), classes=("a", "b", "c"), sampler=Sampler(steps=3))
-    held_out = HeldOut(torch.randn(5, 1, 8, 8, generator=torch.Generator().manual_seed(1)), None, midpoints(5))
+    held_out = HeldOut(torch.randn(5, 1, 8, 8, generator=torch.Generator().manual_seed(1)), NO_CONDITIONS, midpoints(5))
     jobs, several = [], Previews(config, into, held_out, StopSignals(), world)
 
     def part(job, rank, ranks):

@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from unfog.data.augmentation import (
-    CONDITIONS,
     Augment,
     _draw_geometry,
     _Geometry,
@@ -18,6 +17,7 @@ from unfog.data.augmentation import (
 from unfog.data.settings import Data
 from unfog.errors import RequestError
 from unfog.sharded_rng import seed_generators
+from unfog.values.condition_format import AUGMENT_INPUTS
 from unfog.values.image_format import BYTES
 
 
@@ -208,7 +208,7 @@ def test_no_chance_is_no_change_and_tells_nothing() -> None:
     torch.manual_seed(0)
     geometry = _draw_geometry(x, 0.0, 0.0)
     assert torch.equal(geometry.apply(x), x)
-    assert torch.equal(geometry.condition(), torch.zeros(16, CONDITIONS))
+    assert torch.equal(geometry.condition(), torch.zeros(16, AUGMENT_INPUTS))
 
 
 def test_images_that_nothing_is_done_to_stay_as_they_are_and_the_others_are_told() -> None:
@@ -216,7 +216,7 @@ def test_images_that_nothing_is_done_to_stay_as_they_are_and_the_others_are_told
     torch.manual_seed(0)
     x0, condition = Augment(augment=0.1)(pixels)
     assert condition is not None
-    assert condition.shape == (300, CONDITIONS)
+    assert condition.shape == (300, AUGMENT_INPUTS)
     untouched = (condition == 0).all(1)
     assert 0.2 < untouched.float().mean() < 0.36  # 0.5 0.95 0.9^5 = 0.28, and small shifts round to none
     same = (x0 == BYTES.to_model(pixels)).flatten(1).all(1)

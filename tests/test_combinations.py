@@ -43,6 +43,7 @@ from unfog.training.precision import Precision
 from unfog.training.settings import Evaluate, PowerEma
 from unfog.training.stability.nan_debug import NanReport
 from unfog.training.state import TrainState
+from unfog.values.conditions import NO_CONDITIONS
 from unfog.values.image_format import BYTES
 
 pytestmark = pytest.mark.slow
@@ -278,7 +279,7 @@ def test_a_learned_variance_counts_in_bits(photos, codec, tmp_path):
         denoise = Denoiser(run.network, run.config.diffusion, variance)
         noise = NoiseSource(0, range(4), (3, 16, 16)).draw
         with torch.no_grad():
-            guess = lambda x, logsnr: denoise(x, logsnr, held_out.label)  # noqa: E731
+            guess = lambda x, logsnr: denoise(x, logsnr, held_out.conditions)  # noqa: E731
             return float(bits_per_dim(guess, run.config.diffusion, held_out.x0, LEVELS, noise).mean())
 
     assert found.value == pytest.approx(by_hand(True), rel=1e-5)
@@ -298,7 +299,7 @@ def test_a_learned_variance_is_sampled_with_from_an_image_and_with_a_guide(photo
     denoiser, weaker = Denoiser(run.network, run.config.diffusion, True), Denoiser(other.network, run.config.diffusion)
     led = run.sample(guidance=2, guide=other, **how)
     x, level = torch.randn(2, plain.shape[3], *plain.shape[1:3]), torch.zeros(2)
-    asked, own = Autoguided(denoiser, weaker, 2)(x, level, None), denoiser(x, level)
+    asked, own = Autoguided(denoiser, weaker, 2)(x, level, NO_CONDITIONS), denoiser(x, level)
     assert torch.equal(asked[:, x.shape[1] :], own[:, x.shape[1] :])
     assert led.shape == plain.shape
 
@@ -358,6 +359,6 @@ def test_starting_from_weights_that_know_latents(on_latents, photos, codec, tmp_
 def test_loud_latents_are_no_divergence():
     """An answer of 0 loses no more than `reference` says, also where latents are made louder than pixels can be."""
     diffusion, x0 = Diffusion(schedule=Cosine(), target=X0(), sigma_data=3.0), torch.randn(64, 4, 8, 8) * 3
-    loss = Objective(diffusion)(lambda x, c_noise, label: torch.zeros_like(x), x0)
+    loss = Objective(diffusion)(lambda x, c_noise, conditions: torch.zeros_like(x), x0)
     assert float(loss.per_image.sum() / loss.null_loss.sum()) == pytest.approx(1.0, abs=0.1)
     assert Normalise((0.0,), (1.0,), 3.0).forward(torch.ones(1, 1, 1, 1)).item() == 3.0

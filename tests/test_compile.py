@@ -16,6 +16,7 @@ from unfog.cache_folder import CacheEntry, make_room, release
 from unfog.config.schema import Config
 from unfog.errors import Interrupted, RunError
 from unfog.planning import lr_range_test, timing
+from unfog.values.conditions import NO_CONDITIONS
 
 NETWORKS = {
     "unet": "unet:channels=8/8,attention=false/true,blocks=1,norm_groups=4,head_channels=8",
@@ -158,7 +159,7 @@ def test_plan_and_find_lr_explain_a_failing_compiler_too(home, monkeypatch):
     )
     monkeypatch.setattr(timing, "train", fail)
     monkeypatch.setattr(lr_range_test, "_run_ramp", fail)
-    probe = lr_range_test.LossProbe.create(torch.zeros(1, 1, 4, 4), None)
+    probe = lr_range_test.LossProbe.create(torch.zeros(1, 1, 4, 4), NO_CONDITIONS)
     subject = lr_range_test.LrTestSetup(None, None, None, None, None, None, probe, lambda: False)
     for work in (lambda: timing.measure_step(Config(), None, probe.x0.device, lambda: False), subject.run):
         with pytest.raises(RunError, match=r"no such compiler.*: repeat the command, with --training.no-compile"):

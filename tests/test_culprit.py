@@ -19,6 +19,7 @@ from unfog.training.precision import Precision
 from unfog.training.settings import PowerEma
 from unfog.training.stability.nan_debug import NanReport
 from unfog.training.state import TrainState
+from unfog.values.conditions import NO_CONDITIONS
 from unfog.values.image_format import BYTES
 
 PASSES = list(_split_range(100, 8, 3))  # of 3, 3 and 2 images
@@ -72,7 +73,7 @@ def state(model, precision="fp32"):
 OBJECTIVE = Objective(Diffusion())
 
 
-def answer(model, x0, label):
+def answer(model, x0, conditions):
     """The mean of what the network answers: no noise, no mixing of images."""
     u = (torch.arange(len(x0)) + torch.rand(len(x0))) / len(x0)
     return Loss(model(x0).float().mean((1, 2, 3)), u, torch.ones(len(x0)))
@@ -86,7 +87,7 @@ def replay(into, loss_function=answer, augment=lambda pixels: pixels, white=WHIT
         seed_generators(7, first)
         x0 = BYTES.to_model(augment(pixels))
         with into.precision.autocast():
-            return loss_function(into.model, x0, None)
+            return loss_function(into.model, x0, NO_CONDITIONS)
 
     return forward
 
@@ -143,8 +144,8 @@ def test_a_broken_image_in_a_network_that_mixes_images():
 
 
 def test_an_infinite_loss_of_one_image():
-    def loss(model, x0, label):
-        found = OBJECTIVE(model, x0, label)
+    def loss(model, x0, conditions):
+        found = OBJECTIVE(model, x0, conditions)
         return found._replace(per_image=found.per_image + infinity(x0).flatten())
 
     into = state(unet())
@@ -177,7 +178,7 @@ def test_a_poisoned_buffer():
 def test_the_layer_that_overflows_for_one_image(precision, large):
     into = state(straight(2, nn.Identity(), nn.Conv2d(2, 1, 1, bias=False), nn.Sigmoid()), precision)
     nn.init.constant_(into.model[2].weight, large)
-    forward = replay(into, lambda model, x0, label: answer(lambda x: model[:3](x).float() / large, x0, label))
+    forward = replay(into, lambda model, x0, conditions: answer(lambda x: model[:3](x).float() / large, x0, conditions))
     found = NanReport.find(into, forward, PASSES)
     assert found == NanReport("forward", "2", (WHITE,), (level(forward),), False)
 
@@ -254,8 +255,8 @@ def test_parameters_are_named_in_order_of_the_backward_pass():
 def sums(weight_of):
     """Losses whose gradients at each pixel are finite, and whose sum over the pixels may not be."""
 
-    def loss(model, x0, label):
-        found = answer(model, x0, label)
+    def loss(model, x0, conditions):
+        found = answer(model, x0, conditions)
         return found._replace(per_image=(model(x0) * weight_of(is_white(x0)) * 8).sum((1, 2, 3)))
 
     return loss

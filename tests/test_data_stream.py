@@ -79,9 +79,9 @@ def test_a_batch_holds_the_images_it_names() -> None:
     assert batch.pixels.dtype == torch.uint8
     assert batch.pixels.shape == (100, 1, 4, 4)
     assert torch.equal(number, batch.index)
-    assert batch.label is not None
-    assert torch.equal(batch.label, batch.index % 3)
-    assert ImageStream(images(5, labelled=False), 0).batch(0, 2).label is None
+    assert batch.conditions.label is not None
+    assert torch.equal(batch.conditions.label, batch.index % 3)
+    assert ImageStream(images(5, labelled=False), 0).batch(0, 2).conditions.label is None
 
 
 @pytest.mark.parametrize("n", [1, 7, 99])
@@ -155,8 +155,8 @@ def test_images_on_a_device_are_those_of_the_stream(labelled, monkeypatch):
         assert torch.equal(mine.pixels, theirs.pixels)
         assert torch.equal(mine.index, theirs.index)
         assert mine.first == theirs.first
-        assert (mine.label is None) == (theirs.label is None) == (not labelled)
-        assert not labelled or torch.equal(mine.label, theirs.label)
+        assert (mine.conditions.label is None) == (theirs.conditions.label is None) == (not labelled)
+        assert not labelled or torch.equal(mine.conditions.label, theirs.conditions.label)
 
 
 def test_only_a_gpu_keeps_images_and_only_few():

@@ -39,6 +39,7 @@ from unfog.training.distributed.process_group import local_device
 from unfog.training.distributed.watchdog import AWAITING_IMAGES, _find_failed_rank, _Heartbeat
 from unfog.training.distributed.world import World
 from unfog.training.hooks import TrainingHooks
+from unfog.values.conditions import Conditions
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ended")]
 
@@ -99,17 +100,17 @@ def test_shares_and_passes_cover_each_batch_once(batch, size):
 def test_the_randomness_of_a_part_is_that_of_its_rows():
     images = torch.randint(0, 256, (12, 3, 8, 8), dtype=torch.uint8)
     label = torch.arange(12) % 3
-    augment, objective = Augment(flip=True, jitter=0.3, crop=0.4, augment=0.5), Objective(Diffusion(), 3, 0.5)
+    augment, objective = Augment(flip=True, jitter=0.3, crop=0.4, augment=0.5), Objective(Diffusion(), 0.5)
     seen = []
 
-    def network(x, level, label, condition):
-        seen.append((x, level, label, condition))
+    def network(x, level, conditions):
+        seen.append((x, level, *conditions))
         return torch.zeros_like(x)
 
     def looked_at(start, stop):
         seed_generators(3, 0)
         x0, condition = augment(images[start:stop])
-        return objective(network, x0, label[start:stop], condition)
+        return objective(network, x0, Conditions(label[start:stop], condition))
 
     whole = looked_at(0, 12)
     for start, stop in ((0, 12), (0, 5), (5, 6), (6, 12)):

@@ -45,6 +45,7 @@ from unfog.models.settings import UNet
 from unfog.planning.intervals import round_down_to_125
 from unfog.reporting.records import run_state
 from unfog.training.settings import FixedEma, PowerEma
+from unfog.values.conditions import NO_CONDITIONS
 
 LR = 1e-3
 
@@ -507,14 +508,14 @@ def test_an_image_meets_the_same_noise_whatever_the_batch():
     network = torch.nn.Conv2d(1, 1, 3, padding=1)
     objective = Objective(DIFFUSIONS[0])
 
-    def loss_at(x0, label, u, noise):
-        return objective.at(lambda x, c, label: network(x), x0, label, DIFFUSIONS[0].schedule(u), noise)
+    def loss_at(x0, conditions, u, noise):
+        return objective.at(lambda x, c, conditions: network(x), x0, conditions, DIFFUSIONS[0].schedule(u), noise)
 
     x0, levels, seen = torch.rand(7, 1, 4, 4) * 2 - 1, torch.tensor([0.2, 0.8]), []
-    one = measure_losses(loss_at, LossImages(x0, None), levels, 3, progress=seen.append)
+    one = measure_losses(loss_at, LossImages(x0, NO_CONDITIONS), levels, 3, progress=seen.append)
     assert sum(seen) == 14
-    assert np.allclose(one, measure_losses(loss_at, LossImages(x0, None), levels, 100), rtol=1e-5)
-    assert np.allclose(one[:, :5], measure_losses(loss_at, LossImages(x0[:5], None), levels, 2), rtol=1e-5)
+    assert np.allclose(one, measure_losses(loss_at, LossImages(x0, NO_CONDITIONS), levels, 100), rtol=1e-5)
+    assert np.allclose(one[:, :5], measure_losses(loss_at, LossImages(x0[:5], NO_CONDITIONS), levels, 2), rtol=1e-5)
     assert len({round(float(value), 6) for value in one.flat}) == 14
 
 

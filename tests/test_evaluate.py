@@ -45,6 +45,7 @@ from unfog.pipeline.load_data import load_images
 from unfog.process.signals import StopSignals
 from unfog.reporting.report import write_report
 from unfog.training.distributed.world import World
+from unfog.values.conditions import NO_CONDITIONS, Conditions
 
 pytestmark = pytest.mark.slow
 
@@ -103,9 +104,9 @@ def run(trained, tmp_path) -> Run:
 
 def test_losses_by_image_add_up_to_what_training_records():
     generator = torch.Generator().manual_seed(3)
-    held_out = HeldOut(torch.randn(10, 1, 4, 4, generator=generator), None, midpoints(5))
+    held_out = HeldOut(torch.randn(10, 1, 4, 4, generator=generator), NO_CONDITIONS, midpoints(5))
 
-    def loss_at(x0, label, u, noise):
+    def loss_at(x0, conditions, u, noise):
         error = (x0 * u[:, None, None, None] - noise).square().mean((1, 2, 3))
         return error, 2 * error
 
@@ -122,14 +123,14 @@ def test_every_image_has_its_own_label_level_and_noise_in_any_batch():
     x0, label, u = torch.rand(5, 1, 2, 2), torch.arange(5), torch.rand(2, 5)
     noise, passes = torch.rand(2, 5, 1, 2, 2), list[int]()
 
-    def loss_at(x0, label, u, noise):
-        return x0.sum((1, 2, 3)) + 10 * label, 100 * u + noise.sum((1, 2, 3))
+    def loss_at(x0, conditions, u, noise):
+        return x0.sum((1, 2, 3)) + 10 * conditions.label, 100 * u + noise.sum((1, 2, 3))
 
-    found = fixed_losses(loss_at, x0, label, u, noise.__getitem__, 2, passes.append)
+    found = fixed_losses(loss_at, x0, Conditions(label), u, noise.__getitem__, 2, passes.append)
     assert torch.equal(found[0], (x0.sum((1, 2, 3)) + 10 * label).double().expand(2, -1))
     assert torch.equal(found[1], (100 * u + noise.sum((2, 3, 4))).double())
     assert passes == [2, 2, 1] * 2
-    one = fixed_losses(loss_at, x0, label, u, noise.__getitem__, 5, only=slice(1, None))
+    one = fixed_losses(loss_at, x0, Conditions(label), u, noise.__getitem__, 5, only=slice(1, None))
     assert torch.equal(one[:, 1], found[:, 1])
     assert not one[:, 0].any()
 
@@ -447,9 +448,9 @@ def test_metrics_are_split_at_commas():
 
 
 def test_noise_of_a_measurement_is_of_its_image_its_level_and_the_seed():
-    held_out = HeldOut(torch.zeros(10, 1, 4, 4), None, midpoints(5))
+    held_out = HeldOut(torch.zeros(10, 1, 4, 4), NO_CONDITIONS, midpoints(5))
 
-    def first(x0, label, u, noise):
+    def first(x0, conditions, u, noise):
         return noise[:, 0, 0, 0], noise[:, 0, 0, 0]
 
     noise = held_out.losses(first, batch=4)[0]

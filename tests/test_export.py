@@ -37,6 +37,7 @@ from unfog.pipeline.build import build_network
 from unfog.pipeline.generate import GenerationSettings, conditional_denoiser
 from unfog.pipeline.latents import apply_autoencoder_settings, save_autoencoder
 from unfog.runs.weights.objectives import _randomized
+from unfog.values.conditions import Conditions
 
 CPU, COUNT = torch.device("cpu"), 3
 UNET = UNet(channels=(8, 16), attention=(False, True), norm_groups=4, head_channels=8)
@@ -114,7 +115,7 @@ def drawn(run: Run, draw=None) -> torch.Tensor:
     """Samples of a run as its own code draws them, before they become uint8."""
     config, (_, label) = run.config, inputs(run)
     settings = GenerationSettings.default(config, COUNT, COUNT)
-    denoise = conditional_denoiser(Denoiser(run.network, config.diffusion), config, settings, label)
+    denoise = conditional_denoiser(Denoiser(run.network, config.diffusion), config, settings, Conditions.of(label))
     sampler = config.representation.sampler(config.sampler)
     draw = draw or NoiseSource(0, range(COUNT), config.input_shape).draw
     return run.decode(sampler(denoise, config.diffusion.path, config.diffusion.schedule, draw))

@@ -47,6 +47,7 @@ from unfog.training.optimizer_settings import Optimizer
 from unfog.training.precision import Precision
 from unfog.training.settings import PowerEma, Training
 from unfog.training.state import TrainState
+from unfog.values.conditions import NO_CONDITIONS, Conditions
 
 pytestmark = pytest.mark.slow
 
@@ -88,7 +89,7 @@ def subject(network=unet, stop=lambda: False) -> LrTestSetup:
         ImageStream(images, 0),
         Augment(),
         Objective(preset("default").diffusion),
-        LossProbe.create(torch.from_numpy(pixels()).float() / 127.5 - 1, None),
+        LossProbe.create(torch.from_numpy(pixels()).float() / 127.5 - 1, NO_CONDITIONS),
         stop,
     )
 
@@ -203,9 +204,9 @@ def test_a_stop_ends_it_within_a_step():
 
 
 def test_probe_is_the_same_each_time_and_one_where_nothing_is_answered():
-    objective = Objective(replace(Diffusion(), target=Eps()), num_classes=3, label_dropout=0.5)
-    x0, label = torch.zeros(400, 1, 8, 8), torch.zeros(400, dtype=torch.int64)
-    probe, state = LossProbe.create(x0, label), subject(Mute).fresh()
+    objective = Objective(replace(Diffusion(), target=Eps()), dropout=0.5)
+    x0, conditions = torch.zeros(400, 1, 8, 8), Conditions(torch.zeros(400, dtype=torch.int64))
+    probe, state = LossProbe.create(x0, conditions), subject(Mute).fresh()
     before = torch.random.get_rng_state()
     loss = probe.relative_loss(state, objective, batch=400)
     assert loss == pytest.approx(1, abs=0.03)  # the mean square of 25,600 numbers of standard deviation 1
@@ -216,7 +217,7 @@ def test_probe_is_the_same_each_time_and_one_where_nothing_is_answered():
 
 @pytest.mark.parametrize("count", [5, 16, 64, 400])
 def test_levels_of_a_probe_are_spread_evenly_also_in_part(count):
-    u = LossProbe.create(torch.zeros(400, 1, 1, 1), None).first(count).u
+    u = LossProbe.create(torch.zeros(400, 1, 1, 1), NO_CONDITIONS).first(count).u
     assert float(u.min()) > 0
     assert float(u.max()) < 1
     gaps = torch.diff(torch.cat([torch.zeros(1), u.sort().values, torch.ones(1)]))

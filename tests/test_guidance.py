@@ -33,6 +33,7 @@ from unfog.reporting.records import read_events
 from unfog.runs.resume import _omit_tuned_settings
 from unfog.training import precision
 from unfog.training.precision import drawing_precision
+from unfog.values.conditions import NO_CONDITIONS, Conditions
 from unfog.values.image_format import BYTES
 
 pytestmark = pytest.mark.slow
@@ -54,7 +55,7 @@ def run(tmp_path_factory):
     return unfog.train(few_images(), out=out, steps=40, lr=6e-3, size=16, **SETTINGS)
 
 
-def gaussian(mean: float, std: float, x: Tensor, logsnr: Tensor, label: Tensor | None = None) -> Tensor:
+def gaussian(mean: float, std: float, x: Tensor, logsnr: Tensor, conditions: Conditions = NO_CONDITIONS) -> Tensor:
     """E[x0 | x_t] of x0 ~ N(mean, std^2) on the VE path."""
     sigma = (-logsnr / 2).exp()[:, None, None, None]
     return mean + std**2 * (x - mean) / (std**2 + sigma**2)
@@ -63,11 +64,11 @@ def gaussian(mean: float, std: float, x: Tensor, logsnr: Tensor, label: Tensor |
 def test_autoguidance_is_linear_in_its_scale():
     x, logsnr = torch.randn(4, 1, 3, 3), torch.linspace(-6, 6, 4)
     good, weak = partial(gaussian, 0.2, 0.3), partial(gaussian, -0.1, 0.9)
-    at = {scale: Autoguided(good, weak, scale)(x, logsnr, None) for scale in (0.0, 1.0, 3.0)}
+    at = {scale: Autoguided(good, weak, scale)(x, logsnr, NO_CONDITIONS) for scale in (0.0, 1.0, 3.0)}
     assert torch.equal(at[0.0], weak(x, logsnr))
     torch.testing.assert_close(at[1.0], good(x, logsnr))
     torch.testing.assert_close(at[3.0], 3 * good(x, logsnr) - 2 * weak(x, logsnr))
-    torch.testing.assert_close(Autoguided(good, good, 7.0)(x, logsnr, None), good(x, logsnr))
+    torch.testing.assert_close(Autoguided(good, good, 7.0)(x, logsnr, NO_CONDITIONS), good(x, logsnr))
 
 
 def test_autoguidance_narrows_a_gaussian_as_it_should():
@@ -80,7 +81,7 @@ def test_autoguidance_narrows_a_gaussian_as_it_should():
     guided = Autoguided(partial(gaussian, mean, std), partial(gaussian, mean, wider), scale)
     sampler = Sampler("unipc", 400, "logsnr", clip=False)
     noise = torch.randn(64, 1, 2, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    x = sampler(lambda x, logsnr: guided(x, logsnr, None), VE(), LogNormal(), lambda: noise)
+    x = sampler(lambda x, logsnr: guided(x, logsnr, NO_CONDITIONS), VE(), LogNormal(), lambda: noise)
     first = 80.0
 
     def shrunk(deviation: float) -> float:  # exp of the integral of sigma / (deviation^2 + sigma^2)
@@ -94,7 +95,7 @@ def test_autoguidance_narrows_a_gaussian_as_it_should():
 def test_a_difference_is_kept_for_the_steps_between_calls_of_the_guide():
     asked = []
 
-    def weak(x: Tensor, logsnr: Tensor, label: Tensor | None) -> Tensor:
+    def weak(x: Tensor, logsnr: Tensor, conditions: Conditions) -> Tensor:
         asked.append(float(logsnr[0]))
         return gaussian(-0.1, 0.9, x, logsnr)
 
@@ -113,7 +114,7 @@ def test_a_difference_is_kept_for_the_steps_between_calls_of_the_guide():
 def test_the_interval_is_where_it_says_and_costs_nothing_elsewhere():
     calls = {"guided": 0, "plain": 0}
 
-    def count(name: str, value: float, x: Tensor, logsnr: Tensor, label: Tensor | None) -> Tensor:
+    def count(name: str, value: float, x: Tensor, logsnr: Tensor, conditions: Conditions) -> Tensor:
         calls[name] += 1
         return torch.full_like(x, value)
 
@@ -121,7 +122,7 @@ def test_the_interval_is_where_it_says_and_costs_nothing_elsewhere():
     share = torch.tensor([0.1, 0.2499, 0.2501, 0.5, 0.5999, 0.6001, 1.0], dtype=torch.float64)
     logsnr = 2 * ((1 - share) / share).log()
     x = torch.zeros(7, 1, 2, 2, dtype=torch.float64)
-    assert within(x, logsnr, None)[:, 0, 0, 0].tolist() == [0, 0, 1, 1, 1, 0, 0]
+    assert within(x, logsnr, NO_CONDITIONS)[:, 0, 0, 0].tolist() == [0, 0, 1, 1, 1, 0, 0]
     calls.update(guided=0, plain=0)
     within(x[:2], logsnr[:2], None)
     assert calls == {"guided": 0, "plain": 1}

@@ -15,7 +15,7 @@ from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
 from unfog.data.sources.stored_images import Report, StoredImages
 from unfog.errors import RequestError
-from unfog.pipeline.generate import parse_labels
+from unfog.values.condition_format import ConditionFormat
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (40, 8, 8, 3), np.uint8)
 
@@ -53,7 +53,7 @@ def test_two_unicode_forms_of_a_folder_are_one_class(tmp_path, archive):
     assert dataset.train.classes == ("other", "é")
     assert dataset.report.class_counts == {"other": 10, "é": 20}
     assert "two forms of Unicode" in said
-    assert parse_labels(["e\u0301"], dataset.train.classes) == (1,)
+    assert ConditionFormat(dataset.train.classes).parse_labels(["e\u0301"]) == (1,)
 
 
 def test_classes_that_differ_in_case_or_spaces_are_said(tmp_path):
@@ -66,7 +66,7 @@ def test_classes_that_differ_in_case_or_spaces_are_said(tmp_path):
 
 
 def test_a_word_of_a_locale_without_utf8_names_a_class():
-    assert parse_labels([os.fsencode("猫").decode("ascii", "surrogateescape")], ["狗", "猫"]) == (1,)
+    assert ConditionFormat(["狗", "猫"]).parse_labels([os.fsencode("猫").decode("ascii", "surrogateescape")]) == (1,)
 
 
 @pytest.mark.parametrize(("images", "masks"), [("images", "masks"), ("img", "SegmentationClass"), ("a", "b")])

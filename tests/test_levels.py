@@ -14,13 +14,14 @@ from unfog.diffusion.objective import Objective, _stratified
 from unfog.diffusion.target import EdmF, Eps, V
 from unfog.diffusion.weighting import Elbo, Plain, Uncertainty
 from unfog.errors import RequestError
+from unfog.values.conditions import NO_CONDITIONS, Conditions
 
 CPU = torch.device("cpu")
 EDM = Diffusion(VE(), LogNormal(), EdmF(), Uncertainty(), 0.5, "logsnr", scale_input=True)
 STD = 2.0
 
 
-def nothing(x: Tensor, c_noise: Tensor, label: Tensor | None) -> Tensor:
+def nothing(x: Tensor, c_noise: Tensor, conditions: Conditions) -> Tensor:
     return torch.zeros_like(x)
 
 
@@ -101,7 +102,7 @@ def test_what_is_reported_does_not_depend_on_what_was_learned() -> None:
     assert torch.equal(later.null_loss, fresh.null_loss)
     assert not torch.allclose(later.per_image, fresh.per_image)
     logsnr = EDM.schedule(u)
-    held_out = [Objective(EDM, levels=each).at(nothing, x0, None, logsnr, noise)[0] for each in (None, levels)]
+    held_out = [Objective(EDM, levels=each).at(nothing, x0, NO_CONDITIONS, logsnr, noise)[0] for each in (None, levels)]
     assert torch.equal(*held_out)
 
 

@@ -34,10 +34,10 @@ class Refused(Diary):
 def too_large_above(images, inner):
     """A loss that asks the allocator for what no machine has, if there are more images than this."""
 
-    def loss(model, x0, label, condition=None):
+    def loss(model, x0, conditions):
         if len(x0) > images:
             torch.empty(2**60)
-        return inner(model, x0, label, condition)
+        return inner(model, x0, conditions)
 
     return loss
 
@@ -87,7 +87,7 @@ def test_checkpointing_is_what_comes_after_a_single_image():
 
 
 def test_what_else_goes_wrong_is_not_tried_again():
-    def broken(model, x0, label, condition=None):
+    def broken(model, x0, conditions):
         raise RuntimeError("shapes do not match")
 
     with pytest.raises(RuntimeError, match="shapes"):

@@ -31,6 +31,7 @@ from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import LoopSettings, train
 from unfog.training.optimizer_settings import AdamW, Muon, Optimizer, default_learning_rate
 from unfog.training.settings import Training
+from unfog.values.conditions import Conditions
 
 CPU = torch.device("cpu")
 MICRO = {
@@ -74,7 +75,9 @@ def test_every_size_begins_as_zero(name):
     torch.manual_seed(0)
     model = build_model(SIZES[name], 1, 3, 9).eval()
     with torch.no_grad():
-        y = model(torch.randn(2, 1, 16, 16), torch.tensor([0.0, 900.0]), torch.tensor([0, 3]), torch.randn(2, 9))
+        y = model(
+            torch.randn(2, 1, 16, 16), torch.tensor([0.0, 900.0]), Conditions(torch.tensor([0, 3]), torch.randn(2, 9))
+        )
     assert torch.equal(y, torch.zeros(2, 1, 16, 16))
 
 
@@ -88,7 +91,7 @@ def test_every_parameter_learns(settings):
     silent = set()
     for _ in range(5):
         optimizer.zero_grad()
-        (model(x, c_noise, label, torch.randn(8, 9)) - x).square().mean().backward()
+        (model(x, c_noise, Conditions(label, torch.randn(8, 9))) - x).square().mean().backward()
         silent = {name for name, p in model.named_parameters() if not p.grad.any()}
         optimizer.step()
     assert silent == set()
@@ -116,13 +119,13 @@ def test_output_depends_on_label_noise_augmentation_and_image(settings):
     x, c_noise, label = torch.randn(1, 1, 8, 8), torch.tensor([3.0]), torch.tensor([0])
     told = torch.zeros(1, 9)
     with torch.no_grad():
-        y = model(x, c_noise, label, told)
+        y = model(x, c_noise, Conditions(label, told))
         assert torch.equal(model(x, c_noise, label), y)
         for other in (
             model(x, c_noise, label + 1),
             model(x, c_noise + 1, label),
             model(x + 0.1, c_noise, label),
-            model(x, c_noise, label, told + 1),
+            model(x, c_noise, Conditions(label, told + 1)),
         ):
             assert (other - y).abs().max() > 1e-4
 
@@ -136,7 +139,7 @@ def test_no_label_is_the_null_class_and_nothing_else_is_taken(settings):
     with pytest.raises(RequestError, match="without classes"):
         build_model(settings, 1)(x, c_noise, torch.tensor([0, 0]))
     with pytest.raises(RequestError, match=r"data\.augment"):
-        model(x, c_noise, None, torch.zeros(2, 9))
+        model(x, c_noise, Conditions(augment=torch.zeros(2, 9)))
 
 
 @pytest.mark.parametrize("settings", MICRO.values(), ids=MICRO)
@@ -347,7 +350,7 @@ def advance(config, state, steps):
     train(
         LoopSettings(config.training, config.optimizer),
         state,
-        Task(ImageStream(images, 0), Augment.from_settings(config.data), Objective(config.diffusion, 2, 0.2)),
+        Task(ImageStream(images, 0), Augment.from_settings(config.data), Objective(config.diffusion, 0.2)),
         Until(),
     )
     return state

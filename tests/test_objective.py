@@ -14,11 +14,12 @@ from unfog.diffusion.target import X0, EdmF, Eps, FlowVelocity, V
 from unfog.diffusion.variance import variational_bound
 from unfog.diffusion.weighting import Edm, InverseSnr, MinSnr, Plain
 from unfog.errors import RequestError
+from unfog.values.conditions import NO_CONDITIONS, Conditions
 
 DDPM = Diffusion(VP(), Cosine(), Eps(), Plain())
 
 
-def network(x: Tensor, c_noise: Tensor, label: Tensor | None) -> Tensor:
+def network(x: Tensor, c_noise: Tensor, conditions: Conditions) -> Tensor:
     """Smooth, nonlinear, and unlike at every timestep."""
     return torch.sin(2 * x) * 0.7 + torch.cos(c_noise / 300).view(-1, 1, 1, 1)
 
@@ -86,7 +87,7 @@ def test_a_learned_variance_adds_a_thousandth_of_the_bound_in_bits() -> None:
     ids=lambda d: f"{d.path.kind}-{d.target.kind}-{d.weighting.kind}",
 )
 def test_reference_is_what_answering_0_is_expected_to_lose(diffusion: Diffusion) -> None:
-    def nothing(x: Tensor, c_noise: Tensor, label: Tensor | None) -> Tensor:
+    def nothing(x: Tensor, c_noise: Tensor, conditions: Conditions) -> Tensor:
         return torch.zeros_like(x)
 
     n = 64
@@ -139,12 +140,12 @@ def test_stratification_lowers_the_variance() -> None:
 
 
 def test_the_same_seed_gives_the_same_loss() -> None:
-    x0, label = images(8), torch.arange(8)
-    objective = Objective(DDPM, num_classes=8, label_dropout=0.5)
+    x0, conditions = images(8), Conditions(torch.arange(8))
+    objective = Objective(DDPM, dropout=0.5)
     losses = []
     for seed in (5, 5, 6):
         torch.manual_seed(seed)
-        losses.append(objective(network, x0, label).per_image)
+        losses.append(objective(network, x0, conditions).per_image)
     assert torch.equal(losses[0], losses[1])
     assert not torch.equal(losses[0], losses[2])
 
@@ -153,28 +154,28 @@ def test_the_same_seed_gives_the_same_loss() -> None:
 def test_label_dropout(dropout: float) -> None:
     seen = []
 
-    def watch(x: Tensor, c_noise: Tensor, label: Tensor | None) -> Tensor:
-        assert label is not None
-        seen.append(label)
+    def watch(x: Tensor, c_noise: Tensor, conditions: Conditions) -> Tensor:
+        assert conditions.label is not None
+        seen.append(conditions.label)
         return x
 
     x0, label = torch.zeros(10_000, 1, 1, 1), torch.arange(10_000) % 5
     torch.manual_seed(0)
-    objective = Objective(DDPM, num_classes=5, label_dropout=dropout)
-    objective(watch, x0, label)
-    hidden = seen[0] == 5
+    objective = Objective(DDPM, dropout=dropout)
+    objective(watch, x0, Conditions(label))
+    hidden = seen[0] == -1
     assert hidden.float().mean().item() == pytest.approx(dropout, abs=0.01)
     assert torch.equal(seen[0][~hidden], label[~hidden])
-    objective.at(watch, x0, label, torch.zeros(len(x0)), torch.randn_like(x0))
+    objective.at(watch, x0, Conditions(label), torch.zeros(len(x0)), torch.randn_like(x0))
     assert torch.equal(seen[1], label)
 
 
 def test_label_dropout_disturbs_neither_levels_nor_noise() -> None:
-    x0, label = images(8), torch.zeros(8, dtype=torch.long)
+    x0, conditions = images(8), Conditions(torch.zeros(8, dtype=torch.long))
     losses = []
     for dropout in (0.0, 0.5):
         torch.manual_seed(0)
-        losses.append(Objective(DDPM, 1, dropout)(network, x0, label).per_image)  # network ignores its label
+        losses.append(Objective(DDPM, dropout)(network, x0, conditions).per_image)  # network ignores them
     assert torch.equal(*losses)
 
 
@@ -184,11 +185,11 @@ def test_held_out_loss() -> None:
     logsnr = Cosine().table()[[0, 50, 100, 250, 500, 750, 900, 998]].float()
     state = torch.get_rng_state()
     for weighting in (Plain(), MinSnr(), InverseSnr()):
-        loss, mse = Objective(Diffusion(VP(), Cosine(), Eps(), weighting)).at(network, x0, None, logsnr, noise)
+        loss, mse = Objective(Diffusion(VP(), Cosine(), Eps(), weighting)).at(network, x0, NO_CONDITIONS, logsnr, noise)
         # A network that predicts the noise: the error of the implied noise is its own.
         alpha, sigma = VP()(logsnr.view(-1, 1, 1, 1))
         c_noise = torch.tensor([0.0, 50, 100, 250, 500, 750, 900, 998])
-        expected = (network(alpha * x0 + sigma * noise, c_noise, None) - noise).square().mean((1, 2, 3))
+        expected = (network(alpha * x0 + sigma * noise, c_noise, NO_CONDITIONS) - noise).square().mean((1, 2, 3))
         torch.testing.assert_close(mse, expected, rtol=1e-4, atol=0)
         torch.testing.assert_close(loss, weighting(logsnr, logsnr.exp(), 0.5) / logsnr.exp() * expected)
     assert torch.equal(torch.get_rng_state(), state)
@@ -198,16 +199,16 @@ def test_held_out_noise_error_is_that_of_the_implied_noise() -> None:
     diffusion = Diffusion(VP(), Cosine(), V(), MinSnr())
     x0, logsnr = images(5), torch.linspace(-6, 6, 5)
     noise = torch.randn(x0.shape, generator=torch.Generator().manual_seed(1))
-    _, mse = Objective(diffusion).at(network, x0, None, logsnr, noise)
+    _, mse = Objective(diffusion).at(network, x0, NO_CONDITIONS, logsnr, noise)
     x_t = diffusion.add_noise(x0, noise, logsnr)
-    _, eps = diffusion.recover(network(*diffusion.network_input(x_t, logsnr), None), x_t, logsnr)
+    _, eps = diffusion.recover(network(*diffusion.network_input(x_t, logsnr), NO_CONDITIONS), x_t, logsnr)
     torch.testing.assert_close(mse, (eps - noise).square().mean((1, 2, 3)), rtol=1e-4, atol=1e-6)
 
 
 def test_float32_and_differentiable_within_autocast() -> None:
     layer = torch.nn.Conv2d(3, 3, 3, padding=1)
 
-    def conv(x: Tensor, c_noise: Tensor, label: Tensor | None) -> Tensor:
+    def conv(x: Tensor, c_noise: Tensor, conditions: Conditions) -> Tensor:
         assert x.dtype == torch.float32
         return layer(x)
 
@@ -221,12 +222,12 @@ def test_float32_and_differentiable_within_autocast() -> None:
 
 def test_a_chance_beyond_one_is_refused() -> None:
     with pytest.raises(RequestError, match="label_dropout"):
-        Objective(DDPM, 10, 1.5)
+        Objective(DDPM, 1.5)
 
 
 def test_reference_of_latents_is_by_their_own_deviation():
     """Which no range bounds; of pixels it is the highest that there can be."""
     x0, noise = 3 * torch.randn(2, 64, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     diffusion = Diffusion(Flow(), LogitNormal(), FlowVelocity(), Plain(), sigma_data=3.0)
-    loss = Objective(diffusion)(lambda x, c_noise, label: torch.zeros_like(x), x0, noise=noise / 3)
+    loss = Objective(diffusion)(lambda x, c_noise, conditions: torch.zeros_like(x), x0, noise=noise / 3)
     torch.testing.assert_close(loss.per_image, loss.null_loss, rtol=0.2, atol=0)

@@ -99,8 +99,8 @@ def test_a_pack_is_its_folder(photos: Path, made: Path) -> None:
     assert not np.asarray(from_pack.train.pixels).flags.writeable
     a, b = (ImageStream(one.train, 3).batch(1000, 40) for one in (folder, from_pack))
     assert np.array_equal(a.pixels, b.pixels)
-    assert a.label is not None
-    assert np.array_equal(a.label, b.label)
+    assert a.conditions.label is not None
+    assert np.array_equal(a.conditions.label, b.conditions.label)
     assert folder.train.fingerprint == replace(from_pack.train, known_fingerprint="").fingerprint
 
 

@@ -139,7 +139,7 @@ def test_what_cannot_be_decoded_is_replaced_by_the_next_with_its_label_and_named
     assert taken.tolist() == [replacement.get(int(i), int(i)) for i in asked]
     names = [int(Path(prepared.train.names[i]).stem) for i in taken]
     assert (pixels[:, 0, 0, 0] + 256 * pixels[:, 1, 0, 0].astype(int)).tolist() == names
-    labels = np.concatenate([batch.label for batch in batches if batch.label is not None])
+    labels = np.concatenate([batch.conditions.label for batch in batches if batch.conditions.label is not None])
     assert labels.tolist() == [number % 2 for number in names]
     assert isinstance(prepared.train.pixels, LazyPixels)
     assert sorted(one.name for one in prepared.train.pixels.skipped) == [source.names[i] for i in sorted(source.bad)]
@@ -260,7 +260,7 @@ def test_a_label_is_that_of_the_pixels_also_where_one_is_found_damaged_after_it_
     source.victim, source.failing, source.trouble = int(stream.index(250, 1)[0]), range(2, 10**6), ImageError("bad")
     for first in range(0, 600, 10):
         batch = stream.batch(first, 10)
-        assert batch.label is not None
+        assert batch.conditions.label is not None
         until(
             lambda: (
                 stream._prefetcher is None
@@ -269,7 +269,7 @@ def test_a_label_is_that_of_the_pixels_also_where_one_is_found_damaged_after_it_
         )
         numbers = (batch.pixels[:, 0, 0, 0] + 256 * batch.pixels[:, 1, 0, 0].long()).tolist()
         assert numbers == [int(Path(prepared.train.names[i]).stem) for i in batch.index]
-        assert batch.label.tolist() == [number % 2 for number in numbers]
+        assert batch.conditions.label.tolist() == [number % 2 for number in numbers]
     assert isinstance(prepared.train.pixels, LazyPixels)
     assert len(prepared.train.pixels.skipped) == 1
     stream.close()
@@ -283,7 +283,7 @@ def test_whoever_takes_images_gets_the_labels_of_those_that_stand_in(photos: Pat
     source.bad = frozenset([source.names.index(clean.held_out.names[last]), 149])
     config = replace(preset("default"), data=ASKED, classes=("even", "odd"))
     cpu, stop = torch.device("cpu"), StopSignals()
-    objective = Objective(config.diffusion, 2, 0.0)
+    objective = Objective(config.diffusion, 0.0)
 
     def fresh() -> Dataset:
         return prepare(source, replace(ASKED, held_out=0.2))
@@ -305,10 +305,10 @@ def test_whoever_takes_images_gets_the_labels_of_those_that_stand_in(photos: Pat
     assert held is not None
     assert looked is not None
     for x0, label in (
-        (held.x0, held.label),
-        (probe.x0, probe.label),
-        (looked.x0, looked.label),
-        (lesson.x0, lesson.label),
+        (held.x0, held.conditions.label),
+        (probe.x0, probe.conditions.label),
+        (looked.x0, looked.conditions.label),
+        (lesson.x0, lesson.conditions.label),
     ):
         assert label is not None
         numbers = ((x0[:, :2, 0, 0] + 1) * 127.5).round().long()
@@ -376,9 +376,9 @@ def test_reading_ahead_changes_nothing(photos: Path, reads: list[tuple[int, int]
         mine, theirs = stream.batch(position, size), plain.batch(position, size)
         assert torch.equal(mine.pixels, theirs.pixels)
         assert torch.equal(mine.index, theirs.index)
-        assert mine.label is not None
-        assert theirs.label is not None
-        assert torch.equal(mine.label, theirs.label)
+        assert mine.conditions.label is not None
+        assert theirs.conditions.label is not None
+        assert torch.equal(mine.conditions.label, theirs.conditions.label)
         position += size
     stream.close()
 

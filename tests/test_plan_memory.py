@@ -139,6 +139,7 @@ OTHER = {
     "checkpointing": True,
     "compile": True,
     "capture": True,
+    "deterministic": "off",
 }
 
 

@@ -75,8 +75,8 @@ def numbers(stream: ImageStream, first: int, count: int, batch: int = 10) -> lis
     for at in range(first, first + count, batch):
         got = stream.batch(at, min(batch, first + count - at))
         colours = (got.pixels[:, 0, 0, 0] + 256 * got.pixels[:, 1, 0, 0].long()).tolist()
-        assert got.label is not None
-        assert got.label.tolist() == [number % 2 for number in colours]
+        assert got.conditions.label is not None
+        assert got.conditions.label.tolist() == [number % 2 for number in colours]
         assert got.index.tolist() == colours  # as numbers follow the order of the set
         found += colours
     return found

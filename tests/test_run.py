@@ -21,7 +21,7 @@ from unfog.diffusion.noise import VP, Cosine, LogitNormal, NoiseSource
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError
 from unfog.models.settings import SIZES
-from unfog.pipeline.generate import parse_labels, sample_grid
+from unfog.pipeline.generate import sample_grid
 from unfog.pipeline.image_files import DenoisingStrip
 from unfog.pipeline.sample_folder import SampleFolder
 from unfog.planning.auto_settings import AutoSettings, parse_duration
@@ -30,6 +30,7 @@ from unfog.process.device import resident_bytes
 from unfog.reporting.records import read_events, read_metrics
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.settings import EmaSnapshots
+from unfog.values.condition_format import ConditionFormat
 from unfog.values.image_format import ImageFormat
 
 pytestmark = pytest.mark.slow
@@ -149,12 +150,12 @@ def test_labels_by_name_and_number_choose_the_class(run):
 
 def test_a_class_whose_name_is_a_number_is_not_another_ones_number():
     classes = ("1", "2", "3")
-    assert parse_labels([0, np.int64(1), 2], classes) == (0, 1, 2)
-    assert parse_labels(["1", "2", "3"], classes) == (0, 1, 2)
-    assert parse_labels(["1", "b"], ("a", "b")) == (1, 1)
+    assert ConditionFormat(classes).parse_labels([0, np.int64(1), 2]) == (0, 1, 2)
+    assert ConditionFormat(classes).parse_labels(["1", "2", "3"]) == (0, 1, 2)
+    assert ConditionFormat(("a", "b")).parse_labels(["1", "b"]) == (1, 1)
     for wrong in ("0", 3, -1):
         with pytest.raises(RequestError, match="not a class of this run; give one of 1, 2, 3"):
-            parse_labels([wrong], classes)
+            ConditionFormat(classes).parse_labels([wrong])
 
 
 def test_guidance(run):

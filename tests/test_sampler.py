@@ -31,6 +31,7 @@ from unfog.diffusion.sampler import Level, Sampler, ddpm
 from unfog.diffusion.steps import SamplingStep
 from unfog.diffusion.target import Eps, V
 from unfog.errors import RequestError
+from unfog.values.conditions import NO_CONDITIONS, Conditions
 
 MEAN, STD = 0.2, 0.5
 KINDS = ("ddpm", "ddim", "heun", "dpmpp")
@@ -126,7 +127,7 @@ def test_heun_is_edms_algorithm_1() -> None:
     torch.testing.assert_close(sampled, x, rtol=0, atol=1e-10)
 
 
-def fake_network(x: Tensor, c_noise: Tensor, label: Tensor | None = None) -> Tensor:
+def fake_network(x: Tensor, c_noise: Tensor, conditions: Conditions = NO_CONDITIONS) -> Tensor:
     """Fixed, nonlinear, unlike at every timestep."""
     return 0.8 * torch.sin(1.5 * x) + 0.2 * torch.cos(c_noise / 200).view(-1, 1, 1, 1)
 
@@ -239,7 +240,7 @@ def test_ddpm_variances_are_the_fixed_small_ones(schedule: Linear | Cosine, step
 def test_ddpm_with_a_learned_variance_is_that_of_diffusers(
     schedule: Linear | Cosine, target: Eps | V, steps: int
 ) -> None:
-    def network(x: Tensor, c_noise: Tensor, label: Tensor | None = None) -> Tensor:
+    def network(x: Tensor, c_noise: Tensor, conditions: Conditions = NO_CONDITIONS) -> Tensor:
         return torch.cat([fake_network(x, c_noise), torch.sin(3 * x + c_noise.view(-1, 1, 1, 1) / 100)], 1)
 
     scheduler = twin(DDPMScheduler, schedule, target, clip_sample=True, variance_type="learned_range")

@@ -39,6 +39,7 @@ from unfog.diffusion.weighting import (
     Weighting,
 )
 from unfog.errors import RequestError
+from unfog.values.conditions import Conditions
 
 LOGSNR = torch.linspace(-20, 20, 201)
 ALL_SCHEDULES = [
@@ -112,7 +113,7 @@ def test_an_ideal_network_makes_the_exact_denoiser(path: Path, target: Target) -
         )
         exact = exact_denoiser(x_t, logsnr, path)
 
-        def ideal(x: Tensor, c_noise: Tensor, label: Tensor | None) -> Tensor:
+        def ideal(x: Tensor, c_noise: Tensor, conditions: Conditions) -> Tensor:
             return diffusion.network_target(exact, (x_t - alpha * exact) / sigma, logsnr)  # noqa: B023
 
         torch.testing.assert_close(Denoiser(ideal, diffusion)(x_t, logsnr), exact, rtol=0, atol=1e-9)
@@ -245,7 +246,7 @@ def test_edm_table_1() -> None:
     x, f = torch.randn(2, 32, 3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     shown: list[Tensor] = []
 
-    def network(x_in: Tensor, c_noise: Tensor, label: Tensor | None) -> Tensor:
+    def network(x_in: Tensor, c_noise: Tensor, conditions: Conditions) -> Tensor:
         shown.extend([x_in, c_noise])
         return f
 
@@ -327,47 +328,45 @@ def test_nonsense_is_refused() -> None:
 def test_guidance() -> None:
     calls = []
 
-    def network(x: Tensor, c_noise: Tensor, label: Tensor | None) -> Tensor:
-        assert label is not None
+    def network(x: Tensor, c_noise: Tensor, conditions: Conditions) -> Tensor:
         calls.append(len(x))
-        return x * 0.1 + label.view(-1, 1, 1, 1)
+        return x * 0.1 + conditions.label_or(3).view(-1, 1, 1, 1)
 
     denoiser = Denoiser(network, Diffusion(target=X0()))
-    x, logsnr, label = torch.randn(4, 1, 2, 2), torch.zeros(4), torch.tensor([0, 1, 2, 1])
-    with_label, without = denoiser(x, logsnr, label), denoiser(x, logsnr, torch.full((4,), 3))
+    x, logsnr, told = torch.randn(4, 1, 2, 2), torch.zeros(4), Conditions(torch.tensor([0, 1, 2, 1]))
+    with_label, without = denoiser(x, logsnr, told), denoiser(x, logsnr, told.dropped())
     calls.clear()
     for scale in (0.0, 1.0, 4.5):
-        guided = Guided(denoiser, scale, null_label=3)(x, logsnr, label)
+        guided = Guided(denoiser, scale)(x, logsnr, told)
         torch.testing.assert_close(guided, without + scale * (with_label - without))
     assert calls == [8, 8, 8]
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 3.0])
 def test_guidance_takes_the_variance_of_the_conditional_network(scale: float) -> None:
-    def network(x: Tensor, c_noise: Tensor, label: Tensor | None) -> Tensor:
-        assert label is not None
-        own = label.view(-1, 1, 1, 1).to(x.dtype)
+    def network(x: Tensor, c_noise: Tensor, conditions: Conditions) -> Tensor:
+        own = conditions.label_or(3).view(-1, 1, 1, 1).to(x.dtype)
         return torch.cat([0.1 * x + own, torch.tanh(x + own)], 1)
 
     denoiser = Denoiser(network, Diffusion(target=X0(), learned_variance=True), variance=True)
-    x, logsnr, label = torch.randn(4, 2, 2, 2), torch.zeros(4), torch.tensor([0, 1, 2, 1])
-    with_label, without = denoiser(x, logsnr, label), denoiser(x, logsnr, torch.full((4,), 3))
-    guided = Guided(denoiser, scale, null_label=3)
-    found = guided(x, logsnr, label)
+    x, logsnr, told = torch.randn(4, 2, 2, 2), torch.zeros(4), Conditions(torch.tensor([0, 1, 2, 1]))
+    with_label, without = denoiser(x, logsnr, told), denoiser(x, logsnr, told.dropped())
+    guided = Guided(denoiser, scale)
+    found = guided(x, logsnr, told)
     torch.testing.assert_close(found[:, :2], without[:, :2] + scale * (with_label - without)[:, :2])
     assert torch.equal(found[:, 2:], (with_label if scale else without)[:, 2:])
     assert bool((found[:, 2:] >= 0).all() & (found[:, 2:] <= 1).all())
     # At scale 1 and 0 the guided denoiser is one of the two, with its variance.
     if scale < 2:
         torch.testing.assert_close(found, with_label if scale else without)
-    within = Within(guided, denoiser, (0.0, 1.0))(x, logsnr, label)
+    within = Within(guided, denoiser, (0.0, 1.0))(x, logsnr, told)
     assert torch.equal(within, found)
 
 
 def test_denoiser_is_float32_within_autocast() -> None:
     layer = torch.nn.Conv2d(1, 1, 3, padding=1)
 
-    def network(x: Tensor, c_noise: Tensor, label: Tensor | None) -> Tensor:
+    def network(x: Tensor, c_noise: Tensor, conditions: Conditions) -> Tensor:
         return layer(x)
 
     x, logsnr = torch.randn(2, 1, 8, 8), torch.zeros(2)
@@ -376,7 +375,7 @@ def test_denoiser_is_float32_within_autocast() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(denoiser(x, logsnr), exact)
     assert exact.dtype == torch.float32
-    half = Denoiser(lambda x, c_noise, label: x.bfloat16(), Diffusion())
+    half = Denoiser(lambda x, c_noise, conditions: x.bfloat16(), Diffusion())
     assert half(x, logsnr).dtype == torch.float32
 
 

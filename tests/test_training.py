@@ -27,6 +27,7 @@ from unfog.training.settings import FixedEma, PowerEma, Training
 from unfog.training.stability.divergence import DivergenceGuard
 from unfog.training.state import TrainState
 from unfog.training.statistics import LogWindow, Stopwatch
+from unfog.values.conditions import Conditions
 from unfog.values.image_format import BYTES
 
 CPU = torch.device("cpu")
@@ -41,7 +42,7 @@ class Images:
 
     def batch(self, first, size):
         index = torch.arange(first, first + size) % 8
-        return type("Batch", (), {"pixels": self.all[index], "label": index % 3})
+        return type("Batch", (), {"pixels": self.all[index], "conditions": Conditions(index % 3)})
 
 
 class Diary(TrainingHooks):
@@ -94,13 +95,13 @@ def linear_state(precision="fp32"):
     return state(nn.Conv2d(1, 1, 3, padding=1), precision, lr=1e-2)
 
 
-def reconstruction(model, x0, label, condition=None):
+def reconstruction(model, x0, conditions):
     """Squared error of reproducing the input; no randomness, so it does not depend on how a batch is cut."""
     error = (model(x0) - x0).square().mean((1, 2, 3))
     return Loss(error, torch.full((len(x0),), 0.5), torch.ones(len(x0)))
 
 
-def denoising(model, x0, label, condition=None):
+def denoising(model, x0, conditions):
     u = torch.rand(len(x0))
     noisy = x0 + torch.randn_like(x0) * u[:, None, None, None]
     return Loss((model(noisy) - x0).square().mean((1, 2, 3)), u, torch.ones(len(x0)))
@@ -140,8 +141,8 @@ def test_noise_of_the_whole_batch_is_the_same_however_it_is_cut(microbatch):
     objective = Objective(Diffusion(), interleaved=True)
     whole, cut = linear_state(), linear_state()
 
-    def unlabelled(model, x0, label, condition):
-        return objective(lambda x, level, label: model(x) * level[:, None, None, None], x0)
+    def unlabelled(model, x0, conditions):
+        return objective(lambda x, level, conditions: model(x) * level[:, None, None, None], x0)
 
     logs = [run(whole, unlabelled, noise="batch", every=Intervals(1, 0, 0, 0)).records]
     logs += [run(cut, unlabelled, noise="batch", every=Intervals(1, 0, 0, 0), microbatch=microbatch).records]
@@ -192,9 +193,9 @@ STEP = positions()
 def scaled_at(steps, factor, inner=denoising):
     """A loss that is multiplied in these steps (0, 1, …) of batch 8; also when such a step is replayed."""
 
-    def loss(model, x0, label, condition=None):
+    def loss(model, x0, conditions):
         wrong = STEP[torch.initial_seed()] in steps
-        honest = inner(model, x0, label)
+        honest = inner(model, x0, conditions)
         return honest._replace(per_image=honest.per_image * factor) if wrong else honest
 
     return loss
@@ -311,8 +312,8 @@ def test_log_window_and_guard_measure_the_error_and_not_what_was_made_of_it():
     """Weights by level or importance change what is learned from a step, not what is said of it."""
     weighed, plain = following(linear_state()), following(linear_state())
 
-    def uneven(model, x0, label, condition=None):
-        loss = denoising(model, x0, label)
+    def uneven(model, x0, conditions):
+        loss = denoising(model, x0, conditions)
         importance = 0.5 + loss.u
         error = loss.per_image.detach()
         return loss._replace(per_image=1e-3 * loss.per_image * importance, error=error, importance=importance)
@@ -388,8 +389,8 @@ def test_weights_that_an_update_spoils_are_never_saved():
 def test_a_batch_that_weighs_nothing_is_no_trouble():
     into = linear_state()
 
-    def weightless(model, x0, label, condition=None):
-        loss = reconstruction(model, x0, label)
+    def weightless(model, x0, conditions):
+        loss = reconstruction(model, x0, conditions)
         return loss._replace(per_image=loss.per_image * 0, null_loss=loss.null_loss * 0)
 
     diary = run(into, weightless)
@@ -529,8 +530,8 @@ def test_log_window_is_the_mean_since_the_last_log_and_by_level():
     into = linear_state()
     seen = []
 
-    def spy(model, x0, label, condition=None):
-        loss = denoising(model, x0, label)
+    def spy(model, x0, conditions):
+        loss = denoising(model, x0, conditions)
         seen.append((loss.per_image.detach(), loss.u))
         return loss
 
@@ -712,7 +713,7 @@ def test_the_stopwatch_counts_what_is_training(monkeypatch):
 def test_an_overflow_that_no_scale_helps_is_refused():
     """From 65,536 the scale is halved sixteen times; what is infinite after that is so for another reason."""
 
-    def steep(model, x0, label, condition=None):
+    def steep(model, x0, conditions):
         per_image = (model(x0) * 0).square().sum((1, 2, 3)).sqrt()  # 0, and its slope is none
         return Loss(per_image + 0.5, torch.full((len(x0),), 0.5), torch.ones(len(x0)))
 

@@ -21,6 +21,7 @@ from unfog.models.group_norm import group_norm
 from unfog.models.layers import attention, sinusoids
 from unfog.models.settings import SIZES, UNet
 from unfog.models.unet import UNetModel, _ResidualBlock
+from unfog.values.conditions import Conditions
 
 MICRO = UNet(channels=(16, 32), attention=(False, True), head_channels=8, norm_groups=4)
 
@@ -343,11 +344,11 @@ def test_what_is_told_of_an_augmentation_counts_and_nothing_is_zero():
     x, c_noise = torch.randn(3, 1, 8, 8), torch.rand(3) * 1000
     with torch.no_grad():
         plain = told(x, c_noise)
-        assert torch.equal(told(x, c_noise, None, torch.zeros(3, 9)), plain)
+        assert torch.equal(told(x, c_noise, Conditions(augment=torch.zeros(3, 9))), plain)
         assert torch.equal(untold(x, c_noise), plain)
         some = torch.zeros(3, 9)
         some[1, 4] = 1
-        changed = (told(x, c_noise, None, some) != plain).flatten(1).any(1)
+        changed = (told(x, c_noise, Conditions(augment=some)) != plain).flatten(1).any(1)
     assert changed.tolist() == [False, True, False]
 
 
@@ -363,7 +364,7 @@ def test_a_network_that_is_told_begins_as_one_that_is_not():
 
 def test_an_augmentation_is_not_told_to_a_network_that_does_not_ask():
     with pytest.raises(RequestError, match=r"data\.augment"):
-        UNetModel(MICRO, 1)(torch.randn(1, 1, 8, 8), torch.zeros(1), None, torch.zeros(1, 9))
+        UNetModel(MICRO, 1)(torch.randn(1, 1, 8, 8), torch.zeros(1), Conditions(augment=torch.zeros(1, 9)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -17,6 +17,7 @@ from unfog.config.toml import update
 from unfog.evaluation.held_out import HeldOut, midpoints
 from unfog.pipeline.build import build_loss_at
 from unfog.planning.timing import TrialTraining, random_images
+from unfog.values.conditions import NO_CONDITIONS
 
 import numpy as np
 import torch
@@ -62,7 +63,7 @@ def held_out_losses(device: torch.device) -> list[float]:
     config, case = _settings(device), values.cases(True)[0]
     pixels = random_images(config, _IMAGES).take(np.arange(_IMAGES))[0]
     x0 = config.image_format.to_model(torch.from_numpy(pixels)).to(device)
-    held_out = HeldOut(x0, None, midpoints(LEVELS).to(device))
+    held_out = HeldOut(x0, NO_CONDITIONS, midpoints(LEVELS).to(device))
     table = held_out.losses(build_loss_at(case.network.to(device), config), batch=16)
     losses: list[float] = table[0].mean(1).tolist()
     return losses

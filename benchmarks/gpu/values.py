@@ -24,6 +24,7 @@ from unfog.training.optimizer_settings import Optimizer
 from unfog.training.optimizers import build_optimizer
 from unfog.training.precision import Precision, default_memory_format
 from unfog.training.settings import PowerEma, PrecisionName
+from unfog.values.conditions import Conditions
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +76,7 @@ class Case:
             return torch.cat([part.flatten(1) for part in (network.decode(mean), mean, logvar)], 1)  # type: ignore[operator]
         level = torch.linspace(20, 900, self.batch, dtype=torch.float64).to(x)
         label = to_device(torch.arange(self.batch) % (CLASSES + 1), x.device)
-        output: Tensor = network(x, level, label, drawn(2, self.batch, CONDITIONS).to(x))
+        output: Tensor = network(x, level, Conditions(label, drawn(2, self.batch, CONDITIONS).to(x)))
         return output.flatten(1)
 
 
@@ -272,7 +273,7 @@ def sampled(case: Case, kind: Kind, device: torch.device, dtype: torch.dtype, ha
     diffusion = config.diffusion
     with InDouble() if dtype == torch.float64 else poisoned(device):
         images = Sampler(kind, steps=10)(
-            lambda x, logsnr: denoiser(x, logsnr, label), diffusion.path, diffusion.schedule, draw
+            lambda x, logsnr: denoiser(x, logsnr, Conditions(label)), diffusion.path, diffusion.schedule, draw
         )
     return images.double().cpu()
 

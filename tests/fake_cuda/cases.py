@@ -33,6 +33,7 @@ from unfog.training.checkpoints.snapshot import take_snapshot
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import LoopSettings, train
 from unfog.training.precision import default_memory_format
+from unfog.values.conditions import NO_CONDITIONS
 
 SIDE, BATCH, STEPS = 16, 8, 1
 
@@ -93,8 +94,8 @@ class _FakeStream(ImageStream):
     def batch(self, first, size):
         real = super().batch(first, size)
         self.watch().named["read ahead"] += first >= self.seen() + BATCH
-        label = None if real.label is None else self.mode.from_tensor(real.label)
-        return type(real)(real.first, self.mode.from_tensor(real.pixels), label, real.index)
+        conditions = real.conditions.apply(self.mode.from_tensor)
+        return type(real)(real.first, self.mode.from_tensor(real.pixels), conditions, real.index)
 
 
 def _on_device(fake, config):
@@ -151,8 +152,8 @@ def step_of(
             stream.mode, stream.watch, stream.seen = fake.mode, lambda: fake.watch, lambda: state.seen
             loss_function = build.build_loss(config, state.levels)
 
-            def loss(network, x0, label, condition):
-                loss = loss_function(network, x0, label, condition)
+            def loss(network, x0, conditions):
+                loss = loss_function(network, x0, conditions)
                 if plant:
                     plant(loss.per_image, x0)
                 return loss
@@ -333,7 +334,7 @@ def _held_out(fake, images, config=None):
     config = config or config_of(SMALL)
     _on_device(fake, config)
     network, x0 = build.build_network(config), torch.zeros(images, *config.input_shape, device=DEVICE)
-    held_out = HeldOut(x0, None, midpoints(2).to(DEVICE))
+    held_out = HeldOut(x0, NO_CONDITIONS, midpoints(2).to(DEVICE))
     held_out.losses(build.build_loss_at(network, config), 1)
     return network, held_out
 

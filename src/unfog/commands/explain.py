@@ -101,15 +101,15 @@ def _explain_setting(each: Description) -> str:
         "see": manual(rules.see) if rules.see else "",
     }
     lines = [each.setting, "", *textwrap.wrap(each.text, _WIDTH, initial_indent="  ", subsequent_indent="  "), ""]
-    lines += [line for label, text in rows.items() if text for line in _row(label, text)]
+    lines += [line for title, text in rows.items() if text for line in _row(title, text)]
     for word, part in (registry or {}).items():
         lines += [*([] if "choices:" in lines else ["", "choices:"]), *_row(word, _describe_part(word, part))]
     return "\n".join(lines) + "\n"
 
 
-def _row(label: str, text: str) -> list[str]:
+def _row(title: str, text: str) -> list[str]:
     return textwrap.wrap(
-        f"  {label:{_INDENT - 2}}{'' if len(label) < _INDENT - 2 else ' '}{text}",
+        f"  {title:{_INDENT - 2}}{'' if len(title) < _INDENT - 2 else ' '}{text}",
         _WIDTH,
         subsequent_indent=" " * _INDENT,
         # A flag that is broken at its dash can no longer be copied.

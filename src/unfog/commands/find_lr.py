@@ -140,9 +140,8 @@ def _test_setup(
     # Held-out images, where there are any: the ramp could learn the others by heart.
     images = seen.held_out if len(seen.held_out) else seen.train
     index = np.linspace(0, len(images) - 1, _PROBED).astype(np.int64)  # repeats images if there are fewer
-    pixels, labels, _ = images.take(index)
-    x0 = without_augmentation(config)(torch.from_numpy(pixels)).to(device)
-    label = None if labels is None else torch.from_numpy(labels).to(device)
+    taken = images.take(index)
+    x0 = without_augmentation(config)(torch.from_numpy(taken.pixels)).to(device)
     return LrTestSetup(
         config.training,
         config.optimizer,
@@ -150,7 +149,7 @@ def _test_setup(
         ImageStream(seen.train, config.training.seed),
         build_augmentation(config),
         build_objective(config),
-        LossProbe.create(x0, label),
+        LossProbe.create(x0, taken.conditions.to(device)),
         stop,
     )
 

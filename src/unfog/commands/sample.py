@@ -88,10 +88,9 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
     if request.animate is not None:
         _check_animation(request.animate)
     # Imported only now, as torch takes seconds: a wrong request is refused before.
-    from unfog.pipeline.generate import parse_labels
     from unfog.pipeline.image_files import MOST_SAMPLES, DenoisingAnimation, DenoisingStrip, build_edit
 
-    labels = parse_labels(request.label, stored.classes)  # before the weights are read
+    labels = stored.conditions.parse_labels(request.label)  # before the weights are read
     # Before the weights too: a file that cannot be read should not take a minute to be found.
     edit = build_edit(stored, request.image, request.mask, request.strength, request.repeats)
     steps = edit.steps(sampler.steps) if edit else sampler.steps
@@ -112,15 +111,15 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
         digest = seal_of(machine_key(), "samples", digest.encode()).hex()
     with SampleFolder.reserve(request.out, run.path / "pictures", digest) as out:
         folder = SampleFolder(out, digest, request.n, [run.classes[i] for i in labels], prepared.caption)
-        label = f"sampling from step {run.step:,}" if run.step else "sampling"
-        _draw(run, prepared, folder, _observe_all(strip, animation), label)
+        title = f"sampling from step {run.step:,}" if run.step else "sampling"
+        _draw(run, prepared, folder, _observe_all(strip, animation), title)
         if animation is not None and request.animate is not None:
             animation.save(request.animate, folder.first(MOST_SAMPLES))
         _write_grid(folder, _edited(edit, run.config.image_format) if edit else (), strip)
     return out
 
 
-def _draw(run: Run, prepared: PreparedSampling, folder: SampleFolder, observe: Observe | None, label: str) -> None:
+def _draw(run: Run, prepared: PreparedSampling, folder: SampleFolder, observe: Observe | None, title: str) -> None:
     """Generate and write the samples that are missing, batch by batch."""
 
     def skip(numbers: range) -> bool:
@@ -129,7 +128,7 @@ def _draw(run: Run, prepared: PreparedSampling, folder: SampleFolder, observe: O
         return not observed and folder.holds(numbers)
 
     start = next((number for number in range(folder.count) if not folder.holds(range(number, number + 1))), 0)
-    with Progress(label, folder.count, start) as progress:
+    with Progress(title, folder.count, start) as progress:
         for numbers, samples in run.draw(prepared, observe, skip):
             folder.write(numbers, samples)
             progress.update(numbers.stop)

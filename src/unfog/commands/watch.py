@@ -27,7 +27,7 @@ from unfog.text import sanitize
 
 # Bit of each dot of a Braille character, by row and column.
 _BRAILLE = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])
-_LABEL = 9  # columns of the numbers on the left
+_MARGIN = 9  # columns of the numbers on the left
 
 _LAST = 2**22  # bytes of metrics.jsonl that the charts show: several thousand lines
 _CHARTS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
@@ -158,7 +158,7 @@ def _text_chart(steps: Floats, values: Floats, space: _Space, from_zero: bool = 
     width, height, unicode = space
     if not len(values):
         return ["  no values yet", *[""] * (height - 1)]
-    columns, rows = max(4, width - _LABEL - 2), max(2, height - 1)
+    columns, rows = max(4, width - _MARGIN - 2), max(2, height - 1)
     dots = (2, 4) if unicode else (1, 1)
     canvas = np.zeros((rows * dots[1], columns * dots[0]), bool)
     x = _scaled(steps, float(steps.min()), float(steps.max()), canvas.shape[1])
@@ -168,13 +168,13 @@ def _text_chart(steps: Floats, values: Floats, space: _Space, from_zero: bool = 
     low, high = min(float(values.min()), 0.0 if from_zero else np.inf), float(values.max())
     y = canvas.shape[0] - 1 - _scaled(values, low, high, canvas.shape[0])
     _draw_line(canvas, x, y)
-    labels = [""] * rows
-    labels[0], labels[-1] = _number(high), _number(low) if high > low else ""
+    marks = [""] * rows
+    marks[0], marks[-1] = _number(high), _number(low) if high > low else ""
     edge = "┤" if unicode else "|"
-    lines = [f"{label:>{_LABEL}} {edge}{line}" for label, line in zip(labels, _characters(canvas, dots))]
+    lines = [f"{mark:>{_MARGIN}} {edge}{line}" for mark, line in zip(marks, _characters(canvas, dots))]
     first, last = f"{steps.min():,.0f}", f"{steps.max():,.0f}"
     axis = f"{first}{last:>{max(1, columns - len(first))}}" if last != first else f"step {last}"
-    return [line.rstrip() for line in (*lines, " " * (_LABEL + 2) + axis)]
+    return [line.rstrip() for line in (*lines, " " * (_MARGIN + 2) + axis)]
 
 
 def _scaled(values: Floats, low: float, high: float, count: int) -> npt.NDArray[np.int64]:
@@ -213,4 +213,4 @@ def _characters(canvas: npt.NDArray[np.bool_], dots: tuple[int, int]) -> Sequenc
 def _number(value: float) -> str:
     """Return a number in at most nine characters."""
     text = format_number(value) if abs(value) < 1e6 else f"{value:.3g}"
-    return text if len(text) <= _LABEL else f"{value:.2g}"
+    return text if len(text) <= _MARGIN else f"{value:.2g}"

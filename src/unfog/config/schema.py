@@ -33,6 +33,7 @@ from unfog.training.settings import (
     Preview,
     Training,
 )
+from unfog.values.condition_format import AUGMENT_INPUTS, ConditionFormat
 from unfog.values.image_format import ImageFormat
 
 Network = Architecture | None  # None: chosen for the device and the image size
@@ -201,8 +202,13 @@ class Config:
         return self.representation.shape
 
     @property
+    def conditions(self) -> ConditionFormat:
+        """Format of the conditions, which tell the network about an image."""
+        return ConditionFormat(self.classes, AUGMENT_INPUTS if self.data.augment else 0)
+
+    @property
     def usual_guidance(self) -> float:
-        """Default guidance scale of samples: 1, which is none, without classes or without label dropout."""
+        """Default guidance scale of samples: 1, which is none, without classes or if none is hidden in training."""
         return self.guidance if self._guided_by_classes else 1.0
 
     @property
@@ -212,7 +218,7 @@ class Config:
 
     @property
     def _guided_by_classes(self) -> bool:
-        return bool(self.classes) and self.label_dropout > 0
+        return self.conditions.can_be_dropped and self.label_dropout > 0
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,6 @@ from unfog.data.settings import Data
 from unfog.sharded_rng import draw_rows
 from unfog.values.image_format import BYTES, StoredValues, in_colour, luma_weights
 
-CONDITIONS = 9  # length of the augmentation condition
-
 _OCTAVES = 0.2  # standard deviation of the binary logarithm of scale and stretch
 _SHIFT = 1 / 8  # of the side: standard deviation of a shift by fractions, largest shift by whole pixels
 

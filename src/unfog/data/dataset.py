@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 from unfog.data.data_report import DataReport
 from unfog.data.settings import Data
 from unfog.errors import RequestError
+
+if TYPE_CHECKING:
+    from unfog.values.conditions import Conditions
 
 
 def evenly_spaced(n: int, most: int) -> NDArray[np.int64]:
@@ -45,6 +48,13 @@ class _ImageBatch(NamedTuple):
     """[B]; None without classes."""
     rows: NDArray[np.int64]
     """[B], the row of each image in its set: not the requested one where that image could not be decoded."""
+
+    @property
+    def conditions(self) -> Conditions:
+        """Conditions of the images, on the CPU."""
+        from unfog.values.conditions import Conditions
+
+        return Conditions.of_labels(self.labels)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,6 +119,12 @@ class ImageSet:
         if len(labels) and not 0 <= labels.min() <= labels.max() < len(self.classes):
             raise RequestError("a label is none of the classes: the pack is damaged (labels.npy); pack it again")
         return labels
+
+    def conditions_of(self, rows: NDArray[np.int64]) -> Conditions:
+        """Return what the network is told about the images at these rows, on the CPU. Raises as `labels_of`."""
+        from unfog.values.conditions import Conditions
+
+        return Conditions.of_labels(self.labels_of(rows))
 
     def subset(self, rows: slice, fingerprint: str = "") -> ImageSet:
         """Return some of the images, sharing the memory of this set."""

@@ -78,7 +78,7 @@ class Scan:
         """Scan a source: its labels and state. Size and channels are as in the settings: 0 until `resolve`.
 
         Raises:
-            RequestError: a setting does not fit the source; a label is not an index into `classes`.
+            RequestError: a setting does not fit the source; an image is of none of `classes`.
         """
         settings = source.fill_settings(settings)
         warnings = list(source.reading_warnings)

@@ -17,6 +17,7 @@ from unfog.data.lazy import LazyPixels, PendingDecode
 from unfog.data.permutation import epoch_keys, permute
 from unfog.device_copies import to_device
 from unfog.errors import RequestError
+from unfog.values.conditions import Conditions
 
 _BLOCK = 16  # positions that are decoded as one piece of work
 # Read ahead by so many positions, and so many batches, as far as these bytes go; always by one batch.
@@ -32,8 +33,8 @@ class Batch:
     """Position of the first image, counted from the start of training."""
     pixels: Tensor
     """uint8 [B, C, H, W]."""
-    label: Tensor | None
-    """int64 [B], or None without classes."""
+    conditions: Conditions
+    """Conditions of the images."""
     index: Tensor
     """int64 [B], the row of each image in its set: not the requested one where that image could not be decoded."""
 
@@ -58,19 +59,15 @@ class ImageStream:
 
         Raises:
             RunError: images cannot be decoded: a hundred in a row, or one that cannot be read now.
-            RequestError: a label is not an index into the classes: the mapped file is damaged.
+            RequestError: an image is of no known class: the mapped file is damaged.
         """
         if self._prefetcher is not None:
             pixels, index = self._prefetcher.read(first, size)
-            label = self.images.labels_of(index)
+            conditions = self.images.conditions_of(index)
         else:
-            pixels, label, index = self.images.take(self.index(first, size))
-        return Batch(
-            first,
-            torch.from_numpy(pixels),
-            None if label is None else torch.from_numpy(label),
-            torch.from_numpy(index),
-        )
+            taken = self.images.take(self.index(first, size))
+            pixels, conditions, index = taken.pixels, taken.conditions, taken.rows
+        return Batch(first, torch.from_numpy(pixels), conditions, torch.from_numpy(index))
 
     def prefetch_share(self, begin: int, count: int, batch: int, first: int = 0) -> None:
         """Prefetch only the share of a rank: `count` positions behind the `begin`th of every batch.
@@ -207,7 +204,7 @@ _CHUNK = 2**28  # bytes of images that are copied together, through pinned memor
 class DeviceStream:
     """The batches of an `ImageStream`, indexed on the device that holds all of its images; to the bit the same.
 
-    RequestError if a label is not an index into the classes.
+    RequestError if an image is of no known class.
     """
 
     def __init__(self, stream: ImageStream, device: torch.device) -> None:
@@ -219,8 +216,7 @@ class DeviceStream:
         for first in range(0, len(images), rows):
             part = np.ascontiguousarray(images.pixels[first : first + rows])
             self._pixels[first : first + rows] = to_device(torch.from_numpy(part), device)
-        labels = images.labels_of(np.arange(len(images)))
-        self._labels = None if labels is None else to_device(torch.from_numpy(labels), device)
+        self._conditions = images.conditions_of(np.arange(len(images))).to(device)
         self._window: tuple[int, Tensor, Tensor] = (-1, torch.zeros(0), torch.zeros(0))
 
     def batch(self, first: int, size: int) -> Batch:
@@ -231,8 +227,7 @@ class DeviceStream:
             begin, here = first, torch.from_numpy(self._stream.index(first, max(size, _WINDOW)))
             self._window = begin, here, (there := to_device(here, self._device))
         rows = there[first - begin : first - begin + size]
-        label = None if self._labels is None else self._labels[rows]
-        return Batch(first, self._pixels[rows], label, here[first - begin : first - begin + size])
+        return Batch(first, self._pixels[rows], self._conditions.rows(rows), here[first - begin : first - begin + size])
 
     @staticmethod
     def fits(size: int, memory: int) -> bool:

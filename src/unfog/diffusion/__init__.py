@@ -3,5 +3,5 @@
 One scalar names a noise level everywhere: `logsnr = log(alpha^2 / sigma^2)` for `x_t = alpha x0 + sigma eps`.
 Read in this order: `noise`, `target`, `weighting`, `diffusion` (which joins them), `objective`, `denoiser`,
 `sampler`. This layer imports no data sets, networks or training loops: a network
-is any callable `(x [B, C, H, W], c_noise [B], label [B] or None) -> y [B, C, H, W]`.
+is any callable `(x [B, C, H, W], c_noise [B], `Conditions`) -> y [B, C, H, W]`.
 """

@@ -12,9 +12,10 @@ from torch import Tensor
 from unfog.device_copies import to_device
 from unfog.diffusion.diffusion import Diffusion, Network
 from unfog.diffusion.variance import fraction_of
+from unfog.values.conditions import NO_CONDITIONS, Conditions
 
-Labelled = Callable[..., Tensor]
-"""(x_t [B, C, H, W], logsnr [B], label int64 [B] or None) -> E[x0 | x_t, label]."""
+Conditional = Callable[..., Tensor]
+"""(x_t [B, C, H, W], logsnr [B], `Conditions`) -> E[x0 | x_t, conditions]."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +32,15 @@ class Denoiser:
     dtype: torch.dtype | None = None
     """Type of the autocast around the network; None disables autocast, even inside an outer one."""
 
-    def __call__(self, x_t: Tensor, logsnr: Tensor, label: Tensor | None = None) -> Tensor:
+    def __call__(self, x_t: Tensor, logsnr: Tensor, conditions: Conditions = NO_CONDITIONS) -> Tensor:
         """Return E[x0 | x_t]: [B, C, H, W] at noise level [B] -> [B, C, H, W] in data scale.
 
-        The level may be on the host, the label is where x_t is.
+        The level may be on the host, the conditions are where x_t is.
         """
         logsnr = to_device(logsnr, x_t.device)
         inputs = self.diffusion.network_input(x_t, logsnr)
         with torch.autocast(x_t.device.type, self.dtype, enabled=self.dtype is not None):
-            y = self.network(*inputs, label)
+            y = self.network(*inputs, conditions)
         with torch.autocast(x_t.device.type, enabled=False):  # float32, as samplers take small differences
             x0 = self.diffusion.recover(y, x_t, logsnr)[0]
             return torch.cat([x0, fraction_of(y, x_t.shape[1]).to(x0.dtype)], 1) if self.variance else x0
@@ -49,21 +50,19 @@ class Denoiser:
 class Guided:
     """Classifier-free guidance, D_u + scale (D_c - D_u), in one batched call (Ho & Salimans 2022)."""
 
-    denoiser: Labelled
+    denoiser: Conditional
     scale: float
-    """1 is the plain conditional denoiser, 0 the unconditional one; above 1 the label counts for more."""
-    null_label: int
-    """The class that means "no label"."""
+    """1 is the plain conditional denoiser, 0 the unconditional one; above 1 the conditions count for more."""
 
-    def __call__(self, x_t: Tensor, logsnr: Tensor, label: Tensor) -> Tensor:
-        """Return guided E[x0 | x_t, label]: [B, C, H, W] at noise level [B], label int64 [B].
+    def __call__(self, x_t: Tensor, logsnr: Tensor, conditions: Conditions) -> Tensor:
+        """Return guided E[x0 | x_t, conditions]: [B, C, H, W] at noise level [B].
 
         A learned variance, in further channels, is that of the conditional denoiser, as in GLIDE and DiT, or at scale 0
         that of the unconditional one.
         """
-        labels = torch.cat([label, torch.full_like(label, self.null_label)])
+        told = conditions.cat(conditions.dropped())
         # One call of twice the batch rather than two: a small batch leaves a GPU idle.
-        both = self.denoiser(torch.cat([x_t, x_t]), torch.cat([logsnr, logsnr]), labels)
+        both = self.denoiser(torch.cat([x_t, x_t]), torch.cat([logsnr, logsnr]), told)
         conditional, unconditional = both.chunk(2)
         led = unconditional + self.scale * (conditional - unconditional)
         channels = x_t.shape[1]
@@ -76,35 +75,35 @@ class Guided:
 
 @dataclass(frozen=True)
 class Autoguided:
-    """Autoguidance, D_w + scale (D - D_w), both conditioned on the label (Karras et al. 2024, eq. 3).
+    """Autoguidance, D_w + scale (D - D_w), both with the same conditions (Karras et al. 2024, eq. 3).
 
     The weaker network is an earlier checkpoint or a smaller network, which makes the same errors, only larger.
     """
 
-    denoiser: Labelled
-    weaker: Labelled
+    denoiser: Conditional
+    weaker: Conditional
     scale: float
     """1 is the plain denoiser; above 1 the difference of the two is exaggerated."""
     every: int = 1
     """Call the weaker network at every so many calls, and keep the difference in between; then for one batch alone."""
     _kept: list[_Kept] = field(default_factory=list, init=False, repr=False, compare=False)
 
-    def __call__(self, x_t: Tensor, logsnr: Tensor, label: Tensor | None) -> Tensor:
-        """Return guided E[x0 | x_t, label], [B, C, H, W]; the learned variance, if any, is the denoiser's."""
-        answer, channels = self.denoiser(x_t, logsnr, label), x_t.shape[1]
+    def __call__(self, x_t: Tensor, logsnr: Tensor, conditions: Conditions) -> Tensor:
+        """Return guided E[x0 | x_t, conditions], [B, C, H, W]; the learned variance, if any, is the denoiser's."""
+        answer, channels = self.denoiser(x_t, logsnr, conditions), x_t.shape[1]
         guess = answer[:, :channels]
-        weaker = self._weaker_guess(guess, x_t, logsnr, label)
+        weaker = self._weaker_guess(guess, x_t, logsnr, conditions)
         # Only the guess is extrapolated: the weaker network need not have a learned variance.
         led = weaker + self.scale * (guess - weaker)
         return torch.cat([led, answer[:, channels:]], 1) if answer.shape[1] > channels else led
 
-    def _weaker_guess(self, guess: Tensor, x_t: Tensor, logsnr: Tensor, label: Tensor | None) -> Tensor:
+    def _weaker_guess(self, guess: Tensor, x_t: Tensor, logsnr: Tensor, conditions: Conditions) -> Tensor:
         if self.every == 1:
-            return self.weaker(x_t, logsnr, label)
+            return self.weaker(x_t, logsnr, conditions)
         kept = self._kept.pop() if self._kept else None
         # Where an edit or a retry goes back to more noise, what is kept is of images with more detail.
         if kept is None or kept.uses == self.every or bool((logsnr < kept.logsnr).any()):
-            kept = _Kept(guess - self.weaker(x_t, logsnr, label), logsnr, 0)
+            kept = _Kept(guess - self.weaker(x_t, logsnr, conditions), logsnr, 0)
         self._kept.append(_Kept(kept.difference, logsnr, kept.uses + 1))
         return guess - kept.difference
 
@@ -126,22 +125,22 @@ class Within:
     plain denoiser is called, which is half the work. Levels are on the host, so that no call waits for the device.
     """
 
-    guided: Labelled
-    plain: Labelled
+    guided: Conditional
+    plain: Conditional
     interval: tuple[float, float]
     """(lowest, highest) share of noise, both included: 0 is the image, 1 is noise alone, t of the flow path."""
 
-    def __call__(self, x_t: Tensor, logsnr: Tensor, label: Tensor | None) -> Tensor:
-        """Return E[x0 | x_t, label], [B, C, H, W], guided for the images [B] whose level is within the interval."""
+    def __call__(self, x_t: Tensor, logsnr: Tensor, conditions: Conditions) -> Tensor:
+        """Return E[x0 | x_t, conditions], [B, C, H, W], guided for images [B] whose level is within the interval."""
         inside = inside_interval(logsnr, self.interval)
         count = sum(inside)
         if count == 0:
-            return self.plain(x_t, logsnr, label)
-        guided = self.guided(x_t, logsnr, label)
+            return self.plain(x_t, logsnr, conditions)
+        guided = self.guided(x_t, logsnr, conditions)
         if count == len(inside):
             return guided
         chosen = to_device(torch.tensor(inside), x_t.device)
-        return torch.where(chosen[:, None, None, None], guided, self.plain(x_t, logsnr, label))
+        return torch.where(chosen[:, None, None, None], guided, self.plain(x_t, logsnr, conditions))
 
 
 def inside_interval(logsnr: Tensor, interval: tuple[float, float]) -> list[bool]:

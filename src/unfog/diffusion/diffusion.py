@@ -16,10 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Network = Callable[..., "Tensor"]
-"""(x [B, C, H, W], c_noise [B], label int64 [B] or None) -> y [B, C, H, W], [B, 2 C, H, W] with a learned variance.
-
-A fourth argument, the augmentation condition [B, 9], is given only with augmentation.
-"""
+"""(x [B, C, H, W], c_noise [B], `Conditions`) -> y [B, C, H, W], or [B, 2 C, H, W] with a learned variance."""
 
 _LOWEST_LOGSNR = -80.0  # below it float32 no longer holds the signal: alpha is zero, or sigma infinite
 

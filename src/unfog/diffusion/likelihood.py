@@ -48,7 +48,7 @@ def bits_per_dim(
     midpoint rule with `levels` points (Kingma et al. 2021, section 4), down to the level `end`.
 
     Args:
-        denoise: such as a `Denoiser`, with labels bound.
+        denoise: such as a `Denoiser`, with conditions bound.
         diffusion: the one that it was trained with.
         x0: float32 [B, C, H, W] in [-1, 1], of 256 shades.
         levels: network calls, besides one for the decoder; 64 are good for a percent.

@@ -17,6 +17,7 @@ from unfog.diffusion.variance import variational_bound
 from unfog.diffusion.weighting import Snr, Uncertainty
 from unfog.errors import RequestError
 from unfog.sharded_rng import draw_rows
+from unfog.values.conditions import NO_CONDITIONS, Conditions
 
 # Weight of the variational bound, in bits per dimension, beside the squared error (Nichol & Dhariwal 2021, eq. 16).
 _VLB_SHARE = 0.001
@@ -50,14 +51,12 @@ class Loss(NamedTuple):
 class Objective:
     """Mean squared error on the network's output, weighted by noise level.
 
-    All randomness comes from torch's global generator of x0's device, in the order u, noise, label dropout.
+    All randomness comes from torch's global generator of x0's device, in the order u, noise, dropout.
     """
 
     diffusion: Diffusion
-    num_classes: int = 0
-    """Number of classes; the null class, "no label", has this index."""
-    label_dropout: float = 0.0
-    """Chance of hiding an image's label, for classifier-free guidance; 0.1 is usual (Ho & Salimans 2022)."""
+    dropout: float = 0.0
+    """Chance of hiding an image's conditions, for classifier-free guidance; 0.1 is usual (Ho & Salimans 2022)."""
     interleaved: bool = False
     """Interleave the levels, so that each part of a batch covers all of them, instead of going from clean to noisy."""
     levels: Levels | None = field(default=None, compare=False)
@@ -65,8 +64,8 @@ class Objective:
     `diffusion.follows_losses`."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.label_dropout <= 1:
-            raise RequestError(f"label_dropout = {self.label_dropout}: a chance is between 0 and 1; 0.1 is usual")
+        if not 0 <= self.dropout <= 1:
+            raise RequestError(f"label_dropout = {self.dropout}: a chance is between 0 and 1; 0.1 is usual")
 
     def following(self, levels: Levels | None) -> Objective:
         """Return this objective with these measured losses."""
@@ -76,8 +75,7 @@ class Objective:
         self,
         network: Network,
         x0: Tensor,
-        label: Tensor | None = None,
-        condition: Tensor | None = None,
+        conditions: Conditions = NO_CONDITIONS,
         u: Tensor | None = None,
         noise: Tensor | None = None,
     ) -> Loss:
@@ -86,8 +84,7 @@ class Objective:
         Args:
             network: the network to train.
             x0: float32 [B, C, H, W] in [-1, 1].
-            label: int64 [B].
-            condition: [B, 9], the augmentation condition.
+            conditions: of the images.
             u: float32 [B] in (0, 1), clean to noisy.
             noise: like x0.
         """
@@ -95,13 +92,13 @@ class Objective:
         if u is None:
             u, importance = self._draw_levels(network, x0)
         noise = draw_rows(len(x0), lambda n: _normal_like(x0, n)) if noise is None else noise
-        if label is not None and self.label_dropout > 0:
-            hide = draw_rows(len(x0), lambda n: torch.rand(n, device=x0.device)) < self.label_dropout
-            label = label.masked_fill(hide, self.num_classes)
+        if conditions.droppable and self.dropout > 0:
+            hidden = draw_rows(len(x0), lambda n: torch.rand(n, device=x0.device)) < self.dropout
+            conditions = conditions.dropped(hidden)
         logsnr, weight, null_loss, x_t, inputs, target = compiled_with(network, x0.device, _noised)(
             self.diffusion, x0, noise, u
         )
-        y = network(*inputs, label, *(() if condition is None else (condition,)))
+        y = network(*inputs, conditions)
         error = compiled_with(network, x0.device, _weighted_error)(weight, y, target)
         loss = error
         if self.levels is not None and isinstance(self.diffusion.weighting, Uncertainty):
@@ -125,14 +122,15 @@ class Objective:
         return self.levels.draw(u, self.diffusion.adaptive, isinstance(self.diffusion.weighting, Uncertainty))
 
     def at(
-        self, network: Network, x0: Tensor, label: Tensor | None, logsnr: Tensor, noise: Tensor
+        self, network: Network, x0: Tensor, conditions: Conditions, logsnr: Tensor, noise: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Compute the loss at given noise levels [B] and noise, for held-out images: draws nothing, hides no label.
+        """Compute the loss at given noise levels [B] and noise, for held-out images: draws nothing, hides nothing.
 
         Returns:
             The weighted loss, and the mean squared error of the noise that the output implies; float32 [B].
         """
-        y = network(*self.diffusion.network_input(self.diffusion.add_noise(x0, noise, logsnr), logsnr), label)
+        inputs = self.diffusion.network_input(self.diffusion.add_noise(x0, noise, logsnr), logsnr)
+        y = network(*inputs, conditions)
         error = _squared_error(y, self.diffusion.network_target(x0, noise, logsnr))
         on_noise = replace(self.diffusion, weighting=Snr())  # SNR on the image's error is 1 on the noise's
         return self.diffusion.weight(logsnr) * error, on_noise.weight(logsnr) * error

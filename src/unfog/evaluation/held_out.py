@@ -14,16 +14,17 @@ import torch
 from torch import Tensor
 
 from unfog.device_copies import to_device
+from unfog.values.conditions import Conditions
 
-# (x0 [B, C, H, W], label [B] or None, u [B], noise like x0) -> weighted loss [B], squared error of the noise [B].
-LossAt = Callable[[Tensor, Tensor | None, Tensor, Tensor], tuple[Tensor, Tensor]]
+# (x0 [B, C, H, W], conditions, u [B], noise like x0) -> weighted loss [B], squared error of the noise [B].
+LossAt = Callable[[Tensor, Conditions, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @torch.inference_mode()
 def fixed_losses(
     loss_at: LossAt,
     x0: Tensor,
-    label: Tensor | None,
+    conditions: Conditions,
     u: Tensor,
     noise: Callable[[int], Tensor],
     batch: int,
@@ -35,7 +36,7 @@ def fixed_losses(
     Args:
         loss_at: the loss of a network.
         x0: float32 [N, C, H, W] in [-1, 1].
-        label: int64 [N] or None.
+        conditions: of the images.
         u: noise quantiles [L, N].
         noise: returns the noise of a level, like x0, on the CPU or the device of x0.
         batch: images in one forward pass.
@@ -48,8 +49,8 @@ def fixed_losses(
         noises = noise(level)
         for first in range(0, len(x0), batch):
             some = slice(first, first + batch)
-            few = None if label is None else label[some]
-            values = torch.stack(loss_at(x0[some], few, u[level, some], to_device(noises[some], x0.device)))
+            some_noise = to_device(noises[some], x0.device)
+            values = torch.stack(loss_at(x0[some], conditions.rows(some), u[level, some], some_noise))
             if table is None:
                 table = values.new_zeros(2, *u.shape)
             table[:, level, some] = values
@@ -59,10 +60,10 @@ def fixed_losses(
 
 
 class HeldOut(NamedTuple):
-    """Held-out images and noise levels: float [N, C, H, W] in [-1, 1], labels [N] or None, noise quantiles [L]."""
+    """Held-out images and noise levels: float [N, C, H, W] in [-1, 1], conditions, noise quantiles [L]."""
 
     x0: Tensor
-    label: Tensor | None
+    conditions: Conditions
     levels: Tensor
 
     def losses(
@@ -81,7 +82,7 @@ class HeldOut(NamedTuple):
             return torch.randn(self.x0.shape, generator=generator)
 
         u = self.levels[:, None].expand(-1, len(self.x0))
-        return fixed_losses(loss_at, self.x0, self.label, u, noise, batch, progress, only)
+        return fixed_losses(loss_at, self.x0, self.conditions, u, noise, batch, progress, only)
 
     def summary(self, losses: Tensor, batch: int) -> dict[str, float | list[float]]:
         """Mean loss over images and levels, by level from clean to noisy, and the noise-prediction error by level.

@@ -28,12 +28,28 @@ from __future__ import annotations
 
 RequestError = ValueError
 '''
+# torch's own norm gives the same numbers; that of `models.group_norm` is for the speed of training on CUDA.
+_GROUP_NORM = '''
+
+class GroupNorm(nn.GroupNorm):
+    """`nn.GroupNorm`, and SiLU after it."""
+
+    def silu(self, x: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
+        h = self(x)
+        return F.silu(h if scale is None or shift is None else h * (1 + scale) + shift)
+'''
 # Format -> the module that an export has as sample.py.
 _SAMPLE_FILES = {
     "safetensors": "unfog.export.sample_torch",
     "pt2": "unfog.export.sample_torch",
     "onnx": "unfog.export.sample_onnx",
 }
+NETWORK_MODULES = ("unfog.values.conditions", "unfog.models.layers")
+"""What the module of every network uses."""
+OF_TRAINING = tuple(
+    f"Conditions.{name}" for name in ("of_labels", "droppable", "apply", "rows", "to", "copy_", "cat", "dropped")
+)
+"""Methods in `NETWORK_MODULES` that no network calls."""
 _DIFFUSERS = """\
 from diffusers import DiffusionPipeline
 
@@ -82,12 +98,13 @@ def plain_source(title: str, names: Iterable[str], left_out: Iterable[str] = ())
     Args:
         title: the first line of the file's docstring.
         names: full names of the modules, each after those that it uses.
-        left_out: classes and functions that the file does without.
+        left_out: classes and functions that the file does without, and methods as CLASS.METHOD.
     """
     imports: dict[str, None] = {}
     bodies = [_body(import_module(name), imports, frozenset(left_out)) for name in names]
     head = _HEAD.format(title=title, imports="\n".join(sorted(imports, key=lambda line: (line.startswith("f"), line))))
-    return head + "".join(bodies)
+    code = "".join(bodies)
+    return head + (_GROUP_NORM if re.search(r"(?<![\w.])GroupNorm\(", code) else "") + code
 
 
 def _body(module: ModuleType, imports: dict[str, None], left_out: frozenset[str]) -> str:
@@ -98,15 +115,15 @@ def _body(module: ModuleType, imports: dict[str, None], left_out: frozenset[str]
         imported = isinstance(node, ast.Import | ast.ImportFrom)
         if imported and not ast.unparse(node).startswith(("from unfog", "import unfog", "from __future__")):
             imports[ast.unparse(node)] = None
-        docstring = number == 0 and isinstance(node, ast.Expr)
-        if imported or docstring or getattr(node, "name", "") in left_out:
-            assert node.end_lineno is not None
+        docstring, name = number == 0 and isinstance(node, ast.Expr), getattr(node, "name", "")
+        methods = [part for part in getattr(node, "body", ()) if f"{name}.{getattr(part, 'name', '')}" in left_out]
+        for part in [node] if imported or docstring or name in left_out else methods:
+            first = min([part.lineno, *(each.lineno for each in getattr(part, "decorator_list", ()))])
+            assert part.end_lineno is not None
             # Blank lines in their place, as the numbers of lines from the syntax tree must stay right.
-            lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
+            lines[first - 1 : part.end_lineno] = [""] * (part.end_lineno - first + 1)
     # The functions of `layers` are in the same file.
     text = re.sub(r"\blayers\.(?=(?:attention|repeat_pixels)\()", "", "\n".join(lines))
-    # torch's own norm gives the same numbers; ours keeps a memory format on CUDA, for the speed of training.
-    text = re.sub(r"(?<![\w.])GroupNorm\b", "nn.GroupNorm", text)
     return "\n\n" + re.sub(r"\n{4,}", "\n\n\n", text.strip() + "\n")
 
 

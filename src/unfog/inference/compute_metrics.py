@@ -194,10 +194,10 @@ def _bits_per_value(
 
     def part(images: HeldOut, first: int, count: int) -> tuple[partial[Tensor], Tensor, NoiseSource]:
         x0 = images.x0[first : first + count]
-        label = None if images.label is None else images.label[first : first + count]
+        conditions = images.conditions.rows(slice(first, first + count))
         # Noise by the number of the image, so that the batch size does not change the result.
         source = NoiseSource(seed, range(first, first + len(x0)), (x0.shape[1], x0.shape[2], x0.shape[3]), x0.device)
-        return partial(denoiser, label=label), x0, source
+        return partial(denoiser, conditions=conditions), x0, source
 
     guess, x0, source = part(others, 0, len(others.x0))
     end = best_end(guess, diffusion, x0, source.draw)

@@ -18,7 +18,7 @@ from unfog.config.validate import check_out
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError, RunError
 from unfog.export.graphs import Decoder, check_packages, write_graph
-from unfog.export.source_code import plain_source, sample_file, usage
+from unfog.export.source_code import NETWORK_MODULES, OF_TRAINING, plain_source, sample_file, usage
 from unfog.inference.export_description import describe_model
 from unfog.inference.export_diffusers import draw_samples, plain_weights, save_weights, write_pipeline
 from unfog.inference.loaded_run import LoadedRun
@@ -193,10 +193,10 @@ def _network_source(run: LoadedRun) -> str:
     module, _, name = settings.model.partition(":")
     described = run.config.representation.autoencoder()
     kind = "" if described is None else described.kind
-    names = ["unfog.models.layers", module, *["unfog.models.autoencoder"] * (kind == OURS)]
+    names = [*NETWORK_MODULES, module, *["unfog.models.autoencoder"] * (kind == OURS)]
     title = f"The network of an Unfog run: {name}."
     decode = _DECODE if kind == OURS else _DECODE_BY_DIFFUSERS.format(name=kind) if kind else ""
-    return plain_source(title, names, ["DiffusersAutoencoder"]) + _BUILD.format(name=name) + decode
+    return plain_source(title, names, ["DiffusersAutoencoder", *OF_TRAINING]) + _BUILD.format(name=name) + decode
 
 
 def _write_graphs(job: _Export, suffix: str) -> float:

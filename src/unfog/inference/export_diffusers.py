@@ -18,7 +18,7 @@ from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.noise import NoiseSource
 from unfog.diffusion.sampler import Sampler
 from unfog.export.diffusers_unet import Network, sample_size
-from unfog.export.source_code import package_file, plain_source
+from unfog.export.source_code import NETWORK_MODULES, OF_TRAINING, package_file, plain_source
 from unfog.inference.export_description import (
     check_sampler_maps,
     custom_scheduler,
@@ -121,7 +121,7 @@ def _write_network(run: LoadedRun, network: nn.Module, folder: Path) -> list[str
         _write_model(folder, "UNet2DModel", described, weights)
         return ["diffusers", "UNet2DModel"]
     module, _, name = settings.model.partition(":")
-    source = plain_source(f"The network of an Unfog run: {name}.", ["unfog.models.layers", module])
+    source = plain_source(f"The network of an Unfog run: {name}.", [*NETWORK_MODULES, module], OF_TRAINING)
     described = {"settings": asdict(settings), "in_channels": channels, "out_channels": out}
     described["sample_size"] = sample_size(size)
     _write_model(folder, "UnfogNetwork", described | {"num_classes": classes}, _prefixed(weights))
@@ -215,7 +215,7 @@ def draw_samples(config: Config, network: nn.Module, sampler: Sampler, count: in
     """Return the first samples of seed 0 on the CPU, about [-1, 1], as a run draws them before they become uint8."""
     settings, cpu = replace(GenerationSettings.default(config, count, count), sampler=sampler), torch.device("cpu")
     noise = NoiseSource(settings.seed, range(count), config.input_shape)
-    label = settings.label(range(count), cpu)
-    denoise = conditional_denoiser(Denoiser(network, config.diffusion), config, settings, label)
+    conditions = settings.conditions(range(count), cpu)
+    denoise = conditional_denoiser(Denoiser(network, config.diffusion), config, settings, conditions)
     x0 = config.representation.sampler(sampler)(denoise, config.diffusion.path, config.diffusion.schedule, noise.draw)
     return Codec.of(config, cpu).decode(x0)

@@ -24,7 +24,7 @@ from unfog.diffusion.sampler import Observe
 from unfog.errors import RequestError
 from unfog.inference.guide import Guide, resolve_guidance
 from unfog.inference.loaded_run import LoadedRun, weights_digest
-from unfog.pipeline.generate import GenerationSettings, generate_batches, parse_labels
+from unfog.pipeline.generate import GenerationSettings, generate_batches
 from unfog.pipeline.image_files import ImageInput, build_edit
 from unfog.reporting.image_grids import Pixels
 from unfog.reporting.notebook import table
@@ -110,7 +110,7 @@ class Run(LoadedRun):
         label = settings.pop("label", label)
         request = update(SamplingRequest(), {"n": n, **settings}, "")
         words = list(label) if isinstance(label, Iterable) and not isinstance(label, str) else [label]
-        labels = parse_labels(words, self.classes)
+        labels = self.config.conditions.parse_labels(words)
         generation = GenerationSettings(
             request.n,
             self.sampler(request.sampler, request.steps, request.grid, request.levels),

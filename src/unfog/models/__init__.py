@@ -1,1 +1,1 @@
-"""Networks: (image, noise condition, label) -> output of the image's shape. Independent of noise levels and data."""
+"""Networks: (image, noise condition, conditions) -> output of the image's shape. They know no noise levels or data."""

@@ -1,4 +1,4 @@
-"""The diffusion transformer: (x, noise condition, label, augmentation) -> y (Peebles & Xie 2023)."""
+"""The diffusion transformer: (x, noise condition, conditions) -> y (Peebles & Xie 2023)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from unfog.models import layers
 from unfog.models.layers import ConditionalNetwork, sinusoids, zero_
 from unfog.models.settings import DiT
+from unfog.values.conditions import ConditionsLike
 
 # Rotary frequencies fall from 1 to nearly 1 / 100: images are tens of patches wide, not thousands as texts are long.
 _BASE = 100.0
@@ -157,9 +158,9 @@ class DiTModel(ConditionalNetwork):
             if isinstance(part, nn.Linear):
                 zero_(part)
 
-    def forward(self, x: Tensor, c_noise: Tensor, label: Tensor | None = None, augment: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, c_noise: Tensor, conditions: ConditionsLike = None) -> Tensor:
         """Compute the network's output; see `UNetModel.forward`."""
-        patch, embedding = self.settings.patch, self.embed(c_noise, label, augment, x.dtype)
+        patch, embedding = self.settings.patch, self.embed(c_noise, conditions, x.dtype)
         condition = embedding if self.modulation is None else self.modulation(embedding)
         # With the linear layer this is the strided convolution of other code; `patch_out` has the same order of pixels.
         squares = F.pixel_unshuffle(x, patch)  # [B, C patch^2, rows, columns]
@@ -172,7 +173,7 @@ class DiTModel(ConditionalNetwork):
         pixels: Tensor = self.patch_out(self.norm_out(tokens) * (1 + scale) + shift)
         return F.pixel_shuffle(pixels.transpose(1, 2).reshape(x.shape[0], -1, rows, columns), patch)
 
-    def embed(self, c_noise: Tensor, label: Tensor | None, augment: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Embed noise condition and label, [B] each, and augmentation: activated, [B, width]."""
+    def embed(self, c_noise: Tensor, conditions: ConditionsLike, dtype: torch.dtype) -> Tensor:
+        """Embed noise condition [B] and the other conditions: activated, [B, width]."""
         waves = sinusoids(c_noise.float() * self.settings.time_scale, self.settings.width)
-        return self._embed(self.time_embedding, waves.to(dtype), c_noise, label, augment)
+        return self._embed(self.time_embedding, waves.to(dtype), c_noise, conditions)

@@ -1,4 +1,4 @@
-"""The magnitude-preserving U-Net: (x, noise condition, label, augmentation) -> y (Karras et al. 2024, EDM2).
+"""The magnitude-preserving U-Net: (x, noise condition, conditions) -> y (Karras et al. 2024, EDM2).
 
 Every layer maps inputs of unit variance to outputs of unit variance. Equation numbers are those of the paper.
 """
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from unfog.models import layers
 from unfog.models.layers import ConditionalNetwork, Runner, sinusoids
 from unfog.models.settings import MPUNet
+from unfog.values.conditions import ConditionsLike
 
 _SILU_RMS = 0.596  # root mean square of silu(x) for normally distributed x (eq. 81)
 _FP16_LIMIT = 256.0  # of a block's output, as in EDM2's code, far above the unit magnitude that it has
@@ -82,13 +83,13 @@ class _MPConv(_Weights):
 
 
 class _MPEmbedding(_Weights):
-    """A vector of unit magnitude for each label: int64 [B] -> [B, width]."""
+    """A vector of unit magnitude for each class: int64 [B] -> [B, width]."""
 
-    def __init__(self, labels: int, width: int):
-        super().__init__(labels, width)
+    def __init__(self, classes: int, width: int):
+        super().__init__(classes, width)
 
-    def forward(self, label: Tensor) -> Tensor:
-        return F.embedding(label, self.unit * math.sqrt(self.weight.shape[1]))
+    def forward(self, index: Tensor) -> Tensor:
+        return F.embedding(index, self.unit * math.sqrt(self.weight.shape[1]))
 
 
 class _MPAttention(nn.Module):
@@ -181,9 +182,9 @@ class MPUNetModel(ConditionalNetwork):
     def _augmentation_layer(self, inputs: int, width: int) -> nn.Module:
         return _MPLinear(inputs, width)
 
-    def forward(self, x: Tensor, c_noise: Tensor, label: Tensor | None = None, augment: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, c_noise: Tensor, conditions: ConditionsLike = None) -> Tensor:
         """Compute the network's output for images of about unit variance; see `UNetModel.forward`."""
-        embedding = self.embed(c_noise, label, augment, x.dtype)
+        embedding = self.embed(c_noise, conditions, x.dtype)
         # A channel of ones replaces the biases, which would break unit magnitude.
         h = self._laid_out(self.conv_in(torch.cat([x, torch.ones_like(x[:, :1])], dim=1)))
         skips = [h]
@@ -195,14 +196,14 @@ class MPUNetModel(ConditionalNetwork):
         output: Tensor = self.conv_out(h, self.gain_out)
         return output.contiguous()
 
-    def embed(self, c_noise: Tensor, label: Tensor | None, augment: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Embed noise condition and label, [B] each, and augmentation: activated, [B, max(channels)]."""
+    def embed(self, c_noise: Tensor, conditions: ConditionsLike, dtype: torch.dtype) -> Tensor:
+        """Embed noise condition [B] and the other conditions: activated, [B, max(channels)]."""
         # EDM2 draws random frequencies and phases for the noise level (eq. 75), which have unit magnitude on average.
         # Pairs of sine and cosine have it exactly, and take timesteps as well as log-SNRs.
         waves = sinusoids(c_noise.float() * self.settings.time_scale, self.settings.channels[0])
         embedding: Tensor = self.time_embedding((waves * math.sqrt(2)).to(dtype))
-        embedding = self._add_augmentation(embedding, augment)
-        class_embedding = self._class_embedding(label, c_noise)
+        embedding = self._add_augmentation(embedding, conditions)
+        class_embedding = self._class_embedding(conditions, c_noise)
         if class_embedding is not None:
             embedding = _mp_sum(embedding, class_embedding.to(embedding.dtype))
         return _mp_silu(embedding)

@@ -96,17 +96,18 @@ class GivenNetwork(CustomNetwork):
         import torch
         from torch._subclasses.fake_tensor import FakeTensor
 
+        from unfog.values.conditions import Conditions
+
         classes, trains = network.num_classes, network.training
-        # The last label means that an image has none, as in training with label_dropout.
-        label = torch.tensor([0, classes]) if classes else None
+        # The second class is not told, as in training with label_dropout.
+        conditions = Conditions(torch.tensor([0, -1]) if classes else None)
         said = f"x {[2, *shape]}, noise [2] and " + (f"label [0, {classes}]" if classes else "label None")
         network.eval()  # or layers such as BatchNorm would learn from these images
         try:
             with torch.enable_grad():
-                found = network(torch.zeros(2, *shape), torch.tensor([0.5, 999.0]), label)
+                found = network(torch.zeros(2, *shape), torch.tensor([0.5, 999.0]), conditions)
         except Exception as error:  # anything may go wrong in other people's code
-            one = None if label is None else label[:1]
-            hint = channels_remedy(lambda x: network(x, torch.tensor([0.5]), one), shape)
+            hint = channels_remedy(lambda x: network(x, torch.tensor([0.5]), conditions.rows(slice(1))), shape)
             if classes and not hint:
                 hint = f". The label {classes} stands for no class, so an embedding has {classes + 1} rows; to train "
                 hint += "without classes: labels='none'"

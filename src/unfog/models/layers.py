@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from unfog.errors import RequestError
+from unfog.values.conditions import Conditions, ConditionsLike
 
 # (module, its inputs …) -> its output, with or without gradient checkpointing.
 Runner = Callable[..., Tensor]
@@ -57,15 +58,16 @@ def _expand_pixels(x: Tensor) -> Tensor:
 
 
 class ConditionalNetwork(nn.Module):
-    """Base of all networks: labels with a null class, an augmentation condition, gradient checkpointing.
+    """Base of all networks: embeds conditions, a null class among them, and recomputes blocks for the gradient.
 
-    A subclass makes its layers in `_build`, `class_embedding` among them.
+    A network is called as `network(x [B, C, H, W], c_noise [B], conditions) -> y`, where a tensor stands for the label
+    of `Conditions`. A subclass makes its layers in `_build`, `class_embedding` among them.
 
     Args:
         settings: the architecture.
         image_channels: channels of the input.
-        num_classes: labels are 0 to num_classes - 1, and the label `num_classes` is the null class of classifier-free
-            guidance; 0 builds a network without labels.
+        num_classes: classes are 0 to num_classes - 1, and row `num_classes` of their embedding is the null class of
+            classifier-free guidance, for images whose class is not told; 0 builds a network without classes.
         augment_inputs: length of the augmentation condition, all 0 for an unaugmented image; 0 builds a network
             without that input.
         out_channels: channels of the output if not those of the input: twice as many with a learned variance.
@@ -99,7 +101,8 @@ class ConditionalNetwork(nn.Module):
     ):
         super().__init__()
         self.settings, self.image_channels, self.num_classes = settings, image_channels, num_classes
-        ours = type(self).__module__.startswith("unfog.")
+        # By the name of this package, which exported code has not.
+        ours = type(self).__module__.partition(".")[0] == __name__.partition(".")[0]
         self.is_random = not ours or getattr(settings, "dropout", 1) > 0
         """Whether a pass in training may draw random numbers."""
         width = self._build(settings, out_channels or image_channels)
@@ -126,8 +129,9 @@ class ConditionalNetwork(nn.Module):
         # saved: putting them in order at each call takes 3 to 7% of a step (docs/decisions/0016-memory-format.md).
         return h.contiguous(memory_format=torch.channels_last) if self.channels_last else h
 
-    def _add_augmentation(self, hidden: Tensor, augment: Tensor | None) -> Tensor:
+    def _add_augmentation(self, hidden: Tensor, conditions: ConditionsLike) -> Tensor:
         """Add the embedding of the augmentation; `RequestError` if the network has no such input."""
+        augment = Conditions.of(conditions).augment
         if augment is None:
             return hidden
         if self.augment_embedding is None:
@@ -136,8 +140,9 @@ class ConditionalNetwork(nn.Module):
         embedding: Tensor = self.augment_embedding(augment.to(hidden.dtype))
         return hidden + embedding
 
-    def _class_embedding(self, label: Tensor | None, c_noise: Tensor) -> Tensor | None:
-        """Return the embedding [B, width] of the labels, or of the null class; None for a network without classes."""
+    def _class_embedding(self, conditions: ConditionsLike, c_noise: Tensor) -> Tensor | None:
+        """Return the embedding [B, width] of the class, or of the null class; None for a network without classes."""
+        label = Conditions.of(conditions).label_or(self.num_classes)
         if self.class_embedding is None:
             # Refused rather than ignored: a reader would believe that the samples are of that class.
             if label is not None:
@@ -148,14 +153,12 @@ class ConditionalNetwork(nn.Module):
         embedding: Tensor = self.class_embedding(label)
         return embedding
 
-    def _embed(
-        self, mlp: nn.Sequential, waves: Tensor, c_noise: Tensor, label: Tensor | None, augment: Tensor | None
-    ) -> Tensor:
-        """Embed sinusoids [B, C] by linear layer, activation and linear layer; add the other conditions; activate."""
+    def _embed(self, mlp: nn.Sequential, waves: Tensor, c_noise: Tensor, conditions: ConditionsLike) -> Tensor:
+        """Embed sinusoids [B, C] by linear layer, activation and linear layer; add the conditions; activate."""
         first, activation, second = mlp
         hidden: Tensor = first(waves)
-        embedding: Tensor = second(activation(self._add_augmentation(hidden, augment)))
-        class_embedding = self._class_embedding(label, c_noise)
+        embedding: Tensor = second(activation(self._add_augmentation(hidden, conditions)))
+        class_embedding = self._class_embedding(conditions, c_noise)
         return F.silu(embedding if class_embedding is None else embedding + class_embedding)
 
     def _run(self, part: nn.Module, *inputs: Tensor) -> Tensor:

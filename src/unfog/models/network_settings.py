@@ -110,7 +110,8 @@ class CustomNetwork(CustomPart, NetworkSettings):
 
     Labels are 0 to classes - 1, and `classes` where a sample has none; without classes, label is None. `out_channels`
     is twice `channels` with a learned variance. With data.augment, the class also gets `augment_inputs`, and forward
-    a fourth argument, float [B, augment_inputs]. A network that depends on the image size takes it as an argument,
+    a fourth argument, float [B, augment_inputs]. A third parameter that is named `conditions` gets all `Conditions`
+    in their place. A network that depends on the image size takes it as an argument,
     such as size=64. An output of zero at the start trains best, as in the built-in networks.
     """
 
@@ -146,13 +147,15 @@ class CustomNetwork(CustomPart, NetworkSettings):
         """
         import torch
 
+        from unfog.values.conditions import Conditions
+
         expected = (1, out_channels, *shape[1:])
-        label = torch.zeros(1, dtype=torch.int64) if network.num_classes else None
+        conditions = Conditions(torch.zeros(1, dtype=torch.int64) if network.num_classes else None)
         try:
             with torch.no_grad():
-                found = tuple(network(torch.zeros(1, *shape), torch.ones(1), label).shape)
+                found = tuple(network(torch.zeros(1, *shape), torch.ones(1), conditions).shape)
         except Exception as error:
-            remedy = channels_remedy(lambda x: network(x, torch.ones(1), label), shape)
+            remedy = channels_remedy(lambda x: network(x, torch.ones(1), conditions), shape)
             raise RequestError(f"{self.path} fails for an image of shape {shape}: {error}{remedy}") from error
         if found != expected:
             raise RequestError(f"{self.path} returns shape {found}, but must return {expected}")
@@ -191,12 +194,15 @@ def build_model(
     Args:
         settings: of a built-in, registered or custom network.
         channels: C of the images.
-        classes: number of classes besides the null class; 0 builds a network without labels.
+        classes: number of classes besides the null class; 0 builds a network without classes.
         augment_inputs: length of the augmentation condition; 0 builds a network without that input.
         out_channels: C' if it differs from C.
 
     Returns:
-        (x [B, C, H, W], c_noise [B], label int64 [B] or None, augmentation [B, A] or None) -> y [B, C', H, W].
+        (x [B, C, H, W], c_noise [B], `Conditions`) -> y [B, C', H, W].
     """
+    from unfog.models.label_adapter import take_conditions
+
     network: ConditionalNetwork = settings.build(channels, classes, augment_inputs, out_channels)
+    take_conditions(network, classes)
     return network

@@ -1,4 +1,4 @@
-"""The U-Net (DDPM, appendix B): (x, noise condition, label, augmentation) -> y.
+"""The U-Net (DDPM, appendix B): (x, noise condition, conditions) -> y.
 
 Images are [B, C, H, W]; `embedding` is the activated condition, [B, E].
 """
@@ -13,6 +13,7 @@ from unfog.models import layers
 from unfog.models.group_norm import GroupNorm
 from unfog.models.layers import ConditionalNetwork, Runner, sinusoids, zero_
 from unfog.models.settings import UNet
+from unfog.values.conditions import ConditionsLike
 
 
 class _ResidualBlock(nn.Module):
@@ -150,7 +151,7 @@ class UNetModel(ConditionalNetwork):
         self.time_embedding = nn.Sequential(nn.Linear(first, width), nn.SiLU(), nn.Linear(width, width))
         self.class_embedding = self._class_table(width)
         if self.class_embedding is not None:
-            nn.init.normal_(self.class_embedding.weight, std=0.02)  # as in DiT: no label outweighs the noise level
+            nn.init.normal_(self.class_embedding.weight, std=0.02)  # as in DiT: no class outweighs the noise level
         self.down, skips = _down(settings, width)
         last = settings.channels[-1]
         self.mid = nn.ModuleList([_Block(settings, last, last, width, a) for a in (settings.mid_attention, False)])
@@ -160,22 +161,22 @@ class UNetModel(ConditionalNetwork):
         zero_(self.conv_out)
         return width
 
-    def forward(self, x: Tensor, c_noise: Tensor, label: Tensor | None = None, augment: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, c_noise: Tensor, conditions: ConditionsLike = None) -> Tensor:
         """Compute the network's output for images at their noise levels.
 
         Args:
             x: [B, image_channels, H, W]; `settings.check` checks H and W.
             c_noise: float [B], the noise condition: a timestep, or a function of the log-SNR.
-            label: int64 [B] in 0 to num_classes; None is the null class for all.
-            augment: float [B, augment_inputs]; None is 0, an unaugmented image.
+            conditions: of B images; a tensor stands for their classes, int64 [B] in 0 to num_classes. A condition that
+                is absent means the null class, or an image that is not augmented.
 
         Returns:
             [B, out_channels, H, W], under autocast in its type.
 
         Raises:
-            RequestError: a label was given to a network without classes, or an augmentation to one without that input.
+            RequestError: a condition was given to a network without an input for it.
         """
-        embedding = self.embed(c_noise, label, augment, x.dtype)
+        embedding = self.embed(c_noise, conditions, x.dtype)
         skips = [self._laid_out(self.conv_in(x))]
         for level in self.down:
             skips += level(skips[-1], embedding, self._run)
@@ -190,12 +191,12 @@ class UNetModel(ConditionalNetwork):
         output: Tensor = self.conv_out(self.norm_out.silu(h))
         return output.contiguous()
 
-    def embed(self, c_noise: Tensor, label: Tensor | None, augment: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Embed noise condition and label, [B] each, and augmentation: activated, [B, 4 * channels[0]]."""
+    def embed(self, c_noise: Tensor, conditions: ConditionsLike, dtype: torch.dtype) -> Tensor:
+        """Embed noise condition [B] and the other conditions: activated, [B, 4 * channels[0]]."""
         settings = self.settings
         position = c_noise.float() * settings.time_scale
         waves = sinusoids(position, settings.channels[0], settings.freq_shift, settings.flip_sin_to_cos)
-        return self._embed(self.time_embedding, waves.to(dtype), c_noise, label, augment)
+        return self._embed(self.time_embedding, waves.to(dtype), c_noise, conditions)
 
 
 def _down(settings: UNet, width: int) -> tuple[nn.ModuleList, list[int]]:

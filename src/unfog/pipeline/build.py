@@ -16,7 +16,6 @@ from unfog.compile_cache import keep_compiled_code
 from unfog.config.schema import Config
 from unfog.config.task import AutoencoderTask, DiffusionTask, Task
 from unfog.config.validate import check_network_size
-from unfog.data.augmentation import CONDITIONS
 from unfog.data.dataset import Dataset
 from unfog.data.stream import DeviceStream, ImageStream
 from unfog.diffusion.diffusion import Network
@@ -37,6 +36,7 @@ from unfog.training.hooks import Augmentation, LossFunction
 from unfog.training.loop import Intervals
 from unfog.training.precision import Precision
 from unfog.training.state import TrainState
+from unfog.values.conditions import Conditions
 
 # Device types on which convolutions keep their weights in the format that they compute in. Each weight would else be
 # converted twice a step and its gradient once: 153 launches with `cifar10`. On a CPU it would change the bits of runs.
@@ -116,10 +116,6 @@ def zero_batch(config: Config, images: int) -> Tensor:
     return config.representation.zeros(images)
 
 
-def blank_labels(config: Config, images: int) -> Tensor | None:
-    return torch.zeros(images, dtype=torch.int64) if config.classes else None
-
-
 def build_loss(config: Config, levels: Levels | None = None) -> LossFunction:
     """Return the training loss: the diffusion objective, which may adapt to `levels`, or that of an autoencoder."""
     return _PARTS[type(config.task)].loss(config, levels)
@@ -127,14 +123,14 @@ def build_loss(config: Config, levels: Levels | None = None) -> LossFunction:
 
 def build_objective(config: Config) -> Objective:
     interleaved = config.training.noise == "batch"  # a batch drawn at once is split between micro-batches and ranks
-    return Objective(config.diffusion, len(config.classes), config.label_dropout, interleaved)
+    return Objective(config.diffusion, config.label_dropout, interleaved)
 
 
 def fixed_loss(network: Network, objective: Objective) -> LossAt:
-    """Return the loss of a network as a function of images, labels, noise quantiles and noise: nothing is drawn."""
+    """Return the loss of a network as a function of images, conditions, noise quantiles and noise: nothing is drawn."""
 
-    def loss_at(x0: Tensor, label: Tensor | None, u: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        return objective.at(network, x0, label, objective.diffusion.schedule(u), noise)
+    def loss_at(x0: Tensor, conditions: Conditions, u: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        return objective.at(network, x0, conditions, objective.diffusion.schedule(u), noise)
 
     return loss_at
 
@@ -159,12 +155,12 @@ def _build_diffusion_network(config: Config) -> ConditionalNetwork:
     check_network_size(config.network, (sides[0], sides[1]), config.representation.factor)
     with torch.random.fork_rng(devices=[]):  # leaves the caller's random state as it is
         torch.manual_seed(config.training.seed)
-        conditions = CONDITIONS if config.data.augment else 0
+        told = config.conditions
         out = 2 * channels if config.diffusion.learned_variance else None
         own = isinstance(config.network, CustomNetwork)  # somebody's code, which may build and drop other modules
         with nullcontext() if own else _only_stored_shapes():
-            network = build_model(config.network, channels, len(config.classes), conditions, out)
-        if isinstance(config.network, CustomNetwork) and not conditions:
+            network = build_model(config.network, channels, len(told.classes), told.augment_inputs, out)
+        if isinstance(config.network, CustomNetwork) and not told.augment_inputs:
             config.network.try_out(network, config.input_shape, out or channels)
     network.channels_last = config.training.memory_format == "channels_last"
     return network
@@ -250,10 +246,9 @@ def build_held_out_set(dataset: Dataset, config: Config, device: torch.device, w
         return None
     # Unlike `evenly_spaced`, which rounds: other images would change the held-out loss of existing runs.
     index = torch.linspace(0, len(images) - 1, min(wanted, len(images))).long()
-    pixels, labels, _ = images.take(index.numpy())
-    x0 = without_augmentation(config)(torch.from_numpy(pixels)).to(device)
-    label = None if labels is None else torch.from_numpy(labels).to(device)
-    return HeldOut(x0, label, midpoints(config.evaluate.levels).to(device))
+    taken = images.take(index.numpy())
+    x0 = without_augmentation(config)(torch.from_numpy(taken.pixels)).to(device)
+    return HeldOut(x0, taken.conditions.to(device), midpoints(config.evaluate.levels).to(device))
 
 
 def open_task_stream(stream: ImageStream, device: torch.device) -> ImageStream | DeviceStream:

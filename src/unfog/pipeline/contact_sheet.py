@@ -23,7 +23,7 @@ def contact_sheet(dataset: Dataset, augment: Augment, seed: int) -> Pixels:
     """Return training images as the network sees them, from the stream and augmented: uint8 [H, W, 3].
 
     It shows a row for each unusual conversion, then some of each class, and depends on the images and the seed alone.
-    RequestError if a label is none of the classes.
+    RequestError if an image is of no known class.
     """
     images = dataset.train
     _, _, height, width = images.pixels.shape
@@ -34,8 +34,9 @@ def contact_sheet(dataset: Dataset, augment: Augment, seed: int) -> Pixels:
     chosen |= _spread(dataset, index, [p for p in range(len(index)) if p not in chosen], max(0, count - len(chosen)))
     batches = [stream.batch(position, 1) for position in chosen]
     for position, batch in zip(list(chosen), batches):
-        if batch.label is not None and int(batch.index[0]) != int(index[position]):  # it stands in for another
-            chosen[position] = _class_name(images.classes, int(batch.label[0]))
+        shown = int(batch.index[0])
+        if images.labels is not None and shown != int(index[position]):  # it stands in for another
+            chosen[position] = _class_name(images.classes, int(images.labels[shown]))
     # A picture of the data must not move the numbers that training draws.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -69,9 +70,9 @@ def _spread(dataset: Dataset, index: NDArray[np.int64], free: list[int], count: 
         return dict.fromkeys(free[:count], "")
     classes = evenly_spaced(len(images.classes), count)
     few = max(1, count // max(1, len(classes)))
-    names = {label: _class_name(images.classes, label) for label in classes}
-    return {free[i]: names[label] for label in classes for i in np.flatnonzero(labels == label)[:few]}
+    names = {number: _class_name(images.classes, number) for number in classes}
+    return {free[i]: names[number] for number in classes for i in np.flatnonzero(labels == number)[:few]}
 
 
-def _class_name(classes: Sequence[str], label: int) -> str:
-    return printable_name(classes[label], f"class {label}")
+def _class_name(classes: Sequence[str], number: int) -> str:
+    return printable_name(classes[number], f"class {number}")

@@ -1,13 +1,11 @@
-"""Generate samples from a network: labels, noise by sample, guidance, sampler, uint8 images."""
+"""Generate samples from a network: conditions, noise by sample, guidance, sampler, uint8 images."""
 
 from __future__ import annotations
 
 import math
-import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from numbers import Integral
 
 import numpy as np
 import torch
@@ -16,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
 from unfog.config.schema import Config, check_guidance_interval
-from unfog.diffusion.denoiser import Autoguided, Denoiser, Guided, Labelled, Within
+from unfog.diffusion.denoiser import Autoguided, Conditional, Denoiser, Guided, Within
 from unfog.diffusion.editing import Edit
 from unfog.diffusion.noise import NoiseSource
 from unfog.diffusion.sampler import Denoise, Observe, Sampler
@@ -24,14 +22,14 @@ from unfog.diffusion.steps import Watch
 from unfog.errors import RequestError
 from unfog.pipeline.latents import Codec
 from unfog.reporting.image_grids import GAP, Pixels, grid, printable_name, with_column_captions
-from unfog.text import valid_text
 from unfog.training.precision import DTYPES, default_memory_format, drawing_precision
 from unfog.training.settings import SamplingPrecision
+from unfog.values.conditions import NO_CONDITIONS, Conditions
 
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """Settings of generation. Sample i depends on the seed, i and its label alone, not on `count` or `batch`."""
+    """Settings of generation. Sample i depends on the seed, i and its conditions alone, not on `count` or `batch`."""
 
     count: int
     sampler: Sampler
@@ -74,11 +72,11 @@ class GenerationSettings:
         shares = [i / max(1, self.count - 1) for i in indices]
         return lambda: _interpolate_noise(one.draw()[0], other.draw()[0], shares).to(device)
 
-    def label(self, indices: Sequence[int], device: torch.device) -> Tensor | None:
-        """Return the labels of these samples, int64 [B]; None without classes."""
+    def conditions(self, indices: Sequence[int], device: torch.device) -> Conditions:
+        """Return the conditions of these samples."""
         if not self.labels:
-            return None
-        return torch.tensor([self.labels[i % len(self.labels)] for i in indices], device=device)
+            return NO_CONDITIONS
+        return Conditions(torch.tensor([self.labels[i % len(self.labels)] for i in indices], device=device))
 
 
 def generate_images(
@@ -87,7 +85,7 @@ def generate_images(
     settings: GenerationSettings,
     progress: Callable[[int], None] = lambda done: None,
     observe: Observe | None = None,
-    guide: Labelled | None = None,
+    guide: Conditional | None = None,
     calls: Callable[[int], None] = lambda calls: None,
     edit: Edit | None = None,
 ) -> Pixels:
@@ -108,7 +106,7 @@ def generate_batches(
     config: Config,
     settings: GenerationSettings,
     observe: Observe | None = None,
-    guide: Labelled | None = None,
+    guide: Conditional | None = None,
     calls: Callable[[int], None] = lambda calls: None,
     edit: Edit | None = None,
     skip: Callable[[range], bool] = lambda numbers: False,
@@ -136,8 +134,8 @@ def generate_batches(
                 continue
             denoiser = _CallCounter(Denoiser(network, config.diffusion, variance, DTYPES.get(settings.precision)))
             weaker = None if guide is None else _CallCounter(guide)
-            label = settings.label(indices, device)
-            denoise = conditional_denoiser(denoiser, config, settings, label, weaker)
+            conditions = settings.conditions(indices, device)
+            denoise = conditional_denoiser(denoiser, config, settings, conditions, weaker)
             noise = settings.noise(indices, shape, device)
             parts = (denoise, config.diffusion.path, config.diffusion.schedule, noise)
             watch = observe and Watch(observe, first)
@@ -178,31 +176,31 @@ def _interpolate_noise(a: Tensor, b: Tensor, shares: Sequence[float]) -> Tensor:
 class _CallCounter:
     """A denoiser that counts the images that it is called with."""
 
-    def __init__(self, denoise: Labelled) -> None:
+    def __init__(self, denoise: Conditional) -> None:
         self.denoise, self.images = denoise, 0
 
-    def __call__(self, x_t: Tensor, logsnr: Tensor, label: Tensor | None = None) -> Tensor:
+    def __call__(self, x_t: Tensor, logsnr: Tensor, conditions: Conditions = NO_CONDITIONS) -> Tensor:
         self.images += len(x_t)
-        return self.denoise(x_t, logsnr, label)
+        return self.denoise(x_t, logsnr, conditions)
 
 
 def conditional_denoiser(
-    denoiser: Labelled,
+    denoiser: Conditional,
     config: Config,
     settings: GenerationSettings,
-    label: Tensor | None,
-    guide: Labelled | None = None,
+    conditions: Conditions,
+    guide: Conditional | None = None,
 ) -> Denoise:
-    """Return the denoiser with these labels, int64 [B], and with the guidance of `settings`.
+    """Return the denoiser with these conditions, and with the guidance of `settings`.
 
-    Guidance extrapolates away from the weaker `guide` with the same label; without one, from the unconditional output.
-    RequestError if that needs classes, or a network trained with label dropout, and there is none.
+    Guidance extrapolates away from the weaker `guide` with the same conditions, or else from the unconditional output.
+    RequestError if that needs classes, or a network trained without them at times, and there is none.
     """
-    guided: Labelled = denoiser
+    guided: Conditional = denoiser
     if settings.guidance != 1:
         if guide is not None:
             guided = Autoguided(denoiser, guide, settings.guidance, settings.guide_every)
-        elif not settings.labels:
+        elif not conditions.droppable:
             raise RequestError(
                 f"guidance = {settings.guidance} needs classes, and this run has none; or a weaker --guide"
             )
@@ -211,10 +209,10 @@ def conditional_denoiser(
                 f"guidance = {settings.guidance} needs a network trained with --label-dropout, such as 0.1"
             )
         else:
-            guided = Guided(denoiser, settings.guidance, len(config.classes))
+            guided = Guided(denoiser, settings.guidance)
         if settings.interval != (0.0, 1.0):
             guided = Within(guided, denoiser, settings.interval)
-    return lambda x, logsnr: guided(x, logsnr, label)
+    return lambda x, logsnr: guided(x, logsnr, conditions)
 
 
 def sample_grid(samples: Pixels, classes: Sequence[str]) -> Pixels:
@@ -224,30 +222,6 @@ def sample_grid(samples: Pixels, classes: Sequence[str]) -> Pixels:
     body = grid(samples, len(classes))
     cell = (body.shape[1] + GAP) // len(classes) - GAP
     return with_column_captions(body, [printable_name(name, str(i)) for i, name in enumerate(classes)], cell)
-
-
-def parse_labels(words: Sequence[object], classes: Sequence[str]) -> tuple[int, ...]:
-    """Return labels by class name or number; all classes if `words` is empty. RequestError for an unknown one.
-
-    An integer is the number of a class, a text its name; where no name is a number, a text may be a number.
-    """
-    if words and not classes:
-        raise RequestError(f"label = {words[0]!r}, but this run has no classes; omit --label")
-    composed = [unicodedata.normalize("NFC", name) for name in classes]
-    labels, names_are_numbers = [], any(name.isdecimal() for name in classes)
-    for word in words:
-        # A word of a command line in a locale without UTF-8 is spelled as the name of a folder is.
-        text, label = unicodedata.normalize("NFC", valid_text(str(word))), -1
-        if not isinstance(word, bool) and isinstance(word, Integral):
-            label = int(word)
-        elif text in composed:
-            label = list(classes).index(str(word)) if str(word) in classes else composed.index(text)
-        elif text.isdecimal() and not names_are_numbers:
-            label = int(text)
-        if not 0 <= label < len(classes):
-            raise RequestError(f"label = {text!r} is not a class of this run; give one of {', '.join(classes)}")
-        labels.append(label)
-    return tuple(labels) or tuple(range(len(classes)))
 
 
 _GOLDEN = (5**0.5 - 1) / 2

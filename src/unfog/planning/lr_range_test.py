@@ -33,6 +33,7 @@ from unfog.training.optimizer_settings import Optimizer
 from unfog.training.settings import Training
 from unfog.training.stability.out_of_memory import microbatch_size
 from unfog.training.state import TrainState
+from unfog.values.conditions import Conditions
 
 # Rates of the ramp: AdamW moves each weight by about the rate, and weights are about 0.1.
 _LOWEST, _HIGHEST = 1e-5, 1.0
@@ -94,29 +95,28 @@ class LossProbe:
 
     x0: Tensor
     """float [N, C, H, W] in [-1, 1]."""
-    label: Tensor | None
+    conditions: Conditions
     noise: Tensor
     u: Tensor
     """[N] in (0, 1)."""
 
     @classmethod
-    def create(cls, x0: Tensor, label: Tensor | None) -> LossProbe:
+    def create(cls, x0: Tensor, conditions: Conditions) -> LossProbe:
         """Give each image one noise level, with distant levels for neighbouring images."""
         noise = torch.randn(x0.shape, generator=torch.Generator().manual_seed(0))
         # In float64: in float32 the multiples of thousands of images would lose digits.
         places = torch.arange(len(x0), dtype=torch.float64)
         golden = (math.sqrt(5) - 1) / 2  # its multiples modulo 1 are evenly spread for any number of images
-        return cls(x0, label, noise.to(x0.device), ((places + 0.5) * golden % 1).float().to(x0.device))
+        return cls(x0, conditions, noise.to(x0.device), ((places + 0.5) * golden % 1).float().to(x0.device))
 
     def first(self, count: int) -> LossProbe:
-        label = None if self.label is None else self.label[:count]
-        return LossProbe(self.x0[:count], label, self.noise[:count], self.u[:count])
+        return LossProbe(self.x0[:count], self.conditions.rows(slice(count)), self.noise[:count], self.u[:count])
 
     def relative_loss(self, state: TrainState, objective: Objective, batch: int) -> float:
         """Return the loss over that of predicting 0, without dropout and in float32, `batch` images at once."""
         state.model.eval()
         loss_at = fixed_loss(state.model, objective)
-        losses = fixed_losses(loss_at, self.x0, self.label, self.u[None], lambda level: self.noise, batch)
+        losses = fixed_losses(loss_at, self.x0, self.conditions, self.u[None], lambda level: self.noise, batch)
         state.model.train()
         diffusion = objective.diffusion
         logsnr = diffusion.schedule(self.u)

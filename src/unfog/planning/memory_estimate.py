@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 from unfog.config.schema import Config
 from unfog.diffusion.denoiser import Denoiser
 from unfog.errors import RequestError
-from unfog.pipeline.build import blank_labels, build_augmentation, build_loss, build_network, zero_batch
+from unfog.pipeline.build import build_augmentation, build_loss, build_network, zero_batch
 from unfog.planning.memory_trace import HOLES, HOLES_RECOMPUTING, ONEDNN_HALF, Peak, Recorder, Trace, fake_process_group
 from unfog.training import optimizers as optim
 from unfog.training.distributed.fsdp import build_mesh, gathers_in_bf16, shard_network
@@ -273,15 +273,15 @@ def _run_micro_batch(
     recorder: Recorder, step: _TracedStep, state: TrainState, augment: Augmentation, objective: LossFunction
 ) -> None:
     config, network = step.config, state.model
-    label = blank_labels(config, step.microbatch)
+    conditions = config.conditions.blank(step.microbatch)
     with recorder.keeping("activations"):
-        x0, condition = augment(zero_batch(config, step.microbatch))
+        x0, told = augment(zero_batch(config, step.microbatch))
         with state.precision.autocast():
-            loss = objective(network, x0, label, condition)
+            loss = objective(network, x0, conditions._replace(augment=told))
         if step.sharded:  # layers around the blocks stay gathered until the backward pass is over
             recorder.name("gathered", (p for p in network.parameters() if p.ndim and not is_sharded(p)))
         total = loss.per_image.sum() / config.training.batch
-        del x0, condition  # the training loop holds neither any longer in the backward pass
+        del x0, told  # the training loop holds neither any longer in the backward pass
     state.precision.backward(total)
     recorder.name("gradients", (to_local(p.grad) for p in network.parameters() if p.grad is not None))
 
@@ -305,7 +305,7 @@ def _trace_call(config: Config, device: str, images: int) -> Trace:
         recorder.kind = "workspace"
         with torch.no_grad():
             x, logsnr = torch.zeros(shape), torch.zeros(images)
-            x0 = Denoiser(network, config.diffusion)(x, logsnr, blank_labels(config, images))
+            x0 = Denoiser(network, config.diffusion)(x, logsnr, config.conditions.blank(images))
             del x, x0
 
     return Trace.record(work, device)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from unfog.config.schema import Config
-from unfog.diffusion.denoiser import Labelled, inside_interval
+from unfog.diffusion.denoiser import Conditional, inside_interval
 from unfog.diffusion.noise import Schedule
 from unfog.diffusion.sampler import TWO_CALLS, Sampler
 from unfog.diffusion.steps import PURE_NOISE
@@ -35,7 +35,7 @@ def cost_per_sample(
     config: Config,
     drawing: GenerationSettings,
     measure: Callable[[Callable[[], object]], float],
-    guide: Labelled | None = None,
+    guide: Conditional | None = None,
 ) -> float:
     """Return what `measure` gives for one sample, from two steps of the sampler in `drawing`, by the network calls."""
     trial = replace(drawing, sampler=replace(drawing.sampler, steps=_trial_steps(drawing.sampler)))

@@ -22,7 +22,6 @@ from unfog.data.stream import ImageStream
 from unfog.diffusion.denoiser import Denoiser
 from unfog.errors import Interrupted
 from unfog.pipeline.build import (
-    blank_labels,
     build_augmentation,
     build_loss,
     build_network,
@@ -163,13 +162,12 @@ def seconds_per_call(config: Config, device: torch.device) -> float:
     dtype = DTYPES.get(drawing_precision("auto", device, config.training.precision))
     denoise, count = Denoiser(network, config.diffusion, dtype=dtype), microbatch_size(config.training)
     x, logsnr = torch.zeros(count, *config.input_shape, device=device), torch.zeros(count, device=device)
-    label = blank_labels(config, count)
-    label = None if label is None else label.to(device)
+    conditions = config.conditions.blank(count).to(device)
     spent = []
     with Progress("measuring a call of the network", 4) as progress:
         for done in range(4):
             started = time.perf_counter()
-            denoise(x, logsnr, label).sum().item()  # waits for the device, which works asynchronously
+            denoise(x, logsnr, conditions).sum().item()  # waits for the device, which works asynchronously
             spent.append(time.perf_counter() - started)
             progress.update(done + 1)
     return statistics.median(spent[1:])  # the first also allocates

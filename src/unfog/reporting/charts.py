@@ -47,8 +47,8 @@ class _Axis:
 
 def line_chart(
     series: _Series,
-    x_label: str,
-    y_label: str,
+    x_name: str,
+    y_name: str,
     log_y: bool = False,
     zero_y: bool = False,
     title: str = "",
@@ -73,35 +73,35 @@ def line_chart(
         low = 0.0
     y_axis = _Axis(low, high, _HEIGHT - _BOTTOM, _TOP if len(lines) > 1 else _TOP - 20, log_y)
     colours = _colours(list(lines), faint)
-    body = [_frame(x_axis, y_axis, x_label, y_label)]
+    body = [_frame(x_axis, y_axis, x_name, y_name)]
     for name, points in lines.items():
         body.append(_line((x_axis, y_axis), points, name, colours[name], name in faint))
     if len(lines) > 1:
         body.append(_legend(colours, faint))
-    return _svg(body, title or f"{y_label} over {x_label}")
+    return _svg(body, title or f"{y_name} over {x_name}")
 
 
-def bar_chart(values: Sequence[float] | Floats, labels: Sequence[str], x_label: str, y_label: str) -> str:
-    """Draw a bar for each value, with its label below, as one `<svg>` element; "" without values.
+def bar_chart(values: Sequence[float] | Floats, names: Sequence[str], x_name: str, y_name: str) -> str:
+    """Draw a bar for each value, with its name below, as one `<svg>` element; "" without values.
 
-    Values are finite and not negative. Where labels have no room, some are left out; each bar names its own when
+    Values are finite and not negative. Where names have no room, some are left out; each bar names its own when
     pointed at.
     """
     if not len(values):
         return ""
     bars, places = np.asarray(values, np.float64), np.arange(len(values), dtype=np.float64)
     x_axis, y_axis = _Axis(-0.5, len(bars) - 0.5, _LEFT, _WIDTH - _RIGHT), _axis_of_bars(bars)
-    texts = [f"{label}: {_number(value)}" for label, value in zip(labels, bars.tolist())]
+    texts = [f"{name}: {_number(value)}" for name, value in zip(names, bars.tolist())]
     room = (_WIDTH - _LEFT - _RIGHT) / len(bars)  # pixels; a letter takes about seven
-    aslant = max(map(len, labels)) * 7 > room  # which leaves no room for what they are called together
-    body = [_frame(x_axis, y_axis, "" if aslant else x_label, y_label, ())]
+    aslant = max(map(len, names)) * 7 > room  # which leaves no room for what they are called together
+    body = [_frame(x_axis, y_axis, "" if aslant else x_name, y_name, ())]
     body += _bars(x_axis, y_axis, np.array([places - 0.4, places + 0.4]), bars, texts)
     every = max(1, math.ceil(14 / room))
-    body += [_bar_label(x, label, aslant) for x, label in list(zip(x_axis(places).tolist(), labels))[::every]]
-    return _svg(body, f"{y_label} of each {x_label}")
+    body += [_bar_name(x, name, aslant) for x, name in list(zip(x_axis(places).tolist(), names))[::every]]
+    return _svg(body, f"{y_name} of each {x_name}")
 
 
-def histogram(values: Sequence[float] | Floats, x_label: str, y_label: str, bins: int = 24) -> str:
+def histogram(values: Sequence[float] | Floats, x_name: str, y_name: str, bins: int = 24) -> str:
     """Draw how many of the finite values lie in each of `bins` equal parts of their range; "" without any."""
     finite = np.asarray(values, np.float64)
     finite = finite[np.isfinite(finite)]
@@ -113,8 +113,8 @@ def histogram(values: Sequence[float] | Floats, x_label: str, y_label: str, bins
     spans = np.array([edges[:-1], edges[1:]])
     texts = [f"{_number(a)} to {_number(b)}: {n:,}" for a, b, n in zip(edges, edges[1:], counts.tolist())]
     x_axis, y_axis = _Axis(edges[0], edges[-1], _LEFT, _WIDTH - _RIGHT), _axis_of_bars(bars)
-    body = [_frame(x_axis, y_axis, x_label, y_label), *_bars(x_axis, y_axis, spans, bars, texts)]
-    return _svg(body, f"{y_label} over {x_label}")
+    body = [_frame(x_axis, y_axis, x_name, y_name), *_bars(x_axis, y_axis, spans, bars, texts)]
+    return _svg(body, f"{y_name} over {x_name}")
 
 
 def _svg(body: Sequence[str], name: str) -> str:
@@ -209,17 +209,17 @@ def _bars(x_axis: _Axis, y_axis: _Axis, spans: Floats, values: Floats, texts: Se
     ]
 
 
-def _bar_label(x: float, label: str, aslant: bool) -> str:
+def _bar_name(x: float, name: str, aslant: bool) -> str:
     y = _HEIGHT - _BOTTOM + 16
     if not aslant:
-        return f'<text x="{x:.1f}" y="{y}" text-anchor="middle" fill-opacity="0.75">{escape(label)}</text>'
-    label = escape(label if len(label) <= 11 else f"{label[:10]}…")
+        return f'<text x="{x:.1f}" y="{y}" text-anchor="middle" fill-opacity="0.75">{escape(name)}</text>'
+    name = escape(name if len(name) <= 11 else f"{name[:10]}…")
     place = f'x="{x + 5:.1f}" y="{y - 3}" transform="rotate(-24 {x + 5:.1f} {y - 3})"'
-    return f'<text {place} text-anchor="end" fill-opacity="0.75">{label}</text>'
+    return f'<text {place} text-anchor="end" fill-opacity="0.75">{name}</text>'
 
 
-def _frame(x_axis: _Axis, y_axis: _Axis, x_label: str, y_label: str, x_values: Sequence[float] | None = None) -> str:
-    """Axes with ticks, numbers and labels; `x_values` are the ticks of x if they are not those of its axis."""
+def _frame(x_axis: _Axis, y_axis: _Axis, x_name: str, y_name: str, x_values: Sequence[float] | None = None) -> str:
+    """Axes with ticks, numbers and names; `x_values` are the ticks of x if they are not those of its axis."""
     left, right, top, bottom = _LEFT, _WIDTH - _RIGHT, y_axis.end, _HEIGHT - _BOTTOM
     y_ticks, x_ticks = np.array(y_axis.ticks()), np.array(x_axis.ticks() if x_values is None else x_values)
     rules, texts = [f'<path stroke-opacity="0.45" d="M{left} {bottom}H{right}"/>'], []
@@ -230,9 +230,9 @@ def _frame(x_axis: _Axis, y_axis: _Axis, x_label: str, y_label: str, x_values: S
         rules.append(f'<path stroke-opacity="0.45" d="M{x:.1f} {bottom}v4"/>')
         anchor = "end" if x > right - 12 else "middle"  # a number centred at the edge would be cut off
         texts.append(f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="{anchor}">{_number(value)}</text>')
-    texts.append(f'<text x="{(left + right) / 2}" y="{_HEIGHT - 8}" text-anchor="middle">{escape(x_label)}</text>')
+    texts.append(f'<text x="{(left + right) / 2}" y="{_HEIGHT - 8}" text-anchor="middle">{escape(x_name)}</text>')
     turned = f'transform="translate(13 {(top + bottom) / 2}) rotate(-90)"'
-    texts.append(f'<text {turned} text-anchor="middle">{escape(y_label)}</text>')
+    texts.append(f'<text {turned} text-anchor="middle">{escape(y_name)}</text>')
     return f'<g stroke="currentColor">{"".join(rules)}</g><g fill-opacity="0.75">{"".join(texts)}</g>'
 
 

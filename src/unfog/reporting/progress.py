@@ -158,9 +158,9 @@ class Progress:
     """
 
     def __init__(
-        self, label: str, total: int | None, start: int = 0, delay: float = 2.0, below: Sequence[str] = ()
+        self, title: str, total: int | None, start: int = 0, delay: float = 2.0, below: Sequence[str] = ()
     ) -> None:
-        self.label, self.total = label, total
+        self.title, self.total = title, total
         self._done, self._note, self._activity = start, "", ""
         self._delay, self._below = delay, below
         self._closed = False
@@ -224,11 +224,11 @@ class Progress:
 
     def live_lines(self, now: float) -> list[Text]:
         """Return what is shown on a terminal."""
-        line = Text(f"{self._activity or self.label} ")
+        line = Text(f"{self._activity or self.title} ")
         if self.total:
             full = min(_BAR, _BAR * self._done // self.total)
             line.append("━" * full, "cyan").append("━" * (_BAR - full), "bright_black").append(" ")
-        line.append(f"{self.label} " if self._activity else "")
+        line.append(f"{self.title} " if self._activity else "")
         # The last log has a line of its own where there are several.
         line.append(self._text(now, "" if self._below else self._note, share=True))
         below = (self._note, *self._below) if self._below else ()
@@ -244,7 +244,7 @@ class Progress:
         if self._printed == (self._done, self._note):
             return
         self._drawn, self._printed = now, (self._done, self._note)
-        _write_line(f"{self.label} {self._text(now, self._note)}")
+        _write_line(f"{self.title} {self._text(now, self._note)}")
 
     def _text(self, now: float, note: str, share: bool = False) -> str:
         of = f"/{self.total:,}" if self.total else ""

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from unfog.device_copies import to_device
 from unfog.diffusion.objective import Loss
+from unfog.values.conditions import NO_CONDITIONS, Conditions
 
 # Bands of the pyramid, each at half the resolution of the one before. Coarser ones are left to the plain error.
 _BANDS = 3
@@ -29,12 +30,10 @@ class AutoencoderLoss:
     pyramid: float
     """Weight of each band."""
 
-    def __call__(
-        self, network: nn.Module, x0: Tensor, label: Tensor | None = None, condition: Tensor | None = None
-    ) -> Loss:
+    def __call__(self, network: nn.Module, x0: Tensor, conditions: Conditions = NO_CONDITIONS) -> Loss:
         """Return the loss of images x0 float32 [B, C, H, W] in [-1, 1]; the network draws one latent for each.
 
-        Labels and augmentation are ignored. `u`, the noise level of a diffusion, is 1/2 for all.
+        Conditions are ignored. `u`, the noise level of a diffusion, is 1/2 for all.
         """
         image, mean, logvar = network(x0)
         # In float32: under autocast the image may have 16 bits, whose rounding would count as an error.

@@ -24,6 +24,7 @@ from unfog.training.settings import Training
 from unfog.training.sharded_tensors import total_norm
 from unfog.training.state import TrainState
 from unfog.training.statistics import Stopwatch
+from unfog.values.conditions import Conditions
 
 
 class Gradient(NamedTuple):
@@ -67,23 +68,23 @@ class GradientComputer:
         """Return the losses of a micro-batch, always the same for the same weights."""
         self.world.set_phase("data", self._step)
         try:
-            pixels, label = self.reader.read(batch.first, batch.images)
+            pixels, conditions = self.reader.read(batch.first, batch.images)
         except Interrupted:  # while the images could not be reached
             if self.world.size == 1:
                 raise
-            pixels, label = self.reader.abandon(batch.first, batch.images)
+            pixels, conditions = self.reader.abandon(batch.first, batch.images)
         self.world.set_phase("forward", self._step)
         # By the first image that noise is drawn for, which may be another rank's: a split then changes no number.
         seed_generators(self.settings.seed, batch.rng_first)
         # Noise and augmentation are drawn for the whole rng range, and this micro-batch takes its rows.
         with rows_of(batch.first - batch.rng_first, batch.rng_count) if batch.is_split else nullcontext():
             called = with_own_seed(network, self.settings.seed, batch.first) if batch.is_split else network
-            return self._loss(called, pixels, label)
+            return self._loss(called, pixels, conditions)
 
-    def _loss(self, network: nn.Module, pixels: Tensor, label: Tensor | None) -> Loss:
-        x0, condition = self.task.augment(pixels)
+    def _loss(self, network: nn.Module, pixels: Tensor, conditions: Conditions) -> Loss:
+        x0, augment = self.task.augment(pixels)
         with self.state.precision.autocast():
-            return self.task.loss_function(network, x0, label, condition)
+            return self.task.loss_function(network, x0, conditions._replace(augment=augment))
 
     def compute(self, hooks: TrainingHooks, rng_size: int | None = None) -> Gradient:
         """Leave the gradient of the mean loss over the next batch in the parameters. Interrupted if `hooks` stop it.
@@ -100,17 +101,17 @@ class GradientComputer:
         self.reader.read_ahead(batches[0].first + self.settings.batch, batches[0].images)
         return Gradient(batches, losses, first_square, abandoned=self.reader.abandoned)
 
-    def read_whole_batch(self) -> tuple[Tensor, Tensor | None]:
-        """Return images and labels of the next batch, with the generators seeded for it; for `compute_whole_batch`."""
-        pixels, label = self.reader.read(self.state.seen, self.settings.batch)
+    def read_whole_batch(self) -> tuple[Tensor, Conditions]:
+        """Return the images and conditions of the next batch for `compute_whole_batch`, with the generators seeded."""
+        pixels, conditions = self.reader.read(self.state.seen, self.settings.batch)
         seed_generators(self.settings.seed, self.state.seen)
-        return pixels, label
+        return pixels, conditions
 
-    def compute_whole_batch(self, pixels: Tensor, label: Tensor | None) -> Gradient:
+    def compute_whole_batch(self, pixels: Tensor, conditions: Conditions) -> Gradient:
         """Leave the gradient of a batch that is one micro-batch in the parameters, by work on the device alone."""
         batch = MicroBatch(self.state.seen, self.settings.batch, self.state.seen, self.settings.batch)
         with nullcontext() if self._half is None else self._half.in_use():
-            loss = self._backward(self._loss(self.network, pixels, label), last=True, counts=True)
+            loss = self._backward(self._loss(self.network, pixels, conditions), last=True, counts=True)
         return Gradient([batch], [loss], None)
 
     def _sum_gradients(

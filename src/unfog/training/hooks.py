@@ -14,11 +14,12 @@ from unfog.training.checkpoints.writer import ShardStatusStore
 from unfog.training.length import Plan
 from unfog.training.stability.nan_debug import NanReport
 from unfog.training.state import TrainState
+from unfog.values.conditions import Conditions
 
 # Pixels uint8 [B, C, H, W] -> (images float32 [B, C, H, W] in [-1, 1], augmentation parameters [B, 9] or None).
 Augmentation = Callable[[Tensor], tuple[Tensor, Tensor | None]]
-# (network, images float [B, C, H, W] in [-1, 1], label int64 [B] or None, augmentation [B, 9] or None) -> loss.
-LossFunction = Callable[[nn.Module, Tensor, Tensor | None, Tensor | None], Loss]
+# (network, images float [B, C, H, W] in [-1, 1], their conditions) -> loss.
+LossFunction = Callable[[nn.Module, Tensor, Conditions], Loss]
 
 
 class _Batch(Protocol):
@@ -29,8 +30,8 @@ class _Batch(Protocol):
         """Images uint8 [B, C, H, W], or stored latents."""
 
     @property
-    def label(self) -> Tensor | None:
-        """int64 [B], or None without classes."""
+    def conditions(self) -> Conditions:
+        """Conditions of the images."""
 
 
 class Stream(Protocol):

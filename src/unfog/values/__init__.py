@@ -1,1 +1,1 @@
-"""Values that all layers share: the format of the images of a run. Imports torch only where tensors come in."""
+"""Values that all layers share: the formats of images and conditions. Imports torch only where tensors come in."""

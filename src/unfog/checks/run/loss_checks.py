@@ -17,6 +17,7 @@ from unfog.reporting.findings import Figure, Finding, Severity
 from unfog.reporting.progress import plural
 from unfog.reporting.records import finite_column, finite_number, json_values
 from unfog.training.settings import FixedEma, PowerEma
+from unfog.values.conditions import Conditions
 
 # Images of each kind whose loss is measured.
 _MEASURED = 128
@@ -30,19 +31,18 @@ _GAP, ROSE = 0.10, 0.02
 
 
 class LossImages(NamedTuple):
-    """Images to measure losses on: float [N, C, H, W] in [-1, 1], labels [N] or None."""
+    """Images to measure losses on: float [N, C, H, W] in [-1, 1], and their conditions."""
 
     x0: Tensor
-    label: Tensor | None
+    conditions: Conditions
 
 
 def loss_images(images: ImageSet, device: torch.device, see: Callable[[Tensor], Tensor]) -> LossImages | None:
     """Return up to 128 evenly spread images as the network sees them; None for an empty set."""
     if not len(images):
         return None
-    pixels, labels, _ = images.take(evenly_spaced(len(images), _MEASURED))
-    x0 = see(torch.from_numpy(pixels)).to(device)
-    return LossImages(x0, None if labels is None else torch.from_numpy(labels).to(device))
+    taken = images.take(evenly_spaced(len(images), _MEASURED))
+    return LossImages(see(torch.from_numpy(taken.pixels)).to(device), taken.conditions.to(device))
 
 
 def measure_losses(
@@ -56,13 +56,13 @@ def measure_losses(
 
     The noise of image i depends neither on N nor on `batch`. `progress` is called with the images of each pass.
     """
-    x0, label = looked
+    x0, conditions = looked
     u = levels.to(x0.device)[:, None].expand(-1, len(x0))
 
     def noise(level: int) -> Tensor:
         return torch.stack([_noise(x0.shape[1:], level, image) for image in range(len(x0))])
 
-    return fixed_losses(loss_at, x0, label, u, noise, batch, progress)[0].numpy()
+    return fixed_losses(loss_at, x0, conditions, u, noise, batch, progress)[0].numpy()
 
 
 def _noise(shape: torch.Size, level: int, image: int) -> Tensor:

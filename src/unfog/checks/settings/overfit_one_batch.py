@@ -34,6 +34,7 @@ from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import LoopSettings, train
 from unfog.training.stability.out_of_memory import microbatch_size
 from unfog.training.state import TrainState
+from unfog.values.conditions import Conditions
 
 _IMAGES = 8
 # Loss, over that of an answer which looks at each pixel alone, at which the images count as learned.
@@ -81,13 +82,13 @@ def overfit_one_batch(
 
 @dataclass(eq=False)
 class _OverfitBatch:
-    """Eight images with labels, noise levels and noise; serves as data stream and as loss function."""
+    """Eight images with conditions, noise levels and noise; serves as data stream and as loss function."""
 
     x0: Tensor
     """float32 [B, C, H, W]."""
     pixels: Tensor
     """As the stream gives them: uint8 [B, C, H, W], or stored latents."""
-    label: Tensor | None
+    conditions: Conditions
     u: Tensor
     noise: Tensor
     objective: Objective
@@ -105,28 +106,26 @@ class _OverfitBatch:
     def of(
         cls, images: ImageSet, objective: Objective, device: torch.device, see: _ToModel, show: Show
     ) -> _OverfitBatch:
-        """Take eight evenly spread images of a set, without label dropout, which would hide labels."""
+        """Take eight evenly spread images of a set, without dropout, which would hide conditions."""
         index = np.unique(np.linspace(0, len(images) - 1, _IMAGES).astype(np.int64))
         index = np.resize(index, _IMAGES)  # of a smaller set each comes at several levels
-        taken, labels, _ = images.take(index)
-        pixels = torch.from_numpy(taken)
-        label = None if labels is None else torch.from_numpy(labels)
+        taken = images.take(index)
+        pixels = torch.from_numpy(taken.pixels)
         x0 = see(pixels).to(device)
         generator = torch.Generator().manual_seed(0)
         noise = torch.randn(x0.shape, generator=generator).to(device)
         u = midpoints(_IMAGES).to(device)
-        return cls(x0, pixels, label, u, noise, replace(objective, label_dropout=0.0), show)
+        return cls(x0, pixels, taken.conditions, u, noise, replace(objective, dropout=0.0), show)
 
     def batch(self, first: int, size: int) -> Batch:
         self.step, self.place = 1 + first // _IMAGES, first % _IMAGES
         part = slice(self.place, self.place + size)
-        label = None if self.label is None else self.label[part]
-        return Batch(first, self.pixels[part], label, torch.arange(_IMAGES)[part])
+        return Batch(first, self.pixels[part], self.conditions.rows(part), torch.arange(_IMAGES)[part])
 
-    def loss(self, network: nn.Module, x0: Tensor, label: Tensor | None, condition: Tensor | None = None) -> Loss:
+    def loss(self, network: nn.Module, x0: Tensor, conditions: Conditions) -> Loss:
         """Return the loss of the run's objective, with the fixed level and noise of each image."""
         part = slice(self.place, self.place + len(x0))
-        loss = self.objective(network, x0, label, u=self.u[part], noise=self.noise[part])
+        loss = self.objective(network, x0, conditions._replace(augment=None), u=self.u[part], noise=self.noise[part])
         losses = self.losses.setdefault(self.step, torch.full((_IMAGES,), math.nan))
         losses[part] = loss.measured.detach().cpu()
         return loss
@@ -145,33 +144,35 @@ class _OverfitBatch:
         variance = (self.x0 - mean).square().mean(0, keepdim=True)
         x0 = mean + alpha * variance / (alpha.square() * variance + sigma.square()) * (x_t - alpha * mean)
         answer = diffusion.network_target(x0, (x_t - alpha * x0) / sigma, logsnr)
-        loss_at = fixed_loss(lambda x, c_noise, label: answer, self.objective)
-        losses = fixed_losses(loss_at, self.x0, self.label, self.u[None], lambda level: self.noise, _IMAGES)
+        loss_at = fixed_loss(lambda x, c_noise, conditions: answer, self.objective)
+        losses = fixed_losses(loss_at, self.x0, self.conditions, self.u[None], lambda level: self.noise, _IMAGES)
         return losses[0, 0]
 
     def answers(self, network: nn.Module, exchanged: str = "") -> Tensor:
-        """Return the outputs [B, C, H, W], optionally with one input exchanged: image, level or label.
+        """Return the outputs [B, C, H, W], optionally with one input exchanged: image, level or a condition.
 
-        Images and levels are rotated among the batch; labels are hidden.
+        Images and levels are rotated among the batch; conditions are hidden.
         """
         diffusion = self.objective.diffusion
         logsnr = diffusion.schedule(self.u)
         x, c_noise = diffusion.network_input(diffusion.add_noise(self.x0, self.noise, logsnr), logsnr)
-        label = None if self.label is None or exchanged == "label" else self.label.to(x.device)
+        conditions = self.conditions.to(x.device)
+        if exchanged in conditions.droppable:
+            conditions = conditions.dropped(only=exchanged)
         x = x.roll(1, 0) if exchanged == "image" else x
         c_noise = c_noise.roll(1, 0) if exchanged == "level" else c_noise
         was_training = network.training
         network.eval()
         with torch.inference_mode():
             parts = [slice(first, first + self.at_once) for first in range(0, _IMAGES, self.at_once)]
-            answer = [network(x[part], c_noise[part], None if label is None else label[part]) for part in parts]
+            answer = [network(x[part], c_noise[part], conditions.rows(part)) for part in parts]
         network.train(was_training)
         return torch.cat(answer)
 
     def ignored_inputs(self, network: nn.Module) -> list[str]:
         """Return the names of inputs that do not change the outputs."""
         answers = self.answers(network)
-        inputs = ["image", "level", *([] if self.label is None else ["label"])]
+        inputs = ["image", "level", *self.conditions.droppable]
         limit = _HEEDED * answers.norm()
         return [name for name in inputs if (self.answers(network, name) - answers).norm() <= limit]
 

@@ -17,7 +17,7 @@ from unfog.checks.settings.learning_rate_checks import check_optimization
 from unfog.checks.settings.length_checks import check_length
 from unfog.checks.settings.machine_checks import check_machine, check_run_costs
 from unfog.config.schema import Config
-from unfog.data.augmentation import CONDITIONS, Augment
+from unfog.data.augmentation import Augment
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.diffusion.diffusion import Diffusion
 from unfog.errors import RequestError
@@ -80,7 +80,7 @@ def _check_network(config: Config, prepared: Dataset) -> Finding:
         return Finding("settings.network", "fatal", str(error), "--network small, or another --size")
     # Initial weights are drawn from torch's global generator, which a check must leave as it is.
     with torch.random.fork_rng(devices=[]):
-        told = CONDITIONS if config.data.augment else 0
+        told = config.conditions.augment_inputs
         network = build_model(config.network, channels, len(config.classes), told)
     parameters = sum(p.numel() for p in network.parameters())
     facts = {"parameters": parameters, "height": height, "width": width, "channels": channels}

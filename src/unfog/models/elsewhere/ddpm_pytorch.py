@@ -1,4 +1,4 @@
-"""The U-Net of denoising-diffusion-pytorch 2, by the names of its weights: (x, noise condition, label) -> y."""
+"""The U-Net of denoising-diffusion-pytorch 2, by the names of its weights: (x, noise condition, conditions) -> y."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from unfog.models import layers
 from unfog.models.elsewhere.settings import DdpmPytorch
 from unfog.models.layers import ConditionalNetwork, sinusoids, zero_
+from unfog.values.conditions import ConditionsLike
 
 
 class _RMSNorm(nn.Module):
@@ -137,13 +138,13 @@ class DdpmPytorchModel(ConditionalNetwork):
         self.class_embedding = self._class_table(condition)
         return condition
 
-    def forward(self, x: Tensor, c_noise: Tensor, label: Tensor | None = None, augment: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, c_noise: Tensor, conditions: ConditionsLike = None) -> Tensor:
         """Compute the network's output; c_noise is the timestep."""
         first = h = self._laid_out(self.init_conv(x))
         # Its own form: sines first, and frequencies that end at exactly 1/10000.
         waves = sinusoids(c_noise, self.settings.width, 1, flip_sin_to_cos=False)
-        condition = self._add_augmentation(self.time_mlp(waves.to(x.dtype)), augment)
-        if (embedding := self._class_embedding(label, c_noise)) is not None:
+        condition = self._add_augmentation(self.time_mlp(waves.to(x.dtype)), conditions)
+        if (embedding := self._class_embedding(conditions, c_noise)) is not None:
             condition = condition + embedding
         skips = []
         for block1, block2, attention, resample in _parts(self.downs):

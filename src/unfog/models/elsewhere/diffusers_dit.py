@@ -1,4 +1,4 @@
-"""The DiT of diffusers (`DiTTransformer2DModel`): (x, noise condition, label) -> y (Peebles and Xie 2023)."""
+"""The DiT of diffusers (`DiTTransformer2DModel`): (x, noise condition, conditions) -> y (Peebles and Xie 2023)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from unfog.models import layers
 from unfog.models.elsewhere.settings import DiffusersDiT
 from unfog.models.layers import ConditionalNetwork, sinusoids, zero_
+from unfog.values.conditions import ConditionsLike
 
 _WAVES = 256  # sinusoids of the noise level
 
@@ -68,30 +69,28 @@ class DiffusersDiTModel(ConditionalNetwork):
         self.class_embedding = self._class_table(width * copies)
         return width * copies
 
-    def forward(self, x: Tensor, c_noise: Tensor, label: Tensor | None = None, augment: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, c_noise: Tensor, conditions: ConditionsLike = None) -> Tensor:
         """Return the output for noisy images x [B, C, H, W], at noise conditions [B]."""
-        conditions = self._conditions(c_noise, label, augment, x.dtype)
+        embeddings = self._embeddings(c_noise, conditions, x.dtype)
         h = self.patch_in(x)
         rows, columns = h.shape[2:]
         h = h.flatten(2).transpose(1, 2)
         h = h + _positions(rows, columns, h.shape[2], h.device).to(h.dtype)
         for i, block in enumerate(self.blocks):
-            h = self._run(block, h, conditions[min(i, len(conditions) - 1)])
-        shift, scale = self.modulation_out(F.silu(conditions[0]))[:, None].chunk(2, dim=2)
+            h = self._run(block, h, embeddings[min(i, len(embeddings) - 1)])
+        shift, scale = self.modulation_out(F.silu(embeddings[0]))[:, None].chunk(2, dim=2)
         h = self.patch_out(F.layer_norm(h, h.shape[-1:], eps=1e-6) * (1 + scale) + shift)
         patch = self.settings.patch
         h = h.reshape(x.shape[0], rows, columns, patch, patch, -1).permute(0, 5, 1, 3, 2, 4)
         output: Tensor = h.reshape(x.shape[0], -1, rows * patch, columns * patch)
         return output
 
-    def _conditions(
-        self, c_noise: Tensor, label: Tensor | None, augment: Tensor | None, dtype: torch.dtype
-    ) -> list[Tensor]:
-        """Return the conditions [B, width]: one, or one for each block."""
+    def _embeddings(self, c_noise: Tensor, conditions: ConditionsLike, dtype: torch.dtype) -> list[Tensor]:
+        """Return the embedded conditions [B, width]: one tensor, or one for each block."""
         waves = self.time_in(sinusoids(c_noise, _WAVES, 1).to(dtype))
-        hidden = F.silu(self._add_augmentation(waves, augment)).chunk(len(self.time_out), dim=1)
+        hidden = F.silu(self._add_augmentation(waves, conditions)).chunk(len(self.time_out), dim=1)
         levels = [layer(part) for layer, part in zip(self.time_out, hidden)]
-        embedding = self._class_embedding(label, c_noise)
+        embedding = self._class_embedding(conditions, c_noise)
         if embedding is None:
             return levels
         return [level + part for level, part in zip(levels, embedding.chunk(len(levels), dim=1))]

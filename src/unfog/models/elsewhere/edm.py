@@ -1,4 +1,4 @@
-"""The U-Nets of EDM: DDPM++, NCSN++ and ADM, by the names of their weights: (x, noise condition, label) -> y.
+"""The U-Nets of EDM: DDPM++, NCSN++ and ADM, by the names of their weights: (x, noise condition, conditions) -> y.
 
 One kind of block serves all three. Levels are numbered here; in EDM's names each has its resolution instead.
 """
@@ -16,6 +16,7 @@ from unfog.models import layers
 from unfog.models.elsewhere.settings import Edm
 from unfog.models.group_norm import GroupNorm
 from unfog.models.layers import ConditionalNetwork, sinusoids, zero_
+from unfog.values.conditions import ConditionsLike
 
 _SMOOTH = (1.0, 3.0, 3.0, 1.0)  # filter of NCSN++ before and after a change of resolution (Song et al. 2021)
 
@@ -159,9 +160,9 @@ class EdmModel(ConditionalNetwork):
         self.class_embedding = self._class_table(waves if song else condition)
         return waves
 
-    def forward(self, x: Tensor, c_noise: Tensor, label: Tensor | None = None, augment: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, c_noise: Tensor, conditions: ConditionsLike = None) -> Tensor:
         """Compute the network's output for images of about unit variance."""
-        condition = self._condition(c_noise, label, augment, x.dtype)
+        condition = self._condition(c_noise, conditions, x.dtype)
         image, h = x, x
         skips: list[Tensor] = []
         for part in self.enc.values():
@@ -178,16 +179,16 @@ class EdmModel(ConditionalNetwork):
         output: Tensor = self.out_conv(F.silu(self.out_norm(h)))
         return output.contiguous()
 
-    def _condition(self, c_noise: Tensor, label: Tensor | None, augment: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def _condition(self, c_noise: Tensor, conditions: ConditionsLike, dtype: torch.dtype) -> Tensor:
         song, width = self.settings.architecture != "adm", self.settings.width
         if self.map_noise is not None:
             waves = self.map_noise(c_noise)
         else:
             waves = sinusoids(c_noise, width, int(song), flip_sin_to_cos=not song)
-        embedding = self._class_embedding(label, c_noise)
+        embedding = self._class_embedding(conditions, c_noise)
         # Song's networks add the class to the waves, Dhariwal's to what they have become.
         hidden = waves.to(dtype) if embedding is None or not song else waves.to(dtype) + embedding
-        hidden = self.map_layer1(F.silu(self.map_layer0(self._add_augmentation(hidden, augment))))
+        hidden = self.map_layer1(F.silu(self.map_layer0(self._add_augmentation(hidden, conditions))))
         return F.silu(hidden if embedding is None or song else hidden + embedding)
 
 

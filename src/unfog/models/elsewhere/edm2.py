@@ -1,6 +1,6 @@
-"""The U-Net of EDM2, by the names of its weights: (x, noise condition, label) -> y (Karras et al. 2024).
+"""The U-Net of EDM2, by the names of its weights: (x, noise condition, conditions) -> y (Karras et al. 2024).
 
-Equation numbers are those of the paper. `edm2_unet` is our own form of it, with sinusoids and labels of unit length.
+Equation numbers are those of the paper. `edm2_unet` is our own form of it, with sinusoids and classes of unit length.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from unfog.models import layers
 from unfog.models.elsewhere.settings import Edm2
 from unfog.models.layers import ConditionalNetwork
+from unfog.values.conditions import ConditionsLike
 
 _SILU_RMS = 0.596  # eq. 81
 _BALANCE = 0.3  # weight of a branch against its shortcut
@@ -143,10 +144,10 @@ class Edm2Model(ConditionalNetwork):
         self.class_embedding = self._class_table(condition)
         return condition
 
-    def forward(self, x: Tensor, c_noise: Tensor, label: Tensor | None = None, augment: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, c_noise: Tensor, conditions: ConditionsLike = None) -> Tensor:
         """Compute the network's output for images of about unit variance."""
-        condition = self._add_augmentation(self.emb_noise(self.emb_fourier(c_noise).to(x.dtype)), augment)
-        embedding = self._class_embedding(label, c_noise)
+        condition = self._add_augmentation(self.emb_noise(self.emb_fourier(c_noise).to(x.dtype)), conditions)
+        embedding = self._class_embedding(conditions, c_noise)
         condition = _silu(condition if embedding is None else _sum(condition, embedding.to(condition.dtype)))
         # A channel of ones replaces the biases.
         h = torch.cat([x, torch.ones_like(x[:, :1])], dim=1)

@@ -27,6 +27,7 @@ from unfog.export.diffusers_unet import Network
 from unfog.export.elsewhere import ElsewhereModel
 from unfog.inference.run import Run
 from unfog.models.autoencoder_settings import AutoencoderFolder, Latents
+from unfog.values.conditions import Conditions
 from unfog.values.image_format import Size, scaled, size_of
 
 _TARGETS: dict[str, Target] = {"epsilon": Eps(), "sample": X0(), "v_prediction": V()}
@@ -90,9 +91,9 @@ def export_difference(run: Run) -> float:
     exported.load_state_dict(state)
     x = torch.randn(2, channels, height, width, generator=torch.Generator().manual_seed(1))
     level = torch.tensor([10.0, 500.0])
-    label = torch.tensor([0, len(config.classes)]) if config.classes else None  # a class, and no class
-    expected = network(x, level, label)
-    difference = (exported(x, level, class_labels=label).sample - expected).abs().max()
+    told = Conditions(torch.tensor([0, -1]) if config.classes else None)  # a class, and no class
+    expected = network(x, level, told)
+    difference = (exported(x, level, class_labels=told.label_or(len(config.classes))).sample - expected).abs().max()
     # A network may answer 0 everywhere, which is no division.
     return float(difference / expected.abs().max().clamp_min(1e-12))
 

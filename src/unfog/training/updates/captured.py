@@ -15,6 +15,7 @@ from unfog.training.gradient import Gradient, GradientComputer
 from unfog.training.hooks import TrainingHooks
 from unfog.training.updates.obstacles import why_not_captured
 from unfog.training.updates.updater import Updater
+from unfog.values.conditions import Conditions
 
 _WARM_UP = 3  # steps before a capture, in which kernels are compiled and the optimiser allocates its state
 
@@ -55,7 +56,7 @@ class CapturedStep:
         self._left = _WARM_UP
         self._graph: torch.cuda.CUDAGraph | None = None
         self._pixels = torch.empty(0)
-        self._label: Tensor | None = None
+        self._conditions = Conditions()
         self._result: tuple[Gradient, Tensor]
         self._addresses: tuple[object, ...] = ()
         self._is_off = self._was_said = False
@@ -75,32 +76,31 @@ class CapturedStep:
         if self._left:
             self._left -= 1
             return None
-        pixels, label = self._computer.read_whole_batch()
-        if self._graph is None and (failure := self._capture(pixels, label)):
+        pixels, conditions = self._computer.read_whole_batch()
+        if self._graph is None and (failure := self._capture(pixels, conditions)):
             self._give_up(failure)
             return None
         self._pixels.copy_(pixels)
-        if label is not None and self._label is not None:
-            self._label.copy_(label)
+        self._conditions.copy_(conditions)
         return self._result[0]._replace(replay=self._replay)
 
     def _give_up(self, reason: str) -> None:
         self._is_off, self._graph = True, None
         self._hooks.on_capture(f"steps are not captured in a CUDA graph: {reason}")
 
-    def _capture(self, pixels: Tensor, label: Tensor | None) -> str:
-        """Capture a step on images and labels like these, without running it. Returns why that failed, or "".
+    def _capture(self, pixels: Tensor, conditions: Conditions) -> str:
+        """Capture a step on images and conditions like these, without running it. Returns why that failed, or "".
 
         CaptureLost if CUDA has invalidated the capture, or if the optimiser has begun: the run cannot go on here.
         """
-        self._pixels, self._label = pixels.clone(), None if label is None else label.clone()
+        self._pixels, self._conditions = pixels.clone(), conditions.apply(Tensor.clone)
         graph, pool, failure, has_gradient = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), "", False
         # Other threads write checkpoints and copy images meanwhile, which is none of this capture's business.
         how: Any = {"pool": pool, "stream": torch.cuda.current_stream(), "capture_error_mode": "thread_local"}
         try:
             with self._hooks.defer_interrupts(), torch.cuda.graph(graph, **how):
                 try:
-                    gradient = self._computer.compute_whole_batch(self._pixels, self._label)
+                    gradient = self._computer.compute_whole_batch(self._pixels, self._conditions)
                     has_gradient = True
                     self._result = gradient, self._updater.update_on_device(gradient)[1]
                 except RuntimeError as error:  # kept back until CUDA says whether it has seen it too

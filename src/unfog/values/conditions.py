@@ -1,0 +1,96 @@
+"""`Conditions`: what a network is told about each image of a batch, besides the image and its noise level.
+
+A new kind of condition is a field here and in `ConditionFormat`, and a layer in `models.layers.ConditionalNetwork`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from unfog.device_copies import to_device
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+ConditionsLike: TypeAlias = "Conditions | Tensor | None"
+"""Conditions, a label alone, int64 [B], or None for no condition."""
+# The value of each condition for an image about which it is not told. The others are never dropped.
+_NOT_TOLD = {"label": -1}
+
+
+class Conditions(NamedTuple):
+    """The conditions of a batch of B images, each a tensor whose first axis is the batch, or None where it is absent.
+
+    A tuple of tensors, so that torch can compile, copy and shard what takes one.
+    """
+
+    label: Tensor | None = None
+    """int64 [B], the class of each image; -1 where it is not told."""
+    augment: Tensor | None = None
+    """float32 [B, 9], how each image was augmented; 0 where it was not. It is never dropped, as the image shows it."""
+
+    @classmethod
+    def of(cls, given: ConditionsLike) -> Conditions:
+        """Return conditions as they are; a tensor is the label, and None is no condition."""
+        return given if isinstance(given, Conditions) else cls(given)
+
+    @classmethod
+    def of_labels(cls, labels: NDArray[np.int64] | None) -> Conditions:
+        """Return the conditions of images with these labels, an array int64 [B] or None, on the CPU."""
+        return cls(None if labels is None else torch.from_numpy(labels))
+
+    @property
+    def droppable(self) -> tuple[str, ...]:
+        """Names of the conditions that are present and that `dropped` hides."""
+        return tuple(name for name in _NOT_TOLD if getattr(self, name) is not None)
+
+    def apply(self, function: Callable[[Tensor], Tensor]) -> Conditions:
+        """Return the conditions with `function` applied to each that is present."""
+        return Conditions(*(None if each is None else function(each) for each in self))
+
+    def rows(self, index: slice | Tensor | NDArray[np.int64]) -> Conditions:
+        """Return the conditions of these images, by whatever indexes a tensor."""
+        return self.apply(lambda each: each[index])
+
+    def to(self, device: torch.device) -> Conditions:
+        """Copy the conditions to a device, without waiting; those that are there already are not copied."""
+        return self.apply(lambda each: to_device(each, device))
+
+    def copy_(self, other: Conditions) -> None:
+        """Write the values of other conditions, of the same kinds and sizes, into these tensors."""
+        for mine, theirs in zip(self, other):
+            if mine is not None and theirs is not None:
+                mine.copy_(theirs)
+
+    def cat(self, other: Conditions) -> Conditions:
+        """Return the conditions of these images and then of others. ValueError if one has a condition alone."""
+        if any((mine is None) != (theirs is None) for mine, theirs in zip(self, other)):
+            raise ValueError("conditions of different kinds cannot be joined")
+        return Conditions(*(None if a is None or b is None else torch.cat([a, b]) for a, b in zip(self, other)))
+
+    def dropped(self, hidden: Tensor | None = None, only: str = "") -> Conditions:
+        """Return the conditions with those of the images `hidden`, bool [B], not told; None hides those of all images.
+
+        `only` names the one condition that is hidden; by default all are.
+        """
+        changed = {}
+        for name in (only,) if only else self.droppable:
+            each: Tensor = getattr(self, name)
+            if hidden is None:
+                changed[name] = torch.full_like(each, _NOT_TOLD[name])
+            else:
+                changed[name] = each.masked_fill(hidden.reshape(-1, *(1 for _ in each.shape[1:])), _NOT_TOLD[name])
+        return self._replace(**changed)
+
+    def label_or(self, null: int) -> Tensor | None:
+        """Return the labels, int64 [B], with the number `null` for images whose class is not told; None if absent."""
+        return None if self.label is None else self.label.masked_fill(self.label < 0, null)
+
+
+NO_CONDITIONS = Conditions()
+"""No condition at all, for which a network with classes takes the null class."""

@@ -1,0 +1,232 @@
+"""`Conditions` as one value, and networks of somebody's own that are called with a label instead."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from unfog.data.augmentation import Augment
+from unfog.diffusion.denoiser import Denoiser, Guided
+from unfog.diffusion.diffusion import Diffusion
+from unfog.diffusion.objective import Objective
+from unfog.errors import RequestError
+from unfog.models.label_adapter import take_conditions
+from unfog.models.layers import ConditionalNetwork
+from unfog.models.network_settings import build_model
+from unfog.models.settings import DiT
+from unfog.values.condition_format import AUGMENT_INPUTS, ConditionFormat
+from unfog.values.conditions import NO_CONDITIONS, Conditions
+
+LABEL, AUGMENT = torch.tensor([2, 0, 1, 2, 0]), torch.arange(45.0).reshape(5, 9)
+KINDS = {"none": NO_CONDITIONS, "label": Conditions(LABEL), "both": Conditions(LABEL, AUGMENT)}
+
+
+def same(a: Conditions, b: Conditions) -> bool:
+    return all(x is y is None or (x is not None and y is not None and torch.equal(x, y)) for x, y in zip(a, b))
+
+
+@pytest.fixture(params=KINDS)
+def conditions(request) -> Conditions:
+    return KINDS[request.param]
+
+
+def test_rows_are_those_of_each_condition(conditions):
+    for index in (slice(1, 4), torch.tensor([3, 0, 0]), np.array([4, 2]), torch.arange(5) % 2 == 0):
+        found = conditions.rows(index)
+        for all_of_them, some in zip(conditions, found):
+            assert (all_of_them is None) == (some is None)
+            assert all_of_them is None or torch.equal(some, all_of_them[index])
+    assert same(conditions.rows(slice(None)), conditions)
+
+
+def test_parts_joined_are_the_whole(conditions):
+    assert same(conditions.rows(slice(2)).cat(conditions.rows(slice(2, 5))), conditions)
+    for operation in (Conditions.dropped, lambda each: each.to(torch.device("cpu"))):
+        parts = [operation(conditions.rows(part)) for part in (slice(2), slice(2, 5))]
+        assert same(parts[0].cat(parts[1]), operation(conditions))
+
+
+def test_other_kinds_cannot_be_joined():
+    with pytest.raises(ValueError, match="different kinds"):
+        KINDS["both"].cat(KINDS["label"])
+
+
+def test_dropped_hides_all_but_the_augmentation(conditions):
+    none, every = torch.zeros(5, dtype=torch.bool), torch.ones(5, dtype=torch.bool)
+    assert same(conditions.dropped(none), conditions)
+    assert same(conditions.dropped(every), conditions.dropped())
+    assert same(conditions.dropped().dropped(), conditions.dropped())
+    assert conditions.dropped().augment is conditions.augment
+    assert conditions.droppable == (() if conditions is NO_CONDITIONS else ("label",))
+    for name in conditions.droppable:
+        assert same(conditions.dropped(only=name), conditions.dropped())
+
+
+def test_only_hidden_images_lose_their_class():
+    hidden = torch.tensor([True, False, False, True, False])
+    dropped = KINDS["both"].dropped(hidden)
+    assert dropped.label.tolist() == [-1, 0, 1, -1, 0]
+    assert dropped.label_or(3).tolist() == [3, 0, 1, 3, 0]
+    assert LABEL.tolist() == [2, 0, 1, 2, 0], "the images themselves keep their class"
+
+
+def test_values_are_written_into_the_tensors_of_another():
+    place = KINDS["both"].apply(torch.zeros_like)
+    before = [each.data_ptr() for each in place]
+    place.copy_(KINDS["both"])
+    assert same(place, KINDS["both"])
+    assert [each.data_ptr() for each in place] == before
+    NO_CONDITIONS.copy_(NO_CONDITIONS)
+
+
+def test_a_tensor_stands_for_the_label():
+    assert same(Conditions.of(LABEL), KINDS["label"])
+    assert Conditions.of(KINDS["both"]) is KINDS["both"]
+    assert Conditions.of(None) == NO_CONDITIONS
+    assert same(Conditions.of_labels(LABEL.numpy()), KINDS["label"])
+    assert Conditions.of_labels(None) == NO_CONDITIONS
+
+
+def test_blank_conditions_fit_their_format():
+    assert ConditionFormat().blank(3) == NO_CONDITIONS
+    assert ConditionFormat(("a", "b")).blank(3).label.tolist() == [0, 0, 0]
+    *_, condition = Augment(augment=0.5)(torch.zeros(2, 3, 8, 8, dtype=torch.uint8))
+    assert condition.shape == (2, AUGMENT_INPUTS)
+
+
+def network(classes: int = 3, augment_inputs: int = 0) -> ConditionalNetwork:
+    model = build_model(DiT(width=16, depth=1, head_channels=8, patch=4), 1, classes, augment_inputs).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():  # a fresh network answers 0
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+X, LEVEL = torch.randn(5, 1, 8, 8, generator=torch.Generator().manual_seed(1)), torch.linspace(1, 900, 5)
+
+
+def test_no_condition_a_dropped_one_and_the_null_class_are_the_same():
+    model = network()
+    unconditional = model(X, LEVEL, NO_CONDITIONS)
+    assert torch.equal(model(X, LEVEL, KINDS["label"].dropped()), unconditional)
+    assert torch.equal(model(X, LEVEL, torch.full((5,), 3)), unconditional)
+    assert torch.equal(model(X, LEVEL), unconditional)
+    assert not torch.allclose(model(X, LEVEL, KINDS["label"]), unconditional)
+    assert torch.equal(model(X, LEVEL, LABEL), model(X, LEVEL, KINDS["label"]))
+
+
+def test_a_network_refuses_conditions_that_it_has_no_input_for():
+    with pytest.raises(RequestError, match="without classes"):
+        network(classes=0)(X, LEVEL, KINDS["label"])
+    with pytest.raises(RequestError, match="augmentation"):
+        network()(X, LEVEL, KINDS["both"])
+    assert network(augment_inputs=9)(X, LEVEL, KINDS["both"]).shape == X.shape
+
+
+def test_networks_compile_to_one_graph_for_each_kind():
+    model, graphs = network(augment_inputs=9), []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=count, fullgraph=True, dynamic=False)
+    for told in (KINDS["both"], KINDS["both"].dropped(), KINDS["label"], KINDS["label"].dropped()):
+        torch.testing.assert_close(compiled(X, LEVEL, told), model(X, LEVEL, told))
+    assert len(graphs) == 2
+
+
+class Own(nn.Module):
+    """Somebody's own network, which knows a label."""
+
+    def __init__(self, classes: int = 3):
+        super().__init__()
+        self.seen, self.rows, self.conv = [], nn.Embedding(classes + 1, 1), nn.Conv2d(1, 1, 1)
+
+    def forward(self, x, noise, label=None):
+        self.seen.append(label)
+        return self.conv(x) if label is None else self.conv(x) + self.rows(label)[:, :, None, None]
+
+
+class WithAugmentation(Own):
+    def forward(self, x, noise, label, augment=None):
+        self.augment = augment
+        return super().forward(x, noise, label)
+
+
+class Modern(Own):
+    def forward(self, x, noise, conditions):
+        self.conditions = conditions
+        return super().forward(x, noise, conditions.label_or(3))
+
+
+def adapted(own: Own) -> Own:
+    take_conditions(own, 3)
+    return own
+
+
+def test_an_own_network_is_called_with_a_label():
+    own = adapted(Own())
+    own(X, LEVEL, KINDS["label"])
+    own(X, LEVEL, KINDS["label"].dropped())
+    own(X, LEVEL, NO_CONDITIONS)
+    own(X, LEVEL, LABEL)
+    own(X, LEVEL)
+    assert [label if label is None else label.tolist() for label in own.seen] == [
+        *(LABEL.tolist(), [3] * 5, None, LABEL.tolist(), None)
+    ]
+    assert own.state_dict().keys() == Own().state_dict().keys(), "the names of the weights stay"
+    assert torch.equal(copy.deepcopy(own)(X, LEVEL, KINDS["label"]), own(X, LEVEL, LABEL))
+
+
+def test_an_own_network_gets_the_augmentation_as_fourth_argument():
+    own = adapted(WithAugmentation())
+    own(X, LEVEL, KINDS["both"])
+    assert own.augment is AUGMENT
+    own(X, LEVEL, KINDS["label"])
+    assert own.augment is None
+
+
+def test_an_own_network_may_ask_for_all_conditions():
+    own = adapted(Modern())
+    own(X, LEVEL, KINDS["both"])
+    assert own.conditions is KINDS["both"]
+
+
+def test_own_networks_are_trained_and_guided_alike():
+    """The label 3 stands for no class, whatever way a network is told so."""
+    torch.manual_seed(0)
+    own, modern = adapted(Own()), adapted(Modern())
+    modern.load_state_dict(own.state_dict())
+    losses, guided, diffusion = [], [], Diffusion()
+    for model in (own, modern):
+        torch.manual_seed(0)
+        losses.append(Objective(diffusion, 0.5)(model, X, KINDS["label"]).per_image)
+        guided.append(Guided(Denoiser(model, diffusion), 2.0)(X, torch.zeros(5), KINDS["label"]))
+    assert torch.equal(*losses)
+    assert torch.equal(*guided)
+    assert 3 in own.seen[0].tolist()
+    assert own.seen[1].tolist() == [*LABEL.tolist(), *[3] * 5]
+
+
+def test_an_own_network_compiles_to_one_graph():
+    class Plain(Own):
+        def forward(self, x, noise, label=None):
+            return self.conv(x) + self.rows(label)[:, :, None, None]
+
+    own, graphs = adapted(Plain()), []
+    expected = own(X, LEVEL, KINDS["label"])
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    own.compile(backend=count, dynamic=False)
+    for _ in range(2):
+        torch.testing.assert_close(own(X, LEVEL, KINDS["label"]), expected)
+    assert len(graphs) == 1
