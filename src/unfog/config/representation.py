@@ -1,4 +1,4 @@
-"""What the network sees of an image: its pixels, or latents of an autoencoder. No torch until tensors come in."""
+"""Representations of images for the network: pixels, or latents of an autoencoder. No torch until tensors come in."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Representation(ABC):
     @property
     @abstractmethod
     def problem(self) -> str:
-        """What the stored settings lack; "" if they are complete."""
+        """Missing part of the stored settings, as a sentence; "" if they are complete."""
 
     @abstractmethod
     def autoencoder(self) -> AutoencoderFolder | None:

@@ -181,12 +181,12 @@ class Config:
 
     @property
     def task(self) -> Task:
-        """What the run trains: a diffusion model, or with `unfog train-autoencoder` an autoencoder."""
+        """Task of the run: to train a diffusion model, or with `unfog train-autoencoder` an autoencoder."""
         return AutoencoderTask() if self.autoencoder.factor else DiffusionTask()
 
     @property
     def representation(self) -> Representation:
-        """What the network sees of an image: latents of the autoencoder in `autoencoder_folder`, or its pixels."""
+        """Form in which the network sees images: latents of the autoencoder in `autoencoder_folder`, or pixels."""
         if self.autoencoder_folder:
             return LatentSpace(self.data, self.autoencoder_folder, self.latents, self.diffusion.sigma_data)
         return PixelSpace(self.data)

@@ -1,4 +1,4 @@
-"""What a run trains: a diffusion model, or an autoencoder for the latents of other runs."""
+"""Tasks of a run: train a diffusion model, or an autoencoder for the latents of other runs."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from unfog.inference.loaded_run import LoadedRun
 from unfog.models.autoencoder_settings import OURS
 from unfog.models.settings import UNet
 from unfog.pipeline.generate import GenerationSettings, conditional_denoiser
-from unfog.pipeline.latents import Codec, open_run_autoencoder
+from unfog.pipeline.latents import ImageMap, open_run_autoencoder
 from unfog.safe_files import copy_into, write_atomic
 from unfog.values.image_format import size_of
 
@@ -218,4 +218,4 @@ def draw_samples(config: Config, network: nn.Module, sampler: Sampler, count: in
     conditions = settings.conditions(range(count), cpu)
     denoise = conditional_denoiser(Denoiser(network, config.diffusion), config, settings, conditions)
     x0 = config.representation.sampler(sampler)(denoise, config.diffusion.path, config.diffusion.schedule, noise.draw)
-    return Codec.of(config, cpu).decode(x0)
+    return ImageMap.of(config, cpu).decode(x0)

@@ -18,7 +18,7 @@ from unfog.data.dataset import Dataset
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError, RunError
 from unfog.pipeline.build import build_network, building_for
-from unfog.pipeline.latents import Codec, Decode, Show
+from unfog.pipeline.latents import ImageMap, Decode, Show
 from unfog.pipeline.load_data import load_images
 from unfog.process.device import choose_device
 from unfog.process.run_folder import RunFolder
@@ -143,12 +143,12 @@ class LoadedRun:
     @property
     def decode(self) -> Decode:
         """Map what the network generates, pixels or latents, to images [B, C, H, W] in about [-1, 1]."""
-        return Codec.of(self.config, self.device).decode
+        return ImageMap.of(self.config, self.device).decode
 
     @property
     def show(self) -> Show:
         """Map what the network generates to pictures as people see them, uint8 [B, H, W, 3]."""
-        return Codec.of(self.config, self.device).view
+        return ImageMap.of(self.config, self.device).view
 
     def sampler(
         self,

@@ -173,7 +173,7 @@ def _build_autoencoder(config: Config) -> AutoencoderModel:
 
 
 class _Parts(NamedTuple):
-    """What is built for a task."""
+    """Functions that build the parts of a task."""
 
     network: Callable[[Config], ConditionalNetwork | AutoencoderModel]
     loss: Callable[[Config, Levels | None], LossFunction]

@@ -144,16 +144,16 @@ def open_run_autoencoder(config: Config, device: torch.device) -> _AnyAutoencode
     return _opened(config.autoencoder_folder, config.latents.sha256, device)
 
 
-class Codec:
-    """The map between images and network input on one device: of pixels, which is the identity, or `_LatentCodec`."""
+class ImageMap:
+    """The map between images and network input on one device: of pixels, which is the identity, or `_LatentMap`."""
 
     def __init__(self, config: Config, device: torch.device):
         self._config, self._device = config, device
 
     @staticmethod
-    def of(config: Config, device: torch.device) -> Codec:
-        """Return the codec of a run. RequestError if its autoencoder is not the one that the run began with."""
-        return _CODECS[type(config.representation)](config, device)
+    def of(config: Config, device: torch.device) -> ImageMap:
+        """Return the map of a run. RequestError if its autoencoder is not the one that the run began with."""
+        return _MAPS[type(config.representation)](config, device)
 
     def decode(self, x0: Tensor) -> Tensor:
         """Return the images [B, C', H', W'] about [-1, 1] of network output [B, C, H, W]."""
@@ -168,7 +168,7 @@ class Codec:
         return edit
 
 
-class _LatentCodec(Codec):
+class _LatentMap(ImageMap):
     """Maps with the autoencoder of a run, in fp32: fp16 overflows in decoders such as that of Stable Diffusion XL."""
 
     def __init__(self, config: Config, device: torch.device):
@@ -193,7 +193,7 @@ class _LatentCodec(Codec):
         return replace(edit, image=image, unknown=unknown)
 
 
-_CODECS: dict[type[Representation], type[Codec]] = {PixelSpace: Codec, LatentSpace: _LatentCodec}
+_MAPS: dict[type[Representation], type[ImageMap]] = {PixelSpace: ImageMap, LatentSpace: _LatentMap}
 
 
 def _encode_pixels(

@@ -23,7 +23,7 @@ from unfog.models.autoencoder import AutoencoderModel
 from unfog.pipeline.build import build_held_out_set, build_loss, build_loss_at, build_network, without_augmentation
 from unfog.pipeline.generate import GenerationSettings, generate_images, sample_grid
 from unfog.pipeline.image_files import DenoisingStrip
-from unfog.pipeline.latents import Codec, autoencoder_batch, save_autoencoder
+from unfog.pipeline.latents import ImageMap, autoencoder_batch, save_autoencoder
 from unfog.planning.sampling_cost import cost_per_sample
 from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
 from unfog.process.signals import StopSignals
@@ -125,8 +125,8 @@ class Previews:
 
     def final_image(self) -> Pixels:
         """Return the denoising steps of the preview's first image."""
-        codec = Codec.of(self.config, self.state.precision.device)
-        strip = DenoisingStrip(self.config.diffusion.schedule, codec.view)
+        image_map = ImageMap.of(self.config, self.state.precision.device)
+        strip = DenoisingStrip(self.config.diffusion.schedule, image_map.view)
         with self._ema_weights():
             generate_images(self.state.model, self.config, GenerationSettings.default(self.config, 1, 1), observe=strip)
         return strip.image()
