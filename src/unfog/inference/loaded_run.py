@@ -18,7 +18,7 @@ from unfog.data.dataset import Dataset
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError, RunError
 from unfog.pipeline.build import build_network, building_for
-from unfog.pipeline.latents import ImageMap, Decode, Show
+from unfog.pipeline.latents import Decode, ImageMap, Show
 from unfog.pipeline.load_data import load_images
 from unfog.process.device import choose_device
 from unfog.process.run_folder import RunFolder
