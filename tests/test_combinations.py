@@ -29,9 +29,9 @@ from unfog.models.autoencoder import AutoencoderModel
 from unfog.models.autoencoder_settings import Autoencoder
 from unfog.models.network_settings import build_model
 from unfog.models.settings import DiT, MPUNet, UNet
-from unfog.pipeline.build import build_held_out_set, latent_normalisation, without_augmentation
+from unfog.pipeline.build import build_held_out_set, without_augmentation
 from unfog.pipeline.image_files import build_edit
-from unfog.pipeline.latents import encode_edit, open_run_autoencoder, save_autoencoder
+from unfog.pipeline.latents import ImageMap, open_run_autoencoder, save_autoencoder
 from unfog.pipeline.load_data import load_images
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
@@ -222,9 +222,7 @@ def test_weights_have_a_digest_in_every_network(kind):
 
 def test_guesses_of_latents_are_not_clipped_to_the_range_of_pixels(on_latents, monkeypatch):
     drawn = []
-    monkeypatch.setattr(
-        "unfog.pipeline.generate.latent_decoder", lambda config, device: lambda x0: drawn.append(x0) or x0
-    )
+    monkeypatch.setattr("unfog.pipeline.latents._LatentMap.decode", lambda codec, x0: drawn.append(x0) or x0)
     assert on_latents.config.sampler.clip
     on_latents.sample(8)  # the network answers next to nothing, so that noise as loud as it was is what comes out
     assert float(drawn[0].abs().max()) > 1.5
@@ -244,10 +242,10 @@ def test_known_pixels_stay_and_the_rest_is_drawn_from_their_latents(on_latents, 
     back = on_latents.sample(1, image=pixels, strength=0.0)[0]
     assert np.abs(back.astype(int) - expected.astype(int)).max() <= 1
     # A latent is known where all of its pixels are: those of rows 4 to 7 are not, as row 7 is to be painted.
-    edit = encode_edit(build_edit(on_latents.config, pixels, mask, None, None), on_latents.config, CPU)
+    edit = ImageMap.of(on_latents.config, CPU).encode_edit(build_edit(on_latents.config, pixels, mask, None, None))
     assert edit.unknown.tolist() == [[[row > 0] * 4 for row in range(4)]]
     with torch.no_grad():
-        latents = latent_normalisation(on_latents.config).forward(codec.encode(x))[0]
+        latents = on_latents.config.representation.normalise.forward(codec.encode(x))[0]
     torch.testing.assert_close(edit.image, latents)
 
 
@@ -353,7 +351,7 @@ def test_starting_from_weights_that_know_latents(on_latents, photos, codec, tmp_
     shutil.copytree(Path(codec), tmp_path / "trainer" / "codec")
     of_codec = replace(pixels.config, autoencoder=Autoencoder(factor=4, latent_channels=3, channels=(8, 8)))
     RunFolder(tmp_path / "trainer").write_config(of_codec)
-    with pytest.raises(RequestError, match=r"is an autoencoder.*--autoencoder"):
+    with pytest.raises(RequestError, match=r"trains an autoencoder.*--autoencoder"):
         unfog.train(photos, out=tmp_path / "no", init=str(tmp_path / "trainer"), **settings)
     assert not (tmp_path / "no").exists()
 

@@ -34,7 +34,7 @@ from unfog.models.autoencoder_settings import Autoencoder
 from unfog.models.network_settings import CustomNetwork
 from unfog.models.settings import DiT, MPUNet, UNet
 from unfog.pipeline.build import build_network
-from unfog.pipeline.generate import GenerationSettings, conditional_denoiser, without_pixel_clipping
+from unfog.pipeline.generate import GenerationSettings, conditional_denoiser
 from unfog.pipeline.latents import apply_autoencoder_settings, save_autoencoder
 from unfog.runs.weights.objectives import _randomized
 from unfog.values.conditions import Conditions
@@ -116,7 +116,7 @@ def drawn(run: Run, draw=None) -> torch.Tensor:
     config, (_, label) = run.config, inputs(run)
     settings = GenerationSettings.default(config, COUNT, COUNT)
     denoise = conditional_denoiser(Denoiser(run.network, config.diffusion), config, settings, Conditions.of(label))
-    sampler = without_pixel_clipping(config.sampler, config)
+    sampler = config.representation.sampler(config.sampler)
     draw = draw or NoiseSource(0, range(COUNT), config.input_shape).draw
     return run.decode(sampler(denoise, config.diffusion.path, config.diffusion.schedule, draw))
 

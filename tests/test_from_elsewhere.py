@@ -87,4 +87,4 @@ def test_the_commands_of_the_pages_make_requests(page, tmp_path, monkeypatch):
         words[1] = "fashion"
         if "--init" in words:
             words[words.index("--init") + 1] = "w.safetensors"
-        assert read_request("train", words[1:]).settings.training.batch
+        assert read_request("train", words[1:]).source == "fashion"

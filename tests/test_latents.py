@@ -94,7 +94,7 @@ def wanted(codec, sets, copies=2, batch=4, calls=None):
     def encode(pixels):
         if calls is not None:
             calls.append(len(pixels))
-        return _encode_pixels(network, CPU, pixels)
+        return _encode_pixels(network, BYTES, CPU, pixels)
 
     return EncodeJob(sets, (3, 4, 4), copies, encode, batch)
 

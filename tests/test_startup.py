@@ -30,6 +30,7 @@ IMAGES = 1200
 SAMPLED = 300  # files of a folder whose stamp looks into them: every fourth here; of more, at most 512
 HELP = [
     "unfog",
+    "unfog._version",
     "unfog.cli",
     "unfog.cli.main",
     "unfog.cores",

@@ -43,6 +43,7 @@ from unfog.pipeline.load_data import load_images
 from unfog.process.signals import StopSignals
 from unfog.serve.playground.images import at_run_size, sheet
 from unfog.training.settings import Training
+from unfog.values.conditions import NO_CONDITIONS
 from unfog.values.image_format import ImageFormat
 
 TOP, BOTTOM, LEFT, RIGHT = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0)
@@ -352,8 +353,8 @@ def test_training_on_transposed_images_is_the_transposed_training(settings):
             its.copy_(mine.transpose(2, 3) if mine.ndim == 4 else mine)
     x0, noise, u = torch.randn(4, 3, 8, 16), torch.randn(4, 3, 8, 16), torch.rand(4)
     objective = Objective(Diffusion())
-    one = objective(first, x0, None, u=u, noise=noise)
-    two = objective(other, x0.transpose(2, 3), None, u=u, noise=noise.transpose(2, 3))
+    one = objective(first, x0, NO_CONDITIONS, u=u, noise=noise)
+    two = objective(other, x0.transpose(2, 3), NO_CONDITIONS, u=u, noise=noise.transpose(2, 3))
     assert torch.allclose(one.measured, two.measured, rtol=1e-4)
     for loss in (one, two):
         loss.measured.mean().backward()

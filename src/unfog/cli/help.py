@@ -11,7 +11,9 @@ from itertools import groupby
 from typing import Any
 
 from unfog.config.describe import Description, describe
-from unfog.config.presets import UNUSED_BY_AUTOENCODERS, AutoencoderRunSettings
+from unfog.config.presets import SETTINGS_OF
+from unfog.config.schema import Config
+from unfog.config.task import AutoencoderTask, DiffusionTask, Task
 from unfog.data.settings import TRAINING_ONLY
 
 HELP_FLAGS = ("-h", "--help", "--help-all")
@@ -62,16 +64,17 @@ def listed_settings(command: str, kind: type, default: Any = None) -> list[Descr
     Without those that no resume can change, and those that a pack or the training of an autoencoder does not read.
     """
     settings, found = getattr(default, "settings", None), list(describe(kind))
+    task: type[Task] = AutoencoderTask if command == "train-autoencoder" else DiffusionTask
+    task = type(settings.task) if isinstance(settings, Config) else task
+    read, unused = SETTINGS_OF[task]
     if command == "resume":
-        if settings is not None and getattr(settings, "trains_autoencoder", False):
-            known = {each.setting for each in describe(AutoencoderRunSettings)}
+        if read is not None:
+            known = {each.setting for each in describe(read)}
             found = [each for each in found if each.path[0] != "settings" or each.setting in known]
         found = [each for each in found if each.path[0] != "settings" or each.changes_on_resume]
     if command == "pack":
         found = [each for each in found if each.setting not in {f"data.{name}" for name in TRAINING_ONLY}]
-    if command == "train-autoencoder" or getattr(settings, "trains_autoencoder", False):
-        found = [each for each in found if not each.setting.startswith(UNUSED_BY_AUTOENCODERS)]
-    return found
+    return [each for each in found if not each.setting.startswith(unused)]
 
 
 def _paragraphs(kind: type) -> Iterator[str]:

@@ -169,9 +169,7 @@ def _report_end(folder: RunFolder, done: bool) -> int:
     from unfog.reporting.progress import print_result, say
 
     say(f"  previews  {folder.newest_preview}\n  report    {folder.path / 'report.html'}")
-    command = "sample" if done else "resume"
-    if done and folder.read_config().trains_autoencoder:
-        command = "train SOURCE --autoencoder"
+    command = folder.read_config().task.next_command if done else "resume"
     say(f"  next      unfog {command} {shlex.quote(str(folder.path))}")
     print_result(str(folder.path))
     # torchrun takes anything but 0 for a failure, and would start again what was to stop.

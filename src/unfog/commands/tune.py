@@ -20,7 +20,7 @@ from unfog.diffusion.sampler import RANDOM, TWO_CALLS, Denoise, Sampler
 from unfog.errors import RequestError
 from unfog.inference.guide import resolve_guidance
 from unfog.inference.run import Run
-from unfog.pipeline.generate import GenerationSettings, conditional_denoiser, without_pixel_clipping
+from unfog.pipeline.generate import GenerationSettings, conditional_denoiser
 from unfog.process.torch_flags import caller_flags_kept
 from unfog.reporting.notebook import preformatted
 from unfog.reporting.progress import Progress, plural, print_result, say
@@ -164,7 +164,7 @@ class _GridError:
     def draw(self, sampler: Sampler) -> Tensor:
         """Return samples, pixels or latents as the network sees them, float32 [N, C, H, W]."""
         config, device = self.run.config, self.run.device
-        shape, sampler = config.input_shape, without_pixel_clipping(sampler, config)
+        shape, sampler = config.input_shape, config.representation.sampler(sampler)
         denoiser, drawn = Denoiser(self.run.network, config.diffusion), []
         for first in range(0, self.drawing.count, self.drawing.batch):
             indices = range(first, min(first + self.drawing.batch, self.drawing.count))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 from unfog.config.schema import Config
+from unfog.config.task import AutoencoderTask, DiffusionTask, Task
 from unfog.config.values import quote, suggest
 from unfog.data.settings import Data
 from unfog.diffusion.diffusion import Diffusion
@@ -107,10 +108,6 @@ class _Evaluate:
     """Number of held-out images."""
 
 
-# Settings that are allowed with `unfog train-autoencoder`, as in a shared TOML file, and change nothing there.
-UNUSED_BY_AUTOENCODERS = ("ema_snapshots", "data.labels")
-
-
 @dataclass(frozen=True)
 class AutoencoderRunSettings:
     """The settings of `Config` that autoencoder training reads, by the same names: no noise levels, no sampler."""
@@ -140,6 +137,13 @@ class AutoencoderRunSettings:
         recipe = autoencoder_recipe()
         evaluate = replace(recipe.evaluate, every=self.evaluate.every, images=self.evaluate.images)
         return replace(recipe, source=source, **values | {"evaluate": evaluate})
+
+
+# Task -> (its settings, None for all; those that are allowed, as in a shared TOML file, and change nothing).
+SETTINGS_OF: dict[type[Task], tuple[type | None, tuple[str, ...]]] = {
+    DiffusionTask: (None, ()),
+    AutoencoderTask: (AutoencoderRunSettings, ("ema_snapshots", "data.labels")),
+}
 
 
 def autoencoder_recipe() -> Config:

@@ -11,6 +11,8 @@ from typing import Any, Literal
 from tyro.conf import Suppress
 
 from unfog.config.aliases import EPOCHS, USUAL, advice_on, current_name
+from unfog.config.representation import LatentSpace, PixelSpace, Representation
+from unfog.config.task import AutoencoderTask, DiffusionTask, Task
 from unfog.config.values import suggest
 from unfog.data.settings import Data
 from unfog.diffusion.diffusion import Diffusion
@@ -178,14 +180,16 @@ class Config:
             )
 
     @property
-    def trains_autoencoder(self) -> bool:
-        """True for a run of `unfog train-autoencoder`, which trains an autoencoder instead of a diffusion model."""
-        return self.autoencoder.factor > 0
+    def task(self) -> Task:
+        """Task of the run: to train a diffusion model, or with `unfog train-autoencoder` an autoencoder."""
+        return AutoencoderTask() if self.autoencoder.factor else DiffusionTask()
 
     @property
-    def uses_latents(self) -> bool:
-        """True if the network sees latents of the autoencoder in `autoencoder_folder` rather than pixels."""
-        return bool(self.autoencoder_folder)
+    def representation(self) -> Representation:
+        """Form in which the network sees images: latents of the autoencoder in `autoencoder_folder`, or pixels."""
+        if self.autoencoder_folder:
+            return LatentSpace(self.data, self.autoencoder_folder, self.latents, self.diffusion.sigma_data)
+        return PixelSpace(self.data)
 
     @property
     def image_format(self) -> ImageFormat:
@@ -195,10 +199,7 @@ class Config:
     @property
     def input_shape(self) -> tuple[int, int, int]:
         """(C, H, W) of the network's input: pixels, or latents."""
-        if not self.uses_latents:
-            return self.image_format.shape
-        latents, (_, height, width) = self.latents, self.image_format.shape
-        return latents.channels, height // latents.factor, width // latents.factor
+        return self.representation.shape
 
     @property
     def conditions(self) -> ConditionFormat:

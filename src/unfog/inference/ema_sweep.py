@@ -127,8 +127,7 @@ def ema_sweep(request: EmaSweepRequest) -> EmaSweepResult:
     metric, n, widths, step = _checked(request)
     folder = RunFolder(request.run)
     config, kept = folder.read_config(), EmaSnapshotFile.read_all(folder.averages)
-    if config.trains_autoencoder:
-        raise RequestError(f"{folder.path} trains an autoencoder, which generates nothing; sweep a diffusion run")
+    config.task.check_generates(str(folder.path), "sweep a diffusion run")
     to_measure = _rebuildable_widths(kept, config, widths, step)
     step = Mixture.solve(kept, to_measure[0], step).step
     place = choose_device(request.device)

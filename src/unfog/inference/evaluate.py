@@ -155,9 +155,8 @@ def _possible_metrics(
         for name in METRICS
         if name not in ON_REQUEST and (features is not None or name in (*PIXEL_METRICS, *LOSSES))
     )
-    if run.config.uses_latents and "bits" in metrics:
-        # A bound on latents says nothing about pixels: the autoencoder gives no density of them.
-        raise RequestError(f"bits are of pixels, and {run.path} was trained on latents; held_out compares losses")
+    if (reason := run.config.representation.no_bits) and "bits" in metrics:
+        raise RequestError(f"{run.path}: {reason}")
     if not len(dataset.held_out) and any(name in LOSSES for name in metrics):
         if request.metrics:
             raise RequestError(f"no images of {run.path} are held out, so {' and '.join(LOSSES)} cannot be measured")

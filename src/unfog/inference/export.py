@@ -24,7 +24,7 @@ from unfog.inference.export_diffusers import draw_samples, plain_weights, save_w
 from unfog.inference.loaded_run import LoadedRun
 from unfog.inference.model_card import GRID, CardSettings, model_card
 from unfog.locks.work_folder import whole_folder
-from unfog.models.autoencoder_settings import CONFIG, OURS, AutoencoderFolder
+from unfog.models.autoencoder_settings import CONFIG, OURS
 from unfog.models.network_settings import CustomNetwork, build_model
 from unfog.pipeline.generate import sample_grid
 from unfog.pipeline.latents import open_run_autoencoder
@@ -172,8 +172,7 @@ def _write_safetensors(job: _Export) -> float:
     _write_description(job)
     save_weights(plain_weights(job.network), job.folder / _WEIGHTS)
     write_atomic(job.folder / SOURCE, _network_source(job.run).encode(), job.folder)
-    if job.run.config.uses_latents:
-        described = AutoencoderFolder.open(job.run.config.autoencoder_folder)
+    if (described := job.run.config.representation.autoencoder()) is not None:
         copy_into([described.folder / CONFIG, described.weights], job.folder / "autoencoder", job.folder)
     model, settings = job.description, job.run.config.network
     assert settings is not None  # a run's is settled
@@ -192,7 +191,8 @@ def _network_source(run: LoadedRun) -> str:
     settings = run.config.network
     assert settings is not None  # a run's is settled
     module, _, name = settings.model.partition(":")
-    kind = AutoencoderFolder.open(run.config.autoencoder_folder).kind if run.config.uses_latents else ""
+    described = run.config.representation.autoencoder()
+    kind = "" if described is None else described.kind
     names = [*NETWORK_MODULES, module, *["unfog.models.autoencoder"] * (kind == OURS)]
     title = f"The network of an Unfog run: {name}."
     decode = _DECODE if kind == OURS else _DECODE_BY_DIFFUSERS.format(name=kind) if kind else ""

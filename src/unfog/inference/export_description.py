@@ -23,7 +23,6 @@ from unfog.diffusion.target import X0, Eps, V
 from unfog.errors import RequestError
 from unfog.inference.loaded_run import LoadedRun
 from unfog.models.settings import UNet
-from unfog.pipeline.generate import without_pixel_clipping
 
 _VERSION = 1
 _KINDS = ("ddim", "dpmpp", "heun", "ddpm", "dpmpp-sde", "unipc")
@@ -36,8 +35,9 @@ def describe_model(run: LoadedRun, sampler: Sampler) -> dict[str, Any]:
     """Return the description of a run's network and of its sampler, as plain values for JSON."""
     config, network = run.config, run.config.network
     assert network is not None  # a run's is settled
-    sampler, classes = without_pixel_clipping(sampler, config), list(config.classes)
-    described: dict[str, Any] = {
+    sampler, classes = config.representation.sampler(sampler), list(config.classes)
+    scaling = config.representation.scaling()
+    return {
         "format": "unfog-model",
         "version": _VERSION,
         "run": {"name": run.path.resolve().name, "step": run.step, "weights": run.weights, "ema": run.ema},
@@ -50,13 +50,8 @@ def describe_model(run: LoadedRun, sampler: Sampler) -> dict[str, Any]:
         "guidance_interval": list(config.guidance_interval),
         "sampler": {"kind": sampler.kind, "order": sampler.order, "clip": sampler.clip},
         "levels": noise_levels(config.diffusion, sampler),
-        "latents": None,
+        "latents": scaling and {"factor": config.representation.factor, **scaling},
     }
-    if config.uses_latents:
-        latents = config.latents
-        scale = [deviation / config.diffusion.sigma_data for deviation in latents.deviation]
-        described["latents"] = {"factor": latents.factor, "mean": list(latents.mean), "scale": scale}
-    return described
 
 
 def noise_levels(diffusion: Diffusion, sampler: Sampler) -> list[dict[str, float]]:
@@ -143,7 +138,9 @@ def _has_solver(config: Config, sampler: Sampler) -> bool:
 def is_stock(config: Config, sampler: Sampler) -> bool:
     """Return True if a pipeline of diffusers samples this run, so that no code is needed."""
     diffusion, network = config.diffusion, config.network
-    plain = not (config.classes or config.uses_latents or diffusion.scale_input or diffusion.learned_variance)
+    plain = not (
+        config.classes or config.representation.scaling() or diffusion.scale_input or diffusion.learned_variance
+    )
     # UNet2DModel embeds the timestep as it is.
     unet = isinstance(network, UNet) and network.time_scale == 1
     table = _is_table(config, sampler) and (sampler.kind == "ddpm" or _has_solver(config, sampler))
@@ -217,8 +214,7 @@ def _condition(config: Config) -> dict[str, Any]:
 
 def describe_objective(config: Config, sampler: Sampler) -> dict[str, Any]:
     """Return what our pipeline has to know besides its components."""
-    diffusion, latents, classes = config.diffusion, config.latents, list(config.classes)
-    scale = [deviation / diffusion.sigma_data for deviation in latents.deviation]
+    diffusion, classes = config.diffusion, list(config.classes)
     return {
         "target": diffusion.target.kind,
         "sigma_data": diffusion.sigma_data,
@@ -231,5 +227,5 @@ def describe_objective(config: Config, sampler: Sampler) -> dict[str, Any]:
         "clip": sampler.clip,
         "random": sampler.kind in RANDOM,
         "steps": sampler.steps,
-        "latents": {"mean": list(latents.mean), "scale": scale} if config.uses_latents else None,
+        "latents": config.representation.scaling(),
     }

@@ -27,10 +27,10 @@ from unfog.inference.export_description import (
     stock_scheduler,
 )
 from unfog.inference.loaded_run import LoadedRun
-from unfog.models.autoencoder_settings import OURS, AutoencoderFolder
+from unfog.models.autoencoder_settings import OURS
 from unfog.models.settings import UNet
-from unfog.pipeline.generate import GenerationSettings, conditional_denoiser, without_pixel_clipping
-from unfog.pipeline.latents import latent_decoder, open_run_autoencoder
+from unfog.pipeline.generate import GenerationSettings, conditional_denoiser
+from unfog.pipeline.latents import ImageMap, open_run_autoencoder
 from unfog.safe_files import copy_into, write_atomic
 from unfog.values.image_format import size_of
 
@@ -86,7 +86,7 @@ def write_pipeline(run: LoadedRun, network: nn.Module, sampler: Sampler, folder:
     RequestError if the run cannot be sampled by a pipeline.
     """
     config = run.config
-    sampler = without_pixel_clipping(sampler, config)
+    sampler = config.representation.sampler(sampler)
     check_sampler_maps(config, sampler)
     stock = is_stock(config, sampler)
     scheduler = (stock_scheduler if stock else custom_scheduler)(config, sampler)
@@ -100,7 +100,7 @@ def write_pipeline(run: LoadedRun, network: nn.Module, sampler: Sampler, folder:
         index["_class_name"] = "DDPMPipeline"  # it takes any scheduler
     else:
         index |= {"_class_name": ["pipeline", "UnfogPipeline"], "objective": describe_objective(config, sampler)}
-        index["vae"] = _write_autoencoder(config, folder / "vae") if config.uses_latents else [None, None]
+        index["vae"] = _write_autoencoder(config, folder / "vae")
         write_atomic(folder / "pipeline.py", package_file("unfog.export.diffusers_pipeline"), folder)
     write_atomic(folder / "model_index.json", _json(index), folder)
     return _difference(run, network, sampler, folder, stock)
@@ -130,9 +130,11 @@ def _write_network(run: LoadedRun, network: nn.Module, folder: Path) -> list[str
     return [file, "UnfogNetwork"]
 
 
-def _write_autoencoder(config: Config, folder: Path) -> list[str]:
-    """Write the autoencoder of a run, and return its module and class."""
-    described = AutoencoderFolder.open(config.autoencoder_folder)
+def _write_autoencoder(config: Config, folder: Path) -> list[str | None]:
+    """Write the autoencoder of a run, and return its module and class; None for both of pixels."""
+    described = config.representation.autoencoder()
+    if described is None:
+        return [None, None]
     if described.kind != OURS:
         copy_into([described.folder / "config.json", described.weights], folder, folder.parent)
         return ["diffusers", described.kind]
@@ -215,5 +217,5 @@ def draw_samples(config: Config, network: nn.Module, sampler: Sampler, count: in
     noise = NoiseSource(settings.seed, range(count), config.input_shape)
     conditions = settings.conditions(range(count), cpu)
     denoise = conditional_denoiser(Denoiser(network, config.diffusion), config, settings, conditions)
-    x0 = without_pixel_clipping(sampler, config)(denoise, config.diffusion.path, config.diffusion.schedule, noise.draw)
-    return latent_decoder(config, cpu)(x0)
+    x0 = config.representation.sampler(sampler)(denoise, config.diffusion.path, config.diffusion.schedule, noise.draw)
+    return ImageMap.of(config, cpu).decode(x0)

@@ -141,15 +141,9 @@ def _check_guide(config: Config, other: Config) -> None:
     except RequestError as error:
         raise RequestError(f"the guide cannot be used at the noise levels of this run: {error}") from None
     # Both guesses are subtracted, which makes no sense if the same number stands for another colour.
-    if _input_scale(config) != _input_scale(other):
+    if config.representation.identity() != other.representation.identity():
         raise RequestError(
             "the guide must be trained on the same kind of input: pixels, or latents of the same "
             "autoencoder with the same mean, deviation and sigma_data; give a checkpoint of this run, or a "
             "run on the same images with the same autoencoder"
         )
-
-
-def _input_scale(config: Config) -> tuple[object, ...]:
-    """Return what decides which image a latent stands for; () for pixels."""
-    latents = config.latents
-    return (latents.sha256, latents.mean, latents.deviation, config.diffusion.sigma_data) if config.uses_latents else ()

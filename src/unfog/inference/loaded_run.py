@@ -18,7 +18,7 @@ from unfog.data.dataset import Dataset
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError, RunError
 from unfog.pipeline.build import build_network, building_for
-from unfog.pipeline.latents import Decode, Show, latent_decoder, picture_viewer
+from unfog.pipeline.latents import Decode, ImageMap, Show
 from unfog.pipeline.load_data import load_images
 from unfog.process.device import choose_device
 from unfog.process.run_folder import RunFolder
@@ -72,11 +72,8 @@ class LoadedRun:
         if weights not in ("ema", "raw"):
             raise RequestError(f"weights = {weights!r} must be 'ema' or 'raw'")
         self.weights, self.device = weights, choose_device(device)
-        if self.config.trains_autoencoder:
-            raise RequestError(
-                f"{self.folder.path} trains an autoencoder, which generates nothing by itself; train a network on its "
-                f"latents: unfog train SOURCE --autoencoder {self.folder.path}"
-            )
+        remedy = f"train a network on its latents: unfog train SOURCE --autoencoder {self.folder.path}"
+        self.config.task.check_generates(str(self.folder.path), remedy)
         step = of_type(int | None, step, "step")
         self.ema = of_type(float | None, ema, "ema")
         if self.ema is not None and weights == "raw":
@@ -146,12 +143,12 @@ class LoadedRun:
     @property
     def decode(self) -> Decode:
         """Map what the network generates, pixels or latents, to images [B, C, H, W] in about [-1, 1]."""
-        return latent_decoder(self.config, self.device)
+        return ImageMap.of(self.config, self.device).decode
 
     @property
     def show(self) -> Show:
         """Map what the network generates to pictures as people see them, uint8 [B, H, W, 3]."""
-        return picture_viewer(self.config, self.device)
+        return ImageMap.of(self.config, self.device).view
 
     def sampler(
         self,

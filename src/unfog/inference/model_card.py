@@ -110,7 +110,7 @@ def _training(run: LoadedRun) -> list[tuple[str, str]]:
         "network": f"{format_spec(config.network)}, {parameters / 1e6:.2f}M parameters",
         "objective": ", ".join(f"{name} {format_spec(part)}" for name, part in parts.items()),
         "started from": sanitize(started),
-        "autoencoder": f"latents of {config.latents.factor} pixels a side" if config.uses_latents else "",
+        "autoencoder": config.representation.summary(),
         "steps, batch": f"{run.step:,} steps of {training.batch:,} images",
         "optimizer": f"{format_spec(config.optimizer.method)}, learning rate {config.optimizer.lr:g}",
         "EMA": format_spec(config.ema),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +14,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from unfog.compile_cache import keep_compiled_code
 from unfog.config.schema import Config
+from unfog.config.task import AutoencoderTask, DiffusionTask, Task
 from unfog.config.validate import check_network_size
-from unfog.data.augmentation import Augment
 from unfog.data.dataset import Dataset
-from unfog.data.packs.latent_cache import Normalise
 from unfog.data.stream import DeviceStream, ImageStream
 from unfog.diffusion.diffusion import Network
 from unfog.diffusion.levels import Levels
@@ -103,35 +103,22 @@ def _only_stored_shapes() -> Iterator[None]:
 
 def build_augmentation(config: Config) -> Augmentation:
     """Return the transform of training: augmentation of pixels, or normalisation of stored latents."""
-    return latent_normalisation(config) if config.uses_latents else Augment.from_settings(config.data)
-
-
-def latent_normalisation(config: Config) -> Normalise:
-    """Return the map between the autoencoder's latents and the network's input."""
-    latents = config.latents
-    return Normalise(latents.mean, latents.deviation, config.diffusion.sigma_data, config.data.flip)
+    return config.representation.augmentation()
 
 
 def without_augmentation(config: Config) -> Callable[[Tensor], Tensor]:
     """Return the map from the stream's data to the network's input, without random augmentation."""
-    if not config.uses_latents:
-        return config.image_format.to_model
-    normalise = latent_normalisation(config)
-    return lambda stored: normalise.forward(stored[:, 0])
+    return config.representation.to_model
 
 
 def zero_batch(config: Config, images: int) -> Tensor:
     """Return zeros in the format of the stream: stored pixels [B, C, H, W], or stored latents [B, K, C, H, W]."""
-    if config.uses_latents:
-        return torch.zeros((images, 1 + config.data.flip, *config.input_shape), dtype=torch.float16)
-    return torch.zeros((images, *config.input_shape), dtype=config.image_format.values.torch_type)
+    return config.representation.zeros(images)
 
 
 def build_loss(config: Config, levels: Levels | None = None) -> LossFunction:
     """Return the training loss: the diffusion objective, which may adapt to `levels`, or that of an autoencoder."""
-    if config.trains_autoencoder:
-        return AutoencoderLoss(config.autoencoder.kl, config.autoencoder.pyramid)
-    return build_objective(config).following(levels)
+    return _PARTS[type(config.task)].loss(config, levels)
 
 
 def build_objective(config: Config) -> Objective:
@@ -158,14 +145,14 @@ def build_network(config: Config) -> ConditionalNetwork | AutoencoderModel:
 
     RequestError if the network does not fit the image size, or is not chosen yet.
     """
-    if config.trains_autoencoder:
-        with torch.random.fork_rng(devices=[]), _only_stored_shapes():
-            torch.manual_seed(config.training.seed)
-            return AutoencoderModel(config.autoencoder, config.data.channels)
+    return _PARTS[type(config.task)].network(config)
+
+
+def _build_diffusion_network(config: Config) -> ConditionalNetwork:
     if config.network is None:
         raise RequestError("network = auto has to be resolved before a network can be built")
     channels, *sides = config.input_shape
-    check_network_size(config.network, (sides[0], sides[1]), config.latents.factor if config.uses_latents else 1)
+    check_network_size(config.network, (sides[0], sides[1]), config.representation.factor)
     with torch.random.fork_rng(devices=[]):  # leaves the caller's random state as it is
         torch.manual_seed(config.training.seed)
         told = config.conditions
@@ -177,6 +164,35 @@ def build_network(config: Config) -> ConditionalNetwork | AutoencoderModel:
             config.network.try_out(network, config.input_shape, out or channels)
     network.channels_last = config.training.memory_format == "channels_last"
     return network
+
+
+def _build_autoencoder(config: Config) -> AutoencoderModel:
+    with torch.random.fork_rng(devices=[]), _only_stored_shapes():
+        torch.manual_seed(config.training.seed)
+        return AutoencoderModel(config.autoencoder, config.data.channels)
+
+
+class _Parts(NamedTuple):
+    """Functions that build the parts of a task."""
+
+    network: Callable[[Config], ConditionalNetwork | AutoencoderModel]
+    loss: Callable[[Config, Levels | None], LossFunction]
+    levels: Callable[[Config, torch.device], Levels | None]
+    """The noise levels that follow losses, if any do."""
+
+
+_PARTS: dict[type[Task], _Parts] = {
+    DiffusionTask: _Parts(
+        _build_diffusion_network,
+        lambda config, levels: build_objective(config).following(levels),
+        lambda config, device: Levels(device) if config.diffusion.follows_losses else None,
+    ),
+    AutoencoderTask: _Parts(
+        _build_autoencoder,
+        lambda config, levels: AutoencoderLoss(config.autoencoder.kl, config.autoencoder.pyramid),
+        lambda config, device: None,
+    ),
+}
 
 
 def build_state(
@@ -201,7 +217,7 @@ def build_state(
         keep_compiled_code()
         compile_network(network, device, repeats, sharded=home is not None)
     precision, second = Precision(config.training.precision, device), config.ema_snapshots.second_schedule(config.ema)
-    levels = Levels(device) if config.diffusion.follows_losses and not config.trains_autoencoder else None
+    levels = _PARTS[type(config.task)].levels(config, device)
     return TrainState(network, config.optimizer, config.ema, precision, second, levels)
 
 

@@ -20,7 +20,7 @@ from unfog.diffusion.noise import NoiseSource
 from unfog.diffusion.sampler import Denoise, Observe, Sampler
 from unfog.diffusion.steps import Watch
 from unfog.errors import RequestError
-from unfog.pipeline.latents import encode_edit, latent_decoder
+from unfog.pipeline.latents import ImageMap
 from unfog.reporting.image_grids import GAP, Pixels, grid, printable_name, with_column_captions
 from unfog.training.precision import DTYPES, default_memory_format, drawing_precision
 from unfog.training.settings import SamplingPrecision
@@ -120,8 +120,9 @@ def generate_batches(
     """
     device = next(network.parameters()).device
     settings = settings.resolved(config, device)
-    shape, decode = config.input_shape, latent_decoder(config, device)
-    sampler, encoded_edit = without_pixel_clipping(settings.sampler, config), encode_edit(edit, config, device)
+    shape, image_map = config.input_shape, ImageMap.of(config, device)
+    sampler = config.representation.sampler(settings.sampler)
+    encoded_edit = None if edit is None else image_map.encode_edit(edit)
     # Known pixels constrain the predicted image, not the learned variance.
     uses_variance = sampler.kind == "ddpm" and (edit is None or edit.unknown is None)
     variance = config.diffusion.learned_variance and uses_variance
@@ -141,7 +142,7 @@ def generate_batches(
             x = sampler(*parts, watch) if encoded_edit is None else encoded_edit(sampler, *parts, watch)
             if watch and watch.stopped:
                 break
-            images = decode(x) if edit is None else edit.keep(decode(x))
+            images = image_map.decode(x) if edit is None else edit.keep(image_map.decode(x))
             calls(round((denoiser.images + (weaker.images if weaker else 0)) / len(indices)))
             yield indices, config.image_format.to_pictures(images)
 
@@ -157,11 +158,6 @@ def _evaluation_mode(network: nn.Module, device: torch.device, precision: Sampli
     finally:
         network.train(was_training)
         network.channels_last = memory_format  # type: ignore[assignment]
-
-
-def without_pixel_clipping(sampler: Sampler, config: Config) -> Sampler:
-    """Return the sampler without clipping to the pixel range [-1, 1] if the network generates latents."""
-    return replace(sampler, clip=False) if config.uses_latents else sampler
 
 
 def _interpolate_noise(a: Tensor, b: Tensor, shares: Sequence[float]) -> Tensor:

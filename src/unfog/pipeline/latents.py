@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from unfog.config.representation import LatentSpace, PixelSpace, Representation
 from unfog.config.schema import Config, ImageFacts
 from unfog.config.toml import update
 from unfog.data.dataset import Dataset, ImageSet
@@ -29,7 +30,6 @@ from unfog.diffusion.editing import Edit
 from unfog.errors import RequestError
 from unfog.models.autoencoder import AutoencoderModel, DiffusersAutoencoder
 from unfog.models.autoencoder_settings import CONFIG, OURS, WEIGHTS, Autoencoder, AutoencoderFolder, check_multiple
-from unfog.pipeline.build import latent_normalisation
 from unfog.process.device import choose_device
 from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
 from unfog.process.signals import StopSignals
@@ -110,10 +110,10 @@ def _move_into_place(made: Path, folder: Path) -> None:
 
 
 def copy_autoencoder_into_run(folder: RunFolder, config: Config) -> Config:
-    """Copy the autoencoder into the run folder, so that the run needs no other; return the settings that name it."""
-    if not config.uses_latents:
+    """Copy the autoencoder, if any, into the run folder; return the settings that name the copy."""
+    described, own = config.representation.autoencoder(), folder.path / AUTOENCODER_FOLDER
+    if described is None:
         return config
-    described, own = AutoencoderFolder.open(config.autoencoder_folder), folder.path / AUTOENCODER_FOLDER
     if own.resolve() != described.folder.resolve():
         made = _empty_beside(own)
         for path in (described.folder / CONFIG, described.weights):
@@ -144,42 +144,56 @@ def open_run_autoencoder(config: Config, device: torch.device) -> _AnyAutoencode
     return _opened(config.autoencoder_folder, config.latents.sha256, device)
 
 
-def picture_viewer(config: Config, device: torch.device) -> Show:
-    """Return the map from network output to pictures as people see them. RequestError as `latent_decoder`."""
-    decode, view = latent_decoder(config, device), config.image_format.to_view
-    return lambda x0: view(decode(x0))
+class ImageMap:
+    """The map between images and network input on one device: of pixels, which is the identity, or `_LatentMap`."""
 
+    def __init__(self, config: Config, device: torch.device):
+        self._config, self._device = config, device
 
-def latent_decoder(config: Config, device: torch.device) -> Decode:
-    """Return the map from network output to images: the decoder, or the identity for pixels.
+    @staticmethod
+    def of(config: Config, device: torch.device) -> ImageMap:
+        """Return the map of a run. RequestError if its autoencoder is not the one that the run began with."""
+        return _MAPS[type(config.representation)](config, device)
 
-    RequestError if the autoencoder is not the one that the run began with.
-    """
-    if not config.uses_latents:
-        return lambda x0: x0
-    autoencoder, normalise = open_run_autoencoder(config, device), latent_normalisation(config)
+    def decode(self, x0: Tensor) -> Tensor:
+        """Return the images [B, C', H', W'] about [-1, 1] of network output [B, C, H, W]."""
+        return x0
 
-    def decode(x0: Tensor) -> Tensor:
-        latents = normalise.inverse(x0)
-        parts = torch.split(latents, autoencoder_batch(math.prod(latents.shape[2:]) * config.latents.factor**2))
-        # In fp32: fp16 overflows in decoders such as that of Stable Diffusion XL.
-        with torch.no_grad(), torch.autocast(x0.device.type, enabled=False):
-            return torch.cat([autoencoder.decode(part) for part in parts])
+    def view(self, x0: Tensor) -> NDArray[np.uint8]:
+        """Return the pictures uint8 [B, H', W', 3] of network output, as people see them."""
+        return self._config.image_format.to_view(self.decode(x0))
 
-    return decode
-
-
-def encode_edit(edit: Edit | None, config: Config, device: torch.device) -> Edit | None:
-    """Return an edit of an image as an edit of its latents; unchanged for a network of pixels."""
-    if edit is None or not config.uses_latents:
+    def encode_edit(self, edit: Edit) -> Edit:
+        """Return an edit of an image as an edit of the network's input."""
         return edit
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        latents = open_run_autoencoder(config, device).encode(edit.image[None].to(device)).float()
-    image, unknown = latent_normalisation(config).forward(latents)[0], edit.unknown
-    if unknown is not None:
-        # A latent depends on all of its pixels, so it is unknown where any of them is; `Edit.keep` restores the others.
-        unknown = torch.nn.functional.max_pool2d(unknown.float(), config.latents.factor) > 0
-    return replace(edit, image=image, unknown=unknown)
+
+
+class _LatentMap(ImageMap):
+    """Maps with the autoencoder of a run, in fp32: fp16 overflows in decoders such as that of Stable Diffusion XL."""
+
+    def __init__(self, config: Config, device: torch.device):
+        super().__init__(config, device)
+        assert isinstance(config.representation, LatentSpace)
+        self._factor, self._normalise = config.representation.factor, config.representation.normalise
+        self._autoencoder = open_run_autoencoder(config, device)
+
+    def decode(self, x0: Tensor) -> Tensor:
+        latents = self._normalise.inverse(x0)
+        parts = torch.split(latents, autoencoder_batch(math.prod(latents.shape[2:]) * self._factor**2))
+        with torch.no_grad(), torch.autocast(x0.device.type, enabled=False):
+            return torch.cat([self._autoencoder.decode(part) for part in parts])
+
+    def encode_edit(self, edit: Edit) -> Edit:
+        with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
+            latents = self._autoencoder.encode(edit.image[None].to(self._device)).float()
+        image, unknown = self._normalise.forward(latents)[0], edit.unknown
+        if unknown is not None:
+            # A latent depends on all of its pixels, so it is unknown where any of them is; `Edit.keep` restores others.
+            unknown = torch.nn.functional.max_pool2d(unknown.float(), self._factor) > 0
+        return replace(edit, image=image, unknown=unknown)
+
+
+_MAPS: dict[type[Representation], type[ImageMap]] = {PixelSpace: ImageMap, LatentSpace: _LatentMap}
 
 
 def _encode_pixels(
@@ -203,9 +217,9 @@ def apply_autoencoder_settings(config: Config) -> Config:
 
     RequestError if it is another autoencoder than the run began with.
     """
-    if not config.uses_latents:
+    described = config.representation.autoencoder()
+    if described is None:
         return config
-    described = AutoencoderFolder.open(config.autoencoder_folder)
     if config.latents.sha256:  # latents of another would mean something else to the network
         _check_unchanged(described, config)
     latents = replace(config.latents, sha256=described.sha256(), factor=described.factor, channels=described.channels)
@@ -217,8 +231,11 @@ def add_latents(
 ) -> tuple[Dataset, ImageFacts]:
     """Return the dataset with latents, of only some images if `few`, and the facts with their statistics.
 
-    `config` has the settings of the autoencoder and the facts applied. Interrupted after a stop request.
+    Both are returned unchanged for a run on pixels. `config` has the settings of the autoencoder and the facts applied.
+    Interrupted after a stop request.
     """
+    if config.representation.autoencoder() is None:
+        return dataset, facts
     check_multiple(config.data.size, config.latents.factor)
     sets = [_few_images(part) if few else part for part in (dataset.train, dataset.held_out)]
     key, stored = _encode_or_load(config, sets, stop, few)

@@ -76,7 +76,7 @@ def load_images(
     classes = tuple(printable(name) for name in dataset.train.classes)
     facts = ImageFacts(source.resolved, data, classes, dataset.train.fingerprint, config.latents)
     to_toml(facts)  # what cannot be stored raises here, before anything is trained
-    return add_latents(dataset, config.adopt(facts), facts, stop, few) if config.uses_latents else (dataset, facts)
+    return add_latents(dataset, config.adopt(facts), facts, stop, few)
 
 
 def _read_source(

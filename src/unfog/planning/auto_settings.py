@@ -109,7 +109,7 @@ class AutoSettings:
 
         RequestError if images do not fit the network of the configuration.
         """
-        if self.config.trains_autoencoder:
+        if not self.config.task.chooses_network:
             return
         _, height, width = self.config.input_shape
         size = self._side
@@ -126,7 +126,7 @@ class AutoSettings:
         self._note(
             "network",
             name,
-            f"{reason} at {size_of(height, width)} {'latents' if self.config.uses_latents else 'pixels'}",
+            f"{reason} at {size_of(height, width)} {self.config.representation.name}",
         )
 
     @property
@@ -139,7 +139,7 @@ class AutoSettings:
         """Choose the batch: larger where a GPU would wait for launches more than for arithmetic."""
         if self.config.training.batch:
             return
-        small = self._side <= _SMALL_SIDE and not self.config.trains_autoencoder
+        small = self._side <= _SMALL_SIDE and self.config.task.chooses_network
         large = small and self.machine.device.type in _LARGE_BATCH_ON
         self._set_training(batch=_LARGE_BATCH if large else USUAL_BATCH)
         if large:
@@ -224,7 +224,7 @@ class AutoSettings:
     def resolve_compile(self) -> None:
         """Compile the network where the run is so long that a compiled one is ahead early, as by `plan`."""
         training, device = self.config.training, self._gpu_sheet
-        if device is None or training.compile or self.sharded or self.config.trains_autoencoder:
+        if device is None or training.compile or self.sharded or not self.config.task.chooses_network:
             return
         eager, compiled = (self._middle_step_time(device, compile=on) for on in (False, True))
         step = StepTime(eager, eager), StepTime(compiled + _COMPILE_SECONDS * self.network_cost.operations, compiled)

@@ -13,7 +13,7 @@ from unfog.config.schema import Config
 from unfog.data.dataset import Dataset
 from unfog.data.files.file_rows import FileRows
 from unfog.errors import RequestError
-from unfog.pipeline.build import build_network, zero_batch
+from unfog.pipeline.build import build_network
 from unfog.process.run_folder import next_folder
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import format_bytes
@@ -110,9 +110,8 @@ def disk_lines(config: Config, prepared: Dataset, in_memory: int) -> tuple[list[
         there = isinstance(prepared.train.pixels, np.ndarray | FileRows)
         when = "in the cache already" if there else "which the run decodes first"
         lines.append(f"{format_bytes(decoded_bytes(prepared, config))} of decoded images, {when}")
-    if config.uses_latents:
-        count = (len(prepared.train) + len(prepared.held_out)) * zero_batch(config, 1).numel()
-        lines.append(f"{format_bytes(2 * count)} of latents, in the cache")
+    if cached := config.representation.cache_bytes(len(prepared.train) + len(prepared.held_out)):
+        lines.append(f"{format_bytes(cached)} of {config.representation.name}, in the cache")
     steps = config.training.images // config.training.batch
     with FakeTensorMode():  # only the sizes are needed
         state = TrainState(build_network(config), config.optimizer, config.ema, Precision("fp32", torch.device("cpu")))

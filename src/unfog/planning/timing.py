@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +27,6 @@ from unfog.pipeline.build import (
     build_network,
     build_state,
     open_task_stream,
-    zero_batch,
 )
 from unfog.pipeline.generate import GenerationSettings
 from unfog.planning.flops import TimeRange
@@ -238,10 +237,7 @@ class StepTime(NamedTuple):
 
 def random_images(config: Config, count: int = 256) -> ImageSet:
     """Return images of random pixels, or random latents, in the format that a run of `config` trains on."""
-    shape, rng = (count, *zero_batch(config, 1).shape[1:]), np.random.default_rng(0)
-    pixels: Any = rng.integers(0, 256, shape, dtype=np.uint8).astype(config.image_format.dtype, copy=False)
-    if config.uses_latents:
-        pixels = rng.standard_normal(shape, dtype=np.float32).astype(np.float16)
+    pixels = config.representation.random(count, np.random.default_rng(0))
     labels = np.arange(count) % len(config.classes) if config.classes else None
     return ImageSet(pixels, labels, [f"random {i}" for i in range(count)], config.classes)
 

@@ -161,16 +161,11 @@ class RunFolder:
         except RequestError as error:
             raise RequestError(f"{error}{self._restore_command()}") from None
         problem = "" if config.source else "it names no source"
-        if config.uses_latents and not (config.latents.factor and config.latents.channels):
-            problem = "it names an autoencoder_folder, and has no [latents], which training writes"
-        if problem:
+        if problem := problem or config.representation.problem:
             remedy = self._restore_command() or "; restore it from a copy"
             raise RequestError(f"{self.config_file} is damaged: {problem}{remedy}")
-        own = self.path / AUTOENCODER_FOLDER
-        # The copy in the run, as the run may have been moved, and the folder that was named be gone or trained further.
-        if config.uses_latents and not own.is_symlink() and (own / "config.json").is_file():
-            config = replace(config, autoencoder_folder=str(own.absolute()))
-        return config
+        autoencoder = config.representation.folder_in(self.path / AUTOENCODER_FOLDER)
+        return replace(config, autoencoder_folder=autoencoder)
 
     def _restore_command(self) -> str:
         """Return the end of a message, with the command that restores config.toml from a checkpoint; "" without one."""
@@ -179,7 +174,7 @@ class RunFolder:
             for copy in [one / self.config_file.name for one in steps[:_COPIES_TRIED]]:
                 with suppress(RequestError):
                     stored = read_toml(copy, Config())
-                    if stored.source and (stored.latents.factor or not stored.uses_latents):
+                    if stored.source and not stored.representation.problem:
                         words = shlex.join(["cp", str(copy), str(self.config_file)])
                         return f"; the checkpoint of step {int(copy.parent.name):,} has a copy: {words}"
         return ""

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from unfog.checks.run.loss_checks import ROSE, check_overfitting, held_out_history, loss_images
+from unfog.checks.run.loss_checks import ROSE, held_out_history
 from unfog.checks.run.run_record import RunRecord
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
 from unfog.errors import RequestError
 from unfog.evaluation.features import Features, open_features
 from unfog.inference.compare_images import Comparison
-from unfog.pipeline.build import build_network, without_augmentation
+from unfog.pipeline.build import build_network
 from unfog.pipeline.generate import GenerationSettings, proportional_labels
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.flops import measure_flops
@@ -255,7 +255,7 @@ class EvaluationHook:
     def _check_overfitting(self, step: int, measured: dict[str, Any]) -> Finding | None:
         """Return the finding of `unfog doctor RUN` if it is a warning, once in a run, as of this evaluation."""
         context, config, dataset = self._context, self._config, self._dataset
-        if config.trains_autoencoder or "held_out_loss" not in measured or len(dataset.held_out) < _MIN_HELD_OUT:
+        if "held_out_loss" not in measured or len(dataset.held_out) < _MIN_HELD_OUT:
             return None
         # From the record, which also holds what a process before a resume has warned of.
         if any(event.get("kind") == _OVERFITTING for event in read_events(context.folder.events)):
@@ -265,9 +265,5 @@ class EvaluationHook:
         # Losses on training images cost time, so they are measured only where the held-out loss has risen.
         if held_out_history(record)[2] <= ROSE:
             return None
-        transform, images = without_augmentation(config), dataset.as_network_input
-        train, held_out = (loss_images(part, context.device, transform) for part in (images.train, images.held_out))
-        if train is None or held_out is None:
-            return None
-        finding = check_overfitting(record, self._previews.losses(train), self._previews.losses(held_out))
-        return finding if finding.severity == "warning" else None
+        finding = self._previews.find_overfitting(record, dataset)
+        return finding if finding is not None and finding.severity == "warning" else None

@@ -13,19 +13,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from unfog.checks.run.loss_checks import LossImages, measure_losses
+from unfog.checks.run.loss_checks import LossImages, check_overfitting, loss_images, measure_losses
+from unfog.checks.run.run_record import RunRecord
 from unfog.config.schema import Config
+from unfog.config.task import AutoencoderTask, DiffusionTask, Task
 from unfog.data.dataset import Dataset
 from unfog.evaluation.held_out import HeldOut, LossAt, midpoints
 from unfog.models.autoencoder import AutoencoderModel
-from unfog.pipeline.build import build_held_out_set, build_loss, build_loss_at, build_network
+from unfog.pipeline.build import build_held_out_set, build_loss, build_loss_at, build_network, without_augmentation
 from unfog.pipeline.generate import GenerationSettings, generate_images, sample_grid
 from unfog.pipeline.image_files import DenoisingStrip
-from unfog.pipeline.latents import autoencoder_batch, picture_viewer, save_autoencoder
+from unfog.pipeline.latents import ImageMap, autoencoder_batch, save_autoencoder
 from unfog.planning.sampling_cost import cost_per_sample
 from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.charts import Floats
+from unfog.reporting.findings import Finding
 from unfog.reporting.image_grids import Pixels, grid
 from unfog.reporting.progress import say, warn
 from unfog.training.autoencoder_loss import AutoencoderLoss, psnr
@@ -58,21 +61,34 @@ class Previews:
         self.config, self.state, self.held_out, self._stop, self._world = config, state, held_out, stop, world
         self._batch = config.training.batch  # images at once; shrinks where memory does not suffice
 
+    @staticmethod
+    def of(config: Config) -> type[Previews]:
+        """Return the previews of what a run trains."""
+        return _PREVIEWS[type(config.task)]
+
+    @staticmethod
+    def export(folder: RunFolder, config: Config) -> None:
+        """Write what other runs are trained on from the newest checkpoint: nothing of a diffusion model."""
+
     @classmethod
     def build(
         cls, config: Config, dataset: Dataset, state: TrainState, stop: StopSignals, world: World = SINGLE_PROCESS
     ) -> Previews:
         """Return the previews of a run: those of its kind, with its held-out images."""
-        kind = _AutoencoderPreviews if config.trains_autoencoder else cls
-        return kind(config, state, build_held_out_set(dataset, config, state.precision.device), stop, world)
+        return cls.of(config)(config, state, build_held_out_set(dataset, config, state.precision.device), stop, world)
 
     def preview(self) -> Pixels:
         """Return a grid of samples from the same noise each time: those of `unfog sample` without flags."""
         labels = tuple(range(len(self.config.classes)))
         return sample_grid(self.samples(self.config.preview.images, labels), self.config.classes)
 
-    def seconds_per_sample(self) -> float:
-        """Return the time of one sample of a preview, measured on a few steps of the sampler. One process alone."""
+    def seconds_per_sample(self) -> float | None:
+        """Return the time of one sample of a preview, measured on a few steps of the sampler.
+
+        None with several processes, and where a preview holds no samples.
+        """
+        if self._world.size > 1:
+            return None
 
         def measure(generate: Callable[[], object]) -> float:
             started = time.perf_counter()
@@ -109,8 +125,8 @@ class Previews:
 
     def final_image(self) -> Pixels:
         """Return the denoising steps of the preview's first image."""
-        show = picture_viewer(self.config, self.state.precision.device)
-        strip = DenoisingStrip(self.config.diffusion.schedule, show)
+        image_map = ImageMap.of(self.config, self.state.precision.device)
+        strip = DenoisingStrip(self.config.diffusion.schedule, image_map.view)
         with self._ema_weights():
             generate_images(self.state.model, self.config, GenerationSettings.default(self.config, 1, 1), observe=strip)
         return strip.image()
@@ -132,7 +148,16 @@ class Previews:
 
         return self._with_losses(len(held_out.x0), compute)
 
-    def losses(self, images: LossImages) -> Floats:
+    def find_overfitting(self, record: RunRecord, dataset: Dataset) -> Finding | None:
+        """Compare the losses of training images and of held-out ones; None without images, or without noise levels."""
+        device, transform = self.state.precision.device, without_augmentation(self.config)
+        images = dataset.as_network_input
+        train, held_out = (loss_images(part, device, transform) for part in (images.train, images.held_out))
+        if train is None or held_out is None:
+            return None
+        return check_overfitting(record, self._losses(train), self._losses(held_out))
+
+    def _losses(self, images: LossImages) -> Floats:
         """Return the loss [L, N] of images at the noise levels of the evaluation."""
         levels = midpoints(self.config.evaluate.levels)
         return self._with_losses(len(images.x0), lambda loss_at, batch: measure_losses(loss_at, images, levels, batch))
@@ -189,6 +214,26 @@ class _AutoencoderPreviews(Previews):
 
     final_name = "reconstructions"
 
+    @staticmethod
+    def export(folder: RunFolder, config: Config) -> None:
+        """Write the EMA weights of the newest checkpoint as an autoencoder to train on."""
+        network = build_network(config)
+        assert isinstance(network, AutoencoderModel)
+        saved = checkpoint.find_checkpoint(folder.checkpoints, None)
+        load_weights(saved.folder, "ema", network)
+        described = save_autoencoder(folder.path / AUTOENCODER_FOLDER, network)
+        measured = "" if saved.held_out_loss is None else f", held-out error {saved.held_out_loss:.4g}"
+        say(
+            f"  autoencoder {described.folder} of step {saved.step:,}{measured}: "
+            f"unfog train SOURCE --autoencoder {folder.path}"
+        )
+
+    def seconds_per_sample(self) -> None:
+        return None
+
+    def find_overfitting(self, record: RunRecord, dataset: Dataset) -> None:
+        return None
+
     def preview(self) -> Pixels:
         """Return held-out images, each row over the row of its reconstructions."""
         return self._reconstruction_grid(self.config.preview.images)
@@ -227,17 +272,4 @@ class _AutoencoderPreviews(Previews):
         return self.with_ema_weights(len(x0), compute)
 
 
-def export_autoencoder(folder: RunFolder, config: Config) -> None:
-    """Write the EMA weights of the newest checkpoint as an autoencoder to train on, if the run trains one."""
-    if not config.trains_autoencoder:
-        return
-    network = build_network(config)
-    assert isinstance(network, AutoencoderModel)
-    saved = checkpoint.find_checkpoint(folder.checkpoints, None)
-    load_weights(saved.folder, "ema", network)
-    described = save_autoencoder(folder.path / AUTOENCODER_FOLDER, network)
-    measured = "" if saved.held_out_loss is None else f", held-out error {saved.held_out_loss:.4g}"
-    say(
-        f"  autoencoder {described.folder} of step {saved.step:,}{measured}: "
-        f"unfog train SOURCE --autoencoder {folder.path}"
-    )
+_PREVIEWS: dict[type[Task], type[Previews]] = {DiffusionTask: Previews, AutoencoderTask: _AutoencoderPreviews}

@@ -28,7 +28,7 @@ from unfog.process.torch_flags import caller_flags_kept
 from unfog.reporting.progress import say
 from unfog.reporting.records import Events, finite_number, read_events, read_metrics
 from unfog.runs.evaluation_hook import resolve_metrics
-from unfog.runs.previews import export_autoencoder
+from unfog.runs.previews import Previews
 from unfog.runs.ranks import RunContext, broadcast_config
 from unfog.runs.time_budget import TimeBudget, resume_length
 from unfog.runs.train import check_custom_parts, open_session, train_session
@@ -91,7 +91,7 @@ def resume(
             session.write_data_files()
         broadcast_config(run.world, folder.checkpoints, resumed, point.failed_shards)
         done = train_session(session, auto.choices, session.settings_findings(), point.saved, changes)
-        export_autoencoder(folder, resumed)
+        Previews.of(resumed).export(folder, resumed)
         return folder, done
 
 
@@ -218,7 +218,7 @@ def _finish_without_training(folder: RunFolder, stored: Config, config: Config, 
     _apply_sampling_settings(folder, stored, config, step)
     say(f"  {folder.path} is finished at step {step:,}; give --steps or --budget to train longer")
     if not (folder.path / AUTOENCODER_FOLDER).is_dir():  # the process was killed after its last checkpoint
-        export_autoencoder(folder, config)
+        Previews.of(config).export(folder, config)
 
 
 def _apply_sampling_settings(folder: RunFolder, stored: Config, config: Config, step: int) -> None:

@@ -86,15 +86,12 @@ class Session(SessionHooks):
             every = build_intervals(self.config, self.state)
             pace, suspended = auto.seconds_per_step(), self.context.heartbeat.suspended
             costs, timed = TimeBudget.estimated_costs(self.config, len(self.dataset.held_out)), {}
-            if TimeBudget.is_dear(costs, pace, auto.budget) and self._can_time_samples:
+            dear = TimeBudget.is_dear(costs, pace, auto.budget)
+            if dear and (seconds := self.previews.seconds_per_sample()) is not None:
                 # Passes of a preview may be far quicker than those of training, and none may be drawn before the end.
-                preview = self.previews.seconds_per_sample() * self.config.preview.images
+                preview = seconds * self.config.preview.images
                 timed = {kind: cost * preview / costs["preview"] for kind, cost in costs.items()}
             self.budget = TimeBudget(auto.budget, auto.began, pace, every, costs, suspended, timed)
-
-    @property
-    def _can_time_samples(self) -> bool:
-        return self.context.world.size == 1 and not self.config.trains_autoencoder
 
     @contextmanager
     def recording(
@@ -147,7 +144,7 @@ class Session(SessionHooks):
 
     def settings_findings(self) -> list[Finding]:
         """Return what the doctor finds in the settings. Its rules are about diffusion, so an autoencoder gets none."""
-        if self.config.trains_autoencoder:
+        if not self.config.task.generates:
             return []
         return check_settings(self.config, self.dataset, self.context.device, folder=self.context.folder.path)
 

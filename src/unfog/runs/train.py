@@ -35,7 +35,7 @@ from unfog.reporting.findings import Finding
 from unfog.reporting.log_settings import check_installed
 from unfog.reporting.progress import say
 from unfog.runs.evaluation_hook import resolve_metrics
-from unfog.runs.previews import export_autoencoder
+from unfog.runs.previews import Previews
 from unfog.runs.ranks import RunContext, broadcast_config, device_for
 from unfog.runs.session import Session
 from unfog.runs.weights.init_weights import adopt_latent_statistics, load_initial_weights
@@ -84,7 +84,7 @@ def train(config: Config, out: Path | None = None, callbacks: Sequence[object] =
         choices = [*(initial.choices if initial else ()), *auto.choices]
         findings = [*quick_check_images(dataset, config), *session.settings_findings()]
         done = train_session(session, choices, findings)
-        export_autoencoder(folder, config)
+        Previews.of(config).export(folder, config)
         return folder, done
 
 

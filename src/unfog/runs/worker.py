@@ -72,7 +72,7 @@ def run_worker() -> None:
             if config.training.shard:
                 checkpoints = Path(received["checkpoints"])
                 _check_visible(checkpoints, "where each rank of a sharded run writes its part of a checkpoint", world)
-            if config.uses_latents:
+            if config.autoencoder_folder:
                 _check_visible(Path(config.autoencoder_folder), "the run's autoencoder", world)
             dataset, found = load_images(config, stop, lost=received["lost"])
             if found.fingerprint != config.fingerprint:

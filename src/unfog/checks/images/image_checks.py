@@ -223,8 +223,8 @@ def _check_sigma_data(scan: ImageScan, config: Config) -> Finding:
     facts = {"sigma_data": sigma, "root_mean_square": rms, "configured": assumed}
     evidence = f"the standard deviation of the images (sigma_data) is {sigma:.2f}"
     off = max(sigma / assumed, assumed / max(sigma, 1e-6))
-    if config.uses_latents:
-        evidence += f"; the network sees latents, which are scaled to the configured {assumed:g}"
+    if note := config.representation.scale_note():
+        evidence += f"; {note}"
     elif not (isinstance(diffusion.target, EdmF) or isinstance(diffusion.weighting, Edm) or diffusion.scale_input):
         evidence += f"; the {diffusion.target.kind} target does not use it"
     elif off <= _SIGMA:

@@ -162,9 +162,8 @@ def held_out_history(record: RunRecord) -> tuple[Floats, Floats, float]:
 def _overfitting_remedy(record: RunRecord) -> str:
     """Return remedies for overfitting, most helpful first."""
     flip = "" if record.config.data.flip else "--flip, "
-    augment = (
-        "" if record.config.uses_latents or record.config.data.augment else "--data.augment 0.15, "
-    )  # which changes pixels
+    config = record.config
+    augment = "--data.augment 0.15, " if config.representation.augmentable and not config.data.augment else ""
     by = "" if record.config.evaluate.best == "held_out_loss" else f", by {record.config.evaluate.best},"
     return (
         f"the best checkpoint{by} is kept: {record.command('sample', '--best')}; next time {flip}{augment}"

@@ -67,10 +67,7 @@ def check_run(folder: RunFolder, device: str = "auto", samples: int = 64) -> lis
     RequestError if it is no run, its settings are unreadable, or there is no such device.
     """
     config = folder.read_config()
-    if config.trains_autoencoder:
-        raise RequestError(
-            f"{folder.path} trains an autoencoder; `unfog report {folder.path}` shows its losses and reconstructions"
-        )
+    config.task.check_generates(str(folder.path), f"`unfog report {folder.path}` shows its losses and reconstructions")
     where = choose_device(device)
     record = RunRecord.read(folder.path, config, Heartbeat.read(folder.path))
     skipped: list[str] = []

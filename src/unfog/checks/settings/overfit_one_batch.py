@@ -24,7 +24,7 @@ from unfog.diffusion.objective import Loss, Objective
 from unfog.errors import Interrupted
 from unfog.evaluation.held_out import fixed_losses, midpoints
 from unfog.pipeline.build import build_objective, fixed_loss, without_augmentation
-from unfog.pipeline.latents import Show, picture_viewer
+from unfog.pipeline.latents import ImageMap, Show
 from unfog.reporting.charts import line_chart
 from unfog.reporting.findings import DRY_RUN, Figure, Finding
 from unfog.reporting.image_grids import Pixels, grid
@@ -65,7 +65,7 @@ def overfit_one_batch(
     each at a noise level of its own. Interrupted is raised once `stop` returns True.
     """
     device, see = state.precision.device, without_augmentation(config)
-    lesson = _OverfitBatch.of(images, build_objective(config), device, see, picture_viewer(config, device))
+    lesson = _OverfitBatch.of(images, build_objective(config), device, see, ImageMap.of(config, device).view)
     lesson.at_once = min(_IMAGES, config.training.microbatch or _IMAGES)
     settings = replace(config.training, batch=_IMAGES, microbatch=lesson.at_once, images=10**6 * _IMAGES)
     settings = replace(settings, capture=False)  # the loss of each image is read in each step

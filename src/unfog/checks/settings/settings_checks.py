@@ -19,7 +19,6 @@ from unfog.checks.settings.machine_checks import check_machine, check_run_costs
 from unfog.config.schema import Config
 from unfog.data.augmentation import Augment
 from unfog.data.dataset import Dataset, ImageSet
-from unfog.data.packs.latent_cache import Normalise
 from unfog.diffusion.diffusion import Diffusion
 from unfog.errors import RequestError
 from unfog.models.network_settings import build_model
@@ -97,11 +96,7 @@ def _evenly_spread_pixels(images: ImageSet) -> Tensor:
 
 def _network_input(config: Config, prepared: Dataset) -> Tensor:
     """Return some images as the network sees them, [B, C, H, W]."""
-    stored = _evenly_spread_pixels(prepared.as_network_input.train)[:8]
-    if not config.uses_latents:
-        return config.image_format.to_model(stored)
-    latents = Normalise(config.latents.mean, config.latents.deviation, config.diffusion.sigma_data)
-    return latents.forward(stored[:, 0])
+    return config.representation.to_model(_evenly_spread_pixels(prepared.as_network_input.train)[:8])
 
 
 def _check_range(pixels: Tensor, augment: Augment) -> Finding:

@@ -52,7 +52,7 @@ def load_rows(path: Path, root: Path, waits: Outage | None = None) -> NDArray[An
     if is_local(path) or not isinstance(array, np.memmap):
         return array  # type: ignore[no-any-return]
     if not array.flags.c_contiguous or array.ndim == 0 or not array.size:
-        return np.load(path, allow_pickle=False)  # type: ignore[no-any-return]
+        return np.load(regular_file(path, root, follow=True), allow_pickle=False)  # type: ignore[no-any-return]
     return FileRows(path, root, array.dtype, array.shape, array.offset, waits)
 
 

@@ -241,9 +241,11 @@ def _open_files(path: Path, manifest: Mapping[str, Any]) -> tuple[ImageSet, Data
     if files["pixels.u8"]["bytes"] != n * format.nbytes:
         raise ValueError("pixels.u8 does not have that shape")
     offsets = _mapped(path / "names.npy", (n + 1,), np.int64)
-    size, names = files["names.bin"]["bytes"], regular_file(path / "names.bin", path)
-    local = not size or is_local(names)
-    text = np.memmap(names, np.uint8, "r") if size and local else np.fromfile(names, np.uint8)
+    size, names = files["names.bin"]["bytes"], path / "names.bin"
+    if size and is_local(names):
+        text: NDArray[np.uint8] = np.memmap(regular_file(names, path), np.uint8, "r")
+    else:
+        text = np.fromfile(regular_file(names, path), np.uint8)
     # The ends are enough here: `_name_at` bounds each name, and a check of all would read the whole file.
     if offsets[0] != 0 or offsets[-1] != size:
         raise ValueError("names.npy does not fit names.bin")

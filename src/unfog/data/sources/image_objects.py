@@ -26,7 +26,7 @@ from unfog.data.values.value_range import (
     Ranges,
     ValueRange,
     extent_of,
-    outward,
+    usual_or_outward,
 )
 from unfog.errors import RequestError
 from unfog.values.image_format import to_pillow
@@ -228,7 +228,7 @@ def cut_or_range(floats: ValueRange, extent: Extent) -> str:
     width = floats.high - floats.low
     if floats.low - width / 2 <= extent[0] and extent[1] <= floats.high + width / 2:
         return f"cut its values: x = x.clip({floats.low:g}, {floats.high:g})"
-    low, high = outward(min(floats.low, extent[0]), max(floats.high, extent[1]))
+    low, high = usual_or_outward(min(floats.low, extent[0]), max(floats.high, extent[1]))
     return f"give the values of black and white of all images: data={{'range': ({low:.10g}, {high:.10g})}}"
 
 

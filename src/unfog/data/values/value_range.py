@@ -123,6 +123,12 @@ def outward(least: float, most: float) -> Extent:
     return low, high if high > low else low + step
 
 
+def usual_or_outward(least: float, most: float) -> Extent:
+    """Return the usual range of floats that holds these values, or one of few digits around them."""
+    held = (ends for ends in _FLOAT_RANGES if ValueRange(*ends).holds((least, most)))
+    return next(held, outward(least, most))
+
+
 FULL_RANGE = ValueRange(0, FULL)
 
 

@@ -46,7 +46,7 @@ def recipe_from_weights(base: Config, table: Mapping[str, Any]) -> Config:
     trained = source.config
     data = replace(base.data, size=trained.data.size, channels=trained.data.channels)
     autoencoder = table.get("autoencoder_folder", base.autoencoder_folder)
-    if autoencoder and not trained.uses_latents:  # diffusers' folder states the size and channels of the latents
+    if autoencoder and not trained.autoencoder_folder:  # diffusers' folder states the size and channels of the latents
         factor = AutoencoderFolder.open(str(autoencoder)).factor
         data = replace(data, size=scaled(source.input[1], factor), channels=0)
     return replace(
@@ -67,11 +67,12 @@ def adopt_latent_statistics(config: Config) -> Config:
     of another autoencoder.
     """
     source = WeightsSource.describe(config.init, config.diffusion) if config.init.folder else None
-    if source is None or not (source.is_run or source.config.uses_latents):  # it does not name its autoencoder
+    if source is None or not (source.is_run or source.config.autoencoder_folder):  # it does not name its autoencoder
         return config
     trained = source.config
-    ours = AutoencoderFolder.open(config.autoencoder_folder).sha256() if config.uses_latents else ""
-    theirs = trained.latents.sha256 if trained.uses_latents else ""
+    autoencoder = config.representation.autoencoder()
+    ours = "" if autoencoder is None else autoencoder.sha256()
+    theirs = trained.latents.sha256 if trained.autoencoder_folder else ""
     if ours != theirs:
         trained_on = "latents of another autoencoder" if ours and theirs else "latents" if theirs else "pixels"
         raise RequestError(
@@ -116,13 +117,13 @@ def _check_network(source: WeightsSource, config: Config) -> None:
             f"{format_spec(theirs)}; omit --network, or change only its dropout"
         )
     channels, known = config.input_shape[0], source.input[0]
-    if channels != known and not config.uses_latents and known not in CHANNELS:
+    if channels != known and not config.autoencoder_folder and known not in CHANNELS:
         raise RequestError(
             f"the network in {config.init.folder} generates latents of {known} channels; give its autoencoder: "
             "--autoencoder FOLDER"
         )
     if channels != known:
-        what = "the autoencoder's latents have" if config.uses_latents else "data.channels ="
+        what = config.representation.channels_from
         raise RequestError(
             f"the network in {config.init.folder} has {known} channel(s), and {what} {channels}; omit that setting"
         )

@@ -125,11 +125,8 @@ class WeightsSource(NamedTuple):
 def _in_run(init: Init, folder: Path) -> WeightsSource:
     run = RunFolder(folder)
     config = run.read_config()
-    if config.trains_autoencoder:
-        raise RequestError(
-            f"init = {quote(init.folder)} is an autoencoder, and a diffusion network cannot start from its weights; "
-            f"train on its latents: --autoencoder {quote(init.folder)}"
-        )
+    folder_text = quote(init.folder)
+    config.task.check_generates(f"init = {folder_text}", f"train on its latents: --autoencoder {folder_text}")
     which = {"newest": None, "best": "best"}[init.checkpoint] if init.checkpoint.isalpha() else int(init.checkpoint)
     saved = checkpoint.find_checkpoint(run.checkpoints, which, warn)  # type: ignore[arg-type]
     file, words = ("ema", "averaged (EMA)") if init.weights == "ema" else ("model", "raw")

@@ -1,0 +1,254 @@
+"""Representations of images for the network: pixels, or latents of an autoencoder. No torch until tensors come in."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from unfog.data.settings import Data
+from unfog.diffusion.sampler import Sampler
+from unfog.models.autoencoder_settings import AutoencoderFolder, Latents
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from unfog.data.packs.latent_cache import Normalise
+
+    # From stored values to (network input, augmentation condition or None).
+    Transform = Callable[[Tensor], tuple[Tensor, Tensor | None]]
+
+
+@dataclass(frozen=True)
+class Representation(ABC):
+    """The form in which images are stored for training and reach the network: `PixelSpace` or `LatentSpace`."""
+
+    data: Data
+
+    name: ClassVar[str]
+    """In messages."""
+    channels_from: ClassVar[str]
+    """Beginning of a sentence about the number of channels, which follows."""
+    augmentable: ClassVar[bool]
+    """True if `data.augment` has an effect."""
+    no_bits: ClassVar[str]
+    """Why bits per pixel cannot be measured; "" where they can."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int, int]:
+        """(C, H, W) of the network's input."""
+
+    @property
+    @abstractmethod
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape of an image in the data stream."""
+
+    @property
+    @abstractmethod
+    def factor(self) -> int:
+        """Pixels across one position of the network's input."""
+
+    @property
+    @abstractmethod
+    def problem(self) -> str:
+        """Missing part of the stored settings, as a sentence; "" if they are complete."""
+
+    @abstractmethod
+    def autoencoder(self) -> AutoencoderFolder | None:
+        """Open the description of the autoencoder; None for pixels. RequestError if it cannot be used."""
+
+    @abstractmethod
+    def folder_in(self, own: Path) -> str:
+        """Return the `autoencoder_folder` of a run whose copy of the autoencoder, if any, is at `own`."""
+
+    @abstractmethod
+    def cache_bytes(self, images: int) -> int:
+        """Return the bytes that so many images take in the cache beside the decoded ones."""
+
+    @abstractmethod
+    def scaling(self) -> dict[str, Any] | None:
+        """Return the map from network output to the autoencoder's latents, "mean" and "scale" by channel, if any."""
+
+    @abstractmethod
+    def identity(self) -> tuple[object, ...]:
+        """Return what decides which image a network input stands for; equal for runs that can guide each other."""
+
+    @abstractmethod
+    def scale_note(self) -> str:
+        """Return how the input gets the deviation that the objective assumes; "" if it has that of the images."""
+
+    @abstractmethod
+    def summary(self) -> str:
+        """Return a short description for a model card; "" for pixels."""
+
+    @abstractmethod
+    def sampler(self, sampler: Sampler) -> Sampler:
+        """Return the sampler as it can be used: without clipping where values are not limited to [-1, 1]."""
+
+    @abstractmethod
+    def random(self, count: int, rng: np.random.Generator) -> NDArray[Any]:
+        """Return `count` random images in the format of the data stream."""
+
+    @abstractmethod
+    def zeros(self, images: int) -> Tensor:
+        """Return zeros in the format of the data stream."""
+
+    @abstractmethod
+    def to_model(self, stored: Tensor) -> Tensor:
+        """Convert a batch of the data stream to network input float32 [B, C, H, W], without random augmentation."""
+
+    @abstractmethod
+    def augmentation(self) -> Transform:
+        """Return the random transform of training, from a batch of the data stream to network input."""
+
+
+@dataclass(frozen=True)
+class PixelSpace(Representation):
+    """The network sees pixels: the stream holds stored values [B, C, H, W]."""
+
+    name = "pixels"
+    channels_from = "data.channels ="
+    augmentable = True
+    no_bits = ""
+    factor = 1
+    problem = ""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.data.image_format.shape
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        return self.shape
+
+    def autoencoder(self) -> None:
+        return None
+
+    def folder_in(self, own: Path) -> str:
+        return ""
+
+    def cache_bytes(self, images: int) -> int:
+        return 0
+
+    def scaling(self) -> None:
+        return None
+
+    def identity(self) -> tuple[object, ...]:
+        return ()
+
+    def scale_note(self) -> str:
+        return ""
+
+    def summary(self) -> str:
+        return ""
+
+    def sampler(self, sampler: Sampler) -> Sampler:
+        return sampler
+
+    def random(self, count: int, rng: np.random.Generator) -> NDArray[Any]:
+        dtype = self.data.image_format.dtype
+        return rng.integers(0, 256, (count, *self.stored_shape), dtype="uint8").astype(dtype, copy=False)
+
+    def zeros(self, images: int) -> Tensor:
+        import torch
+
+        return torch.zeros((images, *self.stored_shape), dtype=self.data.image_format.values.torch_type)
+
+    def to_model(self, stored: Tensor) -> Tensor:
+        return self.data.image_format.to_model(stored)
+
+    def augmentation(self) -> Transform:
+        from unfog.data.augmentation import Augment
+
+        return Augment.from_settings(self.data)
+
+
+@dataclass(frozen=True)
+class LatentSpace(Representation):
+    """The network sees latents: the stream holds float16 [B, K, C, H, W], with K = 2 where images are mirrored."""
+
+    folder: str
+    """Of the autoencoder."""
+    latents: Latents
+    """Its format, and the statistics of the training images."""
+    sigma_data: float
+    """Standard deviation of the network's input."""
+
+    name = "latents"
+    channels_from = "the autoencoder's latents have"
+    augmentable = False
+    # A bound on latents says nothing about pixels: the autoencoder gives no density of them.
+    no_bits = "bits are of pixels, and the network was trained on latents; held_out compares losses"
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        _, height, width = self.data.image_format.shape
+        return self.latents.channels, height // self.latents.factor, width // self.latents.factor
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        return (1 + self.data.flip, *self.shape)
+
+    @property
+    def factor(self) -> int:
+        return self.latents.factor
+
+    @property
+    def problem(self) -> str:
+        complete = self.latents.factor and self.latents.channels
+        return "" if complete else "it names an autoencoder_folder, and has no [latents], which training writes"
+
+    def autoencoder(self) -> AutoencoderFolder:
+        return AutoencoderFolder.open(self.folder)
+
+    def folder_in(self, own: Path) -> str:
+        # The copy in the run, as the run may have been moved, and the folder that was named be gone or trained further.
+        there = not own.is_symlink() and (own / "config.json").is_file()
+        return str(own.absolute()) if there else self.folder
+
+    def cache_bytes(self, images: int) -> int:
+        return 2 * images * math.prod(self.stored_shape)  # float16
+
+    def scaling(self) -> dict[str, Any]:
+        scale = [deviation / self.sigma_data for deviation in self.latents.deviation]
+        return {"mean": list(self.latents.mean), "scale": scale}
+
+    def identity(self) -> tuple[object, ...]:
+        return self.latents.sha256, self.latents.mean, self.latents.deviation, self.sigma_data
+
+    def scale_note(self) -> str:
+        return f"the network sees latents, which are scaled to the configured {self.sigma_data:g}"
+
+    def summary(self) -> str:
+        return f"latents of {self.factor} pixels a side"
+
+    def sampler(self, sampler: Sampler) -> Sampler:
+        return replace(sampler, clip=False)
+
+    def random(self, count: int, rng: np.random.Generator) -> NDArray[Any]:
+        return rng.standard_normal((count, *self.stored_shape), dtype="float32").astype("float16")
+
+    def zeros(self, images: int) -> Tensor:
+        import torch
+
+        return torch.zeros((images, *self.stored_shape), dtype=torch.float16)
+
+    def to_model(self, stored: Tensor) -> Tensor:
+        return self.normalise.forward(stored[:, 0])
+
+    def augmentation(self) -> Transform:
+        return self.normalise
+
+    @cached_property
+    def normalise(self) -> Normalise:
+        """The map between the autoencoder's latents and the network's input."""
+        from unfog.data.packs.latent_cache import Normalise
+
+        return Normalise(self.latents.mean, self.latents.deviation, self.sigma_data, self.data.flip)
