@@ -44,6 +44,7 @@ from unfog.process.signals import StopSignals
 from unfog.serve.playground.images import at_run_size, sheet
 from unfog.training.settings import Training
 from unfog.values.conditions import NO_CONDITIONS
+from unfog.values.conditions import NO_CONDITIONS
 from unfog.values.image_format import ImageFormat
 
 TOP, BOTTOM, LEFT, RIGHT = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0)
@@ -370,7 +371,7 @@ def test_a_network_takes_wide_and_tall_images_and_refuses_sides_that_do_not_fit(
     denoiser = Denoiser(network, Diffusion())
     for shape in ((8, 16), (16, 8)):
         settings.check(shape)
-        assert denoiser(torch.randn(2, 3, *shape), torch.zeros(2), None).shape == (2, 3, *shape)
+        assert denoiser(torch.randn(2, 3, *shape), torch.zeros(2), NO_CONDITIONS).shape == (2, 3, *shape)
     with pytest.raises(RequestError, match=r"size = 16x9 must be .*; try size = 16x(8|10)"):
         settings.check((9, 16))
 
