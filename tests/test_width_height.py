@@ -44,7 +44,6 @@ from unfog.process.signals import StopSignals
 from unfog.serve.playground.images import at_run_size, sheet
 from unfog.training.settings import Training
 from unfog.values.conditions import NO_CONDITIONS
-from unfog.values.conditions import NO_CONDITIONS
 from unfog.values.image_format import ImageFormat
 
 TOP, BOTTOM, LEFT, RIGHT = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0)
