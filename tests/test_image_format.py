@@ -122,11 +122,10 @@ def test_a_number_of_thousands_of_digits_is_refused():
         Data(size=10**5000)
 
 
-def test_a_word_that_is_no_size_is_refused_with_an_example():
+@pytest.mark.parametrize("word", ["96x3", "wide", "96 x 64", "96*64", "64,96", "(64, 96)", "64.0", "96x64x3", "64x0"])
+def test_a_word_that_is_no_size_is_refused_with_an_example(word):
     with pytest.raises(FormatError, match="96x64"):
-        parse_value(Size, ["96x3"])
-    with pytest.raises(FormatError, match="whole number"):
-        parse_value(Size, ["wide"])
+        parse_value(Size, [word])
 
 
 def test_one_number_stays_one_number_in_a_file_of_settings():

@@ -15,6 +15,8 @@ from PIL import Image
 
 import unfog
 from conftest import TRANSFORMER
+from launches import AGENT, ended, forked, output, weights  # noqa: F401 (fixture)
+from shard_server import serving
 from unfog.checks.images.dataset_checks import _short_sides, _size_with_short_side
 from unfog.checks.images.image_scan import thumbnails
 from unfog.config.schema import Config
@@ -25,6 +27,7 @@ from unfog.data.scan import _read_size, common_size
 from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
 from unfog.data.sources.stored_images import StoredImages
+from unfog.data.stream import ImageStream
 from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Objective
@@ -154,12 +157,18 @@ def _zip(path: Path) -> str:
     return str(path.with_suffix(".zip"))
 
 
-def _shard(path: Path) -> str:
-    with tarfile.open(path.with_suffix(".tar"), "w") as archive:
+def _tar(data: bytes) -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
         for i in range(6):
             info = tarfile.TarInfo(f"{i}.png")
-            info.size = len(data := encoded(48, 32))
+            info.size = len(data)
             archive.addfile(info, io.BytesIO(data))
+    return file.getvalue()
+
+
+def _shard(path: Path) -> str:
+    path.with_suffix(".tar").write_bytes(_tar(encoded(48, 32)))
     return str(path.with_suffix(".tar"))
 
 
@@ -191,10 +200,38 @@ def _pack(path: Path) -> str:
     return str(path.with_suffix(".pack"))
 
 
+def _zip_of_pictures_on_their_side(path: Path) -> str:
+    with zipfile.ZipFile(path.with_suffix(".zip"), "w") as archive:
+        for i in range(6):
+            archive.writestr(f"{i}.jpg", turned("JPEG", 48, 32))
+    return str(path.with_suffix(".zip"))
+
+
+def _table(saved: bool, data: bytes) -> Callable[[Path], str]:
+    """A set of the datasets library, as parquet or as its own arrow files."""
+
+    def write(path: Path) -> str:
+        datasets = pytest.importorskip("datasets")
+        features = datasets.Features(image=datasets.Image())
+        rows = datasets.Dataset.from_dict({"image": [{"bytes": data, "path": None}] * 6}, features=features)
+        if saved:
+            rows.save_to_disk(str(path))
+        else:
+            path.mkdir()
+            rows.to_parquet(str(path / "a.parquet"))
+        return str(path)
+
+    return write
+
+
 READERS = {
     "folder": _folder,
     "JPEGs on their side": _jpegs_on_their_side,
     "zip": _zip,
+    "zip of JPEGs on their side": _zip_of_pictures_on_their_side,
+    "arrow": _table(True, encoded(48, 32)),
+    "parquet": _table(False, encoded(48, 32)),
+    "parquet of JPEGs on their side": _table(False, turned("JPEG", 48, 32)),
     "shard": _shard,
     "npy": _npy,
     "npz": _npz,
@@ -217,6 +254,20 @@ def test_every_source_gives_wide_images_upright(read, tmp_path):
         assert dataset.settings.size == size
         assert dataset.train.pixels.shape[1:] == dataset.settings.image_format.shape
         assert is_upright(pixels) if size != 16 else edges(pixels)[:2] == [TOP, BOTTOM]
+
+
+@pytest.mark.parametrize("data", [encoded(48, 32), turned("JPEG", 48, 32)], ids=["png", "on its side"])
+def test_remote_shards_give_wide_images_upright(data):
+    pytest.importorskip("aiohttp")
+    with serving() as server:
+        server.files = {"s-0.tar": _tar(data), "s-1.tar": _tar(data)}
+        url = server.url.rpartition("/")[0] + "/s-{0..1}.tar"
+        source = open_source(url)
+        assert common_size(source) == "48x32"
+        images = prepare(source, Data(size="24x16", channels=3, cache="none")).train
+        batch = ImageStream(images, 0).batch(0, 4)
+    assert batch.pixels.shape == (4, 3, 16, 24)
+    assert all(is_upright(one) for one in batch.pixels.permute(0, 2, 3, 1).numpy())
 
 
 @pytest.mark.parametrize("cache", ["memory", "disk", "none"])
@@ -319,7 +370,7 @@ def test_a_network_takes_wide_and_tall_images_and_refuses_sides_that_do_not_fit(
     denoiser = Denoiser(network, Diffusion())
     for shape in ((8, 16), (16, 8)):
         settings.check(shape)
-        assert denoiser(torch.randn(2, 3, *shape), torch.zeros(2), None).shape == (2, 3, *shape)
+        assert denoiser(torch.randn(2, 3, *shape), torch.zeros(2), NO_CONDITIONS).shape == (2, 3, *shape)
     with pytest.raises(RequestError, match=r"size = 16x9 must be .*; try size = 16x(8|10)"):
         settings.check((9, 16))
 
@@ -346,6 +397,8 @@ SETTINGS: dict[str, Any] = {
     "evaluate": {"every": 2, "images": 4, "levels": 2},
     "sampler": {"steps": 2},
 }
+
+BARE = SETTINGS | {"preview": {"every": -1}, "evaluate": {"every": -1}}
 
 
 @pytest.fixture(scope="module")
@@ -400,13 +453,38 @@ def test_a_run_on_wide_images_is_resumed_and_evaluated(run, photos, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_run_on_wide_images_is_tuned_and_measured_in_bits_and_its_rate_found(run, photos):
+    (bits,) = run.evaluate("bits", 16).measured
+    assert 0 < bits.value < 50
+    assert unfog.tune(run.path, steps=2, pictures=2, tries=2, store=False, device="cpu").reference > 0
+    assert unfog.find_lr(photos, seconds=2, **BARE).usual > 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ended")
+def test_two_processes_train_on_wide_images_as_one(photos, tmp_path):
+    unfog.train(photos, out=tmp_path / "one", **BARE)
+    words = [f"--{name}={BARE[name]}" for name in ("network", "precision", "device", "batch", "steps", "size")]
+    words += ["--data.held-out", "0.2", "--preview.every", "-1", "--evaluate.every", "-1"]
+    output(
+        forked(
+            [2, 0, Path(unfog.__file__).with_name("__main__.py"), "train", photos, "--out", tmp_path / "two", *words],
+            AGENT,
+        )
+    )
+    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        assert torch.allclose(tensor, two[name], atol=1e-4), name
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "network", ["mpunet:channels=8/16,attention=0/1,head_channels=8", TRANSFORMER], ids=["mpunet", "dit"]
 )
 def test_other_networks_train_on_wide_images_from_square_weights(network, photos, tmp_path):
-    settings = SETTINGS | {"preview": {"every": -1}, "evaluate": {"every": -1}}
-    unfog.train(photos, out=tmp_path / "square", **settings | {"network": network, "size": 16})
-    del settings["network"]
+    unfog.train(photos, out=tmp_path / "square", **BARE | {"network": network, "size": 16})
+    settings = {name: value for name, value in BARE.items() if name != "network"}
     tuned = unfog.train(photos, out=tmp_path / "tuned", init=str(tmp_path / "square"), **settings)
     assert tuned.sample(1).shape == (1, 16, 24, 3)
 

@@ -18,6 +18,7 @@ from unfog.errors import RequestError
 from unfog.process.run_folder import printable
 from unfog.process.signals import StopSignals
 from unfog.reporting.progress import Progress, format_bytes, format_duration, print_result, say, warn
+from unfog.values.image_format import ImageFormat
 
 
 def pack(request: PackRequest) -> Path:
@@ -96,7 +97,7 @@ def _report_pack(made: Pack, scan: Scan, begun: int, seconds: float) -> None:
     pace = (len(scan.source.names) - begun) / max(seconds, 1e-9)
     say(made.report.line())
     say(
-        f"packed {n:,} images of {channels}x{width}x{height} into {printable(str(made.path))}: "
+        f"packed {n:,} images of {ImageFormat(channels, height, width)} into {printable(str(made.path))}: "
         f"{format_bytes(made.nbytes)} in {format_duration(seconds)}, {pace:,.0f} images/s"
     )
     # A pack of images from before and after a change is of neither set, and nothing in it shows that.

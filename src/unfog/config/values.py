@@ -94,7 +94,7 @@ def describe_type(annotation: Any) -> str:
             else f"a list, of which each is {describe_type(args[0])}"
         )
     if annotation == Size:
-        return "a size such as 64 or 96x64"
+        return 'a size such as 64 or "96x64", width x height'
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", Path: "a path"}
     return names[annotation]
 
@@ -153,9 +153,10 @@ def _size(word: str) -> Size:
     try:
         return parse_size(word)
     except RequestError as error:
-        if "x" in word:
-            raise FormatError("not a size; write width x height, such as 96x64, with 4 to 4096 pixels each") from error
-        return _whole(word)  # such as 1k; the setting itself checks its bounds
+        if _WHOLE.fullmatch(word) or _THOUSANDS.fullmatch(word):
+            return _whole(word)  # such as 1k; the setting itself checks its bounds
+        rule = "write 64, or width x height: 96x64, with 4 to 4096 pixels each and no spaces"
+        raise FormatError(f"not a size; {rule}") from error
 
 
 def _whole(word: str) -> int:

@@ -28,7 +28,7 @@ class Data:
     """Settings of decoding, labels, augmentation and the held-out split. 0 or "auto" is chosen to suit the images."""
 
     size: Size = setting(0, short="size", common=True)
-    """Pixels of what the network sees: 64, or width x height: 96x64; 0 = own size if equal and small, else 32 or 64."""
+    """Pixels that the network sees: 64, or width x height: 96x64; 0 = to suit the images, short side up to 64."""
     channels: int = 0
     """1 = grey, 3 = RGB; 0 = grey if every image is grey, else RGB."""
     background: str = setting("white", affects="objective", resume="force")

@@ -278,7 +278,8 @@ def _report_statistics(config: Config, few: bool) -> None:
     share = config.image_format.count / (channels * height * width)
     low, high = min(latents.deviation), max(latents.deviation)
     say(
-        f"  latents: {channels}x{width}x{height} of {config.image_format.sides} pixels, {share:.3g} times fewer; "
+        f"  latents: {width}x{height} of {channels} channels for {config.image_format.sides} pixels, "
+        f"{share:.3g} times fewer values; "
         f"deviation {low:.3g} to {high:.3g} by channel, scaled to {config.diffusion.sigma_data:g}"
         + f", from {_FEW} images"
         * few

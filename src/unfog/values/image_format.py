@@ -49,7 +49,7 @@ def parse_size(size: object, name: str = "size") -> Size:
         text, shown = "", "a number of thousands of digits"
     match = _SIZE.fullmatch(text.strip().lower())
     if match is None:
-        raise RequestError(f"{name} = {shown:.60} is not a size; give the side, such as 64, or width x height: 96x64")
+        raise RequestError(f'{name} = {shown:.60} is not a size; give 64, or width x height as text: "96x64"')
     width, height = int(match[1]), int(match[2] or match[1])
     if not (width == height == 0 or LEAST <= min(width, height) <= max(width, height) <= MOST):
         raise RequestError(f"{name} = {size} is out of range; give {LEAST} to {MOST} pixels, or 0 to choose it")
