@@ -371,7 +371,7 @@ def test_a_network_takes_wide_and_tall_images_and_refuses_sides_that_do_not_fit(
     for shape in ((8, 16), (16, 8)):
         settings.check(shape)
         assert denoiser(torch.randn(2, 3, *shape), torch.zeros(2), NO_CONDITIONS).shape == (2, 3, *shape)
-    with pytest.raises(RequestError, match=r"size = 16x9 must be .*; try size = 16x(8|10)"):
+    with pytest.raises(RequestError, match=r"size = 16x9: both sides must be .*; try size = 16x(8|10)"):
         settings.check((9, 16))
 
 
