@@ -113,7 +113,8 @@ class FileRows:
             wanted = np.arange(len(self))[first]
             rows, places = np.unique(wanted, return_inverse=True)
             # The indices of the rows are passed on, as NumPy combines the arrays of one key.
-            return self.take(rows)[(places.reshape(np.shape(wanted)), *rest)]
+            found: NDArray[Any] = self.take(rows)[(places.reshape(np.shape(wanted)), *rest)]
+            return found
         if isinstance(key, slice):
             first, last, step = key.indices(len(self))
             return self._read(first, last - first) if step == 1 else self.take(np.arange(first, last, step))
