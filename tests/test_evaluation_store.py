@@ -169,7 +169,7 @@ def test_features_that_are_no_numbers_are_not_kept():
 
 def test_a_cache_that_cannot_be_written_is_no_reason_to_stop(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("UNFOG_CACHE", str(tmp_path / "file"))
+    monkeypatch.setenv("UNFOG_CACHE", str(tmp_path / "file/cache"))
     features, source = open_features("pixels"), Source(30)
     assert len(compute_features(source, features, "key")) == 30
     with pytest.raises(RunError, match="set UNFOG_CACHE"):

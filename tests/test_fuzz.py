@@ -36,6 +36,7 @@ from unfog.reporting.report import write_report
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import snapshot
 from unfog.training.checkpoints.load import load_weights
+from unfog.values.image_format import Size
 
 pytestmark = pytest.mark.slow
 
@@ -174,6 +175,8 @@ def values_of(annotation: object) -> st.SearchStrategy:
     args = [arg for arg in typing.get_args(annotation) if arg is not type(None)]
     if typing.get_origin(annotation) is typing.Literal:
         return st.sampled_from(args)
+    if annotation == Size:
+        return st.sampled_from([0, 1, 8, 32, "96x64", "8X8", "64x", "0x8"]) | st.integers() | st.text()
     if typing.get_origin(annotation) is tuple:
         size = {"max_size": 5} if args[-1] is Ellipsis else {"min_size": 2, "max_size": 2}
         return st.lists(values_of(args[0]), **size).map(tuple)

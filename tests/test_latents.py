@@ -272,7 +272,7 @@ def test_an_interruption_is_gone_on_with_and_names_what_is_not_in_its_beginning(
 
 def test_without_a_cache_they_are_kept_in_memory(codec, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
-    monkeypatch.setenv("UNFOG_CACHE", str(tmp_path / "file"))
+    monkeypatch.setenv("UNFOG_CACHE", str(tmp_path / "file/cache"))
     stored = wanted(codec, [images(3)]).load_or_encode("k", quiet)
     assert not isinstance(stored.latents, np.memmap)
     monkeypatch.setattr("unfog.data.packs.latent_cache._IN_MEMORY", 10)

@@ -338,7 +338,7 @@ def test_gradient_checkpointing_only_where_one_image_does_not_fit_without():
     fit = MicrobatchChoice.largest(given, CPU, int((one + recomputed) / 2 / MARGIN))
     assert fit.checkpointing
     assert fit.microbatch >= 1
-    with pytest.raises(RequestError, match=r"one image of 32 pixels .* smaller --size or --network"):
+    with pytest.raises(RequestError, match=r"one image of 32x32 pixels .* smaller --size or --network"):
         MicrobatchChoice.largest(given, CPU, int(0.9 * recomputed / MARGIN))
 
 

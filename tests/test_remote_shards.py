@@ -550,13 +550,14 @@ def lost_by(run: Path, step: int) -> dict[str, str]:
     return found
 
 
-def test_labels_of_a_table_change_nothing_of_that(web: Server, tmp_path: Path) -> None:
+def test_labels_of_a_table_change_nothing_of_that(web: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Images are counted without those that have no row, shards with them."""
+    monkeypatch.setattr("unfog.data.scan.check_range", lambda source, ranges: [])  # no sample is read and kept
     names = open_source(web.url).names
     table = tmp_path / "labels.csv"
     table.write_text("name,label\n" + "".join(f"{name},{i % 3}\n" for i, name in enumerate(names) if i > 8))
     source = open_source(web.url, policy=replace(CARE, cache_bytes=10**9))
-    images = prepare(source, replace(ASKED, labels=str(table), range=(0, 65535))).train  # no sample is read
+    images = prepare(source, replace(ASKED, labels=str(table), range=(0, 65535))).train
     rows = np.arange(len(images))
     web.faults["s-003.tar"] = "gone"
     first = images.take(rows)

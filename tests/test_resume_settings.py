@@ -36,6 +36,7 @@ from unfog.training.checkpoints.posthoc_ema import _to_float16
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import LoopSettings, train
 from unfog.training.settings import EmaSnapshots, Evaluate
+from unfog.values.conditions import Conditions
 
 pytestmark = pytest.mark.slow
 
@@ -310,6 +311,7 @@ FORCED = (
     "ema",
     "data.background",
     "data.range",
+    "data.clip",
     "data.held_out",
 )
 
@@ -423,7 +425,7 @@ def test_a_step_waits_for_the_device_once(settings):
         def batch(self, first, size):
             index = torch.arange(first, first + size) % len(IMAGES)
             pixels = torch.from_numpy(IMAGES).permute(0, 3, 1, 2)[index]
-            return type("Batch", (), {"pixels": pixels, "label": torch.from_numpy(LABELS)[index]})
+            return type("Batch", (), {"pixels": pixels, "conditions": Conditions(torch.from_numpy(LABELS)[index])})
 
     def until(step):
         task = Task(Images(), Augment.from_settings(config.data), build_loss(config, state.levels))

@@ -30,6 +30,7 @@ from unfog.data.sources.labels import read_labels
 from unfog.data.sources.registry import open_source
 from unfog.data.sources.remote_errors import is_permanent
 from unfog.errors import RequestError, RunError, install_command
+from unfog.values.image_format import ImageFormat
 
 pytestmark = pytest.mark.slow
 
@@ -74,7 +75,7 @@ def check(url: str) -> None:
     assert source.stamp()[1] == sum(map(len, SHARDS.values()))
     for i in (19, 0, 7):
         want = np.asarray(Image.open(io.BytesIO(png(i)))).transpose(2, 0, 1)
-        assert (decode(lambda i=i: source.open(i), 16, 3, (0, 0, 0))[0] == want).all()
+        assert (decode(lambda i=i: source.open(i), ImageFormat(3, 16, 16), (0, 0, 0))[0] == want).all()
 
 
 # S3

@@ -516,7 +516,7 @@ def test_building_stops_at_once_and_keeps_what_is_done(tmp_path: Path, monkeypat
 
 def test_a_cache_that_cannot_be_written_is_said(sets: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    monkeypatch.setenv("UNFOG_CACHE", str(tmp_path / "file"))
+    monkeypatch.setenv("UNFOG_CACHE", str(tmp_path / "file/cache"))
     with pytest.raises(RequestError, match="index of the shards is kept; set UNFOG_CACHE"):
         open_source(sets)
 
