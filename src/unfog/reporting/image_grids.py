@@ -171,8 +171,8 @@ def decode_png(data: bytes) -> Image.Image:
 
 
 def _rgb(images: Pixels) -> Pixels:
-    if images.dtype != np.uint8 or not len(images):
-        raise ValueError(f"expected at least one uint8 image, got {images.dtype} {list(images.shape)}")
+    if not len(images):
+        raise ValueError("expected at least one image")
     return to_rgb(images[..., None] if images.ndim == 3 else images)
 
 

@@ -197,8 +197,7 @@ class _PackWriter:
             "train": result.train,
             "settings": {name: getattr(settings, name) for name in PACK_SETTINGS}
             | {"labels": labels}
-            | ({"range": list(settings.range)} if settings.range else {})
-            | ({"clip": True} if settings.clip else {}),
+            | settings.later,
             "classes": list(result.classes),
             "labelled": result.labels is not None,
             "ledger": {key: value for key, value in result.report.to_dict().items() if key != "treatment"},
