@@ -18,6 +18,7 @@ LABELS = ("auto", "folders", "none")
 TABLES = (".csv", ".tsv", ".jsonl", ".ndjson")
 _TABLE = re.compile(r"(.*\.(?:csv|tsv|jsonl|ndjson))(?::(.+))?", re.IGNORECASE | re.DOTALL)
 
+
 def _floats(values: Iterable[float]) -> tuple[float, ...]:
     return tuple(map(float, values))
 
@@ -116,7 +117,7 @@ class Data:
 
     @staticmethod
     def later_of(stored: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all settings of `_LATER`, read from those of a pack. ValueError or TypeError if one has another type."""
+        """Return all settings of `_LATER`, read from those of a pack. ValueError or TypeError for another type."""
         return {name: kind(stored.get(name, getattr(Data, name))) for name, kind in _LATER.items()}
 
 

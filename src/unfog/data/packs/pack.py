@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import mmap
 import os
 from collections.abc import Callable, Mapping
