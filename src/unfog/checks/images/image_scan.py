@@ -222,9 +222,8 @@ def _read(prepared: Dataset, rows: Indices) -> NDArray[np.uint8]:
 def _read_set(prepared: Dataset, images: ImageSet, rows: Indices) -> NDArray[np.uint8]:
     to_bytes = prepared.settings.image_format.values.to_bytes
     if len(rows) and rows[-1] - rows[0] == len(rows) - 1 and (np.diff(rows) == 1).all():
-        return to_bytes(
-            np.asarray(images.pixels[int(rows[0]) : int(rows[-1]) + 1])
-        )  # a slice of a mapped file is not copied
+        # A slice of a mapped file is not copied.
+        return to_bytes(np.asarray(images.pixels[int(rows[0]) : int(rows[-1]) + 1]))
     return to_bytes(np.asarray(images.pixels.take(rows, axis=0)))
 
 
