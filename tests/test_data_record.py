@@ -145,6 +145,12 @@ def test_the_sheet_without_classes_and_of_few_images() -> None:
     assert len(shown(contact_sheet(prepared(300, classes=200), Augment(), seed=0))) == 64
 
 
+@pytest.mark.parametrize(("classes", "each"), [(1, 60), (2, 24), (4, 12), (6, 10)])
+def test_the_sheet_has_whole_rows_of_each_class(classes: int, each: int) -> None:
+    numbers = shown(contact_sheet(prepared(500, classes=classes), Augment(), seed=0))
+    assert Counter(number % classes for number in numbers) == dict.fromkeys(range(classes), each)
+
+
 def test_of_large_images_with_many_conversions_one_of_each_is_shown() -> None:
     kinds = [(action,) for action in ACTIONS if action not in COMMON_ACTIONS]
     images = prepared(30, size=512, treatment=(*range(len(kinds)), *[len(kinds)] * (30 - len(kinds))))
@@ -215,6 +221,17 @@ def test_a_background_that_a_pack_does_not_have_is_said(tmp_path: Path, capsys: 
         made, Data(background="black"), capsys
     )
     assert "background" not in said(made, Data(), capsys)
+
+
+def test_clipping_that_a_pack_was_made_without_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = pictures(tmp_path / "set", 20)
+    for clip in (False, True):
+        scan, key = scan_source(open_source(folder), Data(size=8, clip=clip))
+        made = write_pack(scan.resolve(), tmp_path / f"pack-{clip}", key, "").path
+        assert (
+            "data.clip changes nothing: the pack was made without it" in said(made, Data(clip=True), capsys)
+        ) != clip
+        assert "data.clip" not in said(made, Data(), capsys)
 
 
 @pytest.mark.slow

@@ -284,6 +284,9 @@ def test_products_that_came_too_early_are_refused_with_the_variable_and_the_reme
     with caller_flags_kept():
         with pytest.raises(RequestError, match=r"CUBLAS_WORKSPACE_CONFIG=:4096:8.*--training.deterministic off"):
             set_repeatable(CUDA, True)
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+        with pytest.raises(RequestError, match=r"with CUBLAS_WORKSPACE_CONFIG = ':0:0'.* to :4096:8"):
+            set_repeatable(CUDA, True)
         set_repeatable(CUDA, False)  # the remedy
 
 

@@ -150,7 +150,7 @@ def test_one_number_stays_one_number_in_a_file_of_settings():
 def test_sides_that_do_not_fit_are_named_with_a_size_that_does():
     rule = "a multiple of 8"
     check_sides(64, 96, lambda side: round(side / 8) * 8, rule)
-    with pytest.raises(RequestError, match=r"size = 90x64 must be a multiple of 8 on both sides; try size = 88x64"):
+    with pytest.raises(RequestError, match=r"size = 90x64: both sides must be a multiple of 8; try size = 88x64"):
         check_sides(64, 90, lambda side: round(side / 8) * 8, rule)
     with pytest.raises(RequestError, match=r"size = 30 must be a multiple of 8; try size = 32"):
         check_sides(30, 30, lambda side: round(side / 8) * 8, rule)

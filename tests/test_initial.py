@@ -74,7 +74,7 @@ def written(folder, scheduler=None, **changes):
     return model
 
 
-@pytest.mark.parametrize(("size", "seen"), [(8, 8), ([8, 8], 8), ([8, 16], 0), ([[8]], 0), ([], 0), ("8", 0)])
+@pytest.mark.parametrize(("size", "seen"), [(8, 8), ([8, 8], 8), ([8, 16], "16x8"), ([[8]], 0), ([], 0), ("8", 0)])
 def test_a_size_of_any_form_is_taken_or_left(tmp_path, size, seen):
     written(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

@@ -16,7 +16,7 @@ from unfog.commands.plan import _describe_compiling, _resolve_microbatch, _time_
 from unfog.commands.train import base_settings
 from unfog.config.presets import preset
 from unfog.config.requests import PlanRequest
-from unfog.config.schema import Config
+from unfog.config.schema import Config, Latents
 from unfog.config.toml import update
 from unfog.data.dataset import ImageSet
 from unfog.data.prepare import prepare
@@ -69,6 +69,13 @@ def test_a_gpu_gets_larger_batches_of_small_images(device, side, given, batch, m
     monkeypatch.setattr(auto_settings, "_LARGE_BATCH_ON", ())
     config = replace(config, training=replace(config.training, batch=0))
     assert AutoSettings(config, None, Machine(device), lambda: False).config.training.batch == 64
+
+
+def test_the_note_of_a_larger_batch_names_latents():
+    config = replace(preset("default"), data=Data(size=128, channels=3), network=SMALL, autoencoder_folder="codec")
+    config = replace(config, latents=Latents("x", 4, 4, (0.0,) * 4, (1.0,) * 4))
+    (note,) = (one for one in AutoSettings(config, None, Machine(CUDA), lambda: False).choices if one.name == "batch")
+    assert (note.value, "at up to 32 latents" in note.reason) == (256, True)
 
 
 def test_a_gpu_compiles_and_captures_by_itself_only_once_that_is_on(monkeypatch):
@@ -156,7 +163,7 @@ def test_time_is_arithmetic_or_launches():
 def test_devices_are_found_however_they_are_written():
     assert Device.find("RTX 4090") is Device.find("nvidia_rtx_4090") is _DEVICES["4090"]
     assert Device.find("H200").memory == 141 * GB
-    with pytest.raises(RequestError, match="h100"):
+    with pytest.raises(RequestError, match=r"'h1000'; give one of b200, .* omit --for \(device="):
         Device.find("h1000")
 
 

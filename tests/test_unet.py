@@ -219,7 +219,7 @@ def test_sizes_are_checked_before_building():
         ),
         (
             (32, 4),
-            "size = 4x32 must be a multiple of 4 and at least 8 for a network of 3 levels on both sides; "
+            "size = 4x32: both sides must be a multiple of 4 and at least 8 for a network of 3 levels; "
             "try size = 8x32, or fewer levels",
         ),
     ):

@@ -18,7 +18,7 @@ def compiled_with(network: Any, device: torch.device, function: Callable[_P, _R]
 
 
 def is_compiled(network: Any) -> bool:
-    """Return whether `network.compile` was called."""
+    """Return True if `network.compile` was called, so that its forward pass is compiled."""
     return getattr(network, "_compiled_call_impl", None) is not None
 
 

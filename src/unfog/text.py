@@ -9,14 +9,26 @@ MARK = "Unfog"
 """Text "Software" of a PNG file, and comment of a GIF file, that Unfog has written; see `data.files.own_files`."""
 
 # A scheme of any length would take the square of the length of a long word.
-_SCHEME = r"[a-z][a-z0-9+]{0,30}://"
+# `Path` leaves one slash, which is taken for that of a URL after these alone: /usr/bin:/home is a list of folders.
+_SCHEME = r"(?:[a-z][a-z0-9+]{0,30}://|(?:https?|ftps?|sftp|ssh|s3a?|gs|gcs|az|abfss?|hf|webdavs?):/)"
 # A host that is known as one by its look: a domain, localhost or an address, and perhaps a port.
 _HOST = r"""(?:[\w-]+(?:\.[\w-]+)+\.?|localhost|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?(?=[/?#\s'",;)\]]|$)"""
 # A password may hold / ? # and @ that should be escaped. Where it is unclear what is the host, everything up to the
 # last @ of the word is taken for a secret: a part of an address is missed less than a password is.
 _SECRET = (
     rf"(?:[^/\s?#]*@(?={_HOST})"  # up to a host
-    rf"|(?!{_HOST})(?=[^/\s?#]*[:@]|(?:(?<=http://)|(?<=https://)|(?<=ftp://))[^/\s?#])(?:(?!{_SCHEME})\S)*@)?"
+    rf"|(?!{_HOST})(?=[^/\s?#]*[:@]|(?:(?<=http://)|(?<=https://)|(?<=ftp://))[^/\s?#])(?:(?!{_SCHEME})\S)*@"
+    # A password with spaces; digits alone are a port.
+    rf"|(?!{_HOST})[^/\s?#:@]+:(?![0-9]{{1,5}}(?:[\s/]|$))"
+    rf"(?:(?!{_SCHEME})[^\s@])*(?: (?:(?!{_SCHEME})[^\s@])+){{1,5}}@)?"
+)
+# A word such as user:password@host. A user name of one letter is a drive, as in C:\x@y; `hf:` and the others name
+# sources and parts.
+_WITHOUT_SCHEME = re.compile(
+    rf"""(?<![^\s='"(,\[])(?!(?:python|hf|custom):)[a-z_][\w.+-]+:(?![/\\]|[0-9]{{1,5}}\s)"""
+    r"""[^\s/\\]{1,256}(?: [^\s/\\@]{1,256}){0,5}@"""
+    rf"""(?={_HOST}|[\w-]+(?::[0-9]{{1,5}})?(?=[/?#\s'",;)\]]|$))""",
+    re.IGNORECASE,
 )
 _URL = re.compile(
     # Scheme, user name and password, host and path up to the next URL, query; quotes may be part of all of them.
@@ -29,8 +41,11 @@ _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
 def without_secrets(text: str) -> str:
-    """Remove from each URL in a text its query, which may be a signature, and its user name and password."""
-    return _URL.sub(r"\1\2", text)
+    """Remove from each URL in a text its query, which may be a signature, and its user name and password.
+
+    Of words such as user:password@host, without a scheme, the host is left.
+    """
+    return _WITHOUT_SCHEME.sub("", _URL.sub(r"\1\2", text))
 
 
 def is_address(text: str) -> bool:

@@ -222,7 +222,17 @@ def test_files_of_local_disks_are_mapped_and_rows_are_those_of_an_array(place: P
     rows = load_rows(place / "at/x.npy", place)
     assert isinstance(rows, FileRows)
     keys = [3, -1, slice(2, 9), slice(None, None, 3), slice(-3, None), [4, -2, 4], np.arange(20) % 3 == 0, (2, 1)]
-    keys += [(slice(1, 5), 2), (slice(None), slice(None), 3), slice(9, 3), np.array([[1, 2], [3, 4]])]
+    keys += [([1, 4, 1], [0, 2, 1]), ([[1], [2]], [0, 2]), ([4, 2], slice(None), [0, 5]), (3, slice(None), [0, 5])]
+    keys += [
+        (..., 1),
+        (None, 3),
+        (np.arange(20) % 7 == 0, [0, 1, 2]),
+        ([2, 5], slice(1)),
+        (slice(1, 5), 2),
+        (slice(None), slice(None), 3),
+        slice(9, 3),
+        np.array([[1, 2], [3, 4]]),
+    ]
     for key in keys:
         assert np.array_equal(rows[key], x[key]), key
     assert np.array_equal(np.asarray(rows.rows(slice(4, 9))), x[4:9])

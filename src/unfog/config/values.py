@@ -31,7 +31,7 @@ from unfog.models.elsewhere.settings import ELSEWHERE
 from unfog.models.given_network import GivenNetwork
 from unfog.models.network_settings import CustomNetwork
 from unfog.models.settings import ARCHITECTURES, SIZES
-from unfog.text import is_address
+from unfog.text import is_address, without_secrets
 from unfog.training.optimizer_settings import OPTIMIZERS
 from unfog.training.settings import EMA_SCHEDULES
 from unfog.values.image_format import Size, parse_size
@@ -55,13 +55,13 @@ class FormatError(ValueError):
 
 
 def quote(value: object) -> str:
-    """Return the repr of a value for a message: in one line, and shortened."""
+    """Return the repr of a value for a message: in one line, without credentials of addresses, and shortened."""
     try:
         text = repr(value)
     except ValueError:  # a whole number of more digits than Python writes
         text = "a number of thousands of digits"
     # A line break in a value would break the message, which is one line.
-    text = " ".join(text.split())
+    text = without_secrets(" ".join(text.split()))
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 20]} ... {text[-14:]}"
 
 

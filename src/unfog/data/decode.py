@@ -412,7 +412,7 @@ class _Fit(NamedTuple):
 
     @property
     def actions(self) -> list[str]:
-        """Keys of `data_report.ACTIONS`."""
+        """Changes of the sides: keys of `data_report.ACTIONS`, such as "cropped"."""
         resized = "resized" if self.kept > self.result else "upscaled"
         return ["cropped"] * (self.kept != self.original) + [resized] * (self.kept != self.result)
 

@@ -61,7 +61,7 @@ class FolderLock:
         self._thread.start()
 
     def release(self) -> None:
-        """Give the folder back."""
+        """End the heartbeat and free the folder for other processes."""
         self._over.set()
         if self._thread.is_alive():
             self._thread.join(2.0)

@@ -44,6 +44,8 @@ def _warn_of_no_effect(settings: Data, dataset: Dataset, from_python: bool) -> N
         warn(f"data.range changes nothing: the images of a pack have 8 bits{_made_with(packed)}")
     elif settings.range and report.read and not report.has_deep_images and not from_python:
         warn("data.range changes nothing: no image has values deeper than 8 bits")
+    if settings.clip and not dataset.settings.clip:
+        warn("data.clip changes nothing: the pack was made without it")
 
 
 def _made_with(range: tuple[float, ...]) -> str:

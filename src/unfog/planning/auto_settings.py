@@ -143,7 +143,11 @@ class AutoSettings:
         large = small and self.machine.device.type in _LARGE_BATCH_ON
         self._set_training(batch=_LARGE_BATCH if large else USUAL_BATCH)
         if large:
-            self._note("batch", _LARGE_BATCH, f"smaller ones leave a GPU idle at up to {_SMALL_SIDE} pixels")
+            self._note(
+                "batch",
+                _LARGE_BATCH,
+                f"smaller ones leave a GPU idle at up to {_SMALL_SIDE} {self.config.representation.name}",
+            )
 
     def resolve_learning_rate(self) -> None:
         """Choose the learning rate by the size of network and batch; lower for pretrained weights."""

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from unfog.config.values import suggest
 from unfog.errors import RequestError
 from unfog.planning.memory_trace import clear_package_caches
 from unfog.process.device import synchronize
@@ -45,8 +44,8 @@ class Device:
         plain = name.lower().replace("nvidia", "").replace("rtx", "").strip(" -_").replace(" ", "-").replace("_", "-")
         if plain not in _DEVICES:
             raise RequestError(
-                f"for = {name!r} is not a known device{suggest(plain, _DEVICES)}; give one of "
-                f"{', '.join(_DEVICES)}, or omit --for to plan for this machine"
+                f"there is no data sheet of a device {name!r}; give one of {', '.join(_DEVICES)}, or omit --for "
+                "(device= in Python) to plan for this machine"
             )
         return _DEVICES[plain]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -74,7 +75,7 @@ def set_repeatable(device: torch.device, on: bool) -> None:
     """Let torch compute alike each time on CUDA, or else as fast as it can; the CPU computes alike in any case.
 
     Raises:
-        RequestError: cuBLAS has started in this process already, in a way that does not repeat.
+        RequestError: cuBLAS does not repeat, by the value of its variable, or as it started in this process already.
     """
     if device.type != "cuda":
         return
@@ -85,6 +86,12 @@ def set_repeatable(device: torch.device, on: bool) -> None:
     # It would also fill every new tensor with NaN, hundreds of kernels a step, to find reads of unwritten memory.
     set_flag(torch.utils.deterministic, "fill_uninitialized_memory", False)
     if on and not _products_repeat(device):
+        given = os.environ.get(WORKSPACE, REPEATABLE_WORKSPACE)
+        if given not in (REPEATABLE_WORKSPACE, ":16:8"):
+            raise RequestError(
+                f"with {WORKSPACE} = {given!r} matrix products on the GPU do not repeat to the bit; unset it, or set it"
+                f" to {REPEATABLE_WORKSPACE}, before starting Python, or give --training.deterministic off"
+            )
         raise RequestError(
             f"a matrix product ran on the GPU before {WORKSPACE} was set, so that products cannot repeat to the bit in "
             f"this process; restart Python and import unfog first, or set {WORKSPACE}={REPEATABLE_WORKSPACE} before "

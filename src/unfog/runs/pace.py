@@ -54,7 +54,7 @@ class Pace:
 
     @property
     def started(self) -> bool:
-        """True once `add` was called."""
+        """True once `add` was called, so that the next step has a beginning."""
         return self._last is not None
 
     def add(self, now: float, step: int) -> float:

@@ -167,7 +167,7 @@ class TimeBudget:
         return min(length.first, length.unlimited_position(step + steps)) <= now.limit
 
     def _active(self) -> float:
-        """Return the time without pauses."""
+        """Return the seconds of the clock without suspension and pauses."""
         return self._awake() - self._pace.paused - self._pace.pending
 
     def _awake(self) -> float:

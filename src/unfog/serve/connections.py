@@ -63,7 +63,7 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     async def serve(self, sockets: list[socket] | None = None) -> None:
-        """Serve until a signal."""
+        """Answer requests to these sockets until a signal comes."""
         asyncio.get_running_loop().set_exception_handler(_Troubles())
         await super().serve(sockets)
 
@@ -113,7 +113,7 @@ class _Connection(H11Protocol):
             min(unknown, key=lambda one: one.began).transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Free the place."""
+        """Stop the timer, and free the place of the connection."""
         self._stop_waiting()
         super().connection_lost(exc)
 

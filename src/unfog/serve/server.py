@@ -237,11 +237,11 @@ class _Number(Convertor[int]):
     regex = "[0-9]{1,15}"
 
     def convert(self, value: str) -> int:
-        """Return the number."""
+        """Return the number that a part of an address is."""
         return int(value)
 
     def to_string(self, value: int) -> str:
-        """Return the text of it."""
+        """Return the part of an address for a number."""
         return str(value)
 
 

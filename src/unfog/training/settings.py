@@ -36,7 +36,7 @@ class Training:
         measured="`tiny` on CIFAR-10, six minutes of one core: loss 0.157 with 32, 0.156 with 64",
         see="docs/decisions/0007-default-recipe.md",
     )
-    """Images for one optimiser step. 0: 64, and 256 on CUDA at up to 32 pixels."""
+    """Images for one optimiser step. 0: 64, and 256 on CUDA where the network sees at most 32x32 pixels or latents."""
     microbatch: int = setting(0, short="microbatch", at_least=0, affects="steps", resume="free")
     """Images in one forward and backward pass; gradients add up to `batch`. 0: the whole batch."""
     noise: Literal["microbatch", "batch"] = setting("microbatch", affects="steps", resume="free", added_later=True)

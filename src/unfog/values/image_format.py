@@ -79,9 +79,9 @@ def check_sides(height: int, width: int, nearest: Callable[[int], int], rule: st
     """Raise RequestError unless each side is the nearest one that fits; `rule` follows "must be" in the message."""
     near = nearest(height), nearest(width)
     if near != (height, width):
-        both = " on both sides" * (height != width)
+        both = ": both sides" * (height != width)
         size = size_of(height, width)
-        raise RequestError(f"size = {size} must be {rule}{both}; try size = {size_of(*near)}{remedy}")
+        raise RequestError(f"size = {size}{both} must be {rule}; try size = {size_of(*near)}{remedy}")
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class StoredValues:
 
     @cached_property
     def middle(self) -> float:
-        """The stored value of 0."""
+        """The stored value that is 0 for the model."""
         return (self.high + self.low) / 2
 
     @property
@@ -188,7 +188,7 @@ class ImageFormat:
 
     @property
     def kind(self) -> str:
-        """ "grey" or "RGB"."""
+        """Name of the channels: "grey" or "RGB"."""
         return describe_channels(self.channels)
 
     @property
@@ -207,12 +207,12 @@ class ImageFormat:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a stored image."""
+        """Bytes of one image in stored values [C, H, W]."""
         return self.count * self.dtype.itemsize
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Type of the stored values."""
+        """NumPy type of the stored values, such as uint8."""
         import numpy as np
 
         return np.dtype(self.values.dtype)

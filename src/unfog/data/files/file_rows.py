@@ -103,11 +103,18 @@ class FileRows:
         return found
 
     def __getitem__(self, key: Any) -> NDArray[Any]:
-        """Read a row, a slice of rows, those that an array of integers or booleans selects, or parts of them."""
+        """Read a row, a slice of rows, those that an array of integers or booleans selects, or parts, as NumPy does."""
         if isinstance(key, tuple):
             first, *rest = key
-            found = self[first]
-            return found[tuple(rest)] if isinstance(first, int | np.integer) else found[(_WHOLE, *rest)]
+            if first is None or first is Ellipsis:
+                return self[:][key]
+            if isinstance(first, slice):
+                return self[first][(_WHOLE, *rest)]
+            wanted = np.arange(len(self))[first]
+            rows, places = np.unique(wanted, return_inverse=True)
+            # The indices of the rows are passed on, as NumPy combines the arrays of one key.
+            found: NDArray[Any] = self.take(rows)[(places.reshape(np.shape(wanted)), *rest)]
+            return found
         if isinstance(key, slice):
             first, last, step = key.indices(len(self))
             return self._read(first, last - first) if step == 1 else self.take(np.arange(first, last, step))
