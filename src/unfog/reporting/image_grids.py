@@ -172,7 +172,7 @@ def decode_png(data: bytes) -> Image.Image:
 
 def _rgb(images: Pixels) -> Pixels:
     if not len(images):
-        raise ValueError("expected at least one image")
+        raise ValueError(f"expected at least one uint8 image, got {images.dtype} {list(images.shape)}")
     return to_rgb(images[..., None] if images.ndim == 3 else images)
 
 
