@@ -30,6 +30,12 @@ WIDE = 6  # parameters
 LONG = 40  # lines of a function
 LABEL = re.compile(r"\blabel\b")
 LABELS = re.compile(r"(?<![a-z])labels?(?![a-z])", re.IGNORECASE)  # as a part of a name too: label_dropout
+# Places that know of images what `values.image_format` should know alone.
+BYTES = re.compile(r"127\.5|np\.(?:empty|zeros|full)\(\(.*\b(?:size|side|height)\b.*\bchannels\b")
+IF = r"\b(?:if|elif|and|or|not|while) (?:not )?[\w.]*\b"
+LATENTS = re.compile(rf"\buses_latents\b|isinstance\([^)]*\bLatentSpace\b|{IF}autoencoder_folder\b")
+AUTOENCODER = re.compile(rf"\btrains_autoencoder\b|isinstance\([^)]*\bAutoencoderTask\b|{IF}autoencoder\.factor\b")
+Loop = (ast.For, ast.While, ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)
 Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 # What somebody reads to understand a training step: before, and now.
 LOOP = (
@@ -98,6 +104,10 @@ class Figures:
     modules: int = 0
     label: list[str] = field(default_factory=list)
     labels: list[str] = field(default_factory=list)
+    bytes: list[str] = field(default_factory=list)
+    latents: list[str] = field(default_factory=list)
+    autoencoder: list[str] = field(default_factory=list)
+    loss_loops: list[str] = field(default_factory=list)
     way: list[str] = field(default_factory=list)
     loop: str = ""
 
@@ -129,6 +139,17 @@ def imported(tree: ast.Module, known: set[str]) -> set[str]:
     return found & known
 
 
+def loops_of_losses(tree: ast.Module) -> list[str]:
+    """Return the functions with a loop that calls a loss of given noise: `loss_at`, or the `at` of an objective."""
+    names, found = re.compile(r"(?:\w*objective\.|\.)at|(?:\w+\.)*loss_at"), []
+    for function in (node for node in ast.walk(tree) if isinstance(node, Function)):
+        loops = (node for node in ast.walk(function) if isinstance(node, Loop))
+        calls = (node for loop in loops for node in ast.walk(loop) if isinstance(node, ast.Call) and len(node.args) > 3)
+        if any(names.fullmatch(ast.unparse(call.func)) for call in calls):
+            found.append(function.name)
+    return found
+
+
 def rings(arrows: dict[str, set[str]]) -> list[list[str]]:
     """Return the groups of modules that reach each other through imports."""
 
@@ -158,6 +179,11 @@ def measure(root: Path) -> Figures:
         for found, word in ((figures.label, LABEL), (figures.labels, LABELS)):
             if count := len(word.findall(text)):
                 found.append(f"{name}: {count}")
+        places = ((figures.bytes, BYTES), (figures.latents, LATENTS), (figures.autoencoder, AUTOENCODER))
+        numbered = [(number, line.strip()) for number, line in enumerate(lines, 1) if '"""' not in line]
+        for found, word in places if name != "unfog.values.image_format" else ():
+            found += [f"{name}:{number}: {line}" for number, line in numbered if word.search(line)]
+        figures.loss_loops += [f"{name}:{function}" for function in loops_of_losses(tree)]
         figures.lines += len(lines)
         figures.code += sum(bool(line.strip()) and not line.strip().startswith("#") for line in lines)
         tokens = tokenize.generate_tokens(io.StringIO(text).readline)
@@ -217,6 +243,10 @@ ROWS: list[tuple[str, str, Callable[[Figures], object]]] = [
     ("public top-level names", "650", lambda f: f"{f.public:,}"),
     ("modules with the word label", "40", lambda f: len(f.label)),
     ("modules with label or labels, alone or in a name", "", lambda f: len(f.labels)),
+    ("places with 127.5, or that make memory for images", "0", lambda f: len(f.bytes)),
+    ("places that ask whether the network sees latents", "2", lambda f: len(f.latents)),
+    ("places that ask whether an autoencoder is trained", "2", lambda f: len(f.autoencoder)),
+    ("functions with a loop of per-image losses", "1", lambda f: len(f.loss_loops)),
     ("functions with 6 or more parameters", "30", lambda f: len(f.wide)),
     ("functions of more than 40 lines", "", lambda f: len(f.long)),
     ("modules of more than 300 lines", "", lambda f: len(f.long_modules)),
@@ -244,7 +274,21 @@ def main() -> None:
     asked = parser.parse_args()
     here = measure(ROOT)
     if asked.show:
-        for title in ("riddles", "brief", "wide", "long", "long_modules", "rings", "label", "labels", "way"):
+        for title in (
+            "riddles",
+            "brief",
+            "wide",
+            "long",
+            "long_modules",
+            "rings",
+            "label",
+            "labels",
+            "bytes",
+            "latents",
+            "autoencoder",
+            "loss_loops",
+            "way",
+        ):
             print(f"## {title}", *getattr(here, title), sep="\n")
         sys.exit()
     with tempfile.TemporaryDirectory() as place:

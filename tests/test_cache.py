@@ -261,6 +261,13 @@ def test_the_command_lists_and_clears(four: list[Path], capsys: pytest.CaptureFi
     assert not four[1].exists()
 
 
+def test_entries_from_before_a_setting_keep_their_names() -> None:
+    assert Data().later_key == ()
+    assert Data(range=(0.0, 1.0), clip=True).later_key == ((0.0, 1.0), "clip")
+    assert Data.later_of({}) == {"range": (), "clip": False}
+    assert Data.later_of({"range": [0, 4095], "clip": True}) == {"range": (0.0, 4095.0), "clip": True}
+
+
 def test_a_limit_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     for given in ("much", "-1", "nan"):
         monkeypatch.setenv("UNFOG_CACHE_LIMIT", given)

@@ -1,7 +1,10 @@
 """The pages on extending the package: the code that they show is complete, and passes the tests that they show."""
 
 import inspect
+import os
 import re
+import shutil
+import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -13,6 +16,15 @@ from unfog.data.sources import registry
 
 PAGES = Path(__file__).parent.parent / "docs" / "extending"
 MODULES = {page.stem: name for page in PAGES.glob("*.md") if (name := re.search(r"`(my_\w+)\.py`", page.read_text()))}
+# Settings of the trainings on the pages that change the package.
+TINY = """
+import pytest
+
+@pytest.fixture
+def settings():
+    never = {"every": -1}
+    return {"size": 16, "network": "tiny", "steps": 1, "batch": 4, "device": "cpu", "preview": never, "evaluate": never}
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +56,30 @@ def test_the_code_of_a_page_works(page, tmp_path, monkeypatch):
     finally:
         for module in (name, f"{name}_tests"):
             sys.modules.pop(module, None)
+
+
+def files_of(change: str) -> list[str]:
+    return re.findall(r"^\+\+\+ b/(\S+)", change, re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("page", "most"), [("condition", 3), ("stored-type", 4), ("value-map", 2)])
+def test_the_change_of_a_page_works(page, most, tmp_path):
+    """A copy of the package, changed as the page shows, passes the test that the page shows."""
+    (change,) = re.findall(r"```diff\n(.*?)```", (PAGES / f"{page}.md").read_text(), re.DOTALL)
+    (tests,) = re.findall(r"```python\n(.*?)```", (PAGES / f"{page}.md").read_text(), re.DOTALL)
+    assert len(files_of(change)) <= most
+    copy = tmp_path / "package"
+    shutil.copytree(PAGES.parents[1] / "src", copy / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "change.diff").write_text(change)
+    (copy / "test_page.py").write_text(tests)
+    (copy / "conftest.py").write_text(TINY)
+    # Outside of any repository, as git would otherwise leave out files that are not of it.
+    outside = os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path), "PYTHONPATH": str(copy / "src")}
+    subprocess.run(["git", "apply", "--unidiff-zero", "../change.diff"], cwd=copy, env=outside, check=True)
+    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ".", "test_page.py"]
+    done = subprocess.run(run, cwd=copy, env=outside, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def pages():

@@ -17,6 +17,7 @@ from unfog.values.image_format import (
     BYTES,
     ImageFormat,
     Size,
+    StoredValues,
     channel_names,
     check_sides,
     describe_channels,
@@ -56,6 +57,14 @@ def test_every_level_comes_back_to_the_bit():
     assert BYTES.to_stored(torch.tensor([-7.0, 7.0])).tolist() == [0, 255]  # a sampler may overshoot
     x = torch.tensor([-1.0, 0.25, 1.0])
     assert torch.equal(eval(BYTES.formula("x")), (x + 1) * 127.5)
+
+
+def test_stored_values_are_seen_as_bytes():
+    stored = np.arange(256, dtype=np.uint8)
+    assert StoredValues().to_bytes(stored) is stored
+    deep = StoredValues("uint16", 0, 65535)
+    assert np.array_equal(deep.to_bytes(stored.astype(np.uint16) * 257), stored)
+    assert StoredValues("float32", -1, 3).to_bytes(np.float32([-2, -1, 1, 3, 9])).tolist() == [0, 0, 128, 255, 255]
 
 
 def test_a_view_is_rgb_whatever_the_channels_are():

@@ -46,8 +46,7 @@ _LATENT_FILES = frozenset(["latents.f16", "rows.i64", *_JSON_FILES])
 def entry_key(scan: Scan, settings: Data) -> str:
     """Return the name of the entry for a source, as it was when it was scanned, decoded with these settings."""
     labels = "" if scan.labels is None else hashlib.sha256(np.ascontiguousarray(scan.labels).data).hexdigest()
-    # Without `range`, the key is that of entries from before there was this setting.
-    added = (*((settings.range,) if settings.range else ()), *("clip",) * settings.clip)
+    added = settings.later_key
     matters = (settings.size, settings.channels, settings.background, settings.held_out, scan.classes, labels, *added)
     # Pillow's version, as another one may decode or resize to other values.
     return hashlib.sha256(repr((FORMAT, PIL.__version__, scan.stamp, matters)).encode()).hexdigest()[:32]

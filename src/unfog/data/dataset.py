@@ -82,7 +82,12 @@ class ImageSet:
     @property
     def nbytes(self) -> int:
         """Bytes of all pixels, or latents."""
-        return math.prod(self.pixels.shape) * getattr(self.pixels, "dtype", np.dtype(np.uint8)).itemsize
+        return len(self) * self.image_bytes
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes of the pixels, or latents, of one image."""
+        return math.prod(self.pixels.shape[1:]) * getattr(self.pixels, "dtype", np.dtype(np.uint8)).itemsize
 
     @cached_property
     def fingerprint(self) -> str:

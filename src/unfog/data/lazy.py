@@ -220,8 +220,7 @@ def lazy_dataset(scan: Scan) -> Dataset:
     source, settings, n = scan.source, scan.resolved_settings, len(scan.source.names)
     held = scan.held_out_indices()
     matters = (scan.stamp, settings.size, settings.channels, settings.background, scan.classes)
-    # Only where there is one, as runs exist from before there was this setting.
-    state = repr((*matters, *((settings.range,) if settings.range else ()), *("clip",) * settings.clip))
+    state = repr((*matters, *settings.later_key))
 
     def subset(inside: bool) -> ImageSet:
         count, index = (len(held), held.__getitem__) if inside else (n - len(held), partial(_training_index, held))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 import difflib
 import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from unfog.errors import RequestError
 from unfog.settings import check_bounds, setting
@@ -17,6 +18,14 @@ LABELS = ("auto", "folders", "none")
 TABLES = (".csv", ".tsv", ".jsonl", ".ndjson")
 _TABLE = re.compile(r"(.*\.(?:csv|tsv|jsonl|ndjson))(?::(.+))?", re.IGNORECASE | re.DOTALL)
 
+
+def _floats(values: Iterable[float]) -> tuple[float, ...]:
+    return tuple(map(float, values))
+
+
+# Settings of decoding that came after the first packs, and their types as read from JSON. Caches are named by them, and
+# packs hold them, only where they are set, so that those from before are found again.
+_LATER: dict[str, Callable[[Any], object]] = {"range": _floats, "clip": bool}
 # Settings that act in training, so that a pack does not depend on them.
 TRAINING_ONLY = ("flip", "jitter", "crop", "augment", "upright", "cache", "cache_limit", "failed_shards")
 # Prefix of the fingerprint of images that are decoded while training: a digest of their source's state.
@@ -95,6 +104,21 @@ class Data:
     def image_format(self) -> ImageFormat:
         """The format of the images; 0 in it is not chosen yet."""
         return ImageFormat.of(self.channels, self.size)
+
+    @property
+    def later(self) -> dict[str, Any]:
+        """The settings of `_LATER` that are set, by name."""
+        return {name: value for name in _LATER if (value := getattr(self, name)) != getattr(Data, name)}
+
+    @property
+    def later_key(self) -> tuple[object, ...]:
+        """`later` as part of a key or digest; empty where nothing is set."""
+        return tuple(name if value is True else value for name, value in self.later.items())
+
+    @staticmethod
+    def later_of(stored: Mapping[str, Any]) -> dict[str, Any]:
+        """Return all settings of `_LATER`, read from those of a pack. ValueError or TypeError for another type."""
+        return {name: kind(stored.get(name, getattr(Data, name))) for name, kind in _LATER.items()}
 
 
 def table_and_columns(labels: str) -> tuple[str, tuple[str, str]]:

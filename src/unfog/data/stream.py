@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -177,7 +178,7 @@ class _Prefetcher:
 
     def _reach(self, size: int) -> int:
         """Return the number of positions to prefetch behind a batch of `size`."""
-        fit = _BYTES // int(np.prod(self._pixels.shape[1:]))
+        fit = _BYTES // (math.prod(self._pixels.shape[1:]) * self._pixels.dtype.itemsize)
         # At least the next batch, however large its images are: without it nothing would be read ahead.
         return max(size, min(fit, max(_LEAST, _BATCHES * size)))
 

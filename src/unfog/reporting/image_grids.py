@@ -171,7 +171,7 @@ def decode_png(data: bytes) -> Image.Image:
 
 
 def _rgb(images: Pixels) -> Pixels:
-    if images.dtype != np.uint8 or not len(images):
+    if not len(images):
         raise ValueError(f"expected at least one uint8 image, got {images.dtype} {list(images.shape)}")
     return to_rgb(images[..., None] if images.ndim == 3 else images)
 

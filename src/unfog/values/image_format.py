@@ -126,6 +126,15 @@ class StoredValues:
         """Return source code that converts a float in [-1, 1] of this name to stored values, not rounded yet."""
         return f"({x} + {self.middle / self.half:g}) * {self.half:g}"
 
+    def to_bytes(self, stored: NDArray[Any]) -> NDArray[np.uint8]:
+        """Return stored values of any shape as 8 bits, for what looks at images of 8 bits: bytes as they are."""
+        import numpy as np
+
+        if stored.dtype == np.uint8:
+            return stored
+        scaled = (stored - np.float64(self.low)) * (255 / (self.high - self.low))
+        return scaled.round().clip(0, 255).astype(np.uint8)
+
     def levels(self) -> NDArray[np.float64]:
         """Return the model values of all levels of an integer type, in order."""
         import numpy as np

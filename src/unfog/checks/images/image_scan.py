@@ -138,7 +138,7 @@ class ImageScan:
         Several threads read a few MB of pixels at a time; the statistics take 130 bytes an image.
         """
         rows = evenly_spread_rows(len(prepared.train), len(prepared.held_out), most)
-        piece = max(1, _PIECE_BYTES // int(np.prod(prepared.train.pixels.shape[1:])))
+        piece = max(1, _PIECE_BYTES // prepared.train.image_bytes)
         histogram = np.zeros((prepared.settings.channels, 256), np.int64)
         parts: list[_PixelStatistics] = []
 
@@ -210,19 +210,21 @@ def _read(prepared: Dataset, rows: Indices) -> NDArray[np.uint8]:
     train = len(prepared.train)
     inside = rows < train
     if inside.all():
-        return _read_set(prepared.train, rows)
+        return _read_set(prepared, prepared.train, rows)
     if not inside.any():
-        return _read_set(prepared.held_out, rows - train)
+        return _read_set(prepared, prepared.held_out, rows - train)
     pixels = np.empty((len(rows), *prepared.train.pixels.shape[1:]), np.uint8)
-    pixels[inside] = _read_set(prepared.train, rows[inside])
-    pixels[~inside] = _read_set(prepared.held_out, rows[~inside] - train)
+    pixels[inside] = _read_set(prepared, prepared.train, rows[inside])
+    pixels[~inside] = _read_set(prepared, prepared.held_out, rows[~inside] - train)
     return pixels
 
 
-def _read_set(images: ImageSet, rows: Indices) -> NDArray[np.uint8]:
+def _read_set(prepared: Dataset, images: ImageSet, rows: Indices) -> NDArray[np.uint8]:
+    to_bytes = prepared.settings.image_format.values.to_bytes
     if len(rows) and rows[-1] - rows[0] == len(rows) - 1 and (np.diff(rows) == 1).all():
-        return np.asarray(images.pixels[int(rows[0]) : int(rows[-1]) + 1])  # a slice of a mapped file is not copied
-    return np.asarray(images.pixels.take(rows, axis=0))
+        # A slice of a mapped file is not copied.
+        return to_bytes(np.asarray(images.pixels[int(rows[0]) : int(rows[-1]) + 1]))
+    return to_bytes(np.asarray(images.pixels.take(rows, axis=0)))
 
 
 def _statistics(pixels: NDArray[np.uint8]) -> _PixelStatistics:

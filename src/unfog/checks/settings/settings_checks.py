@@ -104,7 +104,8 @@ def _check_range(pixels: Tensor, augment: Augment) -> Finding:
     with torch.random.fork_rng(devices=[]):
         x0, _ = augment(pixels)
     low, high, mean, std = (float(v) for v in (x0.min(), x0.max(), x0.mean(), x0.std()))
-    darkest, brightest = int(pixels.min()), int(pixels.max())
+    seen = augment.values.to_bytes(pixels.numpy())
+    darkest, brightest = int(seen.min()), int(seen.max())
     facts = {"images": len(pixels), "low": low, "high": high, "mean": mean, "std": std}
     evidence = f"pixels from {darkest} to {brightest} of {len(pixels)} images become {low:.3f} to {high:.3f}"
     # Jitter and the padding of rotated images stay inside the range without reaching its ends.

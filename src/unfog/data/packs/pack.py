@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import mmap
 import os
 from collections.abc import Callable, Mapping
@@ -112,7 +111,7 @@ class Pack:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The values of PACK_SETTINGS, and of `range` and `clip`, that the images were prepared with, resolved."""
+        """The values of PACK_SETTINGS, and of `Data.later`, that the images were prepared with, resolved."""
         return _stored_settings(self.manifest)
 
     @property
@@ -141,7 +140,7 @@ class Pack:
             for name, file in pack.manifest["files"].items():
                 if name != "pixels.u8" and file_digest(path / name, path) != file["sha256"]:
                     problems.append(f"{name} is not as it was written")
-            per_image, begin = math.prod(pack.images.pixels.shape[1:]), 0
+            per_image, begin = pack.images.image_bytes, 0
             # In chunks, so that the message can say which images are damaged; the chunks' own file must be whole.
             chunks = json.loads(read_file(path / "chunks.json", path, _LARGEST_MANIFEST)) if not problems else []
             with open_file(path / "pixels.u8", "rb", path) as file:
@@ -157,7 +156,7 @@ class Pack:
 
     def sample_is_whole(self, most: int) -> bool:
         """Compare the checksums of chunks of pixels drawn at random: one, and others up to `most` bytes in all."""
-        size, begin, spans = math.prod(self.images.pixels.shape[1:]), 0, list[tuple[int, int, str]]()
+        size, begin, spans = self.images.image_bytes, 0, list[tuple[int, int, str]]()
         try:
             if file_digest(self.path / "chunks.json", self.path) != self.manifest["files"]["chunks.json"]["sha256"]:
                 return False
@@ -224,8 +223,7 @@ def _check_manifest(manifest: Mapping[str, Any]) -> None:
 
 def _stored_settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
     stored = manifest["settings"]
-    added = {"range": tuple(map(float, stored.get("range", ()))), "clip": bool(stored.get("clip", False))}
-    return {name: stored[name] for name in PACK_SETTINGS} | added
+    return {name: stored[name] for name in PACK_SETTINGS} | Data.later_of(stored)
 
 
 def _open_files(path: Path, manifest: Mapping[str, Any]) -> tuple[ImageSet, DataReport]:

@@ -195,10 +195,7 @@ class _PackWriter:
             "stamp": self.scan.stamp,
             "shape": [self.journal.rows, *self.scan.image_format.shape],
             "train": result.train,
-            "settings": {name: getattr(settings, name) for name in PACK_SETTINGS}
-            | {"labels": labels}
-            | ({"range": list(settings.range)} if settings.range else {})
-            | ({"clip": True} if settings.clip else {}),
+            "settings": {name: getattr(settings, name) for name in PACK_SETTINGS} | {"labels": labels} | settings.later,
             "classes": list(result.classes),
             "labelled": result.labels is not None,
             "ledger": {key: value for key, value in result.report.to_dict().items() if key != "treatment"},
