@@ -33,7 +33,7 @@ LABELS = re.compile(r"(?<![a-z])labels?(?![a-z])", re.IGNORECASE)  # as a part o
 # Places that know of images what `values.image_format` should know alone.
 BYTES = re.compile(r"127\.5|np\.(?:empty|zeros|full)\(\(.*\b(?:size|side|height)\b.*\bchannels\b")
 IF = r"\b(?:if|elif|and|or|not|while) (?:not )?[\w.]*\b"
-LATENTS = re.compile(rf"\buses_latents\b|isinstance\([^)]*\bLatentSpace\b|{IF}autoencoder_folder\b")
+LATENTS = re.compile(rf"\buses_latents\b|isinstance\([^)]*\bLatentSpace\b|{IF}(?:autoencoder_folder|config\.codec)\b")
 AUTOENCODER = re.compile(rf"\btrains_autoencoder\b|isinstance\([^)]*\bAutoencoderTask\b|{IF}autoencoder\.factor\b")
 Loop = (ast.For, ast.While, ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)
 Function = (ast.FunctionDef, ast.AsyncFunctionDef)
