@@ -14,6 +14,7 @@ from unfog.diffusion.objective import Objective
 from unfog.diffusion.sampler import Sampler
 from unfog.models.settings import UNet
 from unfog.models.unet import UNetModel
+from unfog.values.conditions import Conditions
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +46,7 @@ def samples(images: Tensor, p: float, told: bool, steps: int) -> Tensor:
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = 3e-3 * min(1, (step + 1) / 20) * (1 - step / steps)
         x0, condition = augment(images[torch.randint(0, len(images), (64,))])
-        objective(model, x0, None, condition if told else None).per_image.mean().backward()
+        objective(model, x0, Conditions(augment=condition if told else None)).per_image.mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     noise = NoiseSource(0, range(200), (1, SIDE, SIDE))
