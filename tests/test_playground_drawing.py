@@ -34,7 +34,7 @@ def run(tmp_path_factory):
     for i in range(48):
         Image.fromarray(rng.integers(0, 256, (8, 8, 3), np.uint8)).save(folder / f"{i}.png")
     settings = {"network": NETWORK, "device": "cpu", "precision": "fp32", "batch": 8, "preview": {"images": 4}}
-    return unfog.train(folder, out=folder.with_name("run"), steps=2, sampler={"steps": 4}, **settings)
+    return unfog.train(folder, out=tmp_path_factory.mktemp("runs") / "drawn", steps=2, sampler={"steps": 4}, **settings)
 
 
 class Said:
