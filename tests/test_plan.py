@@ -74,6 +74,7 @@ def test_a_gpu_gets_larger_batches_of_small_images(device, side, given, batch, m
 def test_the_note_of_a_larger_batch_names_latents():
     config = replace(preset("default"), data=Data(size=128, channels=3), network=SMALL, autoencoder_folder="codec")
     config = replace(config, latents=Latents("x", 4, 4, (0.0,) * 4, (1.0,) * 4))
+    config = replace(config, training=replace(config.training, batch=0))
     (note,) = (one for one in AutoSettings(config, None, Machine(CUDA), lambda: False).choices if one.name == "batch")
     assert (note.value, "at up to 32 latents" in note.reason) == (256, True)
 

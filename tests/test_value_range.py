@@ -597,6 +597,14 @@ def test_a_set_of_nan_alone_is_refused_for_that(tmp_path: Path) -> None:
         prepared(tmp_path / "a.npy")
 
 
+def test_transparency_is_not_counted_as_cut_values(tmp_path: Path) -> None:
+    x = np.full((12, 16, 16, 4), 1000, np.uint16)
+    x[..., 3] = 65535
+    x[:, 0, 0, 0] = 4096
+    np.save(tmp_path / "x.npy", x)
+    assert not [line for line in prepared(tmp_path / "x.npy", range=(0, 4095), clip=True).warnings if "beyond" in line]
+
+
 def test_bright_images_after_dark_ones_are_not_to_be_cut() -> None:
     x = RNG.random((60, 16, 16)) * 255
     x[:40] /= 255

@@ -52,7 +52,7 @@ class Case:
 
     @cached_property
     def network(self) -> nn.Module:
-        """The network in float32 on the CPU; no weight is zero, as fresh ones are, which would hide what is before."""
+        """The network in float32 on the CPU. Weights that begin as zero are random: zeros hide faults before them."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             if isinstance(self.settings, Autoencoder):

@@ -95,7 +95,7 @@ def _attempt(name: str, check: Callable[[], Finding]) -> Finding:
 
 
 def _check_build(device: torch.device) -> Finding:
-    """Check that this build of torch has code for the device."""
+    """Report the build of torch and the device; `choose_device` has refused a GPU that the build has no code for."""
     facts: dict[str, Any] = {"torch": torch.__version__, "device": str(device)}
     if device.type != "cuda":
         name = torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else "Apple"
@@ -107,7 +107,7 @@ def _check_build(device: torch.device) -> Finding:
     build = f"ROCm {torch.version.hip}" if on_amd else f"CUDA {torch.version.cuda}"
     said = f"torch {torch.__version__} ({build}) on {properties.name}, {own}{_driver()}"
     facts |= {"name": properties.name, "architecture": own, "built_for": built_for, "gpus": torch.cuda.device_count()}
-    return Finding("gpu.build", "fine", said, facts=facts)  # `choose_device` refuses a GPU that it has no code for
+    return Finding("gpu.build", "fine", said, facts=facts)
 
 
 def _driver() -> str:

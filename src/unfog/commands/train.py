@@ -46,7 +46,7 @@ def train(request: TrainRequest, callbacks: Sequence[object] = ()) -> tuple[RunF
 
 def base_settings(recipe: Config, file: Path | None, changes: Mapping[str, Any]) -> Config:
     """Return the recipe, changed by the weights to start from (--init) and then by the TOML file (--config)."""
-    # A recipe with a learning rate of its own is of its own batch too.
+    # A learning rate that a recipe sets was tuned with its batch, which is kept then.
     if not recipe.optimizer.lr and recipe.training.batch == USUAL_BATCH:
         recipe = replace(recipe, training=replace(recipe.training, batch=0))  # chosen with the device
     init = read_toml(file, recipe.without_length()).init if file else recipe.init

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from io import BytesIO
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -173,14 +173,13 @@ def read_deep(opener: Opener) -> NDArray[Any]:
 def spread_two_values(opener: Opener) -> DeepImage:
     """Return an image of two values, such as 0 and 1, or 0 and 255 in 16 bits, as black and white.
 
-    ImageError if it has another number of values, two that are both bright or not finite, several colours, or
-    transparency.
+    Colours of 8 bits count by their brightness. ImageError if it has another number of values, two that are both bright
+    or not finite, transparency, or deeper colours.
     """
     with opener() as image:
         info, deep = dict(image.info), is_deep(image)
-        values = np.asarray(image.values if isinstance(image, DeepImage) else image.convert("L"))
+        values = read_deep(opener) if deep else np.asarray(cast(Image.Image, image).convert("L"))
         clear = isinstance(image, Image.Image) and image.has_transparency_data and (deep or not _is_opaque(image))
-    values = read_deep(opener) if deep else values
     grey = values[..., 0] if values.ndim == 3 else values
     found = np.unique(grey)
     bright = len(found) == 2 and values.dtype.kind in "iu" and found[0] > np.iinfo(values.dtype).max // 2
@@ -397,7 +396,9 @@ class _Fit(NamedTuple):
     @classmethod
     def of(cls, width: int, height: int, format: ImageFormat, orientation: int) -> _Fit:
         """Return the fit of an image of these stored sides, which its EXIF orientation turns afterwards."""
-        across, down = (format.height, format.width)[:: 1 if orientation >= _QUARTER_TURN else -1]
+        across, down = format.width, format.height
+        if orientation >= _QUARTER_TURN:
+            across, down = down, across
         if width * down >= height * across:
             kept = max(1, round(height * across / down)), height
         else:

@@ -24,7 +24,7 @@ from unfog.data.sources.base import ImageError, MissingImageError, Source, Trans
 from unfog.data.sources.image_files import ARCHIVE_GONE, CHANGED, GONE, image_error
 from unfog.data.sources.label_tables import strip_shard
 from unfog.data.sources.labels import apply_label_table, labels_setting, read_labels
-from unfog.data.values.value_range import FULL_RANGE, Extent, Ranges, ValueRange, extent_of, outward
+from unfog.data.values.value_range import FULL_RANGE, Extent, Ranges, ValueRange, extent_of, outward, without_alpha
 from unfog.errors import RequestError, RunError
 from unfog.text import sanitize
 from unfog.values.image_format import LEAST, MOST, ImageFormat, Size, colour_channels, size_of
@@ -308,7 +308,7 @@ def check_range(source: Source, ranges: Ranges) -> list[str]:
     RequestError if many images have values beyond them, which are not to be cut; RunError if one cannot be read now.
     """
     extents, beyond, cut, every = list[Extent](), 0, 0, 0
-    for values in _deep_values(source):
+    for values in map(without_alpha, _deep_values(source)):
         own, extent, floating = ranges.of(values), extent_of(values), values.dtype.kind == "f"
         if own is not None and extent is not None:
             extents.append(extent)

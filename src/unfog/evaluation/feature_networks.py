@@ -27,6 +27,9 @@ _INCEPTION_SHA256 = "7ff4a85c3a6378f0dfc8433ffd789663b01176bec0a683a435651739c09
 
 _LARGEST_INCEPTION = 2**27  # bytes; it has 96 million
 _LARGEST = 2**32  # bytes of a network that a person names
+# Device types on which networks run in channels_last. On a CPU it is a quarter faster; cuDNN is slower with it in fp32
+# without TF32.
+_CHANNELS_LAST_ON = ("cpu",)
 
 # Offset subtracted from a pixel in 0 to 255, and divisor.
 _RANGES = {
@@ -79,10 +82,6 @@ class _TorchScriptNetwork:
         with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
             y: Tensor = self.network(x)
         return y
-
-
-# Device types: a quarter faster on a CPU, and the slower way of cuDNN in fp32 without TF32.
-_CHANNELS_LAST_ON = ("cpu",)
 
 
 def _digest(sha256: str, settings: _NetworkInput) -> str:

@@ -124,7 +124,9 @@ class Comparison:
             reached = _real_baseline(names, real, len(fake), features) if baseline else {}
             by_features = [replace(one, real=reached.get(one.metric)) for one in by_features]
             found = {name: [one] for name, one in zip(names, by_features, strict=True)}
-        found |= {name: self._measure_pixels(name, samples, baseline) for name in self.metrics if name in PIXEL_METRICS}
+        if by_pixels := [name for name in self.metrics if name in PIXEL_METRICS]:
+            pixels = self._pixels_of_both(samples)
+            found |= {name: _measure_pixels(name, *pixels, baseline) for name in by_pixels}
         return {name: found[name] for name in self.metrics if name in found}
 
     def spectra(self, samples: PixelSource) -> dict[str, list[float]]:
@@ -145,14 +147,14 @@ class Comparison:
             )
         return torch.from_numpy(real), torch.from_numpy(fake)
 
-    def _measure_pixels(self, name: str, samples: PixelSource, baseline: bool) -> list[MetricResult]:
-        real, fake = self._pixels_of_both(samples)
-        found, half = compare_pixels([name], real, fake), len(real) // 2
-        if not baseline or half < _FEWEST_REAL:
-            return found
-        # Real images against the rest of them: too high, as the metric falls with the number, and these are fewer.
-        reached = compare_pixels([name], real[::2][:half], real[1::2][:half])
-        return [replace(one, real=two.value) for one, two in zip(found, reached, strict=True)]
+
+def _measure_pixels(name: str, real: Tensor, fake: Tensor, baseline: bool) -> list[MetricResult]:
+    found, half = compare_pixels([name], real, fake), len(real) // 2
+    if not baseline or half < _FEWEST_REAL:
+        return found
+    # Real images against the rest of them: too high, as the metric falls with the number, and these are fewer.
+    reached = compare_pixels([name], real[::2][:half], real[1::2][:half])
+    return [replace(one, real=two.value) for one, two in zip(found, reached, strict=True)]
 
 
 def luma_spectra(real: Tensor, fake: Tensor) -> dict[str, list[float]]:

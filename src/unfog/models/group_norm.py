@@ -42,8 +42,9 @@ class GroupNorm(nn.GroupNorm):
 
 
 def _is_fused(x: Tensor) -> bool:
-    eager = x.device.type == "cuda" and not torch.compiler.is_compiling()
-    return _FUSED and eager and is_channels_last(x) and find_spec("triton") is not None
+    if not _FUSED or x.device.type != "cuda" or torch.compiler.is_compiling():
+        return False
+    return is_channels_last(x) and find_spec("triton") is not None
 
 
 def is_channels_last(x: Tensor) -> bool:

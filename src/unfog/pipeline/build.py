@@ -111,11 +111,6 @@ def without_augmentation(config: Config) -> Callable[[Tensor], Tensor]:
     return config.representation.to_model
 
 
-def zero_batch(config: Config, images: int) -> Tensor:
-    """Return zeros in the format of the stream: stored pixels [B, C, H, W], or stored latents [B, K, C, H, W]."""
-    return config.representation.zeros(images)
-
-
 def build_loss(config: Config, levels: Levels | None = None) -> LossFunction:
     """Return the training loss: the diffusion objective, which may adapt to `levels`, or that of an autoencoder."""
     return _PARTS[type(config.task)].loss(config, levels)
@@ -151,8 +146,8 @@ def build_network(config: Config) -> ConditionalNetwork | AutoencoderModel:
 def _build_diffusion_network(config: Config) -> ConditionalNetwork:
     if config.network is None:
         raise RequestError("network = auto has to be resolved before a network can be built")
-    channels, *sides = config.input_shape
-    check_network_size(config.network, (sides[0], sides[1]), config.representation.factor)
+    channels, height, width = config.input_shape
+    check_network_size(config.network, (height, width), config.representation.factor)
     with torch.random.fork_rng(devices=[]):  # leaves the caller's random state as it is
         torch.manual_seed(config.training.seed)
         told = config.conditions

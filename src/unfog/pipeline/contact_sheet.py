@@ -70,7 +70,8 @@ def _spread(dataset: Dataset, index: NDArray[np.int64], free: list[int], count: 
         return dict.fromkeys(free[:count], "")
     classes = evenly_spaced(len(images.classes), count)
     few = max(1, count // max(1, len(classes)))
-    few -= few % _ROW * (few > _ROW)  # whole rows
+    if few > _ROW:
+        few -= few % _ROW  # whole rows
     names = {number: _class_name(images.classes, number) for number in classes}
     return {free[i]: names[number] for number in classes for i in np.flatnonzero(labels == number)[:few]}
 

@@ -265,9 +265,9 @@ def _mp4(frames: list[Pixels], each: int) -> bytes:
                 raise OSError("the video is cut off")
             return file.read_bytes()
         except (OSError, RuntimeError) as error:
-            free = format_bytes(shutil.disk_usage(folder).free)
+            free, reason = format_bytes(shutil.disk_usage(folder).free), str(error).partition("\n")[0][:60]
             raise RunError(
                 f"the video cannot be encoded in {sanitize(tempfile.gettempdir())}, which has {free} free "
-                f"({str(error).partition(chr(10))[0][:60]}); the samples are whole: free some space there, or set "
+                f"({reason}); the samples are whole: free some space there, or set "
                 "TMPDIR to another folder, then repeat the command"
             ) from error

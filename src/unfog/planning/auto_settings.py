@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,7 +25,7 @@ from unfog.training.optimizer_settings import FINE_TUNING_FACTOR, default_learni
 from unfog.training.precision import default_memory_format, default_precision
 from unfog.training.settings import USUAL_BATCH, MemoryFormat, PrecisionName
 from unfog.training.stability.out_of_memory import microbatch_size
-from unfog.values.image_format import size_of
+from unfog.values.image_format import ImageFormat, size_of
 
 # Of a small image most convolutions are at 8x8 and 4x4 pixels, where 64 images are too few for a GPU. On paper: no GPU
 # has shown it. `_LARGE_BATCH_ON = ()` gives every device the same batch.
@@ -132,8 +131,7 @@ class AutoSettings:
     @property
     def _side(self) -> int:
         """Side of the square with as many pixels or latents as the network's input, rounded."""
-        _, height, width = self.config.input_shape
-        return round(math.sqrt(height * width))
+        return ImageFormat(*self.config.input_shape).square_side
 
     def _resolve_batch(self) -> None:
         """Choose the batch: larger where a GPU would wait for launches more than for arithmetic."""

@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 from unfog.config.schema import Config
 from unfog.diffusion.denoiser import Denoiser
 from unfog.errors import RequestError
-from unfog.pipeline.build import build_augmentation, build_loss, build_network, zero_batch
+from unfog.pipeline.build import build_augmentation, build_loss, build_network
 from unfog.planning.memory_trace import HOLES, HOLES_RECOMPUTING, ONEDNN_HALF, Peak, Recorder, Trace, fake_process_group
 from unfog.training import optimizers as optim
 from unfog.training.distributed.fsdp import build_mesh, gathers_in_bf16, shard_network
@@ -275,7 +275,7 @@ def _run_micro_batch(
     config, network = step.config, state.model
     conditions = config.conditions.blank(step.microbatch)
     with recorder.keeping("activations"):
-        x0, told = augment(zero_batch(config, step.microbatch))
+        x0, told = augment(config.representation.zeros(step.microbatch))
         with state.precision.autocast():
             loss = objective(network, x0, conditions._replace(augment=told))
         if step.sharded:  # layers around the blocks stay gathered until the backward pass is over

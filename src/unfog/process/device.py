@@ -48,7 +48,7 @@ def choose_device(name: str) -> torch.device:
         if missing := missing_code(device):
             raise RequestError(f"device = {name}: {missing}; {OTHER_BUILD}, or give --device cpu")
         torch.cuda.set_device(device)  # some of torch's questions are answered for the current device alone
-        compute_fp32_exactly()  # fp32 means fp32
+        compute_fp32_exactly()
     return device
 
 

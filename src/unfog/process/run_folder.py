@@ -160,8 +160,8 @@ class RunFolder:
             config = read_toml(self.config_file, Config())
         except RequestError as error:
             raise RequestError(f"{error}{self._restore_command()}") from None
-        problem = "" if config.source else "it names no source"
-        if problem := problem or config.representation.problem:
+        problem = config.representation.problem if config.source else "it names no source"
+        if problem:
             remedy = self._restore_command() or "; restore it from a copy"
             raise RequestError(f"{self.config_file} is damaged: {problem}{remedy}")
         autoencoder = config.representation.folder_in(self.path / AUTOENCODER_FOLDER)

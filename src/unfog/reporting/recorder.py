@@ -184,7 +184,7 @@ class Recorder:
             self._report_failure(name, error)
 
     def _say_what_trackers_have(self, first: float, last: float) -> None:
-        """Say what becomes of what trackers have of steps that are taken again."""
+        """Say, for each tracker that keeps earlier records, that the steps after the checkpoint are logged again."""
         for sink in self._sinks:
             if getattr(sink, "again", ""):  # a tracker of one's own may not derive from Tracker
                 say(

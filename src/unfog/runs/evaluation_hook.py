@@ -70,17 +70,20 @@ def resolve_metrics(auto: AutoSettings, images: ImageSet, device: torch.device) 
         raise RequestError(
             f"evaluate.metrics need at least {TRIAL_SAMPLES} training images, but there are only {len(images)}"
         )
-    if not (evaluate.samples and evaluate.reference and evaluate.metrics_every):
-        _choose_samples(auto, images, device)
-    if auto.config.evaluate.metrics_every >= 0:
-        _check_fid(auto.config.evaluate, images, device)
+    is_open = not (evaluate.samples and evaluate.reference and evaluate.metrics_every)
+    if is_open or (evaluate.metrics_every >= 0 and "fid" in evaluate.metrics):
+        features = open_features(evaluate.features, device, only_known=True)
+        if is_open:
+            _choose_samples(auto, images, features, device)
+        if auto.config.evaluate.metrics_every >= 0:
+            _check_fid(auto.config.evaluate, images, features)
 
 
-def _choose_samples(auto: AutoSettings, images: ImageSet, device: torch.device) -> None:
+def _choose_samples(auto: AutoSettings, images: ImageSet, features: Features, device: torch.device) -> None:
     """Choose the open numbers of samples and of reference images, and the interval of the metrics."""
     config, evaluate = auto.config, auto.config.evaluate
     # Counted rather than timed, so that a repeated command measures at the same steps.
-    costs = _count_costs(config, images, open_features(evaluate.features, device, only_known=True), device)
+    costs = _count_costs(config, images, features, device)
     allowed = evaluate.share * costs.training
 
     def once(samples: int, reference: int) -> float:
@@ -91,20 +94,19 @@ def _choose_samples(auto: AutoSettings, images: ImageSet, device: torch.device) 
     _adopt_metrics(auto, chosen, each / costs.training)
 
 
-def _comparison(evaluate: Evaluate, images: ImageSet, device: torch.device) -> Comparison:
+def _comparison(evaluate: Evaluate, images: ImageSet, features: Features) -> Comparison:
     """Return the comparison with evenly spread training images."""
-    features = open_features(evaluate.features, device, only_known=True)
     return Comparison(evaluate.metrics, features, images, evenly_spaced(len(images), evaluate.reference))
 
 
-def _check_fid(evaluate: Evaluate, images: ImageSet, device: torch.device) -> None:
+def _check_fid(evaluate: Evaluate, images: ImageSet, features: Features) -> None:
     """Warn that FID needs more samples; RequestError if the best checkpoint is chosen by it."""
     if "fid" not in evaluate.metrics:
         return
     instead = "--evaluate.metrics kid --evaluate.best" if evaluate.best == "fid" else "--evaluate.metrics"
     larger = "--evaluate.samples and --evaluate.reference"
     try:
-        _comparison(evaluate, images, device).check_count("fid", evaluate.samples, instead, larger)
+        _comparison(evaluate, images, features).check_count("fid", evaluate.samples, instead, larger)
     except RequestError as error:
         if evaluate.best == "fid":
             raise RequestError(f"evaluate.best = fid: {error}") from None
@@ -202,7 +204,10 @@ class EvaluationHook:
     def __init__(self, context: RunContext, config: Config, dataset: Dataset, previews: Previews):
         self._context, self._config, self._dataset, self._previews = context, config, dataset, previews
         wanted = config.evaluate.metrics and config.evaluate.metrics_every >= 0
-        self._compared = _comparison(config.evaluate, dataset.train, context.device) if wanted else None
+        self._compared: Comparison | None = None
+        if wanted:
+            features = open_features(config.evaluate.features, context.device, only_known=True)
+            self._compared = _comparison(config.evaluate, dataset.train, features)
 
     def dry_run(self) -> None:
         """Compute the metrics of a few samples, so that errors surface early; there is nothing to record."""

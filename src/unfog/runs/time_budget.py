@@ -61,7 +61,6 @@ class TimeBudget:
         self._pace = Pace(step_seconds, _WINDOW * seconds)
         self._calls = CallTimes(self._pace, costs, timed)
         self._checked = -math.inf
-        self._paced = False  # the pace was measured in this run
         self._exit = 0.0  # seconds of the end of the process
         self._suspended_before = suspended()
         self._due_position = math.nan  # share of the schedule that the time so far is worth
@@ -180,8 +179,7 @@ class TimeBudget:
 
     def _measure_pace(self) -> None:
         self._pace.measure()
-        if self._pace.measured and not self._paced:
-            self._paced = True
+        if self._pace.measured:
             self._calls.adopt_pace()
 
     def _choose_stretch(self, step: int, left: float, now: int) -> int:

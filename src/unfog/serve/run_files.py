@@ -197,12 +197,11 @@ def decode_picture(data: bytes, name: str) -> Image.Image:
         image = open_bytes(data, name)
         if image.width * image.height > MOST_PIXELS:
             raise RequestError(f"{name} has over {MOST_PIXELS / 1e6:.0f} megapixels")
-        deep, picture = is_deep(image), to_eight_bits(image).convert("RGB")
-        if deep:
+        if is_deep(image):
             with suppress(ImageError):  # a mask of 0 and 1, or of 0 and 255, in 16 bits
                 white = spread_two_values(lambda: open_bytes(data, name)).values
                 return Image.fromarray((white * 255).astype(np.uint8)).convert("RGB")
-        return picture
+        return to_eight_bits(image).convert("RGB")
     except RequestError:
         raise
     except Exception as error:  # Pillow's readers fail in many ways on a damaged file

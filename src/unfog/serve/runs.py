@@ -268,7 +268,8 @@ class RunList:
 
     def _out_of_reach(self, known: Mapping[Path, RunEntry], paths: Sequence[Path]) -> list[RunEntry]:
         """Return the known runs that were not found, as they, or the folder of all, cannot be reached."""
-        missing, now = [entry for path, entry in known.items() if path not in paths], folder_identity(self.folder)
+        there, now = set(paths), folder_identity(self.folder)
+        missing = [entry for path, entry in known.items() if path not in there]
         if now != self._identity and missing and len(missing) == len(known):
             return missing
         self._identity = now

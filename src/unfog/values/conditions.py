@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 ConditionsLike: TypeAlias = "Conditions | Tensor | None"
 """Conditions, a label alone, int64 [B], or None for no condition."""
-# The value of each condition for an image about which it is not told. The others are never dropped.
+# Value of each condition for an image whose condition is hidden. Conditions not listed here are never dropped.
 _NOT_TOLD = {"label": -1}
 
 

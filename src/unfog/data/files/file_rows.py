@@ -61,7 +61,7 @@ class FileRows:
 
     Args:
         path: a regular file.
-        root: folder below which no link is followed.
+        root: folder below which no folder on the way to the file may be a link; the file itself may be one.
         waits: waits for a file that cannot be reached, as long as its patience; None to raise OSError at once.
     """
 
@@ -80,10 +80,6 @@ class FileRows:
         self._file = open_file(path, "rb", root, follow=True, buffering=0)
         self._state = _state(self._file.fileno())
         self._never = threading.Event()
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -118,7 +114,8 @@ class FileRows:
         if isinstance(key, slice):
             first, last, step = key.indices(len(self))
             return self._read(first, last - first) if step == 1 else self.take(np.arange(first, last, step))
-        return self.take(np.arange(len(self))[key])
+        # An index of all rows would cost memory for each image that is read.
+        return self.take(key if isinstance(key, int | np.integer) else np.arange(len(self))[key])
 
     def take(self, indices: Any, axis: int = 0) -> NDArray[Any]:
         """Read the rows at these indices: integers of any shape [...] -> [..., *shape[1:]]."""

@@ -277,7 +277,7 @@ def _mapped(path: Path, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
 
 def _mapped_pixels(path: Path, shape: tuple[int, ...], dtype: np.dtype[Any]) -> PixelArray:
     if not is_local(path):
-        return FileRows(path, path.parent, dtype, shape, waits=Outage())
+        return FileRows(regular_file(path, path.parent), path.parent, dtype, shape, waits=Outage())
     # Not by np.memmap, which keeps the map that madvise needs to itself.
     with open_file(path, "rb", path.parent) as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

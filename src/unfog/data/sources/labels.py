@@ -171,13 +171,13 @@ def apply_label_table(source: Source, mode: str, warn: Callable[[str], None] = l
     Args:
         source: the source.
         mode: the path of a table, perhaps with its columns, as in "t.csv:id,breed"; it is also looked for at the top of
-            the source. Or "auto": a table at the top is
-            used if the source has no labels of its own, its folders give no classes, every image has a row, and each
-            class has four images on average. Or "folders" or "none": no table is used.
+            the source. Or "auto": a table at the top is used if the source has no labels of its own, its folders give
+            no classes, every image has a row, and each class has four images on average. Or "folders" or "none": no
+            table is used.
         warn: called with a line for each table, and each column of labels of the source's own, that is not used.
 
     Raises:
-        RequestError: there is no such table; as LabelTableSource.
+        RequestError: there is no such table, or it is refused: see `_LabelTableSource`.
     """
     if mode in LABELS:
         if mode != "none" and source.label_warning:

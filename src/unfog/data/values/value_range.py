@@ -190,10 +190,14 @@ class Ranges(NamedTuple):
         return self.integers.to_uint8_with_alpha(values, ValueRange(0, full), self.clip)
 
 
+def without_alpha(values: NDArray[Any]) -> NDArray[Any]:
+    """Return the values of an image without its transparency, if it has one."""
+    return values[..., :-1] if values.ndim == 3 and values.shape[2] in (2, 4) else values
+
+
 def extent_of(values: NDArray[Any]) -> Extent | None:
     """Return the least and the most value, without transparency; None where they say nothing, as with NaN."""
-    if values.ndim == 3 and values.shape[2] in (2, 4):
-        values = values[..., :-1]
+    values = without_alpha(values)
     if values.dtype.kind not in "iuf" or not values.size:
         return None
     low, high = float(values.min()), float(values.max())

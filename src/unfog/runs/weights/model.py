@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -43,7 +42,7 @@ class Model(Run):
     """
 
     def __init__(self, path: str | Path, device: str = "auto", size: Size = 0):
-        place = Path(os.path.expanduser(path_text(path, "path")))
+        place = Path(path_text(path, "path"))
         source = WeightsSource.describe(Init(folder=str(place)), Diffusion(), known=False)
         self.folder, self.config = RunFolder(place), _settings(place, source, size)
         self.weights, self.ema, self.device = "ema", None, choose_device(device)

@@ -136,7 +136,7 @@ def _in_one_line(error: Exception) -> str:
 
 
 def _leave_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
-    """Undo what torch leaves behind where a capture does not end: allocator and generator still believe in it."""
+    """Reset torch's allocator and random generator, which stay in capture mode after a capture that did not end."""
     device = torch.cuda.current_device()
     # Private functions: a torch without them, or in which there is nothing to undo, has its own way.
     with suppress(AttributeError, RuntimeError):
