@@ -20,23 +20,21 @@ class BatchReader:
     def __init__(self, stream: Stream, device: torch.device, stopwatch: Stopwatch):
         self._stream, self._device, self._stopwatch = stream, device, stopwatch
         self._ahead: dict[tuple[int, int], tuple[Tensor, Conditions]] = {}  # by position and count; one at most
-        self._format: tuple[Tensor, Conditions] | None = None  # no images, in the format of a batch
+        self._read: tuple[Tensor, Conditions] | None = None  # the last images, for their format
         self.abandoned = False
         """True once the images of a batch were abandoned: see `abandon`."""
 
     def read(self, first: int, count: int) -> tuple[Tensor, Conditions]:
         """Return images and conditions at positions from `first` on, on the device; zeros once `abandoned`."""
-        if self.abandoned and self._format is not None:
-            pixels, conditions = self._format
+        if self.abandoned and self._read is not None:
+            pixels, conditions = self._read
             return _zeros(pixels, count), conditions.apply(lambda each: _zeros(each, count))
         if (first, count) in self._ahead:
             return self._ahead.pop((first, count))
         with self._stopwatch.waiting_for_data():
             images = self._stream.batch(first, count)
-        pixels, conditions = to_device(images.pixels, self._device), images.conditions.to(self._device)
-        if self._format is None:
-            self._format = _zeros(pixels, 0), conditions.apply(lambda each: _zeros(each, 0))
-        return pixels, conditions
+        self._read = to_device(images.pixels, self._device), images.conditions.to(self._device)
+        return self._read
 
     def abandon(self, first: int, count: int) -> tuple[Tensor, Conditions]:
         """Return zeros in place of images that are not waited for any longer, here and from now on.
@@ -44,7 +42,7 @@ class BatchReader:
         The other ranks wait for this one in the step, which none of them takes then. Interrupted before the first
         images, whose format is not known: nothing is trained by then.
         """
-        if self._format is None:
+        if self._read is None:
             raise Interrupted
         self.abandoned = True
         return self.read(first, count)
