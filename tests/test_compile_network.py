@@ -7,7 +7,10 @@ import torch
 from torch import nn
 
 from unfog.compile_for_gpu import compiled_with
+from unfog.diffusion.diffusion import Diffusion
+from unfog.diffusion.objective import Objective
 from unfog.pipeline import compile_network
+from unfog.pipeline.build import fitted
 from unfog.pipeline.compile_network import move_biases
 from unfog.process.torch_flags import caller_flags_kept
 
@@ -78,6 +81,18 @@ def test_functions_are_compiled_on_a_gpu_with_a_compiled_network(kind, in_place,
     if in_place:
         network.compile()
     assert (compiled_with(network, torch.device(kind), torch.sin) is not torch.sin) == is_compiled
+
+
+@pytest.mark.parametrize(("kind", "is_compiled"), [("cuda", True), ("cpu", False)])
+def test_the_loss_is_compiled_with_the_network_and_called_as_it_is_otherwise(kind, is_compiled):
+    network = nn.Linear(1, 1)
+    network.compile()
+    state = SimpleNamespace(model=network, precision=SimpleNamespace(device=torch.device(kind)), levels=None)
+    plain = Objective(Diffusion())
+    fit = fitted(plain, state)
+    pairs = [(getattr(plain, name), getattr(fit, name)) for name in ("stratified", "noised", "weighted_error")]
+    assert [before is not after for before, after in pairs] == [is_compiled] * 3
+    assert fit == plain
 
 
 @pytest.fixture

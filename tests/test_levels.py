@@ -10,7 +10,7 @@ from torch import Tensor
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.levels import _LEAST, _NODES, Levels
 from unfog.diffusion.noise import VE, VP, Cosine, Flow, LogitNormal, LogNormal
-from unfog.diffusion.objective import Objective, _stratified
+from unfog.diffusion.objective import Objective, stratified
 from unfog.diffusion.target import EdmF, Eps, V
 from unfog.diffusion.weighting import Elbo, Plain, Uncertainty
 from unfog.errors import RequestError
@@ -67,7 +67,7 @@ def test_it_finds_the_optimum_of_edm2s_loss(diffusion: Diffusion) -> None:
     assert loss < (error / error.mean() + error.mean().log()).mean() - 0.02  # one u for all levels
     # And then every level weighs alike.
     objective = Objective(diffusion).following(levels)
-    weighed = objective(nothing, gaussian(8192), u=_stratified(torch.rand(8192), 1)).per_image.view(16, -1).mean(1)
+    weighed = objective(nothing, gaussian(8192), u=stratified(torch.rand(8192), 1)).per_image.view(16, -1).mean(1)
     torch.testing.assert_close(weighed, torch.ones(16), rtol=0.12, atol=0)
 
 
@@ -107,7 +107,7 @@ def test_what_is_reported_does_not_depend_on_what_was_learned() -> None:
 
 
 def test_it_follows_a_loss_that_falls() -> None:
-    levels, u = Levels(CPU), _stratified(torch.rand(64), 1)
+    levels, u = Levels(CPU), stratified(torch.rand(64), 1)
     for value, images in ((1.0, 10 * _LEAST), (0.01, 20 * _LEAST)):
         for _ in range(images // 64):
             levels.add(u, torch.full((64,), value))
@@ -151,7 +151,7 @@ def test_the_density_follows_the_square_and_under_uncertainty_what_is_trained() 
 
 
 def test_means_remember_the_least_number_of_images_and_then_a_share_of_all() -> None:
-    levels, u = Levels(CPU), _stratified(torch.rand(512), 1)
+    levels, u = Levels(CPU), stratified(torch.rand(512), 1)
     for count in range(1, 401):
         levels.add(u, torch.ones(512))
         if count == 30:
@@ -207,7 +207,7 @@ def test_an_autocast_rounds_none_of_it() -> None:
 
 
 def test_extreme_losses_leave_finite_numbers() -> None:
-    levels, u = Levels(CPU), _stratified(torch.rand(64), 1)
+    levels, u = Levels(CPU), stratified(torch.rand(64), 1)
     for value in (1e30, 0.0, 3e38):
         levels.add(u, torch.full((64,), value))
         assert levels.sums.isfinite().all()

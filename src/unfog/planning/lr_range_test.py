@@ -24,7 +24,7 @@ from unfog.compile_cache import compile_errors_explained
 from unfog.diffusion.objective import Objective
 from unfog.errors import Interrupted
 from unfog.evaluation.held_out import fixed_losses
-from unfog.pipeline.build import fixed_loss
+from unfog.pipeline.build import fitted, fixed_loss
 from unfog.planning.lr_suggestion import Ramp, Trial, next_rates, ramp_stop_reason, rounded, suggest
 from unfog.reporting.progress import Progress
 from unfog.training.hooks import Augmentation, Stream, Task, TrainingHooks
@@ -184,7 +184,7 @@ def _shortened(steps: int, done: int, fitting: float) -> int:
 def _train(subject: LrTestSetup, state: TrainState, optimizer: Optimizer, images: int, run: TrainingHooks) -> None:
     """Train by the real loop until so many images are seen. Raises `Interrupted` after a stop request."""
     settings = LoopSettings(replace(subject.training, images=images), optimizer)
-    train(settings, state, Task(subject.stream, subject.augment, subject.objective.following(state.levels)), run)
+    train(settings, state, Task(subject.stream, subject.augment, fitted(subject.objective, state)), run)
     if state.seen < images:
         raise Interrupted
 

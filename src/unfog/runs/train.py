@@ -148,7 +148,7 @@ def run_training_loop(
             task = Task(
                 open_task_stream(stream, state.precision.device),
                 build_augmentation(config),
-                build_loss(config, state.levels),
+                build_loss(config, state),
             )
             # With several ranks, the others must not be left waiting.
             with (
