@@ -27,9 +27,8 @@ from unfog.diffusion.weighting import Plain
 from unfog.models.network_settings import build_model
 from unfog.models.settings import UNet
 from unfog.training.ema import Ema
-from unfog.training.optimizer_settings import Muon, Optimizer
 from unfog.training.optimizers import build_optimizer, set_learning_rate
-from unfog.training.settings import PowerEma
+from unfog.training.settings import Muon, Optimizer, PowerEma
 from unfog.values.conditions import Conditions
 
 # x_t = (1 - t) x0 + t eps, where logit t ~ N(0, 1); the network predicts the velocity eps - x0 (rectified flow).

@@ -21,9 +21,8 @@ from unfog.training.distributed.micro_batches import _split_range
 from unfog.training.ema import Ema
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import Intervals, LoopSettings, train
-from unfog.training.optimizer_settings import Optimizer
 from unfog.training.precision import Precision
-from unfog.training.settings import FixedEma, PowerEma, Training
+from unfog.training.settings import FixedEma, Optimizer, PowerEma, Training
 from unfog.training.stability.divergence import DivergenceGuard
 from unfog.training.state import TrainState
 from unfog.training.statistics import LogWindow, Stopwatch

@@ -46,8 +46,8 @@ from unfog.training.distributed.world import World
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import LoopSettings
 from unfog.training.loop import train as advance
-from unfog.training.optimizer_settings import Custom
 from unfog.training.optimizers import check_resumable
+from unfog.training.settings import Custom
 from unfog.training.state import TrainState
 
 

@@ -108,7 +108,7 @@ class Updater:
         return self._unread.pop(0)()
 
     def take_back(self) -> int:
-        """Undo the steps after the one whose verdict was read last, which was bad. Returns how many they are.
+        """Undo the steps launched after a rejected step. Return how many they are.
 
         The device has left them out, or a roll-back is due, which replaces all that they changed.
         """
