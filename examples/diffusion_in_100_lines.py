@@ -77,7 +77,7 @@ def sample(network: nn.Module, label: Tensor) -> Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--out", default="clothes.png")
     asked = parser.parse_args()
 
