@@ -134,10 +134,6 @@ class Objective:
         if not 0 <= self.dropout <= 1:
             raise RequestError(f"label_dropout = {self.dropout}: a chance is between 0 and 1; 0.1 is usual")
 
-    def following(self, levels: Levels | None) -> Objective:
-        """Return this objective with these measured losses."""
-        return replace(self, levels=levels)
-
     def __call__(
         self,
         network: Network,
