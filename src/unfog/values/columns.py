@@ -75,10 +75,10 @@ def update_digest(digest: hashlib._Hash, columns: Mapping[str, Column]) -> None:
     """Add columns to a digest, those in the same order to the same one. Of class labels it takes the values alone."""
     import numpy as np
 
-    for name, column in columns.items():
+    for column in columns.values():
         values = np.ascontiguousarray(column.values)
-        if name != CLASS:
-            facts = name, column.kind, column.categories, values.dtype.str, values.shape
+        if column.name != CLASS:
+            facts = column.name, column.kind, column.categories, values.dtype.str, values.shape
             digest.update(repr(facts).encode("utf-8", "surrogateescape"))
         digest.update(values.data)
 
