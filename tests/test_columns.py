@@ -42,7 +42,7 @@ class Numbered(Source):
         values = np.roll(np.array(numbers), shift)
         self.columns = {
             "number": Column("number", "number", values.astype(np.float32)),
-            "both": Column("both", "vector", np.stack([values, -values], 1)),
+            "both": Column("both", "vector", np.stack([values, -values]).T),  # not contiguous
             "many": Column("many", "flag", values > 100),
         }
 
@@ -289,6 +289,7 @@ def seal(folder: Path, changes: dict[str, Any]) -> None:
         ("age", Column("age", "number", np.array(list("abcdef"))), "numbers or booleans"),
         ("age", Column("age", "number", np.array([None] * 6)), "numbers or booleans"),
         ("age", Column("age", "number", [[1], [2, 3]] * 3), "different lengths"),  # type: ignore[arg-type]
+        ("age", Column("age", "number", np.zeros((6, 0))), "empty values"),
         ("a/b", Column("a/b", "number", np.arange(6)), "a name has"),
         (" a", Column(" a", "number", np.arange(6)), "a name has"),
         ("a\n", Column("a\n", "number", np.arange(6)), "a name has"),
@@ -321,6 +322,24 @@ def test_labels_may_be_a_column() -> None:
         check(prepare(source, replace(ASKED, labels=mode)).train)
     assert "class" not in read_columns(source, "none")
     assert apply_label_table(source, "auto") is source
+
+
+def test_categories_are_printable_everywhere(tmp_path: Path) -> None:
+    source = Numbered(numbers=tuple(range(20, 40)))
+    source.columns = {"stain": Column("stain", "category", np.arange(20) % 2, ("a\n", "b\x1b"))}
+    assert prepare(source, ASKED).train.columns["stain"].categories == ("a\\n", "b\\x1b")
+    folder = packed(source, tmp_path / "out").path
+    facts = json.loads((folder / "pack.json").read_text())["columns"]
+    seal(folder, {"columns": [facts[0] | {"categories": ["a\n", "b"]}]})
+    assert Pack.open(folder).images.columns["stain"].categories == ("a\\n", "b")
+
+
+def test_a_set_without_images_has_a_fingerprint_too() -> None:
+    source = Numbered(numbers=tuple(range(20, 40)))
+    held_out = prepare(source, ASKED).held_out  # of fewer than 100 images none is held out
+    assert len(held_out) == 0
+    assert held_out.columns["both"].values.shape == (0, 2)
+    assert len(held_out.fingerprint) == 64
 
 
 def test_labels_of_another_number_are_refused() -> None:
