@@ -1,6 +1,6 @@
 """Parse the words of a command against its request dataclass. Flags are named after the tree of settings.
 
-Why tyro does not do it is in docs/decisions/0003-settings.md.
+Why no library does it is in docs/decisions/0003-settings.md.
 """
 
 from __future__ import annotations

@@ -6,11 +6,9 @@ import difflib
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import MISSING, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
-
-import tyro
 
 from unfog.cli.help import HELP_FLAGS, format_help
 from unfog.cli.parse import ParsedArgs, parse_args
@@ -68,8 +66,8 @@ def read_request(command: str, words: Sequence[str]) -> Any:
     kind = REQUESTS[command]
     if "settings" in {f.name for f in fields(kind)}:
         return _training_request(command, words)
-    args = _parse(command, words, _blank(kind))
-    request = update(_blank(kind, **args.named), args.table, "")
+    args = _parse(command, words)
+    request = update(kind(**args.named), args.table, "")
     if isinstance(request, run_requests.EvaluateRequest) and request.is_of_images:
         consent.give_to_source(str(request.run))
         check_source(str(request.run))
@@ -88,7 +86,8 @@ def read_request(command: str, words: Sequence[str]) -> Any:
     return request
 
 
-def _parse(command: str, words: Sequence[str], default: Any) -> ParsedArgs:
+def _parse(command: str, words: Sequence[str], default: Any = None) -> ParsedArgs:
+    """Return the parsed words. With --help among them, print the help with the values of `default`, and exit."""
     if any(word in HELP_FLAGS for word in words):
         sys.stdout.write(format_help(command, REQUESTS[command], default, every="--help-all" in words))
         raise SystemExit(0)
@@ -96,12 +95,6 @@ def _parse(command: str, words: Sequence[str], default: Any) -> ParsedArgs:
     args = parse_args(words, REQUESTS[command], f"unfog {command}", others)
     consent_to_flags(REQUESTS[command], args.named | args.table)
     return args
-
-
-def _blank(kind: type, **values: Any) -> Any:
-    """Return a request with these values, and with tyro's mark for what is missing where a field has no default."""
-    required = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
-    return kind(**dict.fromkeys(required, tyro.MISSING) | values)
 
 
 def _training_request(command: str, words: Sequence[str]) -> Any:
@@ -112,8 +105,8 @@ def _training_request(command: str, words: Sequence[str]) -> Any:
         for attempt in (plain, [*plain, "SOURCE"]):
             # Help is given whatever else is wrong with the words.
             with suppress(RequestError):
-                default = _shown_settings(command, _parse(command, attempt, None).table)
-    args = _parse(command, words, _blank(kind, settings=default))
+                default = _shown_settings(command, _parse(command, attempt).table)
+    args = _parse(command, words, kind(source="", settings=default))
     changes, source = args.table.get("settings", {}), args.named.get("source", "")
     gpu = command == "doctor" and args.table.get("gpu", False)
     if gpu and source:
@@ -156,7 +149,7 @@ def _resume_request(words: Sequence[str]) -> requests.ResumeRequest:
     runs = [RunFolder(Path(word)) for word in words if not word.startswith("-")]
     with suppress(RequestError, OSError, ValueError):
         shown = next((run.read_config() for run in runs if run.config_file.is_file()), Config())
-    args = _parse("resume", words, _blank(kind, settings=shown.without_length()))
+    args = _parse("resume", words, kind(Path(), shown.without_length()))
     folder = _open_run(args.named["run"])
     stored, table = folder.read_config(), args.table
     config = apply_resume_changes(stored, table.get("settings", {}))
@@ -174,7 +167,7 @@ def _resume_request(words: Sequence[str]) -> requests.ResumeRequest:
 
 def _slurm_request(words: Sequence[str]) -> SlurmRequest:
     at = _command_at(words)
-    args = _parse("slurm", words[:at], SlurmRequest())
+    args = _parse("slurm", words[:at])
     job = update(SlurmRequest(words=tuple(words)), args.table, "")
     command = words[at + (words[at : at + 1] == ["--"]) :]
     name, rest = next(iter(command), ""), command[1:]

@@ -5,22 +5,20 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
-
-import tyro
-from tyro.conf import Positional, Suppress
+from typing import Literal
 
 from unfog.config.run_requests import check_one_checkpoint
 from unfog.config.values import quote
 from unfog.diffusion.sampler import Kind
 from unfog.errors import RequestError
+from unfog.settings import argument, setting
 
 
 @dataclass(frozen=True)
 class ReportRequest:
     """Write report.html of RUN: one file with settings, curves and samples that opens anywhere."""
 
-    run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")]
+    run: Path = field(metadata=argument("RUN"))
     """Folder of the run."""
 
 
@@ -54,7 +52,7 @@ class RunsRequest:
     Age is the time since the run last wrote. Checkpoints that were set aside as broken are listed below their run.
     """
 
-    folder: Annotated[Positional[Path], tyro.conf.arg(metavar="FOLDER")] = Path("runs")
+    folder: Path = field(default=Path("runs"), metadata=argument("FOLDER"))
     """Folder that holds runs, or one run."""
     json: bool = False
     """Print JSON instead of a table."""
@@ -71,7 +69,7 @@ class WatchRequest:
     The charts are text, so they work over ssh. Where there is no terminal, one frame is printed.
     """
 
-    run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")]
+    run: Path = field(metadata=argument("RUN"))
     """Folder of the run."""
     once: bool = False
     """Print one frame and exit."""
@@ -94,13 +92,13 @@ class ServeRequest:
     served. From another one, forward the port: ssh -L 8642:127.0.0.1:8642 MACHINE
     """
 
-    runs: Annotated[Positional[Path], tyro.conf.arg(metavar="RUNS")] = Path("runs")
+    runs: Path = field(default=Path("runs"), metadata=argument("RUNS"))
     """Folder that holds runs, or one run."""
     port: int = 8642
     """Port of the page. 0: a free one."""
     host: str = "127.0.0.1"
     """Address to listen on. Another than this machine's own makes the page reachable from outside, unencrypted."""
-    source: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SOURCE …")] = ()
+    source: tuple[str, ...] = setting((), metavar="SOURCE …")
     """Images that runs may be started on, beside the built-in ones and those of the runs."""
     browser: bool = True
     """Open the page in the browser."""
@@ -150,9 +148,9 @@ class ExportRequest(ExportSettings):
     The folder is loaded again and compared with the run. Its README.md shows how to load it.
     """
 
-    run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")] = field(kw_only=True)
+    run: Path = field(kw_only=True, metadata=argument("RUN"))
     """Folder of the run."""
-    out: Annotated[Positional[Path], tyro.conf.arg(metavar="OUT")] = field(kw_only=True)
+    out: Path = field(kw_only=True, metadata=argument("OUT"))
     """New folder, written as a whole or not at all."""
     weights: Literal["ema", "raw"] = "ema"
     """EMA weights, or the raw weights of the last step."""
@@ -197,15 +195,15 @@ class SlurmRequest:
     """Account to charge. Default: yours."""
     container: str = ""
     """Image to run in: an Apptainer file (.sif), or any other with pyxis. Default: this Python environment."""
-    file: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    file: Path | None = setting(None, metavar="PATH")
     """Path of the new batch file. Default: the name of the run with .sbatch."""
-    words: Suppress[tuple[str, ...]] = ()
+    words: tuple[str, ...] = setting((), hidden=True)
     """The words of the command line after `unfog slurm`, noted in the file."""
-    command: Suppress[tuple[str, ...]] = ()
+    command: tuple[str, ...] = setting((), hidden=True)
     """The command that begins the run: `train …` with its --out, or `resume …`."""
-    run: Suppress[Path] = Path()
+    run: Path = setting(Path(), hidden=True)
     """Folder of the run."""
-    source: Suppress[str] = ""
+    source: str = setting("", hidden=True)
     """The images."""
 
     def __post_init__(self) -> None:

@@ -6,18 +6,15 @@ Field names are the flags. The strings under them are the text of --help, and in
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
-
-import tyro
-from tyro.conf import Positional, Suppress
 
 from unfog.config.presets import AutoencoderRunSettings
 from unfog.config.schema import Config
 from unfog.config.values import quote
 from unfog.data.settings import Data
 from unfog.errors import RequestError
+from unfog.settings import argument, setting
 from unfog.values.image_format import Size
 
 
@@ -25,12 +22,12 @@ from unfog.values.image_format import Size
 class _TrainingRequest:
     """Images, and the settings to train on them with."""
 
-    source: Annotated[Positional[str], tyro.conf.arg(metavar="SOURCE")]
+    source: str = field(metadata=argument("SOURCE"))
     """Folder, zip, tar shards, pack, NumPy file or Hugging Face dataset of images, or a built-in set."""
-    settings: Annotated[Config, tyro.conf.arg(name="")]
+    settings: Config
     preset: str = "default"
     """Recipe to start from: default, ddpm, edm or demo."""
-    config: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    config: Path | None = setting(None, metavar="PATH")
     """TOML file of settings, such as the config.toml of another run."""
 
 
@@ -45,7 +42,7 @@ class TrainRequest(_TrainingRequest):
     The preset gives the settings. The file of --config changes them, and the flags below change both.
     """
 
-    out: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    out: Path | None = setting(None, metavar="PATH")
     """New folder for the run. Default: runs/ and the name of SOURCE."""
 
 
@@ -59,12 +56,12 @@ class TrainAutoencoderRequest:
     The result is a run: `unfog resume` continues it, and `unfog report` shows it.
     """
 
-    source: Annotated[Positional[str], tyro.conf.arg(metavar="SOURCE")]
+    source: str = field(metadata=argument("SOURCE"))
     """Images, as for train."""
-    settings: Annotated[AutoencoderRunSettings, tyro.conf.arg(name="")]
-    config: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    settings: AutoencoderRunSettings
+    config: Path | None = setting(None, metavar="PATH")
     """TOML file of settings, such as the config.toml of another autoencoder."""
-    out: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    out: Path | None = setting(None, metavar="PATH")
     """New folder for the autoencoder. Default: runs/ and the name of SOURCE with -autoencoder."""
     factor: int = 4
     """Image pixels along the side of one latent: 2, 4, 8 or 16. 4 suits 64 and 128 pixels, 8 suits 256."""
@@ -76,7 +73,7 @@ class TrainAutoencoderRequest:
     """Weight of the KL divergence of the latents from a standard normal."""
     pyramid: float = 1.0
     """Weight of the error in edges and textures, beside the pixel error."""
-    suffix: Suppress[str] = "-autoencoder"
+    suffix: str = setting("-autoencoder", hidden=True)
     """End of the name of the default folder."""
 
 
@@ -91,10 +88,10 @@ class ResumeRequest:
     such as its network, is refused. A change that makes it another run, such as other images, needs --force.
     """
 
-    run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")]
+    run: Path = field(metadata=argument("RUN"))
     """Folder of the run."""
-    settings: Annotated[Config, tyro.conf.arg(name="")]
-    source: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
+    settings: Config
+    source: str | None = setting(None, metavar="FOLDER")
     """New place of the images, if they were moved."""
     force: bool = False
     """Allow changes that make it another run: images, seed, weighting, EMA, background, held-out share."""
@@ -115,10 +112,10 @@ class DoctorRequest(_TrainingRequest):
     The exit status is 2 where training makes no sense. A run has its own settings.
     """
 
-    source: Annotated[Positional[str], tyro.conf.arg(metavar="SOURCE|RUN")] = ""
+    source: str = field(default="", metadata=argument("SOURCE|RUN"))
     """Images, as for train; or the folder of a run."""
-    settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
-    out: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    settings: Config = Config()
+    out: Path | None = setting(None, metavar="PATH")
     """New folder for report.html and findings.json. Default: doctor/ and the name of SOURCE or RUN."""
     quick: bool = False
     """Skip the slow checks: the dry run, the overfit test, and samples of a run."""
@@ -137,7 +134,7 @@ class PlanRequest(_TrainingRequest):
     The exit status is 2 where it does not fit.
     """
 
-    device: Annotated[str, tyro.conf.arg(name="for", metavar="DEVICE")] = ""
+    device: str = setting("", flag="for", metavar="DEVICE")
     """Plan for this device instead of the one at hand: h200, h100, a100, 4090, 3090, v100, t4, ..."""
     processes: int = 1
     """Number of processes, as torchrun starts them, each with its own device. The figures are those of one process."""
@@ -154,7 +151,7 @@ class FindLrRequest(_TrainingRequest):
     Give the rate that it finds to `unfog train` as --lr.
     """
 
-    out: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    out: Path | None = setting(None, metavar="PATH")
     """New folder for the plot and lr-range.json. Default: find-lr/ and the name of SOURCE."""
     seconds: float = 90.0
     """Wall time of the command in seconds, reading images for the first time aside. A large network needs more."""
@@ -170,9 +167,9 @@ class PackRequest:
       unfog train photos.pack                     afterwards
     """
 
-    source: Annotated[Positional[str], tyro.conf.arg(metavar="SOURCE")]
+    source: str = field(metadata=argument("SOURCE"))
     """Images, as for train."""
-    out: Annotated[Positional[Path], tyro.conf.arg(metavar="OUT")]
+    out: Path = field(metadata=argument("OUT"))
     """New folder for the pack, or an unfinished pack of the same images."""
     data: Data = Data()
 
@@ -189,7 +186,7 @@ class ExplainRequest:
     Measured effects and publications are named where there are any.
     """
 
-    setting: Annotated[Positional[str], tyro.conf.arg(metavar="SETTING")] = ""
+    setting: str = field(default="", metadata=argument("SETTING"))
     """Name of a setting, a section or a kind. Default: list all."""
 
 
@@ -207,11 +204,11 @@ class CompletionRequest:
     It works in shells that are started afterwards.
     """
 
-    shell: Annotated[Positional[str], tyro.conf.arg(metavar="SHELL")]
+    shell: str = field(metadata=argument("SHELL"))
     """bash, zsh or fish."""
 
     def __post_init__(self) -> None:
-        if self.shell not in (*SHELLS, tyro.MISSING):
+        if self.shell not in SHELLS:
             raise RequestError(f"shell = {quote(self.shell)} is not supported; give {', '.join(SHELLS)}")
 
 
@@ -225,7 +222,7 @@ class InitRequest:
     A flag answers its question.
     """
 
-    file: Annotated[Positional[Path | None], tyro.conf.arg(metavar="FILE")] = None
+    file: Path | None = field(default=None, metadata=argument("FILE"))
     """New TOML file. Default: the name of the images with .toml."""
     yes: bool = False
     """Ask nothing: take the default of every question that no flag answers."""

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Literal
-
-import tyro
-from tyro.conf import Positional
+from typing import Literal
 
 from unfog.config.schema import check_guidance_interval
 from unfog.diffusion.noise import Grid
 from unfog.diffusion.sampler import Kind
 from unfog.errors import RequestError
+from unfog.settings import argument, setting
 from unfog.training.settings import Evaluate, SamplingPrecision, split_names
 from unfog.values.image_format import Size
 
@@ -57,7 +55,7 @@ def _check_at_least_one(**counts: int) -> None:
 class SamplingRequest:
     """Settings of `unfog sample` and of `Run.sample`."""
 
-    n: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 16
+    n: int = 16
     """Number of images."""
     seed: int = 0
     """Seed of the noise. Another seed gives other images."""
@@ -103,15 +101,15 @@ class SampleRequest(SamplingRequest):
     Image i of a seed is the same for every -n. RUN may be a folder of diffusers: a UNet2DModel with its scheduler.
     """
 
-    run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")] = field(kw_only=True)
+    run: Path = field(kw_only=True, metadata=argument("RUN"))
     """Folder of the run, or of diffusers."""
     out: Path | None = None
     """New folder for the images. Default: a new one in the run folder; a folder of diffusers needs one."""
     label: tuple[str, ...] = ()
     """Classes by name, or by number where no class has that name; images cycle through them. Default: all classes."""
-    guide: Annotated[str | None, tyro.conf.arg(metavar="auto|none|RUN[:STEP]")] = None
+    guide: str | None = setting(None, metavar="auto|none|RUN[:STEP]")
     """Weaker network to guide away from: none, or this run's EMA at 30% of its steps (auto). Default: the run's."""
-    guide_checkpoint: Annotated[int | None, tyro.conf.arg(metavar="STEP")] = None
+    guide_checkpoint: int | None = setting(None, metavar="STEP")
     """Earlier checkpoint of this run to guide away from."""
     weights: Literal["ema", "raw"] = "ema"
     """EMA weights, or the raw weights of the last step."""
@@ -123,13 +121,13 @@ class SampleRequest(SamplingRequest):
     """Use the best checkpoint that was kept, by held-out loss or the run's evaluate.best."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1 or mps."""
-    image: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    image: Path | None = setting(None, metavar="FILE")
     """Start from this image instead of pure noise."""
-    mask: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    mask: Path | None = setting(None, metavar="FILE")
     """Mask of the same size: white areas are regenerated, the rest of --image stays as it is."""
     strip: bool = False
     """Also write strip.png: x_t and the predicted x0 of the first image at several steps."""
-    animate: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    animate: Path | None = setting(None, metavar="FILE")
     """Also write an animation of the denoising of the first 16 images: a file .gif, .webp or .mp4."""
     size: Size = 0
     """Pixels of the images, 64 or 96x64, for weights of another program that do not state it."""
@@ -159,14 +157,14 @@ DRAWN = ("sampler", "steps", "seed", "guidance", "guide", "guide_every", "precis
 class EvaluationRequest:
     """Metrics of a run, and the samples to measure them on."""
 
-    metrics: Annotated[tuple[str, ...], tyro.conf.arg(metavar="M,M,…")] = ()
+    metrics: tuple[str, ...] = setting((), metavar="M,M,…")
     """Any of fid, kid, precision, recall, density, coverage, sliced, detail, held_out, bits, fid_infinity.
     Default: all that are possible but the last two."""
-    n: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 0
+    n: int = 0
     """Number of samples. Default: 1000 on a CPU, 10000 elsewhere."""
     features: str = ""
     """Features to compare: inception, texture, pixels or a TorchScript file. Default: inception if its file exists."""
-    reference: Annotated[str, tyro.conf.arg(metavar="SOURCE")] = ""
+    reference: str = setting("", metavar="SOURCE")
     """Images to compare with: held-out, or any SOURCE. Default: the training images."""
     sampler: str | None = None
     """Sampler. Default: the run's."""
@@ -176,7 +174,7 @@ class EvaluationRequest:
     """Seed of the noise. Another seed gives other samples."""
     guidance: float | None = None
     """Guidance scale. Default: the run's; 2 where its own earlier average guides."""
-    guide: Annotated[str | None, tyro.conf.arg(metavar="auto|none|RUN[:STEP]")] = None
+    guide: str | None = setting(None, metavar="auto|none|RUN[:STEP]")
     """Weaker network to guide away from, as for `unfog sample`."""
     guide_every: int = 1
     """Call the guide at every N-th guided call of the network only, as for `unfog sample`."""
@@ -217,7 +215,7 @@ class EvaluateRequest(EvaluationRequest):
     after an interruption, and reads stored results. torchrun --nproc-per-node 2 -m unfog evaluate … shares the samples.
     """
 
-    run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")] = field(kw_only=True)
+    run: Path = field(kw_only=True, metadata=argument("RUN"))
     """Folder of the run, or images to compare with --reference."""
     weights: Literal["ema", "raw"] = "ema"
     """EMA weights, or the raw weights of the last step."""
@@ -229,7 +227,7 @@ class EvaluateRequest(EvaluationRequest):
     """auto, cpu, cuda, cuda:1 or mps."""
     size: Size = 0
     """Pixels, 64 or 96x64, at which images without a run are compared, or of weights that do not state it."""
-    out: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    out: Path | None = setting(None, metavar="FILE")
     """Also write the result to this file, as JSON."""
 
     def __post_init__(self) -> None:
@@ -264,11 +262,11 @@ class EmaSweepRequest:
       unfog ema-sweep runs/photos --metric kid -n 1000  by samples, which says more
     """
 
-    run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")]
+    run: Path = field(metadata=argument("RUN"))
     """Folder of the run."""
     metric: Literal["held_out_loss", "kid", "fid", "fd", "sliced"] = "held_out_loss"
     """Metric to minimise. All but held_out_loss compare samples with the run's images."""
-    n: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 0
+    n: int = 0
     """Held-out images, or samples for each width. 0: 512 images, 1000 samples, or 10000 for fid."""
     widths: tuple[float, ...] = ()
     """EMA widths: standard deviations of the window, as shares of the run. Default: ten from 0.02 to 0.25."""
@@ -290,7 +288,7 @@ class TuneRequest:
     other noise. Takes minutes. The network does not change.
     """
 
-    run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")]
+    run: Path = field(metadata=argument("RUN"))
     """Folder of the run."""
     steps: int = 10
     """Sampling steps."""
