@@ -15,7 +15,7 @@ from conftest import NETWORK
 from unfog.commands import find_lr as command
 from unfog.commands.find_lr import _lr_chart, find_lr
 from unfog.config.presets import preset
-from unfog.config.requests import FindLrRequest
+from unfog.config.requests.find_lr import FindLrRequest
 from unfog.config.schema import Network
 from unfog.config.values import parse_spec, registry_of
 from unfog.data.augmentation import Augment

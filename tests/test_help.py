@@ -13,14 +13,14 @@ import pytest
 
 from unfog.cli.completion import _completion_script
 from unfog.cli.main import main
-from unfog.cli.requests import REQUESTS, read_request
+from unfog.cli.read_request import REQUESTS, read_request
 from unfog.commands.explain import _explain
 from unfog.commands.pack import pack
 from unfog.commands.train import _add_autoencoder
 from unfog.config.describe import describe
 from unfog.config.presets import PRESETS, autoencoder_recipe, preset
-from unfog.config.requests import PackRequest
-from unfog.config.run_requests import METRICS
+from unfog.config.requests.evaluate import METRICS
+from unfog.config.requests.pack import PackRequest
 from unfog.config.schema import SHORT, Config
 from unfog.config.toml import from_toml, read_toml, to_toml, update
 from unfog.config.values import registry_of

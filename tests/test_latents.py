@@ -13,7 +13,7 @@ from PIL import Image
 import unfog
 from conftest import without_clock
 from unfog.cache_folder import cache_folder
-from unfog.cli.requests import read_request
+from unfog.cli.read_request import read_request
 from unfog.commands.train import verify
 from unfog.config.presets import _default
 from unfog.config.resume_rules import settings_digests

@@ -23,7 +23,7 @@ from PIL import Image
 
 from forked import Forked
 from unfog.commands.pack import pack
-from unfog.config.requests import PackRequest
+from unfog.config.requests.pack import PackRequest
 from unfog.config.schema import Config
 from unfog.data.augmentation import Augment
 from unfog.data.dataset import Dataset

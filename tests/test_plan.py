@@ -15,7 +15,7 @@ from test_plan_memory import all_traces_are_kept  # noqa: F401  a fixture
 from unfog.commands.plan import _describe_compiling, _resolve_microbatch, _time_findings, plan
 from unfog.commands.train import base_settings
 from unfog.config.presets import preset
-from unfog.config.requests import PlanRequest
+from unfog.config.requests.plan import PlanRequest
 from unfog.config.schema import Config, Latents
 from unfog.config.toml import update
 from unfog.data.dataset import ImageSet

@@ -13,7 +13,7 @@ from launches import AGENT, ended, forked, output  # noqa: F401  a fixture
 from planned import live, traced
 from test_plan_memory import all_traces_are_kept  # noqa: F401  a fixture
 from unfog.commands.plan import plan
-from unfog.config.requests import PlanRequest
+from unfog.config.requests.plan import PlanRequest
 from unfog.config.schema import Config
 from unfog.errors import RequestError
 from unfog.models.settings import DiT

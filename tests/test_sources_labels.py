@@ -16,7 +16,7 @@ import unfog
 from conftest import TRANSFORMER
 from unfog.commands.pack import pack
 from unfog.config.presets import preset
-from unfog.config.requests import PackRequest
+from unfog.config.requests.pack import PackRequest
 from unfog.config.validate import check_request
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data

@@ -16,7 +16,7 @@ from PIL import Image, ImageCms
 
 from unfog.checks.images.image_checks import check_images
 from unfog.commands.pack import pack
-from unfog.config.requests import PackRequest
+from unfog.config.requests.pack import PackRequest
 from unfog.config.schema import Config
 from unfog.config.toml import update
 from unfog.config.values import parse_value

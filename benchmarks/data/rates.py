@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 
 from unfog.commands.pack import pack
-from unfog.config.requests import PackRequest
+from unfog.config.requests.pack import PackRequest
 from unfog.data.packs.pack import Pack
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from unfog.commands.find_lr import find_lr
 from unfog.config.presets import preset
-from unfog.config.requests import FindLrRequest
+from unfog.config.requests.find_lr import FindLrRequest
 from unfog.config.schema import Config, Network
 from unfog.config.values import parse_spec, registry_of
 from unfog.errors import RunError

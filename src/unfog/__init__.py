@@ -89,7 +89,7 @@ def train(
     """
     from unfog.callbacks import check_callbacks
     from unfog.commands.train import train as start
-    from unfog.config.requests import TrainRequest
+    from unfog.config.requests.train import TrainRequest
     from unfog.inference.run import Run
 
     callbacks = check_callbacks(callbacks)
@@ -128,7 +128,7 @@ def resume(path: PathLikeText, *, force: bool = False, callbacks: Sequence[objec
     from unfog.callbacks import check_callbacks
     from unfog.commands.train import resume as go_on
     from unfog.config.named_code import consent_to_settings
-    from unfog.config.requests import ResumeRequest
+    from unfog.config.requests.train import ResumeRequest
     from unfog.config.resume_rules import apply_changes
     from unfog.config.schema import nest_settings
     from unfog.inference.run import Run
@@ -172,7 +172,7 @@ def doctor(
     if gpu != (source is None):
         raise RequestError("give a source to check, or gpu=True to check the GPU")
     from unfog.commands.doctor import doctor as examine
-    from unfog.config.requests import DoctorRequest
+    from unfog.config.requests.doctor import DoctorRequest
     from unfog.config.schema import Config, nest_settings
     from unfog.config.toml import update
 
@@ -192,7 +192,7 @@ def doctor(
 def plan(source: Source, *, device: str = "", processes: int = 1, preset: str = "default", **settings: Any) -> Plan:
     """Predict memory, time and disk space of training, on this machine or on `device`: "h200", "a100", "4090", …"""
     from unfog.commands.plan import plan as predict
-    from unfog.config.requests import PlanRequest
+    from unfog.config.requests.plan import PlanRequest
 
     config = training_settings(source, preset, settings)
     return predict(PlanRequest(config.source, config, preset, device=device, processes=processes))
@@ -203,7 +203,7 @@ def find_lr(
 ) -> FindLrResult:
     """Find a learning rate on a throwaway copy of the network. Writes the curve to `out`, unless it is None."""
     from unfog.commands.find_lr import find_lr as search
-    from unfog.config.requests import FindLrRequest
+    from unfog.config.requests.find_lr import FindLrRequest
 
     folder = out_path(out, settings)
     config = training_settings(source, preset, settings)
@@ -213,7 +213,7 @@ def find_lr(
 def pack(source: Source, out: PathLikeText, **settings: Any) -> Path:
     """Decode and resize images once into the folder `out`, which `train` takes as a source. Return it."""
     from unfog.commands.pack import pack as write
-    from unfog.config.requests import PackRequest
+    from unfog.config.requests.pack import PackRequest
 
     config = training_settings(source, "default", settings)
     return write(PackRequest(config.source, folder_of(out, "out"), config.data))
@@ -236,7 +236,7 @@ def load(
     a DiT with its scheduler, and weights of EDM, EDM2 and denoising-diffusion-pytorch sample as a run does; `size` is
     for weights that do not state that of their images.
     """
-    from unfog.config.run_requests import is_model
+    from unfog.config.requests.sample import is_model
     from unfog.inference.run import Run
 
     if (ema, network, step, weights) == (None, None, None, "ema") and is_model(Path(path_of(path))):
@@ -264,7 +264,7 @@ def evaluate(
     `n` images are compared, by default all; at `size` pixels, by default their own. `settings` are `features` and
     `device`.
     """
-    from unfog.config.run_requests import EvaluateRequest
+    from unfog.config.requests.evaluate import EvaluateRequest
     from unfog.config.toml import update
     from unfog.inference.evaluate_images import evaluate_images
 
@@ -287,7 +287,7 @@ def ema_sweep(
     device: str = "auto",
 ) -> EmaSweepResult:
     """Find the best EMA width of a run, and make it the run's own."""
-    from unfog.config.run_requests import EmaSweepRequest
+    from unfog.config.requests.ema_sweep import EmaSweepRequest
     from unfog.inference.ema_sweep import ema_sweep as sweep
 
     folder: Any = Path(path_of(path))
@@ -302,7 +302,7 @@ def tune(path: PathLikeText, *, steps: int = 10, sampler: str | None = None, **o
     `options` are `pictures` to compare, `tries`, `store=False` to only look, and `device`.
     """
     from unfog.commands.tune import tune as search
-    from unfog.config.run_requests import TuneRequest
+    from unfog.config.requests.tune import TuneRequest
 
     kind: Any = sampler
     return search(TuneRequest(Path(path_of(path)), steps, kind, **options))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from unfog.errors import RequestError
 
 if TYPE_CHECKING:
-    from unfog.config.requests import TrainAutoencoderRequest
+    from unfog.config.requests.train import TrainAutoencoderRequest
     from unfog.config.schema import Config
 
 # Modules are imported inside functions, so that `import unfog` is quick.
@@ -67,7 +67,7 @@ def autoencoder_request(source: Source, out: PathLikeText | None, settings: dict
     from unfog.commands.train import apply_changes
     from unfog.config.named_code import consent_to_settings
     from unfog.config.presets import AutoencoderRunSettings, autoencoder_recipe
-    from unfog.config.requests import TrainAutoencoderRequest
+    from unfog.config.requests.train import TrainAutoencoderRequest
     from unfog.config.schema import nest_settings
 
     folder = out_path(out, settings)

@@ -19,7 +19,7 @@ from faults.harness import Job, Recipe, events, resume, step_reached, steps_save
 from faults.mounts import Mount, SmallDisk
 from served import make_run
 from unfog.commands.pack import pack
-from unfog.config.requests import PackRequest
+from unfog.config.requests.pack import PackRequest
 from unfog.data import outages
 from unfog.data.dataset import ImageSet
 from unfog.data.files.file_rows import FileRows, load_rows

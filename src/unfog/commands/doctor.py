@@ -13,7 +13,7 @@ from unfog.checks.run.run_checks import check_run
 from unfog.checks.settings.length_checks import training_length_guide
 from unfog.checks.settings.overfit_one_batch import overfit_one_batch
 from unfog.checks.settings.settings_checks import check_settings
-from unfog.config.requests import DoctorRequest
+from unfog.config.requests.doctor import DoctorRequest
 from unfog.config.schema import Config
 from unfog.config.validate import check_out, check_request
 from unfog.data.augmentation import Augment

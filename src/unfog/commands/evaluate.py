@@ -6,8 +6,9 @@ import os
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from unfog.config.folder_requests import ReportRequest
-from unfog.config.run_requests import EvaluateRequest, EvaluationRequest, is_model
+from unfog.config.requests.evaluate import EvaluateRequest, EvaluationRequest
+from unfog.config.requests.runs import ReportRequest
+from unfog.config.requests.sample import is_model
 from unfog.config.validate import check_source, resolve_sampler
 from unfog.errors import Interrupted, RequestError
 from unfog.process.run_folder import RunFolder

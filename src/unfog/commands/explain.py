@@ -13,7 +13,7 @@ from typing import Any
 from unfog.config.aliases import USUAL, advice_on, current_name
 from unfog.config.describe import Description, describe, field_texts, format_value
 from unfog.config.presets import PRESETS
-from unfog.config.requests import ExplainRequest
+from unfog.config.requests.explain import ExplainRequest
 from unfog.config.schema import Config
 from unfog.config.values import format_spec, quote, registry_of
 from unfog.errors import RequestError

@@ -14,7 +14,7 @@ from typing import Any
 from unfog.commands.train import apply_changes
 from unfog.config.describe import Description, describe, field_texts
 from unfog.config.presets import preset
-from unfog.config.requests import InitRequest
+from unfog.config.requests.init import InitRequest
 from unfog.config.schema import Config
 from unfog.config.toml import literal, with_version
 from unfog.config.validate import check_device, check_source, parse_duration

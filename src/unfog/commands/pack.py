@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from unfog.config.requests import PackRequest
+from unfog.config.requests.pack import PackRequest
 from unfog.data.cache import entry_key
 from unfog.data.packs.pack import Pack
 from unfog.data.packs.pack_journal import Journal, remove_work_files

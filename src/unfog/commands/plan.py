@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from unfog.config.requests import PlanRequest
+from unfog.config.requests.plan import PlanRequest
 from unfog.config.schema import Config
 from unfog.config.validate import check_request
 from unfog.cores import describe_quota

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from unfog.config.requests import ResumeRequest, TrainAutoencoderRequest, TrainRequest
+from unfog.config.requests.train import ResumeRequest, TrainAutoencoderRequest, TrainRequest
 from unfog.config.resume_rules import check_changes
 from unfog.config.schema import Config, check_given_length
 from unfog.config.toml import read_toml, update

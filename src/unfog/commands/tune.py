@@ -10,8 +10,8 @@ from typing import get_args
 import torch
 from torch import Tensor
 
+from unfog.config.requests.tune import TuneRequest
 from unfog.config.resume_rules import TUNED_EVENT
-from unfog.config.run_requests import TuneRequest
 from unfog.config.toml import of_type, update
 from unfog.config.validate import check_sampler
 from unfog.diffusion.denoiser import Denoiser

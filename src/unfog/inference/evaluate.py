@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from unfog.config.run_requests import LOSSES, METRICS, ON_REQUEST, EvaluationRequest
+from unfog.config.requests.evaluate import LOSSES, METRICS, ON_REQUEST, EvaluationRequest
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.errors import RequestError, RunError
 from unfog.evaluation.feature_networks import inception_path

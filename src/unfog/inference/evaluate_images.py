@@ -9,7 +9,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from unfog.config.run_requests import LOSSES, METRICS, ON_REQUEST, EvaluationRequest
+from unfog.config.requests.evaluate import LOSSES, METRICS, ON_REQUEST, EvaluationRequest
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
 from unfog.data.scan import common_size

@@ -7,7 +7,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unfog.config.run_requests import DRAWN, EvaluateRequest, SamplingRequest
+from unfog.config.requests.evaluate import DRAWN, EvaluateRequest
+from unfog.config.requests.sample import SamplingRequest
 from unfog.config.schema import Config, Init
 from unfog.config.toml import update
 from unfog.config.validate import path_text

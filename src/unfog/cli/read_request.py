@@ -12,11 +12,25 @@ from typing import Any
 
 from unfog.cli.help import HELP_FLAGS, format_help
 from unfog.cli.parse import ParsedArgs, parse_args
+from unfog.commands.slurm import SlurmRequest
 from unfog.commands.train import apply_changes, base_settings, check_new_run
-from unfog.config import folder_requests, requests, run_requests
-from unfog.config.folder_requests import ExportRequest, SlurmRequest
 from unfog.config.named_code import consent_to_flags
 from unfog.config.presets import AutoencoderRunSettings, autoencoder_recipe, preset
+from unfog.config.requests.cache import CacheRequest
+from unfog.config.requests.completion import CompletionRequest
+from unfog.config.requests.doctor import DoctorRequest
+from unfog.config.requests.ema_sweep import EmaSweepRequest
+from unfog.config.requests.evaluate import EvaluateRequest
+from unfog.config.requests.explain import ExplainRequest
+from unfog.config.requests.export import ExportRequest
+from unfog.config.requests.find_lr import FindLrRequest
+from unfog.config.requests.init import InitRequest
+from unfog.config.requests.pack import PackRequest
+from unfog.config.requests.plan import PlanRequest
+from unfog.config.requests.runs import ReportRequest, RunsRequest, ServeRequest, WatchRequest
+from unfog.config.requests.sample import SampleRequest, is_model
+from unfog.config.requests.train import ResumeRequest, TrainAutoencoderRequest, TrainRequest
+from unfog.config.requests.tune import TuneRequest
 from unfog.config.resume_rules import apply_changes as apply_resume_changes
 from unfog.config.resume_rules import check_changes
 from unfog.config.schema import Config
@@ -28,27 +42,27 @@ from unfog.errors import RequestError
 from unfog.process.run_folder import RunFolder, next_folder
 
 REQUESTS: dict[str, type] = {
-    "train": requests.TrainRequest,
-    "resume": requests.ResumeRequest,
-    "train-autoencoder": requests.TrainAutoencoderRequest,
-    "sample": run_requests.SampleRequest,
-    "evaluate": run_requests.EvaluateRequest,
-    "ema-sweep": run_requests.EmaSweepRequest,
-    "tune": run_requests.TuneRequest,
-    "report": folder_requests.ReportRequest,
+    "train": TrainRequest,
+    "resume": ResumeRequest,
+    "train-autoencoder": TrainAutoencoderRequest,
+    "sample": SampleRequest,
+    "evaluate": EvaluateRequest,
+    "ema-sweep": EmaSweepRequest,
+    "tune": TuneRequest,
+    "report": ReportRequest,
     "export": ExportRequest,
-    "runs": folder_requests.RunsRequest,
-    "watch": folder_requests.WatchRequest,
-    "serve": folder_requests.ServeRequest,
-    "doctor": requests.DoctorRequest,
-    "plan": requests.PlanRequest,
-    "find-lr": requests.FindLrRequest,
-    "pack": requests.PackRequest,
+    "runs": RunsRequest,
+    "watch": WatchRequest,
+    "serve": ServeRequest,
+    "doctor": DoctorRequest,
+    "plan": PlanRequest,
+    "find-lr": FindLrRequest,
+    "pack": PackRequest,
     "slurm": SlurmRequest,
-    "init": requests.InitRequest,
-    "explain": requests.ExplainRequest,
-    "completion": requests.CompletionRequest,
-    "cache": folder_requests.CacheRequest,
+    "init": InitRequest,
+    "explain": ExplainRequest,
+    "completion": CompletionRequest,
+    "cache": CacheRequest,
 }
 _FOLDER_FOR = {"doctor": "the folder of the findings", "find-lr": "the folder of the plot"}
 
@@ -68,12 +82,12 @@ def read_request(command: str, words: Sequence[str]) -> Any:
         return _training_request(command, words)
     args = _parse(command, words)
     request = update(kind(**args.named), args.table, "")
-    if isinstance(request, run_requests.EvaluateRequest) and request.is_of_images:
+    if isinstance(request, EvaluateRequest) and request.is_of_images:
         consent.give_to_source(str(request.run))
         check_source(str(request.run))
         check_device(request.device)
         request.check_without_run()
-    elif command in ("sample", "evaluate") and run_requests.is_model(request.run):
+    elif command in ("sample", "evaluate") and is_model(request.run):
         check_device(request.device)
         request.check_without_run()
     elif hasattr(request, "run"):
@@ -143,8 +157,8 @@ def _shown_settings(command: str, table: dict[str, Any]) -> Config | Autoencoder
     return AutoencoderRunSettings.of(settings) if command == "train-autoencoder" else settings
 
 
-def _resume_request(words: Sequence[str]) -> requests.ResumeRequest:
-    kind, shown = requests.ResumeRequest, Config()
+def _resume_request(words: Sequence[str]) -> ResumeRequest:
+    kind, shown = ResumeRequest, Config()
     # The help text shows the settings of RUN, if it is named already.
     runs = [RunFolder(Path(word)) for word in words if not word.startswith("-")]
     with suppress(RequestError, OSError, ValueError):
@@ -172,7 +186,7 @@ def _slurm_request(words: Sequence[str]) -> SlurmRequest:
     command = words[at + (words[at : at + 1] == ["--"]) :]
     name, rest = next(iter(command), ""), command[1:]
     if name == "train":
-        train: requests.TrainRequest = read_request("train", rest)
+        train: TrainRequest = read_request("train", rest)
         # The job may start many times, and has to find the same run each time.
         run = train.out or next_folder(train.source)
         command = ("train", *(() if train.out else ("--out", str(run))), *rest)
@@ -183,7 +197,7 @@ def _slurm_request(words: Sequence[str]) -> SlurmRequest:
             raise RequestError(
                 "--verify trains nothing new and needs no batch job; run it directly: unfog resume RUN --verify"
             )
-        budget = parse_args(rest, requests.ResumeRequest, "", {}).table.get("settings", {}).get("training", {})
+        budget = parse_args(rest, ResumeRequest, "", {}).table.get("settings", {}).get("training", {})
         if budget.get("budget"):
             raise RequestError("--budget would start again in each job; give --steps or --images")
         return replace(job, command=("resume", *rest), run=resume.run, source=resume.settings.source)
