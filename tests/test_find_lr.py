@@ -13,7 +13,6 @@ from torch import nn
 
 from conftest import NETWORK
 from unfog.commands import find_lr as command
-from unfog.commands.find_lr import _lr_chart, find_lr
 from unfog.config.presets import preset
 from unfog.config.requests.find_lr import FindLrRequest
 from unfog.config.schema import Network
@@ -43,6 +42,7 @@ from unfog.planning.lr_suggestion import (
     suggest,
 )
 from unfog.planning.microbatch import MicrobatchChoice
+from unfog.runs.find_lr import _lr_chart, find_lr
 from unfog.training.optimizer_settings import Optimizer
 from unfog.training.precision import Precision
 from unfog.training.settings import PowerEma, Training

@@ -14,10 +14,8 @@ import pytest
 from unfog.cli.completion import _completion_script
 from unfog.cli.main import main
 from unfog.cli.read_request import REQUESTS, read_request
-from unfog.commands.explain import _explain
-from unfog.commands.pack import pack
-from unfog.commands.train import _add_autoencoder
 from unfog.config.describe import describe
+from unfog.config.explain import explain
 from unfog.config.presets import PRESETS, autoencoder_recipe, preset
 from unfog.config.requests.evaluate import METRICS
 from unfog.config.requests.pack import PackRequest
@@ -26,6 +24,8 @@ from unfog.config.toml import from_toml, read_toml, to_toml, update
 from unfog.config.values import registry_of
 from unfog.data.settings import TRAINING_ONLY, Data
 from unfog.errors import RequestError
+from unfog.pipeline.pack import pack
+from unfog.runs.start import add_autoencoder
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -108,7 +108,7 @@ def test_an_autoencoder_lists_only_what_it_reads(said, tmp_path):
     flags = flags_in(said("train-autoencoder", "--help-all"))
     assert {"factor", "lr", "evaluate.images"} <= flags
     assert not any(flag.startswith(("ema-snapshots", "sampler", "data.labels")) for flag in flags)
-    config = replace(_add_autoencoder(autoencoder_recipe()), source="photos")
+    config = replace(add_autoencoder(autoencoder_recipe()), source="photos")
     (tmp_path / "config.toml").write_text(to_toml(config))
     resumed = flags_in(said("resume", str(tmp_path), "--help-all"))
     assert {"lr", "evaluate.images"} <= resumed
@@ -186,11 +186,11 @@ def test_explain_tells_all_that_a_field_holds(said):
 def test_explain_knows_every_setting_section_and_kind(said):
     overview = said("explain")
     for each in describe(Config):
-        assert each.setting in _explain(each.setting).splitlines()
+        assert each.setting in explain(each.setting).splitlines()
         assert {each.path[0], each.path[-1]} <= set(re.findall(r"\w+", overview))
-        assert f"  {each.setting} " in _explain(each.path[0]) or len(each.path) == 1
+        assert f"  {each.setting} " in explain(each.path[0]) or len(each.path) == 1
         for word in each.choices if registry_of(each.annotation) else ():
-            assert word == "auto" or word in _explain(word)
+            assert word == "auto" or word in explain(word)
     assert "did you mean lr" in said("explain", "lrr", status=2)
     assert "a choice of --weighting" in said("explain", "min-snr")
 

@@ -26,7 +26,7 @@ PARTS = {
     "session": ("unfog.runs.train", ["open_session"]),
     "images checked": ("unfog.runs.train", ["quick_check_images"]),
     "settings checked": ("unfog.runs.train:Session", ["write_data_files", "settings_findings"]),
-    "dry run": ("unfog.runs.session", ["dry_run"]),
+    "dry run": ("unfog.runs.session:Session", ["_dry_run"]),
 }
 ALL = ["imports", *PARTS, "rest, with the first step", "in all"]
 

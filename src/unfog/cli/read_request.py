@@ -13,7 +13,6 @@ from typing import Any
 from unfog.cli.help import HELP_FLAGS, format_help
 from unfog.cli.parse import ParsedArgs, parse_args
 from unfog.commands.slurm import SlurmRequest
-from unfog.commands.train import apply_changes, base_settings, check_new_run
 from unfog.config.named_code import consent_to_flags
 from unfog.config.presets import AutoencoderRunSettings, autoencoder_recipe, preset
 from unfog.config.requests.cache import CacheRequest
@@ -40,6 +39,7 @@ from unfog.config.values import quote
 from unfog.custom import consent
 from unfog.errors import RequestError
 from unfog.process.run_folder import RunFolder, next_folder
+from unfog.runs.start import base_settings, check_new_run, new_run_settings
 
 REQUESTS: dict[str, type] = {
     "train": TrainRequest,
@@ -132,7 +132,7 @@ def _training_request(command: str, words: Sequence[str]) -> Any:
             raise RequestError(f"a run has its own settings, so {', '.join(others)} cannot be given with it")
         settings: Any = update(Config(), changes, "")
     else:
-        config = apply_changes(_base(command, args.table), changes, source)
+        config = new_run_settings(_base(command, args.table), changes, source)
         settings = AutoencoderRunSettings.of(config) if command == "train-autoencoder" else config
         if gpu:
             check_device(config.training.device)

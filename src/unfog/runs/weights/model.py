@@ -63,7 +63,7 @@ class Model(Run):
             RequestError: a setting needs a run, such as against, or there is no reference.
         """
         # Loaded only here, so that sampling starts without it.
-        from unfog.inference.evaluate_images import evaluate_images
+        from unfog.inference.evaluate import evaluate_images
 
         names = (metrics,) if isinstance(metrics, str) else tuple(metrics)
         request = update(EvaluateRequest(run=self.path), {"metrics": names, "n": n, **settings}, "")
