@@ -154,13 +154,7 @@ class Session(StoppableHooks):
 
         Automatic `choices`, `changes` of settings and bad `findings` of the checks are printed and recorded first.
         """
-        fixed, logged = None, 0
-        if saved is None:
-            # Left by a start that was killed before its first checkpoint.
-            remove(self.context.folder.metrics, self.context.folder.path)
-        else:
-            self._load(saved)
-            logged, fixed = _last_logged(self.step, self.state.due), self._resume_length()
+        logged, fixed = self._restore(saved)
         self.state.adopt_settings(settings_digests(self.config))
         with self._open_recorder(logged) as recorder:
             self.attach(recorder)
@@ -178,10 +172,9 @@ class Session(StoppableHooks):
             except (Exception, KeyboardInterrupt) as error:
                 self._record_failure(error)
                 if isinstance(error, OSError):
-                    raise RunError(
-                        f"{error.filename or self.context.folder.path}: {error.strerror or error}; once that is "
-                        f"corrected, `unfog resume {self.context.folder.path}`"
-                    ) from error
+                    place, reason = self.context.folder.path, error.strerror or error
+                    said = f"{error.filename or place}: {reason}; once that is corrected, `unfog resume {place}`"
+                    raise RunError(said) from error
                 raise
             finally:
                 self.saver.close()
@@ -270,6 +263,19 @@ class Session(StoppableHooks):
         folder = self.context.folder
         _, settings = folder.shown_settings(self.config)
         return Recorder(folder.path, self.config.log, self.steps, self.step, settings, logged, self.defer_interrupts)
+
+    def _restore(self, saved: checkpoint.CheckpointInfo | None) -> tuple[int, Plan | None]:
+        """Go back to the state of a checkpoint, or to the beginning.
+
+        Returns:
+            The last step whose line of the record stays, and the plan if a resume has given another length.
+        """
+        if saved is None:
+            # Left by a start that was killed before its first checkpoint.
+            remove(self.context.folder.metrics, self.context.folder.path)
+            return 0, None
+        self._load(saved)
+        return _last_logged(self.step, self.state.due), self._resume_length()
 
     def _load(self, saved: checkpoint.CheckpointInfo) -> None:
         """Restore a checkpoint; of a sharded state only the progress, as each rank reads its own rows later."""

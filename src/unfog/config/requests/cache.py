@@ -1,4 +1,4 @@
-"""Request of `unfog cache`."""
+"""Request of `unfog cache`: list the cache folder, or make room in it."""
 
 from __future__ import annotations
 

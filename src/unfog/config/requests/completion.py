@@ -1,4 +1,4 @@
-"""Request of `unfog completion`."""
+"""Request of `unfog completion`: the shell to complete commands in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Request of `unfog doctor`."""
+"""Request of `unfog doctor`: images and settings, a run, or the GPU to check."""
 
 from __future__ import annotations
 

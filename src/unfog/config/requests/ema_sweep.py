@@ -1,4 +1,4 @@
-"""Request of `unfog ema-sweep`."""
+"""Request of `unfog ema-sweep`: the EMA widths of a run to compare, and the metric."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Request of `unfog explain`."""
+"""Request of `unfog explain`: the name of a setting to explain."""
 
 from __future__ import annotations
 

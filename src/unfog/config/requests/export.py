@@ -1,4 +1,4 @@
-"""Request of `unfog export`."""
+"""Request of `unfog export`: the run, the new folder and its format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Request of `unfog find-lr`."""
+"""Request of `unfog find-lr`: images and settings to find a learning rate for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Request of `unfog init`."""
+"""Request of `unfog init`: the answers that are given as flags."""
 
 from __future__ import annotations
 

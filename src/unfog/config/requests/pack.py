@@ -1,4 +1,4 @@
-"""Request of `unfog pack`."""
+"""Request of `unfog pack`: images to decode once, and the new folder."""
 
 from __future__ import annotations
 

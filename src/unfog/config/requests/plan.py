@@ -1,4 +1,4 @@
-"""Request of `unfog plan`."""
+"""Request of `unfog plan`: images, settings and device to predict a run for."""
 
 from __future__ import annotations
 

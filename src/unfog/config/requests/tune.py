@@ -1,4 +1,4 @@
-"""Request of `unfog tune`."""
+"""Request of `unfog tune`: the run and the number of steps to tune noise levels for."""
 
 from __future__ import annotations
 
