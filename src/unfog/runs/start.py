@@ -1,4 +1,4 @@
-"""Start, continue or refuse a run by its request. Torch is imported only once the request is right."""
+"""Check a request to train or resume, and start the run. Torch is imported only once the request is right."""
 
 from __future__ import annotations
 
