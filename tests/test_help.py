@@ -6,13 +6,14 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
 from unfog.cli.completion import _completion_script
 from unfog.cli.main import main
+from unfog.cli.parse import parse_args
 from unfog.cli.read_request import REQUESTS, read_request
 from unfog.config.describe import describe
 from unfog.config.explain import explain
@@ -26,6 +27,7 @@ from unfog.data.settings import TRAINING_ONLY, Data
 from unfog.errors import RequestError
 from unfog.pipeline.pack import pack
 from unfog.runs.start import add_autoencoder
+from unfog.settings import argument, setting
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -155,6 +157,25 @@ def test_every_flag_that_a_message_names_exists():
                 named = re.findall(r"(?<![\w/-])--([a-z][a-z0-9.-]*[a-z0-9])", node.value)
                 unknown += [f"{path.name}:{node.lineno}: --{flag}" for flag in named if flag not in known]
     assert not unknown
+
+
+def test_the_marks_of_a_field_make_its_flag():
+    @dataclass(frozen=True)
+    class Marked:
+        run: Path = field(metadata=argument("RUN"))
+        device: str = setting("", flag="for", metavar="DEVICE")
+        words: tuple[str, ...] = setting((), hidden=True)
+        n: int = 4
+
+    listed = describe(Marked)
+    assert [(each.metavar, each.positional) for each in listed] == [("RUN", True), ("DEVICE", False), ("N", False)]
+    assert [each.flags for each in listed[1:]] == [["for"], ["n"]]
+    args = parse_args(["a run", "--for", "h200", "-n", "2"], Marked, "unfog marked", {})
+    assert (args.named, args.table) == ({"run": Path("a run")}, {"device": "h200", "n": 2})
+    with pytest.raises(RequestError, match="--words is not a flag"):
+        parse_args(["a run", "--words", "x"], Marked, "unfog marked", {})
+    with pytest.raises(RequestError, match="RUN is missing"):
+        parse_args([], Marked, "unfog marked", {})
 
 
 def test_short_names_and_descriptions_agree():
