@@ -12,7 +12,6 @@ from PIL import Image
 from torch import nn
 
 from conftest import NETWORK
-from unfog.commands import find_lr as command
 from unfog.config.presets import preset
 from unfog.config.requests.find_lr import FindLrRequest
 from unfog.config.schema import Network
@@ -40,6 +39,7 @@ from unfog.planning.lr_range_test import (
     suggest,
 )
 from unfog.planning.microbatch import MicrobatchChoice
+from unfog.runs import find_lr as command
 from unfog.runs.find_lr import _lr_chart, find_lr
 from unfog.training.precision import Precision
 from unfog.training.settings import Optimizer, PowerEma, Training
