@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -49,11 +48,3 @@ def serving(folder: Path, port: int = 0, *options: str):
     finally:
         process.kill()
         process.wait()
-
-
-def wait_for(condition, seconds=60):
-    """Wait until a condition holds; the machine may be busy."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it took too long"
-        time.sleep(0.1)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from package_source import trees
 from unfog.cli.completion import _completion_script
 from unfog.cli.main import main
 from unfog.cli.requests import REQUESTS, read_request
@@ -147,13 +148,13 @@ OTHERS = {
 def test_every_flag_that_a_message_names_exists():
     known = OTHERS | {flag for kind in REQUESTS.values() for each in describe(kind) for flag in each.flags}
     unknown = []
-    for path in sorted((REPOSITORY / "src/unfog").rglob("*.py")):
-        if path.name == "slurm.py":  # a batch file with flags of five other programs
+    for place, tree in trees().items():
+        if Path(place).name == "slurm.py":  # a batch file with flags of five other programs
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 named = re.findall(r"(?<![\w/-])--([a-z][a-z0-9.-]*[a-z0-9])", node.value)
-                unknown += [f"{path.name}:{node.lineno}: --{flag}" for flag in named if flag not in known]
+                unknown += [f"{place}:{node.lineno}: --{flag}" for flag in named if flag not in known]
     assert not unknown
 
 

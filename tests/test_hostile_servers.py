@@ -69,7 +69,7 @@ def test_headers_that_never_end_are_not_waited_for(web: Server, monkeypatch: pyt
     began = time.monotonic()
     with pytest.raises(RequestError, match="did not answer in time"):
         open_source(f"http://127.0.0.1:{web.port}/s-000.tar")
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
 
 
 def test_an_answer_that_is_another_part_is_none(web: Server) -> None:

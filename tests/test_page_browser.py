@@ -18,7 +18,7 @@ pytest.importorskip("playwright", reason="playwright is not installed: pip insta
 pytest.importorskip("starlette", reason="starlette is not installed: pip install 'unfog[serve]'")
 pytest.importorskip("orjson", reason="orjson is not installed: pip install 'unfog[serve]'")
 
-from browsers import CHROMIUM, WatchedPage, open_browser, serving, wait_for
+from browsers import CHROMIUM, WatchedPage, open_browser, serving
 from conftest import NETWORK, few_images
 from faults.mounts import SmallDisk
 from unfog.config.schema import Config
@@ -27,6 +27,7 @@ from unfog.reporting.image_grids import grid
 from unfog.reporting.log_settings import Log
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.report import write_report
+from waiting import wait_until
 
 pytestmark = [
     pytest.mark.slow,
@@ -91,7 +92,7 @@ def address(runs):
 
 def until(page, expression, seconds=60):
     """Wait until an expression is true. Playwright's own way evaluates text in the page, which its policy forbids."""
-    wait_for(lambda: page.evaluate(expression), seconds)
+    wait_until(lambda: page.evaluate(expression), seconds)
 
 
 def ids_of(page):
@@ -292,7 +293,7 @@ def test_an_open_page_gives_its_secret_to_no_other_program_and_finds_its_server_
     secret = address.split("/")[-2]
     with ThreadingHTTPServer(("127.0.0.1", port), Impostor) as impostor:
         threading.Thread(target=impostor.serve_forever).start()
-        wait_for(lambda: len(Impostor.paths) > 1)
+        wait_until(lambda: len(Impostor.paths) > 1)
         page.evaluate("document.querySelector('unfog-page').data.get('api/runs').catch(() => {})")
         page.evaluate("new Image().src = document.querySelector('unfog-page').data.picture(1, 'contact')")
         page.wait_for_timeout(300)
@@ -320,7 +321,7 @@ def test_the_browser_opens_the_page_and_no_process_has_its_secret_as_a_word(brow
     )
     try:
         address = process.stdout.readline().strip()
-        wait_for(words.exists)
+        wait_until(words.exists)
         file = Path(words.read_text().strip().removeprefix("file://"))
         secret = address.split("/")[-2]
         assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
@@ -348,7 +349,7 @@ def training_live(folder, *flags):
     training = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=os.environ)
     try:
         record = folder / "live" / "metrics.jsonl"
-        wait_for(lambda: record.exists() and record.read_bytes().count(b"\n") > 1, 120)
+        wait_until(lambda: record.exists() and record.read_bytes().count(b"\n") > 1, 120)
         yield training
     finally:
         training.kill()
@@ -374,7 +375,7 @@ def test_a_run_is_watched_and_steered(browser, tmp_path):
         assert asked == 1  # all of them once, then only what is new
         previews = len(list((folder / "live" / "samples").glob("*.png")))
         page.click("button:text-is('Preview now')")
-        wait_for(lambda: len(list((folder / "live" / "samples").glob("*.png"))) > previews)
+        wait_until(lambda: len(list((folder / "live" / "samples").glob("*.png"))) > previews)
         # It was started elsewhere: its messages come from its folder, and new ones by themselves.
         page.click("text=Output of the run")
         page.wait_for_selector("unfog-task pre:has-text('training')")

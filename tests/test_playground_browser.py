@@ -12,8 +12,9 @@ pytest.importorskip("starlette", reason="starlette is not installed: pip install
 pytest.importorskip("orjson", reason="orjson is not installed: pip install 'unfog[serve]'")
 
 import unfog
-from browsers import CHROMIUM, WatchedPage, open_browser, serving, wait_for
+from browsers import CHROMIUM, WatchedPage, open_browser, serving
 from conftest import NETWORK, few_images
+from waiting import wait_until
 
 pytestmark = [
     pytest.mark.slow,
@@ -71,7 +72,7 @@ def opened(page, address):
 
 
 def until(page, expression, seconds=120):
-    wait_for(lambda: page.evaluate(expression), seconds)
+    wait_until(lambda: page.evaluate(expression), seconds)
 
 
 def fill(page, label, value):

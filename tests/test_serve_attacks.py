@@ -22,6 +22,7 @@ from conftest import TRANSFORMER
 from served import make_run, serving
 from unfog.config.schema import Config
 from unfog.config.toml import from_toml, to_toml
+from waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -340,13 +341,12 @@ def finished(web, answer):
     status, body = answer
     assert status == 200, body
     path = f"api/draw/{body['job']}" if "job" in body else f"api/tasks/{body['task']}"
-    until = time.monotonic() + 120
-    while time.monotonic() < until:
+
+    def ended():
         found = web.get(path)
-        if found.get("state", "ended") in ("ended", "done", "failed") and not found.get("running"):
-            return found
-        time.sleep(0.2)
-    raise TimeoutError(path)
+        return found.get("state", "ended") in ("ended", "done", "failed") and not found.get("running") and found
+
+    return wait_until(ended, every=0.2)
 
 
 @pytest.fixture(scope="module")

@@ -27,14 +27,7 @@ from unfog.serve.runs import number_of
 from unfog.serve.server import Server
 from unfog.serve.steering import form_fields, page_settings
 from unfog.serve.tasks import TaskList
-
-
-def wait_until(condition, seconds=120.0):
-    end = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.05)
-    return found
+from waiting import wait_until
 
 
 @pytest.fixture
