@@ -26,7 +26,7 @@ class WatchedPage:
 
     def __init__(self, browser, **options):
         self.context = browser.new_context(accept_downloads=True, **options)
-        self.context.set_default_timeout(90_000)  # milliseconds; the machine may be busy
+        self.context.set_default_timeout(180_000)  # milliseconds; the machine may be busy
         self.page = self.context.new_page()
         self.troubles, self.requests = [], []
         self.page.on("console", lambda message: self._note(message.type, message.text))

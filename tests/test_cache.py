@@ -147,6 +147,7 @@ def test_links_lead_to_no_entry(tmp_path: Path) -> None:
     assert sorted((tmp_path / "outside").rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_what_the_datasets_library_keeps_goes_only_when_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -315,6 +316,7 @@ def test_a_user_without_a_writable_home_has_a_private_folder(shared_place: Path)
 
 
 @pytest.mark.parametrize("user", [0, 12345])
+@pytest.mark.slow
 def test_a_cache_that_others_may_exchange_is_refused(shared_place: Path, user: int) -> None:
     def told(mode: int, owner: int, above: int, above_owner: int = 0) -> str:
         cache = shared_place / "above/cache"

@@ -89,6 +89,7 @@ def images(tmp_path):
     return tmp_path / "photos"
 
 
+@pytest.mark.slow
 def test_a_run_trains_resumes_and_samples_with_own_parts(mine, images, tmp_path, capsys):
     parts = {
         "network": f"custom:path={mine}.Net,width=4",
@@ -255,6 +256,7 @@ def test_names_of_runs_and_folders_give_no_consent(stranger, images, tmp_path, c
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 def test_a_flag_or_keyword_that_names_a_part_gives_consent(stranger, monkeypatch):
     main_words = [["sample", "run", "-n", "1", "--sampler", "custom:path=tuned.step", "--out", "0"]]
     main_words += [["sample", "run", "-n", "1", "--out", "1"]]  # as it was stored
@@ -281,6 +283,7 @@ class NamesCode:
     __str__ = __repr__
 
 
+@pytest.mark.slow
 def test_texts_of_other_settings_give_no_consent(stranger, images, tmp_path, monkeypatch):
     for source, settings in [
         ("runs/python:tuned:step", {}),
@@ -297,6 +300,7 @@ def test_texts_of_other_settings_give_no_consent(stranger, images, tmp_path, mon
     assert consent.given_paths() == []
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_named_like_a_source_of_code_is_refused(stranger, tmp_path):
     (stranger / "python:tuned:step").mkdir()
     for text in ("python:tuned:step", "python:tuned:step/"):
@@ -305,6 +309,7 @@ def test_a_folder_that_is_named_like_a_source_of_code_is_refused(stranger, tmp_p
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 def test_words_of_the_page_give_no_consent(stranger, monkeypatch):
     monkeypatch.setenv(consent.STARTED_BY, "page")
     with pytest.raises(SystemExit, match="2"):

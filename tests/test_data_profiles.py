@@ -260,6 +260,7 @@ def test_threads_agree_with_one() -> None:
             assert list(pool.map(convert, range(210))) == expected
 
 
+@pytest.mark.slow
 def test_pillow_without_littlecms_still_decodes() -> None:
     """In a process of its own, as Pillow decides when it is imported."""
     script = """

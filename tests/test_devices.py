@@ -9,6 +9,7 @@ from types import MappingProxyType, SimpleNamespace
 import pytest
 import torch
 
+import forked
 import unfog
 from conftest import few_images
 from unfog.config.resume_rules import check_changes, settings_digests
@@ -321,7 +322,8 @@ assert used() == before, (used(), before)
 if "medium" in {chosen!r}:
     assert torch.get_float32_matmul_precision() == "medium"
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = forked.run([], code)
+    assert done.returncode == 0, done.stderr
 
 
 def test_muon_iterates_in_bf16_only_where_a_gpu_has_it(monkeypatch):

@@ -193,6 +193,7 @@ def test_doubled_pictures_count_as_neighbours_at_no_distance():
     assert [one.value for one in compare_features(["precision", "coverage"], x, x[:50])] == [1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_the_interval_of_precision_holds():
     real = normal(300, 4, 0)
     true = compare_features(["precision"], real, normal(20_000, 4, 1, 1.5))[0].value

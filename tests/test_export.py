@@ -161,6 +161,7 @@ def test_some_thirty_lines_draw_the_samples_of_a_safetensors_export(tmp_path, na
 
 
 @pytest.mark.parametrize("network", [UNET, MPUNET, DIT], ids=lambda network: network.kind)
+@pytest.mark.slow
 def test_a_safetensors_export_of_wide_images_draws_them(tmp_path, network):
     run = run_of(network=network, data=WIDE)
     run.export(tmp_path / "out")
@@ -249,6 +250,7 @@ DIFFUSERS = {
 
 
 @pytest.mark.parametrize("case", DIFFUSERS.values(), ids=DIFFUSERS)
+@pytest.mark.slow
 def test_a_pipeline_of_diffusers_draws_the_samples_of_the_run(tmp_path, case):
     name, network, classes, changes, scheduler = case
     run = run_of(name, network, classes, **changes)
@@ -281,6 +283,7 @@ def check_pipeline(run, folder, trusted=True):
 
 
 @pytest.mark.parametrize("kind", ["ours", "AutoencoderKL"])
+@pytest.mark.slow
 def test_a_pipeline_decodes_latents_with_their_autoencoder(tmp_path, kind):
     run = latent_run(tmp_path / "autoencoder", kind)
     run.export(tmp_path / "out", format="diffusers")
@@ -300,6 +303,7 @@ def test_a_pt2_export_is_sampled_by_the_same_lines_and_decodes_latents(tmp_path)
     assert {path.name for path in (tmp_path / "weights/autoencoder").iterdir()} == {"config.json", "codec.safetensors"}
 
 
+@pytest.mark.slow
 def test_a_pipeline_takes_classes_steps_and_noise(tmp_path):
     run = run_of()
     run.export(tmp_path / "out", format="diffusers")

@@ -39,6 +39,7 @@ def bench(monkeypatch):
         sys.modules.pop(name, None)
 
 
+@pytest.mark.slow
 def test_the_flops_of_a_transformer_block_are_those_of_its_products(bench):
     """A block of width w on N tokens: 12 w^2 weights in products, twice N each, and 4 N^2 w for attention."""
     width, side, patch = 64, 16, 2

@@ -4,6 +4,7 @@ import importlib
 import math
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 import unfog
 from conftest import NETWORK, few_images
+from gaussians import gaussian_denoiser
 from unfog.cli.main import _run as command
 from unfog.commands.tune import _BUILT_IN, _CallCounter, _GridError, _levels_are_valid, _search_levels
 from unfog.config.schema import Config
@@ -55,15 +57,13 @@ def run(tmp_path_factory):
     return unfog.train(few_images(), out=out, steps=40, lr=6e-3, size=16, **SETTINGS)
 
 
-def gaussian(mean: float, std: float, x: Tensor, logsnr: Tensor, conditions: Conditions = NO_CONDITIONS) -> Tensor:
-    """E[x0 | x_t] of x0 ~ N(mean, std^2) on the VE path."""
-    sigma = (-logsnr / 2).exp()[:, None, None, None]
-    return mean + std**2 * (x - mean) / (std**2 + sigma**2)
+def gaussian(mean: float, std: float) -> Callable[..., Tensor]:
+    return partial(gaussian_denoiser, mean, std, VE())
 
 
 def test_autoguidance_is_linear_in_its_scale():
     x, logsnr = torch.randn(4, 1, 3, 3), torch.linspace(-6, 6, 4)
-    good, weak = partial(gaussian, 0.2, 0.3), partial(gaussian, -0.1, 0.9)
+    good, weak = gaussian(0.2, 0.3), gaussian(-0.1, 0.9)
     at = {scale: Autoguided(good, weak, scale)(x, logsnr, NO_CONDITIONS) for scale in (0.0, 1.0, 3.0)}
     assert torch.equal(at[0.0], weak(x, logsnr))
     torch.testing.assert_close(at[1.0], good(x, logsnr))
@@ -78,7 +78,7 @@ def test_autoguidance_narrows_a_gaussian_as_it_should():
     picture is then d ln |x - mean| / d sigma = sigma (p_w + scale (p - p_w)), which has a closed integral.
     """
     std, wider, scale, mean = 0.3, 0.5, 2.0, 0.1
-    guided = Autoguided(partial(gaussian, mean, std), partial(gaussian, mean, wider), scale)
+    guided = Autoguided(gaussian(mean, std), gaussian(mean, wider), scale)
     sampler = Sampler("unipc", 400, "logsnr", clip=False)
     noise = torch.randn(64, 1, 2, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     x = sampler(lambda x, logsnr: guided(x, logsnr, NO_CONDITIONS), VE(), LogNormal(), lambda: noise)
@@ -97,9 +97,9 @@ def test_a_difference_is_kept_for_the_steps_between_calls_of_the_guide():
 
     def weak(x: Tensor, logsnr: Tensor, conditions: Conditions) -> Tensor:
         asked.append(float(logsnr[0]))
-        return gaussian(-0.1, 0.9, x, logsnr)
+        return gaussian(-0.1, 0.9)(x, logsnr)
 
-    x, good = torch.randn(2, 1, 3, 3), partial(gaussian, 0.2, 0.3)
+    x, good = torch.randn(2, 1, 3, 3), gaussian(0.2, 0.3)
     guided = Autoguided(good, weak, 2.0, every=3)
     levels = [-3.0, -2.0, -1.0, 0.0, 1.0, 0.5, 2.0, -3.0]
     answers = [guided(x, torch.full((2,), level), None) for level in levels]
@@ -107,7 +107,7 @@ def test_a_difference_is_kept_for_the_steps_between_calls_of_the_guide():
     assert asked == [-3.0, 0.0, 0.5, -3.0]
     for level, answer, of in zip(levels, answers, [-3.0, -3.0, -3.0, 0.0, 0.0, 0.5, 0.5, -3.0], strict=True):
         then = torch.full((2,), of)
-        difference = good(x, then) - gaussian(-0.1, 0.9, x, then)
+        difference = good(x, then) - gaussian(-0.1, 0.9)(x, then)
         torch.testing.assert_close(answer, good(x, torch.full((2,), level)) + difference)
 
 

@@ -184,6 +184,7 @@ def test_explain_tells_all_that_a_field_holds(said):
     assert said("explain", "learning-rate") == said("explain", "lr")
 
 
+@pytest.mark.slow
 def test_explain_knows_every_setting_section_and_kind(said):
     overview = said("explain")
     for each in describe(Config):
@@ -292,6 +293,7 @@ def test_zsh_completes_the_same(tmp_path):
         assert {word for word in words.split() if word.startswith(line.split(" ")[-1])} == expected, line
 
 
+@pytest.mark.slow
 def test_completion_needs_no_torch_and_names_the_shells_that_it_knows(said):
     code = "import sys, unfog.cli.main as m; m._run(['completion', 'bash']); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=20)

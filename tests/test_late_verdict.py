@@ -82,6 +82,7 @@ def said(diary):
 
 @pytest.mark.parametrize("method", [AdamW(), Muon()])
 @pytest.mark.parametrize("planted", PLANTED)
+@pytest.mark.slow
 def test_after_each_step_all_is_as_if_the_verdict_had_been_read_at_once(planted, method, when):
     for length in range(1, STEPS + 1):
         ends = {}
@@ -97,6 +98,7 @@ def test_after_each_step_all_is_as_if_the_verdict_had_been_read_at_once(planted,
 
 
 @pytest.mark.parametrize(("factor", "microbatch"), [(1e4, 3), (math.nan, 0)])
+@pytest.mark.slow
 def test_in_fp16_the_loss_scale_is_that_of_a_verdict_read_at_once(factor, microbatch, when):
     """Where it falls after an overflow, grows in the step after, and stays where a step is taken back."""
     for planted in PLANTED:

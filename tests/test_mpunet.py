@@ -203,6 +203,7 @@ def test_weights_are_projected_together_as_one_by_one():
         assert torch.equal(weight, value)
 
 
+@pytest.mark.slow
 def test_weights_grow_unless_they_are_projected():
     torch.manual_seed(0)
     model = MPUNetModel(MICRO, 3, 4)

@@ -258,6 +258,7 @@ def is_read_ahead(stream: ImageStream) -> bool:
     return ahead is None or all(task.done() for block in ahead._blocks.values() for task in block._tasks)
 
 
+@pytest.mark.slow
 def test_a_label_is_that_of_the_pixels_also_where_one_is_found_damaged_after_it_was_read_ahead(photos: Path) -> None:
     """The second epoch is decoded before the first batch of it is asked for; what fails there fails only then."""
     source = Flaky(photos, "flaky")
@@ -276,6 +277,7 @@ def test_a_label_is_that_of_the_pixels_also_where_one_is_found_damaged_after_it_
     stream.close()
 
 
+@pytest.mark.slow
 def test_whoever_takes_images_gets_the_labels_of_those_that_stand_in(photos: Path) -> None:
     """Held-out loss, learning rate, doctor: class and pixels of an image at the end of a class and damaged agree."""
     source = Damaged(photos, "damaged")

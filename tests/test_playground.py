@@ -588,6 +588,7 @@ def test_blind_votes_through_the_routes(client):
     assert client.post("/api/blind", json={**body, "picture": 9}).status_code == 404
 
 
+@pytest.mark.slow
 def test_the_server_imports_no_torch():
     code = "import sys, unfog.serve.playground.routes; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=os.environ).returncode == 0

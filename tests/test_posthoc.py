@@ -188,6 +188,7 @@ def test_buffers_are_those_of_the_newest_snapshot_and_what_is_rebuilt_fits(train
     assert all(rebuilt[name].dtype == torch.float32 for name, _ in state.model.named_parameters())
 
 
+@pytest.mark.slow
 def test_interrupted_keeps_the_same_snapshots(trained, tmp_path):
     reference, _, _ = trained
     folder, first = tmp_path / "averages", fresh()

@@ -166,6 +166,7 @@ def test_settings_refuse_what_cannot_be():
         Log(every=-1)
 
 
+@pytest.mark.slow
 def test_nothing_is_imported_that_was_not_asked_for():
     code = (
         "import sys, unfog.reporting.log_settings; light = set(sys.modules);"

@@ -186,6 +186,7 @@ def test_a_text_chart_of_any_numbers(values):
         assert max(map(len, chart)) <= 40
 
 
+@pytest.mark.slow
 def test_neither_command_loads_torch(tmp_path):
     run_folder(tmp_path / "a")
     code = (

@@ -89,6 +89,7 @@ def test_a_killed_command_goes_on_where_it_was_and_ends_like_an_undisturbed_one(
             assert other.read_bytes() == path.read_bytes()
 
 
+@pytest.mark.slow
 def test_without_a_folder_the_unfinished_one_of_these_settings_is_found(run, capsys):
     assert sample(run, "-n", 6, "--batch", 2) == 0
     first = Path(capsys.readouterr().out.strip())

@@ -124,6 +124,7 @@ def test_an_id_that_is_a_path_is_not_used(tmp_path, found):
         _stored_id(tmp_path, "wandb", str)
 
 
+@pytest.mark.slow
 def test_comet_writes_archives_of_one_experiment(tmp_path, secret):
     run_dir = tmp_path / "photos"
     recorded_twice(run_dir, "comet")
