@@ -5,8 +5,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from PIL import Image
 
 import unfog
 from conftest import TRANSFORMER
+from forked import Forked
 from unfog.cli.main import main
 from unfog.errors import RequestError
 from unfog.inference.run import Run
@@ -24,6 +23,7 @@ from unfog.pipeline.sample_folder import UNFINISHED, SampleFolder
 from unfog.process.machine_key import machine_key
 from unfog.process.run_folder import new_folder
 from unfog.seals import seal_of
+from waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +52,11 @@ def sample(run: Path, *arguments: object) -> int:
 
 def killed_after(run: Path, count: int, *arguments: object) -> None:
     """Start `unfog sample`, and kill it with SIGKILL once so many files are there."""
-    command = [sys.executable, "-m", "unfog", "sample", run, *arguments, "--device", "cpu"]
-    process = subprocess.Popen([str(one) for one in command], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    where, deadline = Path(str(arguments[arguments.index("--out") + 1])), time.monotonic() + 120
-    while len(list(where.glob("0*.png"))) < count:
-        assert process.poll() is None, "it ended before it was killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    words = ("sample", run, *arguments, "--device", "cpu")
+    process = Forked(words, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    where = Path(str(arguments[arguments.index("--out") + 1]))
+    wait_until(lambda: len(list(where.glob("0*.png"))) >= count or process.poll() is not None, every=0.005)
+    assert process.poll() is None, "it ended before it was killed"
     os.kill(process.pid, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
 
