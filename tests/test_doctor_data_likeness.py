@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFont
 
 from unfog.checks.images import duplicate_checks, duplicate_search
-from unfog.checks.images.duplicate_checks import _report_duplicates, check_duplicates
-from unfog.checks.images.duplicate_search import (
+from unfog.checks.images.duplicate_checks import _report_duplicates, check_duplicates  # the report is given pairs
+from unfog.checks.images.duplicate_search import (  # the search is counted, and given hashes
     _candidate_pairs,
     _compare_thumbnails,
     connected_groups,

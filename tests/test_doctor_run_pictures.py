@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from unfog.checks.run.sample_checks import (
+from unfog.checks.run.sample_checks import (  # each check is given pictures that no run has to draw
     _check_blank,
     _check_color_cast,
     _check_detail,
@@ -12,7 +12,13 @@ from unfog.checks.run.sample_checks import (
     _color_statistics,
     _comparison_figure,
 )
-from unfog.inference.memorization import COPY, Nearness, _check_memorization, _find_nearest, _pixel_features
+from unfog.inference.memorization import (  # each check is given pictures that no run has to draw
+    COPY,
+    Nearness,
+    _check_memorization,
+    _find_nearest,
+    _pixel_features,
+)
 
 # Copies.
 

@@ -7,7 +7,12 @@ from torch import Tensor
 
 from unfog.errors import RequestError
 from unfog.evaluation import distances, metrics
-from unfog.evaluation.distances import Distance, FeatureStatistics, _frechet_distance, extrapolate_frechet
+from unfog.evaluation.distances import (  # compared with the closed form
+    Distance,
+    FeatureStatistics,
+    _frechet_distance,
+    extrapolate_frechet,
+)
 from unfog.evaluation.feature_networks import INCEPTION_DIGEST
 from unfog.evaluation.features import Features, open_features
 from unfog.evaluation.metrics import METRICS, check_count, compare_features

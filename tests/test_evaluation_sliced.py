@@ -13,7 +13,10 @@ from unfog.errors import RequestError
 from unfog.evaluation import pixel_metrics as sliced
 from unfog.evaluation.features import open_features
 from unfog.evaluation.metrics import compare_features
-from unfog.evaluation.pixel_metrics import _sliced_wasserstein, compare_pixels
+from unfog.evaluation.pixel_metrics import (  # distances by level, of which the metric is the mean
+    _sliced_wasserstein,
+    compare_pixels,
+)
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from PIL import Image
 import forked
 import unfog
 from conftest import few_images
+from random_weights import randomized
 from unfog.config.presets import preset
 from unfog.config.schema import Config
 from unfog.data.settings import Data
@@ -36,7 +37,6 @@ from unfog.models.settings import DiT, MPUNet, UNet
 from unfog.pipeline.build import build_network
 from unfog.pipeline.generate import GenerationSettings, conditional_denoiser
 from unfog.pipeline.latents import apply_autoencoder_settings, save_autoencoder
-from unfog.runs.weights.objectives import _randomized
 from unfog.values.conditions import Conditions
 
 CPU, COUNT = torch.device("cpu"), 3
@@ -62,7 +62,7 @@ class Untrained(Run):
         self.folder, self.checkpoint = SimpleNamespace(path=Path("photos")), SimpleNamespace(step=7)
         self.step = 7
         with torch.no_grad():
-            self.network = _randomized(build_network(config).eval())
+            self.network = randomized(build_network(config).eval())
 
 
 def run_of(name: str = "default", network=UNET, classes: int = 3, **changes) -> Untrained:
@@ -81,7 +81,7 @@ def latent_run(folder: Path, kind: str, **changes) -> Untrained:
     if kind == "ours":
         network = AutoencoderModel(Autoencoder(factor=2, latent_channels=4, channels=(8,)), 3)
         with torch.no_grad():
-            save_autoencoder(folder, _randomized(network).eval())
+            save_autoencoder(folder, randomized(network).eval())
     else:
         from diffusers import AutoencoderKL
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.levels import _LEAST, _NODES, Levels
 from unfog.diffusion.noise import VE, VP, Cosine, Flow, LogitNormal, LogNormal
-from unfog.diffusion.objective import Objective, _stratified
+from unfog.diffusion.objective import Objective, _stratified  # the sequence itself is measured
 from unfog.diffusion.target import EdmF, Eps, V
 from unfog.diffusion.weighting import Elbo, Plain, Uncertainty
 from unfog.errors import RequestError

@@ -28,7 +28,7 @@ from unfog.diffusion.noise import (
     Sigmoid,
 )
 from unfog.diffusion.target import Eps, V
-from unfog.diffusion.variance import (
+from unfog.diffusion.variance import (  # each term of the bound is compared with its equation
     _HALF,
     Prediction,
     _discretised_nll,

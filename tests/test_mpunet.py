@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from conftest import advance
 from unfog.models import edm2_unet
-from unfog.models.edm2_unet import (
+from unfog.models.edm2_unet import (  # each layer is compared with its equation
     MPUNetModel,
     _mp_cat,
     _mp_silu,

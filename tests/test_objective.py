@@ -9,7 +9,7 @@ from torch import Tensor
 
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.noise import VE, VP, Cosine, Flow, LogitNormal, LogNormal
-from unfog.diffusion.objective import Objective, _golden_step, _stratified
+from unfog.diffusion.objective import Objective, _golden_step, _stratified  # the sequence itself is measured
 from unfog.diffusion.target import X0, EdmF, Eps, FlowVelocity, V
 from unfog.diffusion.variance import variational_bound
 from unfog.diffusion.weighting import Edm, InverseSnr, MinSnr, Plain

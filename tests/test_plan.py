@@ -12,7 +12,12 @@ from torch import nn
 
 from conftest import few_images
 from test_plan_memory import all_traces_are_kept  # noqa: F401  a fixture
-from unfog.commands.plan import _describe_compiling, _resolve_microbatch, _time_findings, plan
+from unfog.commands.plan import (  # given machines that are not there
+    _describe_compiling,
+    _resolve_microbatch,
+    _time_findings,
+    plan,
+)
 from unfog.commands.train import base_settings
 from unfog.config.presets import preset
 from unfog.config.requests import PlanRequest

@@ -24,9 +24,19 @@ from unfog.models.network_settings import CustomNetwork
 from unfog.models.settings import SIZES, MPUNet
 from unfog.pipeline.build import build_network
 from unfog.planning.auto_settings import AutoSettings
-from unfog.planning.memory_estimate import MemoryEstimator, _trace_key, _trace_step, _TracedStep
+from unfog.planning.memory_estimate import (  # traces are compared, of which the program shows sums
+    MemoryEstimator,
+    _trace_key,
+    _trace_step,
+    _TracedStep,
+)
 from unfog.planning.memory_trace import _CUDA_BLOCK, MB, Trace
-from unfog.planning.microbatch import MARGIN, MicrobatchChoice, _largest_that_fits, _memory_upper_bound
+from unfog.planning.microbatch import (  # given any limit, and compared with the estimate
+    MARGIN,
+    MicrobatchChoice,
+    _largest_that_fits,
+    _memory_upper_bound,
+)
 from unfog.process import device as memory
 from unfog.process.device import _control_group, available_memory
 from unfog.training.optimizer_settings import AdamW

@@ -18,7 +18,7 @@ from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import posthoc_ema as averages
 from unfog.training.checkpoints import snapshot
 from unfog.training.checkpoints.load import load_checkpoint
-from unfog.training.checkpoints.posthoc_ema import (
+from unfog.training.checkpoints.posthoc_ema import (  # compared with the equations of Karras et al. 2024
     METADATA_KEY,
     EmaSnapshotFile,
     EmaSnapshotWriter,

@@ -13,9 +13,9 @@ import pytest
 from PIL import Image
 
 import unfog
+from command import exit_status
 from conftest import TRANSFORMER
 from forked import Forked
-from unfog.cli.main import main
 from unfog.errors import RequestError
 from unfog.inference.run import Run
 from unfog.locks.folder_lock import lock_of
@@ -44,10 +44,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def sample(run: Path, *arguments: object) -> int:
-    """Run the command in this process, and return its exit status."""
-    with pytest.raises(SystemExit) as ended:
-        main(["sample", str(run), *map(str, arguments), "--device", "cpu"])
-    return int(ended.value.code or 0)
+    return exit_status("sample", run, *arguments, "--device", "cpu")
 
 
 def killed_after(run: Path, count: int, *arguments: object) -> None:

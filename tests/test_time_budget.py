@@ -29,7 +29,7 @@ from unfog.runs.session import Session
 from unfog.runs.time_budget import TimeBudget, _recorded_plans, resume_length
 from unfog.training.checkpoints import state_schema
 from unfog.training.checkpoints.load import read_state, read_tensors
-from unfog.training.distributed.coordination import CoordinatedHooks, _RankStatus
+from unfog.training.distributed.coordination import CoordinatedHooks, _RankStatus  # the ranks are in one process
 from unfog.training.distributed.world import World
 from unfog.training.hooks import TrainingHooks
 from unfog.training.length import Length, Plan

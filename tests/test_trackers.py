@@ -18,7 +18,7 @@ from unfog.errors import RequestError, install_command
 from unfog.reporting.log_settings import Log
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.records import read_events
-from unfog.reporting.trackers import _silence_handlers, _stored_id
+from unfog.reporting.trackers import _silence_handlers, _stored_id  # what is left of a tracker after it was closed
 
 PICTURE = np.arange(8 * 6 * 3, dtype=np.uint8).reshape(8, 6, 3)
 CONFIG = {"lr": 0.1, "training": {"batch": 4, "budget": ""}, "data": {"crops": (1, 2)}}

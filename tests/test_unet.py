@@ -20,7 +20,7 @@ from unfog.models import group_norm as norms
 from unfog.models.group_norm import group_norm
 from unfog.models.layers import attention, sinusoids
 from unfog.models.settings import SIZES, UNet
-from unfog.models.unet import UNetModel, _ResidualBlock
+from unfog.models.unet import UNetModel, _ResidualBlock  # each layer is compared with its equation
 from unfog.values.conditions import Conditions
 
 MICRO = UNet(channels=(16, 32), attention=(False, True), head_channels=8, norm_groups=4)
