@@ -291,7 +291,7 @@ def as_user(user: int, folder: Path, **variables: str) -> str:
     # Imported before the user changes, who may not read the program.
     words = [sys.executable, "-c", f"import unfog.cache_folder as c\n{code}", str(user)]
     environment = {"PATH": os.environ["PATH"], "TMPDIR": str(folder), **variables}
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, check=True, timeout=60)
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, check=True, timeout=300)
     return done.stdout + done.stderr
 
 

@@ -132,7 +132,7 @@ def test_a_search_that_is_stopped_leaves_nothing(tmp_path):
     process = Forked(words, stderr=subprocess.PIPE)
     time.sleep(3)
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=300)
     assert process.returncode == 130, said
     assert "SIGTERM: stopping" in said
     assert "saving" not in said

@@ -198,7 +198,7 @@ def test_no_consent_is_lost_where_processes_store_theirs_at_once(tmp_path, monke
         process.stdin.write("\n")
         process.stdin.flush()
     for process in processes:
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
     stored = {line.split("\t")[0] for line in kept.read_text().splitlines() if line}
     assert stored == {"mine.Net"} | {f"{name}.Net{i}" for name in "ab" for i in range(20)}
     assert (tmp_path / "unfog/trusted-code").is_symlink()
@@ -394,7 +394,7 @@ def test_the_import_runs_the_bytes_that_were_consented_to(tmp_path, monkeypatch)
 def test_a_strangers_run_is_resumed_only_with_consent(strangers, mine, images, tmp_path, launch):
     strangers({"network": "custom:path={}.Net", "steps": 2}, source=str(images))
     words = [sys.executable, *map(str, launch), "resume", str(tmp_path)]
-    told = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    told = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert f"set UNFOG_TRUST={mine}.Net" in told.stderr
     assert not (tmp_path / "ran").exists()
 
@@ -471,7 +471,7 @@ def test_ranks_import_what_a_flag_of_rank_0_names_and_a_resume_has_the_stored_co
     flags = ["--network", "custom:path=ranked.Net", "--size", "8", "--batch", "4", "--lr", "1e-3", "--device", "cpu"]
     for words in (["train", "photos", "--out", "run", "--steps", "2", *flags], ["resume", "run", "--steps", "3"]):
         done = subprocess.run(
-            [*torchrun, *words], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+            [*torchrun, *words], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
         )
         assert done.returncode == 0, done.stderr
     assert (tmp_path / "run/checkpoints/00000003").is_dir()

@@ -333,7 +333,7 @@ def test_on_a_real_overlay(tmp_path):
     (tmp_path / "below/run/c/file").write_text("old")
     mount = 'mount -t overlay overlay -o lowerdir=below,upperdir=above,workdir=work merged || exit 99; exec "$@"'
     words = ["unshare", "-m", "sh", "-c", mount, "sh", sys.executable, "-c", OVERLAY]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     if done.returncode not in (0, 1) or "unshare" in done.stderr:
         pytest.skip("no overlay can be mounted here")
     assert done.stdout == "['b', 'b/file']\n", done.stderr

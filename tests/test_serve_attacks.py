@@ -391,7 +391,7 @@ def test_consent_in_a_terminal_holds_for_the_buttons(strangers_place, tmp_path):
     words = [sys.executable, "-P", "-m", "unfog", "sample", f"runs/{run}", "-n", "1", "--out", str(tmp_path / "out")]
     trusting = os.environ | environment | {"UNFOG_TRUST": "tuned.step"}
     try:
-        subprocess.run(words, cwd=strangers_place, env=trusting, check=True, timeout=120)
+        subprocess.run(words, cwd=strangers_place, env=trusting, check=True, timeout=300)
         with serving(Path("runs"), cwd=strangers_place, **environment) as (web, _):
             asked = {"run": number(web, run), "settings": {"n": 1, "steps": 2}}
             assert finished(web, web.post("api/draw", asked))["state"] == "done"

@@ -179,6 +179,6 @@ def test_python_m_unfog_takes_packages_from_where_they_are_installed(tmp_path):
     for name in ("numpy.py", "torch.py", "tomllib.py", "safetensors.py"):
         (tmp_path / name).write_text("raise SystemExit(99)")
     words = [sys.executable, "-m", "unfog", "plan", "fashion", "--size", "8x"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 2, done.stderr
     assert "--size got '8x'" in done.stderr

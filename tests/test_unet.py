@@ -419,7 +419,7 @@ print("equal")
 def test_fused_norm_and_activation_are_those_of_torch():
     """Its kernels, by the interpreter of Triton on the CPU: outputs and gradients against float64."""
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", FUSED], env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run([sys.executable, "-c", FUSED], env=environment, capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "equal", done.stderr
 
 
