@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Print the reasons of failed tests that may fail; workers of xdist pass them on as keywords do not."""
+    """Print the reasons of failed tests that may fail; reports of xdist workers hold properties, and no markers."""
     for report in terminalreporter.getreports("failed"):
         for name, reason in report.user_properties:
             if name == "may_fail":

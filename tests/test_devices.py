@@ -302,6 +302,7 @@ def test_products_that_came_too_early_are_refused_with_the_variable_and_the_reme
         "torch.backends.cudnn.conv.fp32_precision = 'ieee'",
     ],
 )
+@pytest.mark.slow
 def test_fp32_is_fp32_however_the_caller_chose_tf32_and_is_given_back(chosen):
     """In a process of its own, as torch's interfaces for this leave traces in each other."""
     code = f"""

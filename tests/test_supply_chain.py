@@ -175,6 +175,7 @@ def test_python_is_started_without_the_current_folder_on_its_import_path():
     assert "export PYTHONSAFEPATH=1" in (PACKAGE / "commands/slurm.py").read_text()
 
 
+@pytest.mark.slow
 def test_python_m_unfog_takes_packages_from_where_they_are_installed(tmp_path):
     for name in ("numpy.py", "torch.py", "tomllib.py", "safetensors.py"):
         (tmp_path / name).write_text("raise SystemExit(99)")
