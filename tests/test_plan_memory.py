@@ -30,7 +30,7 @@ from unfog.planning.memory_estimate import (  # traces are compared, of which th
     _trace_step,
     _TracedStep,
 )
-from unfog.planning.memory_trace import _CUDA_BLOCK, MB, Trace
+from unfog.planning.memory_recorder import _CUDA_BLOCK, MB, Trace
 from unfog.planning.microbatch import (  # given any limit, and compared with the estimate
     MARGIN,
     MicrobatchChoice,
@@ -39,8 +39,7 @@ from unfog.planning.microbatch import (  # given any limit, and compared with th
 )
 from unfog.process import device as memory
 from unfog.process.device import _control_group, available_memory
-from unfog.training.optimizer_settings import AdamW
-from unfog.training.settings import EmaSnapshots, Training
+from unfog.training.settings import AdamW, EmaSnapshots, Training
 
 pytestmark = pytest.mark.slow
 
