@@ -238,10 +238,8 @@ def test_a_switch_that_is_left_open():
         assert table.get("settings", {}).get("training", {}).get("compile") is value
     described = {each.setting: each for each in describe(Config)}["training.compile"]
     assert described.flags == ["compile", "training.compile", "no-compile", "training.no-compile"]
-    assert [described.default(), described.default(from_toml("[training]\ncompile = false", Config()))] == [
-        "auto",
-        "off",
-    ]
+    assert described.default() == "auto"
+    assert described.default(from_toml("[training]\ncompile = false", Config())) == "off"
 
 
 @pytest.mark.parametrize(("word", "number"), [("10k", 10_000), ("1.5k", 1500), ("2M", 2_000_000), ("-1", -1)])

@@ -31,9 +31,9 @@ from unfog.values.image_format import ImageFormat, size_of
 # has shown it. `_LARGE_BATCH_ON = ()` gives every device the same batch.
 _LARGE_BATCH, _SMALL_SIDE, _LARGE_BATCH_ON = 256, 32, ("cuda",)
 
-# Whether `compile` and `capture` = auto may be on for CUDA. Off until a GPU has shown that such steps are right, and how
-# much faster. A run stores what was chosen when it began, so a resume goes on alike whatever this is then. Where it is
-# changed, change the texts of the two settings and docs/devices.md too.
+# Whether `compile` and `capture` may be on for CUDA where they are open. Off until a GPU has shown that such steps are
+# right, and how much faster. A run stores what was chosen when it began, so its resumes do not depend on this constant.
+# Whoever turns it on changes the texts of the two settings and docs/devices.md too.
 _FASTER_BY_ITSELF = False
 _COMPILE_SECONDS = 0.08  # for each operation of a step: some 90 s for `cifar10`. Estimated.
 _LONG = 4  # times as many steps as a compiled run needs to be ahead
