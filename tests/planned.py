@@ -18,7 +18,7 @@ from unfog.data.stream import ImageStream
 from unfog.models.settings import DiT, UNet
 from unfog.pipeline.build import build_loss, build_state
 from unfog.planning.memory_estimate import MemoryEstimator
-from unfog.planning.memory_trace import Trace
+from unfog.planning.memory_recorder import Trace
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import LoopSettings, train
 
@@ -58,7 +58,7 @@ def train_on_black(config, images) -> None:
 
 def black_images(config) -> Task:
     pixels = np.zeros((8, 3, config.data.size, config.data.size), np.uint8)
-    images = ImageSet(pixels, None, tuple("abcdefgh"), ())
+    images = ImageSet(pixels, tuple("abcdefgh"))
     return Task(ImageStream(images, 0), Augment(), build_loss(config))
 
 

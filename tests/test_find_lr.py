@@ -33,8 +33,6 @@ from unfog.planning.lr_range_test import (
     LossProbe,
     LrRangeResult,
     LrTestSetup,
-)
-from unfog.planning.lr_suggestion import (
     Ramp,
     Trial,
     _smoothed,
@@ -43,9 +41,8 @@ from unfog.planning.lr_suggestion import (
     suggest,
 )
 from unfog.planning.microbatch import MicrobatchChoice
-from unfog.training.optimizer_settings import Optimizer
 from unfog.training.precision import Precision
-from unfog.training.settings import PowerEma, Training
+from unfog.training.settings import Optimizer, PowerEma, Training
 from unfog.training.state import TrainState
 from unfog.values.conditions import NO_CONDITIONS, Conditions
 
@@ -80,7 +77,7 @@ class Mute(nn.Module):
 
 
 def subject(network=unet, stop=lambda: False) -> LrTestSetup:
-    images = ImageSet(pixels(), None, tuple(map(str, range(64))), ())
+    images = ImageSet(pixels(), tuple(map(str, range(64))))
     optimizer = Optimizer(lr=1e-3, betas=(0.9, 0.99), schedule="cosine", weight_decay=0.0)
     return LrTestSetup(
         Training(batch=8, precision="fp32", device="cpu"),

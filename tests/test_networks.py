@@ -28,9 +28,9 @@ from unfog.planning.memory_estimate import MemoryEstimator, _trace_step, _Traced
 from unfog.training.checkpoints import snapshot
 from unfog.training.checkpoints.load import load_checkpoint
 from unfog.training.hooks import Task, TrainingHooks
+from unfog.training.learning_rate import default_learning_rate
 from unfog.training.loop import LoopSettings, train
-from unfog.training.optimizer_settings import AdamW, Muon, Optimizer, default_learning_rate
-from unfog.training.settings import Training
+from unfog.training.settings import AdamW, Muon, Optimizer, Training
 from unfog.values.conditions import Conditions
 
 CPU = torch.device("cpu")
@@ -346,7 +346,7 @@ def advance(config, state, steps):
     pixels = torch.randint(0, 256, (16, 1, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     labels = torch.arange(16) % 2
     names = [str(i) for i in range(16)]
-    images = ImageSet(pixels.numpy(), labels.numpy(), names, ("a", "b"))
+    images = ImageSet.labelled(pixels.numpy(), labels.numpy(), names, ("a", "b"))
     train(
         LoopSettings(config.training, config.optimizer),
         state,

@@ -87,8 +87,7 @@ def config_of(case: Case):
     from unfog.config.schema import Config
     from unfog.data.settings import Data
     from unfog.models.settings import SIZES
-    from unfog.training.optimizer_settings import Optimizer
-    from unfog.training.settings import Training
+    from unfog.training.settings import Optimizer, Training
 
     training = Training(
         batch=case.batch,
@@ -144,7 +143,7 @@ def measure(case: Case) -> int:
     def run(config: Config, world) -> None:
         shape = (64, *config.input_shape)
         pixels = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
-        images = ImageSet(pixels, None, tuple(map(str, range(64))), ())
+        images = ImageSet(pixels, tuple(map(str, range(64))))
         state = build_state(config, device, home=world.init_device(case.shard, device))
         if case.shard:
             world.shard_state(state)

@@ -39,8 +39,7 @@ from unfog.pipeline.build import build_loss, build_state
 from unfog.pipeline.generate import GenerationSettings, generate_images
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import LoopSettings, train
-from unfog.training.optimizer_settings import AdamW, Optimizer
-from unfog.training.settings import Training
+from unfog.training.settings import AdamW, Optimizer, Training
 
 import numpy as np
 import torch
@@ -181,7 +180,7 @@ def ours(config: Config, weights: dict[str, Tensor], precision: Any, form: Any) 
     config = replace(config, training=replace(config.training, precision=precision, memory_format=form))
     state = build_state(config, torch.device("cpu"), our_weights(weights))
     pixels = np.random.default_rng(0).integers(0, 256, (2000, 3, SIZE, SIZE), dtype=np.uint8)
-    images = ImageSet(pixels, None, [str(i) for i in range(len(pixels))], ())
+    images = ImageSet(pixels, [str(i) for i in range(len(pixels))])
     stream, augment, loss, run = ImageStream(images, 0), Augment.from_settings(config.data), build_loss(config), Some()
 
     def steps(count: int) -> float:

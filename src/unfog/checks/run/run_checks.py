@@ -43,7 +43,8 @@ from unfog.reporting.progress import Progress
 from unfog.text import sanitize
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.load import load_weights, read_state
-from unfog.training.optimizer_settings import Custom, default_learning_rate
+from unfog.training.learning_rate import default_learning_rate
+from unfog.training.settings import Custom
 
 _COMPARED = 2000  # training images that generated ones are compared with
 
@@ -236,8 +237,8 @@ def _training_pixels(images: ImageSet, labels: tuple[int, ...]) -> tuple[Pixels,
         return images.pixels[rows].transpose(0, 2, 3, 1), None
     wanted = np.flatnonzero(np.isin(images.labels, labels))
     rows = wanted[evenly_spaced(len(wanted), _COMPARED)]
-    pixels, own, _ = images.take(rows)
-    return pixels.transpose(0, 2, 3, 1), own
+    taken = images.take(rows)
+    return taken.pixels.transpose(0, 2, 3, 1), taken.labels
 
 
 def _baseline_losses(diffusion: Diffusion, x0: Tensor, levels: Tensor) -> tuple[Floats, Floats]:
