@@ -127,7 +127,7 @@ def _load_reference(
         # All of them are compared with, and their classes, if they have any, are not those of the run.
         data = replace(run.config.data, held_out=0.0, labels="none")
         config = replace(
-            run.config, source=request.reference, data=data, fingerprint="", classes=(), autoencoder_folder=""
+            run.config, source=request.reference, data=data, fingerprint="", classes=(), columns=(), autoencoder_folder=""
         )
         other, _ = load_images(config, stop)
         images, name = other.train, sanitize(request.reference)

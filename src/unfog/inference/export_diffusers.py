@@ -51,7 +51,8 @@ class UnfogNetwork(ModelMixin, ConfigMixin):
     @register_to_config
     def __init__(self, settings, in_channels, out_channels, sample_size, num_classes):
         super().__init__()
-        self.network = {name}(SimpleNamespace(**settings), in_channels, num_classes, 0, out_channels)
+        conditions = SimpleNamespace(classes=range(num_classes), augment_inputs=0, columns=())
+        self.network = {name}(SimpleNamespace(**settings), in_channels, conditions, out_channels)
 
     def forward(self, sample, timestep, class_labels=None):
         return SimpleNamespace(sample=self.network(sample, timestep, class_labels))
