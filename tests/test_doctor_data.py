@@ -128,7 +128,7 @@ def test_glance_is_quick_and_sees_what_a_sample_shows() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (40_000, 3, 32, 32), np.uint8)
     pixels[::2] = 7
     ledger = prepare(open_source("fashion"), IN_MEMORY).report
-    images = ImageSet(pixels, None, tuple(f"{i}.png" for i in range(len(pixels))), ())
+    images = ImageSet(pixels, tuple(f"{i}.png" for i in range(len(pixels))))
     prepared = Dataset(Data(size=32, channels=3), images, replace(images, pixels=pixels[:0], names=()), ledger)
     started = time.process_time()
     found = by_code(quick_check_images(prepared, Config()))

@@ -30,7 +30,7 @@ from unfog.config.presets import preset
 from unfog.config.schema import Config
 from unfog.config.toml import update
 from unfog.config.validate import resolve_sampler
-from unfog.data.dataset import Dataset, ImageSet
+from unfog.data.dataset import Dataset
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
@@ -186,8 +186,8 @@ def test_a_planted_fault_gives_its_finding_and_no_other(fashion, name, settings,
 
 def few(images):
     """The first images of a set, none held out."""
-    first = ImageSet(images.train.pixels[:12], images.train.labels[:12], images.train.names[:12], images.train.classes)
-    empty = ImageSet(first.pixels[:0], first.labels[:0], (), first.classes)
+    first = images.train.subset(slice(12))
+    empty = first.subset(slice(0))
     return Dataset(images.settings, first, empty, images.report)
 
 

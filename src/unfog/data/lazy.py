@@ -32,6 +32,7 @@ from unfog.data.sources.base import (
 )
 from unfog.errors import RunError
 from unfog.text import sanitize
+from unfog.values.columns import of_labels
 
 _IN_A_ROW = 100  # images in a row that cannot be decoded before the run ends: the disk or the network has failed
 _REPLACEMENT_SEED = 0x57A4D  # of the shuffles that choose replacements for the images of failed shards
@@ -232,7 +233,7 @@ def lazy_dataset(scan: Scan) -> Dataset:
         # By row when one is asked for, as a list of a hundred million names would take gigabytes.
         names = LazyNames(lambda row: source.names[int(index(np.array([row]))[0])], range(count))
         pixels = LazyPixels(source, count, index, scan.format)
-        return ImageSet(pixels, labels, names, scan.classes, UNREAD + digest.hexdigest())
+        return ImageSet(pixels, names, of_labels(labels, scan.classes), UNREAD + digest.hexdigest())
 
     counts = {"found": n, "used": n, "held_out": len(held), "skipped": tuple(source.unreadable)}
     report = scan.report(scan.classes, scan.labels, **counts, read=False)

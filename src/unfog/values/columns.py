@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+from unfog.errors import RequestError
+from unfog.text import sanitize
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 CLASS = "class"
 """Name and kind of the column that holds class labels."""
+MOST_COLUMNS = 1000
+"""Largest number of columns of a set."""
+_LONGEST_NAME = 100
+# Not in a name, as it is written in NAME=VALUE, in lists of names, and in names of files.
+_NOT_IN_NAMES = frozenset("/\\,=")
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,3 +33,89 @@ class Column:
     """[N, …], the value of each image, in the units of the source; of "class" int64 [N], an index into `categories`."""
     categories: tuple[str, ...] = ()
     """Names of the values, if they are numbers of categories."""
+
+    def rows(self, index: Any) -> Column:
+        """Return the column of some of the images, by whatever indexes an array; a slice shares the memory."""
+        return replace(self, values=self.values[index])
+
+
+def of_labels(labels: NDArray[Any] | None, classes: tuple[str, ...]) -> dict[str, Column]:
+    """Return the column "class" of labels [N], indices into `classes`; {} for None."""
+    return {} if labels is None else {CLASS: Column(CLASS, CLASS, labels, classes)}
+
+
+def without_class(columns: Mapping[str, Column]) -> dict[str, Column]:
+    """Return all columns but that of the class labels."""
+    return {name: column for name, column in columns.items() if name != CLASS}
+
+
+def rows_of(columns: Mapping[str, Column], index: Any) -> dict[str, Column]:
+    """Return the columns of some of the images; see `Column.rows`."""
+    return {name: column.rows(index) for name, column in columns.items()}
+
+
+def update_digest(digest: hashlib._Hash, columns: Mapping[str, Column]) -> None:
+    """Add columns to a digest, those in the same order to the same one. Of class labels it takes the values alone."""
+    import numpy as np
+
+    for name, column in columns.items():
+        values = np.ascontiguousarray(column.values)
+        if name != CLASS:
+            facts = name, column.kind, column.categories, values.dtype.str, values.shape
+            digest.update(repr(facts).encode("utf-8", "surrogateescape"))
+        digest.update(values.data)
+
+
+def check_columns(columns: Mapping[str, Column], count: int, subject: str) -> dict[str, Column]:
+    """Return the columns of `count` images in the order of a set: "class" first, then the others by their names.
+
+    Values become arrays of numbers in the byte order of this machine. `subject` names the source in messages.
+    RequestError if a column does not fit the images, or has a name or values that no column may have.
+    """
+    if len(columns) > MOST_COLUMNS:
+        raise RequestError(
+            f"{subject} has {len(columns):,} columns, and the most are {MOST_COLUMNS:,}; leave out those that are not "
+            "needed, or put numbers that belong together into one column [N, K]"
+        )
+    order = sorted(columns, key=lambda name: (name != CLASS, name))
+    return {name: _checked(name, columns[name], count, subject) for name in order}
+
+
+def _checked(name: str, column: Column, count: int, subject: str) -> Column:
+    check_name(name, column.kind, subject)
+    if name != column.name:
+        raise RequestError(f"{subject} has the column {column.name!r} under the name {name!r}; give both the same name")
+    return replace(column, values=_plain_values(column, count, f"the column {name} of {subject}"))
+
+
+def check_name(name: str, kind: str, subject: str) -> None:
+    """RequestError unless a column of this kind may have this name."""
+    said = sanitize(str(name))[:_LONGEST_NAME]
+    if not name or name != sanitize(name).strip() or len(name) > _LONGEST_NAME or not _NOT_IN_NAMES.isdisjoint(name):
+        raise RequestError(
+            f"{subject} has a column called {said!r}; a name has 1 to {_LONGEST_NAME} characters, "
+            "no space at its ends, and none of / \\ , ="
+        )
+    if (name == CLASS) != (kind == CLASS):
+        raise RequestError(
+            f"{subject} has a column {said!r} of kind {sanitize(kind)!r}; labels are the one column of name and kind "
+            f"{CLASS!r}, and other columns have another kind"
+        )
+
+
+def _plain_values(column: Column, count: int, said: str) -> NDArray[Any]:
+    import numpy as np
+
+    try:
+        values = np.asarray(column.values)
+    except (TypeError, ValueError):
+        raise RequestError(f"{said} has values of different lengths; give one array [N, …]") from None
+    if values.dtype.kind not in "biuf" or values.dtype.itemsize > 8:
+        raise RequestError(
+            f"{said} holds {values.dtype}, and values are numbers or booleans; give categories as their numbers, int64 "
+            "[N], and their names as `categories`"
+        )
+    if values.shape[:1] != (count,):
+        given = f"{len(values):,} values" if values.ndim else "one value"
+        raise RequestError(f"{said} has {given} for {count:,} images; give one for each image, in the order of `names`")
+    return values.astype(values.dtype.newbyteorder("="), copy=False)

@@ -36,6 +36,7 @@ from unfog.data.sources.base import LazyNames
 from unfog.errors import RequestError
 from unfog.safe_files import file_digest, open_file, read_file, regular_file
 from unfog.text import sanitize
+from unfog.values.columns import of_labels
 
 MANIFEST, JOURNAL = "pack.json", "journal.jsonl"
 FORMAT = 1
@@ -247,11 +248,12 @@ def _open_files(path: Path, manifest: Mapping[str, Any]) -> tuple[ImageSet, Data
     # The ends are enough here: `_name_at` bounds each name, and a check of all would read the whole file.
     if offsets[0] != 0 or offsets[-1] != size:
         raise ValueError("names.npy does not fit names.bin")
+    labels = _mapped(path / "labels.npy", (n,), np.int64) if manifest["labelled"] else None
+    columns = of_labels(labels, tuple(manifest["classes"]))
     images = ImageSet(
         _mapped_pixels(path / "pixels.u8", tuple(manifest["shape"]), format.dtype),
-        _mapped(path / "labels.npy", (n,), np.int64) if manifest["labelled"] else None,
         LazyNames(partial(_name_at, np.asarray(text), offsets), range(n)),
-        tuple(manifest["classes"]),
+        columns,
         sides=_mapped(path / "sides.npy", (n, 2), np.int32),
         grey=_mapped(path / "grey.npy", (n,), np.bool_),
     )

@@ -14,6 +14,7 @@ from unfog.data.settings import Data
 from unfog.data.sources.base import OpenOptions, Source, SourceLocation
 from unfog.errors import RequestError
 from unfog.text import sanitize
+from unfog.values.columns import without_class
 from unfog.values.image_format import ImageFormat, sides_of, to_pillow
 
 
@@ -74,7 +75,7 @@ class PackSource(Source):
             return dataset
         images, train, report, resolved = pack.images, pack.train, dataset.report, dataset.settings
         if drop_labels:
-            images, report = replace(images, labels=None, classes=()), replace(report, class_counts={})
+            images, report = replace(images, columns=without_class(images.columns)), replace(report, class_counts={})
         if settings.held_out == 0:
             train, report, resolved = len(images), replace(report, held_out=0), replace(resolved, held_out=0.0)
         return Dataset.split(images, train, resolved, report)

@@ -29,6 +29,7 @@ from unfog.data.settings import Data
 from unfog.data.values.deep_image import DeepImage
 from unfog.errors import RequestError
 from unfog.text import sanitize
+from unfog.values.columns import Column
 
 
 class ImageError(Exception):
@@ -208,6 +209,9 @@ class Source(ABC):
 
     labels: NDArray[np.int64] | None = None
     """[N], an index into `classes` for each image; None to read labels from the folders in `names`."""
+
+    columns: Mapping[str, Column] = {}
+    """What is known about each image, by name, in the order of `names`. Labels may be its column "class" instead."""
 
     held_out: frozenset[str] | None = None
     """Names of the images of an official held-out split; None to split by a hash of the names."""
