@@ -237,9 +237,7 @@ def of_type(annotation: Any, value: Any, name: str) -> Any:
             raise RequestError(f"{name} = {quote(value)} must have {len(args)} values")
         return tuple(of_type(args[0], item, f"{name}[{i}]") for i, item in enumerate(value))
     if is_dataclass(annotation) and isinstance(annotation, type):
-        if not isinstance(value, Mapping | annotation):
-            raise RequestError(f"{name} = {quote(value)} must be a table of settings")
-        return _checked(value, name) if isinstance(value, annotation) else update(annotation(), value, name)
+        return _convert(annotation, annotation(), value, name)
     if typing.get_origin(annotation) is typing.Literal:
         for choice in args:
             if type(value) is type(choice) and value == choice:  # True equals 1, and 1.0 does

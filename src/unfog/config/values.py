@@ -16,7 +16,7 @@ import re
 import types
 import typing
 from collections import ChainMap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from decimal import Decimal
 from pathlib import Path

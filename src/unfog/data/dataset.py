@@ -16,6 +16,7 @@ from unfog.data.data_report import DataReport
 from unfog.data.settings import Data
 from unfog.errors import RequestError
 from unfog.values.columns import CLASS, Column, of_labels, rows_of, update_digest
+from unfog.values.condition_kinds import conditions_of
 
 if TYPE_CHECKING:
     from unfog.values.conditions import Conditions
@@ -67,9 +68,7 @@ def _labels(columns: Mapping[str, Column]) -> NDArray[np.int64] | None:
 
 def _conditions(columns: Mapping[str, Column]) -> Conditions:
     """Return what the network is told about the images of these columns."""
-    from unfog.values.conditions import Conditions
-
-    return Conditions.of_labels(_labels(columns))
+    return conditions_of(columns.values())
 
 
 @dataclass(frozen=True, eq=False)

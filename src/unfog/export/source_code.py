@@ -46,9 +46,7 @@ _SAMPLE_FILES = {
 }
 NETWORK_MODULES = ("unfog.values.conditions", "unfog.models.layers")
 """What the module of every network uses."""
-OF_TRAINING = tuple(
-    f"Conditions.{name}" for name in ("of_labels", "droppable", "apply", "rows", "to", "copy_", "cat", "dropped")
-)
+OF_TRAINING = tuple(f"Conditions.{name}" for name in ("droppable", "apply", "rows", "to", "copy_", "cat", "dropped"))
 """Methods in `NETWORK_MODULES` that no network calls."""
 _DIFFUSERS = """\
 from diffusers import DiffusionPipeline

@@ -25,7 +25,7 @@ from unfog.inference.compute_metrics import compute_metrics
 from unfog.inference.evaluation_files import ARITHMETIC, FORMAT, Evaluation, EvaluationSetup, GeneratedSamples
 from unfog.inference.guide import resolve_guidance
 from unfog.inference.loaded_run import LoadedRun, load_run_images, weights_digest
-from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_labels
+from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_given
 from unfog.pipeline.load_data import load_images
 from unfog.planning.sampling_cost import cost_per_sample
 from unfog.process.machine_key import machine_key
@@ -35,6 +35,7 @@ from unfog.reporting.progress import Progress, format_bytes, format_duration, pl
 from unfog.text import manual, sanitize
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.distributed.world import World, init_world
+from unfog.values.condition_format import labels_of
 
 
 def evaluate(run: LoadedRun, request: EvaluationRequest) -> Evaluation:
@@ -93,7 +94,7 @@ def _resolve_request(
     generation = GenerationSettings(
         n,
         run.sampler(request.sampler, request.steps),
-        proportional_labels(dataset.train.labels, n),
+        proportional_given(config.conditions, dataset.train, n),
         request.seed,
         guidance.scale,
         request.batch,
@@ -126,9 +127,8 @@ def _load_reference(
     elif request.reference:
         # All of them are compared with, and their classes, if they have any, are not those of the run.
         data = replace(run.config.data, held_out=0.0, labels="none")
-        config = replace(
-            run.config, source=request.reference, data=data, fingerprint="", classes=(), columns=(), autoencoder_folder=""
-        )
+        config = replace(run.config, source=request.reference, data=data, autoencoder_folder="")
+        config = replace(config, fingerprint="", classes=(), columns=())
         other, _ = load_images(config, stop)
         images, name = other.train, sanitize(request.reference)
     else:
@@ -185,8 +185,9 @@ def _result_key(run: LoadedRun, setup: EvaluationSetup) -> str:
 def _samples_key(run: LoadedRun, setup: EvaluationSetup) -> str:
     """Return a digest of all that a sample depends on, except its number and its neighbours in the batch."""
     generation = setup.generation
-    labels = hashlib.sha256(repr(generation.labels[:10]).encode()).hexdigest()  # the same rule gives the rest
-    how: tuple[object, ...] = (generation.sampler, labels, generation.seed, generation.guidance, generation.interval)
+    labels = repr(labels_of(generation.given)[:10])  # the same rule gives the rest
+    given = hashlib.sha256((repr(generation.given) if run.config.columns else labels).encode()).hexdigest()
+    how: tuple[object, ...] = (generation.sampler, given, generation.seed, generation.guidance, generation.interval)
     # fp32 adds nothing, so that samples from before there was a choice of precision are found.
     how += () if generation.precision == "fp32" else (generation.precision,)
     if setup.guide is not None:

@@ -158,6 +158,12 @@ def _card_grid(job: _Export) -> tuple[Pixels, str]:
 def _check(run: LoadedRun, sampler: Sampler, kind: str) -> None:
     """Raise RequestError if a format cannot hold a run and its sampler."""
     check_packages(kind)
+    if columns := run.config.columns:
+        names = ", ".join(sanitize(one.name) for one in columns)
+        raise RequestError(
+            f"this run has conditions besides the class ({names}), which no format of an export holds; the weights in "
+            "RUN/checkpoints are safetensors, and unfog.load(run).network takes all conditions"
+        )
     if isinstance(run.config.network, CustomNetwork) and kind in ("safetensors", "diffusers"):
         raise RequestError(
             f"the network of this run is {run.config.network.path}, whose code is not ours to copy; "

@@ -216,7 +216,7 @@ def draw_samples(config: Config, network: nn.Module, sampler: Sampler, count: in
     """Return the first samples of seed 0 on the CPU, about [-1, 1], as a run draws them before they become uint8."""
     settings, cpu = replace(GenerationSettings.default(config, count, count), sampler=sampler), torch.device("cpu")
     noise = NoiseSource(settings.seed, range(count), config.input_shape)
-    conditions = settings.conditions(range(count), cpu)
+    conditions = settings.conditions(config, range(count), cpu)
     denoise = conditional_denoiser(Denoiser(network, config.diffusion), config, settings, conditions)
     x0 = config.representation.sampler(sampler)(denoise, config.diffusion.path, config.diffusion.schedule, noise.draw)
     return ImageMap.of(config, cpu).decode(x0)

@@ -113,7 +113,7 @@ class ConditionalNetwork(nn.Module):
         self.augment_embedding = self._condition_layer(inputs, width) if inputs else None
 
     def _build(self, settings: Any, out_channels: int) -> int:
-        """Make all other layers. Return the width of what the embeddings of all conditions but the class are added to."""
+        """Make all other layers. Return the width of what embeddings of conditions but the class are added to."""
         raise NotImplementedError
 
     def _condition_layer(self, inputs: int, width: int) -> nn.Module:

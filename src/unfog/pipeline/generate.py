@@ -74,6 +74,10 @@ class GenerationSettings:
         shares = [i / max(1, self.count - 1) for i in indices]
         return lambda: _interpolate_noise(one.draw()[0], other.draw()[0], shares).to(device)
 
+    def conditions(self, config: Config, indices: Sequence[int], device: torch.device) -> Conditions:
+        """Return the conditions of these samples of a run."""
+        return config.conditions.conditions(self.given, indices).to(device)
+
 
 def generate_images(
     network: nn.Module,
@@ -130,7 +134,7 @@ def generate_batches(
                 continue
             denoiser = _CallCounter(Denoiser(network, config.diffusion, variance, DTYPES.get(settings.precision)))
             weaker = None if guide is None else _CallCounter(guide)
-            conditions = config.conditions.conditions(settings.given, indices).to(device)
+            conditions = settings.conditions(config, indices, device)
             denoise = conditional_denoiser(denoiser, config, settings, conditions, weaker)
             noise = settings.noise(indices, shape, device)
             parts = (denoise, config.diffusion.path, config.diffusion.schedule, noise)
@@ -255,4 +259,5 @@ def proportional_given(format: ConditionFormat, images: ImageSet, count: int) ->
 
 
 def _fractions(count: int) -> NDArray[np.float64]:
-    return (np.arange(count) + 0.5) * _GOLDEN % 1
+    fractions: NDArray[np.float64] = (np.arange(count, dtype=np.float64) + 0.5) * _GOLDEN % 1
+    return fractions

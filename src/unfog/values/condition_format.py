@@ -68,12 +68,17 @@ class ConditionFormat:
 
     def conditions(self, given: Given, indices: Sequence[int]) -> Conditions:
         """Return the conditions of the samples of these numbers, on the CPU."""
+        return conditions_of(self.columns_of(given, indices).values())
+
+    def columns_of(self, given: Given, indices: Sequence[int]) -> dict[str, Column]:
+        """Return the columns of the samples of these numbers."""
         import numpy as np
 
-        kinds = {one.name: one.kind for one in self.facts}
-        return conditions_of(
-            Column(name, kinds[name], np.array([values[i % len(values)] for i in indices])) for name, values in given
-        )
+        facts, made = {one.name: one for one in self.facts}, dict[str, Column]()
+        for name, values in given:
+            chosen = np.array([values[i % len(values)] for i in indices])
+            made[name] = Column(name, facts[name].kind, chosen, facts[name].categories)
+        return made
 
     def parse(self, given: Mapping[str, object]) -> Given:
         """Return the conditions of samples that people ask for, by the names of columns, and the usual ones of others.
@@ -131,8 +136,9 @@ class ConditionFormat:
         cycle = min(math.lcm(*lengths), max(*lengths, count, _LONGEST_CYCLE))
 
         def name(i: int) -> str:
-            shown = [(one, kind_of(facts[one].kind).show(facts[one], values[i % len(values)])) for one, values in given]
-            return " ".join(text if one == CLASS and not self.columns else f"{one}={text}" for one, text in shown if text)
+            each = ((facts[one], values[i % len(values)]) for one, values in given)
+            shown = [(one.name, kind_of(one.kind).show(one, value)) for one, value in each]
+            return " ".join(f"{one}={text}" if self.columns else text for one, text in shown if text)
 
         return [name(i) for i in range(cycle)]
 

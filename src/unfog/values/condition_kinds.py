@@ -90,10 +90,11 @@ class ClassKind(ConditionKind):
         return len(facts.categories)
 
     def tensor(self, columns: Sequence[NDArray[Any]]) -> Tensor:
+        import numpy as np
         import torch
 
         (labels,) = columns
-        return torch.from_numpy(labels)
+        return torch.from_numpy(np.asarray(labels, np.int64))
 
     def parse(self, facts: ColumnFacts, word: object) -> int:
         """Return a label. An integer is the number of a class, a text its name or, if no name is one, a number."""
