@@ -16,7 +16,9 @@ from unfog.models.label_adapter import take_conditions
 from unfog.models.layers import ConditionalNetwork
 from unfog.models.network_settings import build_model
 from unfog.models.settings import DiT
+from unfog.values.columns import Column
 from unfog.values.condition_format import AUGMENT_INPUTS, ConditionFormat
+from unfog.values.condition_kinds import conditions_of
 from unfog.values.conditions import NO_CONDITIONS, Conditions
 
 LABEL, AUGMENT = torch.tensor([2, 0, 1, 2, 0]), torch.arange(45.0).reshape(5, 9)
@@ -85,8 +87,8 @@ def test_a_tensor_stands_for_the_label():
     assert same(Conditions.of(LABEL), KINDS["label"])
     assert Conditions.of(KINDS["both"]) is KINDS["both"]
     assert Conditions.of(None) == NO_CONDITIONS
-    assert same(Conditions.of_labels(LABEL.numpy()), KINDS["label"])
-    assert Conditions.of_labels(None) == NO_CONDITIONS
+    assert same(conditions_of([Column("class", "class", LABEL.numpy())]), KINDS["label"])
+    assert conditions_of([]) == NO_CONDITIONS
 
 
 def test_blank_conditions_fit_their_format():
@@ -97,7 +99,8 @@ def test_blank_conditions_fit_their_format():
 
 
 def network(classes: int = 3, augment_inputs: int = 0) -> ConditionalNetwork:
-    model = build_model(DiT(width=16, depth=1, head_channels=8, patch=4), 1, classes, augment_inputs).eval()
+    told = ConditionFormat.numbered(classes, augment_inputs)
+    model = build_model(DiT(width=16, depth=1, head_channels=8, patch=4), 1, told).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():  # a fresh network answers 0
         for parameter in model.parameters():
@@ -165,7 +168,7 @@ class Modern(Own):
 
 
 def adapted(own: Own) -> Own:
-    take_conditions(own, 3)
+    take_conditions(own, ConditionFormat.numbered(3))
     return own
 
 

@@ -47,6 +47,7 @@ from unfog.training.optimizer_settings import Optimizer
 from unfog.training.precision import Precision
 from unfog.training.settings import PowerEma, Training
 from unfog.training.state import TrainState
+from unfog.values.condition_format import ConditionFormat
 from unfog.values.conditions import NO_CONDITIONS, Conditions
 
 pytestmark = pytest.mark.slow
@@ -65,7 +66,7 @@ def pixels(count: int = 64) -> np.ndarray:
 
 def unet() -> nn.Module:
     torch.manual_seed(0)
-    return UNetModel(parse_spec(registry_of(Network), NETWORK), 1, 0)
+    return UNetModel(parse_spec(registry_of(Network), NETWORK), 1, ConditionFormat())
 
 
 class Mute(nn.Module):

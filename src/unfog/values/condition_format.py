@@ -97,10 +97,6 @@ class ConditionFormat:
             found.append((name, tuple(kind.parse(facts, word) for word in words) or usual[name]))
         return tuple(found)
 
-    def parse_labels(self, words: Sequence[object]) -> tuple[int, ...]:
-        """Return labels by class name or number; all classes if `words` is empty. RequestError for an unknown one."""
-        return labels_of(self.parse(self.with_label({}, words)))
-
     def with_label(self, given: Mapping[str, object], label: object) -> Mapping[str, object]:
         """Return what is asked for together with the classes of `--label`; () asks for nothing."""
         if not (words := _words(label)):
