@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from unfog.data.data_report import DataReport
 from unfog.data.settings import Data
 from unfog.errors import RequestError
-from unfog.values.columns import CLASS, Column, of_labels, rows_of, update_digest
+from unfog.values.columns import Column, classes_of, labels_of, of_labels, rows_of, update_digest
 from unfog.values.condition_kinds import conditions_of
 
 if TYPE_CHECKING:
@@ -54,21 +54,12 @@ class _ImageBatch(NamedTuple):
     @property
     def labels(self) -> NDArray[np.int64] | None:
         """[B]; None without classes."""
-        return _labels(self.columns)
+        return labels_of(self.columns)
 
     @property
     def conditions(self) -> Conditions:
         """Conditions of the images, on the CPU."""
-        return _conditions(self.columns)
-
-
-def _labels(columns: Mapping[str, Column]) -> NDArray[np.int64] | None:
-    return columns[CLASS].values if CLASS in columns else None
-
-
-def _conditions(columns: Mapping[str, Column]) -> Conditions:
-    """Return what the network is told about the images of these columns."""
-    return conditions_of(columns.values())
+        return conditions_of(self.columns.values())
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,12 +92,12 @@ class ImageSet:
     @property
     def labels(self) -> NDArray[np.int64] | None:
         """[N], an index into `classes`; None without classes."""
-        return _labels(self.columns)
+        return labels_of(self.columns)
 
     @property
     def classes(self) -> tuple[str, ...]:
         """Name of each class; () without classes."""
-        return self.columns[CLASS].categories if CLASS in self.columns else ()
+        return classes_of(self.columns)
 
     @property
     def nbytes(self) -> int:
@@ -146,7 +137,7 @@ class ImageSet:
     def columns_of(self, rows: NDArray[np.int64]) -> dict[str, Column]:
         """Return the columns of the images at these rows [B]. RequestError if the mapped file is damaged."""
         columns = rows_of(self.columns, rows)
-        labels = _labels(columns)
+        labels = labels_of(columns)
         # Of a mapped file nothing is known before it is read, and an index out of range ends the process on CUDA.
         if labels is not None and len(labels) and not 0 <= labels.min() <= labels.max() < len(self.classes):
             raise RequestError("a label is none of the classes: the pack is damaged (labels.npy); pack it again")
@@ -154,11 +145,11 @@ class ImageSet:
 
     def labels_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64] | None:
         """Return the labels at these rows [B]; None without classes. Raises as `columns_of`."""
-        return _labels(self.columns_of(rows))
+        return labels_of(self.columns_of(rows))
 
     def conditions_of(self, rows: NDArray[np.int64]) -> Conditions:
         """Return what the network is told about the images at these rows, on the CPU. Raises as `columns_of`."""
-        return _conditions(self.columns_of(rows))
+        return conditions_of(self.columns_of(rows).values())
 
     def subset(self, rows: slice, fingerprint: str = "") -> ImageSet:
         """Return some of the images, sharing the memory of this set."""

@@ -24,7 +24,6 @@ from unfog.errors import RequestError
 from unfog.locks.work_folder import work_folders
 from unfog.safe_files import disk_usage
 from unfog.text import format_bytes
-from unfog.values.columns import of_labels
 
 # cache = auto keeps images in memory up to these sizes, as decoding them anew for each command takes about a second.
 _MEMORY_FILES = 10_000
@@ -109,8 +108,7 @@ def _decode_into_memory(scan: Scan, progress: Progress | None) -> Dataset:
         return _decode_into_memory(scan.as_rgb(), progress)
     result = DecodeResult.create(scan, order, in_train, statistics)
     names = tuple(scan.source.names[i] for i in result.rows)
-    columns = of_labels(result.labels, result.classes)
-    decoded = ImageSet(pixels[:rows], names, columns, sides=result.sides, grey=result.grey)
+    decoded = ImageSet(pixels[:rows], names, result.columns, sides=result.sides, grey=result.grey)
     return Dataset.split(decoded, result.train, scan.resolved_settings, result.report)
 
 

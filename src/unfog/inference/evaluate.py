@@ -35,7 +35,7 @@ from unfog.reporting.progress import Progress, format_bytes, format_duration, pl
 from unfog.text import manual, sanitize
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.distributed.world import World, init_world
-from unfog.values.condition_format import labels_of
+from unfog.values.condition_format import given_labels
 
 
 def evaluate(run: LoadedRun, request: EvaluationRequest) -> Evaluation:
@@ -185,7 +185,7 @@ def _result_key(run: LoadedRun, setup: EvaluationSetup) -> str:
 def _samples_key(run: LoadedRun, setup: EvaluationSetup) -> str:
     """Return a digest of all that a sample depends on, except its number and its neighbours in the batch."""
     generation = setup.generation
-    labels = repr(labels_of(generation.given)[:10])  # the same rule gives the rest
+    labels = repr(given_labels(generation.given)[:10])  # the same rule gives the rest
     given = hashlib.sha256((repr(generation.given) if run.config.columns else labels).encode()).hexdigest()
     how: tuple[object, ...] = (generation.sampler, given, generation.seed, generation.guidance, generation.interval)
     # fp32 adds nothing, so that samples from before there was a choice of precision are found.

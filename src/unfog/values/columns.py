@@ -44,6 +44,16 @@ def of_labels(labels: NDArray[Any] | None, classes: tuple[str, ...]) -> dict[str
     return {} if labels is None else {CLASS: Column(CLASS, CLASS, labels, classes)}
 
 
+def labels_of(columns: Mapping[str, Column]) -> NDArray[Any] | None:
+    """Return the class labels [N]; None without classes."""
+    return columns[CLASS].values if CLASS in columns else None
+
+
+def classes_of(columns: Mapping[str, Column]) -> tuple[str, ...]:
+    """Return the names of the classes; () without classes."""
+    return columns[CLASS].categories if CLASS in columns else ()
+
+
 def without_class(columns: Mapping[str, Column]) -> dict[str, Column]:
     """Return all columns but that of the class labels."""
     return {name: column for name, column in columns.items() if name != CLASS}
@@ -52,6 +62,13 @@ def without_class(columns: Mapping[str, Column]) -> dict[str, Column]:
 def rows_of(columns: Mapping[str, Column], index: Any) -> dict[str, Column]:
     """Return the columns of some of the images; see `Column.rows`."""
     return {name: column.rows(index) for name, column in columns.items()}
+
+
+def columns_digest(columns: Mapping[str, Column]) -> str:
+    """Return a digest of all columns but that of the class labels; "" if there are none."""
+    digest, others = hashlib.sha256(), without_class(columns)
+    update_digest(digest, others)
+    return digest.hexdigest() if others else ""
 
 
 def update_digest(digest: hashlib._Hash, columns: Mapping[str, Column]) -> None:
@@ -118,4 +135,6 @@ def _plain_values(column: Column, count: int, said: str) -> NDArray[Any]:
     if values.shape[:1] != (count,):
         given = f"{len(values):,} values" if values.ndim else "one value"
         raise RequestError(f"{said} has {given} for {count:,} images; give one for each image, in the order of `names`")
+    if column.name == CLASS and (values.ndim != 1 or values.dtype.kind not in "iu"):
+        raise RequestError(f"{said} holds {values.dtype} {list(values.shape)}, and labels are whole numbers [N]")
     return values.astype(values.dtype.newbyteorder("="), copy=False)

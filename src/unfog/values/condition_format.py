@@ -139,7 +139,7 @@ class ConditionFormat:
         return [name(i) for i in range(cycle)]
 
 
-def labels_of(given: Given) -> tuple[int, ...]:
+def given_labels(given: Given) -> tuple[int, ...]:
     """Return the labels that samples cycle through; () without classes."""
     return tuple(dict(given).get(CLASS, ()))
 

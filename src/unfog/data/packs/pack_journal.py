@@ -15,6 +15,7 @@ import PIL
 from numpy.typing import NDArray
 
 from unfog.data.packs.pack import FORMAT, JOURNAL, MANIFEST, PACK_SETTINGS, Pack
+from unfog.data.packs.pack_columns import COLUMN_FILES
 from unfog.data.scan import Scan
 from unfog.errors import RequestError, RunError
 from unfog.locks.flock import LOCK
@@ -26,7 +27,7 @@ from unfog.text import sanitize
 FACTS_FILE = "facts.bin"
 _LARGEST_JOURNAL = 2**30  # bytes
 _CREATED_FIRST = frozenset(["pixels.u8", FACTS_FILE])  # they may exist, empty, before the journal does
-_ARRAYS = ("labels.npy", "treatment.npy", "sides.npy", "grey.npy", "names.npy", "names.bin", "chunks.json")
+_ARRAYS = (*COLUMN_FILES, "treatment.npy", "sides.npy", "grey.npy", "names.npy", "names.bin", "chunks.json")
 _PARTIAL = frozenset(f"{name}.partial" for name in (JOURNAL, MANIFEST, *_CREATED_FIRST, *_ARRAYS))
 # Every file that an unfinished pack may have.
 FILES = frozenset([JOURNAL, *_ARRAYS]) | _CREATED_FIRST | _PARTIAL

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from PIL import Image
+from numpy.typing import NDArray
 
 from unfog.data.dataset import Dataset
 from unfog.data.files.file_rows import FileRows
@@ -15,7 +16,7 @@ from unfog.data.sources.base import OpenOptions, Source, SourceLocation
 from unfog.errors import RequestError
 from unfog.text import sanitize
 from unfog.values.columns import without_class
-from unfog.values.image_format import ImageFormat, sides_of, to_pillow
+from unfog.values.image_format import ImageFormat, sides_of
 
 
 class PackSource(Source):
@@ -27,6 +28,7 @@ class PackSource(Source):
         self.names = self.pack.images.names
         self.classes = self.pack.images.classes
         self.labels = self.pack.images.labels
+        self.columns = self.pack.images.columns
         if isinstance(self.pack.images.pixels, FileRows) and self.pack.images.pixels.waits is not None:
             self.outage = self.pack.images.pixels.waits
 
@@ -47,9 +49,8 @@ class PackSource(Source):
     def load(cls, location: SourceLocation, options: OpenOptions) -> PackSource:
         return cls(Path(location.resolved), location.name)
 
-    def open(self, i: int) -> Image.Image:
-        pixels = self.pack.images.pixels[i]
-        return to_pillow(pixels.transpose(1, 2, 0))
+    def read(self, i: int) -> NDArray[Any]:
+        return self.pack.images.pixels[i].transpose(1, 2, 0)
 
     def stamp(self) -> tuple[str, int]:
         # The manifest's digest covers a checksum of every file.
