@@ -131,7 +131,7 @@ def decode(
 
 def _as_it_is(found: object, format: ImageFormat) -> tuple[NDArray[np.uint8], ImageInfo] | None:
     """Return an array [H, W, C] that has the format already as `_decode` would, without Pillow; None for all else."""
-    if not isinstance(found, np.ndarray) or found.dtype != np.uint8 or found.ndim != 3:
+    if not isinstance(found, np.ndarray) or not found.dtype == format.dtype == np.uint8 or found.ndim != 3:
         return None
     pixels = found.transpose(2, 0, 1)
     if pixels.shape != format.shape:

@@ -72,13 +72,13 @@ def columns_digest(columns: Mapping[str, Column]) -> str:
 
 
 def update_digest(digest: hashlib._Hash, columns: Mapping[str, Column]) -> None:
-    """Add columns to a digest, those in the same order to the same one. Of class labels it takes the values alone."""
+    """Add columns to a digest, in their order; class labels by their values alone, all others with their facts."""
     import numpy as np
 
-    for name, column in columns.items():
+    for column in columns.values():
         values = np.ascontiguousarray(column.values)
-        if name != CLASS:
-            facts = name, column.kind, column.categories, values.dtype.str, values.shape
+        if column.name != CLASS:
+            facts = column.name, column.kind, column.categories, values.dtype.str, values.shape
             digest.update(repr(facts).encode("utf-8", "surrogateescape"))
         digest.update(values.data)
 
@@ -86,7 +86,7 @@ def update_digest(digest: hashlib._Hash, columns: Mapping[str, Column]) -> None:
 def check_columns(columns: Mapping[str, Column], count: int, subject: str) -> dict[str, Column]:
     """Return the columns of `count` images in the order of a set: "class" first, then the others by their names.
 
-    Values become arrays of numbers in the byte order of this machine. `subject` names the source in messages.
+    Values become contiguous arrays in the byte order of this machine. `subject` names the source in messages.
     RequestError if a column does not fit the images, or has a name or values that no column may have.
     """
     if len(columns) > MOST_COLUMNS:
@@ -102,7 +102,9 @@ def _checked(name: str, column: Column, count: int, subject: str) -> Column:
     check_name(name, column.kind, subject)
     if name != column.name:
         raise RequestError(f"{subject} has the column {column.name!r} under the name {name!r}; give both the same name")
-    return replace(column, values=_plain_values(column, count, f"the column {name} of {subject}"))
+    values = _plain_values(column, count, f"the column {name} of {subject}")
+    # They end up in files, figures and terminals, so control characters must not act there.
+    return replace(column, values=values, categories=tuple(sanitize(str(one)) for one in column.categories))
 
 
 def check_name(name: str, kind: str, subject: str) -> None:
@@ -137,4 +139,6 @@ def _plain_values(column: Column, count: int, said: str) -> NDArray[Any]:
         raise RequestError(f"{said} has {given} for {count:,} images; give one for each image, in the order of `names`")
     if column.name == CLASS and (values.ndim != 1 or values.dtype.kind not in "iu"):
         raise RequestError(f"{said} holds {values.dtype} {list(values.shape)}, and labels are whole numbers [N]")
-    return values.astype(values.dtype.newbyteorder("="), copy=False)
+    if 0 in values.shape[1:]:
+        raise RequestError(f"{said} has empty values, {list(values.shape)}; leave it out, or give at least one number")
+    return np.ascontiguousarray(values, values.dtype.newbyteorder("="))

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from unfog.data.files.file_rows import is_local
 from unfog.safe_files import regular_file
+from unfog.text import sanitize
 from unfog.values.columns import CLASS, MOST_COLUMNS, Column, check_name, columns_digest, of_labels, without_class
 
 _LABELS = "labels.npy"
@@ -57,7 +58,8 @@ def open_columns(path: Path, manifest: Mapping[str, Any]) -> dict[str, Column]:
     columns = of_labels(labels, tuple(manifest["classes"]))
     for k, facts in enumerate(_checked_facts(manifest.get("columns", []))):
         values = mapped(path / f"column-{k}.npy", (n, *facts["shape"]), np.dtype(facts["dtype"]))
-        columns[facts["name"]] = Column(facts["name"], facts["kind"], values, tuple(facts["categories"]))
+        categories = tuple(map(sanitize, facts["categories"]))
+        columns[facts["name"]] = Column(facts["name"], facts["kind"], values, categories)
     return columns
 
 

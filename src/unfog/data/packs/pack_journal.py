@@ -23,6 +23,7 @@ from unfog.locks.folder_lock import lock_of
 from unfog.locks.owner import OwnedError
 from unfog.safe_files import read_file, remove
 from unfog.text import sanitize
+from unfog.values.columns import columns_digest
 
 FACTS_FILE = "facts.bin"
 _LARGEST_JOURNAL = 2**30  # bytes
@@ -81,14 +82,20 @@ class Journal:
             "channels": scan.channels,
             "size": scan.size,
             "proved": scan.channels_certain,
-            # Absent from journals that were begun before there was this setting.
+            # Absent from journals that were begun before there were these.
             **({"range": list(scan.settings.range)} if scan.settings.range else {}),
+            **({"columns": columns} if (columns := columns_digest(scan.columns)) else {}),
         }
 
     def difference(self, scan: Scan, key: str) -> str:
         """Name the first difference of this journal from one of a source and its settings; "" for none."""
         header = self.header_of(scan, key)
-        names = {"stamp": "the images", "settings": "the settings", "range": "the range of values"}
+        names = {
+            "stamp": "the images",
+            "columns": "the columns",
+            "settings": "the settings",
+            "range": "the range of values",
+        }
         names["pillow"] = "the version of Pillow"
         return next((name for key, name in names.items() if self.header.get(key) != header.get(key)), "")
 
