@@ -158,8 +158,12 @@ class Config:
         return replace(self, source=without_secrets(self.source), data=replace(self.data, labels=labels))
 
     def adopt(self, facts: ImageFacts) -> Config:
-        """Return the settings with what the images determine."""
-        return replace(self, **vars(facts))
+        """Return the settings with what the images determine.
+
+        A run keeps the statistics of its columns, as its network was trained with them.
+        """
+        same = [one.identity for one in self.columns] == [one.identity for one in facts.columns]
+        return replace(self, **vars(facts) | ({"columns": self.columns} if same else {}))
 
     def without_length(self) -> Config:
         """Return the settings with no length, so that one of steps, images and budget can be given."""

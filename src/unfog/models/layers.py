@@ -135,13 +135,13 @@ class ConditionalNetwork(nn.Module):
 
     def _add_conditions(self, hidden: Tensor, conditions: ConditionsLike) -> Tensor:
         """Add the embeddings of all conditions but the class; `RequestError` if the network has no such input."""
-        augment = Conditions.of(conditions).augment
-        if augment is None:
+        told = Conditions.of(conditions)
+        if told.augment is None:
             return hidden
         if self.augment_embedding is None:
             raise RequestError("an augmentation was given to a network without that input; train with data.augment")
         # The same as a linear layer on the sinusoids (EDM's map_augment), which the next layer would multiply.
-        embedding: Tensor = self.augment_embedding(augment.to(hidden.dtype))
+        embedding: Tensor = self.augment_embedding(told.augment.to(hidden.dtype))
         return hidden + embedding
 
     def _class_embedding(self, conditions: ConditionsLike, c_noise: Tensor) -> Tensor | None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ColumnFacts:
-    """What a run knows of a column: enough to build the layer, and to read what people ask for."""
+    """Facts on a column that a run keeps: enough to build the layer, and to read what people ask for."""
 
     name: str = ""
     kind: str = ""
@@ -36,6 +36,11 @@ class ColumnFacts:
     def __post_init__(self) -> None:
         if self.kind:
             kind_of(self.kind, self.name).check(self)
+
+    @property
+    def identity(self) -> tuple[str, str, tuple[str, ...]]:
+        """All but the statistics: equal for one column of two sets of images."""
+        return self.name, self.kind, self.categories
 
 
 class ConditionKind:

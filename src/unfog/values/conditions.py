@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 ConditionsLike: TypeAlias = "Conditions | Tensor | None"
 """Conditions, a label alone, int64 [B], or None for no condition."""
 # Value of each condition for an image whose condition is hidden. Conditions not listed here are never dropped.
-_NOT_TOLD = {"label": -1}
+_NOT_TOLD: dict[str, float] = {"label": -1}
 
 
 class Conditions(NamedTuple):

@@ -102,8 +102,8 @@ class WeightsSource(NamedTuple):
         """Return False for a weight of a layer that embeds conditions which the run does not have, or has others."""
         if name.startswith(_AUGMENT):
             return config.data.augment > 0
-        same = [[(one.name, one.kind, one.categories) for one in each.columns] for each in (self.config, config)]
-        return not name.startswith(_EMBEDDINGS) or same[0] == same[1]
+        ours, theirs = ([one.identity for one in each.columns] for each in (config, self.config))
+        return not name.startswith(_EMBEDDINGS) or ours == theirs
 
     def _misfit(self, name: str) -> RequestError:
         return RequestError(
