@@ -303,6 +303,10 @@ def test_what_is_given_and_unknown_is_refused(two_kinds):
     for given, said in (({"agee": 1}, "did you mean 'age'"), ({"class": "cow"}, "give one of cat, dog")):
         with pytest.raises(RequestError, match=said):
             two_kinds.parse(given)
+    with pytest.raises(RequestError, match="must be a dict"):
+        two_kinds.parse("age=3")
+    with pytest.raises(RequestError, match="each its own"):
+        ConditionFormat(columns=2 * two_kinds.columns)
     with pytest.raises(RequestError, match="no conditions"):
         ConditionFormat().parse({"age": 3})
     with pytest.raises(RequestError, match="are the same"):
@@ -322,7 +326,7 @@ def test_facts_on_columns_are_stored_with_the_settings(two_kinds):
         ("[[columns]]\nname = 3", r"columns\[0\].name"),
         ("columns = [3]", r"columns\[0\]"),
         ('[[columns]]\nname = "form"\nkind = "shape"', "kind 'shape'"),
-        ('[[columns]]\nname = "other"\nkind = "class"', "one class"),
+        ('[[columns]]\nname = "other"\nkind = "class"', "the one column"),
         ("[[columns]]\nnames = []", "unknown setting"),
     ):
         with pytest.raises(RequestError, match=said):

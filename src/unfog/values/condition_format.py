@@ -33,6 +33,11 @@ class ConditionFormat:
     columns: tuple[ColumnFacts, ...] = ()
     """Facts on all columns but the class, in the order of their names."""
 
+    def __post_init__(self) -> None:
+        names = [one.name for one in self.columns]
+        if CLASS in names or len({*names}) < len(names):
+            raise RequestError(f"columns = {', '.join(names)} must have other names than {CLASS}, and each its own")
+
     @classmethod
     def numbered(cls, classes: int = 0, augment_inputs: int = 0) -> ConditionFormat:
         """Return the format of so many classes without names."""
@@ -87,6 +92,8 @@ class ConditionFormat:
         or value.
         """
         known = {one.name: one for one in self.facts}
+        if not isinstance(given, Mapping):
+            raise RequestError(f'given = {given!r:.60} must be a dict, such as {{"class": "cat"}}')
         for name in given:
             if name not in known:
                 hint = suggest(name, known) if known else "; this run has no conditions, so omit it"
@@ -101,7 +108,7 @@ class ConditionFormat:
         """Return what is asked for together with the classes of `--label`; () asks for nothing."""
         if not (words := _words(label)):
             return given
-        if CLASS in given:
+        if isinstance(given, Mapping) and CLASS in given:
             raise RequestError(f"label and given {CLASS!r} are the same; give one of them")
         if not self.classes:
             raise RequestError(f"label = {words[0]!r}, but this run has no classes; omit --label")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from unfog.errors import RequestError
 from unfog.text import suggest, valid_text
-from unfog.values.columns import CLASS, Column
+from unfog.values.columns import CLASS, Column, check_name
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -35,6 +35,7 @@ class ColumnFacts:
 
     def __post_init__(self) -> None:
         if self.kind:
+            check_name(self.name, self.kind, "this run")
             kind_of(self.kind, self.name).check(self)
 
     @property
@@ -86,10 +87,6 @@ class ClassKind(ConditionKind):
 
     name = CLASS
     field = "label"
-
-    def check(self, facts: ColumnFacts) -> None:
-        if facts.name != CLASS:
-            raise RequestError(f'column {facts.name!r} of kind "{CLASS}": images have one class; name it "{CLASS}"')
 
     def inputs(self, facts: ColumnFacts) -> int:
         return len(facts.categories)
