@@ -109,7 +109,7 @@ class SampleRequest(SamplingRequest):
     """New folder for the images. Default: a new one in the run folder; a folder of diffusers needs one."""
     label: tuple[str, ...] = ()
     """Classes by name, or by number where no class has that name; images cycle through them. Default: all classes."""
-    given: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE")] = ()
+    given: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE …")] = ()
     """Conditions by the names of columns, such as age=60, class=cat,dog; images cycle through several values."""
     guide: Annotated[str | None, tyro.conf.arg(metavar="auto|none|RUN[:STEP]")] = None
     """Weaker network to guide away from: none, or this run's EMA at 30% of its steps (auto). Default: the run's."""
