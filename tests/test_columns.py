@@ -24,6 +24,8 @@ from unfog.data.settings import Data
 from unfog.data.sources.base import ImageError, Source
 from unfog.data.sources.labels import apply_label_table, read_columns
 from unfog.errors import RequestError
+from unfog.pipeline.skipped_images import DATA_FILE, data_json, describe_changes
+from unfog.process.run_folder import RunFolder
 from unfog.values.columns import MOST_COLUMNS, Column, check_columns, of_labels
 from unfog.values.image_format import ImageFormat
 
@@ -144,6 +146,16 @@ def test_a_column_shifted_by_one_row_makes_another_set(cache: Any) -> None:
     for shifted in fingerprints(prepare(Numbered(shift=1), asked)):  # the stamp of the source is the same
         assert shifted not in whole
     check(prepare(Numbered(), asked).train)  # not the cached images of the shifted set
+
+
+@pytest.mark.parametrize("cache", PLACES)
+def test_a_resume_says_which_columns_differ(cache: Any, tmp_path: Path) -> None:
+    asked, folder = replace(ASKED, cache=cache), RunFolder(tmp_path)
+    (tmp_path / DATA_FILE).write_bytes(data_json(prepare(Numbered(), asked)))
+    assert "columns" not in describe_changes(folder, prepare(Numbered(), asked))
+    other = Numbered()
+    other.columns = other.columns | {"number": Numbered(shift=1).columns["number"]}
+    assert "columns with other values: number" in describe_changes(folder, prepare(other, asked))
 
 
 def test_memory_cache_and_pack_have_one_fingerprint(made: Path) -> None:
