@@ -20,6 +20,8 @@ from unfog.models.layers import ConditionalNetwork
 from unfog.models.network_settings import build_model
 from unfog.models.settings import DiT
 from unfog.pipeline.generate import proportional_given, proportional_labels
+from unfog.runs.previews import conditions_of_images
+from unfog.training.settings import Preview
 from unfog.values import condition_kinds
 from unfog.values.columns import Column
 from unfog.values.condition_format import AUGMENT_INPUTS, ConditionFormat, facts_of
@@ -354,3 +356,15 @@ def test_samples_in_the_proportions_of_the_images_have_all_conditions_of_one_ima
     assert given["class"] == proportional_labels(labels, 200)
     alone = proportional_given(ConditionFormat(two_kinds.classes), images, 200)
     assert alone == (("class", proportional_labels(labels, 200)),)
+
+
+def test_previews_have_conditions_of_held_out_images_where_there_is_more_than_the_class(two_kinds):
+    columns = {name: Column(name, "number", np.arange(20.0)) for name in ("age", "mass")}
+    images = ImageSet(np.zeros((20, 1, 4, 4), np.uint8), [str(i) for i in range(20)], columns)
+    train, held_out = images.subset(slice(14)), images.subset(slice(14, None))
+    config = Config(columns=two_kinds.columns, preview=Preview(images=4))
+    given = dict(conditions_of_images(config, held_out, train))
+    assert given["age"] == (14, 16, 17, 19)
+    assert given["age"] == given["mass"]
+    assert dict(conditions_of_images(config, held_out.subset(slice(0)), train))["age"] == (0, 4, 9, 13)
+    assert conditions_of_images(Config(classes=("cat",)), held_out, train) is None

@@ -17,7 +17,7 @@ from unfog.checks.run.loss_checks import LossImages, check_overfitting, loss_ima
 from unfog.checks.run.run_record import RunRecord
 from unfog.config.schema import Config
 from unfog.config.task import AutoencoderTask, DiffusionTask, Task
-from unfog.data.dataset import Dataset, evenly_spaced
+from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
 from unfog.evaluation.held_out import HeldOut, LossAt, midpoints
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.pipeline.build import build_held_out_set, build_loss, build_loss_at, build_network, without_augmentation
@@ -79,7 +79,8 @@ class Previews:
     ) -> Previews:
         """Return the previews of a run: those of its kind, with its held-out images."""
         held_out = build_held_out_set(dataset, config, state.precision.device)
-        return cls.of(config)(config, state, held_out, stop, world, _conditions_of_images(config, dataset))
+        given = conditions_of_images(config, dataset.held_out, dataset.train)
+        return cls.of(config)(config, state, held_out, stop, world, given)
 
     def preview(self) -> Pixels:
         """Return a grid of samples from the same noise each time.
@@ -216,11 +217,11 @@ class Previews:
                     state.ema.swap(state.model)
 
 
-def _conditions_of_images(config: Config, dataset: Dataset) -> Given | None:
+def conditions_of_images(config: Config, held_out: ImageSet, train: ImageSet) -> Given | None:
     """Return the conditions of held-out images, or training ones, for a preview; None for a run with classes alone."""
     if not config.conditions.columns:
         return None
-    images = dataset.held_out if len(dataset.held_out) else dataset.train
+    images = held_out if len(held_out) else train
     return config.conditions.rows(images.columns.values(), evenly_spaced(len(images), config.preview.images))
 
 
