@@ -269,7 +269,7 @@ FACTS = {"name": "number", "kind": "number", "categories": [], "dtype": "<f4", "
 def test_forged_facts_of_columns_are_refused(made: Path, tmp_path: Path, columns: Any) -> None:
     forged = copied(made, tmp_path / "forged")
     seal(forged, {"columns": columns})
-    with pytest.raises(RequestError):
+    with pytest.raises(RequestError, match="damaged pack"):
         Pack.open(forged)
 
 

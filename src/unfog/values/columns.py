@@ -99,7 +99,8 @@ def check_columns(columns: Mapping[str, Column], count: int, subject: str) -> di
 
 
 def _checked(name: str, column: Column, count: int, subject: str) -> Column:
-    check_name(name, column.kind, subject)
+    if problem := name_problem(name, column.kind):
+        raise RequestError(f"{subject} has a column {sanitize(str(name))[:_LONGEST_NAME]!r}: {problem}")
     if name != column.name:
         raise RequestError(f"{subject} has the column {column.name!r} under the name {name!r}; give both the same name")
     values = _plain_values(column, count, f"the column {name} of {subject}")
@@ -107,19 +108,13 @@ def _checked(name: str, column: Column, count: int, subject: str) -> Column:
     return replace(column, values=values, categories=tuple(sanitize(str(one)) for one in column.categories))
 
 
-def check_name(name: str, kind: str, subject: str) -> None:
-    """RequestError unless a column of this kind may have this name."""
-    said = sanitize(str(name))[:_LONGEST_NAME]
+def name_problem(name: str, kind: str) -> str:
+    """Return why a column of this kind may not have this name; "" if it may."""
     if not name or name != sanitize(name).strip() or len(name) > _LONGEST_NAME or not _NOT_IN_NAMES.isdisjoint(name):
-        raise RequestError(
-            f"{subject} has a column called {said!r}; a name has 1 to {_LONGEST_NAME} characters, "
-            "no space at its ends, and none of / \\ , ="
-        )
+        return f"a name has 1 to {_LONGEST_NAME} characters, no space at its ends, and none of / \\ , ="
     if (name == CLASS) != (kind == CLASS):
-        raise RequestError(
-            f"{subject} has a column {said!r} of kind {sanitize(kind)!r}; labels are the one column of name and kind "
-            f"{CLASS!r}, and other columns have another kind"
-        )
+        return f"labels are the one column of name and kind {CLASS!r}, and other columns have another kind"
+    return ""
 
 
 def _plain_values(column: Column, count: int, said: str) -> NDArray[Any]:

@@ -16,13 +16,11 @@ from numpy.typing import NDArray
 from unfog.data.files.file_rows import is_local
 from unfog.safe_files import regular_file
 from unfog.text import sanitize
-from unfog.values.columns import CLASS, MOST_COLUMNS, Column, check_name, columns_digest, of_labels, without_class
+from unfog.values.columns import CLASS, MOST_COLUMNS, Column, columns_digest, name_problem, of_labels, without_class
 
 _LABELS = "labels.npy"
-# Types of the values, in any of which they have the byte order of x86 and ARM.
-_TYPES = frozenset(
-    ["|b1", "|i1", "|u1", *(f"<{kind}" for kind in ("i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8"))]
-)
+# Types of the values, in the byte order of x86 and ARM.
+_TYPES = frozenset(["|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8"])
 COLUMN_FILES = (_LABELS, *(f"column-{k}.npy" for k in range(MOST_COLUMNS)))
 """Every file that a column may have."""
 
@@ -66,7 +64,7 @@ def open_columns(path: Path, manifest: Mapping[str, Any]) -> dict[str, Column]:
 def _checked_facts(facts: Any) -> list[dict[str, Any]]:
     """Return the entries of the manifest as they are. ValueError unless each is one that `column_facts` writes."""
     if type(facts) is not list or len(facts) > MOST_COLUMNS:
-        raise ValueError("its columns are no list, or too many")
+        raise ValueError(f"more than {MOST_COLUMNS:,} columns, or no list of them")
     for one in facts:
         match one:
             case {"name": str(), "kind": str(), "dtype": str(dtype), "categories": list(named), "shape": list(sides)}:
@@ -75,8 +73,9 @@ def _checked_facts(facts: Any) -> list[dict[str, Any]]:
             case _:
                 valid = False
         if not valid:
-            raise ValueError("its columns are not described")
-        check_name(one["name"], one["kind"], "it")
+            raise ValueError("a column is not described by name, kind, dtype, categories and shape")
+        if problem := name_problem(one["name"], one["kind"]):
+            raise ValueError(f"a column {one['name'][:100]!r}: {problem}")
     names = [one["name"] for one in facts]
     if CLASS in names or names != sorted(set(names)):
         raise ValueError("its columns are not in the order of their names")
