@@ -18,13 +18,14 @@ from unfog.errors import RequestError
 from unfog.models.settings import SIZES
 from unfog.reporting.log_settings import Log
 from unfog.text import suggest
-from unfog.training.optimizer_settings import Muon, Optimizer
 from unfog.training.settings import (
     Checkpoint,
     EmaSchedule,
     EmaSnapshots,
     Evaluate,
     FixedEma,
+    Muon,
+    Optimizer,
     PowerEma,
     Preview,
     Training,

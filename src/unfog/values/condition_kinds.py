@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from unfog.errors import RequestError
 from unfog.text import suggest, valid_text
-from unfog.values.columns import CLASS, Column, check_name
+from unfog.values.columns import CLASS, Column, name_problem
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -35,7 +35,8 @@ class ColumnFacts:
 
     def __post_init__(self) -> None:
         if self.kind:
-            check_name(self.name, self.kind, "this run")
+            if problem := name_problem(self.name, self.kind):
+                raise RequestError(f"a column of this run is called {self.name[:100]!r}: {problem}")
             kind_of(self.kind, self.name).check(self)
 
     @property
