@@ -90,7 +90,9 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
     # Imported only now, as torch takes seconds: a wrong request is refused before.
     from unfog.pipeline.image_files import MOST_SAMPLES, DenoisingAnimation, DenoisingStrip, build_edit
 
-    labels = stored.conditions.parse_labels(request.label)  # before the weights are read
+    format = stored.conditions
+    asked = format.with_label(format.read_words(request.given), request.label)
+    given = format.parse(asked)  # before the weights are read
     # Before the weights too: a file that cannot be read should not take a minute to be found.
     edit = build_edit(stored, request.image, request.mask, request.strength, request.repeats)
     steps = edit.steps(sampler.steps) if edit else sampler.steps
@@ -103,14 +105,14 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
     strip = DenoisingStrip(diffusion.schedule, run.show) if request.strip else None
     animation = DenoisingAnimation(diffusion.path, steps, run.show) if request.animate else None
     settings = {f.name: getattr(request, f.name) for f in fields(SamplingRequest)}
-    inputs = {name: getattr(request, name) for name in ("label", "image", "mask")}
     guide = request.guide if request.guide_checkpoint is None else request.guide_checkpoint
-    prepared = run.prepare(**settings, **inputs, guide=guide)
+    prepared = run.prepare(**settings, given=asked, guide=guide, image=request.image, mask=request.mask)
     digest = run.digest(prepared)
     if request.out is None:  # in the run, into which a stranger may have put unfinished samples of any pictures
         digest = seal_of(machine_key(), "samples", digest.encode()).hex()
     with SampleFolder.reserve(request.out, run.path / "pictures", digest) as out:
-        folder = SampleFolder(out, digest, request.n, [run.classes[i] for i in labels], prepared.caption)
+        told = "Given" if format.columns else "Class"
+        folder = SampleFolder(out, digest, request.n, format.names(given, request.n), prepared.caption, told)
         title = f"sampling from step {run.step:,}" if run.step else "sampling"
         _draw(run, prepared, folder, _observe_all(strip, animation), title)
         if animation is not None and request.animate is not None:
@@ -165,7 +167,7 @@ def _write_grid(folder: SampleFolder, edited: Sequence[Pixels] = (), strip: Deno
     if folder.count > _MAX_IN_GRID:
         say(f"  grid.png shows the first {_MAX_IN_GRID:,} of {folder.count:,} samples")
     first = folder.first(_MAX_IN_GRID)
-    image = grid(np.concatenate([np.stack(edited), first])) if edited else sample_grid(first, folder.classes)
+    image = grid(np.concatenate([np.stack(edited), first])) if edited else sample_grid(first, folder.names)
     captioned = with_caption(image, folder.settings) if folder.settings else image
     save_png(folder.path / "grid.png", folder.path, captioned)
     if strip is not None:

@@ -16,6 +16,7 @@ from unfog.data.data_report import DataReport
 from unfog.data.settings import Data
 from unfog.errors import RequestError
 from unfog.values.columns import Column, classes_of, labels_of, of_labels, rows_of, update_digest
+from unfog.values.condition_kinds import conditions_of
 
 if TYPE_CHECKING:
     from unfog.values.conditions import Conditions
@@ -58,14 +59,7 @@ class _ImageBatch(NamedTuple):
     @property
     def conditions(self) -> Conditions:
         """Conditions of the images, on the CPU."""
-        return _conditions(self.columns)
-
-
-def _conditions(columns: Mapping[str, Column]) -> Conditions:
-    """Return what the network is told about the images of these columns."""
-    from unfog.values.conditions import Conditions
-
-    return Conditions.of_labels(labels_of(columns))
+        return conditions_of(self.columns.values())
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +149,7 @@ class ImageSet:
 
     def conditions_of(self, rows: NDArray[np.int64]) -> Conditions:
         """Return what the network is told about the images at these rows, on the CPU. Raises as `columns_of`."""
-        return _conditions(self.columns_of(rows))
+        return conditions_of(self.columns_of(rows).values())
 
     def subset(self, rows: slice, fingerprint: str = "") -> ImageSet:
         """Return some of the images, sharing the memory of this set."""

@@ -85,7 +85,7 @@ def _describe_generation(run: LoadedRun, setup: EvaluationSetup) -> dict[str, An
         **({"guide every": generation.guide_every} if generation.guide_every != 1 else {}),
         **({"within": f"{low:g} to {high:g} of noise"} if partly else {}),
         "precision": generation.precision,
-        "labels": "as in the data" if generation.labels else "none",
+        "labels": "as in the data" if generation.given else "none",
         "reference": setup.reference_name,
     }
 

@@ -23,7 +23,7 @@ from unfog.inference.compare_images import Comparison
 from unfog.inference.compute_metrics import held_out_losses
 from unfog.inference.loaded_run import SWEEP_FILE, load_ema_weights, load_run_images
 from unfog.pipeline.build import build_held_out_set, build_network, building_for
-from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_labels
+from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_given
 from unfog.process.device import choose_device
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
@@ -210,7 +210,8 @@ def _build_measure(
     compared = Comparison((metric,), features, images, evenly_spaced(len(images), n))
     compared.check_count(metric, n, "--metric")
     # Classes in proportion to the data, or the metric would compare the proportions.
-    drawing = replace(GenerationSettings.default(config, n, min(n, 64)), labels=proportional_labels(images.labels, n))
+    given = proportional_given(config.conditions, images, n)
+    drawing = replace(GenerationSettings.default(config, n, min(n, 64)), given=given)
 
     def value(network: nn.Module) -> tuple[float, float | None]:
         with Progress("generating", n) as progress:

@@ -31,7 +31,7 @@ from unfog.inference.compute_metrics import compute_metrics
 from unfog.inference.evaluation_files import ARITHMETIC, FORMAT, Evaluation, EvaluationSetup, GeneratedSamples
 from unfog.inference.guide import resolve_guidance
 from unfog.inference.loaded_run import LoadedRun, load_run_images, weights_digest
-from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_labels
+from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_given
 from unfog.pipeline.load_data import load_images
 from unfog.planning.sampling_cost import cost_per_sample
 from unfog.process.device import choose_device
@@ -43,6 +43,7 @@ from unfog.reporting.progress import Progress, format_bytes, format_duration, pl
 from unfog.text import manual, sanitize
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.distributed.world import World, init_world
+from unfog.values.condition_format import given_labels
 from unfog.values.image_format import Size, size_of
 
 _GRIDS = ("grid.png", "strip.png")  # which `unfog sample` writes beside its images
@@ -104,7 +105,7 @@ def _resolve_request(
     generation = GenerationSettings(
         n,
         run.sampler(request.sampler, request.steps),
-        proportional_labels(dataset.train.labels, n),
+        proportional_given(config.conditions, dataset.train, n),
         request.seed,
         guidance.scale,
         request.batch,
@@ -137,9 +138,8 @@ def _load_reference(
     elif request.reference:
         # All of them are compared with, and their classes, if they have any, are not those of the run.
         data = replace(run.config.data, held_out=0.0, labels="none")
-        config = replace(
-            run.config, source=request.reference, data=data, fingerprint="", classes=(), autoencoder_folder=""
-        )
+        config = replace(run.config, source=request.reference, data=data, autoencoder_folder="")
+        config = replace(config, fingerprint="", classes=(), columns=())
         other, _ = load_images(config, stop)
         images, name = other.train, sanitize(request.reference)
     else:
@@ -196,8 +196,9 @@ def _result_key(run: LoadedRun, setup: EvaluationSetup) -> str:
 def _samples_key(run: LoadedRun, setup: EvaluationSetup) -> str:
     """Return a digest of all that a sample depends on, except its number and its neighbours in the batch."""
     generation = setup.generation
-    labels = hashlib.sha256(repr(generation.labels[:10]).encode()).hexdigest()  # the same rule gives the rest
-    how: tuple[object, ...] = (generation.sampler, labels, generation.seed, generation.guidance, generation.interval)
+    labels = repr(given_labels(generation.given)[:10])  # the same rule gives the rest
+    given = hashlib.sha256((repr(generation.given) if run.config.columns else labels).encode()).hexdigest()
+    how: tuple[object, ...] = (generation.sampler, given, generation.seed, generation.guidance, generation.interval)
     # fp32 adds nothing, so that samples from before there was a choice of precision are found.
     how += () if generation.precision == "fp32" else (generation.precision,)
     if setup.guide is not None:

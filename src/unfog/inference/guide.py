@@ -125,12 +125,17 @@ def _split_step(text: str) -> tuple[str, int | None]:
     return text, None
 
 
+def _names(config: Config) -> list[str]:
+    return [one.name for one in config.columns]
+
+
 def _check_guide(config: Config, other: Config) -> None:
     """Raise `RequestError` unless both networks can denoise the same noisy image."""
     for what, mine, its in (
         ("image size", config.data.size, other.data.size),
         ("channels", config.data.channels, other.data.channels),
         ("classes", config.classes, other.classes),
+        ("conditions", _names(config), _names(other)),
         ("diffusion.path", config.diffusion.path.kind, other.diffusion.path.kind),
     ):
         if mine != its:

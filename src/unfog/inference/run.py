@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -60,6 +60,7 @@ class Run(LoadedRun):
         n: int = 16,
         *,
         label: Sequence[str | int] | str | int = (),
+        given: Mapping[str, object] | None = None,
         guide: Guide | None = None,
         image: ImageInput | None = None,
         mask: ImageInput | None = None,
@@ -73,6 +74,8 @@ class Run(LoadedRun):
 
         Args:
             label: class names (text) or numbers (integers, from 0) that the images cycle through; () is all classes.
+            given: conditions by the names of columns, such as {"age": [20, 30]}, in the units of the images' source;
+                a sequence is cycled through. {"class": "cat"} is the same as label="cat".
             guide: a weaker network, given the same class; samples move away from what it generates. "auto" is this
                 run's EMA of an earlier step, and what new runs without classes are guided by unless `image` is given;
                 "none" is none. Without one, guidance moves samples away from what the network generates without a
@@ -88,7 +91,7 @@ class Run(LoadedRun):
 
         RequestError if a setting, an image or a mask is not valid, or the guide does not fit or does not exist.
         """
-        prepared = self.prepare(n, label=label, guide=guide, image=image, mask=mask, **settings)
+        prepared = self.prepare(n, label=label, given=given, guide=guide, image=image, mask=mask, **settings)
         samples: list[Pixels] = []
         for numbers, batch in self.draw(prepared, observe):
             samples.append(batch)
@@ -101,6 +104,7 @@ class Run(LoadedRun):
         n: int = 16,
         *,
         label: Sequence[str | int] | str | int = (),
+        given: Mapping[str, object] | None = None,
         guide: Guide | None = None,
         image: ImageInput | None = None,
         mask: ImageInput | None = None,
@@ -110,12 +114,11 @@ class Run(LoadedRun):
         settings = usual_arguments(settings, SAMPLING)
         label = settings.pop("label", label)
         request = update(SamplingRequest(), {"n": n, **settings}, "")
-        words = list(label) if isinstance(label, Iterable) and not isinstance(label, str) else [label]
-        labels = self.config.conditions.parse_labels(words)
+        conditions = self.config.conditions
         generation = GenerationSettings(
             request.n,
             self.sampler(request.sampler, request.steps, request.grid, request.levels),
-            labels,
+            conditions.parse(conditions.with_label(given or {}, label)),
             request.seed,
             1.0 if request.guidance is None else request.guidance,
             request.batch,
@@ -130,7 +133,7 @@ class Run(LoadedRun):
             self, guide, request.guidance, request.precision, request.guide_every, edits=edit is not None
         )
         if guidance.scale == 1 and request.guidance_interval is not None:
-            remedy = "--guidance 2" if self.classes and self.config.label_dropout else "a --guide"
+            remedy = "--guidance 2" if conditions.can_be_dropped and self.config.label_dropout else "a --guide"
             raise RequestError(f"guidance_interval has no effect with guidance = 1; give {remedy}, or omit it")
         generation = replace(generation, guidance=guidance.scale)
         return PreparedSampling(generation, guidance.guide, edit, self._describe(generation, guidance.name))

@@ -174,9 +174,9 @@ def _build_diffusion_network(config: Config) -> ConditionalNetwork:
         out = 2 * channels if config.diffusion.learned_variance else None
         own = isinstance(config.network, CustomNetwork)  # somebody's code, which may build and drop other modules
         with nullcontext() if own else _only_stored_shapes():
-            network = build_model(config.network, channels, len(told.classes), told.augment_inputs, out)
+            network = build_model(config.network, channels, told, out)
         if isinstance(config.network, CustomNetwork) and not told.augment_inputs:
-            config.network.try_out(network, config.input_shape, out or channels)
+            config.network.try_out(network, config.input_shape, told, out or channels)
     network.channels_last = config.training.memory_format == "channels_last"
     return network
 

@@ -43,7 +43,7 @@ def contact_sheet(dataset: Dataset, augment: Augment, seed: int) -> Pixels:
         x0, _ = augment(torch.cat([batch.pixels for batch in batches]))
         pixels = dataset.settings.image_format.to_view(x0)
     captions = list(chosen.values())
-    return grid(pixels, labels=captions if any(captions) else None)
+    return grid(pixels, row_names=captions if any(captions) else None)
 
 
 def _unusual(report: DataReport, index: NDArray[np.int64], count: int) -> dict[int, str]:

@@ -23,6 +23,7 @@ from unfog.process.run_folder import printable
 from unfog.process.signals import StopSignals
 from unfog.reporting.progress import Progress, say, warn
 from unfog.training.settings import USUAL_BATCH
+from unfog.values.condition_format import facts_of
 from unfog.values.image_format import scaled
 
 _TOP = re.compile(r"/|(?:[-_.\d][-\w]*)?\.tar/", re.IGNORECASE)  # ends the top folder, or the word that names a shard
@@ -76,7 +77,8 @@ def load_images(
     _report(config, source, dataset, few)
     data = replace(dataset.settings, cache=config.data.cache) if few else dataset.settings
     classes = tuple(printable(name) for name in dataset.train.classes)
-    facts = ImageFacts(source.resolved, data, classes, dataset.train.fingerprint, config.latents)
+    columns = facts_of(dataset.train.columns.values())
+    facts = ImageFacts(source.resolved, data, classes, columns, dataset.train.fingerprint, config.latents)
     to_toml(facts)  # what cannot be stored raises here, before anything is trained
     return add_latents(dataset, config.adopt(facts), facts, stop, few)
 

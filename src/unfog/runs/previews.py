@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ from unfog.checks.run.loss_checks import LossImages, check_overfitting, loss_ima
 from unfog.checks.run.run_record import RunRecord
 from unfog.config.schema import Config
 from unfog.config.task import AutoencoderTask, DiffusionTask, Task
-from unfog.data.dataset import Dataset
+from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
 from unfog.evaluation.held_out import HeldOut, LossAt, midpoints
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.pipeline.build import build_held_out_set, build_loss, build_loss_at, build_network, without_augmentation
@@ -37,6 +37,7 @@ from unfog.training.checkpoints.load import load_weights
 from unfog.training.distributed.world import SINGLE_PROCESS, World
 from unfog.training.stability.out_of_memory import is_out_of_memory, microbatch_size
 from unfog.training.state import TrainState
+from unfog.values.condition_format import Given
 
 T = TypeVar("T")
 _COLUMNS = 8  # of a grid of reconstructions
@@ -57,7 +58,9 @@ class Previews:
         held_out: HeldOut | None,
         stop: StopSignals,
         world: World = SINGLE_PROCESS,
+        given: Given | None = None,
     ):
+        self._given = config.conditions.usual if given is None else given
         self.config, self.state, self.held_out, self._stop, self._world = config, state, held_out, stop, world
         self._batch = config.training.batch  # images at once; shrinks where memory does not suffice
 
@@ -75,12 +78,17 @@ class Previews:
         cls, config: Config, dataset: Dataset, state: TrainState, stop: StopSignals, world: World = SINGLE_PROCESS
     ) -> Previews:
         """Return the previews of a run: those of its kind, with its held-out images."""
-        return cls.of(config)(config, state, build_held_out_set(dataset, config, state.precision.device), stop, world)
+        held_out = build_held_out_set(dataset, config, state.precision.device)
+        given = conditions_of_images(config, dataset.held_out, dataset.train)
+        return cls.of(config)(config, state, held_out, stop, world, given)
 
     def preview(self) -> Pixels:
-        """Return a grid of samples from the same noise each time: those of `unfog sample` without flags."""
-        labels = tuple(range(len(self.config.classes)))
-        return sample_grid(self.samples(self.config.preview.images, labels), self.config.classes)
+        """Return a grid of samples from the same noise each time.
+
+        With classes alone they are those of `unfog sample` without flags, else they have conditions of held-out images.
+        """
+        count, format = self.config.preview.images, self.config.conditions
+        return sample_grid(self.samples(count, self._given), format.names(self._given, count))
 
     def seconds_per_sample(self) -> float | None:
         """Return the time of one sample of a preview, measured on a few steps of the sampler.
@@ -101,9 +109,9 @@ class Previews:
 
         return self.with_ema_weights(self.config.preview.images, compute)
 
-    def samples(self, count: int, labels: Sequence[int]) -> Pixels:
-        """Return samples [N, H, W, C] by the run's sampler and guidance, whose labels cycle through these."""
-        return np.concatenate(self._world.compute_parts({"count": count, "labels": list(labels)}, self.part))
+    def samples(self, count: int, given: Given) -> Pixels:
+        """Return samples [N, H, W, C] by the run's sampler and guidance, which cycle through these conditions."""
+        return np.concatenate(self._world.compute_parts({"count": count, "given": given}, self.part))
 
     def part(self, job: dict[str, Any], rank: int, ranks: int) -> NDArray[Any]:
         """Return what a rank computes of a job: some of the samples, or the losses of some of the levels."""
@@ -116,9 +124,8 @@ class Previews:
         few = end - first
 
         def generate(batch: int) -> Pixels:
-            settings = replace(
-                GenerationSettings.default(self.config, few, batch), labels=tuple(job["labels"]), first=first
-            )
+            given = tuple((name, tuple(values)) for name, values in job["given"])
+            settings = replace(GenerationSettings.default(self.config, few, batch), given=given, first=first)
             return generate_images(self.state.model, self.config, settings)
 
         return self.with_ema_weights(few, generate)
@@ -127,8 +134,9 @@ class Previews:
         """Return the denoising steps of the preview's first image."""
         image_map = ImageMap.of(self.config, self.state.precision.device)
         strip = DenoisingStrip(self.config.diffusion.schedule, image_map.view)
+        settings = replace(GenerationSettings.default(self.config, 1, 1), given=self._given)
         with self._ema_weights():
-            generate_images(self.state.model, self.config, GenerationSettings.default(self.config, 1, 1), observe=strip)
+            generate_images(self.state.model, self.config, settings, observe=strip)
         return strip.image()
 
     def held_out_loss(self) -> dict[str, Any]:
@@ -207,6 +215,14 @@ class Previews:
                 with self._stop.defer_interrupts():
                     state.model.to(home)
                     state.ema.swap(state.model)
+
+
+def conditions_of_images(config: Config, held_out: ImageSet, train: ImageSet) -> Given | None:
+    """Return the conditions of held-out images, or training ones, for a preview; None for a run with classes alone."""
+    if not config.conditions.columns:
+        return None
+    images = held_out if len(held_out) else train
+    return config.conditions.rows(images.columns.values(), evenly_spaced(len(images), config.preview.images))
 
 
 class _AutoencoderPreviews(Previews):
