@@ -33,8 +33,9 @@ from unfog.training.settings import (
     Preview,
     Training,
 )
+from unfog.values.buckets import Bucket, parse_buckets
 from unfog.values.condition_format import AUGMENT_INPUTS, ConditionFormat
-from unfog.values.image_format import ImageFormat
+from unfog.values.image_format import ImageFormat, Size
 
 Network = Architecture | None  # None: chosen for the device and the image size
 
@@ -144,11 +145,14 @@ class Config:
     """The autoencoder that this run trains, if it does; see `unfog train-autoencoder`."""
     fingerprint: Suppress[str] = setting("", affects="objective", resume="force")
     """Digest of the images and their order, so that a resume notices other data."""
+    buckets: Suppress[tuple[str, ...]] = setting((), affects="objective", resume="force", added_later=True)
+    """Sizes of the buckets from narrow to wide, each with its training images, as found with data.aspect = keep."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
         check_guidance_interval(self.guidance_interval)
         self._check_averages()
+        parse_buckets(self.buckets)
 
     def without_secrets(self) -> Config:
         """Return the settings without passwords and signatures of URLs, to show to others."""
@@ -197,6 +201,15 @@ class Config:
         return self.data.image_format
 
     @property
+    def size_buckets(self) -> tuple[Bucket, ...]:
+        """The buckets of a run that keeps aspects, from narrow to wide; () of any other run."""
+        return parse_buckets(self.buckets)
+
+    def at_size(self, size: Size) -> Config:
+        """Return the settings of the same run for images of another size."""
+        return replace(self, data=replace(self.data, size=size))
+
+    @property
     def input_shape(self) -> tuple[int, int, int]:
         """(C, H, W) of the network's input: pixels, or latents."""
         return self.representation.shape
@@ -231,6 +244,7 @@ class ImageFacts:
     classes: tuple[str, ...]
     fingerprint: str
     latents: Latents
+    buckets: tuple[str, ...] = ()
 
 
 def _short_flags(kind: type, above: str = "") -> dict[str, str]:

@@ -161,6 +161,9 @@ class Dataset:
     """See `Scan.warnings`."""
     latents: tuple[ImageSet, ImageSet] | None = None
     """(train, held_out) with latents in place of pixels, for latent diffusion: see `data.latent_cache`."""
+    buckets: tuple[Dataset, ...] = ()
+    """Sets of the same classes by their size, where aspects are kept; () otherwise. `train` and `held_out` then have
+    the images of all of them in this order, scaled to one size: see `data.buckets.view`."""
 
     @classmethod
     def split(

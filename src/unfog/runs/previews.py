@@ -18,7 +18,7 @@ from unfog.checks.run.run_record import RunRecord
 from unfog.config.schema import Config
 from unfog.config.task import AutoencoderTask, DiffusionTask, Task
 from unfog.data.dataset import Dataset
-from unfog.evaluation.held_out import HeldOut, LossAt, midpoints
+from unfog.evaluation.held_out import HeldOut, HeldOutBuckets, LossAt, midpoints
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.pipeline.build import build_held_out_set, build_loss, build_loss_at, build_network, without_augmentation
 from unfog.pipeline.generate import GenerationSettings, generate_images, sample_grid
@@ -54,7 +54,7 @@ class Previews:
         self,
         config: Config,
         state: TrainState,
-        held_out: HeldOut | None,
+        held_out: HeldOut | HeldOutBuckets | None,
         stop: StopSignals,
         world: World = SINGLE_PROCESS,
     ):
@@ -137,7 +137,7 @@ class Previews:
         if held_out is None:
             return {}
         losses = sum(self._world.compute_parts({}, self.part))  # each part is 0 at the levels of the others
-        return dict(held_out.summary(torch.as_tensor(losses), self._batch_size(len(held_out.x0))))
+        return dict(held_out.summary(torch.as_tensor(losses), self._batch_size(held_out.images)))
 
     def _some_losses(self, rank: int, ranks: int) -> NDArray[np.float64]:
         held_out, levels = self.held_out, slice(rank, None, ranks)
@@ -146,7 +146,7 @@ class Previews:
         def compute(loss_at: LossAt, batch: int) -> NDArray[np.float64]:
             return held_out.losses(loss_at, batch, only=levels).numpy()
 
-        return self._with_losses(len(held_out.x0), compute)
+        return self._with_losses(held_out.images, compute)
 
     def find_overfitting(self, record: RunRecord, dataset: Dataset) -> Finding | None:
         """Compare the losses of training images and of held-out ones; None without images, or without noise levels."""

@@ -10,8 +10,8 @@ from typing import Any
 
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset
-from unfog.data.stream import ImageStream
 from unfog.errors import RunError
+from unfog.pipeline.build import open_stream
 from unfog.pipeline.skipped_images import FailureReporter
 from unfog.process.device import resource_use
 from unfog.reporting.progress import format_duration, plural, say, warn
@@ -35,7 +35,7 @@ class SessionHooks(StoppableHooks):
     def __init__(self, context: RunContext, config: Config, dataset: Dataset, state: TrainState):
         super().__init__(context.stop)
         self.context, self.config, self.dataset = context, config, dataset
-        self.stream = ImageStream(dataset.as_network_input.train, config.training.seed)
+        self.stream = open_stream(dataset, config)
         self.state, world = state, context.world
         self.state.precision.processes = world.size
         self.sharded = config.training.is_sharded(world.size)

@@ -15,6 +15,7 @@ from unfog.compile_cache import compile_errors_explained
 from unfog.config.schema import Config
 from unfog.config.validate import check_request
 from unfog.custom import PREFIX, resolve_path, resolve_step
+from unfog.data.buckets.stream import BucketStream
 from unfog.data.dataset import Dataset
 from unfog.data.stream import ImageStream
 from unfog.diffusion.weighting import CustomWeighting
@@ -124,7 +125,7 @@ def train_session(
 def run_training_loop(
     config: Config,
     state: TrainState,
-    stream: ImageStream,
+    stream: ImageStream | BucketStream,
     hooks: TrainingHooks,
     world: World,
     saved: Path | None = None,

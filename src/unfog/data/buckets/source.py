@@ -1,0 +1,51 @@
+"""A source with the images of one bucket of another source."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from unfog.data.sources.base import Source
+from unfog.data.values.deep_image import DeepImage
+
+
+class BucketSource(Source):
+    """Some of the images of a source, with labels and held-out images that were decided on all of them.
+
+    Args:
+        source: with all images.
+        rows: indices of the images in the source, increasing.
+        classes: names of the classes; () without.
+        labels: [N] of all images, an index into `classes`; None without classes.
+        held_out: names of all held-out images.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        rows: NDArray[np.int64],
+        classes: tuple[str, ...],
+        labels: NDArray[np.int64] | None,
+        held_out: frozenset[str],
+    ) -> None:
+        self._source, self._rows = source, rows
+        self.name, self.resolved, self.remote = source.name, source.resolved, source.remote
+        self.names = [source.names[i] for i in rows.tolist()]
+        self.classes, self.labels = classes, None if labels is None else labels[rows]
+        self.held_out = held_out.intersection(self.names)
+        self.outage = source.outage
+
+    def open(self, i: int) -> Image.Image | DeepImage:
+        return self._source.open(int(self._rows[i]))
+
+    def folder_problem(self, i: int) -> str:
+        return self._source.folder_problem(int(self._rows[i]))
+
+    def stamp(self) -> tuple[str, int]:
+        digest, size = self._source.stamp()
+        of_bucket = hashlib.sha256(f"{digest} bucket".encode())
+        of_bucket.update(np.ascontiguousarray(self._rows).data)
+        return of_bucket.hexdigest(), size * len(self._rows) // max(1, len(self._source.names))
