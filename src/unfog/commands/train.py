@@ -70,6 +70,7 @@ def apply_changes(base: Config, changes: Mapping[str, Any], source: str) -> Conf
         # Facts about another run, if --config names the config.toml of one.
         fingerprint="",
         classes=(),
+        buckets=(),
         latents=Latents(),
         autoencoder=Autoencoder(),
     )

@@ -132,7 +132,7 @@ class SampleRequest(SamplingRequest):
     animate: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Also write an animation of the denoising of the first 16 images: a file .gif, .webp or .mp4."""
     size: Size = 0
-    """Pixels of the images, 64 or 96x64, for weights of another program that do not state it."""
+    """Pixels of the images, 64 or 96x64 (width x height). Default: the run's; those of its buckets, in proportion."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -228,7 +228,7 @@ class EvaluateRequest(EvaluationRequest):
     device: str = "auto"
     """auto, cpu, cuda, cuda:1 or mps."""
     size: Size = 0
-    """Pixels, 64 or 96x64, at which images without a run are compared, or of weights that do not state it."""
+    """Pixels, 64 or 96x64, at which images without a run are compared, or a bucket of the run. Default: the largest."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Also write the result to this file, as JSON."""
 

@@ -35,7 +35,7 @@ from unfog.training.settings import (
 )
 from unfog.values.buckets import Bucket, parse_buckets
 from unfog.values.condition_format import AUGMENT_INPUTS, ConditionFormat
-from unfog.values.image_format import ImageFormat, Size
+from unfog.values.image_format import ImageFormat, Size, area
 
 Network = Architecture | None  # None: chosen for the device and the image size
 
@@ -204,6 +204,11 @@ class Config:
     def size_buckets(self) -> tuple[Bucket, ...]:
         """The buckets of a run that keeps aspects, from narrow to wide; () of any other run."""
         return parse_buckets(self.buckets)
+
+    @property
+    def with_most_pixels(self) -> Config:
+        """The settings at the size of the largest images of the run, by which memory is planned."""
+        return self.at_size(max((bucket.size for bucket in self.size_buckets), key=area, default=self.data.size))
 
     def at_size(self, size: Size) -> Config:
         """Return the settings of the same run for images of another size."""

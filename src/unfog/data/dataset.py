@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from unfog.data.data_report import DataReport
 from unfog.data.settings import Data
 from unfog.errors import RequestError
+from unfog.values.image_format import Size
 
 if TYPE_CHECKING:
     from unfog.values.conditions import Conditions
@@ -177,6 +178,15 @@ class Dataset:
         """Make the first `train` images the training set and the others the held-out set, in the same memory."""
         first, second = fingerprints
         return cls(settings, images.subset(slice(train), first), images.subset(slice(train, None), second), report)
+
+    @property
+    def of_one_size(self) -> Dataset:
+        """The dataset, or that of the bucket whose size stands for all of them: the one with most training images."""
+        return self.at_size(self.settings.size)
+
+    def at_size(self, size: Size) -> Dataset:
+        """Return the dataset of the bucket of this size; this one if there is none."""
+        return next((bucket for bucket in self.buckets if bucket.settings.size == size), self)
 
     @property
     def as_network_input(self) -> Dataset:

@@ -133,7 +133,9 @@ def _report(config: Config, source: Source, dataset: Dataset, few: bool) -> None
         say(f"  cache: {dataset.placement}")
     packed = type(source).decoded_dataset is not Source.decoded_dataset  # then the size was chosen long ago
     size = dataset.settings.size
-    if not (config.data.size or packed) and isinstance(size, str):
+    if dataset.buckets:
+        say(f"  data.size = {size}: the bucket with most images; previews and samples have all sizes")
+    elif not (config.data.size or packed) and isinstance(size, str):
         side = min(dataset.settings.image_format.shape[1:])
         say(f"  data.size = {size}: most images have about this shape; --size {side} crops them to squares")
     elif not (config.data.size or packed) and dataset.report.actions.get("resized"):

@@ -29,7 +29,7 @@ from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.charts import Floats
 from unfog.reporting.findings import Finding
-from unfog.reporting.image_grids import Pixels, grid
+from unfog.reporting.image_grids import Pixels, grid, stack
 from unfog.reporting.progress import say, warn
 from unfog.training.autoencoder_loss import AutoencoderLoss, psnr
 from unfog.training.checkpoints import format as checkpoint
@@ -37,6 +37,8 @@ from unfog.training.checkpoints.load import load_weights
 from unfog.training.distributed.world import SINGLE_PROCESS, World
 from unfog.training.stability.out_of_memory import is_out_of_memory, microbatch_size
 from unfog.training.state import TrainState
+from unfog.values.buckets import share_samples
+from unfog.values.image_format import Size
 
 T = TypeVar("T")
 _COLUMNS = 8  # of a grid of reconstructions
@@ -78,9 +80,16 @@ class Previews:
         return cls.of(config)(config, state, build_held_out_set(dataset, config, state.precision.device), stop, world)
 
     def preview(self) -> Pixels:
-        """Return a grid of samples from the same noise each time: those of `unfog sample` without flags."""
-        labels = tuple(range(len(self.config.classes)))
-        return sample_grid(self.samples(self.config.preview.images, labels), self.config.classes)
+        """Return a grid of samples from the same noise each time: those of `unfog sample` without flags.
+
+        A run with buckets has a grid for each bucket, one below the other, with samples in proportion.
+        """
+        count, labels, classes = self.config.preview.images, tuple(range(len(self.config.classes))), self.config.classes
+        buckets = self.config.size_buckets
+        if not buckets:
+            return sample_grid(self.samples(count, labels), classes)
+        shares = zip(buckets, share_samples(buckets, count))
+        return stack([sample_grid(self.samples(n, labels, bucket.size), classes) for bucket, n in shares if n])
 
     def seconds_per_sample(self) -> float | None:
         """Return the time of one sample of a preview, measured on a few steps of the sampler.
@@ -101,9 +110,13 @@ class Previews:
 
         return self.with_ema_weights(self.config.preview.images, compute)
 
-    def samples(self, count: int, labels: Sequence[int]) -> Pixels:
-        """Return samples [N, H, W, C] by the run's sampler and guidance, whose labels cycle through these."""
-        return np.concatenate(self._world.compute_parts({"count": count, "labels": list(labels)}, self.part))
+    def samples(self, count: int, labels: Sequence[int], size: Size = 0) -> Pixels:
+        """Return samples [N, H, W, C] by the run's sampler and guidance, whose labels cycle through these.
+
+        `size` is that of the samples; 0 is that of the run.
+        """
+        job = {"count": count, "labels": list(labels), "size": size or self.config.data.size}
+        return np.concatenate(self._world.compute_parts(job, self.part))
 
     def part(self, job: dict[str, Any], rank: int, ranks: int) -> NDArray[Any]:
         """Return what a rank computes of a job: some of the samples, or the losses of some of the levels."""
@@ -111,15 +124,14 @@ class Previews:
 
     def _some_samples(self, job: dict[str, Any], rank: int, ranks: int) -> Pixels:
         first, end = job["count"] * rank // ranks, job["count"] * (rank + 1) // ranks
+        config = self.config.at_size(job["size"])
         if first == end:  # fewer samples than ranks
-            return self.config.image_format.empty()
+            return config.image_format.empty()
         few = end - first
 
         def generate(batch: int) -> Pixels:
-            settings = replace(
-                GenerationSettings.default(self.config, few, batch), labels=tuple(job["labels"]), first=first
-            )
-            return generate_images(self.state.model, self.config, settings)
+            settings = replace(GenerationSettings.default(config, few, batch), labels=tuple(job["labels"]), first=first)
+            return generate_images(self.state.model, config, settings)
 
         return self.with_ema_weights(few, generate)
 
@@ -151,7 +163,7 @@ class Previews:
     def find_overfitting(self, record: RunRecord, dataset: Dataset) -> Finding | None:
         """Compare the losses of training images and of held-out ones; None without images, or without noise levels."""
         device, transform = self.state.precision.device, without_augmentation(self.config)
-        images = dataset.as_network_input
+        images = dataset.of_one_size.as_network_input
         train, held_out = (loss_images(part, device, transform) for part in (images.train, images.held_out))
         if train is None or held_out is None:
             return None
@@ -245,8 +257,10 @@ class _AutoencoderPreviews(Previews):
         """Return the reconstruction error of held-out images, as training computes it, and their mean PSNR in dB."""
         if self.held_out is None:
             return {}
-        x0, loss = self.held_out.x0, build_loss(self.config)
+        loss = build_loss(self.config)
         assert isinstance(loss, AutoencoderLoss)
+        assert isinstance(self.held_out, HeldOut)  # an autoencoder is not trained in buckets
+        x0 = self.held_out.x0
         y = self._reconstruct(x0)
         costs = torch.cat([loss.reconstruction(a - b) for a, b in zip(torch.split(x0, 64), torch.split(y, 64))])
         stored = map(self.config.image_format.to_stored, (x0, y))
@@ -255,6 +269,7 @@ class _AutoencoderPreviews(Previews):
     def _reconstruction_grid(self, count: int) -> Pixels:
         if self.held_out is None:
             return np.full((8, 8, 3), 255, np.uint8)  # a small data set holds nothing out: a blank image
+        assert isinstance(self.held_out, HeldOut)  # an autoencoder is not trained in buckets
         x0 = self.held_out.x0[:count]
         pairs = zip(torch.split(x0, _COLUMNS), torch.split(self._reconstruct(x0), _COLUMNS))
         rows = torch.cat([part for pair in pairs for part in pair])

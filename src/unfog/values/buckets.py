@@ -16,7 +16,7 @@ class Bucket(NamedTuple):
     """A size, and the number of training images that are decoded to it."""
 
     size: Size
-    count: int
+    images: int
 
     @property
     def sides(self) -> str:
@@ -32,7 +32,7 @@ class Bucket(NamedTuple):
 
 def bucket_texts(buckets: Sequence[Bucket]) -> tuple[str, ...]:
     """Return buckets as config.toml has them: ("80x48:120", "64x64:310")."""
-    return tuple(f"{bucket.sides}:{bucket.count}" for bucket in buckets)
+    return tuple(f"{bucket.sides}:{bucket.images}" for bucket in buckets)
 
 
 def parse_buckets(texts: Sequence[str]) -> tuple[Bucket, ...]:
@@ -47,8 +47,8 @@ def parse_buckets(texts: Sequence[str]) -> tuple[Bucket, ...]:
 
 def share_samples(buckets: Sequence[Bucket], count: int) -> list[int]:
     """Return how many of `count` samples each bucket gets, in proportion to its images: the largest remainders."""
-    total = sum(bucket.count for bucket in buckets) or 1
-    exact = [count * bucket.count / total for bucket in buckets]
+    total = sum(bucket.images for bucket in buckets) or 1
+    exact = [count * bucket.images / total for bucket in buckets]
     shares = [int(each) for each in exact]
     by_remainder = sorted(range(len(buckets)), key=lambda i: shares[i] - exact[i])
     for i in by_remainder[: count - sum(shares)]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from unfog.data.settings import UNREAD, Data
 from unfog.data.sources.base import Source
 from unfog.errors import RequestError
 from unfog.text import sanitize
+from unfog.values.buckets import Bucket
 from unfog.values.image_format import Size
 
 _UNREADABLE = (1, 1)  # sides of an image whose head cannot be read; decoding reports it
@@ -58,7 +60,7 @@ def prepare_buckets(
     """Make a dataset of a source's images with a set for each bucket; see `prepare` for the other arguments.
 
     `say` is called with lines about the buckets. `Dataset.train` and `held_out` have all images, bucket by bucket,
-    scaled to one size for what needs that.
+    scaled to the size of the bucket with most images, for what needs one size. That is the size of the settings.
 
     Raises as `prepare`, and RequestError for a pack, whose images are cut already, and for remote shards.
     """
@@ -146,8 +148,10 @@ def _with_classes(images: ImageSet, classes: tuple[str, ...]) -> ImageSet:
 
 
 def _join(scan: Scan, parts: Sequence[Dataset]) -> Dataset:
-    settings = replace(scan.resolved_settings, channels=parts[0].settings.channels)
     trains, held = [part.train for part in parts], [part.held_out for part in parts]
+    # Of those with most images the one that is most like a square.
+    usual = max(parts, key=lambda part: (len(part.train), -abs(math.log(Bucket(part.settings.size, 0).aspect))))
+    settings = replace(scan.resolved_settings, channels=parts[0].settings.channels, size=usual.settings.size)
     format = settings.image_format
     return Dataset(
         settings,

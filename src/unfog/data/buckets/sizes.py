@@ -110,7 +110,7 @@ class BucketPlan:
         """
         counts = np.bincount(self.bucket, minlength=len(self.sizes))
         buckets = [Bucket(each, int(count)) for each, count in zip(self.sizes, counts)]
-        listed = ", ".join(f"{bucket.sides} ({bucket.count:,})" for bucket in buckets)
+        listed = ", ".join(f"{bucket.sides} ({bucket.images:,})" for bucket in buckets)
         square = ImageFormat.of(0, size)
         lines = [f"{len(buckets)} bucket{'s' * (len(buckets) > 1)} of about {square.pixels:,} pixels: {listed}"]
         aspects = np.array([bucket.aspect for bucket in buckets])[self.bucket]
@@ -120,7 +120,7 @@ class BucketPlan:
             f"{by_crop.mean():.1%} and {by_crop.max():.1%}"
         )
         if self.merged:
-            small = ", ".join(f"{bucket.sides} ({bucket.count:,})" for bucket in self.merged)
+            small = ", ".join(f"{bucket.sides} ({bucket.images:,})" for bucket in self.merged)
             lines.append(f"no bucket of their own, as they have under {self.least:,} images: {small}")
         ratio = sides.max(1) / sides.min(1)
         if beyond := int((ratio > LONGEST * 1.1).sum()):
