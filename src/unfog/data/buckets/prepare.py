@@ -26,7 +26,7 @@ from unfog.text import sanitize
 from unfog.values.buckets import Bucket
 from unfog.values.image_format import Size
 
-_UNREADABLE = (1, 1)  # sides of an image whose head cannot be read; decoding reports it
+_UNREADABLE = 1  # side of images where no head can be read
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,12 @@ def prepare_buckets(
         where, why = choose_placement(scan, key, to_draw, known)
         sides = read_sides(scan.source, progress)
     readable = (sides > 0).all(1)
-    sides[~readable] = _UNREADABLE
-    plan = _plan(scan, sides, choice)
+    if not readable.any():  # decoding says why
+        readable[:], sides[:] = True, _UNREADABLE
+    plan = _plan(scan, sides[readable], choice)
     for line in plan.lines(scan.size, sides[readable]):
         say(line)
+    plan = plan.with_unreadable(readable)
     own = replace(scan.settings, size=scan.size, aspect="crop", cache=where)
     parts = _prepare_parts(scan, plan, own, progress, to_draw, known)
     channels = {part.settings.channels for part in parts}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,6 +102,12 @@ class BucketPlan:
     def known(cls, sizes: Sequence[Size], sides: NDArray[np.int32]) -> BucketPlan:
         """Return the plan for the sizes that a run has, from narrow to wide."""
         return cls(list(sizes), nearest_bucket(sizes, sides), [], 0)
+
+    def with_unreadable(self, readable: NDArray[np.bool_]) -> BucketPlan:
+        """Return the plan with images of unknown sides too, in the largest bucket; this one is for the readable [N]."""
+        bucket = np.full(len(readable), np.bincount(self.bucket).argmax(), np.int64)
+        bucket[readable] = self.bucket
+        return replace(self, bucket=bucket)
 
     def lines(self, size: Size, sides: NDArray[np.int32]) -> list[str]:
         """Describe the buckets for people: their images, what is cropped away, and what was merged.
