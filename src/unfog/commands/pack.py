@@ -26,8 +26,8 @@ def pack(request: PackRequest) -> Path:
     data, out, usual = request.data, request.out, Data()
     if data.aspect != usual.aspect:
         raise RequestError(
-            "data.aspect = keep cannot be packed, as the images of a pack have one size; omit it here, and give the "
-            "images themselves to unfog train --aspect keep, whose cache holds them decoded"
+            "data.aspect acts during training, and the images of a pack have one size; give the images themselves to "
+            "unfog train --aspect keep, whose cache holds them decoded"
         )
     for name in TRAINING_ONLY:
         if getattr(data, name) != getattr(usual, name):

@@ -13,7 +13,7 @@ import numpy as np
 
 from unfog.config.folder_requests import ExportRequest, ExportSettings
 from unfog.config.run_requests import SampleRequest, SamplingRequest, is_model
-from unfog.config.validate import check_drawn_size, check_out, report_dropped_levels, resolve_sampler
+from unfog.config.validate import check_sample_size, check_out, report_dropped_levels, resolve_sampler
 from unfog.config.values import quote
 from unfog.errors import RequestError
 from unfog.pipeline.sample_folder import SampleFolder
@@ -52,7 +52,7 @@ def main(request: SampleRequest | ExportRequest) -> int:
     else:
         if request.size:
             stored = stored.at_size(request.size)
-            check_drawn_size(stored)
+            check_sample_size(stored)
         out = _sample(request, stored, _sampler(request, stored), lambda: _load(request).at_size(request.size))
     print_result(str(out))
     return 0

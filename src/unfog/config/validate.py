@@ -78,7 +78,7 @@ def check_network_size(network: Architecture, sides: tuple[int, int], factor: in
         raise RequestError(f"{error}; these are latents, of {factor} pixels each: {pixels} pixels") from None
 
 
-def check_drawn_size(config: Config) -> None:
+def check_sample_size(config: Config) -> None:
     """Raise RequestError unless the network of a run generates images of `data.size`."""
     factor = config.representation.factor
     if factor > 1:

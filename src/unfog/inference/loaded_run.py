@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from unfog.config.schema import Config
 from unfog.config.toml import of_type
-from unfog.config.validate import check_drawn_size, path_text, resolve_sampler
+from unfog.config.validate import check_sample_size, path_text, resolve_sampler
 from unfog.data.dataset import Dataset
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError, RunError
@@ -97,7 +97,7 @@ class LoadedRun:
         if size in (0, self.config.data.size):
             return self
         config = self.config.at_size(size)
-        check_drawn_size(config)
+        check_sample_size(config)
         area, trained = config.image_format.pixels, self.config.image_format.pixels
         if not trained / _FAR <= area <= trained * _FAR:
             far = f"{config.image_format.sides} has {area / trained:.2g} times the pixels of the images of the run"

@@ -31,7 +31,7 @@ _UNREADABLE = 1  # side of images where no head can be read
 
 @dataclass(frozen=True)
 class BucketChoice:
-    """What decides the buckets besides the images."""
+    """The network and the batch, by which buckets are chosen, or the sizes that a run has already."""
 
     fits: Fits
     batch: int
