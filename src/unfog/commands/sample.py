@@ -13,7 +13,7 @@ import numpy as np
 
 from unfog.config.folder_requests import ExportRequest, ExportSettings
 from unfog.config.run_requests import SampleRequest, SamplingRequest, is_model
-from unfog.config.validate import check_sample_size, check_out, report_dropped_levels, resolve_sampler
+from unfog.config.validate import check_out, check_sample_size, report_dropped_levels, resolve_sampler
 from unfog.config.values import quote
 from unfog.errors import RequestError
 from unfog.pipeline.sample_folder import SampleFolder

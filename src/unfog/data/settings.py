@@ -41,7 +41,6 @@ class Data:
     aspect: Literal["crop", "keep"] = setting(
         "crop",
         short="aspect",
-        common=True,
         added_later=True,
         why="one size is the simplest; cutting photographs of 3:2 to squares loses a third of each",
         see="docs/guide.md",
