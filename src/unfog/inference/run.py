@@ -201,7 +201,7 @@ class Run(LoadedRun):
             *([f"guide {guide}"] if guide else []),
             *([f"guide every {generation.guide_every}"] if generation.guide_every != 1 else []),
             *([generation.precision] if generation.precision != "fp32" else []),
-            *([self.config.image_format.sides] if self.config.size_buckets or self.resized else []),
+            *([self.config.image_format.sides] if self.resized else []),
             f"seed {generation.seed}" + ("" if generation.to_seed is None else f" to {generation.to_seed}"),
         )
 

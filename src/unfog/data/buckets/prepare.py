@@ -70,9 +70,9 @@ def prepare_buckets(
         scan = scan.resolve(began=bool(known))
         where, why = choose_placement(scan, key, to_draw, known)
         sides = read_sides(scan.source, progress)
-    readable = (sides > 0).all(1)
+    readable = np.asarray((sides > 0).all(1))
     if not readable.any():  # decoding says why
-        readable[:], sides[:] = True, _UNREADABLE
+        readable, sides = np.ones(len(sides), bool), np.full_like(sides, _UNREADABLE)
     plan = _plan(scan, sides[readable], choice)
     for line in plan.lines(scan.size, sides[readable]):
         say(line)
