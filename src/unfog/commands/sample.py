@@ -114,8 +114,8 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
     parts = [_Part(run, prepared)]
     if not (request.size or edit or strip or animation or request.to_seed is not None):
         parts = _parts_by_bucket(run, prepared)
-    digest = hashlib.sha256("".join(part.run.digest(part.prepared) for part in parts).encode()).hexdigest()
-    digest = digest if len(parts) > 1 else run.digest(prepared)
+    digests = [part.run.digest(part.prepared) for part in parts]
+    digest = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
     if request.out is None:  # in the run, into which a stranger may have put unfinished samples of any pictures
         digest = seal_of(machine_key(), "samples", digest.encode()).hex()
     with SampleFolder.reserve(request.out, run.path / "pictures", digest) as out:
@@ -132,7 +132,7 @@ class _Part(NamedTuple):
     """Samples of one size."""
 
     run: Run
-    """That generates this size."""
+    """A run that generates this size."""
     prepared: PreparedSampling
 
 

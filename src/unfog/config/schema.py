@@ -220,6 +220,11 @@ class Config:
         return self.representation.shape
 
     @property
+    def input_shapes(self) -> list[tuple[int, int, int]]:
+        """(C, H, W) of all inputs of the network: that of the run, and those of its buckets."""
+        return [self.input_shape, *(self.at_size(bucket.size).input_shape for bucket in self.size_buckets)]
+
+    @property
     def conditions(self) -> ConditionFormat:
         """Format of the conditions, which tell the network about an image."""
         return ConditionFormat(self.classes, AUGMENT_INPUTS if self.data.augment else 0)

@@ -90,17 +90,17 @@ def check_sample_size(config: Config) -> None:
 
 def check_buckets(config: Config) -> None:
     """Raise RequestError if aspects are to be kept together with what needs images of one size."""
-    training, ways = config.training, ""
+    training, reason = config.training, ""
     if config.autoencoder.factor:
-        ways = "an autoencoder is trained on images of one size; omit --aspect"
+        reason = "an autoencoder is trained on images of one size; omit --aspect"
     elif config.autoencoder_folder:
-        ways = "latents are of images of one size so far; omit --aspect, or train on pixels: omit --autoencoder"
+        reason = "latents are of images of one size so far; omit --aspect, or train on pixels: omit --autoencoder"
     elif training.compile:
-        ways = "a compiled step is for one size; omit --training.compile"
+        reason = "a compiled step is for one size; omit --training.compile"
     elif training.capture:
-        ways = "a captured step is for one size; omit --training.capture"
-    if ways and config.data.aspect == "keep":
-        raise RequestError(f"aspect = keep trains on several sizes, and {ways}")
+        reason = "a captured step is for one size; omit --training.capture"
+    if reason and config.data.aspect == "keep":
+        raise RequestError(f"aspect = keep trains on several sizes, and {reason}")
 
 
 def check_autoencoder(config: Config) -> int:

@@ -150,8 +150,7 @@ def build_network(config: Config) -> ConditionalNetwork | AutoencoderModel:
 def _build_diffusion_network(config: Config) -> ConditionalNetwork:
     if config.network is None:
         raise RequestError("network = auto has to be resolved before a network can be built")
-    shapes = [config.input_shape, *(config.at_size(bucket.size).input_shape for bucket in config.size_buckets)]
-    for _, height, width in shapes:
+    for _, height, width in config.input_shapes:
         check_network_size(config.network, (height, width), config.representation.factor)
     channels = config.input_shape[0]
     with torch.random.fork_rng(devices=[]):  # leaves the caller's random state as it is
@@ -162,7 +161,7 @@ def _build_diffusion_network(config: Config) -> ConditionalNetwork:
         with nullcontext() if own else _only_stored_shapes():
             network = build_model(config.network, channels, len(told.classes), told.augment_inputs, out)
         if isinstance(config.network, CustomNetwork) and not told.augment_inputs:
-            for shape in shapes:
+            for shape in config.input_shapes:
                 config.network.try_out(network, shape, out or channels)
     network.channels_last = config.training.memory_format == "channels_last"
     return network

@@ -120,7 +120,9 @@ class AutoSettings:
         else:
             wanted, reason = ("cifar10" if size <= 32 else "base"), "the usual network"
         # The usual network halves the side several times; where the side is too odd for that, try those with fewer.
-        name = next((n for n in (wanted, "small", "tiny") if _image_size_fits(SIZES[n], (height, width))), wanted)
+        sides = [shape[1:] for shape in self.config.input_shapes]
+        fits = (n for n in (wanted, "small", "tiny") if all(_image_size_fits(SIZES[n], each) for each in sides))
+        name = next(fits, wanted)
         self.config = replace(self.config, network=SIZES[name])
         self._note(
             "network",

@@ -176,12 +176,12 @@ def _join_reports(scan: Scan, parts: Sequence[Dataset], settings: Data) -> DataR
     """Return the report on the images of all buckets, in the order of the joined sets."""
     reports = [part.report for part in parts]
     treatments = list(dict.fromkeys(actions for report in reports for actions in report.treatments))
-    ordered = [[], []]  # type: list[list[NDArray[np.int32]]]
+    of_train, of_held_out = list[NDArray[np.int32]](), list[NDArray[np.int32]]()
     for part in parts:
         own = np.array([treatments.index(actions) for actions in part.report.treatments], np.int32)
-        train = len(part.train) if len(part.report.treatment) else 0
-        for into, rows in zip(ordered, (slice(train), slice(train, None))):
-            into.append(own[part.report.treatment_of(rows)] if train else np.zeros(0, np.int32))
+        done = own[part.report.treatment_of(slice(None))]  # [0] where no image was decoded yet
+        of_train.append(done[: len(part.train)])
+        of_held_out.append(done[len(part.train) :])
     counts = sum((Counter(report.class_counts) for report in reports), Counter[str]())
     modes = sum((Counter(report.modes) for report in reports), Counter[str]())
     sides = np.concatenate([images.sides for part in parts for images in (part.train, part.held_out)])
@@ -197,7 +197,7 @@ def _join_reports(scan: Scan, parts: Sequence[Dataset], settings: Data) -> DataR
         sides=side_statistics(sides) if len(sides) else {},
         modes=dict(modes),
         treatments=tuple(treatments),
-        treatment=np.concatenate([one for group in ordered for one in group]),
+        treatment=np.concatenate([*of_train, *of_held_out]),
         skipped=tuple(sorted([*(one for report in reports for one in report.skipped), *scan.source.unreadable])),
         ignored=dict(scan.source.ignored),
         read=all(report.read for report in reports),
