@@ -134,6 +134,8 @@ def test_buckets_are_stored_as_text() -> None:
     for wrong in ("64", "64x64", "64x64:", "axb:1", "64x64:-1", "1x1:1", "99999x9:1", "0:5"):
         with pytest.raises(RequestError):
             parse_buckets([wrong])
+    with pytest.raises(RequestError, match="at most 100"):
+        parse_buckets(["64x64:1"] * 101)
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=9), st.integers(0, 500))

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from unfog.errors import RequestError
 from unfog.values.image_format import ImageFormat, Size, parse_size, sides_of
 
+_MOST = 100  # far more than sizes of an area
 _ENTRY = re.compile(r"([0-9x]{1,11}):([0-9]{1,12})")
 
 
@@ -36,8 +37,10 @@ def bucket_texts(buckets: Sequence[Bucket]) -> tuple[str, ...]:
 
 
 def parse_buckets(texts: Sequence[str]) -> tuple[Bucket, ...]:
-    """Return the buckets that `bucket_texts` wrote. RequestError for any other text."""
+    """Return the buckets that `bucket_texts` wrote. RequestError for any other text, and for too many buckets."""
     found = []
+    if len(texts) > _MOST:
+        raise RequestError(f"buckets has {len(texts):,} sizes; at most {_MOST} are possible")
     for text in texts:
         if (match := _ENTRY.fullmatch(text)) is None or not parse_size(match[1], "buckets"):
             raise RequestError(f"buckets has {text!r:.60}, which is not WIDTHxHEIGHT:IMAGES, such as 80x48:120")
