@@ -58,7 +58,7 @@ def train_on_black(config, images) -> None:
 
 def black_images(config) -> Task:
     pixels = np.zeros((8, 3, config.data.size, config.data.size), np.uint8)
-    images = ImageSet(pixels, None, tuple("abcdefgh"), ())
+    images = ImageSet(pixels, tuple("abcdefgh"))
     return Task(ImageStream(images, 0), Augment(), build_loss(config))
 
 

@@ -190,7 +190,7 @@ def some_sets(*lengths: int) -> list[ImageSet]:
     for number, n in enumerate(lengths):
         pixels = np.zeros((n, 1, 4 + number, 8 - number), np.uint8)
         pixels[:, 0, 0, 0], pixels[:, 0, 0, 1] = number, np.arange(n)
-        sets.append(ImageSet(pixels, None, [f"{number}/{i}" for i in range(n)], ()))
+        sets.append(ImageSet(pixels, [f"{number}/{i}" for i in range(n)]))
     return sets
 
 

@@ -193,7 +193,7 @@ def stopped(done: int, total: int) -> None:
 def test_all_that_unfog_writes_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unfog.data.decode_pool._CHUNK", 16)
     pixels = np.random.default_rng(0).integers(0, 256, (60, 3, 8, 8), np.uint8)
-    images = ImageSet(pixels, None, [str(i) for i in range(60)], ())
+    images = ImageSet(pixels, [str(i) for i in range(60)])
     features = open_features("pixels")
     compute_statistics(compute_features(pixels, features, "key"), features, "key")
     for key, progress in (("a" * 32, lambda done, total: None), ("b" * 32, stopped)):

@@ -84,7 +84,7 @@ def counted_steps(config, monkeypatch, microbatch=0):
     """`Counting` of STEPS steps as the loop takes them, after two others, which also allocate."""
     config = replace(config, training=replace(config.training, microbatch=microbatch))
     pixels = np.random.default_rng(0).integers(0, 256, (40, 3, SIDE, SIDE), dtype=np.uint8).view(Pixels)
-    state, stream = build_state(config, CPU), ImageStream(ImageSet(pixels, None, ["image"] * 40, ()), 0)
+    state, stream = build_state(config, CPU), ImageStream(ImageSet(pixels, ["image"] * 40), 0)
     counting, run, augment = Counting(), Stopping(), build_augmentation(config)
     loss = build_loss(config, state.levels)
 

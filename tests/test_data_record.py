@@ -54,7 +54,7 @@ def prepared(
     labels = number % classes if classes else None
 
     def part(rows: slice) -> ImageSet:
-        return ImageSet(pixels[rows], None if labels is None else labels[rows], names[rows], found)
+        return ImageSet.labelled(pixels[rows], None if labels is None else labels[rows], names[rows], found)
 
     ledger = DataReport(
         source="x",

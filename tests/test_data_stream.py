@@ -21,7 +21,7 @@ def images(n: int, labelled: bool = True) -> ImageSet:
     pixels = np.zeros((n, 1, 4, 4), np.uint8)
     pixels[:, 0, 0, 0], pixels[:, 0, 0, 1] = np.arange(n) % 256, np.arange(n) // 256
     labels = np.arange(n, dtype=np.int64) % 3 if labelled else None
-    return ImageSet(pixels, labels, tuple(map(str, range(n))), ("a", "b", "c") if labelled else ())
+    return ImageSet.labelled(pixels, labels, tuple(map(str, range(n))), ("a", "b", "c") if labelled else ())
 
 
 def shuffle(n: int, seed: int, epoch: int) -> np.ndarray:
@@ -117,8 +117,8 @@ def test_seeking_far_costs_nothing() -> None:
 def test_fingerprint_sees_pixels_labels_and_order() -> None:
     base = images(6)
     assert base.labels is not None
-    swapped = ImageSet(base.pixels[::-1], base.labels, base.names, base.classes)
-    relabelled = ImageSet(base.pixels, base.labels[::-1], base.names, base.classes)
+    swapped = ImageSet.labelled(base.pixels[::-1], base.labels, base.names, base.classes)
+    relabelled = ImageSet.labelled(base.pixels, base.labels[::-1], base.names, base.classes)
     assert images(6).fingerprint == base.fingerprint
     assert len({base.fingerprint, swapped.fingerprint, relabelled.fingerprint, images(7).fingerprint}) == 4
 

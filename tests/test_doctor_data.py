@@ -128,7 +128,7 @@ def test_glance_is_quick_and_sees_what_a_sample_shows() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (40_000, 3, 32, 32), np.uint8)
     pixels[::2] = 7
     ledger = prepare(open_source("fashion"), IN_MEMORY).report
-    images = ImageSet(pixels, None, tuple(f"{i}.png" for i in range(len(pixels))), ())
+    images = ImageSet(pixels, tuple(f"{i}.png" for i in range(len(pixels))))
     prepared = Dataset(Data(size=32, channels=3), images, replace(images, pixels=pixels[:0], names=()), ledger)
     started = time.process_time()
     found = by_code(quick_check_images(prepared, Config()))
@@ -239,7 +239,7 @@ def test_crop_is_measured_on_the_originals(clean: tuple[Path, Dataset]) -> None:
 def test_few_images_are_graded() -> None:
     whole = prepare(open_source("fashion"), IN_MEMORY)
     for count, severity in ((1, "fatal"), (4, "fatal"), (5, "warning"), (99, "warning"), (100, "hint"), (999, "hint")):
-        images = replace(whole.train, pixels=whole.train.pixels[:count], labels=None, names=whole.train.names[:count])
+        images = replace(whole.train, pixels=whole.train.pixels[:count], columns={}, names=whole.train.names[:count])
         images = replace(images, sides=images.sides[:count], grey=images.grey[:count])
         none = replace(images, pixels=images.pixels[:0], names=(), sides=images.sides[:0], grey=images.grey[:0])
         found = by_code(quick_check_images(replace(whole, train=images, held_out=none), Config()))

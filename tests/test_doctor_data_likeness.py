@@ -38,7 +38,7 @@ def saved(pixels: np.ndarray, quality: int) -> np.ndarray:
 
 def as_prepared(train: np.ndarray, held_out: np.ndarray) -> Dataset:
     def images(pixels: np.ndarray, kind: str) -> ImageSet:
-        return ImageSet(pixels, None, tuple(f"{kind}/{i}" for i in range(len(pixels))), ())
+        return ImageSet(pixels, tuple(f"{kind}/{i}" for i in range(len(pixels))))
 
     ledger = prepare(open_source("fashion"), Data(cache="memory")).report
     settings = Data(size=train.shape[-1], channels=train.shape[1])

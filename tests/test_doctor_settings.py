@@ -30,7 +30,7 @@ from unfog.config.presets import preset
 from unfog.config.schema import Config
 from unfog.config.toml import update
 from unfog.config.validate import resolve_sampler
-from unfog.data.dataset import Dataset, ImageSet
+from unfog.data.dataset import Dataset
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
@@ -186,8 +186,8 @@ def test_a_planted_fault_gives_its_finding_and_no_other(fashion, name, settings,
 
 def few(images):
     """The first images of a set, none held out."""
-    first = ImageSet(images.train.pixels[:12], images.train.labels[:12], images.train.names[:12], images.train.classes)
-    empty = ImageSet(first.pixels[:0], first.labels[:0], (), first.classes)
+    first = images.train.subset(slice(12))
+    empty = first.subset(slice(0))
     return Dataset(images.settings, first, empty, images.report)
 
 
@@ -381,7 +381,8 @@ def lesson(fashion, diffusion, lr=None, spoil=lambda network: None, steps=600, s
     state = build_state(config, CPU)
     spoil(state.model)
     torch.manual_seed(0)
-    images = replace(fashion.train, pixels=fashion.train.pixels[:4000, :, ::2, ::2], labels=fashion.train.labels[:4000])
+    images = fashion.train.subset(slice(4000))
+    images = replace(images, pixels=images.pixels[..., ::2, ::2])
     with limits(steps):
         return overfit_one_batch(config, state, images, stop)
 
@@ -460,7 +461,8 @@ def test_a_loss_that_rises_asks_for_a_lower_rate(fashion):
 
 def test_fewer_images_than_eight_are_learned_at_several_levels(fashion):
     config = settled(fashion)
-    one = replace(fashion.train, pixels=fashion.train.pixels[:1, :, ::2, ::2], labels=fashion.train.labels[:1])
+    one = fashion.train.subset(slice(1))
+    one = replace(one, pixels=one.pixels[..., ::2, ::2])
     with limits(25):
         found = overfit_one_batch(config, build_state(config, CPU), one)
     assert found.facts["steps"] == 25
@@ -494,8 +496,8 @@ def test_what_each_pixel_alone_tells_is_what_least_squares_makes_of_it(fashion):
     pixels = np.full((8, 1, 16, 16), 255, np.uint8)
     pixels[:, :, 6:10, 6:10] = np.random.default_rng(0).integers(0, 256, (8, 1, 4, 4))
     maps = (CPU, BYTES.to_model, ImageFormat(1, 16, 16).to_view)
-    of_white = _OverfitBatch.of(replace(fashion.train, pixels=pixels, labels=None), objective, *maps)
-    alone = _OverfitBatch.of(replace(fashion.train, pixels=pixels[:, :, 6:10, 6:10], labels=None), objective, *maps)
+    of_white = _OverfitBatch.of(replace(fashion.train, pixels=pixels, columns={}), objective, *maps)
+    alone = _OverfitBatch.of(replace(fashion.train, pixels=pixels[:, :, 6:10, 6:10], columns={}), objective, *maps)
     alone.noise = of_white.noise[:, :, 6:10, 6:10]
     assert torch.allclose(of_white.pixelwise_loss(), alone.pixelwise_loss() * (4 / 16) ** 2, rtol=1e-4)
 

@@ -480,7 +480,7 @@ def test_what_is_compared_otherwise_is_measured_anew_of_the_same_pictures(run):
 def without_held_out():
     """140 pictures of noise to train on, and 40 others."""
     pixels = np.random.default_rng(0).integers(0, 256, (180, 3, 8, 8), dtype=np.uint8)
-    train, none = (ImageSet(part, None, tuple(map(str, range(len(part)))), ()) for part in (pixels[:140], pixels[:0]))
+    train, none = (ImageSet(part, tuple(map(str, range(len(part))))) for part in (pixels[:140], pixels[:0]))
     return Dataset(Data(size=8, channels=3), train, none, None), pixels[140:]
 
 

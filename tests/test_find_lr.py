@@ -80,7 +80,7 @@ class Mute(nn.Module):
 
 
 def subject(network=unet, stop=lambda: False) -> LrTestSetup:
-    images = ImageSet(pixels(), None, tuple(map(str, range(64))), ())
+    images = ImageSet(pixels(), tuple(map(str, range(64))))
     optimizer = Optimizer(lr=1e-3, betas=(0.9, 0.99), schedule="cosine", weight_decay=0.0)
     return LrTestSetup(
         Training(batch=8, precision="fp32", device="cpu"),

@@ -85,7 +85,7 @@ def codec(tmp_path_factory):
 
 def images(count=10, seed=0):
     pixels = np.random.default_rng(seed).integers(0, 256, (count, 3, 16, 16), np.uint8)
-    return ImageSet(pixels, np.arange(count) % 2, [str(i) for i in range(count)], ("a", "b"))
+    return ImageSet.labelled(pixels, np.arange(count) % 2, [str(i) for i in range(count)], ("a", "b"))
 
 
 def wanted(codec, sets, copies=2, batch=4, calls=None):

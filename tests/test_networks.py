@@ -346,7 +346,7 @@ def advance(config, state, steps):
     pixels = torch.randint(0, 256, (16, 1, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     labels = torch.arange(16) % 2
     names = [str(i) for i in range(16)]
-    images = ImageSet(pixels.numpy(), labels.numpy(), names, ("a", "b"))
+    images = ImageSet.labelled(pixels.numpy(), labels.numpy(), names, ("a", "b"))
     train(
         LoopSettings(config.training, config.optimizer),
         state,

@@ -34,7 +34,7 @@ ASKED = Data(cache="memory")
 
 
 def opened(source: object, n: int = 12) -> np.ndarray:
-    return np.stack([np.asarray(source.open(i)) for i in range(n)])  # type: ignore[attr-defined]
+    return np.stack([np.asarray(source.read_image(i)) for i in range(n)])  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_npy_file_is_mapped(tmp_path: Path) -> None:
     np.lib.format.open_memmap(tmp_path / "large.npy", "w+", np.uint8, (10**7, 32, 32, 3)).flush()  # 30 GB of holes
     source = open_source(tmp_path / "large.npy")
     assert len(source.names) == 10**7
-    assert source.open(10**7 - 1).size == (32, 32)
+    assert source.read_image(10**7 - 1).size == (32, 32)
 
 
 @pytest.mark.parametrize("labels", [[5, 5, 7] * 4, ["cat", "dog", "cat"] * 4])
@@ -227,7 +227,7 @@ def test_a_dataset_with_its_classes(datasets: Any, tmp_path: Path, how: Callable
     assert prepared.train.classes == ("cat", "dog", "owl")
     assert source.stamp() == HuggingFaceSource(str(place), "set").stamp()
     with ThreadPoolExecutor(8) as pool:
-        images = list(pool.map(lambda i: np.asarray(source.open(i % 12)), range(500)))
+        images = list(pool.map(lambda i: np.asarray(source.read_image(i % 12)), range(500)))
     assert all(np.array_equal(image, RGB[i % 12]) for i, image in enumerate(images))
 
 
@@ -351,11 +351,11 @@ def test_images_that_are_damaged_or_missing_are_named(datasets: Any, tmp_path: P
     rows = [{"bytes": png.getvalue(), "path": None}, {"bytes": b"no image", "path": "x.png"}, None]
     one = datasets.Dataset.from_dict({"image": rows}, features=datasets.Features({"image": datasets.Image()}))
     source = HuggingFaceSource(str(saved(one, tmp_path / "set")), "set")
-    assert np.array_equal(np.asarray(source.open(0)), RGB[0])
+    assert np.array_equal(np.asarray(source.read_image(0)), RGB[0])
     with pytest.raises(ImageError, match="not an image"):
-        source.open(1)
+        source.read_image(1)
     with pytest.raises(ImageError, match="empty"):
-        source.open(2)
+        source.read_image(2)
     assert "2 skipped" in prepare(source, ASKED).report.line()
 
 
@@ -492,7 +492,7 @@ def test_a_row_opens_no_file_outside_its_dataset(datasets: Any, tmp_path: Path) 
     assert np.array_equal(opened(source, 2), RGB[[0, 0]])
     for i in range(2, 5):
         with pytest.raises(ImageError, match="leads out of its dataset"):
-            source.open(i)
+            source.read_image(i)
 
 
 # What a file's size and time of change do not tell

@@ -213,7 +213,7 @@ def auto():
     """Fits what is asked for into so much memory of an RTX 3060: the configuration, choices and findings."""
 
     def settle(available, device=CUDA, size=16, **training):
-        images = ImageSet(np.zeros((1, 1, size, size), np.uint8), None, ("a",), ())
+        images = ImageSet(np.zeros((1, 1, size, size), np.uint8), ("a",))
         config = replace(asked(**training, precision="fp32"), data=Data(size=size, channels=1))
         found = AutoSettings(config, images, Machine(device, "NVIDIA RTX 3060", available), lambda: False)
         return found, _resolve_microbatch(found)
@@ -288,7 +288,7 @@ def test_a_plan_leaves_random_numbers_alone():
     pixels = np.zeros((8, 1, 16, 16), np.uint8)
     config = replace(asked(batch=2, precision="fp32", device="cpu"), data=Data(size=16, channels=1))
     before = torch.get_rng_state()
-    assert measure_step(config, ImageSet(pixels, None, tuple("abcdefgh"), ()), CPU, lambda: False, 0.01).step > 0
+    assert measure_step(config, ImageSet(pixels, tuple("abcdefgh")), CPU, lambda: False, 0.01).step > 0
     assert torch.equal(torch.get_rng_state(), before)
 
 

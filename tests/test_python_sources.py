@@ -45,7 +45,7 @@ def stored(source: Any, labels: Any = None, said: list[str] | None = None) -> An
 
 
 def pixels(source: Any) -> np.ndarray:
-    return np.stack([np.asarray(source.open(i)) for i in range(len(source.names))])
+    return np.stack([np.asarray(source.read_image(i)) for i in range(len(source.names))])
 
 
 def hugging_face() -> Any:

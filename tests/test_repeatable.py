@@ -75,7 +75,7 @@ def test_metrics_are_planned_by_counting_and_not_by_the_clock(monkeypatch):
     clock = iter(range(10**9))
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock) ** 2))  # ever slower
     pixels = np.random.default_rng(0).integers(0, 256, (200, 1, 16, 16), np.uint8)
-    images = ImageSet(pixels, None, [str(i) for i in range(200)], ())
+    images = ImageSet(pixels, [str(i) for i in range(200)])
     found = []
     for _ in range(2):
         auto = resolved(steps=20_000, batch=8, precision="fp32", evaluate=Evaluate(metrics=("kid", "fid", "sliced")))

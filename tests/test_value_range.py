@@ -405,14 +405,14 @@ def test_the_order_of_axes_is_one_rule_for_whole_arrays_and_for_lists() -> None:
     for source, first in ((torch.from_numpy(x), True), (x, False)):
         said: list[str] = []
         whole, listed = stored(source, said), stored(list(source))
-        pixels = [open_source(place).open(0) for place in (whole, listed)]
+        pixels = [open_source(place).read_image(0) for place in (whole, listed)]
         assert pixels[0].size == pixels[1].size == ((3, 16) if first else (16, 3))
         assert np.array_equal(*map(np.asarray, pixels))  # type: ignore[call-overload]
         assert len(said) == 1
         assert ("[N, C, H, W]" if first else "[N, H, W, C]") in said[0]
     for shape in ((8, 1, 16, 1), (8, 4, 16, 3)):
         said = []
-        image = open_source(stored(torch.zeros(shape), said)).open(0)
+        image = open_source(stored(torch.zeros(shape), said)).read_image(0)
         assert image.size == (shape[3], 16)
         assert any("channels first or last" in line for line in said)
 
@@ -433,7 +433,7 @@ def test_a_single_image_is_not_a_set_and_the_remedies_work(shape: tuple[int, ...
             stored(source)
         for remedy in re.findall(r"x\[[^]]*\]", str(refused.value)):
             made = open_source(stored(eval(remedy, {"x": source})))
-            assert made.open(0).size in ((24, 32), (3, 24), (1, 24))
+            assert made.read_image(0).size in ((24, 32), (3, 24), (1, 24))
             assert len(made.names) in (1, shape[0])
 
 
@@ -496,7 +496,7 @@ def test_tables_and_arrays_of_objects_are_read_by_their_images(tmp_path: Path) -
     }
     for name, source in sources.items():
         opened = open_source(stored(source))
-        assert np.array_equal(np.stack([np.asarray(opened.open(i)) for i in range(8)]), np.stack(images)), name
+        assert np.array_equal(np.stack([np.asarray(opened.read_image(i)) for i in range(8)]), np.stack(images)), name
         assert opened.classes == (("a", "b") if "frame" in name else ()), name
 
 

@@ -144,7 +144,7 @@ def measure(case: Case) -> int:
     def run(config: Config, world) -> None:
         shape = (64, *config.input_shape)
         pixels = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
-        images = ImageSet(pixels, None, tuple(map(str, range(64))), ())
+        images = ImageSet(pixels, tuple(map(str, range(64))))
         state = build_state(config, device, home=world.init_device(case.shard, device))
         if case.shard:
             world.shard_state(state)

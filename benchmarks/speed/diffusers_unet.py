@@ -181,7 +181,7 @@ def ours(config: Config, weights: dict[str, Tensor], precision: Any, form: Any) 
     config = replace(config, training=replace(config.training, precision=precision, memory_format=form))
     state = build_state(config, torch.device("cpu"), our_weights(weights))
     pixels = np.random.default_rng(0).integers(0, 256, (2000, 3, SIZE, SIZE), dtype=np.uint8)
-    images = ImageSet(pixels, None, [str(i) for i in range(len(pixels))], ())
+    images = ImageSet(pixels, [str(i) for i in range(len(pixels))])
     stream, augment, loss, run = ImageStream(images, 0), Augment.from_settings(config.data), build_loss(config), Some()
 
     def steps(count: int) -> float:

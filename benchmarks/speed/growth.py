@@ -73,7 +73,7 @@ def settings(batch: int = 8, size: int = 16, width: int = 16) -> Config:
 def step(config: Config, steps: int) -> tuple[float, int]:
     """Seconds of a training step, and parameters."""
     state = build_state(config, CPU)
-    images = ImageSet(np.zeros((100, *config.input_shape), np.uint8), None, ["image"] * 100, ())
+    images = ImageSet(np.zeros((100, *config.input_shape), np.uint8), ["image"] * 100)
     stream, run = ImageStream(images, 0), Clock(steps)
     augment, loss = build_augmentation(config), build_loss(config, state.levels)
     train(LoopSettings(config.training, config.optimizer), state, Task(stream, augment, loss), run)

@@ -148,7 +148,7 @@ def step_of(
             if stored is not None:
                 _resume(fake, state, stored)
             mutate(state)
-            stream = _FakeStream(ImageSet(pixels, labels, ["image"] * 64, config.classes), 0)
+            stream = _FakeStream(ImageSet.labelled(pixels, labels, ["image"] * 64, config.classes), 0)
             stream.mode, stream.watch, stream.seen = fake.mode, lambda: fake.watch, lambda: state.seen
             loss_function = build.build_loss(config, state.levels)
 

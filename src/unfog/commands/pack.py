@@ -18,6 +18,7 @@ from unfog.errors import RequestError
 from unfog.process.run_folder import printable
 from unfog.process.signals import StopSignals
 from unfog.reporting.progress import Progress, format_bytes, format_duration, print_result, say, warn
+from unfog.values.columns import columns_digest
 from unfog.values.image_format import ImageFormat
 
 
@@ -71,6 +72,7 @@ def _check_same_pack(found: Pack, scan: Scan) -> None:
     same = same and all(getattr(asked, name) in (0, kept[name]) for name in ("size", "channels"))
     same = same and asked.range in ((), kept["range"]) and asked.clip == kept["clip"]
     same = same and (asked.background, asked.held_out) == (kept["background"], kept["held_out"])
+    same = same and columns_digest(scan.columns) == found.manifest.get("columns_digest", "")
     same = same and (scan.labels is None) == (kept["labels"] == "none")
     if not same:
         raise RequestError(

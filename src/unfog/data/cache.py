@@ -1,6 +1,6 @@
 """The cache of decoded images, so that a large source is decoded once rather than in every run.
 
-An entry is a pack in a folder named by its key: a hash of the source's state, the labels, the settings and Pillow's
+An entry is a pack in a folder named by its key: a hash of the source's state, the columns, the settings and Pillow's
 version, so that a changed image makes another entry. KEY.json redirects from the key of the resolved settings, which a
 run stores, to the entry of the settings as given. Entries that no process uses go when the cache is full, the least
 recently used first; a person may delete all.
@@ -33,6 +33,7 @@ from unfog.locks.owner import OWNER, OwnedError
 from unfog.locks.work_folder import work_folder
 from unfog.safe_files import LARGEST_TEXT, read_file, remove, remove_tree, write_atomic
 from unfog.text import format_bytes
+from unfog.values.columns import columns_digest
 
 # Bytes of pixels whose checksum each process compares: a tenth of a second. A whole pack takes seconds for each GB.
 _COMPARED_BYTES = 2**25
@@ -46,7 +47,8 @@ _LATENT_FILES = frozenset(["latents.f16", "rows.i64", *_JSON_FILES])
 def entry_key(scan: Scan, settings: Data) -> str:
     """Return the name of the entry for a source, as it was when it was scanned, decoded with these settings."""
     labels = "" if scan.labels is None else hashlib.sha256(np.ascontiguousarray(scan.labels).data).hexdigest()
-    added = settings.later_key
+    others = columns_digest(scan.columns)
+    added = (*settings.later_key, *([others] if others else []))
     matters = (settings.size, settings.channels, settings.background, settings.held_out, scan.classes, labels, *added)
     # Pillow's version, as another one may decode or resize to other values.
     return hashlib.sha256(repr((FORMAT, PIL.__version__, scan.stamp, matters)).encode()).hexdigest()[:32]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from unfog.data.data_report import DataReport
 from unfog.data.settings import Data
 from unfog.errors import RequestError
+from unfog.values.columns import Column, classes_of, labels_of, of_labels, rows_of, update_digest
 from unfog.values.image_format import Size
 
 if TYPE_CHECKING:
@@ -41,21 +42,31 @@ class PixelArray(Protocol):
 
 
 class _ImageBatch(NamedTuple):
-    """Images of a set, with their labels and rows."""
+    """Images of a set, with their columns and rows."""
 
     pixels: NDArray[np.uint8]
     """[B, C, H, W]."""
-    labels: NDArray[np.int64] | None
-    """[B]; None without classes."""
+    columns: Mapping[str, Column]
+    """Columns of these images."""
     rows: NDArray[np.int64]
     """[B], the row of each image in its set: not the requested one where that image could not be decoded."""
 
     @property
+    def labels(self) -> NDArray[np.int64] | None:
+        """[B]; None without classes."""
+        return labels_of(self.columns)
+
+    @property
     def conditions(self) -> Conditions:
         """Conditions of the images, on the CPU."""
-        from unfog.values.conditions import Conditions
+        return _conditions(self.columns)
 
-        return Conditions.of_labels(self.labels)
+
+def _conditions(columns: Mapping[str, Column]) -> Conditions:
+    """Return what the network is told about the images of these columns."""
+    from unfog.values.conditions import Conditions
+
+    return Conditions.of_labels(labels_of(columns))
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,12 +75,10 @@ class ImageSet:
 
     pixels: PixelArray
     """[N, C, H, W], 0 to 255, sRGB or grey."""
-    labels: NDArray[np.int64] | None
-    """[N], an index into `classes`; None without classes."""
     names: Sequence[str]
     """[N], path inside the source."""
-    classes: tuple[str, ...]
-    """Name of each class; () without classes."""
+    columns: Mapping[str, Column] = field(default_factory=dict)
+    """What is known about each image, by name: "class" first, then the others in the order of their names."""
     known_fingerprint: str = ""
     """`fingerprint`, where it is known already."""
     sides: NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 2), np.int32))
@@ -77,8 +86,25 @@ class ImageSet:
     grey: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     """[N], True if all channels of the original are equal; [0] where unknown."""
 
+    @classmethod
+    def labelled(
+        cls, pixels: PixelArray, labels: NDArray[np.int64] | None, names: Sequence[str], classes: tuple[str, ...]
+    ) -> ImageSet:
+        """Return images with class labels [N] alone; None for no classes."""
+        return cls(pixels, names, of_labels(labels, classes))
+
     def __len__(self) -> int:
         return len(self.pixels)
+
+    @property
+    def labels(self) -> NDArray[np.int64] | None:
+        """[N], an index into `classes`; None without classes."""
+        return labels_of(self.columns)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Name of each class; () without classes."""
+        return classes_of(self.columns)
 
     @property
     def nbytes(self) -> int:
@@ -92,7 +118,7 @@ class ImageSet:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 of pixels, labels and order, by which a resume knows that it sees the same images.
+        """sha256 of pixels, columns and order, by which a resume knows that it sees the same images.
 
         Unless it is known, computing it reads every pixel, at about 1 GB/s.
         """
@@ -102,44 +128,43 @@ class ImageSet:
         digest = hashlib.sha256(repr((self.pixels.shape, self.classes)).encode())
         for start in range(0, len(self), 4096):  # in parts, as a mapped file may be larger than the memory
             digest.update(np.ascontiguousarray(self.pixels[start : start + 4096]).data)
-        if self.labels is not None:
-            digest.update(self.labels.tobytes())
+        update_digest(digest, self.columns)
         return digest.hexdigest()
 
     def take(self, rows: NDArray[np.int64]) -> _ImageBatch:
-        """Return the images at these rows [B], each with its own label.
+        """Return the images at these rows [B], each with its own columns.
 
-        Raises RequestError as `labels_of`, and RunError if images that are decoded as they are read cannot be.
+        Raises RequestError as `columns_of`, and RunError if images that are decoded as they are read cannot be.
         """
         # Of `lazy.LazyPixels`, which imports this module.
         take_with_rows = getattr(self.pixels, "take_with_rows", None)
         pixels, rows = take_with_rows(rows) if take_with_rows else (self.pixels.take(rows, axis=0), rows)
-        return _ImageBatch(pixels, self.labels_of(rows), rows)
+        return _ImageBatch(pixels, self.columns_of(rows), rows)
+
+    def columns_of(self, rows: NDArray[np.int64]) -> dict[str, Column]:
+        """Return the columns of the images at these rows [B]. RequestError if the mapped file is damaged."""
+        columns = rows_of(self.columns, rows)
+        labels = labels_of(columns)
+        # Of a mapped file nothing is known before it is read, and an index out of range ends the process on CUDA.
+        if labels is not None and len(labels) and not 0 <= labels.min() <= labels.max() < len(self.classes):
+            raise RequestError("a label is none of the classes: the pack is damaged (labels.npy); pack it again")
+        return columns
 
     def labels_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64] | None:
-        """Return the labels at these rows [B]; None without classes. RequestError if the mapped file is damaged."""
-        if self.labels is None:
-            return None
-        # Of a mapped file nothing is known before it is read, and an index out of range ends the process on CUDA.
-        labels = np.asarray(self.labels.take(rows))
-        if len(labels) and not 0 <= labels.min() <= labels.max() < len(self.classes):
-            raise RequestError("a label is none of the classes: the pack is damaged (labels.npy); pack it again")
-        return labels
+        """Return the labels at these rows [B]; None without classes. Raises as `columns_of`."""
+        return labels_of(self.columns_of(rows))
 
     def conditions_of(self, rows: NDArray[np.int64]) -> Conditions:
-        """Return what the network is told about the images at these rows, on the CPU. Raises as `labels_of`."""
-        from unfog.values.conditions import Conditions
-
-        return Conditions.of_labels(self.labels_of(rows))
+        """Return what the network is told about the images at these rows, on the CPU. Raises as `columns_of`."""
+        return _conditions(self.columns_of(rows))
 
     def subset(self, rows: slice, fingerprint: str = "") -> ImageSet:
         """Return some of the images, sharing the memory of this set."""
         part = getattr(self.pixels, "rows", None)  # of `files.file_rows.FileRows`, whose slices are copies
         return ImageSet(
             part(rows) if part else self.pixels[rows],
-            None if self.labels is None else self.labels[rows],
             self.names[rows],
-            self.classes,
+            rows_of(self.columns, rows),
             fingerprint,
             self.sides[rows],  # stays empty where they are unknown
             self.grey[rows],

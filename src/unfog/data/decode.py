@@ -24,7 +24,7 @@ from PIL import Image, ImageCms, ImageColor, ImageFile, JpegImagePlugin
 from unfog.data.files.image_heads import MOST_EXIF_BYTES
 from unfog.data.sources.base import FailedShardError, ImageError, ShardReadError
 from unfog.data.sources.image_files import TEXT_TOO_LARGE, count_pages, image_error
-from unfog.data.values.deep_image import DeepImage
+from unfog.data.values.deep_image import DeepImage, as_image
 from unfog.data.values.value_range import OutOfRangeError, Ranges, ValueRange, extent_of
 from unfog.errors import RequestError
 from unfog.values.image_format import ImageFormat, in_colour, pillow_mode
@@ -68,6 +68,8 @@ _SIXTEEN_BITS = re.compile(r";16[BLN]")
 
 # Opens an image file, or an image that Pillow has no mode for.
 Opener: TypeAlias = Callable[[], Image.Image | DeepImage]
+# Opens one, or returns an array.
+Reader: TypeAlias = Callable[[], Image.Image | DeepImage | NDArray[Any]]
 
 
 class ImageInfo(NamedTuple):
@@ -95,12 +97,12 @@ def parse_colour(text: str) -> tuple[int, int, int]:
 
 
 def decode(
-    opener: Opener,
+    read: Reader,
     format: ImageFormat,
     background: tuple[int, int, int],
     ranges: Ranges | None = None,
 ) -> tuple[NDArray[np.uint8], ImageInfo]:
-    """Decode what `opener` opens to an image of this format, uint8 [C, H, W].
+    """Decode what `read` returns, such as an array [H, W, C], to an image of this format, uint8 [C, H, W].
 
     `ranges` are those of the set that the image belongs to; None for an image by itself.
 
@@ -110,10 +112,13 @@ def decode(
         FailedShardError: its remote shard has failed for good.
     """
     try:
-        with opener() as image, _large_image_slot(image):
+        found = read()
+        if (unchanged := _as_it_is(found, format)) is not None:
+            return unchanged
+        with as_image(found) as image, _large_image_slot(image):
             if isinstance(image, Image.Image) and not (has_deep_colours(image) and ranges and ranges.integers):
                 return _decode(image, format, background, ranges)
-            deep = image if isinstance(image, DeepImage) else _deep_colours(opener, image.info)
+            deep = image if isinstance(image, DeepImage) else _deep_colours(lambda: as_image(read()), image.info)
             pixels, info = _decode(_scale(deep, ranges), format, background, ranges)
             return pixels, info._replace(mode=image.mode, actions=[*_deep_actions(deep.values, ranges), *info.actions])
     except OutOfRangeError as error:
@@ -122,6 +127,17 @@ def decode(
         raise
     except Exception as error:  # decoders raise almost anything on damaged files: OSError, SyntaxError, struct.error
         raise image_error(error) from error
+
+
+def _as_it_is(found: object, format: ImageFormat) -> tuple[NDArray[np.uint8], ImageInfo] | None:
+    """Return an array [H, W, C] that has the format already as `_decode` would, without Pillow; None for all else."""
+    if not isinstance(found, np.ndarray) or not found.dtype == format.dtype == np.uint8 or found.ndim != 3:
+        return None
+    pixels = found.transpose(2, 0, 1)
+    if pixels.shape != format.shape:
+        return None
+    grey = bool((pixels == pixels[:1]).all())
+    return pixels, ImageInfo(grey, format.width, format.height, pillow_mode(format.channels), [])
 
 
 def upright_sides(image: Image.Image | DeepImage) -> tuple[int, int]:

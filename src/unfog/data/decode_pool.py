@@ -165,7 +165,7 @@ def decode_with_retries(
     on_failure: Callable[[str], None] | None = None,
 ) -> tuple[NDArray[np.uint8], ImageInfo]:
     """Decode image i of a source. ImageError if it cannot be decoded; arguments and other errors as `with_retries`."""
-    return with_retries(partial(decode, partial(source.open, i), *format[:3]), source, i, stopping, on_failure)
+    return with_retries(partial(decode, partial(source.read, i), *format[:3]), source, i, stopping, on_failure)
 
 
 def with_retries(
@@ -253,7 +253,7 @@ def _outage_reason(source: Source, i: int, error: ImageError) -> str:
 def _is_reachable(source: Source, i: int) -> bool:
     """Return True if the file of an image can be opened, whatever is in it."""
     try:
-        source.open(i).close()
+        source.read_image(i).close()
     except Exception as error:  # decoders raise almost anything on damaged files
         return not isinstance(image_error(error), TransientImageError | MissingImageError)
     return True

@@ -198,7 +198,7 @@ def _are_masks(source: Source, rows: Mapping[str, Mapping[str, int]], masks: str
 
 def _few_values(source: Source, row: int) -> bool:
     try:
-        with source.open(row) as image:
+        with source.read_image(row) as image:
             if image.size[0] * image.size[1] > _MOST_PIXELS:
                 return False
             if isinstance(image, DeepImage) or image.mode[0] in "IF":  # whose values `convert` would cut at 255

@@ -32,6 +32,7 @@ from unfog.data.sources.base import (
 )
 from unfog.errors import RunError
 from unfog.text import sanitize
+from unfog.values.columns import rows_of, update_digest
 
 _IN_A_ROW = 100  # images in a row that cannot be decoded before the run ends: the disk or the network has failed
 _REPLACEMENT_SEED = 0x57A4D  # of the shuffles that choose replacements for the images of failed shards
@@ -224,19 +225,24 @@ def lazy_dataset(scan: Scan) -> Dataset:
 
     def subset(inside: bool) -> ImageSet:
         count, index = (len(held), held.__getitem__) if inside else (n - len(held), partial(_training_index, held))
-        labels = scan.labels
-        if labels is not None:
-            labels = labels[held] if inside else np.delete(labels, held)
+        columns = rows_of(scan.columns, held if inside else _outside(held, n)) if scan.columns else {}
         digest = hashlib.sha256(f"{state} {inside} {held.tobytes().hex()}".encode())
-        digest.update(b"" if labels is None else np.ascontiguousarray(labels).data)
+        update_digest(digest, columns)
         # By row when one is asked for, as a list of a hundred million names would take gigabytes.
         names = LazyNames(lambda row: source.names[int(index(np.array([row]))[0])], range(count))
         pixels = LazyPixels(source, count, index, scan.format)
-        return ImageSet(pixels, labels, names, scan.classes, UNREAD + digest.hexdigest())
+        return ImageSet(pixels, names, columns, UNREAD + digest.hexdigest())
 
     counts = {"found": n, "used": n, "held_out": len(held), "skipped": tuple(source.unreadable)}
-    report = scan.report(scan.classes, scan.labels, **counts, read=False)
+    report = scan.report(scan.columns, **counts, read=False)
     return Dataset(settings, subset(inside=False), subset(inside=True), report)
+
+
+def _outside(held: NDArray[np.int64], n: int) -> NDArray[np.bool_]:
+    """Return a mask [n] of the images that are not held out."""
+    mask = np.ones(n, np.bool_)
+    mask[held] = False
+    return mask
 
 
 def _training_index(held: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:

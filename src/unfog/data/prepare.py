@@ -111,7 +111,7 @@ def _decode_into_memory(scan: Scan, progress: Progress | None) -> Dataset:
         return _decode_into_memory(scan.as_rgb(), progress)
     result = DecodeResult.create(scan, order, in_train, statistics)
     names = tuple(scan.source.names[i] for i in result.rows)
-    decoded = ImageSet(pixels[:rows], result.labels, names, result.classes, sides=result.sides, grey=result.grey)
+    decoded = ImageSet(pixels[:rows], names, result.columns, sides=result.sides, grey=result.grey)
     return Dataset.split(decoded, result.train, scan.resolved_settings, result.report)
 
 

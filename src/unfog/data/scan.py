@@ -1,4 +1,4 @@
-"""`Scan`: classes, labels, size and channels of a source before all of it is decoded, and `DecodeResult` after."""
+"""`Scan`: columns, size and channels of a source before all of it is decoded, and `DecodeResult` after."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from unfog.data.settings import Data
 from unfog.data.sources.base import ImageError, MissingImageError, Source, TransientImageError
 from unfog.data.sources.image_files import ARCHIVE_GONE, CHANGED, GONE, image_error
 from unfog.data.sources.label_tables import strip_shard
-from unfog.data.sources.labels import apply_label_table, labels_setting, read_labels
+from unfog.data.sources.labels import apply_label_table, labels_setting, read_columns
 from unfog.data.values.value_range import FULL_RANGE, Extent, Ranges, ValueRange, extent_of, outward, without_alpha
 from unfog.errors import RequestError, RunError
 from unfog.text import sanitize
+from unfog.values.columns import Column, classes_of, labels_of, of_labels, rows_of
 from unfog.values.image_format import LEAST, MOST, ImageFormat, Size, colour_channels, size_of
 
 # Images, evenly spread, that an automatic size looks at, and automatic channels before all images are decoded.
@@ -58,9 +59,8 @@ class Scan:
     source: Source
     settings: Data
     """The settings as given, with `range` resolved; size, channels and labels are not."""
-    classes: tuple[str, ...]
-    labels: NDArray[np.int64] | None
-    """[N] of the source, an index into `classes`; None without classes."""
+    columns: Mapping[str, Column]
+    """What is known about each image of the source, in the order of a set."""
     stamp: str
     """Digest of the source's state."""
     file_bytes: int
@@ -75,21 +75,22 @@ class Scan:
 
     @classmethod
     def create(cls, source: Source, settings: Data) -> Scan:
-        """Scan a source: its labels and state. Size and channels are as in the settings: 0 until `resolve`.
+        """Scan a source: its columns and state. Size and channels are as in the settings: 0 until `resolve`.
 
         Raises:
-            RequestError: a setting does not fit the source; an image is of none of `classes`.
+            RequestError: a setting does not fit the source; an image is of none of the classes, or a column does
+                not fit the images.
         """
         settings = source.fill_settings(settings)
         warnings = list(source.reading_warnings)
         source = apply_label_table(source, settings.labels, warnings.append)
         if source.second_names:
             warnings.append(_describe_second_names(source.second_names))
-        classes, labels = read_labels(source, settings.labels, warnings.append)
+        columns = read_columns(source, settings.labels, warnings.append)
         warn_of_masks_beside_images(source, warnings.append)
         stamp, file_bytes = source.stamp()
         return cls(
-            *(source, settings, classes, labels, stamp, file_bytes, settings.size, settings.channels),
+            *(source, settings, columns, stamp, file_bytes, settings.size, settings.channels),
             channels_certain=settings.channels != 0,
             ranges=Ranges.of_setting(settings.range, settings.clip),
             warnings=tuple(warnings),
@@ -125,6 +126,16 @@ class Scan:
     def as_rgb(self) -> Scan:
         """Return the scan for RGB, after an image in colour was found among grey ones."""
         return replace(self, channels=colour_channels(True), channels_certain=True)
+
+    @property
+    def labels(self) -> NDArray[np.int64] | None:
+        """[N] of the source, an index into `classes`; None without classes."""
+        return labels_of(self.columns)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes; () without classes."""
+        return classes_of(self.columns)
 
     @property
     def resolved_settings(self) -> Data:
@@ -190,8 +201,9 @@ class Scan:
         order, in_train = self.split_held_out()
         return np.sort(order[in_train:])
 
-    def report(self, classes: Sequence[str], labels: NDArray[np.int64] | None, **outcome: Any) -> DataReport:
-        """Return the report on images with these labels. `outcome` holds the fields that the scan does not know."""
+    def report(self, columns: Mapping[str, Column], **outcome: Any) -> DataReport:
+        """Return the report on images with these columns. `outcome` holds the fields that the scan does not know."""
+        labels, classes = labels_of(columns), classes_of(columns)
         counts = np.bincount([] if labels is None else labels, minlength=len(classes))
         return DataReport(
             source=self.source.name,
@@ -276,7 +288,7 @@ def _sampled_sizes(source: Source, without: Sequence[str] = ()) -> list[tuple[in
 def _sides_of(source: Source, i: int) -> tuple[int, int] | None:
     """Return width and height of image i; None if it is no usable image. RunError if it cannot be read now."""
     try:
-        sides = _read_size(partial(source.open, i))
+        sides = _read_size(partial(source.read_image, i))
         source.outage.last_read = i
         return sides
     except (TransientImageError, MissingImageError):  # retried, as the images without it could have another size
@@ -377,7 +389,7 @@ def _read_now(source: Source, i: int, read: Callable[[Opener], T]) -> T:
 
     def attempt() -> T:
         try:
-            return read(partial(source.open, i))
+            return read(partial(source.read_image, i))
         except Exception as error:
             raise image_error(error) from error
 
@@ -402,11 +414,10 @@ def _spread(n: int, count: int) -> range:
 
 @dataclass(frozen=True, eq=False)
 class DecodeResult:
-    """Labels, split and report of a source after all of it was decoded."""
+    """Columns, split and report of a source after all of it was decoded."""
 
-    classes: tuple[str, ...]
-    labels: NDArray[np.int64] | None
-    """[K] of the images used."""
+    columns: Mapping[str, Column]
+    """Columns of the K images used, in the order of `rows`."""
     rows: NDArray[np.int64]
     """[K], index in the source of each image used; the training images first."""
     train: int
@@ -428,15 +439,14 @@ class DecodeResult:
                 f"none of the {len(used):,} images in {source.name} can be used: {counted}; replace them"
             )
         rows, records = order[used], statistics.records[used]
-        classes, labels = scan.classes, None if scan.labels is None else scan.labels[rows]
-        if labels is not None:  # a class without a usable image is dropped
+        columns = rows_of(scan.columns, rows)
+        if (labels := labels_of(columns)) is not None:  # a class without a usable image is dropped
             present, labels = np.unique(labels, return_inverse=True)
-            classes = tuple(classes[i] for i in present)
+            columns |= of_labels(labels.astype(np.int64, copy=False), tuple(scan.classes[i] for i in present))
         train = int(used[:in_train].sum())
         skipped = [SkippedFile(source.names[order[row]], reason) for row, reason in statistics.reasons.items()]
         report = scan.report(
-            classes,
-            labels,
+            columns,
             found=len(order),
             used=len(rows),
             held_out=len(rows) - train,
@@ -447,7 +457,7 @@ class DecodeResult:
             treatment=np.ascontiguousarray(records["treatment"]),
             skipped=tuple(sorted([*skipped, *source.unreadable])),
         )
-        return cls(classes, labels, rows, train, records, report)
+        return cls(columns, rows, train, records, report)
 
     @property
     def sides(self) -> NDArray[np.int32]:

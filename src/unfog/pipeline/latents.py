@@ -291,8 +291,8 @@ def _report_statistics(config: Config, few: bool) -> None:
 def _few_images(images: ImageSet) -> ImageSet:
     # Unlike `evenly_spaced`, which rounds: other images would change the statistics of a dry run.
     wanted = np.unique(np.linspace(0, max(0, len(images) - 1), min(len(images), _FEW)).astype(np.int64))
-    pixels, labels, rows = images.take(wanted)
-    return ImageSet(pixels, labels, [images.names[int(i)] for i in rows], images.classes)
+    pixels, columns, rows = images.take(wanted)
+    return ImageSet(pixels, [images.names[int(i)] for i in rows], columns)
 
 
 def _statistics(latents: NDArray[np.float16]) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -18,6 +18,7 @@ from unfog.reporting.progress import plural
 from unfog.reporting.recorder import Recorder
 from unfog.safe_files import read_file, write_atomic
 from unfog.text import sanitize, valid_text
+from unfog.values.columns import columns_digest, without_class
 
 DATA_FILE = "data.json"
 _MAX_LISTED = 100_000  # files in data.json; of more, only those skipped, or converted in an unusual way
@@ -40,7 +41,8 @@ def data_json(dataset: Dataset) -> bytes:
     """Return the report of the data set, and a line for each file: {"name", "status", "converted", "reason"}.
 
     The status is "used", "held out" or "quarantined" (skipped), and only the last has a reason. "converted" is null
-    where images are decoded only when training wants them. Failed shards are in "shards_given_up". A name that is no
+    where images are decoded only when training wants them. "columns" has a digest of the training and one of the
+    held-out values of each column but the labels. Failed shards are in "shards_given_up". A name that is no
     valid text has \\xff for such a byte.
     """
     report = dataset.report
@@ -55,6 +57,9 @@ def data_json(dataset: Dataset) -> bytes:
         "actions": report.actions,
         "unlisted": files - len(lines),
     }
+    parts = [without_class(images.columns) for images in (dataset.train, dataset.held_out)]
+    if parts[0]:
+        head["columns"] = {name: [columns_digest({name: part[name]}) for part in parts] for name in parts[0]}
     shards = remote_shards_of(dataset.train)
     if shards is not None and shards.failed:
         head["shards_given_up"] = shards.failed
@@ -89,7 +94,7 @@ def describe_changes(folder: RunFolder, dataset: Dataset) -> str:
         stored = json.loads(read_file(folder.path / DATA_FILE, folder.path, _LARGEST_REPORT))
         before = {str(file["name"]): str(file["status"]) for file in stored["files"]}
         now = json.loads(data_json(dataset))
-        facts = _changed_facts(stored, now)
+        facts = [*_changed_facts(stored, now), *_changed_columns(stored, now)]
         if stored["unlisted"] or now["unlisted"]:
             return "; ".join(facts)
         after = {file["name"]: file["status"] for file in now["files"]}
@@ -123,6 +128,14 @@ def _changed_files(before: dict[str, str], after: dict[str, str]) -> list[str]:
     for (was, now), names in changed.items():
         parts.append(f"{len(names):,} were {was} and are {now} now, such as {sanitize(names[0])}")
     return parts
+
+
+def _changed_columns(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return which columns of two reports have other values."""
+    was, is_now = (dict(report.get("columns", {})) for report in (before, now))
+    names = [sanitize(str(name)) for name in was | is_now if was.get(name) != is_now.get(name)]
+    more = ", …" * (len(names) > _MAX_SINGLE)
+    return [f"columns with other values: {', '.join(names[:_MAX_SINGLE])}{more}"] if names else []
 
 
 def _changed_facts(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -92,8 +92,8 @@ def decoded_images(images: ImageSet) -> ImageSet:
     """Return the images if they are decoded, else a few of them decoded, so that steps are timed without decoding."""
     if isinstance(images.pixels, np.ndarray):
         return images
-    pixels, labels, rows = images.take(evenly_spaced(len(images), _TIMED))
-    return ImageSet(pixels, labels, [images.names[i] for i in rows], images.classes)
+    pixels, columns, rows = images.take(evenly_spaced(len(images), _TIMED))
+    return ImageSet(pixels, [images.names[i] for i in rows], columns)
 
 
 def forward_passes(config: Config, held_out: int) -> dict[str, float]:
@@ -239,7 +239,7 @@ def random_images(config: Config, count: int = 256) -> ImageSet:
     """Return images of random pixels, or random latents, in the format that a run of `config` trains on."""
     pixels = config.representation.random(count, np.random.default_rng(0))
     labels = np.arange(count) % len(config.classes) if config.classes else None
-    return ImageSet(pixels, labels, [f"random {i}" for i in range(count)], config.classes)
+    return ImageSet.labelled(pixels, labels, [f"random {i}" for i in range(count)], config.classes)
 
 
 def differing_tensors(one: TrialTraining, other: TrialTraining) -> list[str]:

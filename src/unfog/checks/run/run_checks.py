@@ -236,8 +236,8 @@ def _training_pixels(images: ImageSet, labels: tuple[int, ...]) -> tuple[Pixels,
         return images.pixels[rows].transpose(0, 2, 3, 1), None
     wanted = np.flatnonzero(np.isin(images.labels, labels))
     rows = wanted[evenly_spaced(len(wanted), _COMPARED)]
-    pixels, own, _ = images.take(rows)
-    return pixels.transpose(0, 2, 3, 1), own
+    taken = images.take(rows)
+    return taken.pixels.transpose(0, 2, 3, 1), taken.labels
 
 
 def _baseline_losses(diffusion: Diffusion, x0: Tensor, levels: Tensor) -> tuple[Floats, Floats]:

@@ -24,6 +24,7 @@ from unfog.data.sources.base import Source
 from unfog.errors import RequestError
 from unfog.text import sanitize
 from unfog.values.buckets import Bucket
+from unfog.values.columns import of_labels
 from unfog.values.image_format import Size
 
 _UNREADABLE = 1  # side of images where no head can be read
@@ -130,7 +131,7 @@ def _prepare_parts(
                 f"no image of {sanitize(source.name)} is for the bucket {size} of this run; restore the images, or "
                 "start a new run"
             )
-        bucket = BucketSource(source, rows, scan.classes, scan.labels, held)
+        bucket = BucketSource(source, rows, scan.columns, held)
         parts.append(prepare(bucket, replace(settings, size=size), progress, to_draw * len(rows) // n, known))
     found = {name for part in parts for name in part.train.classes}
     classes = tuple(name for name in scan.classes if name in found)
@@ -146,7 +147,9 @@ def _with_classes(images: ImageSet, classes: tuple[str, ...]) -> ImageSet:
         return images
     index = np.array([classes.index(name) for name in images.classes], np.int64)
     labels = index[images.labels_of(np.arange(len(images)))]
-    return replace(images, labels=labels, classes=classes, known_fingerprint=images.fingerprint)
+    return replace(
+        images, columns={**images.columns, **of_labels(labels, classes)}, known_fingerprint=images.fingerprint
+    )
 
 
 def _join(scan: Scan, parts: Sequence[Dataset]) -> Dataset:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,16 +12,16 @@ from PIL import Image
 
 from unfog.data.sources.base import Source
 from unfog.data.values.deep_image import DeepImage
+from unfog.values.columns import Column, rows_of
 
 
 class BucketSource(Source):
-    """Some of the images of a source, with labels and held-out images that were decided on all of them.
+    """Some of the images of a source, with columns and held-out images that were decided on all of them.
 
     Args:
         source: with all images.
         rows: indices of the images in the source, increasing.
-        classes: names of the classes; () without.
-        labels: [N] of all images, an index into `classes`; None without classes.
+        columns: of all images of the source.
         held_out: names of all held-out images.
     """
 
@@ -27,19 +29,18 @@ class BucketSource(Source):
         self,
         source: Source,
         rows: NDArray[np.int64],
-        classes: tuple[str, ...],
-        labels: NDArray[np.int64] | None,
+        columns: Mapping[str, Column],
         held_out: frozenset[str],
     ) -> None:
         self._source, self._rows = source, rows
         self.name, self.resolved, self.remote = source.name, source.resolved, source.remote
         self.names = [source.names[i] for i in rows.tolist()]
-        self.classes, self.labels = classes, None if labels is None else labels[rows]
+        self.columns = rows_of(columns, rows)
         self.held_out = held_out.intersection(self.names)
         self.outage = source.outage
 
-    def open(self, i: int) -> Image.Image | DeepImage:
-        return self._source.open(int(self._rows[i]))
+    def read(self, i: int) -> Image.Image | DeepImage | NDArray[Any]:
+        return self._source.read(int(self._rows[i]))
 
     def folder_problem(self, i: int) -> str:
         return self._source.folder_problem(int(self._rows[i]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -91,14 +91,15 @@ def _scale(pixels: NDArray[np.uint8], format: ImageFormat) -> NDArray[np.uint8]:
 
 
 def join_sets(parts: Sequence[ImageSet], format: ImageFormat, fingerprint: str) -> ImageSet:
-    """Return the images of several sets with the same classes as one set, whose pixels are scaled to one format."""
-    labels = None if parts[0].labels is None else np.concatenate([np.asarray(part.labels) for part in parts])
+    """Return the images of several sets with the same columns as one set, whose pixels are scaled to one format."""
     known = all(len(part.sides) == len(part) for part in parts)  # sides are unknown before images are decoded
     return ImageSet(
         BucketPixels([part.pixels for part in parts], format),
-        labels,
         [name for part in parts for name in part.names],
-        parts[0].classes,
+        {
+            name: replace(column, values=np.concatenate([np.asarray(part.columns[name].values) for part in parts]))
+            for name, column in parts[0].columns.items()
+        },
         fingerprint,
         np.concatenate([part.sides for part in parts]) if known else parts[0].sides[:0],
         np.concatenate([part.grey for part in parts]) if known else parts[0].grey[:0],

@@ -69,15 +69,15 @@ class LatentArrays(NamedTuple):
     """[N], the row of each image in its set."""
 
     def image_sets(self, sets: Sequence[ImageSet], key: str) -> list[ImageSet]:
-        """Return the sets with latents in place of pixels, [N, K, C, H, W], and the labels of the encoded images."""
+        """Return the sets with latents in place of pixels, [N, K, C, H, W], and the columns of the encoded images."""
         latent_sets, begin = [], 0
         for images in sets:
             part = slice(begin, begin + len(images))
             # An ImageSet says uint8 of its pixels, but neither it nor the stream looks at them.
             some = self.latents.rows(part) if isinstance(self.latents, FileRows) else self.latents[part]
-            latents, labels = cast(PixelArray, some), images.labels_of(self.rows[part])
+            latents, columns = cast(PixelArray, some), images.columns_of(self.rows[part])
             fingerprint = f"latents:{key}:{begin}"
-            latent_sets.append(replace(images, pixels=latents, labels=labels, known_fingerprint=fingerprint))
+            latent_sets.append(replace(images, pixels=latents, columns=columns, known_fingerprint=fingerprint))
             begin += len(images)
         return latent_sets
 

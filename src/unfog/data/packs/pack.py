@@ -3,6 +3,7 @@
     pack.json        shape, split, settings, classes, data report, statistics, a checksum of each file
     pixels.u8        uint8 [N, C, H, W], first the training images, then those held out
     labels.npy       int64 [N], an index into the classes; absent without classes
+    column-0.npy …   [N, …], other columns, if there are any: see `pack_columns`
     names.bin        the names of the images in UTF-8; names.npy int64 [N + 1] has the offset of each
     treatment.npy    int32 [N], sides.npy int32 [N, 2], grey.npy bool [N]: see `DataReport` and `ImageSet`
     chunks.json      [row behind it, sha256] of each chunk of pixels.u8
@@ -31,6 +32,7 @@ from unfog.data.data_report import DataReport
 from unfog.data.dataset import Dataset, ImageSet, PixelArray
 from unfog.data.files.file_rows import FileRows, is_local
 from unfog.data.outages import Outage
+from unfog.data.packs.pack_columns import mapped, open_columns
 from unfog.data.settings import Data
 from unfog.data.sources.base import LazyNames
 from unfog.errors import RequestError
@@ -238,7 +240,7 @@ def _open_files(path: Path, manifest: Mapping[str, Any]) -> tuple[ImageSet, Data
     format = Data(**_stored_settings(manifest)).image_format
     if files["pixels.u8"]["bytes"] != n * format.nbytes:
         raise ValueError("pixels.u8 does not have that shape")
-    offsets = _mapped(path / "names.npy", (n + 1,), np.int64)
+    offsets = mapped(path / "names.npy", (n + 1,), np.int64)
     size, names = files["names.bin"]["bytes"], path / "names.bin"
     if size and is_local(names):
         text: NDArray[np.uint8] = np.memmap(regular_file(names, path), np.uint8, "r")
@@ -249,13 +251,12 @@ def _open_files(path: Path, manifest: Mapping[str, Any]) -> tuple[ImageSet, Data
         raise ValueError("names.npy does not fit names.bin")
     images = ImageSet(
         _mapped_pixels(path / "pixels.u8", tuple(manifest["shape"]), format.dtype),
-        _mapped(path / "labels.npy", (n,), np.int64) if manifest["labelled"] else None,
         LazyNames(partial(_name_at, np.asarray(text), offsets), range(n)),
-        tuple(manifest["classes"]),
-        sides=_mapped(path / "sides.npy", (n, 2), np.int32),
-        grey=_mapped(path / "grey.npy", (n,), np.bool_),
+        open_columns(path, manifest),
+        sides=mapped(path / "sides.npy", (n, 2), np.int32),
+        grey=mapped(path / "grey.npy", (n,), np.bool_),
     )
-    report = DataReport.from_dict({**manifest["ledger"], "treatment": _mapped(path / "treatment.npy", (n,), np.int32)})
+    report = DataReport.from_dict({**manifest["ledger"], "treatment": mapped(path / "treatment.npy", (n,), np.int32)})
     if report.used != n or report.held_out != n - manifest["train"] or sum(report.counts) != n:
         raise ValueError("its report is not of these images")
     return images, report
@@ -265,14 +266,6 @@ def _name_at(text: NDArray[np.uint8], offsets: NDArray[np.int64], i: int) -> str
     begin, end = offsets[i : i + 2].tolist()
     # Negative offsets, in a damaged file, would count from the end.
     return text[max(0, begin) : max(0, end)].tobytes().decode("utf-8", "surrogateescape")
-
-
-def _mapped(path: Path, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-    # All but the pixels take a few bytes an image, so that they are read whole where mapping is not safe.
-    array = np.load(regular_file(path, path.parent), mmap_mode="r" if is_local(path) else None, allow_pickle=False)
-    if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous:
-        raise ValueError(f"{path.name} holds something else")
-    return np.asarray(array)
 
 
 def _mapped_pixels(path: Path, shape: tuple[int, ...], dtype: np.dtype[Any]) -> PixelArray:

@@ -15,6 +15,7 @@ import PIL
 from numpy.typing import NDArray
 
 from unfog.data.packs.pack import FORMAT, JOURNAL, MANIFEST, PACK_SETTINGS, Pack
+from unfog.data.packs.pack_columns import COLUMN_FILES
 from unfog.data.scan import Scan
 from unfog.errors import RequestError, RunError
 from unfog.locks.flock import LOCK
@@ -22,11 +23,12 @@ from unfog.locks.folder_lock import lock_of
 from unfog.locks.owner import OwnedError
 from unfog.safe_files import read_file, remove
 from unfog.text import sanitize
+from unfog.values.columns import columns_digest
 
 FACTS_FILE = "facts.bin"
 _LARGEST_JOURNAL = 2**30  # bytes
 _CREATED_FIRST = frozenset(["pixels.u8", FACTS_FILE])  # they may exist, empty, before the journal does
-_ARRAYS = ("labels.npy", "treatment.npy", "sides.npy", "grey.npy", "names.npy", "names.bin", "chunks.json")
+_ARRAYS = (*COLUMN_FILES, "treatment.npy", "sides.npy", "grey.npy", "names.npy", "names.bin", "chunks.json")
 _PARTIAL = frozenset(f"{name}.partial" for name in (JOURNAL, MANIFEST, *_CREATED_FIRST, *_ARRAYS))
 # Every file that an unfinished pack may have.
 FILES = frozenset([JOURNAL, *_ARRAYS]) | _CREATED_FIRST | _PARTIAL
@@ -80,14 +82,20 @@ class Journal:
             "channels": scan.channels,
             "size": scan.size,
             "proved": scan.channels_certain,
-            # Absent from journals that were begun before there was this setting.
+            # Absent from journals that were begun before there were these.
             **({"range": list(scan.settings.range)} if scan.settings.range else {}),
+            **({"columns": columns} if (columns := columns_digest(scan.columns)) else {}),
         }
 
     def difference(self, scan: Scan, key: str) -> str:
         """Name the first difference of this journal from one of a source and its settings; "" for none."""
         header = self.header_of(scan, key)
-        names = {"stamp": "the images", "settings": "the settings", "range": "the range of values"}
+        names = {
+            "stamp": "the images",
+            "columns": "the columns",
+            "settings": "the settings",
+            "range": "the range of values",
+        }
         names["pillow"] = "the version of Pillow"
         return next((name for key, name in names.items() if self.header.get(key) != header.get(key)), "")
 

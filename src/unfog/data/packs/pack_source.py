@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from PIL import Image
+from numpy.typing import NDArray
 
 from unfog.data.dataset import Dataset
 from unfog.data.files.file_rows import FileRows
@@ -14,7 +15,8 @@ from unfog.data.settings import Data
 from unfog.data.sources.base import OpenOptions, Source, SourceLocation
 from unfog.errors import RequestError
 from unfog.text import sanitize
-from unfog.values.image_format import ImageFormat, sides_of, to_pillow
+from unfog.values.columns import without_class
+from unfog.values.image_format import ImageFormat, sides_of
 
 
 class PackSource(Source):
@@ -26,6 +28,7 @@ class PackSource(Source):
         self.names = self.pack.images.names
         self.classes = self.pack.images.classes
         self.labels = self.pack.images.labels
+        self.columns = self.pack.images.columns
         if isinstance(self.pack.images.pixels, FileRows) and self.pack.images.pixels.waits is not None:
             self.outage = self.pack.images.pixels.waits
 
@@ -46,9 +49,8 @@ class PackSource(Source):
     def load(cls, location: SourceLocation, options: OpenOptions) -> PackSource:
         return cls(Path(location.resolved), location.name)
 
-    def open(self, i: int) -> Image.Image:
-        pixels = self.pack.images.pixels[i]
-        return to_pillow(pixels.transpose(1, 2, 0))
+    def read(self, i: int) -> NDArray[Any]:
+        return self.pack.images.pixels[i].transpose(1, 2, 0)
 
     def stamp(self) -> tuple[str, int]:
         # The manifest's digest covers a checksum of every file.
@@ -74,7 +76,7 @@ class PackSource(Source):
             return dataset
         images, train, report, resolved = pack.images, pack.train, dataset.report, dataset.settings
         if drop_labels:
-            images, report = replace(images, labels=None, classes=()), replace(report, class_counts={})
+            images, report = replace(images, columns=without_class(images.columns)), replace(report, class_counts={})
         if settings.held_out == 0:
             train, report, resolved = len(images), replace(report, held_out=0), replace(resolved, held_out=0.0)
         return Dataset.split(images, train, resolved, report)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from unfog.data.decode_pool import INFO_DTYPE, ColourFoundError, DecodeStatistics, Progress, decode_all
 from unfog.data.packs.pack import FORMAT, JOURNAL, MANIFEST, PACK_SETTINGS, Pack
+from unfog.data.packs.pack_columns import column_arrays, column_facts
 from unfog.data.packs.pack_journal import (
     FACTS_FILE,
     Journal,
@@ -33,6 +34,7 @@ from unfog.data.sources.image_files import ARCHIVE_GONE, CHANGED, GONE
 from unfog.errors import RequestError
 from unfog.safe_files import Mode, file_digest, open_file, replace_file, write_atomic
 from unfog.text import format_bytes, sanitize
+from unfog.values.columns import CLASS, classes_of, rows_of, update_digest
 
 _ROOM_PER_IMAGE = 256  # bytes, for its name and all else but its pixels
 _BLOCK = 1 << 16  # rows of names that are written at once
@@ -188,16 +190,19 @@ class _PackWriter:
         write_atomic(folder / "chunks.json", json.dumps(chunks, indent=0).encode(), folder)
         fingerprints, pixels_digest = self._fingerprints(result, progress)
         # Not the path of a table that the labels came from, which need not be there later.
-        labels = "none" if result.labels is None else "folders"
+        labelled = CLASS in result.columns
         manifest = {
             "format": FORMAT,
             "key": self.key,
             "stamp": self.scan.stamp,
             "shape": [self.journal.rows, *self.scan.image_format.shape],
             "train": result.train,
-            "settings": {name: getattr(settings, name) for name in PACK_SETTINGS} | {"labels": labels} | settings.later,
-            "classes": list(result.classes),
-            "labelled": result.labels is not None,
+            "settings": {name: getattr(settings, name) for name in PACK_SETTINGS}
+            | {"labels": "folders" if labelled else "none"}
+            | settings.later,
+            "classes": list(classes_of(result.columns)),
+            "labelled": labelled,
+            **column_facts(result.columns, self.scan.columns),
             "ledger": {key: value for key, value in result.report.to_dict().items() if key != "treatment"},
             "fingerprints": fingerprints,
             "statistics": self._pixel_statistics(),
@@ -220,9 +225,8 @@ class _PackWriter:
             "treatment.npy": result.report.treatment,
             "sides.npy": result.sides,
             "grey.npy": result.grey,
+            **column_arrays(result.columns),
         }
-        if result.labels is not None:
-            arrays["labels.npy"] = result.labels.astype(np.int64)
         for name, array in arrays.items():
             with replace_file(self.folder / name, self.folder) as file:
                 np.save(file, array, allow_pickle=False)
@@ -244,15 +248,14 @@ class _PackWriter:
         with self._open("pixels.u8", "rb") as file:
             for begin, end in ((0, result.train), (result.train, self.journal.rows)):
                 shape = (end - begin, *self.scan.image_format.shape)
-                digest = hashlib.sha256(repr((shape, result.classes)).encode())
+                digest = hashlib.sha256(repr((shape, classes_of(result.columns))).encode())
                 for start in range(begin, end, 4096):
                     block = file.read(min(end - start, 4096) * self._image_bytes)
                     digest.update(block)
                     whole.update(block)
                     if progress:
                         progress(n, n)  # it may raise to stop
-                if result.labels is not None:
-                    digest.update(result.labels[begin:end].astype(np.int64).tobytes())
+                update_digest(digest, rows_of(result.columns, slice(begin, end)))
                 fingerprints.append(digest.hexdigest())
         return fingerprints, whole.hexdigest()
 

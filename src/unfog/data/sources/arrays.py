@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from unfog.cache_folder import cache_folder, hold, make_room
 from unfog.data.cache import remove_stale_entries
@@ -29,11 +28,9 @@ from unfog.data.files.file_rows import FileRows, load_rows
 from unfog.data.sources.base import LazyNames, OpenOptions, Source, SourceLocation
 from unfog.data.sources.folder import sample_digest
 from unfog.data.sources.image_objects import CHANNELS, as_array, channel_axis
-from unfog.data.values.deep_image import DeepImage
 from unfog.errors import RequestError
 from unfog.safe_files import replace_file
 from unfog.text import sanitize
-from unfog.values.image_format import to_pillow
 
 _IMAGE_KEYS, _LABEL_KEYS = ("x", "images", "arr_0"), ("y", "labels")
 
@@ -136,17 +133,11 @@ class ArraySource(Source):
             ) from None
         return path
 
-    def open(self, i: int) -> Image.Image | DeepImage:
+    def read(self, i: int) -> NDArray[Any]:
         if self._rows is None:
-            pixels = np.ascontiguousarray(self._images[i])
-        else:
-            row = self._rows[i]
-            pixels = np.ascontiguousarray(_as_nhwc(self.name, np.broadcast_to(row, (2, *row.shape)))[0][0])
-        if pixels.dtype == np.bool_:
-            pixels = pixels.astype(np.uint8) * np.uint8(255)
-        if pixels.dtype != np.uint8:
-            return DeepImage(pixels)
-        return to_pillow(pixels)
+            return np.asarray(self._images[i])
+        row = self._rows[i]
+        return np.asarray(_as_nhwc(self.name, np.broadcast_to(row, (2, *row.shape)))[0][0])
 
     def stamp(self) -> tuple[str, int]:
         # An .npz file was read whole, so changes since do not matter; a mapped one shows them.

@@ -1,8 +1,8 @@
 """`Source`, the interface of everything that images are read from, and the errors that reading them raises.
 
-To add a source, write a subclass and name it in `registry.BUILT_IN`. It must set `names` and define `open` and `stamp`;
-all other members have defaults. A class outside this package is registered with `registry.register`, or given on the
-command line as `python:MODULE:CLASS`.
+To add a source, write a subclass and name it in `registry.BUILT_IN`. It must set `names` and define `stamp`, and `open`
+or `read`; all other members have defaults. A class outside this package is registered with `registry.register`, or
+given on the command line as `python:MODULE:CLASS`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar, Literal, Protocol, overload
+from typing import Any, ClassVar, Literal, Protocol, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,9 +26,10 @@ from unfog.data.data_report import SkippedFile
 from unfog.data.dataset import Dataset
 from unfog.data.outages import Outage
 from unfog.data.settings import Data
-from unfog.data.values.deep_image import DeepImage
+from unfog.data.values.deep_image import DeepImage, as_image
 from unfog.errors import RequestError
 from unfog.text import sanitize
+from unfog.values.columns import Column
 
 
 class ImageError(Exception):
@@ -209,6 +210,9 @@ class Source(ABC):
     labels: NDArray[np.int64] | None = None
     """[N], an index into `classes` for each image; None to read labels from the folders in `names`."""
 
+    columns: Mapping[str, Column] = {}
+    """What is known about each image, by name, in the order of `names`. Labels may be its column "class" instead."""
+
     held_out: frozenset[str] | None = None
     """Names of the images of an official held-out split; None to split by a hash of the names."""
 
@@ -264,15 +268,27 @@ class Source(ABC):
         """Open a location that `match` returned. Raises RequestError if it cannot be read or holds no image."""
         return cls(location)
 
-    @abstractmethod
     def open(self, i: int) -> Image.Image | DeepImage:
         """Return image i, decoded or not yet. Called from several threads at once. May raise ImageError or OSError."""
+        raise NotImplementedError("the source has no open or read")
+
+    def read(self, i: int) -> Image.Image | DeepImage | NDArray[Any]:
+        """Return image i as `open` does, or as an array [H, W, C] with C = 1, 3 or 4; called as `open` is.
+
+        An array of uint8 is used as it is, booleans with True as white, and other numbers as those of a `DeepImage`.
+        """
+        return self.open(i)
+
+    def read_image(self, i: int) -> Image.Image | DeepImage:
+        """Return what `read` returns, an array as an image."""
+        return as_image(self.read(i))
 
     @abstractmethod
     def stamp(self) -> tuple[str, int]:
         """Return (a digest of the source's state, its bytes in all).
 
-        The digest names caches and is compared on resume, so it must differ when an image or a label has changed.
+        The digest names caches and is compared on resume, so it must differ when an image, a label or a column has
+        changed.
         """
 
     def table(self, name: str) -> LabelTable | None:

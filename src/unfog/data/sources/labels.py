@@ -1,4 +1,4 @@
-"""Class labels of a source: those of folders, or of a table beside the images or in them."""
+"""Class labels of a source, those of folders, or of a table beside the images or in them; and its other columns."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,16 @@ from unfog.data.sources.label_tables import match_rows, read_table, sort_labels,
 from unfog.data.values.deep_image import DeepImage
 from unfog.errors import RequestError
 from unfog.text import sanitize
+from unfog.values.columns import (
+    CLASS,
+    Column,
+    check_columns,
+    classes_of,
+    labels_of,
+    of_labels,
+    rows_of,
+    without_class,
+)
 
 # Folder names that are splits of a data set rather than classes.
 SPLITS = frozenset(["train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval"])
@@ -48,9 +59,13 @@ def read_labels(
     """
     if mode == "none":
         return (), None
-    classes, labels = source.classes, source.labels
+    classes, labels = _own_labels(source)
     if labels is None:
         classes, labels = _read_folders(source, mode)
+    elif len(labels) != len(source.names):
+        raise RequestError(
+            f"{sanitize(source.name)} has {len(labels):,} labels for {len(source.names):,} images; give one for each"
+        )
     elif len(labels) and not 0 <= labels.min() <= labels.max() < len(classes):
         raise RequestError(
             f"{sanitize(source.name)} has a label that is none of its {len(classes):,} classes: it is damaged; "
@@ -68,6 +83,28 @@ def read_labels(
     warn_of_labels(source, classes, labels, warn)
     # Class names end up in files, figures and terminals, so control characters must not act there.
     return tuple(sanitize(name) for name in classes), labels
+
+
+def _own_labels(source: Source) -> tuple[tuple[str, ...], NDArray[np.int64] | None]:
+    """Return the classes and labels that the source itself has; its classes and None without labels."""
+    if source.labels is not None or CLASS not in source.columns:
+        return source.classes, source.labels
+    columns = check_columns({CLASS: source.columns[CLASS]}, len(source.names), sanitize(source.name))
+    return classes_of(columns), labels_of(columns)
+
+
+def read_columns(source: Source, mode: str, warn: Callable[[str], None] = lambda line: None) -> dict[str, Column]:
+    """Return the columns of a source: its labels as `read_labels` finds them, then all others.
+
+    RequestError as `read_labels`, or if a column does not fit the images.
+    """
+    classes, labels = read_labels(source, mode, warn)
+    return of_labels(labels, classes) | _own_columns(source)
+
+
+def _own_columns(source: Source) -> dict[str, Column]:
+    """Return the columns of a source but that of its labels. RequestError if one does not fit the images."""
+    return check_columns(without_class(source.columns), len(source.names), sanitize(source.name))
 
 
 def _read_folders(source: Source, mode: str) -> tuple[tuple[str, ...], NDArray[np.int64] | None]:
@@ -139,6 +176,7 @@ class _LabelTableSource(Source):
         known = [(i, number[value]) for i, value in zip(row_of, values) if value]
         self._rows = np.array([i for i, _ in known], np.int64)
         self.labels = np.array([label for _, label in known], np.int64)
+        self.columns = rows_of(_own_columns(source), self._rows)
         self.names = [source.names[i] for i in self._rows]
         self.remote_shards, self.outage = source.remote_shards, source.outage
         labelled = set(self._rows.tolist())
@@ -151,8 +189,8 @@ class _LabelTableSource(Source):
         if not self.classes:
             raise RequestError(f"{sanitize(table.name)} leaves every label empty; fill its label column")
 
-    def open(self, i: int) -> Image.Image | DeepImage:
-        return self._source.open(int(self._rows[i]))
+    def read(self, i: int) -> Image.Image | DeepImage | NDArray[Any]:
+        return self._source.read(int(self._rows[i]))
 
     def folder_problem(self, i: int) -> str:
         return self._source.folder_problem(int(self._rows[i]))
@@ -182,7 +220,7 @@ def apply_label_table(source: Source, mode: str, warn: Callable[[str], None] = l
     if mode in LABELS:
         if mode != "none" and source.label_warning:
             warn(source.label_warning)
-        return _find_labels(source, warn) if mode == "auto" and source.labels is None else source
+        return _find_labels(source, warn) if mode == "auto" and _own_labels(source)[1] is None else source
     if isinstance(source, _LabelTableSource):
         return source
     path, columns = table_and_columns(mode)

@@ -1,4 +1,4 @@
-"""`DeepImage`: an image of values deeper than 8 bits that Pillow has no mode for."""
+"""`DeepImage`: an image of values deeper than 8 bits that Pillow has no mode for; and arrays as images."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from unfog.data.values.value_range import FULL, Ranges
+from unfog.values.image_format import to_pillow
 
 
 class DeepImage:
@@ -48,3 +49,18 @@ class DeepImage:
         image = Image.fromarray(np.ascontiguousarray(ranges.to_uint8(self.values, full)))
         image.info = dict(self.info)
         return image
+
+
+def as_image(picture: Image.Image | DeepImage | NDArray[Any]) -> Image.Image | DeepImage:
+    """Return an array [H, W] or [H, W, C] with C = 1, 3 or 4 as an image, True as white; an image as it is.
+
+    ValueError if the array is no image.
+    """
+    if not isinstance(picture, np.ndarray):
+        return picture
+    sides, channels = picture.shape[:2], picture.shape[2:]
+    if channels not in ((), (1,), (3,), (4,)) or len(sides) != 2 or 0 in sides or picture.dtype.kind not in "uifb":
+        raise ValueError(f"an array of {picture.dtype} {list(picture.shape)}")
+    if picture.dtype == np.bool_:
+        picture = picture.astype(np.uint8) * np.uint8(255)
+    return to_pillow(picture) if picture.dtype == np.uint8 else DeepImage(picture)
