@@ -33,6 +33,7 @@ from unfog.process.run_folder import RunFolder
 from unfog.training.distributed.micro_batches import split_batch
 from unfog.training.distributed.world import World
 from unfog.values.buckets import Bucket, bucket_texts, parse_buckets, share_samples
+from unfog.values.columns import Column
 from unfog.values.conditions import NO_CONDITIONS
 from unfog.values.image_format import sides_of
 
@@ -285,6 +286,15 @@ def test_a_run_that_goes_on_finds_its_buckets(mixed: Path, cache: str) -> None:
     assert torch.equal(a.pixels, b.pixels)
     assert torch.equal(a.conditions.label, b.conditions.label)
     assert [first.train.names[i] for i in a.index] == [again.train.names[i] for i in b.index]
+
+
+def test_columns_go_with_their_images(mixed: Path) -> None:
+    source = open_source(str(mixed))
+    numbers = np.array([int(Path(name).stem) for name in source.names], np.float32)
+    source.columns = {"number": Column("number", "number", numbers)}
+    kept = prepare_buckets(source, Data(size=16, aspect="keep", held_out=0.2), ANY, lambda line: None)
+    for images in (kept.train, kept.held_out, *(part.train for part in kept.buckets)):
+        assert images.columns["number"].values.tolist() == [int(Path(name).stem) for name in images.names]
 
 
 def test_images_that_are_damaged_are_reported_and_left_out(mixed: Path) -> None:
