@@ -22,9 +22,8 @@ from unfog.training.checkpoints.writer import CheckpointWriter, ShardStatusStore
 from unfog.training.distributed.coordination import CoordinatedHooks
 from unfog.training.distributed.world import init_world
 from unfog.training.hooks import TrainingHooks
-from unfog.training.optimizer_settings import Optimizer
 from unfog.training.precision import Precision
-from unfog.training.settings import Checkpoint, PowerEma
+from unfog.training.settings import Checkpoint, Optimizer, PowerEma
 from unfog.training.state import TrainState
 
 import torch

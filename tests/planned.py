@@ -18,7 +18,7 @@ from unfog.data.stream import ImageStream
 from unfog.models.settings import DiT, UNet
 from unfog.pipeline.build import build_loss, build_state
 from unfog.planning.memory_estimate import MemoryEstimator
-from unfog.planning.memory_trace import Trace
+from unfog.planning.memory_recorder import Trace
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import LoopSettings, train
 

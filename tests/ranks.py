@@ -34,9 +34,8 @@ from unfog.training.distributed.fsdp import _full_tensor
 from unfog.training.distributed.world import SINGLE_PROCESS, init_world
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import Intervals, LoopSettings, train
-from unfog.training.optimizer_settings import Muon, Optimizer
 from unfog.training.precision import Precision
-from unfog.training.settings import PowerEma, Training
+from unfog.training.settings import Muon, Optimizer, PowerEma, Training
 from unfog.training.sharded_tensors import is_sharded, to_local
 from unfog.training.state import TrainState
 from unfog.values.conditions import NO_CONDITIONS, Conditions

@@ -25,9 +25,8 @@ from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import rotation, snapshot
 from unfog.training.checkpoints.load import find_rollback_checkpoint, load_checkpoint, read_tensors, roll_back
 from unfog.training.checkpoints.writer import CheckpointWriter
-from unfog.training.optimizer_settings import Optimizer
 from unfog.training.precision import Precision
-from unfog.training.settings import Checkpoint, PowerEma
+from unfog.training.settings import Checkpoint, Optimizer, PowerEma
 from unfog.training.state import TrainState
 
 KINDS = (torch.float32, torch.float64, torch.int64, torch.bfloat16, torch.uint8)

@@ -38,9 +38,8 @@ from unfog.process.signals import StopSignals
 from unfog.reporting.records import read_metrics
 from unfog.runs.dry_run_checks import _shortened_evaluation
 from unfog.sharded_rng import seed_generators
-from unfog.training.optimizer_settings import Optimizer
 from unfog.training.precision import Precision
-from unfog.training.settings import Evaluate, PowerEma
+from unfog.training.settings import Evaluate, Optimizer, PowerEma
 from unfog.training.stability.nan_debug import NanReport
 from unfog.training.state import TrainState
 from unfog.values.conditions import NO_CONDITIONS

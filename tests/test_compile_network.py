@@ -1,5 +1,7 @@
 """Changes to compiled code: the same results with fewer launches on a GPU. What is launched: test_cuda_aot.py."""
 
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +9,10 @@ import torch
 from torch import nn
 
 from unfog.compile_for_gpu import compiled_with
+from unfog.diffusion.diffusion import Diffusion
+from unfog.diffusion.objective import Objective, noised, stratified, weighted_error
 from unfog.pipeline import compile_network
+from unfog.pipeline.build import fitted
 from unfog.pipeline.compile_network import move_biases
 from unfog.process.torch_flags import caller_flags_kept
 
@@ -78,6 +83,33 @@ def test_functions_are_compiled_on_a_gpu_with_a_compiled_network(kind, in_place,
     if in_place:
         network.compile()
     assert (compiled_with(network, torch.device(kind), torch.sin) is not torch.sin) == is_compiled
+
+
+@pytest.mark.parametrize(("kind", "is_compiled"), [("cuda", True), ("cpu", False)])
+def test_the_loss_is_compiled_with_the_network_and_called_as_it_is_otherwise(kind, is_compiled):
+    network = nn.Linear(1, 1)
+    network.compile()
+    state = SimpleNamespace(model=network, precision=SimpleNamespace(device=torch.device(kind)), levels=None)
+    plain = Objective(Diffusion())
+    fit = fitted(plain, state)
+    pairs = [(getattr(plain, name), getattr(fit, name)) for name in ("stratified", "noised", "weighted_error")]
+    assert [before is not after for before, after in pairs] == [is_compiled] * 3
+    assert fit == plain
+
+
+@pytest.mark.slow
+def test_the_functions_of_the_loss_compile_without_a_graph_break():
+    compiled = partial(torch.compile, backend="aot_eager", fullgraph=True, dynamic=False)
+    plain = Objective(Diffusion(), interleaved=True)
+    loss = replace(
+        plain, stratified=compiled(stratified), noised=compiled(noised), weighted_error=compiled(weighted_error)
+    )
+    results = []
+    for objective in (plain, loss):
+        torch.manual_seed(0)
+        results.append(objective(lambda x, c_noise, conditions: x + c_noise.view(-1, 1, 1, 1), torch.rand(6, 1, 4, 4)))
+    torch.testing.assert_close(results[0].per_image, results[1].per_image)
+    torch.testing.assert_close(results[0].null_loss, results[1].null_loss)
 
 
 @pytest.fixture

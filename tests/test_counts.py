@@ -86,7 +86,7 @@ def counted_steps(config, monkeypatch, microbatch=0):
     pixels = np.random.default_rng(0).integers(0, 256, (40, 3, SIDE, SIDE), dtype=np.uint8).view(Pixels)
     state, stream = build_state(config, CPU), ImageStream(ImageSet(pixels, ["image"] * 40), 0)
     counting, run, augment = Counting(), Stopping(), build_augmentation(config)
-    loss = build_loss(config, state.levels)
+    loss = build_loss(config, state)
 
     def augmented(pixels):
         with counting.during("augmentation"):

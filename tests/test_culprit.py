@@ -14,9 +14,8 @@ from unfog.models.settings import UNet
 from unfog.models.unet import UNetModel
 from unfog.sharded_rng import seed_generators
 from unfog.training.distributed.micro_batches import _split_range
-from unfog.training.optimizer_settings import Optimizer
 from unfog.training.precision import Precision
-from unfog.training.settings import PowerEma
+from unfog.training.settings import Optimizer, PowerEma
 from unfog.training.stability.nan_debug import NanReport
 from unfog.training.state import TrainState
 from unfog.values.conditions import NO_CONDITIONS

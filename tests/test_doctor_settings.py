@@ -47,8 +47,8 @@ from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.disk import disk_space_needed
 from unfog.planning.timing import forward_passes
 from unfog.process.run_folder import RunFolder
-from unfog.training.optimizer_settings import Muon, default_learning_rate
-from unfog.training.settings import Checkpoint, FixedEma, PowerEma
+from unfog.training.learning_rate import default_learning_rate
+from unfog.training.settings import Checkpoint, FixedEma, Muon, PowerEma
 from unfog.values.image_format import BYTES, ImageFormat, StoredValues
 
 pytestmark = pytest.mark.slow

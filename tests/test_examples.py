@@ -43,6 +43,14 @@ def photos(tmp_path_factory):
     return folder
 
 
+def test_diffusion_in_100_lines(tmp_path, monkeypatch, capsys):
+    example(monkeypatch, "diffusion_in_100_lines.py", "--steps", 3, "--out", tmp_path / "clothes.png")
+    assert Image.open(tmp_path / "clothes.png").size == (960, 576)
+    losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines() if "loss" in line]
+    assert len(losses) == 2
+    assert losses[1] < losses[0]
+
+
 def test_own_dataset(run):
     assert unfog.load(run).classes == ("circle", "square")
     assert Image.open(run / "circle.png").size == (32, 32)

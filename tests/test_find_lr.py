@@ -33,8 +33,6 @@ from unfog.planning.lr_range_test import (
     LossProbe,
     LrRangeResult,
     LrTestSetup,
-)
-from unfog.planning.lr_suggestion import (
     Ramp,
     Trial,
     _smoothed,
@@ -43,9 +41,8 @@ from unfog.planning.lr_suggestion import (
     suggest,
 )
 from unfog.planning.microbatch import MicrobatchChoice
-from unfog.training.optimizer_settings import Optimizer
 from unfog.training.precision import Precision
-from unfog.training.settings import PowerEma, Training
+from unfog.training.settings import Optimizer, PowerEma, Training
 from unfog.training.state import TrainState
 from unfog.values.conditions import NO_CONDITIONS, Conditions
 

@@ -244,7 +244,7 @@ def test_a_wrong_gradient_mask_or_nan_is_seen(values, monkeypatch):
     assert module.difference(found._replace(gradients=lacking), exact).gradient == float("inf")
     # An EMA that follows an update which was left out.
     from unfog.training.ema import Ema
-    from unfog.training.optimizer_settings import AdamW
+    from unfog.training.settings import AdamW
 
     assert module.masked_update(case, AdamW(), cpu, torch.float32).unchanged
     monkeypatch.setattr(Ema, "update_unless", lambda self, skip: self.update(5))

@@ -19,10 +19,9 @@ from unfog.planning.timing import TrialTraining, random_images
 from unfog.training.distributed import coordination
 from unfog.training.ema import Ema
 from unfog.training.loop import Intervals
-from unfog.training.optimizer_settings import AdamW, Muon, Optimizer
 from unfog.training.optimizers import build_optimizer, set_learning_rate
 from unfog.training.precision import Precision
-from unfog.training.settings import FixedEma, PowerEma
+from unfog.training.settings import AdamW, FixedEma, Muon, Optimizer, PowerEma
 from unfog.training.stability.divergence import DivergenceGuard
 from unfog.training.state import TrainState
 from unfog.training.updates import obstacles, updater

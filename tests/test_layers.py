@@ -108,6 +108,11 @@ def test_no_folder_has_more_than_15_modules():
         assert len([path for path in folder.glob("*.py") if path.name != "__init__.py"]) <= 15, folder
 
 
+def test_no_module_has_more_than_500_lines():
+    for path in modules().values():
+        assert len(path.read_text().splitlines()) <= figures.LONG_MODULE, path
+
+
 def test_settings_import_no_torch():
     for path in [*ROOT.rglob("settings.py"), *ROOT.glob("config/*.py"), ROOT / "cli/parse.py"]:
         for node in ast.parse(path.read_text()).body:

@@ -10,7 +10,7 @@ from torch import Tensor
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.levels import _LEAST, _NODES, Levels
 from unfog.diffusion.noise import VE, VP, Cosine, Flow, LogitNormal, LogNormal
-from unfog.diffusion.objective import Objective, _stratified
+from unfog.diffusion.objective import Objective, stratified
 from unfog.diffusion.target import EdmF, Eps, V
 from unfog.diffusion.weighting import Elbo, Plain, Uncertainty
 from unfog.errors import RequestError
@@ -39,7 +39,7 @@ def expected_error(diffusion: Diffusion, u: Tensor) -> Tensor:
 def trained(diffusion: Diffusion, steps: int, batch: int = 64) -> Levels:
     torch.manual_seed(0)
     levels = Levels(CPU)
-    objective = Objective(diffusion).following(levels)
+    objective = Objective(diffusion, levels=levels)
     for _ in range(steps):
         loss = objective(nothing, gaussian(batch))
         levels.add(loss.u, loss.measured)
@@ -66,8 +66,8 @@ def test_it_finds_the_optimum_of_edm2s_loss(diffusion: Diffusion) -> None:
     assert 0 < loss - least < 2e-3
     assert loss < (error / error.mean() + error.mean().log()).mean() - 0.02  # one u for all levels
     # And then every level weighs alike.
-    objective = Objective(diffusion).following(levels)
-    weighed = objective(nothing, gaussian(8192), u=_stratified(torch.rand(8192), 1)).per_image.view(16, -1).mean(1)
+    objective = Objective(diffusion, levels=levels)
+    weighed = objective(nothing, gaussian(8192), u=stratified(torch.rand(8192), 1)).per_image.view(16, -1).mean(1)
     torch.testing.assert_close(weighed, torch.ones(16), rtol=0.12, atol=0)
 
 
@@ -97,7 +97,7 @@ def test_before_anything_is_known_it_changes_nothing() -> None:
 def test_what_is_reported_does_not_depend_on_what_was_learned() -> None:
     levels, x0, noise, u = trained(EDM, 20), gaussian(8), torch.randn(8, 1, 4, 4), (torch.arange(8) + 0.5) / 8
     fresh = Objective(EDM)(nothing, x0, u=u, noise=noise)
-    later = Objective(EDM).following(levels)(nothing, x0, u=u, noise=noise)
+    later = Objective(EDM, levels=levels)(nothing, x0, u=u, noise=noise)
     assert torch.equal(later.measured, fresh.per_image)
     assert torch.equal(later.null_loss, fresh.null_loss)
     assert not torch.allclose(later.per_image, fresh.per_image)
@@ -107,7 +107,7 @@ def test_what_is_reported_does_not_depend_on_what_was_learned() -> None:
 
 
 def test_it_follows_a_loss_that_falls() -> None:
-    levels, u = Levels(CPU), _stratified(torch.rand(64), 1)
+    levels, u = Levels(CPU), stratified(torch.rand(64), 1)
     for value, images in ((1.0, 10 * _LEAST), (0.01, 20 * _LEAST)):
         for _ in range(images // 64):
             levels.add(u, torch.full((64,), value))
@@ -151,7 +151,7 @@ def test_the_density_follows_the_square_and_under_uncertainty_what_is_trained() 
 
 
 def test_means_remember_the_least_number_of_images_and_then_a_share_of_all() -> None:
-    levels, u = Levels(CPU), _stratified(torch.rand(512), 1)
+    levels, u = Levels(CPU), stratified(torch.rand(512), 1)
     for count in range(1, 401):
         levels.add(u, torch.ones(512))
         if count == 30:
@@ -163,7 +163,7 @@ def test_means_remember_the_least_number_of_images_and_then_a_share_of_all() -> 
 
 def test_adaptive_levels_stay_even_where_uncertainty_evens_the_loss() -> None:
     diffusion = Diffusion(VP(), Cosine(), V(), Uncertainty(), adaptive=0.9)
-    objective = Objective(diffusion).following(trained(diffusion, 200))
+    objective = Objective(diffusion, levels=trained(diffusion, 200))
     u = (torch.arange(512) + 0.5) / 512
     assert expected_error(diffusion, u).max() > 3 * expected_error(diffusion, u).min()
     importance = objective(nothing, gaussian(4096)).importance
@@ -177,7 +177,7 @@ def test_adaptive_levels_lower_the_variance_and_keep_the_mean() -> None:
     adaptive = Diffusion(VP(), Cosine(), Eps(), Elbo(), adaptive=0.9)
     levels = trained(adaptive, 200)
     spread, mean = [], []
-    for objective in (Objective(even), Objective(adaptive).following(levels)):
+    for objective in (Objective(even), Objective(adaptive, levels=levels)):
         torch.manual_seed(2)
         losses = torch.stack([objective(nothing, gaussian(64)).per_image.mean() for _ in range(400)])
         spread.append(losses.std().item())
@@ -189,14 +189,14 @@ def test_adaptive_levels_lower_the_variance_and_keep_the_mean() -> None:
 def test_given_levels_are_not_moved() -> None:
     diffusion = Diffusion(VP(), Cosine(), Eps(), Plain(), adaptive=0.5)
     u = (torch.arange(8) + 0.5) / 8
-    loss = Objective(diffusion).following(trained(diffusion, 10))(nothing, gaussian(8), u=u)
+    loss = Objective(diffusion, levels=trained(diffusion, 10))(nothing, gaussian(8), u=u)
     assert torch.equal(loss.u, u)
     assert loss.importance is None
 
 
 def test_an_autocast_rounds_none_of_it() -> None:
     diffusion = Diffusion(VE(), LogNormal(), EdmF(), Uncertainty(), 0.5, "logsnr", True, adaptive=0.5)
-    objective, x0 = Objective(diffusion).following(trained(diffusion, 20)), gaussian(8)
+    objective, x0 = Objective(diffusion, levels=trained(diffusion, 20)), gaussian(8)
     losses = []
     for enabled in (False, True):
         torch.manual_seed(3)
@@ -207,7 +207,7 @@ def test_an_autocast_rounds_none_of_it() -> None:
 
 
 def test_extreme_losses_leave_finite_numbers() -> None:
-    levels, u = Levels(CPU), _stratified(torch.rand(64), 1)
+    levels, u = Levels(CPU), stratified(torch.rand(64), 1)
     for value in (1e30, 0.0, 3e38):
         levels.add(u, torch.full((64,), value))
         assert levels.sums.isfinite().all()

@@ -31,7 +31,7 @@ from unfog.diffusion.noise import (
     noise_levels,
 )
 from unfog.diffusion.sampler import Sampler
-from unfog.diffusion.steps import Level, churn, ddim
+from unfog.diffusion.steps import Level, Visit, churn, ddim, dpmpp3
 from unfog.diffusion.target import EdmF, Eps, V
 from unfog.errors import RequestError
 
@@ -78,6 +78,24 @@ def test_unipc_is_of_third_order(path: Path, schedule: Schedule) -> None:
         sampler = Sampler("unipc", steps, "logsnr", clip=False)
         errors.append(rms(before_last_step(exact_denoiser, path, schedule, sampler) - exact_map(path, schedule, steps)))
     assert math.log2(errors[0] / errors[1]) == pytest.approx(3, abs=0.1)
+
+
+def test_the_third_order_step_integrates_a_parabola_exactly() -> None:
+    """sigma' / sigma x + alpha' times the integral of exp(l - h) x0(l), of a guess that is quadratic in lambda."""
+    logsnr = torch.tensor([-3.0, -2.2, -1.0, 0.6], dtype=torch.float64)
+    levels = [Level(*level) for level in torch.stack([logsnr, *VP()(logsnr)], 1).tolist()]
+    now, then = levels[2:]
+
+    def guess(away: Tensor) -> Tensor:
+        return 0.3 - 0.8 * away + 0.5 * away**2
+
+    away = (logsnr - now.logsnr) / 2
+    before = [Visit(level, torch.zeros(()), guess(away[i])) for i, level in enumerate(levels[:2])]
+    x, h = torch.tensor(0.4, dtype=torch.float64), float(away[3])
+    ahead = torch.linspace(0, h, 20_001, dtype=torch.float64)
+    integral = torch.trapezoid((ahead - h).exp() * guess(ahead), ahead)
+    expected = then.sigma / now.sigma * x + then.alpha * integral
+    torch.testing.assert_close(dpmpp3(x, guess(away[2]), now, then, before), expected, rtol=1e-8, atol=0)
 
 
 @pytest.mark.slow

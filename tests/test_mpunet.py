@@ -26,9 +26,8 @@ from unfog.models.edm2_unet import (
 )
 from unfog.models.layers import sinusoids
 from unfog.models.settings import MPUNet
-from unfog.training.optimizer_settings import Optimizer
 from unfog.training.precision import Precision
-from unfog.training.settings import PowerEma
+from unfog.training.settings import Optimizer, PowerEma
 from unfog.training.state import TrainState
 
 MICRO = MPUNet(channels=(16, 32), attention=(False, True), head_channels=8)

@@ -28,9 +28,9 @@ from unfog.planning.memory_estimate import MemoryEstimator, _trace_step, _Traced
 from unfog.training.checkpoints import snapshot
 from unfog.training.checkpoints.load import load_checkpoint
 from unfog.training.hooks import Task, TrainingHooks
+from unfog.training.learning_rate import default_learning_rate
 from unfog.training.loop import LoopSettings, train
-from unfog.training.optimizer_settings import AdamW, Muon, Optimizer, default_learning_rate
-from unfog.training.settings import Training
+from unfog.training.settings import AdamW, Muon, Optimizer, Training
 from unfog.values.conditions import Conditions
 
 CPU = torch.device("cpu")

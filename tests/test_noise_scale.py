@@ -10,9 +10,8 @@ from torch import nn
 
 from unfog.diffusion.objective import Loss
 from unfog.training.gradient import _squared_gradient_norm
-from unfog.training.optimizer_settings import Optimizer
 from unfog.training.precision import Precision
-from unfog.training.settings import PowerEma
+from unfog.training.settings import Optimizer, PowerEma
 from unfog.training.state import TrainState
 from unfog.training.statistics import _NoiseScale, batch_advice, noise_scale
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.noise import VE, VP, Cosine, Flow, LogitNormal, LogNormal
-from unfog.diffusion.objective import Objective, _golden_step, _stratified
+from unfog.diffusion.objective import Objective, golden_step, stratified
 from unfog.diffusion.target import X0, EdmF, Eps, FlowVelocity, V
 from unfog.diffusion.variance import variational_bound
 from unfog.diffusion.weighting import Edm, InverseSnr, MinSnr, Plain
@@ -103,10 +103,10 @@ def test_reference_is_what_answering_0_is_expected_to_lose(diffusion: Diffusion)
 
 def test_stratified_u_covers_the_interval() -> None:
     for count in (1, 7, 256):
-        u = _stratified(torch.rand(count), 1)
+        u = stratified(torch.rand(count), 1)
         assert (u * count).long().tolist() == list(range(count))
     torch.manual_seed(0)
-    u = torch.stack([_stratified(torch.rand(4), 1) for _ in range(20_000)]).flatten()
+    u = torch.stack([stratified(torch.rand(4), 1) for _ in range(20_000)]).flatten()
     assert u.mean().item() == pytest.approx(0.5, abs=2e-3)
     assert u.var().item() == pytest.approx(1 / 12, abs=1e-3)
     assert u.min() > 0
@@ -115,7 +115,7 @@ def test_stratified_u_covers_the_interval() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 6, 10, 64, 210, 256])
 def test_any_few_interleaved_u_in_a_row_are_spread_over_the_interval(count: int) -> None:
-    u = _stratified(torch.rand(count), _golden_step(count))
+    u = stratified(torch.rand(count), golden_step(count))
     assert (u.sort().values * count).long().tolist() == list(range(count))
     for few in range(4, count, 3):
         for start in range(0, count - few, 5):
@@ -125,7 +125,7 @@ def test_any_few_interleaved_u_in_a_row_are_spread_over_the_interval(count: int)
 
 def test_stratified_u_never_touches_the_ends() -> None:
     for draw in (0.0, 1 - 2**-24):
-        u = _stratified(torch.full((4096,), draw), 1)
+        u = stratified(torch.full((4096,), draw), 1)
         assert ((u > 0) & (u < 1)).all()
 
 

@@ -25,15 +25,8 @@ from unfog.planning.microbatch import with_precision
 from unfog.training import optimizers as optim
 from unfog.training.checkpoints import snapshot
 from unfog.training.checkpoints.load import load_checkpoint, roll_back
-from unfog.training.optimizer_settings import (
-    AdamW,
-    Custom,
-    Muon,
-    Optimizer,
-    OptimizerKind,
-)
 from unfog.training.precision import Precision
-from unfog.training.settings import PowerEma, Training
+from unfog.training.settings import AdamW, Custom, Muon, Optimizer, OptimizerKind, PowerEma, Training
 from unfog.training.state import TrainState
 from unfog.training.updates import muon
 

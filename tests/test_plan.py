@@ -34,7 +34,7 @@ from unfog.planning.microbatch import MARGIN, Machine
 from unfog.planning.plan import format_time
 from unfog.planning.timing import StepTime, measure_step, run_times
 from unfog.reporting.progress import Progress
-from unfog.training.optimizer_settings import default_learning_rate
+from unfog.training.learning_rate import default_learning_rate
 from unfog.training.settings import Evaluate, Training
 
 pytestmark = pytest.mark.slow

@@ -25,12 +25,11 @@ from unfog.models.settings import SIZES, MPUNet
 from unfog.pipeline.build import build_network
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.memory_estimate import MemoryEstimator, _trace_key, _trace_step, _TracedStep
-from unfog.planning.memory_trace import _CUDA_BLOCK, MB, Trace
+from unfog.planning.memory_recorder import _CUDA_BLOCK, MB, Trace
 from unfog.planning.microbatch import MARGIN, MicrobatchChoice, _largest_that_fits, _memory_upper_bound
 from unfog.process import device as memory
 from unfog.process.device import _control_group, available_memory
-from unfog.training.optimizer_settings import AdamW
-from unfog.training.settings import EmaSnapshots, Training
+from unfog.training.settings import AdamW, EmaSnapshots, Training
 
 pytestmark = pytest.mark.slow
 

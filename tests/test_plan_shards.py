@@ -22,8 +22,7 @@ from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.flops import GB
 from unfog.planning.memory_estimate import MemoryEstimator
 from unfog.planning.microbatch import MARGIN, _memory_upper_bound
-from unfog.training.optimizer_settings import AdamW, Optimizer
-from unfog.training.settings import EmaSnapshots
+from unfog.training.settings import AdamW, EmaSnapshots, Optimizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ended")]
 

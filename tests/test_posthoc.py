@@ -32,12 +32,12 @@ from unfog.training.checkpoints.posthoc_ema import (
     take_ema_snapshot,
 )
 from unfog.training.loop import Intervals
-from unfog.training.optimizer_settings import Optimizer
 from unfog.training.precision import Precision
 from unfog.training.settings import (
     MAX_EMA_SNAPSHOTS,
     EmaSnapshots,
     FixedEma,
+    Optimizer,
     PowerEma,
 )
 from unfog.training.state import TrainState

@@ -351,7 +351,7 @@ def test_the_loss_by_level_is_kept_up_only_where_it_is_read():
     for settings in ({"weighting": "uncertainty"}, {"diffusion": {"adaptive": 0.5}}):
         config = configured(**settings)
         assert config.diffusion.follows_losses
-        assert build_loss(config, build_state(config, cpu).levels).levels is not None
+        assert build_loss(config, build_state(config, cpu)).levels is not None
         codec = replace(config, autoencoder=replace(config.autoencoder, factor=2, channels=(8,)))
         assert build_state(codec, cpu).levels is None
 
@@ -429,7 +429,7 @@ def test_a_step_waits_for_the_device_once(settings):
             return type("Batch", (), {"pixels": pixels, "conditions": Conditions(torch.from_numpy(LABELS)[index])})
 
     def until(step):
-        task = Task(Images(), Augment.from_settings(config.data), build_loss(config, state.levels))
+        task = Task(Images(), Augment.from_settings(config.data), build_loss(config, state))
         settings = LoopSettings(replace(config.training, images=8 * step), config.optimizer)
         train(settings, state, task, TrainingHooks())
 

@@ -33,7 +33,7 @@ from unfog.errors import RequestError, RunError
 from unfog.models.network_settings import build_model
 from unfog.models.settings import DiT, MPUNet, UNet
 from unfog.planning.auto_settings import AutoSettings
-from unfog.planning.memory_trace import fake_process_group
+from unfog.planning.memory_recorder import fake_process_group
 from unfog.runs.worker import _check_visible
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import rotation, snapshot, writer
@@ -43,14 +43,8 @@ from unfog.training.distributed.fsdp import _blocks, build_mesh, compile_blocks,
 from unfog.training.distributed.micro_batches import local_micro_batches
 from unfog.training.distributed.watchdog import Watchdog
 from unfog.training.distributed.world import World
-from unfog.training.optimizer_settings import (
-    AdamW,
-    Custom,
-    Muon,
-    Optimizer,
-)
 from unfog.training.precision import Precision
-from unfog.training.settings import Checkpoint, PowerEma, Training
+from unfog.training.settings import AdamW, Checkpoint, Custom, Muon, Optimizer, PowerEma, Training
 from unfog.training.sharded_tensors import all_finite, is_sharded, total_norm
 from unfog.training.state import TrainState
 

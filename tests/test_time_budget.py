@@ -34,7 +34,7 @@ from unfog.training.distributed.world import World
 from unfog.training.hooks import TrainingHooks
 from unfog.training.length import Length, Plan
 from unfog.training.loop import Intervals
-from unfog.training.optimizer_settings import Optimizer
+from unfog.training.settings import Optimizer
 
 COSTS = {"preview": 2.0, "evaluate": 3.0, "save": 0.5}
 

@@ -16,7 +16,7 @@ from unfog.inference.run import Run
 from unfog.models.group_norm import GroupNorm, group_norm
 from unfog.process.device import choose_device
 from unfog.reporting.records import read_metrics
-from unfog.training.optimizer_settings import AdamW, Muon
+from unfog.training.settings import AdamW, Muon
 
 import networks
 import numpy as np

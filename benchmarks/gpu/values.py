@@ -20,10 +20,9 @@ from unfog.models.network_settings import build_model
 from unfog.models.settings import SIZES, DiT, MPUNet, UNet
 from unfog.training.ema import Ema
 from unfog.training.half_weights import HalfWeights
-from unfog.training.optimizer_settings import Optimizer
 from unfog.training.optimizers import build_optimizer
 from unfog.training.precision import Precision, default_memory_format
-from unfog.training.settings import PowerEma, PrecisionName
+from unfog.training.settings import Optimizer, PowerEma, PrecisionName
 from unfog.values.conditions import Conditions
 
 import torch

@@ -87,8 +87,7 @@ def config_of(case: Case):
     from unfog.config.schema import Config
     from unfog.data.settings import Data
     from unfog.models.settings import SIZES
-    from unfog.training.optimizer_settings import Optimizer
-    from unfog.training.settings import Training
+    from unfog.training.settings import Optimizer, Training
 
     training = Training(
         batch=case.batch,

@@ -39,8 +39,7 @@ from unfog.pipeline.build import build_loss, build_state
 from unfog.pipeline.generate import GenerationSettings, generate_images
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import LoopSettings, train
-from unfog.training.optimizer_settings import AdamW, Optimizer
-from unfog.training.settings import Training
+from unfog.training.settings import AdamW, Optimizer, Training
 
 import numpy as np
 import torch

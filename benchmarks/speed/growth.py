@@ -75,7 +75,7 @@ def step(config: Config, steps: int) -> tuple[float, int]:
     state = build_state(config, CPU)
     images = ImageSet(np.zeros((100, *config.input_shape), np.uint8), ["image"] * 100)
     stream, run = ImageStream(images, 0), Clock(steps)
-    augment, loss = build_augmentation(config), build_loss(config, state.levels)
+    augment, loss = build_augmentation(config), build_loss(config, state)
     train(LoopSettings(config.training, config.optimizer), state, Task(stream, augment, loss), run)
     return run.seconds(), sum(p.numel() for p in state.model.parameters())
 

@@ -32,9 +32,8 @@ from unfog.planning.flops import _LAUNCH, NetworkCost
 from unfog.training.distributed.world import SINGLE_PROCESS, World, init_world
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import Intervals, LoopSettings, train
-from unfog.training.optimizer_settings import Muon, Optimizer
 from unfog.training.precision import Precision
-from unfog.training.settings import PowerEma, Training
+from unfog.training.settings import Muon, Optimizer, PowerEma, Training
 from unfog.training.state import TrainState
 
 import torch

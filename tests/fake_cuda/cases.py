@@ -150,7 +150,7 @@ def step_of(
             mutate(state)
             stream = _FakeStream(ImageSet.labelled(pixels, labels, ["image"] * 64, config.classes), 0)
             stream.mode, stream.watch, stream.seen = fake.mode, lambda: fake.watch, lambda: state.seen
-            loss_function = build.build_loss(config, state.levels)
+            loss_function = build.build_loss(config, state)
 
             def loss(network, x0, conditions):
                 loss = loss_function(network, x0, conditions)

@@ -20,7 +20,7 @@ from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.disk import bytes_to_decode, decoded_bytes, disk_lines, is_memory_mapped
 from unfog.planning.flops import Device, TimeRange, benchmark_cpu
 from unfog.planning.memory_estimate import MemoryEstimate, MemoryEstimator
-from unfog.planning.memory_trace import CUDA_CONTEXT
+from unfog.planning.memory_recorder import CUDA_CONTEXT
 from unfog.planning.microbatch import MARGIN, Machine, rooms_per_process, with_precision
 from unfog.planning.plan import Plan, format_time
 from unfog.planning.timing import TOO_SLOW, decoded_images, run_times, seconds_per_call

@@ -17,13 +17,14 @@ from unfog.diffusion.weighting import Edm, Plain
 from unfog.errors import RequestError
 from unfog.models.settings import SIZES
 from unfog.reporting.log_settings import Log
-from unfog.training.optimizer_settings import Muon, Optimizer
 from unfog.training.settings import (
     Checkpoint,
     EmaSchedule,
     EmaSnapshots,
     Evaluate,
     FixedEma,
+    Muon,
+    Optimizer,
     PowerEma,
     Preview,
     Training,

@@ -23,12 +23,12 @@ from unfog.models.settings import Architecture
 from unfog.reporting.log_settings import Log
 from unfog.settings import check_bounds, rules_of, setting
 from unfog.text import without_secrets
-from unfog.training.optimizer_settings import Optimizer
 from unfog.training.settings import (
     Checkpoint,
     EmaSchedule,
     EmaSnapshots,
     Evaluate,
+    Optimizer,
     PowerEma,
     Preview,
     Training,

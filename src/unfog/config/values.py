@@ -32,8 +32,7 @@ from unfog.models.given_network import GivenNetwork
 from unfog.models.network_settings import CustomNetwork
 from unfog.models.settings import ARCHITECTURES, SIZES
 from unfog.text import is_address, without_secrets
-from unfog.training.optimizer_settings import OPTIMIZERS
-from unfog.training.settings import EMA_SCHEDULES
+from unfog.training.settings import EMA_SCHEDULES, OPTIMIZERS
 from unfog.values.image_format import Size, parse_size
 
 _BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}

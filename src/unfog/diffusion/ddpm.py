@@ -23,7 +23,11 @@ LAST = 0.999
 
 
 class TimestepSchedule:
-    """Base of `Linear`, `Cosine` and `sigmoid.Sigmoid`: a table of T levels, or its continuous limit when steps = 0."""
+    """Base of `Linear`, `Cosine` and `sigmoid.Sigmoid`: a table of T levels, or its continuous limit when steps = 0.
+
+    alpha_bar of timestep k is the product of 1 - beta_i for i = 0, 1, ..., k, and
+    logsnr = log(alpha_bar / (1 - alpha_bar)) (Ho et al. 2020, eq. 4).
+    """
 
     kind: ClassVar[str]
     steps: int
@@ -139,10 +143,11 @@ class TimestepSchedule:
 
 @dataclass(frozen=True)
 class Linear(TimestepSchedule):
-    """Beta grows linearly (DDPM).
+    """beta_k = (beta_start + (beta_end - beta_start) k / (T - 1)) 1000 / T (Ho et al. 2020, section 4, at T = 1000).
 
     Betas are stated for T = 1000 and scaled by 1000 / T, so that any T ends in noise (Nichol & Dhariwal's code);
-    left as they are, T = 250 would end with SNR 0.09. The limit is the VP-SDE of Song et al. 2021, eq. 33.
+    left as they are, T = 250 would end with SNR 0.09. The limit is the VP-SDE of Song et al. 2021, eq. 33:
+    log alpha_bar = -1000 (beta_start u + (beta_end - beta_start) u^2 / 2).
     """
 
     kind: ClassVar[str] = "linear"
@@ -190,7 +195,7 @@ class Linear(TimestepSchedule):
 
 @dataclass(frozen=True)
 class Cosine(TimestepSchedule):
-    """alpha_bar = f(u) / f(0), f(u) = cos^2(pi/2 (u + offset) / (1 + offset)) (Nichol & Dhariwal, eq. 17)."""
+    """alpha_bar = f(u) / f(0), f(u) = cos^2(pi/2 (u + offset) / (1 + offset)) (Nichol & Dhariwal 2021, eq. 17)."""
 
     kind: ClassVar[str] = "cosine"
     steps: int = 1000

@@ -20,7 +20,10 @@ Conditional = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Denoiser:
-    """Map a noisy image to the network's estimate of the clean one, for any prediction target."""
+    """Map a noisy image to the network's estimate of the clean one, for any prediction target.
+
+    E[x0 | x_t] = (b x_t - sigma y) / (alpha b - sigma a) with y = network(c_in x_t, c_noise, conditions).
+    """
 
     network: Network
     diffusion: Diffusion
@@ -48,7 +51,10 @@ class Denoiser:
 
 @dataclass(frozen=True)
 class Guided:
-    """Classifier-free guidance, D_u + scale (D_c - D_u), in one batched call (Ho & Salimans 2022)."""
+    """Classifier-free guidance, D_u + scale (D_c - D_u), in one batched call (Ho & Salimans 2022, eq. 6).
+
+    D_c is the conditional estimate of x0 and D_u the unconditional one; scale is 1 + w of the paper.
+    """
 
     denoiser: Conditional
     scale: float

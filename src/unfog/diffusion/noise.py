@@ -46,7 +46,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class VP:
-    """Variance preserving: alpha^2 + sigma^2 = 1 (DDPM; Song et al. 2021)."""
+    """Variance preserving: alpha^2 + sigma^2 = 1 (Ho et al. 2020, eq. 4; Song et al. 2021, eq. 11).
+
+    alpha = sqrt(sigmoid(logsnr)), sigma = sqrt(sigmoid(-logsnr)). DDPM's alpha_bar is alpha^2.
+    """
 
     kind: ClassVar[str] = "vp"
 
@@ -58,7 +61,7 @@ class VP:
 
 @dataclass(frozen=True)
 class VE:
-    """Variance exploding: alpha = 1 and sigma grows (EDM)."""
+    """Variance exploding: alpha = 1, sigma = exp(-logsnr / 2) (Song et al. 2021, eq. 9; EDM)."""
 
     kind: ClassVar[str] = "ve"
 
@@ -69,7 +72,11 @@ class VE:
 
 @dataclass(frozen=True)
 class Flow:
-    """Straight line from image to noise: alpha = 1 - t, sigma = t (rectified flow, flow matching)."""
+    """Straight line from image to noise: alpha = 1 - t, sigma = t, t = sigmoid(-logsnr / 2).
+
+    Rectified flow (Liu et al. 2023, eq. 1) and flow matching (Lipman et al. 2023, eq. 20 with sigma_min = 0), which
+    write x1 for the image and run time from noise to image.
+    """
 
     kind: ClassVar[str] = "flow"
 
@@ -79,7 +86,10 @@ class Flow:
 
 
 class _Normal:
-    """Base of `LogNormal` and `LogitNormal`: ln(sigma / alpha) is normally distributed."""
+    """Base of `LogNormal` and `LogitNormal`: ln(sigma / alpha) is normally distributed.
+
+    logsnr = -2 (mean + std Phi^-1(u)), where Phi is the standard normal distribution function.
+    """
 
     steps: ClassVar[int] = 0
     mean: float
@@ -110,7 +120,7 @@ class _Normal:
 
 @dataclass(frozen=True)
 class LogNormal(_Normal):
-    """ln sigma ~ N(mean, std^2) (EDM, Table 1)."""
+    """ln(sigma / alpha) ~ N(mean, std^2) (EDM, Table 1: P_mean and P_std)."""
 
     kind: ClassVar[str] = "lognormal"
     mean: float = -1.2
@@ -129,7 +139,7 @@ class LogNormal(_Normal):
 
 @dataclass(frozen=True)
 class LogitNormal(_Normal):
-    """logit t ~ N(mean, std^2) (Esser et al. 2024): also log-normal, as logit t = ln(sigma / alpha)."""
+    """logit t ~ N(mean, std^2) (Esser et al. 2024, section 3.1): also log-normal, as logit t = ln(sigma / alpha)."""
 
     kind: ClassVar[str] = "logitnormal"
     mean: float = 0.0
@@ -148,9 +158,9 @@ class LogitNormal(_Normal):
 
 @dataclass(frozen=True)
 class FlowUniform:
-    """t uniform (flow matching), moved towards noise by `shift` (Esser et al. 2024, eq. 23).
+    """t = shift u / (1 + (shift - 1) u): uniform t, moved towards noise by `shift` (Esser et al. 2024, eq. 23).
 
-    t = shift u / (1 + (shift - 1) u), which is t / (1 - t) = shift u / (1 - u).
+    The same is t / (1 - t) = shift u / (1 - u), and logsnr = -2 (logit u + ln shift).
     """
 
     kind: ClassVar[str] = "flow"
@@ -193,7 +203,10 @@ EDM_LIMITS = (-2 * math.log(80), -2 * math.log(0.002))
 
 # rho: 3 would even out the error of the steps, but 5 to 10 look better, as errors near the image count most (EDM, 3).
 def karras(steps: int, noisiest: float, cleanest: float, rho: float = 7.0) -> Tensor:
-    """Return logsnr evenly spaced in (sigma / alpha)^(1 / rho), float64 [steps], noisiest first (EDM, eq. 5)."""
+    """Return logsnr evenly spaced in (sigma / alpha)^(1 / rho), float64 [steps], noisiest first (EDM, eq. 5).
+
+    s_i = (s_max^(1 / rho) + i / (steps - 1) (s_min^(1 / rho) - s_max^(1 / rho)))^rho, i = 0, 1, ..., steps - 1.
+    """
     import torch
 
     first, last = (math.exp(-logsnr / 2 / rho) for logsnr in (noisiest, cleanest))

@@ -1,16 +1,27 @@
-"""The training objective: the weighted squared error of the network's output at one random noise level per image."""
+"""The training objective: the weighted squared error of the network's output at one random noise level per image.
+
+For an image x0, with a quantile u uniform in (0, 1) and noise eps ~ N(0, I):
+
+    logsnr = schedule(u)
+    x_t = alpha x0 + sigma eps
+    y = network(c_in x_t, c_noise, conditions)
+    loss = weight(logsnr) mean((y - (a x0 + b eps))^2)
+
+`path` gives alpha and sigma, `target` gives a and b, `weighting` gives the weight. For eps prediction with plain
+weighting it is DDPM's loss (Ho et al. 2020, eq. 14), and with EDM's parts it is EDM's (Karras et al. 2022, eq. 8).
+"""
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from unfog.compile_for_gpu import compiled_with
 from unfog.diffusion.diffusion import Diffusion, Network
 from unfog.diffusion.levels import Levels
 from unfog.diffusion.variance import variational_bound
@@ -47,6 +58,56 @@ class Loss(NamedTuple):
         return Loss(*(None if part is None else part.detach() for part in self))  # type: ignore[arg-type]
 
 
+class Noised(NamedTuple):
+    """A batch at its noise levels, ready for the network."""
+
+    logsnr: Tensor
+    """[B]."""
+    weight: Tensor
+    """Weight of the squared error of the output, [B]."""
+    null_loss: Tensor
+    """`Loss.null_loss`."""
+    x_t: Tensor
+    """alpha x0 + sigma eps, [B, C, H, W]."""
+    inputs: tuple[Tensor, Tensor]
+    """Inputs of the network: c_in x_t and c_noise."""
+    target: Tensor
+    """a x0 + b eps, [B, C, H, W]."""
+
+
+def noised(diffusion: Diffusion, x0: Tensor, noise: Tensor, u: Tensor) -> Noised:
+    """Return images x0 [B, C, H, W] with noise like x0 at the levels of the quantiles u [B]."""
+    logsnr = diffusion.schedule(u)
+    weight = diffusion.weight(logsnr)
+    null_loss = weight * diffusion.target_power(logsnr)
+    x_t = diffusion.add_noise(x0, noise, logsnr)
+    target = diffusion.network_target(x0, noise, logsnr)
+    return Noised(logsnr, weight, null_loss, x_t, diffusion.network_input(x_t, logsnr), target)
+
+
+def weighted_error(weight: Tensor, y: Tensor, target: Tensor) -> Tensor:
+    """Return weight mean((y - target)^2), float32 [B]."""
+    return weight * _squared_error(y, target)
+
+
+def _squared_error(y: Tensor, target: Tensor) -> Tensor:
+    """Return the mean squared error [B] of an output; float32 even under autocast, as the target is."""
+    return (y[:, : target.shape[1]] - target).square().mean((1, 2, 3))
+
+
+def stratified(draws: Tensor, step: int) -> Tensor:
+    """Move even `draws` in (0, 1), float32 [B], to one in each of B equal parts of it: less variance of the loss.
+
+    With `step` 1 they increase, as the images are shuffled; with `golden_step(B)` any few in a row are spread over all
+    parts.
+    """
+    count = len(draws)
+    # The same operations for every step, so that the memory of a step is affine in the batch size.
+    part = torch.arange(count, device=draws.device) * step % count
+    u = (part + draws) / count
+    return u.clamp(1e-6, 1 - 1e-6)  # at 0 and 1 continuous schedules are infinite, and rounding does reach them
+
+
 @dataclass(frozen=True)
 class Objective:
     """Mean squared error on the network's output, weighted by noise level.
@@ -62,14 +123,16 @@ class Objective:
     levels: Levels | None = field(default=None, compare=False)
     """The measured loss by noise level, which `uncertainty` and `adaptive` use; the trainer updates it if
     `diffusion.follows_losses`."""
+    stratified: Callable[[Tensor, int], Tensor] = field(default=stratified, compare=False, repr=False)
+    """The function of this name, or a compiled one; so are the next two."""
+    noised: Callable[[Diffusion, Tensor, Tensor, Tensor], Noised] = field(default=noised, compare=False, repr=False)
+    weighted_error: Callable[[Tensor, Tensor, Tensor], Tensor] = field(
+        default=weighted_error, compare=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         if not 0 <= self.dropout <= 1:
             raise RequestError(f"label_dropout = {self.dropout}: a chance is between 0 and 1; 0.1 is usual")
-
-    def following(self, levels: Levels | None) -> Objective:
-        """Return this objective with these measured losses."""
-        return replace(self, levels=levels)
 
     def __call__(
         self,
@@ -88,18 +151,14 @@ class Objective:
             u: float32 [B] in (0, 1), clean to noisy.
             noise: like x0.
         """
-        importance = None
-        if u is None:
-            u, importance = self._draw_levels(network, x0)
+        u, importance = self._draw_levels(x0) if u is None else (u, None)
         noise = draw_rows(len(x0), lambda n: _normal_like(x0, n)) if noise is None else noise
-        if conditions.droppable and self.dropout > 0:
-            hidden = draw_rows(len(x0), lambda n: torch.rand(n, device=x0.device)) < self.dropout
-            conditions = conditions.dropped(hidden)
-        logsnr, weight, null_loss, x_t, inputs, target = compiled_with(network, x0.device, _noised)(
-            self.diffusion, x0, noise, u
-        )
+        conditions = self._hide_some(conditions, x0)
+
+        logsnr, weight, null_loss, x_t, inputs, target = self.noised(self.diffusion, x0, noise, u)
         y = network(*inputs, conditions)
-        error = compiled_with(network, x0.device, _weighted_error)(weight, y, target)
+        error = self.weighted_error(weight, y, target)
+
         loss = error
         if self.levels is not None and isinstance(self.diffusion.weighting, Uncertainty):
             loss = loss * (-self.levels.log_mean(u)).exp()
@@ -111,15 +170,21 @@ class Objective:
             loss = loss * importance
         return Loss(loss, u, null_loss, None if loss is error else error.detach(), importance)
 
-    def _draw_levels(self, network: Network, x0: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _draw_levels(self, x0: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return noise quantiles u [B] for the images x0, and their importance [B] if they are not drawn evenly."""
-        stratified = compiled_with(network, x0.device, _stratified)
-        step = _golden_step if self.interleaved else lambda count: 1
-        u = draw_rows(len(x0), lambda n: stratified(torch.rand(n, device=x0.device), step(n)))
+        step = golden_step if self.interleaved else lambda count: 1
+        u = draw_rows(len(x0), lambda n: self.stratified(torch.rand(n, device=x0.device), step(n)))
         if self.levels is None or not self.diffusion.adaptive:
             return u, None
         # After u is drawn, so that the same random numbers are used with and without importance.
         return self.levels.draw(u, self.diffusion.adaptive, isinstance(self.diffusion.weighting, Uncertainty))
+
+    def _hide_some(self, conditions: Conditions, x0: Tensor) -> Conditions:
+        """Return the conditions of the images x0, hidden from a share `dropout` of them."""
+        if not (conditions.droppable and self.dropout > 0):
+            return conditions
+        hidden = draw_rows(len(x0), lambda n: torch.rand(n, device=x0.device)) < self.dropout
+        return conditions.dropped(hidden)
 
     def at(
         self, network: Network, x0: Tensor, conditions: Conditions, logsnr: Tensor, noise: Tensor
@@ -136,27 +201,6 @@ class Objective:
         return self.diffusion.weight(logsnr) * error, on_noise.weight(logsnr) * error
 
 
-def _noised(
-    diffusion: Diffusion, x0: Tensor, noise: Tensor, u: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor], Tensor]:
-    """Return log-SNR, weight and null loss [B]; then the noised images, the network's inputs and its target."""
-    logsnr = diffusion.schedule(u)
-    weight = diffusion.weight(logsnr)
-    null_loss = weight * diffusion.target_power(logsnr)
-    x_t = diffusion.add_noise(x0, noise, logsnr)
-    target = diffusion.network_target(x0, noise, logsnr)
-    return logsnr, weight, null_loss, x_t, diffusion.network_input(x_t, logsnr), target
-
-
-def _weighted_error(weight: Tensor, y: Tensor, target: Tensor) -> Tensor:
-    return weight * _squared_error(y, target)
-
-
-def _squared_error(y: Tensor, target: Tensor) -> Tensor:
-    """Return the mean squared error [B] of an output; float32 even under autocast, as the target is."""
-    return (y[:, : target.shape[1]] - target).square().mean((1, 2, 3))
-
-
 def _normal_like(x: Tensor, count: int) -> Tensor:
     """Draw standard normal noise for `count` images in the memory layout of x; for len(x), `torch.randn_like`."""
     if count == len(x):
@@ -165,21 +209,8 @@ def _normal_like(x: Tensor, count: int) -> Tensor:
     return x.new_empty_strided((count, *x.shape[1:]), x.stride()).normal_()
 
 
-def _stratified(draws: Tensor, step: int) -> Tensor:
-    """Move even `draws` in (0, 1), float32 [B], to one in each of B equal parts of it: less variance of the loss.
-
-    With `step` 1 they increase, as the images are shuffled; with `_golden_step(B)` any few in a row are spread over all
-    parts.
-    """
-    count = len(draws)
-    # The same operations for every step, so that the memory of a step is affine in the batch size.
-    part = torch.arange(count, device=draws.device) * step % count
-    u = (part + draws) / count
-    return u.clamp(1e-6, 1 - 1e-6)  # at 0 and 1 continuous schedules are infinite, and rounding does reach them
-
-
 @functools.cache
-def _golden_step(count: int) -> int:
+def golden_step(count: int) -> int:
     """Return a step whose multiples modulo `count` visit all of 0 … count - 1, with any few in a row far apart."""
     # Near the golden section, and with a continued fraction of small terms: such multiples fill a circle evenly.
     ideal = round((5**0.5 - 1) / 2 * count)

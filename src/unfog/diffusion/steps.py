@@ -97,17 +97,21 @@ Step = Callable[["Tensor", "Tensor", Level, Level, StepContext], "Tensor"]
 
 
 def ddim(x: Tensor, x0: Tensor, now: Level, then: Level) -> Tensor:
-    """x' = alpha' x0 + sigma' eps: the same image and noise, mixed anew (Song et al. 2021, eq. 12)."""
+    """DDIM: x' = alpha' x0 + sigma' eps, eps = (x - alpha x0) / sigma: the same image and noise, mixed anew.
+
+    Song et al. 2021, eq. 12 with sigma_t = 0.
+    """
     return then.alpha * x0 + then.sigma / now.sigma * (x - now.alpha * x0)
 
 
 def ddpm(
     x: Tensor, x0: Tensor, now: Level, then: Level, draw: Callable[[], Tensor], std: Tensor | None = None
 ) -> Tensor:
-    """Draw from the posterior q(x' | x, x0), for any two levels (DDPM, eq. 7; the "fixed small" variance).
+    """DDPM: draw from the posterior q(x' | x, x0), for any two levels (Ho et al. 2020, eq. 7; "fixed small" variance).
 
-    In z the mean is x0 + (s' / s)^2 (z - x0) and the variance s'^2 (1 - (s' / s)^2): DDIM, with s' / s of the
-    noise kept and the rest drawn afresh. `std` is a learned deviation in place of that.
+    x' = alpha' x0 + sigma' (r eps + sqrt(1 - r^2) eps_new) with r = s' / s: DDIM, with r of the noise kept and the rest
+    drawn afresh. In z the mean is x0 + r^2 (z - x0) and the variance s'^2 (1 - r^2). `std`, a learned deviation, takes
+    the place of sigma' sqrt(1 - r^2).
     """
     if then.sigma == 0:
         return x0
@@ -132,12 +136,12 @@ def heun(x: Tensor, x0: Tensor, now: Level, then: Level, predict: Callable[[Tens
 
 
 def churn(x: Tensor, now: Level, then: Level, noise: float, draw: Callable[[], Tensor]) -> Tensor:
-    """Add noise up to a noisier level: z' = z + noise sqrt(s'^2 - s^2) eps (EDM, Algorithm 2, line 6)."""
+    """Add noise up to a noisier level: z' = z + noise sqrt(s'^2 - s^2) eps_new (EDM, Algorithm 2, line 6)."""
     return then.alpha * (x / now.alpha + noise * math.sqrt(then.s**2 - now.s**2) * draw())
 
 
 def mid_step(x0: Tensor, now: Level, then: Level, before: Sequence[Visit]) -> Tensor:
-    """Extrapolate x0 to the middle of the step in logsnr, from the last two guesses.
+    """Extrapolate x0 to the middle of the step: x0 + h / (2 h_last) (x0 - x0_last), h the step in lambda.
 
     With it DDIM's step is DPM-Solver++(2M) (Lu et al. 2022, Algorithm 2), and DDPM's is that paper's
     SDE-DPM-Solver++(2M). At the start, after pure noise and at the end x0 stays as it is.
@@ -152,8 +156,8 @@ def mid_step(x0: Tensor, now: Level, then: Level, before: Sequence[Visit]) -> Te
 def dpmpp3(x: Tensor, x0: Tensor, now: Level, then: Level, before: Sequence[Visit]) -> Tensor:
     """DPM-Solver++(3M): x0 as the parabola in lambda through the last three guesses, integrated exactly.
 
-    Lu et al. 2022, carried to third order: with x0(l) = x0 + slope l + bend l^2 a distance l in lambda ahead, the step
-    is alpha' times the integral of exp(l - h) x0(l).
+    x' = sigma' / sigma x + alpha' integral_0^h exp(l - h) x0(l) dl, where x0(l) = x0 + slope l + bend l^2 is the guess
+    a distance l in lambda ahead (Lu et al. 2022, the exact solution for x0 prediction, carried to third order).
     """
     before = _with_signal(before)
     if len(before) < 2 or then.sigma == 0:
@@ -170,7 +174,10 @@ def dpmpp3(x: Tensor, x0: Tensor, now: Level, then: Level, before: Sequence[Visi
 
 
 def unipc_predict(x: Tensor, x0: Tensor, now: Level, then: Level, before: Sequence[Visit], order: int) -> Tensor:
-    """UniP-p with B(h) = exp(-h) - 1 (Zhao et al. 2023, Algorithm 2, "B2"), p up to `order` or what `before` allows."""
+    """UniP-p with B(h) = exp(-h) - 1 (Zhao et al. 2023, Algorithm 2, "B2"), p up to `order` or what `before` allows.
+
+    x' = DDIM + alpha' (1 - exp(-h)) sum_k (w_k / r_k) (x0_k - x0), for earlier guesses x0_k at a distance r_k h.
+    """
     if then.sigma == 0:
         return x0
     before = _with_signal(before)[-(order - 1) :] if order > 1 else []
@@ -182,6 +189,8 @@ def unipc_predict(x: Tensor, x0: Tensor, now: Level, then: Level, before: Sequen
 
 def unipc_correct(x0: Tensor, then: Level, before: Sequence[Visit], order: int) -> Tensor:
     """UniC-p: repeat the step that led to level `then`, now that x0 is known there; its order is p + 1.
+
+    The formula of `unipc_predict`, with the new guess as one more x0_k at r_k = 1 (Zhao et al. 2023, Algorithm 1).
 
     Args:
         x0: the guess from the result of UniP-p; the network is not called again.

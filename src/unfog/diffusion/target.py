@@ -1,7 +1,7 @@
 """Prediction targets of the network: two numbers a and b, y = a x0 + b eps.
 
 With x_t = alpha x0 + sigma eps this makes two linear equations in (x0, eps), which `invert` solves wherever
-their determinant alpha b - sigma a is not zero. `sigma_data`, the deviation of the data, is for EDM's target.
+their determinant det = alpha b - sigma a is not zero. `sigma_data`, the deviation of the data, is for EDM's target.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Eps:
-    """Predict the noise (DDPM, eq. 14)."""
+    """y = eps, the noise: a = 0, b = 1 (Ho et al. 2020, eq. 14)."""
 
     kind: ClassVar[str] = "eps"
 
@@ -26,7 +26,7 @@ class Eps:
 
 @dataclass(frozen=True)
 class X0:
-    """Prediction of the clean image itself, x0."""
+    """y = x0, the clean image itself: a = 1, b = 0 (Salimans & Ho 2022, section 4)."""
 
     kind: ClassVar[str] = "x0"
 
@@ -37,7 +37,7 @@ class X0:
 
 @dataclass(frozen=True)
 class V:
-    """v = alpha eps - sigma x0 (Salimans & Ho 2022), on any path; defined even where x_t is pure noise."""
+    """y = v = alpha eps - sigma x0: a = -sigma, b = alpha (Salimans & Ho 2022, section 4); safe in pure noise."""
 
     kind: ClassVar[str] = "v"
 
@@ -48,7 +48,7 @@ class V:
 
 @dataclass(frozen=True)
 class FlowVelocity:
-    """eps - x0, the velocity dx_t / dt of the flow path (Lipman et al. 2023; Liu et al. 2023)."""
+    """y = eps - x0, the velocity dx_t / dt of the flow path: a = -1, b = 1 (Liu et al. 2023, eq. 1, time reversed)."""
 
     kind: ClassVar[str] = "flow"
 
@@ -59,7 +59,11 @@ class FlowVelocity:
 
 @dataclass(frozen=True)
 class EdmF:
-    """EDM's F (eq. 7 and 8), of unit variance at every level; -v on the VP path with sigma_data 1."""
+    """EDM's F, of unit variance at every level (Karras et al. 2022, eq. 8); -v on the VP path with sigma_data 1.
+
+    y = (x0 - c_skip z) / c_out for z = x0 + s eps, c_skip = sigma_data^2 / (s^2 + sigma_data^2) and
+    c_out = s sigma_data / sqrt(s^2 + sigma_data^2) (Table 1).
+    """
 
     kind: ClassVar[str] = "edm"
 
@@ -71,7 +75,10 @@ class EdmF:
 
 
 def invert(y: Tensor, x_t: Tensor, a: Tensor, b: Tensor, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
-    """Solve y = a x0 + b eps and x_t = alpha x0 + sigma eps for (x0, eps). All arguments broadcast."""
+    """Solve y = a x0 + b eps and x_t = alpha x0 + sigma eps for (x0, eps). All arguments broadcast.
+
+    x0 = (b x_t - sigma y) / det and eps = (alpha y - a x_t) / det. For EDM's F, x0 is D of Karras et al. 2022, eq. 7.
+    """
     det = alpha * b - sigma * a
     return (b * x_t - sigma * y) / det, (alpha * y - a * x_t) / det
 

@@ -2,8 +2,9 @@
 
 From x_t at one noise level to x_s at the next, the best variance lies between two (Nichol & Dhariwal 2021, section
 3.1): that of q(x_s | x_t, x0), right if the image were known (beta tilde), and that of q(x_t | x_s), right if it were
-white noise (beta). The network interpolates the logarithm between them for each number of the image: the second half
-of its output is -1 for the lower and 1 for the upper bound. Stated by (alpha, sigma), this holds on every path.
+white noise (beta). The network interpolates the logarithm between them for each number of the image,
+variance = exp(f log upper + (1 - f) log lower) (eq. 15): the second half of its output, 2 f - 1, is -1 for the lower
+and 1 for the upper bound. Stated by (alpha, sigma), this holds on every path.
 
 Levels are tensors of logsnr that broadcast with images [B, C, H, W]; a cleaner one than all is +inf.
 """

@@ -1,8 +1,9 @@
 """Weight of a noise level in the loss: a weight on the squared error of x0, whatever the network predicts.
 
 Stated on x0, a weighting means the same for every target; `Diffusion.weight` converts it, once, to a weight
-on the network's own output. `own` is the weight on x0 that makes the loss plain MSE on that output: SNR for
-eps, 1 for x0, and on the VP path SNR + 1 for v. SNR = alpha^2 / sigma^2.
+on the network's own output: loss = weight (x0 error)^2 = weight / own (output error)^2. `own` = (det / sigma)^2 is the
+weight on x0 that makes the loss plain MSE on that output: SNR for eps, 1 for x0, and on the VP path SNR + 1 for v.
+SNR = alpha^2 / sigma^2.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plain:
-    """Plain mean squared error on what the network predicts."""
+    """Plain mean squared error on the output of the network.
+
+    Weight `own` on x0, which is 1 on the output. For eps it is DDPM's L_simple (Ho et al. 2020, eq. 14).
+    """
 
     kind: ClassVar[str] = "plain"
 
@@ -32,7 +36,7 @@ class Plain:
 
 @dataclass(frozen=True)
 class Snr:
-    """SNR on the image's error, which is plain MSE on the noise (DDPM's "simple" loss) for any target."""
+    """Weight SNR on x0: plain MSE on the noise, DDPM's L_simple, for any target (Ho et al. 2020, eq. 14)."""
 
     kind: ClassVar[str] = "snr"
 
@@ -42,7 +46,7 @@ class Snr:
 
 @dataclass(frozen=True)
 class InverseSnr:
-    """1 / SNR on the noise's error, which is plain MSE on the image.
+    """Weight 1 on x0, which is 1 / SNR on the noise: plain MSE on the image (Salimans & Ho 2022, section 4).
 
     On VP, 1 / SNR = (1 - alpha_bar) / alpha_bar. The 1 / (1 - alpha_bar) seen under this name is 1 + SNR.
     """
@@ -55,7 +59,10 @@ class InverseSnr:
 
 @dataclass(frozen=True)
 class MinSnr:
-    """min(SNR, gamma) on x0 (Hang et al. 2023): min / SNR on eps and, on VP, min / (SNR + 1) on v."""
+    """Weight min(SNR, gamma) on x0 (Hang et al. 2023, section 3.4).
+
+    The same is min(SNR, gamma) / SNR on eps and, on VP, min(SNR, gamma) / (SNR + 1) on v.
+    """
 
     kind: ClassVar[str] = "min-snr"
     gamma: float = 5.0
@@ -72,7 +79,7 @@ class MinSnr:
 
 @dataclass(frozen=True)
 class SoftMinSnr:
-    """SNR gamma / (SNR + gamma) on x0, min-SNR without its corner (Crowson et al. 2024).
+    """Weight SNR gamma / (SNR + gamma) on x0, min-SNR without its corner (Crowson et al. 2024, soft-min-SNR).
 
     With gamma = 1 / sigma_data^2 that is 1 / (sigma_data^2 + s^2), s = sigma / alpha.
     """
@@ -92,7 +99,10 @@ class SoftMinSnr:
 
 @dataclass(frozen=True)
 class P2:
-    """1 / (k + SNR)^gamma on the noise's error: less for nearly clean levels (Choi et al. 2022)."""
+    """Weight SNR / (k + SNR)^gamma on x0, which is 1 / (k + SNR)^gamma on the noise: less for nearly clean levels.
+
+    Choi et al. 2022, section 3 (P2 weighting).
+    """
 
     kind: ClassVar[str] = "p2"
     k: float = 1.0
@@ -115,7 +125,7 @@ class P2:
 
 @dataclass(frozen=True)
 class Edm:
-    """EDM's lambda (Table 1): (s^2 + sigma_data^2) / (s sigma_data)^2, s = sigma / alpha; plain MSE on F."""
+    """Weight (s^2 + sigma_data^2) / (s sigma_data)^2 on x0, which is plain MSE on F (EDM, Table 1: lambda)."""
 
     kind: ClassVar[str] = "edm"
 
@@ -127,10 +137,10 @@ class Edm:
 
 @dataclass(frozen=True)
 class Uncertainty(Plain):
-    """EDM2's learned weighting (Karras et al. 2024, eq. 14): every level is divided by its own expected loss.
+    """EDM2's learned weighting: every level is divided by its own expected loss (Karras et al. 2024, eq. 14).
 
-    The loss is measured and reported as plain MSE, which for EDM's F is EDM's loss; `Objective` divides that by its
-    running mean at the level (`diffusion.levels`).
+    Weight own / E[own (x0 error)^2] on x0. The loss is measured and reported as plain MSE, which for EDM's F is EDM's
+    loss; `Objective` divides that by its running mean at the level (`diffusion.levels`).
     """
 
     kind: ClassVar[str] = "uncertainty"
@@ -138,7 +148,7 @@ class Uncertainty(Plain):
 
 @dataclass(frozen=True)
 class Elbo:
-    """The evidence lower bound: -dSNR/du / 2 on x0, so that the loss is in nats per number (Kingma et al. 2021).
+    """Weight -dSNR/du / 2 on x0, the evidence lower bound: the loss is in nats per number (Kingma et al. 2021).
 
     With T timesteps these are DDPM's own weights of the variational bound, T (SNR before - SNR) / 2, and for timestep
     0 those of a decoder with that level's noise. It trains for likelihood rather than for image quality; its loss
@@ -155,7 +165,7 @@ class Elbo:
 
 @dataclass(frozen=True)
 class SigmoidElbo(Elbo):
-    """The lower bound times sigmoid(bias - logsnr), of images with noise on them (Kingma and Gao 2023, VDM++).
+    """Weight -dSNR/du / 2 sigmoid(bias - logsnr) on x0: the bound of images with noise (Kingma & Gao 2023, eq. 3).
 
     The weight falls with log SNR, so that the objective is a bound on data augmented with noise. It does not depend on
     the schedule, which says only how often each level is drawn.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from unfog.compile_cache import keep_compiled_code
+from unfog.compile_for_gpu import compiled_with
 from unfog.config.schema import Config
 from unfog.config.task import AutoencoderTask, DiffusionTask, Task
 from unfog.config.validate import check_network_size
@@ -24,7 +27,7 @@ from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.stream import DeviceStream, ImageStream
 from unfog.diffusion.diffusion import Network
 from unfog.diffusion.levels import Levels
-from unfog.diffusion.objective import Objective
+from unfog.diffusion.objective import Objective, noised, stratified, weighted_error
 from unfog.errors import RequestError, RunError
 from unfog.evaluation.held_out import HeldOut, HeldOutBuckets, LossAt, midpoints
 from unfog.models.autoencoder import AutoencoderModel
@@ -115,14 +118,31 @@ def without_augmentation(config: Config) -> Callable[[Tensor], Tensor]:
     return config.representation.to_model
 
 
-def build_loss(config: Config, levels: Levels | None = None) -> LossFunction:
-    """Return the training loss: the diffusion objective, which may adapt to `levels`, or that of an autoencoder."""
-    return _PARTS[type(config.task)].loss(config, levels)
+def build_loss(config: Config, state: TrainState | None = None) -> LossFunction:
+    """Return the training loss: the diffusion objective, `fitted` to a training state, or that of an autoencoder."""
+    return _PARTS[type(config.task)].loss(config, state)
 
 
 def build_objective(config: Config) -> Objective:
     interleaved = config.training.noise == "batch"  # a batch drawn at once is split between micro-batches and ranks
     return Objective(config.diffusion, config.label_dropout, interleaved)
+
+
+def fitted(objective: Objective, state: TrainState) -> Objective:
+    """Return the objective with the measured losses of a training state, and on a GPU compiled if its network is."""
+    compiled = partial(compiled_with, state.model, state.precision.device)
+    return replace(
+        objective,
+        levels=state.levels,
+        stratified=compiled(stratified),
+        noised=compiled(noised),
+        weighted_error=compiled(weighted_error),
+    )
+
+
+def _build_diffusion_loss(config: Config, state: TrainState | None) -> Objective:
+    objective = build_objective(config)
+    return objective if state is None else fitted(objective, state)
 
 
 def fixed_loss(network: Network, objective: Objective) -> LossAt:
@@ -177,7 +197,7 @@ class _Parts(NamedTuple):
     """Functions that build the parts of a task."""
 
     network: Callable[[Config], ConditionalNetwork | AutoencoderModel]
-    loss: Callable[[Config, Levels | None], LossFunction]
+    loss: Callable[[Config, TrainState | None], LossFunction]
     levels: Callable[[Config, torch.device], Levels | None]
     """The noise levels that follow losses, if any do."""
 
@@ -185,12 +205,12 @@ class _Parts(NamedTuple):
 _PARTS: dict[type[Task], _Parts] = {
     DiffusionTask: _Parts(
         _build_diffusion_network,
-        lambda config, levels: build_objective(config).following(levels),
+        _build_diffusion_loss,
         lambda config, device: Levels(device) if config.diffusion.follows_losses else None,
     ),
     AutoencoderTask: _Parts(
         _build_autoencoder,
-        lambda config, levels: AutoencoderLoss(config.autoencoder.kl, config.autoencoder.pyramid),
+        lambda config, state: AutoencoderLoss(config.autoencoder.kl, config.autoencoder.pyramid),
         lambda config, device: None,
     ),
 }

@@ -21,7 +21,7 @@ from unfog.planning.microbatch import Machine, MicrobatchChoice
 from unfog.planning.timing import StepTime, forward_passes, measure_step
 from unfog.process.gpus import choose_gpu, unused_gpu
 from unfog.reporting.progress import format_bytes, plural
-from unfog.training.optimizer_settings import FINE_TUNING_FACTOR, default_learning_rate
+from unfog.training.learning_rate import FINE_TUNING_FACTOR, default_learning_rate
 from unfog.training.precision import default_memory_format, default_precision
 from unfog.training.settings import USUAL_BATCH, MemoryFormat, PrecisionName
 from unfog.training.stability.out_of_memory import microbatch_size

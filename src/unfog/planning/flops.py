@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from unfog.errors import RequestError
-from unfog.planning.memory_trace import clear_package_caches
+from unfog.planning.memory_recorder import clear_package_caches
 from unfog.process.device import synchronize
 from unfog.training.settings import Training
 from unfog.training.stability.out_of_memory import microbatch_size

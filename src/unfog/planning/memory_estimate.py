@@ -15,13 +15,20 @@ from unfog.config.schema import Config
 from unfog.diffusion.denoiser import Denoiser
 from unfog.errors import RequestError
 from unfog.pipeline.build import build_augmentation, build_loss, build_network
-from unfog.planning.memory_trace import HOLES, HOLES_RECOMPUTING, ONEDNN_HALF, Peak, Recorder, Trace, fake_process_group
+from unfog.planning.memory_recorder import (
+    HOLES,
+    HOLES_RECOMPUTING,
+    ONEDNN_HALF,
+    Peak,
+    Recorder,
+    Trace,
+    fake_process_group,
+)
 from unfog.training import optimizers as optim
 from unfog.training.distributed.fsdp import build_mesh, gathers_in_bf16, shard_network
 from unfog.training.hooks import Augmentation, LossFunction
-from unfog.training.optimizer_settings import AdamW, Custom
 from unfog.training.precision import DTYPES, Precision
-from unfog.training.settings import PrecisionName, Training
+from unfog.training.settings import AdamW, Custom, PrecisionName, Training
 from unfog.training.sharded_tensors import is_sharded, to_local
 from unfog.training.state import TrainState
 

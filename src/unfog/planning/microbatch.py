@@ -14,7 +14,7 @@ from unfog.config.schema import Config
 from unfog.errors import RequestError
 from unfog.planning.flops import Device
 from unfog.planning.memory_estimate import MemoryEstimator
-from unfog.planning.memory_trace import CUDA_CONTEXT, CUDNN_WORKSPACE, ONEDNN_HALF
+from unfog.planning.memory_recorder import CUDA_CONTEXT, CUDNN_WORKSPACE, ONEDNN_HALF
 from unfog.process.device import available_memory, total_memory
 from unfog.reporting.progress import format_bytes, plural
 from unfog.text import manual

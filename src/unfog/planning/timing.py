@@ -194,7 +194,7 @@ class TrialTraining:
         self.device, training = device, config.training
         self.state = build_state(config, device)
         stream = open_task_stream(ImageStream(images, training.seed), device)
-        self._task = Task(stream, build_augmentation(config), build_loss(config, self.state.levels))
+        self._task = Task(stream, build_augmentation(config), build_loss(config, self.state))
         # A length that is never reached: the hooks end the loop.
         self._settings = LoopSettings(replace(training, images=10**9 * training.batch), config.optimizer)
 

@@ -77,7 +77,7 @@ def replay_newest(folder: RunFolder, config: Config, dataset: Dataset, stop: Sto
         # Without a limit of roll-backs, which would end the replay where a resume reset the count.
         settings = LoopSettings(replace(config.training, rollbacks=10**9), config.optimizer)
         stream = open_stream(dataset, config)
-        task = Task(stream, build_augmentation(config), build_loss(config, state.levels))
+        task = Task(stream, build_augmentation(config), build_loss(config, state))
         train(settings, state, task, hooks)
     if stop():
         raise Interrupted

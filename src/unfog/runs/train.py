@@ -47,8 +47,8 @@ from unfog.training.distributed.world import World
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import LoopSettings
 from unfog.training.loop import train as advance
-from unfog.training.optimizer_settings import Custom
 from unfog.training.optimizers import check_resumable
+from unfog.training.settings import Custom
 from unfog.training.state import TrainState
 
 
@@ -149,7 +149,7 @@ def run_training_loop(
             task = Task(
                 open_task_stream(stream, state.precision.device),
                 build_augmentation(config),
-                build_loss(config, state.levels),
+                build_loss(config, state),
             )
             # With several ranks, the others must not be left waiting.
             with (

@@ -13,9 +13,8 @@ from unfog.training.distributed.micro_batches import rng_batch_size
 from unfog.training.distributed.world import SINGLE_PROCESS, World
 from unfog.training.gradient import Gradient, GradientComputer
 from unfog.training.hooks import Task, TrainingHooks
-from unfog.training.optimizer_settings import Optimizer
 from unfog.training.optimizers import set_learning_rate
-from unfog.training.settings import Training
+from unfog.training.settings import Optimizer, Training
 from unfog.training.stability.out_of_memory import retry_with_smaller_micro_batches
 from unfog.training.state import TrainState
 from unfog.training.statistics import Stopwatch
@@ -208,7 +207,7 @@ def _count_step(training: Training, state: TrainState, result: StepResult, lr: f
         state.window.overflows += 1
     elif not state.guard.update(result.relative_loss if accepted else math.nan):
         state.window.skipped += not accepted
-        return f"the loss rose to {result.relative_loss:.3g} of what no answer would lose, and stayed there"
+        return f"the loss stayed at {result.relative_loss:.3g} times that of an all-zero output"
     return None
 
 

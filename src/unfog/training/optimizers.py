@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from unfog.errors import RequestError
-from unfog.training.optimizer_settings import Custom, Muon, Optimizer
+from unfog.training.settings import Custom, Muon, Optimizer
 from unfog.training.sharded_tensors import is_sharded
 from unfog.training.updates.muon import MuonAdamW
 

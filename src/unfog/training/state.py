@@ -15,9 +15,8 @@ from unfog.diffusion.objective import Loss
 from unfog.training import optimizers as optim
 from unfog.training.ema import Ema
 from unfog.training.length import Length
-from unfog.training.optimizer_settings import Custom, Optimizer
 from unfog.training.precision import Precision
-from unfog.training.settings import EmaSchedule, Evaluate, PowerEma
+from unfog.training.settings import Custom, EmaSchedule, Evaluate, Optimizer, PowerEma
 from unfog.training.sharded_tensors import all_finite
 from unfog.training.stability.divergence import DivergenceGuard
 from unfog.training.statistics import LogWindow

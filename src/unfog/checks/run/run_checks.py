@@ -43,7 +43,8 @@ from unfog.reporting.progress import Progress
 from unfog.text import sanitize
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.load import load_weights, read_state
-from unfog.training.optimizer_settings import Custom, default_learning_rate
+from unfog.training.learning_rate import default_learning_rate
+from unfog.training.settings import Custom
 
 _COMPARED = 2000  # training images that generated ones are compared with
 

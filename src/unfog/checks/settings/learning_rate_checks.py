@@ -11,8 +11,8 @@ from unfog.models.network_settings import NetworkSettings
 from unfog.models.settings import UNet
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import format_number
-from unfog.training.optimizer_settings import REFERENCE_BATCH, Custom, Muon, OptimizerKind, default_learning_rate
-from unfog.training.settings import EmaSchedule
+from unfog.training.learning_rate import REFERENCE_BATCH, default_learning_rate
+from unfog.training.settings import Custom, EmaSchedule, Muon, OptimizerKind
 
 # Batch beyond which nobody lets the learning rate grow in proportion.
 _LINEAR_UP_TO = 512

@@ -1,4 +1,4 @@
-"""Removal and replacement of checkpoints, such that a crash never leaves none."""
+"""Removal and replacement of checkpoints, so that a crash always leaves at least one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Detection of divergence: tells a diverging run from the ordinary jumps of a training loss."""
+"""Detection of divergence, as distinct from the ordinary jumps of a training loss."""
 
 from __future__ import annotations
 

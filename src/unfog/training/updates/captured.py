@@ -95,7 +95,7 @@ class CapturedStep:
         """
         self._pixels, self._conditions = pixels.clone(), conditions.apply(Tensor.clone)
         graph, pool, failure, has_gradient = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), "", False
-        # Other threads write checkpoints and copy images meanwhile, which is none of this capture's business.
+        # Other threads may use the GPU during capture: they write checkpoints and copy images.
         how: Any = {"pool": pool, "stream": torch.cuda.current_stream(), "capture_error_mode": "thread_local"}
         try:
             with self._hooks.defer_interrupts(), torch.cuda.graph(graph, **how):

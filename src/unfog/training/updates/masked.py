@@ -1,4 +1,4 @@
-"""Updates that the device leaves out by itself: where a tensor says so, they change nothing, and no host has to ask."""
+"""In-place updates masked by a device tensor, without host synchronisation."""
 
 from __future__ import annotations
 

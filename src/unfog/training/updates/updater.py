@@ -38,6 +38,7 @@ class Updater:
         self.why_at_once = why_not_masked(state, world)
         """Why the host reads each verdict before the update; None if it reads them one step late."""
         if self.why_at_once is None:
+            self._judge = compiled_with(state.model, state.precision.device, judge)
             self._halted = torch.zeros((), device=state.precision.device)  # 1 from an update that was left out on
 
     def update(self, gradient: Gradient) -> None:
@@ -86,8 +87,7 @@ class Updater:
         scale = state.precision.scale_tensors()
         # By the steps before alone: a gradient that is infinite itself is what lowers the scale.
         state.precision.scaler.update_unless(self._halted)
-        verdict = compiled_with(state.model, norm.device, judge)
-        numbers, factor = verdict(self._halted, norm, gradient.losses, scale, clip)
+        numbers, factor = self._judge(self._halted, norm, gradient.losses, scale, clip)
         state.precision.update_unless(self._halted, state.optimizer, factor)
         state.optimizer.zero_grad(set_to_none=True)
         state.follow_update(gradient.losses, self._halted)
@@ -108,7 +108,7 @@ class Updater:
         return self._unread.pop(0)()
 
     def take_back(self) -> int:
-        """Undo the steps after the one whose verdict was read last, which was bad. Returns how many they are.
+        """Undo the steps launched after a rejected step. Return how many they are.
 
         The device has left them out, or a roll-back is due, which replaces all that they changed.
         """

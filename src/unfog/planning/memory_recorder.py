@@ -1,4 +1,4 @@
-"""Trace the memory of a computation on fake tensors, which have shapes and no values; find the peak of a trace.
+"""Recorder of the memory of a computation on fake tensors, which have shapes and no values; the peak of its trace.
 
 The computation runs through PyTorch's dispatcher as always, but nothing is computed or allocated, so the trace of a
 step that needs 100 GB takes a second and no memory. The dispatcher does not see what a kernel allocates inside; such
