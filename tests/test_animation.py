@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from unfog.cli.requests import REQUESTS
+from unfog.cli.read_request import REQUESTS
 from unfog.commands import sample
 from unfog.commands.sample import _check_animation, _observe_all
 from unfog.diffusion.noise import VE, Flow

@@ -26,7 +26,7 @@ from unfog.cache_folder import (
     release,
 )
 from unfog.cli.main import main
-from unfog.config.folder_requests import CacheRequest
+from unfog.config.requests.cache import CacheRequest
 from unfog.data.dataset import ImageSet
 from unfog.data.packs.latent_cache import EncodeJob
 from unfog.data.prepare import prepare

@@ -13,7 +13,6 @@ from torch.distributions import Normal, kl_divergence
 
 import unfog
 from unfog.cli.main import main
-from unfog.commands.train import _add_autoencoder
 from unfog.config.presets import AutoencoderRunSettings, autoencoder_recipe
 from unfog.config.resume_rules import _flatten
 from unfog.config.schema import Config
@@ -24,6 +23,7 @@ from unfog.pipeline.latents import _load_autoencoder, save_autoencoder
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.records import read_metrics
 from unfog.runs.resume import resume
+from unfog.runs.start import add_autoencoder
 from unfog.training.autoencoder_loss import AutoencoderLoss, _blur, _laplacian_pyramid, _standard_normal_kl, psnr
 
 pytestmark = pytest.mark.slow
@@ -130,10 +130,10 @@ def test_what_makes_no_codec_is_refused():
             Latents(**settings)
     for wrong in ({"width": "huge"}, {"factor": 5}):
         with pytest.raises(RequestError, match=r"is unknown|is not one of"):
-            _add_autoencoder(autoencoder_recipe(), **wrong)
+            add_autoencoder(autoencoder_recipe(), **wrong)
     for width in WIDTHS:
         for factor in FACTORS:
-            assert _add_autoencoder(autoencoder_recipe(), factor, width=width).autoencoder.factor == factor
+            assert add_autoencoder(autoencoder_recipe(), factor, width=width).autoencoder.factor == factor
 
 
 def test_help_shows_what_a_codec_reads_and_no_more(capsys):

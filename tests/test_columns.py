@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from unfog.commands.pack import _check_same_pack, _packed_before
 from unfog.data import decode_pool
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.decode import decode
@@ -24,6 +23,7 @@ from unfog.data.settings import Data
 from unfog.data.sources.base import ImageError, Source
 from unfog.data.sources.labels import apply_label_table, read_columns
 from unfog.errors import RequestError
+from unfog.pipeline.pack import _check_same_pack, _packed_before
 from unfog.pipeline.skipped_images import DATA_FILE, data_json, describe_changes
 from unfog.process.run_folder import RunFolder
 from unfog.values.columns import MOST_COLUMNS, Column, check_columns, of_labels

@@ -11,7 +11,6 @@ import torch
 from PIL import Image
 
 import unfog
-from unfog.commands.train import verify
 from unfog.config.values import parse_spec
 from unfog.data.packs.latent_cache import Normalise
 from unfog.diffusion.denoiser import Autoguided, Denoiser
@@ -37,6 +36,7 @@ from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.records import read_metrics
 from unfog.runs.dry_run_checks import _shortened_evaluation
+from unfog.runs.replay import verify
 from unfog.sharded_rng import seed_generators
 from unfog.training.precision import Precision
 from unfog.training.settings import Evaluate, Optimizer, PowerEma
@@ -156,7 +156,7 @@ def test_every_network_draws_pixels_and_latents_whatever_it_answers(photos, code
 
 @pytest.mark.parametrize(("network", "seen", "answer"), each([*QUICK[1:], ("unet", "latents", "learned")]))
 def test_all_that_a_run_is_for(photos, codec, tmp_path, network, seen, answer, monkeypatch):
-    monkeypatch.setattr("unfog.commands.tune._MANY_STEPS", 4)
+    monkeypatch.setattr("unfog.inference.tune._MANY_STEPS", 4)
     monkeypatch.setattr("unfog.checks.settings.overfit_one_batch._MOST_SECONDS", 0.5)
     run = trained(tmp_path / "run", photos, codec, network, seen, answer)
     assert "equal to the bit" in verify(RunFolder(run.path))
@@ -324,7 +324,7 @@ def test_a_guide_sees_the_same_latents(on_latents):
 
 
 def test_tuned_on_latents(on_latents, monkeypatch):
-    monkeypatch.setattr("unfog.commands.tune._MANY_STEPS", 8)
+    monkeypatch.setattr("unfog.inference.tune._MANY_STEPS", 8)
     found = unfog.tune(on_latents.path, steps=2, pictures=2, tries=2, store=False, device="cpu")
     assert found.reference < min(found.errors.values())
 

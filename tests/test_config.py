@@ -14,7 +14,7 @@ from unfog import __version__
 from unfog.cli.parse import parse_args
 from unfog.config import values as kinds
 from unfog.config.presets import PRESETS, preset
-from unfog.config.requests import TrainRequest as Train
+from unfog.config.requests.train import TrainRequest as Train
 from unfog.config.resume_rules import _flatten
 from unfog.config.schema import SHORT, Config, nest_settings
 from unfog.config.toml import from_toml, read_toml, to_toml, update, with_version

@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 
 import unfog
-from unfog.cli.requests import read_request
-from unfog.config.run_requests import EvaluationRequest
+from unfog.cli.read_request import read_request
+from unfog.config.requests.evaluate import EvaluationRequest
 from unfog.config.toml import update
 from unfog.models.network_settings import build_model
 from unfog.models.settings import SIZES

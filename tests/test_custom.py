@@ -16,7 +16,7 @@ from conftest import TRANSFORMER
 from launches import TORCHRUN
 from unfog import custom
 from unfog.cli.main import main
-from unfog.cli.requests import read_request
+from unfog.cli.read_request import read_request
 from unfog.config.schema import Config, nest_settings
 from unfog.config.toml import from_toml, read_toml, to_toml, update
 from unfog.config.values import format_spec, parse_spec, registry_of

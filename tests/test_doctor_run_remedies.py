@@ -12,7 +12,7 @@ import pytest
 
 import unfog
 from unfog.cli.parse import _flags_of
-from unfog.cli.requests import REQUESTS
+from unfog.cli.read_request import REQUESTS
 
 ROOT = Path(unfog.__file__).parent
 MODULES = [*(ROOT / "checks").rglob("*.py"), *(ROOT / "runs").glob("dry_run*.py")]

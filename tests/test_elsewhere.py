@@ -12,7 +12,7 @@ import unfog
 from test_elsewhere_networks import SHAPES, converted, references
 from test_export import run_of, shown
 from unfog.cli.main import main
-from unfog.cli.requests import read_request
+from unfog.cli.read_request import read_request
 from unfog.config.values import format_spec
 from unfog.diffusion.noise import NoiseSource
 from unfog.diffusion.objective import Objective

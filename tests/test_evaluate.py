@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 import unfog
 from conftest import TRANSFORMER
 from forked import Forked
-from unfog.config.run_requests import EvaluationRequest
+from unfog.config.requests.evaluate import EvaluationRequest
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.settings import Data
 from unfog.errors import RequestError, RunError

@@ -12,10 +12,8 @@ from PIL import Image
 from torch import nn
 
 from conftest import NETWORK
-from unfog.commands import find_lr as command
-from unfog.commands.find_lr import _lr_chart, find_lr
 from unfog.config.presets import preset
-from unfog.config.requests import FindLrRequest
+from unfog.config.requests.find_lr import FindLrRequest
 from unfog.config.schema import Network
 from unfog.config.values import parse_spec, registry_of
 from unfog.data.augmentation import Augment
@@ -41,6 +39,8 @@ from unfog.planning.lr_range_test import (
     suggest,
 )
 from unfog.planning.microbatch import MicrobatchChoice
+from unfog.runs import find_lr as command
+from unfog.runs.find_lr import _lr_chart, find_lr
 from unfog.training.precision import Precision
 from unfog.training.settings import Optimizer, PowerEma, Training
 from unfog.training.state import TrainState

@@ -21,7 +21,7 @@ import unfog
 from test_fuzz import TINY, places, put
 from test_resume_settings import sealed, trained
 from test_safe_files import plant
-from unfog.cli.requests import read_request
+from unfog.cli.read_request import read_request
 from unfog.config.schema import Config
 from unfog.config.toml import to_toml
 from unfog.errors import RequestError, RunError, UnfogError

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from test_elsewhere_networks import SHAPES, references
 from unfog.cli.main import main
-from unfog.cli.requests import read_request
+from unfog.cli.read_request import read_request
 
 PAGES = sorted((Path(__file__).parent.parent / "docs/from").glob("*.md"))
 

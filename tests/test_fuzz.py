@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from unfog.cli.main import _in_a_line
 from unfog.cli.parse import _flags_of, parse_args
-from unfog.cli.requests import REQUESTS, read_request
+from unfog.cli.read_request import REQUESTS, read_request
 from unfog.config import values as kinds
 from unfog.config.presets import PRESETS, preset
 from unfog.config.schema import Config

@@ -167,16 +167,16 @@ def test_a_part_that_fails_or_hangs_is_a_row_and_keeps_those_that_it_had(bench, 
 def test_missing_packages_are_named_with_what_they_need_in_turn_and_what_they_cost(bench, monkeypatch):
     packages = bench("packages")
     assert packages.missing_distributions(packages.NEEDED) == []
-    gone, real = {"tyro", "typeguard", "docstring-parser", "diffusers", "mdurl"}, packages._requires
+    gone, real = {"jinja2", "markupsafe", "diffusers", "mdurl"}, packages._requires
     monkeypatch.setattr(packages, "_requires", lambda name: None if name in gone else real(name))
     monkeypatch.setattr(
         packages.importlib.util, "find_spec", lambda name: None if name.replace("_", "-") in gone else "here"
     )
-    # Of tyro, which cannot be asked, by a list; of rich by what markdown-it-py says.
+    # Of jinja2, which cannot be asked, by a list; of rich by what markdown-it-py says.
     assert set(packages.missing_distributions(packages.NEEDED)) == gone - {"diffusers"}
     needed, wanted = packages.check_packages(cpu=True)
     assert (needed.state, wanted.state) == ("failed", "skipped")
-    assert "tyro docstring-parser typeguard" in needed.said
+    assert "jinja2 markupsafe" in needed.said
     assert "--wheels" in needed.said
     assert "its training step is not timed" in wanted.said
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 import unfog
 from conftest import NETWORK, few_images
 from unfog.cli.main import _run as command
-from unfog.commands.tune import _BUILT_IN, _CallCounter, _GridError, _levels_are_valid, _search_levels
 from unfog.config.schema import Config
 from unfog.config.toml import from_toml, to_toml
 from unfog.diffusion.denoiser import Autoguided, Within
@@ -26,6 +25,7 @@ from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError, RunError
 from unfog.inference.loaded_run import LoadedRun
 from unfog.inference.run import Run
+from unfog.inference.tune import _BUILT_IN, _CallCounter, _GridError, _levels_are_valid, _search_levels
 from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_labels
 from unfog.planning.sampling_cost import cost_per_sample
 from unfog.process.run_folder import RunFolder
@@ -437,7 +437,7 @@ def test_pure_noise_stays_where_levels_are_moved():
 
 
 def test_tune_finds_and_stores_a_grid(run, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("unfog.commands.tune._MANY_STEPS", 24)
+    monkeypatch.setattr("unfog.inference.tune._MANY_STEPS", 24)
     copy = tmp_path / "copy"
     shutil.copytree(run.path, copy)
     found = unfog.tune(copy, steps=3, pictures=6, tries=24)
@@ -458,7 +458,7 @@ def test_tune_finds_and_stores_a_grid(run, tmp_path, capsys, monkeypatch):
 
 
 def test_tune_draws_as_sample_does_with_the_guide_of_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("unfog.commands.tune._MANY_STEPS", 4)
+    monkeypatch.setattr("unfog.inference.tune._MANY_STEPS", 4)
     settings = {"data": {"labels": "none"}, "ema_snapshots": {"every": 2}, **SETTINGS}
     own = unfog.train(few_images(), out=tmp_path / "own", steps=20, lr=6e-3, size=16, **settings)
     draw, kept = _GridError.draw, []
@@ -476,7 +476,7 @@ def test_tune_draws_as_sample_does_with_the_guide_of_the_run(tmp_path, monkeypat
 
 
 def test_a_resume_says_what_a_person_changed_and_not_what_tune_did(run, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("unfog.commands.tune._MANY_STEPS", 8)
+    monkeypatch.setattr("unfog.inference.tune._MANY_STEPS", 8)
     copy = tmp_path / "copy"
     shutil.copytree(run.path, copy)
     found = unfog.tune(copy, sampler="ddim", steps=4, pictures=2, tries=6).sampler
@@ -535,7 +535,7 @@ def test_what_is_no_word_of_tune_hides_nothing(run, tmp_path):
 
 
 def test_many_steps_begin_where_the_run_does(run, monkeypatch):
-    monkeypatch.setattr("unfog.commands.tune._MANY_STEPS", 4)
+    monkeypatch.setattr("unfog.inference.tune._MANY_STEPS", 4)
     schedule = run.config.diffusion.schedule
     drawing = GenerationSettings.default(run.config, 1, 1)
     outcomes = _GridError(run, Sampler(steps=3), drawing, None, _CallCounter(lambda calls: None))
@@ -547,7 +547,7 @@ def test_many_steps_begin_where_the_run_does(run, monkeypatch):
 
 
 def test_tune_from_the_command_line_only_looks_if_asked_to(run, capsys, monkeypatch):
-    monkeypatch.setattr("unfog.commands.tune._MANY_STEPS", 8)
+    monkeypatch.setattr("unfog.inference.tune._MANY_STEPS", 8)
     before = (run.path / "config.toml").read_bytes()
     flags = ["--steps", "2", "--pictures", "2", "--tries", "2", "--sampler", "ddim", "--no-store"]
     assert command(["tune", str(run.path), *flags]) == 0
@@ -577,7 +577,7 @@ def test_tuning_what_cannot_be_is_refused(run, asked, message):
 
 
 def test_levels_that_cannot_be_written_are_printed(run, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("unfog.commands.tune._MANY_STEPS", 8)
+    monkeypatch.setattr("unfog.inference.tune._MANY_STEPS", 8)
     copy = tmp_path / "copy"
     shutil.copytree(run.path, copy)
     (copy / "events.jsonl").unlink()

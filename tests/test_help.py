@@ -6,26 +6,28 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
 from unfog.cli.completion import _completion_script
 from unfog.cli.main import main
-from unfog.cli.requests import REQUESTS, read_request
-from unfog.commands.explain import _explain
-from unfog.commands.pack import pack
-from unfog.commands.train import _add_autoencoder
+from unfog.cli.parse import parse_args
+from unfog.cli.read_request import REQUESTS, read_request
 from unfog.config.describe import describe
+from unfog.config.explain import explain
 from unfog.config.presets import PRESETS, autoencoder_recipe, preset
-from unfog.config.requests import PackRequest
-from unfog.config.run_requests import METRICS
+from unfog.config.requests.evaluate import METRICS
+from unfog.config.requests.pack import PackRequest
 from unfog.config.schema import SHORT, Config
 from unfog.config.toml import from_toml, read_toml, to_toml, update
 from unfog.config.values import registry_of
 from unfog.data.settings import TRAINING_ONLY, Data
 from unfog.errors import RequestError
+from unfog.pipeline.pack import pack
+from unfog.runs.start import add_autoencoder
+from unfog.settings import argument, setting
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -108,7 +110,7 @@ def test_an_autoencoder_lists_only_what_it_reads(said, tmp_path):
     flags = flags_in(said("train-autoencoder", "--help-all"))
     assert {"factor", "lr", "evaluate.images"} <= flags
     assert not any(flag.startswith(("ema-snapshots", "sampler", "data.labels")) for flag in flags)
-    config = replace(_add_autoencoder(autoencoder_recipe()), source="photos")
+    config = replace(add_autoencoder(autoencoder_recipe()), source="photos")
     (tmp_path / "config.toml").write_text(to_toml(config))
     resumed = flags_in(said("resume", str(tmp_path), "--help-all"))
     assert {"lr", "evaluate.images"} <= resumed
@@ -157,6 +159,25 @@ def test_every_flag_that_a_message_names_exists():
     assert not unknown
 
 
+def test_the_marks_of_a_field_make_its_flag():
+    @dataclass(frozen=True)
+    class Marked:
+        run: Path = field(metadata=argument("RUN"))
+        device: str = setting("", flag="for", metavar="DEVICE")
+        words: tuple[str, ...] = setting((), hidden=True)
+        n: int = 4
+
+    listed = describe(Marked)
+    assert [(each.metavar, each.positional) for each in listed] == [("RUN", True), ("DEVICE", False), ("N", False)]
+    assert [each.flags for each in listed[1:]] == [["for"], ["n"]]
+    args = parse_args(["a run", "--for", "h200", "-n", "2"], Marked, "unfog marked", {})
+    assert (args.named, args.table) == ({"run": Path("a run")}, {"device": "h200", "n": 2})
+    with pytest.raises(RequestError, match="--words is not a flag"):
+        parse_args(["a run", "--words", "x"], Marked, "unfog marked", {})
+    with pytest.raises(RequestError, match="RUN is missing"):
+        parse_args([], Marked, "unfog marked", {})
+
+
 def test_short_names_and_descriptions_agree():
     described = {flag: each.setting for each in describe(Config) for flag in each.flags}
     assert all(described[short] == place for short, place in SHORT.items())
@@ -186,11 +207,11 @@ def test_explain_tells_all_that_a_field_holds(said):
 def test_explain_knows_every_setting_section_and_kind(said):
     overview = said("explain")
     for each in describe(Config):
-        assert each.setting in _explain(each.setting).splitlines()
+        assert each.setting in explain(each.setting).splitlines()
         assert {each.path[0], each.path[-1]} <= set(re.findall(r"\w+", overview))
-        assert f"  {each.setting} " in _explain(each.path[0]) or len(each.path) == 1
+        assert f"  {each.setting} " in explain(each.path[0]) or len(each.path) == 1
         for word in each.choices if registry_of(each.annotation) else ():
-            assert word == "auto" or word in _explain(word)
+            assert word == "auto" or word in explain(word)
     assert "did you mean lr" in said("explain", "lrr", status=2)
     assert "a choice of --weighting" in said("explain", "min-snr")
 

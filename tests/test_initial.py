@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import unfog
 from conftest import TRANSFORMER
-from unfog.cli.requests import read_request
+from unfog.cli.read_request import read_request
 from unfog.config.schema import Config
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.noise import VP, Cosine, Flow, Linear

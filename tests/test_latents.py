@@ -13,8 +13,7 @@ from PIL import Image
 import unfog
 from conftest import without_clock
 from unfog.cache_folder import cache_folder
-from unfog.cli.requests import read_request
-from unfog.commands.train import verify
+from unfog.cli.read_request import read_request
 from unfog.config.presets import _default
 from unfog.config.resume_rules import settings_digests
 from unfog.config.schema import nest_settings
@@ -41,6 +40,7 @@ from unfog.pipeline.latents import (
 from unfog.pipeline.load_data import load_images
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
+from unfog.runs.replay import verify
 from unfog.runs.resume import resume
 from unfog.values.image_format import BYTES
 

@@ -148,11 +148,11 @@ import resource, sys, torch
 from pathlib import Path
 from unfog.cli.main import main
 from unfog.planning.auto_settings import AutoSettings
-from unfog.runs.session_hooks import SessionHooks
+from unfog.runs.session import Session
 from unfog.training import loop
 
 AutoSettings.resolve_microbatch = lambda self, resuming=False: None  # as if the prediction had been wrong
-retry, halved = loop.retry_with_smaller_micro_batches, SessionHooks.on_out_of_memory
+retry, halved = loop.retry_with_smaller_micro_batches, Session.on_out_of_memory
 
 def squeezed(*words, **options):
     pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -166,7 +166,7 @@ def eased(*words):  # the allocator of C keeps addresses that were freed, so tha
     limit()
     halved(*words)
 
-loop.retry_with_smaller_micro_batches, SessionHooks.on_out_of_memory = squeezed, eased
+loop.retry_with_smaller_micro_batches, Session.on_out_of_memory = squeezed, eased
 torch.set_num_threads(1)
 main(sys.argv[2:])
 """

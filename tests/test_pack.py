@@ -22,8 +22,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from forked import Forked
-from unfog.commands.pack import pack
-from unfog.config.requests import PackRequest
+from unfog.config.requests.pack import PackRequest
 from unfog.config.schema import Config
 from unfog.data.augmentation import Augment
 from unfog.data.dataset import Dataset
@@ -38,6 +37,7 @@ from unfog.data.sources.registry import open_source
 from unfog.data.stream import ImageStream
 from unfog.errors import RequestError, RunError
 from unfog.pipeline.contact_sheet import contact_sheet
+from unfog.pipeline.pack import pack
 
 pytestmark = pytest.mark.slow
 

@@ -18,7 +18,6 @@ from PIL import Image
 from unfog.cache_folder import cache_folder
 from unfog.checks.run import run_checks as examination
 from unfog.checks.settings.overfit_one_batch import _OverfitBatch
-from unfog.commands import find_lr
 from unfog.config.presets import preset
 from unfog.data import decode_pool as bulk
 from unfog.data import lazy, scan
@@ -39,6 +38,7 @@ from unfog.pipeline.build import build_held_out_set
 from unfog.pipeline.contact_sheet import contact_sheet
 from unfog.pipeline.skipped_images import data_json
 from unfog.process.signals import StopSignals
+from unfog.runs import find_lr
 from unfog.values.image_format import BYTES
 
 ASKED = Data(size=8, channels=3, cache="none")

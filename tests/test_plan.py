@@ -12,10 +12,8 @@ from torch import nn
 
 from conftest import few_images
 from test_plan_memory import all_traces_are_kept  # noqa: F401  a fixture
-from unfog.commands.plan import _describe_compiling, _resolve_microbatch, _time_findings, plan
-from unfog.commands.train import base_settings
 from unfog.config.presets import preset
-from unfog.config.requests import PlanRequest
+from unfog.config.requests.plan import PlanRequest
 from unfog.config.schema import Config, Latents
 from unfog.config.toml import update
 from unfog.data.dataset import ImageSet
@@ -31,9 +29,10 @@ from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.flops import _DEVICES, GB, Device, NetworkCost, TimeRange
 from unfog.planning.memory_estimate import MemoryEstimator
 from unfog.planning.microbatch import MARGIN, Machine
-from unfog.planning.plan import format_time
+from unfog.planning.plan import _describe_compiling, _resolve_microbatch, _time_findings, format_time, plan
 from unfog.planning.timing import StepTime, measure_step, run_times
 from unfog.reporting.progress import Progress
+from unfog.runs.start import base_settings
 from unfog.training.learning_rate import default_learning_rate
 from unfog.training.settings import Evaluate, Training
 
@@ -248,7 +247,7 @@ def test_checkpointing_is_asked_for_by_its_name_and_a_device_by_its_own(auto):
 
 
 def test_what_is_not_known_is_null_in_json(monkeypatch):
-    monkeypatch.setattr("unfog.commands.plan.available_memory", lambda device: 10**6)
+    monkeypatch.setattr("unfog.planning.plan.available_memory", lambda device: 10**6)
     torch.manual_seed(1)
     before = torch.get_rng_state()
     planned = planned_for(asked(device="cpu", steps=1, precision="fp32"))
@@ -303,7 +302,7 @@ def test_a_budget_is_kept_with_all_that_a_run_does_besides(monkeypatch):
 
 
 def test_steps_that_take_minutes_are_not_timed(monkeypatch):
-    monkeypatch.setattr("unfog.commands.plan.TOO_SLOW", 1.0)
+    monkeypatch.setattr("unfog.planning.plan.TOO_SLOW", 1.0)
     planned = planned_for(asked(device="cpu"))
     assert planned.estimated
     assert planned.config.training.precision == "fp32"
@@ -320,12 +319,12 @@ def test_images_that_are_yet_to_be_decoded_into_memory_count(monkeypatch, tmp_pa
         Image.new("RGB", (16, 16), (i, 0, 0)).save(tmp_path / f"{i}.png")
     monkeypatch.setattr("unfog.data.prepare._MEMORY_FILES", 10)
     monkeypatch.setattr("unfog.planning.timing._TIMED", 4)
-    monkeypatch.setattr("unfog.commands.plan.available_memory", lambda device: 10**9)
+    monkeypatch.setattr("unfog.planning.plan.available_memory", lambda device: 10**9)
     config = replace(asked(device="cpu", batch=2), source=str(tmp_path), data=Data(size=16, cache="memory"))
-    monkeypatch.setattr("unfog.commands.plan.TOO_SLOW", 1.0)
+    monkeypatch.setattr("unfog.planning.plan.TOO_SLOW", 1.0)
     images = 100 * 3 * 16**2
     assert planned_for(config).available == 10**9 - images
-    monkeypatch.setattr("unfog.commands.plan.available_memory", lambda device: images)
+    monkeypatch.setattr("unfog.planning.plan.available_memory", lambda device: images)
     (fatal,) = [finding for finding in planned_for(config).findings if finding.severity == "fatal"]
     assert (fatal.code, fatal.remedy) == ("plan.memory", "--data.cache disk")
     prepared = prepare(open_source(tmp_path), config.data)  # as they are once the run has them

@@ -12,8 +12,7 @@ import planned
 from launches import AGENT, ended, forked, output  # noqa: F401  a fixture
 from planned import live, traced
 from test_plan_memory import all_traces_are_kept  # noqa: F401  a fixture
-from unfog.commands.plan import plan
-from unfog.config.requests import PlanRequest
+from unfog.config.requests.plan import PlanRequest
 from unfog.config.schema import Config
 from unfog.errors import RequestError
 from unfog.models.settings import DiT
@@ -22,6 +21,7 @@ from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.flops import GB
 from unfog.planning.memory_estimate import MemoryEstimator
 from unfog.planning.microbatch import MARGIN, _memory_upper_bound
+from unfog.planning.plan import plan
 from unfog.training.settings import AdamW, EmaSnapshots, Optimizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ended")]

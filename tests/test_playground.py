@@ -23,14 +23,14 @@ pytest.importorskip("uvicorn")
 
 from served import make_run
 from unfog.cache_folder import CacheEntry
-from unfog.cli.requests import read_request as from_words
+from unfog.cli.read_request import read_request as from_words
 from unfog.errors import RequestError, RunError
 from unfog.serve.playground import blind, jobs
 from unfog.serve.playground.channel import ProtocolError, Worker, read_message, write_message
+from unfog.serve.playground.drawing_request import command_of, key_of, python_of, read_request, settings_of
 from unfog.serve.playground.images import Uploads, at_run_size, disagreement, sheet
 from unfog.serve.playground.job import History, StoredDrawing
 from unfog.serve.playground.jobs import MOST_WAITING, JobList
-from unfog.serve.playground.requests import command_of, key_of, python_of, read_request, settings_of
 from unfog.serve.server import Server
 from unfog.values.image_format import ImageFormat
 

@@ -22,9 +22,9 @@ from unfog.errors import RequestError, RunError
 from unfog.inference import memorization
 from unfog.serve.playground import generation, worker
 from unfog.serve.playground.channel import Channel, Message, Worker, read_message, write_message
+from unfog.serve.playground.drawing_request import newest_checkpoint, python_of, read_request
 from unfog.serve.playground.generation import Studio, find_copies
 from unfog.serve.playground.jobs import JobList
-from unfog.serve.playground.requests import newest_checkpoint, python_of, read_request
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import pytest
 
 from unfog.config.aliases import EPOCHS, OUT, SAMPLING, USUAL
-from unfog.config.run_requests import SamplingRequest
+from unfog.config.requests.sample import SamplingRequest
 from unfog.config.schema import SHORT, Config, nest_settings
 from unfog.config.toml import update
 from unfog.errors import RequestError

@@ -20,7 +20,7 @@ from PIL import Image
 
 import unfog
 from unfog.cli.main import main
-from unfog.cli.requests import read_request
+from unfog.cli.read_request import read_request
 from unfog.config import values as kinds
 from unfog.config.presets import preset
 from unfog.config.schema import Config
@@ -559,7 +559,7 @@ def test_help_shows_the_defaults_of_the_recipe_that_is_named(capsys, words, valu
 
 def test_lists_leave_the_last_word_to_the_run():
     from unfog.cli.parse import parse_args
-    from unfog.config.run_requests import SampleRequest as Sample
+    from unfog.config.requests.sample import SampleRequest as Sample
 
     for words in (
         "--label cat dog -n 3 run",
@@ -573,7 +573,7 @@ def test_lists_leave_the_last_word_to_the_run():
 
 def test_ways_to_write_a_flag():
     from unfog.cli.parse import parse_args
-    from unfog.config.requests import TrainRequest as Train
+    from unfog.config.requests.train import TrainRequest as Train
 
     def read(words: str) -> dict:
         return parse_args(words.split(), Train, "unfog train", {}).table["settings"]

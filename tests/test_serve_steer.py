@@ -18,7 +18,7 @@ pytest.importorskip("uvicorn")
 
 from conftest import TRANSFORMER, few_images, without_clock
 from served import make_run, serving
-from unfog.config.requests import ResumeRequest, TrainRequest
+from unfog.config.requests.train import ResumeRequest, TrainRequest
 from unfog.errors import RequestError
 from unfog.process.heartbeat import Heartbeat
 from unfog.serve import steering as steer

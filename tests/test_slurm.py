@@ -21,8 +21,7 @@ from launches import (
     weights,
 )
 from unfog.cli.main import main
-from unfog.commands.slurm import _batch_script
-from unfog.config.folder_requests import SlurmRequest
+from unfog.commands.slurm import SlurmRequest, _batch_script
 from unfog.config.schema import Config
 from unfog.config.toml import to_toml
 from unfog.custom import consent

@@ -14,9 +14,8 @@ from PIL import Image
 
 import unfog
 from conftest import TRANSFORMER
-from unfog.commands.pack import pack
 from unfog.config.presets import preset
-from unfog.config.requests import PackRequest
+from unfog.config.requests.pack import PackRequest
 from unfog.config.validate import check_request
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
@@ -26,6 +25,7 @@ from unfog.data.sources.labels import _LabelTableSource, apply_label_table, labe
 from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError
 from unfog.pipeline.load_data import load_images
+from unfog.pipeline.pack import pack
 from unfog.process.signals import StopSignals
 
 

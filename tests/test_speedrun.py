@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from conftest import NETWORK
-from unfog.cli.requests import read_request
+from unfog.cli.read_request import read_request
 
 FOLDER = Path(__file__).parents[1] / "benchmarks/speedrun"
 

@@ -24,9 +24,8 @@ from unfog.checks.run.trend_checks import check_trends
 from unfog.planning.auto_settings import AutoSettings
 from unfog.process import command_clock
 from unfog.reporting.records import read_events, read_metrics
-from unfog.runs.pace import CallTimes, Pace
 from unfog.runs.session import Session
-from unfog.runs.time_budget import TimeBudget, _recorded_plans, resume_length
+from unfog.runs.time_budget import CallTimes, Pace, TimeBudget, _recorded_plans, resume_length
 from unfog.training.checkpoints import state_schema
 from unfog.training.checkpoints.load import read_state, read_tensors
 from unfog.training.distributed.coordination import CoordinatedHooks, _RankStatus
@@ -503,8 +502,8 @@ def test_the_doctor_sees_a_schedule_that_ended_before_its_run_and_its_remedy_wor
 
 @pytest.mark.slow
 def test_verify_replays_the_plans(tmp_path, monkeypatch):
-    from unfog.commands.train import verify
     from unfog.process.run_folder import RunFolder
+    from unfog.runs.replay import verify
 
     script = Script({5: (20, 1), 9: (11, 1)})
     monkeypatch.setattr(Session, "keep_budget", lambda self, auto: setattr(self, "budget", script))

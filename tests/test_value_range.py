@@ -15,8 +15,7 @@ import torch
 from PIL import Image, ImageCms
 
 from unfog.checks.images.image_checks import check_images
-from unfog.commands.pack import pack
-from unfog.config.requests import PackRequest
+from unfog.config.requests.pack import PackRequest
 from unfog.config.schema import Config
 from unfog.config.toml import update
 from unfog.config.values import parse_value
@@ -28,7 +27,8 @@ from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
 from unfog.data.sources.stored_images import Report, StoredImages
 from unfog.errors import RequestError
-from unfog.inference.evaluate_images import _load_both
+from unfog.inference.evaluate import _load_both
+from unfog.pipeline.pack import pack
 from unfog.pipeline.skipped_images import data_json, describe_changes
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals

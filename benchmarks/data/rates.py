@@ -24,13 +24,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from unfog.commands.pack import pack
-from unfog.config.requests import PackRequest
+from unfog.config.requests.pack import PackRequest
 from unfog.data.packs.pack import Pack
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
 from unfog.data.stream import ImageStream
+from unfog.pipeline.pack import pack
 
 import numpy as np
 import torch

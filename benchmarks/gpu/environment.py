@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from importlib import metadata
 
-_PACKAGES = ("torch", "triton", "numpy", "pillow", "safetensors", "tyro", "rich", "jinja2", "diffusers")
+_PACKAGES = ("torch", "triton", "numpy", "pillow", "safetensors", "rich", "jinja2", "diffusers")
 _VARIABLES = ("CUBLAS_", "CUDA_", "NVIDIA_", "PYTORCH_", "TORCH", "TRITON_", "UNFOG_", "OMP_", "NCCL_")
 
 

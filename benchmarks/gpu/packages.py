@@ -13,16 +13,15 @@ from pathlib import Path
 
 from rows import Row
 
-NEEDED = ("torch", "numpy", "pillow", "safetensors", "tyro", "rich", "jinja2")
+NEEDED = ("torch", "numpy", "pillow", "safetensors", "rich", "jinja2")
 """Distributions without which Unfog does not start."""
 WANTED = {
     "diffusers": "its training step is not timed",
     "triton": "nothing can be compiled",
 }
-_MODULES = {"pillow": "PIL", "docstring-parser": "docstring_parser", "importlib-metadata": "importlib_metadata"}
+_MODULES = {"pillow": "PIL", "importlib-metadata": "importlib_metadata"}
 # What a distribution needs that is not installed, so that its own list cannot be read.
 _NEEDS = {
-    "tyro": ("docstring-parser", "typeguard", "typing-extensions"),
     "rich": ("markdown-it-py", "pygments"),
     "jinja2": ("markupsafe",),
     "diffusers": ("importlib-metadata", "filelock", "huggingface-hub", "numpy", "regex", "requests", "safetensors"),

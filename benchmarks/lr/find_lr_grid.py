@@ -18,14 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from unfog.commands.find_lr import find_lr
 from unfog.config.presets import preset
-from unfog.config.requests import FindLrRequest
+from unfog.config.requests.find_lr import FindLrRequest
 from unfog.config.schema import Config, Network
 from unfog.config.values import parse_spec, registry_of
 from unfog.errors import RunError
 from unfog.models.settings import SIZES
 from unfog.reporting.records import read_metrics
+from unfog.runs.find_lr import find_lr
 from unfog.runs.train import train
 
 import torch

@@ -26,7 +26,7 @@ PARTS = {
     "session": ("unfog.runs.train", ["open_session"]),
     "images checked": ("unfog.runs.train", ["quick_check_images"]),
     "settings checked": ("unfog.runs.train:Session", ["write_data_files", "settings_findings"]),
-    "dry run": ("unfog.runs.session", ["dry_run"]),
+    "dry run": ("unfog.runs.session:Session", ["_dry_run"]),
 }
 ALL = ["imports", *PARTS, "rest, with the first step", "in all"]
 
@@ -34,7 +34,7 @@ ALL = ["imports", *PARTS, "rest, with the first step", "in all"]
 def inside(words: list[str]) -> None:
     """Be such a start: print its parts as JSON after the first step, and end there."""
     begun, spent = (time.process_time(), time.perf_counter()), dict.fromkeys(PARTS, (0.0, 0.0))
-    import unfog.cli.requests  # which `run` would import otherwise, and this module when it is called
+    import unfog.cli.read_request  # which `run` would import otherwise, and this module when it is called
     import unfog.runs.train  # noqa: F401
     from unfog.cli.main import _run
     from unfog.runs.session import Session

@@ -43,14 +43,14 @@ from unfog.from_python import (
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 if TYPE_CHECKING:
-    from unfog.commands.find_lr import FindLrResult
-    from unfog.commands.tune import TuneResult
     from unfog.inference.ema_sweep import EmaSweepResult
     from unfog.inference.evaluation_files import Evaluation
     from unfog.inference.run import Run
+    from unfog.inference.tune import TuneResult
     from unfog.planning.plan import Plan
     from unfog.process.run_folder import RunFolder
     from unfog.reporting.findings import Finding
+    from unfog.runs.find_lr import FindLrResult
 
 __all__ = [
     "RequestError",
@@ -88,9 +88,9 @@ def train(
     A signal raises KeyboardInterrupt after saving; `resume` continues.
     """
     from unfog.callbacks import check_callbacks
-    from unfog.commands.train import train as start
-    from unfog.config.requests import TrainRequest
+    from unfog.config.requests.train import TrainRequest
     from unfog.inference.run import Run
+    from unfog.runs.start import train as start
 
     callbacks = check_callbacks(callbacks)
     folder = out_path(out, settings)
@@ -106,7 +106,7 @@ def train_autoencoder(
     `settings` are `factor`, `channels`, `width`, `kl`, `pyramid`, and those of `train`.
     """
     from unfog.callbacks import check_callbacks
-    from unfog.commands.train import train_autoencoder as start
+    from unfog.runs.start import train_autoencoder as start
 
     callbacks = check_callbacks(callbacks)
     return _finished(*start(autoencoder_request(source, out, settings), callbacks))
@@ -114,8 +114,8 @@ def train_autoencoder(
 
 def train_codec(source: Source, *, out: PathLikeText | None = None, **settings: Any) -> Path:
     """Old name of `train_autoencoder`, with the default folder of that time."""
-    from unfog.commands.train import train_autoencoder as start
     from unfog.config.aliases import with_old_defaults
+    from unfog.runs.start import train_autoencoder as start
 
     return _finished(*start(with_old_defaults("train-codec", autoencoder_request(source, out, settings))))
 
@@ -126,13 +126,13 @@ def resume(path: PathLikeText, *, force: bool = False, callbacks: Sequence[objec
     `force` allows changes that make it another run, such as its seed or its images. Raises as `train`.
     """
     from unfog.callbacks import check_callbacks
-    from unfog.commands.train import resume as go_on
     from unfog.config.named_code import consent_to_settings
-    from unfog.config.requests import ResumeRequest
+    from unfog.config.requests.train import ResumeRequest
     from unfog.config.resume_rules import apply_changes
     from unfog.config.schema import nest_settings
     from unfog.inference.run import Run
     from unfog.models.given_network import GivenNetwork
+    from unfog.runs.start import resume as go_on
 
     callbacks, folder = check_callbacks(callbacks), _run_folder(path)
     if "source" in settings:
@@ -151,7 +151,7 @@ def verify(path: PathLikeText) -> str:
 
     Raises RunError if they differ.
     """
-    from unfog.commands.train import verify as repeat
+    from unfog.runs.replay import verify as repeat
 
     return repeat(_run_folder(path))
 
@@ -171,10 +171,10 @@ def doctor(
     """
     if gpu != (source is None):
         raise RequestError("give a source to check, or gpu=True to check the GPU")
-    from unfog.commands.doctor import doctor as examine
-    from unfog.config.requests import DoctorRequest
+    from unfog.config.requests.doctor import DoctorRequest
     from unfog.config.schema import Config, nest_settings
     from unfog.config.toml import update
+    from unfog.runs.doctor import doctor as examine
 
     folder = out_path(out, settings)
     if isinstance(source, str | PathLike) and (Path(source) / "config.toml").is_file():
@@ -191,8 +191,8 @@ def doctor(
 
 def plan(source: Source, *, device: str = "", processes: int = 1, preset: str = "default", **settings: Any) -> Plan:
     """Predict memory, time and disk space of training, on this machine or on `device`: "h200", "a100", "4090", …"""
-    from unfog.commands.plan import plan as predict
-    from unfog.config.requests import PlanRequest
+    from unfog.config.requests.plan import PlanRequest
+    from unfog.planning.plan import plan as predict
 
     config = training_settings(source, preset, settings)
     return predict(PlanRequest(config.source, config, preset, device=device, processes=processes))
@@ -202,8 +202,8 @@ def find_lr(
     source: Source, *, out: PathLikeText | None = None, preset: str = "default", seconds: float = 90.0, **settings: Any
 ) -> FindLrResult:
     """Find a learning rate on a throwaway copy of the network. Writes the curve to `out`, unless it is None."""
-    from unfog.commands.find_lr import find_lr as search
-    from unfog.config.requests import FindLrRequest
+    from unfog.config.requests.find_lr import FindLrRequest
+    from unfog.runs.find_lr import find_lr as search
 
     folder = out_path(out, settings)
     config = training_settings(source, preset, settings)
@@ -212,8 +212,8 @@ def find_lr(
 
 def pack(source: Source, out: PathLikeText, **settings: Any) -> Path:
     """Decode and resize images once into the folder `out`, which `train` takes as a source. Return it."""
-    from unfog.commands.pack import pack as write
-    from unfog.config.requests import PackRequest
+    from unfog.config.requests.pack import PackRequest
+    from unfog.pipeline.pack import pack as write
 
     config = training_settings(source, "default", settings)
     return write(PackRequest(config.source, folder_of(out, "out"), config.data))
@@ -236,7 +236,7 @@ def load(
     a DiT with its scheduler, and weights of EDM, EDM2 and denoising-diffusion-pytorch sample as a run does; `size` is
     for weights that do not state that of their images.
     """
-    from unfog.config.run_requests import is_model
+    from unfog.config.requests.sample import is_model
     from unfog.inference.run import Run
 
     if (ema, network, step, weights) == (None, None, None, "ema") and is_model(Path(path_of(path))):
@@ -264,9 +264,9 @@ def evaluate(
     `n` images are compared, by default all; at `size` pixels, by default their own. `settings` are `features` and
     `device`.
     """
-    from unfog.config.run_requests import EvaluateRequest
+    from unfog.config.requests.evaluate import EvaluateRequest
     from unfog.config.toml import update
-    from unfog.inference.evaluate_images import evaluate_images
+    from unfog.inference.evaluate import evaluate_images
 
     names = (metrics,) if isinstance(metrics, str) else tuple(metrics)
     place, real = stored_source(images), stored_source(reference)
@@ -287,7 +287,7 @@ def ema_sweep(
     device: str = "auto",
 ) -> EmaSweepResult:
     """Find the best EMA width of a run, and make it the run's own."""
-    from unfog.config.run_requests import EmaSweepRequest
+    from unfog.config.requests.ema_sweep import EmaSweepRequest
     from unfog.inference.ema_sweep import ema_sweep as sweep
 
     folder: Any = Path(path_of(path))
@@ -301,8 +301,8 @@ def tune(path: PathLikeText, *, steps: int = 10, sampler: str | None = None, **o
 
     `options` are `pictures` to compare, `tries`, `store=False` to only look, and `device`.
     """
-    from unfog.commands.tune import tune as search
-    from unfog.config.run_requests import TuneRequest
+    from unfog.config.requests.tune import TuneRequest
+    from unfog.inference.tune import tune as search
 
     kind: Any = sampler
     return search(TuneRequest(Path(path_of(path)), steps, kind, **options))

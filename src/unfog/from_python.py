@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from unfog.errors import RequestError
 
 if TYPE_CHECKING:
-    from unfog.config.requests import TrainAutoencoderRequest
+    from unfog.config.requests.train import TrainAutoencoderRequest
     from unfog.config.schema import Config
 
 # Modules are imported inside functions, so that `import unfog` is quick.
@@ -40,11 +40,11 @@ def training_settings(source: Source, preset: str, settings: dict[str, Any]) -> 
     """Return the preset, changed by settings that are given by name; images as objects are stored first."""
     from dataclasses import replace
 
-    from unfog.commands.train import apply_changes, base_settings
     from unfog.config.named_code import consent_to_settings
     from unfog.config.presets import preset as recipe
     from unfog.config.schema import nest_settings
     from unfog.models.given_network import GivenNetwork
+    from unfog.runs.start import base_settings, new_run_settings
 
     labels = _pop_labels(source, settings)
     for name in ("init", "autoencoder", "codec"):
@@ -56,7 +56,7 @@ def training_settings(source: Source, preset: str, settings: dict[str, Any]) -> 
             settings[name] = GivenNetwork.of(settings[name])
     changes = nest_settings(settings)
     consent_to_settings(changes)
-    config = apply_changes(base_settings(recipe(preset), None, changes), changes, "")
+    config = new_run_settings(base_settings(recipe(preset), None, changes), changes, "")
     return replace(config, source=stored_source(source, labels, config.data.range))  # last, as it may take long
 
 
@@ -64,18 +64,18 @@ def autoencoder_request(source: Source, out: PathLikeText | None, settings: dict
     """Return the request of flags of `unfog train-autoencoder` and settings of `unfog train`, given by name."""
     from dataclasses import replace
 
-    from unfog.commands.train import apply_changes
     from unfog.config.named_code import consent_to_settings
     from unfog.config.presets import AutoencoderRunSettings, autoencoder_recipe
-    from unfog.config.requests import TrainAutoencoderRequest
+    from unfog.config.requests.train import TrainAutoencoderRequest
     from unfog.config.schema import nest_settings
+    from unfog.runs.start import new_run_settings
 
     folder = out_path(out, settings)
     options = {name: settings.pop(name) for name in _AUTOENCODER_FLAGS if name in settings}
     labels = _pop_labels(source, settings)
     changes = nest_settings(settings)
     consent_to_settings(changes)
-    config = apply_changes(autoencoder_recipe(), changes, "")
+    config = new_run_settings(autoencoder_recipe(), changes, "")
     place = stored_source(source, labels, config.data.range)
     own = AutoencoderRunSettings.of(replace(config, source=place))
     return TrainAutoencoderRequest(place, own, out=folder, **options)

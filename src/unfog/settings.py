@@ -49,6 +49,14 @@ class Rules:
     """File with the measurements, or with more about the setting."""
     paper: str = ""
     """Publication that the setting comes from."""
+    flag: str = ""
+    """Name of the flag if it is not the name of the field, such as `for`, a keyword of Python."""
+    metavar: str = ""
+    """Placeholder of the value in help texts, such as PATH. Default: chosen by the type."""
+    positional: bool = False
+    """A word without a flag, such as SOURCE."""
+    hidden: bool = False
+    """Without a flag and a help text, because a program fills it in."""
 
     def inside(self, section: Rules) -> Rules:
         """Return these rules, with what is open taken from the section around."""
@@ -81,6 +89,14 @@ class Rules:
 def setting(default: T, **rules: Any) -> T:
     """Return a dataclass field with a default and `Rules`."""
     return field(default=default, metadata={"rules": Rules(**rules)})
+
+
+def argument(metavar: str) -> dict[str, Rules]:
+    """Return the metadata of a word without a flag: `run: Path = field(metadata=argument("RUN"))`.
+
+    Not a field, as mypy would then take a word without a default for one with a default.
+    """
+    return {"rules": Rules(positional=True, metavar=metavar)}
 
 
 def rules_of(f: Any) -> Rules:

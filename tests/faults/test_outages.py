@@ -18,8 +18,7 @@ from PIL import Image
 from faults.harness import Job, Recipe, events, resume, step_reached, steps_saved, train
 from faults.mounts import Mount, SmallDisk
 from served import make_run
-from unfog.commands.pack import pack
-from unfog.config.requests import PackRequest
+from unfog.config.requests.pack import PackRequest
 from unfog.data import outages
 from unfog.data.dataset import ImageSet
 from unfog.data.files.file_rows import FileRows, load_rows
@@ -30,6 +29,7 @@ from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
 from unfog.errors import Interrupted, RunError
 from unfog.pipeline.outage_notice import OutageNotice
+from unfog.pipeline.pack import pack
 from unfog.process.run_place import RunPlace
 from unfog.process.run_status import RunStatus, find_runs
 from unfog.process.signals import StopSignals

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unfog.cli.help import first_sentence, listed_settings
-from unfog.cli.requests import REQUESTS
+from unfog.cli.read_request import REQUESTS
 from unfog.config.describe import Description, describe
 from unfog.config.presets import PRESETS
-from unfog.config.requests import SHELLS, CompletionRequest
+from unfog.config.requests.completion import SHELLS, CompletionRequest
 from unfog.config.schema import Config
 from unfog.reporting.progress import print_result
 

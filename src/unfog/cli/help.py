@@ -27,7 +27,7 @@ def format_help(command: str, kind: type, default: Any, *, every: bool = False) 
     Args:
         command: its name.
         kind: its request dataclass.
-        default: a request with the defaults to show.
+        default: a request with the defaults to show; None shows those of the fields.
         every: list all settings, with their full text and default.
     """
     listed = listed_settings(command, kind, default)

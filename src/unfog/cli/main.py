@@ -172,7 +172,7 @@ def _run(words: list[str]) -> int:
         return _run_worker_rank(rest)
     if command == "serve" and (quick := _serve_request(rest)) is not None:
         return _import_main(command)(quick)
-    from unfog.cli.requests import REQUESTS, read_request
+    from unfog.cli.read_request import REQUESTS, read_request
 
     if command not in REQUESTS:
         if command.startswith("-"):
@@ -197,7 +197,7 @@ def _serve_request(words: list[str]) -> object | None:
     It needs fewer modules than `read_request`, so that the page is there sooner.
     """
     from unfog.cli.parse import parse_args
-    from unfog.config.folder_requests import ServeRequest
+    from unfog.config.requests.runs import ServeRequest
     from unfog.config.toml import update
 
     try:

@@ -1,6 +1,6 @@
 """Parse the words of a command against its request dataclass. Flags are named after the tree of settings.
 
-Why tyro does not do it is in docs/decisions/0003-settings.md.
+Why no library does it is in docs/decisions/0003-settings.md.
 """
 
 from __future__ import annotations
@@ -121,10 +121,7 @@ def parse_args(words: Sequence[str], kind: type, prog: str, others: Mapping[str,
             only_free = True
         else:
             spelled, equals, attached = word.partition("=")
-            # --data.held_out counts as --data.held-out, and the old --codec as --autoencoder-folder.
-            flag = flags.get(spelled.replace("_", "-")) or flags.get(_current_flag(spelled))
-            if flag is None:
-                raise RequestError(_unknown_flag(spelled, flags, prog, others))
+            flag = _find_flag(spelled, flags, prog, others)
             if flag.switch is not None and (equals or left[:1] in (["true"], ["false"])):
                 both = " or ".join(name for name, other in flags.items() if other.path == flag.path)
                 raise RequestError(f"{spelled} takes no value; write {both}")
@@ -141,6 +138,15 @@ def parse_args(words: Sequence[str], kind: type, prog: str, others: Mapping[str,
         except FormatError as error:
             raise RequestError(f"{quote(word)[1:-1]} is {error}") from None
     return args
+
+
+def _find_flag(spelled: str, flags: Mapping[str, _Flag], prog: str, others: Mapping[str, type]) -> _Flag:
+    """Return the flag of this spelling. RequestError with the one that was probably meant if there is none."""
+    # --data.held_out counts as --data.held-out, and the old --codec as --autoencoder-folder.
+    flag = flags.get(spelled.replace("_", "-")) or flags.get(_current_flag(spelled))
+    if flag is None:
+        raise RequestError(_unknown_flag(spelled, flags, prog, others))
+    return flag
 
 
 def _current_flag(spelled: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unfog.config.run_requests import EmaSweepRequest
+from unfog.config.requests.ema_sweep import EmaSweepRequest
 from unfog.inference.ema_sweep import PAGE_FILE, ema_sweep
 from unfog.inference.loaded_run import SWEEP_FILE
 from unfog.reporting.progress import print_result, say

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import fields
-from typing import TYPE_CHECKING
-
-from unfog.config.folder_requests import ReportRequest
-from unfog.config.run_requests import EvaluateRequest, EvaluationRequest, is_model
-from unfog.config.validate import check_source, resolve_sampler
-from unfog.errors import Interrupted, RequestError
-from unfog.process.run_folder import RunFolder
+from unfog.config.requests.evaluate import EvaluateRequest
+from unfog.config.requests.runs import ReportRequest
+from unfog.errors import RequestError
 from unfog.process.run_status import RunStatus
-
-if TYPE_CHECKING:
-    from unfog.inference.evaluation_files import Evaluation
+from unfog.reporting.progress import print_result
+from unfog.runs.evaluate import evaluate, is_main_process
+from unfog.safe_files import write_atomic
 
 
 def main(request: EvaluateRequest | ReportRequest) -> int:
@@ -22,7 +16,6 @@ def main(request: EvaluateRequest | ReportRequest) -> int:
     if isinstance(request, EvaluateRequest):
         _evaluate(request)
     else:
-        from unfog.reporting.progress import print_result
         from unfog.reporting.report import write_report
 
         print_result(str(write_report(request.run, RunStatus.read(request.run).headline)))
@@ -32,65 +25,9 @@ def main(request: EvaluateRequest | ReportRequest) -> int:
 def _evaluate(request: EvaluateRequest) -> None:
     if request.out is not None and request.out.is_dir():
         raise RequestError(f"--out {request.out} is a folder; give the name of a file, such as result.json")
-    kind = _of_images if request.is_of_images else _of_model if is_model(request.run) else _of_run
-    found = kind(request)
-    if _is_main_process():
-        from unfog.reporting.progress import print_result
-        from unfog.safe_files import write_atomic
-
+    found = evaluate(request)
+    if is_main_process():
         print_result("\n".join(found.lines()))
         if request.out is not None:
             request.out.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(request.out, found.to_json(), request.out.parent, shared=True)
-
-
-def _of_images(request: EvaluateRequest) -> Evaluation:
-    check_source(request.reference)
-    # Imported only now, as torch takes seconds: a wrong request is refused before.
-    from unfog.inference.evaluate_images import evaluate_images
-    from unfog.training.distributed.process_group import local_device
-
-    return evaluate_images(str(request.run), request, request.size, local_device(request.device))
-
-
-def _of_model(request: EvaluateRequest) -> Evaluation:
-    check_source(request.reference)
-    # Imported only now, as torch takes seconds: a wrong request is refused before.
-    from unfog.runs.weights.model import Model
-
-    settings = {f.name: getattr(request, f.name) for f in fields(EvaluationRequest)}
-    return Model(request.run, request.device, request.size).evaluate(**settings)
-
-
-def _of_run(request: EvaluateRequest) -> Evaluation:
-    stored = RunFolder(request.run).read_config()
-    sizes = [bucket.size for bucket in stored.size_buckets] or [stored.data.size]
-    if request.size not in (0, *sizes):
-        raise RequestError(f"size = {request.size} is none of {request.run}: give {', '.join(map(str, sizes))}")
-    resolve_sampler(stored, request.sampler, request.steps)
-    if request.reference not in ("", "held-out"):
-        check_source(request.reference)
-    # Imported only now, as torch takes seconds: a wrong request is refused before.
-    from unfog.inference.run import Run
-    from unfog.reporting.progress import say
-    from unfog.reporting.report import write_report
-    from unfog.training.distributed.process_group import local_device
-
-    run = Run(request.run, request.weights, request.checkpoint, local_device(request.device), request.best)
-    run = run.at_size(request.size)
-    if stored.size_buckets:
-        say(f"  measured on the bucket of {run.config.image_format.sides}; --size measures another of {sizes}")
-    try:
-        found = run.evaluate(**{f.name: getattr(request, f.name) for f in fields(EvaluationRequest)})
-    except Interrupted:
-        say("the same command continues with the samples that are there")
-        raise
-    if _is_main_process():
-        # The report shows evaluations, so it is out of date as soon as there is a new one.
-        write_report(run.path, RunStatus.read(run.path).headline)
-    return found
-
-
-def _is_main_process() -> bool:
-    """Return whether this is rank 0."""
-    return os.environ.get("RANK", "0") == "0"

@@ -11,10 +11,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from unfog.commands.train import apply_changes
 from unfog.config.describe import Description, describe, field_texts
 from unfog.config.presets import preset
-from unfog.config.requests import InitRequest
+from unfog.config.requests.init import InitRequest
 from unfog.config.schema import Config
 from unfog.config.toml import literal, with_version
 from unfog.config.validate import check_device, check_source, parse_duration
@@ -22,6 +21,7 @@ from unfog.config.values import format_spec, registry_of
 from unfog.data.sources.image_files import SUFFIXES
 from unfog.errors import RequestError
 from unfog.reporting.progress import print_result, say
+from unfog.runs.start import new_run_settings
 from unfog.safe_files import open_file
 from unfog.text import sanitize
 from unfog.values.image_format import parse_size
@@ -92,7 +92,7 @@ def _config_of(answers: Mapping[str, str]) -> Config:
             if name == "size":
                 value = parse_size(value)
             table.setdefault(section, {})[key] = value
-    return apply_changes(preset("default"), table, answers.get("source", ""))
+    return new_run_settings(preset("default"), table, answers.get("source", ""))
 
 
 def _find_source() -> str:

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from unfog.config.folder_requests import RunsRequest
+from unfog.config.requests.runs import RunsRequest
 from unfog.config.validate import reason_of
 from unfog.config.values import quote
 from unfog.errors import RequestError

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from unfog.config.folder_requests import ExportRequest, ExportSettings
-from unfog.config.run_requests import SampleRequest, SamplingRequest, is_model
+from unfog.config.requests.export import ExportRequest, ExportSettings
+from unfog.config.requests.sample import SampleRequest, SamplingRequest, is_model
 from unfog.config.validate import check_out, check_sample_size, report_dropped_levels, resolve_sampler
 from unfog.config.values import quote
 from unfog.errors import RequestError

@@ -7,9 +7,9 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from unfog.config.folder_requests import SlurmRequest
 from unfog.config.validate import reason_of
 from unfog.config.values import quote
 from unfog.custom.consent import TRUST, given_paths
@@ -17,10 +17,14 @@ from unfog.errors import RequestError
 from unfog.process.child import hide_secrets
 from unfog.reporting.progress import print_result, say
 from unfog.safe_files import open_file
+from unfog.settings import setting
 from unfog.text import without_secrets
 
 _SAVE_SECONDS = 300  # before the limit, a run saves and ends; Slurm may be a minute early
 _RESTARTS = 3  # times that torchrun starts all processes anew within one job
+_CORES_PER_GPU = 8
+_TIME = re.compile(r"(?:(?P<days>\d{1,4})-)?(?P<rest>\d{1,6}(?::\d{1,2}){0,2})")
+_NAME = re.compile(r"[\w.,:/@#+=-]*")
 
 _SCRIPT = """\
 #!/bin/bash
@@ -62,6 +66,72 @@ exit "$status"
 _TRAIN_OR_RESUME = """\
 # A job that comes back goes on with its run.
 if [ -f "$run/config.toml" ]; then words=(resume "$run"); else words=({words}); fi"""
+
+
+@dataclass(frozen=True)
+class SlurmRequest:
+    """Write a batch file that trains on a Slurm cluster. The command is checked as if it were run.
+
+      unfog slurm --nodes 2 --gpus-per-node 8 train /data/photos --out /shared/photos
+
+    The job saves before its time limit and requeues itself until the run is finished. Give other options of sbatch to
+    sbatch, or add them to the file.
+    """
+
+    nodes: int = 1
+    """Number of nodes."""
+    gpus_per_node: int = 1
+    """GPUs of each node, with one process for each. 0: one process per node, on its CPU."""
+    cpus_per_task: int = 0
+    """CPU cores of each node. 0: 8 for each GPU."""
+    time: str = "24:00:00"
+    """Time limit of one job: minutes, hours:minutes:seconds or days-hours:minutes:seconds. A run may take many jobs."""
+    partition: str = ""
+    """Partition of the cluster. Default: the cluster's."""
+    account: str = ""
+    """Account to charge. Default: yours."""
+    container: str = ""
+    """Image to run in: an Apptainer file (.sif), or any other with pyxis. Default: this Python environment."""
+    file: Path | None = setting(None, metavar="PATH")
+    """Path of the new batch file. Default: the name of the run with .sbatch."""
+    words: tuple[str, ...] = setting((), hidden=True)
+    """The words of the command line after `unfog slurm`, noted in the file."""
+    command: tuple[str, ...] = setting((), hidden=True)
+    """The command that begins the run: `train …` with its --out, or `resume …`."""
+    run: Path = setting(Path(), hidden=True)
+    """Folder of the run."""
+    source: str = setting("", hidden=True)
+    """The images."""
+
+    def __post_init__(self) -> None:
+        for name, least, most in (("nodes", 1, 10_000), ("gpus_per_node", 0, 64), ("cpus_per_task", 0, 4096)):
+            if not least <= (value := getattr(self, name)) <= most:
+                raise RequestError(f"{name} = {value} must be from {least} to {most}")
+        if self.seconds < 120:
+            raise RequestError(f"time = {quote(self.time)} is too short; give at least 2 minutes")
+        for name in ("partition", "account", "container"):
+            # These go into the script unquoted.
+            if not _NAME.fullmatch(value := getattr(self, name)):
+                raise RequestError(f"{name} = {quote(value)} has characters that Slurm does not allow in a name")
+
+    @property
+    def seconds(self) -> int:
+        """Time limit in seconds. Raises RequestError if `time` is not in a format of Slurm."""
+        match = _TIME.fullmatch(self.time)
+        if not match:
+            raise RequestError(
+                f"time = {quote(self.time)} is not a time that Slurm knows; write 90, 12:00:00 or 2-00:00:00"
+            )
+        parts = [int(part) for part in match["rest"].split(":")]
+        if match["days"] or len(parts) == 3:  # hours come first, and else minutes
+            hours, minutes, seconds = (*parts, 0, 0)[:3]
+            return ((int(match["days"] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+        return 60 * parts[0] + sum(parts[1:])
+
+    @property
+    def cores(self) -> int:
+        """Number of CPU cores of each node."""
+        return self.cpus_per_task or _CORES_PER_GPU * max(1, self.gpus_per_node)
 
 
 def main(request: SlurmRequest) -> int:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from unfog.config.folder_requests import WatchRequest
+from unfog.config.requests.runs import WatchRequest
 from unfog.process.run_place import folder_identity
 from unfog.process.run_status import RunStatus
 from unfog.reporting.charts import Floats

@@ -15,8 +15,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-import tyro
-
 from unfog.config.schema import SHORT
 from unfog.config.values import format_spec, registry_of, strip_optional
 from unfog.settings import Rules, rules_of
@@ -34,7 +32,6 @@ class Description:
     field: Field[Any]
     annotation: Any
     rules: Rules
-    marks: tuple[Any, ...]
 
     @property
     def setting(self) -> str:
@@ -45,7 +42,7 @@ class Description:
     def flags(self) -> list[str]:
         """Flags of it without dashes, the short one first: "lr", "optimizer.lr"; of a switch, also its opposite."""
         *above, last = (part.replace("_", "-") for part in self.path if part != "settings")
-        last = self._mark("name") or last  # its own name, such as "for" where Python has a keyword
+        last = self.rules.flag or last
         # The short flag first, as it is the one that messages and `unfog explain` name.
         names = [*(short for short, place in SHORT.items() if place == self.setting), ".".join([*above, last])]
         return names + [_opposite(name) for name in names if self.annotation is bool]
@@ -53,7 +50,7 @@ class Description:
     @property
     def positional(self) -> bool:
         """True for a word without a flag, such as SOURCE."""
-        return tyro.conf.Positional in self.marks
+        return self.rules.positional
 
     @property
     def text(self) -> str:
@@ -71,8 +68,8 @@ class Description:
     @property
     def metavar(self) -> str:
         """Placeholder of the value in the help text: "N", "PATH"; "" for a switch."""
-        if given := self._mark("metavar"):
-            return given
+        if self.rules.metavar:
+            return self.rules.metavar
         if registry_of(self.annotation) is not None:
             return "NAME"
         if self.choices:
@@ -98,9 +95,6 @@ class Description:
         for name in self.path if tree is not None else ():
             value = getattr(value, name)
         return format_value(value, registry_of(self.annotation) is not None)
-
-    def _mark(self, name: str) -> str:
-        return next((found for mark in self.marks if (found := getattr(mark, name, None))), "")
 
 
 @cache  # resolving the annotations of all settings takes longer than reading a command
@@ -135,7 +129,7 @@ def _opposite(flag: str) -> str:
 
 def format_value(value: Any, is_part: bool = False) -> str:
     """Return a value as it is written on the command line; "" if it is empty or missing."""
-    if value is MISSING or value is tyro.MISSING or (value is None and not is_part):
+    if value is MISSING or (value is None and not is_part):
         return ""
     if is_part:
         return format_spec(value)
@@ -156,15 +150,14 @@ def _classes_of(module: str) -> dict[str, ast.ClassDef]:
 
 
 def _describe(kind: type, above: tuple[str, ...], section: Rules) -> Iterator[Description]:
-    hints = typing.get_type_hints(kind, include_extras=True)
+    hints = typing.get_type_hints(kind)
     for f in fields(kind):
-        marks = getattr(hints[f.name], "__metadata__", ())
-        if tyro.conf.Suppress in marks:
+        annotation, rules = hints[f.name], rules_of(f).inside(section)
+        if rules.hidden:
             continue
-        annotation, rules = hints[f.name].__origin__ if marks else hints[f.name], rules_of(f).inside(section)
         registry = registry_of(annotation)
         if is_dataclass(annotation) and registry is None:
             yield from _describe(typing.cast(type, annotation), (*above, f.name), rules)
         else:
             plain = annotation if registry is not None else strip_optional(annotation)
-            yield Description((*above, f.name), kind, f, plain, rules, marks)
+            yield Description((*above, f.name), kind, f, plain, rules)

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal
 
-from tyro.conf import Suppress
-
 from unfog.config.aliases import EPOCHS, USUAL, advice_on, current_name
 from unfog.config.representation import LatentSpace, PixelSpace, Representation
 from unfog.config.task import AutoencoderTask, DiffusionTask, Task
@@ -55,7 +53,7 @@ class Init:
     """Of a run: its EMA weights, or the raw weights of the last step."""
     checkpoint: str = "newest"
     """Of a run: newest, best (by its evaluate.best), or a step."""
-    sha256: Suppress[str] = ""
+    sha256: str = setting("", hidden=True)
     """Digest of the file of weights, as found."""
 
     def __post_init__(self) -> None:
@@ -67,7 +65,7 @@ class Init:
 class Config:
     """All settings of a run. `config.toml` in the run folder holds them, with automatic ones resolved."""
 
-    source: Suppress[str] = setting("", affects="nothing", resume="free")
+    source: str = setting("", affects="nothing", resume="free", hidden=True)
     """Folder of the images, or the name of a built-in set."""
     data: Data = Data()
     network: Network = setting(
@@ -137,15 +135,15 @@ class Config:
     evaluate: Evaluate = setting(Evaluate(), affects="nothing", resume="free")
     checkpoint: Checkpoint = setting(Checkpoint(), affects="nothing", resume="free")
     init: Init = setting(Init(), affects="nothing")
-    classes: Suppress[tuple[str, ...]] = ()
+    classes: tuple[str, ...] = setting((), hidden=True)
     """Class names, as found in the data."""
-    latents: Suppress[Latents] = setting(Latents(), affects="objective", added_later=True)
+    latents: Latents = setting(Latents(), affects="objective", added_later=True, hidden=True)
     """Format and statistics of the latents, as measured."""
-    autoencoder: Suppress[Autoencoder] = setting(Autoencoder(), affects="objective", added_later=True)
+    autoencoder: Autoencoder = setting(Autoencoder(), affects="objective", added_later=True, hidden=True)
     """The autoencoder that this run trains, if it does; see `unfog train-autoencoder`."""
-    fingerprint: Suppress[str] = setting("", affects="objective", resume="force")
+    fingerprint: str = setting("", affects="objective", resume="force", hidden=True)
     """Digest of the images and their order, so that a resume notices other data."""
-    buckets: Suppress[tuple[str, ...]] = setting((), affects="objective", resume="force", added_later=True)
+    buckets: tuple[str, ...] = setting((), affects="objective", resume="force", added_later=True, hidden=True)
     """Sizes of the buckets from narrow to wide, each with its training images, as found with data.aspect = keep."""
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from unfog.config.run_requests import LOSSES, ON_REQUEST
+from unfog.config.requests.evaluate import LOSSES, ON_REQUEST
 from unfog.data.dataset import ImageSet, evenly_spaced
 from unfog.errors import RequestError
 from unfog.evaluation.features import Features, PixelSource, compute_features, compute_statistics

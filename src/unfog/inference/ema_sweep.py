@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from unfog.config.run_requests import EmaSweepRequest
+from unfog.config.requests.ema_sweep import EmaSweepRequest
 from unfog.config.schema import Config
 from unfog.config.toml import of_type
 from unfog.data.dataset import Dataset, evenly_spaced

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from unfog.config.folder_requests import ExportSettings
+from unfog.config.requests.export import ExportSettings
 from unfog.config.validate import check_out
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError, RunError

@@ -13,8 +13,9 @@ import numpy as np
 from torch import nn
 
 from unfog.config.aliases import SAMPLING, usual_arguments
-from unfog.config.folder_requests import ExportSettings
-from unfog.config.run_requests import EvaluationRequest, SamplingRequest
+from unfog.config.requests.evaluate import EvaluationRequest
+from unfog.config.requests.export import ExportSettings
+from unfog.config.requests.sample import SamplingRequest
 from unfog.config.toml import update
 from unfog.config.validate import folder_path
 from unfog.custom import consent
@@ -87,7 +88,7 @@ class Run(LoadedRun):
             size: of the images, 64 or "96x64" (width x height), which the network must take; 0 is that of the run, or
                 of its bucket with most images.
             settings: seed, to_seed, steps, sampler, grid, levels, guidance, guidance_interval, guide_every,
-                batch, precision, strength, repeats: see `config.run_requests.SamplingRequest`.
+                batch, precision, strength, repeats: see `config.requests.sample.SamplingRequest`.
 
         RequestError if a setting, an image or a mask is not valid, or the guide does not fit or does not exist.
         """
@@ -170,7 +171,7 @@ class Run(LoadedRun):
 
         Args:
             out: the folder, new or empty; it is written as a whole or not at all.
-            settings: format, sampler, steps: see `config.folder_requests.ExportSettings`.
+            settings: format, sampler, steps: see `config.requests.export.ExportSettings`.
 
         Raises:
             RequestError: the folder is not empty, or the format cannot hold this run.
@@ -215,7 +216,7 @@ class Run(LoadedRun):
                 () is all but the last two.
             n: number of samples; 0 is 1,000 on a CPU, and 10,000 elsewhere.
             settings: features, reference, sampler, steps, seed, guidance, guide, guide_every, batch, precision,
-                against: see `config.run_requests.EvaluationRequest`.
+                against: see `config.requests.evaluate.EvaluationRequest`.
 
         Raises:
             RequestError: there is no such metric, file or reference.

@@ -1,6 +1,6 @@
 """Dry run of the doctor: a run of two steps in a temporary folder, then reload, repeat, resume, sample and export.
 
-The session that it trains begins with the dry run of every run, in `dry_run`.
+The session that it trains begins with the dry run of every run, `Session._dry_run`.
 """
 
 from __future__ import annotations

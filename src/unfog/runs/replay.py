@@ -10,7 +10,8 @@ import torch
 from unfog.config.resume_rules import settings_digests
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset
-from unfog.errors import Interrupted, RequestError
+from unfog.errors import Interrupted, RequestError, RunError
+from unfog.inference.loaded_run import load_run_images
 from unfog.pipeline.build import build_augmentation, build_loss, build_state, building_for, open_stream
 from unfog.process.device import choose_device
 from unfog.process.run_folder import RunFolder
@@ -119,3 +120,39 @@ def differing_tensors(state: TrainState, saved: CheckpointInfo) -> list[str]:
             if name not in mine or name not in theirs or not torch.equal(mine[name], theirs[name]):
                 different.append(f"{file}: {name}")
     return different
+
+
+def verify(folder: RunFolder) -> str:
+    """Train again from the checkpoint before the newest, and compare with the newest bit by bit. Changes nothing.
+
+    Returns:
+        A line about what was compared.
+
+    Raises:
+        RequestError: there is nothing to replay, settings were changed on the way, or another process is training.
+        RunError: it came out differently.
+        Interrupted: a signal came.
+    """
+    config = folder.read_config()
+    with StopSignals(saves=False) as stop, folder.locked():
+        first, last = find_replayable(folder, config)  # before the images are read, which may take long
+        different, machine = replay_newest(folder, config, load_run_images(config, stop), stop)
+    what = f"steps {first.step:,} to {last.step:,} of {folder.path}, trained once more,"
+    if different:
+        raise RunError(
+            f"{what} gave a different result: {different[0]} and {len(different) - 1} other tensors differ. "
+            f"They were computed by {last.made_on}, and now by "
+            + (
+                f"the same, which {_promise(config)}"
+                if machine == last.made_on
+                else f"{machine}, which may round differently"
+            )
+        )
+    return f"{what} are equal to the bit: weights, EMA and optimizer"
+
+
+def _promise(config: Config) -> str:
+    """Return what the same machine promises about the bits of repeated steps."""
+    if config.training.deterministic == "off" and config.training.device.startswith("cuda"):
+        return "need not give the same, as training.deterministic is off"
+    return "should give the same"

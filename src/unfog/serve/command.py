@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unfog.config.folder_requests import ServeRequest
+from unfog.config.requests.runs import ServeRequest
 from unfog.config.values import quote
 from unfog.custom import consent
 from unfog.errors import RequestError

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from unfog.config.requests import ResumeRequest
+from unfog.config.requests.train import ResumeRequest
 from unfog.config.schema import Config
 from unfog.config.toml import to_toml
 from unfog.errors import RequestError

@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin
 
-from unfog.cli.requests import read_request
+from unfog.cli.read_request import read_request
 from unfog.config.describe import Description, describe
 from unfog.config.presets import preset
-from unfog.config.requests import ResumeRequest, TrainRequest
+from unfog.config.requests.train import ResumeRequest, TrainRequest
 from unfog.config.schema import Config
 from unfog.custom import consent, names_code
 from unfog.data.settings import LABELS

@@ -7,7 +7,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unfog.config.run_requests import DRAWN, EvaluateRequest, SamplingRequest
+from unfog.config.requests.evaluate import DRAWN, EvaluateRequest
+from unfog.config.requests.sample import SamplingRequest
 from unfog.config.schema import Config, Init
 from unfog.config.toml import update
 from unfog.config.validate import path_text
@@ -62,7 +63,7 @@ class Model(Run):
             RequestError: a setting needs a run, such as against, or there is no reference.
         """
         # Loaded only here, so that sampling starts without it.
-        from unfog.inference.evaluate_images import evaluate_images
+        from unfog.inference.evaluate import evaluate_images
 
         names = (metrics,) if isinstance(metrics, str) else tuple(metrics)
         request = update(EvaluateRequest(run=self.path), {"metrics": names, "n": n, **settings}, "")

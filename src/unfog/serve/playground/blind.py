@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from unfog.config.run_requests import SampleRequest
+from unfog.config.requests.sample import SampleRequest
 from unfog.errors import RequestError
 from unfog.safe_files import open_file, read_file
-from unfog.serve.playground.requests import settings_of
+from unfog.serve.playground.drawing_request import settings_of
 
 _FILE = "blind-comparisons.jsonl"
 _MOST_BYTES = 2**22

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from unfog.cache_folder import cache_folder
-from unfog.config.run_requests import SampleRequest
+from unfog.config.requests.sample import SampleRequest
 from unfog.reporting.image_grids import Pixels
 from unfog.safe_files import make_folder, read_file, remove, write_atomic
-from unfog.serve.playground.requests import command_of, python_of, settings_of
+from unfog.serve.playground.drawing_request import command_of, python_of, settings_of
 from unfog.values.image_format import are_pictures
 
 _MOST_FILES, _MOST_BYTES = 100, 2**25  # of a folder of runs

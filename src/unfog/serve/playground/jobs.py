@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from unfog.config.run_requests import SampleRequest
+from unfog.config.requests.sample import SampleRequest
 from unfog.errors import RequestError, RunError
 from unfog.serve.playground.channel import Message, Worker
+from unfog.serve.playground.drawing_request import job_of, key_of, newest_checkpoint
 from unfog.serve.playground.job import Job, Step
-from unfog.serve.playground.requests import job_of, key_of, newest_checkpoint
 from unfog.text import sanitize
 
 MOST_WAITING = 32

@@ -17,10 +17,10 @@ from unfog import __version__
 from unfog.errors import RequestError
 from unfog.reporting.image_grids import Pixels, encode_png
 from unfog.serve.playground import blind, images
+from unfog.serve.playground.drawing_request import GRIDS, MOST_IMAGES, SAMPLERS, read_request, settings_of
 from unfog.serve.playground.images import Uploads
 from unfog.serve.playground.job import History, Job, StoredDrawing
 from unfog.serve.playground.jobs import MOST_WAITING, JobList
-from unfog.serve.playground.requests import GRIDS, MOST_IMAGES, SAMPLERS, read_request, settings_of
 from unfog.serve.server import Json, Server, json_body, whole_number
 
 

@@ -11,7 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
-from unfog.config.run_requests import SampleRequest, SamplingRequest
+from unfog.config.requests.sample import SampleRequest, SamplingRequest
 from unfog.config.toml import update
 from unfog.diffusion.noise import Grid
 from unfog.diffusion.sampler import Kind

@@ -6,19 +6,30 @@ import difflib
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import MISSING, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 from unfog.cli.help import HELP_FLAGS, format_help
 from unfog.cli.parse import ParsedArgs, parse_args
-from unfog.commands.train import apply_changes, base_settings, check_new_run
-from unfog.config import folder_requests, requests, run_requests
-from unfog.config.folder_requests import ExportRequest, SlurmRequest
+from unfog.commands.slurm import SlurmRequest
 from unfog.config.named_code import consent_to_flags
 from unfog.config.presets import AutoencoderRunSettings, autoencoder_recipe, preset
+from unfog.config.requests.cache import CacheRequest
+from unfog.config.requests.completion import CompletionRequest
+from unfog.config.requests.doctor import DoctorRequest
+from unfog.config.requests.ema_sweep import EmaSweepRequest
+from unfog.config.requests.evaluate import EvaluateRequest
+from unfog.config.requests.explain import ExplainRequest
+from unfog.config.requests.export import ExportRequest
+from unfog.config.requests.find_lr import FindLrRequest
+from unfog.config.requests.init import InitRequest
+from unfog.config.requests.pack import PackRequest
+from unfog.config.requests.plan import PlanRequest
+from unfog.config.requests.runs import ReportRequest, RunsRequest, ServeRequest, WatchRequest
+from unfog.config.requests.sample import SampleRequest, is_model
+from unfog.config.requests.train import ResumeRequest, TrainAutoencoderRequest, TrainRequest
+from unfog.config.requests.tune import TuneRequest
 from unfog.config.resume_rules import apply_changes as apply_resume_changes
 from unfog.config.resume_rules import check_changes
 from unfog.config.schema import Config
@@ -28,29 +39,30 @@ from unfog.config.values import quote
 from unfog.custom import consent
 from unfog.errors import RequestError
 from unfog.process.run_folder import RunFolder, next_folder
+from unfog.runs.start import base_settings, check_new_run, new_run_settings
 
 REQUESTS: dict[str, type] = {
-    "train": requests.TrainRequest,
-    "resume": requests.ResumeRequest,
-    "train-autoencoder": requests.TrainAutoencoderRequest,
-    "sample": run_requests.SampleRequest,
-    "evaluate": run_requests.EvaluateRequest,
-    "ema-sweep": run_requests.EmaSweepRequest,
-    "tune": run_requests.TuneRequest,
-    "report": folder_requests.ReportRequest,
+    "train": TrainRequest,
+    "resume": ResumeRequest,
+    "train-autoencoder": TrainAutoencoderRequest,
+    "sample": SampleRequest,
+    "evaluate": EvaluateRequest,
+    "ema-sweep": EmaSweepRequest,
+    "tune": TuneRequest,
+    "report": ReportRequest,
     "export": ExportRequest,
-    "runs": folder_requests.RunsRequest,
-    "watch": folder_requests.WatchRequest,
-    "serve": folder_requests.ServeRequest,
-    "doctor": requests.DoctorRequest,
-    "plan": requests.PlanRequest,
-    "find-lr": requests.FindLrRequest,
-    "pack": requests.PackRequest,
+    "runs": RunsRequest,
+    "watch": WatchRequest,
+    "serve": ServeRequest,
+    "doctor": DoctorRequest,
+    "plan": PlanRequest,
+    "find-lr": FindLrRequest,
+    "pack": PackRequest,
     "slurm": SlurmRequest,
-    "init": requests.InitRequest,
-    "explain": requests.ExplainRequest,
-    "completion": requests.CompletionRequest,
-    "cache": folder_requests.CacheRequest,
+    "init": InitRequest,
+    "explain": ExplainRequest,
+    "completion": CompletionRequest,
+    "cache": CacheRequest,
 }
 _FOLDER_FOR = {"doctor": "the folder of the findings", "find-lr": "the folder of the plot"}
 
@@ -68,14 +80,14 @@ def read_request(command: str, words: Sequence[str]) -> Any:
     kind = REQUESTS[command]
     if "settings" in {f.name for f in fields(kind)}:
         return _training_request(command, words)
-    args = _parse(command, words, _blank(kind))
-    request = update(_blank(kind, **args.named), args.table, "")
-    if isinstance(request, run_requests.EvaluateRequest) and request.is_of_images:
+    args = _parse(command, words)
+    request = update(kind(**args.named), args.table, "")
+    if isinstance(request, EvaluateRequest) and request.is_of_images:
         consent.give_to_source(str(request.run))
         check_source(str(request.run))
         check_device(request.device)
         request.check_without_run()
-    elif command in ("sample", "evaluate") and run_requests.is_model(request.run):
+    elif command in ("sample", "evaluate") and is_model(request.run):
         check_device(request.device)
         request.check_without_run()
     elif hasattr(request, "run"):
@@ -88,7 +100,8 @@ def read_request(command: str, words: Sequence[str]) -> Any:
     return request
 
 
-def _parse(command: str, words: Sequence[str], default: Any) -> ParsedArgs:
+def _parse(command: str, words: Sequence[str], default: Any = None) -> ParsedArgs:
+    """Return the parsed words. With --help among them, print the help with the values of `default`, and exit."""
     if any(word in HELP_FLAGS for word in words):
         sys.stdout.write(format_help(command, REQUESTS[command], default, every="--help-all" in words))
         raise SystemExit(0)
@@ -96,12 +109,6 @@ def _parse(command: str, words: Sequence[str], default: Any) -> ParsedArgs:
     args = parse_args(words, REQUESTS[command], f"unfog {command}", others)
     consent_to_flags(REQUESTS[command], args.named | args.table)
     return args
-
-
-def _blank(kind: type, **values: Any) -> Any:
-    """Return a request with these values, and with tyro's mark for what is missing where a field has no default."""
-    required = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
-    return kind(**dict.fromkeys(required, tyro.MISSING) | values)
 
 
 def _training_request(command: str, words: Sequence[str]) -> Any:
@@ -112,8 +119,8 @@ def _training_request(command: str, words: Sequence[str]) -> Any:
         for attempt in (plain, [*plain, "SOURCE"]):
             # Help is given whatever else is wrong with the words.
             with suppress(RequestError):
-                default = _shown_settings(command, _parse(command, attempt, None).table)
-    args = _parse(command, words, _blank(kind, settings=default))
+                default = _shown_settings(command, _parse(command, attempt).table)
+    args = _parse(command, words, kind(source="", settings=default))
     changes, source = args.table.get("settings", {}), args.named.get("source", "")
     gpu = command == "doctor" and args.table.get("gpu", False)
     if gpu and source:
@@ -125,7 +132,7 @@ def _training_request(command: str, words: Sequence[str]) -> Any:
             raise RequestError(f"a run has its own settings, so {', '.join(others)} cannot be given with it")
         settings: Any = update(Config(), changes, "")
     else:
-        config = apply_changes(_base(command, args.table), changes, source)
+        config = new_run_settings(_base(command, args.table), changes, source)
         settings = AutoencoderRunSettings.of(config) if command == "train-autoencoder" else config
         if gpu:
             check_device(config.training.device)
@@ -150,13 +157,13 @@ def _shown_settings(command: str, table: dict[str, Any]) -> Config | Autoencoder
     return AutoencoderRunSettings.of(settings) if command == "train-autoencoder" else settings
 
 
-def _resume_request(words: Sequence[str]) -> requests.ResumeRequest:
-    kind, shown = requests.ResumeRequest, Config()
+def _resume_request(words: Sequence[str]) -> ResumeRequest:
+    kind, shown = ResumeRequest, Config()
     # The help text shows the settings of RUN, if it is named already.
     runs = [RunFolder(Path(word)) for word in words if not word.startswith("-")]
     with suppress(RequestError, OSError, ValueError):
         shown = next((run.read_config() for run in runs if run.config_file.is_file()), Config())
-    args = _parse("resume", words, _blank(kind, settings=shown.without_length()))
+    args = _parse("resume", words, kind(Path(), shown.without_length()))
     folder = _open_run(args.named["run"])
     stored, table = folder.read_config(), args.table
     config = apply_resume_changes(stored, table.get("settings", {}))
@@ -174,12 +181,12 @@ def _resume_request(words: Sequence[str]) -> requests.ResumeRequest:
 
 def _slurm_request(words: Sequence[str]) -> SlurmRequest:
     at = _command_at(words)
-    args = _parse("slurm", words[:at], SlurmRequest())
+    args = _parse("slurm", words[:at])
     job = update(SlurmRequest(words=tuple(words)), args.table, "")
     command = words[at + (words[at : at + 1] == ["--"]) :]
     name, rest = next(iter(command), ""), command[1:]
     if name == "train":
-        train: requests.TrainRequest = read_request("train", rest)
+        train: TrainRequest = read_request("train", rest)
         # The job may start many times, and has to find the same run each time.
         run = train.out or next_folder(train.source)
         command = ("train", *(() if train.out else ("--out", str(run))), *rest)
@@ -190,7 +197,7 @@ def _slurm_request(words: Sequence[str]) -> SlurmRequest:
             raise RequestError(
                 "--verify trains nothing new and needs no batch job; run it directly: unfog resume RUN --verify"
             )
-        budget = parse_args(rest, requests.ResumeRequest, "", {}).table.get("settings", {}).get("training", {})
+        budget = parse_args(rest, ResumeRequest, "", {}).table.get("settings", {}).get("training", {})
         if budget.get("budget"):
             raise RequestError("--budget would start again in each job; give --steps or --images")
         return replace(job, command=("resume", *rest), run=resume.run, source=resume.settings.source)
