@@ -9,6 +9,7 @@ INSTALL := PIP_CONSTRAINT=$(VENV)/constraints.txt $(PIP) -c $(VENV)/constraints.
 HAS_TORCH := $(BIN)/python -c 'from importlib.metadata import version as v; print("torch==" + v("torch"))' 2>/dev/null
 # Three for two cores, as many tests wait for processes; those that have no work left take some from the others.
 WORKERS := -n 3 --dist worksteal
+TESTS := not exhaustive
 # Containers often say that Python is to keep nothing that it compiled: each process would compile all of Unfog anew.
 export PYTHONDONTWRITEBYTECODE :=
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
@@ -24,7 +25,7 @@ demo: $(VENV)/.installed
 test: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy & types=$$!; $(BIN)/python -m pytest $(WORKERS) -m "not exhaustive"; tests=$$?; \
+	$(BIN)/mypy & types=$$!; $(BIN)/python -m pytest $(WORKERS) -m "$(TESTS)"; tests=$$?; \
 		wait $$types || { echo "mypy found errors, see above"; exit 1; }; exit $$tests
 
 # Every test in its longest form, the sweeps first; UNFOG_TEST_BUDGET=600 skips what has not begun after ten minutes.
@@ -40,9 +41,9 @@ test-faults: $(VENV)/.dev
 test-cuda-aot: $(if $(filter $(BIN)/python,$(CUDA_PYTHON)),$(VENV)/.dev)
 	PYTHONPATH=src $(CUDA_PYTHON) -m pytest tests/test_cuda_aot.py
 
-# What neither trains nor starts processes for long; under two minutes.
+# Tests of less than half a second each. They wait for nothing, so each core has one worker.
 quick: $(VENV)/.dev
-	$(BIN)/python -m pytest $(WORKERS) -m "not slow and not exhaustive"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not exhaustive"
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format .

@@ -18,8 +18,9 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from browsers import WatchedPage, open_browser, serving, wait_for
+from browsers import WatchedPage, open_browser, serving
 from serve import cpu_of
+from waiting import wait_until
 
 # Zooms to and fro for five seconds, and gives the frames' times in milliseconds.
 ZOOM = """async () => {
@@ -83,7 +84,7 @@ def measure(browser, folder: Path) -> None:
         page.reload()
         page.wait_for_selector("unfog-chart canvas", timeout=120_000)
         print(f"run of 100,000 rows: charts drawn after {time.monotonic() - begun:.2f} s")
-        wait_for(lambda: page.evaluate("document.querySelectorAll('unfog-chart canvas').length") >= 3)
+        wait_until(lambda: page.evaluate("document.querySelectorAll('unfog-chart canvas').length") >= 3)
         # On a busy machine frames come late; what counts besides is the processor time that one takes.
         clock = clock_of(watched)
         before = busy(clock)
@@ -114,7 +115,7 @@ def measure_long(browser, folder: Path) -> None:
         page.wait_for_selector("unfog-compare unfog-chart canvas", timeout=120_000)
         seen = time.monotonic() - begun
         stores = "document.querySelector('unfog-compare').runs.every(({store}) => !store.sampled)"
-        wait_for(lambda: page.evaluate(stores), 300)
+        wait_until(lambda: page.evaluate(stores), 300)
         print(f"eight runs of 100,000 rows: laid over one another after {seen:.2f} s, ", end="")
         print(f"all rows after {time.monotonic() - begun:.2f} s; processor time of the server ", end="")
         print(f"{cpu_of(process.pid) - before:.1f} s, of the page {busy(clock) - drawn:.1f} s")

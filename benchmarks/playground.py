@@ -17,7 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from browsers import open_browser, serving, wait_for  # noqa: E402
+from browsers import open_browser, serving  # noqa: E402
+from waiting import wait_until  # noqa: E402
 
 PLAYGROUND = "document.querySelector('unfog-playground')"
 # `computed` is the time of the newest step, so a step that was left out is not counted.
@@ -57,20 +58,20 @@ def main() -> None:
             page.click(".controls button.accent")
 
         draw(1, 3, int(time.time()))  # starts the worker
-        wait_for(lambda: page.evaluate(f"{PLAYGROUND}.job?.state") == "done", 300)
+        wait_until(lambda: page.evaluate(f"{PLAYGROUND}.job?.state") == "done", 300)
         page.evaluate(WATCH)
         draw(4, asked.steps, 1)
-        wait_for(lambda: page.evaluate(f"{PLAYGROUND}.job.seconds > 0 && {PLAYGROUND}.job.settings.seed === 1"), 600)
+        wait_until(lambda: page.evaluate(f"{PLAYGROUND}.job.seconds > 0 && {PLAYGROUND}.job.settings.seed === 1"), 600)
         lags = sorted(page.evaluate("lags"))
         seconds = page.evaluate(f"{PLAYGROUND}.job.seconds")
         late = lags[int(0.95 * len(lags))]
         print(f"{len(lags)} of {asked.steps} steps seen, at {1000 * seconds / asked.steps:.0f} ms a step")
         print(f"seen after: median {statistics.median(lags):.0f} ms, 95% {late:.0f} ms, longest {lags[-1]:.0f} ms")
         draw(4, 1000, 2)
-        wait_for(lambda: page.evaluate(f"{PLAYGROUND}.job.state === 'drawing' && {PLAYGROUND}.job.done > 5"), 300)
+        wait_until(lambda: page.evaluate(f"{PLAYGROUND}.job.state === 'drawing' && {PLAYGROUND}.job.done > 5"), 300)
         page.evaluate(CANCEL)
-        wait_for(lambda: page.evaluate("window.ended > 0"), 60)
-        wait_for(lambda: page.evaluate(f"{PLAYGROUND}.job.state") == "cancelled")
+        wait_until(lambda: page.evaluate("window.ended > 0"), 60)
+        wait_until(lambda: page.evaluate(f"{PLAYGROUND}.job.state") == "cancelled")
         took, more = page.evaluate("ended - pressed"), page.evaluate(f"{PLAYGROUND}.job.done - before")
         print(f"cancelled {took:.0f} ms after the press, {more} steps after the one that the page had shown")
 

@@ -110,6 +110,7 @@ class Figures:
     autoencoder: list[str] = field(default_factory=list)
     loss_loops: list[str] = field(default_factory=list)
     way: list[str] = field(default_factory=list)
+    private: list[str] = field(default_factory=list)
     loop: str = ""
 
 
@@ -216,7 +217,23 @@ def measure(root: Path) -> Figures:
     read = next(files for files in LOOP if all((source / file).exists() for file in files))
     figures.loop = f"{sum(len((source / file).read_text().splitlines()) for file in read):,} ({len(read)})"
     figures.way = way_of_the_learning_rate(root)
+    figures.private = private_imports(root)
     return figures
+
+
+def private_imports(root: Path) -> list[str]:
+    """Return the names with a leading underscore that tests import without a reason in a comment, with their places."""
+    found = []
+    for file in sorted((root / "tests").rglob("*.py")):
+        text = file.read_text(encoding="utf-8")
+        lines = text.splitlines()
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("unfog"):
+                if "  # " in lines[node.lineno - 1]:
+                    continue
+                names = [alias.name for alias in node.names if re.match(r"_(?!_)", alias.name)]
+                found += [f"{file.relative_to(root)}:{node.lineno}: {node.module}.{name}" for name in names]
+    return found
 
 
 def way_of_the_learning_rate(root: Path) -> list[str]:
@@ -255,6 +272,7 @@ ROWS: list[tuple[str, str, Callable[[Figures], object]]] = [
     ("docstrings of five words or fewer", "0", lambda f: len(f.brief)),
     ("modules from --lr to the optimizer", "12", lambda f: len(f.way)),
     ("to understand the loop: lines (files)", "900 (6)", lambda f: f.loop),
+    ("private names of the package that tests import without a reason", "", lambda f: len(f.private)),
     ("comments per 100 lines of code", "6", lambda f: f"{100 * f.comments / f.code:.1f}"),
 ]
 
@@ -289,6 +307,7 @@ def main() -> None:
             "autoencoder",
             "loss_loops",
             "way",
+            "private",
         ):
             print(f"## {title}", *getattr(here, title), sep="\n")
         sys.exit()

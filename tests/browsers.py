@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,7 +26,7 @@ class WatchedPage:
 
     def __init__(self, browser, **options):
         self.context = browser.new_context(accept_downloads=True, **options)
-        self.context.set_default_timeout(90_000)  # milliseconds; the machine may be busy
+        self.context.set_default_timeout(180_000)  # milliseconds; the machine may be busy
         self.page = self.context.new_page()
         self.troubles, self.requests = [], []
         self.page.on("console", lambda message: self._note(message.type, message.text))
@@ -49,11 +48,3 @@ def serving(folder: Path, port: int = 0, *options: str):
     finally:
         process.kill()
         process.wait()
-
-
-def wait_for(condition, seconds=60):
-    """Wait until a condition holds; the machine may be busy."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it took too long"
-        time.sleep(0.1)

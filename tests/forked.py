@@ -113,7 +113,7 @@ class Forked:
         self.wait()
 
 
-def run(words: Sequence[object], script: str = "", timeout: float = 280, **options) -> subprocess.CompletedProcess:
+def run(words: Sequence[object], script: str = "", timeout: float = 560, **options) -> subprocess.CompletedProcess:
     """As `subprocess.run` with `capture_output=True`."""
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
     process = Forked(words, script, **streams)

@@ -48,7 +48,7 @@ def forked(words, script=""):
 
 
 def output(process, status=0):
-    said, _ = process.communicate(timeout=300)
+    said, _ = process.communicate(timeout=560)
     assert process.returncode == status, said
     return said
 

@@ -48,6 +48,7 @@ def test_every_step_is_a_frame_and_the_samples_are_the_last(tmp_path, suffix):
     assert np.abs(last - expected).mean() < 25  # 256 colours, or a lossy format
 
 
+@pytest.mark.slow
 def test_an_mp4_can_be_decoded(tmp_path):
     imageio_ffmpeg = pytest.importorskip("imageio_ffmpeg")
     animated().save(tmp_path / "denoising.mp4", SAMPLES)

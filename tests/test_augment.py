@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from unfog.data.augmentation import (
+from unfog.data.augmentation import (  # the geometry is given, and not drawn
     Augment,
     _draw_geometry,
     _Geometry,

@@ -147,6 +147,7 @@ def test_links_lead_to_no_entry(tmp_path: Path) -> None:
     assert sorted((tmp_path / "outside").rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_what_the_datasets_library_keeps_goes_only_when_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -290,7 +291,7 @@ def as_user(user: int, folder: Path, **variables: str) -> str:
     # Imported before the user changes, who may not read the program.
     words = [sys.executable, "-c", f"import unfog.cache_folder as c\n{code}", str(user)]
     environment = {"PATH": os.environ["PATH"], "TMPDIR": str(folder), **variables}
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, check=True, timeout=60)
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, check=True, timeout=300)
     return done.stdout + done.stderr
 
 
@@ -315,6 +316,7 @@ def test_a_user_without_a_writable_home_has_a_private_folder(shared_place: Path)
 
 
 @pytest.mark.parametrize("user", [0, 12345])
+@pytest.mark.slow
 def test_a_cache_that_others_may_exchange_is_refused(shared_place: Path, user: int) -> None:
     def told(mode: int, owner: int, above: int, above_owner: int = 0) -> str:
         cache = shared_place / "above/cache"

@@ -19,12 +19,21 @@ from unfog.config.schema import Config
 from unfog.errors import RequestError
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.models.autoencoder_settings import FACTORS, WIDTHS, Autoencoder, AutoencoderFolder, Latents
-from unfog.pipeline.latents import _load_autoencoder, save_autoencoder
+from unfog.pipeline.latents import (  # the autoencoder itself is compared with another one
+    _load_autoencoder,
+    save_autoencoder,
+)
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.records import read_metrics
 from unfog.runs.resume import resume
 from unfog.runs.start import add_autoencoder
-from unfog.training.autoencoder_loss import AutoencoderLoss, _blur, _laplacian_pyramid, _standard_normal_kl, psnr
+from unfog.training.autoencoder_loss import (  # each term of the loss is compared with its equation
+    AutoencoderLoss,
+    _blur,
+    _laplacian_pyramid,
+    _standard_normal_kl,
+    psnr,
+)
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ import torch
 
 from unfog.errors import RequestError
 from unfog.models.autoencoder_settings import AutoencoderFolder
-from unfog.pipeline.latents import _load_autoencoder
+from unfog.pipeline.latents import _load_autoencoder  # the autoencoder itself is compared with another one
 
 diffusers = pytest.importorskip("diffusers")
 CPU = torch.device("cpu")

@@ -45,6 +45,7 @@ def moved(network, *inputs):
     return output, gradients, graphs[0]
 
 
+@pytest.mark.slow
 def test_a_bias_moves_to_the_condition_and_the_results_stay():
     torch.manual_seed(0)
     network, inputs = _Conditioned().double(), (torch.randn(4, 2, 6, 6).double(), torch.randn(4, 3).double())

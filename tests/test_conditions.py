@@ -126,6 +126,7 @@ def test_a_network_refuses_conditions_that_it_has_no_input_for():
     assert network(augment_inputs=9)(X, LEVEL, KINDS["both"]).shape == X.shape
 
 
+@pytest.mark.slow
 def test_networks_compile_to_one_graph_for_each_kind():
     model, graphs = network(augment_inputs=9), []
 

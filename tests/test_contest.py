@@ -33,6 +33,7 @@ def contest(monkeypatch):
     sys.modules.pop("contest")
 
 
+@pytest.mark.slow
 def test_every_contestant_of_ours_is_a_request_for_a_network_of_the_size_it_says(contest, tmp_path):
     names = [contestant.name for contestant in contest.ladder()]
     assert len(set(names)) == len(names)

@@ -119,6 +119,7 @@ def of(counting, phase):
 
 
 @pytest.mark.parametrize("method", ["adamw", "muon"])
+@pytest.mark.slow
 def test_a_step(method, monkeypatch):
     counting = counted_steps(configured(method), monkeypatch)
     assert len(list(build_state(configured(), CPU).model.parameters())) == WEIGHTS

@@ -89,6 +89,7 @@ def images(tmp_path):
     return tmp_path / "photos"
 
 
+@pytest.mark.slow
 def test_a_run_trains_resumes_and_samples_with_own_parts(mine, images, tmp_path, capsys):
     parts = {
         "network": f"custom:path={mine}.Net,width=4",
@@ -197,7 +198,7 @@ def test_no_consent_is_lost_where_processes_store_theirs_at_once(tmp_path, monke
         process.stdin.write("\n")
         process.stdin.flush()
     for process in processes:
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
     stored = {line.split("\t")[0] for line in kept.read_text().splitlines() if line}
     assert stored == {"mine.Net"} | {f"{name}.Net{i}" for name in "ab" for i in range(20)}
     assert (tmp_path / "unfog/trusted-code").is_symlink()
@@ -255,6 +256,7 @@ def test_names_of_runs_and_folders_give_no_consent(stranger, images, tmp_path, c
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 def test_a_flag_or_keyword_that_names_a_part_gives_consent(stranger, monkeypatch):
     main_words = [["sample", "run", "-n", "1", "--sampler", "custom:path=tuned.step", "--out", "0"]]
     main_words += [["sample", "run", "-n", "1", "--out", "1"]]  # as it was stored
@@ -281,6 +283,7 @@ class NamesCode:
     __str__ = __repr__
 
 
+@pytest.mark.slow
 def test_texts_of_other_settings_give_no_consent(stranger, images, tmp_path, monkeypatch):
     for source, settings in [
         ("runs/python:tuned:step", {}),
@@ -297,6 +300,7 @@ def test_texts_of_other_settings_give_no_consent(stranger, images, tmp_path, mon
     assert consent.given_paths() == []
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_named_like_a_source_of_code_is_refused(stranger, tmp_path):
     (stranger / "python:tuned:step").mkdir()
     for text in ("python:tuned:step", "python:tuned:step/"):
@@ -305,6 +309,7 @@ def test_a_folder_that_is_named_like_a_source_of_code_is_refused(stranger, tmp_p
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 def test_words_of_the_page_give_no_consent(stranger, monkeypatch):
     monkeypatch.setenv(consent.STARTED_BY, "page")
     with pytest.raises(SystemExit, match="2"):
@@ -389,7 +394,7 @@ def test_the_import_runs_the_bytes_that_were_consented_to(tmp_path, monkeypatch)
 def test_a_strangers_run_is_resumed_only_with_consent(strangers, mine, images, tmp_path, launch):
     strangers({"network": "custom:path={}.Net", "steps": 2}, source=str(images))
     words = [sys.executable, *map(str, launch), "resume", str(tmp_path)]
-    told = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    told = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert f"set UNFOG_TRUST={mine}.Net" in told.stderr
     assert not (tmp_path / "ran").exists()
 
@@ -466,7 +471,7 @@ def test_ranks_import_what_a_flag_of_rank_0_names_and_a_resume_has_the_stored_co
     flags = ["--network", "custom:path=ranked.Net", "--size", "8", "--batch", "4", "--lr", "1e-3", "--device", "cpu"]
     for words in (["train", "photos", "--out", "run", "--steps", "2", *flags], ["resume", "run", "--steps", "3"]):
         done = subprocess.run(
-            [*torchrun, *words], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+            [*torchrun, *words], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
         )
         assert done.returncode == 0, done.stderr
     assert (tmp_path / "run/checkpoints/00000003").is_dir()

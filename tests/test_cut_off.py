@@ -30,6 +30,7 @@ pytestmark = [
     pytest.mark.usefixtures("ended"),
     pytest.mark.exhaustive,
     pytest.mark.timeout(900),
+    pytest.mark.may_fail("nodes take each other for lost after 8 s of silence, which a busy machine may cause"),
     pytest.mark.skipif(bool(MISSING), reason=MISSING),
 ]
 

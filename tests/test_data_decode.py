@@ -72,6 +72,7 @@ def lanczos_square(pixels: np.ndarray, size: int) -> np.ndarray:
 @pytest.mark.parametrize(
     ("width", "height", "size"), [(1201, 897, 32), (900, 1200, 64), (2000, 1500, 64), (300, 203, 128), (40, 50, 64)]
 )
+@pytest.mark.slow
 def test_resize_agrees_with_floating_point_antialiasing(kind: str, width: int, height: int, size: int) -> None:
     opener = saved(Image.fromarray(photograph(width, height)), kind, **({"quality": 95} if kind == "JPEG" else {}))
     pixels, facts = decoded(opener, size)
@@ -292,6 +293,7 @@ def test_a_truncated_file_is_unusable_wherever_it_ends(kind: str) -> None:
 @pytest.mark.parametrize(
     ("progressive", "kind", "turns"), [(False, "JPEG", False), (True, "JPEG", True), (False, "ICO", True)]
 )
+@pytest.mark.slow
 def test_what_takes_the_memory_of_a_large_image_takes_turns(progressive: bool, kind: str, turns: bool) -> None:
     """A progressive JPEG holds the coefficients of all pixels, and an icon may hold more pixels than it says."""
     data = BytesIO()
@@ -299,6 +301,7 @@ def test_what_takes_the_memory_of_a_large_image_takes_turns(progressive: bool, k
     assert (decoding._large_image_slot(open_bytes(data.getvalue(), "")) is decoding._large_images) == turns
 
 
+@pytest.mark.slow
 def test_large_images_take_turns() -> None:
     """Thirty-two of them at once, as there may be threads, would need more memory than most machines have."""
     at_once, most, lock = 0, 0, threading.Lock()

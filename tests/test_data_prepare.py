@@ -130,6 +130,7 @@ def test_one_image_in_colour_among_many_grey_makes_all_rgb(tmp_path: Path) -> No
     assert calls[-1] == (300, 300)
 
 
+@pytest.mark.slow
 def test_held_out_stays_when_images_are_added(tmp_path: Path) -> None:
     folder = fill(tmp_path / "many", 400)
     first = run(folder, Data(size=4, held_out=0.1, cache="memory"))

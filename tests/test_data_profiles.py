@@ -260,6 +260,7 @@ def test_threads_agree_with_one() -> None:
             assert list(pool.map(convert, range(210))) == expected
 
 
+@pytest.mark.slow
 def test_pillow_without_littlecms_still_decodes() -> None:
     """In a process of its own, as Pillow decides when it is imported."""
     script = """
@@ -272,7 +273,7 @@ converted, actions = _to_srgb(image, sys.stdin.buffer.read())
 assert actions == ["profile_ignored"], actions
 assert converted.tobytes() == image.tobytes()
 """
-    subprocess.run([sys.executable, "-c", script], input=P3, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], input=P3, check=True, timeout=300)
 
 
 def test_a_png_profile_that_does_not_unpack_is_noted() -> None:

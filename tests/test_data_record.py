@@ -136,6 +136,7 @@ def test_the_sheet_begins_with_the_unusual_and_spreads_over_classes() -> None:
     assert Counter(number % 10 for number in numbers[3:]) == dict.fromkeys(range(10), 6)
 
 
+@pytest.mark.slow
 def test_the_sheet_without_classes_and_of_few_images() -> None:
     whole = contact_sheet(prepared(500), Augment(), seed=0)
     assert whole.shape == (8 * 130 - 2, 8 * 130 - 2, 3)  # 16 pixels, enlarged to 128; no captions
@@ -151,6 +152,7 @@ def test_the_sheet_has_whole_rows_of_each_class(classes: int, each: int) -> None
     assert Counter(number % classes for number in numbers) == dict.fromkeys(range(classes), each)
 
 
+@pytest.mark.slow
 def test_of_large_images_with_many_conversions_one_of_each_is_shown() -> None:
     kinds = [(action,) for action in ACTIONS if action not in COMMON_ACTIONS]
     images = prepared(30, size=512, treatment=(*range(len(kinds)), *[len(kinds)] * (30 - len(kinds))))
@@ -182,6 +184,7 @@ def test_both_files_are_written_or_the_disk_s_refusal_is_raised(tmp_path: Path) 
         _write_data_report(RunFolder(tmp_path / "gone"), prepared(20), Augment(), seed=0)
 
 
+@pytest.mark.slow
 def test_it_is_quick(tmp_path: Path) -> None:
     """Measured: 0.08 s for 10,000 images, 0.3 s for a million; the rest is for a slow machine."""
     for n, limit in ((10_000, 1.5), (1_000_000, 4.0)):

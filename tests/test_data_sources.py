@@ -261,6 +261,7 @@ def test_names_that_are_no_text_may_be_of_classes_but_not_of_the_source(tmp_path
         open_source(spoilt)
 
 
+@pytest.mark.slow
 def test_fashion_is_ten_classes_of_a_thousand_and_loads_at_once() -> None:
     start = time.process_time()
     prepared = prepare(open_source("fashion"), Data())
@@ -292,6 +293,7 @@ def test_fashion_is_what_the_package_ships() -> None:
     assert digest == "857ec1da8e1a30302125760f72f6ceda7b3ebbd20c7589331271c6d207d88c91"
 
 
+@pytest.mark.slow
 def test_fashion_without_held_out_trains_on_all_and_takes_another_size() -> None:
     prepared = prepare(open_source("fashion"), Data(held_out=0, size=32, channels=3))
     assert prepared.train.pixels.shape == (10000, 3, 32, 32)

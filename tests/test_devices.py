@@ -9,6 +9,7 @@ from types import MappingProxyType, SimpleNamespace
 import pytest
 import torch
 
+import forked
 import unfog
 from conftest import few_images
 from unfog.config.resume_rules import check_changes, settings_digests
@@ -301,6 +302,7 @@ def test_products_that_came_too_early_are_refused_with_the_variable_and_the_reme
         "torch.backends.cudnn.conv.fp32_precision = 'ieee'",
     ],
 )
+@pytest.mark.slow
 def test_fp32_is_fp32_however_the_caller_chose_tf32_and_is_given_back(chosen):
     """In a process of its own, as torch's interfaces for this leave traces in each other."""
     code = f"""
@@ -321,7 +323,8 @@ assert used() == before, (used(), before)
 if "medium" in {chosen!r}:
     assert torch.get_float32_matmul_precision() == "medium"
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = forked.run([], code)
+    assert done.returncode == 0, done.stderr
 
 
 def test_muon_iterates_in_bf16_only_where_a_gpu_has_it(monkeypatch):

@@ -33,10 +33,14 @@ from unfog.diffusion.objective import Objective
 from unfog.errors import RequestError
 from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
 from unfog.sharded_rng import rows_of, seed_generators, with_own_seed
-from unfog.training.distributed.coordination import CoordinatedHooks, _RankStatus
+from unfog.training.distributed.coordination import CoordinatedHooks, _RankStatus  # the ranks are in one process
 from unfog.training.distributed.micro_batches import split_batch
 from unfog.training.distributed.process_group import local_device
-from unfog.training.distributed.watchdog import AWAITING_IMAGES, _find_failed_rank, _Heartbeat
+from unfog.training.distributed.watchdog import (  # the ranks are in one process
+    AWAITING_IMAGES,
+    _find_failed_rank,
+    _Heartbeat,
+)
 from unfog.training.distributed.world import World
 from unfog.training.hooks import TrainingHooks
 from unfog.values.conditions import Conditions

@@ -9,7 +9,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from unfog.models.dit import DiTModel, _Attention, _Block, _RMSNorm, _rotate, _rotations, _SwiGLU
+from unfog.models.dit import (  # each layer is compared with its equation
+    DiTModel,
+    _Attention,
+    _Block,
+    _RMSNorm,
+    _rotate,
+    _rotations,
+    _SwiGLU,
+)
 from unfog.models.settings import DiT
 
 MICRO = DiT(width=32, depth=2, head_channels=8)

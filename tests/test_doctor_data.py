@@ -65,6 +65,7 @@ def with_train(prepared: Dataset, **changed: object) -> Dataset:
     return replace(prepared, train=replace(prepared.train, **changed))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_clean_set_raises_no_alarm(clean: tuple[Path, Dataset], tmp_path: Path) -> None:
     findings = check_images(clean[1], Config())
     assert {f.code: str(f) for f in findings if f.severity in ("warning", "fatal")} == {}
@@ -75,6 +76,7 @@ def test_a_clean_set_raises_no_alarm(clean: tuple[Path, Dataset], tmp_path: Path
 
 
 @pytest.mark.parametrize("fault", BENCHMARK.FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.slow
 def test_each_planted_fault_is_found_and_no_other(
     clean: tuple[Path, Dataset], tmp_path: Path, fault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,6 +92,7 @@ def test_each_planted_fault_is_found_and_no_other(
     assert verdict.alarms == ()
 
 
+@pytest.mark.slow
 def test_the_benchmark_can_tell_that_a_fault_is_missed(clean: tuple[Path, Dataset], tmp_path: Path) -> None:
     harmless = BENCHMARK.Fault("nothing", "data.blank", "warning", lambda folder: set())
     listed = BENCHMARK.Fault("blank, listed wrongly", "data.ledger", "fine", lambda folder: {"a.png"})
@@ -99,6 +102,7 @@ def test_the_benchmark_can_tell_that_a_fault_is_missed(clean: tuple[Path, Datase
     assert [len(verdict.alarms) for verdict in verdicts] == [0, 0, 1]
 
 
+@pytest.mark.slow
 def test_every_file_of_the_hostile_corpus_is_accounted_for(corpus, tmp_path: Path) -> None:  # noqa: F811
     folder, expected = corpus
     prepared = prepare(open_source(folder), Data(size=16, cache="memory"))
@@ -123,6 +127,7 @@ def test_every_file_of_the_hostile_corpus_is_accounted_for(corpus, tmp_path: Pat
     assert write_findings(tmp_path / "page", "hostile", list(found.values())).stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_glance_is_quick_and_sees_what_a_sample_shows() -> None:
     """40,000 images; what is wrong with half of them does not need all of them."""
     pixels = np.random.default_rng(0).integers(0, 256, (40_000, 3, 32, 32), np.uint8)
@@ -145,6 +150,7 @@ def test_glance_at_a_small_set_is_the_whole_examination(clean: tuple[Path, Datas
     ]
 
 
+@pytest.mark.slow
 def test_images_may_be_decoded_on_the_fly(clean: tuple[Path, Dataset], tmp_path: Path) -> None:
     """What is decoded only now is seen the same; a file that then turns out to be damaged is named, and no copy."""
     folder = tmp_path / "clothes"
@@ -236,6 +242,7 @@ def test_crop_is_measured_on_the_originals(clean: tuple[Path, Dataset]) -> None:
     assert facts["over_half"] == 1
 
 
+@pytest.mark.slow
 def test_few_images_are_graded() -> None:
     whole = prepare(open_source("fashion"), IN_MEMORY)
     for count, severity in ((1, "fatal"), (4, "fatal"), (5, "warning"), (99, "warning"), (100, "hint"), (999, "hint")):

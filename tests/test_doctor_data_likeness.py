@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFont
 
 from unfog.checks.images import duplicate_checks, duplicate_search
-from unfog.checks.images.duplicate_checks import _report_duplicates, check_duplicates
-from unfog.checks.images.duplicate_search import (
+from unfog.checks.images.duplicate_checks import _report_duplicates, check_duplicates  # the report is given pairs
+from unfog.checks.images.duplicate_search import (  # the search is counted, and given hashes
     _candidate_pairs,
     _compare_thumbnails,
     connected_groups,
@@ -146,6 +146,7 @@ def test_what_shares_a_sky_is_not_alike_for_that() -> None:
     assert _compare_thumbnails(skies, skies + 5).duplicate.all()
 
 
+@pytest.mark.slow
 def test_copies_in_training_and_across_the_split_are_told_apart() -> None:
     images = CLOTHES[::10]
     train, held_out = images[:900].copy(), images[900:].copy()
@@ -166,6 +167,7 @@ def test_copies_in_training_and_across_the_split_are_told_apart() -> None:
     assert found["data.leakage"].severity == "warning"
 
 
+@pytest.mark.slow
 def test_names_listed_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(duplicate_checks, "MOST_NAMES", 5)
     train = CLOTHES[:40].copy()
@@ -176,6 +178,7 @@ def test_names_listed_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(map(len, found.facts["groups"])) == 5
 
 
+@pytest.mark.slow
 def test_no_more_pairs_are_looked_at_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(duplicate_search, "_MOST_PAIRS", 10)
     trousers = CLOTHES[1000:2000]

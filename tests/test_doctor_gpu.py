@@ -78,6 +78,7 @@ def test_a_source_or_the_gpu(words, said, capsys):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_each_planted_fault_is_found(config, monkeypatch):
     """Bytes lost on the way back, wrong sums, an optimiser that varies, and a device that cannot multiply."""
     product, run, runs = torch.Tensor.__matmul__, TrialTraining.run, []

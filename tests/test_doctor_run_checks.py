@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from unfog.checks.run.cost_checks import (
+from unfog.checks.run.cost_checks import (  # each check is given records that no run has to make
     _check_data_wait,
     _check_memory,
     _check_noise_scale,
@@ -19,7 +19,7 @@ from unfog.checks.run.cost_checks import (
     _check_unused_images,
     _round_up,
 )
-from unfog.checks.run.loss_checks import (
+from unfog.checks.run.loss_checks import (  # each check is given records that no run has to make
     LossImages,
     _ema_window,
     check_ema,
@@ -27,11 +27,20 @@ from unfog.checks.run.loss_checks import (
     held_out_history,
     measure_losses,
 )
-from unfog.checks.run.run_checks import _baseline_losses
+from unfog.checks.run.run_checks import _baseline_losses  # each check is given records that no run has to make
 from unfog.checks.run.run_record import FRESH_START_SETTINGS, RunRecord
 from unfog.checks.run.sample_checks import SampleRemedies
-from unfog.checks.run.status_checks import _check_state, check_progress
-from unfog.checks.run.trend_checks import _check_learning_rate, _check_loss, _check_stability, _loss_trend, check_trends
+from unfog.checks.run.status_checks import (  # each check is given records that no run has to make
+    _check_state,
+    check_progress,
+)
+from unfog.checks.run.trend_checks import (  # each check is given records that no run has to make
+    _check_learning_rate,
+    _check_loss,
+    _check_stability,
+    _loss_trend,
+    check_trends,
+)
 from unfog.config import resume_rules
 from unfog.config.presets import preset
 from unfog.config.schema import Config

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from unfog.checks.run.sample_checks import (
+from unfog.checks.run.sample_checks import (  # each check is given pictures that no run has to draw
     _check_blank,
     _check_color_cast,
     _check_detail,
@@ -12,7 +12,13 @@ from unfog.checks.run.sample_checks import (
     _color_statistics,
     _comparison_figure,
 )
-from unfog.inference.memorization import COPY, Nearness, _check_memorization, _find_nearest, _pixel_features
+from unfog.inference.memorization import (  # each check is given pictures that no run has to draw
+    COPY,
+    Nearness,
+    _check_memorization,
+    _find_nearest,
+    _pixel_features,
+)
 
 # Copies.
 
@@ -68,6 +74,7 @@ def verdict(drawn, bank, unseen=None):
 
 
 @pytest.mark.parametrize("count", [20, 140, 1000])
+@pytest.mark.slow
 def test_copies_are_told_from_fresh_pictures_of_the_same_kind(count):
     bank = blobs(count, 0)
     random = np.random.default_rng(9)
@@ -97,6 +104,7 @@ def of_a_kind(count, kinds, seed, noise=12.0):
 
 
 @pytest.mark.parametrize(("count", "kinds"), [(300, 150), (1000, 600), (600, 300)])
+@pytest.mark.slow
 def test_copies_are_found_among_pictures_with_near_relatives(count, kinds):
     bank, random = of_a_kind(count, kinds, 0), np.random.default_rng(5)
     assert verdict(bank[random.choice(count, 64)], bank).severity == "warning"
@@ -142,6 +150,7 @@ def tinted(drawn, data, labels=(None, None)):
     )
 
 
+@pytest.mark.slow
 def test_solid_colours_are_within_tolerance_and_tinted_ones_are_not():
     data = solid(300, 0, spread=30)
     severities = [tinted(solid(64, seed, spread=30), data).severity for seed in range(1, 41)]

@@ -12,14 +12,17 @@ import torch
 
 import unfog.data.augmentation
 from conftest import NETWORK
-from unfog.checks.run.run_checks import _usual_learning_rate
+from unfog.checks.run.run_checks import _usual_learning_rate  # each rule is given its numbers
 from unfog.checks.settings import learning_rate_checks as rate_checks
 from unfog.checks.settings import machine_checks as machine
 from unfog.checks.settings import overfit_one_batch as overfitting
-from unfog.checks.settings.learning_rate_checks import _ema_half_window, _ema_share_before
-from unfog.checks.settings.machine_checks import _check_precision
+from unfog.checks.settings.learning_rate_checks import (  # each rule is given its numbers
+    _ema_half_window,
+    _ema_share_before,
+)
+from unfog.checks.settings.machine_checks import _check_precision  # each rule is given a machine that is not there
 from unfog.checks.settings.overfit_one_batch import LEARNED, STUCK, _OverfitBatch, overfit_one_batch
-from unfog.checks.settings.settings_checks import (
+from unfog.checks.settings.settings_checks import (  # each check is given its settings alone
     _check_range,
     _check_sampler,
     _check_timesteps,

@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 
 import unfog
+from command import exit_status
 from conftest import TRANSFORMER
-from unfog.cli.main import main
 from unfog.diffusion.editing import Edit, _renoise
 from unfog.diffusion.noise import VE, VP, Cosine, Flow, LogitNormal, LogNormal, NoiseSource
 from unfog.diffusion.sampler import Level, Sampler
@@ -69,13 +69,6 @@ def test_forward_process_between_two_levels():
     x = _renoise(now.alpha * 0.7 + now.sigma * noise[0], now, noisier, lambda: noise[1])
     assert float(x.mean()) == pytest.approx(noisier.alpha * 0.7, abs=5e-3)
     assert float(x.std()) == pytest.approx(noisier.sigma, rel=5e-3)
-
-
-def command(*words):
-    """The exit status."""
-    with pytest.raises(SystemExit) as ended:
-        main([str(word) for word in words])
-    return ended.value.code
 
 
 def stub(x, logsnr):
@@ -203,7 +196,7 @@ def test_strength_of_a_run(run, files):
 def test_command_draws_image_mask_and_pictures(run, files, capsys):
     folder, square, mask = files
     words = ["--image", folder / "photo.png", "--mask", folder / "mask.png", "-n", 2, "--repeats", 1]
-    assert command("sample", run.path, *words, "--out", folder / "out") == 0
+    assert exit_status("sample", run.path, *words, "--out", folder / "out") == 0
     grid = np.asarray(Image.open(folder / "out" / "grid.png"))
     cell = 8 * 16
     grid = grid[-2 * cell - 2 :]  # without its caption
@@ -234,7 +227,7 @@ def test_what_cannot_be_edited(run, files, capsys, monkeypatch, words, said):
     (folder / "words.txt").write_text("no image")
     Image.new("L", (5, 5), 255).save("small.png")
     Image.new("L", (12, 8), 0).save("black.png")
-    assert command("sample", run.path, *words) == 2
+    assert exit_status("sample", run.path, *words) == 2
     assert said in capsys.readouterr().err
     assert not (run.path / "pictures").exists()
 

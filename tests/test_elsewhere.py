@@ -9,6 +9,7 @@ from diffusers import AutoencoderKL, DDIMScheduler, DiTPipeline, DiTTransformer2
 from safetensors.torch import load_file, save_file
 
 import unfog
+from random_weights import randomized
 from test_elsewhere_networks import SHAPES, converted, references
 from test_export import run_of, shown
 from unfog.cli.main import main
@@ -22,7 +23,6 @@ from unfog.export.elsewhere import from_dit, read_model
 from unfog.inference.run import Run
 from unfog.models.elsewhere.settings import DdpmPytorch, DiffusersDiT, Edm, Edm2
 from unfog.models.network_settings import build_model
-from unfog.runs.weights.objectives import _randomized
 
 QUICK = {"device": "cpu", "precision": "fp32", "batch": 4, "steps": 1, "preview": {"images": 1}}
 QUICK |= {"evaluate": {"every": -1}, "sampler": {"steps": 4}}
@@ -207,7 +207,7 @@ DIT |= {"sample_size": 4, "num_embeds_ada_norm": 3}
 def dit_pipeline(folder, shared=True):
     torch.manual_seed(0)
     with torch.no_grad():
-        network = _randomized(DiTTransformer2DModel(**DIT)).eval()
+        network = randomized(DiTTransformer2DModel(**DIT)).eval()
         if shared:
             first, *others = network.transformer_blocks
             for block in others:
@@ -220,7 +220,7 @@ def dit_pipeline(folder, shared=True):
             layers_per_block=1,
             scaling_factor=0.3,
         )
-    pipeline = DiTPipeline(network, _randomized(vae).eval(), DDIMScheduler())
+    pipeline = DiTPipeline(network, randomized(vae).eval(), DDIMScheduler())
     pipeline.save_pretrained(folder)
     return pipeline
 

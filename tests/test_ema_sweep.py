@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 
 import unfog
+from command import exit_status
 from conftest import TRANSFORMER
-from unfog.cli.main import _run as run_command
 from unfog.errors import RequestError, RunError
 from unfog.inference import ema_sweep
 from unfog.inference.ema_sweep import PAGE_FILE, EmaSweepResult, _WidthResult
@@ -62,7 +62,7 @@ def weights(of: Run) -> torch.Tensor:
 
 
 def test_sweep_measures_every_length_and_the_run_follows_the_best(run, capsys):
-    assert run_command(["ema-sweep", str(run), "--widths", "0.05", "0.1", "0.2"]) == 0
+    assert exit_status("ema-sweep", str(run), "--widths", "0.05", "0.1", "0.2") == 0
     out, err = capsys.readouterr()
     found = json.loads((run / SWEEP_FILE).read_text())
     values = {row["width"]: row["value"] for row in found["rows"]}
@@ -87,7 +87,7 @@ def test_a_chosen_width_is_what_is_loaded_and_sampled(run, tmp_path, capsys):
     assert torch.equal(weights(unfog.load(run)), weights(narrow))
     assert torch.equal(weights(Run(run, "raw")), weights(raw))
     for flags, into in ((["--ema", "0.05"], "a"), ([], "b")):
-        assert run_command(["sample", str(run), "-n", "2", "--out", str(tmp_path / into), *flags]) == 0
+        assert exit_status("sample", str(run), "-n", "2", "--out", str(tmp_path / into), *flags) == 0
     first, second = (sorted((tmp_path / into).glob("0*.png")) for into in "ab")
     assert [pixels(file) for file in first] == [pixels(file) for file in second]
     (run / SWEEP_FILE).write_text(json.dumps({"width": 0.1}))

@@ -415,7 +415,7 @@ def test_two_processes_measure_what_one_does(run, tmp_path):
     asked = ("--metrics", "kid,coverage,held_out", "-n", 50, "--features", "pixels", "--batch", 8, "--device", "cpu")
     launched = ("torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "unfog")
     process = command(*launched, "evaluate", other, *asked, UNFOG_CACHE=str(tmp_path / "cache"))
-    out, err = process.communicate(timeout=250)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     assert out.count("\nkid ") == 1  # the first of them speaks
     run.evaluate("kid,coverage,held_out", n=50, features="pixels", batch=8)
@@ -431,12 +431,12 @@ def test_a_signal_ends_it_with_3_and_the_same_command_goes_on(run):
     while len(list(drawn.glob("*/*.safetensors"))) < 3 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 3, err
     some = {path: path.stat().st_mtime_ns for path in drawn.glob("*/*.safetensors")}
     assert 3 <= len(some) < 20
     process = Forked(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    _, err = process.communicate(timeout=200)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     assert "samples exist already" in err
     assert all(path.stat().st_mtime_ns == before for path, before in some.items())

@@ -39,6 +39,7 @@ def folders(tmp_path_factory) -> tuple[Path, Path]:
     return samples, _folder(place / "real", _blobs(80, 2))
 
 
+@pytest.mark.slow
 def test_values_are_those_of_the_pixels_at_their_own_size_without_the_grid(folders, capsys):
     found = unfog.evaluate(*folders, ["kid", "precision"], features="texture", device="cpu")
     features = open_features("texture")
@@ -51,6 +52,7 @@ def test_values_are_those_of_the_pixels_at_their_own_size_without_the_grid(folde
     assert "grid.png" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_verdict_tells_like_images_from_others(folders, tmp_path):
     settings = {"metrics": "kid,precision,recall", "features": "texture", "device": "cpu"}
 
@@ -78,6 +80,7 @@ def test_grey_images_are_compared_as_rgb_with_coloured_ones(folders):
     assert unfog.evaluate(grey, folders[1], "sliced", device="cpu")["sliced"].value > 0
 
 
+@pytest.mark.slow
 def test_the_command_prints_and_writes_the_result(folders, tmp_path, capsys):
     out = tmp_path / "results" / "r.json"
     words = ["evaluate", *map(str, folders[:1]), "--reference", str(folders[1]), "--metrics", "sliced,kid"]

@@ -31,7 +31,13 @@ from unfog.planning.sampling_cost import _trial_steps
 from unfog.process.signals import StopSignals
 from unfog.reporting.records import read_events, read_metrics
 from unfog.runs import previews
-from unfog.runs.evaluation_hook import _TARGET_TIMES, MIN_SAMPLES, _Costs, _fit_to_budget, _metrics_due
+from unfog.runs.evaluation_hook import (  # costs are given, as a clock would not repeat them
+    _TARGET_TIMES,
+    MIN_SAMPLES,
+    _Costs,
+    _fit_to_budget,
+    _metrics_due,
+)
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.length import Plan
 from unfog.training.settings import Evaluate, Training

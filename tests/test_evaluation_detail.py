@@ -102,6 +102,7 @@ def test_errors_are_those_of_a_bootstrap():
     assert [m.high for m in found] == pytest.approx(highs.tolist(), rel=0.03)
 
 
+@pytest.mark.slow
 def test_intervals_of_sets_that_are_alike_hold_one():
     inside = []
     for seed in range(40):

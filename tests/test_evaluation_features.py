@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from unfog.errors import RequestError
 from unfog.evaluation import feature_networks
-from unfog.evaluation.feature_networks import (
+from unfog.evaluation.feature_networks import (  # compared with the resize of TensorFlow 1
     INCEPTION_FILE,
     _antialiased,
     _tf1_bilinear,

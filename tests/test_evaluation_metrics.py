@@ -7,7 +7,12 @@ from torch import Tensor
 
 from unfog.errors import RequestError
 from unfog.evaluation import distances, metrics
-from unfog.evaluation.distances import Distance, FeatureStatistics, _frechet_distance, extrapolate_frechet
+from unfog.evaluation.distances import (  # compared with the closed form
+    Distance,
+    FeatureStatistics,
+    _frechet_distance,
+    extrapolate_frechet,
+)
 from unfog.evaluation.feature_networks import INCEPTION_DIGEST
 from unfog.evaluation.features import Features, open_features
 from unfog.evaluation.metrics import METRICS, check_count, compare_features
@@ -193,6 +198,7 @@ def test_doubled_pictures_count_as_neighbours_at_no_distance():
     assert [one.value for one in compare_features(["precision", "coverage"], x, x[:50])] == [1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_the_interval_of_precision_holds():
     real = normal(300, 4, 0)
     true = compare_features(["precision"], real, normal(20_000, 4, 1, 1.5))[0].value

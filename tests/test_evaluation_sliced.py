@@ -13,7 +13,10 @@ from unfog.errors import RequestError
 from unfog.evaluation import pixel_metrics as sliced
 from unfog.evaluation.features import open_features
 from unfog.evaluation.metrics import compare_features
-from unfog.evaluation.pixel_metrics import _sliced_wasserstein, compare_pixels
+from unfog.evaluation.pixel_metrics import (  # distances by level, of which the metric is the mean
+    _sliced_wasserstein,
+    compare_pixels,
+)
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +63,7 @@ def test_real_pictures_are_nearer_than_slightly_worse_ones(clothes):
 
 
 @pytest.mark.parametrize("worse", [blurred, grainy, paler, of_few_kinds])
+@pytest.mark.slow
 def test_texture_tells_real_pictures_from_slightly_worse_ones(clothes, worse: Callable[[Tensor], Tensor]):
     """Without a network, by the intervals of 1,000 pictures alone."""
     one, other = clothes
@@ -86,6 +90,7 @@ def test_a_channel_that_does_not_vary_is_scaled_by_the_rounding_of_levels(dead):
     assert "constant" not in compare_pixels(["sliced"], live, live)[0].note
 
 
+@pytest.mark.slow
 def test_levels_go_down_to_eight_pixels_and_see_their_own_scale():
     """A grain of single pixels is in the finest level alone; a shift of brightness in the last alone."""
     generator = torch.Generator().manual_seed(0)

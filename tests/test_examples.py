@@ -93,6 +93,6 @@ def test_notebook(name, run, tmp_path):
     for cell in notebook.cells:
         for old, new in {"STEPS = 400 ": "STEPS = 4 ", 'RUN = "runs/fashion"': f"RUN = {str(run)!r}"}.items():
             cell.source = cell.source.replace(old, new)
-    NotebookClient(notebook, timeout=250, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
     shown = [output.data for cell in notebook.cells for output in cell.get("outputs", []) if "data" in output]
     assert any("image/png" in data or "<img" in data.get("text/html", "") for data in shown)

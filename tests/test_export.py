@@ -17,6 +17,7 @@ from PIL import Image
 import forked
 import unfog
 from conftest import few_images
+from random_weights import randomized
 from unfog.config.presets import preset
 from unfog.config.schema import Config
 from unfog.data.settings import Data
@@ -36,7 +37,6 @@ from unfog.models.settings import DiT, MPUNet, UNet
 from unfog.pipeline.build import build_network
 from unfog.pipeline.generate import GenerationSettings, conditional_denoiser
 from unfog.pipeline.latents import apply_autoencoder_settings, save_autoencoder
-from unfog.runs.weights.objectives import _randomized
 from unfog.values.conditions import Conditions
 
 CPU, COUNT = torch.device("cpu"), 3
@@ -62,7 +62,7 @@ class Untrained(Run):
         self.folder, self.checkpoint = SimpleNamespace(path=Path("photos")), SimpleNamespace(step=7)
         self.step = 7
         with torch.no_grad():
-            self.network = _randomized(build_network(config).eval())
+            self.network = randomized(build_network(config).eval())
 
 
 def run_of(name: str = "default", network=UNET, classes: int = 3, **changes) -> Untrained:
@@ -81,7 +81,7 @@ def latent_run(folder: Path, kind: str, **changes) -> Untrained:
     if kind == "ours":
         network = AutoencoderModel(Autoencoder(factor=2, latent_channels=4, channels=(8,)), 3)
         with torch.no_grad():
-            save_autoencoder(folder, _randomized(network).eval())
+            save_autoencoder(folder, randomized(network).eval())
     else:
         from diffusers import AutoencoderKL
 
@@ -161,6 +161,7 @@ def test_some_thirty_lines_draw_the_samples_of_a_safetensors_export(tmp_path, na
 
 
 @pytest.mark.parametrize("network", [UNET, MPUNET, DIT], ids=lambda network: network.kind)
+@pytest.mark.slow
 def test_a_safetensors_export_of_wide_images_draws_them(tmp_path, network):
     run = run_of(network=network, data=WIDE)
     run.export(tmp_path / "out")
@@ -249,6 +250,7 @@ DIFFUSERS = {
 
 
 @pytest.mark.parametrize("case", DIFFUSERS.values(), ids=DIFFUSERS)
+@pytest.mark.slow
 def test_a_pipeline_of_diffusers_draws_the_samples_of_the_run(tmp_path, case):
     name, network, classes, changes, scheduler = case
     run = run_of(name, network, classes, **changes)
@@ -281,6 +283,7 @@ def check_pipeline(run, folder, trusted=True):
 
 
 @pytest.mark.parametrize("kind", ["ours", "AutoencoderKL"])
+@pytest.mark.slow
 def test_a_pipeline_decodes_latents_with_their_autoencoder(tmp_path, kind):
     run = latent_run(tmp_path / "autoencoder", kind)
     run.export(tmp_path / "out", format="diffusers")
@@ -300,6 +303,7 @@ def test_a_pt2_export_is_sampled_by_the_same_lines_and_decodes_latents(tmp_path)
     assert {path.name for path in (tmp_path / "weights/autoencoder").iterdir()} == {"config.json", "codec.safetensors"}
 
 
+@pytest.mark.slow
 def test_a_pipeline_takes_classes_steps_and_noise(tmp_path):
     run = run_of()
     run.export(tmp_path / "out", format="diffusers")

@@ -9,7 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from unfog.errors import RequestError
-from unfog.export.diffusers_unet import Network, _from_unet2d_state, _to_unet2d_state
+from unfog.export.diffusers_unet import (  # both directions of the map of names
+    Network,
+    _from_unet2d_state,
+    _to_unet2d_state,
+)
 from unfog.models.settings import SIZES, UNet
 from unfog.models.unet import UNetModel
 

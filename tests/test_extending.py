@@ -38,6 +38,7 @@ def _registrations_end_with_the_test(monkeypatch):
 
 
 @pytest.mark.parametrize("page", ["sampler", "weighting", "network", "image-source", "tracker", "checkpoint-entry"])
+@pytest.mark.slow
 def test_the_code_of_a_page_works(page, tmp_path, monkeypatch):
     blocks = re.findall(r"```python\n(.*?)```", (PAGES / f"{page}.md").read_text(), re.DOTALL)
     assert len(blocks) == 3, "the file, its use from Python, its test"

@@ -25,7 +25,7 @@ from unfog.diffusion.target import Eps
 from unfog.errors import Interrupted, RequestError
 from unfog.models.unet import UNetModel
 from unfog.planning import lr_range_test as lr_range
-from unfog.planning.lr_range_test import (
+from unfog.planning.lr_range_test import (  # the ramp is given losses of known shape
     _LOWEST,
     _RAMP,
     LossProbe,

@@ -9,11 +9,11 @@ from diffusers import DDIMScheduler, DDPMPipeline, DDPMScheduler, UNet2DModel
 from safetensors.torch import save_file
 
 import unfog
+from random_weights import randomized
 from unfog.cli.main import main
 from unfog.diffusion.noise import NoiseSource
 from unfog.errors import RequestError
 from unfog.runs.weights.model import Model
-from unfog.runs.weights.objectives import _randomized
 
 pytestmark = pytest.mark.slow
 THEIRS = {
@@ -30,7 +30,7 @@ THEIRS = {
 def _pipeline(folder, scheduler, **changes):
     torch.manual_seed(1)
     with torch.no_grad():
-        model = _randomized(UNet2DModel(**THEIRS | changes)).eval()
+        model = randomized(UNet2DModel(**THEIRS | changes)).eval()
     DDPMPipeline(model, scheduler).save_pretrained(folder)
     return model
 

@@ -32,6 +32,7 @@ def test_a_pickle_runs_nothing(tmp_path, capsys):
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 def test_what_a_small_file_unpacks_to_or_claims_is_looked_at_before(tmp_path, capsys, monkeypatch):
     torch.save({"a": torch.zeros(3)}, tmp_path / "plain.pt")
     with zipfile.ZipFile(tmp_path / "plain.pt") as plain:

@@ -554,7 +554,7 @@ def test_damaged_weights_are_read_or_refused(saved, tmp_path, data):
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes in folders here")
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", "ema.safetensors"])
 def test_a_pipe_in_place_of_a_file_is_not_waited_for(saved, tmp_path, name):
     folder, _ = saved

@@ -39,6 +39,7 @@ def bench(monkeypatch):
         sys.modules.pop(name, None)
 
 
+@pytest.mark.slow
 def test_the_flops_of_a_transformer_block_are_those_of_its_products(bench):
     """A block of width w on N tokens: 12 w^2 weights in products, twice N each, and 4 N^2 w for attention."""
     width, side, patch = 64, 16, 2
@@ -374,7 +375,7 @@ def test_rehearsal_of_a_visit_on_the_cpu(visit, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_visit_that_is_stopped_writes_what_it_has(tmp_path):
     out, environment = tmp_path / "out", os.environ | {"PYTHON": sys.executable}
     command = ["bash", str(FOLDER / "run.sh"), "--cpu", "--parts", "values", "--out", str(out)]
@@ -383,7 +384,7 @@ def test_a_visit_that_is_stopped_writes_what_it_has(tmp_path):
     )
     line = next(line for line in process.stderr if line.startswith("  ok: "))
     os.killpg(process.pid, signal.SIGTERM)  # as `timeout` does
-    process.communicate(timeout=120)
+    process.communicate(timeout=300)
     assert process.returncode
     with tarfile.open(out / "results.tar.gz") as archive:
         assert "results/parts/values.log" in archive.getnames()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from package_source import trees
 from unfog.cli.completion import _completion_script
 from unfog.cli.main import main
 from unfog.cli.parse import parse_args
@@ -149,13 +150,13 @@ OTHERS = {
 def test_every_flag_that_a_message_names_exists():
     known = OTHERS | {flag for kind in REQUESTS.values() for each in describe(kind) for flag in each.flags}
     unknown = []
-    for path in sorted((REPOSITORY / "src/unfog").rglob("*.py")):
-        if path.name == "slurm.py":  # a batch file with flags of five other programs
+    for place, tree in trees().items():
+        if Path(place).name == "slurm.py":  # a batch file with flags of five other programs
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 named = re.findall(r"(?<![\w/-])--([a-z][a-z0-9.-]*[a-z0-9])", node.value)
-                unknown += [f"{path.name}:{node.lineno}: --{flag}" for flag in named if flag not in known]
+                unknown += [f"{place}:{node.lineno}: --{flag}" for flag in named if flag not in known]
     assert not unknown
 
 
@@ -204,6 +205,7 @@ def test_explain_tells_all_that_a_field_holds(said):
     assert said("explain", "learning-rate") == said("explain", "lr")
 
 
+@pytest.mark.slow
 def test_explain_knows_every_setting_section_and_kind(said):
     overview = said("explain")
     for each in describe(Config):
@@ -269,7 +271,7 @@ def in_shell(shell: str, script: str, folder: Path) -> str:
     (folder / "unfog").write_text(_completion_script(shell))
     plain = {"bash": ["--norc"], "zsh": ["-f"], "fish": ["--no-config"]}[shell]
     words = [program, *plain, "-c", script]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=folder, timeout=20, check=True)
+    done = subprocess.run(words, capture_output=True, text=True, cwd=folder, timeout=300, check=True)
     assert not done.stderr, done.stderr
     return done.stdout
 
@@ -312,9 +314,10 @@ def test_zsh_completes_the_same(tmp_path):
         assert {word for word in words.split() if word.startswith(line.split(" ")[-1])} == expected, line
 
 
+@pytest.mark.slow
 def test_completion_needs_no_torch_and_names_the_shells_that_it_knows(said):
     code = "import sys, unfog.cli.main as m; m._run(['completion', 'bash']); assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=20)
+    subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=300)
     assert "bash, zsh, fish" in said("completion", "tcsh", status=2)
 
 

@@ -563,7 +563,7 @@ def test_what_may_not_be_read_is_named() -> None:
         os.chmod(top, 0o755)
         (folder / "secret.png").chmod(0)
         (folder / "locked").chmod(0)
-        done = subprocess.run([sys.executable, "-c", AS_NOBODY, folder], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([sys.executable, "-c", AS_NOBODY, folder], capture_output=True, text=True, timeout=300)
         (folder / "locked").chmod(0o755)
     assert done.stdout == (
         "SkippedFile(name='locked/', reason='a folder not permitted to be read')|"

@@ -57,7 +57,7 @@ def test_no_more_is_read_than_was_asked_for(web: Server, fault: str, said: str) 
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
         web.faults["s-000.tar"] = fault
-        out, _ = child.communicate("\n", timeout=20)
+        out, _ = child.communicate("\n", timeout=300)
     assert said in out
     assert out.endswith("|True\n")
 
@@ -69,7 +69,7 @@ def test_headers_that_never_end_are_not_waited_for(web: Server, monkeypatch: pyt
     began = time.monotonic()
     with pytest.raises(RequestError, match="did not answer in time"):
         open_source(f"http://127.0.0.1:{web.port}/s-000.tar")
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
 
 
 def test_an_answer_that_is_another_part_is_none(web: Server) -> None:
@@ -106,7 +106,7 @@ def test_no_more_is_read_of_s3_than_was_asked_for(
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
         web.faults["album/s-000.tar"] = fault
-        out, _ = child.communicate("\n", timeout=40)
+        out, _ = child.communicate("\n", timeout=300)
     assert said in out
     assert out.endswith("|True\n")
 

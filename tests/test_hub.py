@@ -95,6 +95,7 @@ def test_a_name_that_is_none_is_refused(tmp_path, hub, name):
         ("commit", 500, "500"),
     ],
 )
+@pytest.mark.slow
 def test_a_failure_half_way_loses_nothing_and_says_how_to_go_on(tmp_path, hub, step, status, reason, monkeypatch):
     hub.fails = {step: status}
     with pytest.raises(RunError, match=f"could not be uploaded: .*{reason}.*hf upload me/photos .*out --private"):

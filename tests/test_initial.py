@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import unfog
 from conftest import TRANSFORMER
+from random_weights import randomized
 from unfog.cli.read_request import read_request
 from unfog.config.schema import Config
 from unfog.diffusion.diffusion import Diffusion
@@ -23,7 +24,7 @@ from unfog.models.unet import UNetModel
 from unfog.planning.lr_range_test import LrTestSetup
 from unfog.reporting.records import read_events
 from unfog.runs.weights.init_weights import recipe_from_weights
-from unfog.runs.weights.objectives import _randomized, objective_from_scheduler
+from unfog.runs.weights.objectives import objective_from_scheduler
 
 pytestmark = pytest.mark.slow
 
@@ -66,7 +67,7 @@ def written(folder, scheduler=None, **changes):
     """A UNet2DModel of random weights that matter, written by diffusers."""
     torch.manual_seed(1)
     with torch.no_grad():
-        model = _randomized(UNet2DModel(**THEIRS | changes)).eval()
+        model = randomized(UNet2DModel(**THEIRS | changes)).eval()
     if scheduler is None:
         model.save_pretrained(folder)
     else:
@@ -119,7 +120,7 @@ def test_what_unfog_exports_and_names_of_old(photos, tmp_path):
     folder.mkdir()
     settings = UNet((8, 16), attention=(False, True), head_channels=8, norm_groups=4)
     with torch.no_grad():
-        network = _randomized(UNetModel(settings, 3, 3))
+        network = randomized(UNetModel(settings, 3, 3))
     config, state = Network(network.settings, 3, 3, network.state_dict()).to_unet2d(8)
     (folder / "config.json").write_text(json.dumps(config))
     old = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}

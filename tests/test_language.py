@@ -6,9 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import unfog
+from package_source import trees
 
-ROOT = Path(unfog.__file__).parent
 REPOSITORY = Path(__file__).parent.parent
 # Words that only the makers understood; what the field calls these things is in CONTRIBUTING.md.
 PRIVATE_WORDS = """
@@ -25,10 +24,6 @@ Defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 def words_of(name: str) -> set[str]:
     """The words of an identifier, in lower case."""
     return {word.lower() for word in re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])", name)}
-
-
-def trees() -> dict[str, ast.Module]:
-    return {str(file.relative_to(ROOT)): ast.parse(file.read_text()) for file in sorted(ROOT.rglob("*.py"))}
 
 
 def test_names_are_words_of_the_field():

@@ -14,7 +14,7 @@ import unfog
 from conftest import without_clock
 from unfog.cache_folder import cache_folder
 from unfog.cli.read_request import read_request
-from unfog.config.presets import _default
+from unfog.config.presets import preset
 from unfog.config.resume_rules import settings_digests
 from unfog.config.schema import nest_settings
 from unfog.config.toml import update
@@ -30,7 +30,7 @@ from unfog.errors import RequestError, RunError
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.models.autoencoder_settings import Autoencoder, AutoencoderFolder, Latents
 from unfog.pipeline.build import build_network
-from unfog.pipeline.latents import (
+from unfog.pipeline.latents import (  # the autoencoder itself is compared with another one
     _encode_pixels,
     _load_autoencoder,
     _statistics,
@@ -322,7 +322,7 @@ def test_the_coin_is_the_one_that_flips_pixels():
 def configured(photos, codec, **settings):
     table = SETTINGS | {"source": str(photos), "codec": str(codec.folder), "steps": 12} | settings
     table["data"] = {**table["data"], "channels": 3}
-    return update(_default(), nest_settings(table), "")
+    return update(preset("default"), nest_settings(table), "")
 
 
 def test_the_network_sees_latents(photos, codec):
@@ -425,7 +425,7 @@ def test_settings_of_another_run_bring_its_codec_and_not_its_statistics(trained,
 
 
 def test_digests_of_settings_know_of_latents_only_where_there_are_some():
-    plain, sizes = _default(), Latents("x", 4, 1, (0.0,), (1.0,))
+    plain, sizes = preset("default"), Latents("x", 4, 1, (0.0,), (1.0,))
     assert settings_digests(replace(plain, latents=sizes)) == settings_digests(plain)  # as an earlier version made them
     one = settings_digests(replace(plain, autoencoder_folder="a", latents=sizes))
     assert settings_digests(replace(plain, autoencoder_folder="b", latents=sizes)) == one

@@ -4,9 +4,11 @@ import ast
 import importlib.util
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import unfog
+from package_source import trees
 
 ROOT = Path(unfog.__file__).parent
 _spec = importlib.util.spec_from_file_location("layout_figures", ROOT.parents[1] / "scripts" / "layout_figures.py")
@@ -75,11 +77,12 @@ def modules() -> dict[str, Path]:
     return {module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
 
 
+@cache
 def graph() -> dict[str, set[str]]:
     """Modules that each module imports, inside functions and under TYPE_CHECKING too, without "unfog."."""
     arrows, known = {}, {f"unfog.{name}" for name in modules()}
     for name, path in modules().items():
-        found = figures.imported(ast.parse(path.read_text()), known)
+        found = figures.imported(trees()[str(path.relative_to(ROOT))], known)
         arrows[name] = {one.removeprefix("unfog.") for one in found}
     return arrows
 

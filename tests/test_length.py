@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from unfog.checks.settings.length_checks import (
+from unfog.checks.settings.length_checks import (  # numbers of all sizes, few of which a run has
     COMMON_LENGTHS,
     MILESTONES,
     PUBLISHED_RUNS,

@@ -171,6 +171,7 @@ def test_adaptive_levels_stay_even_where_uncertainty_evens_the_loss() -> None:
     assert importance.max() < 1.2 * importance.min()
 
 
+@pytest.mark.slow
 def test_adaptive_levels_lower_the_variance_and_keep_the_mean() -> None:
     """Of the bound, whose weights are most uneven; the mean by level is that of even levels too."""
     even = Diffusion(VP(), Cosine(), Eps(), Elbo())

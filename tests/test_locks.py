@@ -25,6 +25,7 @@ from unfog.locks.folder_lock import lock_of
 from unfog.locks.owner import OwnedError, Owner, started_at
 from unfog.locks.work_folder import whole_folder, work_folder
 from unfog.process.run_folder import RunFolder
+from waiting import wait_until
 
 HOLDS = """
 import sys, time
@@ -219,7 +220,7 @@ def test_with_locks_that_lie_the_mark_of_a_living_process_refuses_and_that_of_a_
     with lock_of(tmp_path) as lock:
         assert not lock.supported
         assert lock.before.pid == first.pid
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < owner.OVERDUE / 2
     assert not list(tmp_path.iterdir())
 
 
@@ -290,7 +291,7 @@ def test_a_lock_that_works_needs_no_other_sign_of_processes_of_this_machine(tmp_
     began = time.monotonic()
     with lock_of(tmp_path) as lock:
         assert lock.supported
-    assert time.monotonic() - began < 0.4
+    assert time.monotonic() - began < owner.OVERDUE / 2
 
 
 def test_who_is_taken_over_finds_out_and_leaves_the_mark_alone(tmp_path, monkeypatch):
@@ -299,8 +300,7 @@ def test_who_is_taken_over_finds_out_and_leaves_the_mark_alone(tmp_path, monkeyp
         assert lock.new_owner() is None
         other = marked(tmp_path, pid=1)
         assert lock.new_owner() == other
-        time.sleep(0.3)
-        assert lock.lost
+        wait_until(lambda: lock.lost)
         with pytest.raises(RunError, match="taken over"):
             RunFolder(tmp_path).check_owned(lock)
     assert str(other) in (tmp_path / LOCK).read_text()
@@ -310,8 +310,7 @@ def test_a_mark_is_refreshed(tmp_path, monkeypatch):
     monkeypatch.setattr(folder_lock, "REFRESH", 0.05)
     with lock_of(tmp_path):
         os.utime(tmp_path / LOCK, (0, 0))
-        time.sleep(0.3)
-        assert (tmp_path / LOCK).stat().st_mtime > 0
+        wait_until(lambda: (tmp_path / LOCK).stat().st_mtime > 0)
 
 
 def test_a_file_system_that_does_not_answer_is_given_up_and_said(tmp_path, monkeypatch):
@@ -342,7 +341,7 @@ def test_a_mark_of_the_cache_is_not_waited_for(tmp_path, monkeypatch):
         hold(entry)
         with pytest.raises(BlockingIOError):
             lock_shared(tmp_path / ".used" / entry.name)
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 10
 
 
 def test_locks_that_lie_evict_nothing_that_is_in_use(tmp_path, monkeypatch):

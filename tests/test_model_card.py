@@ -115,6 +115,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.slow
 def test_the_code_of_the_card_runs_and_draws_the_model(tmp_path, case):
     build, kind = case
     run = build(tmp_path / "autoencoder")

@@ -11,7 +11,8 @@ import torch
 from diffusers import DPMSolverMultistepScheduler, EulerDiscreteScheduler, UniPCMultistepScheduler
 from torch import Tensor
 
-from test_sampler import CASES, MEAN, STD, compare, exact_denoiser, fake_network, normal, trailing, twin
+from gaussians import normal
+from test_sampler import CASES, MEAN, STD, compare, exact_denoiser, fake_network, trailing, twin
 from unfog.config.validate import check_sampler
 from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.diffusion import Diffusion
@@ -320,6 +321,7 @@ def test_adaptive_takes_small_steps_where_it_matters() -> None:
     assert parting < at_noise / 2
 
 
+@pytest.mark.slow
 def test_adaptive_beats_even_steps_at_the_same_cost() -> None:
     """On a distribution whose x0 changes all at once."""
     truth = Sampler("unipc", 2000, "logsnr", clip=False)(
@@ -354,6 +356,7 @@ def test_an_adaptive_picture_does_not_depend_on_its_batch() -> None:
     assert len(set(ends)) > 1  # otherwise it would not have been tried
 
 
+@pytest.mark.slow
 def test_adaptive_ends_with_a_network_that_answers_no_numbers() -> None:
     x = Sampler("adaptive", clip=False)(
         lambda x, logsnr: torch.full_like(x, math.nan), Flow(), FlowUniform(), normal(2, 1, 2, 2)

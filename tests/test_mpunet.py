@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from conftest import advance
 from unfog.models import edm2_unet
-from unfog.models.edm2_unet import (
+from unfog.models.edm2_unet import (  # each layer is compared with its equation
     MPUNetModel,
     _mp_cat,
     _mp_silu,
@@ -202,6 +202,7 @@ def test_weights_are_projected_together_as_one_by_one():
         assert torch.equal(weight, value)
 
 
+@pytest.mark.slow
 def test_weights_grow_unless_they_are_projected():
     torch.manual_seed(0)
     model = MPUNetModel(MICRO, 3, 4)

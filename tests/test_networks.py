@@ -24,7 +24,11 @@ from unfog.pipeline import build
 from unfog.pipeline.build import build_network, build_state
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.flops import NetworkCost
-from unfog.planning.memory_estimate import MemoryEstimator, _trace_step, _TracedStep
+from unfog.planning.memory_estimate import (  # traces are compared, of which the program shows sums
+    MemoryEstimator,
+    _trace_step,
+    _TracedStep,
+)
 from unfog.training.checkpoints import snapshot
 from unfog.training.checkpoints.load import load_checkpoint
 from unfog.training.hooks import Task, TrainingHooks

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from unfog.diffusion.objective import Loss
-from unfog.training.gradient import _squared_gradient_norm
+from unfog.training.gradient import _squared_gradient_norm  # compared with its equation
 from unfog.training.precision import Precision
 from unfog.training.settings import Optimizer, PowerEma
 from unfog.training.state import TrainState
-from unfog.training.statistics import _NoiseScale, batch_advice, noise_scale
+from unfog.training.statistics import _NoiseScale, batch_advice, noise_scale  # compared with its equation
 
 CPU = torch.device("cpu")
 

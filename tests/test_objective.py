@@ -101,6 +101,7 @@ def test_reference_is_what_answering_0_is_expected_to_lose(diffusion: Diffusion)
     assert (flat.per_image <= 1.1 * flat.null_loss).all()
 
 
+@pytest.mark.slow
 def test_stratified_u_covers_the_interval() -> None:
     for count in (1, 7, 256):
         u = stratified(torch.rand(count), 1)

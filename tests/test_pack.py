@@ -333,7 +333,7 @@ def test_the_command_stops_on_a_signal_and_goes_on(photos: Path, tmp_path: Path)
         assert process.poll() is None
         time.sleep(0.01)
     process.terminate()
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=300)
     assert process.returncode == 3
     assert "images are saved; repeat the command to continue" in said
     again = Forked(words, stderr=subprocess.PIPE)

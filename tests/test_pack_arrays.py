@@ -211,6 +211,7 @@ def as_parquet(one: Any, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("how", [saved, as_parquet])
+@pytest.mark.slow
 def test_a_dataset_with_its_classes(datasets: Any, tmp_path: Path, how: Callable[[Any, Path], Path]) -> None:
     from unfog.data.sources.huggingface import HuggingFaceSource, _is_parquet
 
@@ -391,6 +392,7 @@ def test_the_split_is_found_again_by_what_the_source_resolves_to(
 
 
 @pytest.mark.parametrize("encoding", ["dictionary", "DELTA_BYTE_ARRAY", "rows"])
+@pytest.mark.slow
 def test_a_parquet_file_that_repeats_an_image_a_million_times_is_not_unpacked(
     datasets: Any, tmp_path: Path, encoding: str
 ) -> None:
@@ -411,6 +413,7 @@ def test_a_parquet_file_that_repeats_an_image_a_million_times_is_not_unpacked(
 
 
 @pytest.mark.parametrize("how", ["prefixes", "fixed"])
+@pytest.mark.slow
 def test_a_parquet_file_that_is_small_by_another_encoding_is_not_unpacked(
     datasets: Any, tmp_path: Path, how: str
 ) -> None:

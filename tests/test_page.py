@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from unfog.reporting.page.bundle import PAGE, _imports_of, _joined_script, embed, shell_html
+from unfog.reporting.page.bundle import (  # given modules that the page does not have
+    PAGE,
+    _imports_of,
+    _joined_script,
+    embed,
+    shell_html,
+)
 
 MODULES = sorted(path.name for path in PAGE.glob("*.js"))
 PLAYGROUND = [name for name in MODULES if name.startswith("playground")]

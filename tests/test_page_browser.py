@@ -18,7 +18,7 @@ pytest.importorskip("playwright", reason="playwright is not installed: pip insta
 pytest.importorskip("starlette", reason="starlette is not installed: pip install 'unfog[serve]'")
 pytest.importorskip("orjson", reason="orjson is not installed: pip install 'unfog[serve]'")
 
-from browsers import CHROMIUM, WatchedPage, open_browser, serving, wait_for
+from browsers import CHROMIUM, WatchedPage, open_browser, serving
 from conftest import NETWORK, few_images
 from faults.mounts import SmallDisk
 from unfog.config.schema import Config
@@ -27,10 +27,12 @@ from unfog.reporting.image_grids import grid
 from unfog.reporting.log_settings import Log
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.report import write_report
+from waiting import wait_until
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed: apt-get install chromium"),
+    pytest.mark.may_fail("a browser animates and fetches by the clock, which a busy machine delays"),
 ]
 AXE = Path(__file__).parent / "vendored" / "axe.min.js"
 CANVASES = "document.querySelectorAll('unfog-chart canvas').length"
@@ -91,7 +93,7 @@ def address(runs):
 
 def until(page, expression, seconds=60):
     """Wait until an expression is true. Playwright's own way evaluates text in the page, which its policy forbids."""
-    wait_for(lambda: page.evaluate(expression), seconds)
+    wait_until(lambda: page.evaluate(expression), seconds)
 
 
 def ids_of(page):
@@ -292,7 +294,7 @@ def test_an_open_page_gives_its_secret_to_no_other_program_and_finds_its_server_
     secret = address.split("/")[-2]
     with ThreadingHTTPServer(("127.0.0.1", port), Impostor) as impostor:
         threading.Thread(target=impostor.serve_forever).start()
-        wait_for(lambda: len(Impostor.paths) > 1)
+        wait_until(lambda: len(Impostor.paths) > 1)
         page.evaluate("document.querySelector('unfog-page').data.get('api/runs').catch(() => {})")
         page.evaluate("new Image().src = document.querySelector('unfog-page').data.picture(1, 'contact')")
         page.wait_for_timeout(300)
@@ -320,7 +322,7 @@ def test_the_browser_opens_the_page_and_no_process_has_its_secret_as_a_word(brow
     )
     try:
         address = process.stdout.readline().strip()
-        wait_for(words.exists)
+        wait_until(words.exists)
         file = Path(words.read_text().strip().removeprefix("file://"))
         secret = address.split("/")[-2]
         assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
@@ -348,7 +350,7 @@ def training_live(folder, *flags):
     training = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=os.environ)
     try:
         record = folder / "live" / "metrics.jsonl"
-        wait_for(lambda: record.exists() and record.read_bytes().count(b"\n") > 1, 120)
+        wait_until(lambda: record.exists() and record.read_bytes().count(b"\n") > 1, 120)
         yield training
     finally:
         training.kill()
@@ -366,7 +368,7 @@ def test_a_run_is_watched_and_steered(browser, tmp_path):
         page.add_init_script(NOTIFICATIONS)
         page.goto(address)
         page.click("a:text-is('live')")
-        page.wait_for_selector("unfog-chart canvas", timeout=60_000)
+        page.wait_for_selector("unfog-chart canvas", timeout=180_000)
         rows = "document.querySelector('unfog-run').store.rows"
         before = page.evaluate(rows)
         until(page, f"{rows} > {before} + 5")
@@ -374,14 +376,14 @@ def test_a_run_is_watched_and_steered(browser, tmp_path):
         assert asked == 1  # all of them once, then only what is new
         previews = len(list((folder / "live" / "samples").glob("*.png")))
         page.click("button:text-is('Preview now')")
-        wait_for(lambda: len(list((folder / "live" / "samples").glob("*.png"))) > previews)
+        wait_until(lambda: len(list((folder / "live" / "samples").glob("*.png"))) > previews)
         # It was started elsewhere: its messages come from its folder, and new ones by themselves.
         page.click("text=Output of the run")
         page.wait_for_selector("unfog-task pre:has-text('training')")
         page.click("text=Tell me when runs end")
         page.wait_for_selector("text=Tell me when runs end ✓")
         page.click("button:text-is('Stop')")
-        page.wait_for_selector(".run-head .state.stopped", timeout=60_000)
+        page.wait_for_selector(".run-head .state.stopped", timeout=180_000)
         until(page, "told.includes('live: stopped')")
         page.wait_for_selector("unfog-task pre:has-text('stopped at step')")
         assert training.wait(60) == 3  # stopped on request
@@ -400,7 +402,7 @@ def test_messages_that_come_together_with_the_end_of_a_run_are_shown(browser, tm
         page.wait_for_selector("unfog-task pre:has-text('training')")
         log.write_text("training\nstopped at step 20\n")  # no tick of the server is between the two
         events.write_text(f"{events.read_text()}{events.read_text().splitlines()[-1].replace('finished', 'stopped')}\n")
-        page.wait_for_selector("unfog-task pre:has-text('stopped at step')", timeout=20_000)
+        page.wait_for_selector("unfog-task pre:has-text('stopped at step')", timeout=180_000)
 
 
 def pressed(page, button, command, within="main"):
@@ -501,9 +503,9 @@ def test_a_full_disk_is_said_with_its_remedy_and_the_page_recovers_when_there_is
             page = watched.page
             page.goto(address)
             page.click("a:text-is('live')")
-            page.wait_for_selector("unfog-chart canvas", timeout=60_000)
+            page.wait_for_selector("unfog-chart canvas", timeout=180_000)
             filler = disk.fill()
-            page.wait_for_selector(".run-head .line:has-text('waiting for disk space')", timeout=120_000)
+            page.wait_for_selector(".run-head .line:has-text('waiting for disk space')", timeout=180_000)
             trouble = page.inner_text("tr:has-text('disk_full') >> nth=0")
             assert "the disk is full: a checkpoint needs" in trouble
             assert "Remedy: free some space: the run waits" in trouble
@@ -511,7 +513,7 @@ def test_a_full_disk_is_said_with_its_remedy_and_the_page_recovers_when_there_is
             before = page.evaluate(checkpoints)
             filler.unlink()
             until(page, f"{checkpoints} > {before}", 120)
-            page.wait_for_selector(".run-head .line:has-text('training')", timeout=60_000)
+            page.wait_for_selector(".run-head .line:has-text('training')", timeout=180_000)
             assert watched.troubles == []
     finally:
         disk.remove()
@@ -559,7 +561,7 @@ def test_a_long_run_comes_thinned_and_is_exact_where_it_is_zoomed(browser, tmp_p
         page = WatchedPage(browser).page
         page.goto(address)
         page.click("a:text-is('long')")
-        page.wait_for_selector("unfog-chart canvas", timeout=60_000)
+        page.wait_for_selector("unfog-chart canvas", timeout=180_000)
         raw = "document.querySelector('unfog-chart').series[0]"
         assert page.evaluate(f"{raw}.x.length") <= 4000
         assert page.evaluate(f"Math.max(...{raw}.high)") == 9

@@ -29,7 +29,13 @@ from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.flops import _DEVICES, GB, Device, NetworkCost, TimeRange
 from unfog.planning.memory_estimate import MemoryEstimator
 from unfog.planning.microbatch import MARGIN, Machine
-from unfog.planning.plan import _describe_compiling, _resolve_microbatch, _time_findings, format_time, plan
+from unfog.planning.plan import (  # given machines that are not there
+    _describe_compiling,
+    _resolve_microbatch,
+    _time_findings,
+    format_time,
+    plan,
+)
 from unfog.planning.timing import StepTime, measure_step, run_times
 from unfog.reporting.progress import Progress
 from unfog.runs.start import base_settings

@@ -24,9 +24,19 @@ from unfog.models.network_settings import CustomNetwork
 from unfog.models.settings import SIZES, MPUNet
 from unfog.pipeline.build import build_network
 from unfog.planning.auto_settings import AutoSettings
-from unfog.planning.memory_estimate import MemoryEstimator, _trace_key, _trace_step, _TracedStep
+from unfog.planning.memory_estimate import (  # traces are compared, of which the program shows sums
+    MemoryEstimator,
+    _trace_key,
+    _trace_step,
+    _TracedStep,
+)
 from unfog.planning.memory_recorder import _CUDA_BLOCK, MB, Trace
-from unfog.planning.microbatch import MARGIN, MicrobatchChoice, _largest_that_fits, _memory_upper_bound
+from unfog.planning.microbatch import (  # given any limit, and compared with the estimate
+    MARGIN,
+    MicrobatchChoice,
+    _largest_that_fits,
+    _memory_upper_bound,
+)
 from unfog.process import device as memory
 from unfog.process.device import _control_group, available_memory
 from unfog.training.settings import AdamW, EmaSnapshots, Training
@@ -145,11 +155,16 @@ OTHER = {
 def test_settings_that_share_a_cached_trace_have_the_same_trace():
     assert set(OTHER) == {f.name for f in fields(Training)}
     used = config(8, clip=1.0)
-    sizes = _trace_step(_TracedStep(used, "cuda", 4, 2)).sizes
-    for name, value in OTHER.items():
-        changed = replace(used, training=replace(used.training, **{name: value}))
-        if _trace_key(used, "cuda") == _trace_key(changed, "cuda"):
-            assert _trace_step(_TracedStep(changed, "cuda", 4, 2)).sizes == sizes, name
+
+    def with_training(**changes):
+        return replace(used, training=replace(used.training, **changes))
+
+    key = _trace_key(used, "cuda")
+    shared = {name: value for name, value in OTHER.items() if _trace_key(with_training(**{name: value}), "cuda") == key}
+    assert len(shared) > 10
+    assert _trace_key(with_training(**shared), "cuda") == key
+    sizes, changed = (_trace_step(_TracedStep(one, "cuda", 4, 2)).sizes for one in (used, with_training(**shared)))
+    assert changed == sizes, f"one of {', '.join(shared)} changes the trace"
     other = replace(used, training=replace(used.training, noise="microbatch"))
     assert _trace_key(used, "cuda") != _trace_key(other, "cuda")
 

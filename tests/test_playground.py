@@ -40,6 +40,7 @@ with warnings.catch_warnings():  # which client it uses is nothing to us
 
 from unfog.serve.playground import routes
 from unfog.serve.routes import build_app
+from waiting import wait_until
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_worker.py")))
 
@@ -76,10 +77,9 @@ def submit(queue, run, image=b"", mask=b"", **settings):
     return queue.submit(1, run.name, asked, image, mask)
 
 
-def wait(job, state="done", seconds=30):
-    until = time.monotonic() + seconds
-    while job.state != state and time.monotonic() < until:
-        time.sleep(0.01)
+def wait(job, state="done", seconds=120):
+    ended = {state, "done", "failed", "cancelled"}
+    wait_until(lambda: job.state in ended, seconds)
     assert job.state == state, (job.state, job.error)
     return job
 
@@ -130,10 +130,7 @@ def test_a_damaged_drawing_is_left_out(tmp_path, data):
 def test_the_worker_leaves_when_nobody_draws(queue, run, monkeypatch):
     monkeypatch.setattr(jobs, "_IDLE_SECONDS", 0.2)
     wait(submit(queue, run))
-    until = time.monotonic() + 20
-    while queue.worker.pid is not None and time.monotonic() < until:
-        time.sleep(0.02)
-    assert queue.worker.pid is None
+    wait_until(lambda: queue.worker.pid is None)
     wait(submit(queue, run, seed=1))  # the next drawing starts another
 
 
@@ -349,9 +346,7 @@ def test_a_checkpoint_that_the_run_deletes_is_replaced_by_its_newest(queue, run)
 def test_the_oldest_drawings_are_forgotten_first(queue, run, monkeypatch):
     monkeypatch.setattr(jobs, "_KEPT_BYTES", 1000)
     drawn = [wait(submit(queue, run, n=4, seed=seed)) for seed in range(4)]
-    until = time.monotonic() + 10
-    while len(queue.list()) > 2 and time.monotonic() < until:
-        time.sleep(0.01)
+    wait_until(lambda: len(queue.list()) <= 2)
     assert drawn[-1] in queue.list()
     assert drawn[0] not in queue.list()
     assert submit(queue, run, n=4, seed=0) is not drawn[0]
@@ -495,11 +490,9 @@ def number(client, name="a"):
 def drawn(client, **body):
     answer = client.post("/api/draw", json={"run": number(client), **body})
     assert answer.status_code == 200, answer.text
-    job, until = answer.json()["job"], time.monotonic() + 30
-    while (found := client.get(f"/api/draw/{job}").json())["state"] not in ("done", "failed"):
-        assert time.monotonic() < until
-        time.sleep(0.01)
-    return found
+    path = f"/api/draw/{answer.json()['job']}"
+    wait_until(lambda: client.get(path).json()["state"] in ("done", "failed"))
+    return client.get(path).json()
 
 
 def pixels(answer):
@@ -511,9 +504,7 @@ def test_a_restarted_server_shows_what_was_drawn_and_does_not_draw_it_again(clie
     files = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     job = drawn(client, settings={"n": 2, "seed": 5})
     pictures = pixels(client.get(f"/api/draw/{job['job']}/pictures.webp"))
-    until = time.monotonic() + 20
-    while not list(History(run.parent).read()) and time.monotonic() < until:  # it is stored after it was published
-        time.sleep(0.02)
+    wait_until(lambda: list(History(run.parent).read()))  # it is stored after it was published
     server = Server(run.parent)
     again = TestClient(build_app(server, routes.playground_routes(server)), raise_server_exceptions=False)
     (listed,) = again.get("/api/draw").json()["jobs"]
@@ -597,6 +588,7 @@ def test_blind_votes_through_the_routes(client):
     assert client.post("/api/blind", json={**body, "picture": 9}).status_code == 404
 
 
+@pytest.mark.slow
 def test_the_server_imports_no_torch():
     code = "import sys, unfog.serve.playground.routes; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=os.environ).returncode == 0

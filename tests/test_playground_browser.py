@@ -12,12 +12,14 @@ pytest.importorskip("starlette", reason="starlette is not installed: pip install
 pytest.importorskip("orjson", reason="orjson is not installed: pip install 'unfog[serve]'")
 
 import unfog
-from browsers import CHROMIUM, WatchedPage, open_browser, serving, wait_for
+from browsers import CHROMIUM, WatchedPage, open_browser, serving
 from conftest import NETWORK, few_images
+from waiting import wait_until
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed: apt-get install chromium"),
+    pytest.mark.may_fail("a browser animates and fetches by the clock, which a busy machine delays"),
 ]
 AXE = Path(__file__).parent / "vendored" / "axe.min.js"
 PLAYGROUND = "document.querySelector('unfog-playground')"
@@ -67,11 +69,11 @@ def page(browser, address):
 
 def opened(page, address):
     page.goto(f"{address}#/draw")
-    page.wait_for_selector(".controls button.accent", timeout=60_000)
+    page.wait_for_selector(".controls button.accent", timeout=180_000)
 
 
 def until(page, expression, seconds=120):
-    wait_for(lambda: page.evaluate(expression), seconds)
+    wait_until(lambda: page.evaluate(expression), seconds)
 
 
 def fill(page, label, value):
@@ -275,7 +277,7 @@ def test_the_pictures_follow_the_width_of_the_ema_and_go_between_two_seeds(page)
     slider = ".controls label:has-text('EMA width') input"
     page.focus(slider)
     page.keyboard.press("End")
-    page.wait_for_selector(".result .error:has-text('cannot be rebuilt')", timeout=120_000)  # of three snapshots
+    page.wait_for_selector(".result .error:has-text('cannot be rebuilt')", timeout=180_000)  # of three snapshots
     page.fill(slider, "0.05")
     until(page, f"{PLAYGROUND}.job.settings.ema === 0.05 && {STATE} === 'done'")
     page.click("text=Use the run's EMA")
@@ -318,7 +320,7 @@ def test_two_checkpoints_are_compared_blindly(page, run):
     fill(page, "Pictures", 2)
     page.click("text=Blind comparison")
     page.click("text=Draw 2 pairs")
-    page.wait_for_selector("text=Pair 1 of 2", timeout=120_000)
+    page.wait_for_selector("text=Pair 1 of 2", timeout=180_000)
     page.focus(".blind .pair + .bar button")
     page.keyboard.press("1")
     page.wait_for_selector("text=Pair 2 of 2")
@@ -331,7 +333,7 @@ def test_two_checkpoints_are_compared_blindly(page, run):
 def test_copies_are_searched(page):
     draw(page, Pictures=1, Steps=5)
     page.click("text=Is it a copy?")
-    page.wait_for_selector("text=nearest training images", timeout=120_000)
+    page.wait_for_selector("text=nearest training images", timeout=180_000)
     page.wait_for_selector("text=This is no copy")
 
 

@@ -74,6 +74,7 @@ def pixels(message):
     return np.frombuffer(message.body, np.uint8).reshape(message.head["images"])
 
 
+@pytest.mark.slow
 def test_the_python_that_the_page_shows_draws_the_pictures(run):
     asked = {"seed": 3, "steps": 2, "checkpoint": 2, "weights": "raw", "guide": "none"}
     code = python_of(read_request(run.path, {"n": 2, **asked}, False, False))

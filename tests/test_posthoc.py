@@ -18,7 +18,7 @@ from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import posthoc_ema as averages
 from unfog.training.checkpoints import snapshot
 from unfog.training.checkpoints.load import load_checkpoint
-from unfog.training.checkpoints.posthoc_ema import (
+from unfog.training.checkpoints.posthoc_ema import (  # compared with the equations of Karras et al. 2024
     METADATA_KEY,
     EmaSnapshotFile,
     EmaSnapshotWriter,
@@ -188,6 +188,7 @@ def test_buffers_are_those_of_the_newest_snapshot_and_what_is_rebuilt_fits(train
     assert all(rebuilt[name].dtype == torch.float32 for name, _ in state.model.named_parameters())
 
 
+@pytest.mark.slow
 def test_interrupted_keeps_the_same_snapshots(trained, tmp_path):
     reference, _, _ = trained
     folder, first = tmp_path / "averages", fresh()

@@ -20,15 +20,9 @@ from unfog.process import run_folder
 from unfog.process.heartbeat import Heartbeat
 from unfog.process.signals import StopSignals
 from unfog.reporting.records import run_state
+from waiting import wait_until
 
 pytestmark = pytest.mark.slow
-
-
-def wait_until(condition, seconds=10.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.01)
 
 
 def fast(folder, stop=None):

@@ -93,6 +93,7 @@ def test_the_run_is_the_same_to_the_bit_without_it(watched, tmp_path):
     assert ours == theirs
 
 
+@pytest.mark.slow
 def test_an_error_of_a_callback_ends_the_run_saved_and_named(tmp_path):
     after = Everything()
     with pytest.raises(

@@ -44,6 +44,7 @@ def run(tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 def test_it_trains_samples_and_is_noted(run):
     assert type(run.network) is Net
     assert run.sample(4, num_inference_steps=2, label=1).shape == (4, 8, 8, 3)
@@ -61,6 +62,7 @@ def test_a_run_begins_with_the_weights_of_the_object(tmp_path):
         assert torch.allclose(values, network.get_parameter(name), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_load_and_resume_need_an_object_like_it(run, monkeypatch):
     monkeypatch.setattr(given_network, "_given", {})  # as in another process
     said = rf"given from Python, as an object of {__name__}.Net; .*unfog.load\(run, network=Net\(\.\.\.\)\)"
@@ -86,6 +88,7 @@ def test_the_command_line_says_that_python_is_needed(run, monkeypatch, capsys):
     assert "the network of this run was given from Python" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_with_a_network_of_its_own_takes_none(tmp_path):
     from conftest import NETWORK
 
@@ -143,6 +146,7 @@ def test_a_broken_contract_is_explained_before_training(make, settings, said, tm
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_compiled_network_is_that_network():
     compiled = torch.compile(Net())
     assert GivenNetwork.of(compiled).path == f"{__name__}.Net"
@@ -152,6 +156,7 @@ def test_a_compiled_network_is_that_network():
         unfog.train(IMAGES, network="given", **SETTINGS)
 
 
+@pytest.mark.slow
 def test_plan_takes_one_too():
     plan = unfog.plan(IMAGES, steps=2, network=Net(), device="h200", **SETTINGS)
     assert plan.parameters == pytest.approx(sum(p.numel() for p in Net().parameters()), rel=0.1)  # it counts buffers

@@ -34,6 +34,7 @@ def run(tmp_path_factory):
     return unfog.train(IMAGES, out=place / "run <&>", steps=2, ema_snapshots={"every": 1}, **SETTINGS)
 
 
+@pytest.mark.slow
 def test_samples_are_an_array_and_give_pil_images(run):
     samples = run.sample(num_samples=3, num_inference_steps=2, batch_size=2, random_seed=1)
     assert isinstance(samples, np.ndarray)

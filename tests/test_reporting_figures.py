@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from unfog.reporting.charts import _POINTS, _Axis, line_chart
+from unfog.reporting.charts import _POINTS, _Axis, line_chart  # axes of any range
 from unfog.reporting.findings import Finding, _render
 from unfog.reporting.image_grids import encode_png, grid, labelled_strip, png_data_uri, printable_name, save_png
 

@@ -120,6 +120,7 @@ def test_opening_a_long_record_reads_what_is_dropped_and_no_more(tmp_path, monke
     assert path.read_bytes().endswith(b'{"step": 99990, "loss": 1}\n')
 
 
+@pytest.mark.slow
 def test_kill_9_at_any_moment_loses_nothing_that_was_logged(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for i in range(4):

@@ -168,6 +168,7 @@ def test_long_runs_are_thinned_and_keep_their_extremes():
     np.testing.assert_allclose(columns_of(packed)["loss.mean"], found["loss.mean"], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_report_stays_of_a_bounded_size(tmp_path):
     levels = [0.5] * 10
     rows = [json.dumps({"step": i, "loss": 1 / (i + 1), "loss_by_level": levels, "lr": 1e-4}) for i in range(30_000)]

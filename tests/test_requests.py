@@ -32,7 +32,7 @@ from unfog.models.settings import SIZES
 from unfog.process.run_folder import RunFolder
 from unfog.values.image_format import Size
 
-pytestmark = pytest.mark.timeout(60)  # a request that is not refused would train for an hour
+pytestmark = pytest.mark.timeout(240)  # a request that is not refused would train for an hour
 
 HUGE = 2**63
 STORED = to_toml(replace(preset("default"), source="fashion"))
@@ -186,8 +186,9 @@ def test_no_flag_takes_what_it_cannot_mean(refused, name, annotation):
 
 @pytest.mark.parametrize(("name", "annotation"), LEAVES, ids=[name for name, _ in LEAVES])
 def test_no_toml_and_no_python_takes_what_it_cannot_mean(refused, here, name, annotation):
+    """Every value by one way from a file, one from a run and one from Python; the first one by all ways."""
     kind = sort(annotation)
-    for value in BAD_VALUES[kind]:
+    for nth, value in enumerate(BAD_VALUES[kind]):
         if kind == "list" and name != "optimizer.betas" and value == []:
             continue
         table = in_toml(name, value)
@@ -196,22 +197,26 @@ def test_no_toml_and_no_python_takes_what_it_cannot_mean(refused, here, name, an
         last = name.rpartition(".")[2]
         said = refused("train", "fashion", "--config", "mine.toml")
         assert "mine.toml: " in said
-        for command in (["resume", "run"], ["sample", "run"]):
-            said += refused(*command)
+        said += refused("resume", "run")
         before = everything(here)
-        with pytest.raises(RequestError) as error:
-            unfog.load(here / "run")
-        said += str(error.value)
+        if nth == 0:
+            said += refused("sample", "run")
+            with pytest.raises(RequestError) as error:
+                unfog.load(here / "run")
+            said += str(error.value)
         if name not in HIDDEN:
             with pytest.raises(RequestError) as error:
                 unfog.train("fashion", **nested(name, value))
             assert "\n" not in str(error.value)
             said += str(error.value)
-            (here / "run/config.toml").write_text(STORED)
-            with pytest.raises(RequestError) as error:
-                unfog.resume(here / "run", **nested(name, value))
-            said += str(error.value)
-        assert said.count(last) >= (4 if name in HIDDEN else 6), said
+            if nth == 0:
+                (here / "run/config.toml").write_text(STORED)
+                before = everything(here)
+                with pytest.raises(RequestError) as error:
+                    unfog.resume(here / "run", **nested(name, value))
+                said += str(error.value)
+        ways = (2 if nth else 4) if name in HIDDEN else (3 if nth else 6)
+        assert said.count(last) >= ways, said
         assert everything(here) == before
 
 
@@ -627,7 +632,7 @@ def children_time():
 def import_of_torch():
     """Seconds of processor time of an import of torch, which is what a refusal must not wait for."""
     started = children_time()
-    subprocess.run([sys.executable, "-c", "import torch"], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", "import torch"], check=True, timeout=300)
     return children_time() - started
 
 
@@ -635,7 +640,7 @@ def import_of_torch():
 def test_a_refusal_takes_no_time(here, words, import_of_torch):
     before = everything(here)
     started = children_time()
-    done = subprocess.run([sys.executable, "-m", "unfog", *words], capture_output=True, timeout=60)
+    done = subprocess.run([sys.executable, "-m", "unfog", *words], capture_output=True, timeout=300)
     seconds = children_time() - started
     assert done.returncode == 2, done.stderr
     assert done.stderr.count(b"\n") <= 2
@@ -645,6 +650,7 @@ def test_a_refusal_takes_no_time(here, words, import_of_torch):
     assert seconds < 0.8 * import_of_torch  # measured: 0.45 of it
 
 
+@pytest.mark.slow
 def test_settings_are_refused_before_torch_is_imported():
     code = (
         "import sys, unfog.cli.main as m\n"
@@ -654,7 +660,7 @@ def test_settings_are_refused_before_torch_is_imported():
         "    except SystemExit as left: assert left.code == 2\n"
         "assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300, capture_output=True)
 
 
 @pytest.mark.parametrize(("words", "status"), [([], 2), (["--help"], 0), (["help"], 0), (["--version"], 0)])

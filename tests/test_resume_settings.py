@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 import unfog
 from conftest import NETWORK, TRANSFORMER, without_clock
-from unfog.config.presets import _default
+from unfog.config.presets import preset
 from unfog.config.resume_rules import _walk, check_changes, settings_digests
 from unfog.config.schema import Config, nest_settings
 from unfog.config.toml import from_toml, update
@@ -88,7 +88,7 @@ EVERYTHING = {
 
 
 def configured(**settings: object) -> Config:
-    config = update(_default(), nest_settings({"source": "x", "steps": 4, "size": 8} | COMMON | settings), "")
+    config = update(preset("default"), nest_settings({"source": "x", "steps": 4, "size": 8} | COMMON | settings), "")
     data = replace(config.data, size=8, channels=1)
     return replace(config, data=data, classes=("a", "b", "c"), ema_snapshots=EmaSnapshots(every=2))
 
@@ -190,7 +190,7 @@ class _LaterSchedule(LogitNormal):
 
 def test_a_setting_added_later_to_a_kind_that_is_not_the_usual_one_enters_only_where_it_is_used():
     """The usual settings hold no network, and a schedule of another kind."""
-    config = replace(_default(), network=UNet())
+    config = replace(preset("default"), network=UNet())
     before = settings_digests(config)
     for part, differ in (
         (lambda n: {"network": _LaterUNet(extra=n)}, {"training", "repeat"}),

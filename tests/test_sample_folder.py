@@ -5,8 +5,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,8 +13,9 @@ import pytest
 from PIL import Image
 
 import unfog
+from command import exit_status
 from conftest import TRANSFORMER
-from unfog.cli.main import main
+from forked import Forked
 from unfog.errors import RequestError
 from unfog.inference.run import Run
 from unfog.locks.folder_lock import lock_of
@@ -24,6 +23,7 @@ from unfog.pipeline.sample_folder import UNFINISHED, SampleFolder
 from unfog.process.machine_key import machine_key
 from unfog.process.run_folder import new_folder
 from unfog.seals import seal_of
+from waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -44,21 +44,16 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def sample(run: Path, *arguments: object) -> int:
-    """Run the command in this process, and return its exit status."""
-    with pytest.raises(SystemExit) as ended:
-        main(["sample", str(run), *map(str, arguments), "--device", "cpu"])
-    return int(ended.value.code or 0)
+    return exit_status("sample", run, *arguments, "--device", "cpu")
 
 
 def killed_after(run: Path, count: int, *arguments: object) -> None:
     """Start `unfog sample`, and kill it with SIGKILL once so many files are there."""
-    command = [sys.executable, "-m", "unfog", "sample", run, *arguments, "--device", "cpu"]
-    process = subprocess.Popen([str(one) for one in command], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    where, deadline = Path(str(arguments[arguments.index("--out") + 1])), time.monotonic() + 120
-    while len(list(where.glob("0*.png"))) < count:
-        assert process.poll() is None, "it ended before it was killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    words = ("sample", run, *arguments, "--device", "cpu")
+    process = Forked(words, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    where = Path(str(arguments[arguments.index("--out") + 1]))
+    wait_until(lambda: len(list(where.glob("0*.png"))) >= count or process.poll() is not None, every=0.005)
+    assert process.poll() is None, "it ended before it was killed"
     os.kill(process.pid, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
 
@@ -89,6 +84,7 @@ def test_a_killed_command_goes_on_where_it_was_and_ends_like_an_undisturbed_one(
             assert other.read_bytes() == path.read_bytes()
 
 
+@pytest.mark.slow
 def test_without_a_folder_the_unfinished_one_of_these_settings_is_found(run, capsys):
     assert sample(run, "-n", 6, "--batch", 2) == 0
     first = Path(capsys.readouterr().out.strip())

@@ -10,6 +10,7 @@ import torch
 from diffusers import DDIMScheduler, DDPMScheduler, DPMSolverMultistepScheduler
 from torch import Tensor
 
+from gaussians import gaussian_denoiser, normal
 from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.noise import (
@@ -34,17 +35,8 @@ from unfog.errors import RequestError
 from unfog.values.conditions import NO_CONDITIONS, Conditions
 
 MEAN, STD = 0.2, 0.5
+exact_denoiser = partial(gaussian_denoiser, MEAN, STD)
 KINDS = ("ddpm", "ddim", "heun", "dpmpp")
-
-
-def exact_denoiser(path: Path, x: Tensor, logsnr: Tensor) -> Tensor:
-    """E[x0 | x_t] of x0 ~ N(MEAN, STD^2)."""
-    alpha, sigma = path(logsnr[:, None, None, None])
-    return MEAN + STD**2 * alpha * (x - alpha * MEAN) / ((alpha * STD) ** 2 + sigma**2)
-
-
-def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Callable[[], Tensor]:
-    return partial(torch.randn, shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def error_before_last_step(kind: str, path: Path, schedule: Schedule, steps: int) -> float:
@@ -93,6 +85,7 @@ def test_few_steps_come_close_from_every_schedule(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("path", "schedule"), [(VP(), Linear()), (VE(), LogNormal()), (Flow(), FlowUniform())])
+@pytest.mark.slow
 def test_ddpm_draws_from_the_gaussian(path: Path, schedule: Schedule) -> None:
     sampler = Sampler("ddpm", 1000, clip=False)
     x = sampler(partial(exact_denoiser, path), path, schedule, normal(100, 1, 16, 16))
@@ -205,8 +198,9 @@ def test_ddim_is_that_of_diffusers(schedule: Linear | Cosine, target: Eps | V, s
     )
 
 
-@pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize("steps", [1000, 50, 15, 1])
+@pytest.mark.parametrize(
+    ("steps", "clip"), [(1000, True), *((steps, clip) for steps in (50, 15, 1) for clip in (False, True))]
+)
 @pytest.mark.parametrize(("schedule", "target"), CASES, ids=str)
 def test_ddpm_is_that_of_diffusers(schedule: Linear | Cosine, target: Eps | V, steps: int, clip: bool) -> None:
     scheduler = twin(DDPMScheduler, schedule, target, clip_sample=clip, variance_type="fixed_small")

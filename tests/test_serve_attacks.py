@@ -22,6 +22,7 @@ from conftest import TRANSFORMER
 from served import make_run, serving
 from unfog.config.schema import Config
 from unfog.config.toml import from_toml, to_toml
+from waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -340,13 +341,12 @@ def finished(web, answer):
     status, body = answer
     assert status == 200, body
     path = f"api/draw/{body['job']}" if "job" in body else f"api/tasks/{body['task']}"
-    until = time.monotonic() + 120
-    while time.monotonic() < until:
+
+    def ended():
         found = web.get(path)
-        if found.get("state", "ended") in ("ended", "done", "failed") and not found.get("running"):
-            return found
-        time.sleep(0.2)
-    raise TimeoutError(path)
+        return found.get("state", "ended") in ("ended", "done", "failed") and not found.get("running") and found
+
+    return wait_until(ended, every=0.2)
 
 
 @pytest.fixture(scope="module")
@@ -391,7 +391,7 @@ def test_consent_in_a_terminal_holds_for_the_buttons(strangers_place, tmp_path):
     words = [sys.executable, "-P", "-m", "unfog", "sample", f"runs/{run}", "-n", "1", "--out", str(tmp_path / "out")]
     trusting = os.environ | environment | {"UNFOG_TRUST": "tuned.step"}
     try:
-        subprocess.run(words, cwd=strangers_place, env=trusting, check=True, timeout=120)
+        subprocess.run(words, cwd=strangers_place, env=trusting, check=True, timeout=300)
         with serving(Path("runs"), cwd=strangers_place, **environment) as (web, _):
             asked = {"run": number(web, run), "settings": {"n": 1, "steps": 2}}
             assert finished(web, web.post("api/draw", asked))["state"] == "done"

@@ -73,8 +73,8 @@ def is_closed(connection, seconds=0.0):
 def test_a_head_has_a_time_and_a_length(place, start):
     with connected(place, start) as connection:
         began = time.monotonic()
-        assert is_closed(connection, 5)
-        assert time.monotonic() - began < 3
+        assert is_closed(connection, 30)
+        assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize(
@@ -84,10 +84,10 @@ def test_a_head_or_body_that_comes_byte_by_byte_gets_no_more_time(place, start):
     with connected(place, start) as connection:
         began = time.monotonic()
         with contextlib.suppress(OSError):
-            while time.monotonic() - began < 8:
+            while time.monotonic() - began < 40:
                 connection.sendall(b"x")
                 time.sleep(0.05)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 20
 
 
 def test_an_answer_may_take_any_time_and_a_connection_is_used_again(place):

@@ -270,6 +270,7 @@ def test_a_server_that_cannot_start_says_why(tmp_path, monkeypatch, capsys, word
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_folder_without_runs_is_served_and_said_to_have_none(tmp_path):
     with serving(tmp_path) as (address, process):
         assert address.get("api/runs") == []

@@ -121,6 +121,7 @@ def check_hostile_files(server, client, run, files):
         path.write_bytes(before)
 
 
+@pytest.mark.slow
 def test_a_value_that_nobody_writes_is_shown_or_left_out(server, client, run):
     named = [
         ("evaluations/1.json", with_odd(EVALUATION, ("step",), "1e400")),
@@ -138,6 +139,7 @@ def test_every_value_that_nobody_writes_is_shown_or_left_out(server, client, run
     check_hostile_files(server, client, run, hostile_files(run))
 
 
+@pytest.mark.slow
 def test_any_number_in_an_address_has_an_answer(client):
     number = client.get("/api/runs").json()[0]["id"]
     routes = [route for route in client.app.routes if route.path != "/api/stream"]
@@ -175,6 +177,7 @@ def save_png(path, width, height):
     Image.fromarray(np.zeros((height, width), np.uint8)).save(path)
 
 
+@pytest.mark.slow
 def test_a_picture_that_cannot_be_shown_is_said_in_a_sentence(client, run):
     number = client.get("/api/runs").json()[0]["id"]
     samples = run / "samples"

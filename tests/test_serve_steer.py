@@ -16,7 +16,9 @@ pytest.importorskip("orjson")
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
+import forked
 from conftest import TRANSFORMER, few_images, without_clock
+from forked import Forked
 from served import make_run, serving
 from unfog.config.requests.train import ResumeRequest, TrainRequest
 from unfog.errors import RequestError
@@ -27,14 +29,7 @@ from unfog.serve.runs import number_of
 from unfog.serve.server import Server
 from unfog.serve.steering import form_fields, page_settings
 from unfog.serve.tasks import TaskList
-
-
-def wait_until(condition, seconds=120.0):
-    end = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.05)
-    return found
+from waiting import wait_until
 
 
 @pytest.fixture
@@ -249,7 +244,7 @@ def digest(run: Path) -> dict[str, bytes]:
 
 
 def train_words(out: Path, steps: int) -> list[str]:
-    return [sys.executable, "-m", "unfog", "train", few_images(), *SMALL, "--steps", str(steps), "--out", str(out)]
+    return ["train", few_images(), *SMALL, "--steps", str(steps), "--out", str(out)]
 
 
 def train_watched(run: Path, steps: int) -> int:
@@ -257,7 +252,7 @@ def train_watched(run: Path, steps: int) -> int:
     run.parent.mkdir()
     with (
         serving(run.parent, XDG_CONFIG_HOME=str(run.parent)) as (web, _),
-        subprocess.Popen(train_words(run, steps), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as training,
+        Forked(train_words(run, steps), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as training,
     ):
         wait_until(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size)
         (row,) = wait_until(lambda: web.get("api/runs"))
@@ -281,7 +276,7 @@ def train_watched(run: Path, steps: int) -> int:
 def test_a_run_that_is_watched_and_asked_for_previews_is_that_of_nobody(tmp_path):
     """Curves, details, checkpoints and previews for the page: the same bits come out."""
     alone, watched = tmp_path / "alone", tmp_path / "runs" / "watched"
-    subprocess.run(train_words(alone, 300), check=True, capture_output=True)
+    assert forked.run(train_words(alone, 300)).returncode == 0
     requests = train_watched(watched, 300)
     assert digest(alone) == digest(watched)
     more = len(list((watched / "samples").iterdir())) - len(list((alone / "samples").iterdir()))

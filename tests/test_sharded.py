@@ -47,6 +47,7 @@ from unfog.training.precision import Precision
 from unfog.training.settings import AdamW, Checkpoint, Custom, Muon, Optimizer, PowerEma, Training
 from unfog.training.sharded_tensors import all_finite, is_sharded, total_norm
 from unfog.training.state import TrainState
+from waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ended")]
 
@@ -294,10 +295,7 @@ def test_room_that_another_process_waits_for_is_waited_for_by_the_first(tmp_path
     for rank, one in enumerate(writers):
         part, rows = ({file: {"w": value} for file in files} for value in (torch.ones(2), 2 * rank))
         one.submit(snapshot.Snapshot(1, part, progress, False, False, "", "", 0.0, rows, rank, 2), post)
-    deadline = time.monotonic() + 20
-    while not all(one.waiting for one in writers):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: all(one.waiting for one in writers))
     assert [news.kind for news in writers[0].events()] == ["disk_full"]
     assert not (tmp_path / "00000001").exists()
     full.clear()

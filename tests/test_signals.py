@@ -58,7 +58,7 @@ class Child:
 
     def finish(self, status: int = 0) -> tuple[str, str]:
         """All it says on stdout and on stderr."""
-        self.process.wait(timeout=30)
+        self.process.wait(timeout=300)
         # Not by `communicate`, which loses what `readline` has read ahead.
         with self.process:
             out, said = self.process.stdout.read(), self.process.stderr.read()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from command import exit_status
 from conftest import few_images
 from launches import (
     SETTINGS,
@@ -58,10 +59,7 @@ esac
 
 
 def asked(*words):
-    """The exit status."""
-    with pytest.raises(SystemExit) as left:
-        main(["slurm", *map(str, words)])
-    return left.value.code
+    return exit_status("slurm", *words)
 
 
 @pytest.fixture

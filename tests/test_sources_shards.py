@@ -379,6 +379,7 @@ def test_opening_reads_no_row(sets: Path) -> None:
         assert not array.flags.writeable
 
 
+@pytest.mark.slow
 def test_a_damaged_index_is_built_anew(sets: Path) -> None:
     open_source(sets)
     folder = Path(os.environ["UNFOG_CACHE"]) / "shards"
@@ -646,6 +647,7 @@ def test_every_cut_and_flip_of_a_shard_ends(tmp_path: Path) -> None:
 # Many files, many threads
 
 
+@pytest.mark.slow
 def test_few_files_are_open_at_once_and_threads_may_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "_MAX_OPEN_FILES", 3)
     for k in range(20):
@@ -660,6 +662,7 @@ def test_few_files_are_open_at_once_and_threads_may_share(tmp_path: Path, monkey
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no such limits")
+@pytest.mark.slow
 def test_more_shards_than_a_process_may_open_are_read(tmp_path: Path) -> None:
     for k in range(100):
         shard(tmp_path / f"in/{k:03}.tar", pictures(range(k, k + 1)))

@@ -170,6 +170,7 @@ def test_a_directory_of_any_size_is_not_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells the peak")
+@pytest.mark.slow
 def test_a_lying_bomb_is_not_unpacked(tmp_path: Path) -> None:
     """A quarter of a gigabyte of zeros that says it is a kilobyte."""
     packer = zlib.compressobj(9, zlib.DEFLATED, -15)
@@ -185,6 +186,7 @@ def test_a_lying_bomb_is_not_unpacked(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells the peak")
+@pytest.mark.slow
 def test_a_bomb_that_begins_like_no_image_is_not_unpacked(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "bomb.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("bomb.png", bytes(2**27))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gaussians import gaussian_denoiser
 from unfog.config.presets import preset
 from unfog.diffusion.denoiser import Denoiser, Guided, Within
 from unfog.diffusion.diffusion import Diffusion
@@ -61,12 +62,6 @@ def at(logsnr: Tensor) -> Tensor:
     return logsnr[:, None, None, None]
 
 
-def exact_denoiser(x: Tensor, logsnr: Tensor, path: Path) -> Tensor:
-    """E[x0 | x_t] of x0 ~ N(MEAN, STD^2)."""
-    alpha, sigma = path(at(logsnr))
-    return MEAN + STD**2 * alpha * (x - alpha * MEAN) / ((alpha * STD) ** 2 + sigma**2)
-
-
 def textbook(target: Target, x0: Tensor, eps: Tensor, alpha: Tensor, sigma: Tensor, sd: float) -> Tensor:
     if isinstance(target, EdmF):  # (D - c_skip x) / c_out of EDM's Table 1, on z = x / alpha
         z, s = (alpha * x0 + sigma * eps) / alpha, sigma / alpha
@@ -111,7 +106,7 @@ def test_an_ideal_network_makes_the_exact_denoiser(path: Path, target: Target) -
         x_t = alpha * MEAN + (alpha**2 * STD**2 + sigma**2).sqrt() * torch.randn(
             64, 1, 2, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
         )
-        exact = exact_denoiser(x_t, logsnr, path)
+        exact = gaussian_denoiser(MEAN, STD, path, x_t, logsnr)
 
         def ideal(x: Tensor, c_noise: Tensor, conditions: Conditions) -> Tensor:
             return diffusion.network_target(exact, (x_t - alpha * exact) / sigma, logsnr)  # noqa: B023

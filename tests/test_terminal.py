@@ -48,6 +48,7 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("size", [(80, 24), (40, 24), (100, 4)])
+@pytest.mark.slow
 def test_only_messages_and_results_are_left_on_the_terminal(folder, size):
     with Terminal([sys.executable, "-c", RUN, folder], *size) as terminal:
         assert terminal.finish() == 0, "\n".join(terminal.lines())
@@ -59,6 +60,7 @@ def test_only_messages_and_results_are_left_on_the_terminal(folder, size):
     ]
 
 
+@pytest.mark.slow
 def test_the_live_lines_show_what_happens_where_and_how_long(folder):
     with Terminal([sys.executable, "-c", RUN, folder]) as terminal:
         assert terminal.finish() == 0, "\n".join(terminal.lines())
@@ -71,6 +73,7 @@ def test_the_live_lines_show_what_happens_where_and_how_long(folder):
     assert max(frame.count("━ step") for frame in frames) == 1
 
 
+@pytest.mark.slow
 def test_the_message_of_a_signal_stays_whole(folder):
     with Terminal([sys.executable, "-c", RUN, folder, "wait"]) as terminal:
         terminal.wait_for("waiting")
@@ -84,6 +87,7 @@ def test_the_message_of_a_signal_stays_whole(folder):
     assert lines[2:] == ["a message in the middle", "finished at step 40", folder]
 
 
+@pytest.mark.slow
 def test_elsewhere_there_are_plain_lines(folder):
     words = [sys.executable, "-c", RUN, folder]
     done = subprocess.run(words, capture_output=True, text=True, check=True)

@@ -28,7 +28,7 @@ from unfog.runs.session import Session
 from unfog.runs.time_budget import CallTimes, Pace, TimeBudget, _recorded_plans, resume_length
 from unfog.training.checkpoints import state_schema
 from unfog.training.checkpoints.load import read_state, read_tensors
-from unfog.training.distributed.coordination import CoordinatedHooks, _RankStatus
+from unfog.training.distributed.coordination import CoordinatedHooks, _RankStatus  # the ranks are in one process
 from unfog.training.distributed.world import World
 from unfog.training.hooks import TrainingHooks
 from unfog.training.length import Length, Plan
@@ -110,6 +110,7 @@ def test_a_run_ends_in_time_whatever_the_pace_does(pace, told):
 
 
 @pytest.mark.parametrize("seconds", [20.0, 120.0, 3600.0])
+@pytest.mark.slow
 def test_previews_evaluation_and_checkpoints_take_a_tenth_at_most(seconds):
     dear = {"preview": 20.0, "evaluate": 30.0, "save": 1.0}
     ended = Machine(lambda t: 0.1, dear, seconds, every=10, first=int(seconds * 5), start=1.0).run()
@@ -512,6 +513,7 @@ def test_verify_replays_the_plans(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.may_fail("a budget of 10 s is measured by the clock beside a process that keeps a core busy")
 def test_a_budget_is_kept_beside_a_busy_process(tmp_path):
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:

@@ -18,7 +18,7 @@ from unfog.errors import RequestError, install_command
 from unfog.reporting.log_settings import Log
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.records import read_events
-from unfog.reporting.trackers import _silence_handlers, _stored_id
+from unfog.reporting.trackers import _silence_handlers, _stored_id  # what is left of a tracker after it was closed
 
 PICTURE = np.arange(8 * 6 * 3, dtype=np.uint8).reshape(8, 6, 3)
 CONFIG = {"lr": 0.1, "training": {"batch": 4, "budget": ""}, "data": {"crops": (1, 2)}}
@@ -124,6 +124,7 @@ def test_an_id_that_is_a_path_is_not_used(tmp_path, found):
         _stored_id(tmp_path, "wandb", str)
 
 
+@pytest.mark.slow
 def test_comet_writes_archives_of_one_experiment(tmp_path, secret):
     run_dir = tmp_path / "photos"
     recorded_twice(run_dir, "comet")

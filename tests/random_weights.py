@@ -1,0 +1,19 @@
+"""Networks whose outputs depend on all weights; trained ones begin with many zeros."""
+
+from copy import deepcopy
+
+import torch
+from torch import nn
+
+
+@torch.no_grad()
+def randomized(network: nn.Module) -> nn.Module:
+    """Return a copy of a network with random weights of ordinary size."""
+    copy, generator = deepcopy(network), torch.Generator().manual_seed(0)
+    for parameter in copy.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.ndim > 1:
+            parameter.copy_(noise * (parameter.numel() / parameter.shape[0]) ** -0.5)
+        else:  # biases about 0, the scales of normalisations about 1
+            parameter.copy_(parameter.round().clamp(0, 1) + 0.1 * noise)
+    return copy
