@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from unfog import __version__
 from unfog.cli.parse import parse_args
 from unfog.config import values as kinds
+from unfog.config.describe import describe
 from unfog.config.presets import PRESETS, preset
 from unfog.config.requests.train import TrainRequest as Train
 from unfog.config.resume_rules import _flatten
@@ -221,6 +222,27 @@ def test_a_setting_is_given_by_one_of_its_names():
         nest_settings({"codec": "a", "autoencoder_folder": "b"})
     with pytest.raises(RequestError, match=r"unknown setting data\.x\.flip"):
         from_toml('[data]\n"x.flip" = true\n', Config())
+
+
+def test_a_switch_that_is_left_open():
+    """On the command line it is left out. A file may name it, and one of an older version has true or false."""
+    assert Config().training.compile is None
+    assert "compile" not in to_toml(Config())
+    for word, value in (("true", True), ("false", False), ('"auto"', None)):
+        config = from_toml(f"[training]\ncompile = {word}\ncapture = {word}", Config())
+        assert (config.training.compile, config.training.capture) == (value, value)
+        assert from_toml(to_toml(config), Config()) == config
+    with pytest.raises(RequestError, match="compile = 'on' is not true or false"):
+        from_toml('[training]\ncompile = "on"', Config())
+    with pytest.raises(RequestError, match="flip"):
+        from_toml('[data]\nflip = "auto"', Config())  # a switch that nothing chooses
+    for words, value in ((["--compile"], True), (["--training.no-compile"], False), ([], None)):
+        table = parse_args(["x", *words], Train, "unfog train", {}).table
+        assert table.get("settings", {}).get("training", {}).get("compile") is value
+    described = {each.setting: each for each in describe(Config)}["training.compile"]
+    assert described.flags == ["compile", "training.compile", "no-compile", "training.no-compile"]
+    assert described.default() == "auto"
+    assert described.default(from_toml("[training]\ncompile = false", Config())) == "off"
 
 
 @pytest.mark.parametrize(("word", "number"), [("10k", 10_000), ("1.5k", 1500), ("2M", 2_000_000), ("-1", -1)])

@@ -15,7 +15,7 @@ from test_plan_memory import all_traces_are_kept  # noqa: F401  a fixture
 from unfog.config.presets import preset
 from unfog.config.requests.plan import PlanRequest
 from unfog.config.schema import Config, Latents
-from unfog.config.toml import update
+from unfog.config.toml import from_toml, to_toml, update
 from unfog.data.dataset import ImageSet
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
@@ -96,11 +96,33 @@ def test_a_gpu_compiles_and_captures_by_itself_only_once_that_is_on(monkeypatch)
         return auto.config.training.compile, auto.config.training.capture
 
     assert chosen(steps=1_000_000) == (False, False)
+    assert chosen(steps=1_000_000, compile=True, capture=True) == (True, True)
     monkeypatch.setattr(auto_settings, "_FASTER_BY_ITSELF", True)
     assert chosen(steps=1_000_000)[0]
     assert not chosen(steps=1000)[0]
     assert chosen("tiny", steps=100)[1]
     assert not chosen("tiny", steps=100, microbatch=64)[1]
+    # Whoever refuses is heard, and so is a run that began when nothing was chosen by itself.
+    assert chosen(steps=1_000_000, compile=False)[0] is False
+    assert chosen("tiny", steps=100, capture=False)[1] is False
+
+
+def test_a_resume_keeps_what_was_chosen_when_the_run_began(monkeypatch):
+    h100 = Machine(CUDA, "H100", memory=80 * GB, data_sheet=Device.find("h100"))
+    config = asked(precision="bf16", batch=256, steps=1_000_000)
+    config = replace(config, data=Data(size=32, channels=3), network=SIZES["tiny"])
+    begun = AutoSettings(config, None, h100, lambda: False)
+    begun.resolve_compile()
+    begun.resolve_capture()
+    stored = from_toml(to_toml(begun.config), Config())
+    assert (stored.training.compile, stored.training.capture) == (False, False)
+    monkeypatch.setattr(auto_settings, "_FASTER_BY_ITSELF", True)
+    # The same holds for a run from before there was the setting.
+    for training in (stored.training, replace(stored.training, compile=None, capture=None)):
+        resumed = AutoSettings(replace(stored, training=training), None, h100, lambda: False)
+        resumed.resolve_resumed(seen=0)
+        assert not resumed.config.training.compile
+        assert not resumed.config.training.capture
 
 
 def planned_for(config: Config, **options):

@@ -93,6 +93,8 @@ def sort(annotation: object) -> object:
         return "list"
     if typing.get_origin(annotation) is typing.Literal:
         return "choice"
+    if annotation == bool | None:  # a switch that may be left open
+        return bool
     return "text" if annotation is str else annotation
 
 

@@ -49,9 +49,9 @@ class Part:
 PARTS = {
     part.name: part
     for part in (
-        Part("smoke eager", "part_smoke", 15, "eager"),
-        Part("smoke captured", "part_smoke", 15, "captured"),
-        Part("smoke compiled", "part_smoke", 45, "compiled"),
+        Part("smoke eager", "part_smoke", 40, "eager"),  # the first one reads torch from the disk
+        Part("smoke captured", "part_smoke", 25, "captured"),
+        Part("smoke compiled", "part_smoke", 60, "compiled"),
         Part("values", "part_values", 70),
         Part("exact", "part_exact", 60),
         Part("device", "part_device", 40),

@@ -16,4 +16,6 @@ export CUBLAS_WORKSPACE_CONFIG="${CUBLAS_WORKSPACE_CONFIG:-:4096:8}"
 # One cache for all parts, so that code is compiled once.
 export UNFOG_CACHE="${UNFOG_CACHE:-$work/cache}"
 mkdir -p "$UNFOG_CACHE"
+# Containers often say that Python is to keep nothing that it compiled: each part would compile all of torch's modules.
+export PYTHONDONTWRITEBYTECODE=
 "$python" "$here/run.py" --work "$work" "$@"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from unfog.config.schema import SHORT
-from unfog.config.values import format_spec, registry_of, strip_optional
+from unfog.config.values import AUTO, format_spec, registry_of, strip_optional
 from unfog.settings import Rules, rules_of
 from unfog.values.image_format import Size
 
@@ -94,6 +94,8 @@ class Description:
         value = self.field.default if tree is None else tree
         for name in self.path if tree is not None else ():
             value = getattr(value, name)
+        if value is None and self.annotation is bool:  # a switch that is left open
+            return AUTO
         return format_value(value, registry_of(self.annotation) is not None)
 
 

@@ -216,9 +216,9 @@ def _checked(instance: Any, name: str) -> Any:
 
 def of_type(annotation: Any, value: Any, name: str) -> Any:
     """Return a value as the type of a setting: lists become tuples, NumPy numbers plain ones. Else RequestError."""
-    if value is None and types.NoneType in typing.get_args(annotation):
+    optional, annotation = types.NoneType in typing.get_args(annotation), strip_optional(annotation)
+    if optional and (value is None or (annotation is bool and type(value) is str and value == AUTO)):
         return None
-    annotation = strip_optional(annotation)
     args = typing.get_args(annotation)
     if args == (float, ...) and isinstance(value, str) and value == AUTO:
         return ()

@@ -44,7 +44,7 @@ _NUMBER = re.compile(
 # 10k, 1.5k, 2M; m might be thousandths.
 _THOUSANDS = re.compile(r"([+-]?[0-9]{1,15}(?:\.[0-9]{1,6})?)([kKM])")
 _LONGEST = 60  # characters of a value that a message repeats
-AUTO = "auto"  # the word for a list of numbers that is left open
+AUTO = "auto"  # the word for a list of numbers, or a switch, that is left open
 # What TOML, and so config.toml, can hold.
 MAX_INT = 2**63 - 1
 

@@ -31,8 +31,9 @@ from unfog.values.image_format import ImageFormat, size_of
 # has shown it. `_LARGE_BATCH_ON = ()` gives every device the same batch.
 _LARGE_BATCH, _SMALL_SIDE, _LARGE_BATCH_ON = 256, 32, ("cuda",)
 
-# Whether runs on CUDA compile and capture their steps where nobody asked for it. Off until a GPU has shown that such
-# steps are right, and how much faster. Before it is on, a run needs a way to refuse.
+# Whether `compile` and `capture` may be on for CUDA where they are open. Off until a GPU has shown that such steps are
+# right, and how much faster. A run stores what was chosen when it began, so its resumes do not depend on this constant.
+# Whoever turns it on changes the texts of the two settings and docs/devices.md too.
 _FASTER_BY_ITSELF = False
 _COMPILE_SECONDS = 0.08  # for each operation of a step: some 90 s for `cifar10`. Estimated.
 _LONG = 4  # times as many steps as a compiled run needs to be ahead
@@ -228,7 +229,10 @@ class AutoSettings:
     def resolve_compile(self) -> None:
         """Compile the network where the run is so long that a compiled one is ahead early, as by `plan`."""
         training, device = self.config.training, self._gpu_sheet
-        if device is None or training.compile or self.sharded or not self.config.task.chooses_network:
+        if training.compile is not None:
+            return
+        self._set_training(compile=False)
+        if device is None or self.sharded or not self.config.task.chooses_network:
             return
         eager, compiled = (self._middle_step_time(device, compile=on) for on in (False, True))
         step = StepTime(eager, eager), StepTime(compiled + _COMPILE_SECONDS * self.network_cost.operations, compiled)
@@ -240,7 +244,10 @@ class AutoSettings:
     def resolve_capture(self) -> None:
         """Capture steps where launches take longer than their arithmetic, and there is memory to keep what they use."""
         training, device = self.config.training, self._gpu_sheet
-        if device is None or training.capture or self.processes > 1 or microbatch_size(training) < training.batch:
+        if training.capture is not None:
+            return
+        self._set_training(capture=False)
+        if device is None or self.processes > 1 or microbatch_size(training) < training.batch:
             return
         if self._middle_step_time(device, capture=True) > _GAIN * self._middle_step_time(device):
             return

@@ -163,7 +163,7 @@ def _memory_upper_bound(config: Config, at_once: int) -> float:
     # 17 = weights, gradients, two averages, two moments and what the optimiser allocates for a moment, with gaps
     # between them; a checkpoint's snapshot of all that; and the gradient buckets of several processes.
     # 2 = every layer of a block keeps its input in fp32, twice; a captured step also while a preview is drawn.
-    beside = config.training.capture
+    beside = bool(config.training.capture)
     workspace = max((1 + beside) * CUDNN_WORKSPACE, ONEDNN_HALF)
     return 4 * (17 * weights + (2 + beside) * at_once * activations) + workspace
 

@@ -81,7 +81,7 @@ def measure_step(
     """Return the wall time of an optimiser step, from about `limit` seconds of real training."""
     trial = TrialTraining(config, images, device)
     with Progress(f"measuring steps in {config.training.precision}", None) as progress:
-        clock = _StepTimer(limit, progress, stop_requested, config.training.compile)
+        clock = _StepTimer(limit, progress, stop_requested, bool(config.training.compile))
         trial.train(clock, stop_requested)
     if stop_requested():
         raise Interrupted

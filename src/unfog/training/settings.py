@@ -78,10 +78,10 @@ class Training:
     """Shard weights, gradients, EMAs and optimiser state over the processes of torchrun, for large networks."""
     checkpointing: bool = setting(False, affects="nothing", resume="free")
     """Gradient checkpointing: a third more time, for a third to a half less peak memory."""
-    compile: bool = setting(False, short="compile", affects="nothing", resume="free")
-    """Compile the network with torch.compile: slow to start, faster after that on GPUs."""
-    capture: bool = setting(False, affects="nothing", resume="free")
-    """Capture the whole step as one CUDA graph, for networks whose launches take longer than their arithmetic."""
+    compile: bool | None = setting(None, short="compile", affects="nothing", resume="free", see="docs/devices.md")
+    """Compile the network with torch.compile: slow to start, faster after that on GPUs. auto: off."""
+    capture: bool | None = setting(None, affects="nothing", resume="free", see="docs/devices.md")
+    """Capture each step as one CUDA graph, for networks whose launches take longer than their arithmetic. auto: off."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
