@@ -30,9 +30,10 @@ from unfog.training.settings import (
     Preview,
     Training,
 )
+from unfog.values.buckets import Bucket, parse_buckets
 from unfog.values.condition_format import AUGMENT_INPUTS, ConditionFormat
 from unfog.values.condition_kinds import ColumnFacts
-from unfog.values.image_format import ImageFormat
+from unfog.values.image_format import ImageFormat, Size, area
 
 Network = Architecture | None  # None: chosen for the device and the image size
 
@@ -144,11 +145,14 @@ class Config:
     """The autoencoder that this run trains, if it does; see `unfog train-autoencoder`."""
     fingerprint: str = setting("", affects="objective", resume="force", hidden=True)
     """Digest of the images and their order, so that a resume notices other data."""
+    buckets: tuple[str, ...] = setting((), affects="objective", resume="force", added_later=True, hidden=True)
+    """Sizes of the buckets from narrow to wide, each with its training images, as found with data.aspect = keep."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
         check_guidance_interval(self.guidance_interval)
         self._check_averages()
+        parse_buckets(self.buckets)
 
     def without_secrets(self) -> Config:
         """Return the settings without passwords and signatures of URLs, to show to others."""
@@ -201,9 +205,28 @@ class Config:
         return self.data.image_format
 
     @property
+    def size_buckets(self) -> tuple[Bucket, ...]:
+        """The buckets of a run that keeps aspects, from narrow to wide; () of any other run."""
+        return parse_buckets(self.buckets)
+
+    @property
+    def with_most_pixels(self) -> Config:
+        """The settings at the size of the largest images of the run, by which memory is planned."""
+        return self.at_size(max((bucket.size for bucket in self.size_buckets), key=area, default=self.data.size))
+
+    def at_size(self, size: Size) -> Config:
+        """Return the settings of the same run for images of another size."""
+        return replace(self, data=replace(self.data, size=size))
+
+    @property
     def input_shape(self) -> tuple[int, int, int]:
         """(C, H, W) of the network's input: pixels, or latents."""
         return self.representation.shape
+
+    @property
+    def input_shapes(self) -> list[tuple[int, int, int]]:
+        """(C, H, W) of all inputs of the network: that of the run, and those of its buckets."""
+        return [self.input_shape, *(self.at_size(bucket.size).input_shape for bucket in self.size_buckets)]
 
     @property
     def conditions(self) -> ConditionFormat:
@@ -236,6 +259,7 @@ class ImageFacts:
     columns: tuple[ColumnFacts, ...]
     fingerprint: str
     latents: Latents
+    buckets: tuple[str, ...] = ()
 
 
 def _short_flags(kind: type, above: str = "") -> dict[str, str]:

@@ -17,6 +17,7 @@ from unfog.data.settings import Data
 from unfog.errors import RequestError
 from unfog.values.columns import Column, classes_of, labels_of, of_labels, rows_of, update_digest
 from unfog.values.condition_kinds import conditions_of
+from unfog.values.image_format import Size
 
 if TYPE_CHECKING:
     from unfog.values.conditions import Conditions
@@ -180,6 +181,9 @@ class Dataset:
     """See `Scan.warnings`."""
     latents: tuple[ImageSet, ImageSet] | None = None
     """(train, held_out) with latents in place of pixels, for latent diffusion: see `data.latent_cache`."""
+    buckets: tuple[Dataset, ...] = ()
+    """Sets of the same classes by their size, where aspects are kept; () otherwise. `train` and `held_out` then have
+    the images of all of them in this order, scaled to one size: see `data.buckets.view`."""
 
     @classmethod
     def split(
@@ -193,6 +197,15 @@ class Dataset:
         """Make the first `train` images the training set and the others the held-out set, in the same memory."""
         first, second = fingerprints
         return cls(settings, images.subset(slice(train), first), images.subset(slice(train, None), second), report)
+
+    @property
+    def of_one_size(self) -> Dataset:
+        """The dataset, or that of the bucket whose size stands for all of them: the one with most training images."""
+        return self.at_size(self.settings.size)
+
+    def at_size(self, size: Size) -> Dataset:
+        """Return the dataset of the bucket of this size; this one if there is none."""
+        return next((bucket for bucket in self.buckets if bucket.settings.size == size), self)
 
     @property
     def as_network_input(self) -> Dataset:

@@ -201,6 +201,7 @@ def _build_measure(
     metric, n = request.metric, request.n
     if metric == _LOSS:
         return _held_out_measure(n, config, prepared, device)
+    prepared = prepared.of_one_size  # which the samples have
     if n < 10:
         raise RequestError(f"n = {n} samples: {metric} needs at least 10; {_USUAL_N[metric]} is usual")
     # Rather images that were not trained on, if they are enough for the metric.
@@ -235,7 +236,7 @@ def _held_out_measure(n: int, config: Config, prepared: Dataset, device: torch.d
         mean = MeanEstimate.over_images(held_out_losses(network, config, held_out, 64, lambda images: None))
         return mean.value, None if math.isnan(mean.error) else mean.error
 
-    return len(held_out.x0), "", value
+    return held_out.images, "", value
 
 
 def _write_result(swept: EmaSweepResult, folder: RunFolder) -> None:

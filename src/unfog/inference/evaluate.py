@@ -63,7 +63,7 @@ def evaluate(run: LoadedRun, request: EvaluationRequest) -> Evaluation:
         started = time.monotonic()
         if request.against is not None:
             checkpoint.find_checkpoint(run.folder.checkpoints, request.against)  # fails now rather than after sampling
-        dataset = load_run_images(run.config, stop)
+        dataset = load_run_images(run.config, stop).at_size(run.config.data.size)
         setup = _resolve_request(run, request, dataset, world, stop)
         # By step and by all that the result depends on, so that a stored one is never that of another question.
         path = run.path / "evaluations" / f"{run.step:08d}-{_result_key(run, setup)}.json"
@@ -137,9 +137,17 @@ def _load_reference(
         images, name = dataset.held_out, "held-out images"
     elif request.reference:
         # All of them are compared with, and their classes, if they have any, are not those of the run.
-        data = replace(run.config.data, held_out=0.0, labels="none")
-        config = replace(run.config, source=request.reference, data=data, autoencoder_folder="")
-        config = replace(config, fingerprint="", classes=(), columns=())
+        data = replace(run.config.data, held_out=0.0, labels="none", aspect="crop")
+        config = replace(
+            run.config,
+            source=request.reference,
+            data=data,
+            fingerprint="",
+            classes=(),
+            columns=(),
+            buckets=(),
+            autoencoder_folder="",
+        )
         other, _ = load_images(config, stop)
         images, name = other.train, sanitize(request.reference)
     else:
@@ -201,6 +209,7 @@ def _samples_key(run: LoadedRun, setup: EvaluationSetup) -> str:
     how: tuple[object, ...] = (generation.sampler, given, generation.seed, generation.guidance, generation.interval)
     # fp32 adds nothing, so that samples from before there was a choice of precision are found.
     how += () if generation.precision == "fp32" else (generation.precision,)
+    how += (run.config.data.size,) if run.config.size_buckets else ()
     if setup.guide is not None:
         how += (setup.guide.diffusion, weights_digest(cast(nn.Module, setup.guide.network)))
         how += () if generation.guide_every == 1 else (generation.guide_every,)

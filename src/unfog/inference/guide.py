@@ -100,7 +100,8 @@ def _open_guide(run: LoadedRun, guide: Guide) -> Denoiser:
         raise RequestError(
             f"guide = step {other.step} is the checkpoint that samples; give an earlier one, or a smaller network"
         )
-    _check_guide(run.config, other.config)
+    sized = other.at_size(run.config.data.size) if run.resized else other
+    _check_guide(run.config, sized.config)
     return Denoiser(other.network, other.config.diffusion)
 
 

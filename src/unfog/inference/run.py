@@ -29,6 +29,7 @@ from unfog.pipeline.generate import GenerationSettings, generate_batches
 from unfog.pipeline.image_files import ImageInput, build_edit
 from unfog.reporting.image_grids import Pixels
 from unfog.reporting.notebook import table
+from unfog.values.image_format import Size
 
 if TYPE_CHECKING:
     from unfog.inference.evaluation_files import Evaluation
@@ -66,6 +67,7 @@ class Run(LoadedRun):
         mask: ImageInput | None = None,
         progress: Callable[[int], None] = lambda done: None,
         observe: Observe | None = None,
+        size: Size = 0,
         **settings: Any,
     ) -> Samples:
         """Generate n images, an array uint8 [n, H, W, C], from noise or from `image`; `.pil()` gives PIL images.
@@ -86,18 +88,21 @@ class Run(LoadedRun):
                 the rest, which stays as it is to the bit.
             observe: called with a `SamplingStep` at each step of each batch, of edits too. Where it returns True,
                 sampling ends, and the images of the batches that were finished are returned.
+            size: of the images, 64 or "96x64" (width x height), which the network must take; 0 is that of the run, or
+                of its bucket with most images.
             settings: seed, to_seed, steps, sampler, grid, levels, guidance, guidance_interval, guide_every,
                 batch, precision, strength, repeats: see `config.requests.sample.SamplingRequest`.
 
         RequestError if a setting, an image or a mask is not valid, or the guide does not fit or does not exist.
         """
-        prepared = self.prepare(n, label=label, given=given, guide=guide, image=image, mask=mask, **settings)
-        samples: list[Pixels] = []
-        for numbers, batch in self.draw(prepared, observe):
+        run, samples = self.at_size(size), list[Pixels]()
+        prepared = run.prepare(n, label=label, given=given, guide=guide, image=image, mask=mask, **settings)
+        for numbers, batch in run.draw(prepared, observe):
             samples.append(batch)
             progress(numbers.stop)
-        none = self.config.image_format.empty()  # where it was stopped at once
-        return Samples.of(np.concatenate(samples or [none]), ", ".join(self.sampled))
+        self.sampled, self.calls = run.sampled, run.calls
+        none = run.config.image_format.empty()  # where it was stopped at once
+        return Samples.of(np.concatenate(samples or [none]), ", ".join(run.sampled))
 
     def prepare(
         self,
@@ -200,11 +205,14 @@ class Run(LoadedRun):
             *([f"guide {guide}"] if guide else []),
             *([f"guide every {generation.guide_every}"] if generation.guide_every != 1 else []),
             *([generation.precision] if generation.precision != "fp32" else []),
+            *([self.config.image_format.sides] if self.resized else []),
             f"seed {generation.seed}" + ("" if generation.to_seed is None else f" to {generation.to_seed}"),
         )
 
     def evaluate(self, metrics: Sequence[str] | str = (), n: int = 0, **settings: Any) -> Evaluation:
         """Compute metrics of this run, as `unfog evaluate` does, or read those that the run folder has already.
+
+        Of a run with buckets they are of the bucket with most images, or of that of `at_size`.
 
         Args:
             metrics: of fid, kid, precision, recall, density, coverage, sliced, detail, held_out, bits, fid_infinity;

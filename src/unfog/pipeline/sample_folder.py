@@ -12,7 +12,7 @@ import numpy as np
 from unfog.errors import RequestError, RunError
 from unfog.locks.folder_lock import lock_of
 from unfog.process.run_folder import new_folder
-from unfog.reporting.image_grids import Pixels, read_png, save_png
+from unfog.reporting.image_grids import Pixels, padded, read_png, save_png
 from unfog.reporting.progress import say
 from unfog.safe_files import LARGEST_TEXT, read_file, remove, write_atomic
 from unfog.text import sanitize
@@ -70,8 +70,8 @@ class SampleFolder:
             save_png(self.file(number), self.path, sample, text=text)
 
     def first(self, count: int) -> Pixels:
-        """Read the first samples back, uint8 [n, H, W, C]."""
-        return np.stack([_read(self.file(number)) for number in range(min(count, self.count))])
+        """Read the first samples back, uint8 [n, H, W, C]; smaller ones than others are in the middle of white."""
+        return padded([_read(self.file(number)) for number in range(min(count, self.count))])
 
     def finish(self) -> None:
         """Say that all is written: from now on the folder is like any other."""

@@ -156,7 +156,7 @@ def _memory_upper_bound(config: Config, at_once: int) -> float:
     """
     if config.network is None:
         return float("inf")
-    channels, height, width = config.input_shape
+    channels, height, width = config.with_most_pixels.input_shape
     side = math.sqrt(height * width)
     weights, activations = config.network.size_bound(channels, side, config.conditions.inputs)
     # 17 = weights, gradients, two averages, two moments and what the optimiser allocates for a moment, with gaps

@@ -61,6 +61,24 @@ def grid(
     return np.concatenate([_captions(names, height, gap), paper], axis=1)
 
 
+def stack(grids: Sequence[Pixels]) -> Pixels:
+    """Return grids uint8 [H, W, 3] of any sizes one below the other, at the left."""
+    width = max(each.shape[1] for each in grids)
+    parts = [np.concatenate([each, _paper(len(each), width - each.shape[1])], axis=1) for each in grids]
+    gaps = [_paper(4 * GAP, width)] * (len(parts) - 1)
+    return np.concatenate([part for pair in zip(parts, gaps) for part in pair] + parts[-1:])
+
+
+def padded(images: Sequence[Pixels]) -> Pixels:
+    """Return images uint8 [H, W, C] of any sizes as one array [N, H', W', C], each in the middle of white."""
+    height, width = (max(each.shape[axis] for each in images) for axis in (0, 1))
+    out = np.full((len(images), height, width, images[0].shape[2]), _PAPER, np.uint8)
+    for place, each in zip(out, images):
+        top, left = (height - each.shape[0]) // 2, (width - each.shape[1]) // 2
+        place[top : top + each.shape[0], left : left + each.shape[1]] = each
+    return out
+
+
 def labelled_strip(
     rows: Mapping[str, Pixels], captions: Sequence[str], scale: int | None = None, gap: int = GAP
 ) -> Pixels:

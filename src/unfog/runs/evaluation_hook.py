@@ -207,7 +207,7 @@ class EvaluationHook:
         self._compared: Comparison | None = None
         if wanted:
             features = open_features(config.evaluate.features, context.device, only_known=True)
-            self._compared = _comparison(config.evaluate, dataset.train, features)
+            self._compared = _comparison(config.evaluate, dataset.of_one_size.train, features)
 
     def dry_run(self) -> None:
         """Compute the metrics of a few samples, so that errors surface early; there is nothing to record."""

@@ -71,6 +71,7 @@ def new_run_settings(base: Config, changes: Mapping[str, Any], source: str) -> C
         fingerprint="",
         classes=(),
         columns=(),
+        buckets=(),
         latents=Latents(),
         autoencoder=Autoencoder(),
     )

@@ -176,7 +176,7 @@ def _check_losses(
         The findings; and the loss on training images relative to that of predicting 0, and relative to that of the
         best prediction from each pixel alone.
     """
-    config, images = weights.config, prepared.as_network_input
+    config, images = weights.config, prepared.of_one_size.as_network_input
     see = without_augmentation(config)
     seen, unseen = (loss_images(part, weights.device, see) for part in (images.train, images.held_out))
     levels = midpoints(config.evaluate.levels)

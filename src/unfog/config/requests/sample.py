@@ -100,7 +100,7 @@ class SampleRequest(SamplingRequest):
     animate: Path | None = setting(None, metavar="FILE")
     """Also write an animation of the denoising of the first 16 images: a file .gif, .webp or .mp4."""
     size: Size = 0
-    """Pixels of the images, 64 or 96x64, for weights of another program that do not state it."""
+    """Pixels of the images, 64 or 96x64 (width x height). Default: the run's; those of its buckets, in proportion."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
