@@ -64,6 +64,12 @@ def quote(value: object) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 20]} ... {text[-14:]}"
 
 
+@functools.cache
+def field_types(kind: type) -> Mapping[str, Any]:
+    """Return the types of a class's fields by name: annotations are texts until they are evaluated, once a class."""
+    return types.MappingProxyType(typing.get_type_hints(kind))
+
+
 def strip_optional(annotation: Any) -> Any:
     """Return X of `X | None`, X | Y of `X | Y | None`, and other types as they are."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
@@ -214,7 +220,7 @@ def parse_spec(words: Mapping[str, Any], text: str) -> Any:
             raise RequestError(f"{quote(assignment)} in {quote(text)} needs a value, as in {name}=1")
         if name in changes:
             raise RequestError(f"{name} is given twice in {quote(text)}; give it once")
-        annotation = typing.get_type_hints(type(part))[name]
+        annotation = field_types(type(part))[name]
         items = value.split("/") if typing.get_origin(annotation) is tuple else [value]
         try:
             changes[name] = parse_value(annotation, items)
