@@ -55,6 +55,7 @@ LEAVES = leaves(Config)
 HIDDEN = (
     "source",
     "classes",
+    "columns",
     "buckets",
     "fingerprint",
     "init.sha256",

@@ -17,7 +17,7 @@ import types
 import typing
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -64,9 +64,13 @@ def quote(value: object) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 20]} ... {text[-14:]}"
 
 
-@functools.cache
 def field_types(kind: type) -> Mapping[str, Any]:
-    """Return the types of a class's fields by name: annotations are texts until they are evaluated, once a class."""
+    """Return the types of the fields of a class by name. Annotations are texts, which are evaluated once per class."""
+    return _evaluate_annotations(kind)
+
+
+@functools.cache
+def _evaluate_annotations(kind: type) -> Mapping[str, Any]:
     return types.MappingProxyType(typing.get_type_hints(kind))
 
 
@@ -92,6 +96,8 @@ def describe_type(annotation: Any) -> str:
         )
     if annotation == Size:
         return 'a size such as 64 or "96x64", width x height'
+    if is_dataclass(annotation):
+        return "a table of settings"
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", Path: "a path"}
     return names[annotation]
 
