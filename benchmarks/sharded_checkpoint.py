@@ -60,7 +60,7 @@ def main() -> None:
         world.init_process_group(cpu, 300.0)
         place = Path(world.broadcast_object(tempfile.mkdtemp() if world.is_main else ""))
         torch.manual_seed(0)
-        model = build_model(DiT(width=asked.width, depth=asked.depth), 3, 0, 0, None)
+        model = build_model(DiT(width=asked.width, depth=asked.depth), 3)
         state = TrainState(model, Optimizer(), PowerEma(), Precision("fp32", cpu), PowerEma(0.05))
         count = sum(p.numel() for p in model.parameters())
         world.shard_state(state)

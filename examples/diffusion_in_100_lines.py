@@ -28,6 +28,7 @@ from unfog.models.settings import UNet
 from unfog.training.ema import Ema
 from unfog.training.optimizers import build_optimizer, set_learning_rate
 from unfog.training.settings import Muon, Optimizer, PowerEma
+from unfog.values.condition_format import ConditionFormat
 from unfog.values.conditions import Conditions
 
 SIZE, BATCH = 16, 64
@@ -83,7 +84,7 @@ def main() -> None:
 
     torch.manual_seed(0)
     images = prepare(open_source("fashion"), Data(size=SIZE)).train
-    network = build_model(NETWORK, channels=1, classes=10)
+    network = build_model(NETWORK, channels=1, conditions=ConditionFormat.numbered(10))
     ema = train(network, ImageStream(images, seed=0), asked.steps)
     with ema.swapped_into(network):  # sample with the average of the weights
         samples = sample(network, torch.arange(10).repeat(6))

@@ -38,6 +38,8 @@ from unfog.training.precision import Precision
 from unfog.training.settings import Muon, Optimizer, PowerEma, Training
 from unfog.training.sharded_tensors import is_sharded, to_local
 from unfog.training.state import TrainState
+from unfog.values.columns import CLASS
+from unfog.values.condition_format import ConditionFormat
 from unfog.values.conditions import NO_CONDITIONS, Conditions
 
 CPU = torch.device("cpu")
@@ -114,7 +116,7 @@ class Diary(TrainingHooks):
 
 def state(architecture, precision="fp32", optimizer=OPTIMIZER):
     torch.manual_seed(0)
-    model = build_model(architecture, 1, 3, 9, None)
+    model = build_model(architecture, 1, ConditionFormat.numbered(3, 9))
     with torch.no_grad():  # much begins at zero, where nothing would depend on anything
         for p in model.parameters():
             p.add_(0.05 * torch.randn(p.shape))
@@ -380,6 +382,10 @@ def memory(world):
     }
 
 
+def classes(*labels):
+    return ((CLASS, labels),)
+
+
 def previews(world):
     """Samples and held-out losses by all ranks, against one; and those of ranks that fail, or that nobody waits for."""
     into = state(TINY)
@@ -394,18 +400,45 @@ def previews(world):
         return several.part(job, rank, ranks)
 
     def work():
-        return [several.samples(5, (0, 2)).tolist(), several.samples(1, (1,)).tolist(), several.held_out_loss()]
+        return [
+            several.samples(5, classes(0, 2)).tolist(),
+            several.samples(
+                1,
+                classes(
+                    1,
+                ),
+            ).tolist(),
+            several.held_out_loss(),
+        ]
 
     world.part = part
     together = world.run_on_main("preview", work, shared=True)
     seen = list(jobs)
     try:
-        failed = world.run_on_main("preview", lambda: several.samples(7, (0,)).tolist(), shared=True)
+        failed = world.run_on_main(
+            "preview",
+            lambda: several.samples(
+                7,
+                classes(
+                    0,
+                ),
+            ).tolist(),
+            shared=True,
+        )
     except RunError as error:
         failed = str(error)
     of_all = world.all_reduce(torch.tensor(float(len(seen))))
     one = Previews(config, into, held_out, StopSignals())
-    alone = [one.samples(5, (0, 2)).tolist(), one.samples(1, (1,)).tolist(), one.held_out_loss()]
+    alone = [
+        one.samples(5, classes(0, 2)).tolist(),
+        one.samples(
+            1,
+            classes(
+                1,
+            ),
+        ).tolist(),
+        one.held_out_loss(),
+    ]
     apart = max(float(np.abs(np.array(a, float) - np.array(b)).max()) for a, b in zip(alone[:2], together[:2]))
     return {"apart": apart, "losses": together[2] == alone[2], "jobs": int(of_all), "failed": failed}
 

@@ -14,6 +14,7 @@ from unfog.diffusion.objective import Objective
 from unfog.diffusion.sampler import Sampler
 from unfog.models.settings import UNet
 from unfog.models.unet import UNetModel
+from unfog.values.condition_format import ConditionFormat
 from unfog.values.conditions import Conditions
 
 pytestmark = pytest.mark.slow
@@ -40,7 +41,7 @@ def solid(n: int) -> Tensor:
 def samples(images: Tensor, p: float, told: bool, steps: int) -> Tensor:
     """What a network draws that was trained on augmented images: 200 of them, [-1, 1]."""
     torch.manual_seed(0)
-    model = UNetModel(NETWORK, 1, augment_inputs=9 if told else 0)
+    model = UNetModel(NETWORK, 1, ConditionFormat.numbered(augment_inputs=9 if told else 0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     augment, objective = Augment(augment=p), Objective(DIFFUSION)
     for step in range(steps):

@@ -7,7 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from unfog.config.schema import Config
+from unfog.config.toml import from_toml, to_toml
 from unfog.data.augmentation import Augment
+from unfog.data.dataset import ImageSet
 from unfog.diffusion.denoiser import Denoiser, Guided
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Objective
@@ -16,7 +19,13 @@ from unfog.models.label_adapter import take_conditions
 from unfog.models.layers import ConditionalNetwork
 from unfog.models.network_settings import build_model
 from unfog.models.settings import DiT
-from unfog.values.condition_format import AUGMENT_INPUTS, ConditionFormat
+from unfog.pipeline.generate import proportional_given, proportional_labels
+from unfog.runs.previews import conditions_of_images
+from unfog.training.settings import Preview
+from unfog.values import condition_kinds
+from unfog.values.columns import Column
+from unfog.values.condition_format import AUGMENT_INPUTS, ConditionFormat, facts_of
+from unfog.values.condition_kinds import ColumnFacts, ConditionKind, conditions_of
 from unfog.values.conditions import NO_CONDITIONS, Conditions
 
 LABEL, AUGMENT = torch.tensor([2, 0, 1, 2, 0]), torch.arange(45.0).reshape(5, 9)
@@ -85,8 +94,8 @@ def test_a_tensor_stands_for_the_label():
     assert same(Conditions.of(LABEL), KINDS["label"])
     assert Conditions.of(KINDS["both"]) is KINDS["both"]
     assert Conditions.of(None) == NO_CONDITIONS
-    assert same(Conditions.of_labels(LABEL.numpy()), KINDS["label"])
-    assert Conditions.of_labels(None) == NO_CONDITIONS
+    assert same(conditions_of([Column("class", "class", LABEL.numpy())]), KINDS["label"])
+    assert conditions_of([]) == NO_CONDITIONS
 
 
 def test_blank_conditions_fit_their_format():
@@ -97,7 +106,8 @@ def test_blank_conditions_fit_their_format():
 
 
 def network(classes: int = 3, augment_inputs: int = 0) -> ConditionalNetwork:
-    model = build_model(DiT(width=16, depth=1, head_channels=8, patch=4), 1, classes, augment_inputs).eval()
+    told = ConditionFormat.numbered(classes, augment_inputs)
+    model = build_model(DiT(width=16, depth=1, head_channels=8, patch=4), 1, told).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():  # a fresh network answers 0
         for parameter in model.parameters():
@@ -166,7 +176,7 @@ class Modern(Own):
 
 
 def adapted(own: Own) -> Own:
-    take_conditions(own, 3)
+    take_conditions(own, ConditionFormat.numbered(3))
     return own
 
 
@@ -231,3 +241,131 @@ def test_an_own_network_compiles_to_one_graph():
     for _ in range(2):
         torch.testing.assert_close(own(X, LEVEL, KINDS["label"]), expected)
     assert len(graphs) == 1
+
+
+class NumberKind(ConditionKind):
+    """A kind as `docs/extending/condition.md` adds one, for what all kinds share."""
+
+    name, field = "number", "augment"
+
+    def inputs(self, facts):
+        return 2
+
+    def tensor(self, columns):
+        return torch.from_numpy(np.stack(columns, 1).astype(np.float32))
+
+    def parse(self, facts, word):
+        return float(str(word))
+
+    def usual(self, facts):
+        return (0.5,)
+
+
+@pytest.fixture
+def two_kinds(monkeypatch):
+    monkeypatch.setitem(condition_kinds.KINDS, "number", NumberKind())
+    facts = (ColumnFacts("age", "number", statistics=(40.0, 1.5)), ColumnFacts("mass", "number"))
+    return ConditionFormat(("cat", "dog", "a,b"), columns=facts)
+
+
+def test_columns_of_a_kind_fill_one_tensor_in_the_order_of_their_names(two_kinds):
+    values = {"mass": np.array([3.0, 4.0]), "age": np.array([1.0, 2.0])}
+    made = conditions_of(Column(name, "number", each) for name, each in values.items())
+    assert made.augment.tolist() == [[1, 3], [2, 4]]
+
+
+def test_samples_cycle_through_each_column_by_itself(two_kinds):
+    given = two_kinds.parse({"age": [20, "30"], "class": ["dog", 0, "cat"]})
+    assert given == (("class", (1, 0, 0)), ("age", (20.0, 30.0)), ("mass", (0.5,)))
+    told = two_kinds.conditions(given, range(1, 5))
+    assert told.label.tolist() == [0, 0, 1, 0]
+    assert told.augment.tolist() == [[30, 0.5], [20, 0.5], [30, 0.5], [20, 0.5]]
+    names = two_kinds.names(given, 4)
+    assert len(names) == 6
+    assert names[1] == "class=cat age=30.0 mass=0.5"
+    assert two_kinds.blank(3).augment.shape == (3, 2)
+
+
+def test_a_run_of_classes_alone_names_them():
+    format = ConditionFormat(("cat", "dog"))
+    assert format.parse({}) == format.usual == (("class", (0, 1)),)
+    assert format.names(format.parse({"class": "dog"}), 4) == ["dog"]
+    assert ConditionFormat().names((), 4) == []
+    assert ConditionFormat().parse({}) == ()
+    assert format.with_label({}, np.array([1])) == {"class": [1]}
+
+
+def test_words_of_a_command_are_given_by_name(two_kinds):
+    assert two_kinds.read_words(["age=20,30", "class=a,b"]) == {"age": ["20", "30"], "class": ["a,b"]}
+    for words, said in ((["age"], "NAME=VALUE"), (["=3"], "NAME=VALUE"), (["age=1", "age=2"], "age=VALUE,VALUE")):
+        with pytest.raises(RequestError, match=said):
+            two_kinds.read_words(words)
+
+
+def test_what_is_given_and_unknown_is_refused(two_kinds):
+    for given, said in (({"agee": 1}, "did you mean 'age'"), ({"class": "cow"}, "give one of cat, dog")):
+        with pytest.raises(RequestError, match=said):
+            two_kinds.parse(given)
+    with pytest.raises(RequestError, match="must be a dict"):
+        two_kinds.parse("age=3")
+    with pytest.raises(RequestError, match="each its own"):
+        ConditionFormat(columns=2 * two_kinds.columns)
+    with pytest.raises(RequestError, match="no conditions"):
+        ConditionFormat().parse({"age": 3})
+    with pytest.raises(RequestError, match="are the same"):
+        two_kinds.with_label({"class": "cat"}, "dog")
+    with pytest.raises(RequestError, match="no classes"):
+        ConditionFormat().with_label({}, "dog")
+    with pytest.raises(RequestError, match="kind 'shape' of a condition is unknown"):
+        facts_of([Column("form", "shape", np.zeros(3))])
+
+
+def test_facts_on_columns_are_stored_with_the_settings(two_kinds):
+    assert "columns" not in to_toml(Config(classes=("cat",))), "older programs read settings without columns"
+    config = Config(classes=("cat", "dog", "a,b"), columns=two_kinds.columns)
+    assert from_toml(to_toml(config), Config()) == config
+    assert config.conditions == two_kinds
+    for text, said in (
+        ("[[columns]]\nname = 3", r"columns\[0\].name"),
+        ("columns = [3]", r"columns\[0\]"),
+        ('[[columns]]\nname = "form"\nkind = "shape"', "kind 'shape'"),
+        ('[[columns]]\nname = "other"\nkind = "class"', "the one column"),
+        ("[[columns]]\nnames = []", "unknown setting"),
+    ):
+        with pytest.raises(RequestError, match=said):
+            from_toml(text, Config())
+
+
+def test_a_network_that_takes_a_label_alone_is_not_trained_with_other_conditions(two_kinds):
+    class Own(nn.Module):
+        def forward(self, x, noise, label=None):
+            return x
+
+    with pytest.raises(RequestError, match="age, mass"):
+        take_conditions(Own(), two_kinds)
+
+
+def test_samples_in_the_proportions_of_the_images_have_all_conditions_of_one_image(two_kinds):
+    labels, ages = np.array([2, 0, 0, 1, 0, 0, 0, 0, 0, 0]), np.arange(10.0)
+    columns = {"class": Column("class", "class", labels, two_kinds.classes)}
+    columns |= {name: Column(name, "number", ages) for name in ("age", "mass")}
+    images = ImageSet(np.zeros((10, 1, 4, 4), np.uint8), [str(i) for i in range(10)], columns)
+    given = dict(proportional_given(two_kinds, images, 200))
+    assert given["age"] == given["mass"]
+    assert all(labels[int(age)] == label for age, label in zip(given["age"], given["class"], strict=True))
+    assert np.abs(np.bincount(np.array(given["age"], int), minlength=10) - 20).max() <= 2
+    assert given["class"] == proportional_labels(labels, 200)
+    alone = proportional_given(ConditionFormat(two_kinds.classes), images, 200)
+    assert alone == (("class", proportional_labels(labels, 200)),)
+
+
+def test_previews_have_conditions_of_held_out_images_where_there_is_more_than_the_class(two_kinds):
+    columns = {name: Column(name, "number", np.arange(20.0)) for name in ("age", "mass")}
+    images = ImageSet(np.zeros((20, 1, 4, 4), np.uint8), [str(i) for i in range(20)], columns)
+    train, held_out = images.subset(slice(14)), images.subset(slice(14, None))
+    config = Config(columns=two_kinds.columns, preview=Preview(images=4))
+    given = dict(conditions_of_images(config, held_out, train))
+    assert given["age"] == (14, 16, 17, 19)
+    assert given["age"] == given["mass"]
+    assert dict(conditions_of_images(config, held_out.subset(slice(0)), train))["age"] == (0, 4, 9, 13)
+    assert conditions_of_images(Config(classes=("cat",)), held_out, train) is None

@@ -18,6 +18,7 @@ from unfog.training.precision import Precision
 from unfog.training.settings import Optimizer, PowerEma
 from unfog.training.stability.nan_debug import NanReport
 from unfog.training.state import TrainState
+from unfog.values.condition_format import ConditionFormat
 from unfog.values.conditions import NO_CONDITIONS
 from unfog.values.image_format import BYTES
 
@@ -50,7 +51,7 @@ def infinity(x):
 
 def unet():
     torch.manual_seed(0)
-    model = UNetModel(parse_spec({"unet": UNet()}, NETWORK), 1)
+    model = UNetModel(parse_spec({"unet": UNet()}, NETWORK), 1, ConditionFormat())
     for parameter in model.parameters():  # where a fresh network has zeros, no gradient would pass
         if not parameter.any():
             nn.init.normal_(parameter, std=0.1)

@@ -19,6 +19,7 @@ from unfog.models.dit import (  # each layer is compared with its equation
     _SwiGLU,
 )
 from unfog.models.settings import DiT
+from unfog.values.condition_format import ConditionFormat
 
 MICRO = DiT(width=32, depth=2, head_channels=8)
 
@@ -144,7 +145,7 @@ def test_a_block_is_its_formula(modulation):
 
 @pytest.mark.parametrize("patch", [1, 2, 4])
 def test_patches_are_put_back_where_they_were_taken(patch):
-    model = DiTModel(DiT(width=3 * patch**2 * 4, depth=1, head_channels=4, patch=patch), 3)
+    model = DiTModel(DiT(width=3 * patch**2 * 4, depth=1, head_channels=4, patch=patch), 3, ConditionFormat())
     size = 3 * patch**2
     with torch.no_grad():  # the pixels of a patch go through the token and out again
         model.patch_in.weight.copy_(torch.eye(4 * size)[:, :size])
@@ -156,7 +157,7 @@ def test_patches_are_put_back_where_they_were_taken(patch):
 
 def test_a_token_is_a_square_of_pixels():
     torch.manual_seed(0)
-    model = filled(DiTModel(DiT(width=32, depth=1, head_channels=8, patch=4), 1)).eval()
+    model = filled(DiTModel(DiT(width=32, depth=1, head_channels=8, patch=4), 1, ConditionFormat())).eval()
     model.blocks = nn.ModuleList()  # nothing lets tokens see each other
     x = torch.randn(1, 1, 16, 16)
     bump = torch.zeros_like(x)
@@ -169,7 +170,7 @@ def test_a_token_is_a_square_of_pixels():
 
 def test_matrices_are_weights_of_linear_layers():
     """So that an optimiser for matrices finds them."""
-    model = DiTModel(MICRO, 3, 4)
+    model = DiTModel(MICRO, 3, ConditionFormat.numbered(4))
     linear = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     matrices = {name for name, p in model.named_parameters() if p.ndim > 1}
     assert matrices - linear == {"class_embedding.weight"}

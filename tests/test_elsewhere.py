@@ -23,6 +23,7 @@ from unfog.export.elsewhere import from_dit, read_model
 from unfog.inference.run import Run
 from unfog.models.elsewhere.settings import DdpmPytorch, DiffusersDiT, Edm, Edm2
 from unfog.models.network_settings import build_model
+from unfog.values.condition_format import ConditionFormat
 
 QUICK = {"device": "cpu", "precision": "fp32", "batch": 4, "steps": 1, "preview": {"images": 1}}
 QUICK |= {"evaluate": {"every": -1}, "sampler": {"steps": 4}}
@@ -231,7 +232,7 @@ def test_a_dit_of_diffusers_gives_its_outputs(tmp_path, shared):
     theirs = dit_pipeline(tmp_path, shared).transformer.eval()
     model = from_dit(theirs.config, theirs.state_dict())
     assert model.network.embeddings == ("shared" if shared else "block")
-    network = build_model(model.network, model.channels, model.classes, 0, 8).eval()
+    network = build_model(model.network, model.channels, ConditionFormat.numbered(model.classes), 8).eval()
     network.load_state_dict(model.state)
     x, t, label = references.sines("x", (3, 4, 4, 4), 1.5), torch.tensor([3.0, 400.0, 999.0]), torch.tensor([0, 2, 3])
     expected = theirs(x, t, class_labels=label).sample

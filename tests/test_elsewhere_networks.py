@@ -13,6 +13,7 @@ from unfog.diffusion.noise import VE, LogNormal
 from unfog.diffusion.target import EdmF
 from unfog.export.elsewhere import read_model
 from unfog.models.network_settings import build_model
+from unfog.values.condition_format import ConditionFormat
 
 _spec = importlib.util.spec_from_file_location("elsewhere", Path(__file__).parent / "references/make_elsewhere.py")
 references = importlib.util.module_from_spec(_spec)
@@ -26,7 +27,7 @@ def converted(folder, case, prefix=""):
     weights = {prefix + name: tensor for name, tensor in references.weights(SHAPES[case]).items()}
     save_file(weights, folder / "weights.safetensors")
     model = read_model(folder / "weights.safetensors")
-    network = build_model(model.network, model.channels, model.classes)
+    network = build_model(model.network, model.channels, ConditionFormat.numbered(model.classes))
     network.load_state_dict(model.state)
     return model, network.eval()
 

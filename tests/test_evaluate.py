@@ -45,6 +45,7 @@ from unfog.pipeline.load_data import load_images
 from unfog.process.signals import StopSignals
 from unfog.reporting.report import write_report
 from unfog.training.distributed.world import World
+from unfog.values.columns import CLASS
 from unfog.values.conditions import NO_CONDITIONS, Conditions
 
 pytestmark = pytest.mark.slow
@@ -227,7 +228,7 @@ def test_values_are_those_of_pictures_drawn_by_hand(run):
     found = run.evaluate("kid,coverage", n=30, features="pixels", batch=16, seed=5, reference="held-out")
     names = proportional_labels(_prepared(run).train.labels, 30)
     guided = {"guidance": run.config.usual_guidance, "interval": run.config.guidance_interval}
-    asked = GenerationSettings(30, run.config.sampler, names, seed=5, batch=16, **guided)
+    asked = GenerationSettings(30, run.config.sampler, ((CLASS, names),), seed=5, batch=16, **guided)
     pictures = generate_images(run.network, run.config, asked)
     features = open_features("pixels")
     held_out = _prepared(run).held_out

@@ -16,6 +16,7 @@ from unfog.export.diffusers_unet import (  # both directions of the map of names
 )
 from unfog.models.settings import SIZES, UNet
 from unfog.models.unet import UNetModel
+from unfog.values.condition_format import ConditionFormat
 
 PLAIN = {"block_out_channels": (32, 64), "down_block_types": ("DownBlock2D",) * 2, "up_block_types": ("UpBlock2D",) * 2}
 CONFIGS = {
@@ -78,7 +79,7 @@ def scatter_(model: torch.nn.Module) -> None:
 
 
 def build(network: Network) -> UNetModel:
-    model = UNetModel(network.settings, network.image_channels, network.num_classes)
+    model = UNetModel(network.settings, network.image_channels, ConditionFormat.numbered(network.num_classes))
     model.load_state_dict(network.state, strict=True)
     return model
 
@@ -168,7 +169,7 @@ def unets(draw) -> UNet:
 @given(unets(), st.sampled_from([1, 3, 4]), st.sampled_from([0, 1, 10]))
 def test_any_settings_export_to_the_same_function(unet: UNet, image_channels: int, num_classes: int):
     torch.manual_seed(0)
-    model = UNetModel(unet, image_channels, num_classes).eval()
+    model = UNetModel(unet, image_channels, ConditionFormat.numbered(num_classes)).eval()
     scatter_(model)
     network = Network(unet, image_channels, num_classes, model.state_dict())
     config, state = network.to_unet2d(size=8)
@@ -183,7 +184,7 @@ def test_any_settings_export_to_the_same_function(unet: UNet, image_channels: in
 
 def test_no_label_is_the_last_class_of_the_export():
     torch.manual_seed(0)
-    model = UNetModel(SIZES["tiny"], 1, num_classes=10).eval()
+    model = UNetModel(SIZES["tiny"], 1, ConditionFormat.numbered(10)).eval()
     scatter_(model)
     config, state = Network(SIZES["tiny"], 1, 10, model.state_dict()).to_unet2d(size=28)
     assert config["num_class_embeds"] == 11
@@ -219,7 +220,7 @@ def test_cifar10_is_the_published_network():
 
 def test_exported_weights_share_no_memory():
     # safetensors refuses to write tensors that overlap.
-    model = UNetModel(SIZES["tiny"], 1)
+    model = UNetModel(SIZES["tiny"], 1, ConditionFormat())
     state = _to_unet2d_state(model.state_dict())
     assert len({tensor.untyped_storage().data_ptr() for tensor in state.values()}) == len(state)
     assert all(tensor.is_contiguous() for tensor in state.values())
@@ -278,7 +279,7 @@ def test_refuses_unknown_weights():
 
 def test_what_tells_of_an_augmentation_is_left_out_as_samples_have_none():
     torch.manual_seed(0)
-    model = UNetModel(SIZES["tiny"], 1, augment_inputs=9).eval()
+    model = UNetModel(SIZES["tiny"], 1, ConditionFormat.numbered(augment_inputs=9)).eval()
     torch.nn.init.normal_(model.conv_out.weight)
     config, state = Network(SIZES["tiny"], 1, 0, model.state_dict()).to_unet2d(size=16)
     theirs = UNet2DModel(**config).eval()

@@ -44,6 +44,7 @@ from unfog.runs.find_lr import _lr_chart, find_lr
 from unfog.training.precision import Precision
 from unfog.training.settings import Optimizer, PowerEma, Training
 from unfog.training.state import TrainState
+from unfog.values.condition_format import ConditionFormat
 from unfog.values.conditions import NO_CONDITIONS, Conditions
 
 pytestmark = pytest.mark.slow
@@ -62,7 +63,7 @@ def pixels(count: int = 64) -> np.ndarray:
 
 def unet() -> nn.Module:
     torch.manual_seed(0)
-    return UNetModel(parse_spec(registry_of(Network), NETWORK), 1, 0)
+    return UNetModel(parse_spec(registry_of(Network), NETWORK), 1, ConditionFormat())
 
 
 class Mute(nn.Module):

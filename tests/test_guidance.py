@@ -41,6 +41,7 @@ from unfog.reporting.records import read_events
 from unfog.runs.resume import _omit_tuned_settings
 from unfog.training import precision
 from unfog.training.precision import drawing_precision
+from unfog.values.columns import CLASS
 from unfog.values.conditions import NO_CONDITIONS, Conditions
 from unfog.values.image_format import BYTES
 
@@ -401,7 +402,9 @@ def test_labels_like_a_data_set():
 
 def test_labels_like_a_data_set_can_be_drawn(run):
     labels = proportional_labels([0, 0, 0, 1], 8)
-    drawn = generate_images(run.network, run.config, GenerationSettings(8, Sampler(steps=2), labels, batch=8))
+    drawn = generate_images(
+        run.network, run.config, GenerationSettings(8, Sampler(steps=2), ((CLASS, labels),), batch=8)
+    )
     one_by_one = run.sample(8, steps=2, label=labels, guidance=1.0, batch=8)
     assert np.array_equal(drawn, one_by_one)
 

@@ -8,10 +8,12 @@ from unfog.models.dit import DiTModel
 from unfog.models.settings import DiT, UNet
 from unfog.models.unet import UNetModel
 from unfog.training.half_weights import HalfWeights
+from unfog.values.condition_format import ConditionFormat
 
+CLASSES = ConditionFormat.numbered(2)
 NETWORKS = {
-    "unet": lambda: UNetModel(UNet(channels=(32, 32), attention=(False, True), dropout=0.1), 3, num_classes=2),
-    "dit": lambda: DiTModel(DiT(width=32, depth=1, head_channels=16, patch=4), 3, num_classes=2),
+    "unet": lambda: UNetModel(UNet(channels=(32, 32), attention=(False, True), dropout=0.1), 3, CLASSES),
+    "dit": lambda: DiTModel(DiT(width=32, depth=1, head_channels=16, patch=4), 3, CLASSES),
 }
 
 

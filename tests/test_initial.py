@@ -25,6 +25,7 @@ from unfog.planning.lr_range_test import LrTestSetup
 from unfog.reporting.records import read_events
 from unfog.runs.weights.init_weights import recipe_from_weights
 from unfog.runs.weights.objectives import objective_from_scheduler
+from unfog.values.condition_format import ConditionFormat
 
 pytestmark = pytest.mark.slow
 
@@ -120,7 +121,7 @@ def test_what_unfog_exports_and_names_of_old(photos, tmp_path):
     folder.mkdir()
     settings = UNet((8, 16), attention=(False, True), head_channels=8, norm_groups=4)
     with torch.no_grad():
-        network = randomized(UNetModel(settings, 3, 3))
+        network = randomized(UNetModel(settings, 3, ConditionFormat.numbered(3)))
     config, state = Network(network.settings, 3, 3, network.state_dict()).to_unet2d(8)
     (folder / "config.json").write_text(json.dumps(config))
     old = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}

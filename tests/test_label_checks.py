@@ -53,7 +53,7 @@ def test_two_unicode_forms_of_a_folder_are_one_class(tmp_path, archive):
     assert dataset.train.classes == ("other", "é")
     assert dataset.report.class_counts == {"other": 10, "é": 20}
     assert "two forms of Unicode" in said
-    assert ConditionFormat(dataset.train.classes).parse_labels(["e\u0301"]) == (1,)
+    assert ConditionFormat(dataset.train.classes).parse({"class": ["e\u0301"]}) == (("class", (1,)),)
 
 
 def test_classes_that_differ_in_case_or_spaces_are_said(tmp_path):
@@ -66,7 +66,9 @@ def test_classes_that_differ_in_case_or_spaces_are_said(tmp_path):
 
 
 def test_a_word_of_a_locale_without_utf8_names_a_class():
-    assert ConditionFormat(["狗", "猫"]).parse_labels([os.fsencode("猫").decode("ascii", "surrogateescape")]) == (1,)
+    assert ConditionFormat(["狗", "猫"]).parse({"class": [os.fsencode("猫").decode("ascii", "surrogateescape")]}) == (
+        ("class", (1,)),
+    )
 
 
 @pytest.mark.parametrize(("images", "masks"), [("images", "masks"), ("img", "SegmentationClass"), ("a", "b")])

@@ -25,6 +25,7 @@ from unfog.training.settings import AdamW, FixedEma, Muon, Optimizer, PowerEma
 from unfog.training.stability.divergence import DivergenceGuard
 from unfog.training.state import TrainState
 from unfog.training.updates import obstacles, updater
+from unfog.values.condition_format import ConditionFormat
 
 STEPS = 9
 # Steps, from 0 on, whose loss is NaN: the first, one, two in a row, two with a good one between, many, the last two.
@@ -390,7 +391,7 @@ def test_a_masked_ema_is_the_usual_one_or_stays_as_it_is(schedule):
 def test_a_masked_projection_is_the_usual_one_or_stays_as_it_is():
     settings = MPUNet(channels=(8, 16), attention=(False, True), blocks=1)
     torch.manual_seed(0)
-    usual, masked = MPUNetModel(settings, 1), MPUNetModel(settings, 1)
+    usual, masked = MPUNetModel(settings, 1, ConditionFormat()), MPUNetModel(settings, 1, ConditionFormat())
     for p in usual.parameters():
         p.data = torch.randn_like(p)
     masked.load_state_dict(usual.state_dict())

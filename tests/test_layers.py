@@ -52,6 +52,7 @@ ALLOWED = {
 # Folders inside a layer: which of the layer's other folders each may import ("" is the layer's own modules).
 SUBFOLDERS = {
     "data.files": {"", "sources"},
+    "data.buckets": {"", "sources", "values"},
     "data.values": set(),
     "data.sources": {"", "files", "values"},
     "data.webdataset": {"", "sources", "files", "values"},

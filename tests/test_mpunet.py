@@ -29,6 +29,7 @@ from unfog.models.settings import MPUNet
 from unfog.training.precision import Precision
 from unfog.training.settings import Optimizer, PowerEma
 from unfog.training.state import TrainState
+from unfog.values.condition_format import ConditionFormat
 
 MICRO = MPUNet(channels=(16, 32), attention=(False, True), head_channels=8)
 
@@ -161,7 +162,7 @@ def trained(model: MPUNetModel, steps: int, lr: float) -> TrainState:
 
 def test_magnitudes_of_a_fresh_network():
     torch.manual_seed(0)
-    seen = magnitudes(MPUNetModel(MPUNet(channels=(32, 64, 64)), 3, 4))
+    seen = magnitudes(MPUNetModel(MPUNet(channels=(32, 64, 64)), 3, ConditionFormat.numbered(4)))
     assert len(seen) == 19
     for name, value in seen.items():
         assert 0.8 < value < 1.2, f"{name}: {value}"
@@ -170,7 +171,7 @@ def test_magnitudes_of_a_fresh_network():
 @pytest.mark.slow
 def test_magnitudes_after_training():
     torch.manual_seed(0)
-    model = MPUNetModel(MICRO, 3, 4)
+    model = MPUNetModel(MICRO, 3, ConditionFormat.numbered(4))
     state = trained(model, 30, 0.02)
     for name, value in magnitudes(model).items():
         assert 0.6 < value < 1.6, f"{name}: {value}"
@@ -187,7 +188,7 @@ def test_magnitudes_after_training():
 def test_weights_are_projected_together_as_one_by_one():
     """To the bit; together on CUDA, where each operation is a launch."""
     torch.manual_seed(0)
-    model = MPUNetModel(MICRO, 3, num_classes=2)
+    model = MPUNetModel(MICRO, 3, ConditionFormat.numbered(2))
     weights = [module.weight for module in model.modules() if isinstance(module, _Weights)]
     for weight in weights:
         weight.data += torch.randn(weight.shape)
@@ -205,7 +206,7 @@ def test_weights_are_projected_together_as_one_by_one():
 @pytest.mark.slow
 def test_weights_grow_unless_they_are_projected():
     torch.manual_seed(0)
-    model = MPUNetModel(MICRO, 3, 4)
+    model = MPUNetModel(MICRO, 3, ConditionFormat.numbered(4))
     model.project = lambda: None
     trained(model, 20, 0.05)
     lengths = [rms(m.weight.detach()) for m in model.modules() if isinstance(m, _Weights)]
@@ -214,7 +215,7 @@ def test_weights_grow_unless_they_are_projected():
 
 
 def test_a_forward_pass_changes_no_weight():
-    model = MPUNetModel(MICRO, 3, 4).train()
+    model = MPUNetModel(MICRO, 3, ConditionFormat.numbered(4)).train()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3)
@@ -226,7 +227,7 @@ def test_a_forward_pass_changes_no_weight():
 def test_blocks_are_limited_in_fp16_alone():
     """EDM2 clips to 256; a fp16 sum of squares of more would overflow."""
     torch.manual_seed(0)
-    block = MPUNetModel(MICRO, 3).down[0].eval()
+    block = MPUNetModel(MICRO, 3, ConditionFormat()).down[0].eval()
     channels = block.conv1.weight.shape[1]
     x, embedding = torch.randn(1, channels, 4, 4) * 2000, torch.zeros(1, max(MICRO.channels))
     block.down = False  # without the normalisation at the entry, as on the way up

@@ -35,6 +35,7 @@ from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.learning_rate import default_learning_rate
 from unfog.training.loop import LoopSettings, train
 from unfog.training.settings import AdamW, Muon, Optimizer, Training
+from unfog.values.condition_format import ConditionFormat
 from unfog.values.conditions import Conditions
 
 CPU = torch.device("cpu")
@@ -50,7 +51,7 @@ NEW = [name for name in MICRO if name != "unet"]
 def scattered(settings, image_channels=1, num_classes=0, augment_inputs=0, **more):
     """A network whose zeros are gone."""
     torch.manual_seed(0)
-    model = build_model(settings, image_channels, num_classes, augment_inputs, **more)
+    model = build_model(settings, image_channels, ConditionFormat.numbered(num_classes, augment_inputs), **more)
     for parameter in model.parameters():
         size = max(1, parameter[0].numel() if parameter.ndim else 1)
         parameter.data += 0.3 * torch.randn_like(parameter) / size**0.5
@@ -77,7 +78,7 @@ def test_parameter_counts(name, millions):
 @pytest.mark.parametrize("name", SIZES)
 def test_every_size_begins_as_zero(name):
     torch.manual_seed(0)
-    model = build_model(SIZES[name], 1, 3, 9).eval()
+    model = build_model(SIZES[name], 1, ConditionFormat.numbered(3, 9)).eval()
     with torch.no_grad():
         y = model(
             torch.randn(2, 1, 16, 16), torch.tensor([0.0, 900.0]), Conditions(torch.tensor([0, 3]), torch.randn(2, 9))
@@ -89,7 +90,7 @@ def test_every_size_begins_as_zero(name):
 def test_every_parameter_learns(settings):
     # The last layer moves in the first update, what scales a branch in the second, the rest from then on.
     torch.manual_seed(0)
-    model = build_model(settings, 1, 2, 9)
+    model = build_model(settings, 1, ConditionFormat.numbered(2, 9))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, c_noise, label = torch.randn(8, 1, 8, 8), torch.rand(8) * 1000, torch.arange(8) % 3
     silent = set()
@@ -105,7 +106,7 @@ def test_every_parameter_learns(settings):
 @pytest.mark.parametrize("settings", [MICRO[name] for name in NEW], ids=NEW)
 def test_learns_what_a_label_means(settings):
     torch.manual_seed(0)
-    model = build_model(settings, 1, 2)
+    model = build_model(settings, 1, ConditionFormat.numbered(2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0)
     label = torch.tensor([0, 1, 2]).repeat(4)
     goal = torch.tensor([-1.0, 1.0, 0.0]).repeat(4)[:, None, None, None].expand(-1, 1, 8, 8)
@@ -151,7 +152,7 @@ def test_a_network_that_is_told_begins_as_one_that_is_not(settings):
     states = []
     for inputs in (0, 9):
         torch.manual_seed(0)
-        states.append(build_model(settings, 1, 2, inputs).state_dict())
+        states.append(build_model(settings, 1, ConditionFormat.numbered(2, inputs)).state_dict())
     states[1].pop("augment_embedding.weight")
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])

@@ -29,6 +29,7 @@ from unfog.training.precision import Precision
 from unfog.training.settings import AdamW, Custom, Muon, Optimizer, OptimizerKind, PowerEma, Training
 from unfog.training.state import TrainState
 from unfog.training.updates import muon
+from unfog.values.condition_format import ConditionFormat
 
 CPU = torch.device("cpu")
 MOMENTUM = Custom("torch.optim.RMSprop", ("momentum=0.9", "centered=True"))
@@ -141,7 +142,7 @@ def test_muon_moves_matrices_and_kernels_as_torch_does():
 
 def test_muon_moves_as_far_as_adamw_and_leaves_the_rest_to_it():
     torch.manual_seed(0)
-    model = UNetModel(SIZES["tiny"], 1, 10, 9)
+    model = UNetModel(SIZES["tiny"], 1, ConditionFormat.numbered(10, 9))
     matrices, others = optim._split_for_muon(model)
     names = {id(p): name for name, p in model.named_parameters()}
     apart = {names[id(p)] for p in others if p.ndim >= 2}
@@ -169,7 +170,7 @@ def test_muon_moves_as_far_as_adamw_and_leaves_the_rest_to_it():
 @pytest.mark.parametrize("name", ["tiny", "mp-tiny", "dit-tiny"])
 def test_muon_leaves_the_ends_of_every_network_and_nothing_else(name, channels):
     """Also where a hidden width is that of latents, or twice that, and where a told augmentation comes last."""
-    model = build_model(SIZES[name], channels, 10, 9, 2 * channels)
+    model = build_model(SIZES[name], channels, ConditionFormat.numbered(10, 9), 2 * channels)
     held = {id(p) for p in optim._split_for_muon(model)[1]}
     ends = {"class_embedding", "augment_embedding"} | set(
         ("patch_in", "patch_out") if name == "dit-tiny" else ("conv_in", "conv_out")
@@ -187,7 +188,7 @@ def test_muon_leaves_the_ends_of_every_network_and_nothing_else(name, channels):
     ids=lambda settings: settings.kind,
 )
 def test_muon_leaves_the_ends_of_the_networks_of_other_programs(settings):
-    model = build_model(settings, 3, 10, 9)
+    model = build_model(settings, 3, ConditionFormat.numbered(10, 9))
     held = {id(p) for p in optim._split_for_muon(model)[1]}
     named = [(n, p) for n, p in model.named_parameters() if id(p) in held and not n.endswith("mem_kv")]
     ends = {n.removesuffix(".weight") for n, p in named if p.ndim >= 2 and 1 < len(p) < p.numel()}
@@ -406,7 +407,7 @@ def test_other_arguments_begin_moments_of_their_own():
 
 def test_gains_of_norms_and_learned_keys_are_no_matrices_for_muon():
     torch.manual_seed(0)
-    network = build_model(DdpmPytorch(width=16, mults=(1, 2), attention=(False, True)), 3, 4, 0)
+    network = build_model(DdpmPytorch(width=16, mults=(1, 2), attention=(False, True)), 3, ConditionFormat.numbered(4))
     matrices = optim.build_optimizer(network, Optimizer(method=Muon())).param_groups[0]["params"]
     chosen = {id(p) for p in matrices}
     names = {name for name, p in network.named_parameters() if id(p) in chosen}

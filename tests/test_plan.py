@@ -41,6 +41,7 @@ from unfog.reporting.progress import Progress
 from unfog.runs.start import base_settings
 from unfog.training.learning_rate import default_learning_rate
 from unfog.training.settings import Evaluate, Training
+from unfog.values.condition_format import ConditionFormat
 
 pytestmark = pytest.mark.slow
 
@@ -169,7 +170,7 @@ def test_operations_of_ddpm():
 
     That leaves out the two products of attention, of which it has five layers at 16x16 and one at 4x4.
     """
-    work = NetworkCost.of(lambda: UNetModel(SIZES["cifar10"], 3), (3, 32, 32))
+    work = NetworkCost.of(lambda: UNetModel(SIZES["cifar10"], 3, ConditionFormat()), (3, 32, 32))
     attention = 2 * 256 * (5 * 16**4 + 4**4)
     assert work.forward / 2 - attention == pytest.approx(6.06e9, rel=0.003)
     assert 2.9 < work.training / work.forward < 3.05
@@ -181,7 +182,7 @@ def test_operations_of_attention_are_counted_by_hand(size):
 
     def counted(attends: bool):
         settings = UNet((16, 16), attention=(attends, False), mid_attention=False, norm_groups=4, head_channels=8)
-        return NetworkCost.of(lambda: UNetModel(settings, 3), (3, size, size))
+        return NetworkCost.of(lambda: UNetModel(settings, 3, ConditionFormat()), (3, size, size))
 
     plain, whole, pixels, channels = counted(False), counted(True), size**2, 16
     weights, attention = 3 * 2 * pixels * channels * 4 * channels, 3 * 4 * pixels**2 * channels

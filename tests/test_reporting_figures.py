@@ -50,7 +50,7 @@ def test_grey_becomes_rgb(shape):
 
 def test_labels_begin_rows_and_are_written(images):
     labels = ["cat", "dog", "cat", "cat", "dog", "bird", "cat"]
-    sheet = grid(images, columns=3, scale=1, gap=2, labels=labels)
+    sheet = grid(images, columns=3, scale=1, gap=2, row_names=labels)
     left = sheet.shape[1] - (3 * 12 + 2 * 2)
     assert sheet.shape[0] == 4 * 12 - 2  # cat twice, dog, bird
     for row, column, index in [(0, 0, 0), (0, 1, 2), (0, 2, 3), (1, 0, 6), (2, 1, 4), (3, 0, 5)]:

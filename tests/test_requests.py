@@ -54,6 +54,7 @@ LEAVES = leaves(Config)
 HIDDEN = (
     "source",
     "classes",
+    "buckets",
     "fingerprint",
     "init.sha256",
     "latents.",

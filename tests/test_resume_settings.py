@@ -285,6 +285,7 @@ def test_what_a_run_of_the_first_version_had_learned_is_not_forgotten(tmp_path):
 REFUSED = (
     *(
         "data.size",
+        "data.aspect",
         "data.channels",
         "data.augment",
         "data.upright",
@@ -334,7 +335,7 @@ def test_every_setting_is_in_one_list_of_what_a_resume_may_change():
             if name in ("data.kind", "diffusion.kind", "training.kind"):  # of a section that is of no kind: no setting
                 continue
             refused = among(REFUSED, name) and name != "network.dropout"
-            forced = among((*FORCED, "fingerprint"), name)
+            forced = among((*FORCED, "fingerprint", "buckets"), name)
             assert (rules.resume or "fixed") == ("fixed" if refused else "force" if forced else "free"), name
 
 

@@ -150,12 +150,12 @@ def test_labels_by_name_and_number_choose_the_class(run):
 
 def test_a_class_whose_name_is_a_number_is_not_another_ones_number():
     classes = ("1", "2", "3")
-    assert ConditionFormat(classes).parse_labels([0, np.int64(1), 2]) == (0, 1, 2)
-    assert ConditionFormat(classes).parse_labels(["1", "2", "3"]) == (0, 1, 2)
-    assert ConditionFormat(("a", "b")).parse_labels(["1", "b"]) == (1, 1)
+    assert ConditionFormat(classes).parse({"class": [0, np.int64(1), 2]}) == (("class", (0, 1, 2)),)
+    assert ConditionFormat(classes).parse({"class": ["1", "2", "3"]}) == (("class", (0, 1, 2)),)
+    assert ConditionFormat(("a", "b")).parse({"class": ["1", "b"]}) == (("class", (1, 1)),)
     for wrong in ("0", 3, -1):
         with pytest.raises(RequestError, match="not a class of this run; give one of 1, 2, 3"):
-            ConditionFormat(classes).parse_labels([wrong])
+            ConditionFormat(classes).parse({"class": wrong})
 
 
 def test_guidance(run):

@@ -47,6 +47,7 @@ from unfog.training.precision import Precision
 from unfog.training.settings import AdamW, Checkpoint, Custom, Muon, Optimizer, PowerEma, Training
 from unfog.training.sharded_tensors import all_finite, is_sharded, total_norm
 from unfog.training.state import TrainState
+from unfog.values.condition_format import ConditionFormat
 from waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ended")]
@@ -102,7 +103,7 @@ def check_damage(checkpoints):
         shutil.rmtree(folder)
     parts = {f"{file}-0000{i}-of-00002.safetensors" for file in ("model", "ema", "ema2", "optimizer") for i in (1, 2)}
     assert {path.name for path in newest.iterdir()} == parts | {"manifest.json", "state.json", "config.toml"}
-    plain, network = checkpoints.parent / "plain.safetensors", build_model(DIT, 1, 3, 9, None)
+    plain, network = checkpoints.parent / "plain.safetensors", build_model(DIT, 1, ConditionFormat.numbered(3, 9))
     for file in ("model", "optimizer"):  # whose step counts have no dimensions
         write_merged(newest / f"{file}.safetensors", plain)
         assert same_tensors(load_file(plain), read_tensors(newest / f"{file}.safetensors", newest))
@@ -194,7 +195,7 @@ def test_each_block_of_a_network_that_is_divided_is_compiled_for_its_shape_and_o
     monkeypatch.setattr(nn.Module, "compile", compiled)
     unet = UNet(channels=(8, 16, 24), blocks=2, norm_groups=4, head_channels=8)
     for settings, least, most in ((unet, 9, 99), (DiT(width=16, depth=10, head_channels=8), 1, 1)):
-        network = build_model(settings, 3, 2)
+        network = build_model(settings, 3, ConditionFormat.numbered(2))
         for block in _blocks(network):
             weights = tuple(parameter.shape for parameter in block.parameters())
             block.register_forward_pre_hook(lambda _, inputs, of=weights: shapes.add((of, inputs[0].shape)))

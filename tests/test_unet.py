@@ -21,6 +21,7 @@ from unfog.models.group_norm import group_norm
 from unfog.models.layers import attention, sinusoids
 from unfog.models.settings import SIZES, UNet
 from unfog.models.unet import UNetModel, _ResidualBlock  # each layer is compared with its equation
+from unfog.values.condition_format import ConditionFormat
 from unfog.values.conditions import Conditions
 
 MICRO = UNet(channels=(16, 32), attention=(False, True), head_channels=8, norm_groups=4)
@@ -29,7 +30,7 @@ MICRO = UNet(channels=(16, 32), attention=(False, True), head_channels=8, norm_g
 def scattered(settings: UNet, image_channels: int = 1, num_classes: int = 0, augment_inputs: int = 0) -> UNetModel:
     """Return a network whose zeros are gone."""
     torch.manual_seed(0)
-    model = UNetModel(settings, image_channels, num_classes, augment_inputs)
+    model = UNetModel(settings, image_channels, ConditionFormat.numbered(num_classes, augment_inputs))
     for parameter in model.parameters():
         parameter.data += 0.3 * torch.randn_like(parameter) / max(1, parameter[0].numel()) ** 0.5
     return model
@@ -38,14 +39,14 @@ def scattered(settings: UNet, image_channels: int = 1, num_classes: int = 0, aug
 @pytest.mark.parametrize(("name", "millions"), [("tiny", 0.99), ("small", 4.07), ("cifar10", 35.75), ("base", 35.41)])
 def test_parameter_counts(name, millions):
     with torch.device("meta"):
-        model = UNetModel(SIZES[name], image_channels=3)
+        model = UNetModel(SIZES[name], 3, ConditionFormat())
     count = sum(p.numel() for p in model.parameters())
     assert count / 1e6 == pytest.approx(millions, abs=0.005)
 
 
 @pytest.mark.parametrize("name", [name for name, settings in SIZES.items() if isinstance(settings, UNet)])
 def test_a_fresh_network_is_the_zero_map(name):
-    model = UNetModel(SIZES[name], image_channels=1, num_classes=3).eval()
+    model = UNetModel(SIZES[name], 1, ConditionFormat.numbered(3)).eval()
     with torch.no_grad():
         y = model(torch.randn(2, 1, 16, 16), torch.tensor([0.0, 900.0]), torch.tensor([0, 3]))
     assert y.shape == (2, 1, 16, 16)
@@ -54,9 +55,9 @@ def test_a_fresh_network_is_the_zero_map(name):
 
 def test_output_of_other_channels_leaves_the_rest_as_it_begins():
     torch.manual_seed(0)
-    plain = UNetModel(MICRO, 1, num_classes=2)
+    plain = UNetModel(MICRO, 1, ConditionFormat.numbered(2))
     torch.manual_seed(0)
-    double = UNetModel(MICRO, 1, num_classes=2, out_channels=2)
+    double = UNetModel(MICRO, 1, ConditionFormat.numbered(2), 2)
     assert double(torch.randn(3, 1, 8, 8), torch.zeros(3)).shape == (3, 2, 8, 8)
     theirs = double.state_dict()
     different = {name for name, value in plain.state_dict().items() if not torch.equal(value, theirs[name])}
@@ -66,7 +67,7 @@ def test_output_of_other_channels_leaves_the_rest_as_it_begins():
 def test_every_parameter_learns():
     # The last convolution moves in the first update, every block's last layer in the second, the rest from then on.
     torch.manual_seed(0)
-    model = UNetModel(MICRO, 1, num_classes=2)
+    model = UNetModel(MICRO, 1, ConditionFormat.numbered(2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, c_noise, label = torch.randn(8, 1, 8, 8), torch.rand(8) * 1000, torch.arange(8) % 3
     silent = []
@@ -84,7 +85,7 @@ def test_every_parameter_learns():
 @pytest.mark.slow
 def test_learns_what_a_label_means():
     torch.manual_seed(0)
-    model = UNetModel(MICRO, 1, num_classes=2)
+    model = UNetModel(MICRO, 1, ConditionFormat.numbered(2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     label = torch.tensor([0, 1, 2]).repeat(4)
     goal = torch.tensor([-1.0, 1.0, 0.0]).repeat(4)[:, None, None, None].expand(-1, 1, 8, 8)
@@ -130,7 +131,7 @@ def test_images_do_not_see_each_other():
 def test_time_scale_multiplies_the_condition():
     scaled = UNet(channels=(16,), attention=(True,), head_channels=0, norm_groups=4, time_scale=250.0)
     model, x = scattered(scaled), torch.randn(2, 1, 8, 8)
-    plain = UNetModel(UNet(channels=(16,), attention=(True,), head_channels=0, norm_groups=4), 1)
+    plain = UNetModel(UNet(channels=(16,), attention=(True,), head_channels=0, norm_groups=4), 1, ConditionFormat())
     plain.load_state_dict(model.state_dict())
     assert torch.equal(model(x, torch.tensor([1.0, -0.5])), plain(x, torch.tensor([250.0, -125.0])))
 
@@ -229,7 +230,7 @@ def test_sizes_are_checked_before_building():
 
 
 def test_every_checked_size_works_and_others_do_not():
-    model = UNetModel(UNet(channels=(32, 32, 32), attention=(False, False, True)), 1).eval()
+    model = UNetModel(UNet(channels=(32, 32, 32), attention=(False, False, True)), 1, ConditionFormat()).eval()
     for size in range(8, 29, 5):
         x, c_noise = torch.randn(1, 1, size, size), torch.zeros(1)
         if size % 4 == 0:
@@ -316,7 +317,7 @@ def saved_bytes(model: UNetModel) -> int:
 
 def test_checkpointing_keeps_a_fraction():
     settings = UNet(channels=(16, 32), blocks=2, attention=(False, True), head_channels=8, norm_groups=4)
-    model = UNetModel(settings, 1)
+    model = UNetModel(settings, 1, ConditionFormat())
     plain = saved_bytes(model)
     model.checkpointing = True
     assert saved_bytes(model) < 0.3 * plain
@@ -339,7 +340,7 @@ def test_checkpointing_allows_no_gradient_and_two():
 def test_what_is_told_of_an_augmentation_counts_and_nothing_is_zero():
     torch.manual_seed(0)
     told = scattered(MICRO, augment_inputs=9)
-    untold = UNetModel(MICRO, 1)
+    untold = UNetModel(MICRO, 1, ConditionFormat())
     untold.load_state_dict({k: v for k, v in told.state_dict().items() if k != "augment_embedding.weight"})
     x, c_noise = torch.randn(3, 1, 8, 8), torch.rand(3) * 1000
     with torch.no_grad():
@@ -356,7 +357,7 @@ def test_a_network_that_is_told_begins_as_one_that_is_not():
     states = []
     for inputs in (0, 9):
         torch.manual_seed(0)
-        states.append(UNetModel(MICRO, 1, 2, inputs).state_dict())
+        states.append(UNetModel(MICRO, 1, ConditionFormat.numbered(2, inputs)).state_dict())
     assert states[1].pop("augment_embedding.weight").shape == (64, 9)
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
@@ -364,7 +365,7 @@ def test_a_network_that_is_told_begins_as_one_that_is_not():
 
 def test_an_augmentation_is_not_told_to_a_network_that_does_not_ask():
     with pytest.raises(RequestError, match=r"data\.augment"):
-        UNetModel(MICRO, 1)(torch.randn(1, 1, 8, 8), torch.zeros(1), Conditions(augment=torch.zeros(1, 9)))
+        scattered(MICRO)(torch.randn(1, 1, 8, 8), torch.zeros(1), Conditions(augment=torch.zeros(1, 9)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -23,6 +23,7 @@ from unfog.training.half_weights import HalfWeights
 from unfog.training.optimizers import build_optimizer
 from unfog.training.precision import Precision, default_memory_format
 from unfog.training.settings import Optimizer, PowerEma, PrecisionName
+from unfog.values.condition_format import ConditionFormat
 from unfog.values.conditions import Conditions
 
 import torch
@@ -57,7 +58,7 @@ class Case:
             if isinstance(self.settings, Autoencoder):
                 network: nn.Module = AutoencoderModel(self.settings, CHANNELS)
             else:
-                network = build_model(self.settings, CHANNELS, CLASSES, CONDITIONS)
+                network = build_model(self.settings, CHANNELS, ConditionFormat.numbered(CLASSES, CONDITIONS))
             with torch.no_grad():
                 for p in network.parameters():
                     if not p.any():

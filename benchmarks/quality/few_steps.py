@@ -41,6 +41,8 @@ from unfog.pipeline.generate import GenerationSettings, generate_images, proport
 from unfog.reporting.image_grids import Pixels, save_png
 from unfog.reporting.progress import say
 from unfog.training.settings import SamplingPrecision
+from unfog.values.columns import CLASS
+from unfog.values.condition_format import Given
 
 import numpy as np
 import torch
@@ -103,7 +105,7 @@ def pictures_of(run: Run, cell: Cell, labels: tuple[int, ...], n: int, out: Path
             drawing = GenerationSettings(
                 AT_ONCE,
                 cell.sampler,
-                labels[first : first + AT_ONCE],
+                given_of(labels[first : first + AT_ONCE]),
                 seed=first,
                 guidance=cell.guidance,
                 interval=cell.interval,
@@ -118,6 +120,11 @@ def pictures_of(run: Run, cell: Cell, labels: tuple[int, ...], n: int, out: Path
     return np.concatenate(parts)[:n], calls
 
 
+def given_of(labels: tuple[int, ...]) -> Given:
+    """Conditions of samples that cycle through these labels."""
+    return ((CLASS, labels),) if labels else ()
+
+
 def guide_of(run: Run, cell: Cell) -> Denoiser | None:
     """The earlier checkpoint that guides the cell's pictures."""
     return None if cell.guide is None else resolve_guidance(run, cell.guide, cell.guidance, cell.precision).guide
@@ -126,7 +133,9 @@ def guide_of(run: Run, cell: Cell) -> Denoiser | None:
 def distance(run: Run, cell: Cell, labels: tuple[int, ...], drawn: Pixels) -> float:
     """How far the first pictures are from what many steps give, in [-1, 1] scale."""
     many = replace(cell.sampler, kind="unipc", steps=128, grid="schedule", order=2)
-    drawing = GenerationSettings(AWAY, many, labels[:AWAY], guidance=cell.guidance, interval=cell.interval, batch=AWAY)
+    drawing = GenerationSettings(
+        AWAY, many, given_of(labels[:AWAY]), guidance=cell.guidance, interval=cell.interval, batch=AWAY
+    )
     guide = guide_of(run, cell)
     exact = generate_images(run.network, run.config, drawing, guide=guide)
     difference = (drawn[:AWAY].astype(float) - exact) / 127.5

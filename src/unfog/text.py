@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 MARK = "Unfog"
@@ -36,8 +38,17 @@ _URL = re.compile(
     re.IGNORECASE,
 )
 _ADDRESS = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")
+_LONGEST_WORD = 100  # characters that are compared with what is known
 # Characters that act on a terminal, or reverse the direction of the text behind them.
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+
+
+def suggest(word: object, known: Iterable[str]) -> str:
+    """Return "; did you mean 'x'?" or, if nothing is similar, the list of all that is known."""
+    known = sorted(set(known))
+    # Shortened, as the comparison takes the square of the length.
+    close = difflib.get_close_matches(str(word)[:_LONGEST_WORD], known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; give one of {', '.join(known)}"
 
 
 def without_secrets(text: str) -> str:

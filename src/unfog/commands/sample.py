@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from unfog.config.requests.export import ExportRequest, ExportSettings
 from unfog.config.requests.sample import SampleRequest, SamplingRequest, is_model
-from unfog.config.validate import check_out, report_dropped_levels, resolve_sampler
+from unfog.config.validate import check_out, check_sample_size, report_dropped_levels, resolve_sampler
 from unfog.config.values import quote
 from unfog.errors import RequestError
 from unfog.pipeline.sample_folder import SampleFolder
@@ -21,6 +22,7 @@ from unfog.process.run_folder import RunFolder, unused_path
 from unfog.reporting.image_grids import Pixels, grid, save_png, with_caption
 from unfog.reporting.progress import Progress, plural, print_result, say
 from unfog.seals import seal_of
+from unfog.values.buckets import share_samples
 
 if TYPE_CHECKING:
     from unfog.config.schema import Config
@@ -39,16 +41,19 @@ def main(request: SampleRequest | ExportRequest) -> int:
     if isinstance(request, SampleRequest) and is_model(request.run):
         print_result(str(_sample_model(request)))
         return 0
-    if isinstance(request, SampleRequest) and request.size:
-        raise RequestError(f"size = {request.size}, and {request.run} is a run, which has a size; leave it away")
     stored = RunFolder(request.run).read_config()
     if isinstance(request, ExportRequest):
         resolve_sampler(stored, request.sampler, request.steps)
+        if stored.size_buckets:
+            say(f"  the export generates {stored.image_format.sides}, as the bucket with most images")
         check_out(request.out, what="the folder of an export", argument="OUT")
         _export(request)
         out = request.out
     else:
-        out = _sample(request, stored, _sampler(request, stored), lambda: _load(request))
+        if request.size:
+            stored = stored.at_size(request.size)
+            check_sample_size(stored)
+        out = _sample(request, stored, _sampler(request, stored), lambda: _load(request).at_size(request.size))
     print_result(str(out))
     return 0
 
@@ -90,7 +95,9 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
     # Imported only now, as torch takes seconds: a wrong request is refused before.
     from unfog.pipeline.image_files import MOST_SAMPLES, DenoisingAnimation, DenoisingStrip, build_edit
 
-    labels = stored.conditions.parse_labels(request.label)  # before the weights are read
+    format = stored.conditions
+    asked = format.with_label(format.read_words(request.given), request.label)
+    given = format.parse(asked)  # before the weights are read
     # Before the weights too: a file that cannot be read should not take a minute to be found.
     edit = build_edit(stored, request.image, request.mask, request.strength, request.repeats)
     steps = edit.steps(sampler.steps) if edit else sampler.steps
@@ -103,36 +110,63 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
     strip = DenoisingStrip(diffusion.schedule, run.show) if request.strip else None
     animation = DenoisingAnimation(diffusion.path, steps, run.show) if request.animate else None
     settings = {f.name: getattr(request, f.name) for f in fields(SamplingRequest)}
-    inputs = {name: getattr(request, name) for name in ("label", "image", "mask")}
     guide = request.guide if request.guide_checkpoint is None else request.guide_checkpoint
-    prepared = run.prepare(**settings, **inputs, guide=guide)
-    digest = run.digest(prepared)
+    prepared = run.prepare(**settings, given=asked, guide=guide, image=request.image, mask=request.mask)
+    parts = [_Part(run, prepared)]
+    if not (request.size or edit or strip or animation or request.to_seed is not None):
+        parts = _parts_by_bucket(run, prepared)
+    digests = [part.run.digest(part.prepared) for part in parts]
+    digest = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
     if request.out is None:  # in the run, into which a stranger may have put unfinished samples of any pictures
         digest = seal_of(machine_key(), "samples", digest.encode()).hex()
     with SampleFolder.reserve(request.out, run.path / "pictures", digest) as out:
-        folder = SampleFolder(out, digest, request.n, [run.classes[i] for i in labels], prepared.caption)
-        title = f"sampling from step {run.step:,}" if run.step else "sampling"
-        _draw(run, prepared, folder, _observe_all(strip, animation), title)
+        told = "Given" if format.columns else "Class"
+        folder = SampleFolder(out, digest, request.n, format.names(given, request.n), prepared.caption, told)
+        for part in parts:
+            _draw(part, folder, _observe_all(strip, animation))
         if animation is not None and request.animate is not None:
             animation.save(request.animate, folder.first(MOST_SAMPLES))
         _write_grid(folder, _edited(edit, run.config.image_format) if edit else (), strip)
     return out
 
 
-def _draw(run: Run, prepared: PreparedSampling, folder: SampleFolder, observe: Observe | None, title: str) -> None:
+class _Part(NamedTuple):
+    """Samples of one size."""
+
+    run: Run
+    """A run that generates this size."""
+    prepared: PreparedSampling
+
+
+def _parts_by_bucket(run: Run, prepared: PreparedSampling) -> list[_Part]:
+    """Return samples of the sizes of the buckets, in proportion to their images; of another run all are of one part."""
+    generation, buckets = prepared.generation, run.config.size_buckets
+    parts, first = [], 0
+    for bucket, count in zip(buckets, share_samples(buckets, generation.count)):
+        if count:
+            own = replace(generation, first=first, count=count)
+            parts.append(_Part(run.at_size(bucket.size), prepared._replace(generation=own)))
+            first += count
+    return parts or [_Part(run, prepared)]
+
+
+def _draw(part: _Part, folder: SampleFolder, observe: Observe | None) -> None:
     """Generate and write the samples that are missing, batch by batch."""
+    run, generation = part.run, part.prepared.generation
+    numbers = range(generation.first, generation.first + generation.count)
+    title = f"sampling from step {run.step:,}" if run.step else "sampling"
 
     def skip(numbers: range) -> bool:
         # A strip or an animation is of the first batch, which is drawn again for it even if its files are there.
         observed = observe is not None and numbers.start == 0
         return not observed and folder.holds(numbers)
 
-    start = next((number for number in range(folder.count) if not folder.holds(range(number, number + 1))), 0)
+    start = next((number for number in numbers if not folder.holds(range(number, number + 1))), numbers.start)
     with Progress(title, folder.count, start) as progress:
-        for numbers, samples in run.draw(prepared, observe, skip):
-            folder.write(numbers, samples)
-            progress.update(numbers.stop)
-    if prepared.generation.sampler.kind == "adaptive" and run.calls:
+        for done, samples in run.draw(part.prepared, observe, skip):
+            folder.write(done, samples)
+            progress.update(done.stop)
+    if generation.sampler.kind == "adaptive" and run.calls:
         say(f"  adaptive took up to {run.calls} network calls")
 
 
@@ -165,7 +199,7 @@ def _write_grid(folder: SampleFolder, edited: Sequence[Pixels] = (), strip: Deno
     if folder.count > _MAX_IN_GRID:
         say(f"  grid.png shows the first {_MAX_IN_GRID:,} of {folder.count:,} samples")
     first = folder.first(_MAX_IN_GRID)
-    image = grid(np.concatenate([np.stack(edited), first])) if edited else sample_grid(first, folder.classes)
+    image = grid(np.concatenate([np.stack(edited), first])) if edited else sample_grid(first, folder.names)
     captioned = with_caption(image, folder.settings) if folder.settings else image
     save_png(folder.path / "grid.png", folder.path, captioned)
     if strip is not None:

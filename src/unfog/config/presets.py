@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 from unfog.config.schema import Config
 from unfog.config.task import AutoencoderTask, DiffusionTask, Task
-from unfog.config.values import quote, suggest
+from unfog.config.values import quote
 from unfog.data.settings import Data
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.noise import VE, VP, Cosine, Flow, LogitNormal, LogNormal
@@ -17,6 +17,7 @@ from unfog.diffusion.weighting import Edm, Plain
 from unfog.errors import RequestError
 from unfog.models.settings import SIZES
 from unfog.reporting.log_settings import Log
+from unfog.text import suggest
 from unfog.training.settings import (
     Checkpoint,
     EmaSchedule,
@@ -163,7 +164,7 @@ def autoencoder_recipe() -> Config:
 
 def _first_unused(config: Config) -> str:
     """Return the first setting that differs from the recipe and that the run would not read; "" without one."""
-    facts = ("source", "classes", "latents", "autoencoder", "fingerprint")  # found by the run, not set
+    facts = ("source", "classes", "columns", "latents", "autoencoder", "fingerprint")  # found by the run, not set
     usual = autoencoder_recipe()
     for ours, theirs, used, where in (
         (config, usual, AutoencoderRunSettings, ""),

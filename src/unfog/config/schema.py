@@ -11,7 +11,6 @@ from typing import Any, Literal
 from unfog.config.aliases import EPOCHS, USUAL, advice_on, current_name
 from unfog.config.representation import LatentSpace, PixelSpace, Representation
 from unfog.config.task import AutoencoderTask, DiffusionTask, Task
-from unfog.config.values import suggest
 from unfog.data.settings import Data
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.sampler import Sampler
@@ -20,7 +19,7 @@ from unfog.models.autoencoder_settings import Autoencoder, Latents
 from unfog.models.settings import Architecture
 from unfog.reporting.log_settings import Log
 from unfog.settings import check_bounds, rules_of, setting
-from unfog.text import without_secrets
+from unfog.text import suggest, without_secrets
 from unfog.training.settings import (
     Checkpoint,
     EmaSchedule,
@@ -31,8 +30,10 @@ from unfog.training.settings import (
     Preview,
     Training,
 )
+from unfog.values.buckets import Bucket, parse_buckets
 from unfog.values.condition_format import AUGMENT_INPUTS, ConditionFormat
-from unfog.values.image_format import ImageFormat
+from unfog.values.condition_kinds import ColumnFacts
+from unfog.values.image_format import ImageFormat, Size, area
 
 Network = Architecture | None  # None: chosen for the device and the image size
 
@@ -136,17 +137,22 @@ class Config:
     init: Init = setting(Init(), affects="nothing")
     classes: tuple[str, ...] = setting((), hidden=True)
     """Class names, as found in the data."""
+    columns: tuple[ColumnFacts, ...] = setting((), added_later=True, hidden=True)
+    """Facts on the columns of the data besides the class."""
     latents: Latents = setting(Latents(), affects="objective", added_later=True, hidden=True)
     """Format and statistics of the latents, as measured."""
     autoencoder: Autoencoder = setting(Autoencoder(), affects="objective", added_later=True, hidden=True)
     """The autoencoder that this run trains, if it does; see `unfog train-autoencoder`."""
     fingerprint: str = setting("", affects="objective", resume="force", hidden=True)
     """Digest of the images and their order, so that a resume notices other data."""
+    buckets: tuple[str, ...] = setting((), affects="objective", resume="force", added_later=True, hidden=True)
+    """Sizes of the buckets from narrow to wide, each with its training images, as found with data.aspect = keep."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
         check_guidance_interval(self.guidance_interval)
         self._check_averages()
+        parse_buckets(self.buckets)
 
     def without_secrets(self) -> Config:
         """Return the settings without passwords and signatures of URLs, to show to others."""
@@ -154,8 +160,12 @@ class Config:
         return replace(self, source=without_secrets(self.source), data=replace(self.data, labels=labels))
 
     def adopt(self, facts: ImageFacts) -> Config:
-        """Return the settings with what the images determine."""
-        return replace(self, **vars(facts))
+        """Return the settings with what the images determine.
+
+        A run keeps the statistics of its columns, as its network was trained with them.
+        """
+        same = [one.identity for one in self.columns] == [one.identity for one in facts.columns]
+        return replace(self, **vars(facts) | ({"columns": self.columns} if same else {}))
 
     def without_length(self) -> Config:
         """Return the settings with no length, so that one of steps, images and budget can be given."""
@@ -195,27 +205,46 @@ class Config:
         return self.data.image_format
 
     @property
+    def size_buckets(self) -> tuple[Bucket, ...]:
+        """The buckets of a run that keeps aspects, from narrow to wide; () of any other run."""
+        return parse_buckets(self.buckets)
+
+    @property
+    def with_most_pixels(self) -> Config:
+        """The settings at the size of the largest images of the run, by which memory is planned."""
+        return self.at_size(max((bucket.size for bucket in self.size_buckets), key=area, default=self.data.size))
+
+    def at_size(self, size: Size) -> Config:
+        """Return the settings of the same run for images of another size."""
+        return replace(self, data=replace(self.data, size=size))
+
+    @property
     def input_shape(self) -> tuple[int, int, int]:
         """(C, H, W) of the network's input: pixels, or latents."""
         return self.representation.shape
 
     @property
+    def input_shapes(self) -> list[tuple[int, int, int]]:
+        """(C, H, W) of all inputs of the network: that of the run, and those of its buckets."""
+        return [self.input_shape, *(self.at_size(bucket.size).input_shape for bucket in self.size_buckets)]
+
+    @property
     def conditions(self) -> ConditionFormat:
         """Format of the conditions, which tell the network about an image."""
-        return ConditionFormat(self.classes, AUGMENT_INPUTS if self.data.augment else 0)
+        return ConditionFormat(self.classes, AUGMENT_INPUTS if self.data.augment else 0, self.columns)
 
     @property
     def usual_guidance(self) -> float:
-        """Default guidance scale of samples: 1, which is none, without classes or if none is hidden in training."""
-        return self.guidance if self._guided_by_classes else 1.0
+        """Default guidance scale of samples: 1, which is none, without conditions or if none is hidden in training."""
+        return self.guidance if self._guided_by_conditions else 1.0
 
     @property
     def usual_guide(self) -> Literal["none", "auto"]:
-        """Default guide of samples: none where guidance by classes is possible."""
-        return "none" if self._guided_by_classes else self.guide
+        """Default guide of samples: none where guidance by conditions is possible."""
+        return "none" if self._guided_by_conditions else self.guide
 
     @property
-    def _guided_by_classes(self) -> bool:
+    def _guided_by_conditions(self) -> bool:
         return self.conditions.can_be_dropped and self.label_dropout > 0
 
 
@@ -227,8 +256,10 @@ class ImageFacts:
     """Absolute, so that a resume finds it from anywhere."""
     data: Data
     classes: tuple[str, ...]
+    columns: tuple[ColumnFacts, ...]
     fingerprint: str
     latents: Latents
+    buckets: tuple[str, ...] = ()
 
 
 def _short_flags(kind: type, above: str = "") -> dict[str, str]:

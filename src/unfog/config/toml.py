@@ -27,11 +27,10 @@ from unfog.config.values import (
     quote,
     registry_of,
     strip_optional,
-    suggest,
 )
 from unfog.custom import consent, is_own_choice
 from unfog.errors import RequestError
-from unfog.text import not_utf8, sanitize
+from unfog.text import not_utf8, sanitize, suggest
 from unfog.values.image_format import Size, parse_size
 
 T = TypeVar("T")
@@ -63,13 +62,24 @@ def _tables(settings: Any, name: str) -> list[str]:
     # The sampler has its kind as a setting, which the loop below writes.
     if hasattr(type(settings), "kind") and "kind" not in [f.name for f in fields(settings)]:
         lines.append(f'kind = "{settings.kind}"')
-    values = {f.name: getattr(settings, f.name) for f in fields(settings)}
+    values, hints = {f.name: getattr(settings, f.name) for f in fields(settings)}, typing.get_type_hints(type(settings))
+    lists = [key for key in values if is_dataclass(_each(hints[key]))]  # one without entries writes nothing
     # Before the sub-tables: a key below the header of one would belong to it.
-    lines += [f"{k} = {literal(v)}" for k, v in values.items() if v is not None and not is_dataclass(v)]
+    plain = [key for key, value in values.items() if not (value is None or is_dataclass(value) or key in lists)]
+    lines += [f"{key} = {literal(values[key])}" for key in plain]
     for key, value in values.items():
-        if is_dataclass(value):
-            lines += _tables(value, f"{name}.{key}" if name else key)
+        full = f"{name}.{key}" if name else key
+        if key in lists:
+            lines += [line for entry in value for line in (f"\n[[{full}]]", *_tables(entry, ""))]
+        elif is_dataclass(value):
+            lines += _tables(value, full)
     return lines
+
+
+def _each(annotation: Any) -> Any:
+    """Return the type X of tuple[X, ...]; None for another type."""
+    args = typing.get_args(annotation)
+    return args[0] if typing.get_origin(annotation) is tuple and args[1:] == (...,) else None
 
 
 def literal(value: Any) -> str:
@@ -226,6 +236,8 @@ def of_type(annotation: Any, value: Any, name: str) -> Any:
         if args[-1] is not Ellipsis and len(value) != len(args):
             raise RequestError(f"{name} = {quote(value)} must have {len(args)} values")
         return tuple(of_type(args[0], item, f"{name}[{i}]") for i, item in enumerate(value))
+    if is_dataclass(annotation) and isinstance(annotation, type):
+        return _convert(annotation, annotation(), value, name)
     if typing.get_origin(annotation) is typing.Literal:
         for choice in args:
             if type(value) is type(choice) and value == choice:  # True equals 1, and 1.0 does

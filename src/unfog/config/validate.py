@@ -52,6 +52,7 @@ def check_request(config: Config) -> None:
     parse_colour(config.data.background)
     check_sampler(config.sampler, config.diffusion)
     check_installed(config.log.sinks)
+    check_buckets(config)
     factor = check_autoencoder(config)
     if config.network is not None and config.data.size:
         height, width = sides_of(config.data.size)
@@ -75,6 +76,31 @@ def check_network_size(network: Architecture, sides: tuple[int, int], factor: in
             raise
         pixels = scaled(size_of(*sides), factor)
         raise RequestError(f"{error}; these are latents, of {factor} pixels each: {pixels} pixels") from None
+
+
+def check_sample_size(config: Config) -> None:
+    """Raise RequestError unless the network of a run generates images of `data.size`."""
+    factor = config.representation.factor
+    if factor > 1:
+        check_multiple(config.data.size, factor)
+    if config.network is not None:
+        _, height, width = config.input_shape
+        check_network_size(config.network, (height, width), factor)
+
+
+def check_buckets(config: Config) -> None:
+    """Raise RequestError if aspects are to be kept together with what needs images of one size."""
+    training, reason = config.training, ""
+    if config.autoencoder.factor:
+        reason = "an autoencoder is trained on images of one size; omit --aspect"
+    elif config.autoencoder_folder:
+        reason = "latents are of images of one size so far; omit --aspect, or train on pixels: omit --autoencoder"
+    elif training.compile:
+        reason = "a compiled step is for one size; omit --training.compile"
+    elif training.capture:
+        reason = "a captured step is for one size; omit --training.capture"
+    if reason and config.data.aspect == "keep":
+        raise RequestError(f"aspect = keep trains on several sizes, and {reason}")
 
 
 def check_autoencoder(config: Config) -> int:

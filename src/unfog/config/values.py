@@ -16,7 +16,7 @@ import re
 import types
 import typing
 from collections import ChainMap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from decimal import Decimal
 from pathlib import Path
@@ -31,7 +31,7 @@ from unfog.models.elsewhere.settings import ELSEWHERE
 from unfog.models.given_network import GivenNetwork
 from unfog.models.network_settings import CustomNetwork
 from unfog.models.settings import ARCHITECTURES, SIZES
-from unfog.text import is_address, without_secrets
+from unfog.text import is_address, suggest, without_secrets
 from unfog.training.settings import EMA_SCHEDULES, OPTIMIZERS
 from unfog.values.image_format import Size, parse_size
 
@@ -62,14 +62,6 @@ def quote(value: object) -> str:
     # A line break in a value would break the message, which is one line.
     text = without_secrets(" ".join(text.split()))
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 20]} ... {text[-14:]}"
-
-
-def suggest(word: object, known: Iterable[str]) -> str:
-    """Return "; did you mean 'x'?" or, if nothing is similar, the list of all that is known."""
-    known = sorted(set(known))
-    # Shortened, as the comparison takes the square of the length.
-    close = difflib.get_close_matches(str(word)[:_LONGEST], known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; give one of {', '.join(known)}"
 
 
 def strip_optional(annotation: Any) -> Any:

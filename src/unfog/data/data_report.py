@@ -138,13 +138,18 @@ class DataReport:
     def image_format(self) -> ImageFormat:
         return ImageFormat.of(self.channels, self.size)
 
+    @property
+    def size_text(self) -> str:
+        """Width x height of the decoded images, for people."""
+        return self.image_format.sides
+
     def phrases(self, which: int) -> list[str]:
         """Describe each action of a treatment, in the order of ACTIONS."""
         return [self.phrase(key) for key in ACTIONS if key in self.treatments[which]]
 
     def phrase(self, action: str) -> str:
         """Describe one of ACTIONS, such as "resized to 64x64"."""
-        return ACTIONS[action].format(size=self.image_format.sides, background=self.background)
+        return ACTIONS[action].format(size=self.size_text, background=self.background)
 
     def line(self) -> str:
         """Return the whole report as one line for people."""
@@ -155,7 +160,7 @@ class DataReport:
         more = {"first_frame": f" ({self.unused_pages:,} of {pages:,} pages are not used)" * (self.unused_pages > 0)}
         known = (key for key in ACTIONS if key in actions)
         done = ", ".join(f"{actions[key]:,} {self.phrase(key)}{more.get(key, '')}" for key in known)
-        unchanged = f"as they are ({self.image_format.sides})"
+        unchanged = f"as they are ({self.size_text})"
         unread = f"decoded during training ({self.image_format}), so not checked yet"
         parts = [
             f"{self.found:,} image{'s' * (self.found != 1)}{classes}",

@@ -16,6 +16,8 @@ from unfog.data.data_report import DataReport
 from unfog.data.settings import Data
 from unfog.errors import RequestError
 from unfog.values.columns import Column, classes_of, labels_of, of_labels, rows_of, update_digest
+from unfog.values.condition_kinds import conditions_of
+from unfog.values.image_format import Size
 
 if TYPE_CHECKING:
     from unfog.values.conditions import Conditions
@@ -58,14 +60,7 @@ class _ImageBatch(NamedTuple):
     @property
     def conditions(self) -> Conditions:
         """Conditions of the images, on the CPU."""
-        return _conditions(self.columns)
-
-
-def _conditions(columns: Mapping[str, Column]) -> Conditions:
-    """Return what the network is told about the images of these columns."""
-    from unfog.values.conditions import Conditions
-
-    return Conditions.of_labels(labels_of(columns))
+        return conditions_of(self.columns.values())
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +150,7 @@ class ImageSet:
 
     def conditions_of(self, rows: NDArray[np.int64]) -> Conditions:
         """Return what the network is told about the images at these rows, on the CPU. Raises as `columns_of`."""
-        return _conditions(self.columns_of(rows))
+        return conditions_of(self.columns_of(rows).values())
 
     def subset(self, rows: slice, fingerprint: str = "") -> ImageSet:
         """Return some of the images, sharing the memory of this set."""
@@ -186,6 +181,9 @@ class Dataset:
     """See `Scan.warnings`."""
     latents: tuple[ImageSet, ImageSet] | None = None
     """(train, held_out) with latents in place of pixels, for latent diffusion: see `data.latent_cache`."""
+    buckets: tuple[Dataset, ...] = ()
+    """Sets of the same classes by their size, where aspects are kept; () otherwise. `train` and `held_out` then have
+    the images of all of them in this order, scaled to one size: see `data.buckets.view`."""
 
     @classmethod
     def split(
@@ -199,6 +197,15 @@ class Dataset:
         """Make the first `train` images the training set and the others the held-out set, in the same memory."""
         first, second = fingerprints
         return cls(settings, images.subset(slice(train), first), images.subset(slice(train, None), second), report)
+
+    @property
+    def of_one_size(self) -> Dataset:
+        """The dataset, or that of the bucket whose size stands for all of them: the one with most training images."""
+        return self.at_size(self.settings.size)
+
+    def at_size(self, size: Size) -> Dataset:
+        """Return the dataset of the bucket of this size; this one if there is none."""
+        return next((bucket for bucket in self.buckets if bucket.settings.size == size), self)
 
     @property
     def as_network_input(self) -> Dataset:

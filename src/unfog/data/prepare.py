@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from typing import Literal
 
 from PIL import Image
 
@@ -29,6 +30,8 @@ from unfog.text import format_bytes
 _MEMORY_FILES = 10_000
 _MEMORY_FILE_BYTES = 8 * 2**20
 _MEMORY_PIXEL_BYTES = 256 * 2**20
+
+Placement = Literal["memory", "disk", "none"]
 
 
 def prepare(
@@ -69,7 +72,7 @@ def prepare(
         key = cache.entry_key(scan, scan.settings)
         if may_reuse and (entry := cache.load(key)):
             return replace(entry.dataset(with_labels, source.name), warnings=scan.warnings)
-        where, why = _placement_on_resume(scan, key, unread) if known else _placement(scan, key, to_draw)
+        where, why = choose_placement(scan, key, to_draw, known)
         if where == "none":
             dataset = lazy_dataset(scan)
             why = "; ".join(filter(None, (why, kept or _cache_remote_reads(source))))
@@ -112,7 +115,16 @@ def _decode_into_memory(scan: Scan, progress: Progress | None) -> Dataset:
     return Dataset.split(decoded, result.train, scan.resolved_settings, result.report)
 
 
-def _placement_on_resume(scan: Scan, key: str, unread: bool) -> tuple[str, str]:
+def choose_placement(scan: Scan, key: str, to_draw: int = 0, known: str = "") -> tuple[Placement, str]:
+    """Return (where decoded images are kept, "none" for nowhere; the reason, where it was chosen automatically).
+
+    The other arguments are those of `prepare`; the scan is resolved, and `key` that of its entry in the cache.
+    RequestError if images would not be decoded as in the run so far.
+    """
+    return _placement_on_resume(scan, key, known.startswith(UNREAD)) if known else _placement(scan, key, to_draw)
+
+
+def _placement_on_resume(scan: Scan, key: str, unread: bool) -> tuple[Placement, str]:
     """Return `_placement` for a resume. Raises RequestError if images would not be decoded as in the run so far."""
     # The fingerprint of undecoded images is of another kind, so the two could not be compared.
     if unread and scan.settings.cache == "auto":
@@ -128,7 +140,7 @@ def _placement_on_resume(scan: Scan, key: str, unread: bool) -> tuple[str, str]:
     )
 
 
-def _placement(scan: Scan, key: str, to_draw: int) -> tuple[str, str]:
+def _placement(scan: Scan, key: str, to_draw: int) -> tuple[Placement, str]:
     """Return ("memory", "disk" or "none"; the reason, where it was chosen automatically).
 
     A small set stays in memory. A larger one is packed into the cache if that takes at most half of the free space and

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from unfog.data.data_report import DataReport, SkippedFile
 from unfog.data.decode import Opener, is_deep, parse_colour, read_deep, upright_sides
-from unfog.data.decode_pool import DecodeStatistics, PixelFormat, decode_with_retries, with_retries
+from unfog.data.decode_pool import DecodeStatistics, PixelFormat, Progress, decode_with_retries, with_retries
 from unfog.data.label_checks import warn_of_masks_beside_images
 from unfog.data.settings import Data
 from unfog.data.sources.base import ImageError, MissingImageError, Source, TransientImageError
@@ -281,20 +281,37 @@ def _common_sides(sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 def _sampled_sizes(source: Source, without: Sequence[str] = ()) -> list[tuple[int, int]]:
     """Return width and height of images that are evenly spread over a source."""
-    sizes = []
-    for i in _spread(len(source.names), _HEADERS_SAMPLED):
-        if source.names[i] in without:
-            continue
-        try:
-            sizes.append(_read_size(partial(source.read_image, i)))
-            source.outage.last_read = i
-        except (TransientImageError, MissingImageError):  # retried, as a sample without it could give another size
-            with suppress(ImageError):
-                _, info = decode_with_retries(source, i, PixelFormat(ImageFormat(1, 8, 8), (0, 0, 0)))
-                sizes.append((info.width, info.height))
-        except ImageError:
-            continue
-    return sizes
+    sampled = (i for i in _spread(len(source.names), _HEADERS_SAMPLED) if source.names[i] not in without)
+    return [sides for i in sampled if (sides := _sides_of(source, i)) is not None]
+
+
+def _sides_of(source: Source, i: int) -> tuple[int, int] | None:
+    """Return width and height of image i; None if it is no usable image. RunError if it cannot be read now."""
+    try:
+        sides = _read_size(partial(source.read_image, i))
+        source.outage.last_read = i
+        return sides
+    except (TransientImageError, MissingImageError):  # retried, as the images without it could have another size
+        with suppress(ImageError):
+            _, info = decode_with_retries(source, i, PixelFormat(ImageFormat(1, 8, 8), (0, 0, 0)))
+            return info.width, info.height
+    except ImageError:
+        pass
+    return None
+
+
+def read_sides(source: Source, progress: Progress | None = None) -> NDArray[np.int32]:
+    """Return width and height of each image, [N, 2]; 0 of one that is not usable. It reads all heads.
+
+    `progress` is called with (images done, images in all). RunError if an image cannot be read now.
+    """
+    n = len(source.names)
+    sides = np.zeros((n, 2), np.int32)
+    for i in range(n):
+        sides[i] = _sides_of(source, i) or 0
+        if progress and i % _HEADERS_SAMPLED == 0:
+            progress(i, n)
+    return sides
 
 
 def find_ranges(source: Source, integers: bool = True) -> Ranges:
@@ -433,7 +450,7 @@ class DecodeResult:
             found=len(order),
             used=len(rows),
             held_out=len(rows) - train,
-            sides=_side_statistics(records["sides"]),
+            sides=side_statistics(records["sides"]),
             modes=dict(statistics.modes),
             unused_pages=statistics.unused_pages,
             treatments=tuple(statistics.treatments),
@@ -453,7 +470,8 @@ class DecodeResult:
         return np.ascontiguousarray(self.records["grey"])
 
 
-def _side_statistics(sides: NDArray[np.int32]) -> dict[str, int]:
+def side_statistics(sides: NDArray[np.int32]) -> dict[str, int]:
+    """Return the least, the median and the largest shortest and longest side of images [N, 2]."""
     ordered = np.sort(sides, axis=1)
     found = {"min": ordered.min(0), "median": np.median(ordered, 0), "max": ordered.max(0)}
     columns = enumerate(("shortest", "longest"))

@@ -27,7 +27,7 @@ def _floats(values: Iterable[float]) -> tuple[float, ...]:
 # packs hold them, only where they are set, so that those from before are found again.
 _LATER: dict[str, Callable[[Any], object]] = {"range": _floats, "clip": bool}
 # Settings that act in training, so that a pack does not depend on them.
-TRAINING_ONLY = ("flip", "jitter", "crop", "augment", "upright", "cache", "cache_limit", "failed_shards")
+TRAINING_ONLY = ("flip", "jitter", "crop", "augment", "upright", "aspect", "cache", "cache_limit", "failed_shards")
 # Prefix of the fingerprint of images that are decoded while training: a digest of their source's state.
 UNREAD = "unread:"
 
@@ -38,6 +38,14 @@ class Data:
 
     size: Size = setting(0, short="size", common=True)
     """Pixels that the network sees: 64, or width x height: 96x64; 0 = to suit the images, short side up to 64."""
+    aspect: Literal["crop", "keep"] = setting(
+        "crop",
+        short="aspect",
+        added_later=True,
+        why="one size is the simplest; cutting photographs of 3:2 to squares loses a third of each",
+        see="docs/guide.md",
+    )
+    """crop: cut all images to `size`. keep: batches of one aspect each, of about as many pixels as `size`."""
     channels: int = 0
     """1 = grey, 3 = RGB; 0 = grey if every image is grey, else RGB."""
     background: str = setting("white", affects="objective", resume="force")

@@ -89,17 +89,53 @@ class HeldOut(NamedTuple):
 
         `losses` [2, L, N] were computed in batches of this size.
         """
-        # Summed batch by batch: another order would change the last bit of recorded losses.
-        totals = torch.zeros(2, len(self.levels), dtype=torch.float64)
-        for part in torch.split(losses, batch, dim=2):
-            for row, of_level in enumerate(part):
-                totals[row] += torch.stack([values.sum() for values in of_level])
-        loss, noise_error = (totals / len(self.x0)).tolist()
-        return {
-            "held_out_loss": sum(loss) / len(loss),
-            "held_out_by_level": loss,
-            "held_out_noise_error": noise_error,
-        }
+        return _summary(losses, batch)
+
+    @property
+    def images(self) -> int:
+        """Number of images."""
+        return len(self.x0)
+
+
+class HeldOutBuckets(NamedTuple):
+    """Held-out images of several sizes, with the same noise levels."""
+
+    parts: tuple[HeldOut, ...]
+
+    def losses(
+        self,
+        loss_at: LossAt,
+        batch: int,
+        seed: int = 0,
+        progress: Callable[[int], None] = lambda images: None,
+        only: slice = slice(None),
+    ) -> Tensor:
+        """Return `HeldOut.losses` of the images of all parts, in their order."""
+        return torch.cat([part.losses(loss_at, batch, seed, progress, only) for part in self.parts], 2)
+
+    def summary(self, losses: Tensor, batch: int) -> dict[str, float | list[float]]:
+        """Return `HeldOut.summary` of the images of all parts."""
+        return _summary(losses, batch)
+
+    @property
+    def images(self) -> int:
+        """Number of images."""
+        return sum(part.images for part in self.parts)
+
+
+def _summary(losses: Tensor, batch: int) -> dict[str, float | list[float]]:
+    # Summed batch by batch: another order would change the last bit of recorded losses.
+    _, levels, images = losses.shape
+    totals = torch.zeros(2, levels, dtype=torch.float64)
+    for part in torch.split(losses, batch, dim=2):
+        for row, of_level in enumerate(part):
+            totals[row] += torch.stack([values.sum() for values in of_level])
+    loss, noise_error = (totals / images).tolist()
+    return {
+        "held_out_loss": sum(loss) / len(loss),
+        "held_out_by_level": loss,
+        "held_out_noise_error": noise_error,
+    }
 
 
 class MeanEstimate(NamedTuple):

@@ -46,9 +46,7 @@ _SAMPLE_FILES = {
 }
 NETWORK_MODULES = ("unfog.values.conditions", "unfog.models.layers")
 """What the module of every network uses."""
-OF_TRAINING = tuple(
-    f"Conditions.{name}" for name in ("of_labels", "droppable", "apply", "rows", "to", "copy_", "cat", "dropped")
-)
+OF_TRAINING = tuple(f"Conditions.{name}" for name in ("droppable", "apply", "rows", "to", "copy_", "cat", "dropped"))
 """Methods in `NETWORK_MODULES` that no network calls."""
 _DIFFUSERS = """\
 from diffusers import DiffusionPipeline
@@ -115,9 +113,10 @@ def _body(module: ModuleType, imports: dict[str, None], left_out: frozenset[str]
         imported = isinstance(node, ast.Import | ast.ImportFrom)
         if imported and not ast.unparse(node).startswith(("from unfog", "import unfog", "from __future__")):
             imports[ast.unparse(node)] = None
+        for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
         docstring, name = number == 0 and isinstance(node, ast.Expr), getattr(node, "name", "")
         methods = [part for part in getattr(node, "body", ()) if f"{name}.{getattr(part, 'name', '')}" in left_out]
-        for part in [node] if imported or docstring or name in left_out else methods:
+        for part in [node] if imported or for_types or docstring or name in left_out else methods:
             first = min([part.lineno, *(each.lineno for each in getattr(part, "decorator_list", ()))])
             assert part.end_lineno is not None
             # Blank lines in their place, as the numbers of lines from the syntax tree must stay right.

@@ -19,7 +19,7 @@ from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.likelihood import best_end, bits_per_dim
 from unfog.diffusion.noise import NoiseSource
 from unfog.evaluation.features import compute_features
-from unfog.evaluation.held_out import HeldOut, MeanEstimate
+from unfog.evaluation.held_out import HeldOut, HeldOutBuckets, MeanEstimate
 from unfog.evaluation.metrics import MetricResult, Z
 from unfog.inference.compare_images import spectrum_chart, verdict
 from unfog.inference.evaluation_files import Evaluation, EvaluationSetup, GeneratedSamples
@@ -85,7 +85,7 @@ def _describe_generation(run: LoadedRun, setup: EvaluationSetup) -> dict[str, An
         **({"guide every": generation.guide_every} if generation.guide_every != 1 else {}),
         **({"within": f"{low:g} to {high:g} of noise"} if partly else {}),
         "precision": generation.precision,
-        "labels": "as in the data" if generation.labels else "none",
+        "labels": "as in the data" if generation.given else "none",
         "reference": setup.reference_name,
     }
 
@@ -162,12 +162,14 @@ def _held_out_metrics(run: LoadedRun, setup: EvaluationSetup) -> list[MetricResu
 
 def _held_out_set(dataset: Dataset, run: LoadedRun, most: int) -> HeldOut:
     held_out = build_held_out_set(dataset, run.config, run.device, most)
-    assert held_out is not None, "metrics of held-out images are left out where there are none"
+    assert isinstance(held_out, HeldOut), (
+        "metrics of held-out images are of one size, and left out where there are none"
+    )
     return held_out
 
 
 def held_out_losses(
-    network: nn.Module, config: Config, held_out: HeldOut, batch: int, progress: Callable[[int], None]
+    network: nn.Module, config: Config, held_out: HeldOut | HeldOutBuckets, batch: int, progress: Callable[[int], None]
 ) -> Tensor:
     """Return the loss [L, N] of each image at each noise level; `progress` gets the images of every forward pass."""
     return held_out.losses(build_loss_at(network, config), batch, progress=progress)[0]

@@ -23,7 +23,7 @@ from unfog.inference.compare_images import Comparison
 from unfog.inference.compute_metrics import held_out_losses
 from unfog.inference.loaded_run import SWEEP_FILE, load_ema_weights, load_run_images
 from unfog.pipeline.build import build_held_out_set, build_network, building_for
-from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_labels
+from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_given
 from unfog.process.device import choose_device
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
@@ -201,6 +201,7 @@ def _build_measure(
     metric, n = request.metric, request.n
     if metric == _LOSS:
         return _held_out_measure(n, config, prepared, device)
+    prepared = prepared.of_one_size  # which the samples have
     if n < 10:
         raise RequestError(f"n = {n} samples: {metric} needs at least 10; {_USUAL_N[metric]} is usual")
     # Rather images that were not trained on, if they are enough for the metric.
@@ -210,7 +211,8 @@ def _build_measure(
     compared = Comparison((metric,), features, images, evenly_spaced(len(images), n))
     compared.check_count(metric, n, "--metric")
     # Classes in proportion to the data, or the metric would compare the proportions.
-    drawing = replace(GenerationSettings.default(config, n, min(n, 64)), labels=proportional_labels(images.labels, n))
+    given = proportional_given(config.conditions, images, n)
+    drawing = replace(GenerationSettings.default(config, n, min(n, 64)), given=given)
 
     def value(network: nn.Module) -> tuple[float, float | None]:
         with Progress("generating", n) as progress:
@@ -234,7 +236,7 @@ def _held_out_measure(n: int, config: Config, prepared: Dataset, device: torch.d
         mean = MeanEstimate.over_images(held_out_losses(network, config, held_out, 64, lambda images: None))
         return mean.value, None if math.isnan(mean.error) else mean.error
 
-    return len(held_out.x0), "", value
+    return held_out.images, "", value
 
 
 def _write_result(swept: EmaSweepResult, folder: RunFolder) -> None:

@@ -31,7 +31,7 @@ from unfog.inference.compute_metrics import compute_metrics
 from unfog.inference.evaluation_files import ARITHMETIC, FORMAT, Evaluation, EvaluationSetup, GeneratedSamples
 from unfog.inference.guide import resolve_guidance
 from unfog.inference.loaded_run import LoadedRun, load_run_images, weights_digest
-from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_labels
+from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_given
 from unfog.pipeline.load_data import load_images
 from unfog.planning.sampling_cost import cost_per_sample
 from unfog.process.device import choose_device
@@ -43,6 +43,7 @@ from unfog.reporting.progress import Progress, format_bytes, format_duration, pl
 from unfog.text import manual, sanitize
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.distributed.world import World, init_world
+from unfog.values.condition_format import given_labels
 from unfog.values.image_format import Size, size_of
 
 _GRIDS = ("grid.png", "strip.png")  # which `unfog sample` writes beside its images
@@ -62,7 +63,7 @@ def evaluate(run: LoadedRun, request: EvaluationRequest) -> Evaluation:
         started = time.monotonic()
         if request.against is not None:
             checkpoint.find_checkpoint(run.folder.checkpoints, request.against)  # fails now rather than after sampling
-        dataset = load_run_images(run.config, stop)
+        dataset = load_run_images(run.config, stop).at_size(run.config.data.size)
         setup = _resolve_request(run, request, dataset, world, stop)
         # By step and by all that the result depends on, so that a stored one is never that of another question.
         path = run.path / "evaluations" / f"{run.step:08d}-{_result_key(run, setup)}.json"
@@ -104,7 +105,7 @@ def _resolve_request(
     generation = GenerationSettings(
         n,
         run.sampler(request.sampler, request.steps),
-        proportional_labels(dataset.train.labels, n),
+        proportional_given(config.conditions, dataset.train, n),
         request.seed,
         guidance.scale,
         request.batch,
@@ -136,9 +137,16 @@ def _load_reference(
         images, name = dataset.held_out, "held-out images"
     elif request.reference:
         # All of them are compared with, and their classes, if they have any, are not those of the run.
-        data = replace(run.config.data, held_out=0.0, labels="none")
+        data = replace(run.config.data, held_out=0.0, labels="none", aspect="crop")
         config = replace(
-            run.config, source=request.reference, data=data, fingerprint="", classes=(), autoencoder_folder=""
+            run.config,
+            source=request.reference,
+            data=data,
+            fingerprint="",
+            classes=(),
+            columns=(),
+            buckets=(),
+            autoencoder_folder="",
         )
         other, _ = load_images(config, stop)
         images, name = other.train, sanitize(request.reference)
@@ -196,10 +204,12 @@ def _result_key(run: LoadedRun, setup: EvaluationSetup) -> str:
 def _samples_key(run: LoadedRun, setup: EvaluationSetup) -> str:
     """Return a digest of all that a sample depends on, except its number and its neighbours in the batch."""
     generation = setup.generation
-    labels = hashlib.sha256(repr(generation.labels[:10]).encode()).hexdigest()  # the same rule gives the rest
-    how: tuple[object, ...] = (generation.sampler, labels, generation.seed, generation.guidance, generation.interval)
+    labels = repr(given_labels(generation.given)[:10])  # the same rule gives the rest
+    given = hashlib.sha256((repr(generation.given) if run.config.columns else labels).encode()).hexdigest()
+    how: tuple[object, ...] = (generation.sampler, given, generation.seed, generation.guidance, generation.interval)
     # fp32 adds nothing, so that samples from before there was a choice of precision are found.
     how += () if generation.precision == "fp32" else (generation.precision,)
+    how += (run.config.data.size,) if run.config.size_buckets else ()
     if setup.guide is not None:
         how += (setup.guide.diffusion, weights_digest(cast(nn.Module, setup.guide.network)))
         how += () if generation.guide_every == 1 else (generation.guide_every,)

@@ -33,6 +33,7 @@ from unfog.reporting.image_grids import Pixels, save_png
 from unfog.reporting.progress import say
 from unfog.safe_files import copy_into, tensor_file, write_atomic
 from unfog.text import sanitize
+from unfog.values.condition_format import ConditionFormat
 
 _DESCRIPTION, _WEIGHTS, SOURCE = "model.json", "model.safetensors", "network.py"
 # Largest difference between the outputs of the run and of its export, over the largest output.
@@ -44,7 +45,8 @@ def build(settings, image_channels, num_classes=0, out_channels=None):
     """Return the network: (x [B, C, H, W], c_noise [B], label int64 [B] or None) -> y."""
     from types import SimpleNamespace
 
-    return {name}(SimpleNamespace(**settings), image_channels, num_classes, 0, out_channels)
+    conditions = SimpleNamespace(classes=range(num_classes), augment_inputs=0, columns=())
+    return {name}(SimpleNamespace(**settings), image_channels, conditions, out_channels)
 '''
 _DECODE = '''
 
@@ -156,6 +158,12 @@ def _card_grid(job: _Export) -> tuple[Pixels, str]:
 def _check(run: LoadedRun, sampler: Sampler, kind: str) -> None:
     """Raise RequestError if a format cannot hold a run and its sampler."""
     check_packages(kind)
+    if columns := run.config.columns:
+        names = ", ".join(sanitize(one.name) for one in columns)
+        raise RequestError(
+            f"this run has conditions besides the class ({names}), which no format of an export holds; the weights in "
+            "RUN/checkpoints are safetensors, and unfog.load(run).network takes all conditions"
+        )
     if isinstance(run.config.network, CustomNetwork) and kind in ("safetensors", "diffusers"):
         raise RequestError(
             f"the network of this run is {run.config.network.path}, whose code is not ours to copy; "
@@ -176,7 +184,7 @@ def _write_safetensors(job: _Export) -> float:
         copy_into([described.folder / CONFIG, described.weights], job.folder / "autoencoder", job.folder)
     model, settings = job.description, job.run.config.network
     assert settings is not None  # a run's is settled
-    rebuilt = build_model(settings, model["input"][0], len(model["classes"]), 0, model["out_channels"])
+    rebuilt = build_model(settings, model["input"][0], ConditionFormat(job.run.classes), model["out_channels"])
     rebuilt.load_state_dict(load_file(tensor_file(job.folder / _WEIGHTS, job.folder)))
     return _relative_difference(job.network, rebuilt.eval(), _example_inputs(model))
 

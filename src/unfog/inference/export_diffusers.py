@@ -51,7 +51,8 @@ class UnfogNetwork(ModelMixin, ConfigMixin):
     @register_to_config
     def __init__(self, settings, in_channels, out_channels, sample_size, num_classes):
         super().__init__()
-        self.network = {name}(SimpleNamespace(**settings), in_channels, num_classes, 0, out_channels)
+        conditions = SimpleNamespace(classes=range(num_classes), augment_inputs=0, columns=())
+        self.network = {name}(SimpleNamespace(**settings), in_channels, conditions, out_channels)
 
     def forward(self, sample, timestep, class_labels=None):
         return SimpleNamespace(sample=self.network(sample, timestep, class_labels))
@@ -215,7 +216,7 @@ def draw_samples(config: Config, network: nn.Module, sampler: Sampler, count: in
     """Return the first samples of seed 0 on the CPU, about [-1, 1], as a run draws them before they become uint8."""
     settings, cpu = replace(GenerationSettings.default(config, count, count), sampler=sampler), torch.device("cpu")
     noise = NoiseSource(settings.seed, range(count), config.input_shape)
-    conditions = settings.conditions(range(count), cpu)
+    conditions = settings.conditions(config, range(count), cpu)
     denoise = conditional_denoiser(Denoiser(network, config.diffusion), config, settings, conditions)
     x0 = config.representation.sampler(sampler)(denoise, config.diffusion.path, config.diffusion.schedule, noise.draw)
     return ImageMap.of(config, cpu).decode(x0)

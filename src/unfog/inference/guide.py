@@ -100,7 +100,8 @@ def _open_guide(run: LoadedRun, guide: Guide) -> Denoiser:
         raise RequestError(
             f"guide = step {other.step} is the checkpoint that samples; give an earlier one, or a smaller network"
         )
-    _check_guide(run.config, other.config)
+    sized = other.at_size(run.config.data.size) if run.resized else other
+    _check_guide(run.config, sized.config)
     return Denoiser(other.network, other.config.diffusion)
 
 
@@ -125,12 +126,17 @@ def _split_step(text: str) -> tuple[str, int | None]:
     return text, None
 
 
+def _names(config: Config) -> list[str]:
+    return [one.name for one in config.columns]
+
+
 def _check_guide(config: Config, other: Config) -> None:
     """Raise `RequestError` unless both networks can denoise the same noisy image."""
     for what, mine, its in (
         ("image size", config.data.size, other.data.size),
         ("channels", config.data.channels, other.data.channels),
         ("classes", config.classes, other.classes),
+        ("conditions", _names(config), _names(other)),
         ("diffusion.path", config.diffusion.path.kind, other.diffusion.path.kind),
     ):
         if mine != its:

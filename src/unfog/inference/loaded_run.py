@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from copy import copy
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from unfog.config.schema import Config
 from unfog.config.toml import of_type
-from unfog.config.validate import path_text, resolve_sampler
+from unfog.config.validate import check_sample_size, path_text, resolve_sampler
 from unfog.data.dataset import Dataset
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError, RunError
@@ -31,9 +32,11 @@ from unfog.training.checkpoints.format import CheckpointInfo
 from unfog.training.checkpoints.load import load_weights
 from unfog.training.checkpoints.posthoc_ema import EmaSnapshotFile, Mixture
 from unfog.training.settings import PowerEma
+from unfog.values.image_format import Size, parse_size
 
 # Result of `unfog ema-sweep`; the width in it is the default of the run from then on.
 SWEEP_FILE = "ema-sweep.json"
+_FAR = 2.0  # times the pixels that a run was trained on, or as small a part of them
 
 
 class LoadedRun:
@@ -55,6 +58,8 @@ class LoadedRun:
 
     step = 0
     """Step of the weights. That of an EMA of a given width may have no checkpoint."""
+    resized = False
+    """True if it generates images of another size than that of the run: see `at_size`."""
     earlier: LoadedRun | None = None
     """The run at an earlier step, once it has been loaded to guide this one."""
 
@@ -82,6 +87,24 @@ class LoadedRun:
         self.checkpoint = checkpoint.find_checkpoint(self.folder.checkpoints, which, warn)
         # At once, because a run that is still training may delete this checkpoint later.
         self.network, self.step = self.load_network(self.checkpoint, self.checkpoint.step if best else step)
+
+    def at_size(self, size: Size) -> Self:
+        """Return this run with the same network, which generates images of another size; 0 is the run's own.
+
+        A size far from those that the run was trained on is warned of. RequestError if the network does not take it.
+        """
+        size = parse_size(size)
+        if size in (0, self.config.data.size):
+            return self
+        config = self.config.at_size(size)
+        check_sample_size(config)
+        area, trained = config.image_format.pixels, self.config.image_format.pixels
+        if not trained / _FAR <= area <= trained * _FAR:
+            far = f"{config.image_format.sides} has {area / trained:.2g} times the pixels of the images of the run"
+            warn(f"size = {far}; what it generates may repeat itself or fall apart")
+        other = copy(self)
+        other.config, other.resized = config, True
+        return other
 
     def load_network(self, saved: checkpoint.CheckpointInfo, step: int | None) -> tuple[nn.Module, int]:
         """Return the network of a checkpoint, with the kind of weights that this run was loaded with, and their step.

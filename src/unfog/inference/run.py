@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -29,6 +29,7 @@ from unfog.pipeline.generate import GenerationSettings, generate_batches
 from unfog.pipeline.image_files import ImageInput, build_edit
 from unfog.reporting.image_grids import Pixels
 from unfog.reporting.notebook import table
+from unfog.values.image_format import Size
 
 if TYPE_CHECKING:
     from unfog.inference.evaluation_files import Evaluation
@@ -60,11 +61,13 @@ class Run(LoadedRun):
         n: int = 16,
         *,
         label: Sequence[str | int] | str | int = (),
+        given: Mapping[str, object] | None = None,
         guide: Guide | None = None,
         image: ImageInput | None = None,
         mask: ImageInput | None = None,
         progress: Callable[[int], None] = lambda done: None,
         observe: Observe | None = None,
+        size: Size = 0,
         **settings: Any,
     ) -> Samples:
         """Generate n images, an array uint8 [n, H, W, C], from noise or from `image`; `.pil()` gives PIL images.
@@ -73,6 +76,8 @@ class Run(LoadedRun):
 
         Args:
             label: class names (text) or numbers (integers, from 0) that the images cycle through; () is all classes.
+            given: conditions by the names of columns, such as {"age": [20, 30]}, in the units of the images' source;
+                a sequence is cycled through. {"class": "cat"} is the same as label="cat".
             guide: a weaker network, given the same class; samples move away from what it generates. "auto" is this
                 run's EMA of an earlier step, and what new runs without classes are guided by unless `image` is given;
                 "none" is none. Without one, guidance moves samples away from what the network generates without a
@@ -83,24 +88,28 @@ class Run(LoadedRun):
                 the rest, which stays as it is to the bit.
             observe: called with a `SamplingStep` at each step of each batch, of edits too. Where it returns True,
                 sampling ends, and the images of the batches that were finished are returned.
+            size: of the images, 64 or "96x64" (width x height), which the network must take; 0 is that of the run, or
+                of its bucket with most images.
             settings: seed, to_seed, steps, sampler, grid, levels, guidance, guidance_interval, guide_every,
                 batch, precision, strength, repeats: see `config.requests.sample.SamplingRequest`.
 
         RequestError if a setting, an image or a mask is not valid, or the guide does not fit or does not exist.
         """
-        prepared = self.prepare(n, label=label, guide=guide, image=image, mask=mask, **settings)
-        samples: list[Pixels] = []
-        for numbers, batch in self.draw(prepared, observe):
+        run, samples = self.at_size(size), list[Pixels]()
+        prepared = run.prepare(n, label=label, given=given, guide=guide, image=image, mask=mask, **settings)
+        for numbers, batch in run.draw(prepared, observe):
             samples.append(batch)
             progress(numbers.stop)
-        none = self.config.image_format.empty()  # where it was stopped at once
-        return Samples.of(np.concatenate(samples or [none]), ", ".join(self.sampled))
+        self.sampled, self.calls = run.sampled, run.calls
+        none = run.config.image_format.empty()  # where it was stopped at once
+        return Samples.of(np.concatenate(samples or [none]), ", ".join(run.sampled))
 
     def prepare(
         self,
         n: int = 16,
         *,
         label: Sequence[str | int] | str | int = (),
+        given: Mapping[str, object] | None = None,
         guide: Guide | None = None,
         image: ImageInput | None = None,
         mask: ImageInput | None = None,
@@ -110,12 +119,11 @@ class Run(LoadedRun):
         settings = usual_arguments(settings, SAMPLING)
         label = settings.pop("label", label)
         request = update(SamplingRequest(), {"n": n, **settings}, "")
-        words = list(label) if isinstance(label, Iterable) and not isinstance(label, str) else [label]
-        labels = self.config.conditions.parse_labels(words)
+        conditions = self.config.conditions
         generation = GenerationSettings(
             request.n,
             self.sampler(request.sampler, request.steps, request.grid, request.levels),
-            labels,
+            conditions.parse(conditions.with_label(given or {}, label)),
             request.seed,
             1.0 if request.guidance is None else request.guidance,
             request.batch,
@@ -130,7 +138,7 @@ class Run(LoadedRun):
             self, guide, request.guidance, request.precision, request.guide_every, edits=edit is not None
         )
         if guidance.scale == 1 and request.guidance_interval is not None:
-            remedy = "--guidance 2" if self.classes and self.config.label_dropout else "a --guide"
+            remedy = "--guidance 2" if conditions.can_be_dropped and self.config.label_dropout else "a --guide"
             raise RequestError(f"guidance_interval has no effect with guidance = 1; give {remedy}, or omit it")
         generation = replace(generation, guidance=guidance.scale)
         return PreparedSampling(generation, guidance.guide, edit, self._describe(generation, guidance.name))
@@ -197,11 +205,14 @@ class Run(LoadedRun):
             *([f"guide {guide}"] if guide else []),
             *([f"guide every {generation.guide_every}"] if generation.guide_every != 1 else []),
             *([generation.precision] if generation.precision != "fp32" else []),
+            *([self.config.image_format.sides] if self.resized else []),
             f"seed {generation.seed}" + ("" if generation.to_seed is None else f" to {generation.to_seed}"),
         )
 
     def evaluate(self, metrics: Sequence[str] | str = (), n: int = 0, **settings: Any) -> Evaluation:
         """Compute metrics of this run, as `unfog evaluate` does, or read those that the run folder has already.
+
+        Of a run with buckets they are of the bucket with most images, or of that of `at_size`.
 
         Args:
             metrics: of fid, kid, precision, recall, density, coverage, sliced, detail, held_out, bits, fid_infinity;

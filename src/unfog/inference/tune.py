@@ -168,7 +168,7 @@ class _GridError:
         denoiser, drawn = Denoiser(self.run.network, config.diffusion), []
         for first in range(0, self.drawing.count, self.drawing.batch):
             indices = range(first, min(first + self.drawing.batch, self.drawing.count))
-            conditions = self.drawing.conditions(indices, device)
+            conditions = self.drawing.conditions(config, indices, device)
             denoise = self.calls.of(conditional_denoiser(denoiser, config, self.drawing, conditions, self.guide))
             noise = NoiseSource(self.drawing.seed, indices, shape, device)
             with torch.inference_mode():

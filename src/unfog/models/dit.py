@@ -123,7 +123,7 @@ class _Block(nn.Module):
 class DiTModel(ConditionalNetwork):
     """A diffusion transformer. A fresh one outputs exactly zero, as its last layer begins at zero."""
 
-    ends = ("patch_in", "patch_out", "class_embedding", "augment_embedding")
+    ends = ("patch_in", "patch_out", *ConditionalNetwork.embeddings)
     block = _Block
     calls_layers_once = True
 

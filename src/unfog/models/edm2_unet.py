@@ -179,7 +179,7 @@ class MPUNetModel(ConditionalNetwork):
         self.gain_out = nn.Parameter(torch.zeros(()))
         return width
 
-    def _augmentation_layer(self, inputs: int, width: int) -> nn.Module:
+    def _condition_layer(self, inputs: int, width: int) -> nn.Module:
         return _MPLinear(inputs, width)
 
     def forward(self, x: Tensor, c_noise: Tensor, conditions: ConditionsLike = None) -> Tensor:
@@ -202,7 +202,7 @@ class MPUNetModel(ConditionalNetwork):
         # Pairs of sine and cosine have it exactly, and take timesteps as well as log-SNRs.
         waves = sinusoids(c_noise.float() * self.settings.time_scale, self.settings.channels[0])
         embedding: Tensor = self.time_embedding((waves * math.sqrt(2)).to(dtype))
-        embedding = self._add_augmentation(embedding, conditions)
+        embedding = self._add_conditions(embedding, conditions)
         class_embedding = self._class_embedding(conditions, c_noise)
         if class_embedding is not None:
             embedding = _mp_sum(embedding, class_embedding.to(embedding.dtype))

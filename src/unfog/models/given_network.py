@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from unfog.errors import RequestError
 from unfog.models.network_settings import CustomNetwork, channels_remedy
+from unfog.values.condition_format import ConditionFormat
 
 # In a run: the source of the classes of its network, for people to read; nothing executes it.
 SOURCE_FILE = "network-source.txt"
@@ -80,14 +81,14 @@ class GivenNetwork(CustomNetwork):
         if not self.path:
             raise RequestError("network = given stands for an object from Python: unfog.train(source, network=Net())")
 
-    def build(self, channels: int, classes: int, augment_inputs: int, out_channels: int | None) -> Any:
-        if augment_inputs:
+    def build(self, channels: int, conditions: ConditionFormat, out_channels: int | None) -> Any:
+        if conditions.augment_inputs:
             raise RequestError(f"data.augment needs a network with an input for it, and {_CONTRACT}; leave augment out")
         network = _copy(self.load())
-        network.image_channels, network.num_classes = channels, classes
+        network.image_channels, network.num_classes = channels, len(conditions.classes)
         return network
 
-    def try_out(self, network: Any, shape: tuple[int, int, int], out_channels: int) -> None:
+    def try_out(self, network: Any, shape: tuple[int, int, int], format: ConditionFormat, out_channels: int) -> None:
         """Call the network on two images, so that errors surface before training.
 
         Raises:
@@ -96,11 +97,9 @@ class GivenNetwork(CustomNetwork):
         import torch
         from torch._subclasses.fake_tensor import FakeTensor
 
-        from unfog.values.conditions import Conditions
-
-        classes, trains = network.num_classes, network.training
-        # The second class is not told, as in training with label_dropout.
-        conditions = Conditions(torch.tensor([0, -1]) if classes else None)
+        classes, trains = len(format.classes), network.training
+        # The conditions of the second image are not told, as in training with label_dropout.
+        conditions = format.blank(2).dropped(torch.tensor([False, True]))
         said = f"x {[2, *shape]}, noise [2] and " + (f"label [0, {classes}]" if classes else "label None")
         network.eval()  # or layers such as BatchNorm would learn from these images
         try:

@@ -10,20 +10,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unfog.errors import RequestError
+from unfog.values.condition_format import ConditionFormat
 from unfog.values.conditions import Conditions
 
 
-def take_conditions(network: nn.Module, classes: int) -> None:
+def take_conditions(network: nn.Module, format: ConditionFormat) -> None:
     """Let a network be called with `Conditions` as its third argument, whatever its `forward` takes.
 
-    A `forward` whose third parameter is not named `conditions` gets the label, int64 [B] or None, in which `classes`
-    stands for a class that is not told; and the augmentation as a fourth argument, where there is one.
+    A `forward` whose third parameter is not named `conditions` gets the label, int64 [B] or None, in which the number
+    of classes stands for a class that is not told; and the augmentation as a fourth argument, where there is one.
+    RequestError if there are other conditions, which it would not see.
     """
     # By name and not by type: somebody's own network need not import anything of this package.
     if next(islice(inspect.signature(network.forward).parameters, 2, None), "") != "conditions":
+        if format.columns:
+            names = ", ".join(one.name for one in format.columns)
+            raise RequestError(
+                f"{type(network).__name__}.forward takes a label alone, and the images have {names}: name its third "
+                "parameter `conditions`, and read them from it; or train without these columns"
+            )
         # A hook rather than a module around it, which would change the names of the weights. It is not compiled, as it
         # would be a graph of its own: torch compiles no call around hooks as one.
-        network.register_forward_pre_hook(partial(torch.compiler.disable(_unpack), classes))  # type: ignore[no-untyped-call]
+        network.register_forward_pre_hook(partial(torch.compiler.disable(_unpack), len(format.classes)))  # type: ignore[no-untyped-call]
 
 
 def _unpack(classes: int, network: nn.Module, inputs: tuple[Any, ...]) -> tuple[Tensor | None, ...] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from unfog.errors import RequestError
 from unfog.values.conditions import Conditions, ConditionsLike
+
+if TYPE_CHECKING:
+    from unfog.values.condition_format import ConditionFormat
 
 # (module, its inputs …) -> its output, with or without gradient checkpointing.
 Runner = Callable[..., Tensor]
@@ -66,10 +69,8 @@ class ConditionalNetwork(nn.Module):
     Args:
         settings: the architecture.
         image_channels: channels of the input.
-        num_classes: classes are 0 to num_classes - 1, and row `num_classes` of their embedding is the null class of
-            classifier-free guidance, for images whose class is not told; 0 builds a network without classes.
-        augment_inputs: length of the augmentation condition, all 0 for an unaugmented image; 0 builds a network
-            without that input.
+        conditions: of the images; a network without a condition has no layer for it. With N classes, row N of their
+            embedding is the null class of classifier-free guidance, for images whose class is not told.
         out_channels: channels of the output if not those of the input: twice as many with a learned variance.
     """
 
@@ -79,14 +80,16 @@ class ConditionalNetwork(nn.Module):
     """Compute in torch's channels_last memory format: other bits, and faster on some machines."""
     calls_layers_once: ClassVar[bool] = False
     """Whether a forward pass calls each linear layer and convolution once, and uses their weights nowhere else."""
-    ends: ClassVar[tuple[str, ...]] = ("conv_in", "conv_out", "class_embedding", "augment_embedding")
+    embeddings: ClassVar[tuple[str, ...]] = ("class_embedding", "augment_embedding")
+    """Layers that embed conditions."""
+    ends: ClassVar[tuple[str, ...]] = ("conv_in", "conv_out", *embeddings)
     """Layers whose other side is not the hidden space: image channels, classes, augmentations."""
     not_matrices: ClassVar[tuple[str, ...]] = ()
     """Names of parameters, or of modules around them, that are no linear maps though they have two sides or more."""
     block: ClassVar[type[nn.Module]]
     """Class of the repeated parts, which FSDP shards and gathers one after the other."""
-    augmentation_begins_at_zero: ClassVar[bool] = False
-    """So that weights of other programs, which have no such layer, begin as they were trained."""
+    conditions_begin_at_zero: ClassVar[bool] = False
+    """So that weights of other programs, which have no such layers, begin as they were trained."""
     settings: Any
     class_embedding: nn.Module | None
     augment_embedding: nn.Module | None
@@ -95,27 +98,28 @@ class ConditionalNetwork(nn.Module):
         self,
         settings: Any,
         image_channels: int,
-        num_classes: int = 0,
-        augment_inputs: int = 0,
+        conditions: ConditionFormat,
         out_channels: int | None = None,
     ):
         super().__init__()
-        self.settings, self.image_channels, self.num_classes = settings, image_channels, num_classes
+        self.settings, self.image_channels, self.num_classes = settings, image_channels, len(conditions.classes)
         # By the name of this package, which exported code has not.
         ours = type(self).__module__.partition(".")[0] == __name__.partition(".")[0]
         self.is_random = not ours or getattr(settings, "dropout", 1) > 0
         """Whether a pass in training may draw random numbers."""
         width = self._build(settings, out_channels or image_channels)
         # Last, so that all other weights are drawn as without it.
-        self.augment_embedding = self._augmentation_layer(augment_inputs, width) if augment_inputs else None
+        inputs = conditions.augment_inputs
+        self.augment_embedding = self._condition_layer(inputs, width) if inputs else None
 
     def _build(self, settings: Any, out_channels: int) -> int:
-        """Make all other layers. Return the width of what the embedding of the augmentation is added to."""
+        """Make all other layers. Return the width of what embeddings of conditions but the class are added to."""
         raise NotImplementedError
 
-    def _augmentation_layer(self, inputs: int, width: int) -> nn.Module:
+    def _condition_layer(self, inputs: int, width: int) -> nn.Module:
+        """Return a linear layer for a condition of so many numbers."""
         layer = nn.Linear(inputs, width, bias=False)  # no bias, so that a condition of 0 adds 0
-        if self.augmentation_begins_at_zero:
+        if self.conditions_begin_at_zero:
             zero_(layer)
         return layer
 
@@ -129,15 +133,15 @@ class ConditionalNetwork(nn.Module):
         # saved: putting them in order at each call takes 3 to 7% of a step (docs/decisions/0016-memory-format.md).
         return h.contiguous(memory_format=torch.channels_last) if self.channels_last else h
 
-    def _add_augmentation(self, hidden: Tensor, conditions: ConditionsLike) -> Tensor:
-        """Add the embedding of the augmentation; `RequestError` if the network has no such input."""
-        augment = Conditions.of(conditions).augment
-        if augment is None:
+    def _add_conditions(self, hidden: Tensor, conditions: ConditionsLike) -> Tensor:
+        """Add the embeddings of all conditions but the class; `RequestError` if the network has no such input."""
+        told = Conditions.of(conditions)
+        if told.augment is None:
             return hidden
         if self.augment_embedding is None:
             raise RequestError("an augmentation was given to a network without that input; train with data.augment")
         # The same as a linear layer on the sinusoids (EDM's map_augment), which the next layer would multiply.
-        embedding: Tensor = self.augment_embedding(augment.to(hidden.dtype))
+        embedding: Tensor = self.augment_embedding(told.augment.to(hidden.dtype))
         return hidden + embedding
 
     def _class_embedding(self, conditions: ConditionsLike, c_noise: Tensor) -> Tensor | None:
@@ -157,7 +161,7 @@ class ConditionalNetwork(nn.Module):
         """Embed sinusoids [B, C] by linear layer, activation and linear layer; add the conditions; activate."""
         first, activation, second = mlp
         hidden: Tensor = first(waves)
-        embedding: Tensor = second(activation(self._add_augmentation(hidden, conditions)))
+        embedding: Tensor = second(activation(self._add_conditions(hidden, conditions)))
         class_embedding = self._class_embedding(conditions, c_noise)
         return F.silu(embedding if class_embedding is None else embedding + class_embedding)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from unfog.custom import CustomPart
 from unfog.errors import RequestError
+from unfog.values.condition_format import ConditionFormat
 from unfog.values.image_format import CHANNELS, check_sides, describe_channels, size_of
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ class NetworkSettings:
     kind: ClassVar[str]
     """Name on the command line and in config.toml."""
     model: ClassVar[str]
-    """MODULE:CLASS of the network, called as CLASS(settings, channels, classes, augment_inputs, out_channels)."""
+    """MODULE:CLASS of the network, called as CLASS(settings, channels, conditions, out_channels)."""
     fixed_norm_weights: ClassVar[bool] = False
     """Weights are normalised after every step, so that weight decay would only shrink the gains."""
     prefers_channels_last: ClassVar[bool] = False
@@ -33,11 +34,11 @@ class NetworkSettings:
     muon_lr_factor: ClassVar[float] = 1.0
     """Learning rate of Muon over that of AdamW."""
 
-    def build(self, channels: int, classes: int, augment_inputs: int, out_channels: int | None) -> Any:
+    def build(self, channels: int, conditions: ConditionFormat, out_channels: int | None) -> Any:
         """Return the network, a torch.nn.Module with fresh weights."""
         # By name, as the modules of networks import torch, and settings must load without it.
         module, _, name = self.model.partition(":")
-        return getattr(import_module(module), name)(self, channels, classes, augment_inputs, out_channels)
+        return getattr(import_module(module), name)(self, channels, conditions, out_channels)
 
     def check(self, size: int | tuple[int, int]) -> None:
         """Raise `RequestError` unless images of `size` pixels (side, or height and width) fit."""
@@ -49,8 +50,8 @@ class NetworkSettings:
     def size_bound(self, channels: int, side: float, conditions: int) -> tuple[float, float]:
         """Return upper bounds of (numbers of weights, numbers kept of each image for the backward pass).
 
-        For images of side x side pixels; `conditions` is the number of rows of the embeddings of class and
-        augmentation. Infinity, which is always right, makes planning slower.
+        For images of side x side pixels; `conditions` is the number of rows of the embeddings of all
+        conditions. Infinity, which is always right, makes planning slower.
         """
         return float("inf"), float("inf")
 
@@ -123,12 +124,13 @@ class CustomNetwork(CustomPart, NetworkSettings):
             raise RequestError("path = '' of a custom network must name a class, as in custom:path=mymodule.MyNet")
         self.keywords()
 
-    def build(self, channels: int, classes: int, augment_inputs: int, out_channels: int | None) -> Any:
+    def build(self, channels: int, conditions: ConditionFormat, out_channels: int | None) -> Any:
         from torch import nn
 
+        classes = len(conditions.classes)
         options = {"channels": channels, "classes": classes, "out_channels": out_channels or channels}
-        if augment_inputs:
-            options["augment_inputs"] = augment_inputs
+        if conditions.augment_inputs:
+            options["augment_inputs"] = conditions.augment_inputs
         kind = self.load()
         try:
             network = kind(**options, **self.keywords())
@@ -139,7 +141,7 @@ class CustomNetwork(CustomPart, NetworkSettings):
         network.image_channels, network.num_classes = channels, classes  # type: ignore[assignment]
         return network
 
-    def try_out(self, network: Any, shape: tuple[int, int, int], out_channels: int) -> None:
+    def try_out(self, network: Any, shape: tuple[int, int, int], format: ConditionFormat, out_channels: int) -> None:
         """Call the network once, so that errors surface before training.
 
         Raises:
@@ -147,10 +149,7 @@ class CustomNetwork(CustomPart, NetworkSettings):
         """
         import torch
 
-        from unfog.values.conditions import Conditions
-
-        expected = (1, out_channels, *shape[1:])
-        conditions = Conditions(torch.zeros(1, dtype=torch.int64) if network.num_classes else None)
+        expected, conditions = (1, out_channels, *shape[1:]), format.blank(1)
         try:
             with torch.no_grad():
                 found = tuple(network(torch.zeros(1, *shape), torch.ones(1), conditions).shape)
@@ -185,8 +184,7 @@ def channels_remedy(call: Callable[[Any], Any], shape: tuple[int, int, int]) -> 
 def build_model(
     settings: NetworkSettings,
     channels: int,
-    classes: int = 0,
-    augment_inputs: int = 0,
+    conditions: ConditionFormat = ConditionFormat(),  # noqa: B008
     out_channels: int | None = None,
 ) -> ConditionalNetwork:
     """Return a network with fresh weights from torch's global generator; the built-in ones begin with an output of 0.
@@ -194,8 +192,7 @@ def build_model(
     Args:
         settings: of a built-in, registered or custom network.
         channels: C of the images.
-        classes: number of classes besides the null class; 0 builds a network without classes.
-        augment_inputs: length of the augmentation condition; 0 builds a network without that input.
+        conditions: of the images; by default there are none.
         out_channels: C' if it differs from C.
 
     Returns:
@@ -203,6 +200,6 @@ def build_model(
     """
     from unfog.models.label_adapter import take_conditions
 
-    network: ConditionalNetwork = settings.build(channels, classes, augment_inputs, out_channels)
-    take_conditions(network, classes)
+    network: ConditionalNetwork = settings.build(channels, conditions, out_channels)
+    take_conditions(network, conditions)
     return network

@@ -10,7 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
@@ -19,13 +21,15 @@ from unfog.compile_for_gpu import compiled_with
 from unfog.config.schema import Config
 from unfog.config.task import AutoencoderTask, DiffusionTask, Task
 from unfog.config.validate import check_network_size
-from unfog.data.dataset import Dataset
+from unfog.data.buckets.stream import BucketStream
+from unfog.data.buckets.view import Rows
+from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.stream import DeviceStream, ImageStream
 from unfog.diffusion.diffusion import Network
 from unfog.diffusion.levels import Levels
 from unfog.diffusion.objective import Objective, noised, stratified, weighted_error
 from unfog.errors import RequestError, RunError
-from unfog.evaluation.held_out import HeldOut, LossAt, midpoints
+from unfog.evaluation.held_out import HeldOut, HeldOutBuckets, LossAt, midpoints
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.models.layers import ConditionalNetwork
 from unfog.models.network_settings import CustomNetwork, build_model
@@ -35,7 +39,7 @@ from unfog.process.torch_flags import set_repeatable
 from unfog.training.autoencoder_loss import AutoencoderLoss
 from unfog.training.checkpoints.load import TensorFile
 from unfog.training.distributed.process_group import processes_per_gpu
-from unfog.training.hooks import Augmentation, LossFunction
+from unfog.training.hooks import Augmentation, LossFunction, Stream
 from unfog.training.loop import Intervals
 from unfog.training.precision import Precision
 from unfog.training.state import TrainState
@@ -166,17 +170,19 @@ def build_network(config: Config) -> ConditionalNetwork | AutoencoderModel:
 def _build_diffusion_network(config: Config) -> ConditionalNetwork:
     if config.network is None:
         raise RequestError("network = auto has to be resolved before a network can be built")
-    channels, height, width = config.input_shape
-    check_network_size(config.network, (height, width), config.representation.factor)
+    for _, height, width in config.input_shapes:
+        check_network_size(config.network, (height, width), config.representation.factor)
+    channels = config.input_shape[0]
     with torch.random.fork_rng(devices=[]):  # leaves the caller's random state as it is
         torch.manual_seed(config.training.seed)
         told = config.conditions
         out = 2 * channels if config.diffusion.learned_variance else None
         own = isinstance(config.network, CustomNetwork)  # somebody's code, which may build and drop other modules
         with nullcontext() if own else _only_stored_shapes():
-            network = build_model(config.network, channels, len(told.classes), told.augment_inputs, out)
+            network = build_model(config.network, channels, told, out)
         if isinstance(config.network, CustomNetwork) and not told.augment_inputs:
-            config.network.try_out(network, config.input_shape, out or channels)
+            for shape in config.input_shapes:
+                config.network.try_out(network, shape, told, out or channels)
     network.channels_last = config.training.memory_format == "channels_last"
     return network
 
@@ -251,7 +257,9 @@ def build_intervals(config: Config, state: TrainState) -> Intervals:
     return Intervals(*every, ema_snapshot=config.ema_snapshots.every if state.ema_widths else 0)
 
 
-def build_held_out_set(dataset: Dataset, config: Config, device: torch.device, wanted: int = 0) -> HeldOut | None:
+def build_held_out_set(
+    dataset: Dataset, config: Config, device: torch.device, wanted: int = 0
+) -> HeldOut | HeldOutBuckets | None:
     """Return at most `wanted` held-out images (0: `evaluate.images`), evenly spaced, as network input on the device.
 
     None if there are none.
@@ -260,12 +268,32 @@ def build_held_out_set(dataset: Dataset, config: Config, device: torch.device, w
     if not len(images):
         return None
     # Unlike `evenly_spaced`, which rounds: other images would change the held-out loss of existing runs.
-    index = torch.linspace(0, len(images) - 1, min(wanted, len(images))).long()
-    taken = images.take(index.numpy())
-    x0 = without_augmentation(config)(torch.from_numpy(taken.pixels)).to(device)
-    return HeldOut(x0, taken.conditions.to(device), midpoints(config.evaluate.levels).to(device))
+    index = torch.linspace(0, len(images) - 1, min(wanted, len(images))).long().numpy()
+    levels = midpoints(config.evaluate.levels).to(device)
+
+    def take(images: ImageSet, rows: NDArray[np.int64]) -> HeldOut:
+        taken = images.take(rows)
+        x0 = without_augmentation(config)(torch.from_numpy(taken.pixels)).to(device)
+        return HeldOut(x0, taken.conditions.to(device), levels)
+
+    if not dataset.buckets:
+        return take(images, index)
+    sets = [bucket.held_out for bucket in dataset.buckets]
+    rows = Rows(tuple(map(len, sets)))
+    return HeldOutBuckets(tuple(take(sets[number], own) for number, _, own in rows.split(index)))
 
 
-def open_task_stream(stream: ImageStream, device: torch.device) -> ImageStream | DeviceStream:
+def open_stream(dataset: Dataset, config: Config) -> ImageStream | BucketStream:
+    """Return the stream of the training images of a run, in the order that its seed gives."""
+    seed, images = config.training.seed, dataset.as_network_input.train
+    if not dataset.buckets:
+        return ImageStream(images, seed)
+    return BucketStream([bucket.train for bucket in dataset.buckets], config.training.batch, seed)
+
+
+def open_task_stream(stream: ImageStream | BucketStream, device: torch.device) -> Stream:
     """Return the stream that the loop reads: on a GPU that it is small beside, one whose images are kept there."""
-    return DeviceStream.open(stream, device, total_memory(device) // processes_per_gpu())
+    memory = total_memory(device) // processes_per_gpu()
+    if isinstance(stream, BucketStream):
+        return stream.on_device(device, memory) if device.type == "cuda" else stream
+    return DeviceStream.open(stream, device, memory)

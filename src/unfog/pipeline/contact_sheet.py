@@ -12,7 +12,8 @@ from unfog.data.augmentation import Augment
 from unfog.data.data_report import ACTIONS, COMMON_ACTIONS, DataReport
 from unfog.data.dataset import Dataset, evenly_spaced
 from unfog.data.stream import ImageStream
-from unfog.reporting.image_grids import Pixels, grid, printable_name
+from unfog.reporting.image_grids import Pixels, grid, printable_name, stack
+from unfog.values.buckets import Bucket, share_samples
 
 _IMAGES, _PIXELS, _MIN_IMAGES = 64, 2**20, 8  # fewer large images, so that the sheet stays small
 _ROW = 12  # images across, as `grid` lays out what has captions
@@ -23,11 +24,19 @@ def contact_sheet(dataset: Dataset, augment: Augment, seed: int) -> Pixels:
     """Return training images as the network sees them, from the stream and augmented: uint8 [H, W, 3].
 
     It shows a row for each unusual conversion, then some of each class, and depends on the images and the seed alone.
-    RequestError if an image is of no known class.
+    Of buckets there is a sheet for each, one below the other. RequestError if an image is of no known class.
     """
-    images = dataset.train
-    _, _, height, width = images.pixels.shape
+    _, _, height, width = dataset.train.pixels.shape
     count = min(_IMAGES, max(_MIN_IMAGES, _PIXELS // (height * width)))
+    if not dataset.buckets:
+        return _sheet(dataset, augment, seed, count)
+    buckets = [Bucket(part.settings.size, len(part.train)) for part in dataset.buckets]
+    shares = zip(dataset.buckets, share_samples(buckets, count))
+    return stack([_sheet(part, augment, seed, few) for part, few in shares if few])
+
+
+def _sheet(dataset: Dataset, augment: Augment, seed: int, count: int) -> Pixels:
+    images = dataset.train
     stream = ImageStream(images, seed)
     index = stream.index(0, min(len(images), _POSITIONS))  # index[p]: the image at position p
     chosen = _unusual(dataset.report, index, count // 2)
@@ -43,7 +52,7 @@ def contact_sheet(dataset: Dataset, augment: Augment, seed: int) -> Pixels:
         x0, _ = augment(torch.cat([batch.pixels for batch in batches]))
         pixels = dataset.settings.image_format.to_view(x0)
     captions = list(chosen.values())
-    return grid(pixels, labels=captions if any(captions) else None)
+    return grid(pixels, row_names=captions if any(captions) else None)
 
 
 def _unusual(report: DataReport, index: NDArray[np.int64], count: int) -> dict[int, str]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
 from unfog.config.schema import Config, check_guidance_interval
+from unfog.data.dataset import ImageSet
 from unfog.diffusion.denoiser import Autoguided, Conditional, Denoiser, Guided, Within
 from unfog.diffusion.editing import Edit
 from unfog.diffusion.noise import NoiseSource
@@ -24,6 +25,8 @@ from unfog.pipeline.latents import ImageMap
 from unfog.reporting.image_grids import GAP, Pixels, grid, printable_name, with_column_captions
 from unfog.training.precision import DTYPES, default_memory_format, drawing_precision
 from unfog.training.settings import SamplingPrecision
+from unfog.values.columns import CLASS
+from unfog.values.condition_format import ConditionFormat, Given
 from unfog.values.conditions import NO_CONDITIONS, Conditions
 
 
@@ -33,7 +36,7 @@ class GenerationSettings:
 
     count: int
     sampler: Sampler
-    labels: tuple[int, ...] = ()  # samples cycle through these; () without classes
+    given: Given = ()  # conditions that samples cycle through; () without conditions
     seed: int = 0
     guidance: float = 1.0
     batch: int = 64  # samples at once
@@ -54,10 +57,9 @@ class GenerationSettings:
 
     @classmethod
     def default(cls, config: Config, count: int, batch: int) -> GenerationSettings:
-        """Return the settings of a run's previews: its sampler and guidance, seed 0, all classes in turn."""
-        labels = tuple(range(len(config.classes)))
+        """Return the settings of samples without flags: the run's sampler and guidance, seed 0, all classes in turn."""
         guidance, interval = config.usual_guidance, config.guidance_interval
-        return cls(count, config.sampler, labels, guidance=guidance, interval=interval, batch=batch)
+        return cls(count, config.sampler, config.conditions.usual, guidance=guidance, interval=interval, batch=batch)
 
     def resolved(self, config: Config, device: torch.device) -> GenerationSettings:
         """Return these settings with the precision that a run of `config` is drawn in on a device."""
@@ -72,11 +74,9 @@ class GenerationSettings:
         shares = [i / max(1, self.count - 1) for i in indices]
         return lambda: _interpolate_noise(one.draw()[0], other.draw()[0], shares).to(device)
 
-    def conditions(self, indices: Sequence[int], device: torch.device) -> Conditions:
-        """Return the conditions of these samples."""
-        if not self.labels:
-            return NO_CONDITIONS
-        return Conditions(torch.tensor([self.labels[i % len(self.labels)] for i in indices], device=device))
+    def conditions(self, config: Config, indices: Sequence[int], device: torch.device) -> Conditions:
+        """Return the conditions of these samples of a run."""
+        return config.conditions.conditions(self.given, indices).to(device)
 
 
 def generate_images(
@@ -134,7 +134,7 @@ def generate_batches(
                 continue
             denoiser = _CallCounter(Denoiser(network, config.diffusion, variance, DTYPES.get(settings.precision)))
             weaker = None if guide is None else _CallCounter(guide)
-            conditions = settings.conditions(indices, device)
+            conditions = settings.conditions(config, indices, device)
             denoise = conditional_denoiser(denoiser, config, settings, conditions, weaker)
             noise = settings.noise(indices, shape, device)
             parts = (denoise, config.diffusion.path, config.diffusion.schedule, noise)
@@ -194,7 +194,7 @@ def conditional_denoiser(
     """Return the denoiser with these conditions, and with the guidance of `settings`.
 
     Guidance extrapolates away from the weaker `guide` with the same conditions, or else from the unconditional output.
-    RequestError if that needs classes, or a network trained without them at times, and there is none.
+    RequestError if that needs conditions, or a network trained without them at times, and there is none.
     """
     guided: Conditional = denoiser
     if settings.guidance != 1:
@@ -202,7 +202,8 @@ def conditional_denoiser(
             guided = Autoguided(denoiser, guide, settings.guidance, settings.guide_every)
         elif not conditions.droppable:
             raise RequestError(
-                f"guidance = {settings.guidance} needs classes, and this run has none; or a weaker --guide"
+                f"guidance = {settings.guidance} needs classes or other conditions, and this run has none; or a weaker "
+                "--guide"
             )
         elif config.label_dropout == 0:
             raise RequestError(
@@ -215,13 +216,13 @@ def conditional_denoiser(
     return lambda x, logsnr: guided(x, logsnr, conditions)
 
 
-def sample_grid(samples: Pixels, classes: Sequence[str]) -> Pixels:
-    """Return one image of all samples; whole cycles through up to 20 classes get a column for each class, captioned."""
-    if not (1 < len(classes) <= 20 and len(samples) % len(classes) == 0):
+def sample_grid(samples: Pixels, names: Sequence[str]) -> Pixels:
+    """Return one image of all samples; whole cycles through up to 20 names get a column for each name, captioned."""
+    if not (1 < len(names) <= 20 and len(samples) % len(names) == 0):
         return grid(samples)
-    body = grid(samples, len(classes))
-    cell = (body.shape[1] + GAP) // len(classes) - GAP
-    return with_column_captions(body, [printable_name(name, str(i)) for i, name in enumerate(classes)], cell)
+    body = grid(samples, len(names))
+    cell = (body.shape[1] + GAP) // len(names) - GAP
+    return with_column_captions(body, [printable_name(name, str(i)) for i, name in enumerate(names)], cell)
 
 
 _GOLDEN = (5**0.5 - 1) / 2
@@ -241,5 +242,22 @@ def proportional_labels(labels: NDArray[np.integer] | Sequence[int] | None, coun
     # After n samples the share of a class is off by about log(n) / n, against 1 / sqrt(n) for random labels, whose
     # scatter would add to a Frechet distance.
     cumulative = np.bincount(present).cumsum() / len(present)
-    fractions = (np.arange(count) + 0.5) * _GOLDEN % 1
-    return tuple(np.searchsorted(cumulative, fractions, side="right").tolist())
+    return tuple(np.searchsorted(cumulative, _fractions(count), side="right").tolist())
+
+
+def proportional_given(format: ConditionFormat, images: ImageSet, count: int) -> Given:
+    """Return conditions for `count` samples in the proportions of a set of images: sample i depends on i alone.
+
+    With classes alone, the labels are `proportional_labels`. Otherwise sample i has all conditions of one image, the
+    one at that fraction of the set sorted by class.
+    """
+    if not format.columns:
+        labels = proportional_labels(images.labels, count)
+        return ((CLASS, labels),) if labels else ()
+    order = np.arange(len(images)) if images.labels is None else np.argsort(images.labels, kind="stable")
+    return format.rows(images.columns.values(), order[(_fractions(count) * len(images)).astype(np.int64)])
+
+
+def _fractions(count: int) -> NDArray[np.float64]:
+    fractions: NDArray[np.float64] = (np.arange(count, dtype=np.float64) + 0.5) * _GOLDEN % 1
+    return fractions

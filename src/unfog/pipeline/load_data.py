@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from unfog.cache_folder import cache_folder
 from unfog.config.schema import Config, ImageFacts
 from unfog.config.toml import to_toml
+from unfog.data.buckets.prepare import BucketChoice, prepare_buckets
 from unfog.data.dataset import Dataset
 from unfog.data.prepare import prepare
 from unfog.data.scan import MIN_TO_HOLD_OUT
@@ -17,12 +19,15 @@ from unfog.data.settings import Data, bytes_of
 from unfog.data.sources.base import RemotePolicy, Source
 from unfog.data.sources.labels import SPLITS
 from unfog.data.sources.registry import PYTHON, open_source
+from unfog.errors import RequestError
 from unfog.pipeline.latents import add_latents, apply_autoencoder_settings
 from unfog.pipeline.outage_notice import OutageNotice
 from unfog.process.run_folder import printable
 from unfog.process.signals import StopSignals
 from unfog.reporting.progress import Progress, say, warn
 from unfog.training.settings import USUAL_BATCH
+from unfog.values.buckets import Bucket, bucket_texts
+from unfog.values.condition_format import facts_of
 from unfog.values.image_format import scaled
 
 _TOP = re.compile(r"/|(?:[-_.\d][-\w]*)?\.tar/", re.IGNORECASE)  # ends the top folder, or the word that names a shard
@@ -76,7 +81,9 @@ def load_images(
     _report(config, source, dataset, few)
     data = replace(dataset.settings, cache=config.data.cache) if few else dataset.settings
     classes = tuple(printable(name) for name in dataset.train.classes)
-    facts = ImageFacts(source.resolved, data, classes, dataset.train.fingerprint, config.latents)
+    columns = facts_of(dataset.train.columns.values())
+    buckets = bucket_texts([Bucket(each.settings.size, len(each.train)) for each in dataset.buckets])
+    facts = ImageFacts(source.resolved, data, classes, columns, dataset.train.fingerprint, config.latents, buckets)
     to_toml(facts)  # what cannot be stored raises here, before anything is trained
     return add_latents(dataset, config.adopt(facts), facts, stop, few)
 
@@ -96,8 +103,29 @@ def _read_source(
     with Progress("decoding", None) as progress:
         wanted = config.training.images or config.training.steps * (config.training.batch or USUAL_BATCH)
         data = replace(config.data, cache="auto") if few else config.data
-        dataset = prepare(source, data, stop.watching(progress), 1 if few else wanted, config.fingerprint)
-    return source, dataset
+        to_draw, watched = 1 if few else wanted, stop.watching(progress)
+        if data.aspect == "keep":
+            choice = _bucket_choice(config)
+            return source, prepare_buckets(source, data, choice, _say_of_buckets, watched, to_draw, config.fingerprint)
+        return source, prepare(source, data, watched, to_draw, config.fingerprint)
+
+
+def _bucket_choice(config: Config) -> BucketChoice:
+    """Return what decides the buckets: those of the run, or what the network takes and the batch."""
+    network, known = config.network, tuple(bucket.size for bucket in config.size_buckets)
+
+    def fits(height: int, width: int) -> bool:
+        with suppress(RequestError):
+            if network is not None:
+                network.check((height, width))
+            return True
+        return False
+
+    return BucketChoice(fits, config.training.batch or USUAL_BATCH, known)
+
+
+def _say_of_buckets(line: str) -> None:
+    say(f"  {line}")
 
 
 def _report(config: Config, source: Source, dataset: Dataset, few: bool) -> None:
@@ -107,7 +135,9 @@ def _report(config: Config, source: Source, dataset: Dataset, few: bool) -> None
         say(f"  cache: {dataset.placement}")
     packed = type(source).decoded_dataset is not Source.decoded_dataset  # then the size was chosen long ago
     size = dataset.settings.size
-    if not (config.data.size or packed) and isinstance(size, str):
+    if dataset.buckets:
+        say(f"  data.size = {size}: the bucket with most images; previews and samples have all sizes")
+    elif not (config.data.size or packed) and isinstance(size, str):
         side = min(dataset.settings.image_format.shape[1:])
         say(f"  data.size = {size}: most images have about this shape; --size {side} crops them to squares")
     elif not (config.data.size or packed) and dataset.report.actions.get("resized"):

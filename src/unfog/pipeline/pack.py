@@ -25,6 +25,11 @@ from unfog.values.image_format import ImageFormat
 def pack(request: PackRequest) -> Path:
     """Pack the images, and return the folder. The same call continues after a signal, a kill or a full disk."""
     data, out, usual = request.data, request.out, Data()
+    if data.aspect != usual.aspect:
+        raise RequestError(
+            "data.aspect acts during training, and the images of a pack have one size; give the images themselves to "
+            "unfog train --aspect keep, whose cache holds them decoded"
+        )
     for name in TRAINING_ONLY:
         if getattr(data, name) != getattr(usual, name):
             raise RequestError(

@@ -12,30 +12,39 @@ import numpy as np
 from unfog.errors import RequestError, RunError
 from unfog.locks.folder_lock import lock_of
 from unfog.process.run_folder import new_folder
-from unfog.reporting.image_grids import Pixels, read_png, save_png
+from unfog.reporting.image_grids import Pixels, padded, read_png, save_png
 from unfog.reporting.progress import say
 from unfog.safe_files import LARGEST_TEXT, read_file, remove, write_atomic
 from unfog.text import sanitize
 
 # File in a folder of samples until its grid is written: what the samples are of.
 UNFINISHED = "unfinished.json"
-_LONGEST_NAME = 40  # characters of a class in the name of a file
+_LONGEST_NAME = 40  # characters of a class, or of conditions, in the name of a file
 
 
 class SampleFolder:
-    """Samples 0 to count - 1 as numbered PNGs: 000000-CLASS.png, 000001-CLASS.png, …
+    """Samples 0 to count - 1 as numbered PNGs: 000000-NAME.png, 000001-NAME.png, …
 
     Args:
         path: the folder, of `reserve`.
         digest: of all that the samples depend on.
         count: number of samples.
-        classes: names that the samples cycle through; () without classes.
+        names: class or conditions of each sample, which the samples cycle through; () without conditions.
         settings: how the samples are generated, stored in each file.
+        told: title of the name in each file.
     """
 
-    def __init__(self, path: Path, digest: str, count: int, classes: Sequence[str] = (), settings: Sequence[str] = ()):
+    def __init__(
+        self,
+        path: Path,
+        digest: str,
+        count: int,
+        names: Sequence[str] = (),
+        settings: Sequence[str] = (),
+        told: str = "Class",
+    ):
         self.path, self.digest, self.count = path, digest, count
-        self.classes, self.settings = [sanitize(name) for name in classes], settings
+        self.names, self.settings, self.told = [sanitize(name) for name in names], settings, told
 
     def file(self, number: int) -> Path:
         """Return the path of a sample."""
@@ -55,14 +64,14 @@ class SampleFolder:
             if self.file(number).is_file():
                 continue
             name = self._name(number)
-            text = {"Class": name} if name else {}
+            text = {self.told: name} if name else {}
             if self.settings:
                 text["Settings"] = sanitize(", ".join([*self.settings, f"sample {number}"]))
             save_png(self.file(number), self.path, sample, text=text)
 
     def first(self, count: int) -> Pixels:
-        """Read the first samples back, uint8 [n, H, W, C]."""
-        return np.stack([_read(self.file(number)) for number in range(min(count, self.count))])
+        """Read the first samples back, uint8 [n, H, W, C]; smaller ones than others are in the middle of white."""
+        return padded([_read(self.file(number)) for number in range(min(count, self.count))])
 
     def finish(self) -> None:
         """Say that all is written: from now on the folder is like any other."""
@@ -110,7 +119,7 @@ class SampleFolder:
                 raise
 
     def _name(self, number: int) -> str:
-        return self.classes[number % len(self.classes)] if self.classes else ""
+        return self.names[number % len(self.names)] if self.names else ""
 
 
 def _enter(folder: Path, stack: ExitStack) -> bool:
@@ -153,6 +162,6 @@ def _read(path: Path) -> Pixels:
 
 
 def _in_file_name(name: str) -> str:
-    """Return a class as part of a file name: "-T_shirt"; letters and digits of any language stay."""
+    """Return the name of a sample as part of a file name: "-T_shirt"; letters and digits of any language stay."""
     plain = "".join(c if c.isalnum() or c in "-_" else "_" for c in name)[:_LONGEST_NAME]
     return f"-{plain}" if plain else ""

@@ -112,8 +112,8 @@ def describe_changes(folder: RunFolder, dataset: Dataset) -> str:
         return "; ".join([names, *facts])
     if [*before] != [*after]:
         return f"{names}, but in another order"
-    labels = ", or the class of some," if now["class_counts"] else ""
-    return f"{names}, and so are their order, modes and sides: the content of images{labels} differs"
+    classes = ", or the class of some," if now["class_counts"] else ""
+    return f"{names}, and so are their order, modes and sides: the content of images{classes} differs"
 
 
 def _changed_files(before: dict[str, str], after: dict[str, str]) -> list[str]:

@@ -125,7 +125,9 @@ class AutoSettings:
         else:
             wanted, reason = ("cifar10" if size <= 32 else "base"), "the usual network"
         # The usual network halves the side several times; where the side is too odd for that, try those with fewer.
-        name = next((n for n in (wanted, "small", "tiny") if _image_size_fits(SIZES[n], (height, width))), wanted)
+        sides = [shape[1:] for shape in self.config.input_shapes]
+        fits = (n for n in (wanted, "small", "tiny") if all(_image_size_fits(SIZES[n], each) for each in sides))
+        name = next(fits, wanted)
         self.config = replace(self.config, network=SIZES[name])
         self._note(
             "network",
@@ -269,7 +271,8 @@ class AutoSettings:
     @property
     def _gpu_sheet(self) -> Device | None:
         """Data sheet of the GPU by which compile and capture are chosen; None where they are not."""
-        if not _FASTER_BY_ITSELF or self.machine.device.type != "cuda":
+        one_size = not self.config.size_buckets
+        if not (_FASTER_BY_ITSELF and one_size) or self.machine.device.type != "cuda":
             return None
         return self.machine.data_sheet or Device.of_gpu(torch.cuda.get_device_name(self.machine.device))
 

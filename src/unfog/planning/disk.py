@@ -94,7 +94,7 @@ def bytes_to_decode(prepared: Dataset, config: Config) -> int:
 
 def is_memory_mapped(prepared: Dataset) -> bool:
     """True if the pixels are in a file, whose memory the system can reclaim."""
-    pixels: Any = prepared.train.pixels
+    pixels: Any = prepared.of_one_size.train.pixels
     # A view of a mapped file is a plain array whose base, or the base of that, is the map.
     while isinstance(pixels, np.ndarray):
         if isinstance(pixels, np.memmap):
@@ -107,7 +107,7 @@ def disk_lines(config: Config, prepared: Dataset, in_memory: int) -> tuple[list[
     """Return lines on what a run writes, with `in_memory` bytes of decoded images, and findings about room for it."""
     lines: list[str] = []
     if not in_memory and config.data.cache != "none":
-        there = isinstance(prepared.train.pixels, np.ndarray | FileRows)
+        there = isinstance(prepared.of_one_size.train.pixels, np.ndarray | FileRows)
         when = "in the cache already" if there else "which the run decodes first"
         lines.append(f"{format_bytes(decoded_bytes(prepared, config))} of decoded images, {when}")
     if cached := config.representation.cache_bytes(len(prepared.train) + len(prepared.held_out)):

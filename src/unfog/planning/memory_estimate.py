@@ -98,7 +98,7 @@ class MemoryEstimator:
     _derived: ClassVar[set[_TracedStep]] = set()  # traced once, with one image and pass, for the sharding alone
 
     def __init__(self, config: Config, device: str, processes: int = 1):
-        self.config, self.device, self.processes = _traceable(config), device, processes
+        self.config, self.device, self.processes = _traceable(config.with_most_pixels), device, processes
         self._divided = config.training.is_sharded(processes)
 
     def estimate(self, microbatch: int, checkpointing: bool, images: int = 0) -> MemoryEstimate:

@@ -19,7 +19,6 @@ from unfog.process.device import available_memory, total_memory
 from unfog.reporting.progress import format_bytes, plural
 from unfog.text import manual
 from unfog.training.distributed.process_group import local_world_size, processes_per_gpu
-from unfog.values.condition_format import AUGMENT_INPUTS
 
 # Share of the available memory that a prediction may take; predictions are within 15% of the measured peak.
 MARGIN = 0.85
@@ -157,9 +156,9 @@ def _memory_upper_bound(config: Config, at_once: int) -> float:
     """
     if config.network is None:
         return float("inf")
-    channels, height, width = config.input_shape
+    channels, height, width = config.with_most_pixels.input_shape
     side = math.sqrt(height * width)
-    weights, activations = config.network.size_bound(channels, side, len(config.classes) + 1 + AUGMENT_INPUTS)
+    weights, activations = config.network.size_bound(channels, side, config.conditions.inputs)
     # 17 = weights, gradients, two averages, two moments and what the optimiser allocates for a moment, with gaps
     # between them; a checkpoint's snapshot of all that; and the gradient buckets of several processes.
     # 2 = every layer of a block keeps its input in fp32, twice; a captured step also while a preview is drawn.

@@ -156,7 +156,7 @@ def plan(request: PlanRequest) -> Plan:
         dataset, facts = load_images(config, stop, few=True)
         config = config.adopt(facts)
         machine = _describe_machine(config, device, target, dataset, processes)
-        images = dataset.as_network_input.train
+        images = dataset.of_one_size.as_network_input.train
         if target is None and config.data.cache != "none":
             images = decoded_images(images)
         auto = AutoSettings(config, images, machine, stop, processes)

@@ -238,8 +238,9 @@ class StepTime(NamedTuple):
 def random_images(config: Config, count: int = 256) -> ImageSet:
     """Return images of random pixels, or random latents, in the format that a run of `config` trains on."""
     pixels = config.representation.random(count, np.random.default_rng(0))
-    labels = np.arange(count) % len(config.classes) if config.classes else None
-    return ImageSet.labelled(pixels, labels, [f"random {i}" for i in range(count)], config.classes)
+    conditions = config.conditions
+    columns = conditions.columns_of(conditions.usual, range(count))
+    return ImageSet(pixels, [f"random {i}" for i in range(count)], columns)
 
 
 def differing_tensors(one: TrialTraining, other: TrialTraining) -> list[str]:

@@ -1,4 +1,4 @@
-"""Image grids, labelled strips and PNG files that are written atomically."""
+"""Image grids, captioned strips and PNG files that are written atomically."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def grid(
     columns: int | None = None,
     scale: int | None = None,
     gap: int = GAP,
-    labels: Sequence[str] | None = None,
+    row_names: Sequence[str] | None = None,
 ) -> Pixels:
     """Lay out uint8 [N, H, W] or [N, H, W, C], C = 1 (grey) or 3 (RGB), in one image uint8 [H', W', 3].
 
-    Row by row in a layout near to a square, or in `columns`. With `labels`, one for each image, every label
-    begins a row, in the order in which labels appear, and is written at the left. Enlarged by the integer
+    Row by row in a layout near to a square, or in `columns`. With `row_names`, one for each image, every name
+    begins a row, in the order in which names appear, and is written at the left. Enlarged by the integer
     `scale`, nearest neighbour; None: as far as a cell stays within 128 pixels. `gap`: white pixels between.
     """
     cells = _enlarged(_rgb(images), scale)
-    if labels is not None and len(labels) != len(cells):
-        raise ValueError(f"{len(labels)} labels for {len(cells)} images")
-    rows = _rows(len(cells), columns, labels)
+    if row_names is not None and len(row_names) != len(cells):
+        raise ValueError(f"{len(row_names)} names for {len(cells)} images")
+    rows = _rows(len(cells), columns, row_names)
     _, height, width, _ = cells.shape
     across, down = max(map(len, rows)), len(rows)
     paper = _paper(down * (height + gap) - gap, across * (width + gap) - gap)
@@ -53,12 +53,30 @@ def grid(
         for j, index in enumerate(row):
             y, x = i * (height + gap), j * (width + gap)
             paper[y : y + height, x : x + width] = cells[index]
-    if labels is None:
+    if row_names is None:
         return paper
-    # A label that needs several rows is written at the first.
-    names = [labels[row[0]] for row in rows]
+    # A name that needs several rows is written at the first.
+    names = [row_names[row[0]] for row in rows]
     names = [name if i == 0 or name != names[i - 1] else "" for i, name in enumerate(names)]
     return np.concatenate([_captions(names, height, gap), paper], axis=1)
+
+
+def stack(grids: Sequence[Pixels]) -> Pixels:
+    """Return grids uint8 [H, W, 3] of any sizes one below the other, at the left."""
+    width = max(each.shape[1] for each in grids)
+    parts = [np.concatenate([each, _paper(len(each), width - each.shape[1])], axis=1) for each in grids]
+    gaps = [_paper(4 * GAP, width)] * (len(parts) - 1)
+    return np.concatenate([part for pair in zip(parts, gaps) for part in pair] + parts[-1:])
+
+
+def padded(images: Sequence[Pixels]) -> Pixels:
+    """Return images uint8 [H, W, C] of any sizes as one array [N, H', W', C], each in the middle of white."""
+    height, width = (max(each.shape[axis] for each in images) for axis in (0, 1))
+    out = np.full((len(images), height, width, images[0].shape[2]), _PAPER, np.uint8)
+    for place, each in zip(out, images):
+        top, left = (height - each.shape[0]) // 2, (width - each.shape[1]) // 2
+        place[top : top + each.shape[0], left : left + each.shape[1]] = each
+    return out
 
 
 def labelled_strip(
@@ -74,7 +92,7 @@ def labelled_strip(
         raise ValueError(f"{len(captions)} captions for rows of {sorted(lengths)} images")
     images = np.concatenate([_rgb(images) for images in rows.values()])
     names = [name for name in rows for _ in captions]
-    body = grid(images, columns=len(captions), scale=scale, gap=gap, labels=names)
+    body = grid(images, columns=len(captions), scale=scale, gap=gap, row_names=names)
     cell = _enlarged(images[:1], scale).shape[2]
     return with_column_captions(body, captions, cell, gap)
 
@@ -181,14 +199,14 @@ def _enlarged(images: Pixels, scale: int | None) -> Pixels:
     return images.repeat(factor, axis=1).repeat(factor, axis=2)
 
 
-def _rows(count: int, columns: int | None, labels: Sequence[str] | None) -> list[list[int]]:
+def _rows(count: int, columns: int | None, row_names: Sequence[str] | None) -> list[list[int]]:
     """The indices of the images in each row."""
     groups: dict[str, list[int]] = {}
     for index in range(count):
-        groups.setdefault("" if labels is None else labels[index], []).append(index)
+        groups.setdefault("" if row_names is None else row_names[index], []).append(index)
     if columns is None:
-        # Labels ask for a row each; 12 wide is what a page shows.
-        columns = math.ceil(math.sqrt(count)) if labels is None else 12
+        # Names ask for a row each; 12 wide is what a page shows.
+        columns = math.ceil(math.sqrt(count)) if row_names is None else 12
     return [group[i : i + columns] for group in groups.values() for i in range(0, len(group), columns)]
 
 

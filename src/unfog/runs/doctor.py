@@ -97,10 +97,11 @@ def _check_pack(path: Path, progress: Callable[[int, int], None]) -> Finding:
 def _check_planned_run(
     prepared: Dataset, config: Config, device: torch.device, stop: StopSignals, quick: bool
 ) -> list[Finding]:
-    auto = AutoSettings(config, prepared.as_network_input.train, device, stop)
+    one_size = prepared.of_one_size
+    auto = AutoSettings(config, one_size.as_network_input.train, device, stop)
     try:
         auto.resolve()
-        resolve_metrics(auto, prepared.train, device)
+        resolve_metrics(auto, one_size.train, device)
     except RequestError as error:  # the settings do not suit these images
         return [Finding("settings.request", "fatal", str(error))]
     for choice in auto.choices:
@@ -110,7 +111,7 @@ def _check_planned_run(
     if findings[0].severity != "fatal":
         findings.append(training_length_guide(config, prepared, pace))
         if not quick:
-            state, images = build_state(config, device), prepared.as_network_input.train
+            state, images = build_state(config, device), one_size.as_network_input.train
             findings.append(overfit_one_batch(config, state, images, stop))
             findings += check_dry_run(config, prepared, device, stop)
     return findings

@@ -42,11 +42,10 @@ def _of_model(request: EvaluateRequest) -> Evaluation:
 
 
 def _of_run(request: EvaluateRequest) -> Evaluation:
-    if request.size:
-        raise RequestError(
-            f"size = {request.size} is for images without a run, and {request.run} has its own size; leave it out"
-        )
     stored = RunFolder(request.run).read_config()
+    sizes = [bucket.size for bucket in stored.size_buckets] or [stored.data.size]
+    if request.size not in (0, *sizes):
+        raise RequestError(f"size = {request.size} is none of {request.run}: give {', '.join(map(str, sizes))}")
     resolve_sampler(stored, request.sampler, request.steps)
     if request.reference not in ("", "held-out"):
         check_source(request.reference)
@@ -56,6 +55,9 @@ def _of_run(request: EvaluateRequest) -> Evaluation:
     from unfog.training.distributed.process_group import local_device
 
     run = Run(request.run, request.weights, request.checkpoint, local_device(request.device), request.best)
+    run = run.at_size(request.size)
+    if stored.size_buckets:
+        say(f"  measured on the bucket of {run.config.image_format.sides}; --size measures another of {sizes}")
     try:
         found = run.evaluate(**{f.name: getattr(request, f.name) for f in fields(EvaluationRequest)})
     except Interrupted:

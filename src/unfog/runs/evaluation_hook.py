@@ -20,7 +20,7 @@ from unfog.errors import RequestError
 from unfog.evaluation.features import Features, open_features
 from unfog.inference.compare_images import Comparison
 from unfog.pipeline.build import build_network
-from unfog.pipeline.generate import GenerationSettings, proportional_labels
+from unfog.pipeline.generate import GenerationSettings, proportional_given
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.flops import measure_flops
 from unfog.planning.intervals import Choice
@@ -207,7 +207,7 @@ class EvaluationHook:
         self._compared: Comparison | None = None
         if wanted:
             features = open_features(config.evaluate.features, context.device, only_known=True)
-            self._compared = _comparison(config.evaluate, dataset.train, features)
+            self._compared = _comparison(config.evaluate, dataset.of_one_size.train, features)
 
     def dry_run(self) -> None:
         """Compute the metrics of a few samples, so that errors surface early; there is nothing to record."""
@@ -248,8 +248,8 @@ class EvaluationHook:
         The samples are those of the EMA weights, always from the same noise.
         """
         # In proportion, or the metrics would compare the shares of the classes.
-        labels = proportional_labels(compared.reference.labels, count)
-        pixels = np.ascontiguousarray(self._previews.samples(count, labels).transpose(0, 3, 1, 2))
+        given = proportional_given(self._config.conditions, compared.reference, count)
+        pixels = np.ascontiguousarray(self._previews.samples(count, given).transpose(0, 3, 1, 2))
         measured = compared.measure(pixels, compared.compute_features(pixels, "samples"))
         record: dict[str, float] = {"drawn": count}
         for name, (one, *_) in measured.items():

@@ -109,7 +109,8 @@ def find_lr(request: FindLrRequest) -> FindLrResult:
         prepared, facts = load_images(config, stop)
         config = config.adopt(facts)
         initial = load_initial_weights(config) if config.init.folder else None
-        auto = AutoSettings(initial.config if initial else config, prepared.as_network_input.train, device, stop)
+        images = prepared.of_one_size.as_network_input.train
+        auto = AutoSettings(initial.config if initial else config, images, device, stop)
         auto.resolve_training()
         for choice in auto.choices:
             say(f"  {choice}")
@@ -135,7 +136,7 @@ def _test_setup(
     weights: dict[str, Tensor] | None = None,
 ) -> LrTestSetup:
     """Return what the range test trains: a run with resolved settings, from `weights` if given."""
-    seen = prepared.as_network_input
+    seen = prepared.of_one_size.as_network_input
     # Held-out images, where there are any: the ramp could learn the others by heart.
     images = seen.held_out if len(seen.held_out) else seen.train
     index = np.linspace(0, len(images) - 1, _PROBED).astype(np.int64)  # repeats images if there are fewer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -17,8 +17,8 @@ from unfog.checks.run.loss_checks import LossImages, check_overfitting, loss_ima
 from unfog.checks.run.run_record import RunRecord
 from unfog.config.schema import Config
 from unfog.config.task import AutoencoderTask, DiffusionTask, Task
-from unfog.data.dataset import Dataset
-from unfog.evaluation.held_out import HeldOut, LossAt, midpoints
+from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
+from unfog.evaluation.held_out import HeldOut, HeldOutBuckets, LossAt, midpoints
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.pipeline.build import build_held_out_set, build_loss, build_loss_at, build_network, without_augmentation
 from unfog.pipeline.generate import GenerationSettings, generate_images, sample_grid
@@ -29,7 +29,7 @@ from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.charts import Floats
 from unfog.reporting.findings import Finding
-from unfog.reporting.image_grids import Pixels, grid
+from unfog.reporting.image_grids import Pixels, grid, stack
 from unfog.reporting.progress import say, warn
 from unfog.training.autoencoder_loss import AutoencoderLoss, psnr
 from unfog.training.checkpoints import format as checkpoint
@@ -37,6 +37,9 @@ from unfog.training.checkpoints.load import load_weights
 from unfog.training.distributed.world import SINGLE_PROCESS, World
 from unfog.training.stability.out_of_memory import is_out_of_memory, microbatch_size
 from unfog.training.state import TrainState
+from unfog.values.buckets import share_samples
+from unfog.values.condition_format import Given
+from unfog.values.image_format import Size
 
 T = TypeVar("T")
 _COLUMNS = 8  # of a grid of reconstructions
@@ -54,10 +57,12 @@ class Previews:
         self,
         config: Config,
         state: TrainState,
-        held_out: HeldOut | None,
+        held_out: HeldOut | HeldOutBuckets | None,
         stop: StopSignals,
         world: World = SINGLE_PROCESS,
+        given: Given | None = None,
     ):
+        self._given = config.conditions.usual if given is None else given
         self.config, self.state, self.held_out, self._stop, self._world = config, state, held_out, stop, world
         self._batch = config.training.batch  # images at once; shrinks where memory does not suffice
 
@@ -75,12 +80,21 @@ class Previews:
         cls, config: Config, dataset: Dataset, state: TrainState, stop: StopSignals, world: World = SINGLE_PROCESS
     ) -> Previews:
         """Return the previews of a run: those of its kind, with its held-out images."""
-        return cls.of(config)(config, state, build_held_out_set(dataset, config, state.precision.device), stop, world)
+        held_out = build_held_out_set(dataset, config, state.precision.device)
+        given = conditions_of_images(config, dataset.held_out, dataset.train)
+        return cls.of(config)(config, state, held_out, stop, world, given)
 
     def preview(self) -> Pixels:
-        """Return a grid of samples from the same noise each time: those of `unfog sample` without flags."""
-        labels = tuple(range(len(self.config.classes)))
-        return sample_grid(self.samples(self.config.preview.images, labels), self.config.classes)
+        """Return a grid of samples from the same noise each time.
+
+        With classes alone they are those of `unfog sample` without flags, else they have conditions of held-out images.
+        A run with buckets has a grid for each bucket, one below the other, with samples in proportion.
+        """
+        count, buckets, names = self.config.preview.images, self.config.size_buckets, self.config.conditions.names
+        if not buckets:
+            return sample_grid(self.samples(count, self._given), names(self._given, count))
+        shares = [(bucket, n) for bucket, n in zip(buckets, share_samples(buckets, count)) if n]
+        return stack([sample_grid(self.samples(n, self._given, b.size), names(self._given, n)) for b, n in shares])
 
     def seconds_per_sample(self) -> float | None:
         """Return the time of one sample of a preview, measured on a few steps of the sampler.
@@ -101,9 +115,13 @@ class Previews:
 
         return self.with_ema_weights(self.config.preview.images, compute)
 
-    def samples(self, count: int, labels: Sequence[int]) -> Pixels:
-        """Return samples [N, H, W, C] by the run's sampler and guidance, whose labels cycle through these."""
-        return np.concatenate(self._world.compute_parts({"count": count, "labels": list(labels)}, self.part))
+    def samples(self, count: int, given: Given, size: Size = 0) -> Pixels:
+        """Return samples [N, H, W, C] by the run's sampler and guidance, which cycle through these conditions.
+
+        `size` is that of the samples; 0 is that of the run.
+        """
+        job = {"count": count, "given": given, "size": size or self.config.data.size}
+        return np.concatenate(self._world.compute_parts(job, self.part))
 
     def part(self, job: dict[str, Any], rank: int, ranks: int) -> NDArray[Any]:
         """Return what a rank computes of a job: some of the samples, or the losses of some of the levels."""
@@ -111,15 +129,15 @@ class Previews:
 
     def _some_samples(self, job: dict[str, Any], rank: int, ranks: int) -> Pixels:
         first, end = job["count"] * rank // ranks, job["count"] * (rank + 1) // ranks
+        config = self.config.at_size(job["size"])
         if first == end:  # fewer samples than ranks
-            return self.config.image_format.empty()
+            return config.image_format.empty()
         few = end - first
 
         def generate(batch: int) -> Pixels:
-            settings = replace(
-                GenerationSettings.default(self.config, few, batch), labels=tuple(job["labels"]), first=first
-            )
-            return generate_images(self.state.model, self.config, settings)
+            given = tuple((name, tuple(values)) for name, values in job["given"])
+            settings = replace(GenerationSettings.default(config, few, batch), given=given, first=first)
+            return generate_images(self.state.model, config, settings)
 
         return self.with_ema_weights(few, generate)
 
@@ -127,8 +145,9 @@ class Previews:
         """Return the denoising steps of the preview's first image."""
         image_map = ImageMap.of(self.config, self.state.precision.device)
         strip = DenoisingStrip(self.config.diffusion.schedule, image_map.view)
+        settings = replace(GenerationSettings.default(self.config, 1, 1), given=self._given)
         with self._ema_weights():
-            generate_images(self.state.model, self.config, GenerationSettings.default(self.config, 1, 1), observe=strip)
+            generate_images(self.state.model, self.config, settings, observe=strip)
         return strip.image()
 
     def held_out_loss(self) -> dict[str, Any]:
@@ -137,7 +156,7 @@ class Previews:
         if held_out is None:
             return {}
         losses = sum(self._world.compute_parts({}, self.part))  # each part is 0 at the levels of the others
-        return dict(held_out.summary(torch.as_tensor(losses), self._batch_size(len(held_out.x0))))
+        return dict(held_out.summary(torch.as_tensor(losses), self._batch_size(held_out.images)))
 
     def _some_losses(self, rank: int, ranks: int) -> NDArray[np.float64]:
         held_out, levels = self.held_out, slice(rank, None, ranks)
@@ -146,12 +165,12 @@ class Previews:
         def compute(loss_at: LossAt, batch: int) -> NDArray[np.float64]:
             return held_out.losses(loss_at, batch, only=levels).numpy()
 
-        return self._with_losses(len(held_out.x0), compute)
+        return self._with_losses(held_out.images, compute)
 
     def find_overfitting(self, record: RunRecord, dataset: Dataset) -> Finding | None:
         """Compare the losses of training images and of held-out ones; None without images, or without noise levels."""
         device, transform = self.state.precision.device, without_augmentation(self.config)
-        images = dataset.as_network_input
+        images = dataset.of_one_size.as_network_input
         train, held_out = (loss_images(part, device, transform) for part in (images.train, images.held_out))
         if train is None or held_out is None:
             return None
@@ -209,6 +228,14 @@ class Previews:
                     state.ema.swap(state.model)
 
 
+def conditions_of_images(config: Config, held_out: ImageSet, train: ImageSet) -> Given | None:
+    """Return the conditions of held-out images, or training ones, for a preview; None for a run with classes alone."""
+    if not config.conditions.columns:
+        return None
+    images = held_out if len(held_out) else train
+    return config.conditions.rows(images.columns.values(), evenly_spaced(len(images), config.preview.images))
+
+
 class _AutoencoderPreviews(Previews):
     """Previews of an autoencoder in training: reconstructions of held-out images, from the mean of the latents."""
 
@@ -245,8 +272,10 @@ class _AutoencoderPreviews(Previews):
         """Return the reconstruction error of held-out images, as training computes it, and their mean PSNR in dB."""
         if self.held_out is None:
             return {}
-        x0, loss = self.held_out.x0, build_loss(self.config)
+        loss = build_loss(self.config)
         assert isinstance(loss, AutoencoderLoss)
+        assert isinstance(self.held_out, HeldOut)  # an autoencoder is not trained in buckets
+        x0 = self.held_out.x0
         y = self._reconstruct(x0)
         costs = torch.cat([loss.reconstruction(a - b) for a, b in zip(torch.split(x0, 64), torch.split(y, 64))])
         stored = map(self.config.image_format.to_stored, (x0, y))
@@ -255,6 +284,7 @@ class _AutoencoderPreviews(Previews):
     def _reconstruction_grid(self, count: int) -> Pixels:
         if self.held_out is None:
             return np.full((8, 8, 3), 255, np.uint8)  # a small data set holds nothing out: a blank image
+        assert isinstance(self.held_out, HeldOut)  # an autoencoder is not trained in buckets
         x0 = self.held_out.x0[:count]
         pairs = zip(torch.split(x0, _COLUMNS), torch.split(self._reconstruct(x0), _COLUMNS))
         rows = torch.cat([part for pair in pairs for part in pair])

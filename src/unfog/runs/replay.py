@@ -10,10 +10,9 @@ import torch
 from unfog.config.resume_rules import settings_digests
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset
-from unfog.data.stream import ImageStream
 from unfog.errors import Interrupted, RequestError, RunError
 from unfog.inference.loaded_run import load_run_images
-from unfog.pipeline.build import build_augmentation, build_loss, build_state, building_for
+from unfog.pipeline.build import build_augmentation, build_loss, build_state, building_for, open_stream
 from unfog.process.device import choose_device
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
@@ -78,7 +77,7 @@ def replay_newest(folder: RunFolder, config: Config, dataset: Dataset, stop: Sto
         hooks.progress = progress
         # Without a limit of roll-backs, which would end the replay where a resume reset the count.
         settings = LoopSettings(replace(config.training, rollbacks=10**9), config.optimizer)
-        stream = ImageStream(dataset.as_network_input.train, config.training.seed)
+        stream = open_stream(dataset, config)
         task = Task(stream, build_augmentation(config), build_loss(config, state))
         train(settings, state, task, hooks)
     if stop():

@@ -200,7 +200,8 @@ def _resolve_open_settings(
     run: RunContext, config: Config, dataset: Dataset, point: _ResumePoint, began: float
 ) -> AutoSettings:
     """Resolve what a change may have left open, such as the length. The network and weight decay stay as they were."""
-    auto = AutoSettings(config, dataset.as_network_input.train, run.device, run.stop, run.world.size)
+    one_size = dataset.of_one_size
+    auto = AutoSettings(config, one_size.as_network_input.train, run.device, run.stop, run.world.size)
     auto.began = began
     # A run with a time budget may be beyond the length in its settings, which then says nothing.
     same = config.training.images == point.config.training.images > 0
@@ -209,7 +210,7 @@ def _resolve_open_settings(
     if auto.budget:
         costs = TimeBudget.estimated_costs(auto.config, len(dataset.held_out))
         TimeBudget.check_left(auto.budget, began, auto.seconds_per_step(), costs)
-    resolve_metrics(auto, dataset.train, run.device)
+    resolve_metrics(auto, one_size.train, run.device)
     run.stop.leave_if_requested()
     return auto
 

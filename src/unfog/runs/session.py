@@ -20,9 +20,8 @@ from unfog.config.schema import Config
 from unfog.cores import SPINNING_LIMITED, describe_quota
 from unfog.data.augmentation import Augment
 from unfog.data.dataset import Dataset
-from unfog.data.stream import ImageStream
 from unfog.errors import Interrupted, LostProcess, RunError
-from unfog.pipeline.build import build_intervals
+from unfog.pipeline.build import build_intervals, open_stream
 from unfog.pipeline.contact_sheet import contact_sheet
 from unfog.pipeline.skipped_images import DATA_FILE, FailureReporter, data_json
 from unfog.planning.auto_settings import AutoSettings
@@ -96,7 +95,7 @@ class Session(StoppableHooks):
     def __init__(self, context: RunContext, config: Config, dataset: Dataset, state: TrainState):
         super().__init__(context.stop)
         self.context, self.config, self.dataset = context, config, dataset
-        self.stream = ImageStream(dataset.as_network_input.train, config.training.seed)
+        self.stream = open_stream(dataset, config)
         self.state, world = state, context.world
         self.state.precision.processes = world.size
         self.sharded = config.training.is_sharded(world.size)

@@ -13,10 +13,11 @@ from unfog.config.resume_rules import check_changes
 from unfog.config.schema import Config, check_given_length
 from unfog.config.toml import read_toml, update
 from unfog.config.validate import check_autoencoder, check_out
-from unfog.config.values import quote, suggest
+from unfog.config.values import quote
 from unfog.errors import RequestError
 from unfog.models.autoencoder_settings import FACTORS, WIDTHS, Autoencoder, Latents
 from unfog.process.run_folder import RunFolder, next_folder
+from unfog.text import suggest
 from unfog.training.settings import USUAL_BATCH
 
 # Modules that import torch are imported inside functions, so that a wrong request is refused at once.
@@ -69,6 +70,8 @@ def new_run_settings(base: Config, changes: Mapping[str, Any], source: str) -> C
         # Facts about another run, if --config names the config.toml of one.
         fingerprint="",
         classes=(),
+        columns=(),
+        buckets=(),
         latents=Latents(),
         autoencoder=Autoencoder(),
     )

@@ -15,6 +15,7 @@ from unfog.compile_cache import compile_errors_explained
 from unfog.config.schema import Config
 from unfog.config.validate import check_request
 from unfog.custom import PREFIX, resolve_path, resolve_step
+from unfog.data.buckets.stream import BucketStream
 from unfog.data.dataset import Dataset
 from unfog.data.stream import ImageStream
 from unfog.diffusion.weighting import CustomWeighting
@@ -69,11 +70,11 @@ def train(config: Config, out: Path | None = None, callbacks: Sequence[object] =
         dataset, facts = load_images(config, run.stop)
         config = config.adopt(facts)
         initial = load_initial_weights(config) if config.init.folder else None
-        images, settings = dataset.as_network_input.train, initial.config if initial else config
-        auto = AutoSettings(settings, images, run.device, run.stop, run.world.size)
+        one_size, settings = dataset.of_one_size, initial.config if initial else config
+        auto = AutoSettings(settings, one_size.as_network_input.train, run.device, run.stop, run.world.size)
         auto.began = began
         auto.resolve()
-        resolve_metrics(auto, dataset.train, run.device)
+        resolve_metrics(auto, one_size.train, run.device)
         run.stop.leave_if_requested()  # nothing is written yet, so there is nothing to save
         config = copy_autoencoder_into_run(folder, auto.config)
         # Before the folder becomes a run: what does not fit together raises here, and leaves no folder behind.
@@ -124,7 +125,7 @@ def train_session(
 def run_training_loop(
     config: Config,
     state: TrainState,
-    stream: ImageStream,
+    stream: ImageStream | BucketStream,
     hooks: TrainingHooks,
     world: World,
     saved: Path | None = None,

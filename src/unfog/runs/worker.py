@@ -14,9 +14,8 @@ from unfog.config.schema import Config
 from unfog.config.toml import from_toml
 from unfog.custom import consent
 from unfog.data.dataset import Dataset
-from unfog.data.stream import ImageStream
 from unfog.errors import RunError
-from unfog.pipeline.build import build_state
+from unfog.pipeline.build import build_state, open_stream
 from unfog.pipeline.load_data import load_images
 from unfog.pipeline.skipped_images import FailureReporter
 from unfog.process.signals import StopSignals
@@ -97,7 +96,7 @@ def _train_worker(config: Config, dataset: Dataset, stop: StopSignals, world: Wo
     # Ranks on one machine compute on devices of their own; the configuration names that of rank 0.
     own_config = replace(config, training=replace(config.training, device=str(device)))
     state = build_state(own_config, device, home=world.init_device(config.training.shard, device))
-    stream = ImageStream(dataset.as_network_input.train, config.training.seed)
+    stream = open_stream(dataset, config)
     hooks = _WorkerHooks(stop, dataset, world, config)
     watch_outages(dataset, config, world, stop)
 

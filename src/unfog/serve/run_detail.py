@@ -29,7 +29,7 @@ _FINDINGS, _MOST_EVENTS = 200, 5000  # shown, at most
 _EVENT_BYTES = 2**22  # from the end of events.jsonl
 _DOCTOR_FOLDERS = 50  # that are looked into for the findings about a run
 # Beginnings of settings that are facts about the images rather than a person's choice.
-_RESOLVED = ("source", "fingerprint", "classes", "latents", "autoencoder.")
+_RESOLVED = ("source", "fingerprint", "classes", "columns", "latents", "autoencoder.")
 
 
 def run_detail(run: RunEntry, result: Path | None = None, sample: Sample | None = None) -> dict[str, Any]:

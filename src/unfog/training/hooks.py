@@ -31,7 +31,7 @@ class _Batch(Protocol):
 
     @property
     def conditions(self) -> Conditions:
-        """Conditions of the images, such as labels int64 [B]."""
+        """Conditions of the images, such as classes int64 [B]."""
 
 
 class Stream(Protocol):

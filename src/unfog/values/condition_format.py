@@ -2,64 +2,160 @@
 
 from __future__ import annotations
 
-import unicodedata
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from unfog.errors import RequestError
-from unfog.text import valid_text
+from unfog.text import suggest
+from unfog.values.columns import CLASS, Column
+from unfog.values.condition_kinds import ColumnFacts, conditions_of, kind_of
 
 if TYPE_CHECKING:
     from unfog.values.conditions import Conditions
 
 AUGMENT_INPUTS = 9
 """Length of `Conditions.augment`."""
+Given: TypeAlias = tuple[tuple[str, tuple[Any, ...]], ...]
+"""Conditions of samples: (name of a column, values that the samples cycle through), each column by itself."""
+_LONGEST_CYCLE = 1000  # names of samples that columns of different lengths have together
 
 
 @dataclass(frozen=True)
 class ConditionFormat:
-    """Categories or size of each condition of `Conditions`; one that is empty is absent."""
+    """Categories, statistics or size of each condition of `Conditions`; one that is empty is absent."""
 
     classes: tuple[str, ...] = ()
     """Names of the classes; label i is the i-th of them."""
     augment_inputs: int = 0
     """Length of the augmentation condition."""
+    columns: tuple[ColumnFacts, ...] = ()
+    """Facts on all columns but the class, in the order of their names."""
+
+    def __post_init__(self) -> None:
+        names = [one.name for one in self.columns]
+        if CLASS in names or len({*names}) < len(names):
+            raise RequestError(f"columns = {', '.join(names)} must have other names than {CLASS}, and each its own")
+
+    @classmethod
+    def numbered(cls, classes: int = 0, augment_inputs: int = 0) -> ConditionFormat:
+        """Return the format of so many classes without names."""
+        return cls(tuple(map(str, range(classes))), augment_inputs)
+
+    @property
+    def facts(self) -> tuple[ColumnFacts, ...]:
+        """Facts on all columns, the class first."""
+        return (*([ColumnFacts(CLASS, CLASS, tuple(self.classes))] if self.classes else []), *self.columns)
 
     @property
     def can_be_dropped(self) -> bool:
         """True if images have a condition that `Conditions.dropped` hides."""
-        return bool(self.classes)
+        return bool(self.facts)
+
+    @property
+    def inputs(self) -> int:
+        """Upper bound of the rows of all layers that embed conditions, the null class among them."""
+        return 1 + AUGMENT_INPUTS + sum(kind_of(one.kind).inputs(one) for one in self.facts)
+
+    @property
+    def usual(self) -> Given:
+        """Conditions of samples where nothing is asked for: all classes in turn, and what is usual of other kinds."""
+        return tuple((one.name, kind_of(one.kind).usual(one)) for one in self.facts)
 
     def blank(self, count: int) -> Conditions:
         """Return conditions of so many images, all zeros and not augmented, to measure with."""
         import torch
 
-        from unfog.values.conditions import Conditions
+        one = self.conditions(self.usual, [0])
+        # Made anew, as the tensors may have to be of a mode that is active, with shapes alone.
+        return one.apply(lambda each: torch.zeros(count, *each.shape[1:], dtype=each.dtype))
 
-        return Conditions(torch.zeros(count, dtype=torch.int64) if self.classes else None)
+    def conditions(self, given: Given, indices: Sequence[int]) -> Conditions:
+        """Return the conditions of the samples of these numbers, on the CPU."""
+        return conditions_of(self.columns_of(given, indices).values())
 
-    def parse_labels(self, words: Sequence[object]) -> tuple[int, ...]:
-        """Return labels by class name or number; all classes if `words` is empty. RequestError for an unknown one.
+    def columns_of(self, given: Given, indices: Sequence[int]) -> dict[str, Column]:
+        """Return the columns of the samples of these numbers."""
+        import numpy as np
 
-        An integer is the number of a class, a text its name; where no name is a number, a text may be a number.
+        facts, made = {one.name: one for one in self.facts}, dict[str, Column]()
+        for name, values in given:
+            chosen = np.array([values[i % len(values)] for i in indices])
+            made[name] = Column(name, facts[name].kind, chosen, facts[name].categories)
+        return made
+
+    def parse(self, given: Mapping[str, object]) -> Given:
+        """Return the conditions of samples that people ask for, by the names of columns, and the usual ones of others.
+
+        A value may be a sequence, which samples cycle through; () is the usual ones. RequestError for an unknown name
+        or value.
         """
-        classes = self.classes
-        if words and not classes:
+        known = {one.name: one for one in self.facts}
+        if not isinstance(given, Mapping):
+            raise RequestError(f'given = {given!r:.60} must be a dict, such as {{"class": "cat"}}')
+        for name in given:
+            if name not in known:
+                hint = suggest(name, known) if known else "; this run has no conditions, so omit it"
+                raise RequestError(f"given {name!r} is not a condition of this run{hint}")
+        usual, found = dict(self.usual), []
+        for name, facts in known.items():
+            kind, words = kind_of(facts.kind), _words(given.get(name, ()))
+            found.append((name, tuple(kind.parse(facts, word) for word in words) or usual[name]))
+        return tuple(found)
+
+    def with_label(self, given: Mapping[str, object], label: object) -> Mapping[str, object]:
+        """Return what is asked for together with the classes of `--label`; () asks for nothing."""
+        if not (words := _words(label)):
+            return given
+        if isinstance(given, Mapping) and CLASS in given:
+            raise RequestError(f"label and given {CLASS!r} are the same; give one of them")
+        if not self.classes:
             raise RequestError(f"label = {words[0]!r}, but this run has no classes; omit --label")
-        composed = [unicodedata.normalize("NFC", name) for name in classes]
-        labels, names_are_numbers = [], any(name.isdecimal() for name in classes)
+        return {**given, CLASS: words}
+
+    def read_words(self, words: Iterable[str]) -> dict[str, object]:
+        """Return what words of a command line ask for, such as "age=60" or "class=cat,dog"."""
+        categories, given = {one.name: one.categories for one in self.facts}, dict[str, object]()
         for word in words:
-            # A word of a command line in a locale without UTF-8 is spelled as the name of a folder is.
-            text, label = unicodedata.normalize("NFC", valid_text(str(word))), -1
-            if not isinstance(word, bool) and isinstance(word, Integral):
-                label = int(word)
-            elif text in composed:
-                label = classes.index(str(word)) if str(word) in classes else composed.index(text)
-            elif text.isdecimal() and not names_are_numbers:
-                label = int(text)
-            if not 0 <= label < len(classes):
-                raise RequestError(f"label = {text!r} is not a class of this run; give one of {', '.join(classes)}")
-            labels.append(label)
-        return tuple(labels) or tuple(range(len(classes)))
+            name, equals, text = word.partition("=")
+            if not (name and equals and text):
+                raise RequestError(f"given {word!r} must be NAME=VALUE, or NAME=VALUE,VALUE to cycle through values")
+            if name in given:
+                raise RequestError(f"given {name!r} comes twice; separate its values by commas: {name}=VALUE,VALUE")
+            # A comma may be part of the name of a category.
+            given[name] = [text] if text in categories.get(name, ()) else text.split(",")
+        return given
+
+    def rows(self, columns: Iterable[Column], rows: Any) -> Given:
+        """Return the conditions of images at these rows, of the columns that the run knows."""
+        known = {one.name for one in self.facts}
+        return tuple((one.name, tuple(one.values[rows].tolist())) for one in columns if one.name in known)
+
+    def names(self, given: Given, count: int) -> list[str]:
+        """Return the names of samples, in a cycle: of the class alone, or such as "age=60 class=cat"; [] without."""
+        facts = {one.name: one for one in self.facts}
+        lengths = [len(values) for _, values in given] or [0]
+        cycle = min(math.lcm(*lengths), max(*lengths, count, _LONGEST_CYCLE))
+
+        def name(i: int) -> str:
+            each = ((facts[one], values[i % len(values)]) for one, values in given)
+            shown = [(one.name, kind_of(one.kind).show(one, value)) for one, value in each]
+            return " ".join(f"{one}={text}" if self.columns else text for one, text in shown if text)
+
+        return [name(i) for i in range(cycle)]
+
+
+def given_labels(given: Given) -> tuple[int, ...]:
+    """Return the labels that samples cycle through; () without classes."""
+    return tuple(dict(given).get(CLASS, ()))
+
+
+def facts_of(columns: Iterable[Column]) -> tuple[ColumnFacts, ...]:
+    """Return the facts on the columns of the training images but the class. RequestError for an unknown kind."""
+    others = sorted((one for one in columns if one.name != CLASS), key=lambda one: one.name)
+    return tuple(kind_of(one.kind, one.name).facts(one) for one in others)
+
+
+def _words(value: object) -> list[object]:
+    return list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value]

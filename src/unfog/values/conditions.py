@@ -1,6 +1,6 @@
 """`Conditions`: what a network is told about each image of a batch, besides the image and its noise level.
 
-A new kind of condition is a field here and in `ConditionFormat`, and a layer in `models.layers.ConditionalNetwork`.
+A new kind of condition is a field here, a class in `condition_kinds`, and a layer in `models.layers`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 ConditionsLike: TypeAlias = "Conditions | Tensor | None"
 """Conditions, a label alone, int64 [B], or None for no condition."""
 # Value of each condition for an image whose condition is hidden. Conditions not listed here are never dropped.
-_NOT_TOLD = {"label": -1}
+_NOT_TOLD: dict[str, float] = {"label": -1}
 
 
 class Conditions(NamedTuple):
@@ -38,11 +38,6 @@ class Conditions(NamedTuple):
     def of(cls, given: ConditionsLike) -> Conditions:
         """Return conditions as they are; a tensor is the label, and None is no condition."""
         return given if isinstance(given, Conditions) else cls(given)
-
-    @classmethod
-    def of_labels(cls, labels: NDArray[np.int64] | None) -> Conditions:
-        """Return the conditions of images with these labels, an array int64 [B] or None, on the CPU."""
-        return cls(None if labels is None else torch.from_numpy(labels))
 
     @property
     def droppable(self) -> tuple[str, ...]:

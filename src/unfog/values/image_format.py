@@ -64,6 +64,12 @@ def sides_of(size: Size) -> tuple[int, int]:
     return int(height or width), int(width)
 
 
+def area(size: Size) -> int:
+    """Return the number of pixels of a size."""
+    height, width = sides_of(size)
+    return height * width
+
+
 def size_of(height: int, width: int) -> Size:
     """Return the size of images of these sides."""
     return width if width == height else f"{width}x{height}"

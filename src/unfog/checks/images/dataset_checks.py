@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from unfog.checks.images.image_scan import MOST_NAMES, ImageScan, Indices, evenly_spread_rows, unusable_files
 from unfog.config.schema import Config
+from unfog.data.buckets.sizes import nearest_bucket
 from unfog.data.data_report import ACTIONS, COMMON_ACTIONS
 from unfog.data.dataset import ImageSet
 from unfog.data.sources.labels import SPLITS
@@ -20,7 +21,7 @@ from unfog.reporting.charts import bar_chart, histogram
 from unfog.reporting.findings import Figure, Finding, Severity, format_percent, format_share, list_names
 from unfog.reporting.progress import plural
 from unfog.text import sanitize
-from unfog.values.image_format import ImageFormat, Size, size_of
+from unfog.values.image_format import ImageFormat, Size, sides_of, size_of
 
 _TOO_FEW, _FEW, _MANY = 5, 100, 1000  # images: too few to train on; soon memorized; enough to generalise from
 _ROWS = 50  # of a table
@@ -132,8 +133,11 @@ def _check_sizes(scan: ImageScan) -> list[Finding]:
     rows = evenly_spread_rows(len(train), len(held_out), scan.most_sides)
     inside = rows < len(train)
     sides = np.concatenate([train.sides[rows[inside]], held_out.sides[rows[~inside] - len(train)]])
+    crop = _check_crop(scan, rows, sides)
+    if scan.prepared.buckets:  # whose sizes have no common short side
+        return [crop]
     originals = _check_original_sizes(sides, scan.prepared.settings.image_format)
-    return [originals, _check_upscaling(scan, rows, sides), _check_crop(scan, rows, sides)]
+    return [originals, _check_upscaling(scan, rows, sides), crop]
 
 
 def _shape(format: ImageFormat) -> tuple[int, int]:
@@ -221,7 +225,11 @@ def _check_crop(scan: ImageScan, rows: Indices, sides: NDArray[np.int32]) -> Fin
     shape, frame = f"of the shape of {format.sides}", f"the shape of {format.sides}"
     if across == down:
         shape, frame = "square", "a square"
-    stretched = sides.astype(np.int64) * (down, across)  # both sides are equal where nothing is cropped
+    shapes = np.array([(down, across)])
+    if buckets := [bucket.settings.size for bucket in scan.prepared.buckets]:
+        shape, frame = "of the shapes of their buckets", "the shape of a bucket"
+        shapes = np.array([sides_of(size) for size in buckets])[nearest_bucket(buckets, sides)]
+    stretched = sides.astype(np.int64) * shapes  # both sides are equal where nothing is cropped
     lost = 1 - stretched.min(1) / np.maximum(stretched.max(1), 1)
     # Stable, so that a repeated command names the same files.
     order = np.argsort(-lost, kind="stable")

@@ -116,8 +116,10 @@ class ImageScan:
     def groups_figure(self, groups: Sequence[Indices], title: str, caption: str = "") -> Figure:
         """Show up to six images of each of the first eight groups, a row each, labelled by the first image's name."""
         first = [group[:6] for group in groups[:8]]
-        labels = [_name_end(sanitize(self.name(group[0]))) for group in first for _ in group]
-        return Figure(title, grid(self._small_images(np.concatenate(first)), columns=6, labels=labels), caption=caption)
+        names = [_name_end(sanitize(self.name(group[0]))) for group in first for _ in group]
+        return Figure(
+            title, grid(self._small_images(np.concatenate(first)), columns=6, row_names=names), caption=caption
+        )
 
     def _small_images(self, rows: Indices) -> Pixels:
         """Return the images as uint8 [n, H, W, C]."""

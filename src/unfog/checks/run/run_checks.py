@@ -45,6 +45,7 @@ from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.load import load_weights, read_state
 from unfog.training.learning_rate import default_learning_rate
 from unfog.training.settings import Custom
+from unfog.values.columns import CLASS
 
 _COMPARED = 2000  # training images that generated ones are compared with
 
@@ -175,7 +176,7 @@ def _check_losses(
         The findings; and the loss on training images relative to that of predicting 0, and relative to that of the
         best prediction from each pixel alone.
     """
-    config, images = weights.config, prepared.as_network_input
+    config, images = weights.config, prepared.of_one_size.as_network_input
     see = without_augmentation(config)
     seen, unseen = (loss_images(part, weights.device, see) for part in (images.train, images.held_out))
     levels = midpoints(config.evaluate.levels)
@@ -215,9 +216,10 @@ def _check_samples(
     config, network = weights.config, weights.networks["ema"].to(weights.device)
     # With more classes than samples, evenly spread ones.
     labels = tuple(evenly_spaced(len(config.classes), samples).tolist())
+    given = config.conditions.parse({CLASS: labels} if labels else {})
     batch = config.training.microbatch or config.training.batch
     with Progress("generating images", samples) as progress:
-        settings = GenerationSettings(samples, config.sampler, labels, batch=min(batch, 64))
+        settings = GenerationSettings(samples, config.sampler, given, batch=min(batch, 64))
         generated = generate_images(network, config, settings, progress.update)
     training, training_labels = _training_pixels(prepared.train, labels)
     own = np.array([labels[i % len(labels)] for i in range(samples)]) if labels else None

@@ -108,12 +108,12 @@ class _ColorStatistics(NamedTuple):
     """[N]: class of each."""
 
 
-def _color_statistics(pixels: Pixels, labels: NDArray[np.int64] | None = None) -> _ColorStatistics:
-    """Compute statistics of images, uint8 [N, H, W, C]; with labels [N], every class counts alike."""
+def _color_statistics(pixels: Pixels, classes: NDArray[np.int64] | None = None) -> _ColorStatistics:
+    """Compute statistics of images, uint8 [N, H, W, C]; with classes [N], every class counts alike."""
     x = pixels.astype(np.float64)
     inner = x[:, 1:-1, 1:-1]
     around = (x[:, :-2, 1:-1] + x[:, 2:, 1:-1] + x[:, 1:-1, :-2] + x[:, 1:-1, 2:]) / 4
-    group = np.zeros(len(x), np.int64) if labels is None else labels
+    group = np.zeros(len(x), np.int64) if classes is None else classes
     counts = np.bincount(group)
     return _ColorStatistics(
         x.mean((1, 2)),
@@ -156,7 +156,7 @@ def _difference(drawn: Floats, drawn_of: _ColorStatistics, data: Floats, data_of
 
 
 def check_samples(generated: _Labelled, training: _Labelled, unready: str, remedies: SampleRemedies) -> list[Finding]:
-    """Compare generated images, uint8 [N, H, W, C] and their labels [N] or None, with training images.
+    """Compare generated images, uint8 [N, H, W, C] and their classes [N] or None, with training images.
 
     `unready` is the remedy for a network that has not learned yet; "" for one that has.
     """
@@ -308,5 +308,5 @@ def _channel_table(drawn: _ColorStatistics, data: _ColorStatistics) -> Figure:
 def _comparison_figure(drawn: Pixels, data: Pixels) -> Figure:
     n = min(24, len(drawn), len(data))
     both = np.concatenate([drawn[:n], data[np.linspace(0, len(data) - 1, n).astype(int)]])
-    picture = grid(both, labels=["generated"] * n + ["training"] * n, scale=max(1, 48 // drawn.shape[1]))
+    picture = grid(both, row_names=["generated"] * n + ["training"] * n, scale=max(1, 48 // drawn.shape[1]))
     return Figure("Generated images and training images", picture)

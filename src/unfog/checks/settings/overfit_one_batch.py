@@ -186,7 +186,7 @@ class _OverfitBatch:
         x_t = x_t / x_t.abs().amax((1, 2, 3), keepdim=True).clamp_min(1)
         pixels = self.show(torch.cat([self.x0, x_t, guess]))
         names = [name for name in ("images", "noisy", "denoised") for _ in range(_IMAGES)]
-        return grid(pixels, columns=_IMAGES, labels=names)
+        return grid(pixels, columns=_IMAGES, row_names=names)
 
 
 class _OverfitMonitor(TrainingHooks):

@@ -80,8 +80,7 @@ def _check_network(config: Config, prepared: Dataset) -> Finding:
         return Finding("settings.network", "fatal", str(error), "--network small, or another --size")
     # Initial weights are drawn from torch's global generator, which a check must leave as it is.
     with torch.random.fork_rng(devices=[]):
-        told = config.conditions.augment_inputs
-        network = build_model(config.network, channels, len(config.classes), told)
+        network = build_model(config.network, channels, config.conditions)
     parameters = sum(p.numel() for p in network.parameters())
     facts = {"parameters": parameters, "height": height, "width": width, "channels": channels}
     said = f"{parameters / 1e6:.2f}M parameters {config.network.layout(height, width)}"

@@ -75,6 +75,8 @@ class SampleRequest(SamplingRequest):
     """New folder for the images. Default: a new one in the run folder; a folder of diffusers needs one."""
     label: tuple[str, ...] = ()
     """Classes by name, or by number where no class has that name; images cycle through them. Default: all classes."""
+    given: tuple[str, ...] = setting((), metavar="NAME=VALUE …")
+    """Conditions by the names of columns, such as age=60, class=cat,dog; images cycle through several values."""
     guide: str | None = setting(None, metavar="auto|none|RUN[:STEP]")
     """Weaker network to guide away from: none, or this run's EMA at 30% of its steps (auto). Default: the run's."""
     guide_checkpoint: int | None = setting(None, metavar="STEP")
@@ -98,7 +100,7 @@ class SampleRequest(SamplingRequest):
     animate: Path | None = setting(None, metavar="FILE")
     """Also write an animation of the denoising of the first 16 images: a file .gif, .webp or .mp4."""
     size: Size = 0
-    """Pixels of the images, 64 or 96x64, for weights of another program that do not state it."""
+    """Pixels of the images, 64 or 96x64 (width x height). Default: the run's; those of its buckets, in proportion."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

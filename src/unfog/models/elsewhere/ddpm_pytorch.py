@@ -108,10 +108,10 @@ class DdpmPytorchModel(ConditionalNetwork):
     """The U-Net. The original has neither classes nor augmentation; both are added to the embedded noise level."""
 
     block = _Block
-    ends: ClassVar[tuple[str, ...]] = ("init_conv", "final_conv", "class_embedding", "augment_embedding")
+    ends: ClassVar[tuple[str, ...]] = ("init_conv", "final_conv", *ConditionalNetwork.embeddings)
     not_matrices: ClassVar[tuple[str, ...]] = ("mem_kv",)  # learned keys and values
 
-    augmentation_begins_at_zero = True
+    conditions_begin_at_zero = True
     settings: DdpmPytorch
 
     def _build(self, settings: DdpmPytorch, out_channels: int) -> int:
@@ -143,7 +143,7 @@ class DdpmPytorchModel(ConditionalNetwork):
         first = h = self._laid_out(self.init_conv(x))
         # Its own form: sines first, and frequencies that end at exactly 1/10000.
         waves = sinusoids(c_noise, self.settings.width, 1, flip_sin_to_cos=False)
-        condition = self._add_augmentation(self.time_mlp(waves.to(x.dtype)), conditions)
+        condition = self._add_conditions(self.time_mlp(waves.to(x.dtype)), conditions)
         if (embedding := self._class_embedding(conditions, c_noise)) is not None:
             condition = condition + embedding
         skips = []

@@ -50,9 +50,9 @@ class DiffusersDiTModel(ConditionalNetwork):
     """
 
     block = _Block
-    ends: ClassVar[tuple[str, ...]] = ("patch_in", "patch_out", "class_embedding", "augment_embedding")
+    ends: ClassVar[tuple[str, ...]] = ("patch_in", "patch_out", *ConditionalNetwork.embeddings)
 
-    augmentation_begins_at_zero = True
+    conditions_begin_at_zero = True
     settings: DiffusersDiT
 
     def _build(self, settings: DiffusersDiT, out_channels: int) -> int:
@@ -88,7 +88,7 @@ class DiffusersDiTModel(ConditionalNetwork):
     def _embeddings(self, c_noise: Tensor, conditions: ConditionsLike, dtype: torch.dtype) -> list[Tensor]:
         """Return the embedded conditions [B, width]: one tensor, or one for each block."""
         waves = self.time_in(sinusoids(c_noise, _WAVES, 1).to(dtype))
-        hidden = F.silu(self._add_augmentation(waves, conditions)).chunk(len(self.time_out), dim=1)
+        hidden = F.silu(self._add_conditions(waves, conditions)).chunk(len(self.time_out), dim=1)
         levels = [layer(part) for layer, part in zip(self.time_out, hidden)]
         embedding = self._class_embedding(conditions, c_noise)
         if embedding is None:

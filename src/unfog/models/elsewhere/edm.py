@@ -141,9 +141,9 @@ class EdmModel(ConditionalNetwork):
     """
 
     block = _Block
-    ends: ClassVar[tuple[str, ...]] = ("enc.0_conv", "out_conv", "class_embedding", "augment_embedding")
+    ends: ClassVar[tuple[str, ...]] = ("enc.0_conv", "out_conv", *ConditionalNetwork.embeddings)
 
-    augmentation_begins_at_zero = True
+    conditions_begin_at_zero = True
     settings: Edm
 
     def _build(self, settings: Edm, out_channels: int) -> int:
@@ -188,7 +188,7 @@ class EdmModel(ConditionalNetwork):
         embedding = self._class_embedding(conditions, c_noise)
         # Song's networks add the class to the waves, Dhariwal's to what they have become.
         hidden = waves.to(dtype) if embedding is None or not song else waves.to(dtype) + embedding
-        hidden = self.map_layer1(F.silu(self.map_layer0(self._add_augmentation(hidden, conditions))))
+        hidden = self.map_layer1(F.silu(self.map_layer0(self._add_conditions(hidden, conditions))))
         return F.silu(hidden if embedding is None or song else hidden + embedding)
 
 

@@ -127,9 +127,9 @@ class Edm2Model(ConditionalNetwork):
     """
 
     block = _Block
-    ends: ClassVar[tuple[str, ...]] = ("enc.0_conv", "out_conv", "class_embedding", "augment_embedding")
+    ends: ClassVar[tuple[str, ...]] = ("enc.0_conv", "out_conv", *ConditionalNetwork.embeddings)
 
-    augmentation_begins_at_zero = True
+    conditions_begin_at_zero = True
     settings: Edm2
 
     def _build(self, settings: Edm2, out_channels: int) -> int:
@@ -146,7 +146,7 @@ class Edm2Model(ConditionalNetwork):
 
     def forward(self, x: Tensor, c_noise: Tensor, conditions: ConditionsLike = None) -> Tensor:
         """Compute the network's output for images of about unit variance."""
-        condition = self._add_augmentation(self.emb_noise(self.emb_fourier(c_noise).to(x.dtype)), conditions)
+        condition = self._add_conditions(self.emb_noise(self.emb_fourier(c_noise).to(x.dtype)), conditions)
         embedding = self._class_embedding(conditions, c_noise)
         condition = _silu(condition if embedding is None else _sum(condition, embedding.to(condition.dtype)))
         # A channel of ones replaces the biases.

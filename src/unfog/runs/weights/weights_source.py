@@ -20,6 +20,7 @@ from unfog.errors import RequestError
 from unfog.export.diffusers_folder import DiffusersFolder
 from unfog.export.diffusers_unet import Network, unet2d_settings
 from unfog.export.elsewhere import SUFFIXES, ElsewhereModel, from_dit, read_model
+from unfog.models.layers import ConditionalNetwork
 from unfog.pipeline.build import build_network, limited_parameters
 from unfog.planning.intervals import Choice
 from unfog.process.run_folder import RunFolder
@@ -32,6 +33,8 @@ from unfog.values.image_format import CHANNELS, LEAST, Size, size_of
 _CLASS_SPREAD = 0.02  # scale of random differences between new class embeddings, as other networks draw their rows
 _ADDED = 16  # parameters that a network has beside those of the weights, at most
 _CLASSES, _AUGMENT, _BIAS = "class_embedding.weight", "augment_embedding.", "time_embedding.2.bias"
+# Layers of all conditions but the class: those that weights may have and a run not, or the other way round.
+_EMBEDDINGS = tuple(f"{name}." for name in ConditionalNetwork.embeddings if not _CLASSES.startswith(f"{name}."))
 
 
 class WeightsSource(NamedTuple):
@@ -73,27 +76,34 @@ class WeightsSource(NamedTuple):
             # Our export has one more row than classes, for no class; a model trained in diffusers has not.
             state = Network.from_unet2d(self.unet2d, state, null_class=wanted > 0 and rows == wanted + 1).state
         # Weights are trained in fp32, whatever the file holds.
-        state = {
-            name: tensor.float()
-            for name, tensor in state.items()
-            if not name.startswith(_AUGMENT) or config.data.augment
-        }
+        state = {name: tensor.float() for name, tensor in state.items() if self._has_input(name, config)}
         # A weight's shape may describe a far larger network than the weights are of, so shapes are compared first.
         with torch.device("meta"), limited_parameters(len(state) + _ADDED, self._misfit):
             shapes = {name: tensor.shape for name, tensor in build_network(config).state_dict().items()}
         for name, shape in shapes.items():
-            added = name == _CLASSES or name.startswith(_AUGMENT)
+            added = name == _CLASSES or (name.startswith(_EMBEDDINGS) and name not in state)
             if not added and (name not in state or state[name].shape != shape):
                 raise self._misfit(name)
         with torch.no_grad():
             fresh = build_network(config).state_dict()
-        state |= {name: fresh[name] for name in fresh if name.startswith(_AUGMENT) and name not in state}
+        new = [name for name in fresh if name.startswith(_EMBEDDINGS) and name not in state]
+        state |= {name: fresh[name] for name in new}
         choices = _fit_classes(state, fresh, self.config.classes, config)
+        if any(not name.startswith(_AUGMENT) for name in new):
+            names = ", ".join(one.name for one in config.columns)
+            choices.append(Choice("conditions", names, "their embedding is new: the weights were trained without them"))
         wrong = [name for name in {*state, *fresh} if name not in state or name not in fresh]
         wrong += [name for name in state if name in fresh and state[name].shape != fresh[name].shape]
         if wrong:
             raise self._misfit(min(wrong))
         return state, choices
+
+    def _has_input(self, name: str, config: Config) -> bool:
+        """Return False for a weight of a layer that embeds conditions which the run does not have, or has others."""
+        if name.startswith(_AUGMENT):
+            return config.data.augment > 0
+        ours, theirs = ([one.identity for one in each.columns] for each in (config, self.config))
+        return not name.startswith(_EMBEDDINGS) or ours == theirs
 
     def _misfit(self, name: str) -> RequestError:
         return RequestError(

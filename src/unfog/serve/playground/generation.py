@@ -141,7 +141,7 @@ def find_copies(channel: Channel, job: int, message: Message) -> None:
     RequestError if the training images are not there any more, have changed, or are too few.
     """
     drawn = np.frombuffer(message.body, np.uint8).reshape(message.head["images"])
-    dataset = load_run_images(RunFolder(Path(message.head["run"])).read_config(), StopSignals())
+    dataset = load_run_images(RunFolder(Path(message.head["run"])).read_config(), StopSignals()).of_one_size
     if len(dataset.train) < FEWEST:
         raise RequestError(f"of {len(dataset.train)} training images all are near; at least {FEWEST} are needed")
     near = find_nearest_images(drawn, dataset)

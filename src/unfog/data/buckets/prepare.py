@@ -1,0 +1,209 @@
+"""Prepare a source in buckets: read the sides of all images, choose the buckets, and prepare each as a set."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unfog.data.buckets.sizes import BucketPlan, Fits, least_images, possible_sizes
+from unfog.data.buckets.source import BucketSource
+from unfog.data.buckets.view import join_sets
+from unfog.data.data_report import DataReport
+from unfog.data.dataset import Dataset, ImageSet
+from unfog.data.decode_pool import Progress
+from unfog.data.prepare import choose_placement, prepare, scan_source, silence_pillow
+from unfog.data.scan import Scan, read_sides, side_statistics
+from unfog.data.settings import UNREAD, Data
+from unfog.data.sources.base import Source
+from unfog.errors import RequestError
+from unfog.text import sanitize
+from unfog.values.buckets import Bucket
+from unfog.values.columns import of_labels
+from unfog.values.image_format import Size
+
+_UNREADABLE = 1  # side of images where no head can be read
+
+
+@dataclass(frozen=True)
+class BucketChoice:
+    """The network and the batch, by which buckets are chosen, or the sizes that a run has already."""
+
+    fits: Fits
+    batch: int
+    """Images of a training step."""
+    known: tuple[Size, ...] = ()
+    """Sizes of the buckets of a run that goes on, from narrow to wide; () chooses them."""
+
+
+class _BucketReport(DataReport):
+    """The report on the images of all buckets."""
+
+    @property
+    def size_text(self) -> str:
+        return "the size of a bucket"
+
+
+def prepare_buckets(
+    source: Source,
+    settings: Data,
+    choice: BucketChoice,
+    say: Callable[[str], None],
+    progress: Progress | None = None,
+    to_draw: int = 0,
+    known: str = "",
+) -> Dataset:
+    """Make a dataset of a source's images with a set for each bucket; see `prepare` for the other arguments.
+
+    `say` is called with lines about the buckets. `Dataset.train` and `held_out` have all images, bucket by bucket,
+    scaled to the size of the bucket with most images, for what needs one size. That is the size of the settings.
+
+    Raises as `prepare`, and RequestError for a pack, whose images are cut already, and for remote shards.
+    """
+    _refuse(source)
+    scan, key = scan_source(source, settings)
+    with silence_pillow():
+        scan = scan.resolve(began=bool(known))
+        where, why = choose_placement(scan, key, to_draw, known)
+        sides = read_sides(scan.source, progress)
+    readable = np.asarray((sides > 0).all(1))
+    if not readable.any():  # decoding says why
+        readable, sides = np.ones(len(sides), bool), np.full_like(sides, _UNREADABLE)
+    plan = _plan(scan, sides[readable], choice)
+    for line in plan.lines(scan.size, sides[readable]):
+        say(line)
+    plan = plan.with_unreadable(readable)
+    own = replace(scan.settings, size=scan.size, aspect="crop", cache=where)
+    parts = _prepare_parts(scan, plan, own, progress, to_draw, known)
+    channels = {part.settings.channels for part in parts}
+    if len(channels) > 1:  # a bucket of grey images among others in colour
+        own = replace(own, channels=max(channels))
+        parts = _prepare_parts(scan, plan, own, progress, to_draw, known)
+    dataset = _join(scan, parts)
+    resolved = replace(dataset.settings, cache=settings.cache)
+    return replace(dataset, settings=resolved, placement=why, warnings=scan.warnings)
+
+
+def _refuse(source: Source) -> None:
+    name = sanitize(source.name)
+    if type(source).decoded_dataset is not Source.decoded_dataset:
+        raise RequestError(
+            f"aspect = keep needs whole images, and those of the pack {name} are cut to one size; give what it was "
+            "made of, or omit --aspect"
+        )
+    if source.remote:
+        raise RequestError(
+            f"aspect = keep reads the sides of all images first, which in {name} are read over the network; copy the "
+            "shards to a disk, or omit --aspect"
+        )
+
+
+def _plan(scan: Scan, sides: NDArray[np.int32], choice: BucketChoice) -> BucketPlan:
+    if choice.known:
+        return BucketPlan.known(choice.known, sides)
+    sizes = possible_sizes(scan.size, choice.fits)
+    return BucketPlan.of(sizes, sides, least_images(len(sides), choice.batch))
+
+
+def _prepare_parts(
+    scan: Scan, plan: BucketPlan, settings: Data, progress: Progress | None, to_draw: int, known: str
+) -> list[Dataset]:
+    """Prepare the images of each bucket that has some, with the same classes."""
+    source, n = scan.source, len(plan.bucket)
+    held = frozenset(source.names[i] for i in scan.held_out_indices().tolist())
+    settings = replace(
+        settings,
+        labels="none" if scan.labels is None else "folders",
+        held_out=settings.held_out if held else 0.0,
+    )
+    parts = []
+    for number, size in enumerate(plan.sizes):
+        rows = np.flatnonzero(plan.bucket == number)
+        if not len(rows) and not known:
+            continue
+        if not len(rows):
+            raise RequestError(
+                f"no image of {sanitize(source.name)} is for the bucket {size} of this run; restore the images, or "
+                "start a new run"
+            )
+        bucket = BucketSource(source, rows, scan.columns, held)
+        parts.append(prepare(bucket, replace(settings, size=size), progress, to_draw * len(rows) // n, known))
+    found = {name for part in parts for name in part.train.classes}
+    classes = tuple(name for name in scan.classes if name in found)
+    return [
+        replace(part, train=_with_classes(part.train, classes), held_out=_with_classes(part.held_out, classes))
+        for part in parts
+    ]
+
+
+def _with_classes(images: ImageSet, classes: tuple[str, ...]) -> ImageSet:
+    """Return a set with labels for these classes: its own are those of the classes that its bucket has."""
+    if images.labels is None or images.classes == classes:
+        return images
+    index = np.array([classes.index(name) for name in images.classes], np.int64)
+    labels = index[images.labels_of(np.arange(len(images)))]
+    return replace(
+        images, columns={**images.columns, **of_labels(labels, classes)}, known_fingerprint=images.fingerprint
+    )
+
+
+def _join(scan: Scan, parts: Sequence[Dataset]) -> Dataset:
+    trains, held = [part.train for part in parts], [part.held_out for part in parts]
+    # Of those with most images the one that is most like a square.
+    usual = max(parts, key=lambda part: (len(part.train), -abs(math.log(Bucket(part.settings.size, 0).aspect))))
+    settings = replace(scan.resolved_settings, channels=parts[0].settings.channels, size=usual.settings.size)
+    format = settings.image_format
+    return Dataset(
+        settings,
+        join_sets(trains, format, _fingerprint(trains)),
+        join_sets(held, format, _fingerprint(held)),
+        _join_reports(scan, parts, settings),
+        buckets=tuple(parts),
+    )
+
+
+def _fingerprint(parts: Sequence[ImageSet]) -> str:
+    """Return a digest of the images of all buckets, their order and their classes."""
+    prints = [part.fingerprint for part in parts]
+    unread = UNREAD if any(one.startswith(UNREAD) for one in prints) else ""
+    shapes = [part.pixels.shape for part in parts]
+    return unread + hashlib.sha256(repr((prints, shapes, parts[0].classes)).encode()).hexdigest()
+
+
+def _join_reports(scan: Scan, parts: Sequence[Dataset], settings: Data) -> DataReport:
+    """Return the report on the images of all buckets, in the order of the joined sets."""
+    reports = [part.report for part in parts]
+    treatments = list(dict.fromkeys(actions for report in reports for actions in report.treatments))
+    of_train, of_held_out = list[NDArray[np.int32]](), list[NDArray[np.int32]]()
+    for part in parts:
+        own = np.array([treatments.index(actions) for actions in part.report.treatments], np.int32)
+        done = own[part.report.treatment_of(slice(None))]  # [0] where no image was decoded yet
+        of_train.append(done[: len(part.train)])
+        of_held_out.append(done[len(part.train) :])
+    counts = sum((Counter(report.class_counts) for report in reports), Counter[str]())
+    modes = sum((Counter(report.modes) for report in reports), Counter[str]())
+    sides = np.concatenate([images.sides for part in parts for images in (part.train, part.held_out)])
+    return _BucketReport(
+        source=scan.source.name,
+        found=sum(report.found for report in reports),
+        used=sum(report.used for report in reports),
+        held_out=sum(report.held_out for report in reports),
+        size=settings.size,
+        channels=settings.channels,
+        background=settings.background,
+        class_counts={name: counts[name] for name in parts[0].train.classes},
+        sides=side_statistics(sides) if len(sides) else {},
+        modes=dict(modes),
+        treatments=tuple(treatments),
+        treatment=np.concatenate([*of_train, *of_held_out]),
+        skipped=tuple(sorted([*(one for report in reports for one in report.skipped), *scan.source.unreadable])),
+        ignored=dict(scan.source.ignored),
+        read=all(report.read for report in reports),
+        values=scan.ranges.describe(),
+        unused_pages=sum(report.unused_pages for report in reports),
+    )

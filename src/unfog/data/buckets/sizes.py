@@ -1,0 +1,139 @@
+"""Sizes of buckets: which there may be, which bucket each image goes to, and what is cropped away."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unfog.values.buckets import Bucket
+from unfog.values.image_format import LEAST, ImageFormat, Size, sides_of, size_of
+
+LONGEST = 3.0
+"""Largest ratio of the sides of a bucket."""
+_FINENESS = 8  # steps of a side in that of the square of the area
+_OFF_AREA = 0.14  # logarithm of the area of a bucket over the wanted one, at most
+# Share of the images below which a bucket is merged into its neighbour.
+_LEAST_SHARE = 0.01
+
+Fits = Callable[[int, int], bool]
+"""Returns True if the network takes images of this height and width."""
+
+
+def possible_sizes(size: Size, fits: Fits) -> list[Size]:
+    """Return the sizes of about the area of `size` that fit, from narrow to wide; `size` itself if it is the only one.
+
+    Sides are multiples of a step of about an eighth of the square's side, which the network takes.
+    """
+    height, width = sides_of(size)
+    area = height * width
+    side = math.sqrt(area)
+    step = _step(side, fits)
+    found = {(height, width)} if fits(height, width) else set()
+    for one in range(step, math.ceil(side * math.sqrt(LONGEST)) + step, step):
+        other = step * round(area / (one * step))
+        if min(one, other) < LEAST or max(one, other) > LONGEST * min(one, other):
+            continue
+        if abs(math.log(one * other / area)) <= _OFF_AREA:
+            found |= {pair for pair in ((one, other), (other, one)) if fits(*pair)}
+    ordered = sorted(found or {(height, width)}, key=lambda sides: (sides[1] / sides[0], sides))
+    return [size_of(*sides) for sides in ordered]
+
+
+def _step(side: float, fits: Fits) -> int:
+    """Return the step of sides: a power of two if the network takes its multiples, else the least that it takes."""
+    usual = max(LEAST, 2 ** int(math.log2(max(1.0, side / _FINENESS))))
+    # Both sides are multiples of what the network needs only if the step is, as 3 and 5 share no factor.
+    return next((step for step in range(usual, math.ceil(side) + 1) if fits(3 * step, 5 * step)), usual)
+
+
+def nearest_bucket(sizes: Sequence[Size], sides: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Return the bucket of each image: that of the nearest logarithm of the aspect.
+
+    Args:
+        sizes: of the buckets, from narrow to wide.
+        sides: [N, 2], width and height of each image.
+    """
+    logs = np.log([Bucket(size, 0).aspect for size in sizes])
+    aspects = np.log(sides[:, 0] / sides[:, 1])
+    return np.searchsorted((logs[1:] + logs[:-1]) / 2, aspects).astype(np.int64)
+
+
+def cropped_away(aspects: NDArray[np.float64], sides: NDArray[np.int32]) -> NDArray[np.float64]:
+    """Return the share of each image [N] that is lost where it is scaled to cover this width over height [N]."""
+    ratio = aspects / (sides[:, 0] / sides[:, 1])
+    return 1 - np.minimum(ratio, 1 / ratio)
+
+
+@dataclass(frozen=True, eq=False)
+class BucketPlan:
+    """Buckets for the images of a set."""
+
+    sizes: list[Size]
+    """Of the buckets, from narrow to wide."""
+    bucket: NDArray[np.int64]
+    """[N], index into `sizes` of each image."""
+    merged: list[Bucket]
+    """Sizes that had too few images, which went to the nearest other one."""
+    least: int
+    """Images that a bucket needs."""
+
+    @classmethod
+    def of(cls, sizes: Sequence[Size], sides: NDArray[np.int32], least: int) -> BucketPlan:
+        """Choose from these sizes, narrow to wide, those with at least so many of the images `sides` [N, 2].
+
+        The smallest bucket is left out, and its images go to the nearest other ones, until all have enough or only one
+        is left.
+        """
+        counts = np.bincount(nearest_bucket(sizes, sides), minlength=len(sizes))
+        left, merged = [size for size, count in zip(sizes, counts) if count] or list(sizes[:1]), list[Bucket]()
+        while True:
+            bucket = nearest_bucket(left, sides)
+            counts = np.bincount(bucket, minlength=len(left))
+            smallest = int(counts.argmin())
+            if counts[smallest] >= least or len(left) == 1:
+                return cls(left, bucket, merged, least)
+            merged.append(Bucket(left.pop(smallest), int(counts[smallest])))
+
+    @classmethod
+    def known(cls, sizes: Sequence[Size], sides: NDArray[np.int32]) -> BucketPlan:
+        """Return the plan for the sizes that a run has, from narrow to wide."""
+        return cls(list(sizes), nearest_bucket(sizes, sides), [], 0)
+
+    def with_unreadable(self, readable: NDArray[np.bool_]) -> BucketPlan:
+        """Return the plan with images of unknown sides too, in the largest bucket; this one is for the readable [N]."""
+        bucket = np.full(len(readable), np.bincount(self.bucket).argmax(), np.int64)
+        bucket[readable] = self.bucket
+        return replace(self, bucket=bucket)
+
+    def lines(self, size: Size, sides: NDArray[np.int32]) -> list[str]:
+        """Describe the buckets for people: their images, what is cropped away, and what was merged.
+
+        `size` is that of the same area; `sides` [N, 2] are width and height of the images.
+        """
+        counts = np.bincount(self.bucket, minlength=len(self.sizes))
+        buckets = [Bucket(each, int(count)) for each, count in zip(self.sizes, counts)]
+        listed = ", ".join(f"{bucket.sides} ({bucket.images:,})" for bucket in buckets)
+        square = ImageFormat.of(0, size)
+        lines = [f"{len(buckets)} bucket{'s' * (len(buckets) > 1)} of about {square.pixels:,} pixels: {listed}"]
+        aspects = np.array([bucket.aspect for bucket in buckets])[self.bucket]
+        lost, by_crop = cropped_away(aspects, sides), cropped_away(np.ones(len(sides)), sides)
+        lines.append(
+            f"cropped away: {lost.mean():.1%} of an image on average, {lost.max():.1%} at most; squares would lose "
+            f"{by_crop.mean():.1%} and {by_crop.max():.1%}"
+        )
+        if self.merged:
+            small = ", ".join(f"{bucket.sides} ({bucket.images:,})" for bucket in self.merged)
+            lines.append(f"no bucket of their own, as they have under {self.least:,} images: {small}")
+        ratio = sides.max(1) / sides.min(1)
+        if beyond := int((ratio > LONGEST * 1.1).sum()):
+            lines.append(f"{beyond:,} longer than {LONGEST:g}:1, and cropped to the nearest bucket")
+        return lines
+
+
+def least_images(n: int, batch: int) -> int:
+    """Return how many of n images a bucket needs: a batch, if the set has many batches, and a hundredth of the set."""
+    return max(1, math.ceil(_LEAST_SHARE * n), min(batch, n // 4))
