@@ -102,7 +102,7 @@ class AutoSettings:
         """
         self.resolve_learning_rate()
         self.resolve_precision()
-        self._compile_no_longer(before)
+        self._resolve_compile_on_another_device(before)
         self.resolve_microbatch(resuming=True)
         # Not the memory format: a run from before there was a choice keeps the one it had, and its bits.
         self.resolve_length(seen)
@@ -245,8 +245,8 @@ class AutoSettings:
             self._set_training(compile=True)
             self._note("compile", True, f"by the data sheet of {device.name} it pays from step {pays:,.0f} on")
 
-    def _compile_no_longer(self, before: str) -> None:
-        """Turn compilation off where a run leaves the GPU that it was chosen for; another device only waits for it."""
+    def _resolve_compile_on_another_device(self, before: str) -> None:
+        """Turn compilation off where a run moves from CUDA to another device, which gains nothing from it."""
         now = self.machine.device.type
         if before.startswith("cuda") and now != "cuda" and self.config.training.compile:
             self._set_training(compile=False)
