@@ -138,9 +138,9 @@ class _DryRun:
     def _session(self, config: Config, saved: checkpoint.CheckpointInfo | None) -> Session:
         """Run a session to its end. Where it fails, `part` becomes the part in which it did."""
         # Signals and heartbeat of its own: at its end a session silences its signals for good.
-        with StopSignals() as own, self.folder.locked(), (pulse := _Heartbeat(self.folder.path, own)):
+        with StopSignals() as own, self.folder.locked(), (heartbeat := _Heartbeat(self.folder.path, own)):
             try:
-                session = open_session(RunContext(self.folder, self.device, own, pulse), config, self.dataset)
+                session = open_session(RunContext(self.folder, self.device, own, heartbeat), config, self.dataset)
                 if saved is None:
                     _check_disk_space(self.folder.path, session)
                     self.folder.checkpoints.mkdir()
@@ -149,8 +149,8 @@ class _DryRun:
                 train_session(session, (), saved=saved)
             except Exception:
                 # The session writes its report after the last heartbeat, so nothing else can have failed then.
-                ended = pulse.activity == "finished"
-                self.part = "report" if ended else _PART_OF_ACTIVITY.get(pulse.failed, "training")
+                ended = heartbeat.activity == "finished"
+                self.part = "report" if ended else _PART_OF_ACTIVITY.get(heartbeat.failed, "training")
                 raise
             if own():
                 self.stop.request(own.received or "a signal")

@@ -78,8 +78,8 @@ class FindLrResult:
                 evidence += f"; the {usual:g} of these settings is {factor:.2g} times {side}"
                 severity, remedy = "hint", f"train with --lr {found.suggestion:g}"
         facts = {"suggestion": found.suggestion, "usual": usual}
-        exhibits = (Figure("Loss by learning rate", svg=_lr_chart(found), caption=_CAPTION),)
-        return Finding("lr.range", severity, evidence, remedy, facts, exhibits)
+        figures = (Figure("Loss by learning rate", svg=_lr_chart(found), caption=_CAPTION),)
+        return Finding("lr.range", severity, evidence, remedy, facts, figures)
 
 
 _CAPTION = (

@@ -174,7 +174,7 @@ def check_samples(generated: _Labelled, training: _Labelled, unready: str, remed
 def _check_color_cast(
     drawn: _ColorStatistics,
     data: _ColorStatistics,
-    exhibit: Figure,
+    figure: Figure,
     unready: str = "",
     remedies: SampleRemedies = _NO_RUN,
 ) -> Finding:
@@ -204,7 +204,7 @@ def _check_color_cast(
         (off and not unready, "warning", "", longer),
         (off or slightly, "hint", "", unready or longer),
         facts={"brightness": [*brightness], "casts": {name: [*cast] for name, cast in casts.items()}},
-        figures=(_channel_table(drawn, data), exhibit),
+        figures=(_channel_table(drawn, data), figure),
     )
 
 
@@ -273,7 +273,7 @@ def _check_detail(
 def _check_blank(
     drawn: _ColorStatistics,
     data: _ColorStatistics,
-    exhibit: Figure,
+    figure: Figure,
     unready: str = "",
     remedies: SampleRemedies = _NO_RUN,
 ) -> Finding:
@@ -287,12 +287,12 @@ def _check_blank(
     finding = partial(Finding, "run.blank_samples", facts={"blank": empty, "blank_in_data": usual, "detail": detail})
     if empty - usual > 0.2:
         evidence = f"{empty:.0%} of the generated images are blank ({usual:.0%} of the training images)"
-        return finding(grave, evidence, soon, figures=(exhibit,))
+        return finding(grave, evidence, soon, figures=(figure,))
     evidence = f"generated images have {detail:.2f} times the fine detail of training images"
     if detail > _NOISY:
-        return finding(grave, f"{evidence}: noise is left", noisy, figures=(exhibit,))
+        return finding(grave, f"{evidence}: noise is left", noisy, figures=(figure,))
     if detail < _SMOOTH:
-        return finding("hint", f"{evidence}: they are blurred", smooth, figures=(exhibit,))
+        return finding("hint", f"{evidence}: they are blurred", smooth, figures=(figure,))
     return finding("fine", f"{evidence}, and none of them is blank")
 
 

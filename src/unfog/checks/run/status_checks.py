@@ -105,11 +105,11 @@ def _check_checkpoints(record: RunRecord) -> Finding:
     for one in record.saved:
         loss = "" if one.held_out_loss is None else f"{one.held_out_loss:.4g}"
         rows.append((f"{one.step:,}", loss, "its held-out loss" if one.for_best else ""))
-    exhibits = (Figure("Checkpoints", table=rows),) if kept else ()
+    figures = (Figure("Checkpoints", table=rows),) if kept else ()
     if record.broken:
         evidence = f"{plural(len(record.broken), 'checkpoint')} cannot be used ({record.broken[0].reason})"
         remedy = f"a resume ignores them and continues from step {kept[-1]}" if kept else "train again"
-        return Finding("run.checkpoints", "warning", evidence, remedy, facts, exhibits)
+        return Finding("run.checkpoints", "warning", evidence, remedy, facts, figures)
     if not kept:
         return Finding("run.checkpoints", "hint", "nothing has been saved yet, so only the record is checked")
-    return Finding("run.checkpoints", "fine", f"checkpoints of steps {', '.join(kept)}", "", facts, exhibits)
+    return Finding("run.checkpoints", "fine", f"checkpoints of steps {', '.join(kept)}", "", facts, figures)
