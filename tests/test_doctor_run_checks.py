@@ -492,7 +492,7 @@ def test_pixels_that_are_always_the_same_need_no_guessing():
     expected = spread**2 / (alpha**2 * spread**2 + sigma**2) * (inside / 16) ** 2
     assert _baseline_losses(diffusion, x0, levels)[1] == pytest.approx(expected.numpy(), rel=0.02)
     one = _baseline_losses(diffusion, x0[:1], levels)[1]
-    assert (one > 0.1).all(), "one image says nothing of how they vary, which is not that they do not"
+    assert (one > 0.1).all(), "one image says nothing about how they vary, which is not that they do not"
 
 
 def test_one_image_held_out_gives_no_number_of_certainty(tmp_path):

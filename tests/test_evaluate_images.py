@@ -113,7 +113,7 @@ def test_what_needs_a_run_is_refused(folders, words, message, capsys):
 
 
 def test_too_few_images_are_refused(folders, tmp_path):
-    for name in [*(f"{i}.png" for i in range(9)), "grid.png"]:  # which is no image to count
+    for name in [*(f"{i}.png" for i in range(9)), "grid.png"]:  # which is not an image to count
         Image.new("RGB", (16, 16)).save(tmp_path / name)
     with pytest.raises(RequestError, match="has 9 images; at least 10"):
         unfog.evaluate(tmp_path, folders[1], device="cpu")

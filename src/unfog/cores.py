@@ -58,7 +58,7 @@ def cpu_quota(root: Path = _GROUPS, me: Path = _OWN_GROUPS) -> float | None:
 
 
 def describe_quota() -> str:
-    """Return what a CPU quota leaves of the visible cores, in words; "" without one that is below them."""
+    """Describe the CPU quota, if it is below the number of visible cores; "" otherwise."""
     quota, visible = cpu_quota(), visible_cores()
     if quota is None or quota >= visible:
         return ""

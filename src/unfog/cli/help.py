@@ -108,7 +108,7 @@ def _sections(command: str, settings: Iterable[Description], default: Any) -> It
 
 
 def _spell(setting: Description, names: Iterable[str]) -> str:
-    """Return flags as they are typed, and the placeholder of the value."""
+    """Return flags as typed, and the placeholder of the value."""
     flags = ", ".join(f"-{name}" if len(name) == 1 else f"--{name}" for name in names)
     return f"{flags} {setting.metavar}".rstrip()
 

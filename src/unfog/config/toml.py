@@ -142,7 +142,7 @@ def with_version(text: str) -> str:
 
 
 def _version_remedy(text: str) -> str:
-    """Return what to do about an unknown setting, from the version that wrote the file."""
+    """Return the remedy for an unknown setting, from the version that wrote the file."""
     if (found := _WRITTEN_BY.match(text)) is None:
         return f"this is unfog {__version__}; a newer version may know it: update unfog, or remove the line"
     if found[1] == __version__:

@@ -131,7 +131,7 @@ def check_autoencoder(config: Config) -> int:
 
 
 def check_device(name: str) -> None:
-    """Raise RequestError unless this names a device that may exist, as far as can be told without importing torch."""
+    """Raise RequestError unless this names a device that may exist, as far as is known without importing torch."""
     if not re.fullmatch(r"auto|cpu|mps|cuda(:[0-9]{1,4})?", str(name)):
         raise RequestError(f"device = {quote(name)} is not one of auto, cpu, cuda, cuda:1, mps")
     torch = version("torch")
@@ -246,7 +246,7 @@ _LONGEST_NAME = 255  # bytes; the limit of ext4, XFS, APFS and NTFS
 
 
 def path_text(value: object, name: str) -> str:
-    """Return a path as text, with ~ expanded. Raise RequestError if `value` is no path."""
+    """Return a path as text, with ~ expanded. Raise RequestError if `value` is not a path."""
     text = os.fspath(value) if isinstance(value, str | PathLike) else None
     if not isinstance(text, str):
         raise RequestError(f"{name} = {quote(value)} is not a path; give a string or a pathlib.Path")
@@ -254,7 +254,7 @@ def path_text(value: object, name: str) -> str:
 
 
 def folder_path(value: object, name: str) -> Path:
-    """Return the path of a folder or file on a disk. Raise RequestError if `value` is no path, or an address."""
+    """Return the path of a folder or file on a disk. Raise RequestError if `value` is not a path, or an address."""
     try:
         return parse_path(path_text(value, name))
     except FormatError as error:

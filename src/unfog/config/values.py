@@ -65,7 +65,7 @@ def quote(value: object) -> str:
 
 
 def strip_optional(annotation: Any) -> Any:
-    """Return X of `X | None`, X | Y of `X | Y | None`, and other types as they are."""
+    """Return X of `X | None`, X | Y of `X | Y | None`, and other types unchanged."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         members = [member for member in typing.get_args(annotation) if member is not types.NoneType]
         return functools.reduce(operator.or_, members)

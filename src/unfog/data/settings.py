@@ -120,7 +120,7 @@ class Data:
 
     @property
     def later_key(self) -> tuple[object, ...]:
-        """`later` as part of a key or digest; empty where nothing is set."""
+        """`later` as part of a key or digest; empty if nothing is set."""
         return tuple(name if value is True else value for name, value in self.later.items())
 
     @staticmethod

@@ -237,7 +237,7 @@ class DeviceStream:
 
     @classmethod
     def open(cls, stream: ImageStream, device: torch.device, memory: int) -> ImageStream | DeviceStream:
-        """Return the stream on a CUDA device of so many bytes, if its images fit there; else the stream as it is."""
+        """Return the stream on a CUDA device of so many bytes, if its images fit there; else the stream unchanged."""
         decoded = not isinstance(stream.images.pixels, LazyPixels)
         fits = device.type == "cuda" and decoded and cls.fits(stream.images.nbytes, memory)
         return cls(stream, device) if fits else stream

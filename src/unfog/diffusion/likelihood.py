@@ -58,7 +58,7 @@ def bits_per_dim(
             the schedule's own end. A chain has its own. `best_end` finds the lowest bound.
 
     Raises:
-        RequestError: `levels` is below 2, or `end` is no share of noise.
+        RequestError: `levels` is below 2, or `end` is not a share of noise.
     """
     if levels < 2:
         raise RequestError(f"levels = {levels}: the bound needs at least 2 noise levels; 64 are good for a percent")

@@ -51,7 +51,7 @@ class Features:
     resize: str
     """How images are resized."""
     digest: str
-    """Equal exactly where the features of the same pixels are equal, up to rounding: part of what caches go by."""
+    """Cache key; equal if and only if the extracted features are equal, up to rounding."""
     device: torch.device
     embed: Callable[[Tensor], Tensor]
     """float32 [N, 3, H, W] in 0 to 255 -> [N, D]."""

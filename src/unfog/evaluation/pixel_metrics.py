@@ -183,7 +183,7 @@ def compare_detail(real: Tensor, fake: Tensor) -> list[MetricResult]:
     bands. Photographs have little colour there, as JPEG and cameras store it more coarsely than luma, so it shows noise
     that a network left.
 
-    The interval is of the choice of images: the delta method for the logarithm of a ratio of means. A band in which
+    The interval is from the sampling of images: the delta method for the logarithm of a ratio of means. A band in which
     real images have no more than the rounding to 256 levels is refused. RequestError for images of two shapes, or fewer
     than two of either.
     """

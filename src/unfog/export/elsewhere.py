@@ -48,7 +48,7 @@ class ElsewhereModel(NamedTuple):
     channels: int
     """Of the images or latents."""
     size: int
-    """Side of them; 0 where the weights do not tell it."""
+    """Side of them; 0 if the weights do not tell it."""
     classes: int
     learned_variance: bool
     state: dict[str, Tensor]
@@ -134,7 +134,7 @@ def _check_archive(path: Path) -> None:
 
 
 def _prefix(names: Iterable[str], mark: str) -> str:
-    """Return what precedes the names of the network; of an EMA object, that of the average."""
+    """Return the prefix of the network's names; in an EMA object, the prefix of the average."""
     prefixes = sorted(name.removesuffix(mark) for name in names)
     return next((prefix for prefix in prefixes if "ema" in prefix), prefixes[0])
 
@@ -196,7 +196,7 @@ def _level_settings(weights: Weights, levels: int, width: int, last_conv: str) -
         any(re.match(rf"enc\.{i}_block0\.(qkv|attn_qkv)\.", name) for name in weights) for i in range(levels)
     )
     if any(out % width for out in outs):
-        raise ValueError(f"its channels {outs} are no multiples of {width}")
+        raise ValueError(f"its channels {outs} are not multiples of {width}")
     return {"mults": tuple(out // width for out in outs), "attention": attends}
 
 

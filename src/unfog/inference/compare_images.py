@@ -189,7 +189,7 @@ def _real_baseline(
 
 
 def verdict(measured: Sequence[MetricResult], copies: Sequence[Mapping[str, Any]] = ()) -> str:
-    """Return the verdict; "" where no metric was measured on real images too.
+    """Return the verdict; "" if no metric was measured on real images too.
 
     Precision says how many samples look real, and recall how much of the variety is reached. Each is judged by what
     real images reach against other real images.

@@ -118,7 +118,7 @@ class Evaluation:
 
     @classmethod
     def read(cls, path: Path, key: bytes | None = None) -> Evaluation | None:
-        """Return what `write` stored; None if the file is missing, damaged or of another format.
+        """Return the content that `write` stored; None if the file is missing, damaged or of another format.
 
         With a `key`, also if the file was written with another one, or changed since.
         """

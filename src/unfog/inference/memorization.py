@@ -140,7 +140,7 @@ class Nearness(NamedTuple):
         return min(COPY, _NEARER * float(np.quantile(self.unseen.ratio, _LOWEST)))
 
     def copy_shares(self, limit: float) -> tuple[float, float, bool]:
-        """Return the shares of copies among generated and unseen images, and True where the first is surely larger.
+        """Return the shares of copies among generated and unseen images, and True if the first is surely larger.
 
         A copy has a ratio below `limit`, or is the same image.
         """

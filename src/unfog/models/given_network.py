@@ -32,8 +32,8 @@ _given: dict[tuple[str, str], Any] = {}
 class GivenNetwork(CustomNetwork):
     """A network that was given as an object: `unfog.train(source, network=Net())`, also to `load` and `resume`.
 
-    A run trains a copy, which begins with the weights of the object. The settings name its class, whose code is no part
-    of the run: to load the run, an object like it is given again, whose weights then do not matter.
+    A run trains a copy, which begins with the weights of the object. The settings name its class, but the run does not
+    store its code: to load the run, give such an object again, with any weights.
     """
 
     kind: ClassVar[str] = "given"

@@ -85,7 +85,7 @@ class ConditionalNetwork(nn.Module):
     ends: ClassVar[tuple[str, ...]] = ("conv_in", "conv_out", *embeddings)
     """Layers whose other side is not the hidden space: image channels, classes, augmentations."""
     not_matrices: ClassVar[tuple[str, ...]] = ()
-    """Names of parameters, or of modules around them, that are no linear maps though they have two sides or more."""
+    """Names of parameters, or of modules around them, that are not linear maps though they have two sides or more."""
     block: ClassVar[type[nn.Module]]
     """Class of the repeated parts, which FSDP shards and gathers one after the other."""
     conditions_begin_at_zero: ClassVar[bool] = False

@@ -136,7 +136,7 @@ def _read_image(
         raise RequestError(f"{what} = {named} cannot be used: {reason}; give an image such as a PNG or JPEG") from None
 
 
-_STRIP_LEVELS = (1.0, 0.75, 0.5, 0.25, 0.1, 0.05, 0.0)  # of the schedule: t = 999, 750, …, 0 where it has 1000 steps
+_STRIP_LEVELS = (1.0, 0.75, 0.5, 0.25, 0.1, 0.05, 0.0)  # of the schedule: t = 999, 750, …, 0 if it has 1000 steps
 
 
 class _Column(NamedTuple):

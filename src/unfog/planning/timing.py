@@ -65,7 +65,7 @@ class _StepTimer(TrainingHooks):
     def stop_requested(self) -> bool:
         """Return True once the time is over after two steps or more, or one very slow one, or a stop is requested."""
         taken = len(self.times) - 1
-        # The first step may compile for a minute, which says nothing of the second.
+        # The first step may compile for a minute, which says nothing about the second.
         spent = self.times[-1] - self.times[min(taken, int(self.compiles))]
         enough = spent > self.seconds if taken > 1 + self.compiles else taken and spent > _SLOW * self.seconds
         return bool(enough) or self.interrupted()
@@ -255,7 +255,7 @@ def differing_tensors(one: TrialTraining, other: TrialTraining) -> list[str]:
 
 
 def waits_for_device(work: Callable[[], object], device: torch.device) -> Counter[str] | None:
-    """Return how often the host waits for the device during some work, by place; None where torch does not tell.
+    """Return how often the host waits for the device during some work, by place; None if torch does not report it.
 
     Torch tells of CUDA, for most operations that wait.
     """

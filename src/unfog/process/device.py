@@ -61,12 +61,12 @@ def synchronize(device: torch.device) -> None:
 
 
 def resident_bytes() -> int:
-    """Return the resident memory of this process; 0 where the system does not report it."""
+    """Return the resident memory of this process; 0 if the system does not report it."""
     return _status("VmRSS")
 
 
 def peak_bytes() -> int:
-    """Return the largest resident memory that this process has had; 0 where the system does not report it."""
+    """Return the largest resident memory that this process has had; 0 if the system does not report it."""
     return _status("VmHWM")
 
 
@@ -116,7 +116,7 @@ def total_memory(device: torch.device) -> int:
 
 
 def _system(name: str = "MemAvailable") -> int:
-    """Memory that the system can give without swapping; half of what is installed, or _UNTOLD, if it does not tell."""
+    """Memory available without swapping; if unknown, half of the installed memory, or _UNTOLD."""
     with suppress(OSError, ValueError):
         return _field(Path("/proc/meminfo"), name) * 1024
     with suppress(AttributeError, OSError, ValueError):  # Windows has no sysconf

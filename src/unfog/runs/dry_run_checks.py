@@ -278,7 +278,7 @@ def _passed(part: str, said: str, **facts: Any) -> Finding:
 def _failed(part: str, error: Exception, output: str) -> Finding:
     """Return the finding for an error, with its message and the remedy where that is known."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        remedy = "free some space there, or set TMPDIR to a folder on another disk"  # it is no fault of the run
+        remedy = "free some space there, or set TMPDIR to a folder on another disk"  # it is not a fault of the run
         reason = error if error.filename else error.strerror
         return Finding(f"{DRY_RUN}.room", "hint", f"the dry run was not finished: {reason}", remedy)
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -61,7 +61,7 @@ def _say_that_threads_spin() -> None:
 
 
 def say_what_resume_promises(config: Config, device: torch.device) -> None:
-    """Print what a resume keeps, where that is less than every bit."""
+    """Print a note if the resume is not bit-exact."""
     if config.training.deterministic == "off" and device.type == "cuda":
         say("  deterministic = off: a resume goes on from the same state, but not to the bit as without a stop")
 
@@ -184,7 +184,7 @@ class Session(StoppableHooks):
         self.context.callbacks.raise_error()
 
     def settings_findings(self) -> list[Finding]:
-        """Return what the doctor finds in the settings. Its rules are about diffusion, so an autoencoder gets none."""
+        """Return the doctor's findings on the settings; none for an autoencoder, as the rules are about diffusion."""
         if not self.config.task.generates:
             return []
         return check_settings(self.config, self.dataset, self.context.device, folder=self.context.folder.path)

@@ -166,5 +166,5 @@ class TaskList:
 
 
 def command_text(words: Sequence[str]) -> str:
-    """Return a command as it is typed in a shell, without passwords of URLs."""
+    """Return a command as typed in a shell, without passwords of URLs."""
     return without_secrets(shlex.join(["unfog", *words]))

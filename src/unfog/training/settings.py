@@ -27,7 +27,7 @@ class Training:
     images: int = setting(0, short="images", at_least=0, affects="steps", resume="free")
     """Training images of the whole run, repeats counted."""
     budget: str = setting("", short="budget", affects="steps", resume="free", common=True)
-    """Wall time of the command, as 90s, 10m or 2h: measures the speed, and plans the length by it until the end."""
+    """Total time of the command, as 90s, 10m or 2h. The length of the run follows from the measured speed."""
     batch: int = setting(
         USUAL_BATCH,
         short="batch",

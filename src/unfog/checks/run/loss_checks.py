@@ -154,7 +154,7 @@ def held_out_history(record: RunRecord) -> tuple[Floats, Floats, float]:
         steps, measured = steps[same], measured[same]
     if not len(measured):
         return steps, measured, 0.0
-    # The median of the last three, unless the last is lower, so that one outlier is no rise.
+    # The median of the last three, unless the last is lower, so that one outlier is not a rise.
     latest = min(float(measured[-1]), float(np.median(measured[-3:])))
     return steps, measured, latest / max(float(measured.min()), 1e-12) - 1
 

@@ -45,9 +45,9 @@ class SampleRemedies(NamedTuple):
     """Remedies for samples, which depend on the settings of their run."""
 
     finer: str = ""
-    """A command that samples in smaller steps; "" where none takes smaller ones."""
+    """A command that samples in smaller steps; "" if none takes smaller ones."""
     sharper: str = ""
-    """A command that ends sampling at a lower noise level, and what it does; "" where it ends at the lowest."""
+    """A command that ends sampling at a lower noise level, and what it does; "" if it ends at the lowest."""
     untinted: str = ""
     """Settings other than the run's that tint less."""
 
@@ -109,7 +109,7 @@ class _ColorStatistics(NamedTuple):
 
 
 def _color_statistics(pixels: Pixels, classes: NDArray[np.int64] | None = None) -> _ColorStatistics:
-    """Compute statistics of images, uint8 [N, H, W, C]; with classes [N], every class counts alike."""
+    """Compute statistics of images, uint8 [N, H, W, C]; with classes [N], every class has the same weight."""
     x = pixels.astype(np.float64)
     inner = x[:, 1:-1, 1:-1]
     around = (x[:, :-2, 1:-1] + x[:, 2:, 1:-1] + x[:, 1:-1, :-2] + x[:, 1:-1, 2:]) / 4

@@ -213,7 +213,7 @@ class _OverfitMonitor(TrainingHooks):
 
     @property
     def reached(self) -> tuple[float, float]:
-        """Loss of late over that of the blind answer, and over that of the first step."""
+        """Recent loss, divided by that of predicting each pixel alone, and by that of the first step."""
         if not self.relative:
             return math.inf, math.inf
         return statistics.median(self.relative[-5:]), statistics.median(self.fallen[-5:])

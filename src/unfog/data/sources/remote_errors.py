@@ -1,4 +1,4 @@
-"""Errors of remote files: tried again where they may pass, told apart where not, and described with a remedy."""
+"""Errors of remote files: retries of those that may pass, a classification of others, and messages with a remedy."""
 
 from __future__ import annotations
 

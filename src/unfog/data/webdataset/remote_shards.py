@@ -213,7 +213,7 @@ class RemoteShards:
         return "" if list(now.values()) == [self._index.states[path]] else "is not the file that was indexed"
 
     def _damage(self, path: str) -> str:
-        """Return what is wrong with a shard most of whose members are not where the index says, else ""."""
+        """Describe the fault of a shard if most members are not where the index says, else ""."""
         # Which headers are read depends on the index alone, so that every process comes to the same result.
         images = self._images(path)
         checked = [images[k * len(images) // _CHECKED_HEADERS] for k in range(_CHECKED_HEADERS)]

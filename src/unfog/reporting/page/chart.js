@@ -217,7 +217,7 @@ class Chart extends View {
 		}
 	}
 
-	// Write the values at the cursor into the legend; those of the end where there is no cursor.
+	// Write the values at the cursor into the legend; those of the end if there is no cursor.
 	tell() {
 		if (!this.limits || !this.seen) return;
 		const [low, high] = this.limits.x, found = pointed(), here = found !== null && found >= low && found <= high, at = here ? found : Infinity;

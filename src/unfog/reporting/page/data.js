@@ -10,7 +10,7 @@ export function decode(buffer) {
 	return {...header, columns: new Map(header.columns.map(read))};
 }
 
-const EXACT = 100000; // rows of all runs that are shown together; where there are more, the server thins them
+const EXACT = 100000; // rows of all runs that are shown together; if there are more, the server thins them
 
 // The metrics of one run, which grow at their end.
 export class Store {
@@ -246,7 +246,7 @@ export class ServerData {
 		store.take(await this.part(id, "step"), false);
 	}
 
-	// The rows with `over` from low to high, or all, thinned where there are many.
+	// The rows with `over` from low to high, or all, thinned if there are many.
 	async part(id, x, limits = {}, points = 2000) {
 		const store = new Store();
 		const query = new URLSearchParams({x, ...limits, points});

@@ -51,7 +51,7 @@ class ProcessGroup:
 
     @property
     def has_own_gpu(self) -> bool:
-        """True where no other rank computes on the GPU of this one."""
+        """True if no other rank computes on the GPU of this one."""
         return torch.cuda.is_available() and processes_per_gpu() == 1
 
     @property
@@ -87,7 +87,7 @@ class ProcessGroup:
             self._watchdog.set_phase(phase, step)
 
     def announce_stop(self, requested: Callable[[], bool]) -> None:
-        """Tell the other ranks, within seconds, once this one is `requested` to stop."""
+        """Announce to the other ranks, within seconds, that this one is `requested` to stop."""
         if self._watchdog is not None:
             self._watchdog.stop_requested = requested
 
@@ -157,7 +157,7 @@ class ProcessGroup:
         return found
 
     def announce_failure(self, error: BaseException) -> None:
-        """Tell the other ranks that rank 0 fails, in case they wait for its next message."""
+        """Announce to the other ranks that rank 0 fails, in case they wait for its next message."""
         if self.is_main and self._store is not None:
             with contextlib.suppress(dist.DistError):
                 self._send(f"said/{self._messages + 1}", _failure_message(error))

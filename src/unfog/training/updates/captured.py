@@ -26,7 +26,7 @@ class CaptureLost(RunError):
 
 @contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """Run what is inside on a stream of its own, for warm-up, capture and replays alike; of another device: nothing.
+    """Run the body on a separate stream, for warm-up, capture and replays; no effect on other devices.
 
     The default stream cannot be captured, and what warm-up leaves on another stream (a node that adds up gradients, a
     workspace of cuBLAS) would tie a capture to that.
