@@ -35,7 +35,7 @@ _COMPARES = {
 def explain(name: str) -> str:
     """Return the explanation of a setting, a section, or a kind of a part such as `min-snr`; for "", all sections.
 
-    RequestError if there is nothing of this name.
+    RequestError if nothing has this name.
     """
     # As a flag, as in TOML or by an old name: people paste what they have before them.
     wanted = current_name(re.sub(r"[- ]", "_", name.lstrip("-")))

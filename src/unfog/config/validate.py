@@ -94,7 +94,7 @@ def check_buckets(config: Config) -> None:
     if config.autoencoder.factor:
         reason = "an autoencoder is trained on images of one size; omit --aspect"
     elif config.autoencoder_folder:
-        reason = "latents are of images of one size so far; omit --aspect, or train on pixels: omit --autoencoder"
+        reason = "latents need images of one size; omit --aspect, or train on pixels: omit --autoencoder"
     elif training.compile:
         reason = "a compiled step is for one size; omit --training.compile"
     elif training.capture:
@@ -170,7 +170,7 @@ def override_sampler(
     `levels` are shares of noise that fall from at most 1; their number is that of the steps.
     """
     if levels and (steps not in (None, len(levels)) or grid not in (None, "tuned")):
-        raise RequestError(f"{len(levels)} levels are a grid and a number of steps of their own; omit steps and grid")
+        raise RequestError(f"{len(levels)} levels already set the grid and the number of steps; omit steps and grid")
     if levels:
         steps, grid = len(levels), "tuned"
     given = {"kind": kind, "steps": steps, "grid": grid, "tuned": tuple(levels) or None}

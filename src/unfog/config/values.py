@@ -57,7 +57,7 @@ def quote(value: object) -> str:
     """Return the repr of a value for a message: in one line, without credentials of addresses, and shortened."""
     try:
         text = repr(value)
-    except ValueError:  # a whole number of more digits than Python writes
+    except ValueError:  # a whole number with more digits than Python prints
         text = "a number of thousands of digits"
     # A line break in a value would break the message, which is one line.
     text = without_secrets(" ".join(text.split()))

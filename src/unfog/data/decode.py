@@ -342,7 +342,7 @@ def _orientation(image: Image.Image) -> int:
         if len(image.info.get("exif") or b"") > MOST_EXIF_BYTES:
             return 1
         value = image.getexif().get(_ORIENTATION, 1)
-    except Exception:  # damaged EXIF is no reason to lose the image
+    except Exception:  # an image with damaged EXIF is still usable
         return 1
     return value if value in _UPRIGHT else 1
 

@@ -151,7 +151,7 @@ class _Prefetcher:
             return self._read_now(first, size)
         end = begin + size
         if begin not in (self._next, self._last):
-            # Perhaps a single read, perhaps a new reader: the next call, if it goes on here, will tell.
+            # Perhaps a single read, perhaps a new reader: the next call decides, by whether it continues here.
             self._last = end
             return self._read_now(first, size)
         self._next, self._last = end, -1

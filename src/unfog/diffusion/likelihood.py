@@ -4,7 +4,7 @@
 sums the errors of the denoising steps, and the decoder maps the guess at the cleanest level to one of 256 shades. As
 functions of logsnr none of them depends on the path (Kingma et al. 2021).
 
-The bound holds whatever the cleanest level is. Noise below half a shade, a share of 0.004, tells the shades apart, so
+The bound holds whatever the cleanest level is. Noise below half a shade, a share of 0.004, separates the shades, so
 there the diffusion term measures whether the network knows that there are 256 of them, and the bound rises by 1 to 2
 bits for one that does not.
 """

@@ -60,7 +60,7 @@ class Features:
     def __call__(self, pixels: Tensor) -> Tensor:
         """Extract features; grey is made RGB. Always in full float32, whatever autocast or TF32 settings are active.
 
-        RequestError if these are no such pixels, or the network does not answer with [N, D].
+        RequestError if the pixels have another form, or the network does not return [N, D].
         """
         if pixels.dtype != torch.uint8 or pixels.ndim != 4 or pixels.shape[1] not in CHANNELS:
             raise RequestError(f"pixels are {pixels.dtype} {list(pixels.shape)}; give uint8 [N, 1 or 3, H, W]")

@@ -43,7 +43,7 @@ _VALUES = 2**24  # of pixels in memory at once
 def compare_pixels(names: Sequence[str], real: Tensor, fake: Tensor) -> list[MetricResult]:
     """Return metrics of pixels uint8 [N, C, H, W], [M, C, H, W]: of each name its value, then its parts by scale.
 
-    RequestError for a name that is no such metric; images that are too small, too few or of two shapes.
+    RequestError for a name that is not one of these metrics; images that are too small, too few or of two shapes.
     """
     results = list[MetricResult]()
     for name in names:

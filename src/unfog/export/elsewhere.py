@@ -48,7 +48,7 @@ class ElsewhereModel(NamedTuple):
     channels: int
     """Of the images or latents."""
     size: int
-    """Side of them; 0 if the weights do not tell it."""
+    """Side of the images; 0 if the weights do not show it."""
     classes: int
     learned_variance: bool
     state: dict[str, Tensor]
@@ -84,7 +84,7 @@ def _read(path: Path) -> Weights:
             loaded: dict[str, Tensor] = load_file(tensor_file(path, path.parent, follow=True))
             return loaded
         _check_archive(path)
-        # Only tensors and plain containers are made; anything else in the file is an error, and nothing of it runs.
+        # Only tensors and plain containers are made; anything else in the file is an error, and no code in it runs.
         stored = torch.load(
             regular_file(path, path.parent, follow=True), map_location="cpu", weights_only=True, mmap=True
         )
@@ -301,7 +301,7 @@ def _converted(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Else
     state["class_embedding.weight"] = torch.cat([one[f"{table}.weight"] for one in kept], dim=1)
     classes = state["class_embedding.weight"].shape[0] - 1
     if classes != int(config.get("num_embeds_ada_norm", 1000)):
-        raise ValueError(f"it has {classes} classes and one for none, and num_embeds_ada_norm says otherwise")
+        raise ValueError(f"it has {classes} classes and one for no class; num_embeds_ada_norm says otherwise")
     out = weights["proj_out_2.weight"].shape[0] // patch**2
     # Twice as many are a learned variance.
     if out not in (channels, 2 * channels):

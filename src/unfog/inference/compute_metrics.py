@@ -163,7 +163,7 @@ def _held_out_metrics(run: LoadedRun, setup: EvaluationSetup) -> list[MetricResu
 def _held_out_set(dataset: Dataset, run: LoadedRun, most: int) -> HeldOut:
     held_out = build_held_out_set(dataset, run.config, run.device, most)
     assert isinstance(held_out, HeldOut), (
-        "metrics of held-out images are of one size, and left out if there are none"
+        "metrics of held-out images need images of one size; they are left out if there are none"
     )
     return held_out
 
@@ -223,7 +223,7 @@ def _as_metric(name: str, mean: MeanEstimate, note: str) -> MetricResult:
 def _paired_difference(a: Tensor, b: Tensor) -> MeanEstimate:
     """Mean of the differences a - b of losses [L, N] on the same images with the same noise, with its standard error.
 
-    What the images and the noise have in common drops out, so it tells two checkpoints apart that lie far within each
+    What the images and the noise have in common drops out, so it separates two checkpoints that lie far within each
     other's intervals. ValueError if they are not of the same images and levels.
     """
     if a.shape != b.shape:

@@ -129,7 +129,7 @@ class ConditionalNetwork(nn.Module):
 
     def _laid_out(self, h: Tensor) -> Tensor:
         """Return hidden [B, C, H, W] in the memory format that all later layers keep."""
-        # Not the input, as torch cannot tell the format of a single channel; nor the weights, which stay as they are
+        # Not the input, as a single channel has no definite memory format; nor the weights, which stay as they are
         # saved: putting them in order at each call takes 3 to 7% of a step (docs/decisions/0016-memory-format.md).
         return h.contiguous(memory_format=torch.channels_last) if self.channels_last else h
 

@@ -21,7 +21,7 @@ from unfog.text import sanitize, valid_text
 from unfog.values.columns import columns_digest, without_class
 
 DATA_FILE = "data.json"
-_MAX_LISTED = 100_000  # files in data.json; of more, only those skipped, or converted in an unusual way
+_MAX_LISTED = 100_000  # files in data.json; beyond that, only skipped files and unusual conversions
 _LARGEST_REPORT = 2**26  # bytes of a data.json that is read
 _MAX_SINGLE = 3  # images with the same reason that are warned of one by one
 _SHARD = "shard"  # marks a shard among the failures that ranks send each other

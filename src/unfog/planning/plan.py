@@ -160,7 +160,7 @@ def plan(request: PlanRequest) -> Plan:
         if target is None and config.data.cache != "none":
             images = decoded_images(images)
         auto = AutoSettings(config, images, machine, stop, processes)
-        # A data sheet tells nothing of host memory, which decoded images need.
+        # A data sheet does not state host memory, which decoded images need.
         fatal = _resolve(auto, 0 if target else bytes_to_decode(dataset, config) * processes)
         step, call = _step_and_call_time(auto)
     available, (memory, disk, findings) = machine.memory or 0, _predict_memory_and_disk(auto, dataset)

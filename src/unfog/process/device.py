@@ -16,7 +16,7 @@ from unfog.errors import RequestError
 from unfog.process.gpus import OTHER_BUILD, choose_gpu, missing_code
 from unfog.process.torch_flags import compute_fp32_exactly
 
-_UNTOLD = 4 * 2**30  # bytes assumed where the system does not tell
+_UNTOLD = 4 * 2**30  # bytes assumed if the system does not report them
 # Of a control group of version 2 and 1: limit, use, and what of the use can be reclaimed.
 _MEMORY_FILES = (
     ("memory.max", "memory.current", "inactive_file"),

@@ -210,7 +210,7 @@ class Heartbeat:
 
         The keys are those of the file: `time` (ISO 8601, UTC), `pid`, `host`, `step`, `steps`, `doing`, and `next`
         (seconds until the next one was due, None for the last of a session); also `age` in seconds; `alive`: its
-        process exists, as far as can be told; and `still`: why no heartbeat comes although it does, "" if they come.
+        process exists, as far as is known; and `still`: why no heartbeat comes although it does, "" if they come.
         """
         try:
             beat = json.loads(read_file(folder / HEARTBEAT_FILE, folder, LARGEST_TEXT))

@@ -15,7 +15,7 @@ ProcessState = Literal["there", "suspended", "gone", "unknown"]
 def own_identity() -> dict[str, object]:
     """Return `machine`, which is equal for processes that see each other, `started`, and `uptime` of now in seconds.
 
-    {} if the system does not tell, which only Linux does.
+    {} if the system does not report it; only Linux does.
     """
     machine, found = _machine(), _stat("self")
     return {"machine": machine, "started": found[1], "uptime": round(uptime(), 3)} if machine and found else {}

@@ -294,7 +294,7 @@ def new_folder(path: Path) -> Path:
     """Make and return the `unused_path`. Of several processes that call this at once, each gets its own."""
     while True:
         folder = unused_path(path)
-        # Between the look and the making another process may take the name; mkdir tells the one from the other.
+        # Between the look and the making another process may take the name; mkdir detects that.
         with suppress(FileExistsError):
             folder.mkdir()
             return folder

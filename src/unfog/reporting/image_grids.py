@@ -224,7 +224,7 @@ def _captions(names: Sequence[str], height: int, gap: int) -> Pixels:
 def printable_name(name: str, otherwise: str) -> str:
     """A name without its accents, as the font of our images has none; `otherwise` if it lacks a letter even so."""
     plain = "".join(c for c in unicodedata.normalize("NFKD", name) if not unicodedata.combining(c))
-    font: Any = _font()  # whose masks are bytes, of which its types do not tell
+    font: Any = _font()  # its masks are bytes, but its type hints omit that
     no_glyph = bytes(font.getmask("\uffff"))  # no character, so this is the box of a missing letter
     return otherwise if any(bytes(font.getmask(c)) == no_glyph for c in plain) else plain
 

@@ -51,7 +51,7 @@ def write_report(run_dir: Path, unended: tuple[str, str] | None = None) -> Path:
     if not changed:
         raise RequestError(f"{run_dir} is not a run: it has no config.toml, metrics.jsonl or events.jsonl")
     events = read_events(run_dir / "events.jsonl")
-    # Running, or killed without a last event; the record alone cannot tell which.
+    # Running, or killed without a last event; the record does not show which.
     silent = "not ended", f"last line written {datetime.fromtimestamp(max(changed), UTC):%Y-%m-%d %H:%M UTC}"
     state, detail = _state(events) or unended or silent
     run = {**_record(run_dir, events), **_pictures(run_dir), "status": {"state": state, "detail": detail}}

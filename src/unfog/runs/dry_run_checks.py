@@ -93,7 +93,7 @@ class _Heartbeat(Heartbeat):
             with super().during(what):
                 yield
         except Exception:
-            self.failed = self.failed or what  # activities nest, and the innermost one is told first
+            self.failed = self.failed or what  # activities nest, and the innermost one is reported first
             raise
 
 
@@ -237,7 +237,7 @@ class _DryRun:
 def _shortened(config: Config, steps: int) -> Config:
     """Return the same run in so many steps, with every hook due in it, and without trackers."""
     training = config.training
-    at_once = training.microbatch or training.batch  # a preview of more would take more memory than training
+    at_once = training.microbatch or training.batch  # a larger preview would take more memory than training
     return replace(
         config,
         training=replace(training, images=steps * training.batch, steps=0, budget=""),

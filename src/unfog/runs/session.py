@@ -63,7 +63,7 @@ def _say_that_threads_spin() -> None:
 def say_what_resume_promises(config: Config, device: torch.device) -> None:
     """Print a note if the resume is not bit-exact."""
     if config.training.deterministic == "off" and device.type == "cuda":
-        say("  deterministic = off: a resume goes on from the same state, but not to the bit as without a stop")
+        say("  deterministic = off: a resume continues the same state, but is not bit-identical to a run without it")
 
 
 def _last_logged(step: int, due: Sequence[str]) -> int:

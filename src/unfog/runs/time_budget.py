@@ -50,7 +50,7 @@ class TimeBudget:
         suspended: returns for how many seconds the process was suspended so far.
 
     Attributes:
-        pauses: lengths of pauses, in seconds, that nobody was told of yet.
+        pauses: lengths of pauses, in seconds, that are not reported yet.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class TimeBudget:
         """Return whether to plan anew after step number `step`. Called after each step."""
         now = self._clock()
         if not self._pace.started:
-            # The end takes a small part of what the start took: of imports, decoding and measuring.
+            # The end takes a small part of the time of the start: of imports, decoding and measuring.
             self._exit = min(5.0, 0.5 + 0.1 * (self._awake() - self._aside - self._began))
             self._active_before = self._active()
         pause = self._pace.add(self._awake() - self._aside, step)

@@ -1,6 +1,6 @@
 """Files of a run folder as the page needs them: by numbers, with a limit on what is read, no link followed.
 
-Pictures are decoded by the guarded decoder and encoded anew, so that nothing of a file is passed on.
+Pictures are decoded by the guarded decoder and encoded anew, so that no byte of a file is passed on.
 """
 
 from __future__ import annotations

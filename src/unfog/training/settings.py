@@ -235,7 +235,7 @@ class PowerEma:
     def gamma(self) -> float:
         """Exponent of the profile, by bisection: the right-hand side falls as gamma grows."""
         low, high = 0.0, 200.0
-        # After sixty halvings of 200 the interval is as small as float64 can tell apart.
+        # After sixty halvings of 200 the interval is as small as float64 can resolve.
         for _ in range(60):
             middle = (low + high) / 2
             if (middle + 1) / ((middle + 2) ** 2 * (middle + 3)) > self.width**2:

@@ -45,7 +45,7 @@ def parse_size(size: object, name: str = "size") -> Size:
         whole = isinstance(size, Integral) and not isinstance(size, bool)
         text = str(size) if whole or isinstance(size, str) else ""
         shown = text if whole else " ".join(repr(size).split())
-    except ValueError:  # a whole number of more digits than Python writes
+    except ValueError:  # a whole number with more digits than Python prints
         text, shown = "", "a number of thousands of digits"
     match = _SIZE.fullmatch(text.strip().lower())
     if match is None:

@@ -16,7 +16,7 @@ from unfog.reporting.progress import format_duration, format_number
 # Epochs after which a small set is memorized; DDPM's CIFAR-10, 50,000 images with dropout, had 2,048.
 _MANY_EPOCHS = 2000
 _SMALL_SET = 10_000
-_COMMON_BATCH = 64  # of the table of common lengths, which tells steps only
+_COMMON_BATCH = 64  # of the table of common lengths, which lists steps only
 
 
 class _Published(NamedTuple):

@@ -100,7 +100,7 @@ class _OverfitBatch:
     step: int = 1
     """That it belongs to, from 1 on."""
     losses: dict[int, Tensor] = field(default_factory=dict)
-    """Of steps whose end was not told yet: the loss of each image, float32 [B] on the CPU."""
+    """Losses of steps whose end is not reported yet: float32 [B] on the CPU."""
 
     @classmethod
     def of(

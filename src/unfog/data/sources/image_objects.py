@@ -167,7 +167,7 @@ def _class_names(source: Any) -> tuple[str, ...]:
 
 def as_array(values: Any) -> NDArray[Any]:
     """Return a tensor, or what NumPy makes an array of, as an array."""
-    # A tensor is told by its method, as importing torch for it would take seconds.
+    # A tensor is recognised by its method, as importing torch would take seconds.
     if hasattr(values, "detach"):
         values = values.detach().cpu()
         # NumPy has no bfloat16.

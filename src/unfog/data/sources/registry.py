@@ -218,7 +218,7 @@ def _parse_file(text: str, path: str) -> SourceLocation:
     resolved = str(Path(path).resolve())
     _refuse_compressed(text, path)
     location = SourceLocation(text, resolved, "file", (resolved,), f"{os.path.dirname(resolved).rstrip('/')}/")
-    if not os.path.isfile(path):  # a pipe, which would block whoever opens it
+    if not os.path.isfile(path):  # a pipe, which would block on opening
         raise _unknown_file(location)
     return location
 

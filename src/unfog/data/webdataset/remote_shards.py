@@ -221,7 +221,7 @@ class RemoteShards:
         missing = sum(not is_header(block) for block in blocks)
         if 2 * missing <= _CHECKED_HEADERS:
             return ""
-        return f"is damaged ({missing} of {_CHECKED_HEADERS} headers looked at are none)"
+        return f"is damaged ({missing} of {_CHECKED_HEADERS} headers that were read are damaged)"
 
 
 def _too_many_failed(source: str, failed: Mapping[str, str], count: int) -> str:

@@ -291,7 +291,7 @@ class Playground extends View {
 
 	drawing() {
 		const {job} = this;
-		if (!job) return html`<p class="empty">Press Draw. Every step is shown as it is computed, and kept.</p>`;
+		if (!job) return html`<p class="empty">Press Draw. Every step is shown when it is computed, and kept.</p>`;
 		const steps = job.kept_steps || [], last = steps.length - (job.pictures ? 0 : 1), at = this.position ?? last, n = job.settings.n;
 		const taken = job.pictures ? job.of : job.done; // what was drawn before a restart of the server has no count
 		return html`<section aria-label="Drawing ${job.job}"><div class="bar"><span class="state ${job.state}">${job.state}</span>

@@ -125,12 +125,12 @@ class Objective(NamedTuple):
     def of(cls, model: ElsewhereModel, base: Diffusion, known: bool) -> Objective:
         """Return the objective of weights, with everything else, such as the weighting, of `base` where it is open.
 
-        `known`: path, schedule and target are given, so that `base` is the objective. RequestError if nothing tells it.
+        `known`: path, schedule and target are given, so `base` is the objective. RequestError if nothing states it.
         """
         if model.network.kind in _LEVELS:
             recipe = preset("edm")
             diffusion = replace(recipe.diffusion, schedule=_LEVELS[model.network.kind])
-            return cls(diffusion, recipe.sampler, "EDM's preconditioning, EDMPrecond, as the weights cannot tell")
+            return cls(diffusion, recipe.sampler, "EDM's preconditioning, EDMPrecond, as the weights do not show it")
         if known:
             return cls(base, None, "as given")
         plain = replace(base, path=VP(), conditioning="timestep", scale_input=False)

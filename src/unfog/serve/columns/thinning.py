@@ -1,7 +1,7 @@
 """Thinning of long columns: least, most, mean and last value of blocks of rows, by a pyramid that grows with them.
 
-A chart of more rows than pixels then shows every extreme. Blocks begin at fixed rows, so that a curve does not flicker
-as it grows or moves. Where few rows are in view, they are given exactly.
+A chart with more rows than pixels then shows every extreme. Blocks begin at fixed rows, so a curve does not flicker
+as it grows or moves. If few rows are in view, they are exact.
 """
 
 from __future__ import annotations
