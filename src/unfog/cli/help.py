@@ -78,7 +78,7 @@ def listed_settings(command: str, kind: type, default: Any = None) -> list[Descr
 
 
 def _paragraphs(kind: type) -> Iterator[str]:
-    """Yield the lines of the docstring of a request. Indented lines, the examples, stay as they are."""
+    """Yield the lines of the docstring of a request. Indented lines, the examples, stay unchanged."""
     text = (inspect.getdoc(kind) or "").splitlines()
     for verbatim, group in groupby(text, lambda line: line[:1] in ("", " ")):
         lines = list(group)

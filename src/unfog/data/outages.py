@@ -46,7 +46,7 @@ class Outage:
 
     @property
     def reason(self) -> str:
-        """Why images cannot be reached now; "" if they can be."""
+        """Reason why images cannot be reached now; "" if they can be."""
         return next(iter(list(self._waiting.values())), "")
 
     def wait(self, source: str, reason: str, since: float, stopping: threading.Event) -> None:

@@ -98,7 +98,7 @@ class GivenNetwork(CustomNetwork):
         from torch._subclasses.fake_tensor import FakeTensor
 
         classes, trains = len(format.classes), network.training
-        # The conditions of the second image are not told, as in training with label_dropout.
+        # The conditions of the second image are hidden, as in training with label_dropout.
         conditions = format.blank(2).dropped(torch.tensor([False, True]))
         said = f"x {[2, *shape]}, noise [2] and " + (f"label [0, {classes}]" if classes else "label None")
         network.eval()  # or layers such as BatchNorm would learn from these images

@@ -42,7 +42,7 @@ def data_json(dataset: Dataset) -> bytes:
 
     The status is "used", "held out" or "quarantined" (skipped), and only the last has a reason. "converted" is null
     where images are decoded only when training wants them. "columns" has a digest of the training and one of the
-    held-out values of each column but the labels. Failed shards are in "shards_given_up". A name that is no
+    held-out values of each column but the labels. Failed shards are in "shards_given_up". A name that is not
     valid text has \\xff for such a byte.
     """
     report = dataset.report

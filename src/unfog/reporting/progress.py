@@ -223,7 +223,7 @@ class Progress:
         self.close()
 
     def live_lines(self, now: float) -> list[Text]:
-        """Return what is shown on a terminal."""
+        """Return the lines that a terminal shows."""
         line = Text(f"{self._activity or self.title} ")
         if self.total:
             full = min(_BAR, _BAR * self._done // self.total)

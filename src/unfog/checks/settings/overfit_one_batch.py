@@ -48,10 +48,10 @@ _LEAST = 0.01
 STUCK, _STUCK_AFTER = 0.95, 100
 # The same for weights that do not move at all, which shows at once.
 _FROZEN, _FROZEN_AFTER = 0.999, 20
-# Whichever comes first; it ends sooner where the images are learned.
+# The first limit that is reached counts; the test ends sooner once the images are learned.
 _MOST_STEPS, _MOST_SECONDS = 600, 20.0
-# Relative change of the answers when an input is exchanged, below which the network does not look at it.
-_HEEDED = 1e-6
+# Relative change of the outputs when an input is exchanged; below it, the network ignores that input.
+_IGNORED = 1e-6
 
 _ToModel = Callable[[Tensor], Tensor]
 
@@ -173,7 +173,7 @@ class _OverfitBatch:
         """Return the names of inputs that do not change the outputs."""
         answers = self.answers(network)
         inputs = ["image", "level", *self.conditions.droppable]
-        limit = _HEEDED * answers.norm()
+        limit = _IGNORED * answers.norm()
         return [name for name in inputs if (self.answers(network, name) - answers).norm() <= limit]
 
     def image_grid(self, network: nn.Module) -> Pixels:

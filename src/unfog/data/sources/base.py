@@ -161,7 +161,7 @@ class ShardFailures(Protocol):
 
     @property
     def cache_error(self) -> str:
-        """Why reads are no longer cached; "" while they are, or where they never were."""
+        """Reason why reads are no longer cached; "" while they are, or if they never were."""
 
     def enable_cache(self) -> str:
         """Cache on disk what is read from now on. Return a line that says so, "" if the policy forbids it."""

@@ -47,8 +47,8 @@ def own_stream(device: torch.device) -> Iterator[None]:
 class CapturedStep:
     """Captures the step of a run, and replays it for as long as it is the same step.
 
-    A graph is a list of kernels with their addresses. Whatever the host decides or computes in a step would be frozen
-    in it, so a step is captured only if nothing is: see `why_not_captured`. The hooks are told once what becomes of it.
+    A graph is a list of kernels with their addresses. Decisions and results of the host would be frozen in
+    it, so only a step without any is captured: see `why_not_captured`. The hooks are notified once of the outcome.
     """
 
     def __init__(self, computer: GradientComputer, updater: Updater, hooks: TrainingHooks):
