@@ -248,7 +248,7 @@ def test_folders_that_hold_no_autoencoder_are_refused(tmp_path):
     with pytest.raises(RequestError, match=r"holds no config\.json"):
         AutoencoderFolder.open(str(tmp_path))
     for text, said in (
-        ("[]", "no small JSON object"),
+        ("[]", "not a small JSON object"),
         ("{", "cannot be used"),
         ('{"_class_name": "UNet2DModel"}', "not one of"),
         ('{"_class_name": ["x"]}', "cannot be used"),

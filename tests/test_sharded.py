@@ -331,7 +331,7 @@ def test_what_a_divided_network_cannot_do_is_said(monkeypatch):
     assert World(0, 2).init_device(True, CPU) == CPU
     assert world.init_device(True, CPU) == torch.device("meta")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000")
-    with pytest.raises(RequestError, match="each needs a GPU of its own"):
+    with pytest.raises(RequestError, match="each needs a separate GPU"):
         world.init_device(True, torch.device("cuda"))
     world.shards = object()
     with pytest.raises(RunError, match="smaller --microbatch"), world.explain_out_of_memory(last=False):

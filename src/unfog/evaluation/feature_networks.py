@@ -176,7 +176,7 @@ def _load(content: bytes, path: Path, device: torch.device) -> torch.jit.ScriptM
         return network.eval()
     except RuntimeError as error:
         raise RequestError(
-            f"features = {path} is not TorchScript file; make one with torch.jit.trace(…).save"
+            f"features = {path} is not a TorchScript file; make one with torch.jit.trace(…).save"
         ) from error
 
 
