@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 WAITS = tuple(f"aten::{n}" for n in ("_local_scalar_dense", "item", "nonzero", "masked_select", "equal", "is_nonzero"))
 READS = ("tolist", "numpy", "cpu", "__array__")
-"""Methods of a tensor that wait for the device, and that on a CPU are no operation."""
+"""Methods of a tensor that wait for the device, and do nothing on a CPU."""
 
 
 class Counting(TorchDispatchMode):

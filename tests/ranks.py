@@ -73,7 +73,7 @@ class Diary(TrainingHooks):
     place = Path(sys.argv[1]).parent / "checkpoints"
 
     def __init__(self, into, stop_at=None):
-        self.rows, self.refusals, self.shrinks, self.backs = [], [], 0, 0
+        self.rows, self.refusals, self.shrinks, self.roll_backs = [], [], 0, 0
         self.saved, self.once, self.numbers = None, False, []
         self.into, self.stop_at = into, stop_at
         self.good = [p.detach().clone() for p in into.model.parameters()]
@@ -84,14 +84,14 @@ class Diary(TrainingHooks):
     def stop_requested(self):
         return self.stop_at is not None and self.into.seen >= self.stop_at
 
-    def on_skipped_step(self, state, norm, culprit):
-        self.refusals.append(None if culprit is None else [culprit.phase, list(culprit.images)])
+    def on_skipped_step(self, state, norm, report):
+        self.refusals.append(None if report is None else [report.phase, list(report.images)])
 
     def on_out_of_memory(self, state):
         self.shrinks += 1
 
     def roll_back(self, state, reason):
-        self.backs += 1
+        self.roll_backs += 1
         if self.saved:
             roll_back(self.saved, state)
             return str(self.saved)
@@ -313,7 +313,7 @@ def diverges(world, **settings):
         into, diary = trained(world, steps=12, around=around, patience=2, rollbacks=2, **settings)
     except RunError as error:
         return str(error)[:40]
-    return [into.guard.roll_backs, diary.backs]
+    return [into.guard.roll_backs, diary.roll_backs]
 
 
 def goes_back(world):
@@ -341,7 +341,7 @@ def goes_back(world):
         to_local(next(filter(is_sharded, into.model.parameters()))).fill_(torch.nan)
     parts = world.all_reduce(torch.eye(world.size)[world.rank] * sum(diary.numbers)).tolist()
     return {
-        "backs": [diary.backs, into.guard.roll_backs, into.updates],
+        "roll_backs": [diary.roll_backs, into.guard.roll_backs, into.updates],
         "same": len(same) > 100 and all(same),
         "parts": parts,
         "bad": into.non_finite(),

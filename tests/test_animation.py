@@ -26,7 +26,7 @@ def animated(steps=5, path=Flow()):  # noqa: B008 - frozen
         _, sigma = path(torch.tensor(logsnr))
         x_t, x0 = sigma * torch.randn(20, 3, 9, 9, generator=generator), torch.zeros(20, 3, 9, 9)
         observer(SamplingStep(step, logsnr, x_t, x0))
-        observer(SamplingStep(step, logsnr, x_t, x0, first=20))  # later batches are no part of it
+        observer(SamplingStep(step, logsnr, x_t, x0, first=20))  # later batches are not part of it
     return observer
 
 
@@ -75,7 +75,7 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
     (tmp_path / "a.gif").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(RequestError, match="exists"):
         _check_animation(tmp_path / "a.gif")
-    with pytest.raises(RequestError, match="is no folder"):
+    with pytest.raises(RequestError, match="is not a folder"):
         _check_animation(tmp_path / "nowhere" / "a.gif")
     monkeypatch.setattr(sample, "find_spec", lambda name: None)
     with pytest.raises(RequestError, match=r"pip install 'unfog\[video\]'"):

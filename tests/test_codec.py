@@ -123,7 +123,7 @@ def test_every_factor_gives_images_of_the_size_they_had(factor, image_channels):
     assert network.decode(network.encode(x)).shape == x.shape
 
 
-def test_what_makes_no_codec_is_refused():
+def test_what_makes_no_autoencoder_is_refused():
     for settings in (
         {"factor": 3},
         {"factor": 4, "channels": (8,)},
@@ -145,7 +145,7 @@ def test_what_makes_no_codec_is_refused():
             assert add_autoencoder(autoencoder_recipe(), factor, width=width).autoencoder.factor == factor
 
 
-def test_help_shows_what_a_codec_reads_and_no_more(capsys):
+def test_help_shows_what_a_autoencoder_reads_and_no_more(capsys):
     names, all_names = (
         {name for name, _ in _flatten(each)} for each in (AutoencoderRunSettings.of(autoencoder_recipe()), Config())
     )
@@ -183,7 +183,7 @@ def test_help_shows_what_a_codec_reads_and_no_more(capsys):
         *("--evaluate.metrics kid", "--evaluate.levels 3", "--init x", "--autoencoder x", "--label-dropout 0.2"),
     ],
 )
-def test_flags_that_mean_nothing_to_a_codec_are_refused_in_a_line_that_names_train(flags, capsys):
+def test_flags_that_mean_nothing_to_a_autoencoder_are_refused_in_a_line_that_names_train(flags, capsys):
     with pytest.raises(SystemExit) as left:
         main(["train-autoencoder", "fashion", *flags.split()])
     assert left.value.code == 2
@@ -191,7 +191,7 @@ def test_flags_that_mean_nothing_to_a_codec_are_refused_in_a_line_that_names_tra
     assert re.fullmatch(r"unfog: --[\w.-]+ is not a flag of unfog train-autoencoder, but of unfog train, .*\n", said)
 
 
-def test_settings_that_mean_nothing_to_a_codec_are_refused_from_python_and_from_a_file(tmp_path, capsys):
+def test_settings_that_mean_nothing_to_a_autoencoder_are_refused_from_python_and_from_a_file(tmp_path, capsys):
     for settings, name in (
         ({"weighting": "edm"}, "diffusion"),
         ({"sampler": {"steps": 3}}, "sampler"),
@@ -212,7 +212,7 @@ def test_settings_that_mean_nothing_to_a_codec_are_refused_from_python_and_from_
         unfog.train_autoencoder(str(tmp_path / "nowhere"), **read)
 
 
-def test_a_codec_is_the_same_once_written_and_read(tmp_path):
+def test_a_autoencoder_is_the_same_once_written_and_read(tmp_path):
     torch.manual_seed(0)
     network = AutoencoderModel(SMALL, 1)
     described = save_autoencoder(tmp_path / "codec", network)
@@ -228,7 +228,7 @@ def test_a_codec_is_the_same_once_written_and_read(tmp_path):
     assert save_autoencoder(tmp_path / "codec", network).sha256() != before
 
 
-def test_a_codec_is_replaced_when_the_other_is_whole(tmp_path, monkeypatch):
+def test_a_autoencoder_is_replaced_when_the_other_is_whole(tmp_path, monkeypatch):
     torch.manual_seed(0)
     first = save_autoencoder(tmp_path / "codec", AutoencoderModel(SMALL, 3)).sha256()
 
@@ -244,11 +244,11 @@ def test_a_codec_is_replaced_when_the_other_is_whole(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["codec"]
 
 
-def test_folders_that_hold_no_codec_are_refused(tmp_path):
+def test_folders_that_hold_no_autoencoder_are_refused(tmp_path):
     with pytest.raises(RequestError, match=r"holds no config\.json"):
         AutoencoderFolder.open(str(tmp_path))
     for text, said in (
-        ("[]", "no small JSON object"),
+        ("[]", "not a small JSON object"),
         ("{", "cannot be used"),
         ('{"_class_name": "UNet2DModel"}', "not one of"),
         ('{"_class_name": ["x"]}', "cannot be used"),
@@ -265,7 +265,7 @@ def test_folders_that_hold_no_codec_are_refused(tmp_path):
         AutoencoderFolder.open(str(tmp_path))
 
 
-def tiny_codec(photos, out, steps, **settings):
+def tiny_autoencoder(photos, out, steps, **settings):
     usual = {
         "data": {"held_out": 0.2},
         "precision": "fp32",
@@ -281,7 +281,7 @@ def tiny_codec(photos, out, steps, **settings):
 
 
 def test_training_brings_images_back_and_goes_on_to_the_bit(photos, tmp_path):
-    whole = tiny_codec(photos, tmp_path / "whole", 32)
+    whole = tiny_autoencoder(photos, tmp_path / "whole", 32)
     rows = [row for row in read_metrics(whole / "metrics.jsonl") if "psnr" in row]
     assert [row["step"] for row in rows] == [0, 8, 16, 24, 32]
     assert rows[-1]["psnr"] > rows[0]["psnr"] + 3

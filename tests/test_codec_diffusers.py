@@ -50,14 +50,14 @@ def test_latents_and_images_are_those_of_diffusers(saved):
     network, folder = saved
     described = AutoencoderFolder.open(str(folder.parent))
     assert described.kind == type(network).__name__
-    codec = _load_autoencoder(described, CPU)
+    autoencoder = _load_autoencoder(described, CPU)
     x = torch.rand(2, 3, 32, 32) * 2 - 1
     encoded = network.encode(x)
     expected = encoded.latent_dist.mean if hasattr(encoded, "latent_dist") else encoded.latents
-    latents = codec.encode(x)
+    latents = autoencoder.encode(x)
     assert torch.equal(latents, expected)
     assert latents.shape == (2, described.channels, 32 // described.factor, 32 // described.factor)
-    assert torch.equal(codec.decode(latents), network.decode(expected).sample)
+    assert torch.equal(autoencoder.decode(latents), network.decode(expected).sample)
 
 
 def test_pickled_weights_and_those_of_another_network_are_refused(saved, tmp_path):
@@ -83,7 +83,7 @@ def test_pickled_weights_and_those_of_another_network_are_refused(saved, tmp_pat
         _load_autoencoder(AutoencoderFolder.open(str(cut)), CPU)
 
 
-def test_a_codec_that_is_not_what_it_says_is_refused(saved, tmp_path):
+def test_a_autoencoder_that_is_not_what_it_says_is_refused(saved, tmp_path):
     network, folder = saved
     if not isinstance(network, diffusers.AutoencoderKL):
         pytest.skip("its levels and its weights must agree to be read at all")

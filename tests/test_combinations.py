@@ -83,7 +83,7 @@ def photos(tmp_path_factory):
     return folder
 
 
-def random_codec(folder, seed=0):
+def random_autoencoder(folder, seed=0):
     """A codec with the weights that it begins with, but none of them zero: three latents of 4 x 4 pixels each."""
     torch.manual_seed(seed)
     network = AutoencoderModel(Autoencoder(factor=4, latent_channels=3, channels=(8, 8), norm_groups=4), 3)
@@ -94,26 +94,26 @@ def random_codec(folder, seed=0):
 
 
 @pytest.fixture(scope="module")
-def codec(tmp_path_factory):
-    return random_codec(tmp_path_factory.mktemp("codec") / "mine")
+def autoencoder(tmp_path_factory):
+    return random_autoencoder(tmp_path_factory.mktemp("codec") / "mine")
 
 
-def trained(out, photos, codec, network, seen, answer, **changes):
+def trained(out, photos, autoencoder, network, seen, answer, **changes):
     """A run of one cell of the matrix."""
-    return unfog.train(photos, out=out, **of_cell(codec, network, seen, answer) | changes)
+    return unfog.train(photos, out=out, **of_cell(autoencoder, network, seen, answer) | changes)
 
 
-def of_cell(codec, network, seen, answer):
+def of_cell(autoencoder, network, seen, answer):
     """The settings of one."""
-    on, says = {"codec": codec} if seen == "latents" else {}, LEARNED if answer == "learned" else {}
+    on, says = {"codec": autoencoder} if seen == "latents" else {}, LEARNED if answer == "learned" else {}
     return SETTINGS | {"network": NETWORKS[network]} | on | says
 
 
 @pytest.fixture(scope="module")
-def on_latents(photos, codec, tmp_path_factory):
+def on_latents(photos, autoencoder, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("UNFOG_CACHE", str(tmp_path_factory.mktemp("cache")))
-        return trained(tmp_path_factory.mktemp("run") / "latents", photos, codec, "unet", "latents", "plain")
+        return trained(tmp_path_factory.mktemp("run") / "latents", photos, autoencoder, "unet", "latents", "plain")
 
 
 def images_of(run):
@@ -136,8 +136,10 @@ def each(cells):
 
 
 @pytest.mark.parametrize(("network", "seen", "answer"), each(CELLS))
-def test_every_network_draws_pixels_and_latents_whatever_it_answers(photos, codec, tmp_path, network, seen, answer):
-    run = trained(tmp_path / "run", photos, codec, network, seen, answer)
+def test_every_network_draws_pixels_and_latents_whatever_it_answers(
+    photos, autoencoder, tmp_path, network, seen, answer
+):
+    run = trained(tmp_path / "run", photos, autoencoder, network, seen, answer)
     channels, side, _ = run.config.input_shape
     assert (channels, side) == ((3, 4) if seen == "latents" else (3, 16))
     x = torch.randn(2, channels, side, side)
@@ -155,10 +157,10 @@ def test_every_network_draws_pixels_and_latents_whatever_it_answers(photos, code
 
 
 @pytest.mark.parametrize(("network", "seen", "answer"), each([*QUICK[1:], ("unet", "latents", "learned")]))
-def test_all_that_a_run_is_for(photos, codec, tmp_path, network, seen, answer, monkeypatch):
+def test_all_that_a_run_is_for(photos, autoencoder, tmp_path, network, seen, answer, monkeypatch):
     monkeypatch.setattr("unfog.inference.tune._MANY_STEPS", 4)
     monkeypatch.setattr("unfog.checks.settings.overfit_one_batch._MOST_SECONDS", 0.5)
-    run = trained(tmp_path / "run", photos, codec, network, seen, answer)
+    run = trained(tmp_path / "run", photos, autoencoder, network, seen, answer)
     assert "equal to the bit" in verify(RunFolder(run.path))
     one = build_edit(run.config, photos / "a" / "000.png", halves(), None, None)
     painted = run.sample(2, image=photos / "a" / "000.png", mask=halves(), repeats=2)
@@ -173,7 +175,7 @@ def test_all_that_a_run_is_for(photos, codec, tmp_path, network, seen, answer, m
     assert not [
         finding for finding in findings if "not looked at" in finding.evidence and "weights" in finding.evidence
     ]
-    settings = of_cell(codec, network, seen, answer)
+    settings = of_cell(autoencoder, network, seen, answer)
     settings["evaluate"] = settings["evaluate"] | {"metrics": ("sliced",), "share": 0.5}
     before = unfog.doctor(photos, out=tmp_path / "other", **settings)
     assert not [finding for finding in before if finding.severity == "fatal"]
@@ -206,8 +208,8 @@ def test_the_image_to_blame_is_found_in_every_network(kind):
                 x0[image - first] = np.nan
         return objective(model, x0)
 
-    culprit = NanReport.find(state, forward, [(0, 3), (3, 3)])
-    assert (culprit.phase, culprit.where, culprit.images, culprit.every) == ("forward", "input", (4,), False)
+    report = NanReport.find(state, forward, [(0, 3), (3, 3)])
+    assert (report.phase, report.where, report.images, report.every) == ("forward", "input", (4,), False)
 
 
 @pytest.mark.parametrize("kind", NETWORKS)
@@ -221,7 +223,7 @@ def test_weights_have_a_digest_in_every_network(kind):
 
 def test_guesses_of_latents_are_not_clipped_to_the_range_of_pixels(on_latents, monkeypatch):
     drawn = []
-    monkeypatch.setattr("unfog.pipeline.latents._LatentMap.decode", lambda codec, x0: drawn.append(x0) or x0)
+    monkeypatch.setattr("unfog.pipeline.latents._LatentMap.decode", lambda autoencoder, x0: drawn.append(x0) or x0)
     assert on_latents.config.sampler.clip
     on_latents.sample(8)  # the network answers next to nothing, so that noise as loud as it was is what comes out
     assert float(drawn[0].abs().max()) > 1.5
@@ -234,17 +236,17 @@ def test_known_pixels_stay_and_the_rest_is_drawn_from_their_latents(on_latents, 
     assert (painted[:, :7] == pixels[:7]).all()
     assert (painted[:, 7:] != pixels[7:]).any(axis=(1, 2, 3)).all()
     # With nothing drawn what comes back is the image as its codec brings it.
-    codec = open_run_autoencoder(on_latents.config, CPU)
+    autoencoder = open_run_autoencoder(on_latents.config, CPU)
     x = torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None] / 127.5 - 1
     with torch.no_grad():
-        expected = BYTES.to_stored(codec.decode(codec.encode(x)))[0].permute(1, 2, 0).numpy()
+        expected = BYTES.to_stored(autoencoder.decode(autoencoder.encode(x)))[0].permute(1, 2, 0).numpy()
     back = on_latents.sample(1, image=pixels, strength=0.0)[0]
     assert np.abs(back.astype(int) - expected.astype(int)).max() <= 1
     # A latent is known where all of its pixels are: those of rows 4 to 7 are not, as row 7 is to be painted.
     edit = ImageMap.of(on_latents.config, CPU).encode_edit(build_edit(on_latents.config, pixels, mask, None, None))
     assert edit.unknown.tolist() == [[[row > 0] * 4 for row in range(4)]]
     with torch.no_grad():
-        latents = on_latents.config.representation.normalise.forward(codec.encode(x))[0]
+        latents = on_latents.config.representation.normalise.forward(autoencoder.encode(x))[0]
     torch.testing.assert_close(edit.image, latents)
 
 
@@ -263,8 +265,8 @@ def test_held_out_images_are_measured_as_latents_and_bits_are_refused(on_latents
     torch.testing.assert_close(x0, without_augmentation(on_latents.config)(stored))
 
 
-def test_a_learned_variance_counts_in_bits(photos, codec, tmp_path):
-    run = trained(tmp_path / "run", photos, codec, "dit", "pixels", "learned", steps=1)
+def test_a_learned_variance_counts_in_bits(photos, autoencoder, tmp_path):
+    run = trained(tmp_path / "run", photos, autoencoder, "dit", "pixels", "learned", steps=1)
     with torch.no_grad():
         for parameter in run.network.parameters():
             parameter.add_(
@@ -285,8 +287,8 @@ def test_a_learned_variance_counts_in_bits(photos, codec, tmp_path):
     assert abs(by_hand(False) / by_hand(True) - 1) > 1e-3
 
 
-def test_a_learned_variance_is_sampled_with_from_an_image_and_with_a_guide(photos, codec, tmp_path):
-    run = trained(tmp_path / "run", photos, codec, "dit", "pixels", "learned", steps=2)
+def test_a_learned_variance_is_sampled_with_from_an_image_and_with_a_guide(photos, autoencoder, tmp_path):
+    run = trained(tmp_path / "run", photos, autoencoder, "dit", "pixels", "learned", steps=2)
     how = {"n": 2, "sampler": "ddpm", "steps": 4, "label": range(2)}
     plain = run.sample(guidance=1, **how)
     image = np.zeros(plain.shape[1:], np.uint8)
@@ -329,7 +331,7 @@ def test_tuned_on_latents(on_latents, monkeypatch):
     assert found.reference < min(found.errors.values())
 
 
-def test_starting_from_weights_that_know_latents(on_latents, photos, codec, tmp_path):
+def test_starting_from_weights_that_know_latents(on_latents, photos, autoencoder, tmp_path):
     half = tmp_path / "half"
     half.mkdir()
     for path in sorted((photos / "a").iterdir())[:30]:
@@ -339,17 +341,17 @@ def test_starting_from_weights_that_know_latents(on_latents, photos, codec, tmp_
     assert run.config.latents == on_latents.config.latents  # of other images, which have others of their own
     assert run.config.network == on_latents.config.network
     assert (run.path / "codec" / "codec.safetensors").is_file()
-    other = random_codec(tmp_path / "other", seed=1)
+    other = random_autoencoder(tmp_path / "other", seed=1)
     with pytest.raises(RequestError, match="trained on latents of another autoencoder"):
         unfog.train(photos, out=tmp_path / "no", init=str(on_latents.path), codec=other, **settings)
-    pixels = trained(tmp_path / "pixels", photos, codec, "unet", "pixels", "plain", steps=1)
+    pixels = trained(tmp_path / "pixels", photos, autoencoder, "unet", "pixels", "plain", steps=1)
     with pytest.raises(RequestError, match="trained on pixels"):
-        unfog.train(photos, out=tmp_path / "no", init=str(pixels.path), codec=codec, **SETTINGS)
+        unfog.train(photos, out=tmp_path / "no", init=str(pixels.path), codec=autoencoder, **SETTINGS)
     with pytest.raises(RequestError, match="no learned variance"):
         unfog.train(photos, out=tmp_path / "no", init=str(pixels.path), **settings | LEARNED)
-    shutil.copytree(Path(codec), tmp_path / "trainer" / "codec")
-    of_codec = replace(pixels.config, autoencoder=Autoencoder(factor=4, latent_channels=3, channels=(8, 8)))
-    RunFolder(tmp_path / "trainer").write_config(of_codec)
+    shutil.copytree(Path(autoencoder), tmp_path / "trainer" / "codec")
+    of_autoencoder = replace(pixels.config, autoencoder=Autoencoder(factor=4, latent_channels=3, channels=(8, 8)))
+    RunFolder(tmp_path / "trainer").write_config(of_autoencoder)
     with pytest.raises(RequestError, match=r"trains an autoencoder.*--autoencoder"):
         unfog.train(photos, out=tmp_path / "no", init=str(tmp_path / "trainer"), **settings)
     assert not (tmp_path / "no").exists()

@@ -74,7 +74,7 @@ def test_doctor_reads_a_run_which_has_its_own_settings(trained, tmp_path, capsys
 
 def test_plan_of_another_machine_is_json(photos, capsys):
     assert exit_status("plan", photos, "--for", "t4", "--json", "--steps", 100, *SMALL) == 0
-    plan = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    plan = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert "T4" in plan["machine"]
     assert exit_status("plan", photos, "--for", "abacus", "--steps", 100, *SMALL) == 2
     assert "abacus" in capsys.readouterr().err

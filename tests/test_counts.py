@@ -1,6 +1,6 @@
 """What a step and a picture cost, in counts that no busy machine changes: operations, copies, waits, new tensors.
 
-A number here is no law of nature. Where a change makes one smaller, write the smaller one down. Where it makes one
+A number here is not a law of nature. Where a change makes one smaller, write the smaller one down. Where it makes one
 larger, look first whether the work can be done in what there was: each operation takes a launch on a GPU in every step
 of every run. What is gained for it belongs into the message of the commit that raises the number.
 """

@@ -472,11 +472,11 @@ def test_nothing_is_changed(spoil, expected, precision):
 
 
 CAT, DOG = "photos/cat 17.png", "photos/dog.png"
-BLAME = "; every image is hit, so the network rather than an image is to blame"
+BLAME = "; every image is affected, so the cause is the network, not an image"
 
 
 @pytest.mark.parametrize(
-    ("culprit", "names", "sentence"),
+    ("report", "names", "sentence"),
     [
         (
             NanReport("forward", "down.2.attention", (17,), (0.931,), False),
@@ -497,8 +497,8 @@ BLAME = "; every image is hit, so the network rather than an image is to blame"
         (
             NanReport("forward", "input", (), (), True),
             [],
-            "the loss is not finite because the network's input is not; every image is hit, so the augmentation or the "
-            "noise rather than an image is to blame",
+            "the loss is not finite because the network's input is not; every image is affected, so the cause is the "
+            "augmentation or the noise, not an image",
         ),
         (
             NanReport("loss", "", tuple(range(8)), (0.1,) * 8, False),
@@ -523,5 +523,5 @@ BLAME = "; every image is hit, so the network rather than an image is to blame"
         (UNKNOWN, [], "the cause was not found: a replay of the step does not show it"),
     ],
 )
-def test_sentences(culprit, names, sentence):
-    assert culprit.describe(names) == sentence
+def test_sentences(report, names, sentence):
+    assert report.describe(names) == sentence

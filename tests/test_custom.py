@@ -154,7 +154,7 @@ def test_code_that_a_file_of_settings_names_runs_only_with_consent(
         check_custom_parts(config)
     assert not (tmp_path / "ran").exists()
     monkeypatch.setenv("UNFOG_TRUST", f"other.Net,{mine}.{name}")
-    with suppress(RequestError):  # the network is no optimiser
+    with suppress(RequestError):  # the network is not an optimiser
         check_custom_parts(config)
     assert (tmp_path / "ran").exists()
     # Consent is remembered for this content of this file.

@@ -53,7 +53,7 @@ class Disk:
         def watched(move):
             def call(source, target, **options):
                 self.renamed.append(os.path.basename(target))
-                within = options.get("src_dir_fd")  # a name is relative to an open folder, where there is one
+                within = options.get("src_dir_fd")  # a name is relative to an open folder, if there is one
                 moved = Path(source) if within is None else path_of(within) / source
                 parts = [moved, *(moved.iterdir() if moved.is_dir() else ())]
                 if moved.parent.name.startswith(".partial-"):  # what lies there is flushed before the folder has a name

@@ -1,4 +1,4 @@
-"""Bars: as high as their values, each with its name, none where there is nothing to show."""
+"""Bars: as high as their values, each with its name, none if there is nothing to show."""
 
 import re
 import xml.etree.ElementTree as ET

@@ -154,7 +154,7 @@ def test_copies_in_training_and_across_the_split_are_told_apart() -> None:
     train[10] = saved(train[20], 75)
     held_out[3] = train[40]
     held_out[[4, 5]] = saved(train[50], 75)
-    train[60:65] = 255  # blank ones equal each other, and are no copies
+    train[60:65] = 255  # blank ones equal each other, and are not copies
     looked = ImageScan.create(as_prepared(train, held_out))
     found = {f.code: f for f in check_duplicates(looked)}
     assert found["data.duplicates"].facts["groups"] == [["train/0", "train/1", "train/2"]]

@@ -1,4 +1,4 @@
-"""The examination of a run: what is planted in a real one is found, and nothing where nothing is."""
+"""The examination of a run: what is planted in a real one is found, and nothing if nothing is."""
 
 import json
 import shutil

@@ -100,7 +100,7 @@ def test_a_falling_loss_says_train_longer_and_what_to_expect(tmp_path):
     assert (found.code, found.severity) == ("run.loss", "hint")
     assert f"unfog resume {tmp_path} --steps 2000" in found.remedy
     assert float(found.remedy.rsplit(" ", 1)[1]) == pytest.approx(2000**-0.2, rel=0.02)
-    assert _check_loss(record, 0.3, 0.4, by_heart=True).severity == "fine"
+    assert _check_loss(record, 0.3, 0.4, memorized=True).severity == "fine"
     assert (
         _check_loss(a_record(tmp_path, lines(loss=noisy(lambda step: step**-0.2)), steps=2000), 0.3, 0.4).severity
         == "fine"
@@ -198,9 +198,9 @@ def test_refused_steps_name_the_images_that_did_it(tmp_path):
 
 
 def diverging(path, lr, scale=1.0, **more):
-    backs = [{"kind": "rolled_back", "step": 900, "reason": "it rose", "lr": lr * scale}] if scale < 1 else []
+    roll_backs = [{"kind": "rolled_back", "step": 900, "reason": "it rose", "lr": lr * scale}] if scale < 1 else []
     failed = {"kind": "failed", "step": 950, "reason": "RunError: training diverged 9 times"}
-    return a_record(path, lines(steps=950, loss=lambda step: 0.5), [*backs, failed], lr=lr, **more)
+    return a_record(path, lines(steps=950, loss=lambda step: 0.5), [*roll_backs, failed], lr=lr, **more)
 
 
 @pytest.mark.parametrize("scale", [1, 1 / 4, 1 / 512])
@@ -242,17 +242,19 @@ def test_what_a_resume_took_back_did_not_happen(tmp_path):
 
 
 def test_what_was_before_a_change_is_no_sign_of_the_settings_now(tmp_path):
-    backs = [{"kind": "rolled_back", "step": 390 + i, "lr": 30 * LR / 2**i, "reason": "it rose"} for i in range(1, 9)]
+    roll_backs = [
+        {"kind": "rolled_back", "step": 390 + i, "lr": 30 * LR / 2**i, "reason": "it rose"} for i in range(1, 9)
+    ]
     change = [{"kind": "changed", "step": 400, "setting": "optimizer.lr: 0.03 -> 0.001"}]
     rows = lines(loss=lambda step: 0.5, gradient_norm=lambda step: 0.3, lr=lambda step: LR)
-    record = a_record(tmp_path, rows, [*backs, *change, {"kind": "resumed", "step": 400}])
+    record = a_record(tmp_path, rows, [*roll_backs, *change, {"kind": "resumed", "step": 400}])
     assert record.lr_scale == 1
     found = trends(record, LR, 0.3, 0.5)
     assert found["run.lr"].severity == found["run.unstable"].severity == "fine"
     assert found["run.unstable"].evidence.startswith("none of 600 steps since settings changed at step 400")
     for setting in ("preview.every: 10 -> 100", "ema_snapshots.every: 0 -> -1"):
         other = [{"kind": "changed", "step": 400, "setting": setting}]
-        assert _check_stability(replace(record, events=[*backs, *other])).facts["rolled_back"] == 8
+        assert _check_stability(replace(record, events=[*roll_backs, *other])).facts["rolled_back"] == 8
 
 
 def test_roll_backs_are_forgotten_where_the_run_forgets_them():
@@ -490,7 +492,7 @@ def test_pixels_that_are_always_the_same_need_no_guessing():
     expected = spread**2 / (alpha**2 * spread**2 + sigma**2) * (inside / 16) ** 2
     assert _baseline_losses(diffusion, x0, levels)[1] == pytest.approx(expected.numpy(), rel=0.02)
     one = _baseline_losses(diffusion, x0[:1], levels)[1]
-    assert (one > 0.1).all(), "one image says nothing of how they vary, which is not that they do not"
+    assert (one > 0.1).all(), "one image says nothing about how they vary, which is not that they do not"
 
 
 def test_one_image_held_out_gives_no_number_of_certainty(tmp_path):

@@ -186,7 +186,7 @@ def test_classes_of_other_sizes_are_no_tint():
     rare, balanced = (random.random(2000) < 0.05).astype(np.int64), np.arange(64) % 2
     found = tinted(of_classes(balanced), of_classes(rare), (balanced, rare))
     assert found.severity == "fine"
-    assert found.facts["brightness"][1] < 2, "what varies between the classes is no error"
+    assert found.facts["brightness"][1] < 2, "what varies between the classes is not an error"
 
 
 def test_noise_blank_and_clipped_pictures_are_found():

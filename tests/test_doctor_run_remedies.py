@@ -33,11 +33,11 @@ class Written(NamedTuple):
     place: str
     text: str
     command: str
-    """To which it is handed over: `record.command("resume", text)`; "" where it is not."""
+    """To which it is handed over: `record.command("resume", text)`; "" if it is not."""
 
 
 def text_of(node: ast.AST) -> str | None:
-    """A string as it is written; None for what is no string."""
+    """A string as it is written; None for what is not a string."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else None
     if isinstance(node, ast.JoinedStr):

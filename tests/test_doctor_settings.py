@@ -377,7 +377,7 @@ def limits(steps):
         yield
 
 
-def lesson(fashion, diffusion, lr=None, spoil=lambda network: None, steps=600, stop=lambda: False, microbatch=0):
+def overfit(fashion, diffusion, lr=None, spoil=lambda network: None, steps=600, stop=lambda: False, microbatch=0):
     config = replace(settled(fashion, training={"microbatch": microbatch}), diffusion=diffusion)
     if lr is not None:
         config = replace(config, optimizer=replace(config.optimizer, lr=lr))
@@ -395,7 +395,7 @@ def lesson(fashion, diffusion, lr=None, spoil=lambda network: None, steps=600, s
     [pytest.param(name, marks=[] if name in ("default", "edm") else pytest.mark.exhaustive) for name in DIFFUSIONS],
 )
 def test_every_diffusion_learns_a_batch_by_heart(fashion, name):
-    found = lesson(fashion, DIFFUSIONS[name])
+    found = overfit(fashion, DIFFUSIONS[name])
     assert found.severity == "fine", str(found)
     assert found.facts["loss_to_blind"] < LEARNED
     assert found.facts["loss_to_first"] < STUCK / 2
@@ -429,8 +429,8 @@ def ignoring(which):
 @pytest.mark.parametrize("name", ["default", "ddpm", "edm"])
 def test_what_cannot_learn_is_found(fashion, name):
     for found in (
-        lesson(fashion, DIFFUSIONS[name], 0.0, steps=22),
-        lesson(fashion, DIFFUSIONS[name], None, cut, 22),
+        overfit(fashion, DIFFUSIONS[name], 0.0, steps=22),
+        overfit(fashion, DIFFUSIONS[name], None, cut, 22),
     ):
         assert found.severity == "fatal"
         assert found.facts["loss_to_first"] == pytest.approx(1, abs=1e-3)
@@ -438,7 +438,7 @@ def test_what_cannot_learn_is_found(fashion, name):
 
 @pytest.mark.parametrize("which", ["image", "level", "label"])
 def test_an_input_that_is_not_looked_at_is_found(fashion, which):
-    found = lesson(fashion, DIFFUSIONS["default"], 0.01, ignoring(which), 12)
+    found = overfit(fashion, DIFFUSIONS["default"], 0.01, ignoring(which), 12)
     assert found.severity == "fatal"
     assert which in found.evidence
     assert not {"image", "level", "label"} - {which} & set(found.evidence.split("depend on")[1].split())
@@ -449,14 +449,14 @@ def test_a_loss_that_is_not_finite_is_found(fashion):
         forward = network.forward
         network.forward = lambda *inputs: forward(*inputs) + float("nan")
 
-    found = lesson(fashion, DIFFUSIONS["default"], None, explode, steps=3)
+    found = overfit(fashion, DIFFUSIONS["default"], None, explode, steps=3)
     assert found.severity == "fatal"
     assert "3 steps were skipped" in found.evidence
     assert json.loads(json.dumps(dict(found.facts), allow_nan=False))["loss_to_first"] is None
 
 
 def test_a_loss_that_rises_asks_for_a_lower_rate(fashion):
-    found = lesson(fashion, DIFFUSIONS["ddpm"], 1.0, steps=25)
+    found = overfit(fashion, DIFFUSIONS["ddpm"], 1.0, steps=25)
     assert found.severity == "fatal"
     assert "rose" in found.evidence
     assert found.remedy == "a lower --lr"
@@ -485,10 +485,10 @@ def test_a_lesson_fits_where_the_run_does(fashion):
 
         network.forward = counted
 
-    whole = lesson(fashion, DIFFUSIONS["default"], 0.01, spy, 12)
+    whole = overfit(fashion, DIFFUSIONS["default"], 0.01, spy, 12)
     assert set(sizes) == {8}
     sizes.clear()
-    parts = lesson(fashion, DIFFUSIONS["default"], 0.01, spy, 12, microbatch=3)
+    parts = overfit(fashion, DIFFUSIONS["default"], 0.01, spy, 12, microbatch=3)
     assert set(sizes) == {3, 2}
     assert parts.facts["loss_to_first"] == pytest.approx(whole.facts["loss_to_first"], rel=0.1)
 
@@ -506,13 +506,13 @@ def test_what_each_pixel_alone_tells_is_what_least_squares_makes_of_it(fashion):
 
 
 def test_a_slow_learner_is_no_fault(fashion):
-    found = lesson(fashion, DIFFUSIONS["default"], 2e-4, steps=22)
+    found = overfit(fashion, DIFFUSIONS["default"], 2e-4, steps=22)
     assert found.severity == "hint"
 
 
 def test_leaving_a_lesson_leaves_at_once(fashion):
     with pytest.raises(Interrupted):
-        lesson(fashion, DIFFUSIONS["default"], stop=lambda: True)
+        overfit(fashion, DIFFUSIONS["default"], stop=lambda: True)
 
 
 def test_rates_scale_by_both_rules():

@@ -289,7 +289,7 @@ def test_a_run_shows_each_step_of_each_batch_and_returns_finished_batches_when_i
     none = run.sample(5, observe=lambda step: True, image=square, mask=mask)
     assert none.shape == (0, 8, 8, 3)
     assert run.calls == 0
-    with pytest.raises(ZeroDivisionError):  # an observer that fails is no stop
+    with pytest.raises(ZeroDivisionError):  # an observer that fails stops nothing
         run.sample(1, observe=lambda step: 1 / 0)
 
 

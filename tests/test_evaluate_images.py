@@ -63,7 +63,7 @@ def test_the_verdict_tells_like_images_from_others(folders, tmp_path):
     good, bad, worst = unfog.evaluate(*folders, **settings), of_blurred(20), of_blurred(6)
     assert good.verdict.startswith("The samples look like real images")
     assert bad.verdict.startswith("Many samples do not look like real images")
-    assert worst.verdict.startswith("The samples have almost nothing of the variety of real images")
+    assert worst.verdict.startswith("The samples lack almost all variety of real images")
     assert good["kid"].value < bad["kid"].value < worst["kid"].value
 
 
@@ -113,7 +113,7 @@ def test_what_needs_a_run_is_refused(folders, words, message, capsys):
 
 
 def test_too_few_images_are_refused(folders, tmp_path):
-    for name in [*(f"{i}.png" for i in range(9)), "grid.png"]:  # which is no image to count
+    for name in [*(f"{i}.png" for i in range(9)), "grid.png"]:  # which is not an image to count
         Image.new("RGB", (16, 16)).save(tmp_path / name)
     with pytest.raises(RequestError, match="has 9 images; at least 10"):
         unfog.evaluate(tmp_path, folders[1], device="cpu")

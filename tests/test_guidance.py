@@ -410,7 +410,7 @@ def test_labels_like_a_data_set_can_be_drawn(run):
 
 
 def test_levels_are_moved_to_where_the_error_is_least():
-    """An error with a known minimum: the squared distance from some levels, which are no grid of ours."""
+    """An error with a known minimum: the squared distance from some levels, which are not those of our grid."""
     wanted = torch.tensor([-8.0, -3.0, -2.5, -1.0, 2.0, 3.0, 3.5, 8.0], dtype=torch.float64)
     tried = []
 

@@ -287,7 +287,7 @@ def test_bash_completes_commands_flags_kinds_and_paths(tmp_path):
     for (line, expected), found in zip(COMPLETED, lines):
         assert set(found.split()) == expected, line
     assert lines[-2] == "dit-base"
-    assert "-o default" in lines[-1]  # paths, where there are no words
+    assert "-o default" in lines[-1]  # paths, if there are no words
 
 
 def test_fish_completes_the_same(tmp_path):

@@ -81,7 +81,7 @@ def test_a_hub_that_cannot_be_reached_is_found_before_the_work(tmp_path, hub, mo
 
 @pytest.mark.parametrize("name", ["a b", "a/b/c", "--", "x" * 200])
 def test_a_name_that_is_none_is_refused(tmp_path, hub, name):
-    with pytest.raises(RequestError, match="no name of a repository; give NAME or OWNER/NAME"):
+    with pytest.raises(RequestError, match="not a name of a repository; give NAME or OWNER/NAME"):
         run_of().export(tmp_path / "out", push_to_hub=name)
 
 

@@ -76,7 +76,7 @@ def same(a, b, rounding=0.0):
 def said(diary):
     """All that a run told its hooks, but for the time it took."""
     records = [(s, i, {k: v for k, v in r.items() if k not in CLOCK}) for s, i, r in diary.records]
-    refusals = [(step, str(norm), culprit) for step, norm, culprit in diary.refusals]
+    refusals = [(step, str(norm), report) for step, norm, report in diary.refusals]
     return json.dumps([records, refusals, diary.saved, diary.roll_backs])
 
 
@@ -188,7 +188,7 @@ def test_a_trial_takes_as_many_steps_as_are_asked_for(when):
 
 def test_learning_a_batch_by_heart_compares_with_the_first_step(when, monkeypatch):
     monkeypatch.setattr(overfitting, "_MOST_STEPS", 6)
-    monkeypatch.setattr(overfitting, "_finding", lambda config, state, lesson, monitor: monitor.fallen)
+    monkeypatch.setattr(overfitting, "_finding", lambda config, state, batch, monitor: monitor.fallen)
     config, fallen = small_config(), {}
     for how in ("usual", "late"):
         when(how)

@@ -73,7 +73,7 @@ def photos(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def codec(tmp_path_factory):
+def autoencoder(tmp_path_factory):
     """A codec with the weights that it begins with, but none of them zero."""
     torch.manual_seed(0)
     network = AutoencoderModel(Autoencoder(factor=4, latent_channels=3, channels=(8, 8), norm_groups=4), 3)
@@ -88,8 +88,8 @@ def images(count=10, seed=0):
     return ImageSet.labelled(pixels, np.arange(count) % 2, [str(i) for i in range(count)], ("a", "b"))
 
 
-def wanted(codec, sets, copies=2, batch=4, calls=None):
-    network = _load_autoencoder(codec, CPU)
+def wanted(autoencoder, sets, copies=2, batch=4, calls=None):
+    network = _load_autoencoder(autoencoder, CPU)
 
     def encode(pixels):
         if calls is not None:
@@ -103,10 +103,10 @@ def quiet(done, total):
     pass
 
 
-def test_a_linked_autoencoder_in_a_run_is_not_read(codec, tmp_path):
+def test_a_linked_autoencoder_in_a_run_is_not_read(autoencoder, tmp_path):
     (tmp_path / "run").mkdir()
-    shutil.copytree(codec.folder, tmp_path / "run/codec")
-    assert AutoencoderFolder.open(str(tmp_path / "run")).sha256() == codec.sha256()
+    shutil.copytree(autoencoder.folder, tmp_path / "run/codec")
+    assert AutoencoderFolder.open(str(tmp_path / "run")).sha256() == autoencoder.sha256()
     (tmp_path / "run/codec").rename(tmp_path / "outside")
     (tmp_path / "run/codec").symlink_to(tmp_path / "outside")
     with pytest.raises(RequestError, match="holds no config"):
@@ -119,13 +119,13 @@ def test_a_linked_autoencoder_in_a_run_is_not_read(codec, tmp_path):
         _load_autoencoder(AutoencoderFolder.open(str(tmp_path / "run")), CPU)
 
 
-def test_the_copies_are_the_codes_of_the_image_and_of_its_mirror(codec):
+def test_the_copies_are_the_codes_of_the_image_and_of_its_mirror(autoencoder):
     sets = [images(10), images(3, 1)]
-    stored = wanted(codec, sets).load_or_encode("k", quiet)
+    stored = wanted(autoencoder, sets).load_or_encode("k", quiet)
     assert stored.latents.shape == (13, 2, 3, 4, 4)
     assert stored.latents.dtype == np.float16
     assert isinstance(stored.latents, np.memmap)
-    network = _load_autoencoder(codec, CPU)
+    network = _load_autoencoder(autoencoder, CPU)
     for number, part in enumerate(sets):
         x = BYTES.to_model(torch.from_numpy(part.pixels))
         mine = torch.tensor(stored.latents[[slice(10), slice(10, None)][number]])
@@ -138,12 +138,14 @@ def test_the_copies_are_the_codes_of_the_image_and_of_its_mirror(codec):
     assert made[0].fingerprint != made[1].fingerprint
 
 
-def test_an_entry_is_read_again_gone_on_with_and_made_anew(codec):
+def test_an_entry_is_read_again_gone_on_with_and_made_anew(autoencoder):
     sets, calls = [images(10)], []
-    first = np.array(wanted(codec, sets, calls=calls).load_or_encode("k", quiet).latents)  # whose file is damaged below
+    first = np.array(
+        wanted(autoencoder, sets, calls=calls).load_or_encode("k", quiet).latents
+    )  # whose file is damaged below
     bytes_of = (cache_folder() / "latents-k" / "latents.f16").read_bytes()
     assert calls == [4, 4, 4, 4, 2, 2]
-    again = wanted(codec, sets, calls=calls).load_or_encode("k", quiet)
+    again = wanted(autoencoder, sets, calls=calls).load_or_encode("k", quiet)
     assert len(calls) == 6
     assert np.array_equal(first, again.latents)
 
@@ -156,7 +158,7 @@ def test_an_entry_is_read_again_gone_on_with_and_made_anew(codec):
 
     # What nobody goes on with is gone after a week.
     with pytest.raises(Stopped):
-        wanted(codec, sets).load_or_encode("0" * 32, stop)
+        wanted(autoencoder, sets).load_or_encode("0" * 32, stop)
     abandoned = cache_folder() / f"latents-{'0' * 32}.partial"
     for path in abandoned.iterdir():
         os.utime(path, (0, 0))
@@ -165,23 +167,25 @@ def test_an_entry_is_read_again_gone_on_with_and_made_anew(codec):
 
     # What was written after the last line on how far it is, is not counted on.
     with pytest.raises(Stopped):
-        wanted(codec, sets).load_or_encode("l", stop)
+        wanted(autoencoder, sets).load_or_encode("l", stop)
     partial = cache_folder() / "latents-l.partial"
     (partial / "done.json").write_text(json.dumps({"done": 4}))
     calls.clear()
-    wanted(codec, sets, calls=calls).load_or_encode("l", quiet)
+    wanted(autoencoder, sets, calls=calls).load_or_encode("l", quiet)
     assert calls == [4, 4, 2, 2]
     assert (cache_folder() / "latents-l" / "latents.f16").read_bytes() == bytes_of
     assert not partial.exists()
 
     for damage in ("latents.f16", "latents.json"):
         (cache_folder() / "latents-k" / damage).write_bytes(b"{}")
-        assert np.array_equal(wanted(codec, sets).load_or_encode("k", quiet).latents, first)
-    other = wanted(codec, sets, copies=1).load_or_encode("k", quiet)  # what is asked for decides, not what is there
+        assert np.array_equal(wanted(autoencoder, sets).load_or_encode("k", quiet).latents, first)
+    other = wanted(autoencoder, sets, copies=1).load_or_encode(
+        "k", quiet
+    )  # what is asked for decides, not what is there
     assert np.array_equal(other.latents[:, 0], first[:, 0])
 
 
-def test_an_interruption_is_gone_on_with_where_the_rest_fits(codec, monkeypatch):
+def test_an_interruption_is_gone_on_with_where_the_rest_fits(autoencoder, monkeypatch):
     sets, calls = [images(200)], []
     needed = 2 * 200 * 2 * 3 * 4 * 4
 
@@ -195,28 +199,28 @@ def test_an_interruption_is_gone_on_with_where_the_rest_fits(codec, monkeypatch)
     monkeypatch.setattr("unfog.data.packs.latent_cache.free_bytes", room)
     monkeypatch.setattr("unfog.data.packs.latent_cache._IN_MEMORY", 0)
     with pytest.raises(KeyboardInterrupt):
-        wanted(codec, sets).load_or_encode("k", stop)
+        wanted(autoencoder, sets).load_or_encode("k", stop)
     assert room() < needed
-    wanted(codec, sets, calls=calls).load_or_encode("k", quiet)
+    wanted(autoencoder, sets, calls=calls).load_or_encode("k", quiet)
     assert sum(calls) == 2 * (200 - 128)  # 32 batches are on the disk for certain
 
 
-def test_what_another_process_finishes_at_that_moment_is_taken(codec, monkeypatch):
+def test_what_another_process_finishes_at_that_moment_is_taken(autoencoder, monkeypatch):
     """Between the look at the folder and the claim."""
     mine, other, claim = [], [], latent_cache.work_folder
 
     def late(folder, rest):
         monkeypatch.setattr(latent_cache, "work_folder", claim)
-        wanted(codec, [images(10)], calls=other).load_or_encode("k", quiet)
+        wanted(autoencoder, [images(10)], calls=other).load_or_encode("k", quiet)
         return claim(folder, rest)
 
     monkeypatch.setattr(latent_cache, "work_folder", late)
-    stored = wanted(codec, [images(10)], calls=mine).load_or_encode("k", quiet)
+    stored = wanted(autoencoder, [images(10)], calls=mine).load_or_encode("k", quiet)
     assert (len(mine), len(other), len(stored.rows)) == (0, 6, 10)
     assert {path.name for path in cache_folder().iterdir()} - {".used"} == {"latents-k"}
 
 
-def test_two_do_not_encode_the_same(codec, monkeypatch):
+def test_two_do_not_encode_the_same(autoencoder, monkeypatch):
     monkeypatch.setattr(latent_cache, "_WAIT", 0)
 
     def waits(done, total):
@@ -225,10 +229,10 @@ def test_two_do_not_encode_the_same(codec, monkeypatch):
     def other(done, total):
         calls = []
         with pytest.raises(KeyboardInterrupt):
-            wanted(codec, [images(10)], calls=calls).load_or_encode("k", waits)
+            wanted(autoencoder, [images(10)], calls=calls).load_or_encode("k", waits)
         assert not calls
 
-    wanted(codec, [images(10)]).load_or_encode("k", other)
+    wanted(autoencoder, [images(10)]).load_or_encode("k", other)
     assert {path.name for path in (cache_folder() / "latents-k").iterdir()} == {
         *("latents.f16", "rows.i64", "latents.json")
     }
@@ -246,38 +250,38 @@ def of(damaged):
     return prepare(open_source(damaged), Data(size=16, channels=3, cache="none", held_out=0)).train
 
 
-def test_whoever_finds_latents_can_name_the_images_that_are_not_in_them(damaged, codec):
+def test_whoever_finds_latents_can_name_the_images_that_are_not_in_them(damaged, autoencoder):
     first, second, calls = of(damaged), of(damaged), []
-    rows = wanted(codec, [first]).load_or_encode("k", quiet).rows
+    rows = wanted(autoencoder, [first]).load_or_encode("k", quiet).rows
     assert rows[7] == 8
-    assert np.array_equal(wanted(codec, [second], calls=calls).load_or_encode("k", quiet).rows, rows)
+    assert np.array_equal(wanted(autoencoder, [second], calls=calls).load_or_encode("k", quiet).rows, rows)
     assert not calls
     assert [one.name for one in second.pixels.skipped] == ["007.png"]
     assert second.pixels.skipped == first.pixels.skipped
 
 
-def test_an_interruption_is_gone_on_with_and_names_what_is_not_in_its_beginning(damaged, codec):
+def test_an_interruption_is_gone_on_with_and_names_what_is_not_in_its_beginning(damaged, autoencoder):
     def stop(done, total):
         if done >= 50:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        wanted(codec, [of(damaged)], batch=1).load_or_encode("k", stop)
+        wanted(autoencoder, [of(damaged)], batch=1).load_or_encode("k", stop)
     train, calls = of(damaged), []
-    stored = wanted(codec, [train], batch=1, calls=calls).load_or_encode("k", quiet)
+    stored = wanted(autoencoder, [train], batch=1, calls=calls).load_or_encode("k", quiet)
     assert len(calls) == 2 * (120 - 32)
     assert stored.rows[7] == 8
     assert [one.name for one in train.pixels.skipped] == ["007.png"]
 
 
-def test_without_a_cache_they_are_kept_in_memory(codec, monkeypatch, tmp_path):
+def test_without_a_cache_they_are_kept_in_memory(autoencoder, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("UNFOG_CACHE", str(tmp_path / "file/cache"))
-    stored = wanted(codec, [images(3)]).load_or_encode("k", quiet)
+    stored = wanted(autoencoder, [images(3)]).load_or_encode("k", quiet)
     assert not isinstance(stored.latents, np.memmap)
     monkeypatch.setattr("unfog.data.packs.latent_cache._IN_MEMORY", 10)
     with pytest.raises(RequestError, match="cannot be written; set UNFOG_CACHE"):
-        wanted(codec, [images(3)]).load_or_encode("k", quiet)
+        wanted(autoencoder, [images(3)]).load_or_encode("k", quiet)
 
 
 def test_latents_that_are_no_numbers_are_refused():
@@ -287,7 +291,7 @@ def test_latents_that_are_no_numbers_are_refused():
             bad.load_or_encode("k", quiet)
 
 
-def test_statistics_are_those_of_numpy_and_the_inverse_is_one(codec):
+def test_statistics_are_those_of_numpy_and_the_inverse_is_one(autoencoder):
     rng = np.random.default_rng(0)
     latents = (rng.normal(size=(600, 2, 3, 4, 4)) * [[[[2.0]], [[0.1]], [[30.0]]]] + 5).astype(np.float16)
     mean, deviation = _statistics(latents)
@@ -319,14 +323,14 @@ def test_the_coin_is_the_one_that_flips_pixels():
     assert torch.equal(before, torch.get_rng_state())
 
 
-def configured(photos, codec, **settings):
-    table = SETTINGS | {"source": str(photos), "codec": str(codec.folder), "steps": 12} | settings
+def configured(photos, autoencoder, **settings):
+    table = SETTINGS | {"source": str(photos), "codec": str(autoencoder.folder), "steps": 12} | settings
     table["data"] = {**table["data"], "channels": 3}
     return update(preset("default"), nest_settings(table), "")
 
 
-def test_the_network_sees_latents(photos, codec):
-    config = apply_autoencoder_settings(configured(photos, codec))
+def test_the_network_sees_latents(photos, autoencoder):
+    config = apply_autoencoder_settings(configured(photos, autoencoder))
     assert config.input_shape == (3, 4, 4)
     assert build_network(config).image_channels == 3
     assert replace(config, autoencoder_folder="").input_shape == (3, 16, 16)
@@ -336,7 +340,7 @@ def test_the_network_sees_latents(photos, codec):
         entries = set(cache_folder().iterdir())
         load_images(config, stop)
         assert set(cache_folder().iterdir()) == entries
-        unflipped, other = load_images(configured(photos, codec, flip=False), stop)
+        unflipped, other = load_images(configured(photos, autoencoder, flip=False), stop)
         assert len(set(cache_folder().iterdir()) - entries) == 1
     assert prepared.train.pixels.shape[1:] == (3, 16, 16)
     assert prepared.as_network_input.train.pixels.shape[1:] == (2, 3, 4, 4)
@@ -347,10 +351,10 @@ def test_the_network_sees_latents(photos, codec):
 
 
 @pytest.fixture(scope="module")
-def trained(photos, codec, tmp_path_factory):
+def trained(photos, autoencoder, tmp_path_factory):
     """A run on latents, 12 steps, with a codec that is gone when it has ended."""
     place = tmp_path_factory.mktemp("runs")
-    gone = shutil.copytree(codec.folder, place / "gone")
+    gone = shutil.copytree(autoencoder.folder, place / "gone")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("UNFOG_CACHE", str(place / "cache"))
         run = unfog.train(photos, out=place / "run", codec=gone, steps=12, **SETTINGS)
@@ -358,7 +362,7 @@ def trained(photos, codec, tmp_path_factory):
     return run
 
 
-def test_a_run_holds_its_codec_and_draws_pictures(trained, tmp_path):
+def test_a_run_holds_its_autoencoder_and_draws_pictures(trained, tmp_path):
     assert {path.name for path in (trained.path / "codec").iterdir()} == {"config.json", "codec.safetensors"}
     pictures = trained.sample(3, seed=1)
     assert pictures.shape == (3, 16, 16, 3)
@@ -382,7 +386,7 @@ def test_interrupted_is_uninterrupted_whatever_became_of_the_cache(trained, tmp_
     assert "equal to the bit" in verify(run)
 
 
-def test_another_codec_is_refused_on_resume(trained, codec, tmp_path):
+def test_another_autoencoder_is_refused_on_resume(trained, autoencoder, tmp_path):
     run = RunFolder(shutil.copytree(trained.path, tmp_path / "run"))
     torch.manual_seed(9)
     other = save_autoencoder(tmp_path / "other", AutoencoderModel(Autoencoder(4, 3, (8, 8), norm_groups=4), 3))
@@ -396,7 +400,7 @@ def test_another_codec_is_refused_on_resume(trained, codec, tmp_path):
     run.config_file.write_text(text.replace(str(trained.path / "codec"), "/nowhere"))
     with pytest.raises(RequestError, match=r"holds no config\.json"):
         unfog.resume(run.path, steps=14)
-    unfog.resume(run.path, codec=str(codec.folder), steps=14)  # the same, from where it was
+    unfog.resume(run.path, codec=str(autoencoder.folder), steps=14)  # the same, from where it was
     assert (run.path / "codec" / "codec.safetensors").is_file()
 
 
@@ -411,13 +415,15 @@ def test_another_codec_is_refused_on_resume(trained, codec, tmp_path):
         ({"codec": "/nowhere"}, "holds no config.json"),
     ],
 )
-def test_what_latents_cannot_have_is_refused_before_any_work(photos, codec, tmp_path, changes, said):
+def test_what_latents_cannot_have_is_refused_before_any_work(photos, autoencoder, tmp_path, changes, said):
     with pytest.raises(RequestError, match=said):
-        unfog.train(photos, out=tmp_path / "run", **(SETTINGS | {"codec": str(codec.folder), "steps": 1} | changes))
+        unfog.train(
+            photos, out=tmp_path / "run", **(SETTINGS | {"codec": str(autoencoder.folder), "steps": 1} | changes)
+        )
     assert not (tmp_path / "run").exists()
 
 
-def test_settings_of_another_run_bring_its_codec_and_not_its_statistics(trained, photos, tmp_path):
+def test_settings_of_another_run_bring_its_autoencoder_and_not_its_statistics(trained, photos, tmp_path):
     words = [str(photos), "--config", str(trained.path / "config.toml"), "--out", str(tmp_path / "new")]
     config = read_request("train", words).settings
     assert trained.config.latents.mean
@@ -434,16 +440,16 @@ def test_digests_of_settings_know_of_latents_only_where_there_are_some():
 
 
 @pytest.mark.exhaustive
-def test_plan_counts_latents(photos, codec):
+def test_plan_counts_latents(photos, autoencoder):
     settings = {k: v for k, v in SETTINGS.items() if k not in ("precision", "device")}
-    planned = unfog.plan(photos, codec=str(codec.folder), steps=10, device="4090", **settings)
+    planned = unfog.plan(photos, codec=str(autoencoder.folder), steps=10, device="4090", **settings)
     pixels = unfog.plan(photos, steps=10, device="4090", **settings)
     assert planned.work.forward < pixels.work.forward / 8
     assert planned.memory.peak < pixels.memory.peak
 
 
-def test_doctor_rehearses_a_run_on_latents(photos, codec, tmp_path):
-    findings = unfog.doctor(photos, out=tmp_path / "page", codec=str(codec.folder), steps=12, **SETTINGS)
+def test_doctor_rehearses_a_run_on_latents(photos, autoencoder, tmp_path):
+    findings = unfog.doctor(photos, out=tmp_path / "page", codec=str(autoencoder.folder), steps=12, **SETTINGS)
     by_code = {finding.code: finding for finding in findings}
     for part in ("training", "reload", "repeat", "resume", "sample"):
         assert by_code[f"rehearsal.{part}"].severity == "fine", by_code[f"rehearsal.{part}"]

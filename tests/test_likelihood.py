@@ -213,7 +213,7 @@ def test_the_integral_is_that_of_a_gaussian(path: Path, schedule: Schedule) -> N
     assert found.shape == (256,)
     assert found.mean().item() == pytest.approx(expected, abs=0.02)
     assert found.mean() > EXACT - 0.02
-    # Where the cleanest level is no finer than a shade, nothing but the prior is lost.
+    # Where the cleanest level is not finer than a shade, nothing but the prior is lost.
     if schedule.kind == "linear":
         assert found.mean().item() == pytest.approx(EXACT, abs=0.06)
 

@@ -131,7 +131,7 @@ def test_the_code_of_the_card_runs_and_draws_the_model(tmp_path, case):
 
 
 def test_wrong_licences_and_public_without_a_repository_are_refused(tmp_path):
-    with pytest.raises(RequestError, match=r"license = 'Free \(mine\)' is no identifier"):
+    with pytest.raises(RequestError, match=r"license = 'Free \(mine\)' is not an identifier"):
         run_of().export(tmp_path / "out", license="Free (mine)")
     with pytest.raises(RequestError, match="public needs a repository"):
         run_of().export(tmp_path / "out", public=True)

@@ -1,4 +1,4 @@
-"""Pictures that Unfog has written are no images to train on, wherever they lie among those."""
+"""Pictures that Unfog has written are not images to train on, wherever they lie among those."""
 
 import shutil
 import tarfile

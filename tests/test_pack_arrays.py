@@ -570,7 +570,7 @@ def test_what_the_readers_raise_is_said_in_a_line(tmp_path: Path, what: str) -> 
     else:
         path, data = tmp_path / "a.npy", bytearray(npy("(2, 4, 4").replace(b"}", b" "))
     path.write_bytes(data)
-    with pytest.raises(RequestError, match=r"a\.np[yz] (cannot be read|is no \.npz file)"):
+    with pytest.raises(RequestError, match=r"a\.np[yz] (cannot be read|is not an \.npz file)"):
         open_source(path)
 
 

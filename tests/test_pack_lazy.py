@@ -298,7 +298,7 @@ def test_whoever_takes_images_gets_the_labels_of_those_that_stand_in(photos: Pat
     shown, own = examination._training_pixels(fresh().train, (0, 1))
     at_the_end = Damaged(photos, "damaged")
     at_the_end.bad = frozenset([299])  # for which the first stands in, of the other class
-    lesson = _OverfitBatch.of(
+    batch = _OverfitBatch.of(
         prepare(at_the_end, replace(ASKED, held_out=0)).train,
         objective,
         cpu,
@@ -311,7 +311,7 @@ def test_whoever_takes_images_gets_the_labels_of_those_that_stand_in(photos: Pat
         (held.x0, held.conditions.label),
         (probe.x0, probe.conditions.label),
         (looked.x0, looked.conditions.label),
-        (lesson.x0, lesson.conditions.label),
+        (batch.x0, batch.conditions.label),
     ):
         assert label is not None
         numbers = ((x0[:, :2, 0, 0] + 1) * 127.5).round().long()

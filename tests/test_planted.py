@@ -96,7 +96,7 @@ def attack(finished: Path, place: Path, name: str, kind: str, command: str) -> N
 def ended(process: forked.Forked) -> int | None:
     """Wait for a process, and return its exit status; None if it waits for something, or computes without end.
 
-    Time of the processor counts, as a busy machine is no fault of the command.
+    Time of the processor counts, as a busy machine is not a fault of the command.
     """
     used, since = 0.0, time.monotonic()
     with process:
@@ -111,7 +111,7 @@ def ended(process: forked.Forked) -> int | None:
 
 
 def processor_seconds(pid: int) -> float:
-    """Return the time of the processor that a process has used; 0 where the system does not tell."""
+    """Return the time of the processor that a process has used; 0 if the system does not report it."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -334,7 +334,7 @@ def test_copies_are_searched(page):
     draw(page, Pictures=1, Steps=5)
     page.click("text=Is it a copy?")
     page.wait_for_selector("text=nearest training images", timeout=180_000)
-    page.wait_for_selector("text=This is no copy")
+    page.wait_for_selector("text=This is not a copy")
 
 
 @pytest.mark.exhaustive

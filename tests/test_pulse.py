@@ -30,13 +30,13 @@ def fast(folder, stop=None):
 
 
 def test_heartbeat_says_who_where_and_what(tmp_path):
-    with Heartbeat(tmp_path, StopSignals()) as pulse:
+    with Heartbeat(tmp_path, StopSignals()) as heartbeat:
         first = Heartbeat.read(tmp_path)
         assert first["pid"] == os.getpid()
         assert (first["step"], first["steps"], first["doing"], first["alive"]) == (0, 0, "starting", True)
         assert abs(datetime.fromisoformat(first["time"]) - datetime.now(UTC)) < timedelta(seconds=5)
         assert first["host"]
-        pulse.step, pulse.activity = 7, "preview"
+        heartbeat.step, heartbeat.activity = 7, "preview"
         wait_until(
             lambda: Heartbeat.read(tmp_path)["doing"] == "preview", 3
         )  # sooner than the five seconds between two
@@ -89,8 +89,8 @@ def test_a_heartbeat_of_lists_in_lists_is_none(tmp_path):
 
 
 def test_heartbeat_goes_on_while_the_main_thread_waits(tmp_path):
-    with fast(tmp_path) as pulse:
-        pulse.step = 3
+    with fast(tmp_path) as heartbeat:
+        heartbeat.step = 3
         before = Heartbeat.read(tmp_path)["time"]
         time.sleep(1)
         beat = Heartbeat.read(tmp_path)
@@ -100,16 +100,16 @@ def test_heartbeat_goes_on_while_the_main_thread_waits(tmp_path):
 
 
 def test_it_ends_at_once_and_says_how(tmp_path):
-    with Heartbeat(tmp_path, StopSignals()) as pulse:
+    with Heartbeat(tmp_path, StopSignals()) as heartbeat:
         time.sleep(0.1)
         started = time.monotonic()
-        pulse.step = 1000
-        pulse.end("finished")
+        heartbeat.step = 1000
+        heartbeat.end("finished")
         assert time.monotonic() - started < 4, "an interval is 5"
-        pulse.end("stopped")
+        heartbeat.end("stopped")
     beat = Heartbeat.read(tmp_path)
     assert (beat["doing"], beat["step"], beat["alive"]) == ("finished", 1000, False)
-    assert not [thread for thread in threading.enumerate() if thread.name == "pulse"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
 
 
 @pytest.mark.parametrize(
@@ -130,20 +130,20 @@ def test_a_session_that_says_nothing_has_ended_all_the_same(tmp_path, error, how
 
 
 def test_save_is_asked_for_until_it_is_met_and_can_be_asked_again(tmp_path):
-    with fast(tmp_path) as pulse:
+    with fast(tmp_path) as heartbeat:
         for _ in range(2):
             time.sleep(0.15)
-            assert not pulse.save_requested
+            assert not heartbeat.save_requested
             (tmp_path / "SAVE").touch()
-            wait_until(lambda: pulse.save_requested)
-            pulse.save_finished()  # another checkpoint
-            assert pulse.save_requested
-            pulse.save_started()
-            assert not pulse.save_requested
+            wait_until(lambda: heartbeat.save_requested)
+            heartbeat.save_finished()  # another checkpoint
+            assert heartbeat.save_requested
+            heartbeat.save_started()
+            assert not heartbeat.save_requested
             time.sleep(0.15)
-            assert not pulse.save_requested
+            assert not heartbeat.save_requested
             assert (tmp_path / "SAVE").exists(), "until it is on the disk"
-            pulse.save_finished()
+            heartbeat.save_finished()
             assert not (tmp_path / "SAVE").exists()
 
 
@@ -180,31 +180,31 @@ def test_stop_cuts_off_what_does_not_look(tmp_path):
 
 def test_requests_that_cannot_be_removed_are_met_once(tmp_path, capfd):
     stop = StopSignals()
-    with fast(tmp_path, stop) as pulse:
+    with fast(tmp_path, stop) as heartbeat:
         (tmp_path / "SAVE").mkdir()  # which `unlink` does not take
         (tmp_path / "STOP").mkdir()
-        wait_until(lambda: pulse.save_requested)
+        wait_until(lambda: heartbeat.save_requested)
         wait_until(stop)
-        pulse.save_started()
-        pulse.save_finished()
+        heartbeat.save_started()
+        heartbeat.save_finished()
         time.sleep(0.3)
-        assert not pulse.save_requested
+        assert not heartbeat.save_requested
         os.utime(tmp_path / "SAVE", (1, 1))  # asked again
-        wait_until(lambda: pulse.save_requested)
+        wait_until(lambda: heartbeat.save_requested)
     assert capfd.readouterr().err.count("\n") == 1
 
 
 def test_a_preview_is_requested_once_for_each_file(tmp_path):
-    with fast(tmp_path) as pulse:
+    with fast(tmp_path) as heartbeat:
         for _ in range(2):
-            assert not pulse.preview_requested
+            assert not heartbeat.preview_requested
             (tmp_path / "PREVIEW").touch()
-            wait_until(lambda: pulse.preview_requested)
+            wait_until(lambda: heartbeat.preview_requested)
             assert not (tmp_path / "PREVIEW").exists()
             time.sleep(0.15)
-            assert pulse.preview_requested  # until the session generates it
-            pulse.preview_requested = False
-        assert not pulse.save_requested
+            assert heartbeat.preview_requested  # until the session generates it
+            heartbeat.preview_requested = False
+        assert not heartbeat.save_requested
 
 
 def test_requests_from_before_the_start_are_not_obeyed_and_that_is_said(tmp_path, capsys):
@@ -212,10 +212,10 @@ def test_requests_from_before_the_start_are_not_obeyed_and_that_is_said(tmp_path
     (tmp_path / "PREVIEW").touch()
     (tmp_path / "STOP").mkdir()
     stop = StopSignals()
-    with fast(tmp_path, stop) as pulse:
+    with fast(tmp_path, stop) as heartbeat:
         time.sleep(0.3)
-        assert not pulse.save_requested
-        assert not pulse.preview_requested
+        assert not heartbeat.save_requested
+        assert not heartbeat.preview_requested
         assert not stop()
     assert not (tmp_path / "SAVE").exists()
     said = capsys.readouterr().err
@@ -226,11 +226,11 @@ def test_requests_from_before_the_start_are_not_obeyed_and_that_is_said(tmp_path
 def test_a_folder_that_vanishes_stops_nothing(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
-    with fast(folder) as pulse:
+    with fast(folder) as heartbeat:
         folder.rename(tmp_path / "gone")
         time.sleep(0.3)
-        assert not pulse.save_requested
-        pulse.save_finished()
+        assert not heartbeat.save_requested
+        heartbeat.save_finished()
         (tmp_path / "gone").rename(folder)
         before = Heartbeat.read(folder)["time"]
         wait_until(lambda: Heartbeat.read(folder)["time"] > before)
@@ -241,20 +241,20 @@ def test_a_folder_that_vanishes_stops_nothing(tmp_path):
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_that_takes_no_files_stops_nothing(tmp_path):
     tmp_path.chmod(0o500)
-    with fast(tmp_path) as pulse:
+    with fast(tmp_path) as heartbeat:
         time.sleep(0.2)
-        pulse.save_finished()
+        heartbeat.save_finished()
     assert Heartbeat.read(tmp_path) is None
     tmp_path.chmod(0o700)
 
 
 def test_a_disk_that_takes_no_new_file_still_takes_the_heartbeat(tmp_path):
-    with fast(tmp_path) as pulse:
-        pulse.activity = "é" * 240  # longer in the file than what follows
-        wait_until(lambda: Heartbeat.read(tmp_path)["doing"] == pulse.activity)
+    with fast(tmp_path) as heartbeat:
+        heartbeat.activity = "é" * 240  # longer in the file than what follows
+        wait_until(lambda: Heartbeat.read(tmp_path)["doing"] == heartbeat.activity)
         inode = (tmp_path / "heartbeat.json").stat().st_ino
         (tmp_path / "heartbeat.json.partial").mkdir()
-        pulse.activity = "waiting for disk space"
+        heartbeat.activity = "waiting for disk space"
         wait_until(lambda: (Heartbeat.read(tmp_path) or {}).get("doing") == "waiting for disk space")
         assert (tmp_path / "heartbeat.json").stat().st_ino == inode
 
@@ -333,10 +333,10 @@ def test_three_missed_heartbeats_are_death(tmp_path, age, alive):
 
 
 def test_heartbeats_keep_their_size(tmp_path):
-    with fast(tmp_path) as pulse:
+    with fast(tmp_path) as heartbeat:
         sizes = set()
         for doing in ("saving", "preview", "ü" * 10):
-            pulse.activity = doing
+            heartbeat.activity = doing
             wait_until(lambda: Heartbeat.read(tmp_path)["doing"] == doing)  # noqa: B023
             sizes.add((tmp_path / "heartbeat.json").stat().st_size)
     assert sizes == {module._FILE_BYTES}

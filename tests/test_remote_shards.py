@@ -348,7 +348,7 @@ LASTING = {
     "cut": r"could not be reached in 3 tries \(ClientPayloadError.*",
     "stalled": "did not answer in time in 3 tries",
     "trickling": "did not answer in time in 3 tries",
-    "garbage": r"is damaged \(8 of 8 headers looked at are none\)",
+    "garbage": r"is damaged \(8 of 8 headers that were read are damaged\)",
     "moved": "is not the file that was indexed",
 }
 INSIDE = range(3 * EACH, 4 * EACH)

@@ -220,7 +220,7 @@ def test_a_picture_of_a_run_is_a_png_whatever_its_name_says(run_dir, tmp_path, m
     assert "preview/400" in before
     assert "preview/400" not in after
     assert notebook.table({}, run_dir / "contact-sheet.png", run_dir, "") == "<table></table>"
-    with pytest.raises(RequestError, match="no PNG"):
+    with pytest.raises(RequestError, match="not a PNG"):
         _read_webp(run_dir / "contact-sheet.png", run_dir)
     assert not (tmp_path / "started").exists()
 

@@ -445,7 +445,7 @@ def test_odd_files_of_settings(refused, here):
     for name, said in (
         ("deep.toml", "nested far too deep"),
         ("tables.toml", "nested far too deep"),
-        ("binary.toml", "is no text in utf-8"),
+        ("binary.toml", "is not text in utf-8"),
         ("large.toml", "over 4 mb"),
         ("long.toml", "not valid toml"),
         ("word.toml", "budget = 'xxx"),

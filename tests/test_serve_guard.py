@@ -199,7 +199,7 @@ class Slow:
 
 
 def test_the_page_is_there_before_the_routes_are_and_its_files_are_a_table():
-    """Path traversal in static files: GHSA-v5gw-mw7f-84px. What is no file of the table is asked of the routes."""
+    """Path traversal in static files: GHSA-v5gw-mw7f-84px. What is not a file of the table is asked of the routes."""
     slow = Slow()
 
     async def use():

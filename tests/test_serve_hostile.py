@@ -188,7 +188,7 @@ def test_a_picture_that_cannot_be_shown_is_said_in_a_sentence(client, run):
     Image.new("L", (2, 2)).save(samples / "00000004.png", "PPM")
     (samples / "00000005.png").write_bytes(b"")
     (samples / "00000006.png").mkdir()
-    said = ["over 16,383 pixels", "megapixels", "over 64 MB", "no PNG", "no PNG"]
+    said = ["over 16,383 pixels", "megapixels", "over 64 MB", "not a PNG", "not a PNG"]
     for step, words in enumerate(said, 1):
         answer = client.get(f"/api/runs/{number}/preview/{step}.webp")
         assert (answer.status_code, words in answer.json()["error"]) == (400, True), answer.text

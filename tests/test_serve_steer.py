@@ -158,7 +158,7 @@ def test_the_remedy_of_a_finding_is_a_button(server, tmp_path, monkeypatch):
 def test_nobody_is_asked_where_nothing_runs(server):
     (run,) = server.runs
     for what in ("save", "preview", "stop"):
-        with pytest.raises(RequestError, match="does not run"):
+        with pytest.raises(RequestError, match="is not running"):
             steer.send_request(run, what)
     for what in ("../x", None, "SAVE", 1):
         with pytest.raises(RequestError, match="asked for"):

@@ -75,7 +75,7 @@ def test_two_processes_that_divide_a_network_do_what_one_does_and_decide_alike(t
     assert found["divided stops"]["seen"] == 32
     assert found["divided abandons"] == {"seen": 24, "updates": 3, "same": True}
     back = found["divided goes back"]
-    assert (back["backs"], back["same"]) == ([1, 1, 2], True)
+    assert (back["roll_backs"], back["same"]) == ([1, 1, 2], True)
     assert back["bad"].startswith("model: "), "one rank's rows are enough"
     assert back["torch"]  # whose reader finds the same in the files
     # No process has more than its rows in host memory for a checkpoint, and together they have it all once.
@@ -331,7 +331,7 @@ def test_what_a_divided_network_cannot_do_is_said(monkeypatch):
     assert World(0, 2).init_device(True, CPU) == CPU
     assert world.init_device(True, CPU) == torch.device("meta")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000")
-    with pytest.raises(RequestError, match="each needs a GPU of its own"):
+    with pytest.raises(RequestError, match="each needs a separate GPU"):
         world.init_device(True, torch.device("cuda"))
     world.shards = object()
     with pytest.raises(RunError, match="smaller --microbatch"), world.explain_out_of_memory(last=False):

@@ -549,12 +549,12 @@ def test_a_truncated_shard_gives_what_is_whole(sets: Path) -> None:
     assert len(cut.names) == 6
     assert [tuple(one) for one in cut.unreadable] == [("a-002.tar", "a shard damaged from here on")]
     path.write_bytes(b"<html>not found</html>" * 100)
-    assert [tuple(one) for one in open_source(sets).unreadable] == [("a-002.tar", "a shard that is no tar archive")]
+    assert [tuple(one) for one in open_source(sets).unreadable] == [("a-002.tar", "a shard that is not a tar file")]
 
 
 def test_archives_that_are_none_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes(b"<html>not found</html>" * 100)
-    with pytest.raises(RequestError, match=r"found 0 images.*a shard that is no tar archive: a\.tar"):
+    with pytest.raises(RequestError, match=r"found 0 images.*a shard that is not a tar file: a\.tar"):
         open_source(tmp_path / "a.tar")
     with tarfile.open(tmp_path / "b.tar", "w:gz") as archive:
         archive.addfile(tarfile.TarInfo("a.png"))

@@ -323,7 +323,7 @@ def test_a_damaged_length_does_not_load(saved):
     with pytest.raises((ValueError, TypeError, KeyError)):
         length.load_state_dict(saved)
     assert (length.first, length.plans) == (0, [])
-    with pytest.raises(ValueError, match="length is no length of a run"):
+    with pytest.raises(ValueError, match="length is not a length of a run"):
         state_schema._length("length", saved)
 
 

@@ -431,7 +431,7 @@ def test_guard_knows_what_is_usual():
     noisy = DivergenceGuard()
     for i in range(64):
         noisy.update(0.1 + 0.05 * (i % 5))
-    assert noisy.update(0.3), "half as much again is nothing where the loss jumps that much by itself"
+    assert noisy.update(0.3), "half as much again is nothing if the loss jumps that much by itself"
     again = DivergenceGuard()
     again.load_state_dict(guard.state_dict())
     assert again == guard

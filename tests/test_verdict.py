@@ -32,7 +32,7 @@ def result(metric, value, real, note=""):
         (
             1.00,
             0.00,
-            "The samples have almost nothing of the variety of real images, so that precision does not count: ",
+            "The samples lack almost all variety of real images, so precision means nothing: ",
         ),
     ],
 )

@@ -39,7 +39,7 @@ from unfog.from_python import (
     training_settings,
 )
 
-# cuBLAS adds in one order only with this, and torch reads it at the first matrix product on a GPU, whoever asks for it.
+# cuBLAS adds in one order only with this, and torch reads it at the first matrix product on a GPU, in any caller.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 if TYPE_CHECKING:

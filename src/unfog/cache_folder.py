@@ -85,8 +85,7 @@ def cache_folder() -> Path:
     """Return $UNFOG_CACHE, else $XDG_CACHE_HOME/unfog or ~/.cache/unfog; it may not exist yet.
 
     A user whose home is missing or cannot be written gets a private folder among the temporary files. RequestError if
-    UNFOG_CACHE is no folder, or another user has put the folder there, or may exchange it: what lies in it is trained
-    on.
+    UNFOG_CACHE is not a folder, or another user made the folder or may replace it: runs train on its content.
     """
     if chosen := path_variable("UNFOG_CACHE"):
         folder = chosen
@@ -209,7 +208,7 @@ def _is_own_group(group: int) -> bool:
 
 
 def cache_limit() -> float:
-    """Return $UNFOG_CACHE_LIMIT in bytes, which is given in GB; 50 GB without it. RequestError if it is no size."""
+    """Return $UNFOG_CACHE_LIMIT in bytes, which is given in GB; 50 GB without it. RequestError if it is not a size."""
     given = os.environ.get("UNFOG_CACHE_LIMIT", "").strip()
     if not given:
         return _LIMIT
@@ -236,7 +235,7 @@ class CacheEntry:
     """Whether it may go without being asked for."""
 
     def in_use(self) -> bool:
-        """Return True if a process uses or writes the entry, or a run names it, or nobody can tell without locks."""
+        """Return True if a process uses or writes the entry, or a run names it, or locks are not supported."""
         if not os.path.lexists(_mark(self.path)):
             return False
         with _locked_alone(self.path) as alone:
@@ -346,7 +345,7 @@ def _mark(entry: Path) -> Path:
 
 @contextmanager
 def _locked_alone(entry: Path) -> Iterator[bool]:
-    """Lock the mark of an entry. Yields False if the entry is in use, or nobody can tell."""
+    """Lock the mark of an entry. Yields False if the entry is in use, or its use is unknown."""
     with ExitStack() as stack:
         alone = False
         with suppress(OSError):

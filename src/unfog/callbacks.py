@@ -85,7 +85,7 @@ _METHODS = {LogEvent: "on_log", SampleEvent: "on_sample", CheckpointEvent: "on_c
 
 
 def check_callbacks(callbacks: Sequence[object]) -> tuple[object, ...]:
-    """Return the callbacks as a tuple. RequestError if one has none of the methods."""
+    """Return the callbacks as a tuple. RequestError if one lacks every method."""
     if not isinstance(callbacks, list | tuple):
         callbacks = [callbacks]
     for i, one in enumerate(callbacks):

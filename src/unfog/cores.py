@@ -51,14 +51,14 @@ def cpu_quota(root: Path = _GROUPS, me: Path = _OWN_GROUPS) -> float | None:
         with suppress(OSError, ValueError, ZeroDivisionError):  # no such file, or "max"
             quota, period = (group / "cpu.max").read_text().split()  # version 2
             found.append(int(quota) / int(period))
-        with suppress(OSError, ValueError, ZeroDivisionError):  # version 1, where -1 is no limit
+        with suppress(OSError, ValueError, ZeroDivisionError):  # version 1, in which -1 means unlimited
             quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
             found.append(int(quota) / int(period))
     return min((one for one in found if one > 0), default=None)
 
 
 def describe_quota() -> str:
-    """Return what a CPU quota leaves of the visible cores, in words; "" without one that is below them."""
+    """Describe the CPU quota, if it is below the number of visible cores; "" otherwise."""
     quota, visible = cpu_quota(), visible_cores()
     if quota is None or quota >= visible:
         return ""

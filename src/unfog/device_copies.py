@@ -13,7 +13,7 @@ _ALIGNMENT = 64  # bytes
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a CPU tensor to a device; one that is there already is returned as it is."""
+    """Copy a CPU tensor to a device; a tensor that is there already is returned unchanged."""
     if device.type != "cuda" or tensor.device.type == "cuda":
         return tensor.to(device)
     # CUDA's copies from pageable memory are staged by the driver, and the host waits for them.

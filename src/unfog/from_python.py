@@ -87,7 +87,7 @@ def adopt_network(config: Config, network: object) -> None:
     from unfog.models.given_network import GivenNetwork
 
     if not GivenNetwork.accepts(network):
-        raise RequestError(f"network = {quote(network)} is no torch.nn.Module, and the network of a run cannot change")
+        raise RequestError(f"network = {quote(network)} is not a torch.nn.Module; the network of a run cannot change")
     if not isinstance(config.network, GivenNetwork):
         kind = "its own" if config.network is None else f"the network {config.network.kind}"
         raise RequestError(f"this run has {kind}, which its settings describe; leave network out")
@@ -119,7 +119,7 @@ def path_of(given: object, name: str = "path") -> str:
 
 
 def folder_of(given: object, name: str) -> Path:
-    """Return the path of a folder or file to write. Raise RequestError if it is no path on a disk."""
+    """Return the path of a folder or file to write. Raise RequestError if it is not a path on a disk."""
     from unfog.config.validate import folder_path
 
     return folder_path(given, name)

@@ -3,7 +3,7 @@
 Such a folder may come from a stranger, with a link, a pipe or a device under any name. So every write in them goes
 through this module, which a test holds, as is every read. `root` is the folder that a person has named: it may be a
 link, and no folder or file below it may. It has no default, as a guard that may be left out is left out once. A file
-that is no regular one is refused with OSError.
+that is not a regular one is refused with OSError.
 """
 
 from __future__ import annotations
@@ -280,7 +280,7 @@ def check_folder(path: Path, root: Path) -> bool:
 
 
 def list_folder(path: Path, root: Path) -> list[Path]:
-    """Return what is in a folder, in order of names; [] if it is missing, no folder, or a link. OSError otherwise."""
+    """List a folder, in order of names; [] if it is missing, no folder, or a link. OSError otherwise."""
     try:
         with _folder_of(path / "any", root) as (_, at):
             # Opened anew, as a descriptor of O_PATH cannot be listed.

@@ -36,7 +36,7 @@ def stored_key(name: str) -> tuple[bytes | None, str]:
             return None, f"others may read the key {file}: chmod 600 it"
     except (OSError, RuntimeError, ValueError) as error:
         return None, f"the key {file} cannot be kept ({getattr(error, 'strerror', None) or error})"
-    return (key, "") if len(key) == DIGITS else (None, f"the key {file} is no key of ours: remove it")
+    return (key, "") if len(key) == DIGITS else (None, f"the key {file} is not a key of ours: remove it")
 
 
 def seal_of(key: bytes, name: str, content: bytes) -> bytes:

@@ -87,7 +87,7 @@ def format_bytes(count: float) -> str:
 def not_utf8(error: UnicodeDecodeError) -> str:
     """Return the problem with a file that cannot be decoded, where it is, and the remedy."""
     line = error.object.count(b"\n", 0, error.start) + 1
-    return f"is no text in UTF-8 (line {line:,}, byte {error.start + 1:,}); save it as that"
+    return f"is not text in UTF-8 (line {line:,}, byte {error.start + 1:,}); save it as that"
 
 
 def manual(page: str) -> str:

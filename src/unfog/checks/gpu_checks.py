@@ -210,7 +210,7 @@ class _StepChecks:
         return trial_settings(self._unresolved, self.device, self._stop)
 
     def check_eager(self) -> Finding:
-        """Time the step as it is, and count its waits for the device."""
+        """Time the uncompiled step, and count its waits for the device."""
         trial = self._trial()
         self._eager = found = StepTime.measure(trial.run)
         waits = waits_for_device(lambda: trial.run(_FEW_STEPS), self.device)

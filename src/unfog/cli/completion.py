@@ -24,11 +24,11 @@ _WORDS: Mapping[str, tuple[str, ...]] = {"preset": tuple(PRESETS), "device": ("a
 
 @dataclass(frozen=True)
 class _Flag:
-    """A flag as it is typed, and what may follow."""
+    """A flag as typed, and the words that may follow it."""
 
     spelling: str
     values: tuple[str, ...]
-    """Words to choose from; none where paths are completed."""
+    """Words to choose from; none if paths are completed."""
     takes_value: bool
     is_path: bool
     text: str
@@ -55,7 +55,7 @@ def _flag(setting: Description, name: str) -> _Flag:
 
 
 def _named() -> dict[str, tuple[str, ...]]:
-    """Return command -> words that it takes without a flag, where these are no paths."""
+    """Return command -> words that it takes without a flag, where these are not paths."""
     settings = describe(Config)
     names = dict.fromkeys([*(each.path[0] for each in settings), *(each.flags[0] for each in settings)])
     return {"explain": tuple(names), "completion": SHELLS, "slurm": ("train", "resume")}

@@ -78,7 +78,7 @@ def listed_settings(command: str, kind: type, default: Any = None) -> list[Descr
 
 
 def _paragraphs(kind: type) -> Iterator[str]:
-    """Yield the lines of the docstring of a request. Indented lines, the examples, stay as they are."""
+    """Yield the lines of the docstring of a request. Indented lines, the examples, stay unchanged."""
     text = (inspect.getdoc(kind) or "").splitlines()
     for verbatim, group in groupby(text, lambda line: line[:1] in ("", " ")):
         lines = list(group)
@@ -108,7 +108,7 @@ def _sections(command: str, settings: Iterable[Description], default: Any) -> It
 
 
 def _spell(setting: Description, names: Iterable[str]) -> str:
-    """Return flags as they are typed, and the placeholder of the value."""
+    """Return flags as typed, and the placeholder of the value."""
     flags = ", ".join(f"-{name}" if len(name) == 1 else f"--{name}" for name in names)
     return f"{flags} {setting.metavar}".rstrip()
 

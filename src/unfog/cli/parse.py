@@ -114,7 +114,7 @@ def parse_args(words: Sequence[str], kind: type, prog: str, others: Mapping[str,
     left, free, only_free = list(words), list[str](), False
     while left:
         word = left.pop(0)
-        # A lone dash is no flag: programs take it for their input.
+        # A lone dash is not a flag: programs take it for their input.
         if only_free or not word.startswith("-") or word == "-":
             free.append(word)
         elif word == "--":

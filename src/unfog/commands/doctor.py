@@ -9,7 +9,7 @@ from unfog.runs.doctor import doctor
 
 
 def main(request: DoctorRequest) -> int:
-    """Examine, print the path of the page, and return the exit status: 2 where training makes no sense."""
+    """Examine, print the path of the page, and return the exit status: 2 if training makes no sense."""
     page, findings = doctor(request)
     print_result(str(page))
     return 2 if has_fatal(findings) else 0

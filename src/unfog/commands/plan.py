@@ -11,7 +11,7 @@ from unfog.reporting.progress import print_result
 
 
 def main(request: PlanRequest) -> int:
-    """Print the plan, and return the exit status: 2 where it does not fit."""
+    """Print the plan, and return the exit status: 2 if it does not fit."""
     planned = plan(request)
     print_result(json.dumps(planned.to_dict(), indent=2) if request.json else "\n".join(planned.lines()))
     print_findings(planned.findings)

@@ -215,4 +215,4 @@ def _check_animation(file: Path) -> None:
     if file.exists() or file.is_symlink():
         raise RequestError(f"{quote(str(file))} exists; give another --animate")
     if not file.parent.is_dir():
-        raise RequestError(f"{quote(str(file.parent))} is no folder; make it, or give another --animate")
+        raise RequestError(f"{quote(str(file.parent))} is not a folder; make it, or give another --animate")

@@ -38,7 +38,7 @@ _CHARTS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 )
 _FROM_ZERO = ("images_per_second", "lr")
 _SIDE_BY_SIDE = 100  # columns from which two charts stand beside each other
-_PLAIN = (80, 40)  # columns and lines where there is no terminal
+_PLAIN = (80, 40)  # columns and lines if there is no terminal
 
 
 def main(request: WatchRequest) -> int:

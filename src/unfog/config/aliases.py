@@ -71,7 +71,7 @@ EPOCHS = ("epochs", "max_epochs", "num_epochs", "num_train_epochs")
 
 
 class Advice(NamedTuple):
-    """Remedy for a word of other trainers or of a tutorial that is no setting."""
+    """Remedy for a word of other trainers or of a tutorial that is not a setting."""
 
     text: str
     settings: tuple[str, ...] = ()

@@ -130,7 +130,7 @@ def _opposite(flag: str) -> str:
 
 
 def format_value(value: Any, is_part: bool = False) -> str:
-    """Return a value as it is written on the command line; "" if it is empty or missing."""
+    """Return a value as written on the command line; "" if it is empty or missing."""
     if value is MISSING or (value is None and not is_part):
         return ""
     if is_part:

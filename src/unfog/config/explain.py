@@ -33,9 +33,9 @@ _COMPARES = {
 
 
 def explain(name: str) -> str:
-    """Return what is known of a setting, a section, or a kind of a part such as `min-snr`; of "", all sections.
+    """Return the explanation of a setting, a section, or a kind of a part such as `min-snr`; for "", all sections.
 
-    RequestError if there is nothing of this name.
+    RequestError if nothing has this name.
     """
     # As a flag, as in TOML or by an old name: people paste what they have before them.
     wanted = current_name(re.sub(r"[- ]", "_", name.lstrip("-")))
@@ -141,7 +141,7 @@ def _describe_part(word: str, part: Any) -> str:
 
 
 def _explain_parts(name: str) -> Iterator[str]:
-    """Yield what is known of the kinds of this name, such as `min-snr`, and of fields of that name in any kind."""
+    """Yield explanations of the kinds of this name, such as `min-snr`, and of fields of that name in any kind."""
     for each in describe(Config):
         kinds = {word: part for word, part in (registry_of(each.annotation) or {}).items() if part is not None}
         for word, part in kinds.items():
@@ -158,7 +158,7 @@ def _explain_parts(name: str) -> Iterator[str]:
 
 
 def _explain_choices(name: str) -> Iterator[str]:
-    """Yield what is known of a preset of this name, and of a choice that is a word alone, such as a sampler."""
+    """Yield explanations of a preset of this name, and of a choice without settings, such as a sampler."""
     if name in PRESETS:
         text = inspect.getdoc(PRESETS[name]) or ""
         yield "\n".join([f"{name}, a choice of --preset", "", *textwrap.indent(text, "  ").splitlines()]) + "\n"

@@ -36,7 +36,7 @@ def consent_to_settings(changes: Mapping[str, Any]) -> None:
 
 def _value(table: Any, path: tuple[str, ...]) -> Any:
     for name in path:
-        # A section from Python may be an instance. It may be that of a run, so its texts are no consent.
+        # A section from Python may be an instance. It may be that of a run, so its texts are not consent.
         table = table.get(name) if isinstance(table, Mapping) else None
     return table
 

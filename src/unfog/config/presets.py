@@ -69,7 +69,7 @@ def _edm() -> Config:
     """EDM (Karras et al. 2022, Table 1): variance exploding, log-normal noise, F, Heun's 18 steps (35 calls).
 
     All else is that of `default`. The noise levels suit 32 to 64 pixels; `--schedule lognormal:mean=0` suits fewer.
-    As in the paper, the network sees ln(sigma) / 4; `--network small:time_scale=100` tells levels further apart.
+    As in the paper, the network sees ln(sigma) / 4; `--network small:time_scale=100` separates levels further.
     """
     return replace(
         _default(),

@@ -38,7 +38,7 @@ class Representation(ABC):
     augmentable: ClassVar[bool]
     """True if `data.augment` has an effect."""
     no_bits: ClassVar[str]
-    """Why bits per pixel cannot be measured; "" where they can."""
+    """Why bits per pixel cannot be measured; "" if they can."""
 
     @property
     @abstractmethod
@@ -78,7 +78,7 @@ class Representation(ABC):
 
     @abstractmethod
     def identity(self) -> tuple[object, ...]:
-        """Return what decides which image a network input stands for; equal for runs that can guide each other."""
+        """Return the facts that map network inputs to images; equal for runs that can guide each other."""
 
     @abstractmethod
     def scale_note(self) -> str:
@@ -172,7 +172,7 @@ class PixelSpace(Representation):
 
 @dataclass(frozen=True)
 class LatentSpace(Representation):
-    """The network sees latents: the stream holds float16 [B, K, C, H, W], with K = 2 where images are mirrored."""
+    """The network sees latents: the stream holds float16 [B, K, C, H, W], with K = 2 if images are mirrored."""
 
     folder: str
     """Of the autoencoder."""

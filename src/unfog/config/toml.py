@@ -121,7 +121,7 @@ def read_toml(path: Path, base: T) -> T:
         if path.is_fifo() and not path.is_relative_to("/dev"):
             raise RequestError("it is a pipe; give a file of settings, or a shell's <(command)")
         with path.open("rb") as file:
-            content = file.read(_LARGEST_FILE + 1)  # one byte more tells a longer file, without reading all of it
+            content = file.read(_LARGEST_FILE + 1)  # one byte more detects a longer file, without reading all of it
         if len(content) > _LARGEST_FILE:
             raise RequestError(f"it is over {_LARGEST_FILE / 1e6:.0f} MB, too large for a file of settings")
         text = content.decode("utf-8-sig").replace("\r\n", "\n")  # editors may begin with a BOM
@@ -143,7 +143,7 @@ def with_version(text: str) -> str:
 
 
 def _version_remedy(text: str) -> str:
-    """Return what to do about an unknown setting, from the version that wrote the file."""
+    """Return the remedy for an unknown setting, from the version that wrote the file."""
     if (found := _WRITTEN_BY.match(text)) is None:
         return f"this is unfog {__version__}; a newer version may know it: update unfog, or remove the line"
     if found[1] == __version__:

@@ -94,7 +94,7 @@ def check_buckets(config: Config) -> None:
     if config.autoencoder.factor:
         reason = "an autoencoder is trained on images of one size; omit --aspect"
     elif config.autoencoder_folder:
-        reason = "latents are of images of one size so far; omit --aspect, or train on pixels: omit --autoencoder"
+        reason = "latents need images of one size; omit --aspect, or train on pixels: omit --autoencoder"
     elif training.compile:
         reason = "a compiled step is for one size; omit --training.compile"
     elif training.capture:
@@ -131,7 +131,7 @@ def check_autoencoder(config: Config) -> int:
 
 
 def check_device(name: str) -> None:
-    """Raise RequestError unless this names a device that may exist, as far as can be told without importing torch."""
+    """Raise RequestError unless this names a device that may exist, as far as is known without importing torch."""
     if not re.fullmatch(r"auto|cpu|mps|cuda(:[0-9]{1,4})?", str(name)):
         raise RequestError(f"device = {quote(name)} is not one of auto, cpu, cuda, cuda:1, mps")
     torch = version("torch")
@@ -170,7 +170,7 @@ def override_sampler(
     `levels` are shares of noise that fall from at most 1; their number is that of the steps.
     """
     if levels and (steps not in (None, len(levels)) or grid not in (None, "tuned")):
-        raise RequestError(f"{len(levels)} levels are a grid and a number of steps of their own; omit steps and grid")
+        raise RequestError(f"{len(levels)} levels already set the grid and the number of steps; omit steps and grid")
     if levels:
         steps, grid = len(levels), "tuned"
     given = {"kind": kind, "steps": steps, "grid": grid, "tuned": tuple(levels) or None}
@@ -246,7 +246,7 @@ _LONGEST_NAME = 255  # bytes; the limit of ext4, XFS, APFS and NTFS
 
 
 def path_text(value: object, name: str) -> str:
-    """Return a path as text, with ~ expanded. Raise RequestError if `value` is no path."""
+    """Return a path as text, with ~ expanded. Raise RequestError if `value` is not a path."""
     text = os.fspath(value) if isinstance(value, str | PathLike) else None
     if not isinstance(text, str):
         raise RequestError(f"{name} = {quote(value)} is not a path; give a string or a pathlib.Path")
@@ -254,7 +254,7 @@ def path_text(value: object, name: str) -> str:
 
 
 def folder_path(value: object, name: str) -> Path:
-    """Return the path of a folder or file on a disk. Raise RequestError if `value` is no path, or an address."""
+    """Return the path of a folder or file on a disk. Raise RequestError if `value` is not a path, or an address."""
     try:
         return parse_path(path_text(value, name))
     except FormatError as error:

@@ -57,7 +57,7 @@ def quote(value: object) -> str:
     """Return the repr of a value for a message: in one line, without credentials of addresses, and shortened."""
     try:
         text = repr(value)
-    except ValueError:  # a whole number of more digits than Python writes
+    except ValueError:  # a whole number with more digits than Python prints
         text = "a number of thousands of digits"
     # A line break in a value would break the message, which is one line.
     text = without_secrets(" ".join(text.split()))
@@ -75,7 +75,7 @@ def _evaluate_annotations(kind: type) -> Mapping[str, Any]:
 
 
 def strip_optional(annotation: Any) -> Any:
-    """Return X of `X | None`, X | Y of `X | Y | None`, and other types as they are."""
+    """Return X of `X | None`, X | Y of `X | Y | None`, and other types unchanged."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         members = [member for member in typing.get_args(annotation) if member is not types.NoneType]
         return functools.reduce(operator.or_, members)

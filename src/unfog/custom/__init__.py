@@ -76,7 +76,7 @@ def resolve_step(kind: str) -> Callable[..., Any]:
 
 @cache
 def resolve_path(spec: str, noun: str) -> Callable[..., Any]:
-    """Return what `custom:path=MODULE.NAME,name=value` stands for: a function, or a class, with keyword arguments."""
+    """Return the function or class of `custom:path=MODULE.NAME,name=value`, and its keyword arguments."""
     path, *arguments = spec.removeprefix(PREFIX).split(",")
     return partial(import_object(path, noun), **_parse_keywords(arguments))
 
@@ -98,7 +98,7 @@ class CustomPart:
         return import_object(self.path, self.noun)
 
     def keywords(self) -> dict[str, Any]:
-        """Return the arguments as Python values. Raise RequestError if one is no keyword argument."""
+        """Return the arguments as Python values. Raise RequestError if one is not a keyword argument."""
         return _parse_keywords(self.arguments)
 
 
@@ -125,7 +125,7 @@ def import_object(path: str, noun: str) -> Any:
 
 
 def _parse_keywords(arguments: list[str] | tuple[str, ...]) -> dict[str, Any]:
-    """Return `alpha=0.9` as {"alpha": 0.9}. Raise RequestError if a value is no literal of Python."""
+    """Return `alpha=0.9` as {"alpha": 0.9}. Raise RequestError if a value is not a literal of Python."""
     keywords: dict[str, Any] = {}
     for text in arguments:
         name, equals, value = text.partition("=")

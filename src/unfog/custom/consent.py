@@ -106,7 +106,7 @@ def given_paths() -> list[str]:
 
 
 def split_path(path: str) -> tuple[str, str] | None:
-    """Return module and name of MODULE.NAME or MODULE:CLASS; None if these are no names of Python."""
+    """Return module and name of MODULE.NAME or MODULE:CLASS; None if these are not names of Python."""
     module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
     return (module, name) if all(part.isidentifier() for part in (*module.split("."), name)) else None
 

@@ -27,7 +27,7 @@ class _PinnedLoader(SourceFileLoader):
         self._content = content
 
     def get_data(self, path: str) -> bytes:
-        """Return the given bytes for the module itself, and other files as they are."""
+        """Return the given bytes for the module itself, and the content of other files."""
         return self._content if path == self.path else super().get_data(path)
 
     def path_stats(self, path: str) -> dict[str, float]:
@@ -139,7 +139,7 @@ def _read(file: str) -> bytes | None:
 
 
 def _pinned(spec: ModuleSpec, content: bytes) -> ModuleSpec:
-    """Return a spec that loads these bytes; of a module that is no source code, the spec as it is."""
+    """Return a spec that loads these bytes; for a module without source code, the spec unchanged."""
     if not isinstance(spec.loader, SourceFileLoader):
         return spec
     loader = _PinnedLoader(spec.name, str(spec.origin), content)

@@ -2,5 +2,5 @@
 
 sources (find and open files) -> decode -> scan and prepare (make a dataset) -> stream (shuffle) -> prefetch -> augment.
 
-Pixels are uint8 and labels whole numbers. This layer knows nothing of noise, networks or terminals.
+Pixels are uint8 and labels whole numbers. This layer does not depend on noise, networks or terminals.
 """

@@ -69,7 +69,7 @@ def load(key: str) -> Pack | None:
 
 
 def _open(entry: Path) -> Pack:
-    hold(entry)  # before it is opened, so that nothing of it is removed meanwhile
+    hold(entry)  # before it is opened, so that no file in it is removed meanwhile
     pack = Pack.open(entry)
     if entry not in _compared:
         if not pack.sample_is_whole(_COMPARED_BYTES):

@@ -36,7 +36,7 @@ ACTIONS = {
     "grey_to_rgb": "made RGB from grey",
 }
 
-# Kinds of what is left out of a folder or archive, beside files that are no images -> one of it, and several.
+# Kinds of what is left out of a folder or archive, beside files that are not images -> one of it, and several.
 OWN, RUN, SECOND_NAME = "made by Unfog", "a run's folder", "a second name of a folder"
 LEFT_OUT = {
     OWN: ("picture made by Unfog", "pictures made by Unfog"),
@@ -86,11 +86,11 @@ class DataReport:
     image was decoded yet."""
     skipped: tuple[SkippedFile, ...] = ()
     ignored: Mapping[str, int] = field(default_factory=dict)
-    """Number of files that are no images, by suffix, "hidden" or "without suffix"; and of what else is in LEFT_OUT."""
+    """Number of files that are not images, by suffix, "hidden" or "without suffix"; and of what else is in LEFT_OUT."""
     known_counts: tuple[int, ...] = ()
     """`counts`, where it is known already."""
     read: bool = True
-    """False where images are decoded only while training, so that all are assumed to be usable."""
+    """False if images are decoded only while training, so that all are assumed to be usable."""
     values: str = ""
     """Ranges of the images deeper than 8 bits, as `Ranges.describe` says them; "" for those of the type."""
     unused_pages: int = 0

@@ -149,7 +149,7 @@ class ImageSet:
         return labels_of(self.columns_of(rows))
 
     def conditions_of(self, rows: NDArray[np.int64]) -> Conditions:
-        """Return what the network is told about the images at these rows, on the CPU. Raises as `columns_of`."""
+        """Return the conditions of the images at these rows, on the CPU. Raises as `columns_of`."""
         return conditions_of(self.columns_of(rows).values())
 
     def subset(self, rows: slice, fingerprint: str = "") -> ImageSet:
@@ -160,7 +160,7 @@ class ImageSet:
             self.names[rows],
             rows_of(self.columns, rows),
             fingerprint,
-            self.sides[rows],  # stays empty where they are unknown
+            self.sides[rows],  # stays empty if they are unknown
             self.grey[rows],
         )
 

@@ -48,7 +48,7 @@ _LARGE_PIXELS = 24_000_000
 _large_images = threading.BoundedSemaphore(4)  # as each takes ten bytes a pixel, as JPEG 2000 eighteen
 
 _MAX_PROFILE_BYTES = 4 * 2**20  # printers' profiles, the largest there are, have two or three
-# Of 255. Makers of sRGB profiles round their numbers differently; what is no sRGB is off by ten and more.
+# Of 255. Makers of sRGB profiles round their numbers differently; what is not sRGB is off by ten and more.
 _SRGB_TOLERANCE = 2
 
 # Pillow's transform; False: the numbers are sRGB already; None: the profile does not say what they are.
@@ -141,7 +141,7 @@ def _as_it_is(found: object, format: ImageFormat) -> tuple[NDArray[np.uint8], Im
 
 
 def upright_sides(image: Image.Image | DeepImage) -> tuple[int, int]:
-    """Return width and height of an image, which need not be loaded, as it is shown upright."""
+    """Return width and height of an image when shown upright. The image need not be loaded."""
     width, height = image.size
     # Pillow gives the upright size of a TIFF. What has no EXIF at its beginning may need all of its pixels to find one.
     if width != height and isinstance(image, Image.Image) and image.format != "TIFF" and "exif" in image.info:
@@ -326,7 +326,7 @@ def _with_channels(image: Image.Image, channels: int) -> tuple[NDArray[np.uint8]
 
 
 def _format_actions(image: Image.Image) -> list[str]:
-    """List what Pillow does to an image by itself while it decodes."""
+    """List the conversions that Pillow makes while it decodes."""
     actions = []
     # Colour of 16 bits is cut to 8; grey of 16 bits is not, see `_eight_bit`.
     if has_deep_colours(image):
@@ -342,7 +342,7 @@ def _orientation(image: Image.Image) -> int:
         if len(image.info.get("exif") or b"") > MOST_EXIF_BYTES:
             return 1
         value = image.getexif().get(_ORIENTATION, 1)
-    except Exception:  # damaged EXIF is no reason to lose the image
+    except Exception:  # an image with damaged EXIF is still usable
         return 1
     return value if value in _UPRIGHT else 1
 

@@ -91,7 +91,7 @@ class DecodeStatistics:
 
     @property
     def used(self) -> NDArray[np.bool_]:
-        """[N], False where an image is skipped or not decoded yet."""
+        """[N], False if an image is skipped or not decoded yet."""
         used: NDArray[np.bool_] = self.records["used"]
         return used
 
@@ -175,7 +175,7 @@ def with_retries(
     stopping: threading.Event | None = None,
     on_failure: Callable[[str], None] | None = None,
 ) -> T:
-    """Return what `read` reads of image i of a source, with retries while it cannot be read, until `stopping` is set.
+    """Call `read` for image i of a source, with retries while it fails, until `stopping` is set.
 
     While no image of the source can be reached, it waits. An image is missing only if the source was in reach both
     before and after the attempt to read it.

@@ -148,7 +148,7 @@ def check_masks(source: Source, tops: Sequence[str], codes: NDArray[np.int64], p
             if masks != images and _are_masks(source, rows, masks, images):
                 raise RequestError(
                     f"{sanitize(masks)} and {sanitize(images)} hold files of the same names, and those in "
-                    f"{sanitize(masks)} look like masks of the images: a mask is no class. "
+                    f"{sanitize(masks)} look like masks of the images: a mask is not a class. "
                     f"{_alone(source, images, tops, parts)} to train on the images alone, or --data.labels folders "
                     "to train on both as two classes"
                 )

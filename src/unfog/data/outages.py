@@ -46,7 +46,7 @@ class Outage:
 
     @property
     def reason(self) -> str:
-        """Why images cannot be reached now; "" if they can be."""
+        """Reason why images cannot be reached now; "" if they can be."""
         return next(iter(list(self._waiting.values())), "")
 
     def wait(self, source: str, reason: str, since: float, stopping: threading.Event) -> None:
@@ -105,7 +105,7 @@ class KnownFolders:
 
     @classmethod
     def of(cls, folder: str) -> KnownFolders:
-        """Return a single folder as it is now; without an identity if it cannot be looked at."""
+        """Return the present state of a folder; without an identity if it cannot be looked at."""
         try:
             return cls(folder, {folder: folder_identity(os.stat(folder))})
         except OSError:
@@ -120,7 +120,7 @@ class KnownFolders:
                 with os.scandir(folder) as entries:
                     next(entries, None)
             except (FileNotFoundError, NotADirectoryError) as error:
-                # A removed folder: the one above it decides. A link whose target is missing is no removed folder.
+                # A removed folder: the one above it decides. A link whose target is missing is not a removed folder.
                 if len(folder) <= len(self._top) or os.path.islink(folder):
                     return f"{folder}: {error.strerror}"
                 if self._may_come_back(folder):

@@ -67,7 +67,7 @@ class Scan:
     size: Size
     channels: int
     channels_certain: bool
-    """False where grey is a guess from a sample: a single image in colour then makes all RGB."""
+    """False if grey is a guess from a sample: a single image in colour then makes all RGB."""
     ranges: Ranges = Ranges()
     """Ranges of the images deeper than 8 bits."""
     warnings: tuple[str, ...] = ()
@@ -145,7 +145,7 @@ class Scan:
 
     @property
     def image_format(self) -> ImageFormat:
-        """Format of the decoded images, as far as it is chosen."""
+        """Format of the decoded images, as far as it is known."""
         return replace(self.settings, size=self.size, channels=self.channels).image_format
 
     @property
@@ -286,7 +286,7 @@ def _sampled_sizes(source: Source, without: Sequence[str] = ()) -> list[tuple[in
 
 
 def _sides_of(source: Source, i: int) -> tuple[int, int] | None:
-    """Return width and height of image i; None if it is no usable image. RunError if it cannot be read now."""
+    """Return width and height of image i; None if it is not a usable image. RunError if it cannot be read now."""
     try:
         sides = _read_size(partial(source.read_image, i))
         source.outage.last_read = i
@@ -382,7 +382,7 @@ def _deep_pixels(opener: Opener) -> int:
 
 
 def _read_now(source: Source, i: int, read: Callable[[Opener], T]) -> T:
-    """Return what `read` reads of image i. Raises ImageError, and RunError if it cannot be read now, after retries.
+    """Call `read` for image i. Raises ImageError, and RunError if it cannot be read now, after retries.
 
     Of remote shards one may be out of reach, without which a run can begin: an image there is not tried again.
     """

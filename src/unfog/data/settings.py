@@ -69,7 +69,7 @@ class Data:
         at_most=1,
         usual="0.12 to 0.15",
         common=True,
-        measured="3% of a step of `tiny`; 1% of the samples show it, 30% where the network is not told",
+        measured="3% of a step of `tiny`; 1% of the samples show it, 30% if it is not an input of the network",
         paper="Karras et al. 2022, appendix F",
         see="docs/guide.md",
     )
@@ -80,7 +80,7 @@ class Data:
         at_most=1,
         usual="0.5",
         added_later=True,
-        why="EDM and the preset edm have 0.5; 0 is as runs from before there was this setting",
+        why="EDM and the preset edm have 0.5; 0 is the value of runs that are older than this setting",
         paper="Karras et al. 2022, appendix F.2 (aniso_rotate_prob)",
     )
     """With `augment`: share of the stretches that are along the sides of the image; others are in any direction."""
@@ -120,7 +120,7 @@ class Data:
 
     @property
     def later_key(self) -> tuple[object, ...]:
-        """`later` as part of a key or digest; empty where nothing is set."""
+        """`later` as part of a key or digest; empty if nothing is set."""
         return tuple(name if value is True else value for name, value in self.later.items())
 
     @staticmethod

@@ -151,7 +151,7 @@ class _Prefetcher:
             return self._read_now(first, size)
         end = begin + size
         if begin not in (self._next, self._last):
-            # Perhaps a single read, perhaps a new reader: the next call, if it goes on here, will tell.
+            # Perhaps a single read, perhaps a new reader: the next call decides, by whether it continues here.
             self._last = end
             return self._read_now(first, size)
         self._next, self._last = end, -1
@@ -237,7 +237,7 @@ class DeviceStream:
 
     @classmethod
     def open(cls, stream: ImageStream, device: torch.device, memory: int) -> ImageStream | DeviceStream:
-        """Return the stream on a CUDA device of so many bytes, if its images fit there; else the stream as it is."""
+        """Return the stream on a CUDA device of so many bytes, if its images fit there; else the stream unchanged."""
         decoded = not isinstance(stream.images.pixels, LazyPixels)
         fits = device.type == "cuda" and decoded and cls.fits(stream.images.nbytes, memory)
         return cls(stream, device) if fits else stream

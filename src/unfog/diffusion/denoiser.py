@@ -74,7 +74,7 @@ class Guided:
         channels = x_t.shape[1]
         if led.shape[1] == channels:
             return led
-        # Only the guess is extrapolated: the logarithm of a variance is no score.
+        # Only the guess is extrapolated: the logarithm of a variance is not a score.
         variance = (conditional if self.scale else unconditional)[:, channels:]
         return torch.cat([led[:, :channels], variance], 1)
 

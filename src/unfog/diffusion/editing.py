@@ -43,7 +43,7 @@ class Edit:
 
     def __post_init__(self) -> None:
         if not 0 <= self.strength <= 1:
-            raise RequestError(f"strength = {self.strength} must be from 0, the image as it is, to 1; 0.6 is usual")
+            raise RequestError(f"strength = {self.strength} must be from 0, the unchanged image, to 1; 0.6 is usual")
         if not 1 <= self.repeats <= 1000:
             raise RequestError(f"repeats = {self.repeats} must be from 1 to 1000; 10 is usual")
 

@@ -4,7 +4,7 @@
 sums the errors of the denoising steps, and the decoder maps the guess at the cleanest level to one of 256 shades. As
 functions of logsnr none of them depends on the path (Kingma et al. 2021).
 
-The bound holds whatever the cleanest level is. Noise below half a shade, a share of 0.004, tells the shades apart, so
+The bound holds whatever the cleanest level is. Noise below half a shade, a share of 0.004, separates the shades, so
 there the diffusion term measures whether the network knows that there are 256 of them, and the bound rises by 1 to 2
 bits for one that does not.
 """
@@ -58,7 +58,7 @@ def bits_per_dim(
             the schedule's own end. A chain has its own. `best_end` finds the lowest bound.
 
     Raises:
-        RequestError: `levels` is below 2, or `end` is no share of noise.
+        RequestError: `levels` is below 2, or `end` is not a share of noise.
     """
     if levels < 2:
         raise RequestError(f"levels = {levels}: the bound needs at least 2 noise levels; 64 are good for a percent")

@@ -262,7 +262,7 @@ class Sampler:
         return x
 
     def _noisier(self, now: Level, path: Path, noisiest: Level) -> Level | None:
-        """Return the level that EDM's Algorithm 2 adds noise up to before a step; None where it adds none."""
+        """Return the level that EDM's Algorithm 2 adds noise up to before a step; None if it adds none."""
         # EDM's cap: never more fresh noise than the image has already.
         more = min(self.churn / self.steps, math.sqrt(2) - 1)
         if more == 0 or not self.churn_from <= now.s <= min(self.churn_to, noisiest.s):

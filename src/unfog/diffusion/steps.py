@@ -55,7 +55,7 @@ class SamplingStep(NamedTuple):
     x0: Tensor
     """Clean images guessed from it, [N, C, H, W]."""
     first: int = 0
-    """Number of the first image of the batch, which tells batches apart."""
+    """Number of the first image of the batch; it identifies the batch."""
 
 
 Observe = Callable[[SamplingStep], object]

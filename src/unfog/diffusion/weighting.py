@@ -137,7 +137,7 @@ class Edm:
 
 @dataclass(frozen=True)
 class Uncertainty(Plain):
-    """EDM2's learned weighting: every level is divided by its own expected loss (Karras et al. 2024, eq. 14).
+    """EDM2's learned weighting: every level is divided by its expected loss (Karras et al. 2024, eq. 14).
 
     Weight own / E[own (x0 error)^2] on x0. The loss is measured and reported as plain MSE, which for EDM's F is EDM's
     loss; `Objective` divides that by its running mean at the level (`diffusion.levels`).

@@ -6,7 +6,7 @@ Frechet distance between the Gaussians that have the means and covariances of th
 
 An estimate from n images is too large, by about c / n with a c of the network's own (Chong & Forsyth 2020), so
 values of different n cannot be compared. The standard error is the delta method's: the derivative of FD by the weight
-of each image. It is of the noise at this n and says nothing of the bias.
+of each image. It is of the noise at this n and says nothing about the bias.
 
 Kernel distance: squared maximum mean discrepancy with k(x, y) = (x.y / D + 1)^3 (Binkowski et al. 2018, section 4),
 estimated without bias at any n (Gretton et al. 2012, eq. 3).

@@ -119,7 +119,7 @@ def load_inception(device: torch.device) -> _TorchScriptNetwork:
 def load_torchscript(settings: _NetworkInput, device: torch.device, only_known: bool) -> _TorchScriptNetwork:
     """Load the network of a file; Inception is recognised under any file name, and gets its own input settings.
 
-    RequestError if there is no such file, it is no TorchScript, or `only_known` and it is not Inception.
+    RequestError if there is no such file, it is not TorchScript, or `only_known` and it is not Inception.
     """
     path = Path(os.path.expanduser(settings.path))
     # Of a file that settings name, no more is read than what could be Inception.

@@ -51,7 +51,7 @@ class Features:
     resize: str
     """How images are resized."""
     digest: str
-    """Equal exactly where the features of the same pixels are equal, up to rounding: part of what caches go by."""
+    """Cache key; equal if and only if the extracted features are equal, up to rounding."""
     device: torch.device
     embed: Callable[[Tensor], Tensor]
     """float32 [N, 3, H, W] in 0 to 255 -> [N, D]."""
@@ -60,7 +60,7 @@ class Features:
     def __call__(self, pixels: Tensor) -> Tensor:
         """Extract features; grey is made RGB. Always in full float32, whatever autocast or TF32 settings are active.
 
-        RequestError if these are no such pixels, or the network does not answer with [N, D].
+        RequestError if the pixels have another form, or the network does not return [N, D].
         """
         if pixels.dtype != torch.uint8 or pixels.ndim != 4 or pixels.shape[1] not in CHANNELS:
             raise RequestError(f"pixels are {pixels.dtype} {list(pixels.shape)}; give uint8 [N, 1 or 3, H, W]")

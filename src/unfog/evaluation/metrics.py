@@ -25,11 +25,11 @@ _INSIDE = 1 - 1e-9  # of a squared radius: what is on the surface may be below i
 
 @dataclass(frozen=True)
 class MetricResult:
-    """A metric. 95% interval and standard error are of the choice of images; None where none is known to hold."""
+    """A metric. 95% interval and standard error are from the sampling of images; None if unknown."""
 
     metric: str
     value: float | None
-    """None where it was refused; `note` says why."""
+    """None if it was refused; `note` says why."""
     low: float | None
     high: float | None
     error: float | None
@@ -41,7 +41,7 @@ class MetricResult:
     drawn: str = ""
     """How the images were sampled: sampler, steps, seed, weights; for the caller to add (`dataclasses.replace`)."""
     real: float | None = None
-    """The same metric of real images against other real images; None where it was not measured. As `drawn`."""
+    """The same metric of real images against other real images; None if it was not measured. As `drawn`."""
 
     def __str__(self) -> str:
         value = "refused" if self.value is None else f"{self.value:.4g}"
@@ -57,7 +57,7 @@ class MetricResult:
 
 
 class _Estimate(NamedTuple):
-    """A value with its 95% interval and standard error; None where it is refused or not known."""
+    """A value with its 95% interval and standard error; None if it is refused or not known."""
 
     value: float | None
     low: float | None = None
@@ -123,7 +123,7 @@ def compare_features(
     at equal n alone. At n <= D it is refused: covariances without full rank have most of their distance from n.
     `fd_infinity` takes the c / n away, and needs n >= 2 D to know it; kid has no such term at any n. `fd_infinity` and
     `coverage` are of as many images of both sets, the smaller number, evenly spread over the larger set. RequestError
-    for a name that is no metric, or sets that are not [N, D] with equal D and at least ten images.
+    for a name that is not a metric, or sets that are not [N, D] with equal D and at least ten images.
     """
     if real.ndim != 2 or fake.ndim != 2 or real.shape[1] != fake.shape[1]:
         raise RequestError(f"features {list(real.shape)} and {list(fake.shape)} must be [N, D] and [M, D]")
@@ -173,7 +173,7 @@ def _frechet_infinity(sets: _FeatureSets) -> _Estimate:
     parts = min(4, n // width)
     if parts < 2:
         return _Estimate(None, note=f"{n:,} images are too few for {width:,} features; kid holds at any n")
-    # Of unequal numbers the bias is no straight line in 1 / n where n is a few times D: far below the truth then.
+    # Of unequal numbers the bias is not a straight line in 1 / n where n is a few times D: far below the truth then.
     whole, error = Distance.frechet(*sets.equal) if sets.unequal else sets.frechet
     value = extrapolate_frechet(*sets.equal, parts, 0, whole)
     return _normal_interval(
@@ -276,5 +276,5 @@ METRICS: dict[str, Callable[[_FeatureSets], _Estimate]] = {
 
 
 def _is_inception(features: Features | None) -> bool:
-    """Return True where a Frechet distance of these features is FID as in the literature."""
+    """Return True if a Frechet distance of these features is FID as in the literature."""
     return features is not None and features.digest == INCEPTION_DIGEST

@@ -43,7 +43,7 @@ _VALUES = 2**24  # of pixels in memory at once
 def compare_pixels(names: Sequence[str], real: Tensor, fake: Tensor) -> list[MetricResult]:
     """Return metrics of pixels uint8 [N, C, H, W], [M, C, H, W]: of each name its value, then its parts by scale.
 
-    RequestError for a name that is no such metric; images that are too small, too few or of two shapes.
+    RequestError for a name that is not one of these metrics; images that are too small, too few or of two shapes.
     """
     results = list[MetricResult]()
     for name in names:
@@ -183,7 +183,7 @@ def compare_detail(real: Tensor, fake: Tensor) -> list[MetricResult]:
     bands. Photographs have little colour there, as JPEG and cameras store it more coarsely than luma, so it shows noise
     that a network left.
 
-    The interval is of the choice of images: the delta method for the logarithm of a ratio of means. A band in which
+    The interval is from the sampling of images: the delta method for the logarithm of a ratio of means. A band in which
     real images have no more than the rounding to 256 levels is refused. RequestError for images of two shapes, or fewer
     than two of either.
     """

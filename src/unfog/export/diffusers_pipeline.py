@@ -44,7 +44,7 @@ class UnfogPipeline(DiffusionPipeline):
             generator: a torch.Generator, or one for each image.
             latents: the noise to start from, standard normal, instead of drawing it.
             num_inference_steps: None is the number that the run was exported with.
-            guidance_scale: None is the run's; 1 is no guidance.
+            guidance_scale: None is the run's; 1 turns guidance off.
             output_type: "pil", "np" (float [B, H, W, C] from 0 to 1) or "pt" ([B, C, H, W]).
         """
         objective, device = self.config.objective, self._execution_device

@@ -108,7 +108,7 @@ class Network(NamedTuple):
         Raises RequestError if the network or a setting has no equivalent.
         """
         settings = self.settings
-        as_is = "the weights in RUN/checkpoints are safetensors as they are"
+        as_is = "the weights in RUN/checkpoints are safetensors already"
         if not isinstance(settings, UNet):
             raise RequestError(f"network = {settings.kind} has no equivalent in UNet2DModel, only unet has; {as_is}")
         if settings.time_scale != 1:

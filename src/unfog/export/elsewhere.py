@@ -48,7 +48,7 @@ class ElsewhereModel(NamedTuple):
     channels: int
     """Of the images or latents."""
     size: int
-    """Side of them; 0 where the weights do not tell it."""
+    """Side of the images; 0 if the weights do not show it."""
     classes: int
     learned_variance: bool
     state: dict[str, Tensor]
@@ -84,7 +84,7 @@ def _read(path: Path) -> Weights:
             loaded: dict[str, Tensor] = load_file(tensor_file(path, path.parent, follow=True))
             return loaded
         _check_archive(path)
-        # Only tensors and plain containers are made; anything else in the file is an error, and nothing of it runs.
+        # Only tensors and plain containers are made; anything else in the file is an error, and no code in it runs.
         stored = torch.load(
             regular_file(path, path.parent, follow=True), map_location="cpu", weights_only=True, mmap=True
         )
@@ -134,7 +134,7 @@ def _check_archive(path: Path) -> None:
 
 
 def _prefix(names: Iterable[str], mark: str) -> str:
-    """Return what precedes the names of the network; of an EMA object, that of the average."""
+    """Return the prefix of the network's names; in an EMA object, the prefix of the average."""
     prefixes = sorted(name.removesuffix(mark) for name in names)
     return next((prefix for prefix in prefixes if "ema" in prefix), prefixes[0])
 
@@ -196,7 +196,7 @@ def _level_settings(weights: Weights, levels: int, width: int, last_conv: str) -
         any(re.match(rf"enc\.{i}_block0\.(qkv|attn_qkv)\.", name) for name in weights) for i in range(levels)
     )
     if any(out % width for out in outs):
-        raise ValueError(f"its channels {outs} are no multiples of {width}")
+        raise ValueError(f"its channels {outs} are not multiples of {width}")
     return {"mults": tuple(out // width for out in outs), "attention": attends}
 
 
@@ -301,7 +301,7 @@ def _converted(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Else
     state["class_embedding.weight"] = torch.cat([one[f"{table}.weight"] for one in kept], dim=1)
     classes = state["class_embedding.weight"].shape[0] - 1
     if classes != int(config.get("num_embeds_ada_norm", 1000)):
-        raise ValueError(f"it has {classes} classes and one for none, and num_embeds_ada_norm says otherwise")
+        raise ValueError(f"it has {classes} classes and one for no class; num_embeds_ada_norm says otherwise")
     out = weights["proj_out_2.weight"].shape[0] // patch**2
     # Twice as many are a learned variance.
     if out not in (channels, 2 * channels):

@@ -41,7 +41,7 @@ _JUDGED = {
     (False, True): "The samples are as varied as real images, but many do not look like them",
     (False, False): "Many samples do not look like real images, and they are less varied",
 }
-_COLLAPSED = "The samples have almost nothing of the variety of real images, so that precision does not count"
+_COLLAPSED = "The samples lack almost all variety of real images, so precision means nothing"
 _NEAR = "The samples are as close to real images as real images are to each other"
 _FAR = "The samples are farther from real images than real images are from each other"
 
@@ -189,7 +189,7 @@ def _real_baseline(
 
 
 def verdict(measured: Sequence[MetricResult], copies: Sequence[Mapping[str, Any]] = ()) -> str:
-    """Return the verdict; "" where no metric was measured on real images too.
+    """Return the verdict; "" if no metric was measured on real images too.
 
     Precision says how many samples look real, and recall how much of the variety is reached. Each is judged by what
     real images reach against other real images.
@@ -210,7 +210,7 @@ def verdict(measured: Sequence[MetricResult], copies: Sequence[Mapping[str, Any]
 
 
 def _near(one: MetricResult) -> bool:
-    # A kernel distance may be negative; its interval tells whether it is more than that of real images.
+    # A kernel distance may be negative; its interval shows whether it exceeds that of real images.
     lowest = one.value if one.low is None else one.low
     return lowest is not None and one.real is not None and lowest <= max(one.real, one.real / _REACHED)
 

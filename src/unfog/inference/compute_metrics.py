@@ -112,7 +112,7 @@ def _search_copies(
     with Progress("searching copies", len(dataset.train)) as progress:
         found = {"pixels": check_memorization_by_pixels(some, dataset, progress.update)}
     features, real = setup.compared.features, setup.compared.real_features
-    # Only against the training images: features of another reference say nothing of copies.
+    # Only against the training images: features of another reference say nothing about copies.
     if features is not None and real is not None and fake is not None and setup.compared.reference is dataset.train:
         unseen = compute_features(UnseenImages(dataset).pixels, features)
         name = features.name if features.name != "pixels" else "small pixels"
@@ -123,7 +123,7 @@ def _search_copies(
 
 
 def _save_search(by: str, finding: Finding, out: Path) -> dict[str, Any]:
-    """Save the image of the nearest pairs, and return the search as it is stored."""
+    """Save the image of the nearest pairs, and return the result in its stored form."""
     name = f"nearest-{by.replace(' ', '-')}.png"
     picture = finding.figures[0].image
     assert picture is not None, "the first figure shows the pairs"
@@ -163,7 +163,7 @@ def _held_out_metrics(run: LoadedRun, setup: EvaluationSetup) -> list[MetricResu
 def _held_out_set(dataset: Dataset, run: LoadedRun, most: int) -> HeldOut:
     held_out = build_held_out_set(dataset, run.config, run.device, most)
     assert isinstance(held_out, HeldOut), (
-        "metrics of held-out images are of one size, and left out where there are none"
+        "metrics of held-out images need images of one size; they are left out if there are none"
     )
     return held_out
 
@@ -223,7 +223,7 @@ def _as_metric(name: str, mean: MeanEstimate, note: str) -> MetricResult:
 def _paired_difference(a: Tensor, b: Tensor) -> MeanEstimate:
     """Mean of the differences a - b of losses [L, N] on the same images with the same noise, with its standard error.
 
-    What the images and the noise have in common drops out, so it tells two checkpoints apart that lie far within each
+    What the images and the noise have in common drops out, so it separates two checkpoints that lie far within each
     other's intervals. ValueError if they are not of the same images and levels.
     """
     if a.shape != b.shape:

@@ -104,11 +104,11 @@ class EmaSweepResult:
         edge = best.width in (self.rows[0].width, self.rows[-1].width) and len(self.rows) > 1
         remedy = "it is at the end of the range; try --widths beyond it" if edge else ""
         series = {self.metric: ([row.width for row in self.rows], [row.value for row in self.rows])}
-        exhibits = (
+        figures = (
             Figure(f"{self.metric} by EMA width", svg=line_chart(series, "width", self.metric)),
             Figure("Widths", table=self.table(), caption=_CAPTION),
         )
-        return Finding("ema.sweep", "hint" if edge else "fine", said, remedy, asdict(self), exhibits)
+        return Finding("ema.sweep", "hint" if edge else "fine", said, remedy, asdict(self), figures)
 
 
 _CAPTION = (

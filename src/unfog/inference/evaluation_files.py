@@ -118,7 +118,7 @@ class Evaluation:
 
     @classmethod
     def read(cls, path: Path, key: bytes | None = None) -> Evaluation | None:
-        """Return what `write` stored; None if the file is missing, damaged or of another format.
+        """Return the content that `write` stored; None if the file is missing, damaged or of another format.
 
         With a `key`, also if the file was written with another one, or changed since.
         """
@@ -208,7 +208,7 @@ class GeneratedSamples:
         world.barrier()
         if left := self.missing():
             raise RunError(
-                f"{self._file(left[0])} is missing, which another rank has written; all ranks must share the run folder"
+                f"{self._file(left[0])} is missing, although another rank wrote it; all ranks must share the run folder"
             )
 
     def _size(self, start: int) -> int:
@@ -220,7 +220,7 @@ class GeneratedSamples:
     def _load(self, start: int) -> NDArray[np.uint8] | None:
         """Return a chunk; None if it is missing, not sealed or has too few samples."""
         samples = self._sealed(start)
-        # The last chunk has more than are needed after an evaluation of more samples.
+        # The last chunk has more than needed after an evaluation with more samples.
         return None if samples is None or len(samples) < self._size(start) else samples
 
     def _sealed(self, start: int) -> NDArray[np.uint8] | None:

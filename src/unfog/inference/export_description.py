@@ -160,7 +160,7 @@ def _table(config: Config) -> dict[str, Any]:
 
 
 def stock_scheduler(config: Config, sampler: Sampler) -> _Scheduler:
-    """Return the scheduler for a pipeline of diffusers, which gives it the output of the network as it is."""
+    """Return the scheduler for a pipeline of diffusers. The pipeline passes it the network's output unchanged."""
     kind, settings = custom_scheduler(config, sampler)
     predicted = {"prediction_type": _PREDICTIONS[config.diffusion.target.kind]}
     if kind == "DDPMScheduler":
@@ -213,7 +213,7 @@ def _condition(config: Config) -> dict[str, Any]:
 
 
 def describe_objective(config: Config, sampler: Sampler) -> dict[str, Any]:
-    """Return what our pipeline has to know besides its components."""
+    """Return the settings of our pipeline, besides its components."""
     diffusion, classes = config.diffusion, list(config.classes)
     return {
         "target": diffusion.target.kind,

@@ -141,7 +141,7 @@ class LoadedRun:
         return self.weights if self.ema is None else f"EMA of width {self.ema:g}"
 
     def _facts(self) -> dict[str, str]:
-        """Return what the run is, by name."""
+        """Return the main facts of the run, by name."""
         config, parameters = self.config, sum(p.numel() for p in self.network.parameters())
         kind = "" if config.network is None else config.network.kind
         return {
@@ -234,7 +234,7 @@ def _rebuild(mix: Mixture) -> dict[str, Tensor]:
         files: dict[Path, Any] = {path: safe_open(tensor_file(path, path.parents[1]), "pt") for path in paths}
         newest = max(paths, key=lambda path: path.name)
         averaged: dict[str, Tensor] = {}
-        for full in files[newest].keys():  # noqa: SIM118 - it is no dict
+        for full in files[newest].keys():  # noqa: SIM118 - it is not a dict
             kind, _, name = full.partition("/")
             if kind == "buffer":
                 averaged[name] = files[newest].get_tensor(full)

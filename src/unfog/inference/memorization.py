@@ -26,12 +26,12 @@ _SIDE = 16  # images are compared as averages at this side, so that a shift by a
 # Next ones that the nearest is compared with (Carlini et al. 2023, section 4.2). Of few images only a sixth: all others
 # would be those of other kinds as well, from which even an unseen image is far.
 _NEIGHBOURS = 50
-# Where more than the first share of unseen images have so near a relative, that tells nothing. A copy is then what
+# Where more than the first share of unseen images have so near a relative, nearness proves nothing. A copy is then what
 # comes nearer than all but the second share of them by the third factor. Drawings without the noise that photographs
 # have come 0.7 times as near.
 _RELATED, _LOWEST, _NEARER = 0.1, 0.05, 0.4
 _SAME = 0.5  # levels of 255 below which two images count as the same
-_MOST = 100_000  # training images that are searched; of more, as many evenly spread
+_MOST = 100_000  # training images that are searched; of a larger set, as many, evenly spread
 _SHOWN = 8
 CHUNK = 2048
 _REAL = 256  # real images that show how near unseen images usually are
@@ -140,7 +140,7 @@ class Nearness(NamedTuple):
         return min(COPY, _NEARER * float(np.quantile(self.unseen.ratio, _LOWEST)))
 
     def copy_shares(self, limit: float) -> tuple[float, float, bool]:
-        """Return the shares of copies among generated and unseen images, and True where the first is surely larger.
+        """Return the shares of copies among generated and unseen images, and True if the first is surely larger.
 
         A copy has a ratio below `limit`, or is the same image.
         """

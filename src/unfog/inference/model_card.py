@@ -81,7 +81,7 @@ class _Data(NamedTuple):
 
 
 def _data(run: LoadedRun) -> _Data:
-    """Return what the images are: nothing of where they are kept, and no file names."""
+    """Describe the images, without their location and file names."""
     config, report = run.config, read_object(run.path / "data.json", _LARGEST_REPORT)
     name = sanitize(source_name(config.source)) or "images"
     counts = report.get("class_counts")
@@ -175,7 +175,7 @@ def _metrics_section(evaluations: Sequence[tuple[Evaluation, bool]]) -> str:
             "" if here else "These values came with the run; the machine that wrote this card has not measured them.",
             f"Copies of training images, {_escaped(sanitize(copies))}." if copies else "",
         ]
-    note = "*Real images* is the value that other real images reach. Errors are those of the choice of images."
+    note = "*Real images* is the value that other real images reach. Errors are from the sampling of images."
     return "\n\n".join(["## Metrics", *filter(None, texts), note])
 
 

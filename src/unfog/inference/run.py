@@ -188,7 +188,7 @@ class Run(LoadedRun):
         return folder
 
     def _repr_html_(self) -> str:
-        """Return what the run is, and its newest preview."""
+        """Return HTML with the main facts of the run and its newest preview."""
         saved, preview = self.checkpoint, self.folder.newest_preview
         rows = {"run": self.path, **self._facts(), "weights": f"{self._weights()} of step {self.step:,}"}
         if saved.held_out_loss is not None:

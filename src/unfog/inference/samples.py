@@ -1,4 +1,4 @@
-"""Samples as Python sees them: an array of images that shows itself in notebooks."""
+"""Array of samples with `pil()` and a notebook preview."""
 
 from __future__ import annotations
 

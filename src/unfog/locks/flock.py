@@ -49,7 +49,7 @@ def is_at(descriptor: int, path: Path) -> bool:
 def lock_alone(path: Path) -> Iterator[bool]:
     """Lock a file, made if it is missing, against all that `lock_shared` has locked it for.
 
-    Yields False if another process has locked it, or if locks do not work and nobody can tell.
+    Yields False if another process has locked it, or if locks do not work, so that it is unknown.
     """
     if sys.platform == "win32":
         yield True  # no file that is open can be removed there

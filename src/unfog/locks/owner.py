@@ -30,10 +30,10 @@ class Owner:
     kernel: str
     """Digest of the boot of the machine; of its name where that is unknown."""
     space: int
-    """Namespace of process numbers; 0 where that is unknown."""
+    """Namespace of process numbers; 0 if that is unknown."""
     pid: int
     start: int
-    """Start of the process in clock ticks since the boot; 0 where that is unknown."""
+    """Start of the process in clock ticks since the boot; 0 if that is unknown."""
     random: str
     host: str
 

@@ -86,7 +86,7 @@ class Latents:
     """The autoencoder of a run and the statistics of its latents, as found when the run began."""
 
     sha256: str = ""
-    """Digest of the autoencoder's files; "" where the network sees pixels."""
+    """Digest of the autoencoder's files; "" if the network sees pixels."""
     factor: int = setting(0, at_least=0, at_most=64)
     """Pixels across one latent."""
     channels: int = setting(0, at_least=0, at_most=1024)
@@ -186,7 +186,7 @@ class AutoencoderFolder(NamedTuple):
 def _read_json(path: Path) -> dict[str, Any]:
     config = json.loads(read_file(path, path.parent, _LARGEST_CONFIG, follow=path.parent.name != _IN_RUN))
     if not isinstance(config, dict):
-        raise ValueError("it is no small JSON object")
+        raise ValueError("it is not a small JSON object")
     return config
 
 

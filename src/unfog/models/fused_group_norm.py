@@ -54,7 +54,7 @@ def _of_z(x, g, scale, shift, at, of, exists):
 
 @triton.jit
 def _sums(x, g, scale, shift, mean, plain, centred, rows, channels, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Sums of a part's gradient by channel: as it is, and times the input less its mean."""
+    """Sums of a part's gradient by channel: plain, and times the input less its mean."""
     at, of, exists = _tile(rows, channels, ROWS, WIDTH)
     v, d = _of_z(x, g, scale, shift, at, of, exists)
     out = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * channels

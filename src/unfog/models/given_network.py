@@ -32,8 +32,8 @@ _given: dict[tuple[str, str], Any] = {}
 class GivenNetwork(CustomNetwork):
     """A network that was given as an object: `unfog.train(source, network=Net())`, also to `load` and `resume`.
 
-    A run trains a copy, which begins with the weights of the object. The settings name its class, whose code is no part
-    of the run: to load the run, an object like it is given again, whose weights then do not matter.
+    A run trains a copy, which begins with the weights of the object. The settings name its class, but the run does not
+    store its code: to load the run, give such an object again, with any weights.
     """
 
     kind: ClassVar[str] = "given"
@@ -98,7 +98,7 @@ class GivenNetwork(CustomNetwork):
         from torch._subclasses.fake_tensor import FakeTensor
 
         classes, trains = len(format.classes), network.training
-        # The conditions of the second image are not told, as in training with label_dropout.
+        # The conditions of the second image are hidden, as in training with label_dropout.
         conditions = format.blank(2).dropped(torch.tensor([False, True]))
         said = f"x {[2, *shape]}, noise [2] and " + (f"label [0, {classes}]" if classes else "label None")
         network.eval()  # or layers such as BatchNorm would learn from these images

@@ -88,5 +88,5 @@ class _ChannelsLast(torch.autograd.Function):
 
 
 def _planar(x: Tensor) -> Tensor:
-    """Return what the kernel takes: NCHW, in the type of its weights."""
+    """Return the input of the kernel: NCHW, in the type of its weights."""
     return x.to(torch.float32, memory_format=torch.contiguous_format)

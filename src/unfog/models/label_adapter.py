@@ -19,7 +19,7 @@ def take_conditions(network: nn.Module, format: ConditionFormat) -> None:
     """Let a network be called with `Conditions` as its third argument, whatever its `forward` takes.
 
     A `forward` whose third parameter is not named `conditions` gets the label, int64 [B] or None, in which the number
-    of classes stands for a class that is not told; and the augmentation as a fourth argument, where there is one.
+    of classes stands for a hidden class; and the augmentation as a fourth argument, if there is one.
     RequestError if there are other conditions, which it would not see.
     """
     # By name and not by type: somebody's own network need not import anything of this package.

@@ -85,7 +85,7 @@ class ConditionalNetwork(nn.Module):
     ends: ClassVar[tuple[str, ...]] = ("conv_in", "conv_out", *embeddings)
     """Layers whose other side is not the hidden space: image channels, classes, augmentations."""
     not_matrices: ClassVar[tuple[str, ...]] = ()
-    """Names of parameters, or of modules around them, that are no linear maps though they have two sides or more."""
+    """Names of parameters, or of modules around them, that are not linear maps though they have two sides or more."""
     block: ClassVar[type[nn.Module]]
     """Class of the repeated parts, which FSDP shards and gathers one after the other."""
     conditions_begin_at_zero: ClassVar[bool] = False
@@ -129,7 +129,7 @@ class ConditionalNetwork(nn.Module):
 
     def _laid_out(self, h: Tensor) -> Tensor:
         """Return hidden [B, C, H, W] in the memory format that all later layers keep."""
-        # Not the input, as torch cannot tell the format of a single channel; nor the weights, which stay as they are
+        # Not the input, as a single channel has no definite memory format; nor the weights, which stay as they are
         # saved: putting them in order at each call takes 3 to 7% of a step (docs/decisions/0016-memory-format.md).
         return h.contiguous(memory_format=torch.channels_last) if self.channels_last else h
 

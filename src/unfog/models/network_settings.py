@@ -161,7 +161,7 @@ class CustomNetwork(CustomPart, NetworkSettings):
 
 
 def channels_remedy(call: Callable[[Any], Any], shape: tuple[int, int, int]) -> str:
-    """Return what to do about a network that fails for images of this shape (C, H, W), if it takes other channels.
+    """Return the remedy for a network that fails for images of this shape (C, H, W), if it takes other channels.
 
     `call` calls the network on x [1, C', H, W]. "" if that fails, too.
     """

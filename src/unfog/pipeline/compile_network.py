@@ -130,7 +130,7 @@ def _say_once(what: str) -> None:
 
 
 def move_biases(graph: torch.fx.Graph) -> None:
-    """Add the bias of a convolution to the condition [B, C, 1, 1] that is added to its output, where there is one.
+    """Add the bias of a convolution to the condition [B, C, 1, 1] that is added to its output, if there is one.
 
     The gradient of the bias is then a sum of that of the condition, and not once more of all pixels.
     """
@@ -162,7 +162,7 @@ def _groups_or_usual(scheduler: Any, usual: Any) -> list[list[Any]]:
 
 
 def _groups(scheduler: Any, usual: Any) -> list[list[Any]]:
-    """Return nodes of Inductor's schedule that may be launched together, none of which needs another."""
+    """Return nodes of Inductor's schedule that may be launched together: they do not depend on each other."""
     # Inductor groups what has the same distance from the inputs, and so never two of the gradients that nothing needs
     # but the optimiser: those of norms and biases, layer by layer. At the end they can all be launched at once.
     last = [node for node in scheduler.nodes if _is_small(node) and _is_last(node)]
@@ -181,7 +181,7 @@ def _is_last(node: Any) -> bool:
 
 
 def _is_small(node: Any) -> bool:
-    """Return whether a node is no sum of many numbers, which fills a GPU by itself."""
+    """Return whether a node is not a sum of many numbers, which fills a GPU by itself."""
     from torch._inductor.virtualized import V
 
     if not node.is_reduction():

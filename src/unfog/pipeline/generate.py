@@ -66,7 +66,7 @@ class GenerationSettings:
         return replace(self, precision=drawing_precision(self.precision, device, config.training.precision))
 
     def noise(self, indices: Sequence[int], shape: tuple[int, int, int], device: torch.device) -> Callable[[], Tensor]:
-        """Return what draws the noise of these samples, float32 [B, C, H, W], anew at each call."""
+        """Return a function that draws the noise of these samples, float32 [B, C, H, W], anew at each call."""
         if self.to_seed is None:
             # By the number of the sample, so that it depends on neither `count` nor `batch`.
             return NoiseSource(self.seed, indices, shape, device).draw
@@ -166,7 +166,7 @@ def _interpolate_noise(a: Tensor, b: Tensor, shares: Sequence[float]) -> Tensor:
     Along the circle noise keeps its length; on a straight line it would be too weak in the middle, and images grey.
     """
     angle = float(cosine_similarity(a.flatten().double(), b.flatten().double(), 0).clamp(-1, 1).acos())
-    # Both sines are then zero, and their quotient is no number.
+    # Both sines are then zero, and their quotient is not a number.
     if angle < 1e-6:  # of the same seed
         return a.expand(len(shares), *a.shape).clone()
     sines = [(math.sin((1 - t) * angle) / math.sin(angle), math.sin(t * angle) / math.sin(angle)) for t in shares]

@@ -68,7 +68,7 @@ def build_edit(
                 f"{facts.height}; the mask must have the size of the image, and be white where it is to be "
                 "painted"
             )
-    # Behind a mask nothing of the old pixels is wanted; without one, at full strength nothing of the image is left.
+    # A mask discards the old pixels behind it; without a mask, full strength discards the whole image.
     usual = _DEFAULT_STRENGTH if mask is None else 1.0
     return Edit(
         config.image_format.to_model(torch.from_numpy(pixels.copy())),
@@ -136,7 +136,7 @@ def _read_image(
         raise RequestError(f"{what} = {named} cannot be used: {reason}; give an image such as a PNG or JPEG") from None
 
 
-_STRIP_LEVELS = (1.0, 0.75, 0.5, 0.25, 0.1, 0.05, 0.0)  # of the schedule: t = 999, 750, …, 0 where it has 1000 steps
+_STRIP_LEVELS = (1.0, 0.75, 0.5, 0.25, 0.1, 0.05, 0.0)  # of the schedule: t = 999, 750, …, 0 if it has 1000 steps
 
 
 class _Column(NamedTuple):

@@ -111,7 +111,7 @@ def _read_source(
 
 
 def _bucket_choice(config: Config) -> BucketChoice:
-    """Return what decides the buckets: those of the run, or what the network takes and the batch."""
+    """Return the facts that decide the buckets: those of the run, or the sizes that the network takes and the batch."""
     network, known = config.network, tuple(bucket.size for bucket in config.size_buckets)
 
     def fits(height: int, width: int) -> bool:
@@ -129,7 +129,7 @@ def _say_of_buckets(line: str) -> None:
 
 
 def _report(config: Config, source: Source, dataset: Dataset, few: bool) -> None:
-    """Print what was read, where it is kept, and what may not be as it was meant."""
+    """Print the source, where its images are kept, and warnings of probable mistakes."""
     say(dataset.report.line())
     if dataset.placement and not few:
         say(f"  cache: {dataset.placement}")

@@ -24,7 +24,7 @@ class OutageNotice:
         stop: ends the wait with Interrupted once a stop is requested.
         patience: seconds that the wait may take, for the message.
         warn: prints the warning.
-        pulse: shows `AWAITING_IMAGES` as activity meanwhile.
+        heartbeat: shows `AWAITING_IMAGES` as activity meanwhile.
         set_phase: notes `AWAITING_IMAGES` for the watchdog of several ranks.
         stopped_elsewhere: says whether another rank is asked to stop, which then ends the wait as well.
     """
@@ -34,11 +34,11 @@ class OutageNotice:
         stop: StopSignals,
         patience: float,
         warn: Callable[[str], None] = warn,
-        pulse: _Activity | None = None,
+        heartbeat: _Activity | None = None,
         set_phase: Callable[[str], None] = lambda phase: None,
         stopped_elsewhere: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._stop, self._patience, self._warn, self._pulse = stop, patience, warn, pulse
+        self._stop, self._patience, self._warn, self._heartbeat = stop, patience, warn, heartbeat
         self._set_phase, self._stopped_elsewhere = set_phase, stopped_elsewhere
         self._began: float | None = None
         self._activity = ""
@@ -51,8 +51,8 @@ class OutageNotice:
         if self._began is None:
             self._began = time.monotonic()
             self._set_phase(AWAITING_IMAGES)
-            if self._pulse is not None:
-                self._activity, self._pulse.activity = self._pulse.activity, AWAITING_IMAGES
+            if self._heartbeat is not None:
+                self._activity, self._heartbeat.activity = self._heartbeat.activity, AWAITING_IMAGES
             patience = format_duration(self._patience)
             self._warn(f"the images cannot be reached: {reason}; they are waited for, {patience} at most")
         if self._stopped_elsewhere():
@@ -62,7 +62,7 @@ class OutageNotice:
     def _over(self) -> None:
         if self._began is None:
             return
-        if self._pulse is not None and self._pulse.activity == AWAITING_IMAGES:
-            self._pulse.activity = self._activity
+        if self._heartbeat is not None and self._heartbeat.activity == AWAITING_IMAGES:
+            self._heartbeat.activity = self._activity
         say(f"  the images can be read again, after {format_duration(time.monotonic() - self._began)}")
         self._began = None

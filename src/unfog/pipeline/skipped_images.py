@@ -21,7 +21,7 @@ from unfog.text import sanitize, valid_text
 from unfog.values.columns import columns_digest, without_class
 
 DATA_FILE = "data.json"
-_MAX_LISTED = 100_000  # files in data.json; of more, only those skipped, or converted in an unusual way
+_MAX_LISTED = 100_000  # files in data.json; beyond that, only skipped files and unusual conversions
 _LARGEST_REPORT = 2**26  # bytes of a data.json that is read
 _MAX_SINGLE = 3  # images with the same reason that are warned of one by one
 _SHARD = "shard"  # marks a shard among the failures that ranks send each other
@@ -42,7 +42,7 @@ def data_json(dataset: Dataset) -> bytes:
 
     The status is "used", "held out" or "quarantined" (skipped), and only the last has a reason. "converted" is null
     where images are decoded only when training wants them. "columns" has a digest of the training and one of the
-    held-out values of each column but the labels. Failed shards are in "shards_given_up". A name that is no
+    held-out values of each column but the labels. Failed shards are in "shards_given_up". A name that is not
     valid text has \\xff for such a byte.
     """
     report = dataset.report

@@ -270,7 +270,7 @@ class AutoSettings:
 
     @property
     def _gpu_sheet(self) -> Device | None:
-        """Data sheet of the GPU by which compile and capture are chosen; None where they are not."""
+        """Data sheet of the GPU by which compile and capture are chosen; None if they are not."""
         one_size = not self.config.size_buckets
         if not (_FASTER_BY_ITSELF and one_size) or self.machine.device.type != "cuda":
             return None

@@ -61,7 +61,7 @@ def choose_intervals(config: Config) -> tuple[Changes, list[Choice]]:
 
 
 def _snapshot_interval(config: Config, steps: int) -> tuple[int, str]:
-    """Return the interval of EMA snapshots, -1 for none, and why; no reason where there was nothing to choose."""
+    """Return the interval of EMA snapshots, -1 for none, and why; no reason if there was nothing to choose."""
     asked = config.ema_snapshots.every
     if config.ema_snapshots.second_schedule(config.ema) is None:
         return -1, "an EMA of fixed decay cannot be rebuilt at other widths" if asked else ""

@@ -263,7 +263,7 @@ def _run_trials(subject: LrTestSetup, ramp: Ramp, seconds: float, pace: float) -
 
 
 def _trial_steps(seconds: float, pace: float) -> int:
-    """Return the steps of each trial, such that one trial more than the first ones fits the time."""
+    """Return the steps of each trial, so that the time suffices for one trial after the first ones."""
     return min(int(seconds / pace / (len(_TRIED) + 1)), _TRIAL[1])
 
 
@@ -292,7 +292,7 @@ def ramp_stop_reason(start: float, rates: Sequence[float], losses: Sequence[floa
         return "not finite"
     smooth = _smoothed(losses, Ramp(start, tuple(rates), tuple(losses), "").memory)
     gain = start - min(smooth)
-    # Only of a gain that is no noise can three quarters be lost.
+    # Only of a gain that is not noise can three quarters be lost.
     lost = gain > 0.1 * start and smooth[-1] > start - gain / 4
     return "diverged" if lost or smooth[-1] > 1.5 * start else ""
 
@@ -341,5 +341,5 @@ def _smoothed(values: Sequence[float], memory: float) -> list[float]:
 
 
 def rounded(rate: float) -> float:
-    """Return a rate to two digits, as it is printed and typed."""
+    """Return a rate rounded to the two digits that are printed."""
     return float(f"{rate:.2g}")

@@ -138,7 +138,7 @@ class MemoryEstimator:
         return _with_snapshot(step.total, self._snapshot(step), self.device)
 
     def _graph(self, step: Peak, microbatch: int) -> int:
-        """Return what a captured step keeps reserved for its replays; 0 if the step is not captured.
+        """Return the bytes that a captured step reserves for its replays; 0 if the step is not captured.
 
         A graph has addresses in it, so torch gives the memory that was used in a capture to nothing else: inputs,
         activations, gradients and workspace. Weights, EMAs and moments were there before.

@@ -160,7 +160,7 @@ def plan(request: PlanRequest) -> Plan:
         if target is None and config.data.cache != "none":
             images = decoded_images(images)
         auto = AutoSettings(config, images, machine, stop, processes)
-        # A data sheet tells nothing of host memory, which decoded images need.
+        # A data sheet does not state host memory, which decoded images need.
         fatal = _resolve(auto, 0 if target else bytes_to_decode(dataset, config) * processes)
         step, call = _step_and_call_time(auto)
     available, (memory, disk, findings) = machine.memory or 0, _predict_memory_and_disk(auto, dataset)
@@ -219,7 +219,7 @@ def _describe_machine(
 
 
 def _with_speed(auto: AutoSettings, runnable: bool) -> Machine:
-    """Return the machine with a way to tell its speed: a data sheet, a measurement, or none where nothing can run."""
+    """Return the machine and the source of its speed: a data sheet, a measurement, or none if nothing can run."""
     machine = replace(auto.machine, timed=runnable and not auto.sharded)
     slow = auto.config.training.batch * auto.network_cost.training > TOO_SLOW
     if machine.data_sheet is None and machine.device.type == "cpu" and (auto.processes > 1 or slow):
@@ -229,7 +229,7 @@ def _with_speed(auto: AutoSettings, runnable: bool) -> Machine:
 
 
 def _step_and_call_time(auto: AutoSettings) -> tuple[TimeRange, TimeRange]:
-    """Return seconds of a step, and of a forward pass for each image; nan where nothing can be timed."""
+    """Return seconds of a step, and of a forward pass for each image; nan if nothing can be timed."""
     config, device = auto.process_config(), auto.machine.device
     count, sheet = microbatch_size(config.training), auto.machine.data_sheet
     if sheet is not None:
@@ -300,7 +300,7 @@ def _memory_finding(memory: MemoryEstimate, available: int) -> Finding:
 
 
 def _describe_compiling(auto: AutoSettings) -> str:
-    """Return what compiling costs and gains, where it is asked for: measured, as no rule predicts it."""
+    """Measure the cost and gain of compiling, if requested; no rule predicts them."""
     if not auto.config.training.compile:
         return ""
     if auto.machine.data_sheet is not None or not auto.machine.timed:

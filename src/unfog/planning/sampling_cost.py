@@ -37,7 +37,7 @@ def cost_per_sample(
     measure: Callable[[Callable[[], object]], float],
     guide: Conditional | None = None,
 ) -> float:
-    """Return what `measure` gives for one sample, from two steps of the sampler in `drawing`, by the network calls."""
+    """Extrapolate `measure` of one sample from two steps of the sampler in `drawing`, by the network calls."""
     trial = replace(drawing, sampler=replace(drawing.sampler, steps=_trial_steps(drawing.sampler)))
     whole, part = (sample_calls(one, config.diffusion.schedule) for one in (drawing, trial))
     return measure(lambda: generate_images(network, config, trial, guide=guide)) / drawing.count * whole / part

@@ -65,7 +65,7 @@ class _StepTimer(TrainingHooks):
     def stop_requested(self) -> bool:
         """Return True once the time is over after two steps or more, or one very slow one, or a stop is requested."""
         taken = len(self.times) - 1
-        # The first step may compile for a minute, which says nothing of the second.
+        # The first step may compile for a minute, which says nothing about the second.
         spent = self.times[-1] - self.times[min(taken, int(self.compiles))]
         enough = spent > self.seconds if taken > 1 + self.compiles else taken and spent > _SLOW * self.seconds
         return bool(enough) or self.interrupted()
@@ -152,7 +152,7 @@ def _usual_drawing(config: Config, steps: int) -> GenerationSettings:
     """Return how `unfog sample` draws from a run of so many steps: guided, if a snapshot is early enough for it."""
     drawing = GenerationSettings.default(config, 1, 1)
     has_guide = config.usual_guide == "auto" and 0 < config.ema_snapshots.every <= GUIDE_SHARE * steps
-    return replace(drawing, guidance=2.0) if has_guide else drawing  # of any scale, as only 1 is no guidance
+    return replace(drawing, guidance=2.0) if has_guide else drawing  # of any scale, as only 1 turns guidance off
 
 
 @torch.inference_mode()
@@ -180,7 +180,7 @@ class _StepLimit(TrainingHooks):
         self.state, self.end = state, state.seen + images
 
     def stop_requested(self) -> bool:
-        # By the position: on a GPU the loop tells of the end of a step once the next one is on its way.
+        # By the position: on a GPU the loop reports the end of a step after it launched the next one.
         return self.state.seen >= self.end
 
 
@@ -255,9 +255,9 @@ def differing_tensors(one: TrialTraining, other: TrialTraining) -> list[str]:
 
 
 def waits_for_device(work: Callable[[], object], device: torch.device) -> Counter[str] | None:
-    """Return how often the host waits for the device during some work, by place; None where torch does not tell.
+    """Return how often the host waits for the device during some work, by place; None if torch does not report it.
 
-    Torch tells of CUDA, for most operations that wait.
+    Torch reports this for CUDA, and for most operations that wait.
     """
     if device.type != "cuda":
         return None

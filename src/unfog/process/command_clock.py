@@ -24,7 +24,7 @@ def began() -> float:
 
 
 def _age(process: int) -> float:
-    """Return the seconds since a process began; 0 where the system does not tell."""
+    """Return the seconds since a process began; 0 if the system does not report it."""
     with suppress(OSError, ValueError, IndexError, AttributeError):
         # The name of the program, in brackets, may hold spaces; the start is field 22 (man 5 proc).
         ticks = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])

@@ -1,4 +1,4 @@
-"""RUN/console.log: the messages of a run as they are printed, without its line of progress."""
+"""RUN/console.log: the printed messages of a run, without its progress line."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from unfog.errors import RequestError
 from unfog.process.gpus import OTHER_BUILD, choose_gpu, missing_code
 from unfog.process.torch_flags import compute_fp32_exactly
 
-_UNTOLD = 4 * 2**30  # bytes assumed where the system does not tell
+_UNTOLD = 4 * 2**30  # bytes assumed if the system does not report them
 # Of a control group of version 2 and 1: limit, use, and what of the use can be reclaimed.
 _MEMORY_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
@@ -61,12 +61,12 @@ def synchronize(device: torch.device) -> None:
 
 
 def resident_bytes() -> int:
-    """Return the resident memory of this process; 0 where the system does not report it."""
+    """Return the resident memory of this process; 0 if the system does not report it."""
     return _status("VmRSS")
 
 
 def peak_bytes() -> int:
-    """Return the largest resident memory that this process has had; 0 where the system does not report it."""
+    """Return the largest resident memory that this process has had; 0 if the system does not report it."""
     return _status("VmHWM")
 
 
@@ -116,7 +116,7 @@ def total_memory(device: torch.device) -> int:
 
 
 def _system(name: str = "MemAvailable") -> int:
-    """Memory that the system can give without swapping; half of what is installed, or _UNTOLD, if it does not tell."""
+    """Memory available without swapping; if unknown, half of the installed memory, or _UNTOLD."""
     with suppress(OSError, ValueError):
         return _field(Path("/proc/meminfo"), name) * 1024
     with suppress(AttributeError, OSError, ValueError):  # Windows has no sysconf

@@ -56,7 +56,7 @@ def choose_gpu() -> Gpu | None:
 
 @cache  # as it was before this process took memory itself
 def free_memory_of_gpus() -> dict[int, int]:
-    """Return the bytes that are free on each GPU, by torch's number; nothing of GPUs that nvidia-smi does not list.
+    """Return the bytes that are free on each GPU, by torch's number, without GPUs that nvidia-smi does not list.
 
     torch itself would create a context on every GPU to learn it, which takes memory there.
     """
@@ -67,7 +67,7 @@ def free_memory_of_gpus() -> dict[int, int]:
 
 
 def _ask_nvidia_smi(columns: str) -> list[list[str]]:
-    """Return a row for each GPU that NVIDIA's program lists; nothing where there is no such program, or it fails."""
+    """Return a row for each GPU that NVIDIA's program lists; nothing if there is no such program, or it fails."""
     program = shutil.which("nvidia-smi") or shutil.which("nvidia-smi", path=_WSL)
     if program is None:
         return []
@@ -97,7 +97,7 @@ def missing_code(device: torch.device) -> str:
 
 
 def architecture(properties: Any) -> str:
-    """Return what code for a GPU is called: "sm_90", or "gfx942" on AMD's."""
+    """Return the name of the architecture that code for a GPU is built for: "sm_90", or "gfx942" on AMD's."""
     if torch.version.hip is not None:
         return str(properties.gcnArchName).partition(":")[0]
     return f"sm_{properties.major}{properties.minor}"

@@ -59,7 +59,7 @@ class Heartbeat:
         self._folder, self._stop, self._interval = folder, stop, interval
         self._written_activity = ""
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._lock = threading.Lock()  # so that SAVE is not removed while it is checked
         self._unmoved: dict[str, int] = {}  # requests served but not removable: name -> time of writing
         self._suspended = (0.0, math.inf)  # seconds so far, and when the thread is to wake up
@@ -130,7 +130,7 @@ class Heartbeat:
             self.end("interrupted")
 
     def _run(self) -> None:
-        beaten = time.monotonic()
+        written = time.monotonic()
         # Requests are looked for more often than the file is written, as a person waits for them.
         while not self._sleep(min(_POLL_INTERVAL, self._interval)):
             with self._lock:
@@ -140,8 +140,8 @@ class Heartbeat:
             self.preview_requested |= self._take(_PREVIEW_FILE)
             if self._take(_STOP_FILE):
                 self._stop.request("STOP file")
-            if self.activity != self._written_activity or time.monotonic() - beaten >= self._interval:
-                beaten = time.monotonic()
+            if self.activity != self._written_activity or time.monotonic() - written >= self._interval:
+                written = time.monotonic()
                 self._beat()
 
     def _sleep(self, seconds: float) -> bool:
@@ -210,7 +210,7 @@ class Heartbeat:
 
         The keys are those of the file: `time` (ISO 8601, UTC), `pid`, `host`, `step`, `steps`, `doing`, and `next`
         (seconds until the next one was due, None for the last of a session); also `age` in seconds; `alive`: its
-        process exists, as far as can be told; and `still`: why no heartbeat comes although it does, "" where they come.
+        process exists, as far as is known; and `still`: why no heartbeat comes although it does, "" if they come.
         """
         try:
             beat = json.loads(read_file(folder / HEARTBEAT_FILE, folder, LARGEST_TEXT))

@@ -38,7 +38,7 @@ class Repository(NamedTuple):
             raise RequestError(f"push_to_hub needs huggingface_hub: {install_command('hub')}") from None
         api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), library_name="unfog")
         if not api.endpoint.startswith("http"):
-            raise RequestError(f"HF_ENDPOINT = {quote(api.endpoint)} is no address of a Hub; correct it")
+            raise RequestError(f"HF_ENDPOINT = {quote(api.endpoint)} is not an address of a Hub; correct it")
         try:
             name = name if "/" in name else f"{api.whoami()['name']}/{name}"
             api.whoami()
@@ -58,7 +58,7 @@ class Repository(NamedTuple):
         return cls(api, name, public)
 
     def upload(self, folder: Path, message: str) -> None:
-        """Push a folder, in one commit: all of it or nothing. RunError if that fails; the folder stays as it is."""
+        """Push a folder, in one commit: all of it or nothing. RunError if that fails; the folder stays unchanged."""
         say(f"  uploading to {self.name} ({'public' if self.public else 'private'})")
         try:
             # Private unless it was said otherwise: a person's own images may be recognised in what a network draws.
@@ -81,7 +81,7 @@ def _reason(error: Exception, endpoint: str) -> str:
     if isinstance(error, LocalTokenNotFoundError):
         return f"no token of the Hub is stored here; {_LOGIN}"
     if isinstance(error, HFValidationError):
-        return "this is no name of a repository; give NAME or OWNER/NAME of letters, digits, - and ."
+        return "this is not a name of a repository; give NAME or OWNER/NAME of letters, digits, - and ."
     if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE forbids it; unset that variable"
     if status == 401:

@@ -15,7 +15,7 @@ ProcessState = Literal["there", "suspended", "gone", "unknown"]
 def own_identity() -> dict[str, object]:
     """Return `machine`, which is equal for processes that see each other, `started`, and `uptime` of now in seconds.
 
-    {} where the system does not tell, which only Linux does.
+    {} if the system does not report it; only Linux does.
     """
     machine, found = _machine(), _stat("self")
     return {"machine": machine, "started": found[1], "uptime": round(uptime(), 3)} if machine and found else {}
@@ -38,7 +38,7 @@ def uptime() -> float:
 
 @cache
 def _machine() -> str:
-    """Return the boot of the machine and the namespace of process numbers; "" where the system does not tell."""
+    """Return the boot of the machine and the namespace of process numbers; "" if the system does not report them."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"

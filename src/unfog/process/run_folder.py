@@ -88,7 +88,7 @@ class RunFolder:
             # Only folders that this call makes are removed again, so a person's empty folder stays.
             made = [path for path in (self.path, *self.path.parents) if not path.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
-            # Raises where the name is no UTF-8, which neither config.toml nor a page could hold.
+            # Raises where the name is not a UTF-8, which neither config.toml nor a page could hold.
             str(self.path.resolve()).encode()
         except (OSError, ValueError) as error:
             _remove_empty_folders(made)
@@ -154,7 +154,7 @@ class RunFolder:
         return to_toml(shown), asdict(shown)
 
     def read_config(self) -> Config:
-        """Return the stored configuration. RequestError if this is no run, or its configuration is damaged."""
+        """Return the stored configuration. RequestError if this is not a run, or its configuration is damaged."""
         self.check_is_run()
         try:
             config = read_toml(self.config_file, Config())
@@ -273,14 +273,14 @@ def next_folder(source: str, under: str = "runs") -> Path:
 
 
 def source_name(source: str) -> str:
-    """Return the last part of a path or URL, which tells nothing of where the images are kept."""
+    """Return the last part of a path or URL, which does not reveal where the images are kept."""
     url = source.partition("?")[0].rstrip("/")  # the query may be a signature
     last = url.rpartition("/")[2] if "://" in source else Path(source).resolve().name
     return printable(_FROM_PYTHON.sub("", last))
 
 
 def printable(name: str) -> str:
-    """Return a file name without the bytes that are no text, which neither TOML nor a terminal could hold."""
+    """Return a file name without the bytes that are not text, which neither TOML nor a terminal could hold."""
     return name.encode("utf-8", "replace").decode()
 
 
@@ -294,7 +294,7 @@ def new_folder(path: Path) -> Path:
     """Make and return the `unused_path`. Of several processes that call this at once, each gets its own."""
     while True:
         folder = unused_path(path)
-        # Between the look and the making another process may take the name; mkdir tells the one from the other.
+        # Between the look and the making another process may take the name; mkdir detects that.
         with suppress(FileExistsError):
             folder.mkdir()
             return folder

@@ -72,7 +72,7 @@ def _set_precision(parts: Iterable[Any], wanted: Iterable[str]) -> None:
 
 
 def set_repeatable(device: torch.device, on: bool) -> None:
-    """Let torch compute alike each time on CUDA, or else as fast as it can; the CPU computes alike in any case.
+    """Make torch deterministic on CUDA, or else as fast as it can; the CPU is always deterministic.
 
     Raises:
         RequestError: cuBLAS does not repeat, by the value of its variable, or as it started in this process already.

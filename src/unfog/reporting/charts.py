@@ -34,7 +34,7 @@ class _Axis:
     log: bool = False
 
     def __call__(self, values: Floats) -> Floats:
-        """Values to pixels; nan where the axis cannot show a value."""
+        """Values to pixels; nan if the axis cannot show a value."""
         if self.log:
             values = np.log10(np.where(values > 0, values, np.nan))
         low, high = (math.log10(self.low), math.log10(self.high)) if self.log else (self.low, self.high)
@@ -54,7 +54,7 @@ def line_chart(
     title: str = "",
     faint: Collection[str] = (),
 ) -> str:
-    """Draw series, name -> (x, y), as one `<svg>` element; "" where there is no point to show.
+    """Draw series, name -> (x, y), as one `<svg>` element; "" if there is no point to show.
 
     A nan or infinite y, or one that is not positive where `log_y`, is a gap. `zero_y`: the y axis begins at
     zero. `faint` series are drawn pale, in the colour of the series after them (the raw values under their

@@ -106,7 +106,7 @@ def _sort_by_severity(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def has_fatal(findings: Sequence[Finding]) -> bool:
-    """Return True where a finding makes training pointless."""
+    """Return True if a finding makes training pointless."""
     return any(finding.severity == "fatal" for finding in findings)
 
 

@@ -159,7 +159,7 @@ def png_data_uri(path: Path, root: Path, width: int) -> tuple[str, int] | None:
 
 
 def read_png(path: Path, root: Path) -> Image.Image:
-    """Read a picture of a run. OSError if it cannot be read, or is a link; ValueError if it is no PNG of usual size."""
+    """Read a picture of a run. OSError if it is unreadable or a link; ValueError if it is not a PNG of usual size."""
     with open_file(path, "rb", root) as file:
         return decode_png(file.read(_LARGEST_PNG + 1))
 
@@ -169,7 +169,7 @@ def decode_png(data: bytes) -> Image.Image:
     if len(data) > _LARGEST_PNG:
         raise ValueError(f"it has over {_LARGEST_PNG >> 20} MB")
     if not data.startswith(b"\x89PNG\r\n\x1a\n") or len(data) < 24:
-        raise ValueError("it is no PNG")
+        raise ValueError("it is not a PNG")
     if math.prod(struct.unpack(">II", data[16:24])) > MOST_PIXELS:
         raise ValueError(f"it has over {MOST_PIXELS / 1e6:.0f} megapixels")
     at = 8
@@ -185,7 +185,7 @@ def decode_png(data: bytes) -> Image.Image:
             image.load()
             return image
     except Exception as error:  # Pillow fails in nearly any way on a damaged file
-        raise ValueError(f"it is no PNG that can be read ({type(error).__name__})") from error
+        raise ValueError(f"it is not a PNG that can be read ({type(error).__name__})") from error
 
 
 def _rgb(images: Pixels) -> Pixels:
@@ -224,7 +224,7 @@ def _captions(names: Sequence[str], height: int, gap: int) -> Pixels:
 def printable_name(name: str, otherwise: str) -> str:
     """A name without its accents, as the font of our images has none; `otherwise` if it lacks a letter even so."""
     plain = "".join(c for c in unicodedata.normalize("NFKD", name) if not unicodedata.combining(c))
-    font: Any = _font()  # whose masks are bytes, of which its types do not tell
+    font: Any = _font()  # its masks are bytes, but its type hints omit that
     no_glyph = bytes(font.getmask("\uffff"))  # no character, so this is the box of a missing letter
     return otherwise if any(bytes(font.getmask(c)) == no_glyph for c in plain) else plain
 

@@ -223,13 +223,13 @@ class Progress:
         self.close()
 
     def live_lines(self, now: float) -> list[Text]:
-        """Return what is shown on a terminal."""
+        """Return the lines that a terminal shows."""
         line = Text(f"{self._activity or self.title} ")
         if self.total:
             full = min(_BAR, _BAR * self._done // self.total)
             line.append("━" * full, "cyan").append("━" * (_BAR - full), "bright_black").append(" ")
         line.append(f"{self.title} " if self._activity else "")
-        # The last log has a line of its own where there are several.
+        # The last log has a line of its own if there are several.
         line.append(self._text(now, "" if self._below else self._note, share=True))
         below = (self._note, *self._below) if self._below else ()
         return [line, *(Text(f"  {text}") for text in below)]

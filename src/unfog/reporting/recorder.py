@@ -250,7 +250,7 @@ def _scalars(values: Mapping[str, _Value]) -> dict[str, float]:
 
 
 def _log_histograms(sink: Tracker, step: int, values: Mapping[str, _Value]) -> None:
-    """Log what was measured by noise level; 0 where nothing was."""
+    """Log what was measured by noise level; 0 if nothing was."""
     for name, value in values.items():
         if name.endswith("_by_level"):
             array = np.asarray(value, np.float64)

@@ -65,7 +65,7 @@ class _JsonLines:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Write what is pending, if the disk takes it by now, and close."""
+        """Write pending lines, if the disk takes them by now, and close."""
         try:
             self._flush()
         finally:
@@ -114,7 +114,7 @@ class Metrics(_JsonLines):
 
 
 class Events(_JsonLines):
-    """events.jsonl: a line per event. History: a resume drops none of it.
+    """events.jsonl: a line per event. History: a resume keeps all of it.
 
     A non-finite number is written as a string ("nan", "inf", "-inf"): here its kind is the news.
     """
@@ -127,7 +127,7 @@ class Events(_JsonLines):
 
 
 def read_metrics(path: Path, last: int | None = None) -> list[Row]:
-    """The whole lines of a metrics.jsonl in order, null as nan; [] where there is no file. `last`: bytes to read."""
+    """The whole lines of a metrics.jsonl in order, null as nan; [] if there is no file. `last`: bytes to read."""
     rows = []
     for row in _read(path, last):
         with suppress(RecursionError):  # lists in lists in lists
@@ -136,7 +136,7 @@ def read_metrics(path: Path, last: int | None = None) -> list[Row]:
 
 
 def read_events(path: Path, last: int | None = None) -> list[Row]:
-    """The whole lines of an events.jsonl in order; [] where there is no file. `last`: bytes to read."""
+    """The whole lines of an events.jsonl in order; [] if there is no file. `last`: bytes to read."""
     return list(_read(path, last))
 
 
@@ -193,7 +193,7 @@ def flatten(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any
 
 
 def read_object(path: Path, limit: int) -> dict[str, Any]:
-    """Return the object in a JSON file of at most so many bytes; {} where it is missing, a link, or damaged."""
+    """Return the object in a JSON file of at most so many bytes; {} if it is missing, a link, or damaged."""
     with suppress(OSError, ValueError, RecursionError):
         value = json.loads(read_file(path, path.parent, limit))
         if isinstance(value, dict):

@@ -44,14 +44,14 @@ def write_report(run_dir: Path, unended: tuple[str, str] | None = None) -> Path:
 
     `unended`: state and details of a run that has not recorded its end, such as ("running", "60/150, 52 s left").
 
-    RequestError when `run_dir` is no run folder. What is missing in the folder is missing in the report.
+    RequestError when `run_dir` is not a run folder. What is missing in the folder is missing in the report.
     """
     record = [run_dir / name for name in ("config.toml", "metrics.jsonl", "events.jsonl")]
     changed = [path.stat().st_mtime for path in record if os.path.exists(path)]
     if not changed:
         raise RequestError(f"{run_dir} is not a run: it has no config.toml, metrics.jsonl or events.jsonl")
     events = read_events(run_dir / "events.jsonl")
-    # Running, or killed without a last event; the record alone cannot tell which.
+    # Running, or killed without a last event; the record does not show which.
     silent = "not ended", f"last line written {datetime.fromtimestamp(max(changed), UTC):%Y-%m-%d %H:%M UTC}"
     state, detail = _state(events) or unended or silent
     run = {**_record(run_dir, events), **_pictures(run_dir), "status": {"state": state, "detail": detail}}
@@ -65,7 +65,7 @@ def write_report(run_dir: Path, unended: tuple[str, str] | None = None) -> Path:
 
 
 def _record(run_dir: Path, events: Sequence[Row]) -> dict[str, Any]:
-    """Return what the record on disk says of the run."""
+    """Return the facts that the record on disk has about the run."""
     metrics, kept = read_metrics(run_dir / "metrics.jsonl"), drop_undone_events(events)
     columns = _number_columns(metrics)
     steps = [finite_number(event.get("steps")) for event in kept]
@@ -159,7 +159,7 @@ def _data_uri(path: Path, root: Path, widest: int) -> str:
 
 
 def _number_columns(metrics: Sequence[Row]) -> dict[str, Floats]:
-    """Return name -> float64 [rows], nan where a line has no number; a list is NAME.0, NAME.1, …"""
+    """Return name -> float64 [rows], nan if a line has no number; a list is NAME.0, NAME.1, …"""
     columns: dict[str, Floats] = {}
     for i, row in enumerate(metrics):
         for name, value in row.items():

@@ -30,10 +30,10 @@ class Tracker:
         """Log numbers by name; loss_by_level/0 is the first of a list. A value that was not measured is NaN."""
 
     def log_histogram(self, step: int, name: str, values: Sequence[float]) -> None:
-        """Log bars: a value for each of equal parts of the noise levels, clean to noisy; 0 where none was measured."""
+        """Log bars: a value for each of equal parts of the noise levels, clean to noisy; 0 if none was measured."""
 
     def log_image(self, step: int, name: str, pixels: Pixels) -> None:
         """Log an image, uint8 [H, W, 3], such as the grid of a preview."""
 
     def close(self) -> None:
-        """Write what is left. Not called when the process is killed."""
+        """Write pending values. Not called when the process is killed."""

@@ -93,7 +93,7 @@ class _Heartbeat(Heartbeat):
             with super().during(what):
                 yield
         except Exception:
-            self.failed = self.failed or what  # activities nest, and the innermost one is told first
+            self.failed = self.failed or what  # activities nest, and the innermost one is reported first
             raise
 
 
@@ -138,9 +138,9 @@ class _DryRun:
     def _session(self, config: Config, saved: checkpoint.CheckpointInfo | None) -> Session:
         """Run a session to its end. Where it fails, `part` becomes the part in which it did."""
         # Signals and heartbeat of its own: at its end a session silences its signals for good.
-        with StopSignals() as own, self.folder.locked(), (pulse := _Heartbeat(self.folder.path, own)):
+        with StopSignals() as own, self.folder.locked(), (heartbeat := _Heartbeat(self.folder.path, own)):
             try:
-                session = open_session(RunContext(self.folder, self.device, own, pulse), config, self.dataset)
+                session = open_session(RunContext(self.folder, self.device, own, heartbeat), config, self.dataset)
                 if saved is None:
                     _check_disk_space(self.folder.path, session)
                     self.folder.checkpoints.mkdir()
@@ -149,8 +149,8 @@ class _DryRun:
                 train_session(session, (), saved=saved)
             except Exception:
                 # The session writes its report after the last heartbeat, so nothing else can have failed then.
-                ended = pulse.activity == "finished"
-                self.part = "report" if ended else _PART_OF_ACTIVITY.get(pulse.failed, "training")
+                ended = heartbeat.activity == "finished"
+                self.part = "report" if ended else _PART_OF_ACTIVITY.get(heartbeat.failed, "training")
                 raise
             if own():
                 self.stop.request(own.received or "a signal")
@@ -237,7 +237,7 @@ class _DryRun:
 def _shortened(config: Config, steps: int) -> Config:
     """Return the same run in so many steps, with every hook due in it, and without trackers."""
     training = config.training
-    at_once = training.microbatch or training.batch  # a preview of more would take more memory than training
+    at_once = training.microbatch or training.batch  # a larger preview would take more memory than training
     return replace(
         config,
         training=replace(training, images=steps * training.batch, steps=0, budget=""),
@@ -278,7 +278,7 @@ def _passed(part: str, said: str, **facts: Any) -> Finding:
 def _failed(part: str, error: Exception, output: str) -> Finding:
     """Return the finding for an error, with its message and the remedy where that is known."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        remedy = "free some space there, or set TMPDIR to a folder on another disk"  # it is no fault of the run
+        remedy = "free some space there, or set TMPDIR to a folder on another disk"  # it is not a fault of the run
         reason = error if error.filename else error.strerror
         return Finding(f"{DRY_RUN}.room", "hint", f"the dry run was not finished: {reason}", remedy)
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]

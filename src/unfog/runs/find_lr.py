@@ -78,8 +78,8 @@ class FindLrResult:
                 evidence += f"; the {usual:g} of these settings is {factor:.2g} times {side}"
                 severity, remedy = "hint", f"train with --lr {found.suggestion:g}"
         facts = {"suggestion": found.suggestion, "usual": usual}
-        exhibits = (Figure("Loss by learning rate", svg=_lr_chart(found), caption=_CAPTION),)
-        return Finding("lr.range", severity, evidence, remedy, facts, exhibits)
+        figures = (Figure("Loss by learning rate", svg=_lr_chart(found), caption=_CAPTION),)
+        return Finding("lr.range", severity, evidence, remedy, facts, figures)
 
 
 _CAPTION = (
@@ -135,9 +135,9 @@ def _test_setup(
     stop: StopSignals,
     weights: dict[str, Tensor] | None = None,
 ) -> LrTestSetup:
-    """Return what the range test trains: a run with resolved settings, from `weights` if given."""
+    """Return the state that the range test trains: a run with resolved settings, from `weights` if given."""
     seen = prepared.of_one_size.as_network_input
-    # Held-out images, where there are any: the ramp could learn the others by heart.
+    # Held-out images, if there are any: the ramp could learn the others by heart.
     images = seen.held_out if len(seen.held_out) else seen.train
     index = np.linspace(0, len(images) - 1, _PROBED).astype(np.int64)  # repeats images if there are fewer
     taken = images.take(index)

@@ -73,7 +73,7 @@ class Previews:
 
     @staticmethod
     def export(folder: RunFolder, config: Config) -> None:
-        """Write what other runs are trained on from the newest checkpoint: nothing of a diffusion model."""
+        """Write the autoencoder of the newest checkpoint, for runs on its latents; nothing for a diffusion model."""
 
     @classmethod
     def build(
@@ -124,7 +124,7 @@ class Previews:
         return np.concatenate(self._world.compute_parts(job, self.part))
 
     def part(self, job: dict[str, Any], rank: int, ranks: int) -> NDArray[Any]:
-        """Return what a rank computes of a job: some of the samples, or the losses of some of the levels."""
+        """Return a rank's part of a job: some of the samples, or the losses of some of the levels."""
         return self._some_samples(job, rank, ranks) if "count" in job else self._some_losses(rank, ranks)
 
     def _some_samples(self, job: dict[str, Any], rank: int, ranks: int) -> Pixels:
@@ -151,7 +151,7 @@ class Previews:
         return strip.image()
 
     def held_out_loss(self) -> dict[str, Any]:
-        """Return what is measured on the held-out images; empty if there are none."""
+        """Return the metrics of the held-out images; empty if there are none."""
         held_out = self.held_out
         if held_out is None:
             return {}

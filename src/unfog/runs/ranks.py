@@ -1,4 +1,4 @@
-"""The ranks of a run: what surrounds each, and what rank 0 tells the others."""
+"""The ranks of a run: the context of each, and the messages of rank 0 to the others."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def watch_outages(dataset: Dataset, config: Config, world: World, stop: StopSign
 def broadcast_config(
     world: World, checkpoints: Path, config: Config | None, failed_shards: Mapping[str, str] | None = None
 ) -> None:
-    """Send the worker ranks the configuration of the run, with none of its settings left open; None if all is done.
+    """Send the worker ranks the configuration of the run, with every setting resolved; None if the run is complete.
 
     `checkpoints` is their folder, which exists. `failed_shards` are those that a resumed run went on without, by name.
     """

@@ -152,7 +152,7 @@ def verify(folder: RunFolder) -> str:
 
 
 def _promise(config: Config) -> str:
-    """Return what the same machine promises about the bits of repeated steps."""
+    """Describe how far this machine repeats steps bit by bit."""
     if config.training.deterministic == "off" and config.training.device.startswith("cuda"):
         return "need not give the same, as training.deterministic is off"
     return "should give the same"

@@ -190,7 +190,7 @@ def _check_resume_request(stored: Config, config: Config) -> None:
 
 
 def _disable_impossible_snapshots(config: Config, point: _ResumePoint) -> Config:
-    """Resolve an open interval of EMA snapshots to none where the run has not kept a second EMA from its beginning."""
+    """Resolve an open interval of EMA snapshots to none if the run has not kept a second EMA from its beginning."""
     if point.saved is None or point.saved.holds(checkpoint.EMA2) or config.ema_snapshots.every != 0:
         return config
     return replace(config, ema_snapshots=replace(config.ema_snapshots, every=-1))

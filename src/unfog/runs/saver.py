@@ -218,7 +218,7 @@ class Saver:
         self._report_events()
 
     def _doing(self) -> str:
-        """Return what the writer does, for monitoring."""
+        """Return the activity of the writer, for monitoring."""
         if self._writer.away:
             return "waiting for the run folder"
         return "waiting for disk space" if self._writer.waiting else "saving"

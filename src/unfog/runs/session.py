@@ -61,9 +61,9 @@ def _say_that_threads_spin() -> None:
 
 
 def say_what_resume_promises(config: Config, device: torch.device) -> None:
-    """Print what a resume keeps, where that is less than every bit."""
+    """Print a note if the resume is not bit-exact."""
     if config.training.deterministic == "off" and device.type == "cuda":
-        say("  deterministic = off: a resume goes on from the same state, but not to the bit as without a stop")
+        say("  deterministic = off: a resume continues the same state, but is not bit-identical to a run without it")
 
 
 def _last_logged(step: int, due: Sequence[str]) -> int:
@@ -184,7 +184,7 @@ class Session(StoppableHooks):
         self.context.callbacks.raise_error()
 
     def settings_findings(self) -> list[Finding]:
-        """Return what the doctor finds in the settings. Its rules are about diffusion, so an autoencoder gets none."""
+        """Return the doctor's findings on the settings; none for an autoencoder, as the rules are about diffusion."""
         if not self.config.task.generates:
             return []
         return check_settings(self.config, self.dataset, self.context.device, folder=self.context.folder.path)
@@ -358,7 +358,7 @@ class Session(StoppableHooks):
             self.context.world,
             self.context.stop,
             warn=lambda text: recorder.warn(self.step, text),
-            pulse=self.context.heartbeat,
+            heartbeat=self.context.heartbeat,
         )
 
     def log(self, step: int, images: int, record: dict[str, Any]) -> None:
@@ -367,15 +367,15 @@ class Session(StoppableHooks):
         self.recorder.log(step, images, **record, **use)
         self.failures.report(self.recorder, step, self.context.world.collect_reports())
 
-    def on_skipped_step(self, state: TrainState, norm: float, culprit: NanReport | None) -> None:
+    def on_skipped_step(self, state: TrainState, norm: float, report: NanReport | None) -> None:
         """Record a skipped step, with the images and the layer that made it not finite, where these are known."""
         fields: dict[str, Any] = {"gradient_norm": norm, "precision": self.config.training.precision}
-        if culprit is not None:
+        if report is not None:
             # Read through the stream, as an image that cannot be decoded is replaced by another.
-            index = [int(self.stream.batch(place, 1).index[0]) for place in culprit.images]
+            index = [int(self.stream.batch(place, 1).index[0]) for place in report.images]
             names = [self.dataset.train.names[i] for i in index]
-            fields |= {"images": names, "levels": culprit.levels, "layer": culprit.where, "phase": culprit.phase}
-            warn(f"step {self.step:,} was skipped: {culprit.describe(names)}")
+            fields |= {"images": names, "levels": report.levels, "layer": report.where, "phase": report.phase}
+            warn(f"step {self.step:,} was skipped: {report.describe(names)}")
         self.recorder.event("step_refused", self.step, **fields)
 
     def on_out_of_memory(self, state: TrainState) -> None:

@@ -122,5 +122,5 @@ def add_autoencoder(
         raise RequestError(f"factor = {quote(factor)} is not one of {', '.join(map(str, FACTORS))}; 4 or 8 is usual")
     # One level for each halving of the side.
     levels = WIDTHS[width][: factor.bit_length() - 1]
-    codec = Autoencoder(factor=factor, latent_channels=channels, channels=levels)
-    return replace(config, autoencoder=replace(codec, **weights))  # type: ignore[arg-type]
+    autoencoder = Autoencoder(factor=factor, latent_channels=channels, channels=levels)
+    return replace(config, autoencoder=replace(autoencoder, **weights))  # type: ignore[arg-type]

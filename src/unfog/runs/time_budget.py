@@ -29,7 +29,7 @@ _LEISURE = 0.7  # of the aim: only below it they come more often again, or it wo
 STRETCHES = tuple(2**k for k in range(11))
 _FINAL_PREVIEWS = 1.5  # the last image shows one sample at every step, for about half of the time of a preview
 # Of `Pace` and `CallTimes`.
-_PAUSE = 8.0  # times the usual step from which on a single step is no measure of the pace
+_PAUSE = 8.0  # times the usual step from which on a single step is not a measure of the pace
 _FEWEST = 5  # entries below which the pace that was measured before training counts as one
 _BLOCKS = 64  # entries of a window of quick steps
 _NEWEST = 8  # calls of one kind that count
@@ -50,7 +50,7 @@ class TimeBudget:
         suspended: returns for how many seconds the process was suspended so far.
 
     Attributes:
-        pauses: lengths of pauses, in seconds, that nobody was told of yet.
+        pauses: lengths of pauses, in seconds, that are not reported yet.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class TimeBudget:
         """Return whether to plan anew after step number `step`. Called after each step."""
         now = self._clock()
         if not self._pace.started:
-            # The end takes a small part of what the start took: of imports, decoding and measuring.
+            # The end takes a small part of the time of the start: of imports, decoding and measuring.
             self._exit = min(5.0, 0.5 + 0.1 * (self._awake() - self._aside - self._began))
             self._active_before = self._active()
         pause = self._pace.add(self._awake() - self._aside, step)
@@ -218,23 +218,23 @@ class TimeBudget:
         return low
 
     def _aside_steps(self, step: int, steps: int, stretch: int) -> float:
-        """Return what comes between the next `steps` steps, in steps."""
+        """Return the time of previews, evaluations and saves during the next `steps` steps, in steps."""
         every, end = self._every.stretched(stretch), step + max(1, steps) - 1
         apart = {"preview": every.preview, "evaluate": every.evaluate, "save": every.checkpoint}
         apart["averages"] = every.ema_snapshot
         return sum(self._cost(name) * (end // n - step // n) for name, n in apart.items() if n > 0)
 
     def _final_steps(self, stretch: int) -> float:
-        """Return what comes after the last step, in steps."""
+        """Return the time of the work after the last step, in steps."""
         evaluation = self._cost("evaluate") if stretch and self._every.evaluate > 0 else 0.0
         return evaluation + _FINAL_PREVIEWS * self._cost("preview") + self._cost("save") + self._cost("write")
 
     def _uncertain_steps(self) -> float:
-        """Return what may be left for training in the end, in steps: half of a last preview that was only estimated."""
+        """Return the uncertain time at the end, in steps: half of a last preview that was only estimated."""
         return 0.0 if self._calls.was_called("preview") else 0.5 * _FINAL_PREVIEWS * self._cost("preview")
 
     def _cost(self, kind: str) -> float:
-        """Return what a preview, an evaluation ("evaluate") or the like takes now, in steps."""
+        """Return the time of a preview, an evaluation ("evaluate") or similar work now, in steps."""
         return self._calls.seconds(kind) / self.step_seconds
 
 
@@ -414,7 +414,7 @@ class CallTimes:
         return statistics.fmean(times) if times else 0.0
 
     def adopt_pace(self) -> None:
-        """Compare the calls before the first measured step with the pace as it is now."""
+        """Compare the calls before the first measured step with the present pace."""
         for kind, calls in self._calls.items():
             self._calls[kind] = deque(map(self._with_pace, calls), _NEWEST)
         self._estimates = {kind: self._with_pace(call) for kind, call in self._estimates.items()}

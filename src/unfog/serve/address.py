@@ -36,7 +36,7 @@ class Address:
 
     Attributes:
         secret: first part of every path, 32 hexadecimal digits. It is new for each `Address`.
-        key: for the page. "" where the traffic may leave this machine, as it is not encrypted.
+        key: for the page. "" if the traffic may leave this machine, as it is not encrypted.
     """
 
     def __init__(self, host: str, port: int, key: str) -> None:

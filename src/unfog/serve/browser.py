@@ -45,7 +45,7 @@ def _write(file: Path, address: str) -> None:
 
 
 def _private_folder(runs: Path) -> Path | None:
-    """Return a new folder that its owner alone can read; None where none can be made.
+    """Return a new folder that its owner alone can read; None if none can be made.
 
     It is in the folder of the runs if possible: a browser in a sandbox (snap, flatpak) reads files of the home folder,
     but no temporary ones.

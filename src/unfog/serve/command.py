@@ -35,7 +35,7 @@ def main(request: ServeRequest) -> int:
     print_result(address.text)
     if request.host not in LOOPBACK:
         say(
-            f"  other machines can reach {request.host}, and whoever has the address can start runs here; nothing is "
+            f"  other machines can reach {request.host}, and anybody who has it can start runs here; nothing is "
             "encrypted. Over ssh, leave --host away and forward the port"
         )
     say("  Ctrl-C ends the page; runs that it has started go on")

@@ -96,7 +96,7 @@ class Guard:
         await self._app(inner, _replay(body, receive), _with_headers(send))
 
     def _check_host(self, headers: _Headers) -> None:
-        # With DNS rebinding the browser takes a stranger's page to be of this origin, and only Host tells.
+        # With DNS rebinding the browser gives a foreign page this origin; only the Host header shows the difference.
         if headers.only("host").lower() not in self._hosts:
             raise _Refused(403, "this host name is not accepted; open the address that unfog serve has printed")
 
@@ -203,7 +203,7 @@ def _with_headers(send: Send) -> Send:
     async def send_with_headers(message: Message) -> None:
         if message["type"] == "http.response.start":
             headers = list(message.get("headers", ()))
-            # Runs change all the time, and nothing of them should stay in a browser's cache.
+            # Runs change all the time, and a browser must not cache them.
             if not any(name.lower() == b"cache-control" for name, _ in headers):
                 headers.append((b"cache-control", b"no-store"))
             message = {**message, "headers": [*headers, *_HEADERS]}

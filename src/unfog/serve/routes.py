@@ -218,7 +218,7 @@ async def _http_error(_: Request, error: Exception) -> Response:
 
 
 async def _missing(_: Request, error: Exception) -> Response:
-    return Json({"error": "there is nothing of this number"}, 404)
+    return Json({"error": "nothing has this number"}, 404)
 
 
 async def _unforeseen(_: Request, error: Exception) -> Response:

@@ -33,7 +33,7 @@ _RESOLVED = ("source", "fingerprint", "classes", "columns", "latents", "autoenco
 
 
 def run_detail(run: RunEntry, result: Path | None = None, sample: Sample | None = None) -> dict[str, Any]:
-    """Return what the page shows of a run, whose columns are read unless there is a `sample` of a long record.
+    """Return the details of a run for the page. Its columns are read unless there is a `sample` of a long record.
 
     `result` is the folder of the newest check of it that the page has started.
     """
@@ -105,7 +105,7 @@ def _defaults() -> dict[str, Any]:
 
 
 def _ema(run: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the steps of the EMA snapshots and the widths of their averages; None where an EMA cannot be rebuilt."""
+    """Return the steps of the EMA snapshots and the widths of their averages; None if an EMA cannot be rebuilt."""
     steps = list(numbered_files(run, "averages", ".safetensors"))
     width, second = settings.get("ema.width"), settings.get("ema_snapshots.second")
     return {"snapshots": steps, "widths": [one for one in (width, second) if one]} if len(steps) > 1 else None

@@ -1,6 +1,6 @@
 """Files of a run folder as the page needs them: by numbers, with a limit on what is read, no link followed.
 
-Pictures are decoded by the guarded decoder and encoded anew, so that nothing of a file is passed on.
+Pictures are decoded by the guarded decoder and encoded anew, so that no byte of a file is passed on.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class PictureCache:
         self._thread = ThreadPoolExecutor(1, "pictures")
 
     async def decode(self, work: Callable[[], T]) -> T:
-        """Return what `work` returns, in the thread of pictures."""
+        """Call `work` in the thread of pictures."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def webp(self, path: Path, run: Path) -> tuple[bytes, str]:
@@ -154,7 +154,7 @@ class PictureCache:
 
         Raises:
             FileNotFoundError: there is none.
-            RequestError: it cannot be decoded, is no PNG or has over 64 MB.
+            RequestError: it cannot be decoded, is not a PNG or has over 64 MB.
         """
         found = await asyncio.to_thread(stat_of, path)
         if found is None:

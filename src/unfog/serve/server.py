@@ -77,7 +77,7 @@ class Server:
         return f"api/runs/{run.id}/log" if logged is not None else None
 
     async def read(self, run: RunEntry, work: Callable[[], T]) -> T:
-        """Return what `work` returns, in a thread that may read the record of a run.
+        """Call `work` in a thread that may read the record of a run.
 
         These threads are apart, as a long record takes seconds in which the list and the buttons are to answer. What
         waits for a run that is being read takes no thread.

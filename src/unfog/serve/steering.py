@@ -83,7 +83,7 @@ def send_request(run: RunEntry, what: object) -> dict[str, Any]:
         raise RequestError(f"a run can be asked for {', '.join(_REQUESTS)}")
     beat = Heartbeat.read(run.path)
     if beat is None or not beat["alive"]:
-        raise RequestError(f"{run.name} does not run, so nobody would read the request; resume it first")
+        raise RequestError(f"{run.name} is not running, so it cannot read the request; resume it first")
     try:
         Heartbeat.request(run.path, _REQUESTS[what])
     except OSError as error:

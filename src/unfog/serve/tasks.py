@@ -73,7 +73,7 @@ class _Task:
         return without_secrets(data.decode("utf-8", "replace"))
 
     def summary(self) -> dict[str, Any]:
-        """Return what an event says of it."""
+        """Return the fields of its event."""
         running = {"running": self.status is None, "status": self.status}
         return {"id": self.id, "command": self.command, "run": self.subject, **running}
 
@@ -166,5 +166,5 @@ class TaskList:
 
 
 def command_text(words: Sequence[str]) -> str:
-    """Return a command as it is typed in a shell, without passwords of URLs."""
+    """Return a command as typed in a shell, without passwords of URLs."""
     return without_secrets(shlex.join(["unfog", *words]))

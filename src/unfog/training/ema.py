@@ -40,7 +40,7 @@ class Ema:
         parameters, buffers = self._of
         mine, theirs = list(map(to_local, self.parameters)), list(map(to_local, parameters))
         torch._foreach_lerp_(mine, theirs, 1 - self.schedule.decay(update))
-        # Copied: running statistics are averages already, and an average of constants is no use.
+        # Copied: running statistics are averages already, and an average of constants is of no use.
         for kept, buffer in zip(self.buffers, buffers):
             kept.copy_(buffer)
 
@@ -76,7 +76,7 @@ class Ema:
 
     @torch.no_grad()
     def load_state_dict(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-        """Restore the tensors of `state_dict`; buffers that no checkpoint holds stay as they are."""
+        """Restore the tensors of `state_dict`; buffers that no checkpoint holds stay unchanged."""
         for name, mine in self._named(model).items():
             if name in tensors:
                 mine.copy_(tensors[name])

@@ -121,7 +121,7 @@ class GradientComputer:
         state, world, first_square = self.state, self.world, None
         for batch in batches:
             if hooks.stop_requested():
-                raise Interrupted  # half a batch is no loss, as its randomness is a function of the position
+                raise Interrupted  # half a batch is not a loss, as its randomness is a function of the position
             last, counts = len(losses) + 1 == len(batches), len(losses) < own
             with world.accumulate_gradients(self.network, more=not last):
                 losses.append(self._forward_backward(batch, last, counts))

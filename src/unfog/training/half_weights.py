@@ -36,7 +36,7 @@ class HalfWeights:
 
     @classmethod
     def of(cls, network: nn.Module, precision: Precision) -> HalfWeights | None:
-        """Return copies for a network on a GPU; None where they gain nothing, or would change gradients."""
+        """Return copies for a network on a GPU; None if they gain nothing, or would change gradients."""
         dtype = DTYPES.get(precision.name) if precision.device.type == "cuda" else None
         if dtype is None or not getattr(network, "calls_layers_once", False):
             return None

@@ -85,7 +85,7 @@ class TrainingHooks:
         """Record that a step was skipped because its gradient was not finite. `report` is None if not debugged."""
 
     def on_capture(self, message: str) -> None:
-        """Tell that each step is one CUDA graph from here on, or why `training.capture` has no effect."""
+        """Report that each step is one CUDA graph from here on, or why `training.capture` has no effect."""
 
     def on_capture_lost(self, state: TrainState, reason: str) -> None:
         """Save the state, and raise RunError with the way to go on without `training.capture`."""

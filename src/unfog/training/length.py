@@ -27,11 +27,11 @@ class Plan(NamedTuple):
 
     @classmethod
     def of(cls, step: int, steps: int, stretch: int, position: float, limit: float = NO_LIMIT) -> Plan:
-        """Return a plan from numbers of a file. ValueError or TypeError if they are none of a plan."""
+        """Return a plan from numbers of a file. ValueError or TypeError if they are not those of a plan."""
         plan = cls(int(step), int(steps), int(stretch), float(position), float(limit))
         counts = 0 <= plan.step <= plan.steps <= 10**12 and 0 <= plan.stretch <= 10**6
         if not (counts and math.isfinite(plan.position) and plan.position <= plan.limit <= NO_LIMIT):
-            raise ValueError(f"{plan} is no plan")
+            raise ValueError(f"{plan} is not a plan")
         return plan
 
 
@@ -93,7 +93,7 @@ class Length:
         return self.plans[-1].steps if self.plans else self.first
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain values; {} where the settings alone say how long the run is."""
+        """Return plain values; {} if the settings alone say how long the run is."""
         return {"first": self.first, "plans": [list(plan) for plan in self.plans]} if self.plans else {}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:

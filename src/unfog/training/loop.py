@@ -186,7 +186,7 @@ def _set_learning_rate(settings: LoopSettings, state: TrainState, step: int) -> 
 
 
 def _planned_images(training: Training, state: TrainState) -> int:
-    """Return the images of the whole run, as they are planned at the position of the state."""
+    """Return the planned number of images of the whole run, at the position of the state."""
     # Whole batches are counted below; a run without plans ends at the image that its settings say.
     if not state.length.plans:
         return training.images

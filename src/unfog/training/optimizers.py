@@ -215,7 +215,7 @@ def load_optimizer_state(
         if not key:
             i, _, setting = name.partition("/")
             if setting not in optimizer.defaults or isinstance(value, Tensor):
-                raise ValueError(f"{full} is no setting of the optimiser")
+                raise ValueError(f"{full} is not a setting of the optimiser")
             groups[int(i)][setting] = value
             continue
         if name not in places:

@@ -113,7 +113,7 @@ class Precision:
 
 
 def clip_factor(clip: float, norm: Tensor) -> Tensor | None:
-    """Return what clips a gradient of norm `norm` to norm `clip`, 0-d on its device; None if `clip` is 0."""
+    """Return the factor that clips a gradient of norm `norm` to norm `clip`, 0-d on its device; None if `clip` is 0."""
     # In float64, as `Precision.update` computes it.
     return (clip / (norm.double() + 1e-6)).clamp(max=1).float() if clip > 0 else None
 

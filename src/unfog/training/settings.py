@@ -27,7 +27,7 @@ class Training:
     images: int = setting(0, short="images", at_least=0, affects="steps", resume="free")
     """Training images of the whole run, repeats counted."""
     budget: str = setting("", short="budget", affects="steps", resume="free", common=True)
-    """Wall time of the command, as 90s, 10m or 2h: measures the speed, and plans the length by it until the end."""
+    """Total time of the command, as 90s, 10m or 2h. The length of the run follows from the measured speed."""
     batch: int = setting(
         USUAL_BATCH,
         short="batch",
@@ -235,7 +235,7 @@ class PowerEma:
     def gamma(self) -> float:
         """Exponent of the profile, by bisection: the right-hand side falls as gamma grows."""
         low, high = 0.0, 200.0
-        # After sixty halvings of 200 the interval is as small as float64 can tell apart.
+        # After sixty halvings of 200 the interval is as small as float64 can resolve.
         for _ in range(60):
             middle = (low + high) / 2
             if (middle + 1) / ((middle + 2) ** 2 * (middle + 3)) > self.width**2:

@@ -16,7 +16,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """Return the rows that this rank holds, sharing memory and without gradient; an unsharded tensor as it is."""
+    """Return the rows that this rank holds, sharing memory and without gradient; an unsharded tensor unchanged."""
     return cast(Any, tensor.detach()).to_local() if is_sharded(tensor) else tensor
 
 

@@ -32,7 +32,7 @@ class LogWindow:
     def add(self, per_image: Tensor, u: Tensor, importance: Tensor | None = None) -> None:
         """Add detached losses [B] at noise quantiles u [B] in (0, 1).
 
-        `importance` are weights [B] that make the mean that of evenly drawn u; None where u is drawn evenly.
+        `importance` are weights [B] that make the mean that of evenly drawn u; None if u is drawn evenly.
         """
         loss, count = self._sums(self.one_hot, per_image, u, importance)
         self.loss += loss
@@ -89,7 +89,7 @@ class Stopwatch:
     def lap(self) -> dict[str, float]:
         """Return images per second, and the share of time spent waiting for data, since the last lap.
 
-        Returns {} where no image was trained on since: a resume may begin with the log of the session before.
+        Returns {} if no image was trained on since: a resume may begin with the log of the session before.
         """
         now = time.perf_counter()
         # Some clocks stand still between two calls.
@@ -192,7 +192,7 @@ def noise_scale(records: Iterable[Mapping[str, Any]]) -> float | None:
 
 
 def batch_advice(scale: float, batch: int) -> str:
-    """Describe what this batch size costs at this noise scale, and what another would; a sentence without stop.
+    """Describe the cost of this batch size at this noise scale, and of another; a sentence without stop.
 
     To get equally far, batches of B need 1 + scale / B times the fewest possible steps, and 1 + B / scale times the
     fewest possible images (McCandlish et al. 2018, eq. 2.7 and 2.11).

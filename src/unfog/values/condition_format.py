@@ -105,7 +105,7 @@ class ConditionFormat:
         return tuple(found)
 
     def with_label(self, given: Mapping[str, object], label: object) -> Mapping[str, object]:
-        """Return what is asked for together with the classes of `--label`; () asks for nothing."""
+        """Return the conditions requested besides the classes of `--label`; () for none."""
         if not (words := _words(label)):
             return given
         if isinstance(given, Mapping) and CLASS in given:
@@ -115,7 +115,7 @@ class ConditionFormat:
         return {**given, CLASS: words}
 
     def read_words(self, words: Iterable[str]) -> dict[str, object]:
-        """Return what words of a command line ask for, such as "age=60" or "class=cat,dog"."""
+        """Parse the conditions of a command line, such as "age=60" or "class=cat,dog"."""
         categories, given = {one.name: one.categories for one in self.facts}, dict[str, object]()
         for word in words:
             name, equals, text = word.partition("=")

@@ -56,7 +56,7 @@ class ConditionKind:
         """Raise RequestError unless these are facts of such a column; they may be read from a file."""
 
     def facts(self, column: Column) -> ColumnFacts:
-        """Return what a run keeps of a column of its training images."""
+        """Return the facts that a run keeps of a column of its training images."""
         return ColumnFacts(column.name, column.kind, column.categories)
 
     def inputs(self, facts: ColumnFacts) -> int:
@@ -79,7 +79,7 @@ class ConditionKind:
         raise NotImplementedError
 
     def show(self, facts: ColumnFacts, value: Any) -> str:
-        """Return a value for people and names of files; "" where it is not known."""
+        """Return a value for people and names of files; "" if it is not known."""
         return f"{value}"
 
 

@@ -1,4 +1,4 @@
-"""`Conditions`: what a network is told about each image of a batch, besides the image and its noise level.
+"""`Conditions`: inputs of a network for each image of a batch, besides the image and its noise level.
 
 A new kind of condition is a field here, a class in `condition_kinds`, and a layer in `models.layers`.
 """
@@ -24,7 +24,7 @@ _NOT_TOLD: dict[str, float] = {"label": -1}
 
 
 class Conditions(NamedTuple):
-    """The conditions of a batch of B images, each a tensor whose first axis is the batch, or None where it is absent.
+    """The conditions of a batch of B images, each a tensor whose first axis is the batch, or None if it is absent.
 
     A tuple of tensors, so that torch can compile, copy and shard what takes one.
     """
@@ -32,11 +32,11 @@ class Conditions(NamedTuple):
     label: Tensor | None = None
     """int64 [B], the class of each image; -1 where it is not told."""
     augment: Tensor | None = None
-    """float32 [B, 9], how each image was augmented; 0 where it was not. It is never dropped, as the image shows it."""
+    """float32 [B, 9], how each image was augmented; 0 if it was not. It is never dropped, as the image shows it."""
 
     @classmethod
     def of(cls, given: ConditionsLike) -> Conditions:
-        """Return conditions as they are; a tensor is the label, and None is no condition."""
+        """Return conditions unchanged; a tensor is the label, and None means no condition."""
         return given if isinstance(given, Conditions) else cls(given)
 
     @property
@@ -69,7 +69,7 @@ class Conditions(NamedTuple):
         return Conditions(*(None if a is None or b is None else torch.cat([a, b]) for a, b in zip(self, other)))
 
     def dropped(self, hidden: Tensor | None = None, only: str = "") -> Conditions:
-        """Return the conditions with those of the images `hidden`, bool [B], not told; None hides those of all images.
+        """Return the conditions without those of the images `hidden`, bool [B]; None hides those of all images.
 
         `only` names the one condition that is hidden; by default all are.
         """
@@ -83,7 +83,7 @@ class Conditions(NamedTuple):
         return self._replace(**changed)
 
     def label_or(self, null: int) -> Tensor | None:
-        """Return the labels, int64 [B], with the number `null` for images whose class is not told; None if absent."""
+        """Return the labels, int64 [B], with the number `null` for images whose class is hidden; None if absent."""
         return None if self.label is None else self.label.masked_fill(self.label < 0, null)
 
 

@@ -31,7 +31,7 @@ _MODES = {_GREY: "L", _RGB: "RGB"}
 _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, as Pillow's "L"
 
 Size = int | str
-"""A size as settings have it: 64 for 64x64, "96x64" for width x height, 0 where it is left open."""
+"""A size as settings have it: 64 for 64x64, "96x64" for width x height, 0 if it is left open."""
 LEAST, MOST = 4, 4096
 _SIZE = re.compile(r"([0-9]{1,5})(?:[x×]([0-9]{1,5}))?")
 
@@ -39,13 +39,13 @@ _SIZE = re.compile(r"([0-9]{1,5})(?:[x×]([0-9]{1,5}))?")
 def parse_size(size: object, name: str = "size") -> Size:
     """Return a size in its usual form: a number where both sides are equal, else text such as "96x64".
 
-    RequestError if it is no size, or out of bounds.
+    RequestError if it is not a size, or out of bounds.
     """
     try:
         whole = isinstance(size, Integral) and not isinstance(size, bool)
         text = str(size) if whole or isinstance(size, str) else ""
         shown = text if whole else " ".join(repr(size).split())
-    except ValueError:  # a whole number of more digits than Python writes
+    except ValueError:  # a whole number with more digits than Python prints
         text, shown = "", "a number of thousands of digits"
     match = _SIZE.fullmatch(text.strip().lower())
     if match is None:
@@ -133,7 +133,7 @@ class StoredValues:
         return f"({x} + {self.middle / self.half:g}) * {self.half:g}"
 
     def to_bytes(self, stored: NDArray[Any]) -> NDArray[np.uint8]:
-        """Return stored values of any shape as 8 bits, for what looks at images of 8 bits: bytes as they are."""
+        """Return stored values of any shape as 8 bits, for code that takes images of 8 bits; bytes stay unchanged."""
         import numpy as np
 
         if stored.dtype == np.uint8:
@@ -203,7 +203,7 @@ class ImageFormat:
 
     @property
     def square_side(self) -> int:
-        """Side of the square with as many pixels, rounded: what depends on the number of pixels goes by it."""
+        """Side of the square with as many pixels, rounded; defaults that depend on the number of pixels use it."""
         return round(math.sqrt(self.pixels))
 
     @property
@@ -284,7 +284,7 @@ def luma_weights(count: int) -> tuple[float, ...]:
 
 
 def are_pictures(images: NDArray[Any]) -> bool:
-    """Return True if these can be shown as they are: uint8 [N, H, W, 1 or 3]."""
+    """Return True if these can be shown without conversion: uint8 [N, H, W, 1 or 3]."""
     return images.dtype == "uint8" and images.ndim == 4 and images.shape[3] in CHANNELS
 
 

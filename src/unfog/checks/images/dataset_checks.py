@@ -126,7 +126,7 @@ def _check_conversions(scan: ImageScan) -> Finding:
 
 
 def _check_sizes(scan: ImageScan) -> list[Finding]:
-    """Check the sides of all originals, or of `scan.most_sides`; returns nothing where they are not known."""
+    """Check the sides of all originals, or of `scan.most_sides`; returns nothing if they are not known."""
     train, held_out = scan.prepared.train, scan.prepared.held_out
     if not len(train.sides):
         return []

@@ -70,7 +70,7 @@ def _check_near_duplicates(scan: ImageScan, duplicates: Duplicates) -> Finding:
 
 def _check_leakage(scan: ImageScan, duplicates: Duplicates) -> Finding:
     train, held_out = len(scan.prepared.train), int((~scan.in_train).sum())
-    # Rows of held-out images follow those of training images, so the ends of a sorted group tell whether it has both.
+    # Rows of held-out images follow those of training images, so the ends of a sorted group show whether it has both.
     equal = [group for group in duplicates.equal if group[0] < train <= group[-1]]
     exact = np.concatenate([np.zeros(0, np.int64), *(group[group >= train] for group in equal)])
     again, similar = (

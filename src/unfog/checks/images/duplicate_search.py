@@ -51,7 +51,7 @@ class Duplicates:
     similar: Indices
     """[M, 2] rows of near-duplicates that are not in `resaved`."""
     complete: bool
-    """False where there were too many candidates to compare them all."""
+    """False if there were too many candidates to compare them all."""
 
 
 def find_duplicates(scan: ImageScan, progress: Progress | None = None) -> Duplicates:

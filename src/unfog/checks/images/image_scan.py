@@ -88,7 +88,7 @@ class ImageScan:
     """[C, 256] how many pixels of the training images have each value."""
 
     complete: bool
-    """True where every image was scanned."""
+    """True if every image was scanned."""
 
     most_sides: int | None = None
     """Limit of originals whose sides are checked; None checks all."""

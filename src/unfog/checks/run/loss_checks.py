@@ -82,7 +82,7 @@ def check_ema(record: RunRecord, average: Floats, raw: Floats, updates: int, wha
     error = float(pairs.std(ddof=1) / np.sqrt(len(pairs)) / raw.mean()) if len(pairs) > 1 else np.inf
     horizon = _ema_window(record, updates)
     curves = {"EMA": average.mean(1), "raw": raw.mean(1)}
-    exhibits = (_level_figure("EMA weights against raw weights", curves),)
+    figures = (_level_figure("EMA weights against raw weights", curves),)
     facts = {"excess": excess, "error": json_values(error), "updates": updates, "horizon": horizon}
     side = "higher" if excess > 0 else "lower"
     evidence = (
@@ -90,7 +90,7 @@ def check_ema(record: RunRecord, average: Floats, raw: Floats, updates: int, wha
         f"{len(pairs)} {what}; the EMA averages over the last {horizon:,.0f} of {updates:,} updates"
     )
     if excess <= _BEHIND or excess < _CERTAIN * error:
-        return Finding("run.ema_behind", "fine", evidence, "", facts, exhibits)
+        return Finding("run.ema_behind", "fine", evidence, "", facts, figures)
     ema = record.config.ema
     narrower = f"power:width={max(0.01, ema.width / 3):.2g}" if isinstance(ema, PowerEma) else "power:width=0.05"
     remedy = (
@@ -99,7 +99,7 @@ def check_ema(record: RunRecord, average: Floats, raw: Floats, updates: int, wha
     )
     # Early on an average of weights always lags behind weights that improve fast.
     severity: Severity = "hint" if record.step < 0.2 * record.steps else "warning"
-    return Finding("run.ema_behind", severity, evidence, remedy, facts, exhibits)
+    return Finding("run.ema_behind", severity, evidence, remedy, facts, figures)
 
 
 def _ema_window(record: RunRecord, updates: int) -> float:
@@ -116,10 +116,10 @@ def check_overfitting(record: RunRecord, seen: Floats, unseen: Floats) -> Findin
     error = float(np.sqrt(sum(spread)) / a.mean())
     steps, measured, rose = held_out_history(record)
     curves = {"trained on": seen.mean(1), "held out": unseen.mean(1)}
-    exhibits: tuple[Figure, ...] = (_level_figure("Training images against held-out images", curves),)
+    figures: tuple[Figure, ...] = (_level_figure("Training images against held-out images", curves),)
     if len(steps) > 1:
         history = line_chart({"held-out loss": (steps, measured)}, "step", "loss")
-        exhibits += (Figure("Held-out loss", svg=history),)
+        figures += (Figure("Held-out loss", svg=history),)
     worst = int(np.argmax(unseen.mean(1) / np.maximum(seen.mean(1), 1e-12)))
     lowest_at = int(steps[measured.argmin()]) if len(steps) else 0
     facts = {"gap": gap, "error": json_values(error), "rose": rose, "lowest_at": lowest_at}
@@ -134,10 +134,10 @@ def check_overfitting(record: RunRecord, seen: Floats, unseen: Floats) -> Findin
     # Large and sure: a gap of two images may be chance, and a sure gap of a percent is harmless.
     certain = gap > max(_GAP, _CERTAIN * error)
     if certain and rose > ROSE:
-        return Finding("run.overfitting", "warning", evidence, _overfitting_remedy(record), facts, exhibits)
+        return Finding("run.overfitting", "warning", evidence, _overfitting_remedy(record), facts, figures)
     if certain or (rose > 2 * ROSE and gap > error):
-        return Finding("run.overfitting", "hint", evidence, _overfitting_remedy(record), facts, exhibits)
-    return Finding("run.overfitting", "fine", evidence, "", facts, exhibits)
+        return Finding("run.overfitting", "hint", evidence, _overfitting_remedy(record), facts, figures)
+    return Finding("run.overfitting", "fine", evidence, "", facts, figures)
 
 
 def held_out_history(record: RunRecord) -> tuple[Floats, Floats, float]:
@@ -154,7 +154,7 @@ def held_out_history(record: RunRecord) -> tuple[Floats, Floats, float]:
         steps, measured = steps[same], measured[same]
     if not len(measured):
         return steps, measured, 0.0
-    # The median of the last three, unless the last is lower, so that one outlier is no rise.
+    # The median of the last three, unless the last is lower, so that one outlier is not a rise.
     latest = min(float(measured[-1]), float(np.median(measured[-3:])))
     return steps, measured, latest / max(float(measured.min()), 1e-12) - 1
 

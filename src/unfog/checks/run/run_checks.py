@@ -1,6 +1,6 @@
 """Checks of a run, from what it has recorded and from what its newest weights do, and how to run all of them.
 
-To add a check, write a function that returns a Finding, or None where it does not apply, in one of the modules beside
+To add a check, write a function that returns a Finding, or None if it does not apply, in one of the modules beside
 this one, and call it in that module's `check_progress`, `check_costs`, `check_trends` or `check_samples`.
 """
 
@@ -66,7 +66,7 @@ def check_run(folder: RunFolder, device: str = "auto", samples: int = 64) -> lis
     """Run all checks on a run folder without changing it; what cannot be checked is listed in run.skipped.
 
     The run may still be training. So many images are generated, 0 for none, on auto, cpu, cuda, cuda:1 or mps.
-    RequestError if it is no run, its settings are unreadable, or there is no such device.
+    RequestError if it is not a run, its settings are unreadable, or there is no such device.
     """
     config = folder.read_config()
     config.task.check_generates(str(folder.path), f"`unfog report {folder.path}` shows its losses and reconstructions")
@@ -122,7 +122,7 @@ def _newest_weights(
 
 
 def _load_run_images(config: Config, skipped: list[str]) -> Dataset | None:
-    """Load the training images, from the cache where possible; None where they are missing or have changed."""
+    """Load the training images, from the cache where possible; None if they are missing or have changed."""
     try:
         prepared, found = load_images(config, StopSignals())
     except (RequestError, RunError, OSError) as error:
@@ -151,7 +151,7 @@ def _usual_learning_rate(folder: RunFolder, config: Config) -> float | None:
 def _check_weights(
     record: RunRecord, weights: _Weights, prepared: Dataset, samples: int, skipped: list[str]
 ) -> tuple[list[Finding], float | None, float | None]:
-    """Check losses, and so many samples. Returns the same as `_check_losses`; None where memory did not suffice."""
+    """Check losses, and so many samples. Returns the same as `_check_losses`; None if memory did not suffice."""
     findings: list[Finding] = []
     relative = pixelwise = None
     try:

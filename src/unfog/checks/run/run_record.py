@@ -44,12 +44,12 @@ class RunRecord:
     metrics: Sequence[Row] = ()
     events: Sequence[Row] = ()
     heartbeat: Mapping[str, Any] | None = None
-    """The heartbeat with its age, as `Heartbeat.read` gives it; None where there is none."""
+    """The heartbeat with its age, as `Heartbeat.read` gives it; None if there is none."""
     saved: Sequence[CheckpointInfo] = ()
     """Oldest first."""
     broken: Sequence[BrokenCheckpoint] = ()
     data: Mapping[str, Any] = field(default_factory=dict)
-    """data.json, less its list of files; {} where there is none."""
+    """data.json, less its list of files; {} if there is none."""
 
     @classmethod
     def read(cls, path: Path, config: Config, beat: Mapping[str, Any] | None) -> RunRecord:
@@ -72,7 +72,7 @@ class RunRecord:
 
     @property
     def steps(self) -> int:
-        """Steps of the whole run, as planned last; 0 where its length was never resolved."""
+        """Steps of the whole run, as planned last; 0 if its length was never resolved."""
         for row in reversed(self.events):
             if row.get("kind") in (*SESSION_STARTS, LENGTH_EVENT) and (steps := finite_number(row.get("steps"))) > 0:
                 return int(steps)
@@ -134,7 +134,7 @@ class RunRecord:
         return min(1.0, rates[-1] / self.config.optimizer.lr) if rates and self.config.optimizer.lr else 1.0
 
     def lower_learning_rate(self, usual: float | None) -> float | None:
-        """Return a lower learning rate to try; None where the rate is far below the usual one, and not the cause."""
+        """Return a lower learning rate to try; None if the rate is far below the usual one, and not the cause."""
         now = self.config.optimizer.lr * self.lr_scale
         if usual and now < usual / _FAR_BELOW:
             return None
@@ -143,7 +143,7 @@ class RunRecord:
         return max(now / 3, (usual or 0.0) / (2 * _FAR_BELOW))
 
     def stability_remedy(self, usual: float | None) -> str:
-        """Return what to do where the loss rises or is not finite; `usual` is the automatic learning rate, if known."""
+        """Return the remedy for a loss that rises or is not finite; `usual`: the automatic learning rate, if known."""
         lr = self.lower_learning_rate(usual)
         if lr is not None:
             return f"a lower learning rate: {self.resume_command(f'--lr {lr:.2g}')}, or train again with it"

@@ -45,9 +45,9 @@ class SampleRemedies(NamedTuple):
     """Remedies for samples, which depend on the settings of their run."""
 
     finer: str = ""
-    """A command that samples in smaller steps; "" where none takes smaller ones."""
+    """A command that samples in smaller steps; "" if none takes smaller ones."""
     sharper: str = ""
-    """A command that ends sampling at a lower noise level, and what it does; "" where it ends at the lowest."""
+    """A command that ends sampling at a lower noise level, and what it does; "" if it ends at the lowest."""
     untinted: str = ""
     """Settings other than the run's that tint less."""
 
@@ -109,7 +109,7 @@ class _ColorStatistics(NamedTuple):
 
 
 def _color_statistics(pixels: Pixels, classes: NDArray[np.int64] | None = None) -> _ColorStatistics:
-    """Compute statistics of images, uint8 [N, H, W, C]; with classes [N], every class counts alike."""
+    """Compute statistics of images, uint8 [N, H, W, C]; with classes [N], every class has the same weight."""
     x = pixels.astype(np.float64)
     inner = x[:, 1:-1, 1:-1]
     around = (x[:, :-2, 1:-1] + x[:, 2:, 1:-1] + x[:, 1:-1, :-2] + x[:, 1:-1, 2:]) / 4
@@ -174,7 +174,7 @@ def check_samples(generated: _Labelled, training: _Labelled, unready: str, remed
 def _check_color_cast(
     drawn: _ColorStatistics,
     data: _ColorStatistics,
-    exhibit: Figure,
+    figure: Figure,
     unready: str = "",
     remedies: SampleRemedies = _NO_RUN,
 ) -> Finding:
@@ -204,7 +204,7 @@ def _check_color_cast(
         (off and not unready, "warning", "", longer),
         (off or slightly, "hint", "", unready or longer),
         facts={"brightness": [*brightness], "casts": {name: [*cast] for name, cast in casts.items()}},
-        figures=(_channel_table(drawn, data), exhibit),
+        figures=(_channel_table(drawn, data), figure),
     )
 
 
@@ -273,7 +273,7 @@ def _check_detail(
 def _check_blank(
     drawn: _ColorStatistics,
     data: _ColorStatistics,
-    exhibit: Figure,
+    figure: Figure,
     unready: str = "",
     remedies: SampleRemedies = _NO_RUN,
 ) -> Finding:
@@ -287,12 +287,12 @@ def _check_blank(
     finding = partial(Finding, "run.blank_samples", facts={"blank": empty, "blank_in_data": usual, "detail": detail})
     if empty - usual > 0.2:
         evidence = f"{empty:.0%} of the generated images are blank ({usual:.0%} of the training images)"
-        return finding(grave, evidence, soon, figures=(exhibit,))
+        return finding(grave, evidence, soon, figures=(figure,))
     evidence = f"generated images have {detail:.2f} times the fine detail of training images"
     if detail > _NOISY:
-        return finding(grave, f"{evidence}: noise is left", noisy, figures=(exhibit,))
+        return finding(grave, f"{evidence}: noise is left", noisy, figures=(figure,))
     if detail < _SMOOTH:
-        return finding("hint", f"{evidence}: they are blurred", smooth, figures=(exhibit,))
+        return finding("hint", f"{evidence}: they are blurred", smooth, figures=(figure,))
     return finding("fine", f"{evidence}, and none of them is blank")
 
 

@@ -1,4 +1,4 @@
-"""Checks of how a run fares: its state, and its checkpoints."""
+"""Checks of the state of a run and of its checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FULL = ("disk is full", "No space left", "uota exceeded", "has no room")
 
 
 def check_progress(record: RunRecord, usual_lr: float | None) -> list[Finding]:
-    """Check state and checkpoints; `usual_lr` is the automatic learning rate, None where it is not known."""
+    """Check state and checkpoints; `usual_lr` is the automatic learning rate, None if it is not known."""
     return [_check_state(record, usual_lr), _check_checkpoints(record)]
 
 
@@ -60,7 +60,7 @@ def _after_failure(record: RunRecord, word: str, usual_lr: float | None) -> str:
     if any(full in word for full in _FULL):
         return f"free some space, then {record.command('resume')}"
     if "one image at a time" in word:  # with gradient checkpointing, so that nothing is left to do without
-        return "train again with a smaller --size or --network, or where there is more memory"
+        return "train again with a smaller --size or --network, or if there is more memory"
     if "memory" in word.lower():
         now = record.config.training.microbatch or record.batch
         less = f"--microbatch {now // 2}" if now > 1 else "--training.checkpointing"
@@ -105,11 +105,11 @@ def _check_checkpoints(record: RunRecord) -> Finding:
     for one in record.saved:
         loss = "" if one.held_out_loss is None else f"{one.held_out_loss:.4g}"
         rows.append((f"{one.step:,}", loss, "its held-out loss" if one.for_best else ""))
-    exhibits = (Figure("Checkpoints", table=rows),) if kept else ()
+    figures = (Figure("Checkpoints", table=rows),) if kept else ()
     if record.broken:
         evidence = f"{plural(len(record.broken), 'checkpoint')} cannot be used ({record.broken[0].reason})"
         remedy = f"a resume ignores them and continues from step {kept[-1]}" if kept else "train again"
-        return Finding("run.checkpoints", "warning", evidence, remedy, facts, exhibits)
+        return Finding("run.checkpoints", "warning", evidence, remedy, facts, figures)
     if not kept:
         return Finding("run.checkpoints", "hint", "nothing has been saved yet, so only the record is checked")
-    return Finding("run.checkpoints", "fine", f"checkpoints of steps {', '.join(kept)}", "", facts, exhibits)
+    return Finding("run.checkpoints", "fine", f"checkpoints of steps {', '.join(kept)}", "", facts, figures)

@@ -84,17 +84,22 @@ def _loss_trend(record: RunRecord) -> _Trend | None:
 
 
 def _check_loss(
-    record: RunRecord, relative: float | None, beaten: float | None, by_heart: bool = False
+    record: RunRecord, relative: float | None, of_pixelwise: float | None, memorized: bool = False
 ) -> Finding | None:
     """run.not_learning where simple predictions do as well; else run.loss: level, falling or rising."""
     _, values = record.column("loss")
     if not len(values):
         return None
-    facts: dict[str, Any] = {"loss": float(values[-1]), "of_answering_0": relative, "of_pixelwise": beaten}
-    exhibits = (_loss_figure(record),)
-    if relative is not None and beaten is not None and record.step >= _SOON and (relative > _UNLEARNED or beaten > 1):
+    facts: dict[str, Any] = {"loss": float(values[-1]), "of_answering_0": relative, "of_pixelwise": of_pixelwise}
+    figures = (_loss_figure(record),)
+    if (
+        relative is not None
+        and of_pixelwise is not None
+        and record.step >= _SOON
+        and (relative > _UNLEARNED or of_pixelwise > 1)
+    ):
         evidence = (
-            f"the loss is {relative:.2f} of the loss of predicting 0, and {beaten:.2f} of that of predicting "
+            f"the loss is {relative:.2f} of the loss of predicting 0, and {of_pixelwise:.2f} of that of predicting "
             "each pixel by itself: the network has learned almost nothing"
         )
         source, settings = map(shlex.quote, (without_secrets(record.config.source), str(record.path / "config.toml")))
@@ -102,18 +107,18 @@ def _check_loss(
         if (idle := _idle_share(record)) >= _IDLE:
             remedy = f"the learning rate was 0 for {idle:.0%} of the run, which is why: see run.lr_zero"
         severity: Severity = "fatal" if record.step >= 0.5 * record.steps else "warning"
-        return Finding("run.not_learning", severity, evidence, remedy, facts, exhibits)
-    finding, trend = partial(Finding, "run.loss", facts=facts, figures=exhibits), _loss_trend(record)
+        return Finding("run.not_learning", severity, evidence, remedy, facts, figures)
+    finding, trend = partial(Finding, "run.loss", facts=facts, figures=figures), _loss_trend(record)
     if trend is None:
         return finding("fine", f"the loss is {values[-1]:.3g}; it is too early for a trend")
     facts |= trend._asdict()
-    known = "" if beaten is None else f", {beaten:.2f} of the loss of predicting each pixel by itself"
+    known = "" if of_pixelwise is None else f", {of_pixelwise:.2f} of the loss of predicting each pixel by itself"
     if trend.rises:
         evidence = f"the loss rises, by {-trend.fall:.0%} with twice the images; it is {trend.last:.3g}{known}"
         return finding("warning", evidence, record.stability_remedy(None))
     if trend.fall > max(_IMPROVES, 2 * trend.error):
         evidence = f"the loss still falls, by {trend.fall:.0%} with twice the images; it is {trend.last:.3g}{known}"
-        if record.step < record.steps or by_heart:
+        if record.step < record.steps or memorized:
             return finding("fine", evidence)
         longer, expected = record.command("resume", f"--steps {2 * record.steps}"), trend.last * (1 - trend.fall)
         return finding("hint", evidence, f"train longer: {longer}; expect about {expected:.3g}")
@@ -134,9 +139,9 @@ def _loss_figure(record: RunRecord) -> Figure:
     return Figure("Loss", svg=chart)
 
 
-def _check_learning_rate(record: RunRecord, usual_lr: float | None, beaten: float | None) -> Finding | None:
+def _check_learning_rate(record: RunRecord, usual_lr: float | None, of_pixelwise: float | None) -> Finding | None:
     """run.lr_high and run.lr_low, where the rate is unusual and its effects show; else run.lr."""
-    lr, backs = record.config.optimizer.lr, len(record.recent_events("rolled_back"))
+    lr, roll_backs = record.config.optimizer.lr, len(record.recent_events("rolled_back"))
     steps, norms = record.column("gradient_norm")
     if not lr or not len(steps):
         return None
@@ -147,32 +152,32 @@ def _check_learning_rate(record: RunRecord, usual_lr: float | None, beaten: floa
     times = lr / usual_lr if usual_lr else None
     compared = f", {format_number(times)} times the usual {usual_lr:.2g}" if times and usual_lr else ""
     signs = []
-    if backs:
-        signs.append(f"{plural(backs, 'roll-back')} halved it")
-    if beaten is not None and beaten > 0.9 and record.step >= _SOON:
-        signs.append(f"the loss is still {beaten:.2f} of the loss of predicting each pixel by itself")
+    if roll_backs:
+        signs.append(f"{plural(roll_backs, 'roll-back')} halved it")
+    if of_pixelwise is not None and of_pixelwise > 0.9 and record.step >= _SOON:
+        signs.append(f"the loss is still {of_pixelwise:.2f} of the loss of predicting each pixel by itself")
     if trend is not None and trend.rises:
         signs.append(f"the loss rises by {-trend.fall:.0%} with twice the images")
     # Either alone is usual: norms grow as a network learns details, and a tight clip cuts most steps of a sound run.
     if growth > 4 and clipped > 0.9:
         signs.append(f"the gradient norm has grown {growth:.0f} times and is clipped in {clipped:.0%} of the steps")
     facts = {"lr": lr, "usual": usual_lr, "clipped": clipped, "growth": growth, "signs": signs}
-    exhibits = (Figure("Learning rate", svg=line_chart({"rate": record.column("lr")}, "step", "rate", zero_y=True)),)
+    figures = (Figure("Learning rate", svg=line_chart({"rate": record.column("lr")}, "step", "rate", zero_y=True)),)
     above = times is None or times > _HIGH
     # A rate that cannot be compared needs two signs, as each of them has other causes too.
     if signs and above and (times is not None or len(signs) > 1):
         evidence = f"the learning rate {lr:.2g}{compared} is too high: {', and '.join(signs)}"
-        return Finding("run.lr_high", "warning", evidence, record.stability_remedy(usual_lr), facts, exhibits)
+        return Finding("run.lr_high", "warning", evidence, record.stability_remedy(usual_lr), facts, figures)
     steep = trend is not None and trend.fall > max(_STEEP, 3 * trend.error)
-    if usual_lr and times is not None and times < _LOW and (steep or (beaten or 0.0) > 0.9):
+    if usual_lr and times is not None and times < _LOW and (steep or (of_pixelwise or 0.0) > 0.9):
         why = f"the loss still falls by {trend.fall:.0%} with twice the images" if trend else ""
         if not steep:
             why = f"little is learned, and {why}" if trend and trend.fall > _IMPROVES else "little is learned"
         evidence = f"the learning rate {lr:.2g}{compared} is too low: after {plural(record.step, 'step')} {why}"
         remedy = f"continue with a higher rate: {record.resume_command(f'--lr {usual_lr:.2g}')}, or train again with it"
         severity: Severity = "warning" if times < _FAR_TOO_LOW else "hint"
-        return Finding("run.lr_low", severity, evidence, remedy, facts, exhibits)
-    return Finding("run.lr", "fine", f"learning rate {lr:.2g}{compared}", "", facts, exhibits)
+        return Finding("run.lr_low", severity, evidence, remedy, facts, figures)
+    return Finding("run.lr", "fine", f"learning rate {lr:.2g}{compared}", "", facts, figures)
 
 
 def _idle_share(record: RunRecord) -> float:
@@ -233,12 +238,12 @@ def _check_gradient(record: RunRecord) -> Finding | None:
 
 def _check_stability(record: RunRecord, usual_lr: float | None = None) -> Finding | None:
     """run.unstable: steps skipped because of non-finite numbers, and roll-backs, with their causes."""
-    refused, backs = record.recent_events("step_refused"), record.recent_events("rolled_back")
+    refused, roll_backs = record.recent_events("step_refused"), record.recent_events("rolled_back")
     steps = record.step - record.changed_at
     if steps <= 0:
         return None
     since = f" since settings changed at step {record.changed_at:,}" if record.changed_at else ""
-    if not (refused or backs):
+    if not (refused or roll_backs):
         return Finding("run.unstable", "fine", f"none of {plural(steps, 'step')}{since} was skipped or rolled back")
     share = len(refused) / steps
     images = Counter(str(name) for row in refused for name in _list_field(row, "images"))
@@ -246,7 +251,7 @@ def _check_stability(record: RunRecord, usual_lr: float | None = None) -> Findin
     facts = {
         "refused": len(refused),
         "share": share,
-        "rolled_back": len(backs),
+        "rolled_back": len(roll_backs),
         "images": dict(images.most_common(10)),
         "layers": dict(layers.most_common(10)),
         "lr_scale": record.lr_scale,
@@ -256,14 +261,15 @@ def _check_stability(record: RunRecord, usual_lr: float | None = None) -> Findin
         told.append(
             f"{plural(len(refused), 'step')} of {steps:,}{since} ({share:.1%}) skipped, as numbers were not finite"
         )
-    if backs:
-        reason = str(backs[-1].get("reason", ""))[:160]
+    if roll_backs:
+        reason = str(roll_backs[-1].get("reason", ""))[:160]
         told.append(
-            f"{plural(len(backs), 'roll-back')}, the last at step {finite_number(backs[-1].get('step')):,.0f}: {reason}"
+            f"{plural(len(roll_backs), 'roll-back')}, the last at step "
+            f"{finite_number(roll_backs[-1].get('step')):,.0f}: {reason}"
         )
-    remedy = _after_trouble(record, images, layers, bool(backs), usual_lr)
-    severity: Severity = "warning" if backs or share > 0.01 else "hint"
-    return Finding("run.unstable", severity, "; ".join(told), remedy, facts, (_troubles(refused, backs),))
+    remedy = _after_trouble(record, images, layers, bool(roll_backs), usual_lr)
+    severity: Severity = "warning" if roll_backs or share > 0.01 else "hint"
+    return Finding("run.unstable", severity, "; ".join(told), remedy, facts, (_troubles(refused, roll_backs),))
 
 
 def _after_trouble(
@@ -279,11 +285,11 @@ def _after_trouble(
     return f"if it continues, compute in fp32{where}: {record.resume_command('--precision fp32')}"
 
 
-def _troubles(refused: list[dict[str, Any]], backs: list[dict[str, Any]]) -> Figure:
+def _troubles(refused: list[dict[str, Any]], roll_backs: list[dict[str, Any]]) -> Figure:
     """Return a table of the first twenty events."""
     rows = [("step", "what", "where", "images", "noise levels")]
-    for row in sorted((*refused, *backs), key=lambda row: finite_number(row.get("step")))[:20]:
-        back = row in backs
+    for row in sorted((*refused, *roll_backs), key=lambda row: finite_number(row.get("step")))[:20]:
+        back = row in roll_backs
         what = f"rolled back: {row.get('reason', '')}" if back else f"skipped, gradient norm {row.get('gradient_norm')}"
         levels = ", ".join(f"{finite_number(level):.2f}" for level in _list_field(row, "levels"))
         names = ", ".join(map(str, _list_field(row, "images")))

@@ -54,7 +54,7 @@ def _check_learning_rate(config: Config, parameters: int) -> Finding:
         said = f"lr {peak:.2g} of {config.optimizer.method.path}, for which no usual rate is known"
         return Finding("settings.lr", "fine", said, facts={"lr": peak, "parameters": parameters})
     mean = float(np.mean([config.optimizer.learning_rate(int(s), steps) for s in np.linspace(0, steps - 1, 200)]))
-    # A cosine schedule halves the mean, which is no sign of a low rate.
+    # A cosine schedule halves the mean, which does not show a low rate.
     above, below = peak / max(by_root, by_line), min(1.0, 2 * mean / peak if peak else 0) * peak / min(by_root, by_line)
     facts = {"lr": peak, "mean": mean, "square_root_rule": by_root, "linear_rule": by_line, "parameters": parameters}
     rules = f"the square-root rule gives {by_root:.2g}" + (f" and the linear one {by_line:.2g}" if batch != 64 else "")

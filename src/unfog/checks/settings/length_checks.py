@@ -16,7 +16,7 @@ from unfog.reporting.progress import format_duration, format_number
 # Epochs after which a small set is memorized; DDPM's CIFAR-10, 50,000 images with dropout, had 2,048.
 _MANY_EPOCHS = 2000
 _SMALL_SET = 10_000
-_COMMON_BATCH = 64  # of the table of common lengths, which tells steps only
+_COMMON_BATCH = 64  # of the table of common lengths, which lists steps only
 
 
 class _Published(NamedTuple):
@@ -74,21 +74,23 @@ def check_length(config: Config, prepared: Dataset) -> Finding:
     """Check that the run is long enough for recognisable samples, and not so long that it memorizes a small set."""
     images, batch, pictures = config.training.images, config.training.batch, len(prepared.train)
     low, high = _milestones(config.image_format.square_side)["recognisable"]
-    epochs, by_heart = images / pictures, _MANY_EPOCHS * pictures
+    epochs, memorized_at = images / pictures, _MANY_EPOCHS * pictures
     # Weights of another run have seen images before, so neither limit is known for them.
     fresh, many = not config.init.folder, epochs > _MANY_EPOCHS
-    repeats = f"; so few are memorized after about {_format_count(by_heart)} images, before samples are recognisable"
+    repeats = (
+        f"; so few are memorized after about {_format_count(memorized_at)} images, before samples are recognisable"
+    )
     need = f"; samples become recognisable after about {_format_count(low)} to {_format_count(high)} images"
     copies = "; a small set is memorized long before that, so that samples become copies"
     more = "add images, at least hundreds; the model will only repeat these"
     longer = f"train on --images {round(low)} or more; the default length is an hour"
     flip = "--flip where left and right do not matter, " * (not config.data.flip)
-    shorter = f"--images {by_heart}, more images, {flip}or dropout"
+    shorter = f"--images {memorized_at}, more images, {flip}or dropout"
     return Finding.graded(
         "settings.length",
         f"{images // batch:,} steps train on {images:,} images, each of the {pictures:,} about "
         f"{format_number(epochs)} times",
-        (fresh and by_heart < low, "warning", repeats, more),
+        (fresh and memorized_at < low, "warning", repeats, more),
         (fresh and images < low / 2, "warning", need, longer),
         (many and pictures < _SMALL_SET, "warning", copies, shorter),
         (many, "hint", "; watch the held-out loss for a rise", shorter),
@@ -113,7 +115,7 @@ def training_length_guide(config: Config, prepared: Dataset, seconds_per_step: f
         "milestones": {name: list(span) for name, span in guide.items()},
         "memorised_from": _MANY_EPOCHS * pictures,
     }
-    exhibits = (
+    figures = (
         Figure(
             f"Training images at {size} pixels",
             table=_guide_rows({**guide, "this run": (images, images)}, batch, pictures, pace),
@@ -136,7 +138,7 @@ def training_length_guide(config: Config, prepared: Dataset, seconds_per_step: f
         f"and good after {_format_count(guide['good'][0])} to {_format_count(guide['good'][1])}; "
         f"this run sees {_format_count(images)}{time}, {place}"
     )
-    return Finding("length.guide", "fine", said, facts=facts, figures=exhibits)
+    return Finding("length.guide", "fine", said, facts=facts, figures=figures)
 
 
 def _place(images: float, guide: dict[str, Range]) -> str:

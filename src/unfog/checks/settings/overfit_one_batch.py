@@ -48,10 +48,10 @@ _LEAST = 0.01
 STUCK, _STUCK_AFTER = 0.95, 100
 # The same for weights that do not move at all, which shows at once.
 _FROZEN, _FROZEN_AFTER = 0.999, 20
-# Whichever comes first; it ends sooner where the images are learned.
+# The first limit that is reached counts; the test ends sooner once the images are learned.
 _MOST_STEPS, _MOST_SECONDS = 600, 20.0
-# Relative change of the answers when an input is exchanged, below which the network does not look at it.
-_HEEDED = 1e-6
+# Relative change of the outputs when an input is exchanged; below it, the network ignores that input.
+_IGNORED = 1e-6
 
 _ToModel = Callable[[Tensor], Tensor]
 
@@ -65,19 +65,19 @@ def overfit_one_batch(
     each at a noise level of its own. Interrupted is raised once `stop` returns True.
     """
     device, see = state.precision.device, without_augmentation(config)
-    lesson = _OverfitBatch.of(images, build_objective(config), device, see, ImageMap.of(config, device).view)
-    lesson.at_once = min(_IMAGES, config.training.microbatch or _IMAGES)
-    settings = replace(config.training, batch=_IMAGES, microbatch=lesson.at_once, images=10**6 * _IMAGES)
+    batch = _OverfitBatch.of(images, build_objective(config), device, see, ImageMap.of(config, device).view)
+    batch.at_once = min(_IMAGES, config.training.microbatch or _IMAGES)
+    settings = replace(config.training, batch=_IMAGES, microbatch=batch.at_once, images=10**6 * _IMAGES)
     settings = replace(settings, capture=False)  # the loss of each image is read in each step
     optimizer = replace(config.optimizer, warmup=20, schedule="constant")
-    task = Task(lesson, lambda pixels: (see(pixels), None), lesson.loss)
+    task = Task(batch, lambda pixels: (see(pixels), None), batch.loss)
     with Progress("overfitting eight images, step", _MOST_STEPS) as progress:
-        monitor = _OverfitMonitor(lesson, progress, stop)
+        monitor = _OverfitMonitor(batch, progress, stop)
         train(LoopSettings(settings, optimizer), state, task, monitor)
     if stop():
         raise Interrupted
-    lesson.at_once = min(lesson.at_once, microbatch_size(settings, state))  # memory may not have sufficed even so
-    return _finding(config, state, lesson, monitor)
+    batch.at_once = min(batch.at_once, microbatch_size(settings, state))  # memory may not have sufficed even so
+    return _finding(config, state, batch, monitor)
 
 
 @dataclass(eq=False)
@@ -100,7 +100,7 @@ class _OverfitBatch:
     step: int = 1
     """That it belongs to, from 1 on."""
     losses: dict[int, Tensor] = field(default_factory=dict)
-    """Of steps whose end was not told yet: the loss of each image, float32 [B] on the CPU."""
+    """Losses of steps whose end is not reported yet: float32 [B] on the CPU."""
 
     @classmethod
     def of(
@@ -173,7 +173,7 @@ class _OverfitBatch:
         """Return the names of inputs that do not change the outputs."""
         answers = self.answers(network)
         inputs = ["image", "level", *self.conditions.droppable]
-        limit = _HEEDED * answers.norm()
+        limit = _IGNORED * answers.norm()
         return [name for name in inputs if (self.answers(network, name) - answers).norm() <= limit]
 
     def image_grid(self, network: nn.Module) -> Pixels:
@@ -192,10 +192,10 @@ class _OverfitBatch:
 class _OverfitMonitor(TrainingHooks):
     """Training hooks that watch the loss and stop when the images are learned or the time is up."""
 
-    def __init__(self, lesson: _OverfitBatch, progress: Progress, interrupted: Callable[[], bool]):
-        self.lesson, self.progress, self.interrupted = lesson, progress, interrupted
+    def __init__(self, batch: _OverfitBatch, progress: Progress, interrupted: Callable[[], bool]):
+        self.batch, self.progress, self.interrupted = batch, progress, interrupted
         self.deadline = time.monotonic() + _MOST_SECONDS
-        self.blind = lesson.pixelwise_loss()
+        self.pixelwise = batch.pixelwise_loss()
         self.first: Tensor
         self.relative: list[float] = []
         """Loss of each step over that of the blind answer; the geometric mean over the images, as levels differ."""
@@ -204,16 +204,16 @@ class _OverfitMonitor(TrainingHooks):
 
     def on_step_end(self, step: int) -> None:
         # By its number: on a GPU the next step may have been computed by now.
-        loss = self.lesson.losses.pop(step)
+        loss = self.batch.losses.pop(step)
         if not self.relative:
             self.first = loss
-        self.relative.append(_ratio(loss, torch.maximum(self.blind, _LEAST * self.first)))
+        self.relative.append(_ratio(loss, torch.maximum(self.pixelwise, _LEAST * self.first)))
         self.fallen.append(_ratio(loss, self.first))
         self.progress.update(step)
 
     @property
     def reached(self) -> tuple[float, float]:
-        """Loss of late over that of the blind answer, and over that of the first step."""
+        """Recent loss, divided by that of predicting each pixel alone, and by that of the first step."""
         if not self.relative:
             return math.inf, math.inf
         return statistics.median(self.relative[-5:]), statistics.median(self.fallen[-5:])
@@ -229,14 +229,14 @@ def _ratio(loss: Tensor, other: Tensor) -> float:
     return float((loss.double().clamp_min(1e-30) / other.double().clamp_min(1e-30)).log().mean().exp())
 
 
-def _finding(config: Config, state: TrainState, lesson: _OverfitBatch, monitor: _OverfitMonitor) -> Finding:
+def _finding(config: Config, state: TrainState, batch: _OverfitBatch, monitor: _OverfitMonitor) -> Finding:
     steps, (relative, fallen) = len(monitor.relative), monitor.reached
     facts: dict[str, Any] = {"steps": steps, "images": _IMAGES, "loss_to_blind": relative, "loss_to_first": fallen}
     facts = json_values(facts) | {"lr": config.optimizer.lr, "precision": config.training.precision}
     began = f"in {steps} steps of {_IMAGES} images at lr {config.optimizer.lr:.2g} the loss"
     went = f"fell to {format_number(100 * fallen)}% of" if fallen <= 1 else f"rose to {format_number(fallen)} times"
     said = f"{began} {went} what it was at first"
-    finding = partial(Finding, f"{DRY_RUN}.overfit", facts=facts, figures=_figures(lesson, monitor, state.model))
+    finding = partial(Finding, f"{DRY_RUN}.overfit", facts=facts, figures=_figures(batch, monitor, state.model))
     if steps and not math.isfinite(fallen):
         skipped = f"became infinite, and {steps - state.updates} steps were skipped"
         return finding(
@@ -250,9 +250,9 @@ def _finding(config: Config, state: TrainState, lesson: _OverfitBatch, monitor: 
             "network: please report it"
         )
         return finding("fatal", f"{said}, so the network learns nothing", remedy if fallen <= 1.01 else "a lower --lr")
-    unheeded = lesson.ignored_inputs(state.model)
-    if unheeded and fallen < _FROZEN:
-        said = f"{said}, but the network's output does not depend on its {' or its '.join(unheeded)}"
+    ignored = batch.ignored_inputs(state.model)
+    if ignored and fallen < _FROZEN:
+        said = f"{said}, but the network's output does not depend on its {' or its '.join(ignored)}"
         return finding(
             "fatal", said, "check how the network uses its inputs; if it is a network of Unfog, please report it"
         )
@@ -262,7 +262,7 @@ def _finding(config: Config, state: TrainState, lesson: _OverfitBatch, monitor: 
     return finding("hint", f"{said} when time ran out: the network learns, but has not memorized them yet", remedy)
 
 
-def _figures(lesson: _OverfitBatch, monitor: _OverfitMonitor, network: nn.Module) -> tuple[Figure, ...]:
+def _figures(batch: _OverfitBatch, monitor: _OverfitMonitor, network: nn.Module) -> tuple[Figure, ...]:
     steps = list(range(1, len(monitor.relative) + 1))
     curves = {
         "of the first step": (steps, monitor.fallen),
@@ -271,6 +271,6 @@ def _figures(lesson: _OverfitBatch, monitor: _OverfitMonitor, network: nn.Module
     curve = line_chart(curves, "step", "loss, as a share", log_y=True)
     caption = "Eight images at noise levels from clean (left) to noisy, always with the same noise."
     return (
-        Figure("Overfitted images", image=lesson.image_grid(network), caption=caption),
+        Figure("Overfitted images", image=batch.image_grid(network), caption=caption),
         Figure("Loss while overfitting", svg=curve, caption="Geometric mean over the images."),
     )

@@ -99,7 +99,7 @@ def _network_input(config: Config, prepared: Dataset) -> Tensor:
 
 
 def _check_range(pixels: Tensor, augment: Augment) -> Finding:
-    """Check that the training loop sees these pixels in [-1, 1], and on both sides of 0 where they should be."""
+    """Check that the training loop sees these pixels in [-1, 1], and on both sides of 0 if they should be."""
     with torch.random.fork_rng(devices=[]):
         x0, _ = augment(pixels)
     low, high, mean, std = (float(v) for v in (x0.min(), x0.max(), x0.mean(), x0.std()))

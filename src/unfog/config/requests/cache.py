@@ -9,7 +9,7 @@ from unfog.errors import RequestError
 
 @dataclass(frozen=True)
 class CacheRequest:
-    """List what the cache folder holds, or make room in it. UNFOG_CACHE names the folder.
+    """List the entries of the cache folder, or make room in it. UNFOG_CACHE names the folder.
 
     UNFOG_CACHE_LIMIT limits it, in GB (default 50). When it is full, the least recently used entries go first. No
     command removes an entry that a process uses.

@@ -20,7 +20,7 @@ class DoctorRequest(TrainingRequest):
       unfog doctor runs/photos                      during or after it
       unfog doctor --gpu                            a minute, without images
 
-    The exit status is 2 where training makes no sense. A run has its own settings.
+    The exit status is 2 if training makes no sense. A run has its own settings.
     """
 
     source: str = field(default="", metadata=argument("SOURCE|RUN"))

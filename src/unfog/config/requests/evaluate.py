@@ -44,7 +44,7 @@ class EvaluationRequest:
     seed: int = 0
     """Seed of the noise. Another seed gives other samples."""
     guidance: float | None = None
-    """Guidance scale. Default: the run's; 2 where its own earlier average guides."""
+    """Guidance scale. Default: the run's; 2 if its own earlier average guides."""
     guide: str | None = setting(None, metavar="auto|none|RUN[:STEP]")
     """Weaker network to guide away from, as for `unfog sample`."""
     guide_every: int = 1
@@ -107,7 +107,7 @@ class EvaluateRequest(EvaluationRequest):
 
     @property
     def is_of_images(self) -> bool:
-        """True where there is no run, but images to compare with a reference."""
+        """True if there is no run, but images to compare with a reference."""
         return bool(self.reference) and not (self.run / "config.toml").is_file() and not is_model(self.run)
 
     def check_without_run(self) -> None:
@@ -120,4 +120,4 @@ class EvaluateRequest(EvaluationRequest):
                 f"{wrong[0]} needs a run, and {self.run} is not one: it has no config.toml; leave it out"
             )
         if not self.reference:
-            raise RequestError(f"{self.run} is no run, so there are no training images; give --reference SOURCE")
+            raise RequestError(f"{self.run} is not a run, so there are no training images; give --reference SOURCE")

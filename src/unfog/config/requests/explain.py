@@ -16,7 +16,7 @@ class ExplainRequest:
       unfog explain lr            a setting
       unfog explain min-snr       a kind that a setting can have
 
-    Measured effects and publications are named where there are any.
+    Measured effects and publications are named if there are any.
     """
 
     setting: str = field(default="", metadata=argument("SETTING"))

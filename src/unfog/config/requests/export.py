@@ -36,7 +36,7 @@ class ExportSettings:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9][a-z0-9.-]{0,62}|", self.license):
             raise RequestError(
-                f"license = {quote(self.license)} is no identifier of the Hub, such as mit, cc-by-4.0 or other"
+                f"license = {quote(self.license)} is not an identifier of the Hub, such as mit, cc-by-4.0 or other"
             )
         if self.public and not self.push_to_hub:
             raise RequestError("public needs a repository: give --push-to-hub NAME, or omit it")

@@ -21,4 +21,4 @@ class FindLrRequest(TrainingRequest):
     out: Path | None = setting(None, metavar="PATH")
     """New folder for the plot and lr-range.json. Default: find-lr/ and the name of SOURCE."""
     seconds: float = 90.0
-    """Wall time of the command in seconds, reading images for the first time aside. A large network needs more."""
+    """Total time of the command in seconds, without the first reading of the images. A large network needs more."""

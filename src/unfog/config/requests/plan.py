@@ -16,7 +16,7 @@ class PlanRequest(TrainingRequest):
       unfog plan photos/ --size 128 --batch 64 --steps 100000 --for h200
       unfog plan photos/ --network base --steps 9000 --training.shard --processes 8
 
-    The exit status is 2 where it does not fit.
+    The exit status is 2 if it does not fit.
     """
 
     device: str = setting("", flag="for", metavar="DEVICE")

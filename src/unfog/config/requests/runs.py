@@ -52,7 +52,7 @@ class ServeRequest:
       unfog serve                          the runs in runs/
       unfog serve runs --source photos/    also to start runs on photos/
 
-    The address that it prints holds a secret: whoever has it can do on the page what you can. Only this machine is
+    The address that it prints holds a secret: anybody who has it can do on the page what you can. Only this machine is
     served. From another one, forward the port: ssh -L 8642:127.0.0.1:8642 MACHINE
     """
 

@@ -144,6 +144,6 @@ def check_usual(request: Any, names: Iterable[str]) -> None:
     """Raise RequestError if one of these settings, which need a run, is not its default."""
     usual = {f.name: f.default for f in fields(request)}
     for name in names:
-        # A flag at its default cannot be told from one that was not given, and does no harm.
+        # A flag at its default looks like one that was not given, and does no harm.
         if getattr(request, name) != usual[name]:
             raise RequestError(f"{name} needs a run, and {request.run} is not one: it has no config.toml; leave it out")

@@ -1,4 +1,4 @@
-"""All images of the buckets as one set: as they are by row, and at one size for what needs images of one size."""
+"""All images of the buckets as one set: original sizes by row, and one common size where all must agree."""
 
 from __future__ import annotations
 

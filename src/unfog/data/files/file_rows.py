@@ -45,7 +45,7 @@ def is_local(path: Path) -> bool:
 def load_rows(path: Path, root: Path, waits: Outage | None = None) -> NDArray[Any] | FileRows:
     """Return the array in a .npy file: mapped, or as `FileRows` if its file system is not local.
 
-    Of an order by columns, of which a row is no one part of the file, the whole array is read instead. ValueError or
+    In column-major order, in which a row is not contiguous, the whole array is read instead. ValueError or
     OSError if there is none. `waits` as in `FileRows`.
     """
     array = np.load(regular_file(path, root, follow=True), mmap_mode="r", allow_pickle=False)  # reads the header alone

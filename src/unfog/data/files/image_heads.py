@@ -1,4 +1,4 @@
-"""Limits on the head of an image file, so that no file makes Pillow work for minutes on what are no pixels.
+"""Limits on the head of an image file, so that no file makes Pillow work for minutes on what are not pixels.
 
 Pillow goes through heads in Python, piece by piece: a comment of 100 MB byte by byte, each of two million empty chunks,
 each of a million strips. What one look at the file shows is refused before; the rest by counting the reads.

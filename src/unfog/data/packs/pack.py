@@ -64,7 +64,7 @@ class Pack:
     def open(cls, path: Path) -> Pack:
         """Open a pack: read its manifest and check the sizes of its files. `verify` checks their content.
 
-        RequestError if the folder is no pack, or a damaged one.
+        RequestError if the folder is not a pack, or a damaged one.
         """
         try:
             manifest = _read_manifest(path)
@@ -135,7 +135,7 @@ class Pack:
     def verify(cls, path: Path, progress: Callable[[int, int], None] | None = None) -> list[str]:
         """Read all of a pack and compare checksums. Return a line for each damage, [] for none.
 
-        `progress` is called with (bytes done, bytes in all). RequestError if it is no pack, or cannot be opened.
+        `progress` is called with (bytes done, bytes in all). RequestError if it is not a pack, or cannot be opened.
         """
         pack, problems, done = cls.open(path), list[str](), 0
         try:

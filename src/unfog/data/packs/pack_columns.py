@@ -1,7 +1,7 @@
 """Columns of a pack: a file for each, and their facts in the manifest.
 
 Labels are labels.npy, with their classes in the manifest. Column k of the others, from 0 in the order of their names,
-is column-k.npy, [N, …], and entry k of "columns" in the manifest, which is absent where there are labels alone.
+is column-k.npy, [N, …], and entry k of "columns" in the manifest, which is absent if there are labels alone.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def open_columns(path: Path, manifest: Mapping[str, Any]) -> dict[str, Column]:
 
 
 def _checked_facts(facts: Any) -> list[dict[str, Any]]:
-    """Return the entries of the manifest as they are. ValueError unless each is one that `column_facts` writes."""
+    """Return the entries of the manifest unchanged. ValueError unless each is one that `column_facts` writes."""
     if type(facts) is not list or len(facts) > MOST_COLUMNS:
         raise ValueError(f"more than {MOST_COLUMNS:,} columns, or no list of them")
     for one in facts:

@@ -43,7 +43,7 @@ class Journal:
     """The progress of an unfinished pack, as stored in journal.jsonl."""
 
     header: dict[str, Any] = field(default_factory=dict)
-    """Source and settings of the pack; {} where nothing has begun."""
+    """Source and settings of the pack; {} if nothing has begun."""
     lines: list[dict[str, Any]] = field(default_factory=list)
     """One for each chunk that is safe on disk."""
 

@@ -219,7 +219,7 @@ class _PackWriter:
         remove_work_files(folder)
 
     def _write_arrays(self, result: DecodeResult) -> list[str]:
-        """Write what is known of each image but its pixels. Return the names of the files."""
+        """Write all facts of each image except its pixels. Return the names of the files."""
         arrays: dict[str, NDArray[Any]] = {
             "names.npy": self._write_names(result.rows),
             "treatment.npy": result.report.treatment,

@@ -102,7 +102,7 @@ class ArraySource(Source):
                 tensors alone.
 
         Raises:
-            RequestError: they are no images or not as many labels, or the cache cannot be written.
+            RequestError: they are not images or not as many labels, or the cache cannot be written.
         """
         first = hasattr(array, "detach") if channels_first is None else channels_first
         images, reading = _as_nhwc("the array", as_array(array), first)
@@ -115,7 +115,7 @@ class ArraySource(Source):
             digest.update(np.ascontiguousarray(images[start : start + 4096]).data)
         if labels is not None:
             arrays["labels"] = _without_objects(as_array(labels))
-            _index_labels("the array", arrays["labels"], len(images))  # only to refuse what are no labels
+            _index_labels("the array", arrays["labels"], len(images))  # only to refuse what are not labels
             digest.update(repr(arrays["labels"].tolist()).encode())
         path = cache_folder() / f"array-{digest.hexdigest()[:32]}.npz"
         hold(path)
@@ -199,7 +199,7 @@ def _read_member(archive: zipfile.ZipFile, key: str, name: str) -> NDArray[Any]:
 
 
 def _free_memory() -> int | None:
-    """Return the bytes of memory that can be used without swapping, None where the system has no such number."""
+    """Return the bytes of memory that can be used without swapping, None if the system has no such number."""
     with suppress(OSError, ValueError, StopIteration), open("/proc/meminfo", encoding="ascii") as lines:
         return int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024
     with suppress(AttributeError, OSError, ValueError):
@@ -211,7 +211,7 @@ def _as_nhwc(name: str, images: NDArray[Any], channels_first: bool = False) -> t
     """Return images as [N, H, W, C], a view, and a line on how they were read if they could be meant otherwise.
 
     Where both sides of an image could be channels, these are the last, as NumPy and Pillow have them, or the first of a
-    tensor. RequestError if they are no images.
+    tensor. RequestError if they are not images.
     """
     if images.dtype.kind not in "uifb" or images.dtype.itemsize > 8:
         raise RequestError(

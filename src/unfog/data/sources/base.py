@@ -128,7 +128,7 @@ class LabelTable:
 
     @classmethod
     def find(cls, path: str, *folders: str) -> LabelTable:
-        """Return the label table at a path, as it is or in one of the folders. Raises RequestError if it is nowhere."""
+        """Return the label table at a path, absolute or in one of the folders. Raises RequestError if it is missing."""
         places = [os.path.expanduser(path), *(os.path.join(folder, os.path.basename(path)) for folder in folders)]
         table = next(filter(os.path.isfile, places), None)
         if table is None:
@@ -161,10 +161,10 @@ class ShardFailures(Protocol):
 
     @property
     def cache_error(self) -> str:
-        """Why reads are no longer cached; "" while they are, or where they never were."""
+        """Reason why reads are no longer cached; "" while they are, or if they never were."""
 
     def enable_cache(self) -> str:
-        """Cache on disk what is read from now on. Return a line that says so, "" where the policy forbids it."""
+        """Cache on disk what is read from now on. Return a line that says so, "" if the policy forbids it."""
 
     def image_count(self, name: str) -> int:
         """Return the number of images in the shard of that name."""
@@ -221,7 +221,7 @@ class Source(ABC):
     `names`."""
 
     ignored: Mapping[str, int] = {}
-    """Number of files that are no images, by suffix, "hidden" or "without suffix"; and of `data_report.LEFT_OUT`."""
+    """Number of files that are not images, by suffix, "hidden" or "without suffix"; and of `data_report.LEFT_OUT`."""
 
     second_names: Mapping[str, str] = {}
     """Another path of a folder -> the one under which its images are in `names`; both end in "/"."""
@@ -280,7 +280,7 @@ class Source(ABC):
         return self.open(i)
 
     def read_image(self, i: int) -> Image.Image | DeepImage:
-        """Return what `read` returns, an array as an image."""
+        """Return the result of `read`; an array becomes an image."""
         return as_image(self.read(i))
 
     @abstractmethod

@@ -126,7 +126,7 @@ def _head(path: Path, size: int) -> bytes:
 
 
 def _list_images(folder: Path) -> _Listing:
-    """List what lies below a folder. Links are followed; each folder is listed once, by its own name if it has one."""
+    """List the content of a folder. Links are followed; each folder is listed once, by its own name if it has one."""
     found = _Listing()
     # Heaps, so that of several links to a folder the first by name counts, whatever order the file system lists them
     # in. Links wait until all folders are done. No recursion, as folders may be thousands deep.
@@ -149,7 +149,7 @@ def _list_images(folder: Path) -> _Listing:
             continue
         found.identities[os.path.join(folder, below.removesuffix("/"))] = here
         if below and {"config.toml", "checkpoints"} <= {entry.name for entry in entries}:
-            found.ignored[RUN] += 1  # its previews are no data; a run may lie inside one's images
+            found.ignored[RUN] += 1  # its previews are not data; a run may lie inside one's images
             continue
         for entry in entries:
             if not entry.name.startswith(".") and entry.name not in _SKIPPED_FOLDERS and _is_folder(entry):

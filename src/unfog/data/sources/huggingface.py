@@ -106,7 +106,7 @@ class HuggingFaceSource(Source):
 
     @staticmethod
     def items_of(dataset: Any) -> tuple[Iterator[Any], Iterator[Any], tuple[str, ...]] | None:
-        """Return (files of the images, labels, classes) of a dataset in memory; None where it gives images itself.
+        """Return (files of the images, labels, classes) of a dataset in memory; None if it gives images itself.
 
         It does so if it is a stream, or has a transform.
         """

@@ -1,4 +1,4 @@
-"""Open one image file by its content, and tell why one cannot be opened."""
+"""Open one image file by its content, and explain why one cannot be opened."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def _readable_formats() -> tuple[str, ...]:
 
 def _silence_decoders() -> None:
     # What they write to stderr of a damaged file is in the exception as well. Pillow switches only the warnings of
-    # libtiff off. Where libtiff is no library of its own (Windows), its errors stay.
+    # libtiff off. Where libtiff is not a library of its own (Windows), its errors stay.
     logging.getLogger("PIL").addHandler(logging.NullHandler())
     with suppress(AttributeError, OSError):
         set_handler = ctypes.CDLL(_imaging.__file__).TIFFSetErrorHandler

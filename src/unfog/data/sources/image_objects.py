@@ -62,7 +62,7 @@ class ImageItems:
     count: int | None = None
     """Number of images, where that is known before."""
     classes: tuple[str, ...] = ()
-    """Names of the classes that whole numbers stand for; () where the labels are names, or nothing names them."""
+    """Names of the classes that whole numbers stand for; () if the labels are names, or nothing names them."""
     unused: str = ""
     """A line on columns that are not used and may be labels; "" for nothing to say."""
 
@@ -167,7 +167,7 @@ def _class_names(source: Any) -> tuple[str, ...]:
 
 def as_array(values: Any) -> NDArray[Any]:
     """Return a tensor, or what NumPy makes an array of, as an array."""
-    # A tensor is told by its method, as importing torch for it would take seconds.
+    # A tensor is recognised by its method, as importing torch would take seconds.
     if hasattr(values, "detach"):
         values = values.detach().cpu()
         # NumPy has no bfloat16.
@@ -184,7 +184,7 @@ def channel_axis(shape: Sequence[int], channels_first: bool) -> int | None:
 def find_float_range(
     items: Iterator[_Item], setting: Sequence[float] = ()
 ) -> tuple[ValueRange | None, Iterator[_Item]]:
-    """Return the range of the first images, None if none of them is of floating point; and all items.
+    """Return the range of the first images, None without images of floating point; and all items.
 
     `setting` is `data.range`, which decides where it is given. RequestError if most images have another range than one
     that images have.
@@ -224,7 +224,7 @@ def scale_floats(values: NDArray[Any], floats: ValueRange, subject: str) -> NDAr
 
 
 def cut_or_range(floats: ValueRange, extent: Extent) -> str:
-    """Return what to do about values beyond a range: cut them, or, where that would destroy them, another range."""
+    """Return the remedy for values beyond a range: clip them, or, if that would destroy them, another range."""
     width = floats.high - floats.low
     if floats.low - width / 2 <= extent[0] and extent[1] <= floats.high + width / 2:
         return f"cut its values: x = x.clip({floats.low:g}, {floats.high:g})"
@@ -237,7 +237,7 @@ def _is_array(image: Any) -> bool:
 
 
 def encode_image(image: Any, i: int, floats: ValueRange | None) -> bytes:
-    """Return an image as the content of a file: one that is a file as it is, others without loss.
+    """Return an image as the content of a file: an image file unchanged, others encoded without loss.
 
     Integers deeper than 8 bits become a .npy file, [H, W, C], as Pillow has no file for their colours.
 
@@ -247,7 +247,7 @@ def encode_image(image: Any, i: int, floats: ValueRange | None) -> bytes:
         floats: the range of images of floating point.
 
     Raises:
-        RequestError: it is no image.
+        RequestError: it is not an image.
     """
     subject = f"image {i:,}"
     if isinstance(image, str | os.PathLike):

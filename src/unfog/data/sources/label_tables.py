@@ -35,7 +35,7 @@ def strip_shard(name: str) -> str:
 
 
 def normalize_label(value: Any) -> str:
-    """Return a label as text, "" for what is no label. Spellings of a whole number agree: 3, "3", 3.0 and "03"."""
+    """Return a label as text, "" for what is not a label. Spellings of a whole number agree: 3, "3", 3.0 and "03"."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int | str):
@@ -50,7 +50,7 @@ def sort_labels(labels: set[str]) -> list[str]:
 
 
 def read_table(table: LabelTable, second_names: Mapping[str, str] | None = None) -> tuple[dict[str, str], str]:
-    """Return (file name -> label, "" where it is empty; a digest of the file). Raises RequestError if it is unfit.
+    """Return (file name -> label, "" if it is empty; a digest of the file). Raises RequestError if it is unfit.
 
     A file in a folder of `second_names` is named as `Source.names` has it.
     """
@@ -104,7 +104,7 @@ def _json_rows(text: str) -> Iterator[Mapping[str, Any]]:
             except json.JSONDecodeError as error:
                 raise ValueError(f"{error.msg} in line {number:,}, character {error.pos + 1:,}") from None
             if not isinstance(row, dict):
-                raise ValueError(f"line {number:,} is no object in braces")
+                raise ValueError(f"line {number:,} is not an object in braces")
             yield row
 
 

@@ -146,7 +146,7 @@ def _class_of_folders(
 
 def _folders(source: Source) -> tuple[list[tuple[str, ...]], NDArray[np.int64]]:
     """Return (each folder as its parts, [N] index of the folder of each image)."""
-    # Labels are made from folders rather than from images, as those are few where there are a million images.
+    # Labels are made from folders rather than from images, as those are few if there are a million images.
     known = source.folders
     if known is None:
         found = dict[str, int]()
@@ -204,7 +204,7 @@ class _LabelTableSource(Source):
 
 
 def apply_label_table(source: Source, mode: str, warn: Callable[[str], None] = lambda line: None) -> Source:
-    """Return the source with the labels of a table, or as it is.
+    """Return the source with the labels of a table, or unchanged.
 
     Args:
         source: the source.

@@ -218,7 +218,7 @@ def _parse_file(text: str, path: str) -> SourceLocation:
     resolved = str(Path(path).resolve())
     _refuse_compressed(text, path)
     location = SourceLocation(text, resolved, "file", (resolved,), f"{os.path.dirname(resolved).rstrip('/')}/")
-    if not os.path.isfile(path):  # a pipe, which would block whoever opens it
+    if not os.path.isfile(path):  # a pipe, which would block on opening
         raise _unknown_file(location)
     return location
 
@@ -241,7 +241,7 @@ def _refuse_compressed(text: str, path: str) -> None:
 
 
 def _glob(pattern: str) -> list[str]:
-    """Return the absolute paths of the files that a pattern stands for, [] if it is no pattern."""
+    """Return the absolute paths of the files that a pattern stands for, [] if it is not a pattern."""
     if not re.search(r"[{*?\[]", pattern):
         return []
     found: list[str] = []
@@ -262,7 +262,7 @@ def _glob(pattern: str) -> list[str]:
 
 def _not_found(text: str, path: Path, suffixes: Collection[str]) -> RequestError:
     if len(text) > 2 and text[0] == text[-1] and text[0] in "\"'":
-        return RequestError(f"{sanitize(text)} is no path, as its quotes are a part of it; leave the quotes out")
+        return RequestError(f"{sanitize(text)} is not a path, as its quotes are a part of it; leave the quotes out")
     siblings: dict[str, str] = {}
     with suppress(OSError, ValueError):
         near = path.parent if path.parent.is_dir() else Path()

@@ -1,4 +1,4 @@
-"""Errors of remote files: tried again where they may pass, told apart where not, and described with a remedy."""
+"""Errors of remote files: retries of those that may pass, a classification of others, and messages with a remedy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def is_permanent(error: Exception) -> bool:
 
 def http_status(error: Exception) -> int:
     """Return the HTTP status in an error, 0 without one."""
-    # fsspec raises FileNotFoundError for a broken connection, too; the cause tells.
+    # fsspec raises FileNotFoundError for a broken connection, too; the cause shows the difference.
     cause = error.__cause__ or error
     if _is_no_http(cause):
         return 0  # aiohttp gives it the status 400, which no server has sent

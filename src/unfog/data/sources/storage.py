@@ -261,7 +261,7 @@ class _RemoteStorage:
         return {self._prefix + name: info for name, info in matches.items()}
 
     def _list_folders(self, paths: Iterable[str]) -> dict[str, dict[str, dict[str, Any]]]:
-        """Return what `_look_up` returns, for the paths in folders with many of them. A web server has no listings."""
+        """Call `_look_up` for paths in folders with many of them. A web server has no listings."""
         folders = Counter(path.rpartition("/")[0] for path in paths if not _is_pattern(path))
         many = [f"{folder}/*" for folder, count in folders.items() if count >= _MIN_LISTED and not self._web]
         found = {name: info for folder in many for name, info in self._look_up(folder).items()}

@@ -137,7 +137,7 @@ class StoredImages(ZipSource):
 
 
 def _plain_source(source: Any) -> Any:
-    """Return a table of pandas or polars as its columns, an array of objects or texts as a list, others as they are."""
+    """Return a table of pandas or polars as its columns, an array of objects or texts as a list, others unchanged."""
     if type(source).__module__.partition(".")[0] in ("pandas", "polars"):
         if hasattr(source, "columns"):
             return {str(name): list(source[name]) for name in source.columns}
@@ -150,7 +150,7 @@ def _plain_source(source: Any) -> Any:
 def _without_floats(
     array: NDArray[Any], channels_first: bool, report: Report, value_range: Sequence[float]
 ) -> NDArray[Any]:
-    """Return an array of floating point as uint8, and others as they are. RequestError names images out of range."""
+    """Return an array of floating point as uint8, and others unchanged. RequestError names images out of range."""
     if array.dtype.kind != "f" or array.ndim < 3 or not array.size:
         return array
     extents = [extent_of(image[..., None]) for image in array]
@@ -240,7 +240,7 @@ def _chosen(found: list[int | str | None], given: list[int | str | None] | None)
 def _plain_label(label: Any, i: int) -> int | str | None:
     """Return a label as a whole number or a text, None without one. RequestError if it is something else.
 
-    An empty text is no label, as in a table.
+    An empty text is not a label, as in a table.
     """
     if label is None or isinstance(label, str):
         return label if label is not None and label.strip() else None

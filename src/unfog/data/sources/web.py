@@ -26,7 +26,7 @@ def web_file_system(silence: float) -> Any:
         return ClientSession(
             # aiohttp's default waits five minutes for a server that says nothing.
             timeout=ClientTimeout(total=None, sock_connect=silence, sock_read=silence),
-            # A few packed bytes may unpack to gigabytes, and ranges of a packed file are no ranges of the file.
+            # A few packed bytes may unpack to gigabytes, and ranges of a packed file are not ranges of the file.
             headers={"Accept-Encoding": "identity"},
             auto_decompress=False,
             response_class=_BoundedResponse,

@@ -52,7 +52,7 @@ class _Member(NamedTuple):
 class ZipSource(Source):
     """Every image in a zip archive, at any depth, sorted by path. Hidden files are left out, as in a folder.
 
-    Raises RequestError if it is no whole zip archive, or holds no image that can be read.
+    Raises RequestError if it is not a whole zip archive, or holds no image that can be read.
     """
 
     suffixes = (".zip",)
@@ -70,7 +70,7 @@ class ZipSource(Source):
         self._tables: dict[str, zipfile.ZipInfo] = {}
         directory = self._read_directory()
         for info in directory:
-            if not info.filename.endswith("/"):  # a folder; `is_dir` raises where there is no name at all
+            if not info.filename.endswith("/"):  # a folder; `is_dir` raises if there is no name at all
                 self._add(info, ignored, self.unreadable)
         self._remove_overlapping(self.unreadable)
         self._leave_out_own(directory, ignored)

@@ -52,9 +52,9 @@ class DeepImage:
 
 
 def as_image(picture: Image.Image | DeepImage | NDArray[Any]) -> Image.Image | DeepImage:
-    """Return an array [H, W] or [H, W, C] with C = 1, 3 or 4 as an image, True as white; an image as it is.
+    """Return an array [H, W] or [H, W, C] with C = 1, 3 or 4 as an image, True as white; an image unchanged.
 
-    ValueError if the array is no image.
+    ValueError if the array is not an image.
     """
     if not isinstance(picture, np.ndarray):
         return picture

@@ -138,7 +138,7 @@ class Ranges(NamedTuple):
     integers: ValueRange | None = None
     """None: that of the type, 0 to 65535."""
     floats: ValueRange | None = None
-    """None where the set has no images of floating point."""
+    """None if the set has no images of floating point."""
     clip: bool = False
     """Values beyond a range are cut at its ends; without it, an image with such values cannot be used."""
 
@@ -150,12 +150,12 @@ class Ranges(NamedTuple):
         return cls(ValueRange(*setting[:2]), ValueRange(*setting[-2:]), clip)
 
     def of(self, values: NDArray[Any]) -> ValueRange | None:
-        """Return the range of an image of this type; None where it has none."""
+        """Return the range of an image of this type; None if it has none."""
         return self.floats if values.dtype.kind == "f" else self.integers
 
     @property
     def setting(self) -> tuple[float, ...]:
-        """The value of `data.range` that gives these ranges; () where it is not needed."""
+        """The value of `data.range` that gives these ranges; () if it is not needed."""
         given = list(dict.fromkeys(one for one in self[:2] if one is not None))  # once, if they are equal
         return tuple(float(value) for one in given for value in (one.low, one.high))
 
@@ -196,7 +196,7 @@ def without_alpha(values: NDArray[Any]) -> NDArray[Any]:
 
 
 def extent_of(values: NDArray[Any]) -> Extent | None:
-    """Return the least and the most value, without transparency; None where they say nothing, as with NaN."""
+    """Return the least and the most value, without transparency; None if they say nothing, as with NaN."""
     values = without_alpha(values)
     if values.dtype.kind not in "iuf" or not values.size:
         return None

@@ -213,7 +213,7 @@ class RemoteShards:
         return "" if list(now.values()) == [self._index.states[path]] else "is not the file that was indexed"
 
     def _damage(self, path: str) -> str:
-        """Return what is wrong with a shard most of whose members are not where the index says, else ""."""
+        """Describe the fault of a shard if most members are not where the index says, else ""."""
         # Which headers are read depends on the index alone, so that every process comes to the same result.
         images = self._images(path)
         checked = [images[k * len(images) // _CHECKED_HEADERS] for k in range(_CHECKED_HEADERS)]
@@ -221,7 +221,7 @@ class RemoteShards:
         missing = sum(not is_header(block) for block in blocks)
         if 2 * missing <= _CHECKED_HEADERS:
             return ""
-        return f"is damaged ({missing} of {_CHECKED_HEADERS} headers looked at are none)"
+        return f"is damaged ({missing} of {_CHECKED_HEADERS} headers that were read are damaged)"
 
 
 def _too_many_failed(source: str, failed: Mapping[str, str], count: int) -> str:

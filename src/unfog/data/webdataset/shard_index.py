@@ -263,7 +263,7 @@ def _choose_labels(entries: Iterable[IndexEntry]) -> tuple[str, list[str]]:
     """Return (kind of values that are the labels, "" for none; the classes).
 
     Those of .cls and .json, if at least half of the images have one; else those of .txt, if at least half have one and
-    each has four images on average, as captions are no classes.
+    each has four images on average, as captions are not classes.
     """
     images = 0
     counts: Counter[str] = Counter()

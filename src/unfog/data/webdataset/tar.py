@@ -58,7 +58,7 @@ class TarMember(NamedTuple):
                 return _check_end(file, at)
             kind, length = header[156:157], _parse_number(header[124:136])
             if length is None or not _has_valid_checksum(header):
-                raise DamagedTarError("a shard that is no tar archive" if at == 0 else "a shard damaged from here on")
+                raise DamagedTarError("a shard that is not a tar file" if at == 0 else "a shard damaged from here on")
             start = _skip_sparse_map(file, at + BLOCK) if kind == b"S" and header[482] else at + BLOCK
             if kind in b"LKxg":  # GNU's long name and long link; pax attributes of the next member, and of all
                 if length > _MAX_NAME_BYTES:

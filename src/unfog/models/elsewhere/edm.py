@@ -126,7 +126,7 @@ class _Fourier(nn.Module):
     def __init__(self, width: int):
         super().__init__()
         self.freqs: Tensor
-        # A buffer and not a parameter: drawn once, never trained, and part of what the weights mean.
+        # A buffer and not a parameter: drawn once, never trained; the weights depend on it.
         self.register_buffer("freqs", torch.randn(width // 2) * 16)
 
     def forward(self, position: Tensor) -> Tensor:

@@ -195,7 +195,7 @@ class Chart extends View {
 		ctx.fill();
 	}
 
-	// Marks of events: triangles for troubles, discs for the rest, so that form and not colour tells them apart.
+	// Marks of events: triangles for troubles, discs for the rest, so that their form distinguishes them, not only colour.
 	drawMarks(ctx) {
 		const bottom = HEIGHT - BOTTOM, [low, high] = this.limits.x;
 		for (const mark of this.marks.filter(({x}) => x >= low && x <= high)) {
@@ -217,7 +217,7 @@ class Chart extends View {
 		}
 	}
 
-	// Write the values at the cursor into the legend; those of the end where there is no cursor.
+	// Write the values at the cursor into the legend; those of the end if there is no cursor.
 	tell() {
 		if (!this.limits || !this.seen) return;
 		const [low, high] = this.limits.x, found = pointed(), here = found !== null && found >= low && found <= high, at = here ? found : Infinity;

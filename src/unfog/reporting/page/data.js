@@ -10,7 +10,7 @@ export function decode(buffer) {
 	return {...header, columns: new Map(header.columns.map(read))};
 }
 
-const EXACT = 100000; // rows of all runs that are shown together; where there are more, the server thins them
+const EXACT = 100000; // rows of all runs that are shown together; if there are more, the server thins them
 
 // The metrics of one run, which grow at their end.
 export class Store {
@@ -91,7 +91,7 @@ export class ServerData {
 		if (crypto.subtle) this.get("api/key").then(({key}) => (this.key = key)).catch(() => {});
 	}
 
-	// One stream for all views, closed while the tab is hidden unless it is to tell of ends: browsers allow six connections in all tabs together.
+	// One stream for all views, closed while the tab is hidden, unless it shall notify of ends: browsers allow six connections in all tabs together.
 	async open() {
 		if (this.stream || this.opening || (document.hidden && !this.staysOpen)) return;
 		this.opening = true;
@@ -108,7 +108,7 @@ export class ServerData {
 			for (const store of this.stores.values()) store.stale = true; // events may have been missed
 			this.emit("refresh", {});
 		};
-		// The browser would connect again by itself, to whoever listens.
+		// The browser would reconnect by itself, to any program that listens there.
 		stream.onerror = () => this.lose();
 		for (const kind of ["runs", "run", "task", "draw"]) {
 			stream.addEventListener(kind, ({data, lastEventId}) => {
@@ -246,7 +246,7 @@ export class ServerData {
 		store.take(await this.part(id, "step"), false);
 	}
 
-	// The rows with `over` from low to high, or all, thinned where there are many.
+	// The rows with `over` from low to high, or all, thinned if there are many.
 	async part(id, x, limits = {}, points = 2000) {
 		const store = new Store();
 		const query = new URLSearchParams({x, ...limits, points});

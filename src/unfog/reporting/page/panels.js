@@ -17,7 +17,7 @@ const CHARTS = [
 ];
 const ELSEWHERE = /^(step|images|seconds|energy.*|drawn)$|_error$|\.\d+$/;
 const NOISY = new Set(["loss", "gradient_norm", "images_per_second", "data_wait"]); // smoothed; the rest is measured rarely
-const RARE = new Set(["refused", "overflows"]); // not worth a chart where there were none
+const RARE = new Set(["refused", "overflows"]); // not worth a chart if there were none
 const AXES = {step: "steps", images: "images", seconds: "time", energy: "energy"};
 
 // Charts that these stores have numbers for; columns that nobody described get one each.

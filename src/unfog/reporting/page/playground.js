@@ -291,7 +291,7 @@ class Playground extends View {
 
 	drawing() {
 		const {job} = this;
-		if (!job) return html`<p class="empty">Press Draw. Every step is shown as it is computed, and kept.</p>`;
+		if (!job) return html`<p class="empty">Press Draw. Every step is shown when it is computed, and kept.</p>`;
 		const steps = job.kept_steps || [], last = steps.length - (job.pictures ? 0 : 1), at = this.position ?? last, n = job.settings.n;
 		const taken = job.pictures ? job.of : job.done; // what was drawn before a restart of the server has no count
 		return html`<section aria-label="Drawing ${job.job}"><div class="bar"><span class="state ${job.state}">${job.state}</span>
@@ -319,7 +319,7 @@ class Playground extends View {
 				${found ? html`<figure>${[...Array(copies.shown).keys()].map((k) => tile(this.sheets, `${job.job}/nearest.webp`, i * copies.shown + k, job.pictures * copies.shown, `Training image ${k + 1} nearest to picture ${i + 1}`, Math.max(1, Math.floor(96 / size)), copies.shown))}<figcaption>nearest training images</figcaption></figure>` : ""}
 				${job.edit?.mask && job.pictures > 1 ? html`<figure>${tile(this.sheets, `${job.job}/disagreement.webp`, 0, 1, "Where the fillings disagree: bright is most", scale)}<figcaption>where the ${job.pictures} fillings disagree</figcaption></figure>` : ""}</div>
 			${kept ? html`<p class=${kept.equal ? "kept" : "error"}>${kept.equal ? `✓ Checked: all ${count(kept.pixels)} kept pixels are equal to the bit in every filling.` : "✕ Kept pixels differ: this is a bug."}</p>` : ""}
-			${found ? html`<p>${found.copy ? "This is a copy" : "This is no copy"}: the nearest of ${count(copies.searched)} training images is at distance ${found.distances[0]} (of 255), ${found.ratio} of the distance of the next ones; below ${copies.limit} counts as a copy. ${copies.unseen.count} ${copies.unseen.what} are at ${copies.unseen.distances[1]} (${copies.unseen.distances[0]} to ${copies.unseen.distances[2]}), ratio ${copies.unseen.ratios[1]}. It is nearer than ${Math.round(100 * found.nearer_than)}% of them.</p>` : ""}
+			${found ? html`<p>${found.copy ? "This is a copy" : "This is not a copy"}: the nearest of ${count(copies.searched)} training images is at distance ${found.distances[0]} (of 255), ${found.ratio} of the distance of the next ones; below ${copies.limit} counts as a copy. ${copies.unseen.count} ${copies.unseen.what} are at ${copies.unseen.distances[1]} (${copies.unseen.distances[0]} to ${copies.unseen.distances[2]}), ratio ${copies.unseen.ratios[1]}. It is nearer than ${Math.round(100 * found.nearer_than)}% of them.</p>` : ""}
 			${copies?.state === "failed" ? html`<p class="error">${copies.error}</p>` : ""}
 			${job.pictures ? html`<div class="bar"><button @click=${() => this.take(false)}>Variations</button><button @click=${() => this.take(true)}>Paint into it</button>
 				<button ?disabled=${Boolean(copies)} @click=${() => this.attempt(async () => (this.job = await this.data.post(`api/draw/${job.job}/copies`, {})))}>${copies?.state === "waiting" ? "Searching …" : "Is it a copy?"}</button>

@@ -55,7 +55,7 @@ class Mask extends View {
 		const pixels = context.getImageData(0, 0, width, height);
 		for (let i = 0; i < bits.length; i++) {
 			if (!bits[i]) continue;
-			// A checkered red, which can be told from any picture.
+			// A checkered red, which stands out from any picture.
 			const dark = (i % width + Math.floor(i / width)) % 2;
 			pixels.data.set([dark ? 190 : 255, dark ? 0 : 90, dark ? 60 : 110, 255], 4 * i);
 		}

@@ -5,7 +5,7 @@ import {View, announce, command, finder, options, route, select} from "./util.js
 
 // What a command of the server prints, as it comes, and a way to stop it; or the log of a run. `path` is its address.
 class Task extends View {
-	static properties = ["data", "path", "size", "told"]; // size: bytes of a log, as events tell it
+	static properties = ["data", "path", "size", "told"]; // size: bytes of a log, from events
 
 	connectedCallback() {
 		super.connectedCallback();

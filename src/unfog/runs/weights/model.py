@@ -47,7 +47,7 @@ class Model(Run):
         source = WeightsSource.describe(Init(folder=str(place)), Diffusion(), known=False)
         self.folder, self.config = RunFolder(place), _settings(place, source, size)
         self.weights, self.ema, self.device = "ema", None, choose_device(device)
-        # There is no checkpoint: what `Run` tells of one is left out in `_describe`.
+        # There is no checkpoint, so `_describe` leaves out the facts that `Run` has about one.
         self.checkpoint = CheckpointInfo(place, 0, 0, False, False, None, "", "", None, "", {})
         if source.elsewhere is not None:
             say(f"  {source.what}; objective: {source.objective_reason}")

@@ -1,4 +1,4 @@
-"""Objectives of weights from elsewhere, told by the files; and the check of an export to diffusers."""
+"""Objectives of weights from elsewhere, read from their files; and the check of an export to diffusers."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def objective_from_scheduler(scheduler: Mapping[str, Any], base: Diffusion) -> D
     plain = replace(base, conditioning="timestep", scale_input=False)
     if kind.startswith("FlowMatch"):
         return replace(plain, path=Flow(), schedule=FlowUniform(), target=FlowVelocity())
-    # Levels is of our own exports: their levels say nothing of what the network predicts.
+    # Levels is of our own exports: their levels say nothing about what the network predicts.
     if kind.startswith(("EDM", "KarrasVe", "ScoreSdeVe", "VQ", "Cosine", "CM", "Levels")) or scheduler.get(
         "trained_betas"
     ):
         raise _untranslatable(kind, "has no equivalent that could be read off it")
     if not isinstance(steps, int) or steps < 2:
-        raise _untranslatable(f"'s num_train_timesteps = {quote(steps)}", "is no number of steps")
+        raise _untranslatable(f"'s num_train_timesteps = {quote(steps)}", "is not a number of steps")
     betas, zero = scheduler.get("beta_schedule", "linear"), bool(scheduler.get("rescale_betas_zero_snr", False))
     if betas == "linear":
         ends = (float(scheduler.get(name, usual)) for name, usual in (("beta_start", 1e-4), ("beta_end", 0.02)))
@@ -94,7 +94,7 @@ def export_difference(run: Run) -> float:
     told = Conditions(torch.tensor([0, -1]) if config.classes else None)  # a class, and no class
     expected = network(x, level, told)
     difference = (exported(x, level, class_labels=told.label_or(len(config.classes))).sample - expected).abs().max()
-    # A network may answer 0 everywhere, which is no division.
+    # A network may answer 0 everywhere, so its loss cannot be a divisor.
     return float(difference / expected.abs().max().clamp_min(1e-12))
 
 
@@ -125,12 +125,12 @@ class Objective(NamedTuple):
     def of(cls, model: ElsewhereModel, base: Diffusion, known: bool) -> Objective:
         """Return the objective of weights, with everything else, such as the weighting, of `base` where it is open.
 
-        `known`: path, schedule and target are given, so that `base` is the objective. RequestError if nothing tells it.
+        `known`: path, schedule and target are given, so `base` is the objective. RequestError if nothing states it.
         """
         if model.network.kind in _LEVELS:
             recipe = preset("edm")
             diffusion = replace(recipe.diffusion, schedule=_LEVELS[model.network.kind])
-            return cls(diffusion, recipe.sampler, "EDM's preconditioning, EDMPrecond, as the weights cannot tell")
+            return cls(diffusion, recipe.sampler, "EDM's preconditioning, EDMPrecond, as the weights do not show it")
         if known:
             return cls(base, None, "as given")
         plain = replace(base, path=VP(), conditioning="timestep", scale_input=False)

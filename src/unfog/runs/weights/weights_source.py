@@ -51,7 +51,7 @@ class WeightsSource(NamedTuple):
 
     @property
     def input(self) -> tuple[int, Size]:
-        """Channels and size of the network's input: pixels or latents; the size is 0 where it is not stated."""
+        """Channels and size of the network's input: pixels or latents; the size is 0 if it is not stated."""
         channels, height, width = self.config.input_shape
         return self.known_input or (channels, size_of(height, width))
 
@@ -183,7 +183,7 @@ def _settings_of(model: ElsewhereModel, diffusion: Diffusion, sampler: Sampler |
 
 
 def _data_of(channels: int, size: Size) -> Data:
-    """Return settings of images that the input of a network has the form of; of latents, the form is left open."""
+    """Return image settings that match the input of a network; with latents, size and channels stay open."""
     return replace(Data(), size=size, channels=channels) if channels in CHANNELS else Data()
 
 

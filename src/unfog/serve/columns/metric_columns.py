@@ -47,7 +47,7 @@ class Growing:
 
     @property
     def values(self) -> Floats:
-        """The values so far, float64 [rows]. A view that later appends leave as it is."""
+        """The values so far, float64 [rows]. A view; later appends do not change it."""
         return self._data[: self.rows]
 
     def append(self, values: Floats) -> None:
@@ -105,7 +105,7 @@ class MetricColumns:
                 self._clear(b"")
 
     def column(self, name: str) -> Floats:
-        """Return float64 [rows] of a column, nan where it was not recorded; all nan for an unknown name."""
+        """Return float64 [rows] of a column, nan if it was not recorded; all nan for an unknown name."""
         found = self._columns.get(name)
         return found.values if found is not None else np.full(self.rows, np.nan)
 
@@ -114,7 +114,7 @@ class MetricColumns:
         return int(np.searchsorted(self._ends.values, offset, side="right"))
 
     def identity(self, offset: int) -> str:
-        """Return a digest of the file and of what is before `offset`; "" where the file is shorter."""
+        """Return a digest of the file and of what is before `offset`; "" if the file is shorter."""
         with suppress(OSError), open_file(self._path, "rb", self._path.parent) as file:
             tail = os.pread(file.fileno(), min(offset, _TAIL), max(0, offset - _TAIL))
             if len(tail) == min(offset, _TAIL):
@@ -142,7 +142,7 @@ class MetricColumns:
             self._tail = os.pread(file.fileno(), min(_TAIL, self.offset), max(0, self.offset - _TAIL))
 
     def append_lines(self, lines: list[bytes]) -> None:
-        """Append the rows of these lines; those that are no JSON objects are left out."""
+        """Append the rows of these lines; those that are not JSON objects are left out."""
         ends = self.offset + np.cumsum([len(line) + 1 for line in lines], dtype=np.float64)
         rows, kept = parse_lines(lines)
         # Nearly all rows have the same names, so that each set of them is looked at once.
@@ -192,7 +192,7 @@ class MetricColumns:
 
 
 def _floats(values: list[Any]) -> Floats:
-    """Return float64 [n], nan for what is no finite number."""
+    """Return float64 [n], nan for what is not a finite number."""
     if set(map(type, values)) <= {int, float, type(None)}:
         with suppress(OverflowError):  # an integer of over 300 digits
             numbers = np.array(values, np.float64)

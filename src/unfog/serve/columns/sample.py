@@ -29,7 +29,7 @@ def read_sample(path: Path) -> Sample:
         for i in range(_PLACES):
             start = max(0, size - _PIECE) * i // (_PLACES - 1)
             piece = os.pread(file.fileno(), _PIECE, start)
-            # What is cut off at either end is no line; a file that is shorter than thought would repeat some.
+            # What is cut off at either end is not a line; a file that is shorter than thought would repeat some.
             lines += piece.split(b"\n")[bool(start) : -1]
     columns = MetricColumns(path)
     columns.append_lines(lines)

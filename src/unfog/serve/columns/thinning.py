@@ -1,7 +1,7 @@
 """Thinning of long columns: least, most, mean and last value of blocks of rows, by a pyramid that grows with them.
 
-A chart of more rows than pixels then shows every extreme. Blocks begin at fixed rows, so that a curve does not flicker
-as it grows or moves. Where few rows are in view, they are given exactly.
+A chart with more rows than pixels then shows every extreme. Blocks begin at fixed rows, so a curve does not flicker
+as it grows or moves. If few rows are in view, they are exact.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Pyramid:
         parts = []
         for kind, (reduce, part) in enumerate(zip(_REDUCE, _as_blocks(rest))):
             stored = self.levels[level][kind].values[first : min(end, whole)] if whole else np.empty(0)
-            # At most one block, or all rows where there is no whole block yet.
+            # At most one block, or all rows if there is no whole block yet.
             parts.append(np.concatenate([stored, reduce(part[None])] if len(part) else [stored]))
         return parts
 
@@ -66,7 +66,7 @@ def _as_blocks(values: Floats) -> list[Floats]:
 
 
 def _last_finite(blocks: Floats) -> Floats:
-    """Return the last finite value of each row of [n, width]; nan where there is none."""
+    """Return the last finite value of each row of [n, width]; nan if there is none."""
     last = blocks.shape[1] - 1 - np.isfinite(blocks)[:, ::-1].argmax(axis=1)
     return np.asarray(blocks[np.arange(len(blocks)), last], np.float64)
 

@@ -27,7 +27,7 @@ def add_vote(run: Path, first: SampleRequest, second: SampleRequest, picture: in
     """
     if choice not in _CHOICES:
         raise RequestError(f"choice = {choice!r} must be one of {', '.join(_CHOICES)}")
-    # What tells one side from the other: all settings but number and noise of the pictures.
+    # Identity of a side: all settings but number and noise of the pictures.
     asked = [settings_of(request) for request in (first, second)]
     sides = [{name: value for name, value in one.items() if name not in ("n", "seed")} for one in asked]
     if first.seed != second.seed:

@@ -27,7 +27,7 @@ _LAST_WORDS_SECONDS = 5.0  # a child of the worker that still lives keeps the pi
 
 
 class ProtocolError(Exception):
-    """Bytes that are no message: the other side is broken, or something else has written into the pipe."""
+    """Bytes that are not a message: the other side is broken, or something else has written into the pipe."""
 
 
 class Message(NamedTuple):
@@ -63,7 +63,7 @@ def read_message(pipe: BinaryIO) -> Message | None:
     except (ValueError, RecursionError):
         head = None
     if not isinstance(head, dict):
-        raise ProtocolError("a message is no JSON object")
+        raise ProtocolError("a message is not a JSON object")
     return Message(head, body)
 
 
@@ -91,7 +91,7 @@ class Channel:
         return self.closed or job in self._cancelled
 
     def send(self, event: str, job: int, body: bytes = b"", **facts: Any) -> None:
-        """Say something about a job. A server that has gone is not told."""
+        """Send a message about a job; does nothing if the server has gone."""
         try:
             write_message(self._target, {"event": event, "job": job, **facts}, body)
         except OSError:

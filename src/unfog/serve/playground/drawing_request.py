@@ -28,14 +28,14 @@ _MANIFEST_BYTES = 2**24
 
 
 def read_request(run: Path, settings: Mapping[str, Any], edits: bool, masked: bool) -> SampleRequest:
-    """Return the request for the settings that the page sends; of none of them a file or code is named.
+    """Return the request for the settings that the page sends; none of these can name a file or code.
 
     Settings are fields of `SampleRequest` by name. Without a checkpoint it is the newest whole one. `edits`: there is
     an image to start from; `masked`: a mask as well. RequestError if a setting is unknown, or its value is not valid.
     """
     if unknown := set(settings) - {*_SETTINGS, *_OF_RUN}:
         raise RequestError(
-            f"{min(unknown)!r} is no setting of a drawing; these are: {', '.join((*_SETTINGS, *_OF_RUN))}"
+            f"{min(unknown)!r} is not a setting of a drawing; these are: {', '.join((*_SETTINGS, *_OF_RUN))}"
         )
     given = {name: value for name, value in settings.items() if value not in (None, "", [])}
     # A text with a colon would be imported, and the page may name no code.
@@ -71,7 +71,7 @@ def settings_of(request: SampleRequest) -> dict[str, Any]:
 
 
 def job_of(request: SampleRequest) -> dict[str, Any]:
-    """Return what the worker needs of a request: weights to load, and arguments of `Run.sample`."""
+    """Return the part of a request that the worker needs: weights to load, and arguments of `Run.sample`."""
     settings = settings_of(request)
     weights = {"weights": request.weights, "step": request.checkpoint, "ema": request.ema, "device": request.device}
     for name in ("weights", "ema", "checkpoint"):

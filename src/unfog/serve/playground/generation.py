@@ -28,7 +28,7 @@ from unfog.serve.playground.channel import Channel, Message
 from unfog.values.image_format import ImageFormat
 
 _TILE = 128  # longest side of a kept step, in pixels
-_STEP_BYTES = 2**26  # of all kept steps of a job; of more, every second one is left out, or every third
+_STEP_BYTES = 2**26  # of all kept steps of a job; beyond that, only every second or third step is kept
 _BATCH_PIXELS = 2**18  # of the images of a batch
 _LOADED = 2  # networks in memory: two checkpoints are compared
 _SHOWN = 3  # nearest training images of a picture

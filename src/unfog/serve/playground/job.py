@@ -79,7 +79,7 @@ class Job:
         return tiles + sum(0 if of is None else of.nbytes for of in (self.pictures, self.nearest)) + len(self.body)
 
     def progress(self) -> dict[str, Any]:
-        """Return what an event says of it."""
+        """Return the fields of its event."""
         total = self.facts.get("steps", 0) * self.facts.get("batches", 1)
         number, share = self.at
         return {

@@ -233,7 +233,7 @@ class JobList:
                 job.copies = {"state": "done", **{name: facts[name] for name in names}}
 
     def _fail(self, what: str, job: Job, error: str) -> None:
-        """Note why a job has no result. One that was cancelled is no failure, whatever the worker made of it."""
+        """Note why a job has no result. One that was cancelled is not a failure, whatever the worker made of it."""
         if what == "copies":
             job.copies = {"state": "failed", "error": sanitize(error)}
         elif job.cancelled:

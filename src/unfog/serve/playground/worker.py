@@ -1,7 +1,7 @@
 """Worker of the playground: the process that owns model and device. It draws one job at a time for the server.
 
 Started as `python -m unfog.serve.playground.worker`. It reads messages on its standard input, and answers on its
-standard output. It ends when its input does, so a server that is killed leaves none behind.
+standard output. It ends when its input does, so no worker outlives a server that is killed.
 """
 
 from __future__ import annotations

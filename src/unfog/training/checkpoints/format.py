@@ -112,7 +112,7 @@ class CheckpointInfo(NamedTuple):
         if (listed := _merge_shard_names(files)) - {EMA2} != FILES:
             raise ValueError(f"it lists {sorted(listed)}, not {sorted(FILES)}")
         if not all(0 <= int(manifest[name]) < 2**53 for name in ("step", "images")):
-            raise ValueError("step or images is no count")
+            raise ValueError("step or images is not a count")
         loss = manifest["held_out_loss"]
         return cls(
             folder,
@@ -249,7 +249,7 @@ def newest(checkpoints: Path) -> tuple[CheckpointInfo | None, list[BrokenCheckpo
 
 
 def newest_intact(checkpoints: Path) -> tuple[CheckpointInfo | None, list[BrokenCheckpoint]]:
-    """Return the same as `newest`, but None where all checkpoints are broken. RunError if one cannot be read now."""
+    """Return the same as `newest`, but None if all checkpoints are broken. RunError if one cannot be read now."""
     found, broken = list_checkpoints(checkpoints)
     if unreadable := next((one for one in broken if one.unreadable), None):
         raise RunError(str(unreadable))

@@ -67,7 +67,7 @@ class TensorFile:
     def _add(self, file: Any) -> None:
         told = (file.metadata() or {}).get(SHARDING)
         starts = {} if told is None else json.loads(told)
-        for name in file.keys():  # noqa: SIM118  it is no dict
+        for name in file.keys():  # noqa: SIM118  it is not a dict
             shape = list(file.get_slice(name).get_shape())
             start = starts[name]["saved_offsets"] if told is not None else [0] * len(shape)
             # Also one that torch wrote for another way of sharding, which is not read here.

@@ -89,7 +89,7 @@ def _length(path: str, value: Any) -> None:
     try:
         Length().load_state_dict(value)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"{path} is no length of a run ({error})") from error
+        raise ValueError(f"{path} is not a length of a run ({error})") from error
 
 
 _SCALER = {

@@ -74,7 +74,7 @@ class StepResult(NamedTuple):
     ) -> StepResult:
         """Return the result of a step of which the host has `read` norm, loss and null loss."""
         norm_value, loss, null_loss = read
-        relative = loss / max(null_loss, 1e-30)  # 0 / 0 where all weights of a small batch are 0
+        relative = loss / max(null_loss, 1e-30)  # 0 / 0 if all weights of a small batch are 0
         return cls(losses, norm, norm_value, relative, first_images, first_square, scale)
 
     @property

@@ -51,7 +51,7 @@ class ProcessGroup:
 
     @property
     def has_own_gpu(self) -> bool:
-        """True where no other rank computes on the GPU of this one."""
+        """True if no other rank computes on the GPU of this one."""
         return torch.cuda.is_available() and processes_per_gpu() == 1
 
     @property
@@ -87,7 +87,7 @@ class ProcessGroup:
             self._watchdog.set_phase(phase, step)
 
     def announce_stop(self, requested: Callable[[], bool]) -> None:
-        """Tell the other ranks, within seconds, once this one is `requested` to stop."""
+        """Announce to the other ranks, within seconds, that this one is `requested` to stop."""
         if self._watchdog is not None:
             self._watchdog.stop_requested = requested
 
@@ -157,7 +157,7 @@ class ProcessGroup:
         return found
 
     def announce_failure(self, error: BaseException) -> None:
-        """Tell the other ranks that rank 0 fails, in case they wait for its next message."""
+        """Announce to the other ranks that rank 0 fails, in case they wait for its next message."""
         if self.is_main and self._store is not None:
             with contextlib.suppress(dist.DistError):
                 self._send(f"said/{self._messages + 1}", _failure_message(error))
@@ -168,7 +168,7 @@ class ProcessGroup:
             return
         self._barriers += 1
         self.set_phase("waiting for all")
-        # The last to come tells the others; a barrier of torch would time out while rank 0 reads images for an hour.
+        # The last rank notifies the others; a barrier of torch would time out while rank 0 reads images for an hour.
         if self._store.add(f"met/{self._barriers}", 1) == self.size:
             self._store.set(f"all met/{self._barriers}", "")
         self._wait(f"all met/{self._barriers}")
@@ -221,7 +221,7 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-_sharing = 0  # ranks on the GPU of this one, once they have told each other
+_sharing = 0  # ranks on the GPU of this one, once they have exchanged it
 
 
 def processes_per_gpu() -> int:
@@ -231,7 +231,7 @@ def processes_per_gpu() -> int:
 
 def agree_on_gpus(store: Store, rank: int, size: int) -> None:
     """Learn which ranks share a GPU. All ranks call this."""
-    # The number of visible GPUs does not tell: a scheduler may show each process its own GPU alone.
+    # The number of visible GPUs does not show it: a scheduler may show each process its own GPU alone.
     global _sharing
     own = _gpu_identity()
     store.set(f"gpu/{rank}", own)

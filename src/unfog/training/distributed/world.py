@@ -59,7 +59,7 @@ class World(ProcessGroup):
             return None
         if device.type != "cpu" and not (device.type == "cuda" and self.has_own_gpu):
             raise RequestError(
-                f"training.shard: {self.size} processes share {device.type}, and each needs a GPU of its own; start "
+                f"training.shard: {self.size} processes share {device.type}, but each needs a separate GPU; start "
                 "fewer with --nproc-per-node"
             )
         return torch.device("cpu" if self.is_main else "meta")

@@ -53,8 +53,8 @@ class NanReport(NamedTuple):
             what = f"the loss{f' of {whom}' if whom else ''} is not finite{_since(self.phase, self.where)}"
         if not self.every:
             return what
-        guilty = {"input": "the augmentation or the noise"}.get(self.where, "the network")
-        return f"{what}; every image is hit, so {guilty} rather than an image is to blame"
+        cause = {"input": "the augmentation or the noise"}.get(self.where, "the network")
+        return f"{what}; every image is affected, so the cause is {cause}, not an image"
 
     @classmethod
     def find(cls, state: TrainState, forward: Forward, passes: Sequence[tuple[int, int]]) -> NanReport:
@@ -95,19 +95,19 @@ def _search(state: TrainState, forward: Forward, passes: Sequence[tuple[int, int
         return NanReport("weights", parameters[0], every=True, more=len(parameters + buffers) - 1)
     batch = sum(count for _, count in passes)
     faults = (_examine(state, forward, *each, batch) for each in passes)
-    culprit = NanReport("unknown")
+    report = NanReport("unknown")
     for (first, _), fault in zip(passes, faults):
         if fault is not None:
             # In a pass of one image, all being hit says little. The passes before were well; those after are tried.
             every = all(fault.hit) and first == passes[0][0] and all(other and all(other.hit) for other in faults)
             blamed = [] if every else [i for i, hit in enumerate(fault.hit) if hit][:_MAX_IMAGES]
             images, levels = tuple(first + i for i in blamed), tuple(fault.u[i] for i in blamed)
-            culprit = NanReport(fault.phase, fault.where, images, levels, every, fault.more)
+            report = NanReport(fault.phase, fault.where, images, levels, every, fault.more)
             break
     # Running statistics are not finite because an image went through them; other buffers hit every image.
-    if buffers and not culprit.images:
+    if buffers and not report.images:
         return NanReport("weights", buffers[0], every=True, more=len(buffers) - 1)
-    return culprit
+    return report
 
 
 def _examine(state: TrainState, forward: Forward, first: int, count: int, batch: int) -> _Fault | None:
@@ -207,7 +207,7 @@ def _bad_gradients(state: TrainState, per_image: Tensor, batch: int) -> list[str
 def _hit_gradients(state: TrainState, per_image: Tensor, batch: int) -> list[bool]:
     """Return which of the first 64 images have gradients that are not finite.
 
-    None has if images cannot be told apart: an infinite derivative turns the zeros from other images' losses into NaN.
+    Names no image if the fault has no single one: an infinite derivative turns the zeros of other losses into NaN.
     """
     scale, parameters = state.precision.scaler.get_scale(), _trained(state.model)
 

@@ -26,7 +26,7 @@ class CaptureLost(RunError):
 
 @contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """Run what is inside on a stream of its own, for warm-up, capture and replays alike; of another device: nothing.
+    """Run the body on a separate stream, for warm-up, capture and replays; no effect on other devices.
 
     The default stream cannot be captured, and what warm-up leaves on another stream (a node that adds up gradients, a
     workspace of cuBLAS) would tie a capture to that.
@@ -47,8 +47,8 @@ def own_stream(device: torch.device) -> Iterator[None]:
 class CapturedStep:
     """Captures the step of a run, and replays it for as long as it is the same step.
 
-    A graph is a list of kernels with their addresses. Whatever the host decides or computes in a step would be frozen
-    in it, so a step is captured only if nothing is: see `why_not_captured`. The hooks are told once what becomes of it.
+    A graph is a list of kernels with their addresses. Decisions and results of the host would be frozen in
+    it, so only a step without any is captured: see `why_not_captured`. The hooks are notified once of the outcome.
     """
 
     def __init__(self, computer: GradientComputer, updater: Updater, hooks: TrainingHooks):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def lerp_unless(skip: Tensor, tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: float | Tensor) -> None:
-    """Move `tensors` towards `ends` by a share `weight` of the way, in place; leave each bit as it is if `skip` is 1.
+    """Move `tensors` towards `ends` by a share `weight` of the way, in place; change no bit if `skip` is 1.
 
     As `torch._foreach_lerp_`, up to rounding. `skip` is float32, 0 or 1, and so is a `weight` on the device, both 0-d.
     """

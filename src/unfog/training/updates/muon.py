@@ -22,9 +22,9 @@ _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 class MuonAdamW(torch.optim.Optimizer):
     """Muon for parameters of two dimensions or more, and AdamW for the others, as one optimiser.
 
-    One, so that the loss scaler, a skipped step and a roll-back treat both alike. A kernel [out, in, k, k] is the
-    matrix [out, in k k]. Matrices of one shape are stacked. As of torch's fused optimisers, a step changes nothing
-    where the attribute `found_inf`, 0-d on the device, is 1.
+    One optimiser, so that the loss scaler, skipped steps and roll-backs treat both the same. A kernel [out, in, k, k]
+    is the matrix [out, in k k]. Matrices of one shape are stacked. As in torch's fused optimisers, a step changes
+    nothing if the attribute `found_inf`, 0-d on the device, is 1.
     """
 
     found_inf: Tensor | None = None

@@ -32,7 +32,7 @@ def why_not_masked(state: TrainState, world: World) -> str | None:
 
 
 def why_not_captured(computer: GradientComputer, why_at_once: str | None) -> str | None:
-    """Return what the host decides or computes in each step, so that the step cannot be captured; None if nothing."""
+    """Return the work of the host in each step that prevents its capture; None if there is none."""
     settings, state = computer.settings, computer.state
     if state.precision.device.type != "cuda":
         return f"{state.precision.device.type} has none"
