@@ -158,6 +158,7 @@ def test_run_to_run_with_and_without_classes(photos, tmp_path):
     new = unfog.train(photos, out=tmp_path / "new", init=tmp_path / "old", **QUICK)
     assert new.config.network == old.config.network
     assert new.config.diffusion == old.config.diffusion
+    assert events(new, "size") == ["8: as it was trained with; --size WIDTHxHEIGHT takes another"]
     first = Run(tmp_path / "new", step=0).network.state_dict()
     assert all(torch.equal(value, first[name]) for name, value in old.network.state_dict().items())
     raw = {"folder": str(tmp_path / "old"), "weights": "raw", "checkpoint": "2"}

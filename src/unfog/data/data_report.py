@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from unfog.errors import RequestError
 from unfog.text import sanitize
-from unfog.values.image_format import ImageFormat, Size
+from unfog.values.image_format import ImageFormat, Size, scaled, sides_of
 
 _REASONS_LISTED, _NAMES_LISTED = 10, 3
 # Each change that decoding can make to an image -> its description. Several may apply to one image.
@@ -150,6 +150,18 @@ class DataReport:
     def phrase(self, action: str) -> str:
         """Describe one of ACTIONS, such as "resized to 64x64"."""
         return ACTIONS[action].format(size=self.size_text, background=self.background)
+
+    def chosen_size_line(self) -> str:
+        """Return why a size left open became this one, and how to change it; "" where squares keep their size."""
+        if isinstance(self.size, str):
+            side = min(sides_of(self.size))
+            return f"data.size = {self.size}: most images have about this shape; --size {side} crops them to squares"
+        if self.actions.get("resized"):
+            return (
+                f"data.size = {self.size}: larger images are made smaller, because twice the side takes four times "
+                f"as long; --size {scaled(self.size, 2)} keeps more detail"
+            )
+        return ""
 
     def line(self) -> str:
         """Return the whole report as one line for people."""

@@ -28,7 +28,6 @@ from unfog.reporting.progress import Progress, say, warn
 from unfog.training.settings import USUAL_BATCH
 from unfog.values.buckets import Bucket, bucket_texts
 from unfog.values.condition_format import facts_of
-from unfog.values.image_format import scaled
 
 _TOP = re.compile(r"/|(?:[-_.\d][-\w]*)?\.tar/", re.IGNORECASE)  # ends the top folder, or the word that names a shard
 _NAMES_SAMPLED = 10_000  # file names, evenly spaced, that are searched for folders called train, test or similar
@@ -134,17 +133,10 @@ def _report(config: Config, source: Source, dataset: Dataset, few: bool) -> None
     if dataset.placement and not few:
         say(f"  cache: {dataset.placement}")
     packed = type(source).decoded_dataset is not Source.decoded_dataset  # then the size was chosen long ago
-    size = dataset.settings.size
     if dataset.buckets:
-        say(f"  data.size = {size}: the bucket with most images; previews and samples have all sizes")
-    elif not (config.data.size or packed) and isinstance(size, str):
-        side = min(dataset.settings.image_format.shape[1:])
-        say(f"  data.size = {size}: most images have about this shape; --size {side} crops them to squares")
-    elif not (config.data.size or packed) and dataset.report.actions.get("resized"):
-        say(
-            f"  data.size = {size}: larger images are made smaller, because twice the side takes four times "
-            f"as long; --size {scaled(size, 2)} keeps more detail"
-        )
+        say(f"  data.size = {dataset.settings.size}: the bucket with most images; previews and samples have all sizes")
+    elif not (config.data.size or packed) and (chosen := dataset.report.chosen_size_line()):
+        say(f"  {chosen}")
     if 0 < len(dataset.train) < (batch := config.training.batch or USUAL_BATCH):
         warn(f"batch = {batch} is more than the {len(dataset.train)} images, so some images are used twice in a batch")
     for warning in dataset.warnings:

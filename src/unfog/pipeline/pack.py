@@ -60,7 +60,7 @@ def pack(request: PackRequest) -> Path:
                 if done:
                     say(f"{done:,} of {len(source.names):,} images are saved; repeat the command to continue")
                 raise
-        _report_pack(made, scan, begun, time.monotonic() - started)
+        _report_pack(made, scan, begun, time.monotonic() - started, size_was_open=not data.size)
     return out
 
 
@@ -99,10 +99,12 @@ def _packed_before(out: Path, scan: Scan, key: str) -> int:
     return found.done
 
 
-def _report_pack(made: Pack, scan: Scan, begun: int, seconds: float) -> None:
+def _report_pack(made: Pack, scan: Scan, begun: int, seconds: float, size_was_open: bool) -> None:
     n, channels, height, width = made.images.pixels.shape
     pace = (len(scan.source.names) - begun) / max(seconds, 1e-9)
     say(made.report.line())
+    if size_was_open and (chosen := made.report.chosen_size_line()):
+        say(f"  {chosen}")
     say(
         f"packed {n:,} images of {ImageFormat(channels, height, width)} into {printable(str(made.path))}: "
         f"{format_bytes(made.nbytes)} in {format_duration(seconds)}, {pace:,.0f} images/s"

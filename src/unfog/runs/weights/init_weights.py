@@ -97,8 +97,11 @@ def load_initial_weights(config: Config) -> _InitialWeights:
             "yet; restore the file, or start a new run with another --out"
         )
     choices = [Choice("init", config.init.folder, source.what), _objective_choice(source, config)]
-    if source.input[1] not in (0, size_of(*config.input_shape[1:])):
-        choices.append(Choice("size", config.data.size, f"the weights were trained at {source.config.data.size}"))
+    if known := source.input[1]:
+        reason = f"the weights were trained at {source.config.data.size}"
+        if known == size_of(*config.input_shape[1:]):
+            reason = "as it was trained with; --size WIDTHxHEIGHT takes another"
+        choices.append(Choice("size", config.data.size, reason))
     state, classes = source.fit(source.read(), config)
     folder = printable(str(Path(os.path.expanduser(config.init.folder)).resolve()))
     config = replace(config, init=replace(config.init, folder=folder, sha256=sha256))
