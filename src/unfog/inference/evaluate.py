@@ -18,6 +18,7 @@ from torch import nn
 
 from unfog.config.requests.evaluate import LOSSES, METRICS, ON_REQUEST, EvaluationRequest
 from unfog.config.schema import Config
+from unfog.data.buckets.view import join_sets
 from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
 from unfog.data.scan import common_size
 from unfog.data.sources.registry import open_source
@@ -183,6 +184,10 @@ def _load_reference(
             autoencoder_folder="",
         )
         real, _ = load_images(config, stop)
+        if real.buckets:  # its bucket with most images may be another than that of the run
+            format = dataset.settings.image_format
+            key = f"{real.train.fingerprint} {format.sides}"
+            real = replace(real, train=join_sets([part.train for part in real.buckets], format, key))
         name = sanitize(request.reference)
     else:
         real, name = dataset, "training images"

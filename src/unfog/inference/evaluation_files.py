@@ -42,7 +42,7 @@ _TABLE_HEAD = ("metric", "value", "95% interval", "real images", "n", "reference
 
 
 class EvaluationPart(NamedTuple):
-    """What is generated at one size."""
+    """Samples and real images of one size."""
 
     run: LoadedRun
     """A run that generates this size."""
