@@ -15,6 +15,7 @@ from PIL import Image, ImageDraw
 from safetensors.torch import load_file
 
 import unfog
+from unfog.cache_folder import CacheEntry
 from unfog.cli.main import main
 from unfog.config.schema import Config
 from unfog.config.validate import check_request
@@ -24,9 +25,11 @@ from unfog.data.buckets.sizes import BucketPlan, cropped_away, least_images, nea
 from unfog.data.buckets.stream import BucketStream
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.prepare import prepare
+from unfog.data.scan import read_sides
 from unfog.data.settings import UNREAD, Data
 from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError
+from unfog.inference.evaluation_files import GeneratedSamples, MixedSamples
 from unfog.models.settings import SIZES, DiT
 from unfog.pipeline.build import build_network
 from unfog.process.run_folder import RunFolder
@@ -35,7 +38,7 @@ from unfog.training.distributed.world import World
 from unfog.values.buckets import Bucket, bucket_texts, parse_buckets, share_samples
 from unfog.values.columns import Column
 from unfog.values.conditions import NO_CONDITIONS
-from unfog.values.image_format import sides_of
+from unfog.values.image_format import ImageFormat, sides_of
 
 ANY = BucketChoice(lambda height, width: True, batch=8)
 
@@ -242,6 +245,62 @@ def test_buckets_hold_out_the_images_that_a_crop_holds_out(mixed: Path) -> None:
     assert labels == dict(zip(kept.train.names, kept.train.labels))
 
 
+@pytest.mark.parametrize("cache", ["memory", "disk", "none"])
+def test_all_buckets_have_the_range_of_values_of_the_whole_set(tmp_path: Path, cache: str) -> None:
+    """The tall images alone would be of 10 bits."""
+    for i in range(40):
+        values = np.full((32, 48), 900, np.uint16)
+        values[:8] = 60_000 if i % 2 else 900
+        Image.fromarray(values if i % 2 else values.T.copy()).save(tmp_path / f"{i:02d}.png")
+    tall, wide = prepared(tmp_path, cache=cache).buckets
+    assert tall.train.take(np.arange(5)).pixels.max() == round(900 / 65535 * 255)
+    assert wide.train.take(np.arange(5)).pixels.max() > 150
+    assert prepared(tmp_path, cache=cache, range=(0.0, 1000.0), clip=True).buckets[0].train.pixels[0:1].max() > 200
+
+
+def test_few_values_beyond_a_given_range_are_judged_by_the_whole_set(tmp_path: Path) -> None:
+    for i in range(100):
+        values = np.full((32, 48), 2000 if i in (0, 9, 12) else 500, np.uint16)
+        Image.fromarray(values.T.copy() if i < 14 else values).save(tmp_path / f"{i:02d}.png")
+    kept = prepared(tmp_path, range=(0.0, 1000.0))  # three of the fourteen tall images would be refused
+    assert [one.name for one in kept.report.skipped] == ["00.png", "09.png", "12.png"]
+
+
+def test_a_bucket_of_damaged_images_is_left_out(mixed: Path) -> None:
+    for path in mixed.rglob("*.png"):
+        with Image.open(path) as image:
+            wide = image.width > image.height
+        if wide:
+            path.write_bytes(path.read_bytes()[:60])
+    said: list[str] = []
+    kept = prepared(mixed, said=said)
+    assert [part.settings.size for part in kept.buckets] == ["12x20", 16]
+    assert len(kept.report.skipped) == 40
+    assert "20x12" in said[-1]
+    shutil.rmtree(mixed / "b")
+    for path in mixed.rglob("*.png"):
+        path.write_bytes(path.read_bytes()[:60])
+    with pytest.raises(RequestError, match="none of"):
+        prepared(mixed)
+
+
+def test_the_cache_keeps_the_sides_of_many_images(mixed: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("unfog.data.cache._KEPT_SIDES", 100)
+    monkeypatch.setenv("UNFOG_CACHE", str(tmp_path / "cache"))
+    reads = []
+    monkeypatch.setattr("unfog.data.cache.read_sides", lambda source, progress: reads.append(1) or read_sides(source))
+    first, second = prepared(mixed), prepared(mixed)
+    assert len(reads) == 1
+    assert first.train.fingerprint == second.train.fingerprint
+    [entry] = [each for each in CacheEntry.all() if "sides" in each.kind]
+    assert entry.path.name.startswith("sides-")
+    entry.path.write_bytes(b"short")
+    prepared(mixed)
+    ellipse(48, 32).save(mixed / "a" / "new.png")
+    assert prepared(mixed).report.found == 121
+    assert len(reads) == 3
+
+
 def test_each_image_is_in_the_bucket_of_its_aspect_and_nothing_is_cut(mixed: Path) -> None:
     said: list[str] = []
     kept = prepared(mixed, said=said, size=24)
@@ -413,6 +472,44 @@ def test_samples_have_the_sizes_of_the_buckets_or_the_one_that_is_asked_for(run:
 def test_a_bucket_is_evaluated_with_its_own_images(run: Path) -> None:
     loaded = unfog.load(run)
     found = loaded.at_size("20x12").evaluate("kid,held_out", n=20, features="texture", steps=2)
-    assert {one.metric for one in found.measured} >= {"kid", "held_out"}
-    other = loaded.evaluate("kid", n=20, features="texture", steps=2)
-    assert other["kid"].value != found["kid"].value
+    assert {one.metric for one in found.measured} == {"kid", "held_out"}
+    base = loaded.at_size(loaded.config.data.size).evaluate("kid", n=20, features="texture", steps=2)
+    assert base["kid"].value != found["kid"].value
+
+
+@pytest.mark.slow
+def test_a_run_is_evaluated_over_all_buckets_and_by_bucket(run: Path) -> None:
+    loaded = unfog.load(run)
+    words = {"n": 60, "features": "texture", "steps": 2}
+    found = loaded.evaluate("kid,sliced,held_out", **words)
+    sides = ["12x20", "16x16", "20x12"]
+    kid = {one.metric: one for one in found.measured if one.metric.startswith("kid")}
+    assert list(kid) == ["kid", *(f"kid {each}" for each in sides)]
+    assert kid["kid"].n == sum(kid[f"kid {each}"].n for each in sides) == 60
+    assert kid["kid"].n_reference == sum(kid[f"kid {each}"].n_reference for each in sides)
+    # The part of a bucket is what the bucket alone measures.
+    alone = loaded.at_size("12x20").evaluate("kid", n=kid["kid 12x20"].n, features="texture", steps=2)
+    assert alone["kid"].value == pytest.approx(kid["kid 12x20"].value, rel=1e-3)
+    losses = [one for one in found.measured if one.metric.startswith("held_out ")]
+    assert found["held_out"].n == sum(one.n for one in losses)
+    assert found["held_out"].value == pytest.approx(sum(one.value * one.n for one in losses) / found["held_out"].n)
+    assert found.drawn["sizes"].count(" of ") == 3
+    other = loaded.evaluate("kid", reference=str(run.parent / "images"), **words)
+    assert [one.metric for one in other.measured] == list(kid)
+    with pytest.raises(RequestError, match="--size"):
+        loaded.evaluate("bits", **words)
+
+
+def test_samples_of_several_sizes_are_mixed_and_scaled(tmp_path: Path) -> None:
+    shapes = {"a": (30, 4, 8), "b": (10, 8, 4)}
+    parts = []
+    for value, (name, (n, height, width)) in enumerate(shapes.items(), 1):
+        part = GeneratedSamples(tmp_path / name, n, 7, tmp_path, b"key", 3 * height * width)
+        shape = (height, width, 3)
+        part.generate_missing(lambda first, count, s=shape, v=value: np.full((count, *s), v, np.uint8), World(0, 1))
+        parts.append(part)
+    mixed = MixedSamples(parts, ImageFormat.of(3, "8x4"))
+    assert mixed[0:40].shape == (40, 3, 4, 8)
+    assert np.bincount(mixed[0:12][:, 0, 0, 0]).tolist() == [0, 9, 3]
+    assert np.bincount(mixed[0:40][:, 0, 0, 0]).tolist() == [0, 30, 10]
+    assert np.array_equal(mixed[5:17], mixed[0:40][5:17])

@@ -61,6 +61,7 @@ _KINDS = (
     ),
     _Kind("array", rf"array-{_KEY}\.npz", evictable=False),
     _Kind("images", rf"images-{_KEY}\.images", evictable=False),
+    _Kind("sides of images", rf"sides-{_KEY}\.i32"),
     _Kind("features", rf"features/{_KEY}", r"([0-9]{8}|statistics)\.safetensors"),
     _Kind("read from remote shards", "members", rf"{_KEY}-[0-9]{{6}}\.members"),
     _Kind("drawings of the page", rf"drawings-{_KEY}", r"[0-9]{8}\.drawing"),

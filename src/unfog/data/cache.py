@@ -19,13 +19,14 @@ from pathlib import Path
 
 import numpy as np
 import PIL
+from numpy.typing import NDArray
 
 from unfog.cache_folder import cache_folder, cache_limit, hold, make_room
 from unfog.data.decode_pool import Progress
 from unfog.data.packs.pack import FORMAT, Pack
 from unfog.data.packs.pack_journal import FILES, BusyError, check_replaceable, locked
 from unfog.data.packs.pack_writer import write_pack
-from unfog.data.scan import Scan
+from unfog.data.scan import Scan, read_sides
 from unfog.data.settings import Data
 from unfog.errors import RequestError, RunError
 from unfog.locks.flock import LOCK, notify
@@ -37,6 +38,7 @@ from unfog.values.columns import columns_digest
 
 # Bytes of pixels whose checksum each process compares: a tenth of a second. A whole pack takes seconds for each GB.
 _COMPARED_BYTES = 2**25
+_KEPT_SIDES = 1000  # images from which on their sides are kept: reading so many heads takes about half a second
 _WAIT = 0.2  # seconds between two looks at what another process is decoding
 _ABANDONED_SECONDS = 7 * 24 * 3600
 _JSON_FILES = [f"{name}.json{suffix}" for name in ("done", "latents") for suffix in ("", ".partial", ".new")]
@@ -52,6 +54,28 @@ def entry_key(scan: Scan, settings: Data) -> str:
     matters = (settings.size, settings.channels, settings.background, settings.held_out, scan.classes, labels, *added)
     # Pillow's version, as another one may decode or resize to other values.
     return hashlib.sha256(repr((FORMAT, PIL.__version__, scan.stamp, matters)).encode()).hexdigest()[:32]
+
+
+def sides_of_images(scan: Scan, progress: Progress | None = None) -> NDArray[np.int32]:
+    """Return `read_sides` of a source, [N, 2]. Those of many images are kept in the cache.
+
+    Raises as `read_sides`.
+    """
+    folder, n = cache_folder(), len(scan.source.names)
+    if n < _KEPT_SIDES:
+        return read_sides(scan.source, progress)
+    key = hashlib.sha256(repr((PIL.__version__, scan.stamp)).encode()).hexdigest()[:32]
+    path = folder / f"sides-{key}.i32"
+    hold(path)
+    with suppress(OSError, ValueError):
+        sides = np.frombuffer(read_file(path, folder, 8 * n), "<i4").reshape(n, 2)
+        if (sides >= 0).all():
+            return sides.astype(np.int32)
+    sides = read_sides(scan.source, progress)
+    with suppress(OSError):
+        if make_room(8 * n) and scan.source.stamp()[0] == scan.stamp:
+            write_atomic(path, sides.astype("<i4").tobytes(), folder, shared=True)
+    return sides
 
 
 def load(key: str) -> Pack | None:

@@ -52,6 +52,10 @@ _EVEN_SPLIT_FROM = 200_000
 MIN_TO_HOLD_OUT = 100
 
 
+class NoUsableImageError(RequestError):
+    """The heads of images could be read, but no image can be decoded."""
+
+
 @dataclass(frozen=True, eq=False)
 class Scan:
     """A source, and the format that its images will be decoded to."""
@@ -92,7 +96,7 @@ class Scan:
         return cls(
             *(source, settings, columns, stamp, file_bytes, settings.size, settings.channels),
             channels_certain=settings.channels != 0,
-            ranges=Ranges.of_setting(settings.range, settings.clip),
+            ranges=Ranges.of_setting(settings.range, settings.clip) if source.ranges is None else source.ranges,
             warnings=tuple(warnings),
         )
 
@@ -106,9 +110,10 @@ class Scan:
             RunError: an image cannot be read now.
         """
         size, ranges, settings = self.size or _choose_size(self.source), self.ranges, self.settings
-        warnings = [] if began or not settings.range else check_range(self.source, ranges)
+        decided = self.source.ranges is not None
+        warnings = [] if began or decided or not settings.range else check_range(self.source, ranges)
         # A run on remote shards, some of which may have failed since, has the range of its values in its settings.
-        if not settings.range and not (began and self.source.remote):
+        if not (settings.range or decided or (began and self.source.remote)):
             ranges = find_ranges(self.source, integers=not began)._replace(clip=settings.clip)
             settings = settings if began else replace(settings, range=ranges.setting)
             if began and ranges.floats is not None:
@@ -430,12 +435,12 @@ class DecodeResult:
     def create(cls, scan: Scan, order: NDArray[np.int64], in_train: int, statistics: DecodeStatistics) -> DecodeResult:
         """Collect the result for images in this order, of which the first `in_train` are training images.
 
-        Raises RequestError if none of them can be used.
+        Raises NoUsableImageError if none of them can be used.
         """
         used, source = statistics.used, scan.source
         if not used.any():
             counted = ", ".join(f"{n:,} {why}" for why, n in Counter(statistics.reasons.values()).most_common(3))
-            raise RequestError(
+            raise NoUsableImageError(
                 f"none of the {len(used):,} images in {source.name} can be used: {counted}; replace them"
             )
         rows, records = order[used], statistics.records[used]

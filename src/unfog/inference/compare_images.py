@@ -26,7 +26,8 @@ from unfog.reporting.progress import Progress
 from unfog.training.distributed.world import SINGLE_PROCESS, World
 
 _MOST_PIXELS = 20_000  # samples whose pixels are compared
-_FEWEST_REAL = 10  # real images that are compared with others of them
+# Fewest real images that are compared with others of them, and fewest images of a size that are measured.
+FEWEST_COMPARED = 10
 _MOST_REFERENCE = 10_000  # real images, or as many as samples, if those are more
 
 # Share of the value that real images have, from which precision and recall count as reached.
@@ -150,7 +151,7 @@ class Comparison:
 
 def _measure_pixels(name: str, real: Tensor, fake: Tensor, baseline: bool) -> list[MetricResult]:
     found, half = compare_pixels([name], real, fake), len(real) // 2
-    if not baseline or half < _FEWEST_REAL:
+    if not baseline or half < FEWEST_COMPARED:
         return found
     # Real images against the rest of them: too high, as the metric falls with the number, and these are fewer.
     reached = compare_pixels([name], real[::2][:half], real[1::2][:half])
@@ -180,7 +181,7 @@ def _real_baseline(
     """Return the metrics of `count` real images, or half of them if there are fewer, against the other real images."""
     count = min(count, len(real) // 2)
     names = [name for name in names if name not in ON_REQUEST]
-    if count < _FEWEST_REAL or not names:
+    if count < FEWEST_COMPARED or not names:
         return {}
     as_samples = np.zeros(len(real), bool)
     as_samples[evenly_spaced(len(real), count)] = True

@@ -21,8 +21,15 @@ from unfog.diffusion.noise import NoiseSource
 from unfog.evaluation.features import compute_features
 from unfog.evaluation.held_out import HeldOut, HeldOutBuckets, MeanEstimate
 from unfog.evaluation.metrics import MetricResult, Z
-from unfog.inference.compare_images import spectrum_chart, verdict
-from unfog.inference.evaluation_files import Evaluation, EvaluationSetup, GeneratedSamples
+from unfog.inference.compare_images import FEWEST_COMPARED, reference_rows, spectrum_chart, verdict
+from unfog.inference.evaluation_files import (
+    Evaluation,
+    EvaluationPart,
+    EvaluationSetup,
+    GeneratedSamples,
+    MixedSamples,
+    Samples,
+)
 from unfog.inference.loaded_run import LoadedRun
 from unfog.inference.memorization import (
     DRAWN,
@@ -46,29 +53,56 @@ _FOR_END = 16  # training images by which the cleanest level of the bits is chos
 LEVELS = 64  # network calls per image for the bits; with 64 the bound is within a percent
 
 
-def compute_metrics(
-    run: LoadedRun, setup: EvaluationSetup, samples: GeneratedSamples | None, world: World, out: Path
-) -> Evaluation:
+def compute_metrics(run: LoadedRun, setup: EvaluationSetup, samples: Samples, world: World, out: Path) -> Evaluation:
     """Compute the metrics of `setup`, and search the samples for copies of training images, shown in the folder `out`.
 
+    Metrics of a run with buckets are of the samples of all sizes, then of each size.
     The ranks share the computation of features. Rank 0 does the rest, and the others return no metrics.
     """
     generation = _describe_generation(run, setup)
     metrics, copies = list[MetricResult](), list[dict[str, Any]]()
     spectrum: dict[str, list[float]] = {}
-    if samples is not None:
+    of_sizes = list[MetricResult]()
+    if (mixed := samples.mixed) is not None:
         compared = setup.compared
         _ = compared.real_features  # by all ranks, as those of the samples
-        fake = compared.compute_features(samples, "samples", samples.key)
+        fake = compared.compute_features(mixed, "samples", mixed.key)
         if world.is_main:
-            metrics += chain(*compared.measure(samples, fake, baseline=True).values())
-            spectrum = compared.spectra(samples)
+            metrics += chain(*compared.measure(mixed, fake, baseline=True).values())
+            spectrum = compared.spectra(mixed)
             _draw_spectra(spectrum, out)
-            copies += _search_copies(setup, samples, fake, out)
+            copies += _search_copies(setup, mixed, fake, out)
+        if len(samples.parts) > 1:
+            of_sizes = _measure_sizes(setup, samples.parts, world)
+    said = verdict(metrics, copies)
+    metrics += of_sizes
     if world.is_main:
         drawn = ", ".join(f"{name} {value}" for name, value in generation.items() if name != "reference")
         metrics = [replace(one, drawn=drawn) for one in metrics] + _held_out_metrics(run, setup)
-    return Evaluation(run.step, generation, metrics, copies, verdict(metrics, copies), spectrum)
+    return Evaluation(run.step, generation, metrics, copies, said, spectrum)
+
+
+def _measure_sizes(setup: EvaluationSetup, samples: Sequence[GeneratedSamples], world: World) -> list[MetricResult]:
+    """Return the metrics of the samples of each size, compared with the real images of that size, if these are enough.
+
+    Values that are refused are left out, as are the parts of a metric. Ranks other than 0 return no metrics.
+    """
+    found = list[MetricResult]()
+    for part, own in zip(setup.parts, samples):
+        if min(len(part.reference), len(own)) < FEWEST_COMPARED:
+            continue
+        rows = reference_rows(part.reference, len(own))
+        compared = replace(setup.compared, reference=part.reference, rows=rows)
+        _ = compared.real_features
+        fake = compared.compute_features(own, f"samples {part.run.config.image_format.sides}", own.key)
+        if world.is_main:
+            measured = [results[0] for results in compared.measure(own, fake, baseline=True).values()]
+            found += [_of_size(part, one) for one in measured if one.value is not None]
+    return found
+
+
+def _of_size(part: EvaluationPart, one: MetricResult) -> MetricResult:
+    return replace(one, metric=f"{one.metric} {part.run.config.image_format.sides}")
 
 
 def _describe_generation(run: LoadedRun, setup: EvaluationSetup) -> dict[str, Any]:
@@ -86,8 +120,13 @@ def _describe_generation(run: LoadedRun, setup: EvaluationSetup) -> dict[str, An
         **({"within": f"{low:g} to {high:g} of noise"} if partly else {}),
         "precision": generation.precision,
         "labels": "as in the data" if generation.given else "none",
+        **({"sizes": ", ".join(_describe_part(part) for part in setup.parts)} if len(setup.parts) > 1 else {}),
         "reference": setup.reference_name,
     }
+
+
+def _describe_part(part: EvaluationPart) -> str:
+    return f"{part.generation.count:,} of {part.run.config.image_format.sides}"
 
 
 def _draw_spectra(spectrum: Mapping[str, Sequence[float]], out: Path) -> None:
@@ -101,7 +140,7 @@ def _draw_spectra(spectrum: Mapping[str, Sequence[float]], out: Path) -> None:
 
 
 def _search_copies(
-    setup: EvaluationSetup, samples: GeneratedSamples, fake: Tensor | None, out: Path
+    setup: EvaluationSetup, samples: GeneratedSamples | MixedSamples, fake: Tensor | None, out: Path
 ) -> list[dict[str, Any]]:
     """Search for copies of training images by pixels and by features, and save images of the nearest pairs."""
     dataset, some = setup.dataset, samples[0:DRAWN].transpose(0, 2, 3, 1)
@@ -141,11 +180,14 @@ def _save_search(by: str, finding: Finding, out: Path) -> dict[str, Any]:
 def _held_out_metrics(run: LoadedRun, setup: EvaluationSetup) -> list[MetricResult]:
     found, config, batch = list[MetricResult](), run.config, setup.generation.batch
     if "held_out" in setup.compared.metrics:
-        held_out = _held_out_set(setup.dataset, run, _MOST_HELD_OUT)
-        passes = len(held_out.levels) * len(held_out.x0) * (1 if setup.against is None else 2)
+        held_out = build_held_out_set(setup.dataset, config, run.device, _MOST_HELD_OUT)
+        assert held_out is not None, "the loss is left out where no images are held out"
+        passes = config.evaluate.levels * held_out.images * (1 if setup.against is None else 2)
         with Progress("measuring losses", passes) as progress:
             losses = held_out_losses(run.network, config, held_out, batch, progress.advance)
             found.append(_as_metric("held_out", MeanEstimate.over_images(losses), ""))
+            if isinstance(held_out, HeldOutBuckets):
+                found += _losses_of_sizes(held_out, losses)
             if setup.against is not None:
                 saved = checkpoint.find_checkpoint(run.folder.checkpoints, setup.against)
                 other, _ = run.load_network(saved, setup.against)
@@ -160,11 +202,20 @@ def _held_out_metrics(run: LoadedRun, setup: EvaluationSetup) -> list[MetricResu
     return found
 
 
+def _losses_of_sizes(held_out: HeldOutBuckets, losses: Tensor) -> list[MetricResult]:
+    """Return the mean loss of the images of each size; losses [L, N] are of all of them."""
+    found, first = list[MetricResult](), 0
+    for part in held_out.parts:
+        height, width = part.x0.shape[2:]
+        mean = MeanEstimate.over_images(losses[:, first : first + part.images])
+        found.append(_as_metric(f"held_out {width}x{height}", mean, ""))
+        first += part.images
+    return found
+
+
 def _held_out_set(dataset: Dataset, run: LoadedRun, most: int) -> HeldOut:
     held_out = build_held_out_set(dataset, run.config, run.device, most)
-    assert isinstance(held_out, HeldOut), (
-        "metrics of held-out images need images of one size; they are left out if there are none"
-    )
+    assert isinstance(held_out, HeldOut), "bits need images of one size; they are left out if there are none"
     return held_out
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch import nn
 
 from unfog.config.requests.evaluate import LOSSES, METRICS, ON_REQUEST, EvaluationRequest
 from unfog.config.schema import Config
+from unfog.data.buckets.view import join_sets
 from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
 from unfog.data.scan import common_size
 from unfog.data.sources.registry import open_source
@@ -28,7 +29,16 @@ from unfog.evaluation.features import Features, delete_features, open_features
 from unfog.evaluation.pixel_metrics import PIXEL_METRICS
 from unfog.inference.compare_images import Comparison, ImageRows, reference_rows, verdict
 from unfog.inference.compute_metrics import compute_metrics
-from unfog.inference.evaluation_files import ARITHMETIC, FORMAT, Evaluation, EvaluationSetup, GeneratedSamples
+from unfog.inference.evaluation_files import (
+    ARITHMETIC,
+    FORMAT,
+    Evaluation,
+    EvaluationPart,
+    EvaluationSetup,
+    GeneratedSamples,
+    MixedSamples,
+    Samples,
+)
 from unfog.inference.guide import resolve_guidance
 from unfog.inference.loaded_run import LoadedRun, load_run_images, weights_digest
 from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_given
@@ -43,6 +53,7 @@ from unfog.reporting.progress import Progress, format_bytes, format_duration, pl
 from unfog.text import manual, sanitize
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.distributed.world import World, init_world
+from unfog.values.buckets import Bucket, share_samples
 from unfog.values.condition_format import given_labels
 from unfog.values.image_format import Size, size_of
 
@@ -63,10 +74,11 @@ def evaluate(run: LoadedRun, request: EvaluationRequest) -> Evaluation:
         started = time.monotonic()
         if request.against is not None:
             checkpoint.find_checkpoint(run.folder.checkpoints, request.against)  # fails now rather than after sampling
-        dataset = load_run_images(run.config, stop).at_size(run.config.data.size)
+        dataset = load_run_images(run.config, stop)
+        dataset = dataset.at_size(run.config.data.size) if run.resized else dataset
         setup = _resolve_request(run, request, dataset, world, stop)
         # By step and by all that the result depends on, so that a stored one is never that of another question.
-        path = run.path / "evaluations" / f"{run.step:08d}-{_result_key(run, setup)}.json"
+        path = run.path / "evaluations" / f"{run.step:08d}-{_result_key(setup)}.json"
         # That of rank 0, as the ranks may run on several machines.
         key = bytes.fromhex(world.broadcast_object(machine_key().hex() if world.is_main else ""))
         stored, exists = Evaluation.read(path, key), os.path.lexists(path)
@@ -76,15 +88,16 @@ def evaluate(run: LoadedRun, request: EvaluationRequest) -> Evaluation:
             return stored
         if exists:
             say(f"measured again, as {path} is from elsewhere, from an earlier version, or was changed")
-        samples = _generate_samples(run, setup, world, stop, key)
+        samples = _generate_samples(setup, world, stop, key)
         evaluation = compute_metrics(run, setup, samples, world, path.with_suffix(""))
         if world.is_main:
             seconds = round(time.monotonic() - started, 1)
             _write_result(path, replace(evaluation, asked=asdict(request), seconds=seconds), key)
         world.barrier()  # no rank reads the result, and none of the features are deleted, before it is written
         # Only the features of real images are used again, for the next checkpoint; the samples themselves stay.
-        if world.is_main and setup.compared.features is not None and samples is not None:
-            delete_features(samples.key, len(samples), setup.compared.features)
+        if world.is_main and setup.compared.features is not None:
+            for drawn in {one.key: one for one in samples.each}.values():
+                delete_features(drawn.key, len(drawn), setup.compared.features)
         return Evaluation.read(path, key) or evaluation
 
 
@@ -94,7 +107,8 @@ def _resolve_request(
     """Choose what the request left open, and say which metrics are left out."""
     config, n = run.config, request.n or (1000 if run.device.type == "cpu" else 10_000)
     features = open_request_features(request, run.device)
-    reference, name = _load_reference(run, request, dataset, stop)
+    real, name = _load_reference(run, request, dataset, stop)
+    reference = real.train
     metrics = _possible_metrics(run, request, dataset, features)
     compared = Comparison(metrics, features, reference, reference_rows(reference, n), world)
     if set(request.metrics) == {"fid"}:  # with any other metric, a refused FID is a line of the table
@@ -113,7 +127,24 @@ def _resolve_request(
         precision=request.precision,
         guide_every=request.guide_every,
     ).resolved(config, run.device)
-    return EvaluationSetup(compared, generation, dataset, name, request.against, guidance.guide, guidance.name)
+    parts = _parts(run, generation, dataset, real)
+    return EvaluationSetup(compared, generation, parts, dataset, name, request.against, guidance.guide, guidance.name)
+
+
+def _parts(
+    run: LoadedRun, generation: GenerationSettings, dataset: Dataset, real: Dataset
+) -> tuple[EvaluationPart, ...]:
+    """Return what is generated at each size: of a run with buckets, samples in proportion to their images."""
+    if not dataset.buckets:
+        return (EvaluationPart(run, generation, real.train),)
+    parts, none = [], real.train.subset(slice(0))
+    buckets = [Bucket(part.settings.size, len(part.train)) for part in dataset.buckets]
+    for bucket, part, n in zip(buckets, dataset.buckets, share_samples(buckets, generation.count)):
+        if n:
+            own = replace(generation, count=n, given=proportional_given(run.config.conditions, part.train, n))
+            known = next((one.train for one in real.buckets if one.settings.size == bucket.size), none)
+            parts.append(EvaluationPart(run.at_size(bucket.size), own, known))
+    return tuple(parts)
 
 
 def open_request_features(request: EvaluationRequest, device: torch.device) -> Features | None:
@@ -131,13 +162,17 @@ def open_request_features(request: EvaluationRequest, device: torch.device) -> F
 
 def _load_reference(
     run: LoadedRun, request: EvaluationRequest, dataset: Dataset, stop: StopSignals
-) -> tuple[ImageSet, str]:
-    """Return the real images to compare with, and their name. RequestError if there are too few."""
+) -> tuple[Dataset, str]:
+    """Return a dataset whose training images are the real ones to compare with, and their name.
+
+    RequestError if there are too few.
+    """
     if request.reference == "held-out":
-        images, name = dataset.held_out, "held-out images"
+        parts = tuple(replace(part, train=part.held_out) for part in dataset.buckets)
+        real, name = replace(dataset, train=dataset.held_out, buckets=parts), "held-out images"
     elif request.reference:
         # All of them are compared with, and their classes, if they have any, are not those of the run.
-        data = replace(run.config.data, held_out=0.0, labels="none", aspect="crop")
+        data = replace(run.config.data, held_out=0.0, labels="none", aspect="keep" if dataset.buckets else "crop")
         config = replace(
             run.config,
             source=request.reference,
@@ -145,15 +180,19 @@ def _load_reference(
             fingerprint="",
             classes=(),
             columns=(),
-            buckets=(),
+            buckets=run.config.buckets if dataset.buckets else (),
             autoencoder_folder="",
         )
-        other, _ = load_images(config, stop)
-        images, name = other.train, sanitize(request.reference)
+        real, _ = load_images(config, stop)
+        if real.buckets:  # its bucket with most images may be another than that of the run
+            format = dataset.settings.image_format
+            key = f"{real.train.fingerprint} {format.sides}"
+            real = replace(real, train=join_sets([part.train for part in real.buckets], format, key))
+        name = sanitize(request.reference)
     else:
-        images, name = dataset.train, "training images"
-    check_enough(len(images), "the reference")
-    return images, name
+        real, name = dataset, "training images"
+    check_enough(len(real.train), "the reference")
+    return real, name
 
 
 def check_enough(count: int, what: str) -> None:
@@ -176,6 +215,8 @@ def _possible_metrics(
     )
     if (reason := run.config.representation.no_bits) and "bits" in metrics:
         raise RequestError(f"{run.path}: {reason}")
+    if dataset.buckets and "bits" in metrics:
+        raise RequestError(f"bits are measured at one size; give --size {run.config.image_format.sides}, or omit bits")
     if not len(dataset.held_out) and any(name in LOSSES for name in metrics):
         if request.metrics:
             raise RequestError(f"no images of {run.path} are held out, so {' and '.join(LOSSES)} cannot be measured")
@@ -186,7 +227,7 @@ def _possible_metrics(
     return metrics
 
 
-def _result_key(run: LoadedRun, setup: EvaluationSetup) -> str:
+def _result_key(setup: EvaluationSetup) -> str:
     """Return a digest of all that the result depends on."""
     features = setup.compared.features.digest if setup.compared.features else ""
     reference = (setup.compared.reference.fingerprint, len(setup.compared.rows))
@@ -196,14 +237,14 @@ def _result_key(run: LoadedRun, setup: EvaluationSetup) -> str:
         features,
         reference,
         setup.against,
-        _samples_key(run, setup),
+        *(_samples_key(part, setup) for part in setup.parts),
     )
     return hashlib.sha256(repr((FORMAT, ARITHMETIC, settings)).encode()).hexdigest()[:12]
 
 
-def _samples_key(run: LoadedRun, setup: EvaluationSetup) -> str:
+def _samples_key(part: EvaluationPart, setup: EvaluationSetup) -> str:
     """Return a digest of all that a sample depends on, except its number and its neighbours in the batch."""
-    generation = setup.generation
+    run, generation = part.run, part.generation
     labels = repr(given_labels(generation.given)[:10])  # the same rule gives the rest
     given = hashlib.sha256((repr(generation.given) if run.config.columns else labels).encode()).hexdigest()
     how: tuple[object, ...] = (generation.sampler, given, generation.seed, generation.guidance, generation.interval)
@@ -217,14 +258,36 @@ def _samples_key(run: LoadedRun, setup: EvaluationSetup) -> str:
     return hashlib.sha256(repr((FORMAT, settings, generation.batch)).encode()).hexdigest()[:16]
 
 
-def _generate_samples(
-    run: LoadedRun, setup: EvaluationSetup, world: World, stop: StopSignals, key: bytes
-) -> GeneratedSamples | None:
-    """Return the samples, after generating those that are missing or not sealed; None if no metric needs any."""
+def _generate_samples(setup: EvaluationSetup, world: World, stop: StopSignals, key: bytes) -> Samples:
+    """Return the samples, after generating those that are missing or not sealed; no metric may need any."""
     if all(name in LOSSES for name in setup.compared.metrics):
-        return None
-    generation = setup.generation
-    folder = run.path / "evaluations" / "drawn" / _samples_key(run, setup)
+        return Samples((), None)
+    samples = [_open_samples(part, setup, key) for part in setup.parts]
+    missing = [one.count_in(one.missing()) for one in samples]
+    if any(missing):
+        _report_cost(setup, missing, world)
+    done = 0
+    with Progress("generating", sum(missing)) as progress:
+        for part, own, count in zip(setup.parts, samples, missing):
+
+            def generate(first: int, count: int, part: EvaluationPart = part) -> Pixels:
+                stop.leave_if_requested()
+                generation = replace(part.generation, first=first, count=count)
+                return generate_images(part.run.network, part.run.config, generation, guide=setup.guide)
+
+            def show(n: int, before: int = done) -> None:
+                progress.update(before + n)
+
+            own.generate_missing(generate, world, show)
+            done += count
+    mixed = MixedSamples(samples, setup.dataset.settings.image_format) if len(samples) > 1 else samples[0]
+    return Samples(tuple(samples), mixed)
+
+
+def _open_samples(part: EvaluationPart, setup: EvaluationSetup, key: bytes) -> GeneratedSamples:
+    """Return the samples of one size that are there so far, and say how many are."""
+    run, generation = part.run, part.generation
+    folder = run.path / "evaluations" / "drawn" / _samples_key(part, setup)
     each = run.config.image_format.nbytes
     samples = GeneratedSamples(folder, generation.count, generation.batch, run.path, key, each)
     if unsealed := samples.count_in(samples.unsealed()):
@@ -233,25 +296,21 @@ def _generate_samples(
     missing = samples.count_in(samples.missing())
     if missing < generation.count:
         say(f"{plural(generation.count - missing, 'sample')} exist already, in {samples.folder}")
-    if missing:
-        _report_cost(run, setup, missing, world)
-
-    def generate(first: int, count: int) -> Pixels:
-        stop.leave_if_requested()
-        return generate_images(
-            run.network, run.config, replace(generation, first=first, count=count), guide=setup.guide
-        )
-
-    with Progress("generating", missing) as progress:
-        samples.generate_missing(generate, world, progress.update)
     return samples
 
 
-def _report_cost(run: LoadedRun, setup: EvaluationSetup, missing: int, world: World) -> None:
-    """Say how long generation and features will take, from a few sampler steps and a few images."""
-    few = replace(setup.generation, count=min(setup.generation.batch, missing))
-    seconds = cost_per_sample(run.network, run.config, few, _wall_seconds, setup.guide) * missing
-    line = f"{plural(missing, 'sample')} will take about {format_duration(seconds / world.size)} to generate"
+def _report_cost(setup: EvaluationSetup, missing: Sequence[int], world: World) -> None:
+    """Say how long generation and features will take, from a few sampler steps and a few images.
+
+    `missing` is the number of samples of each part.
+    """
+    seconds, disk = 0.0, 0
+    for part, count in zip(setup.parts, missing):
+        if count:
+            few = replace(part.generation, count=min(part.generation.batch, count))
+            seconds += cost_per_sample(part.run.network, part.run.config, few, _wall_seconds, setup.guide) * count
+            disk += count * part.run.config.image_format.nbytes
+    line = f"{plural(sum(missing), 'sample')} will take about {format_duration(seconds / world.size)} to generate"
     if (features := setup.compared.features) is not None:
         pixels = torch.from_numpy(np.ascontiguousarray(setup.compared.reference.pixels[setup.compared.rows[:50]]))
         each = _wall_seconds(lambda: features(pixels).cpu()) / len(pixels)
@@ -261,8 +320,7 @@ def _report_cost(run: LoadedRun, setup: EvaluationSetup, missing: int, world: Wo
             f", and {features.name} of them and of {plural(len(setup.compared.rows), 'real image')} at most "
             f"{format_duration(each * count / world.size)}"
         )
-    each_bytes = run.config.image_format.nbytes
-    say(f"{line}; stored in {run.path / 'evaluations' / 'drawn'}: {format_bytes(missing * each_bytes)}")
+    say(f"{line}; stored in {setup.parts[0].run.path / 'evaluations' / 'drawn'}: {format_bytes(disk)}")
 
 
 def _write_result(path: Path, evaluation: Evaluation, key: bytes) -> None:

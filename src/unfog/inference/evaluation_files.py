@@ -16,11 +16,13 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from unfog.data.dataset import Dataset
+from unfog.data.buckets.view import Rows, scale
+from unfog.data.dataset import Dataset, ImageSet
 from unfog.diffusion.denoiser import Denoiser
 from unfog.errors import RunError
 from unfog.evaluation.metrics import MetricResult
 from unfog.inference.compare_images import Comparison
+from unfog.inference.loaded_run import LoadedRun
 from unfog.pipeline.generate import GenerationSettings
 from unfog.reporting.image_grids import Pixels
 from unfog.reporting.notebook import preformatted
@@ -29,6 +31,7 @@ from unfog.safe_files import LARGEST_TEXT, make_folder, read_file, write_atomic
 from unfog.seals import is_sealed, seal_of, seal_of_object
 from unfog.text import without_secrets
 from unfog.training.distributed.world import World
+from unfog.values.image_format import ImageFormat
 
 FORMAT = 1
 # Version of the computation of metrics; results of another version are computed again.
@@ -38,11 +41,25 @@ _HEADER_BYTES = 2**16  # of a file of samples, besides these
 _TABLE_HEAD = ("metric", "value", "95% interval", "real images", "n", "reference", "features", "resize")
 
 
+class EvaluationPart(NamedTuple):
+    """Samples and real images of one size."""
+
+    run: LoadedRun
+    """A run that generates this size."""
+    generation: GenerationSettings
+    reference: ImageSet
+    """Real images of this size; there may be few, or no images at all."""
+
+
 class EvaluationSetup(NamedTuple):
     """An evaluation request with every open setting chosen."""
 
     compared: Comparison
+    """With real images of all sizes, which are scaled to one size if there are several."""
     generation: GenerationSettings
+    """Of the samples of all sizes."""
+    parts: tuple[EvaluationPart, ...]
+    """One, or one for each bucket that has samples."""
     dataset: Dataset
     """Of the run."""
     reference_name: str
@@ -248,3 +265,46 @@ class GeneratedSamples:
                 f"{self.folder} cannot be written ({error.strerror or error}); correct that, then repeat the "
                 "command; the samples so far are kept"
             ) from error
+
+
+class MixedSamples:
+    """Samples of several sizes as one set, uint8 [N, C, H, W] by slices: scaled to one format, and well mixed.
+
+    The first samples are of all sizes, in about the proportion of the whole.
+    """
+
+    def __init__(self, parts: Sequence[GeneratedSamples], format: ImageFormat):
+        self._parts, self._format = parts, format
+        self._rows = Rows(tuple(map(len, parts)))
+        places = np.concatenate([(np.arange(len(part)) + 0.5) / len(part) for part in parts])
+        self._order = np.argsort(places, kind="stable")
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    @property
+    def key(self) -> str:
+        """Name of these samples in the cache of features."""
+        return f"{' '.join(part.key for part in self._parts)} {self._rows.lengths}"
+
+    def __getitem__(self, key: slice) -> NDArray[np.uint8]:
+        wanted = self._order[key]
+        out = self._format.empty_stored(len(wanted))
+        for number, places, own in self._rows.split(wanted):
+            first = int(own.min())  # the rows of a part are about as close together as those that are wanted
+            out[places] = scale(self._parts[number][first : int(own.max()) + 1][own - first], self._format)
+        return out
+
+
+class Samples(NamedTuple):
+    """The samples of an evaluation."""
+
+    parts: tuple[GeneratedSamples, ...]
+    """Of each size; () if no metric needs any."""
+    mixed: GeneratedSamples | MixedSamples | None
+    """All of them at one size; None without any."""
+
+    @property
+    def each(self) -> list[GeneratedSamples | MixedSamples]:
+        """All sets of samples that features may be of."""
+        return [*self.parts, *([] if self.mixed is None else [self.mixed])]

@@ -59,7 +59,7 @@ class LoadedRun:
     step = 0
     """Step of the weights. That of an EMA of a given width may have no checkpoint."""
     resized = False
-    """True if it generates images of another size than that of the run: see `at_size`."""
+    """True if it generates images of one given size, and not of the size or the buckets of the run: see `at_size`."""
     earlier: LoadedRun | None = None
     """The run at an earlier step, once it has been loaded to guide this one."""
 
@@ -89,12 +89,12 @@ class LoadedRun:
         self.network, self.step = self.load_network(self.checkpoint, self.checkpoint.step if best else step)
 
     def at_size(self, size: Size) -> Self:
-        """Return this run with the same network, which generates images of another size; 0 is the run's own.
+        """Return this run with the same network, which generates images of this size; 0 is the run's own.
 
         A size far from those that the run was trained on is warned of. RequestError if the network does not take it.
         """
         size = parse_size(size)
-        if size in (0, self.config.data.size):
+        if size == 0 or (size == self.config.data.size and not self.config.size_buckets):
             return self
         config = self.config.at_size(size)
         check_sample_size(config)

@@ -56,8 +56,6 @@ def _of_run(request: EvaluateRequest) -> Evaluation:
 
     run = Run(request.run, request.weights, request.checkpoint, local_device(request.device), request.best)
     run = run.at_size(request.size)
-    if stored.size_buckets:
-        say(f"  measured on the bucket of {run.config.image_format.sides}; --size measures another of {sizes}")
     try:
         found = run.evaluate(**{f.name: getattr(request, f.name) for f in fields(EvaluationRequest)})
     except Interrupted:

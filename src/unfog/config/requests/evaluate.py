@@ -97,7 +97,7 @@ class EvaluateRequest(EvaluationRequest):
     device: str = "auto"
     """auto, cpu, cuda, cuda:1 or mps."""
     size: Size = 0
-    """Pixels, 64 or 96x64, at which images without a run are compared, or a bucket of the run. Default: the largest."""
+    """Pixels, 64 or 96x64, at which images without a run are compared, or a bucket of the run. Default: all buckets."""
     out: Path | None = setting(None, metavar="FILE")
     """Also write the result to this file, as JSON."""
 

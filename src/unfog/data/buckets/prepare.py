@@ -14,18 +14,19 @@ from numpy.typing import NDArray
 from unfog.data.buckets.sizes import BucketPlan, Fits, least_images, possible_sizes
 from unfog.data.buckets.source import BucketSource
 from unfog.data.buckets.view import join_sets
+from unfog.data.cache import sides_of_images
 from unfog.data.data_report import DataReport
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.decode_pool import Progress
 from unfog.data.prepare import choose_placement, prepare, scan_source, silence_pillow
-from unfog.data.scan import Scan, read_sides, side_statistics
+from unfog.data.scan import NoUsableImageError, Scan, side_statistics
 from unfog.data.settings import UNREAD, Data
 from unfog.data.sources.base import Source
 from unfog.errors import RequestError
 from unfog.text import sanitize
 from unfog.values.buckets import Bucket
 from unfog.values.columns import of_labels
-from unfog.values.image_format import Size
+from unfog.values.image_format import ImageFormat, Size
 
 _UNREADABLE = 1  # side of images where no head can be read
 
@@ -70,7 +71,7 @@ def prepare_buckets(
     with silence_pillow():
         scan = scan.resolve(began=bool(known))
         where, why = choose_placement(scan, key, to_draw, known)
-        sides = read_sides(scan.source, progress)
+        sides = sides_of_images(scan, progress)
     readable = np.asarray((sides > 0).all(1))
     if not readable.any():  # decoding says why
         readable, sides = np.ones(len(sides), bool), np.full_like(sides, _UNREADABLE)
@@ -79,7 +80,9 @@ def prepare_buckets(
         say(line)
     plan = plan.with_unreadable(readable)
     own = replace(scan.settings, size=scan.size, aspect="crop", cache=where)
-    parts = _prepare_parts(scan, plan, own, progress, to_draw, known)
+    if scan.channels_certain:
+        own = replace(own, channels=scan.channels)
+    parts, plan = _prepare_usable_parts(scan, plan, own, say, progress, to_draw, known)
     channels = {part.settings.channels for part in parts}
     if len(channels) > 1:  # a bucket of grey images among others in colour
         own = replace(own, channels=max(channels))
@@ -110,6 +113,37 @@ def _plan(scan: Scan, sides: NDArray[np.int32], choice: BucketChoice) -> BucketP
     return BucketPlan.of(sizes, sides, least_images(len(sides), choice.batch))
 
 
+def _prepare_usable_parts(
+    scan: Scan,
+    plan: BucketPlan,
+    settings: Data,
+    say: Callable[[str], None],
+    progress: Progress | None,
+    to_draw: int,
+    known: str,
+) -> tuple[list[Dataset], BucketPlan]:
+    """Prepare the images of each bucket, and return the plan for them: without buckets that have only damaged images.
+
+    Those images go to other buckets, where they are counted as damaged.
+    """
+    while True:
+        try:
+            return _prepare_parts(scan, plan, settings, progress, to_draw, known), plan
+        except _UnusableBucketError as error:
+            if known or len(plan.sizes) == 1:
+                raise
+            say(f"no bucket {ImageFormat.of(0, error.size).sides}, as its images are damaged")
+            plan = plan.without(error.size)
+
+
+class _UnusableBucketError(NoUsableImageError):
+    """No image of a bucket can be decoded."""
+
+    def __init__(self, size: Size, error: NoUsableImageError) -> None:
+        super().__init__(str(error))
+        self.size = size
+
+
 def _prepare_parts(
     scan: Scan, plan: BucketPlan, settings: Data, progress: Progress | None, to_draw: int, known: str
 ) -> list[Dataset]:
@@ -131,8 +165,11 @@ def _prepare_parts(
                 f"no image of {sanitize(source.name)} is for the bucket {size} of this run; restore the images, or "
                 "start a new run"
             )
-        bucket = BucketSource(source, rows, scan.columns, held)
-        parts.append(prepare(bucket, replace(settings, size=size), progress, to_draw * len(rows) // n, known))
+        bucket = BucketSource(source, rows, scan.columns, held, scan.ranges)
+        try:
+            parts.append(prepare(bucket, replace(settings, size=size), progress, to_draw * len(rows) // n, known))
+        except NoUsableImageError as error:
+            raise _UnusableBucketError(size, error) from error
     found = {name for part in parts for name in part.train.classes}
     classes = tuple(name for name in scan.classes if name in found)
     return [

@@ -109,6 +109,15 @@ class BucketPlan:
         bucket[readable] = self.bucket
         return replace(self, bucket=bucket)
 
+    def without(self, size: Size) -> BucketPlan:
+        """Return the plan without the bucket of this size, whose images go to the largest other one."""
+        number = self.sizes.index(size)
+        counts = np.bincount(self.bucket, minlength=len(self.sizes))
+        counts[number] = -1
+        bucket = np.where(self.bucket == number, counts.argmax(), self.bucket)
+        left = [each for each in self.sizes if each != size]
+        return replace(self, sizes=left, bucket=bucket - (bucket > number))
+
     def lines(self, size: Size, sides: NDArray[np.int32]) -> list[str]:
         """Describe the buckets for people: their images, what is cropped away, and what was merged.
 

@@ -73,11 +73,11 @@ class BucketPixels:
             part = self.parts[number]
             take = getattr(part, "take_with_rows", None)  # of images that are decoded as they are read
             pixels, taken = take(own) if take else (part.take(own, axis=0), own)
-            out[places], used[places] = _scale(pixels, self._format), taken + self._rows.starts[number]
+            out[places], used[places] = scale(pixels, self._format), taken + self._rows.starts[number]
         return out, used
 
 
-def _scale(pixels: NDArray[np.uint8], format: ImageFormat) -> NDArray[np.uint8]:
+def scale(pixels: NDArray[np.uint8], format: ImageFormat) -> NDArray[np.uint8]:
     """Scale images [B, C, H, W] to the height and width of a format."""
     if pixels.shape[2:] == format.shape[1:]:
         return pixels

@@ -27,6 +27,7 @@ from unfog.data.dataset import Dataset
 from unfog.data.outages import Outage
 from unfog.data.settings import Data
 from unfog.data.values.deep_image import DeepImage, as_image
+from unfog.data.values.value_range import Ranges
 from unfog.errors import RequestError
 from unfog.text import sanitize
 from unfog.values.columns import Column
@@ -215,6 +216,9 @@ class Source(ABC):
 
     held_out: frozenset[str] | None = None
     """Names of the images of an official held-out split; None to split by a hash of the names."""
+
+    ranges: Ranges | None = None
+    """Ranges of values that were decided on more images than these; None to decide them on a sample of these."""
 
     folders: tuple[list[str], NDArray[np.int64]] | None = None
     """(each folder below the shards, [N] index of the folder of each image), where that is known without going through
