@@ -182,12 +182,13 @@ def alike(world, of):
 def equal(world, alone=None, **settings):
     """Several processes against one, and against themselves."""
     several = trained(world, **settings)
-    one = trained(SINGLE_PROCESS, **(settings if alone is None else {**settings, **alone}))
     same = alike(world, several[0])
     again = trained(world, **settings)
+    if not world.is_main:
+        return None
     repeated = all(torch.equal(x, y) for x, y in zip(tensors(several[0]), tensors(again[0]), strict=True))
-
-    return (difference(one, several) | {"same": same, "repeated": repeated}) if world.is_main else None
+    one = trained(SINGLE_PROCESS, **(settings if alone is None else {**settings, **alone}))
+    return difference(one, several) | {"same": same, "repeated": repeated}
 
 
 def divided(world, again=False, **settings):

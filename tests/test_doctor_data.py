@@ -25,6 +25,7 @@ from unfog.data.sources.registry import open_source
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.target import EdmF
 from unfog.reporting.findings import Finding, write_findings
+from unfog.values.columns import of_labels
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks/doctor/planted_faults.py"
 IN_MEMORY = Data(cache="memory")
@@ -206,9 +207,10 @@ def test_latents_have_the_deviation_that_is_configured(clean: tuple[Path, Datase
 
 
 def test_labels_outside_the_classes_are_fatal(clean: tuple[Path, Dataset]) -> None:
-    labels = clean[1].train.labels.copy()  # type: ignore[union-attr]
+    train = clean[1].train
+    labels = train.labels.copy()  # type: ignore[union-attr]
     labels[[3, 5]] = 10, -1
-    found = by_code(quick_check_images(with_train(clean[1], labels=labels), Config()))
+    found = by_code(quick_check_images(with_train(clean[1], columns=of_labels(labels, train.classes)), Config()))
     assert found["data.label_bounds"].severity == "fatal"
     assert found["data.label_bounds"].facts == {"outside": 2}
 

@@ -126,6 +126,26 @@ def test_a_resume_keeps_what_was_chosen_when_the_run_began(monkeypatch):
         assert not resumed.config.training.capture
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "compiles"),
+    [
+        ("cuda", "cpu", False),
+        ("cuda:1", "cpu", False),
+        ("cuda", "cuda", True),
+        ("cuda:1", "cuda:0", True),
+        ("cpu", "cpu", True),
+    ],
+)
+def test_a_run_that_leaves_its_gpu_compiles_no_longer_and_says_so(before, now, compiles):
+    config = asked(precision="bf16", batch=16, steps=100, compile=True)
+    machine = Machine(torch.device(now), "one", memory=80 * GB, data_sheet=Device.find("h100"))
+    resumed = AutoSettings(config, None, machine, lambda: False)
+    resumed.resolve_resumed(seen=0, before=before)
+    assert resumed.config.training.compile is compiles
+    said = [f"{note.value} {note.reason}" for note in resumed.choices if note.name == "compile"]
+    assert said == ([] if compiles else [f"False the run moves from {before} to {now}, where compiling does not pay"])
+
+
 def planned_for(config: Config, **options):
     return plan(PlanRequest(config.source, config, **options))
 

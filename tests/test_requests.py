@@ -41,8 +41,9 @@ STORED = to_toml(replace(preset("default"), source="fashion"))
 def leaves(kind: type, above: tuple[str, ...] = ()) -> list[tuple[str, object]]:
     """(dotted name, type) of every setting, found without the code under test."""
     found = []
+    hints = typing.get_type_hints(kind)
     for f in fields(kind):
-        annotation = typing.get_type_hints(kind)[f.name]
+        annotation = hints[f.name]
         if is_dataclass(annotation) and kinds.registry_of(annotation) is None:
             found += leaves(annotation, (*above, f.name))
         else:
@@ -54,6 +55,7 @@ LEAVES = leaves(Config)
 HIDDEN = (
     "source",
     "classes",
+    "columns",
     "buckets",
     "fingerprint",
     "init.sha256",

@@ -29,7 +29,7 @@ import triton
 from torch._dynamo.device_interface import CudaInterface
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
-from torch._inductor.fx_passes import joint_graph
+from torch._inductor.fx_passes import joint_graph, pad_mm
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
@@ -66,6 +66,7 @@ ANSWERS = {
     "get_rng_state": torch.zeros(16, dtype=torch.uint8),
     "is_bf16_supported": True,
     "is_current_stream_capturing": False,
+    "should_pad": False,  # a product of matrices: Inductor makes tensors on the GPU to decide, so padding is left out
     **dict.fromkeys(("synchronize", "set_device", "set_rng_state")),
     **dict.fromkeys(("exchange_device", "maybe_exchange_device", "_exchange_device", "_maybe_exchange_device"), 0),
 }
@@ -123,7 +124,7 @@ class CompilingFakeCuda(fakes.FakeCuda):
     def __enter__(self):
         super().__enter__()
         triton.runtime.driver.set_active(_Driver())
-        for owner in (torch.cuda, CudaInterface, CudaInterface.Worker):
+        for owner in (torch.cuda, CudaInterface, CudaInterface.Worker, pad_mm):
             for name, value in ANSWERS.items():
                 if hasattr(owner, name):
                     self._answer(owner, name, value)

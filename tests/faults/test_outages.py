@@ -363,16 +363,16 @@ def test_the_page_keeps_runs_whose_mount_is_gone(place: Path, mount, kind: str, 
         wait_until(lambda: runs.scan() and not len(runs))
 
 
-RUN = {"--preview.every": 6, "--evaluate.every": 6, "--network": "tiny", "--size": 16, "--ema-snapshots.every": 6}
+RUN = {"--preview.every": 40, "--evaluate.every": 40, "--size": 16, "--ema-snapshots.every": 40}
 
 
 @pytest.mark.parametrize("kind", [BIND, FUSE])
 def test_a_run_waits_for_its_folder(place: Path, mount, faults, kind: str) -> None:
     run = place / "at/run"
     one = mount(place / "real", place / "at", fuse=kind == FUSE)
-    job = train(Recipe("outage", steps=60, every=6, flags=RUN), run)
+    job = train(Recipe("outage", steps=400, every=40, flags=RUN), run)
     with faults.tried(f"{kind} of the run is gone for seconds"):
-        assert job.until(lambda: steps_saved(run) and step_reached(run) > 8)
+        assert job.until(lambda: steps_saved(run) and step_reached(run) > 42)
         with one.away():
             assert job.until(lambda: "cannot be reached" in job.said)
             assert run not in find_runs(place), "listing what is there does not fail"
@@ -380,11 +380,11 @@ def test_a_run_waits_for_its_folder(place: Path, mount, faults, kind: str) -> No
         said = job.ends()
     assert said.count("its disk or mount is gone") == 1, "said once"
     assert "can be reached again" in said
-    assert [row["step"] for row in events(run, "finished")] == [60]
-    assert step_reached(run) == 60
-    assert 60 in steps_saved(run)
+    assert [row["step"] for row in events(run, "finished")] == [400]
+    assert step_reached(run) == 400
+    assert 400 in steps_saved(run)
     assert "can be reached again" in (run / "console.log").read_text()
-    assert (run / "samples/00000060.png").is_file()
+    assert (run / "samples/00000400.png").is_file()
     write_report(run)
 
 
@@ -406,17 +406,22 @@ def test_a_run_that_waits_for_images_stops_when_it_is_asked_to(place: Path, moun
     more.ends()
 
 
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose network takes more than the full disk has."""
+    run = tmp_path_factory.mktemp("large") / "run"
+    flags = {**RUN, "--network": "tiny", "--evaluate.every": -1, "--preview.every": -1}
+    train(Recipe("exported", steps=1, every=1, flags=flags), run).ends()
+    return run
+
+
 @pytest.mark.parametrize("form", ["safetensors", "diffusers", "pt2", "onnx"])
-def test_an_export_to_a_full_disk_names_the_bytes_that_it_needs(place: Path, form: str) -> None:
-    run = place / "run"
-    train(
-        Recipe("exported", steps=1, every=1, flags={**RUN, "--evaluate.every": -1, "--preview.every": -1}), run
-    ).ends()
+def test_an_export_to_a_full_disk_names_the_bytes_that_it_needs(place: Path, large: Path, form: str) -> None:
     disk = SmallDisk(place / "small", "size=600k")
     try:
         if form in ("onnx", "diffusers"):
             pytest.importorskip({"onnx": "onnxscript", "diffusers": "diffusers"}[form])
-        said = Job("export", run, disk.path / "out", "--format", form, before=disk.inside).ends(1)
+        said = Job("export", large, disk.path / "out", "--format", form, before=disk.inside).ends(1)
         assert "No space left on device" in said
         assert " MB" in said
         assert "bug in unfog" not in said

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from unfog.config.schema import SHORT
-from unfog.config.values import AUTO, format_spec, registry_of, strip_optional
+from unfog.config.values import AUTO, field_types, format_spec, registry_of, strip_optional
 from unfog.settings import Rules, rules_of
 from unfog.values.image_format import Size
 
@@ -152,7 +152,7 @@ def _classes_of(module: str) -> dict[str, ast.ClassDef]:
 
 
 def _describe(kind: type, above: tuple[str, ...], section: Rules) -> Iterator[Description]:
-    hints = typing.get_type_hints(kind)
+    hints = field_types(kind)
     for f in fields(kind):
         annotation, rules = hints[f.name], rules_of(f).inside(section)
         if rules.hidden:

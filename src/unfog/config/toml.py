@@ -21,6 +21,7 @@ from unfog.config.values import (
     MAX_INT,
     FormatError,
     describe_mismatch,
+    field_types,
     lookup,
     parse_spec,
     parse_value,
@@ -62,7 +63,7 @@ def _tables(settings: Any, name: str) -> list[str]:
     # The sampler has its kind as a setting, which the loop below writes.
     if hasattr(type(settings), "kind") and "kind" not in [f.name for f in fields(settings)]:
         lines.append(f'kind = "{settings.kind}"')
-    values, hints = {f.name: getattr(settings, f.name) for f in fields(settings)}, typing.get_type_hints(type(settings))
+    values, hints = {f.name: getattr(settings, f.name) for f in fields(settings)}, field_types(type(settings))
     lists = [key for key in values if is_dataclass(_each(hints[key]))]  # one without entries writes nothing
     # Before the sub-tables: a key below the header of one would belong to it.
     plain = [key for key, value in values.items() if not (value is None or is_dataclass(value) or key in lists)]
@@ -153,8 +154,7 @@ def _version_remedy(text: str) -> str:
 
 def update(base: T, table: Mapping[str, Any], where: str) -> T:
     """Return `base` with the changes of a nested dict; `where` is the dotted name of `base`."""
-    # Annotations are only texts in modules that put them off by `from __future__ import annotations`.
-    hints = typing.get_type_hints(type(base))
+    hints = field_types(type(base))
     known = [f.name for f in fields(base)]  # type: ignore[arg-type]
     changes: dict[str, Any] = {}
     for key, value in table.items():

@@ -17,7 +17,7 @@ import types
 import typing
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,16 @@ def quote(value: object) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 20]} ... {text[-14:]}"
 
 
+def field_types(kind: type) -> Mapping[str, Any]:
+    """Return the types of the fields of a class by name. Annotations are texts, which are evaluated once per class."""
+    return _evaluate_annotations(kind)
+
+
+@functools.cache
+def _evaluate_annotations(kind: type) -> Mapping[str, Any]:
+    return types.MappingProxyType(typing.get_type_hints(kind))
+
+
 def strip_optional(annotation: Any) -> Any:
     """Return X of `X | None`, X | Y of `X | Y | None`, and other types as they are."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
@@ -86,6 +96,8 @@ def describe_type(annotation: Any) -> str:
         )
     if annotation == Size:
         return 'a size such as 64 or "96x64", width x height'
+    if is_dataclass(annotation):
+        return "a table of settings"
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", Path: "a path"}
     return names[annotation]
 
@@ -214,7 +226,7 @@ def parse_spec(words: Mapping[str, Any], text: str) -> Any:
             raise RequestError(f"{quote(assignment)} in {quote(text)} needs a value, as in {name}=1")
         if name in changes:
             raise RequestError(f"{name} is given twice in {quote(text)}; give it once")
-        annotation = typing.get_type_hints(type(part))[name]
+        annotation = field_types(type(part))[name]
         items = value.split("/") if typing.get_origin(annotation) is tuple else [value]
         try:
             changes[name] = parse_value(annotation, items)

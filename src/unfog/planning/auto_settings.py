@@ -95,10 +95,14 @@ class AutoSettings:
         self.resolve_microbatch()
         self.resolve_capture()
 
-    def resolve_resumed(self, seen: int) -> None:
-        """Resolve what a change of settings may have opened again, for a run that has seen so many images."""
+    def resolve_resumed(self, seen: int, before: str = "") -> None:
+        """Resolve what a change of settings may have opened again, for a run that has seen so many images.
+
+        `before` is the device that it was trained on, as stored.
+        """
         self.resolve_learning_rate()
         self.resolve_precision()
+        self._resolve_compile_on_another_device(before)
         self.resolve_microbatch(resuming=True)
         # Not the memory format: a run from before there was a choice keeps the one it had, and its bits.
         self.resolve_length(seen)
@@ -240,6 +244,13 @@ class AutoSettings:
         if (pays := step[1].pays_from(step[0])) < steps / _LONG:
             self._set_training(compile=True)
             self._note("compile", True, f"by the data sheet of {device.name} it pays from step {pays:,.0f} on")
+
+    def _resolve_compile_on_another_device(self, before: str) -> None:
+        """Turn compilation off where a run moves from CUDA to another device, which gains nothing from it."""
+        now = self.machine.device.type
+        if before.startswith("cuda") and now != "cuda" and self.config.training.compile:
+            self._set_training(compile=False)
+            self._note("compile", False, f"the run moves from {before} to {now}, where compiling does not pay")
 
     def resolve_capture(self) -> None:
         """Capture steps where launches take longer than their arithmetic, and there is memory to keep what they use."""

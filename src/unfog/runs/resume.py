@@ -205,7 +205,8 @@ def _resolve_open_settings(
     auto.began = began
     # A run with a time budget may be beyond the length in its settings, which then says nothing.
     same = config.training.images == point.config.training.images > 0
-    auto.resolve_resumed(seen=0 if same or point.saved is None else point.saved.images)
+    seen = 0 if same or point.saved is None else point.saved.images
+    auto.resolve_resumed(seen, before=point.config.training.device)
     if auto.budget:
         costs = TimeBudget.estimated_costs(auto.config, len(dataset.held_out))
         TimeBudget.check_left(auto.budget, began, auto.seconds_per_step(), costs)
