@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from unfog.config.schema import Config
 from unfog.data import decode_pool
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.decode import decode
@@ -23,9 +24,11 @@ from unfog.data.settings import Data
 from unfog.data.sources.base import ImageError, Source
 from unfog.data.sources.labels import apply_label_table, read_columns
 from unfog.errors import RequestError
+from unfog.pipeline import load_data
 from unfog.pipeline.pack import _check_same_pack, _packed_before
 from unfog.pipeline.skipped_images import DATA_FILE, data_json, describe_changes
 from unfog.process.run_folder import RunFolder
+from unfog.process.signals import StopSignals
 from unfog.values.columns import MOST_COLUMNS, Column, check_columns, of_labels
 from unfog.values.image_format import ImageFormat
 
@@ -399,3 +402,11 @@ def test_an_array_that_has_the_format_is_not_passed_through_pillow(monkeypatch: 
 def test_an_array_that_is_no_image_is_left_out_with_the_reason(array: Any) -> None:
     with pytest.raises(ImageError, match="an array of"):
         decode(lambda: array, ImageFormat.of(3, 8), (255, 255, 255))
+
+
+def test_an_unknown_kind_is_refused_before_an_image_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Numbered()
+    monkeypatch.setattr(source, "read", lambda i: pytest.fail("an image was read"))
+    monkeypatch.setattr(load_data, "open_source", lambda *_: source)
+    with pytest.raises(RequestError, match="column 'number': kind 'number' of a condition is unknown"):
+        load_data.load_images(Config(source="numbered", data=ASKED), StopSignals())

@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from unfog.checks.run.run_checks import _conditions_of_samples
+from unfog.config.resume_rules import check_changes
 from unfog.config.schema import Config
 from unfog.config.toml import from_toml, to_toml
 from unfog.data.augmentation import Augment
@@ -308,6 +310,8 @@ def test_what_is_given_and_unknown_is_refused(two_kinds):
             two_kinds.parse(given)
     with pytest.raises(RequestError, match="must be a dict"):
         two_kinds.parse("age=3")
+    with pytest.raises(RequestError, match="must be a dict"):
+        two_kinds.parse(two_kinds.with_label(np.zeros(2), "dog"))
     with pytest.raises(RequestError, match="each its own"):
         ConditionFormat(columns=2 * two_kinds.columns)
     with pytest.raises(RequestError, match="no conditions"):
@@ -318,6 +322,34 @@ def test_what_is_given_and_unknown_is_refused(two_kinds):
         ConditionFormat().with_label({}, "dog")
     with pytest.raises(RequestError, match="kind 'shape' of a condition is unknown"):
         facts_of([Column("form", "shape", np.zeros(3))])
+
+
+@pytest.mark.parametrize("of", [np.asarray, torch.as_tensor])
+def test_values_may_be_arrays_and_scalars_of_numpy_and_torch(two_kinds, of):
+    for label, value in ((1, 2.0), ([0, 1], [2.0, 3.0])):
+        given = two_kinds.with_label({"age": of(value), "mass": of(value)}, of(label))
+        assert two_kinds.parse(given) == two_kinds.parse({"age": value, "mass": value, "class": label})
+    with pytest.raises(RequestError, match="class = '7' is not"):
+        two_kinds.parse({"class": of([7])})
+    assert two_kinds.with_label(None, ()) == {}
+
+
+def test_a_resume_with_other_columns_is_refused_in_words(two_kinds):
+    other = ColumnFacts("size", "number", tuple("ABCDEFG"))
+    config, other = Config(columns=two_kinds.columns), Config(columns=(other,))
+    had, has = r"age \(number\), mass \(number\)", r"size \(number of A, B, C, D, E, \.\.\.\)"
+    for old, new, said in ((config, other, f"with {had}, .* have {has}"), (Config(), config, "with no columns, ")):
+        with pytest.raises(RequestError, match=said):
+            check_changes(old, new, force=True)
+
+
+def test_the_check_of_a_run_draws_with_conditions_of_training_images(two_kinds):
+    columns = {name: Column(name, "number", np.arange(20.0)) for name in ("age", "mass")}
+    images = ImageSet(np.zeros((20, 1, 4, 4), np.uint8), [str(i) for i in range(20)], columns)
+    assert len({*dict(_conditions_of_samples(ConditionFormat(columns=two_kinds.columns), images, 8))["age"]}) == 8
+    many = ConditionFormat.numbered(100)
+    assert _conditions_of_samples(many, images, 3) == (("class", (0, 50, 99)),)
+    assert _conditions_of_samples(ConditionFormat(), images, 3) == ()
 
 
 def test_facts_on_columns_are_stored_with_the_settings(two_kinds):

@@ -276,7 +276,7 @@ def test_a_picture_that_stands_in_is_shown_with_its_own_class(tmp_path: Path, mo
         (tmp_path / f"set/0/{i}.png").write_bytes(b"")
     fly = prepare(open_source(tmp_path / "set"), Data(size=8, channels=3, cache="none"))
     monkeypatch.setattr(
-        sheet_module, "grid", lambda pixels, labels: [str(int(one[0, 0, 0] > 99)) for one in pixels] == labels
+        sheet_module, "grid", lambda pixels, row_names: [str(int(one[0, 0, 0] > 99)) for one in pixels] == row_names
     )
     assert contact_sheet(fly, Augment(), 0) is True
 

@@ -396,4 +396,4 @@ def test_the_setting_may_change_when_a_run_goes_on_and_runs_from_before_it_are_a
 def test_a_run_on_cuda_that_may_vary_says_what_a_resume_promises(capsys):
     for setting, where, said in (("off", CUDA, True), ("off", CPU, False), ("on", CUDA, False), ("auto", CUDA, False)):
         say_what_resume_promises(update(Config(), {"training": {"deterministic": setting}}, ""), where)
-        assert ("not to the bit" in capsys.readouterr().err) == said
+        assert ("not bit-identical" in capsys.readouterr().err) == said

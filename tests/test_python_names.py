@@ -37,7 +37,7 @@ def test_every_usual_name_is_one_of_a_setting_and_hides_none(name):
         ({"lr": 1, "learning_rate": 1}, "optimizer.lr is given twice, once as learning_rate"),
         ({"batch_size": 1, "training": {"batch": 2}}, "training.batch is given twice, once by its short name"),
         ({"learning_rat": 1}, "unknown setting learning_rat; did you mean 'learning_rate'"),
-        ({"xyzzy": 1}, "unknown setting xyzzy; give one of augment, autoencoder"),
+        ({"xyzzy": 1}, "unknown setting xyzzy; give one of aspect, augment, autoencoder"),
         *(({name: 3}, f"{name} is not a setting; give steps, images") for name in EPOCHS),
     ],
 )

@@ -141,6 +141,13 @@ def check_changes(old: Config, new: Config, force: bool = False, images: Callabl
                     f"--force{_COPIED if str(before).startswith(UNREAD) else ''}"
                 )
             lines.append("images: others from here on (forced)")
+        elif name == "columns":
+            # Also with --force, as the layer that embeds them is another one.
+            had, has = (", ".join(map(str, columns)) or "no columns" for columns in (before, now))
+            raise RequestError(
+                f"this run was trained with {had}, and the images in {new.source} have {has}; restore the columns, or "
+                "start a new run, which --init RUN gives the weights of this one"
+            )
         elif name == "autoencoder_folder" and before and now:
             continue  # only the place; copying it into the run checks that it is the same autoencoder
         elif rules.resume == "free":

@@ -100,9 +100,19 @@ def plain_source(title: str, names: Iterable[str], left_out: Iterable[str] = ())
     """
     imports: dict[str, None] = {}
     bodies = [_body(import_module(name), imports, frozenset(left_out)) for name in names]
-    head = _HEAD.format(title=title, imports="\n".join(sorted(imports, key=lambda line: (line.startswith("f"), line))))
     code = "".join(bodies)
+    used = filter(None, (_used_names(line, code) for line in imports))
+    head = _HEAD.format(title=title, imports="\n".join(sorted(used, key=lambda line: (line.startswith("f"), line))))
     return head + (_GROUP_NORM if re.search(r"(?<![\w.])GroupNorm\(", code) else "") + code
+
+
+def _used_names(line: str, code: str) -> str:
+    """Return an import without the names that the code does not use; "" if it uses none."""
+    node = ast.parse(line).body[0]
+    assert isinstance(node, ast.Import | ast.ImportFrom)
+    names = [one for one in node.names if re.search(rf"\b{re.escape(one.asname or one.name.split('.')[0])}\b", code)]
+    node.names = names
+    return ast.unparse(node) if names else ""
 
 
 def _body(module: ModuleType, imports: dict[str, None], left_out: frozenset[str]) -> str:

@@ -19,7 +19,7 @@ from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError, RunError
 from unfog.export.graphs import Decoder, check_packages, write_graph
 from unfog.export.source_code import NETWORK_MODULES, OF_TRAINING, plain_source, sample_file, usage
-from unfog.inference.export_description import describe_model
+from unfog.inference.export_description import check_conditions_map, describe_model
 from unfog.inference.export_diffusers import draw_samples, plain_weights, save_weights, write_pipeline
 from unfog.inference.loaded_run import LoadedRun
 from unfog.inference.model_card import GRID, CardSettings, model_card
@@ -158,12 +158,7 @@ def _card_grid(job: _Export) -> tuple[Pixels, str]:
 def _check(run: LoadedRun, sampler: Sampler, kind: str) -> None:
     """Raise RequestError if a format cannot hold a run and its sampler."""
     check_packages(kind)
-    if columns := run.config.columns:
-        names = ", ".join(sanitize(one.name) for one in columns)
-        raise RequestError(
-            f"this run has conditions besides the class ({names}), which no format of an export holds; the weights in "
-            "RUN/checkpoints are safetensors, and unfog.load(run).network takes all conditions"
-        )
+    check_conditions_map(run.config)
     if isinstance(run.config.network, CustomNetwork) and kind in ("safetensors", "diffusers"):
         raise RequestError(
             f"the network of this run is {run.config.network.path}, whose code is not ours to copy; "

@@ -23,6 +23,7 @@ from unfog.diffusion.target import X0, Eps, V
 from unfog.errors import RequestError
 from unfog.inference.loaded_run import LoadedRun
 from unfog.models.settings import UNet
+from unfog.text import sanitize
 
 _VERSION = 1
 _KINDS = ("ddim", "dpmpp", "heun", "ddpm", "dpmpp-sde", "unipc")
@@ -80,6 +81,16 @@ class _Scheduler(NamedTuple):
     @property
     def component(self) -> list[str]:
         return ["levels_scheduler" if self.kind == "LevelsScheduler" else "diffusers", self.kind]
+
+
+def check_conditions_map(config: Config) -> None:
+    """Raise RequestError if a run has conditions that no format of an export holds."""
+    if config.columns:
+        names = ", ".join(sanitize(one.name) for one in config.columns)
+        raise RequestError(
+            f"this run has conditions besides the class ({names}), which no format of an export holds; the weights in "
+            "RUN/checkpoints are safetensors, and unfog.load(run).network takes all conditions"
+        )
 
 
 def check_sampler_maps(config: Config, sampler: Sampler) -> None:

@@ -123,7 +123,7 @@ class Run(LoadedRun):
         generation = GenerationSettings(
             request.n,
             self.sampler(request.sampler, request.steps, request.grid, request.levels),
-            conditions.parse(conditions.with_label(given or {}, label)),
+            conditions.parse(conditions.with_label(given, label)),
             request.seed,
             1.0 if request.guidance is None else request.guidance,
             request.batch,

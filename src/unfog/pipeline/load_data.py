@@ -28,6 +28,7 @@ from unfog.reporting.progress import Progress, say, warn
 from unfog.training.settings import USUAL_BATCH
 from unfog.values.buckets import Bucket, bucket_texts
 from unfog.values.condition_format import facts_of
+from unfog.values.condition_kinds import kind_of
 
 _TOP = re.compile(r"/|(?:[-_.\d][-\w]*)?\.tar/", re.IGNORECASE)  # ends the top folder, or the word that names a shard
 _NAMES_SAMPLED = 10_000  # file names, evenly spaced, that are searched for folders called train, test or similar
@@ -98,6 +99,8 @@ def _read_source(
     policy = RemotePolicy(bytes_of(config.data.cache_limit), config.data.failed_shards, begun)
     with Progress("indexing shards (MB)", None) as progress:
         source = open_source(config.source, stop.watching(progress), policy)
+    for column in source.columns.values():
+        kind_of(column.kind, column.name)  # an unknown kind raises here, before anything is decoded
     source.outage.on_wait = OutageNotice(stop, source.outage.patience)
     with Progress("decoding", None) as progress:
         wanted = config.training.images or config.training.steps * (config.training.batch or USUAL_BATCH)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from unfog.errors import RequestError
 from unfog.text import suggest
@@ -104,11 +104,13 @@ class ConditionFormat:
             found.append((name, tuple(kind.parse(facts, word) for word in words) or usual[name]))
         return tuple(found)
 
-    def with_label(self, given: Mapping[str, object], label: object) -> Mapping[str, object]:
-        """Return the conditions requested besides the classes of `--label`; () for none."""
-        if not (words := _words(label)):
+    def with_label(self, given: Mapping[str, object] | None, label: object) -> Mapping[str, object]:
+        """Return the conditions requested, with the classes of `--label`; None and () request nothing."""
+        given = {} if given is None else given
+        words = _words(label)
+        if not words or not isinstance(given, Mapping):  # `parse` refuses the latter
             return given
-        if isinstance(given, Mapping) and CLASS in given:
+        if CLASS in given:
             raise RequestError(f"label and given {CLASS!r} are the same; give one of them")
         if not self.classes:
             raise RequestError(f"label = {words[0]!r}, but this run has no classes; omit --label")
@@ -158,4 +160,11 @@ def facts_of(columns: Iterable[Column]) -> tuple[ColumnFacts, ...]:
 
 
 def _words(value: object) -> list[object]:
-    return list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value]
+    """Return the values of a sequence, or the one value, with scalars of NumPy and torch as those of Python."""
+    one = isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable) or _is_scalar(value)
+    words = [value] if one else list(cast(Iterable[object], value))
+    return [cast(Any, word).item() if _is_scalar(word) else word for word in words]
+
+
+def _is_scalar(value: object) -> bool:
+    return getattr(value, "ndim", None) == 0

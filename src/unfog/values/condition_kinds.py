@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from unfog.values.conditions import Conditions
 
 
+_SHOWN = 5  # categories of a column in a message
+
+
 @dataclass(frozen=True)
 class ColumnFacts:
     """Facts on a column that a run keeps: enough to build the layer, and to read what people ask for."""
@@ -38,6 +41,10 @@ class ColumnFacts:
             if problem := name_problem(self.name, self.kind):
                 raise RequestError(f"a column of this run is called {self.name[:100]!r}: {problem}")
             kind_of(self.kind, self.name).check(self)
+
+    def __str__(self) -> str:
+        of = f" of {', '.join(self.categories[:_SHOWN])}{', ...' * (len(self.categories) > _SHOWN)}"
+        return f"{self.name} ({self.kind}{of * bool(self.categories)})"
 
     @property
     def identity(self) -> tuple[str, str, tuple[str, ...]]:

@@ -30,7 +30,7 @@ from unfog.errors import RequestError, RunError
 from unfog.evaluation.held_out import midpoints
 from unfog.inference.memorization import FEWEST, check_memorization_by_pixels
 from unfog.pipeline.build import build_loss_at, build_network, building_for, without_augmentation
-from unfog.pipeline.generate import GenerationSettings, generate_images
+from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_given
 from unfog.pipeline.load_data import load_images
 from unfog.process.device import choose_device
 from unfog.process.heartbeat import Heartbeat
@@ -46,6 +46,7 @@ from unfog.training.checkpoints.load import load_weights, read_state
 from unfog.training.learning_rate import default_learning_rate
 from unfog.training.settings import Custom
 from unfog.values.columns import CLASS
+from unfog.values.condition_format import ConditionFormat, Given, given_labels
 
 _COMPARED = 2000  # training images that generated ones are compared with
 
@@ -214,9 +215,8 @@ def _check_samples(
 ) -> list[Finding]:
     """Check images generated with the EMA weights, without guidance, which would shift colours."""
     config, network = weights.config, weights.networks["ema"].to(weights.device)
-    # With more classes than samples, evenly spread ones.
-    labels = tuple(evenly_spaced(len(config.classes), samples).tolist())
-    given = config.conditions.parse({CLASS: labels} if labels else {})
+    given = _conditions_of_samples(config.conditions, prepared.train, samples)
+    labels = given_labels(given)
     batch = config.training.microbatch or config.training.batch
     with Progress("generating images", samples) as progress:
         settings = GenerationSettings(samples, config.sampler, given, batch=min(batch, 64))
@@ -230,6 +230,14 @@ def _check_samples(
         with Progress("searching memorized images", len(prepared.train)) as progress:
             findings.append(check_memorization_by_pixels(generated, prepared, progress.update))
     return findings
+
+
+def _conditions_of_samples(format: ConditionFormat, images: ImageSet, samples: int) -> Given:
+    """Return all classes in turn, or where images have more conditions those of training images."""
+    if format.columns:
+        return proportional_given(format, images, samples)
+    # With more classes than samples, evenly spread ones.
+    return format.parse({CLASS: evenly_spaced(len(format.classes), samples)} if format.classes else {})
 
 
 def _training_pixels(images: ImageSet, labels: tuple[int, ...]) -> tuple[Pixels, NDArray[np.int64] | None]:

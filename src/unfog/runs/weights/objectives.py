@@ -25,6 +25,7 @@ from unfog.diffusion.weighting import MinSnr, Plain, Snr
 from unfog.errors import RequestError
 from unfog.export.diffusers_unet import Network
 from unfog.export.elsewhere import ElsewhereModel
+from unfog.inference.export_description import check_conditions_map
 from unfog.inference.run import Run
 from unfog.models.autoencoder_settings import AutoencoderFolder, Latents
 from unfog.values.conditions import Conditions
@@ -75,9 +76,11 @@ def _untranslatable(what: str, reason: str) -> RequestError:
 def export_difference(run: Run) -> float:
     """Return the largest output difference between a run's network and its export to diffusers, relative to ours.
 
-    RequestError if diffusers has no equivalent network.
+    RequestError if diffusers has no equivalent network, or none for the conditions of the run.
     """
     from diffusers import UNet2DModel
+
+    check_conditions_map(run.config)
 
     # Many branches of a network start at zero and are nearly zero after two steps, so that an exchanged weight would
     # go unnoticed: both get random weights.
