@@ -152,7 +152,7 @@ class DataReport:
         return ACTIONS[action].format(size=self.size_text, background=self.background)
 
     def chosen_size_line(self) -> str:
-        """Return why a size left open became this one, and how to change it; "" where squares keep their size."""
+        """Return the reason for a size that was left open, and how to change it; "" if squares keep their size."""
         if isinstance(self.size, str):
             side = min(sides_of(self.size))
             return f"data.size = {self.size}: most images have about this shape; --size {side} crops them to squares"

@@ -134,7 +134,7 @@ def _resolve_request(
 def _parts(
     run: LoadedRun, generation: GenerationSettings, dataset: Dataset, real: Dataset
 ) -> tuple[EvaluationPart, ...]:
-    """Return what is generated at each size: of a run with buckets, samples in proportion to their images."""
+    """Return the samples to generate at each size; a run with buckets has them in proportion to its images."""
     if not dataset.buckets:
         return (EvaluationPart(run, generation, real.train),)
     parts, none = [], real.train.subset(slice(0))
