@@ -19,6 +19,7 @@ from unfog.inference.loaded_run import SWEEP_FILE, swept_width
 from unfog.inference.run import Run
 from unfog.reporting.records import read_events, read_metrics
 from unfog.training.checkpoints.posthoc_ema import EmaSnapshotFile
+from unfog.values.condition_format import given_labels
 
 pytestmark = pytest.mark.slow
 
@@ -171,8 +172,8 @@ def test_pictures_that_are_compared_have_classes_as_often_as_the_data(photos, tm
 
     monkeypatch.setattr(ema_sweep, "generate_images", seen)
     unfog.ema_sweep(run, metric="kid", n=40, widths=[0.1], features="pixels")
-    assert drawn[0].labels.count(1) == pytest.approx(4, abs=1)
-    assert len(drawn[0].labels) == 40
+    assert given_labels(drawn[0].given).count(1) == pytest.approx(4, abs=1)
+    assert len(given_labels(drawn[0].given)) == 40
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,7 @@ def values_of(annotation: object) -> st.SearchStrategy:
         int: st.sampled_from([-1, 0, 1, 2, 3, 4, 8, 16, 32, 64, 1000]) | st.integers(),
         float: st.sampled_from([0.0, 1e-8, 1e-3, 0.1, 0.5, 0.9, 1.0, 2.0]) | st.floats(),
         bool: st.booleans(),
+        bool | None: st.sampled_from([None, False, True]),
         str: st.sampled_from(["", "white", "#12345f", "90s", "auto", "cpu"]) | st.text(),
     }[annotation]
 

@@ -294,6 +294,7 @@ REFUSED = (
         "latents.",
         "autoencoder.",
         "classes",
+        "columns",
     ),
     *("diffusion.sigma_data", "diffusion.conditioning", "diffusion.scale_input", "diffusion.learned_variance"),
     *("diffusion.path", "diffusion.schedule", "diffusion.target", "training.batch", "init."),

@@ -151,6 +151,14 @@ def test_a_folder_is_of_one_process_at_a_time(tmp_path):
         pass
 
 
+def test_a_folder_that_another_process_finished_meanwhile_is_refused(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "000000.png").touch()  # as if it had begun and finished after the first look at the folder
+    with pytest.raises(RequestError, match="another process has written"), SampleFolder.reserve(out, tmp_path, "x"):
+        pass
+
+
 def test_after_an_error_before_the_first_sample_no_folder_is_left(run, tmp_path):
     with pytest.raises(ZeroDivisionError), SampleFolder.reserve(tmp_path / "out", tmp_path, "x"):
         raise ZeroDivisionError

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from unfog.errors import RequestError, RunError
+from unfog.locks.flock import LOCK
 from unfog.locks.folder_lock import lock_of
 from unfog.process.run_folder import new_folder
 from unfog.reporting.image_grids import Pixels, padded, read_png, save_png
@@ -107,6 +108,11 @@ class SampleFolder:
             folder = next((one for one in begun if _enter(one, stack)), None)
             if folder is None and out is not None:
                 raise RequestError(f"another process is writing samples to {out}; wait for it, or give another --out")
+            # Again, as another process may have begun and finished between the first look and the lock.
+            if folder is not None and not _is_free(folder, digest):
+                raise RequestError(
+                    f"another process has written to {folder}; repeat the command, or give another --out"
+                )
             if folder is None:
                 _enter(folder := new_folder(usual), stack)
             if SampleFolder.is_unfinished(folder):
@@ -130,6 +136,11 @@ def _enter(folder: Path, stack: ExitStack) -> bool:
         stack.enter_context(lock_of(folder))
         return True
     return False
+
+
+def _is_free(folder: Path, digest: str) -> bool:
+    """Return True if a folder was begun with this digest, or holds no file but its lock."""
+    return _digest_of(folder) == digest or all(one.name == LOCK for one in folder.iterdir())
 
 
 def _remove_empty(folder: Path) -> None:
