@@ -30,6 +30,7 @@ from unfog.data.sources.registry import open_source
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.target import EdmF
 from unfog.reporting.findings import Finding
+from unfog.values.image_format import to_pillow
 
 import numpy as np
 from PIL import Image
@@ -319,7 +320,7 @@ def fashion_copy(folder: Path, count: int) -> None:
     for i in range(0, len(source.names), len(source.names) // count):
         path = folder / f"{source.names[i]}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        source.open(i).save(path)
+        to_pillow(source.read(i)).save(path)
 
 
 def examined(folder: str | Path, data: Data, diffusion: Diffusion) -> tuple[list[Finding], float]:

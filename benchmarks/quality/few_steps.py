@@ -172,7 +172,8 @@ def main() -> None:
     given = parser.parse_intermixed_args()
     run = unfog.load(given.run)
     data = prepare(open_source(run.config.source), run.config.data).train
-    pixels, data_labels, _ = data.take(np.arange(len(data)))
+    taken = data.take(np.arange(len(data)))
+    pixels, data_labels = taken.pixels, taken.labels
     with torch.enable_grad():
         embed = clothes(pixels, data_labels) if given.features == "clothes" else open_features(given.features)
     labels = proportional_labels(data_labels, given.n) if run.classes else ()
