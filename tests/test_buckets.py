@@ -15,8 +15,8 @@ from PIL import Image, ImageDraw
 from safetensors.torch import load_file
 
 import unfog
+from command import exit_status
 from unfog.cache_folder import CacheEntry
-from unfog.cli.main import main
 from unfog.config.schema import Config
 from unfog.config.validate import check_request
 from unfog.data.buckets.prepare import BucketChoice, prepare_buckets
@@ -449,15 +449,13 @@ def test_a_resumed_run_ends_bit_equal(run: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_samples_have_the_sizes_of_the_buckets_or_the_one_that_is_asked_for(run: Path, tmp_path: Path) -> None:
-    def sample(*words: str) -> None:
-        with pytest.raises(SystemExit) as ended:
-            main(["sample", str(run), "--steps", "2", "--device", "cpu", *words])
-        assert ended.value.code == 0
+    def sample(*words: object) -> None:
+        assert exit_status("sample", run, "--steps", 2, "--device", "cpu", *words) == 0
 
-    sample("-n", "6", "--out", str(tmp_path / "all"))
+    sample("-n", 6, "--out", tmp_path / "all")
     sizes = [Image.open(path).size for path in sorted((tmp_path / "all").glob("0*.png"))]
     assert sizes == [(12, 20), (12, 20), (16, 16), (16, 16), (20, 12), (20, 12)]
-    sample("-n", "2", "--size", "24x12", "--out", str(tmp_path / "one"))
+    sample("-n", 2, "--size", "24x12", "--out", tmp_path / "one")
     assert {Image.open(path).size for path in (tmp_path / "one").glob("0*.png")} == {(24, 12)}
     loaded = unfog.load(run)
     assert loaded.sample(2, steps=2, size="20x12").shape == (2, 12, 20, 3)

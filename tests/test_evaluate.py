@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +46,7 @@ from unfog.reporting.report import write_report
 from unfog.training.distributed.world import World
 from unfog.values.columns import CLASS
 from unfog.values.conditions import NO_CONDITIONS, Conditions
+from waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -428,9 +428,7 @@ def test_a_signal_ends_it_with_3_and_the_same_command_goes_on(run):
     words = (*words, "--steps", 8, "--device", "cpu")
     process = Forked(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     drawn = run.path / "evaluations" / "drawn"
-    deadline = time.monotonic() + 120
-    while len(list(drawn.glob("*/*.safetensors"))) < 3 and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until(lambda: len(list(drawn.glob("*/*.safetensors"))) >= 3 or process.poll() is not None)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 3, err
