@@ -110,8 +110,8 @@ def test_an_image_goes_to_the_nearest_logarithm_of_the_aspect() -> None:
 
 def test_cropped_away_is_what_the_bucket_does_not_show() -> None:
     sides = np.array([[300, 200], [200, 300], [200, 200]], np.int32)
-    assert cropped_away(np.array([1.0, 1.0, 1.0]), sides) == pytest.approx([1 / 3, 1 / 3, 0])
-    assert cropped_away(np.array([1.5, 1.0, 2.0]), sides) == pytest.approx([0, 1 / 3, 0.5])
+    assert cropped_away(np.array([[64, 64]]), sides) == pytest.approx([1 / 3, 1 / 3, 0])
+    assert cropped_away(np.array([[64, 96], [64, 64], [32, 64]]), sides) == pytest.approx([0, 1 / 3, 0.5])
 
 
 def test_a_bucket_with_few_images_is_merged_and_named() -> None:

@@ -26,7 +26,7 @@ from unfog.errors import RequestError, RunError
 from unfog.evaluation import features as store
 from unfog.evaluation.distances import FeatureStatistics
 from unfog.evaluation.features import _features_folder, open_features
-from unfog.evaluation.held_out import HeldOut, MeanEstimate, fixed_losses, midpoints
+from unfog.evaluation.held_out import HeldOut, MeanEstimate, fixed_losses, midpoints, summarize_losses
 from unfog.evaluation.metrics import compare_features
 from unfog.inference.compute_metrics import _paired_difference
 from unfog.inference.evaluation_files import Evaluation, GeneratedSamples
@@ -112,7 +112,7 @@ def test_losses_by_image_add_up_to_what_training_records():
         return error, 2 * error
 
     losses = held_out.losses(loss_at, batch=4)
-    measured = held_out.summary(losses, 4)
+    measured = summarize_losses(losses, 4)
     assert losses.shape == (2, 5, 10)
     assert losses[0].mean(1).tolist() == pytest.approx(measured["held_out_by_level"], rel=1e-12)
     assert losses[0].mean().item() == pytest.approx(measured["held_out_loss"], rel=1e-12)
