@@ -139,7 +139,7 @@ class _Part(NamedTuple):
 
 
 def _parts_by_bucket(run: Run, prepared: PreparedSampling) -> list[_Part]:
-    """Return samples of the sizes of the buckets, in proportion to their images; of another run all are of one part."""
+    """Split samples by the buckets of a run, in proportion to their images; without buckets all are one part."""
     generation, buckets = prepared.generation, run.config.size_buckets
     parts, first = [], 0
     for bucket, count in zip(buckets, share_samples(buckets, generation.count)):
