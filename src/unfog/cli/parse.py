@@ -1,6 +1,6 @@
 """Parse the words of a command against its request dataclass. Flags are named after the tree of settings.
 
-Why no library does it is in docs/decisions/0003-settings.md.
+docs/decisions/0003-settings.md gives the reasons against a library for this.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def parse_args(words: Sequence[str], kind: type, prog: str, others: Mapping[str,
 
 
 def _find_flag(spelled: str, flags: Mapping[str, _Flag], prog: str, others: Mapping[str, type]) -> _Flag:
-    """Return the flag of this spelling. RequestError with the one that was probably meant if there is none."""
+    """Return the flag of this spelling. RequestError, with a similar flag, if there is none."""
     # --data.held_out counts as --data.held-out, and the old --codec as --autoencoder-folder.
     flag = flags.get(spelled.replace("_", "-")) or flags.get(_current_flag(spelled))
     if flag is None:

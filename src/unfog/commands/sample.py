@@ -112,11 +112,12 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
     settings = {f.name: getattr(request, f.name) for f in fields(SamplingRequest)}
     guide = request.guide if request.guide_checkpoint is None else request.guide_checkpoint
     prepared = run.prepare(**settings, given=asked, guide=guide, image=request.image, mask=request.mask)
-    parts = [_Part(run, prepared)]
-    if not (request.size or edit or strip or animation or request.to_seed is not None):
+    parts, digest = [_Part(run, prepared)], run.digest(prepared)
+    of_one_size = request.size or edit or strip or animation or request.to_seed is not None
+    if run.config.size_buckets and not of_one_size:
         parts = _parts_by_bucket(run, prepared)
-    digests = [part.run.digest(part.prepared) for part in parts]
-    digest = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+        shares = [(part.run.config.data.size, part.prepared.generation.count) for part in parts]
+        digest = hashlib.sha256(f"{digest} {shares}".encode()).hexdigest()
     if request.out is None:  # in the run, into which a stranger may have put unfinished samples of any pictures
         digest = seal_of(machine_key(), "samples", digest.encode()).hex()
     with SampleFolder.reserve(request.out, run.path / "pictures", digest) as out:
@@ -139,7 +140,7 @@ class _Part(NamedTuple):
 
 
 def _parts_by_bucket(run: Run, prepared: PreparedSampling) -> list[_Part]:
-    """Return samples of the sizes of the buckets, in proportion to their images; of another run all are of one part."""
+    """Split samples by the buckets of a run, in proportion to their images."""
     generation, buckets = prepared.generation, run.config.size_buckets
     parts, first = [], 0
     for bucket, count in zip(buckets, share_samples(buckets, generation.count)):
@@ -147,7 +148,7 @@ def _parts_by_bucket(run: Run, prepared: PreparedSampling) -> list[_Part]:
             own = replace(generation, first=first, count=count)
             parts.append(_Part(run.at_size(bucket.size), prepared._replace(generation=own)))
             first += count
-    return parts or [_Part(run, prepared)]
+    return parts
 
 
 def _draw(part: _Part, folder: SampleFolder, observe: Observe | None) -> None:

@@ -164,7 +164,7 @@ def autoencoder_recipe() -> Config:
 
 def _first_unused(config: Config) -> str:
     """Return the first setting that differs from the recipe and that the run would not read; "" without one."""
-    facts = ("source", "classes", "columns", "latents", "autoencoder", "fingerprint")  # found by the run, not set
+    facts = ("source", "classes", "columns", "latents", "autoencoder", "fingerprint", "buckets")  # found, not set
     usual = autoencoder_recipe()
     for ours, theirs, used, where in (
         (config, usual, AutoencoderRunSettings, ""),

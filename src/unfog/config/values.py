@@ -69,7 +69,7 @@ def field_types(kind: type) -> Mapping[str, Any]:
     return _evaluate_annotations(kind)
 
 
-@functools.cache
+@functools.cache  # on a function of its own, as mypy takes the class of a dataclass for an argument without a hash
 def _evaluate_annotations(kind: type) -> Mapping[str, Any]:
     return types.MappingProxyType(typing.get_type_hints(kind))
 

@@ -88,7 +88,7 @@ class RunFolder:
             # Only folders that this call makes are removed again, so a person's empty folder stays.
             made = [path for path in (self.path, *self.path.parents) if not path.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
-            # Raises where the name is not a UTF-8, which neither config.toml nor a page could hold.
+            # Raises where the name is not UTF-8, which neither config.toml nor a page could hold.
             str(self.path.resolve()).encode()
         except (OSError, ValueError) as error:
             _remove_empty_folders(made)

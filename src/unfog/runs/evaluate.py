@@ -1,4 +1,4 @@
-"""Evaluate what a request names: a run, a model of another program, or images."""
+"""Evaluate the subject of a request: a run, a model of another program, or images."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def evaluate(request: EvaluateRequest) -> Evaluation:
-    """Return the metrics of what `request.run` names. Of a run, the report is written anew too."""
+    """Return the metrics of the run, model or images that `request.run` names. A run gets a new report.html too."""
     kind = _of_images if request.is_of_images else _of_model if is_model(request.run) else _of_run
     return kind(request)
 
@@ -45,7 +45,7 @@ def _of_run(request: EvaluateRequest) -> Evaluation:
     stored = RunFolder(request.run).read_config()
     sizes = [bucket.size for bucket in stored.size_buckets] or [stored.data.size]
     if request.size not in (0, *sizes):
-        raise RequestError(f"size = {request.size} is none of {request.run}: give {', '.join(map(str, sizes))}")
+        raise RequestError(f"size = {request.size} is not a size of {request.run}; give {', '.join(map(str, sizes))}")
     resolve_sampler(stored, request.sampler, request.steps)
     if request.reference not in ("", "held-out"):
         check_source(request.reference)

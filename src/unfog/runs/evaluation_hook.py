@@ -71,11 +71,12 @@ def resolve_metrics(auto: AutoSettings, images: ImageSet, device: torch.device) 
             f"evaluate.metrics need at least {TRIAL_SAMPLES} training images, but there are only {len(images)}"
         )
     is_open = not (evaluate.samples and evaluate.reference and evaluate.metrics_every)
-    if is_open or (evaluate.metrics_every >= 0 and "fid" in evaluate.metrics):
+    has_fid = "fid" in evaluate.metrics
+    if is_open or (has_fid and evaluate.metrics_every >= 0):
         features = open_features(evaluate.features, device, only_known=True)
         if is_open:
             _choose_samples(auto, images, features, device)
-        if auto.config.evaluate.metrics_every >= 0:
+        if has_fid and auto.config.evaluate.metrics_every >= 0:
             _check_fid(auto.config.evaluate, images, features)
 
 
@@ -101,8 +102,6 @@ def _comparison(evaluate: Evaluate, images: ImageSet, features: Features) -> Com
 
 def _check_fid(evaluate: Evaluate, images: ImageSet, features: Features) -> None:
     """Warn that FID needs more samples; RequestError if the best checkpoint is chosen by it."""
-    if "fid" not in evaluate.metrics:
-        return
     instead = "--evaluate.metrics kid --evaluate.best" if evaluate.best == "fid" else "--evaluate.metrics"
     larger = "--evaluate.samples and --evaluate.reference"
     try:

@@ -135,7 +135,7 @@ def _test_setup(
     stop: StopSignals,
     weights: dict[str, Tensor] | None = None,
 ) -> LrTestSetup:
-    """Return the state that the range test trains: a run with resolved settings, from `weights` if given."""
+    """Return the range test of a run with resolved settings, which starts from `weights` if given."""
     seen = prepared.of_one_size.as_network_input
     # Held-out images, if there are any: the ramp could learn the others by heart.
     images = seen.held_out if len(seen.held_out) else seen.train

@@ -142,7 +142,7 @@ class Previews:
         return self.with_ema_weights(few, generate)
 
     def final_image(self) -> Pixels:
-        """Return the denoising steps of the preview's first image."""
+        """Return the denoising steps of the first sample of a preview, at the size of the run."""
         image_map = ImageMap.of(self.config, self.state.precision.device)
         strip = DenoisingStrip(self.config.diffusion.schedule, image_map.view)
         settings = replace(GenerationSettings.default(self.config, 1, 1), given=self._given)

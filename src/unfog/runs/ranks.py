@@ -88,8 +88,8 @@ class StoppableHooks(TrainingHooks):
 
 def watch_outages(dataset: Dataset, config: Config, world: World, stop: StopSignals, **notice: Any) -> None:
     """Report outages of the images of a run on this rank; `notice` are further arguments of `OutageNotice`."""
-    first = dataset.buckets[0] if dataset.buckets else dataset  # all buckets are read from one source
-    for images in (first.train, first.as_network_input.train):
+    one_size = dataset.of_one_size  # all buckets are read from one source
+    for images in (one_size.train, one_size.as_network_input.train):
         if (outage := outage_of(images)) is None:
             continue
         if world.size > 1:  # the process group does not wait for longer

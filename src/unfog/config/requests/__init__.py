@@ -1,5 +1,6 @@
 """One request dataclass for each command, in the module of its name. Field names are the flags.
 
-The strings under fields are the text of `--help`; indented lines of a class docstring are its examples. Small commands
-that show runs share `runs`. `SlurmRequest` is in `commands.slurm`, beside the batch file that it fills in.
+The strings under fields are the text of `--help`; indented lines of a class docstring are its examples. The commands
+that train share `train`, and those that show runs share `runs`. `SlurmRequest` is in `commands.slurm`, beside the batch
+file that it fills in.
 """

@@ -97,7 +97,7 @@ def export_difference(run: Run) -> float:
     told = Conditions(torch.tensor([0, -1]) if config.classes else None)  # a class, and no class
     expected = network(x, level, told)
     difference = (exported(x, level, class_labels=told.label_or(len(config.classes))).sample - expected).abs().max()
-    # A network may answer 0 everywhere, so its loss cannot be a divisor.
+    # A network may output 0 everywhere, and 0 cannot be a divisor.
     return float(difference / expected.abs().max().clamp_min(1e-12))
 
 

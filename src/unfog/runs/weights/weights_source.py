@@ -33,7 +33,7 @@ from unfog.values.image_format import CHANNELS, LEAST, Size, size_of
 _CLASS_SPREAD = 0.02  # scale of random differences between new class embeddings, as other networks draw their rows
 _ADDED = 16  # parameters that a network has beside those of the weights, at most
 _CLASSES, _AUGMENT, _BIAS = "class_embedding.weight", "augment_embedding.", "time_embedding.2.bias"
-# Layers of all conditions but the class: those that weights may have and a run not, or the other way round.
+# Layers that embed conditions other than the class. The weights and the run may differ in having them.
 _EMBEDDINGS = tuple(f"{name}." for name in ConditionalNetwork.embeddings if not _CLASSES.startswith(f"{name}."))
 
 
@@ -99,7 +99,7 @@ class WeightsSource(NamedTuple):
         return state, choices
 
     def _has_input(self, name: str, config: Config) -> bool:
-        """Return False for a weight of a layer that embeds conditions which the run does not have, or has others."""
+        """Return False for a weight that embeds conditions if the run has none of this kind, or other columns."""
         if name.startswith(_AUGMENT):
             return config.data.augment > 0
         ours, theirs = ([one.identity for one in each.columns] for each in (config, self.config))
