@@ -39,6 +39,8 @@ class Representation(ABC):
     """True if `data.augment` has an effect."""
     no_bits: ClassVar[str]
     """Why bits per pixel cannot be measured; "" if they can."""
+    one_size: ClassVar[str]
+    """Reason why images of several sizes cannot be trained on, and what to do; "" if they can."""
 
     @property
     @abstractmethod
@@ -116,7 +118,7 @@ class PixelSpace(Representation):
     name = "pixels"
     channels_from = "data.channels ="
     augmentable = True
-    no_bits = ""
+    no_bits = one_size = ""
     factor = 1
     problem = ""
 
@@ -186,6 +188,7 @@ class LatentSpace(Representation):
     augmentable = False
     # A bound on latents says nothing about pixels: the autoencoder gives no density of them.
     no_bits = "bits are of pixels, and the network was trained on latents; held_out compares losses"
+    one_size = "latents need images of one size; omit --aspect, or train on pixels: omit --autoencoder"
 
     @property
     def shape(self) -> tuple[int, int, int]:

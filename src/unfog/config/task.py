@@ -17,6 +17,8 @@ class Task(ABC):
     """True if the trained network generates images from noise, so that there are noise levels to check."""
     next_command: ClassVar[str]
     """Command to give a finished run to, without its folder."""
+    one_size: ClassVar[str]
+    """Reason why images of several sizes cannot be trained on, and what to do; "" if they can."""
 
     @abstractmethod
     def check_generates(self, run: str, remedy: str) -> None:
@@ -28,6 +30,7 @@ class DiffusionTask(Task):
 
     chooses_network = generates = True
     next_command = "sample"
+    one_size = ""
 
     def check_generates(self, run: str, remedy: str) -> None:
         pass
@@ -38,6 +41,7 @@ class AutoencoderTask(Task):
 
     chooses_network = generates = False
     next_command = "train SOURCE --autoencoder"
+    one_size = "an autoencoder is trained on images of one size; omit --aspect"
 
     def check_generates(self, run: str, remedy: str) -> None:
         raise RequestError(f"{run} trains an autoencoder, which generates nothing by itself; {remedy}")

@@ -90,15 +90,13 @@ def check_sample_size(config: Config) -> None:
 
 def check_buckets(config: Config) -> None:
     """Raise RequestError if aspects are to be kept together with what needs images of one size."""
-    training, reason = config.training, ""
-    if config.autoencoder.factor:
-        reason = "an autoencoder is trained on images of one size; omit --aspect"
-    elif config.autoencoder_folder:
-        reason = "latents need images of one size; omit --aspect, or train on pixels: omit --autoencoder"
-    elif training.compile:
-        reason = "a compiled step is for one size; omit --training.compile"
-    elif training.capture:
-        reason = "a captured step is for one size; omit --training.capture"
+    training = config.training
+    reason = (
+        config.task.one_size
+        or config.representation.one_size
+        or (training.compile and "a compiled step is for one size; omit --training.compile")
+        or (training.capture and "a captured step is for one size; omit --training.capture")
+    )
     if reason and config.data.aspect == "keep":
         raise RequestError(f"aspect = keep trains on several sizes, and {reason}")
 
