@@ -191,7 +191,7 @@ def _with_classes(images: ImageSet, classes: tuple[str, ...]) -> ImageSet:
 
 def _join(scan: Scan, parts: Sequence[Dataset]) -> Dataset:
     trains, held = [part.train for part in parts], [part.held_out for part in parts]
-    # Of those with most images the one that is most like a square.
+    # The bucket with most images; among equals, the one whose size is closest to a square.
     usual = max(parts, key=lambda part: (len(part.train), -abs(math.log(Bucket(part.settings.size, 0).aspect))))
     settings = replace(scan.resolved_settings, channels=parts[0].settings.channels, size=usual.settings.size)
     format = settings.image_format
