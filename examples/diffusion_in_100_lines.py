@@ -1,4 +1,4 @@
-"""Diffusion in a hundred lines: train, average and sample with the parts of Unfog, in a loop that hides nothing.
+"""Diffusion in a hundred lines: train, average and sample with the parts of Unfog in a plain loop.
 
     python diffusion_in_100_lines.py
 

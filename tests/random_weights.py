@@ -1,4 +1,8 @@
-"""Networks whose outputs depend on all weights; trained ones begin with many zeros."""
+"""Networks whose outputs depend on all weights: fresh ones have many zeros, which hide exchanged weights.
+
+The check of exports in `unfog.runs.weights.objectives` has the same function. This copy does not change with it, so
+that the tests find a mistake there.
+"""
 
 from copy import deepcopy
 

@@ -387,6 +387,10 @@ def classes(*labels):
     return ((CLASS, labels),)
 
 
+def samples_and_loss(shown):
+    return [shown.samples(5, classes(0, 2)).tolist(), shown.samples(1, classes(1)).tolist(), shown.held_out_loss()]
+
+
 def previews(world):
     """Samples and held-out losses by all ranks, against one; and those of ranks that fail, or that nobody waits for."""
     into = state(TINY)
@@ -400,46 +404,16 @@ def previews(world):
             raise ValueError("no luck with seven")
         return several.part(job, rank, ranks)
 
-    def work():
-        return [
-            several.samples(5, classes(0, 2)).tolist(),
-            several.samples(
-                1,
-                classes(
-                    1,
-                ),
-            ).tolist(),
-            several.held_out_loss(),
-        ]
-
     world.part = part
-    together = world.run_on_main("preview", work, shared=True)
+    together = world.run_on_main("preview", lambda: samples_and_loss(several), shared=True)
     seen = list(jobs)
     try:
-        failed = world.run_on_main(
-            "preview",
-            lambda: several.samples(
-                7,
-                classes(
-                    0,
-                ),
-            ).tolist(),
-            shared=True,
-        )
+        failed = world.run_on_main("preview", lambda: several.samples(7, classes(0)).tolist(), shared=True)
     except RunError as error:
         failed = str(error)
     of_all = world.all_reduce(torch.tensor(float(len(seen))))
     one = Previews(config, into, held_out, StopSignals())
-    alone = [
-        one.samples(5, classes(0, 2)).tolist(),
-        one.samples(
-            1,
-            classes(
-                1,
-            ),
-        ).tolist(),
-        one.held_out_loss(),
-    ]
+    alone = samples_and_loss(one)
     apart = max(float(np.abs(np.array(a, float) - np.array(b)).max()) for a, b in zip(alone[:2], together[:2]))
     return {"apart": apart, "losses": together[2] == alone[2], "jobs": int(of_all), "failed": failed}
 

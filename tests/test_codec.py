@@ -145,7 +145,7 @@ def test_what_makes_no_autoencoder_is_refused():
             assert add_autoencoder(autoencoder_recipe(), factor, width=width).autoencoder.factor == factor
 
 
-def test_help_shows_what_a_autoencoder_reads_and_no_more(capsys):
+def test_help_shows_what_an_autoencoder_reads_and_no_more(capsys):
     names, all_names = (
         {name for name, _ in _flatten(each)} for each in (AutoencoderRunSettings.of(autoencoder_recipe()), Config())
     )
@@ -183,7 +183,7 @@ def test_help_shows_what_a_autoencoder_reads_and_no_more(capsys):
         *("--evaluate.metrics kid", "--evaluate.levels 3", "--init x", "--autoencoder x", "--label-dropout 0.2"),
     ],
 )
-def test_flags_that_mean_nothing_to_a_autoencoder_are_refused_in_a_line_that_names_train(flags, capsys):
+def test_flags_that_mean_nothing_to_an_autoencoder_are_refused_in_a_line_that_names_train(flags, capsys):
     with pytest.raises(SystemExit) as left:
         main(["train-autoencoder", "fashion", *flags.split()])
     assert left.value.code == 2
@@ -191,7 +191,7 @@ def test_flags_that_mean_nothing_to_a_autoencoder_are_refused_in_a_line_that_nam
     assert re.fullmatch(r"unfog: --[\w.-]+ is not a flag of unfog train-autoencoder, but of unfog train, .*\n", said)
 
 
-def test_settings_that_mean_nothing_to_a_autoencoder_are_refused_from_python_and_from_a_file(tmp_path, capsys):
+def test_settings_that_mean_nothing_to_an_autoencoder_are_refused_from_python_and_from_a_file(tmp_path, capsys):
     for settings, name in (
         ({"weighting": "edm"}, "diffusion"),
         ({"sampler": {"steps": 3}}, "sampler"),
@@ -212,7 +212,7 @@ def test_settings_that_mean_nothing_to_a_autoencoder_are_refused_from_python_and
         unfog.train_autoencoder(str(tmp_path / "nowhere"), **read)
 
 
-def test_a_autoencoder_is_the_same_once_written_and_read(tmp_path):
+def test_an_autoencoder_is_the_same_once_written_and_read(tmp_path):
     torch.manual_seed(0)
     network = AutoencoderModel(SMALL, 1)
     described = save_autoencoder(tmp_path / "codec", network)
@@ -228,7 +228,7 @@ def test_a_autoencoder_is_the_same_once_written_and_read(tmp_path):
     assert save_autoencoder(tmp_path / "codec", network).sha256() != before
 
 
-def test_a_autoencoder_is_replaced_when_the_other_is_whole(tmp_path, monkeypatch):
+def test_an_autoencoder_is_replaced_when_the_other_is_whole(tmp_path, monkeypatch):
     torch.manual_seed(0)
     first = save_autoencoder(tmp_path / "codec", AutoencoderModel(SMALL, 3)).sha256()
 

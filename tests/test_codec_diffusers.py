@@ -83,7 +83,7 @@ def test_pickled_weights_and_those_of_another_network_are_refused(saved, tmp_pat
         _load_autoencoder(AutoencoderFolder.open(str(cut)), CPU)
 
 
-def test_a_autoencoder_that_is_not_what_it_says_is_refused(saved, tmp_path):
+def test_an_autoencoder_that_is_not_what_it_says_is_refused(saved, tmp_path):
     network, folder = saved
     if not isinstance(network, diffusers.AutoencoderKL):
         pytest.skip("its levels and its weights must agree to be read at all")

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +26,7 @@ from unfog.errors import RequestError, RunError
 from unfog.evaluation import features as store
 from unfog.evaluation.distances import FeatureStatistics
 from unfog.evaluation.features import _features_folder, open_features
-from unfog.evaluation.held_out import HeldOut, MeanEstimate, fixed_losses, midpoints
+from unfog.evaluation.held_out import HeldOut, MeanEstimate, fixed_losses, midpoints, summarize_losses
 from unfog.evaluation.metrics import compare_features
 from unfog.inference.compute_metrics import _paired_difference
 from unfog.inference.evaluation_files import Evaluation, GeneratedSamples
@@ -47,6 +46,7 @@ from unfog.reporting.report import write_report
 from unfog.training.distributed.world import World
 from unfog.values.columns import CLASS
 from unfog.values.conditions import NO_CONDITIONS, Conditions
+from waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -112,7 +112,7 @@ def test_losses_by_image_add_up_to_what_training_records():
         return error, 2 * error
 
     losses = held_out.losses(loss_at, batch=4)
-    measured = held_out.summary(losses, 4)
+    measured = summarize_losses(losses, 4)
     assert losses.shape == (2, 5, 10)
     assert losses[0].mean(1).tolist() == pytest.approx(measured["held_out_by_level"], rel=1e-12)
     assert losses[0].mean().item() == pytest.approx(measured["held_out_loss"], rel=1e-12)
@@ -428,9 +428,7 @@ def test_a_signal_ends_it_with_3_and_the_same_command_goes_on(run):
     words = (*words, "--steps", 8, "--device", "cpu")
     process = Forked(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     drawn = run.path / "evaluations" / "drawn"
-    deadline = time.monotonic() + 120
-    while len(list(drawn.glob("*/*.safetensors"))) < 3 and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until(lambda: len(list(drawn.glob("*/*.safetensors"))) >= 3 or process.poll() is not None)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 3, err

@@ -103,7 +103,7 @@ def test_a_gpu_compiles_and_captures_by_itself_only_once_that_is_on(monkeypatch)
     assert not chosen(steps=1000)[0]
     assert chosen("tiny", steps=100)[1]
     assert not chosen("tiny", steps=100, microbatch=64)[1]
-    # Whoever refuses is heard, and so is a run that began when nothing was chosen by itself.
+    # A setting that is off by a flag stays off.
     assert chosen(steps=1_000_000, compile=False)[0] is False
     assert chosen("tiny", steps=100, capture=False)[1] is False
 

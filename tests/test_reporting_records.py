@@ -7,7 +7,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ import pytest
 from unfog.reporting import records
 from unfog.reporting.records import Events, Metrics, _JsonLines, read_events, read_metrics
 from unfog.safe_files import write_atomic
+from waiting import wait_until
 
 WRITER = """
 import sys
@@ -126,9 +126,7 @@ def test_kill_9_at_any_moment_loses_nothing_that_was_logged(tmp_path):
     for i in range(4):
         path.unlink(missing_ok=True)
         child = subprocess.Popen([sys.executable, "-c", WRITER, str(path)])
-        deadline = time.monotonic() + 20
-        while (not path.exists() or path.stat().st_size < 50_000 * (i + 1)) and time.monotonic() < deadline:
-            time.sleep(0.001)
+        wait_until(lambda: path.exists() and path.stat().st_size >= 50_000 * (i + 1), every=0.001)  # noqa: B023
         child.send_signal(signal.SIGKILL)
         assert child.wait() == -signal.SIGKILL
         steps = [row["step"] for row in read_metrics(path)]

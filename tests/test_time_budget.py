@@ -34,6 +34,7 @@ from unfog.training.hooks import TrainingHooks
 from unfog.training.length import Length, Plan
 from unfog.training.loop import Intervals
 from unfog.training.settings import Optimizer
+from waiting import wait_until
 
 COSTS = {"preview": 2.0, "evaluate": 3.0, "save": 0.5}
 
@@ -545,10 +546,8 @@ def test_a_suspended_run_goes_on_at_its_pace_and_says_so(tmp_path):
     command = [sys.executable, "-m", "unfog", *words, "--out", str(out)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
-            end = time.monotonic() + 60
-            while len(read_metrics(out / "metrics.jsonl") if (out / "metrics.jsonl").exists() else ()) < 3:
-                assert time.monotonic() < end
-                time.sleep(0.1)
+            record = out / "metrics.jsonl"
+            wait_until(lambda: record.exists() and len(read_metrics(record)) >= 3, seconds=60, every=0.1)
             os.kill(process.pid, signal.SIGSTOP)
             time.sleep(4)
             listed = subprocess.run([*command[:3], "runs", str(tmp_path)], capture_output=True, text=True, check=True)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from unfog.data.data_report import DataReport
 from unfog.data.settings import Data
 from unfog.errors import RequestError
+from unfog.values.buckets import Bucket
 from unfog.values.columns import Column, classes_of, labels_of, of_labels, rows_of, update_digest
 from unfog.values.condition_kinds import conditions_of
 from unfog.values.image_format import Size
@@ -233,6 +234,11 @@ class Dataset:
         """Make the first `train` images the training set and the others the held-out set, in the same memory."""
         first, second = fingerprints
         return cls(settings, images.subset(slice(train), first), images.subset(slice(train, None), second), report)
+
+    @property
+    def size_buckets(self) -> list[Bucket]:
+        """Size and number of training images of each of `buckets`."""
+        return [Bucket(part.settings.size, len(part.train)) for part in self.buckets]
 
     @property
     def of_one_size(self) -> Dataset:

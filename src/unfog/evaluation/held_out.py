@@ -84,13 +84,6 @@ class HeldOut(NamedTuple):
         u = self.levels[:, None].expand(-1, len(self.x0))
         return fixed_losses(loss_at, self.x0, self.conditions, u, noise, batch, progress, only)
 
-    def summary(self, losses: Tensor, batch: int) -> dict[str, float | list[float]]:
-        """Mean loss over images and levels, by level from clean to noisy, and the noise-prediction error by level.
-
-        `losses` [2, L, N] were computed in batches of this size.
-        """
-        return _summary(losses, batch)
-
     @property
     def images(self) -> int:
         """Number of images."""
@@ -113,17 +106,17 @@ class HeldOutBuckets(NamedTuple):
         """Return `HeldOut.losses` of the images of all parts, in their order."""
         return torch.cat([part.losses(loss_at, batch, seed, progress, only) for part in self.parts], 2)
 
-    def summary(self, losses: Tensor, batch: int) -> dict[str, float | list[float]]:
-        """Return `HeldOut.summary` of the images of all parts."""
-        return _summary(losses, batch)
-
     @property
     def images(self) -> int:
         """Number of images."""
         return sum(part.images for part in self.parts)
 
 
-def _summary(losses: Tensor, batch: int) -> dict[str, float | list[float]]:
+def summarize_losses(losses: Tensor, batch: int) -> dict[str, float | list[float]]:
+    """Mean loss over images and levels, by level from clean to noisy, and the noise-prediction error by level.
+
+    `losses` [2, L, N] of `HeldOut` or `HeldOutBuckets` were computed in batches of this size.
+    """
     # Summed batch by batch: another order would change the last bit of recorded losses.
     _, levels, images = losses.shape
     totals = torch.zeros(2, levels, dtype=torch.float64)

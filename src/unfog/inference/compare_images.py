@@ -26,7 +26,7 @@ from unfog.reporting.progress import Progress
 from unfog.training.distributed.world import SINGLE_PROCESS, World
 
 _MOST_PIXELS = 20_000  # samples whose pixels are compared
-# Fewest real images that are compared with others of them, and fewest images of a size that are measured.
+# Fewest real images that are compared with other real images, and fewest images of a size that has its own metrics.
 FEWEST_COMPARED = 10
 _MOST_REFERENCE = 10_000  # real images, or as many as samples, if those are more
 

@@ -24,7 +24,6 @@ from unfog.evaluation.metrics import MetricResult, Z
 from unfog.inference.compare_images import FEWEST_COMPARED, reference_rows, spectrum_chart, verdict
 from unfog.inference.evaluation_files import (
     Evaluation,
-    EvaluationPart,
     EvaluationSetup,
     GeneratedSamples,
     MixedSamples,
@@ -94,21 +93,18 @@ def _measure_sizes(setup: EvaluationSetup, samples: Sequence[GeneratedSamples], 
         rows = reference_rows(part.reference, len(own))
         compared = replace(setup.compared, reference=part.reference, rows=rows)
         _ = compared.real_features
-        fake = compared.compute_features(own, f"samples {part.run.config.image_format.sides}", own.key)
+        fake = compared.compute_features(own, f"samples {part.sides}", own.key)
         if world.is_main:
             measured = [results[0] for results in compared.measure(own, fake, baseline=True).values()]
-            found += [_of_size(part, one) for one in measured if one.value is not None]
+            found += [replace(one, metric=f"{one.metric} {part.sides}") for one in measured if one.value is not None]
     return found
-
-
-def _of_size(part: EvaluationPart, one: MetricResult) -> MetricResult:
-    return replace(one, metric=f"{one.metric} {part.run.config.image_format.sides}")
 
 
 def _describe_generation(run: LoadedRun, setup: EvaluationSetup) -> dict[str, Any]:
     generation = setup.generation
     low, high = generation.interval
     partly = generation.guidance != 1 and (low, high) != (0.0, 1.0)
+    sizes = [f"{part.generation.count:,} of {part.sides}" for part in setup.parts]
     return {
         "weights": run.weights if run.ema is None else f"{run.weights} of width {run.ema:g}",
         "sampler": generation.sampler.kind,
@@ -120,13 +116,9 @@ def _describe_generation(run: LoadedRun, setup: EvaluationSetup) -> dict[str, An
         **({"within": f"{low:g} to {high:g} of noise"} if partly else {}),
         "precision": generation.precision,
         "labels": "as in the data" if generation.given else "none",
-        **({"sizes": ", ".join(_describe_part(part) for part in setup.parts)} if len(setup.parts) > 1 else {}),
+        **({"sizes": ", ".join(sizes)} if len(sizes) > 1 else {}),
         "reference": setup.reference_name,
     }
-
-
-def _describe_part(part: EvaluationPart) -> str:
-    return f"{part.generation.count:,} of {part.run.config.image_format.sides}"
 
 
 def _draw_spectra(spectrum: Mapping[str, Sequence[float]], out: Path) -> None:
@@ -204,12 +196,10 @@ def _held_out_metrics(run: LoadedRun, setup: EvaluationSetup) -> list[MetricResu
 
 def _losses_of_sizes(held_out: HeldOutBuckets, losses: Tensor) -> list[MetricResult]:
     """Return the mean loss of the images of each size; losses [L, N] are of all of them."""
-    found, first = list[MetricResult](), 0
-    for part in held_out.parts:
+    found = list[MetricResult]()
+    for part, own in zip(held_out.parts, torch.split(losses, [part.images for part in held_out.parts], 1)):
         height, width = part.x0.shape[2:]
-        mean = MeanEstimate.over_images(losses[:, first : first + part.images])
-        found.append(_as_metric(f"held_out {width}x{height}", mean, ""))
-        first += part.images
+        found.append(_as_metric(f"held_out {width}x{height}", MeanEstimate.over_images(own), ""))
     return found
 
 

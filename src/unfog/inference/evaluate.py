@@ -53,7 +53,7 @@ from unfog.reporting.progress import Progress, format_bytes, format_duration, pl
 from unfog.text import manual, sanitize
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.distributed.world import World, init_world
-from unfog.values.buckets import Bucket, share_samples
+from unfog.values.buckets import share_samples
 from unfog.values.condition_format import given_labels
 from unfog.values.image_format import Size, size_of
 
@@ -96,7 +96,7 @@ def evaluate(run: LoadedRun, request: EvaluationRequest) -> Evaluation:
         world.barrier()  # no rank reads the result, and none of the features are deleted, before it is written
         # Only the features of real images are used again, for the next checkpoint; the samples themselves stay.
         if world.is_main and setup.compared.features is not None:
-            for drawn in {one.key: one for one in samples.each}.values():
+            for drawn in samples.each:
                 delete_features(drawn.key, len(drawn), setup.compared.features)
         return Evaluation.read(path, key) or evaluation
 
@@ -138,12 +138,11 @@ def _parts(
     if not dataset.buckets:
         return (EvaluationPart(run, generation, real.train),)
     parts, none = [], real.train.subset(slice(0))
-    buckets = [Bucket(part.settings.size, len(part.train)) for part in dataset.buckets]
-    for bucket, part, n in zip(buckets, dataset.buckets, share_samples(buckets, generation.count)):
+    for part, n in zip(dataset.buckets, share_samples(dataset.size_buckets, generation.count)):
         if n:
             own = replace(generation, count=n, given=proportional_given(run.config.conditions, part.train, n))
-            known = next((one.train for one in real.buckets if one.settings.size == bucket.size), none)
-            parts.append(EvaluationPart(run.at_size(bucket.size), own, known))
+            known = next((one.train for one in real.buckets if one.settings.size == part.settings.size), none)
+            parts.append(EvaluationPart(run.at_size(part.settings.size), own, known))
     return tuple(parts)
 
 

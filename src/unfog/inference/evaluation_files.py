@@ -50,6 +50,11 @@ class EvaluationPart(NamedTuple):
     reference: ImageSet
     """Real images of this size; there may be few, or no images at all."""
 
+    @property
+    def sides(self) -> str:
+        """Width x height in full: "48x80"."""
+        return self.run.config.image_format.sides
+
 
 class EvaluationSetup(NamedTuple):
     """An evaluation request with every open setting chosen."""
@@ -306,5 +311,5 @@ class Samples(NamedTuple):
 
     @property
     def each(self) -> list[GeneratedSamples | MixedSamples]:
-        """All sets of samples that features may be of."""
-        return [*self.parts, *([] if self.mixed is None else [self.mixed])]
+        """All sets whose features may be in the cache."""
+        return [*self.parts, *([self.mixed] if isinstance(self.mixed, MixedSamples) else [])]

@@ -36,7 +36,7 @@ from unfog.values.image_format import Size, parse_size
 
 # Result of `unfog ema-sweep`; the width in it is the default of the run from then on.
 SWEEP_FILE = "ema-sweep.json"
-_FAR = 2.0  # times the pixels that a run was trained on, or as small a part of them
+_FAR = 2.0  # factor between the pixels of an image and those of training images, beyond which a size is far
 
 
 class LoadedRun:
@@ -91,7 +91,7 @@ class LoadedRun:
     def at_size(self, size: Size) -> Self:
         """Return this run with the same network, which generates images of this size; 0 is the run's own.
 
-        A size far from those that the run was trained on is warned of. RequestError if the network does not take it.
+        Warns of a size far from those that the run was trained on. RequestError if the network does not take it.
         """
         size = parse_size(size)
         if size == 0 or (size == self.config.data.size and not self.config.size_buckets):

@@ -212,7 +212,7 @@ class Run(LoadedRun):
     def evaluate(self, metrics: Sequence[str] | str = (), n: int = 0, **settings: Any) -> Evaluation:
         """Compute metrics of this run, as `unfog evaluate` does, or read those that the run folder has already.
 
-        Of a run with buckets they are of all sizes, in proportion, and then of each; or of the bucket of `at_size`.
+        Those of a run with buckets are of all sizes in proportion, then of each size; after `at_size`, of one size.
 
         Args:
             metrics: of fid, kid, precision, recall, density, coverage, sliced, detail, held_out, bits, fid_infinity;

@@ -13,7 +13,7 @@ from unfog.data.data_report import ACTIONS, COMMON_ACTIONS, DataReport
 from unfog.data.dataset import Dataset, evenly_spaced
 from unfog.data.stream import ImageStream
 from unfog.reporting.image_grids import Pixels, grid, printable_name, stack
-from unfog.values.buckets import Bucket, share_samples
+from unfog.values.buckets import share_samples
 
 _IMAGES, _PIXELS, _MIN_IMAGES = 64, 2**20, 8  # fewer large images, so that the sheet stays small
 _ROW = 12  # images across, as `grid` lays out what has captions
@@ -24,14 +24,13 @@ def contact_sheet(dataset: Dataset, augment: Augment, seed: int) -> Pixels:
     """Return training images as the network sees them, from the stream and augmented: uint8 [H, W, 3].
 
     It shows a row for each unusual conversion, then some of each class, and depends on the images and the seed alone.
-    Of buckets there is a sheet for each, one below the other. RequestError if an image is of no known class.
+    Buckets have a sheet each, one below the other. RequestError if an image is of no known class.
     """
     _, _, height, width = dataset.train.pixels.shape
     count = min(_IMAGES, max(_MIN_IMAGES, _PIXELS // (height * width)))
     if not dataset.buckets:
         return _sheet(dataset, augment, seed, count)
-    buckets = [Bucket(part.settings.size, len(part.train)) for part in dataset.buckets]
-    shares = zip(dataset.buckets, share_samples(buckets, count))
+    shares = zip(dataset.buckets, share_samples(dataset.size_buckets, count))
     return stack([_sheet(part, augment, seed, few) for part, few in shares if few])
 
 

@@ -26,7 +26,7 @@ from unfog.process.run_folder import printable
 from unfog.process.signals import StopSignals
 from unfog.reporting.progress import Progress, say, warn
 from unfog.training.settings import USUAL_BATCH
-from unfog.values.buckets import Bucket, bucket_texts
+from unfog.values.buckets import bucket_texts
 from unfog.values.condition_format import facts_of
 from unfog.values.condition_kinds import kind_of
 
@@ -82,7 +82,7 @@ def load_images(
     data = replace(dataset.settings, cache=config.data.cache) if few else dataset.settings
     classes = tuple(printable(name) for name in dataset.train.classes)
     columns = facts_of(dataset.train.columns.values())
-    buckets = bucket_texts([Bucket(each.settings.size, len(each.train)) for each in dataset.buckets])
+    buckets = bucket_texts(dataset.size_buckets)
     facts = ImageFacts(source.resolved, data, classes, columns, dataset.train.fingerprint, config.latents, buckets)
     to_toml(facts)  # what cannot be stored raises here, before anything is trained
     return add_latents(dataset, config.adopt(facts), facts, stop, few)

@@ -41,9 +41,9 @@ def data_json(dataset: Dataset) -> bytes:
     """Return the report of the data set, and a line for each file: {"name", "status", "converted", "reason"}.
 
     The status is "used", "held out" or "quarantined" (skipped), and only the last has a reason. "converted" is null
-    where images are decoded only when training wants them. "columns" has a digest of the training and one of the
-    held-out values of each column but the labels. Failed shards are in "shards_given_up". A name that is not
-    valid text has \\xff for such a byte.
+    where images are decoded only when training wants them. "columns" has two digests of each column but the
+    labels: of the training values and of the held-out values. Failed shards are in "shards_given_up". A name that is
+    not valid text has \\xff for such a byte.
     """
     report = dataset.report
     files = report.used + len(report.skipped)

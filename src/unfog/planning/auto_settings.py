@@ -271,8 +271,7 @@ class AutoSettings:
     @property
     def _gpu_sheet(self) -> Device | None:
         """Data sheet of the GPU by which compile and capture are chosen; None if they are not."""
-        one_size = not self.config.size_buckets
-        if not (_FASTER_BY_ITSELF and one_size) or self.machine.device.type != "cuda":
+        if not _FASTER_BY_ITSELF or self.config.size_buckets or self.machine.device.type != "cuda":
             return None
         return self.machine.data_sheet or Device.of_gpu(torch.cuda.get_device_name(self.machine.device))
 

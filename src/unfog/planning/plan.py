@@ -1,4 +1,4 @@
-"""A plan: memory, time and disk of a run before it starts, predicted; in lines of text and as JSON."""
+"""Plan of a run: its memory, time and disk, predicted before it starts; as lines of text and as JSON."""
 
 from __future__ import annotations
 

@@ -257,7 +257,7 @@ def differing_tensors(one: TrialTraining, other: TrialTraining) -> list[str]:
 def waits_for_device(work: Callable[[], object], device: torch.device) -> Counter[str] | None:
     """Return how often the host waits for the device during some work, by place; None if torch does not report it.
 
-    Torch reports this for CUDA, and for most operations that wait.
+    Torch reports most of the operations that wait, on CUDA alone.
     """
     if device.type != "cuda":
         return None

@@ -18,7 +18,7 @@ from unfog.checks.run.run_record import RunRecord
 from unfog.config.schema import Config
 from unfog.config.task import AutoencoderTask, DiffusionTask, Task
 from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
-from unfog.evaluation.held_out import HeldOut, HeldOutBuckets, LossAt, midpoints
+from unfog.evaluation.held_out import HeldOut, HeldOutBuckets, LossAt, midpoints, summarize_losses
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.pipeline.build import build_held_out_set, build_loss, build_loss_at, build_network, without_augmentation
 from unfog.pipeline.generate import GenerationSettings, generate_images, sample_grid
@@ -156,7 +156,7 @@ class Previews:
         if held_out is None:
             return {}
         losses = sum(self._world.compute_parts({}, self.part))  # each part is 0 at the levels of the others
-        return dict(held_out.summary(torch.as_tensor(losses), self._batch_size(held_out.images)))
+        return dict(summarize_losses(torch.as_tensor(losses), self._batch_size(held_out.images)))
 
     def _some_losses(self, rank: int, ranks: int) -> NDArray[np.float64]:
         held_out, levels = self.held_out, slice(rank, None, ranks)

@@ -35,8 +35,8 @@ def main(request: ServeRequest) -> int:
     print_result(address.text)
     if request.host not in LOOPBACK:
         say(
-            f"  other machines can reach {request.host}, and anybody who has it can start runs here; nothing is "
-            "encrypted. Over ssh, leave --host away and forward the port"
+            f"  other machines can reach {request.host}, and anybody who has the address can start runs here; "
+            "nothing is encrypted. Over ssh, leave --host away and forward the port"
         )
     say("  Ctrl-C ends the page; runs that it has started go on")
     _serve(request, sockets, address)

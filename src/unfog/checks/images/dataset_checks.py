@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from unfog.checks.images.image_scan import MOST_NAMES, ImageScan, Indices, evenly_spread_rows, unusable_files
 from unfog.config.schema import Config
-from unfog.data.buckets.sizes import nearest_bucket
+from unfog.data.buckets.sizes import cropped_away, nearest_bucket
 from unfog.data.data_report import ACTIONS, COMMON_ACTIONS
 from unfog.data.dataset import ImageSet
 from unfog.data.sources.labels import SPLITS
@@ -229,8 +229,7 @@ def _check_crop(scan: ImageScan, rows: Indices, sides: NDArray[np.int32]) -> Fin
     if buckets := [bucket.settings.size for bucket in scan.prepared.buckets]:
         shape, frame = "of the shapes of their buckets", "the shape of a bucket"
         shapes = np.array([sides_of(size) for size in buckets])[nearest_bucket(buckets, sides)]
-    stretched = sides.astype(np.int64) * shapes  # both sides are equal where nothing is cropped
-    lost = 1 - stretched.min(1) / np.maximum(stretched.max(1), 1)
+    lost = cropped_away(shapes, sides)
     # Stable, so that a repeated command names the same files.
     order = np.argsort(-lost, kind="stable")
     halved = order[lost[order] > _HALF]

@@ -233,7 +233,7 @@ def _check_samples(
 
 
 def _conditions_of_samples(format: ConditionFormat, images: ImageSet, samples: int) -> Given:
-    """Return all classes in turn, or where images have more conditions those of training images."""
+    """Return all classes in turn; if the run has other conditions too, all conditions of some training images."""
     if format.columns:
         return proportional_given(format, images, samples)
     # With more classes than samples, evenly spread ones.

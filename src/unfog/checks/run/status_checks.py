@@ -60,7 +60,7 @@ def _after_failure(record: RunRecord, word: str, usual_lr: float | None) -> str:
     if any(full in word for full in _FULL):
         return f"free some space, then {record.command('resume')}"
     if "one image at a time" in word:  # with gradient checkpointing, so that nothing is left to do without
-        return "train again with a smaller --size or --network, or if there is more memory"
+        return "train again with a smaller --size or --network, or on a machine with more memory"
     if "memory" in word.lower():
         now = record.config.training.microbatch or record.batch
         less = f"--microbatch {now // 2}" if now > 1 else "--training.checkpointing"

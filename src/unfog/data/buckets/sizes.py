@@ -62,10 +62,16 @@ def nearest_bucket(sizes: Sequence[Size], sides: NDArray[np.int32]) -> NDArray[n
     return np.searchsorted((logs[1:] + logs[:-1]) / 2, aspects).astype(np.int64)
 
 
-def cropped_away(aspects: NDArray[np.float64], sides: NDArray[np.int32]) -> NDArray[np.float64]:
-    """Return the share of each image [N] that is cut off where it is cropped to this width over height [N]."""
-    ratio = aspects / (sides[:, 0] / sides[:, 1])
-    return 1 - np.minimum(ratio, 1 / ratio)
+def cropped_away(shapes: NDArray[np.int64], sides: NDArray[np.int32]) -> NDArray[np.float64]:
+    """Return the share of each image [N] that is lost if it is scaled to cover a shape.
+
+    Args:
+        shapes: [N, 2], height and width of the shape for each image; or [1, 2] for all.
+        sides: [N, 2], width and height of each image.
+    """
+    stretched = sides.astype(np.int64) * shapes  # both are equal where nothing is cropped
+    lost: NDArray[np.float64] = 1 - stretched.min(1) / np.maximum(stretched.max(1), 1)
+    return lost
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,8 +137,8 @@ class BucketPlan:
         buckets = [Bucket(each, int(count)) for each, count in zip(self.sizes, self._counts)]
         listed = ", ".join(f"{bucket.sides} ({bucket.images:,})" for bucket in buckets)
         lines = [f"{len(buckets)} bucket{'s' * (len(buckets) > 1)} of about {area(size):,} pixels: {listed}"]
-        aspects = np.array([bucket.aspect for bucket in buckets])[self.bucket]
-        lost, by_crop = cropped_away(aspects, sides), cropped_away(np.ones(len(sides)), sides)
+        shapes = np.array([sides_of(each) for each in self.sizes])[self.bucket]
+        lost, by_crop = cropped_away(shapes, sides), cropped_away(np.array([(1, 1)]), sides)
         lines.append(
             f"cropped away: {lost.mean():.1%} of an image on average, {lost.max():.1%} at most; squares would lose "
             f"{by_crop.mean():.1%} and {by_crop.max():.1%}"

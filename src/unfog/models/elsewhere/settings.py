@@ -29,7 +29,7 @@ class _Levels(LevelSettings):
 
 @dataclass(frozen=True)
 class DdpmPytorch(_Levels):
-    """The `Unet` of denoising-diffusion-pytorch 2: RMS norms, and linear attention if there is no other."""
+    """The `Unet` of denoising-diffusion-pytorch 2: RMS norms, and linear attention at levels without full attention."""
 
     kind: ClassVar[str] = "ddpm-pytorch"
     model: ClassVar[str] = "unfog.models.elsewhere.ddpm_pytorch:DdpmPytorchModel"

@@ -36,7 +36,7 @@ _Event = Mapping[str, Any]
 
 
 def read_settings(path: Path) -> dict[str, str]:
-    """Return config.toml as dotted name -> text, without secrets; a file that is not a TOML gives the reason why."""
+    """Return config.toml as dotted name -> text, without secrets; a file that is not TOML gives the reason."""
     if not os.path.exists(path):
         return {}
     try:

@@ -221,7 +221,7 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-_sharing = 0  # ranks on the GPU of this one, once they have exchanged it
+_sharing = 0  # ranks on the GPU of this one; 0 before `agree_on_gpus`
 
 
 def processes_per_gpu() -> int:
@@ -231,7 +231,7 @@ def processes_per_gpu() -> int:
 
 def agree_on_gpus(store: Store, rank: int, size: int) -> None:
     """Learn which ranks share a GPU. All ranks call this."""
-    # The number of visible GPUs does not show it: a scheduler may show each process its own GPU alone.
+    # The number of visible GPUs is not enough: a scheduler may show each process its own GPU alone.
     global _sharing
     own = _gpu_identity()
     store.set(f"gpu/{rank}", own)

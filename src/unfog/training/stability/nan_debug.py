@@ -207,7 +207,7 @@ def _bad_gradients(state: TrainState, per_image: Tensor, batch: int) -> list[str
 def _hit_gradients(state: TrainState, per_image: Tensor, batch: int) -> list[bool]:
     """Return which of the first 64 images have gradients that are not finite.
 
-    Names no image if the fault has no single one: an infinite derivative turns the zeros of other losses into NaN.
+    All are False if images cannot be distinguished: an infinite derivative turns the zeros of other losses into NaN.
     """
     scale, parameters = state.precision.scaler.get_scale(), _trained(state.model)
 
