@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -30,7 +31,7 @@ def evenly_spaced(n: int, most: int) -> NDArray[np.int64]:
 
 
 class PixelArray(Protocol):
-    """uint8 [N, C, H, W]: an array, a mapped file, or `lazy.LazyPixels`, which decodes images as they are read."""
+    """uint8 [N, C, H, W]: an array, a mapped file, or `ComputedPixels`."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -41,6 +42,43 @@ class PixelArray(Protocol):
 
     def take(self, indices: Any, axis: Any) -> NDArray[np.uint8]:
         """Return a copy of the images at these indices along axis 0."""
+
+
+class ComputedPixels(ABC):
+    """Base of a `PixelArray` whose images are computed as they are read, such as `lazy.LazyPixels`."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @abstractmethod
+    def take_with_rows(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+        """Return (the images at these rows [B], uint8 [B, C, H, W]; the rows of the images used [B])."""
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, key: Any) -> NDArray[np.uint8]:
+        """Return a row, a slice of rows, or those that an array of integers or booleans selects."""
+        if isinstance(key, slice):
+            return self.take(np.arange(*key.indices(len(self))))
+        return self.take(np.arange(len(self))[key])
+
+    def take(self, indices: Any, axis: int = 0) -> NDArray[np.uint8]:
+        """Return the images at these rows: integers of any shape [...] -> uint8 [..., C, H, W].
+
+        Raises as `take_with_rows`.
+        """
+        if axis != 0:
+            raise ValueError("images are taken along axis 0")
+        rows = np.asarray(indices, np.int64)
+        return self.take_with_rows(rows.ravel())[0].reshape(*rows.shape, *self.shape[1:])
+
+
+def take_with_rows(pixels: PixelArray, rows: NDArray[np.int64]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Return (the images at these rows [B]; their rows [B], others than these where an image cannot be decoded)."""
+    if isinstance(pixels, ComputedPixels):
+        return pixels.take_with_rows(rows)
+    return pixels.take(rows, axis=0), rows
 
 
 class _ImageBatch(NamedTuple):
@@ -131,9 +169,7 @@ class ImageSet:
 
         Raises RequestError as `columns_of`, and RunError if images that are decoded as they are read cannot be.
         """
-        # Of `lazy.LazyPixels`, which imports this module.
-        take_with_rows = getattr(self.pixels, "take_with_rows", None)
-        pixels, rows = take_with_rows(rows) if take_with_rows else (self.pixels.take(rows, axis=0), rows)
+        pixels, rows = take_with_rows(self.pixels, rows)
         return _ImageBatch(pixels, self.columns_of(rows), rows)
 
     def columns_of(self, rows: NDArray[np.int64]) -> dict[str, Column]:

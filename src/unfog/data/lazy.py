@@ -8,14 +8,13 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from unfog.cores import thread_pool
 from unfog.data.data_report import SkippedFile
-from unfog.data.dataset import Dataset, ImageSet
+from unfog.data.dataset import ComputedPixels, Dataset, ImageSet
 from unfog.data.decode_pool import PixelFormat, decode_with_retries, thread_count
 from unfog.data.files.file_rows import FileRows
 from unfog.data.outages import Outage
@@ -43,7 +42,7 @@ _TASK = 8  # images that a thread decodes before it looks for other work
 _RowIndex = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 
 
-class LazyPixels:
+class LazyPixels(ComputedPixels):
     """A `PixelArray` that decodes images as they are read, in threads.
 
     An image that cannot be decoded is replaced by the next one that can be, an image of a failed remote shard by one
@@ -67,28 +66,11 @@ class LazyPixels:
         """Images that could not be decoded so far, in the order in which they were met."""
         return list(self._bad.values())
 
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __getitem__(self, key: Any) -> NDArray[np.uint8]:
-        """Decode a row, a slice of rows, or those that an array of integers or booleans selects."""
-        if isinstance(key, slice):
-            return self.take(np.arange(*key.indices(len(self))))
-        return self.take(np.arange(len(self))[key])
-
-    def take(self, indices: Any, axis: int = 0) -> NDArray[np.uint8]:
-        """Decode the images at these rows: integers of any shape [...] -> uint8 [..., C, H, W].
-
-        Raises:
-            RunError: a hundred in a row cannot be decoded, or one cannot be read now.
-        """
-        if axis != 0:
-            raise ValueError("images are taken along axis 0")
-        rows = np.asarray(indices, np.int64)
-        return self.take_with_rows(rows.ravel())[0].reshape(*rows.shape, *self.shape[1:])
-
     def take_with_rows(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-        """Decode the images at these rows [B]. Return (uint8 [B, C, H, W], the rows of the images used [B])."""
+        """Decode the images at these rows [B]. Return (uint8 [B, C, H, W], the rows of the images used [B]).
+
+        RunError if a hundred in a row cannot be decoded, or one cannot be read now.
+        """
         return self.start_decoding(rows).result()
 
     def start_decoding(self, rows: NDArray[np.int64]) -> PendingDecode:

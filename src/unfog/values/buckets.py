@@ -9,7 +9,7 @@ from typing import NamedTuple
 from unfog.errors import RequestError
 from unfog.values.image_format import ImageFormat, Size, parse_size, sides_of
 
-_MOST = 100  # far more than sizes of an area
+_MOST = 100  # far more than there are sizes of an area
 _ENTRY = re.compile(r"([0-9x]{1,11}):([0-9]{1,12})")
 
 
@@ -42,14 +42,14 @@ def parse_buckets(texts: Sequence[str]) -> tuple[Bucket, ...]:
     if len(texts) > _MOST:
         raise RequestError(f"buckets has {len(texts):,} sizes; at most {_MOST} are possible")
     for text in texts:
-        if (match := _ENTRY.fullmatch(text)) is None or not parse_size(match[1], "buckets"):
+        if (match := _ENTRY.fullmatch(text)) is None or not (size := parse_size(match[1], "buckets")):
             raise RequestError(f"buckets has {text!r:.60}, which is not WIDTHxHEIGHT:IMAGES, such as 80x48:120")
-        found.append(Bucket(parse_size(match[1], "buckets"), int(match[2])))
+        found.append(Bucket(size, int(match[2])))
     return tuple(found)
 
 
 def share_samples(buckets: Sequence[Bucket], count: int) -> list[int]:
-    """Return how many of `count` samples each bucket gets, in proportion to its images: the largest remainders."""
+    """Return how many of `count` samples each bucket gets, in proportion to its images, by largest remainders."""
     total = sum(bucket.images for bucket in buckets) or 1
     exact = [count * bucket.images / total for bucket in buckets]
     shares = [int(each) for each in exact]

@@ -77,7 +77,7 @@ def update_digest(digest: hashlib._Hash, columns: Mapping[str, Column]) -> None:
 
     for column in columns.values():
         values = np.ascontiguousarray(column.values)
-        if column.name != CLASS:
+        if column.name != CLASS:  # digests of labels alone are older than other columns, and stay valid
             facts = column.name, column.kind, column.categories, values.dtype.str, values.shape
             digest.update(repr(facts).encode("utf-8", "surrogateescape"))
         digest.update(values.data)
@@ -104,7 +104,7 @@ def _checked(name: str, column: Column, count: int, subject: str) -> Column:
     if name != column.name:
         raise RequestError(f"{subject} has the column {column.name!r} under the name {name!r}; give both the same name")
     values = _plain_values(column, count, f"the column {name} of {subject}")
-    # They end up in files, figures and terminals, so control characters must not act there.
+    # Names of categories end up in files, figures and terminals, so control characters must not act there.
     return replace(column, values=values, categories=tuple(sanitize(str(one)) for one in column.categories))
 
 

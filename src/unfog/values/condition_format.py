@@ -49,6 +49,10 @@ class ConditionFormat:
         return (*([ColumnFacts(CLASS, CLASS, tuple(self.classes))] if self.classes else []), *self.columns)
 
     @property
+    def _facts_by_name(self) -> dict[str, ColumnFacts]:
+        return {one.name: one for one in self.facts}
+
+    @property
     def can_be_dropped(self) -> bool:
         """True if images have a condition that `Conditions.dropped` hides."""
         return bool(self.facts)
@@ -60,7 +64,7 @@ class ConditionFormat:
 
     @property
     def usual(self) -> Given:
-        """Conditions of samples where nothing is asked for: all classes in turn, and what is usual of other kinds."""
+        """Default conditions of samples, such as all classes in turn: see `ConditionKind.usual`."""
         return tuple((one.name, kind_of(one.kind).usual(one)) for one in self.facts)
 
     def blank(self, count: int) -> Conditions:
@@ -68,7 +72,7 @@ class ConditionFormat:
         import torch
 
         one = self.conditions(self.usual, [0])
-        # Made anew, as the tensors may have to be of a mode that is active, with shapes alone.
+        # New tensors, as a mode of torch may be active in which tensors have shapes alone.
         return one.apply(lambda each: torch.zeros(count, *each.shape[1:], dtype=each.dtype))
 
     def conditions(self, given: Given, indices: Sequence[int]) -> Conditions:
@@ -79,19 +83,19 @@ class ConditionFormat:
         """Return the columns of the samples of these numbers."""
         import numpy as np
 
-        facts, made = {one.name: one for one in self.facts}, dict[str, Column]()
+        facts, made = self._facts_by_name, dict[str, Column]()
         for name, values in given:
             chosen = np.array([values[i % len(values)] for i in indices])
             made[name] = Column(name, facts[name].kind, chosen, facts[name].categories)
         return made
 
     def parse(self, given: Mapping[str, object]) -> Given:
-        """Return the conditions of samples that people ask for, by the names of columns, and the usual ones of others.
+        """Return the conditions of samples from requested values by name of column.
 
-        A value may be a sequence, which samples cycle through; () is the usual ones. RequestError for an unknown name
-        or value.
+        A value may be a sequence, which samples cycle through. Columns without a request, or with (), have the values
+        of `usual`. RequestError for an unknown name or value.
         """
-        known = {one.name: one for one in self.facts}
+        known = self._facts_by_name
         if not isinstance(given, Mapping):
             raise RequestError(f'given = {given!r:.60} must be a dict, such as {{"class": "cat"}}')
         for name in given:
@@ -105,7 +109,7 @@ class ConditionFormat:
         return tuple(found)
 
     def with_label(self, given: Mapping[str, object] | None, label: object) -> Mapping[str, object]:
-        """Return the conditions requested, with the classes of `--label`; None and () request nothing."""
+        """Return the requested conditions, with the classes of `--label`. None and () request nothing."""
         given = {} if given is None else given
         words = _words(label)
         if not words or not isinstance(given, Mapping):  # `parse` refuses the latter
@@ -118,7 +122,7 @@ class ConditionFormat:
 
     def read_words(self, words: Iterable[str]) -> dict[str, object]:
         """Parse the conditions of a command line, such as "age=60" or "class=cat,dog"."""
-        categories, given = {one.name: one.categories for one in self.facts}, dict[str, object]()
+        known, given = self._facts_by_name, dict[str, object]()
         for word in words:
             name, equals, text = word.partition("=")
             if not (name and equals and text):
@@ -126,17 +130,17 @@ class ConditionFormat:
             if name in given:
                 raise RequestError(f"given {name!r} comes twice; separate its values by commas: {name}=VALUE,VALUE")
             # A comma may be part of the name of a category.
-            given[name] = [text] if text in categories.get(name, ()) else text.split(",")
+            given[name] = [text] if name in known and text in known[name].categories else text.split(",")
         return given
 
     def rows(self, columns: Iterable[Column], rows: Any) -> Given:
-        """Return the conditions of images at these rows, of the columns that the run knows."""
-        known = {one.name for one in self.facts}
+        """Return the conditions of the images at these rows. Columns that the run does not have are left out."""
+        known = self._facts_by_name
         return tuple((one.name, tuple(one.values[rows].tolist())) for one in columns if one.name in known)
 
     def names(self, given: Given, count: int) -> list[str]:
-        """Return the names of samples, in a cycle: of the class alone, or such as "age=60 class=cat"; [] without."""
-        facts = {one.name: one for one in self.facts}
+        """Return names that samples cycle through: the class alone, or all conditions, such as "age=60 class=cat"."""
+        facts = self._facts_by_name
         lengths = [len(values) for _, values in given] or [0]
         cycle = min(math.lcm(*lengths), max(*lengths, count, _LONGEST_CYCLE))
 

@@ -82,11 +82,11 @@ class ConditionKind:
         raise NotImplementedError
 
     def usual(self, facts: ColumnFacts) -> tuple[Any, ...]:
-        """Return the values that samples cycle through where nothing is asked for, such as all classes."""
+        """Return the values that samples cycle through by default, such as all classes."""
         raise NotImplementedError
 
     def show(self, facts: ColumnFacts, value: Any) -> str:
-        """Return a value for people and names of files; "" if it is not known."""
+        """Return a value as text, for people and names of files; "" if it is not known."""
         return f"{value}"
 
 

@@ -26,7 +26,7 @@ from unfog.errors import RequestError
 from unfog.text import sanitize
 from unfog.values.buckets import Bucket
 from unfog.values.columns import of_labels
-from unfog.values.image_format import ImageFormat, Size
+from unfog.values.image_format import Size
 
 _UNREADABLE = 1  # side of images where no head can be read
 
@@ -132,7 +132,7 @@ def _prepare_usable_parts(
         except _UnusableBucketError as error:
             if known or len(plan.sizes) == 1:
                 raise
-            say(f"no bucket {ImageFormat.of(0, error.size).sides}, as its images are damaged")
+            say(f"no bucket {Bucket(error.size, 0).sides}, as its images are damaged")
             plan = plan.without(error.size)
 
 
@@ -158,9 +158,9 @@ def _prepare_parts(
     parts = []
     for number, size in enumerate(plan.sizes):
         rows = np.flatnonzero(plan.bucket == number)
-        if not len(rows) and not known:
-            continue
         if not len(rows):
+            if not known:
+                continue
             raise RequestError(
                 f"no image of {sanitize(source.name)} is for the bucket {size} of this run; restore the images, or "
                 "start a new run"
@@ -191,7 +191,7 @@ def _with_classes(images: ImageSet, classes: tuple[str, ...]) -> ImageSet:
 
 def _join(scan: Scan, parts: Sequence[Dataset]) -> Dataset:
     trains, held = [part.train for part in parts], [part.held_out for part in parts]
-    # Of those with most images the one that is most like a square.
+    # The bucket with most images; among equals, the one whose size is closest to a square.
     usual = max(parts, key=lambda part: (len(part.train), -abs(math.log(Bucket(part.settings.size, 0).aspect))))
     settings = replace(scan.resolved_settings, channels=parts[0].settings.channels, size=usual.settings.size)
     format = settings.image_format

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -41,7 +41,7 @@ class BucketSchedule:
     def __init__(self, counts: Sequence[int], batch: int, seed: int) -> None:
         if not any(counts):
             raise ValueError("no bucket has images")
-        self._cumulative = [sum(counts[: i + 1]) for i in range(len(counts))]
+        self._cumulative = list(accumulate(counts))
         self._seed = seed ^ _SEED
         n = self._cumulative[-1]
         # An epoch at most, unless that would leave a bucket without a step in some rounds: then the counts of a round

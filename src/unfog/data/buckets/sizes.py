@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.values.buckets import Bucket
-from unfog.values.image_format import LEAST, ImageFormat, Size, sides_of, size_of
+from unfog.values.image_format import LEAST, Size, area, sides_of, size_of
 
 LONGEST = 3.0
 """Largest ratio of the sides of a bucket."""
@@ -26,18 +26,18 @@ Fits = Callable[[int, int], bool]
 def possible_sizes(size: Size, fits: Fits) -> list[Size]:
     """Return the sizes of about the area of `size` that fit, from narrow to wide; `size` itself if it is the only one.
 
-    Sides are multiples of a step of about an eighth of the square's side, which the network takes.
+    Sides are multiples of a step, about an eighth of the side of the square, whose multiples the network takes.
     """
     height, width = sides_of(size)
-    area = height * width
-    side = math.sqrt(area)
+    pixels = area(size)
+    side = math.sqrt(pixels)
     step = _step(side, fits)
     found = {(height, width)} if fits(height, width) else set()
     for one in range(step, math.ceil(side * math.sqrt(LONGEST)) + step, step):
-        other = step * round(area / (one * step))
+        other = step * round(pixels / (one * step))
         if min(one, other) < LEAST or max(one, other) > LONGEST * min(one, other):
             continue
-        if abs(math.log(one * other / area)) <= _OFF_AREA:
+        if abs(math.log(one * other / pixels)) <= _OFF_AREA:
             found |= {pair for pair in ((one, other), (other, one)) if fits(*pair)}
     ordered = sorted(found or {(height, width)}, key=lambda sides: (sides[1] / sides[0], sides))
     return [size_of(*sides) for sides in ordered]
@@ -104,21 +104,26 @@ class BucketPlan:
                 return cls(left, bucket, merged, least)
             merged.append(Bucket(left.pop(smallest), int(counts[smallest])))
 
+    @property
+    def _counts(self) -> NDArray[np.int64]:
+        """Images of each bucket."""
+        return np.bincount(self.bucket, minlength=len(self.sizes))
+
     @classmethod
     def known(cls, sizes: Sequence[Size], sides: NDArray[np.int32]) -> BucketPlan:
         """Return the plan for the sizes that a run has, from narrow to wide."""
         return cls(list(sizes), nearest_bucket(sizes, sides), [], 0)
 
     def with_unreadable(self, readable: NDArray[np.bool_]) -> BucketPlan:
-        """Return the plan with images of unknown sides too, in the largest bucket; this one is for the readable [N]."""
-        bucket = np.full(len(readable), np.bincount(self.bucket).argmax(), np.int64)
+        """Return the plan for all N images: this one for the `readable` [N], and the largest bucket for the others."""
+        bucket = np.full(len(readable), self._counts.argmax(), np.int64)
         bucket[readable] = self.bucket
         return replace(self, bucket=bucket)
 
     def without(self, size: Size) -> BucketPlan:
         """Return the plan without the bucket of this size, whose images go to the largest other one."""
         number = self.sizes.index(size)
-        counts = np.bincount(self.bucket, minlength=len(self.sizes))
+        counts = self._counts
         counts[number] = -1
         bucket = np.where(self.bucket == number, counts.argmax(), self.bucket)
         left = [each for each in self.sizes if each != size]
@@ -129,11 +134,9 @@ class BucketPlan:
 
         `size` is that of the same area; `sides` [N, 2] are width and height of the images.
         """
-        counts = np.bincount(self.bucket, minlength=len(self.sizes))
-        buckets = [Bucket(each, int(count)) for each, count in zip(self.sizes, counts)]
+        buckets = [Bucket(each, int(count)) for each, count in zip(self.sizes, self._counts)]
         listed = ", ".join(f"{bucket.sides} ({bucket.images:,})" for bucket in buckets)
-        square = ImageFormat.of(0, size)
-        lines = [f"{len(buckets)} bucket{'s' * (len(buckets) > 1)} of about {square.pixels:,} pixels: {listed}"]
+        lines = [f"{len(buckets)} bucket{'s' * (len(buckets) > 1)} of about {area(size):,} pixels: {listed}"]
         shapes = np.array([sides_of(each) for each in self.sizes])[self.bucket]
         lost, by_crop = cropped_away(shapes, sides), cropped_away(np.array([(1, 1)]), sides)
         lines.append(

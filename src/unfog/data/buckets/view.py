@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
-from unfog.data.data_report import SkippedFile
-from unfog.data.dataset import ImageSet, PixelArray
+from unfog.data.dataset import ComputedPixels, ImageSet, PixelArray, take_with_rows
 from unfog.values.image_format import ImageFormat
 
 
@@ -20,10 +20,10 @@ class Rows:
 
     lengths: tuple[int, ...]
 
-    @property
+    @cached_property
     def starts(self) -> list[int]:
         """The first row of each set."""
-        return [sum(self.lengths[:i]) for i in range(len(self.lengths))]
+        return list(accumulate(self.lengths, initial=0))[:-1]
 
     def split(self, rows: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.intp], NDArray[np.int64]]]:
         """Yield (set, places in `rows` [K], rows of the set [K]) for each set that has some of `rows` [B]."""
@@ -34,8 +34,8 @@ class Rows:
                 yield number, places, rows[places] - start
 
 
-class BucketPixels:
-    """A `PixelArray` of all images of several sets, each scaled to one size: their aspects change, and nothing is cut.
+class BucketPixels(ComputedPixels):
+    """All images of several sets, each scaled to one size: their aspects change, and nothing is cut.
 
     For checks and pictures of a whole set. Training reads the sets themselves.
     """
@@ -45,34 +45,10 @@ class BucketPixels:
         self._rows = Rows(tuple(map(len, parts)))
         self.shape, self.dtype = (sum(self._rows.lengths), *format.shape), format.dtype
 
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    @property
-    def skipped(self) -> list[SkippedFile]:
-        """Images that could not be decoded so far, where they are decoded as they are read."""
-        return [one for part in self.parts for one in getattr(part, "skipped", [])]
-
-    def __getitem__(self, key: Any) -> NDArray[np.uint8]:
-        """Return a row, a slice of rows, or those that an array of integers or booleans selects."""
-        if isinstance(key, slice):
-            return self.take(np.arange(*key.indices(len(self))))
-        return self.take(np.arange(len(self))[key])
-
-    def take(self, indices: Any, axis: int = 0) -> NDArray[np.uint8]:
-        """Return the images at these rows: integers of any shape [...] -> uint8 [..., C, H, W]."""
-        if axis != 0:
-            raise ValueError("images are taken along axis 0")
-        rows = np.asarray(indices, np.int64)
-        return self.take_with_rows(rows.ravel())[0].reshape(*rows.shape, *self.shape[1:])
-
     def take_with_rows(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-        """Return the images at these rows [B], and the rows of the images used [B]."""
         out, used = self._format.empty_stored(len(rows)), rows.copy()
         for number, places, own in self._rows.split(rows):
-            part = self.parts[number]
-            take = getattr(part, "take_with_rows", None)  # of images that are decoded as they are read
-            pixels, taken = take(own) if take else (part.take(own, axis=0), own)
+            pixels, taken = take_with_rows(self.parts[number], own)
             out[places], used[places] = scale(pixels, self._format), taken + self._rows.starts[number]
         return out, used
 

@@ -30,7 +30,7 @@ from unfog.data.values.deep_image import DeepImage, as_image
 from unfog.data.values.value_range import Ranges
 from unfog.errors import RequestError
 from unfog.text import sanitize
-from unfog.values.columns import Column
+from unfog.values.columns import Column, rows_of
 
 
 class ImageError(Exception):
@@ -240,7 +240,7 @@ class Source(ABC):
     """Lines on how the images were understood, where they could be meant otherwise."""
 
     remote: bool = False
-    """True if `open` waits for a network, so that more threads than cores read faster."""
+    """True if `read` waits for a network, so that more threads than cores read faster."""
 
     remote_shards: ShardFailures | None = None
     """The state of remote shards, which may fail one by one while training reads them."""
@@ -323,6 +323,32 @@ class Source(ABC):
     def shard_image(self, i: int) -> int:
         """Return the index by which `remote_shards` knows image i; another one where images are left out."""
         return i
+
+
+class SomeImages(Source):
+    """Base of a source that has some of the images of another source.
+
+    Args:
+        source: the other source.
+        rows: index in `source` of each image.
+        columns: columns of all images of `source`.
+    """
+
+    def __init__(self, source: Source, rows: NDArray[np.int64], columns: Mapping[str, Column]) -> None:
+        self._source, self._rows = source, rows
+        self.name, self.resolved, self.remote = source.name, source.resolved, source.remote
+        self.remote_shards, self.outage = source.remote_shards, source.outage
+        self.names = [source.names[i] for i in rows.tolist()]
+        self.columns = rows_of(columns, rows)
+
+    def read(self, i: int) -> Image.Image | DeepImage | NDArray[Any]:
+        return self._source.read(int(self._rows[i]))
+
+    def folder_problem(self, i: int) -> str:
+        return self._source.folder_problem(int(self._rows[i]))
+
+    def shard_image(self, i: int) -> int:
+        return self._source.shard_image(int(self._rows[i]))
 
 
 class LazyNames(Sequence[str]):

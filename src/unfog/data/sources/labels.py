@@ -6,18 +6,15 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from unfog.data.data_report import SkippedFile
 from unfog.data.label_checks import are_measurements, check_masks, merge_spellings, warn_of_labels
 from unfog.data.settings import LABELS, TABLES, table_and_columns
-from unfog.data.sources.base import LabelTable, Source
+from unfog.data.sources.base import LabelTable, SomeImages, Source
 from unfog.data.sources.label_tables import match_rows, read_table, sort_labels, strip_shard
-from unfog.data.values.deep_image import DeepImage
 from unfog.errors import RequestError
 from unfog.text import sanitize
 from unfog.values.columns import (
@@ -27,7 +24,6 @@ from unfog.values.columns import (
     classes_of,
     labels_of,
     of_labels,
-    rows_of,
     without_class,
 )
 
@@ -156,17 +152,14 @@ def _folders(source: Source) -> tuple[list[tuple[str, ...]], NDArray[np.int64]]:
     return [tuple(folder.split("/")) if folder else () for folder in known[0]], known[1]
 
 
-class _LabelTableSource(Source):
+class _LabelTableSource(SomeImages):
     """A source with the labels of a table. Images without a row, and rows without an image, are in `unreadable`.
 
     Raises RequestError if the table cannot be read, contradicts itself, or names fewer than half of the images.
     """
 
     def __init__(self, source: Source, table: LabelTable) -> None:
-        self._source = source
         self.table_setting = table.setting
-        self.name, self.resolved = source.name, source.resolved
-        self.held_out, self.ignored, self.remote = source.held_out, source.ignored, source.remote
         rows, self._digest = read_table(table, source.second_names)
         row_of, unmatched = match_rows(source.names, rows)
         _refuse_few_matches(source, table, rows, row_of)
@@ -174,11 +167,9 @@ class _LabelTableSource(Source):
         self.classes = tuple(sort_labels(set(values) - {""}))
         number = {name: i for i, name in enumerate(self.classes)}
         known = [(i, number[value]) for i, value in zip(row_of, values) if value]
-        self._rows = np.array([i for i, _ in known], np.int64)
+        super().__init__(source, np.array([i for i, _ in known], np.int64), _own_columns(source))
+        self.held_out, self.ignored = source.held_out, source.ignored
         self.labels = np.array([label for _, label in known], np.int64)
-        self.columns = rows_of(_own_columns(source), self._rows)
-        self.names = [source.names[i] for i in self._rows]
-        self.remote_shards, self.outage = source.remote_shards, source.outage
         labelled = set(self._rows.tolist())
         self.unlabelled = [name for i, name in enumerate(source.names) if i not in labelled]
         self.unreadable = [
@@ -188,15 +179,6 @@ class _LabelTableSource(Source):
         ]
         if not self.classes:
             raise RequestError(f"{sanitize(table.name)} leaves every label empty; fill its label column")
-
-    def read(self, i: int) -> Image.Image | DeepImage | NDArray[Any]:
-        return self._source.read(int(self._rows[i]))
-
-    def folder_problem(self, i: int) -> str:
-        return self._source.folder_problem(int(self._rows[i]))
-
-    def shard_image(self, i: int) -> int:
-        return self._source.shard_image(int(self._rows[i]))
 
     def stamp(self) -> tuple[str, int]:
         digest, size = self._source.stamp()
