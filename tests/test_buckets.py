@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 import unfog
 from command import exit_status
 from unfog.cache_folder import CacheEntry
+from unfog.checks.images.image_scan import ImageScan, unusable_files
 from unfog.config.schema import Config
 from unfog.config.validate import check_request
 from unfog.data.buckets.prepare import BucketChoice, prepare_buckets
@@ -361,6 +362,17 @@ def test_images_that_are_damaged_are_reported_and_left_out(mixed: Path) -> None:
     kept = prepared(mixed)
     assert [one.name for one in kept.report.skipped] == ["a/000.png"]
     assert len(kept.train) + len(kept.held_out) == 119
+
+
+def test_an_image_that_is_found_damaged_while_it_is_read_is_reported_and_not_counted_twice(mixed: Path) -> None:
+    damaged = sorted(mixed.glob("b/*.png"))[7]
+    damaged.write_bytes(damaged.read_bytes()[:60])
+    whole = prepared(mixed, cache="none")
+    scan = ImageScan.create(whole)
+    name = f"b/{damaged.name}"
+    assert [one.name for one in unusable_files(whole)] == [name]
+    assert len(scan.rows) == 119
+    assert name not in {scan.name(row) for row in scan.rows}
 
 
 def test_one_bucket_in_colour_makes_all_rgb(tmp_path: Path) -> None:

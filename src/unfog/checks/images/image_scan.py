@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -180,8 +181,10 @@ def unusable_files(prepared: Dataset) -> list[SkippedFile]:
 
 def _lazy_pixels(prepared: Dataset) -> dict[int, LazyPixels]:
     """Return {first row: pixels} of the sets whose images are decoded as they are read."""
-    sets = {0: prepared.train.pixels, len(prepared.train): prepared.held_out.pixels}
-    return {start: pixels for start, pixels in sets.items() if isinstance(pixels, LazyPixels)}
+    parts = prepared.buckets or (prepared,)
+    sets = [images.pixels for images in (*(part.train for part in parts), *(part.held_out for part in parts))]
+    starts = accumulate(map(len, sets), initial=0)
+    return {start: pixels for start, pixels in zip(starts, sets) if isinstance(pixels, LazyPixels) and len(pixels)}
 
 
 def _usable(prepared: Dataset, rows: Indices) -> NDArray[np.bool_]:
