@@ -33,6 +33,7 @@ from unfog.errors import RequestError
 from unfog.inference.evaluation_files import GeneratedSamples, MixedSamples
 from unfog.models.settings import SIZES, DiT
 from unfog.pipeline.build import build_network
+from unfog.pipeline.skipped_images import FailureReporter
 from unfog.process.run_folder import RunFolder
 from unfog.training.distributed.micro_batches import split_batch
 from unfog.training.distributed.world import World
@@ -373,6 +374,9 @@ def test_an_image_that_is_found_damaged_while_it_is_read_is_reported_and_not_cou
     assert [one.name for one in unusable_files(whole)] == [name]
     assert len(scan.rows) == 119
     assert name not in {scan.name(row) for row in scan.rows}
+    assert FailureReporter.on_this_rank(whole.train) | FailureReporter.on_this_rank(whole.held_out) == {
+        (name, unusable_files(whole)[0].reason)
+    }
 
 
 def test_one_bucket_in_colour_makes_all_rgb(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from unfog.data.data_report import DataReport
+from unfog.data.data_report import DataReport, SkippedFile
 from unfog.data.settings import Data
 from unfog.errors import RequestError
 from unfog.values.buckets import Bucket
@@ -54,6 +54,15 @@ class ComputedPixels(ABC):
     def take_with_rows(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         """Return (the images at these rows [B], uint8 [B, C, H, W]; the rows of the images used [B])."""
 
+    @property
+    @abstractmethod
+    def skipped(self) -> list[SkippedFile]:
+        """Images that could not be decoded so far, in the order in which they were met."""
+
+    @abstractmethod
+    def is_decodable(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return False for those of these rows [B] that are known, so far, to be undecodable."""
+
     def __len__(self) -> int:
         return self.shape[0]
 
@@ -79,6 +88,11 @@ def take_with_rows(pixels: PixelArray, rows: NDArray[np.int64]) -> tuple[NDArray
     if isinstance(pixels, ComputedPixels):
         return pixels.take_with_rows(rows)
     return pixels.take(rows, axis=0), rows
+
+
+def skipped_images(pixels: PixelArray) -> list[SkippedFile]:
+    """Return the images that could not be decoded so far; decoded images have no such ones."""
+    return pixels.skipped if isinstance(pixels, ComputedPixels) else []
 
 
 class _ImageBatch(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from unfog.data.data_report import COMMON_ACTIONS, SkippedFile
-from unfog.data.dataset import Dataset, ImageSet
+from unfog.data.dataset import Dataset, ImageSet, skipped_images
 from unfog.data.lazy import remote_shards_of
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.progress import plural
@@ -168,7 +168,7 @@ class FailureReporter:
     def on_this_rank(images: ImageSet) -> set[tuple[str, ...]]:
         """Return (name, reason) of images that could not be decoded, and (name, reason, _SHARD) of failed shards."""
         shards = remote_shards_of(images)
-        found: set[tuple[str, ...]] = {(one.name, one.reason) for one in getattr(images.pixels, "skipped", [])}
+        found: set[tuple[str, ...]] = {(one.name, one.reason) for one in skipped_images(images.pixels)}
         return found | ({(*item, _SHARD) for item in shards.failed.items()} if shards is not None else set())
 
     @property
@@ -183,7 +183,7 @@ class FailureReporter:
         """
         sets = (self._dataset.train, self._dataset.held_out)
         # Only images that are decoded while training can fail now.
-        images = [one for part in sets for one in getattr(part.pixels, "skipped", [])]
+        images = [one for part in sets for one in skipped_images(part.pixels)]
         self._report_images(recorder, step, images + [SkippedFile(*one) for one in elsewhere if _SHARD not in one[2:]])
         if self._shards is None:
             return

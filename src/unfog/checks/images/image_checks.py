@@ -52,7 +52,7 @@ def quick_check_images(prepared: Dataset, config: Config) -> list[Finding]:
     """Run the checks on a sample of at most 1,000 images; duplicates are only searched in a set that small."""
     image = int(np.prod(prepared.train.pixels.shape[1:]))
     most = max(8, min(_QUICK_IMAGES, _QUICK_BYTES // image))
-    if isinstance(prepared.train.pixels, LazyPixels):
+    if any(isinstance(part.train.pixels, LazyPixels) for part in prepared.buckets or (prepared,)):
         most = min(most, _QUICK_DECODED)
     return _run_checks(ImageScan.create(prepared, most, most_sides=_QUICK_SIDES), config)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,8 +15,7 @@ from numpy.typing import NDArray
 
 from unfog.cores import thread_pool, usable_cores
 from unfog.data.data_report import SkippedFile
-from unfog.data.dataset import Dataset, ImageSet
-from unfog.data.lazy import LazyPixels
+from unfog.data.dataset import ComputedPixels, Dataset, ImageSet, skipped_images
 from unfog.reporting.findings import Figure
 from unfog.reporting.image_grids import Pixels, grid
 from unfog.text import sanitize
@@ -175,24 +173,17 @@ def _name_end(name: str) -> str:
 
 def unusable_files(prepared: Dataset) -> list[SkippedFile]:
     """Return all files that cannot be used, including those found damaged while images were read."""
-    found = [one for pixels in _lazy_pixels(prepared).values() for one in pixels.skipped]
+    found = [one for images in (prepared.train, prepared.held_out) for one in skipped_images(images.pixels)]
     return sorted({*prepared.report.skipped, *found})
-
-
-def _lazy_pixels(prepared: Dataset) -> dict[int, LazyPixels]:
-    """Return {first row: pixels} of the sets whose images are decoded as they are read."""
-    parts = prepared.buckets or (prepared,)
-    sets = [images.pixels for images in (*(part.train for part in parts), *(part.held_out for part in parts))]
-    starts = accumulate(map(len, sets), initial=0)
-    return {start: pixels for start, pixels in zip(starts, sets) if isinstance(pixels, LazyPixels) and len(pixels)}
 
 
 def _usable(prepared: Dataset, rows: Indices) -> NDArray[np.bool_]:
     # In place of a damaged image its set returns another one, which must not count twice.
     usable = np.ones(len(rows), np.bool_)
-    for start, pixels in _lazy_pixels(prepared).items():
-        inside = (rows >= start) & (rows < start + len(pixels))
-        usable[inside] = pixels.is_decodable(rows[inside] - start)
+    train = len(prepared.train)
+    for inside, start, images in ((rows < train, 0, prepared.train), (rows >= train, train, prepared.held_out)):
+        if isinstance(images.pixels, ComputedPixels):
+            usable[inside] = images.pixels.is_decodable(rows[inside] - start)
     return usable
 
 

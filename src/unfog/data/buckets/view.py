@@ -10,7 +10,8 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from unfog.data.dataset import ComputedPixels, ImageSet, PixelArray, take_with_rows
+from unfog.data.data_report import SkippedFile
+from unfog.data.dataset import ComputedPixels, ImageSet, PixelArray, skipped_images, take_with_rows
 from unfog.values.image_format import ImageFormat
 
 
@@ -51,6 +52,18 @@ class BucketPixels(ComputedPixels):
             pixels, taken = take_with_rows(self.parts[number], own)
             out[places], used[places] = scale(pixels, self._format), taken + self._rows.starts[number]
         return out, used
+
+    @property
+    def skipped(self) -> list[SkippedFile]:
+        return [one for part in self.parts for one in skipped_images(part)]
+
+    def is_decodable(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        found = np.ones(len(rows), np.bool_)
+        for number, places, own in self._rows.split(rows):
+            part = self.parts[number]
+            if isinstance(part, ComputedPixels):
+                found[places] = part.is_decodable(own)
+        return found
 
 
 def scale(pixels: NDArray[np.uint8], format: ImageFormat) -> NDArray[np.uint8]:
