@@ -36,6 +36,7 @@ from unfog.reporting.report import write_report
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import snapshot
 from unfog.training.checkpoints.load import load_weights
+from unfog.values.condition_kinds import KINDS, ColumnFacts
 from unfog.values.image_format import Size
 
 pytestmark = pytest.mark.slow
@@ -177,6 +178,11 @@ def values_of(annotation: object) -> st.SearchStrategy:
         return st.sampled_from(args)
     if annotation == Size:
         return st.sampled_from([0, 1, 8, 32, "96x64", "8X8", "64x", "0x8"]) | st.integers() | st.text()
+    if annotation is ColumnFacts:
+        kind = st.sampled_from(["", *KINDS, "unknown"])
+        names = st.sampled_from(["", "class", "age", "a b"])
+        words = st.lists(st.text(max_size=5), max_size=3, unique=True)
+        return st.fixed_dictionaries({"name": names, "kind": kind}, optional={"categories": words})
     if typing.get_origin(annotation) is tuple:
         size = {"max_size": 5} if args[-1] is Ellipsis else {"min_size": 2, "max_size": 2}
         return st.lists(values_of(args[0]), **size).map(tuple)
@@ -210,12 +216,16 @@ def settings_places(tree: object, above: str = "") -> list[tuple[str, object]]:
     return found
 
 
+# Made once, so that a setting of a new type fails here, not only in the runs that happen to draw it.
+VALUES = [(name, values_of(annotation)) for name, annotation in settings_places(Config())]
+
+
 @st.composite
 def configs(draw: st.DrawFn) -> Config:
     """A valid configuration, a preset with some settings changed."""
     config = preset(draw(st.sampled_from(sorted(PRESETS))))
-    for name, annotation in draw(st.lists(st.sampled_from(settings_places(Config())), max_size=6)):
-        value: object = draw(values_of(annotation))
+    for name, values in draw(st.lists(st.sampled_from(VALUES), max_size=6)):
+        value: object = draw(values)
         for part in reversed(name.split(".")):
             value = {part: value}
         with suppress(RequestError):
