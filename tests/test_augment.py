@@ -15,8 +15,8 @@ from unfog.data.augmentation import (  # the geometry is given, and not drawn
     _warp,
 )
 from unfog.data.settings import Data
+from unfog.device.sharded_rng import seed_generators
 from unfog.errors import RequestError
-from unfog.sharded_rng import seed_generators
 from unfog.values.condition_format import AUGMENT_INPUTS
 from unfog.values.image_format import BYTES
 

@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 
 import unfog
 from command import exit_status
-from unfog.cache_folder import CacheEntry
 from unfog.checks.images.image_scan import ImageScan, unusable_files
 from unfog.config.schema import Config
 from unfog.config.validate import check_request
@@ -30,6 +29,7 @@ from unfog.data.scan import read_sides
 from unfog.data.settings import UNREAD, Data
 from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError
+from unfog.files.cache_folder import CacheEntry
 from unfog.inference.evaluation_files import GeneratedSamples, MixedSamples
 from unfog.models.settings import SIZES, DiT
 from unfog.pipeline.build import build_network

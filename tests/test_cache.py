@@ -14,17 +14,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from unfog.cache_folder import (
-    CacheEntry,
-    cache_folder,
-    cache_limit,
-    clear_cache,
-    fits_limit,
-    hold,
-    is_private,
-    make_room,
-    release,
-)
 from unfog.cli.main import main
 from unfog.config.requests.cache import CacheRequest
 from unfog.data.dataset import ImageSet
@@ -37,6 +26,17 @@ from unfog.data.webdataset.byte_range_cache import ByteRangeCache
 from unfog.errors import Interrupted, RequestError
 from unfog.evaluation.feature_networks import inception_path
 from unfog.evaluation.features import compute_features, compute_statistics, open_features
+from unfog.files.cache_folder import (
+    CacheEntry,
+    cache_folder,
+    cache_limit,
+    clear_cache,
+    fits_limit,
+    hold,
+    is_private,
+    make_room,
+    release,
+)
 
 MB = 2**20
 
@@ -169,9 +169,8 @@ def test_what_the_datasets_library_keeps_goes_only_when_asked_for(
 
 
 def test_an_entry_in_use_stays(four: list[Path]) -> None:
-    code = (
-        "import sys, pathlib, unfog.cache_folder as c; c.hold(pathlib.Path(sys.argv[1])); print(1, flush=True); input()"
-    )
+    code = "import sys, pathlib, unfog.files.cache_folder as c\n"
+    code += "c.hold(pathlib.Path(sys.argv[1])); print(1, flush=True); input()"
     command = [sys.executable, "-c", code, four[2]]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -289,7 +288,7 @@ def as_user(user: int, folder: Path, **variables: str) -> str:
         "except c.RequestError as error: print(error)"
     )
     # Imported before the user changes, who may not read the program.
-    words = [sys.executable, "-c", f"import unfog.cache_folder as c\n{code}", str(user)]
+    words = [sys.executable, "-c", f"import unfog.files.cache_folder as c\n{code}", str(user)]
     environment = {"PATH": os.environ["PATH"], "TMPDIR": str(folder), **variables}
     done = subprocess.run(words, capture_output=True, text=True, env=environment, check=True, timeout=300)
     return done.stdout + done.stderr

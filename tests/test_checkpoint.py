@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from conftest import advance
-from unfog import device_copies
 from unfog.config.schema import Config
 from unfog.config.toml import update
+from unfog.device import copies as device_copies
 from unfog.errors import RunError
 from unfog.runs.saver import Saver
 from unfog.training.checkpoints import format as checkpoint

@@ -13,6 +13,7 @@ from PIL import Image
 import unfog
 from unfog.config.values import parse_spec
 from unfog.data.packs.latent_cache import Normalise
+from unfog.device.sharded_rng import seed_generators
 from unfog.diffusion.denoiser import Autoguided, Denoiser
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.likelihood import bits_per_dim
@@ -37,7 +38,6 @@ from unfog.process.signals import StopSignals
 from unfog.reporting.records import read_metrics
 from unfog.runs.dry_run_checks import _shortened_evaluation
 from unfog.runs.replay import verify
-from unfog.sharded_rng import seed_generators
 from unfog.training.precision import Precision
 from unfog.training.settings import Evaluate, Optimizer, PowerEma
 from unfog.training.stability.nan_debug import NanReport

@@ -11,10 +11,10 @@ import torch
 
 import unfog
 from conftest import few_images
-from unfog import compile_cache
-from unfog.cache_folder import CacheEntry, make_room, release
 from unfog.config.schema import Config
+from unfog.device import compile_cache
 from unfog.errors import Interrupted, RunError
+from unfog.files.cache_folder import CacheEntry, make_room, release
 from unfog.planning import lr_range_test, timing
 from unfog.values.conditions import NO_CONDITIONS
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from unfog import cores
+from unfog.device import cores
 
 V1 = Path("/sys/fs/cgroup/cpu")
 
@@ -74,7 +74,7 @@ import torch
 from unfog.process.device import choose_device
 before = torch.get_num_threads()
 choose_device("cpu")
-from unfog.cores import usable_cores
+from unfog.device.cores import usable_cores
 print(before, torch.get_num_threads(), usable_cores())
 """
 

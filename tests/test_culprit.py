@@ -8,11 +8,11 @@ from torch import nn
 
 from conftest import NETWORK
 from unfog.config.values import parse_spec
+from unfog.device.sharded_rng import seed_generators
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Loss, Objective
 from unfog.models.settings import UNet
 from unfog.models.unet import UNetModel
-from unfog.sharded_rng import seed_generators
 from unfog.training.distributed.micro_batches import _split_range
 from unfog.training.precision import Precision
 from unfog.training.settings import Optimizer, PowerEma

@@ -14,12 +14,12 @@ import pytest
 from PIL import Image
 
 from test_checkpoint import trained, write
-from unfog import safe_files
 from unfog.config.schema import Config
 from unfog.data.packs import pack_journal
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
+from unfog.files import safe_files
 from unfog.process.run_folder import RunFolder
 from unfog.reporting import records
 from unfog.reporting.log_settings import Log

@@ -28,11 +28,11 @@ from launches import (
     workers,
 )
 from unfog.data.augmentation import Augment
+from unfog.device.sharded_rng import rows_of, seed_generators, with_own_seed
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Objective
 from unfog.errors import RequestError
 from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
-from unfog.sharded_rng import rows_of, seed_generators, with_own_seed
 from unfog.training.distributed.coordination import CoordinatedHooks, _RankStatus  # the ranks are in one process
 from unfog.training.distributed.micro_batches import split_batch
 from unfog.training.distributed.process_group import local_device

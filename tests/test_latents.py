@@ -12,7 +12,6 @@ from PIL import Image
 
 import unfog
 from conftest import without_clock
-from unfog.cache_folder import cache_folder
 from unfog.cli.read_request import read_request
 from unfog.config.presets import preset
 from unfog.config.resume_rules import settings_digests
@@ -27,6 +26,7 @@ from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError, RunError
+from unfog.files.cache_folder import cache_folder
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.models.autoencoder_settings import Autoencoder, AutoencoderFolder, Latents
 from unfog.pipeline.build import build_network

@@ -15,19 +15,12 @@ _spec.loader.exec_module(figures)
 BASE = {
     "_version",
     "custom",
-    "device_copies",
+    "device",
     "errors",
-    "locks",
-    "safe_files",
-    "sharded_rng",
-    "seals",
+    "files",
     "callbacks",
-    "cache_folder",
-    "compile_cache",
-    "compile_for_gpu",
     "text",
     "settings",
-    "cores",
     "values",
 }
 LEAVES = {"data", "diffusion", "models", "evaluation", "reporting"}

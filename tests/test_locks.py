@@ -17,20 +17,20 @@ from pathlib import Path
 
 import pytest
 
-from unfog.cache_folder import clear_cache, hold, release
 from unfog.errors import RequestError, RunError
-from unfog.locks import flock, folder_lock, owner
-from unfog.locks.flock import LOCK, is_at, lock_alone, lock_shared
-from unfog.locks.folder_lock import lock_of
-from unfog.locks.owner import OwnedError, Owner, started_at
-from unfog.locks.work_folder import whole_folder, work_folder
+from unfog.files import flock, folder_lock, owner
+from unfog.files.cache_folder import clear_cache, hold, release
+from unfog.files.flock import LOCK, is_at, lock_alone, lock_shared
+from unfog.files.folder_lock import lock_of
+from unfog.files.owner import OwnedError, Owner, started_at
+from unfog.files.work_folder import whole_folder, work_folder
 from unfog.process.run_folder import RunFolder
 from waiting import wait_until
 
 HOLDS = """
 import sys, time
 from pathlib import Path
-from unfog.locks.folder_lock import lock_of
+from unfog.files.folder_lock import lock_of
 with lock_of(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)
@@ -166,8 +166,8 @@ LYING = "import fcntl; fcntl.flock = lambda *_: None\n"
 ENTERS = """
 import sys, time
 from pathlib import Path
-from unfog.locks.owner import OwnedError
-from unfog.locks.folder_lock import lock_of
+from unfog.files.owner import OwnedError
+from unfog.files.folder_lock import lock_of
 sys.stdin.readline()
 try:
     with lock_of(Path(sys.argv[1])):

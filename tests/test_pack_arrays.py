@@ -19,7 +19,6 @@ from PIL import Image
 
 import unfog
 from conftest import TRANSFORMER
-from unfog.cache_folder import cache_folder
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources import arrays
@@ -27,6 +26,7 @@ from unfog.data.sources.arrays import ArraySource
 from unfog.data.sources.base import ImageError
 from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError
+from unfog.files.cache_folder import cache_folder
 
 RGB = np.random.default_rng(0).integers(0, 256, (12, 16, 16, 3), np.uint8)
 GREY = RGB[..., 0].copy()

@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from unfog.cache_folder import cache_folder
 from unfog.checks.run import run_checks as examination
 from unfog.checks.settings.overfit_one_batch import _OverfitBatch
 from unfog.config.presets import preset
@@ -34,6 +33,7 @@ from unfog.data.sources.registry import open_source
 from unfog.data.stream import ImageStream
 from unfog.diffusion.objective import Objective
 from unfog.errors import RequestError, RunError
+from unfog.files.cache_folder import cache_folder
 from unfog.pipeline.build import build_held_out_set
 from unfog.pipeline.contact_sheet import contact_sheet
 from unfog.pipeline.skipped_images import data_json

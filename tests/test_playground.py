@@ -22,9 +22,9 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 from served import make_run
-from unfog.cache_folder import CacheEntry
 from unfog.cli.read_request import read_request as from_words
 from unfog.errors import RequestError, RunError
+from unfog.files.cache_folder import CacheEntry
 from unfog.serve.playground import blind, jobs
 from unfog.serve.playground.channel import ProtocolError, Worker, read_message, write_message
 from unfog.serve.playground.drawing_request import command_of, key_of, python_of, read_request, settings_of

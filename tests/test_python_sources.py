@@ -12,12 +12,12 @@ from PIL import Image
 
 import unfog
 from conftest import TRANSFORMER
-from unfog.cache_folder import CacheEntry, cache_folder, clear_cache, make_room, release
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
 from unfog.data.sources.stored_images import Report, StoredImages
 from unfog.errors import RequestError
+from unfog.files.cache_folder import CacheEntry, cache_folder, clear_cache, make_room, release
 
 RGB = np.random.default_rng(0).integers(0, 256, (12, 16, 16, 3), np.uint8)
 PILS = [Image.fromarray(pixels) for pixels in RGB]

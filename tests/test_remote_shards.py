@@ -19,7 +19,6 @@ import torch
 import unfog
 from conftest import TRANSFORMER
 from shard_server import EACH, SHARDS, Server, png, serving, shard
-from unfog.cache_folder import cache_folder
 from unfog.data import decode_pool as bulk
 from unfog.data import stream as ahead
 from unfog.data.lazy import LazyPixels
@@ -35,6 +34,7 @@ from unfog.data.webdataset import byte_range_cache as member_cache
 from unfog.data.webdataset import remote_shards as remote_shards
 from unfog.data.webdataset.byte_range_cache import ByteRangeCache
 from unfog.errors import RequestError, RunError
+from unfog.files.cache_folder import cache_folder
 from unfog.pipeline.skipped_images import FailureReporter
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.log_settings import Log

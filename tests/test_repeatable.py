@@ -16,9 +16,9 @@ from forked import run as run_forked
 from unfog.config.presets import preset
 from unfog.config.schema import Network
 from unfog.config.values import parse_spec, registry_of
-from unfog.cores import _limit_spinning
 from unfog.data.dataset import ImageSet
 from unfog.data.settings import Data
+from unfog.device.cores import _limit_spinning
 from unfog.planning import auto_settings
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.timing import StepTime
@@ -124,9 +124,8 @@ def variables_after(code, **given):
     """What `import unfog` leaves of the variables of OpenMP, after some code."""
     names = ("GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_WAIT_POLICY")
     environment = {name: value for name, value in os.environ.items() if name not in names} | given
-    code += (
-        f"\nimport os, unfog, unfog.cores\nprint([os.environ.get(n) for n in {names}], unfog.cores.SPINNING_LIMITED)"
-    )
+    code += "\nimport os, unfog, unfog.device.cores\n"
+    code += f"print([os.environ.get(n) for n in {names}], unfog.device.cores.SPINNING_LIMITED)"
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True).stdout.strip()
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from unfog.files.safe_files import write_atomic
 from unfog.reporting import records
 from unfog.reporting.records import Events, Metrics, _JsonLines, read_events, read_metrics
-from unfog.safe_files import write_atomic
 from waiting import wait_until
 
 WRITER = """

@@ -18,6 +18,7 @@ import pytest
 from PIL import Image
 
 from unfog.errors import RequestError
+from unfog.files.seals import seal_of_object
 from unfog.process.machine_key import machine_key
 from unfog.reporting import notebook
 from unfog.reporting.image_grids import decode_png, encode_png, grid
@@ -26,7 +27,6 @@ from unfog.reporting.page.run_data import read_evaluations
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.records import finite_column, smoothed
 from unfog.reporting.report import _pack_columns, _thinned, write_report
-from unfog.seals import seal_of_object
 from unfog.serve.run_files import _read_webp
 
 VOID = {"meta", "link"}

@@ -21,8 +21,8 @@ import unfog
 from conftest import NETWORK, TRANSFORMER, few_images, without_clock
 from forked import Forked
 from unfog.errors import RequestError, RunError
+from unfog.files.safe_files import file_digest
 from unfog.reporting.records import read_events, read_metrics
-from unfog.safe_files import file_digest
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import rotation
 from unfog.training.checkpoints.load import read_tensors

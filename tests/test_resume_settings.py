@@ -23,12 +23,12 @@ from unfog.data.settings import UNREAD
 from unfog.diffusion.noise import LogitNormal
 from unfog.diffusion.weighting import Elbo
 from unfog.errors import RequestError
+from unfog.files.safe_files import file_digest
 from unfog.models.settings import ARCHITECTURES, UNet
 from unfog.pipeline.build import build_loss, build_state
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.records import read_metrics
 from unfog.runs.session import Session, _last_logged
-from unfog.safe_files import file_digest
 from unfog.settings import setting
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.load import read_state

@@ -15,10 +15,9 @@ import pytest
 
 import unfog
 from package_source import trees
-from unfog import safe_files
-from unfog.locks.folder_lock import lock_of
-from unfog.locks.work_folder import whole_folder
-from unfog.safe_files import (
+from unfog.files import safe_files
+from unfog.files.folder_lock import lock_of
+from unfog.files.safe_files import (
     check_folder,
     discard,
     make_folder,
@@ -30,6 +29,7 @@ from unfog.safe_files import (
     replace_file,
     write_atomic,
 )
+from unfog.files.work_folder import whole_folder
 
 SOURCE = Path(unfog.__file__).parent
 # Methods and functions that write, rename or delete by name.
@@ -318,7 +318,7 @@ def test_a_copy_replaces_nothing(refused):
 OVERLAY = """
 import sys
 from pathlib import Path
-from unfog.safe_files import discard, move
+from unfog.files.safe_files import discard, move
 run = Path("merged/run")
 move(run / "a", run / "b", run)
 discard(run / "c", run / "d", run)

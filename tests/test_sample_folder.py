@@ -17,12 +17,12 @@ from command import exit_status
 from conftest import TRANSFORMER
 from forked import Forked
 from unfog.errors import RequestError
+from unfog.files.folder_lock import lock_of
+from unfog.files.seals import seal_of
 from unfog.inference.run import Run
-from unfog.locks.folder_lock import lock_of
 from unfog.pipeline.sample_folder import UNFINISHED, SampleFolder
 from unfog.process.machine_key import machine_key
 from unfog.process.run_folder import new_folder
-from unfog.seals import seal_of
 from waiting import wait_until
 
 

@@ -296,8 +296,8 @@ def test_the_key_is_kept_for_its_owner(tmp_path, monkeypatch):
 
 
 def test_of_processes_that_make_a_key_at_once_one_wins(tmp_path, monkeypatch, capsys):
+    from unfog.files.seals import stored_key
     from unfog.process.machine_key import machine_key
-    from unfog.seals import stored_key
 
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     first, _ = stored_key("machine-key")

@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from conftest import advance
 from unfog.data.augmentation import Augment
+from unfog.device.sharded_rng import seed_generators
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.levels import Levels
 from unfog.diffusion.objective import Loss, Objective
 from unfog.errors import Interrupted, RequestError, RunError
-from unfog.sharded_rng import seed_generators
 from unfog.training.distributed.micro_batches import _split_range
 from unfog.training.ema import Ema
 from unfog.training.hooks import Task, TrainingHooks

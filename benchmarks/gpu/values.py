@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from unfog.config.presets import preset
-from unfog.device_copies import to_device
+from unfog.device.copies import to_device
 from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.sampler import Kind, Sampler
 from unfog.models.autoencoder import AutoencoderModel

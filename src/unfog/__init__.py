@@ -24,7 +24,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import unfog.cores  # noqa: F401  # first, as it must come before torch
+import unfog.device.cores  # noqa: F401  # first, as it must come before torch
 from unfog._version import __version__
 from unfog.errors import RequestError, RunError, UnfogError
 from unfog.from_python import (

@@ -20,7 +20,7 @@ from unfog.config.presets import preset
 from unfog.config.toml import update
 from unfog.data.dataset import ImageSet
 from unfog.data.stream import DeviceStream, ImageStream
-from unfog.device_copies import to_device
+from unfog.device.copies import to_device
 from unfog.diffusion import ddpm, denoiser, likelihood, noise, sampler, steps, variance
 from unfog.diffusion.editing import Edit
 from unfog.evaluation import feature_networks

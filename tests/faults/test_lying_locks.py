@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from faults.harness import USUAL, Job, assert_same, long_form, newest, snapshot, step_reached, steps_saved
-from unfog.locks.flock import LOCK
-from unfog.locks.owner import Owner
+from unfog.files.flock import LOCK
+from unfog.files.owner import Owner
 
 LYING = "import fcntl; fcntl.flock = lambda *_: None\nfrom unfog.cli.main import main\nmain()"
 

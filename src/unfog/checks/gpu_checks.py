@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from unfog.config.schema import Config
-from unfog.device_copies import to_device, to_host
+from unfog.device.copies import to_device, to_host
 from unfog.errors import Interrupted, RequestError
 from unfog.pipeline.build import build_network
 from unfog.pipeline.compile_network import check_can_compile

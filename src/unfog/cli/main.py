@@ -117,7 +117,7 @@ def _describe_unexpected(error: Exception) -> str:
         reason = error.strerror or str(error)
         said = f"{error.filename}: {reason}" if error.filename else reason
         return f"unfog: {_in_a_line(said)}; correct that, then repeat the command\n"
-    from unfog.cores import is_thread_limit
+    from unfog.device.cores import is_thread_limit
 
     # Only now, as it imports torch, which a wrong request need not wait for.
     from unfog.training.stability.out_of_memory import is_out_of_memory

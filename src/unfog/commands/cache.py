@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from unfog.cache_folder import CacheEntry, cache_folder, cache_limit, clear_cache, make_room
 from unfog.config.requests.cache import CacheRequest
+from unfog.files.cache_folder import CacheEntry, cache_folder, cache_limit, clear_cache, make_room
 from unfog.process.run_folder import printable
 from unfog.reporting.progress import format_bytes, format_duration, plural, print_result, say, warn
 

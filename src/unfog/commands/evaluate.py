@@ -5,10 +5,10 @@ from __future__ import annotations
 from unfog.config.requests.evaluate import EvaluateRequest
 from unfog.config.requests.runs import ReportRequest
 from unfog.errors import RequestError
+from unfog.files.safe_files import write_atomic
 from unfog.process.run_status import RunStatus
 from unfog.reporting.progress import print_result
 from unfog.runs.evaluate import evaluate, is_main_process
-from unfog.safe_files import write_atomic
 
 
 def main(request: EvaluateRequest | ReportRequest) -> int:

@@ -20,9 +20,9 @@ from unfog.config.validate import check_device, check_source, parse_duration
 from unfog.config.values import format_spec, registry_of
 from unfog.data.sources.image_files import SUFFIXES
 from unfog.errors import RequestError
+from unfog.files.safe_files import open_file
 from unfog.reporting.progress import print_result, say
 from unfog.runs.start import new_run_settings
-from unfog.safe_files import open_file
 from unfog.text import sanitize
 from unfog.values.image_format import parse_size
 

@@ -11,9 +11,9 @@ from unfog.config.requests.runs import RunsRequest
 from unfog.config.validate import reason_of
 from unfog.config.values import quote
 from unfog.errors import RequestError
+from unfog.files.safe_files import disk_usage, remove_tree
 from unfog.process.run_status import RunStatus, broken_checkpoints, find_runs
 from unfog.reporting.progress import align_columns, format_bytes, format_duration, plural, print_result, say, warn
-from unfog.safe_files import disk_usage, remove_tree
 from unfog.text import sanitize
 
 _HEAD = ("run", "state", "step", "best", "disk", "age")

@@ -16,12 +16,12 @@ from unfog.config.requests.sample import SampleRequest, SamplingRequest, is_mode
 from unfog.config.validate import check_out, check_sample_size, report_dropped_levels, resolve_sampler
 from unfog.config.values import quote
 from unfog.errors import RequestError
+from unfog.files.seals import seal_of
 from unfog.pipeline.sample_folder import SampleFolder
 from unfog.process.machine_key import machine_key
 from unfog.process.run_folder import RunFolder, unused_path
 from unfog.reporting.image_grids import Pixels, grid, save_png, with_caption
 from unfog.reporting.progress import Progress, plural, print_result, say
-from unfog.seals import seal_of
 from unfog.values.buckets import share_samples
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from unfog.config.validate import reason_of
 from unfog.config.values import quote
 from unfog.custom.consent import TRUST, given_paths
 from unfog.errors import RequestError
+from unfog.files.safe_files import open_file
 from unfog.process.child import hide_secrets
 from unfog.reporting.progress import print_result, say
-from unfog.safe_files import open_file
 from unfog.settings import setting
 from unfog.text import without_secrets
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from unfog.custom.module_code import ModuleCode
 from unfog.errors import RequestError
-from unfog.safe_files import open_file, read_file
+from unfog.files.safe_files import open_file, read_file
 from unfog.text import sanitize
 
 PART = "custom:path="

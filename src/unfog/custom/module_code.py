@@ -14,7 +14,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
-from unfog.safe_files import read_file
+from unfog.files.safe_files import read_file
 
 _LARGEST = 2**28  # bytes of a module; compiled ones are large
 

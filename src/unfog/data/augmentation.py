@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from unfog.data.settings import Data
-from unfog.sharded_rng import draw_rows
+from unfog.device.sharded_rng import draw_rows
 from unfog.values.image_format import BYTES, StoredValues, in_colour, luma_weights
 
 _OCTAVES = 0.2  # standard deviation of the binary logarithm of scale and stretch

@@ -21,7 +21,6 @@ import numpy as np
 import PIL
 from numpy.typing import NDArray
 
-from unfog.cache_folder import cache_folder, cache_limit, hold, make_room
 from unfog.data.decode_pool import Progress
 from unfog.data.packs.pack import FORMAT, Pack
 from unfog.data.packs.pack_journal import FILES, BusyError, check_replaceable, locked
@@ -29,10 +28,11 @@ from unfog.data.packs.pack_writer import write_pack
 from unfog.data.scan import Scan, read_sides
 from unfog.data.settings import Data
 from unfog.errors import RequestError, RunError
-from unfog.locks.flock import LOCK, notify
-from unfog.locks.owner import OWNER, OwnedError
-from unfog.locks.work_folder import work_folder
-from unfog.safe_files import LARGEST_TEXT, read_file, remove, remove_tree, write_atomic
+from unfog.files.cache_folder import cache_folder, cache_limit, hold, make_room
+from unfog.files.flock import LOCK, notify
+from unfog.files.owner import OWNER, OwnedError
+from unfog.files.safe_files import LARGEST_TEXT, read_file, remove, remove_tree, write_atomic
+from unfog.files.work_folder import work_folder
 from unfog.text import format_bytes
 from unfog.values.columns import columns_digest
 

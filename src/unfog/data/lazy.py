@@ -12,7 +12,6 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from unfog.cores import thread_pool
 from unfog.data.data_report import SkippedFile
 from unfog.data.dataset import ComputedPixels, Dataset, ImageSet
 from unfog.data.decode_pool import PixelFormat, decode_with_retries, thread_count
@@ -29,6 +28,7 @@ from unfog.data.sources.base import (
     ShardFailures,
     Source,
 )
+from unfog.device.cores import thread_pool
 from unfog.errors import RunError
 from unfog.text import sanitize
 from unfog.values.columns import rows_of, update_digest

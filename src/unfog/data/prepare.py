@@ -10,7 +10,6 @@ from typing import Literal
 
 from PIL import Image
 
-from unfog.cache_folder import cache_folder, cache_limit, fits_limit
 from unfog.data import cache
 from unfog.data.cache import free_bytes
 from unfog.data.dataset import Dataset, ImageSet
@@ -22,8 +21,9 @@ from unfog.data.settings import UNREAD, Data
 from unfog.data.sources.base import Source
 from unfog.data.sources.labels import labels_setting
 from unfog.errors import RequestError
-from unfog.locks.work_folder import work_folders
-from unfog.safe_files import disk_usage
+from unfog.files.cache_folder import cache_folder, cache_limit, fits_limit
+from unfog.files.safe_files import disk_usage
+from unfog.files.work_folder import work_folders
 from unfog.text import format_bytes
 
 # cache = auto keeps images in memory up to these sizes, as decoding them anew for each command takes about a second.

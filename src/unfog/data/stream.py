@@ -16,7 +16,7 @@ from torch import Tensor
 from unfog.data.dataset import ImageSet
 from unfog.data.lazy import LazyPixels, PendingDecode
 from unfog.data.permutation import epoch_keys, permute
-from unfog.device_copies import to_device
+from unfog.device.copies import to_device
 from unfog.errors import RequestError
 from unfog.values.conditions import Conditions
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unfog.device_copies import to_device
+from unfog.device.copies import to_device
 from unfog.diffusion.diffusion import Diffusion, Network
 from unfog.diffusion.variance import fraction_of
 from unfog.values.conditions import NO_CONDITIONS, Conditions

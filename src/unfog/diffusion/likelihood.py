@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from unfog.device_copies import to_device
+from unfog.device.copies import to_device
 from unfog.diffusion.ddpm import TimestepSchedule
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.noise import Schedule

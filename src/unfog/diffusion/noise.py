@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from unfog.device_copies import to_device
+from unfog.device.copies import to_device
 from unfog.diffusion.ddpm import LAST, Cosine, Linear, trailing
 from unfog.diffusion.sigmoid import Sigmoid
 from unfog.errors import RequestError

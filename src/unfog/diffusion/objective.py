@@ -22,12 +22,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from unfog.device.sharded_rng import draw_rows
 from unfog.diffusion.diffusion import Diffusion, Network
 from unfog.diffusion.levels import Levels
 from unfog.diffusion.variance import variational_bound
 from unfog.diffusion.weighting import Snr, Uncertainty
 from unfog.errors import RequestError
-from unfog.sharded_rng import draw_rows
 from unfog.values.conditions import NO_CONDITIONS, Conditions
 
 # Weight of the variational bound, in bits per dimension, beside the squared error (Nichol & Dhariwal 2021, eq. 16).

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from unfog.cache_folder import cache_folder, path_variable
-from unfog.device_copies import to_device
+from unfog.device.copies import to_device
 from unfog.errors import RequestError
-from unfog.safe_files import read_file
+from unfog.files.cache_folder import cache_folder, path_variable
+from unfog.files.safe_files import read_file
 from unfog.text import manual
 from unfog.values.image_format import BYTES
 

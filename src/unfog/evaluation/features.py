@@ -24,12 +24,12 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 from torch.nn import functional as F
 
-from unfog.cache_folder import cache_folder, hold, make_room, release
-from unfog.device_copies import to_device
+from unfog.device.copies import to_device
 from unfog.errors import RequestError, RunError
 from unfog.evaluation.distances import FeatureStatistics
 from unfog.evaluation.feature_networks import load_inception, load_torchscript, parse_network_file
-from unfog.safe_files import remove_tree, tensor_file, write_atomic
+from unfog.files.cache_folder import cache_folder, hold, make_room, release
+from unfog.files.safe_files import remove_tree, tensor_file, write_atomic
 from unfog.values.image_format import CHANNELS, planes_to_rgb
 
 _FORMAT = 1  # part of the cache key: a new one makes old entries unused

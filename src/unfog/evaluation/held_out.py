@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unfog.device_copies import to_device
+from unfog.device.copies import to_device
 from unfog.values.conditions import Conditions
 
 # (x0 [B, C, H, W], conditions, u [B], noise like x0) -> weighted loss [B], squared error of the noise [B].

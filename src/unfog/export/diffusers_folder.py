@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from unfog.errors import RequestError
-from unfog.safe_files import read_file
+from unfog.files.safe_files import read_file
 
 _KINDS = ("UNet2DModel", "DiTTransformer2DModel")
 _CONFIG, _WEIGHTS = "config.json", "diffusion_pytorch_model.safetensors"

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from unfog.errors import RequestError
+from unfog.files.safe_files import regular_file, tensor_file
 from unfog.models.elsewhere.settings import DdpmPytorch, DiffusersDiT, Edm, Edm2, Elsewhere
-from unfog.safe_files import regular_file, tensor_file
 
 _PICKLES = (".pt", ".pth")
 SUFFIXES = (".safetensors", *_PICKLES)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from unfog.errors import RequestError
-from unfog.safe_files import new_file, regular_file, write_atomic
+from unfog.files.safe_files import new_file, regular_file, write_atomic
 
 _Graph = Callable[..., Tensor]
 

@@ -21,6 +21,7 @@ from unfog.diffusion.noise import NoiseSource
 from unfog.evaluation.features import compute_features
 from unfog.evaluation.held_out import HeldOut, HeldOutBuckets, MeanEstimate
 from unfog.evaluation.metrics import MetricResult, Z
+from unfog.files.safe_files import make_folder, write_atomic
 from unfog.inference.compare_images import FEWEST_COMPARED, reference_rows, spectrum_chart, verdict
 from unfog.inference.evaluation_files import (
     Evaluation,
@@ -42,7 +43,6 @@ from unfog.pipeline.generate import sample_grid
 from unfog.reporting.findings import Finding
 from unfog.reporting.image_grids import save_png
 from unfog.reporting.progress import Progress
-from unfog.safe_files import make_folder, write_atomic
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.distributed.world import World
 

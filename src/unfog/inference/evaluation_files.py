@@ -21,14 +21,14 @@ from unfog.data.dataset import Dataset, ImageSet
 from unfog.diffusion.denoiser import Denoiser
 from unfog.errors import RunError
 from unfog.evaluation.metrics import MetricResult
+from unfog.files.safe_files import LARGEST_TEXT, make_folder, read_file, write_atomic
+from unfog.files.seals import is_sealed, seal_of, seal_of_object
 from unfog.inference.compare_images import Comparison
 from unfog.inference.loaded_run import LoadedRun
 from unfog.pipeline.generate import GenerationSettings
 from unfog.reporting.image_grids import Pixels
 from unfog.reporting.notebook import preformatted
 from unfog.reporting.progress import align_columns
-from unfog.safe_files import LARGEST_TEXT, make_folder, read_file, write_atomic
-from unfog.seals import is_sealed, seal_of, seal_of_object
 from unfog.text import without_secrets
 from unfog.training.distributed.world import World
 from unfog.values.image_format import ImageFormat

@@ -19,11 +19,12 @@ from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError, RunError
 from unfog.export.graphs import Decoder, check_packages, write_graph
 from unfog.export.source_code import NETWORK_MODULES, OF_TRAINING, plain_source, sample_file, usage
+from unfog.files.safe_files import copy_into, tensor_file, write_atomic
+from unfog.files.work_folder import whole_folder
 from unfog.inference.export_description import check_conditions_map, describe_model
 from unfog.inference.export_diffusers import draw_samples, plain_weights, save_weights, write_pipeline
 from unfog.inference.loaded_run import LoadedRun
 from unfog.inference.model_card import GRID, CardSettings, model_card
-from unfog.locks.work_folder import whole_folder
 from unfog.models.autoencoder_settings import CONFIG, OURS
 from unfog.models.network_settings import CustomNetwork, build_model
 from unfog.pipeline.generate import sample_grid
@@ -31,7 +32,6 @@ from unfog.pipeline.latents import open_run_autoencoder
 from unfog.process.hub import Repository
 from unfog.reporting.image_grids import Pixels, save_png
 from unfog.reporting.progress import say
-from unfog.safe_files import copy_into, tensor_file, write_atomic
 from unfog.text import sanitize
 from unfog.values.condition_format import ConditionFormat
 

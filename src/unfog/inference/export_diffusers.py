@@ -19,6 +19,7 @@ from unfog.diffusion.noise import NoiseSource
 from unfog.diffusion.sampler import Sampler
 from unfog.export.diffusers_unet import Network, sample_size
 from unfog.export.source_code import NETWORK_MODULES, OF_TRAINING, package_file, plain_source
+from unfog.files.safe_files import copy_into, write_atomic
 from unfog.inference.export_description import (
     check_sampler_maps,
     custom_scheduler,
@@ -31,7 +32,6 @@ from unfog.models.autoencoder_settings import OURS
 from unfog.models.settings import UNet
 from unfog.pipeline.generate import GenerationSettings, conditional_denoiser
 from unfog.pipeline.latents import ImageMap, open_run_autoencoder
-from unfog.safe_files import copy_into, write_atomic
 from unfog.values.image_format import size_of
 
 _DIFFUSERS = "0.35.0"  # the oldest version that reads these files

@@ -18,6 +18,7 @@ from unfog.config.validate import check_sample_size, path_text, resolve_sampler
 from unfog.data.dataset import Dataset
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError, RunError
+from unfog.files.safe_files import tensor_file
 from unfog.pipeline.build import build_network, building_for
 from unfog.pipeline.latents import Decode, ImageMap, Show
 from unfog.pipeline.load_data import load_images
@@ -25,7 +26,6 @@ from unfog.process.device import choose_device
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.progress import warn
-from unfog.safe_files import tensor_file
 from unfog.text import sanitize
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.format import CheckpointInfo

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 from unfog._version import __version__
 from unfog.config.values import format_spec
 from unfog.evaluation.metrics import MetricResult
+from unfog.files.safe_files import list_folder
 from unfog.inference.evaluation_files import Evaluation
 from unfog.inference.loaded_run import LoadedRun
 from unfog.process.machine_key import machine_key
 from unfog.process.run_folder import source_name
 from unfog.reporting.records import read_object
-from unfog.safe_files import list_folder
 from unfog.text import sanitize
 
 GRID = "samples.png"

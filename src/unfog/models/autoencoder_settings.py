@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from unfog.errors import RequestError
-from unfog.safe_files import open_file, read_file
+from unfog.files.safe_files import open_file, read_file
 from unfog.settings import check_bounds, setting
 from unfog.values.image_format import CHANNELS, Size, check_sides, sides_of
 

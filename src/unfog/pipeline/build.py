@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from unfog.compile_cache import keep_compiled_code
-from unfog.compile_for_gpu import compiled_with
 from unfog.config.schema import Config
 from unfog.config.task import AutoencoderTask, DiffusionTask, Task
 from unfog.config.validate import check_network_size
@@ -25,6 +23,8 @@ from unfog.data.buckets.stream import BucketStream
 from unfog.data.buckets.view import Rows
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.stream import DeviceStream, ImageStream
+from unfog.device.compile_cache import keep_compiled_code
+from unfog.device.compile_for_gpu import compiled_with
 from unfog.diffusion.diffusion import Network
 from unfog.diffusion.levels import Levels
 from unfog.diffusion.objective import Objective, noised, stratified, weighted_error

@@ -30,9 +30,9 @@ from unfog.diffusion.noise import Path as NoisePath
 from unfog.diffusion.noise import Schedule
 from unfog.diffusion.steps import SamplingStep
 from unfog.errors import RequestError, RunError
+from unfog.files.safe_files import write_atomic
 from unfog.pipeline.latents import Show
 from unfog.reporting.image_grids import Pixels, grid, labelled_strip
-from unfog.safe_files import write_atomic
 from unfog.text import MARK, format_bytes, sanitize
 from unfog.values.image_format import CHANNELS, ImageFormat, to_pillow
 

@@ -28,13 +28,13 @@ from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.packs.latent_cache import FORMAT, EncodeJob, LatentArrays
 from unfog.diffusion.editing import Edit
 from unfog.errors import RequestError
+from unfog.files.safe_files import move, new_file, regular_file, remove_tree, tensor_file, write_atomic
 from unfog.models.autoencoder import AutoencoderModel, DiffusersAutoencoder
 from unfog.models.autoencoder_settings import CONFIG, OURS, WEIGHTS, Autoencoder, AutoencoderFolder, check_multiple
 from unfog.process.device import choose_device
 from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.progress import Progress, say, warn
-from unfog.safe_files import move, new_file, regular_file, remove_tree, tensor_file, write_atomic
 from unfog.training.checkpoints.snapshot import sync
 from unfog.values.image_format import StoredValues
 

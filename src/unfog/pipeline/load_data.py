@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from unfog.cache_folder import cache_folder
 from unfog.config.schema import Config, ImageFacts
 from unfog.config.toml import to_toml
 from unfog.data.buckets.prepare import BucketChoice, prepare_buckets
@@ -20,6 +19,7 @@ from unfog.data.sources.base import RemotePolicy, Source
 from unfog.data.sources.labels import SPLITS
 from unfog.data.sources.registry import PYTHON, open_source
 from unfog.errors import RequestError
+from unfog.files.cache_folder import cache_folder
 from unfog.pipeline.latents import add_latents, apply_autoencoder_settings
 from unfog.pipeline.outage_notice import OutageNotice
 from unfog.process.run_folder import printable

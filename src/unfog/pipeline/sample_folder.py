@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from unfog.errors import RequestError, RunError
-from unfog.locks.flock import LOCK
-from unfog.locks.folder_lock import lock_of
+from unfog.files.flock import LOCK
+from unfog.files.folder_lock import lock_of
+from unfog.files.safe_files import LARGEST_TEXT, read_file, remove, write_atomic
 from unfog.process.run_folder import new_folder
 from unfog.reporting.image_grids import Pixels, padded, read_png, save_png
 from unfog.reporting.progress import say
-from unfog.safe_files import LARGEST_TEXT, read_file, remove, write_atomic
 from unfog.text import sanitize
 
 # File in a folder of samples until its grid is written: what the samples are of.

@@ -11,9 +11,9 @@ import torch
 from unfog.config.requests.plan import PlanRequest
 from unfog.config.schema import Config
 from unfog.config.validate import check_request
-from unfog.cores import describe_quota
 from unfog.data.dataset import Dataset
 from unfog.data.stream import DeviceStream
+from unfog.device.cores import describe_quota
 from unfog.errors import RequestError
 from unfog.pipeline.load_data import load_images
 from unfog.planning.auto_settings import AutoSettings

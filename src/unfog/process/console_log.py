@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from unfog.files.safe_files import open_file, write_atomic
 from unfog.reporting.progress import overheard
-from unfog.safe_files import open_file, write_atomic
 from unfog.text import without_secrets
 
 if TYPE_CHECKING:  # the page's server only reads the log

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from unfog.config.validate import check_device
-from unfog.cores import control_groups, describe_quota, threads_are_given, usable_cores
+from unfog.device.cores import control_groups, describe_quota, threads_are_given, usable_cores
 from unfog.errors import RequestError
 from unfog.process.gpus import OTHER_BUILD, choose_gpu, missing_code
 from unfog.process.torch_flags import compute_fp32_exactly

@@ -19,11 +19,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from unfog.files.safe_files import LARGEST_TEXT, open_file, read_file, remove, write_atomic
 from unfog.process.identity import own_identity, process_state, uptime
 from unfog.process.run_place import HEARTBEAT_FILE, RunPlace
 from unfog.process.signals import StopSignals
 from unfog.reporting.progress import say
-from unfog.safe_files import LARGEST_TEXT, open_file, read_file, remove, write_atomic
 
 # Names of the files that request something of a running run.
 Request = Literal["SAVE", "PREVIEW", "STOP"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 from functools import cache
 
+from unfog.files.seals import DIGITS, MACHINE_KEY, stored_key
 from unfog.reporting.progress import warn
-from unfog.seals import DIGITS, MACHINE_KEY, stored_key
 
 
 @cache

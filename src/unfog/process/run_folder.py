@@ -13,17 +13,15 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from unfog.cache_folder import note_run
 from unfog.config.schema import Config
 from unfog.config.toml import read_toml, to_toml, with_version
 from unfog.config.validate import check_out, reason_of
 from unfog.errors import RequestError, RunError
-from unfog.locks.flock import LOCK
-from unfog.locks.folder_lock import FolderLock, lock_of
-from unfog.locks.owner import OwnedError, Owner
-from unfog.process.heartbeat import Heartbeat
-from unfog.reporting.progress import say
-from unfog.safe_files import (
+from unfog.files.cache_folder import note_run
+from unfog.files.flock import LOCK
+from unfog.files.folder_lock import FolderLock, lock_of
+from unfog.files.owner import OwnedError, Owner
+from unfog.files.safe_files import (
     LARGEST_TEXT,
     check_folder,
     list_folder,
@@ -33,6 +31,8 @@ from unfog.safe_files import (
     remove_tree,
     write_atomic,
 )
+from unfog.process.heartbeat import Heartbeat
+from unfog.reporting.progress import say
 from unfog.text import sanitize
 
 # Folder in a run with its copy of the autoencoder, or in an autoencoder's run with the result.

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from unfog.safe_files import LARGEST_TEXT, read_file
+from unfog.files.safe_files import LARGEST_TEXT, read_file
 
 HEARTBEAT_FILE = "heartbeat.json"
 PATIENCE = 600.0  # seconds that a run folder out of reach is waited for

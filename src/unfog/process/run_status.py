@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from unfog.files.safe_files import disk_usage, read_file
 from unfog.process.heartbeat import Heartbeat
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.progress import format_duration
@@ -26,7 +27,6 @@ from unfog.reporting.records import (
     read_metrics,
     run_state,
 )
-from unfog.safe_files import disk_usage, read_file
 from unfog.text import sanitize
 from unfog.training.settings import Evaluate
 

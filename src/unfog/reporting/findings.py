@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 import jinja2
 
+from unfog.files.safe_files import write_atomic
 from unfog.reporting.image_grids import Pixels, encode_png
 from unfog.reporting.progress import say
 from unfog.reporting.records import json_values
-from unfog.safe_files import write_atomic
 from unfog.text import sanitize
 
 Severity = Literal["fatal", "warning", "hint", "fine"]

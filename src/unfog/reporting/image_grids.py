@@ -16,7 +16,7 @@ import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 
-from unfog.safe_files import make_folder, open_file, read_file, write_atomic
+from unfog.files.safe_files import make_folder, open_file, read_file, write_atomic
 from unfog.text import MARK
 from unfog.values.image_format import to_pillow, to_rgb
 

@@ -19,7 +19,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-from unfog.locks import flock
+from unfog.files import flock
 from unfog.reporting.notebook import LiveText
 from unfog.text import format_bytes as format_bytes
 

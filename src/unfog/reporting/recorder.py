@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unfog.callbacks import LogEvent, SampleEvent
+from unfog.files.safe_files import make_folder, write_atomic
 from unfog.reporting.image_grids import Pixels, encode_png
 from unfog.reporting.log_settings import Log, check_installed
 from unfog.reporting.progress import Progress, format_number, say, warn
@@ -20,7 +21,6 @@ from unfog.reporting.records import Events, Metrics
 from unfog.reporting.report import write_report
 from unfog.reporting.tracker_base import Tracker
 from unfog.reporting.trackers import open_tracker
-from unfog.safe_files import make_folder, write_atomic
 from unfog.text import sanitize
 
 _Value = float | list[float] | npt.NDArray[np.floating] | np.floating

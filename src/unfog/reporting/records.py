@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unfog.safe_files import open_file, read_file
+from unfog.files.safe_files import open_file, read_file
 
 Row = dict[str, Any]
 Floats = npt.NDArray[np.float64]

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from unfog.errors import RequestError
+from unfog.files.safe_files import list_folder, write_atomic
 from unfog.reporting.image_grids import png_data_uri
 from unfog.reporting.page import run_data
 from unfog.reporting.page.bundle import embed
@@ -28,7 +29,6 @@ from unfog.reporting.records import (
     read_events,
     read_metrics,
 )
-from unfog.safe_files import list_folder, write_atomic
 
 _FILMSTRIP = 12  # sample grids over time, at most
 _THUMBNAIL, _LARGE = 400, 1600  # pixels across, at most, that an image is embedded with

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from unfog.custom import PREFIX, resolve_path
+from unfog.files.safe_files import LARGEST_TEXT, make_folder, read_file, write_atomic
 from unfog.reporting.records import flatten
 from unfog.reporting.tracker_base import Tracker
-from unfog.safe_files import LARGEST_TEXT, make_folder, read_file, write_atomic
 from unfog.text import without_secrets
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from unfog.config.validate import check_request, check_source, report_dropped_le
 from unfog.data.dataset import Dataset
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError, RunError
+from unfog.files.safe_files import make_folder
 from unfog.pipeline.build import building_for
 from unfog.pipeline.latents import copy_autoencoder_into_run
 from unfog.pipeline.load_data import load_images
@@ -33,7 +34,6 @@ from unfog.runs.ranks import RunContext, broadcast_config
 from unfog.runs.time_budget import TimeBudget, resume_length
 from unfog.runs.train import check_custom_parts, open_session, train_session
 from unfog.runs.weights.init_weights import load_initial_weights
-from unfog.safe_files import make_folder
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import rotation
 from unfog.training.checkpoints.format import CheckpointInfo

@@ -17,10 +17,11 @@ from unfog.callbacks import EndEvent
 from unfog.checks.settings.settings_checks import check_settings
 from unfog.config.resume_rules import settings_digests
 from unfog.config.schema import Config
-from unfog.cores import SPINNING_LIMITED, describe_quota
 from unfog.data.augmentation import Augment
 from unfog.data.dataset import Dataset
+from unfog.device.cores import SPINNING_LIMITED, describe_quota
 from unfog.errors import Interrupted, LostProcess, RunError
+from unfog.files.safe_files import remove, write_atomic
 from unfog.pipeline.build import build_intervals, open_stream
 from unfog.pipeline.contact_sheet import contact_sheet
 from unfog.pipeline.skipped_images import DATA_FILE, FailureReporter, data_json
@@ -39,7 +40,6 @@ from unfog.runs.previews import Previews
 from unfog.runs.ranks import RunContext, StoppableHooks, watch_outages
 from unfog.runs.saver import Saver
 from unfog.runs.time_budget import STRETCHES, TimeBudget, resume_length
-from unfog.safe_files import remove, write_atomic
 from unfog.text import without_secrets
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.load import load_checkpoint, read_state

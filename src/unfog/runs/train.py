@@ -11,16 +11,17 @@ import torch
 import torch.distributed as dist
 
 from unfog.checks.images.image_checks import quick_check_images
-from unfog.compile_cache import compile_errors_explained
 from unfog.config.schema import Config
 from unfog.config.validate import check_request
 from unfog.custom import PREFIX, resolve_path, resolve_step
 from unfog.data.buckets.stream import BucketStream
 from unfog.data.dataset import Dataset
 from unfog.data.stream import ImageStream
+from unfog.device.compile_cache import compile_errors_explained
 from unfog.diffusion.weighting import CustomWeighting
 from unfog.errors import Interrupted, LostProcess
 from unfog.evaluation.features import open_features
+from unfog.files.safe_files import write_atomic
 from unfog.models.given_network import SOURCE_FILE, GivenNetwork
 from unfog.models.network_settings import CustomNetwork
 from unfog.pipeline.build import build_augmentation, build_intervals, build_loss, build_state, open_task_stream
@@ -40,7 +41,6 @@ from unfog.runs.previews import Previews
 from unfog.runs.ranks import RunContext, broadcast_config, device_for
 from unfog.runs.session import Session
 from unfog.runs.weights.init_weights import adopt_latent_statistics, load_initial_weights
-from unfog.safe_files import write_atomic
 from unfog.training.checkpoints.format import CheckpointInfo
 from unfog.training.distributed.coordination import CoordinatedHooks
 from unfog.training.distributed.world import World

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from unfog.errors import RequestError
-from unfog.seals import stored_key
+from unfog.files.seals import stored_key
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _ANY = ("0.0.0.0", "::")

@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from unfog.safe_files import write_atomic
+from unfog.files.safe_files import write_atomic
 from unfog.serve.address import Address
 
 

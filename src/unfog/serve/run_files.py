@@ -27,10 +27,10 @@ from unfog.data.decode import is_deep, spread_two_values, to_eight_bits
 from unfog.data.sources.base import ImageError
 from unfog.data.sources.image_files import image_error, open_bytes
 from unfog.errors import RequestError
+from unfog.files.safe_files import check_folder, read_file
 from unfog.process.heartbeat import Heartbeat
 from unfog.reporting.image_grids import MOST_PIXELS, read_png
 from unfog.reporting.records import finite_number, flatten
-from unfog.safe_files import check_folder, read_file
 from unfog.text import without_secrets
 
 T = TypeVar("T")

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from unfog.files.safe_files import disk_usage
 from unfog.process.console_log import LOG_FILE
 from unfog.process.heartbeat import Heartbeat
 from unfog.process.run_place import PATIENCE, folder_identity
 from unfog.process.run_status import RunStatus, best_metric, find_runs
 from unfog.reporting.records import ALIVE, Row, read_events, read_metrics
-from unfog.safe_files import disk_usage
 from unfog.serve.columns.metric_columns import MetricColumns
 from unfog.serve.columns.sample import LONG, Sample, read_sample
 from unfog.serve.columns.thinning import Thinner

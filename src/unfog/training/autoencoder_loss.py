@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from unfog.device_copies import to_device
+from unfog.device.copies import to_device
 from unfog.diffusion.objective import Loss
 from unfog.values.conditions import NO_CONDITIONS, Conditions
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from unfog.device_copies import to_device
+from unfog.device.copies import to_device
 from unfog.errors import Interrupted
 from unfog.training.hooks import Stream
 from unfog.training.statistics import Stopwatch

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from unfog.device.sharded_rng import rows_of, seed_generators, with_own_seed
 from unfog.diffusion.objective import Loss
 from unfog.errors import Interrupted
-from unfog.sharded_rng import rows_of, seed_generators, with_own_seed
 from unfog.training.batch_reader import BatchReader
 from unfog.training.distributed.micro_batches import MicroBatch, local_micro_batches, rng_batch_size
 from unfog.training.distributed.world import World

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from unfog.device_copies import to_device
+from unfog.device.copies import to_device
 
 if TYPE_CHECKING:
     import numpy as np

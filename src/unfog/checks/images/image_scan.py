@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from unfog.cores import thread_pool, usable_cores
 from unfog.data.data_report import SkippedFile
 from unfog.data.dataset import ComputedPixels, Dataset, ImageSet, skipped_images
+from unfog.device.cores import thread_pool, usable_cores
 from unfog.reporting.findings import Figure
 from unfog.reporting.image_grids import Pixels, grid
 from unfog.text import sanitize

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from unfog.config.schema import Config
-from unfog.cores import describe_quota, usable_cores
+from unfog.device.cores import describe_quota, usable_cores
 from unfog.planning.disk import disk_space_needed
 from unfog.planning.flops import matmul_seconds
 from unfog.planning.timing import forward_passes, repetitions

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from unfog.data.outages import Outage
 from unfog.errors import RunError
-from unfog.safe_files import open_file, regular_file
+from unfog.files.safe_files import open_file, regular_file
 from unfog.text import sanitize
 
 # Types of file systems that other processes or machines serve; fuseblk is a disk.

@@ -24,18 +24,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from unfog.cache_folder import cache_folder, hold, make_room
 from unfog.data.cache import free_bytes, over_limit, remove_stale_entries
 from unfog.data.dataset import ImageSet, PixelArray
 from unfog.data.decode_pool import Progress
 from unfog.data.files.file_rows import FileRows, is_local
 from unfog.data.outages import Outage
 from unfog.data.packs.pack_journal import BusyError, locked, sync
-from unfog.device_copies import to_device
+from unfog.device.copies import to_device
+from unfog.device.sharded_rng import draw_rows
 from unfog.errors import RequestError, RunError
-from unfog.locks.owner import OwnedError
-from unfog.locks.work_folder import work_folder, work_folders
-from unfog.safe_files import (
+from unfog.files.cache_folder import cache_folder, hold, make_room
+from unfog.files.owner import OwnedError
+from unfog.files.safe_files import (
     LARGEST_TEXT,
     disk_usage,
     move,
@@ -46,7 +46,7 @@ from unfog.safe_files import (
     remove_tree,
     write_atomic,
 )
-from unfog.sharded_rng import draw_rows
+from unfog.files.work_folder import work_folder, work_folders
 from unfog.text import format_bytes
 
 FORMAT = 1

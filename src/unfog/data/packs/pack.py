@@ -36,7 +36,7 @@ from unfog.data.packs.pack_columns import mapped, open_columns
 from unfog.data.settings import Data
 from unfog.data.sources.base import LazyNames
 from unfog.errors import RequestError
-from unfog.safe_files import file_digest, open_file, read_file, regular_file
+from unfog.files.safe_files import file_digest, open_file, read_file, regular_file
 from unfog.text import sanitize
 
 MANIFEST, JOURNAL = "pack.json", "journal.jsonl"

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.data.files.file_rows import is_local
-from unfog.safe_files import regular_file
+from unfog.files.safe_files import regular_file
 from unfog.text import sanitize
 from unfog.values.columns import CLASS, MOST_COLUMNS, Column, columns_digest, name_problem, of_labels, without_class
 

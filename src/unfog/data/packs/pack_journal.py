@@ -18,10 +18,10 @@ from unfog.data.packs.pack import FORMAT, JOURNAL, MANIFEST, PACK_SETTINGS, Pack
 from unfog.data.packs.pack_columns import COLUMN_FILES
 from unfog.data.scan import Scan
 from unfog.errors import RequestError, RunError
-from unfog.locks.flock import LOCK
-from unfog.locks.folder_lock import lock_of
-from unfog.locks.owner import OwnedError
-from unfog.safe_files import read_file, remove
+from unfog.files.flock import LOCK
+from unfog.files.folder_lock import lock_of
+from unfog.files.owner import OwnedError
+from unfog.files.safe_files import read_file, remove
 from unfog.text import sanitize
 from unfog.values.columns import columns_digest
 

@@ -32,7 +32,7 @@ from unfog.data.packs.pack_journal import (
 from unfog.data.scan import DecodeResult, Scan
 from unfog.data.sources.image_files import ARCHIVE_GONE, CHANGED, GONE
 from unfog.errors import RequestError
-from unfog.safe_files import Mode, file_digest, open_file, replace_file, write_atomic
+from unfog.files.safe_files import Mode, file_digest, open_file, replace_file, write_atomic
 from unfog.text import format_bytes, sanitize
 from unfog.values.columns import CLASS, classes_of, rows_of, update_digest
 

@@ -22,14 +22,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unfog.cache_folder import cache_folder, hold, make_room
 from unfog.data.cache import remove_stale_entries
 from unfog.data.files.file_rows import FileRows, load_rows
 from unfog.data.sources.base import LazyNames, OpenOptions, Source, SourceLocation
 from unfog.data.sources.folder import sample_digest
 from unfog.data.sources.image_objects import CHANNELS, as_array, channel_axis
 from unfog.errors import RequestError
-from unfog.safe_files import replace_file
+from unfog.files.cache_folder import cache_folder, hold, make_room
+from unfog.files.safe_files import replace_file
 from unfog.text import sanitize
 
 _IMAGE_KEYS, _LABEL_KEYS = ("x", "images", "arr_0"), ("y", "labels")

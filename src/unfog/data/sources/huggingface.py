@@ -16,13 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from unfog.cache_folder import cache_folder, cache_limit, hold, make_room
 from unfog.data.files.file_rows import is_local
 from unfog.data.sources.base import ImageError, LazyNames, OpenOptions, Source, SourceLocation
 from unfog.data.sources.folder import files_digest, list_only, sample_digest
 from unfog.data.sources.image_files import open_bytes, open_image
 from unfog.errors import RequestError, install_command
-from unfog.safe_files import LARGEST_TEXT, read_file, regular_file
+from unfog.files.cache_folder import cache_folder, cache_limit, hold, make_room
+from unfog.files.safe_files import LARGEST_TEXT, read_file, regular_file
 from unfog.text import sanitize
 
 _LABEL_COLUMNS = ("label", "labels", "class", "fine_label")

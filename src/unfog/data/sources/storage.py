@@ -9,11 +9,11 @@ from functools import lru_cache
 from io import RawIOBase
 from typing import Any, NamedTuple, Protocol
 
-from unfog.cores import thread_pool
 from unfog.data.outages import KnownFolders
 from unfog.data.sources.base import ImageError, TransientImageError
 from unfog.data.sources.image_files import CHANGED, MAX_FILE_BYTES, NO_PARTS, os_error_reason
 from unfog.data.sources.remote_errors import describe_remote_error, http_status, is_permanent, retry
+from unfog.device.cores import thread_pool
 from unfog.errors import RequestError, install_command
 from unfog.text import sanitize
 

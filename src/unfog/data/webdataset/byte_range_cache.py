@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from unfog.safe_files import Mode, open_file, remove
+from unfog.files.safe_files import Mode, open_file, remove
 
 _SEGMENT_BYTES = 64 * 2**20  # of a shard in one file, which is evicted as a whole
 _UNIT = 512  # of a tar archive: no two members begin in the same one

@@ -21,7 +21,7 @@ from unfog.data.sources.label_tables import normalize_label
 from unfog.data.sources.storage import BlockReader, FileState, Storage
 from unfog.data.webdataset.tar import DamagedTarError, TarMember, detect_compression
 from unfog.errors import RequestError
-from unfog.safe_files import open_file, write_atomic
+from unfog.files.safe_files import open_file, write_atomic
 from unfog.text import sanitize
 
 # An image: position and size of its file, number of its shard, where its name begins, and index of its label or -1.

@@ -15,14 +15,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from unfog.cache_folder import cache_folder, cache_limit, hold, make_room
 from unfog.data.sources.base import FailedShardError, ImageError, RemotePolicy, ShardReadError, SourceLocation
 from unfog.data.sources.storage import FileState, Storage
 from unfog.data.webdataset.byte_range_cache import ByteRangeCache
 from unfog.data.webdataset.shard_index import ShardIndex, plain_url, shard_name
 from unfog.data.webdataset.tar import BLOCK, is_header
 from unfog.errors import RequestError, RunError
-from unfog.safe_files import disk_usage, read_file, write_atomic
+from unfog.files.cache_folder import cache_folder, cache_limit, hold, make_room
+from unfog.files.safe_files import disk_usage, read_file, write_atomic
 from unfog.text import sanitize
 
 _PROBED_SHARDS = 3  # others, of which one has to answer before a shard fails; else it is the network that is down

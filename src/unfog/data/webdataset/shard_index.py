@@ -25,8 +25,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unfog.cache_folder import cache_folder, hold
-from unfog.cores import thread_pool
 from unfog.data.data_report import SkippedFile
 from unfog.data.files.file_rows import is_local
 from unfog.data.sources.base import ImageError
@@ -34,8 +32,10 @@ from unfog.data.sources.image_files import MAX_FILE_BYTES, os_error_reason
 from unfog.data.sources.label_tables import sort_labels
 from unfog.data.sources.storage import FileState, Storage
 from unfog.data.webdataset.index_entry import ROW_DTYPE, IndexEntry
+from unfog.device.cores import thread_pool
 from unfog.errors import RequestError
-from unfog.safe_files import read_file, regular_file, remove, replace_file, write_atomic
+from unfog.files.cache_folder import cache_folder, hold
+from unfog.files.safe_files import read_file, regular_file, remove, replace_file, write_atomic
 from unfog.text import sanitize
 
 _Progress = Callable[[int, int], None]

@@ -16,10 +16,10 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from unfog.files.safe_files import LARGEST_TEXT, list_folder, read_file
+from unfog.files.seals import MACHINE_KEY, is_sealed, stored_key
 from unfog.reporting.progress import format_bytes
 from unfog.reporting.records import LARGEST, Row, finite_number, flatten
-from unfog.safe_files import LARGEST_TEXT, list_folder, read_file
-from unfog.seals import MACHINE_KEY, is_sealed, stored_key
 from unfog.text import without_secrets
 
 _TROUBLES = (

@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from unfog.files.safe_files import open_file
 from unfog.reporting.records import LARGEST, finite_number
-from unfog.safe_files import open_file
 
 Floats = npt.NDArray[np.float64]
 

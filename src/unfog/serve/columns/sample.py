@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from unfog.safe_files import open_file
+from unfog.files.safe_files import open_file
 from unfog.serve.columns.metric_columns import MetricColumns
 
 LONG = 2**24  # bytes; records below are read whole in half a second

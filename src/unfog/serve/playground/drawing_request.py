@@ -16,7 +16,7 @@ from unfog.config.toml import update
 from unfog.diffusion.noise import Grid
 from unfog.diffusion.sampler import Kind
 from unfog.errors import RequestError
-from unfog.safe_files import read_file
+from unfog.files.safe_files import read_file
 from unfog.serve.run_files import checkpoint_steps
 
 SAMPLERS, GRIDS = get_args(Kind), get_args(Grid)

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from unfog.cache_folder import cache_folder
 from unfog.config.requests.sample import SampleRequest
+from unfog.files.cache_folder import cache_folder
+from unfog.files.safe_files import make_folder, read_file, remove, write_atomic
 from unfog.reporting.image_grids import Pixels
-from unfog.safe_files import make_folder, read_file, remove, write_atomic
 from unfog.serve.playground.drawing_request import command_of, python_of, settings_of
 from unfog.values.image_format import are_pictures
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from unfog.errors import RequestError, RunError
-from unfog.safe_files import file_digest, list_folder, read_file
+from unfog.files.safe_files import file_digest, list_folder, read_file
 from unfog.training.checkpoints.retries import is_unreadable, with_retries
 from unfog.training.checkpoints.state_schema import check_state
 from unfog.training.state import HELD_OUT_LOSS, is_better

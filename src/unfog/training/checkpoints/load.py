@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from unfog.errors import RunError
-from unfog.safe_files import file_digest, replace_file, tensor_file
+from unfog.files.safe_files import file_digest, replace_file, tensor_file
 from unfog.training.checkpoints.format import (
     CONFIG,
     EMA2,

@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from unfog.errors import RequestError
-from unfog.safe_files import check_folder, list_folder, make_folder, move, new_file, remove, tensor_file
+from unfog.files.safe_files import check_folder, list_folder, make_folder, move, new_file, remove, tensor_file
 from unfog.training.checkpoints.snapshot import sync, system_errors
 from unfog.training.settings import MAX_EMA_SNAPSHOTS, EmaSnapshots, PowerEma
 from unfog.training.sharded_tensors import all_finite

@@ -6,7 +6,7 @@ import os
 from functools import partial
 from pathlib import Path
 
-from unfog.safe_files import discard, move, remove_tree
+from unfog.files.safe_files import discard, move, remove_tree
 from unfog.training.checkpoints.format import (
     INVALID,
     BrokenCheckpoint,

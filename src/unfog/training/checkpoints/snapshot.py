@@ -18,8 +18,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from unfog.device_copies import HostCopies
-from unfog.safe_files import (
+from unfog.device.copies import HostCopies
+from unfog.files.safe_files import (
     LARGEST_TEXT,
     file_digest,
     make_folder,

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from torch.distributed.distributed_c10d import Store
 
 from unfog.errors import RunError
-from unfog.safe_files import make_folder, remove
+from unfog.files.safe_files import make_folder, remove
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import rotation, snapshot
 from unfog.training.checkpoints.snapshot import FileEntry, Snapshot

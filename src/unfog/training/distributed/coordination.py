@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from unfog.device_copies import to_device
+from unfog.device.copies import to_device
 from unfog.diffusion.objective import Loss
 from unfog.errors import Interrupted
 from unfog.training.checkpoints.load import roll_back

@@ -14,8 +14,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from unfog.compile_for_gpu import compiled_with
-from unfog.device_copies import to_host
+from unfog.device.compile_for_gpu import compiled_with
+from unfog.device.copies import to_host
 from unfog.diffusion.objective import Loss
 from unfog.training.distributed.coordination import StepResult, judge, reduce_step
 from unfog.training.distributed.world import World

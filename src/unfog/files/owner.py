@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from unfog.locks.flock import LOCK, notify
-from unfog.safe_files import open_file, read_file, remove
+from unfog.files.flock import LOCK, notify
+from unfog.files.safe_files import open_file, read_file, remove
 
 OWNER = r"[0-9a-f]{8}-[0-9]+-[0-9]+-[0-9]+-[0-9a-f]{16}-[\w.-]{1,40}"  # pattern of `str(Owner)`
 REFRESH = 5.0  # seconds between two refreshes of a mark

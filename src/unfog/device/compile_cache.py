@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor
 from contextlib import contextmanager, suppress
 
-from unfog.cache_folder import CacheEntry, cache_folder, hold, is_private, make_room, release
 from unfog.errors import Interrupted, RunError
+from unfog.files.cache_folder import CacheEntry, cache_folder, hold, is_private, make_room, release
 
 NAME = "compiled"
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"

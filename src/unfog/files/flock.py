@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from unfog.safe_files import open_file
+from unfog.files.safe_files import open_file
 
 LOCK = ".lock"  # file in a locked folder; one that a killed process left behind locks nothing
 

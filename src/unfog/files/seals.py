@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from unfog.safe_files import read_file, write_once
+from unfog.files.safe_files import read_file, write_once
 
 MACHINE_KEY = "machine-key"
 DIGITS = 64

@@ -22,9 +22,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from unfog.errors import RequestError
-from unfog.locks.flock import LOCK, is_at, lock_alone, lock_shared, notify
-from unfog.locks.owner import OWNER
-from unfog.safe_files import LARGEST_TEXT, discard, disk_usage, make_folder, open_file, read_file, remove, remove_tree
+from unfog.files.flock import LOCK, is_at, lock_alone, lock_shared, notify
+from unfog.files.owner import OWNER
+from unfog.files.safe_files import (
+    LARGEST_TEXT,
+    discard,
+    disk_usage,
+    make_folder,
+    open_file,
+    read_file,
+    remove,
+    remove_tree,
+)
 from unfog.text import is_address, sanitize
 
 _MARKS = ".used"  # folder of a file for each entry; not in the entry, which others may read only

@@ -11,9 +11,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from unfog.locks.flock import LOCK, excludes_others, is_at, lock_file
-from unfog.locks.owner import MARK_BYTES, REFRESH, OwnedError, Owner, falls_silent, read_mark
-from unfog.safe_files import open_file, remove
+from unfog.files.flock import LOCK, excludes_others, is_at, lock_file
+from unfog.files.owner import MARK_BYTES, REFRESH, OwnedError, Owner, falls_silent, read_mark
+from unfog.files.safe_files import open_file, remove
 
 _SETTLE = 0.5  # seconds after which a mark is read back, where nothing else decides between two processes
 

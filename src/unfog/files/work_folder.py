@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from unfog.locks.flock import LOCK
-from unfog.locks.folder_lock import lock_of
-from unfog.locks.owner import OVERDUE, OWNER, OwnedError, Owner, changed, now_at
-from unfog.safe_files import move, remove, remove_tree
+from unfog.files.flock import LOCK
+from unfog.files.folder_lock import lock_of
+from unfog.files.owner import OVERDUE, OWNER, OwnedError, Owner, changed, now_at
+from unfog.files.safe_files import move, remove, remove_tree
 
 
 @contextmanager
