@@ -39,7 +39,7 @@ test-faults: $(VENV)/.dev
 # Compiles training steps for a GPU (sm_90) without one, and holds what they launch against a stored budget. Skipped,
 # with the reason, unless torch is a CUDA build: make CUDA_PYTHON=… with one, see docs/devices.md.
 test-cuda-aot: $(if $(filter $(BIN)/python,$(CUDA_PYTHON)),$(VENV)/.dev)
-	PYTHONPATH=src $(CUDA_PYTHON) -m pytest tests/test_cuda_aot.py
+	PYTHONPATH=src $(CUDA_PYTHON) -m pytest tests/training/test_cuda_aot.py
 
 # Tests of less than half a second each. They wait for nothing, so each core has one worker.
 quick: $(VENV)/.dev

@@ -23,7 +23,6 @@ os.environ |= {
 }
 
 import cases  # isort: skip - it loads the device, and torch after it
-import fakes
 import torch
 import triton
 from torch._dynamo.device_interface import CudaInterface
@@ -34,6 +33,8 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaDriver
+
+import fakes
 
 # What Inductor and Triton ask of a device: NVIDIA's figures of an H100 SXM.
 H100 = SimpleNamespace(
