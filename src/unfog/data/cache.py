@@ -29,8 +29,7 @@ from unfog.data.scan import Scan, read_sides
 from unfog.data.settings import Data
 from unfog.errors import RequestError, RunError
 from unfog.files.cache_folder import cache_folder, cache_limit, hold, make_room
-from unfog.files.flock import LOCK, notify
-from unfog.files.owner import OWNER, OwnedError
+from unfog.files.locks import LOCK, OWNER, OwnedError, notify
 from unfog.files.safe_files import LARGEST_TEXT, read_file, remove, remove_tree, write_atomic
 from unfog.files.work_folder import work_folder
 from unfog.text import format_bytes

@@ -34,7 +34,7 @@ from unfog.device.copies import to_device
 from unfog.device.sharded_rng import draw_rows
 from unfog.errors import RequestError, RunError
 from unfog.files.cache_folder import cache_folder, hold, make_room
-from unfog.files.owner import OwnedError
+from unfog.files.locks import OwnedError
 from unfog.files.safe_files import (
     LARGEST_TEXT,
     disk_usage,

@@ -18,9 +18,7 @@ from unfog.data.packs.pack import FORMAT, JOURNAL, MANIFEST, PACK_SETTINGS, Pack
 from unfog.data.packs.pack_columns import COLUMN_FILES
 from unfog.data.scan import Scan
 from unfog.errors import RequestError, RunError
-from unfog.files.flock import LOCK
-from unfog.files.folder_lock import lock_of
-from unfog.files.owner import OwnedError
+from unfog.files.locks import LOCK, OwnedError, lock_of
 from unfog.files.safe_files import read_file, remove
 from unfog.text import sanitize
 from unfog.values.columns import columns_digest
