@@ -16,7 +16,7 @@ import pytest
 import unfog
 from package_source import trees
 from unfog.files import safe_files
-from unfog.files.folder_lock import lock_of
+from unfog.files.locks import lock_of
 from unfog.files.safe_files import (
     check_folder,
     discard,

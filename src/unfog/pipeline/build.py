@@ -23,8 +23,7 @@ from unfog.data.buckets.stream import BucketStream
 from unfog.data.buckets.view import Rows
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.stream import DeviceStream, ImageStream
-from unfog.device.compile_cache import keep_compiled_code
-from unfog.device.compile_for_gpu import compiled_with
+from unfog.device.compilation import compiled_with, keep_compiled_code
 from unfog.diffusion.diffusion import Network
 from unfog.diffusion.levels import Levels
 from unfog.diffusion.objective import Objective, noised, stratified, weighted_error
