@@ -43,11 +43,10 @@ ALLOWED = {
 # Folders inside a layer: which of the layer's other folders each may import ("" is the layer's own modules).
 SUBFOLDERS = {
     "data.files": {"", "sources"},
-    "data.buckets": {"", "sources", "values"},
-    "data.values": set(),
-    "data.sources": {"", "files", "values"},
-    "data.webdataset": {"", "sources", "files", "values"},
-    "data.packs": {"", "files", "sources", "values"},
+    "data.buckets": {"", "sources"},
+    "data.sources": {"", "files"},
+    "data.webdataset": {"", "sources", "files"},
+    "data.packs": {"", "files", "sources"},
     "training.stability": {""},
     "training.checkpoints": {""},
     "training.distributed": {"", "checkpoints", "stability"},

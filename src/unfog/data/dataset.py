@@ -18,7 +18,7 @@ from unfog.data.settings import Data
 from unfog.errors import RequestError
 from unfog.values.buckets import Bucket
 from unfog.values.columns import Column, classes_of, labels_of, of_labels, rows_of, update_digest
-from unfog.values.condition_kinds import conditions_of
+from unfog.values.condition_format import conditions_of
 from unfog.values.image_format import Size
 
 if TYPE_CHECKING:

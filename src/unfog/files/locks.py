@@ -32,6 +32,11 @@ _SAY_AFTER, _GIVE_UP_AFTER = 10.0, 60.0  # seconds without an answer to flock
 _BRIEF_WAIT = 2.0  # the same, for a lock that is only an aid
 
 _silent_for: dict[int, float] = {}  # device of a file system -> seconds that flock was waited for in vain
+OWNER = r"[0-9a-f]{8}-[0-9]+-[0-9]+-[0-9]+-[0-9a-f]{16}-[\w.-]{1,40}"  # pattern of `str(Owner)`
+REFRESH = 5.0  # seconds between two refreshes of a mark
+OVERDUE = 3 * REFRESH  # seconds after which an owner on another machine is taken for gone
+MARK_BYTES = 256  # fixed, so that a full disk can take a new mark in place of an old one
+_SETTLE = 0.5  # seconds after which a mark is read back, where nothing else decides between two processes
 
 
 def _write_to_stderr(text: str) -> None:
@@ -189,12 +194,6 @@ def excludes_others(path: Path) -> bool:
     return False
 
 
-OWNER = r"[0-9a-f]{8}-[0-9]+-[0-9]+-[0-9]+-[0-9a-f]{16}-[\w.-]{1,40}"  # pattern of `str(Owner)`
-REFRESH = 5.0  # seconds between two refreshes of a mark
-OVERDUE = 3 * REFRESH  # seconds after which an owner on another machine is taken for gone
-MARK_BYTES = 256  # fixed, so that a full disk can take a new mark in place of an old one
-
-
 @dataclass(frozen=True)
 class Owner:
     """The process that owns a file or folder, in a form that processes on this and other machines can judge."""
@@ -312,9 +311,6 @@ def now_at(folder: Path) -> float:
         finally:
             remove(probe, folder)
     return time.time()
-
-
-_SETTLE = 0.5  # seconds after which a mark is read back, where nothing else decides between two processes
 
 
 class FolderLock:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from unfog.data.bit_depth import Ranges
 from unfog.data.sources.base import SomeImages, Source
-from unfog.data.values.value_range import Ranges
 from unfog.values.columns import Column
 
 

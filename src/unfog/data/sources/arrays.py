@@ -1,7 +1,7 @@
 """Images in an array: a .npy or .npz file, or an array or tensor in memory.
 
 Images of 8 bits are used as they are. Deeper integers and floating point are scaled by one range for the whole set, as
-those of image files are (`data.values.value_range`); of booleans, True is white.
+those of image files are (`data.bit_depth`); of booleans, True is white.
 """
 
 from __future__ import annotations
