@@ -42,11 +42,10 @@ ALLOWED = {
 }
 # Folders inside a layer: which of the layer's other folders each may import ("" is the layer's own modules).
 SUBFOLDERS = {
-    "data.files": {"", "sources"},
     "data.buckets": {"", "sources"},
-    "data.sources": {"", "files"},
-    "data.webdataset": {"", "sources", "files"},
-    "data.packs": {"", "files", "sources"},
+    "data.sources": {""},
+    "data.webdataset": {"", "sources"},
+    "data.packs": {"", "sources"},
     "training.stability": {""},
     "training.checkpoints": {""},
     "training.distributed": {"", "checkpoints", "stability"},

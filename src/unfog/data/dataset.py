@@ -205,7 +205,7 @@ class ImageSet:
 
     def subset(self, rows: slice, fingerprint: str = "") -> ImageSet:
         """Return some of the images, sharing the memory of this set."""
-        part = getattr(self.pixels, "rows", None)  # of `files.file_rows.FileRows`, whose slices are copies
+        part = getattr(self.pixels, "rows", None)  # of `file_rows.FileRows`, whose slices are copies
         return ImageSet(
             part(rows) if part else self.pixels[rows],
             self.names[rows],

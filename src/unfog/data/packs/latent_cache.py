@@ -27,7 +27,7 @@ from torch import Tensor
 from unfog.data.cache import free_bytes, over_limit, remove_stale_entries
 from unfog.data.dataset import ImageSet, PixelArray
 from unfog.data.decode_pool import Progress
-from unfog.data.files.file_rows import FileRows, is_local
+from unfog.data.file_rows import FileRows, is_local
 from unfog.data.outages import Outage
 from unfog.data.packs.pack_journal import BusyError, locked, sync
 from unfog.device.copies import to_device

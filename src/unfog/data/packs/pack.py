@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from unfog.data.data_report import DataReport
 from unfog.data.dataset import Dataset, ImageSet, PixelArray
-from unfog.data.files.file_rows import FileRows, is_local
+from unfog.data.file_rows import FileRows, is_local
 from unfog.data.outages import Outage
 from unfog.data.packs.pack_columns import mapped, open_columns
 from unfog.data.settings import Data

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unfog.data.files.file_rows import is_local
+from unfog.data.file_rows import is_local
 from unfog.files.safe_files import regular_file
 from unfog.text import sanitize
 from unfog.values.columns import CLASS, MOST_COLUMNS, Column, columns_digest, name_problem, of_labels, without_class

@@ -9,7 +9,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from unfog.data.dataset import Dataset
-from unfog.data.files.file_rows import FileRows
+from unfog.data.file_rows import FileRows
 from unfog.data.packs.pack import Pack
 from unfog.data.settings import Data
 from unfog.data.sources.base import OpenOptions, Source, SourceLocation

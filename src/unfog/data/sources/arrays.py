@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.data.cache import remove_stale_entries
-from unfog.data.files.file_rows import FileRows, load_rows
+from unfog.data.file_rows import FileRows, load_rows
 from unfog.data.sources.base import LazyNames, OpenOptions, Source, SourceLocation
 from unfog.data.sources.folder import sample_digest
 from unfog.data.sources.image_objects import CHANNELS, as_array, channel_axis
