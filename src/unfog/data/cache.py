@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 
 from unfog.data.decode_pool import Progress
 from unfog.data.packs.pack import FORMAT, Pack
-from unfog.data.packs.pack_journal import FILES, BusyError, check_replaceable, locked
-from unfog.data.packs.pack_writer import write_pack
+from unfog.data.packs.pack_writer import FILES, BusyError, check_replaceable, locked, write_pack
 from unfog.data.scan import Scan, read_sides
 from unfog.data.settings import Data
 from unfog.errors import RequestError, RunError

@@ -29,7 +29,7 @@ from unfog.data.dataset import ImageSet, PixelArray
 from unfog.data.decode_pool import Progress
 from unfog.data.file_rows import FileRows, is_local
 from unfog.data.outages import Outage
-from unfog.data.packs.pack_journal import BusyError, locked, sync
+from unfog.data.packs.pack_writer import BusyError, locked, sync
 from unfog.device.copies import to_device
 from unfog.device.sharded_rng import draw_rows
 from unfog.errors import RequestError, RunError
