@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from unfog.data.bit_depth import Ranges
 from unfog.data.buckets.sizes import BucketPlan, Fits, least_images, possible_sizes
-from unfog.data.buckets.source import BucketSource
 from unfog.data.buckets.view import join_sets
 from unfog.data.cache import sides_of_images
 from unfog.data.data_report import DataReport
@@ -21,11 +21,11 @@ from unfog.data.decode_pool import Progress
 from unfog.data.prepare import choose_placement, prepare, scan_source, silence_pillow
 from unfog.data.scan import NoUsableImageError, Scan, side_statistics
 from unfog.data.settings import UNREAD, Data
-from unfog.data.sources.base import Source
+from unfog.data.sources.base import SomeImages, Source
 from unfog.errors import RequestError
 from unfog.text import sanitize
 from unfog.values.buckets import Bucket
-from unfog.values.columns import of_labels
+from unfog.values.columns import Column, of_labels
 from unfog.values.image_format import Size
 
 _UNREADABLE = 1  # side of images where no head can be read
@@ -244,3 +244,33 @@ def _join_reports(scan: Scan, parts: Sequence[Dataset], settings: Data) -> DataR
         values=scan.ranges.describe(),
         unused_pages=sum(report.unused_pages for report in reports),
     )
+
+
+class BucketSource(SomeImages):
+    """Some of the images of a source, with columns and held-out images that were decided on all of them.
+
+    Args:
+        source: with all images.
+        rows: indices of the images in the source, increasing.
+        columns: of all images of the source.
+        held_out: names of all held-out images.
+        ranges: of values, for all images of the source.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        rows: NDArray[np.int64],
+        columns: Mapping[str, Column],
+        held_out: frozenset[str],
+        ranges: Ranges,
+    ) -> None:
+        super().__init__(source, rows, columns)
+        self.held_out = held_out.intersection(self.names)
+        self.ranges = ranges
+
+    def stamp(self) -> tuple[str, int]:
+        digest, size = self._source.stamp()
+        of_bucket = hashlib.sha256(f"{digest} bucket {self.ranges}".encode())
+        of_bucket.update(np.ascontiguousarray(self._rows).data)
+        return of_bucket.hexdigest(), size * len(self._rows) // max(1, len(self._source.names))

@@ -286,8 +286,6 @@ def _mapped_pixels(path: Path, shape: tuple[int, ...], dtype: np.dtype[Any]) -> 
     return np.frombuffer(mapped, dtype).reshape(shape)
 
 
-
-
 def column_arrays(columns: Mapping[str, Column]) -> dict[str, NDArray[Any]]:
     """Return file name -> array to write."""
     arrays = {_LABELS: columns[CLASS].values.astype(np.int64)} if CLASS in columns else {}
