@@ -52,7 +52,7 @@ SUBFOLDERS = {
     "training.updates": {"", "distributed", "stability"},
     "checks.images": {""},
     "checks.settings": {""},
-    "models.elsewhere": {""},
+    "models.foreign": {""},
     "runs.weights": set(),
 }
 

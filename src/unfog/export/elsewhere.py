@@ -14,7 +14,7 @@ from torch import Tensor
 
 from unfog.errors import RequestError
 from unfog.files.safe_files import regular_file, tensor_file
-from unfog.models.elsewhere.settings import DdpmPytorch, DiffusersDiT, Edm, Edm2, Elsewhere
+from unfog.models.settings import DdpmPytorch, DiffusersDiT, Edm, Edm2, ForeignNetwork
 
 _PICKLES = (".pt", ".pth")
 SUFFIXES = (".safetensors", *_PICKLES)
@@ -44,7 +44,7 @@ class ElsewhereModel(NamedTuple):
 
     what: str
     """The program and its network, for messages."""
-    network: Elsewhere
+    network: ForeignNetwork
     channels: int
     """Of the images or latents."""
     size: int
