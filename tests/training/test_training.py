@@ -14,7 +14,7 @@ from conftest import advance
 from unfog.data.augmentation import Augment
 from unfog.device.sharded_rng import seed_generators
 from unfog.diffusion.diffusion import Diffusion
-from unfog.diffusion.levels import Levels
+from unfog.diffusion.loss_by_level import Levels
 from unfog.diffusion.objective import Loss, Objective
 from unfog.errors import Interrupted, RequestError, RunError
 from unfog.training.distributed.micro_batches import _split_range

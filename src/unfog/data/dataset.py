@@ -234,7 +234,7 @@ class Dataset:
     """(train, held_out) with latents in place of pixels, for latent diffusion: see `data.latent_cache`."""
     buckets: tuple[Dataset, ...] = ()
     """Sets of the same classes by their size, where aspects are kept; () otherwise. `train` and `held_out` then have
-    the images of all of them in this order, scaled to one size: see `data.buckets.view`."""
+    the images of all of them in this order, scaled to one size: see `data.buckets.joined_set`."""
 
     @classmethod
     def split(

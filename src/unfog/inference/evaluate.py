@@ -19,7 +19,7 @@ from torch import nn
 from unfog.config.requests.evaluate import LOSSES, METRICS, ON_REQUEST, EvaluationRequest
 from unfog.config.schema import Config
 from unfog.data.bit_depth import FULL_RANGE
-from unfog.data.buckets.view import join_sets
+from unfog.data.buckets.joined_set import join_sets
 from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
 from unfog.data.scan import common_size
 from unfog.data.sources.registry import open_source

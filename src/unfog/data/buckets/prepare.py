@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.data.bit_depth import Ranges
+from unfog.data.buckets.joined_set import join_sets
 from unfog.data.buckets.sizes import BucketPlan, Fits, least_images, possible_sizes
-from unfog.data.buckets.view import join_sets
 from unfog.data.cache import sides_of_images
 from unfog.data.data_report import DataReport
 from unfog.data.dataset import Dataset, ImageSet

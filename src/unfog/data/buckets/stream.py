@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from unfog.data.buckets.view import Rows
+from unfog.data.buckets.joined_set import Rows
 from unfog.data.dataset import ImageSet
 from unfog.data.permutation import epoch_keys, permute
 from unfog.data.stream import Batch, DeviceStream, ImageStream
