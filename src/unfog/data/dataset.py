@@ -107,7 +107,7 @@ class _ImageBatch(NamedTuple):
 
     @property
     def labels(self) -> NDArray[np.int64] | None:
-        """[B]; None without classes."""
+        """[B], an index into the classes of the set; None without classes."""
         return labels_of(self.columns)
 
     @property

@@ -1,7 +1,7 @@
 """Samplers: from noise to image in steps on E[x0 | x_t], over a grid of noise levels.
 
-`steps` has the steps, `adaptive_sampler` the one sampler that chooses its own levels. Any sampler works with any network,
-on any path, and from pure noise.
+`steps` has the steps, `adaptive_sampler` the one sampler that chooses its own levels. Any sampler works with any
+network, on any path, and from pure noise.
 """
 
 from __future__ import annotations
