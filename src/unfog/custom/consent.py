@@ -36,11 +36,11 @@ STARTED_BY = "UNFOG_STARTED_BY"
 """Environment variable of commands that the page starts. Their words are not a person's, and give no consent."""
 
 _LARGEST = 2**24  # bytes of the file of consents
+_LARGEST_MODULE = 2**28  # bytes of a module; compiled ones are large
 _from_files: set[str] = set()
 _given: set[str] = set()
 _imported: set[str] = set()
 _words_of_others: ContextVar[bool] = ContextVar("words_of_others", default=False)
-_LARGEST_MODULE = 2**28  # bytes of a module; compiled ones are large
 
 
 def part_path(text: object) -> str:

@@ -43,6 +43,7 @@ from unfog.values.columns import CLASS, classes_of, columns_digest, rows_of, upd
 
 _ROOM_PER_IMAGE = 256  # bytes, for its name and all else but its pixels
 _BLOCK = 1 << 16  # rows of names that are written at once
+
 FACTS_FILE = "facts.bin"
 _LARGEST_JOURNAL = 2**30  # bytes
 _CREATED_FIRST = frozenset(["pixels.u8", FACTS_FILE])  # they may exist, empty, before the journal does

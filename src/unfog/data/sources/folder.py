@@ -29,15 +29,19 @@ _ICLOUD = ".icloud"  # .NAME.png.icloud stands for NAME.png, which is not on thi
 _SKIPPED_FOLDERS = frozenset(["__MACOSX", "@eaDir", "$RECYCLE.BIN"])
 # Number of files of which `files_digest` reads a sample, and bytes at the beginning, middle and end of each.
 _SAMPLED_FILES, _SAMPLED_BYTES = 256, 64
+
 _HEAD_BYTES = 2048  # with the largest palette of a GIF
 # "Settings" is what samples of earlier versions hold in place of the mark.
-_SIGNS = (f"tEXtSoftware\0{MARK}".encode(), b"tEXtSettings\0", b"\x21\xfe\x05%b\0" % MARK.encode())
+_OWN_SIGNS = (f"tEXtSoftware\0{MARK}".encode(), b"tEXtSettings\0", b"\x21\xfe\x05%b\0" % MARK.encode())
 XMP = f"<{MARK}/>".encode()
 """Metadata of a WebP file that Unfog has written."""
 _MAX_ANIMATION = 2**26  # bytes
 # Names that Unfog gives to pictures: samples and previews by number, grids and sheets by a word.
-_NAMES = re.compile(r"(\d{6}(-[\w-]*)?|\d{8}|grid|strip|samples|contact-sheet|drawn)(-\d+)?\.png|.*\.(gif|webp)", re.I)
+_OWN_NAMES = re.compile(
+    r"(\d{6}(-[\w-]*)?|\d{8}|grid|strip|samples|contact-sheet|drawn)(-\d+)?\.png|.*\.(gif|webp)", re.I
+)
 _PROBES = 16  # files of a folder that are read before all candidates are
+
 Head = Callable[[str, int], bytes]
 """Function of (name, n) that returns the first n bytes of a file, or all of them; b"" if it cannot be read."""
 
@@ -236,7 +240,7 @@ def files_digest(folder: Path, names: Sequence[str]) -> tuple[str, int]:
 
 def is_own(start: bytes) -> bool:
     """Return True if an image file that begins with these bytes was written by Unfog."""
-    return any(sign in start[:_HEAD_BYTES] for sign in _SIGNS) or (_is_animation(start) and XMP in start)
+    return any(sign in start[:_HEAD_BYTES] for sign in _OWN_SIGNS) or (_is_animation(start) and XMP in start)
 
 
 def own_pictures(names: Iterable[str], read_head: Head) -> set[str]:
@@ -247,7 +251,7 @@ def own_pictures(names: Iterable[str], read_head: Head) -> set[str]:
     folders = defaultdict[str, list[str]](list)
     for name in names:
         folder, _, base = name.rpartition("/")
-        if _NAMES.fullmatch(base):
+        if _OWN_NAMES.fullmatch(base):
             folders[folder].append(name)
     return {name for candidates in folders.values() for name in _own_of_folder(candidates, read_head)}
 

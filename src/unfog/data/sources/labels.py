@@ -39,8 +39,9 @@ SPLITS = frozenset(["train", "training", "test", "testing", "val", "valid", "val
 # Tables at the top of a source that labels = auto looks for; metadata.csv is Hugging Face's convention.
 _AUTO_TABLES = tuple(f"{name}{suffix}" for name in ("metadata", "labels") for suffix in TABLES)
 _MAX_NAMED = 1000
+
 _NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
-_MANY = 20  # whole numbers that are taken for classes without a word
+_MANY_NUMBERS = 20  # whole numbers that are taken for classes without a word
 _REPEATS = re.compile(r"[1-9]\d{0,2}_\D.*")  # as kohya's trainer counts the repeats of a folder's images
 _MASKS = re.compile(
     r"(.*[_-])?(masks?|annotations?|annots?|labels?|seg|segs|segmentations?|segmaps?|semantic|instances?|gt|"
@@ -354,12 +355,12 @@ def warn_of_labels(
 def are_measurements(classes: Sequence[str], labels: NDArray[np.int64]) -> bool:
     """Return True if the labels are whole numbers with fewer than four images each: ages, say, or identities."""
     present = len(np.unique(labels))
-    return present > max(_MANY, len(labels) / 4) and all(map(_NUMBER.fullmatch, classes))
+    return present > max(_MANY_NUMBERS, len(labels) / 4) and all(map(_NUMBER.fullmatch, classes))
 
 
 def _warn_of_numbers(names: Sequence[str], warn: Callable[[str], None]) -> None:
     values = [float(name) for name in names]
-    if len(values) > _MANY or any(not value.is_integer() for value in values):
+    if len(values) > _MANY_NUMBERS or any(not value.is_integer() for value in values):
         warn(
             f"the labels are {len(values):,} numbers, from {min(values):g} to {max(values):g}: each is a class of its "
             "own. If they measure something, such as an age, make a few ranges of them, or give --data.labels none"

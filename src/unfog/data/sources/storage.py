@@ -27,8 +27,10 @@ _MIN_LISTED = 8  # files of one folder, from which on its listing costs less tha
 _SILENCE = 30.0  # seconds without a byte from a web server that count as a failure
 _NO_SUCH_RANGE = 416  # HTTP status
 _MIN_RATE = 2**15  # bytes a second; a server that is slower once _SILENCE is over has failed as well
-_TRIES = 3
+
+_TRIES = 3  # of one request
 _FIRST_PAUSE = 0.5  # seconds before the second try; then twice that, and up to half more
+
 _T = TypeVar("_T")
 
 

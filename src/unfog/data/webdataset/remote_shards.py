@@ -35,6 +35,7 @@ from unfog.text import sanitize
 _PROBED_SHARDS = 3  # others, of which one has to answer before a shard fails; else it is the network that is down
 _CHECKED_HEADERS = 8  # in a shard with an image that cannot be decoded
 _MAX_NAMED = 3
+
 _SEGMENT_BYTES = 64 * 2**20  # of a shard in one file, which is evicted as a whole
 _UNIT = 512  # of a tar archive: no two members begin in the same one
 _CHECKSUM_BYTES = 4
