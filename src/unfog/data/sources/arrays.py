@@ -109,15 +109,10 @@ class ArraySource(Source):
         if reading:
             say(f"  {reading}")
         arrays: dict[str, Any] = {"images": images}
-        shape = repr(images.shape) if images.dtype == np.uint8 else repr((images.shape, images.dtype.str))
-        digest = hashlib.sha256(shape.encode())
-        for start in range(0, len(images), 4096):
-            digest.update(np.ascontiguousarray(images[start : start + 4096]).data)
         if labels is not None:
             arrays["labels"] = _without_objects(as_array(labels))
             _index_labels("the array", arrays["labels"], len(images))  # only to refuse what are not labels
-            digest.update(repr(arrays["labels"].tolist()).encode())
-        path = cache_folder() / f"array-{digest.hexdigest()[:32]}.npz"
+        path = cache_folder() / f"array-{_content_digest(images, arrays.get('labels'))[:32]}.npz"
         hold(path)
         if path.exists():
             return path
@@ -145,6 +140,16 @@ class ArraySource(Source):
             with suppress(OSError):
                 return _file_digest(self._path), self._images.nbytes
         return self._stamp, self._images.nbytes
+
+
+def _content_digest(images: NDArray[Any], labels: NDArray[Any] | None) -> str:
+    shape = repr(images.shape) if images.dtype == np.uint8 else repr((images.shape, images.dtype.str))
+    digest = hashlib.sha256(shape.encode())
+    for start in range(0, len(images), 4096):
+        digest.update(np.ascontiguousarray(images[start : start + 4096]).data)
+    if labels is not None:
+        digest.update(repr(labels.tolist()).encode())
+    return digest.hexdigest()
 
 
 def _file_digest(path: Path) -> str:
