@@ -17,9 +17,8 @@ from unfog.diffusion.denoiser import Denoiser, Guided
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Objective
 from unfog.errors import RequestError
-from unfog.models.label_adapter import take_conditions
 from unfog.models.layers import ConditionalNetwork
-from unfog.models.network_settings import build_model
+from unfog.models.network_settings import build_model, take_conditions
 from unfog.models.settings import DiT
 from unfog.pipeline.generate import proportional_given, proportional_labels
 from unfog.runs.previews import conditions_of_images
