@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from unfog.errors import RequestError
-from unfog.settings import check_bounds, setting
-from unfog.values.image_format import CHANNELS, ImageFormat, Size, parse_size
+from unfog.settings import AUTO, check_bounds, setting
+from unfog.values.image_format import BYTES, MOST_CHANNELS, ImageFormat, Size, StoredValues, parse_size
+from unfog.values.value_maps import maps_of, parse_maps
 
 LABELS = ("auto", "folders", "none")
 # Values of `Data.labels`, and suffixes of the tables that it may name instead.
@@ -25,9 +26,21 @@ def _floats(values: Iterable[float]) -> tuple[float, ...]:
 
 # Settings of decoding that came after the first packs, and their types as read from JSON. Caches are named by them, and
 # packs hold them, only where they are set, so that those from before are found again.
-_LATER: dict[str, Callable[[Any], object]] = {"range": _floats, "clip": bool}
+_LATER: dict[str, Callable[[Any], object]] = {"range": _floats, "clip": bool, "dtype": str, "axes": str}
 # Settings that act in training, so that a pack does not depend on them.
-TRAINING_ONLY = ("flip", "jitter", "crop", "augment", "upright", "aspect", "cache", "cache_limit", "failed_shards")
+TRAINING_ONLY = (
+    "map",
+    "map_values",
+    "flip",
+    "jitter",
+    "crop",
+    "augment",
+    "upright",
+    "aspect",
+    "cache",
+    "cache_limit",
+    "failed_shards",
+)
 # Prefix of the fingerprint of images that are decoded while training: a digest of their source's state.
 UNREAD = "unread:"
 
@@ -47,13 +60,25 @@ class Data:
     )
     """crop: cut all images to `size`. keep: batches of one aspect each, of about as many pixels as `size`."""
     channels: int = 0
-    """1 = grey, 3 = RGB; 0 = grey if every image is grey, else RGB."""
+    """1 = grey, 3 = RGB; 0 = grey if every image is grey, else RGB. Arrays may have 1 to 64, which are kept."""
     background: str = setting("white", affects="objective", resume="force")
     """Colour put behind transparent pixels: a name such as "white", or "#rrggbb"."""
     range: tuple[float, ...] = setting((), affects="objective", resume="force", added_later=True)
     """Values of 16-bit, 32-bit and floating-point images that become black and white; auto = that of the set."""
     clip: bool = setting(False, affects="objective", resume="force", added_later=True)
     """Cut values beyond `range` at its ends; without it, images with such values are left out."""
+    dtype: Literal["auto", "uint8", "uint16", "float32"] = setting(
+        AUTO, auto=AUTO, affects="objective", resume="fixed", added_later=True, see="docs/arrays.md"
+    )
+    """Type of the stored values. auto = 8 bits for pictures; float32 for arrays whose values have no usual range."""
+    axes: Literal["auto", "NCHW", "NHWC"] = setting(
+        AUTO, auto=AUTO, affects="objective", resume="fixed", added_later=True
+    )
+    """Order of the axes of an array of images: channels first, or channels last; auto = by their sizes."""
+    map: str = setting(AUTO, auto=AUTO, affects="objective", resume="fixed", added_later=True, see="docs/arrays.md")
+    """Map from stored values to the network's, for all channels or each: linear, minmax, percentile, standard, …"""
+    map_values: tuple[float, ...] = setting((), affects="objective", resume="fixed", added_later=True, hidden=True)
+    """Knee, middle and half of the fitted map of each channel, as found in the training images."""
     labels: str = setting("auto", affects="nothing", resume="free")
     """Classes: folders = the top sub-folders, or what shards say; none; auto = whichever fit; or TABLE[:FILE,LABEL]."""
     flip: bool = setting(False, short="flip", resume="free", common=True)
@@ -97,8 +122,14 @@ class Data:
         if self.labels not in LABELS:
             table_and_columns(self.labels)
         object.__setattr__(self, "size", parse_size(self.size))  # "64x64" is 64
-        if self.channels not in (0, *CHANNELS):
-            raise RequestError(f"channels = {self.channels} is not 1 (grey), 3 (RGB) or 0 (choose)")
+        if not 0 <= self.channels <= MOST_CHANNELS:
+            raise RequestError(
+                f"channels = {self.channels} is not 1 (grey), 3 (RGB), 0 (choose), or up to {MOST_CHANNELS} of arrays"
+            )
+        if self.map != AUTO:
+            parse_maps(self.map)
+            if self.dtype == "uint8":
+                raise RequestError(f"data.map = {self.map} keeps values as float32; omit data.dtype = uint8")
         low, high = self.range[::2], self.range[1::2]
         if len(self.range) not in (0, 2, 4) or not all(a < b for a, b in zip(low, high)):
             given = " ".join(f"{value:g}" for value in self.range)
@@ -111,7 +142,24 @@ class Data:
     @property
     def image_format(self) -> ImageFormat:
         """The format of the images; 0 in it is not chosen yet."""
-        return ImageFormat.of(self.channels, self.size)
+        return ImageFormat.of(self.channels, self.size, self.stored_values)
+
+    @property
+    def stored_values(self) -> StoredValues:
+        """The type of the stored values and their map, linear until it is fitted."""
+        if self.dtype in (AUTO, "uint8"):
+            return BYTES
+        low, high = self.range[:2] or ((0.0, 65535.0) if self.dtype == "uint16" else (-1.0, 1.0))
+        return StoredValues(self.dtype, low, high, maps_of(self.fitted_map, self.map_values))
+
+    @property
+    def fitted_map(self) -> str:
+        """The map to fit to training images; "" if the linear one of `range` or of the type needs no fit."""
+        if self.dtype in (AUTO, "uint8"):
+            return ""
+        if self.map in (AUTO, "linear") and (self.range or self.dtype == "uint16"):
+            return ""
+        return "standard" if self.map == AUTO else self.map
 
     @property
     def later(self) -> dict[str, Any]:

@@ -44,7 +44,8 @@ class Samples(np.ndarray[tuple[int, ...], np.dtype[np.uint8]]):
         if not images._are_images:
             shape = "x".join(map(str, self.shape))
             raise RequestError(
-                f"{self.dtype} of shape {shape} is not an array of images; use pil() of uint8 [n, H, W, C]"
+                f"{self.dtype} of shape {shape} is not an array of images; use pil() of uint8 [n, H, W, 1 or 3]; "
+                "run.view(samples) makes such of other values"
             )
         plain = np.asarray(images)
         made = [to_pillow(one) for one in plain]

@@ -1,7 +1,7 @@
 """A pack: decoded images in a folder of flat files, which opens at once because the files are mapped and not parsed.
 
     pack.json        shape, split, settings, classes, data report, statistics, a checksum of each file
-    pixels.u8        uint8 [N, C, H, W], first the training images, then those held out
+    pixels.u8        [N, C, H, W] of uint8, or of the "dtype" in settings; first the training images, then the others
     labels.npy       int64 [N], an index into the classes; absent without classes
     column-0.npy …   [N, …], column k of the others, in the order of their names; entry k of "columns" in pack.json
     names.bin        the names of the images in UTF-8; names.npy int64 [N + 1] has the offset of each
@@ -31,11 +31,13 @@ from numpy.typing import NDArray
 from unfog.data.data_report import DataReport
 from unfog.data.dataset import Dataset, ImageSet, PixelArray
 from unfog.data.file_rows import FileRows, is_local
+from unfog.data.full_depth.choice import asked_dtype
 from unfog.data.outages import Outage
 from unfog.data.settings import Data
 from unfog.data.sources.base import LazyNames, OpenOptions, Source, SourceLocation
 from unfog.errors import RequestError
 from unfog.files.safe_files import file_digest, open_file, read_file, regular_file
+from unfog.settings import AUTO
 from unfog.text import sanitize
 from unfog.values.columns import CLASS, MOST_COLUMNS, Column, columns_digest, name_problem, of_labels, without_class
 from unfog.values.image_format import ImageFormat, sides_of
@@ -128,9 +130,13 @@ class Pack:
         return sum(int(file["bytes"]) for file in self.manifest["files"].values())
 
     def resolve_settings(self, settings: Data) -> Data:
-        """Return the settings with those of the pack in place; their `labels` are kept unless automatic."""
+        """Return the settings with those of the pack in place.
+
+        Their `labels` are kept unless automatic, and so is the `range` that a map of floating point takes to -1 and 1.
+        """
         labels = self.settings["labels"] if settings.labels == "auto" else settings.labels
-        return replace(settings, **self.settings | {"labels": labels})
+        kept = {"range": settings.range} if self.settings["dtype"] == "float32" and settings.range else {}
+        return replace(settings, **self.settings | {"labels": labels} | kept)
 
     def dataset(self, settings: Data, source: str) -> Dataset:
         """Return the pack's images as a dataset, decoding nothing. The settings must fit; `source` is its name."""
@@ -400,7 +406,9 @@ class PackSource(Source):
                 f"size = {settings.size}, but {sanitize(self.name)} holds images of {format.sides}; pack the "
                 f"originals again with --size {settings.size}, or omit --size"
             )
+        wanted, held = asked_dtype(settings) or settings.dtype, Data(**packed).stored_values.dtype
         fits = settings.size in (0, size) and settings.channels in (0, packed["channels"])
+        fits = fits and wanted in (AUTO, held)
         fits = fits and settings.labels in ("auto", "none", packed["labels"])
         if not (fits and (settings.held_out == 0 or self._has_split(settings.held_out))):
             return None
