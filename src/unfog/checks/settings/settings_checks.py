@@ -107,8 +107,9 @@ def _check_range(pixels: Tensor, augment: Augment) -> Finding:
         finite = bool(torch.isfinite(x0).all())
         said = f"values of {len(pixels)} images become {float(x0.min()):.3f} to {float(x0.max()):.3f}"
         remedy = "choose another --data.map, such as percentile or arcsinh"
-        graded = (not finite, "fatal", ", and are not finite", remedy)
-        return Finding.graded("settings.range", said, graded, facts={"images": len(pixels)})
+        if not finite:
+            return Finding("settings.range", "fatal", f"{said}, and are not all finite", remedy)
+        return Finding("settings.range", "fine", said, facts={"images": len(pixels)})
     seen = augment.values.to_bytes(pixels.numpy())
     darkest, brightest = int(seen.min()), int(seen.max())
     facts = {"images": len(pixels), "low": low, "high": high, "mean": mean, "std": std}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,7 @@ _TRANSPARENT = 4  # channels of a picture with transparency
 class Kept(NamedTuple):
     """The stored type and the channels of images that keep their values."""
 
-    dtype: str
+    dtype: Literal["uint8", "uint16", "float32"]
     channels: int
 
     def line(self) -> str:
@@ -72,9 +72,9 @@ def keep_array(source: Source, settings: Data) -> Kept | None:
     return Kept("float32", _channels(first))
 
 
-def asked_dtype(settings: Data) -> str:
+def asked_dtype(settings: Data) -> Literal["", "uint16", "float32"]:
     """Return the stored type that settings ask for in place of 8 bits; "" if they do not."""
-    if settings.dtype in ("uint16", "float32"):
+    if settings.dtype == "uint16" or settings.dtype == "float32":
         return settings.dtype
     return "float32" if settings.map != AUTO else ""
 

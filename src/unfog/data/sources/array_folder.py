@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ class ArrayFolder(Source):
         if location.form != "folder":
             return None
         names = list_only(location.resolved, ".npy")
-        return location._replace(paths=tuple(names)) if names else None
+        return replace(location, paths=tuple(names)) if names else None
 
     @classmethod
     def load(cls, location: SourceLocation, options: OpenOptions) -> ArrayFolder:
