@@ -275,7 +275,7 @@ class _StepChecks:
 
 def trial_settings(config: Config, device: torch.device, stop: Callable[[], bool]) -> Config:
     """Return settings with size, network, rate, precision and memory format chosen as a run would choose them."""
-    usual = {"size": _SIZE, "channels": colour_channels(True)}
+    usual: dict[str, Any] = {"size": _SIZE, "channels": colour_channels(True)}
     data = replace(config.data, **{name: value for name, value in usual.items() if is_auto(config.data, name)})
     training = replace(config.training, steps=0, budget="", images=config.training.likely_batch)
     config = replace(config, data=data, training=training)

@@ -125,7 +125,7 @@ def _defaults(each: Description) -> str:
 
 
 def _automatic(each: Description) -> str:
-    """Return the value that the word "auto" stands for, where it is another; "" where a setting has none."""
+    """Return the value that the word "auto" stands for; "" if there is no such value, or it is empty."""
     value = each.rules.auto
     return "" if value in (NO_AUTO, AUTO, None, ()) else f"the same as {format_value(value)}"
 

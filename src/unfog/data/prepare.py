@@ -147,7 +147,7 @@ def _placement(scan: Scan, key: str, to_draw: int) -> tuple[Placement, str]:
     A small set stays in memory. A larger one is packed into the cache if that takes at most half of the free space and
     most images will be drawn. Otherwise each image is decoded when it is drawn.
     """
-    if not is_auto(scan.settings, "cache"):
+    if scan.settings.cache != AUTO:  # not `is_auto`, which narrows no type
         return scan.settings.cache, ""
     n = len(scan.source.names)
     pixel_bytes = n * scan.image_format.nbytes
