@@ -95,7 +95,7 @@ class Training:
         # Compression hooks into DistributedDataParallel, and FSDP2 reduces gradients by itself.
         if self.shard and self.compress != "none":
             raise RequestError("training.compress and training.shard cannot be combined; omit one of them")
-        if 0 < self.batch < self.microbatch:
+        if not is_auto(self, "batch") and self.batch < self.microbatch:
             raise RequestError(
                 f"microbatch = {self.microbatch} must be at most batch = {self.batch}; lower it, or omit it"
             )
