@@ -23,7 +23,7 @@ from unfog import __version__
 from unfog.errors import RequestError
 from unfog.process.console_log import read_tail
 from unfog.reporting.page.bundle import shell_html
-from unfog.serve import run_detail, steering
+from unfog.serve import controls, run_detail
 from unfog.serve.metric_columns import Floats, Thinner
 from unfog.serve.runs import RunEntry
 from unfog.serve.server import Json, Server, json_body, run_of, whole_number
@@ -75,7 +75,7 @@ class _Runs:
         return Response(await asyncio.to_thread(shell_html), media_type="text/html")
 
     async def state(self, _: Request) -> Response:
-        sources = await asyncio.to_thread(steering.SourceList(self._server).as_json)
+        sources = await asyncio.to_thread(controls.SourceList(self._server).as_json)
         facts = {"folder": sanitize(str(self._server.folder)), "sources": sources, "consent": self._server.consent}
         return Json({"version": __version__, "train_here": True, **facts})
 
@@ -156,19 +156,19 @@ class _Buttons:
 
     async def ask(self, request: Request) -> Response:
         entry, body = run_of(self._server, request), await json_body(request)
-        return Json(await asyncio.to_thread(steering.send_request, entry, body.get("what")))
+        return Json(await asyncio.to_thread(controls.send_request, entry, body.get("what")))
 
     async def resume(self, request: Request) -> Response:
         entry, body = run_of(self._server, request), await json_body(request)
         if "finding" in body:  # its remedy, read on the server: the page names it only
             findings = run_detail.read_findings(entry.path, self._server.newest_check(entry)) or []
             remedy = next((one["remedy"] for one in findings if one["id"] == body["finding"]), "")
-            body = {"settings": steering.remedy_settings(remedy) or {}}
-        return await self._start(request, lambda: steering.resume_command(entry, body), entry)
+            body = {"settings": controls.remedy_settings(remedy) or {}}
+        return await self._start(request, lambda: controls.resume_command(entry, body), entry)
 
     async def train(self, request: Request) -> Response:
         body = await json_body(request)
-        return await self._start(request, lambda: steering.train_command(self._server, body))
+        return await self._start(request, lambda: controls.train_command(self._server, body))
 
     async def doctor(self, request: Request) -> Response:
         body = await json_body(request)
@@ -178,15 +178,15 @@ class _Buttons:
                 entry = self._server.runs[body["run"]]
             except (KeyError, TypeError):
                 raise RequestError("the run must be the number of one in the list") from None
-        return await self._start(request, lambda: steering.doctor_command(self._server, entry, body), entry)
+        return await self._start(request, lambda: controls.doctor_command(self._server, entry, body), entry)
 
     async def plan(self, request: Request) -> Response:
         body = await json_body(request)
-        return await self._start(request, lambda: steering.plan_command(self._server, body))
+        return await self._start(request, lambda: controls.plan_command(self._server, body))
 
     async def settings(self, request: Request) -> Response:
         command = request.query_params.get("command", "train")
-        return Json(await asyncio.to_thread(steering.form_fields, command))
+        return Json(await asyncio.to_thread(controls.form_fields, command))
 
     async def tasks(self, _: Request) -> Response:
         return Json([task.summary() for task in self._server.tasks.list()])
@@ -201,7 +201,7 @@ class _Buttons:
         return Json(one.summary())
 
     async def _start(
-        self, request: Request, command: Callable[[], steering.Command], entry: RunEntry | None = None
+        self, request: Request, command: Callable[[], controls.Command], entry: RunEntry | None = None
     ) -> Response:
         """Check a command, and start it unless the page only asks what it would be."""
         made = await asyncio.to_thread(command)
