@@ -171,7 +171,7 @@ def open_page(address: Address, runs: Path) -> Callable[[], None]:
     remove = partial(shutil.rmtree, place, ignore_errors=True)
     file = (place / "open.html").absolute()
     try:
-        _write(file, address.one_time(remove))
+        _write_redirect(file, address.one_time(remove))
     except OSError:  # a full disk; the address was printed
         return remove
     # In a thread, as some browsers are waited for until they end.
@@ -179,7 +179,7 @@ def open_page(address: Address, runs: Path) -> Callable[[], None]:
     return remove
 
 
-def _write(file: Path, address: str) -> None:
+def _write_redirect(file: Path, address: str) -> None:
     refresh = f'<meta http-equiv="refresh" content="0; url={address}">'
     text = f'<!doctype html><meta charset="utf-8">{refresh}<title>Unfog</title>\n'
     write_atomic(file, text.encode(), file.parent, private=True)
