@@ -13,7 +13,7 @@ from unfog.config.toml import update
 from unfog.config.validate import override_sampler
 from unfog.data.settings import UNREAD
 from unfog.errors import RequestError
-from unfog.settings import Affects, Rules, rules_of
+from unfog.settings import Affects, Rules, is_auto, rules_of
 
 # The digests that a setting enters, by what it affects.
 _DIGESTS: dict[Affects, tuple[str, ...]] = {
@@ -134,12 +134,7 @@ def check_changes(old: Config, new: Config, force: bool = False, images: Callabl
     for name, before, now, rules in _differences(old, new):
         if name == "fingerprint":
             if not force:
-                what = f" ({said})" if (said := images()) else ""
-                raise RequestError(
-                    f"the images in {new.source} are not those that this run was trained on{what}; restore them, "
-                    "start a new run, or continue with these by "
-                    f"--force{_COPIED if str(before).startswith(UNREAD) else ''}"
-                )
+                raise _other_images(new.source, images(), str(before))
             lines.append("images: others from here on (forced)")
         elif name == "columns":
             # Also with --force, as the layer that embeds them is another one.
@@ -152,7 +147,7 @@ def check_changes(old: Config, new: Config, force: bool = False, images: Callabl
             continue  # only the place; copying it into the run checks that it is the same autoencoder
         elif rules.resume == "free":
             # A length is kept in images, but asked for in steps.
-            batch = new.training.batch or old.training.batch
+            batch = (old if is_auto(new.training, "batch") else new).training.batch
             steps = f" ({now // batch:,} steps of {batch})" if name == "training.images" else ""
             lines.append(f"{name}: {before!r} -> {now!r}{steps}")
         elif rules.resume != "force":
@@ -167,3 +162,12 @@ def check_changes(old: Config, new: Config, force: bool = False, images: Callabl
         else:
             lines.append(f"{name}: {before!r} -> {now!r} (forced)")
     return lines
+
+
+def _other_images(source: str, difference: str, fingerprint: str) -> RequestError:
+    """Return the error for images that are not those of the run, whose fingerprint is given."""
+    what = f" ({difference})" if difference else ""
+    return RequestError(
+        f"the images in {source} are not those that this run was trained on{what}; restore them, start a new run, or "
+        f"continue with these by --force{_COPIED if fingerprint.startswith(UNREAD) else ''}"
+    )

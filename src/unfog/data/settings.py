@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from unfog.errors import RequestError
-from unfog.settings import AUTO, check_bounds, setting
+from unfog.settings import AUTO, check_bounds, is_auto, setting
 from unfog.values.image_format import BYTES, MOST_CHANNELS, ImageFormat, Size, StoredValues, parse_size
 from unfog.values.value_maps import maps_of, parse_maps
 
-LABELS = ("auto", "folders", "none")
+LABELS = (AUTO, "folders", "none")
 # Values of `Data.labels`, and suffixes of the tables that it may name instead.
 TABLES = (".csv", ".tsv", ".jsonl", ".ndjson")
 _TABLE = re.compile(r"(.*\.(?:csv|tsv|jsonl|ndjson))(?::(.+))?", re.IGNORECASE | re.DOTALL)
@@ -49,7 +49,7 @@ UNREAD = "unread:"
 class Data:
     """Settings of decoding, labels, augmentation and the held-out split. 0 or "auto" is chosen to suit the images."""
 
-    size: Size = setting(0, short="size", common=True)
+    size: Size = setting(0, short="size", auto=0, common=True)
     """Pixels that the network sees: 64, or width x height: 96x64; 0 = to suit the images, short side up to 64."""
     aspect: Literal["crop", "keep"] = setting(
         "crop",
@@ -59,11 +59,11 @@ class Data:
         see="docs/guide.md",
     )
     """crop: cut all images to `size`. keep: batches of one aspect each, of about as many pixels as `size`."""
-    channels: int = 0
+    channels: int = setting(0, auto=0)
     """1 = grey, 3 = RGB; 0 = grey if every image is grey, else RGB. Arrays may have 1 to 64, which are kept."""
     background: str = setting("white", affects="objective", resume="force")
     """Colour put behind transparent pixels: a name such as "white", or "#rrggbb"."""
-    range: tuple[float, ...] = setting((), affects="objective", resume="force", added_later=True)
+    range: tuple[float, ...] = setting((), auto=(), affects="objective", resume="force", added_later=True)
     """Values of 16-bit, 32-bit and floating-point images that become black and white; auto = that of the set."""
     clip: bool = setting(False, affects="objective", resume="force", added_later=True)
     """Cut values beyond `range` at its ends; without it, images with such values are left out."""
@@ -72,14 +72,14 @@ class Data:
     )
     """Type of the stored values. auto = 8 bits for pictures; float32 for arrays whose values have no usual range."""
     axes: Literal["auto", "NCHW", "NHWC"] = setting(
-        AUTO, auto=AUTO, affects="objective", resume="fixed", added_later=True
+        AUTO, auto=AUTO, affects="objective", resume="fixed", added_later=True, see="docs/arrays.md"
     )
     """Order of the axes of an array of images: channels first, or channels last; auto = by their sizes."""
     map: str = setting(AUTO, auto=AUTO, affects="objective", resume="fixed", added_later=True, see="docs/arrays.md")
     """Map from stored values to the network's, for all channels or each: linear, minmax, percentile, standard, …"""
     map_values: tuple[float, ...] = setting((), affects="objective", resume="fixed", added_later=True, hidden=True)
     """Knee, middle and half of the fitted map of each channel, as found in the training images."""
-    labels: str = setting("auto", affects="nothing", resume="free")
+    labels: str = setting(AUTO, auto=AUTO, affects="nothing", resume="free")
     """Classes: folders = the top sub-folders, or what shards say; none; auto = whichever fit; or TABLE[:FILE,LABEL]."""
     flip: bool = setting(False, short="flip", resume="free", common=True)
     """Mirror half of the images left to right; off, as text and digits do not survive it."""
@@ -111,7 +111,7 @@ class Data:
     """With `augment`: share of the stretches that are along the sides of the image; others are in any direction."""
     held_out: float = setting(0.05, at_least=0, at_most=0.5, usual="0.05", affects="objective", resume="force")
     """Fraction kept from training to measure it; at most 1,000 images, none of fewer than 100; 0 = none."""
-    cache: Literal["auto", "memory", "disk", "none"] = setting("auto", affects="nothing", resume="free")
+    cache: Literal["auto", "memory", "disk", "none"] = setting(AUTO, auto=AUTO, affects="nothing", resume="free")
     """Place of decoded images: "disk" = a pack that later runs reuse; "none" = each is decoded when drawn."""
     cache_limit: str = setting("10gb", affects="nothing", resume="free")
     """Disk space for what is read of remote shards while training (500mb, 50gb; 0 = none)."""
@@ -126,12 +126,12 @@ class Data:
             raise RequestError(
                 f"channels = {self.channels} is not 1 (grey), 3 (RGB), 0 (choose), or up to {MOST_CHANNELS} of arrays"
             )
-        if self.map != AUTO:
+        if not is_auto(self, "map"):
             parse_maps(self.map)
             if self.dtype == "uint8":
                 raise RequestError(f"data.map = {self.map} keeps values as float32; omit data.dtype = uint8")
         low, high = self.range[::2], self.range[1::2]
-        if len(self.range) not in (0, 2, 4) or not all(a < b for a, b in zip(low, high)):
+        if not is_auto(self, "range") and (len(self.range) not in (2, 4) or not all(a < b for a, b in zip(low, high))):
             given = " ".join(f"{value:g}" for value in self.range)
             raise RequestError(
                 f"range = {given} is not LOW HIGH with LOW below HIGH; give both, such as 0 4095, or auto"

@@ -231,7 +231,7 @@ def take_conditions(network: nn.Module, format: ConditionFormat) -> None:
 
 
 def _unpack(classes: int, network: nn.Module, inputs: tuple[Any, ...]) -> tuple[Tensor | None, ...] | None:
-    """Return the inputs of a `forward` that takes the label in place of the conditions; None if it has got the label."""
+    """Return the inputs with the label in place of the conditions; None if a label was given."""
     from unfog.values.conditions import Conditions
 
     if len(inputs) < 3 or not isinstance(inputs[2], Conditions):

@@ -18,7 +18,7 @@ from unfog.errors import RequestError
 from unfog.process.run_folder import printable
 from unfog.process.signals import StopSignals
 from unfog.reporting.progress import Progress, format_bytes, format_duration, say, warn
-from unfog.settings import AUTO
+from unfog.settings import AUTO, is_auto
 from unfog.values.columns import columns_digest
 
 
@@ -60,7 +60,7 @@ def pack(request: PackRequest) -> Path:
                 if done:
                     say(f"{done:,} of {len(source.names):,} images are saved; repeat the command to continue")
                 raise
-        _report_pack(made, scan, begun, time.monotonic() - started, size_was_open=not data.size)
+        _report_pack(made, scan, begun, time.monotonic() - started, size_was_open=is_auto(data, "size"))
     return out
 
 
@@ -71,7 +71,7 @@ def _check_same_pack(found: Pack, scan: Scan) -> None:
     # 0 leaves a size open, which the finished pack has settled.
     same = same and all(getattr(asked, name) in (0, kept[name]) for name in ("size", "channels"))
     same = same and asked.range in ((), kept["range"]) and asked.clip == kept["clip"]
-    same = same and asked.axes == kept["axes"] and (asked_dtype(asked) or AUTO) in (AUTO, kept["dtype"])
+    same = same and asked.axes == kept["axes"] and (asked_dtype(asked) or asked.dtype) in (AUTO, kept["dtype"])
     same = same and (asked.background, asked.held_out) == (kept["background"], kept["held_out"])
     same = same and columns_digest(scan.columns) == found.manifest.get("columns_digest", "")
     same = same and (scan.labels is None) == (kept["labels"] == "none")

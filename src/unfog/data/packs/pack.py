@@ -37,7 +37,7 @@ from unfog.data.settings import Data
 from unfog.data.sources.base import LazyNames, OpenOptions, Source, SourceLocation
 from unfog.errors import RequestError
 from unfog.files.safe_files import file_digest, open_file, read_file, regular_file
-from unfog.settings import AUTO
+from unfog.settings import AUTO, is_auto
 from unfog.text import sanitize
 from unfog.values.columns import CLASS, MOST_COLUMNS, Column, columns_digest, name_problem, of_labels, without_class
 from unfog.values.image_format import ImageFormat, sides_of
@@ -134,9 +134,9 @@ class Pack:
 
         Their `labels` are kept unless automatic, and so is the `range` that a map of floating point takes to -1 and 1.
         """
-        labels = self.settings["labels"] if settings.labels == "auto" else settings.labels
-        kept = {"range": settings.range} if self.settings["dtype"] == "float32" and settings.range else {}
-        return replace(settings, **self.settings | {"labels": labels} | kept)
+        labels = self.settings["labels"] if is_auto(settings, "labels") else settings.labels
+        given = self.settings["dtype"] == "float32" and not is_auto(settings, "range")
+        return replace(settings, **self.settings | {"labels": labels} | ({"range": settings.range} if given else {}))
 
     def dataset(self, settings: Data, source: str) -> Dataset:
         """Return the pack's images as a dataset, decoding nothing. The settings must fit; `source` is its name."""
@@ -406,10 +406,9 @@ class PackSource(Source):
                 f"size = {settings.size}, but {sanitize(self.name)} holds images of {format.sides}; pack the "
                 f"originals again with --size {settings.size}, or omit --size"
             )
-        wanted, held = asked_dtype(settings) or settings.dtype, Data(**packed).stored_values.dtype
-        fits = settings.size in (0, size) and settings.channels in (0, packed["channels"])
-        fits = fits and wanted in (AUTO, held)
-        fits = fits and settings.labels in ("auto", "none", packed["labels"])
+        fitting = {"size": (size,), "channels": (packed["channels"],), "labels": ("none", packed["labels"])}
+        fits = all(is_auto(settings, name) or getattr(settings, name) in values for name, values in fitting.items())
+        fits = fits and (asked_dtype(settings) or settings.dtype) in (AUTO, Data(**packed).stored_values.dtype)
         if not (fits and (settings.held_out == 0 or self._has_split(settings.held_out))):
             return None
         dataset = pack.dataset(settings, self.name)
@@ -433,4 +432,5 @@ class PackSource(Source):
 
     def fill_settings(self, settings: Data) -> Data:
         resolved = self.pack.resolve_settings(settings)
-        return replace(settings, size=settings.size or resolved.size, labels=resolved.labels)
+        size = resolved.size if is_auto(settings, "size") else settings.size
+        return replace(settings, size=size, labels=resolved.labels)

@@ -38,6 +38,7 @@ from unfog.data.sources.image_files import ARCHIVE_GONE, CHANGED, GONE
 from unfog.errors import RequestError, RunError
 from unfog.files.locks import LOCK, OwnedError, lock_of
 from unfog.files.safe_files import Mode, file_digest, open_file, read_file, remove, replace_file, write_atomic
+from unfog.settings import is_auto
 from unfog.text import format_bytes, sanitize
 from unfog.values.columns import CLASS, classes_of, columns_digest, rows_of, update_digest
 
@@ -331,7 +332,7 @@ class Journal:
             "size": scan.size,
             "proved": scan.channels_certain,
             # Absent from journals that were begun before there were these.
-            **({"range": list(scan.settings.range)} if scan.settings.range else {}),
+            **({} if is_auto(scan.settings, "range") else {"range": list(scan.settings.range)}),
             **({"columns": columns} if (columns := columns_digest(scan.columns)) else {}),
         }
 
