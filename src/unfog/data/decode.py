@@ -163,7 +163,7 @@ def _decode_kept(
 
     planes = to_planes(values, format, upright if fit.actions or orientation != 1 else None)
     actions = [*fit.actions, *["rotated"] * (orientation != 1)]
-    return planes, ImageInfo(format.channels == 1, width, height, str(values.dtype), actions, pages)
+    return planes, ImageInfo(bool((planes == planes[:1]).all()), width, height, str(values.dtype), actions, pages)
 
 
 def upright_sides(image: Image.Image | DeepImage) -> tuple[int, int]:

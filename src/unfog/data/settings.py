@@ -145,6 +145,13 @@ class Data:
         return ImageFormat.of(self.channels, self.size, self.stored_values)
 
     @property
+    def asked_dtype(self) -> Literal["", "uint16", "float32"]:
+        """The stored type that the settings ask for in place of 8 bits; "" if they do not."""
+        if self.dtype in (AUTO, "uint8"):
+            return "" if is_auto(self, "map") else "float32"
+        return self.dtype
+
+    @property
     def stored_values(self) -> StoredValues:
         """The type of the stored values and their map, linear until it is fitted."""
         if self.dtype in (AUTO, "uint8"):

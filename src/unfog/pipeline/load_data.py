@@ -12,7 +12,7 @@ from unfog.config.schema import Config, ImageFacts
 from unfog.config.toml import to_toml
 from unfog.data.buckets.prepare import BucketChoice, prepare_buckets
 from unfog.data.dataset import Dataset
-from unfog.data.full_depth.choice import Kept, asked_dtype
+from unfog.data.full_depth.choice import kept_line
 from unfog.data.full_depth.fit import fit_values
 from unfog.data.prepare import prepare
 from unfog.data.scan import MIN_TO_HOLD_OUT
@@ -124,8 +124,8 @@ def _keep_values(config: Config, dataset: Dataset) -> Dataset:
             say("  values deeper than 8 bits become 8 bits; --data.dtype float32 (or uint16) keeps them")
         return dataset
     _check_for_pictures(config, dataset.settings)
-    if is_auto(config.data, "dtype") and not asked_dtype(config.data):
-        say(f"  {Kept(dataset.settings.stored_values.dtype, dataset.settings.channels).line()}")
+    if is_auto(config.data, "dtype") and not config.data.asked_dtype:
+        say(f"  {kept_line(dataset.settings.image_format)}")
     dataset, line = fit_values(dataset)
     if line:
         say(f"  {line}")

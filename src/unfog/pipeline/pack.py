@@ -7,7 +7,6 @@ from pathlib import Path
 
 from unfog.config.requests.pack import PackRequest
 from unfog.data.cache import entry_key
-from unfog.data.full_depth.choice import asked_dtype
 from unfog.data.packs.pack import Pack
 from unfog.data.packs.pack_writer import Journal, remove_work_files, write_pack
 from unfog.data.prepare import scan_source, silence_pillow
@@ -71,7 +70,7 @@ def _check_same_pack(found: Pack, scan: Scan) -> None:
     # 0 leaves a size open, which the finished pack has settled.
     same = same and all(getattr(asked, name) in (0, kept[name]) for name in ("size", "channels"))
     same = same and asked.range in ((), kept["range"]) and asked.clip == kept["clip"]
-    same = same and asked.axes == kept["axes"] and (asked_dtype(asked) or asked.dtype) in (AUTO, kept["dtype"])
+    same = same and asked.axes == kept["axes"] and (asked.asked_dtype or asked.dtype) in (AUTO, kept["dtype"])
     same = same and (asked.background, asked.held_out) == (kept["background"], kept["held_out"])
     same = same and columns_digest(scan.columns) == found.manifest.get("columns_digest", "")
     same = same and (scan.labels is None) == (kept["labels"] == "none")

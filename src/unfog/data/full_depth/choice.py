@@ -13,7 +13,7 @@ from unfog.data.sources.base import ImageError, Source
 from unfog.errors import RequestError
 from unfog.settings import AUTO
 from unfog.text import sanitize
-from unfog.values.image_format import CHANNELS, MOST_CHANNELS, describe_channels
+from unfog.values.image_format import CHANNELS, MOST_CHANNELS, ImageFormat, describe_channels
 
 _LOOKED_AT = 16  # first images, of which one that can be read is looked at
 _TRANSPARENT = 4  # channels of a picture with transparency
@@ -25,11 +25,12 @@ class Kept(NamedTuple):
     dtype: Literal["uint8", "uint16", "float32"]
     channels: int
 
-    def line(self) -> str:
-        """Return a line that says what is kept, and how to make pictures of it instead."""
-        kind = f"{describe_channels(self.channels)} {self.dtype}"
-        remedy = " (--data.range LOW HIGH makes 8 bits of them)" if self.channels in CHANNELS else ""
-        return f"values are kept as they are: {kind}{remedy}"
+
+def kept_line(format: ImageFormat) -> str:
+    """Return a line that says which values are kept, and how to make pictures of them instead."""
+    kind = f"{format.kind} {format.values.dtype}"
+    remedy = "; --data.range LOW HIGH makes pictures of 8 bits of them" if format.channels in CHANNELS else ""
+    return f"values are kept as they are: {kind}{remedy}"
 
 
 def choose_kept(source: Source, settings: Data, began: bool = False) -> Kept | None:
@@ -39,7 +40,7 @@ def choose_kept(source: Source, settings: Data, began: bool = False) -> Kept | N
     which fails without a usual range: see `keep_array`. A run that began without the setting has pictures.
     RequestError if the settings do not fit the images.
     """
-    asked, wanted = asked_dtype(settings), settings.channels
+    asked, wanted = settings.asked_dtype, settings.channels
     if began and not asked and wanted in (0, *CHANNELS):
         return None
     first = _first_image(source)
@@ -70,13 +71,6 @@ def keep_array(source: Source, settings: Data) -> Kept | None:
     if settings.dtype != AUTO or settings.clip or not isinstance(first, np.ndarray):
         return None
     return Kept("float32", _channels(first))
-
-
-def asked_dtype(settings: Data) -> Literal["", "uint16", "float32"]:
-    """Return the stored type that settings ask for in place of 8 bits; "" if they do not."""
-    if settings.dtype == "uint16" or settings.dtype == "float32":
-        return settings.dtype
-    return "float32" if settings.map != AUTO else ""
 
 
 def _first_image(source: Source) -> object | None:

@@ -31,7 +31,6 @@ from numpy.typing import NDArray
 from unfog.data.data_report import DataReport
 from unfog.data.dataset import Dataset, ImageSet, PixelArray
 from unfog.data.file_rows import FileRows, is_local
-from unfog.data.full_depth.choice import asked_dtype
 from unfog.data.outages import Outage
 from unfog.data.settings import Data
 from unfog.data.sources.base import LazyNames, OpenOptions, Source, SourceLocation
@@ -408,7 +407,7 @@ class PackSource(Source):
             )
         fitting = {"size": (size,), "channels": (packed["channels"],), "labels": ("none", packed["labels"])}
         fits = all(is_auto(settings, name) or getattr(settings, name) in values for name, values in fitting.items())
-        fits = fits and (asked_dtype(settings) or settings.dtype) in (AUTO, Data(**packed).stored_values.dtype)
+        fits = fits and (settings.asked_dtype or settings.dtype) in (AUTO, Data(**packed).stored_values.dtype)
         if not (fits and (settings.held_out == 0 or self._has_split(settings.held_out))):
             return None
         dataset = pack.dataset(settings, self.name)

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unfog.data.full_depth.axes import channel_axis
 from unfog.data.sources.base import ImageError, OpenOptions, Source, SourceLocation
 from unfog.data.sources.folder import files_digest, list_only
 from unfog.errors import RequestError
 from unfog.files.safe_files import regular_file
 from unfog.text import sanitize
+from unfog.values.axes import channel_axis
 
 
 class ArrayFolder(Source):

@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 
 from unfog.data.cache import remove_stale_entries
 from unfog.data.file_rows import FileRows, load_rows
-from unfog.data.full_depth.axes import USUAL, channel_axis
 from unfog.data.sources.base import LazyNames, OpenOptions, Source, SourceLocation
 from unfog.data.sources.folder import sample_digest
 from unfog.data.sources.image_objects import as_array
@@ -32,6 +31,7 @@ from unfog.errors import RequestError
 from unfog.files.cache_folder import cache_folder, hold, make_room
 from unfog.files.safe_files import replace_file
 from unfog.text import sanitize
+from unfog.values.axes import USUAL, channel_axis
 from unfog.values.image_format import MOST_CHANNELS
 
 _IMAGE_KEYS, _LABEL_KEYS = ("x", "images", "arr_0"), ("y", "labels")

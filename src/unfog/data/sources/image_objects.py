@@ -27,12 +27,11 @@ from unfog.data.bit_depth import (
     extent_of,
     usual_or_outward,
 )
-from unfog.data.full_depth.axes import USUAL, channel_axis
-from unfog.data.full_depth.choice import asked_dtype
 from unfog.data.settings import Data
 from unfog.data.sources.image_files import has_image_signature
 from unfog.errors import RequestError
 from unfog.settings import AUTO
+from unfog.values.axes import USUAL, channel_axis
 from unfog.values.image_format import to_pillow
 
 _IMAGE_KEYS = (
@@ -193,7 +192,7 @@ class Storing(NamedTuple):
     @classmethod
     def of(cls, data: Data) -> Storing:
         """Return what the settings of a run ask for."""
-        keeps = bool(asked_dtype(data)) or data.channels not in (0, 1, 3)
+        keeps = bool(data.asked_dtype) or data.channels not in (0, 1, 3)
         return cls(data.range, data.axes, keeps, may_keep=data.dtype == AUTO and not (data.range or data.clip))
 
 

@@ -21,7 +21,6 @@ from PIL import Image
 from unfog.data.bit_depth import DeepImage, Ranges, ValueRange, extent_of
 from unfog.data.cache import remove_stale_entries
 from unfog.data.data_report import SkippedFile
-from unfog.data.full_depth.axes import USUAL, channel_axis
 from unfog.data.sources.arrays import ArraySource
 from unfog.data.sources.base import SourceLocation
 from unfog.data.sources.image_files import open_bytes
@@ -39,6 +38,7 @@ from unfog.errors import RequestError
 from unfog.files.cache_folder import cache_folder, hold, make_room
 from unfog.files.safe_files import move, open_file, remove
 from unfog.text import sanitize
+from unfog.values.axes import USUAL, channel_axis
 
 _LABELS = "labels.json"
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # so that the same images make the same file
