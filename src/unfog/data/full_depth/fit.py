@@ -12,14 +12,14 @@ from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
 from unfog.data.settings import Data
 from unfog.values import value_maps
 
-_VALUES_READ = 2**25  # of the training images: 128 MB
+_VALUES_READ = 2**24  # of the training images: 64 MB
 _BLOCK = 64  # images that are read at once
 
 
 def fit_values(dataset: Dataset) -> tuple[Dataset, str]:
     """Return the dataset with the value map of its settings fitted, and a line on it; (dataset, "") if none is to fit.
 
-    The map is fitted to all training images, or to evenly spread ones that have 33 million values in all. RequestError
+    The map is fitted to all training images, or to evenly spread ones that have 17 million values in all. RequestError
     if a map does not fit the values.
     """
     settings = dataset.settings

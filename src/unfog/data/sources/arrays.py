@@ -70,6 +70,7 @@ class ArraySource(Source):
         except zipfile.BadZipFile:
             raise RequestError(f"{sanitize(name)} is not an .npz file, or is damaged") from None
         self._mapped = isinstance(images, np.memmap | FileRows)
+        self.in_place = isinstance(images, np.memmap)
         self._rows = images if isinstance(images, FileRows) else None
         if isinstance(images, FileRows):  # its shape decides how each image is turned
             images = np.broadcast_to(np.zeros((), images.dtype), images.shape)

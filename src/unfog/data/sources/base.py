@@ -244,6 +244,9 @@ class Source(ABC):
     remote: bool = False
     """True if `read` waits for a network, so that more threads than cores read faster."""
 
+    in_place: bool = False
+    """True if `read` returns a part of a local file that is mapped, so that a copy in the cache reads no faster."""
+
     remote_shards: ShardFailures | None = None
     """The state of remote shards, which may fail one by one while training reads them."""
 
