@@ -58,7 +58,7 @@ def main() -> None:
     folder, minutes = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "8"
     folder.mkdir(parents=True, exist_ok=True)
     np.save(folder / "fields.npy", fields(4096, seed=1))
-    network = "unet:channels=16/32,attention=0/0,mid_attention=0"
+    network = "unet:channels=16/32,attention=0/0,mid_attention=0,norm_groups=8"
     settings = {"network": network, "batch": 32, "device": "cpu", "budget": f"{minutes}m", "preview.every": -1}
     run = unfog.train(folder / "fields.npy", out=folder / "run", **settings)
     samples = np.asarray(run.sample(512, steps=40, guide="none"))

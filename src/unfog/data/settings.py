@@ -11,8 +11,11 @@ from typing import Any, Literal
 
 from unfog.errors import RequestError
 from unfog.settings import AUTO, check_bounds, is_auto, setting
-from unfog.values.image_format import BYTES, MOST_CHANNELS, ImageFormat, Size, StoredValues, parse_size
+from unfog.values.image_format import BYTES, MOST_CHANNELS, STORED, ImageFormat, Size, StoredValues, parse_size
 from unfog.values.value_maps import maps_of, parse_maps
+
+# Types of the stored values: see `image_format.STORED`.
+KeptType = Literal["uint16", "float32"]
 
 LABELS = (AUTO, "folders", "none")
 # Values of `Data.labels`, and suffixes of the tables that it may name instead.
@@ -145,18 +148,19 @@ class Data:
         return ImageFormat.of(self.channels, self.size, self.stored_values)
 
     @property
-    def asked_dtype(self) -> Literal["", "uint16", "float32"]:
+    def asked_dtype(self) -> KeptType | Literal[""]:
         """The stored type that the settings ask for in place of 8 bits; "" if they do not."""
-        if self.dtype in (AUTO, "uint8"):
-            return "" if is_auto(self, "map") else "float32"
-        return self.dtype
+        if self.dtype != AUTO and self.dtype != "uint8":
+            return self.dtype
+        return "" if is_auto(self, "map") else "float32"
 
     @property
     def stored_values(self) -> StoredValues:
         """The type of the stored values and their map, linear until it is fitted."""
         if self.dtype in (AUTO, "uint8"):
             return BYTES
-        low, high = self.range[:2] or ((0.0, 65535.0) if self.dtype == "uint16" else (-1.0, 1.0))
+        usual = STORED[self.dtype]
+        low, high = self.range[:2] or (usual.low, usual.high)
         return StoredValues(self.dtype, low, high, maps_of(self.fitted_map, self.map_values))
 
     @property
@@ -164,7 +168,7 @@ class Data:
         """The map to fit to training images; "" if the linear one of `range` or of the type needs no fit."""
         if self.dtype in (AUTO, "uint8"):
             return ""
-        if self.map in (AUTO, "linear") and (self.range or self.dtype == "uint16"):
+        if self.map in (AUTO, "linear") and (self.range or self.dtype != "float32"):
             return ""
         return "standard" if self.map == AUTO else self.map
 

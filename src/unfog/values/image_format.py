@@ -29,8 +29,6 @@ CHANNELS = (_GREY, _RGB)
 """Numbers of channels that a picture has: grey or colours."""
 MOST_CHANNELS = 64
 """Most channels that an image of a run may have."""
-DTYPES = ("uint8", "uint16", "float32")
-"""Types that stored values may have."""
 _NAMES = {_GREY: ("grey",), _RGB: ("red", "green", "blue")}
 _KINDS = {_GREY: "grey", _RGB: "RGB"}
 _MODES = {_GREY: "L", _RGB: "RGB"}
@@ -134,7 +132,7 @@ class StoredValues:
             return value_maps.to_model(self.maps, stored)
         if self.dtype == "float32":  # the difference first, as the range may be far from 0
             return (stored - self.middle).div_(self.half)
-        values = stored.float() if self.dtype == "uint16" else stored  # torch has no arithmetic of uint16
+        values = stored if self.dtype == "uint8" else stored.float()  # torch has no arithmetic of uint16
         return (values / self.half).sub_(self.middle / self.half)
 
     def to_stored(self, x0: Tensor) -> Tensor:
@@ -152,7 +150,8 @@ class StoredValues:
         kind = self.torch_type
         if kind.is_floating_point:
             return values.to(kind)
-        low, high = (self.low, self.high) if not self.maps else (0, torch.iinfo(kind).max)
+        ends = torch.iinfo(kind)
+        low, high = (ends.min, ends.max) if self.maps else (self.low, self.high)
         return values.round().clamp(low, high).to(kind)
 
     def formula(self, x: str) -> str:
@@ -183,6 +182,12 @@ class StoredValues:
 
 BYTES = StoredValues()
 """Values of pictures: 0 to 255, sRGB or grey."""
+STORED = {
+    "uint8": BYTES,
+    "uint16": StoredValues("uint16", 0.0, 65535.0),
+    "float32": StoredValues("float32", -1.0, 1.0),
+}
+"""Types that stored values may have, with the range that a linear map has by default."""
 
 
 @dataclass(frozen=True)

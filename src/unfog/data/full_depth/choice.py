@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from unfog.data.bit_depth import DeepImage
-from unfog.data.settings import Data
+from unfog.data.settings import Data, KeptType
 from unfog.data.sources.base import ImageError, Source
 from unfog.errors import RequestError
 from unfog.settings import AUTO
@@ -22,7 +22,7 @@ _TRANSPARENT = 4  # channels of a picture with transparency
 class Kept(NamedTuple):
     """The stored type and the channels of images that keep their values."""
 
-    dtype: Literal["uint8", "uint16", "float32"]
+    dtype: Literal["uint8"] | KeptType
     channels: int
 
 

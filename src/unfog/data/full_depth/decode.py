@@ -34,7 +34,7 @@ def to_planes(values: NDArray[Any], format: ImageFormat, fit: Fit | None) -> NDA
             raise ImageError(f"values beyond {dtype}" if finite else "with NaN or infinity in it")
     if fit is not None:
         fitted = np.stack([np.asarray(fit(Image.fromarray(plane.astype(np.float32)))) for plane in planes])
-        planes = fitted if dtype.kind == "f" else fitted.round().clip(0, np.iinfo(dtype).max)
+        planes = fitted if dtype.kind == "f" else fitted.round().clip(np.iinfo(dtype).min, np.iinfo(dtype).max)
     result: NDArray[Any] = planes.astype(dtype, copy=False)
     return result
 
@@ -43,6 +43,6 @@ def _check_type(planes: NDArray[Any], dtype: np.dtype[Any]) -> None:
     """Raise ImageError if values are not of the kind that an integer type holds."""
     if dtype.kind == "f" or not planes.size:
         return
-    most = np.iinfo(dtype).max
-    if planes.dtype.kind not in "uib" or planes.min() < 0 or planes.max() > most:
-        raise ImageError(f"values that are no integers from 0 to {most:,} (--data.dtype float32 keeps them)")
+    ends = np.iinfo(dtype)
+    if planes.dtype.kind not in "uib" or planes.min() < ends.min or planes.max() > ends.max:
+        raise ImageError(f"values that are no integers from {ends.min:,} to {ends.max:,} (--data.dtype float32)")
