@@ -34,7 +34,7 @@ from unfog.models.network_settings import build_model
 from unfog.models.settings import DiT, MPUNet, UNet
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.memory_recorder import fake_process_group
-from unfog.runs.worker import _check_visible
+from unfog.runs.train import _check_visible
 from unfog.training.batches import local_micro_batches
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import snapshot, writer
