@@ -25,9 +25,8 @@ from unfog.errors import RequestError
 from unfog.evaluation.features import open_features
 from unfog.evaluation.metrics import compare_features
 from unfog.inference.run import Run
-from unfog.pipeline.generate import GenerationSettings, generate_images
+from unfog.pipeline.generate import GenerationSettings, _trial_steps, generate_images
 from unfog.pipeline.load_data import load_images
-from unfog.planning.sampling_cost import _trial_steps
 from unfog.process.signals import StopSignals
 from unfog.reporting.records import read_events, read_metrics
 from unfog.runs import previews

@@ -41,9 +41,8 @@ from unfog.inference.evaluation_files import (
 )
 from unfog.inference.guide import resolve_guidance
 from unfog.inference.loaded_run import LoadedRun, load_run_images, weights_digest
-from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_given
+from unfog.pipeline.generate import GenerationSettings, cost_per_sample, generate_images, proportional_given
 from unfog.pipeline.load_data import load_images
-from unfog.planning.sampling_cost import cost_per_sample
 from unfog.process.device import choose_device
 from unfog.process.machine_key import machine_key
 from unfog.process.signals import StopSignals

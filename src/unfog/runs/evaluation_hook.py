@@ -20,11 +20,10 @@ from unfog.errors import RequestError
 from unfog.evaluation.features import Features, open_features
 from unfog.inference.compare_images import Comparison
 from unfog.pipeline.build import build_network
-from unfog.pipeline.generate import GenerationSettings, proportional_given
+from unfog.pipeline.generate import GenerationSettings, cost_per_sample, proportional_given
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.flops import measure_flops
 from unfog.planning.intervals import Choice
-from unfog.planning.sampling_cost import cost_per_sample
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import Progress, warn
 from unfog.reporting.recorder import Recorder
