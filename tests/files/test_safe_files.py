@@ -95,7 +95,7 @@ READ_BY_NAME = {
     "export/source_code.py": "a file of this package",
     "pipeline/image_files.py": "a file that it wrote into a temporary folder of its own",
     "process/command_clock.py": "a file of /proc",
-    "process/identity.py": "files of /proc",
+    "process/heartbeat.py": "files of /proc",
     "process/device.py": "files of /proc and /sys",
     "reporting/page/bundle.py": "files of this package",
     "serve/page.py": "files of this package",
