@@ -25,8 +25,8 @@ from unfog.diffusion.sampler import Observe
 from unfog.errors import RequestError
 from unfog.inference.guide import Guide, resolve_guidance
 from unfog.inference.loaded_run import LoadedRun, weights_digest
+from unfog.pipeline.edit_images import ImageInput, build_edit
 from unfog.pipeline.generate import GenerationSettings, generate_batches
-from unfog.pipeline.image_files import ImageInput, build_edit
 from unfog.reporting.image_grids import Pixels
 from unfog.reporting.notebook import figure, table
 from unfog.values.image_format import Size, are_pictures, to_pillow
