@@ -34,10 +34,10 @@ from unfog.inference.evaluation_files import (
     FORMAT,
     Evaluation,
     EvaluationPart,
+    EvaluationSamples,
     EvaluationSetup,
     GeneratedSamples,
     MixedSamples,
-    Samples,
 )
 from unfog.inference.guide import resolve_guidance
 from unfog.inference.loaded_run import LoadedRun, load_run_images, weights_digest
@@ -256,10 +256,10 @@ def _samples_key(part: EvaluationPart, setup: EvaluationSetup) -> str:
     return hashlib.sha256(repr((FORMAT, settings, generation.batch)).encode()).hexdigest()[:16]
 
 
-def _generate_samples(setup: EvaluationSetup, world: World, stop: StopSignals, key: bytes) -> Samples:
+def _generate_samples(setup: EvaluationSetup, world: World, stop: StopSignals, key: bytes) -> EvaluationSamples:
     """Return the samples, after generating those that are missing or not sealed; no metric may need any."""
     if all(name in LOSSES for name in setup.compared.metrics):
-        return Samples((), None)
+        return EvaluationSamples((), None)
     samples = [_open_samples(part, setup, key) for part in setup.parts]
     missing = [one.count_in(one.missing()) for one in samples]
     if any(missing):
@@ -279,7 +279,7 @@ def _generate_samples(setup: EvaluationSetup, world: World, stop: StopSignals, k
             own.generate_missing(generate, world, show)
             done += count
     mixed = MixedSamples(samples, setup.dataset.settings.image_format) if len(samples) > 1 else samples[0]
-    return Samples(tuple(samples), mixed)
+    return EvaluationSamples(tuple(samples), mixed)
 
 
 def _open_samples(part: EvaluationPart, setup: EvaluationSetup, key: bytes) -> GeneratedSamples:

@@ -301,7 +301,7 @@ class MixedSamples:
         return out
 
 
-class Samples(NamedTuple):
+class EvaluationSamples(NamedTuple):
     """The samples of an evaluation."""
 
     parts: tuple[GeneratedSamples, ...]

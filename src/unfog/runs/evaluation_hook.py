@@ -30,7 +30,7 @@ from unfog.reporting.recorder import Recorder
 from unfog.reporting.records import read_events, read_metrics
 from unfog.runs.previews import Previews
 from unfog.runs.ranks import RunContext
-from unfog.training.length import Plan
+from unfog.training.length import LengthPlan
 from unfog.training.settings import Evaluate
 
 MIN_SAMPLES, _MAX_SAMPLES, _MAX_REFERENCE = 100, 5000, 10_000  # limits of what is chosen automatically
@@ -186,7 +186,7 @@ def _metric_flops(config: Config, samples: int, reference: int, width: int) -> f
     return pairs + covariances + 20 * _PER_VALUE * values * (_PIXEL_METRIC in names)
 
 
-def _metrics_due(config: Config, step: int, plan: Plan) -> bool:
+def _metrics_due(config: Config, step: int, plan: LengthPlan) -> bool:
     """Return True if metrics are due after this step: the last one, or the first evaluation after their interval.
 
     Under a plan that stretches the interval of evaluations, that of metrics is as many times as long.
