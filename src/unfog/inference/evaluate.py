@@ -21,6 +21,7 @@ from unfog.config.schema import Config
 from unfog.data.buckets.view import join_sets
 from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
 from unfog.data.scan import common_size
+from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
 from unfog.data.values.value_range import FULL_RANGE
 from unfog.errors import RequestError, RunError
@@ -373,9 +374,9 @@ def evaluate_images(images: str, request: EvaluationRequest, size: Size, device:
 
 def _load_both(images: str, reference: str, size: Size, stop: StopSignals) -> tuple[ImageSet, ImageSet]:
     """Return both sets at one size and with equal channels. RequestError if that cannot be, or images are missing."""
-    samples = _load(images, size or common_size(open_source(images), _GRIDS), 0, stop)
+    samples = _load(images, Data(size=size or common_size(open_source(images), _GRIDS)), stop)
     side = samples.settings.size
-    real = _load(reference, side, 0, stop)
+    real = _load(reference, Data(size=side), stop)
     if real.settings.size != side:
         raise RequestError(
             f"{sanitize(reference)} has images of {real.settings.size} pixels and {sanitize(images)} of "
@@ -385,9 +386,9 @@ def _load_both(images: str, reference: str, size: Size, stop: StopSignals) -> tu
     values = _shared_range(samples, real)
     other = values != samples.settings.range
     if other or channels[0] < max(channels):  # grey ones are compared as RGB
-        samples = _load(images, side, max(channels), stop, values, clip=other)
+        samples = _load(images, Data(size=side, channels=max(channels), range=values, clip=other), stop)
     if channels[1] < max(channels):
-        real = _load(reference, side, max(channels), stop)
+        real = _load(reference, Data(size=side, channels=max(channels)), stop)
     check_enough(len(real.train), "the reference")
     return samples.train, real.train
 
@@ -402,16 +403,9 @@ def _shared_range(samples: Dataset, real: Dataset) -> tuple[float, ...]:
     return other or (FULL_RANGE.low, FULL_RANGE.high)
 
 
-def _load(
-    source: str,
-    size: Size,
-    channels: int,
-    stop: StopSignals,
-    value_range: tuple[float, ...] = (),
-    clip: bool = False,
-) -> Dataset:
-    base = Config(source=source)
-    data = replace(base.data, size=size, channels=channels, held_out=0.0, labels="none", range=value_range, clip=clip)
+def _load(source: str, data: Data, stop: StopSignals) -> Dataset:
+    """Load all images of a source, without classes."""
+    base, data = Config(source=source), replace(data, held_out=0.0, labels="none")
     # A batch of one, as there is no training that could want more images than there are.
     dataset, _ = load_images(replace(base, data=data, training=replace(base.training, batch=1)), stop)
     return dataset

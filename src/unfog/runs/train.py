@@ -155,35 +155,41 @@ def run_training_loop(
     ended or does not answer.
     """
     # A signal must not interrupt one rank alone while the others wait for it: they agree to stop.
-    with hooks.defer_interrupts() if world.size > 1 else nullcontext():
-        try:
-            world.init_process_group(state.precision.device, config.training.timeout)
-            if config.training.is_sharded(world.size):
-                world.shard_state(state, saved)
-            world.broadcast_state(state)
-            if world.size > 1 and (own := world.batch_range(0, config.training.batch)):
-                # Otherwise each rank would prefetch the images of all of them.
-                stream.prefetch_share(own.start, len(own), config.training.batch, state.seen)
-            settings = LoopSettings(config.training, config.optimizer, build_intervals(config, state))
-            task = Task(
-                open_task_stream(stream, state.precision.device),
-                build_augmentation(config),
-                build_loss(config, state),
-            )
-            # With several ranks, the others must not be left waiting.
-            with (
-                suppress(Interrupted) if world.size == 1 else nullcontext(),
-                compile_errors_explained("resume the run", hooks.stop_requested),
-            ):
-                advance(settings, state, task, hooks, world)
-            CoordinatedHooks(hooks, world).finish(state)
-        except RuntimeError as error:
-            if world.size == 1 or not _is_lost_process(error):
-                raise
-            raise LostProcess(
-                f"rank {world.rank} has lost another rank, which ended or does not answer; unfog resume continues "
-                f"from the newest checkpoint, as torchrun does by itself with --max-restarts ({str(error)[:160]})"
-            ) from error
+    with hooks.defer_interrupts() if world.size > 1 else nullcontext(), _lost_process_explained(world):
+        world.init_process_group(state.precision.device, config.training.timeout)
+        if config.training.is_sharded(world.size):
+            world.shard_state(state, saved)
+        world.broadcast_state(state)
+        if world.size > 1 and (own := world.batch_range(0, config.training.batch)):
+            # Otherwise each rank would prefetch the images of all of them.
+            stream.prefetch_share(own.start, len(own), config.training.batch, state.seen)
+        settings = LoopSettings(config.training, config.optimizer, build_intervals(config, state))
+        task = Task(
+            open_task_stream(stream, state.precision.device),
+            build_augmentation(config),
+            build_loss(config, state),
+        )
+        # With several ranks, the others must not be left waiting.
+        with (
+            suppress(Interrupted) if world.size == 1 else nullcontext(),
+            compile_errors_explained("resume the run", hooks.stop_requested),
+        ):
+            advance(settings, state, task, hooks, world)
+        CoordinatedHooks(hooks, world).finish(state)
+
+
+@contextmanager
+def _lost_process_explained(world: World) -> Iterator[None]:
+    """Raise LostProcess in place of torch's error if another rank ended or does not answer."""
+    try:
+        yield
+    except RuntimeError as error:
+        if world.size == 1 or not _is_lost_process(error):
+            raise
+        raise LostProcess(
+            f"rank {world.rank} has lost another rank, which ended or does not answer; unfog resume continues "
+            f"from the newest checkpoint, as torchrun does by itself with --max-restarts ({str(error)[:160]})"
+        ) from error
 
 
 def _is_lost_process(error: BaseException) -> bool:
