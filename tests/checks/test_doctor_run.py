@@ -12,7 +12,7 @@ from PIL import Image
 import unfog
 from unfog.checks.run.run_checks import check_run
 from unfog.errors import RequestError
-from unfog.process.heartbeat import uptime
+from unfog.process.identity import uptime
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.findings import write_findings
 from unfog.training.checkpoints import format as checkpoint

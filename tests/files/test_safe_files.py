@@ -85,7 +85,7 @@ GIVEN_SAFELY = re.compile(r"(str\()?(regular|tensor)_file\(|(io\.)?BytesIO\(|Blo
 READ_BY_NAME = {
     "checks/gpu_checks.py": "a file of /proc",
     "config/toml.py": "a file that --config names may be a link or a shell's pipe; a pipe in a run is refused there",
-    "cores.py": "files of /proc and /sys",
+    "device/cores.py": "files of /proc and /sys",
     "data/files/file_rows.py": "a file of /proc",
     "data/sources/": "images that a person names, which may lie behind links",
     "errors.py": "the description of this installed package",
@@ -95,7 +95,7 @@ READ_BY_NAME = {
     "export/source_code.py": "a file of this package",
     "pipeline/denoising_pictures.py": "a file that it wrote into a temporary folder of its own",
     "process/command_clock.py": "a file of /proc",
-    "process/heartbeat.py": "files of /proc",
+    "process/identity.py": "files of /proc",
     "process/device.py": "files of /proc and /sys",
     "reporting/page/bundle.py": "files of this package",
     "serve/page.py": "files of this package",

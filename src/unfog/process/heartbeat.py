@@ -2,7 +2,7 @@
 
 `RUN/heartbeat.json` holds the time, host, step and activity. `touch RUN/SAVE` requests a checkpoint, `touch
 RUN/PREVIEW` samples, `touch RUN/STOP` the end. A thread looks for them, also while the main thread waits for a device
-or a disk. The file identifies the process, so that a reader knows whether it still exists, or is suspended.
+or a disk.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 from unfog.files.safe_files import LARGEST_TEXT, open_file, read_file, remove, write_atomic
+from unfog.process.identity import own_identity, process_state, uptime
 from unfog.process.run_place import HEARTBEAT_FILE, RunPlace
 from unfog.process.signals import StopSignals
 from unfog.reporting.progress import say
 
 # Names of the files that request something of a running run.
 Request = Literal["SAVE", "PREVIEW", "STOP"]
-ProcessState = Literal["there", "suspended", "gone", "unknown"]
 _SAVE_FILE, _PREVIEW_FILE, _STOP_FILE = "SAVE", "PREVIEW", "STOP"
 _POLL_INTERVAL = 1.0  # seconds between two checks for requests
 _NAP = 0.25  # seconds of sleep at a time, by which a suspension is noticed
@@ -248,45 +247,3 @@ def _is_gone(pid: int) -> bool:
     except (OSError, OverflowError):  # it is another user's, or no valid id
         return False
     return False
-
-
-def own_identity() -> dict[str, object]:
-    """Return `machine`, which is equal for processes that see each other, `started`, and `uptime` of now in seconds.
-
-    {} if the system does not report it; only Linux does.
-    """
-    machine, found = _machine(), _stat("self")
-    return {"machine": machine, "started": found[1], "uptime": round(uptime(), 3)} if machine and found else {}
-
-
-def process_state(pid: int, machine: object, started: object) -> ProcessState:
-    """Return the state of the process `pid` with this `own_identity`; "unknown" for one of elsewhere."""
-    if not machine or machine != _machine():
-        return "unknown"
-    found = _stat(str(pid))
-    if found is None or found[1] != started or found[0] in "ZX":  # a zombie has ended, and its parent has not noticed
-        return "gone"
-    return "suspended" if found[0] in "Tt" else "there"
-
-
-def uptime() -> float:
-    """Return the seconds since the machine started, which no change of the clock moves."""
-    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
-
-
-@cache
-def _machine() -> str:
-    """Return the boot of the machine and the namespace of process numbers; "" if the system does not report them."""
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
-    return ""
-
-
-def _stat(process: str) -> tuple[str, int] | None:
-    """Return state and start, in ticks, of a process; None if there is none."""
-    with suppress(OSError, ValueError, IndexError):
-        # The name of the program, in brackets, may hold spaces; see man 5 proc.
-        fields = Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        return fields[0], int(fields[19])
-    return None
