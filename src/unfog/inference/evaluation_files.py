@@ -302,7 +302,7 @@ class MixedSamples:
 
 
 class EvaluationSamples(NamedTuple):
-    """The samples of an evaluation."""
+    """Samples of an evaluation, by size and all together."""
 
     parts: tuple[GeneratedSamples, ...]
     """Of each size; () if no metric needs any."""

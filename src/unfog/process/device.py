@@ -26,7 +26,7 @@ _MEMORY_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-OTHER_BUILD = "install a build of torch that has it; pytorch.org, under Get started, lists them"
+_OTHER_BUILD = "install a build of torch that has it; pytorch.org, under Get started, lists them"
 _NVIDIA = Path("/proc/driver/nvidia/version")  # a file of the driver, on Linux
 _WSL = "/usr/lib/wsl/lib"  # where WSL keeps the programs of the driver
 _PATIENCE = 10.0  # seconds
@@ -54,8 +54,8 @@ def choose_device(name: str) -> torch.device:
     if (device.index or 0) >= count.get(device.type, 0):
         raise RequestError(f"device = {name} is not available to torch {torch.__version__}; try --device auto")
     if device.type == "cuda":
-        if missing := missing_code(device):
-            raise RequestError(f"device = {name}: {missing}; {OTHER_BUILD}, or give --device cpu")
+        if missing := _missing_code(device):
+            raise RequestError(f"device = {name}: {missing}; {_OTHER_BUILD}, or give --device cpu")
         torch.cuda.set_device(device)  # some of torch's questions are answered for the current device alone
         compute_fp32_exactly()
     return device
@@ -174,7 +174,7 @@ def _field(path: Path, name: str) -> int:
     raise ValueError(f"{path} does not say {name}")
 
 
-class Gpu(NamedTuple):
+class _Gpu(NamedTuple):
     """A CUDA GPU that was chosen among those of the machine."""
 
     name: str
@@ -183,7 +183,7 @@ class Gpu(NamedTuple):
     """Why it was chosen; "" if there is one GPU alone."""
 
 
-def choose_gpu() -> Gpu | None:
+def choose_gpu() -> _Gpu | None:
     """Return the GPU that "cuda" and "auto" stand for; None if torch can use none, or has code for none.
 
     Of several it is the current one if this process has chosen or used it, else the one with the most free memory.
@@ -191,9 +191,9 @@ def choose_gpu() -> Gpu | None:
     if not torch.cuda.is_available():
         return None
     count = torch.cuda.device_count()
-    usable = [i for i in range(count) if not missing_code(torch.device("cuda", i))]
+    usable = [i for i in range(count) if not _missing_code(torch.device("cuda", i))]
     if count == 1 or not usable:
-        return Gpu("cuda", "") if usable else None
+        return _Gpu("cuda", "") if usable else None
     free = free_memory_of_gpus()
     best = most = max(usable, key=lambda i: free.get(i, 0))
     current = torch.cuda.current_device()
@@ -205,7 +205,7 @@ def choose_gpu() -> Gpu | None:
         reason = f"with {free[best] / 2**30:.1f} GiB of free memory, the most"
     else:
         reason = "the first that torch has code for; nvidia-smi does not say which has the most free memory"
-    return Gpu(f"cuda:{best}", f"of {count} GPUs, {reason}")
+    return _Gpu(f"cuda:{best}", f"of {count} GPUs, {reason}")
 
 
 @cache  # as it was before this process took memory itself
@@ -234,7 +234,7 @@ def _ask_nvidia_smi(columns: str) -> list[list[str]]:
     return [row for row in rows if len(row) == 1 + columns.count(",")]  # not what it warns of
 
 
-def missing_code(device: torch.device) -> str:
+def _missing_code(device: torch.device) -> str:
     """Return that this build of torch has no code for a CUDA GPU, as a sentence; "" if it has."""
     built_for = torch.cuda.get_arch_list()
     if not built_for:  # a build that does not say
@@ -281,8 +281,8 @@ def unused_gpu() -> str:
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return ""
     if torch.cuda.is_available():
-        missing = [missing_code(torch.device("cuda", i)) for i in range(torch.cuda.device_count())]
-        return f"{missing[0]}; {OTHER_BUILD}" if missing and all(missing) else ""
+        missing = [_missing_code(torch.device("cuda", i)) for i in range(torch.cuda.device_count())]
+        return f"{missing[0]}; {_OTHER_BUILD}" if missing and all(missing) else ""
     if not _NVIDIA.exists() and not _ask_nvidia_smi("name"):  # under WSL and Windows there is no such file
         return ""
     if torch.version.cuda is None:

@@ -52,12 +52,12 @@ def check_duplicates(scan: ImageScan, progress: Progress | None = None) -> list[
     return _report_duplicates(scan, find_duplicates(scan, progress))
 
 
-def _report_duplicates(scan: ImageScan, duplicates: Duplicates) -> list[Finding]:
+def _report_duplicates(scan: ImageScan, duplicates: _Duplicates) -> list[Finding]:
     findings = [_check_equal(scan, duplicates), _check_near_duplicates(scan, duplicates)]
     return [*findings, _check_leakage(scan, duplicates)] if scan.prepared.held_out else findings
 
 
-def _check_equal(scan: ImageScan, duplicates: Duplicates) -> Finding:
+def _check_equal(scan: ImageScan, duplicates: _Duplicates) -> Finding:
     train = len(scan.prepared.train)
     equal = [inside for group in duplicates.equal if len(inside := group[group < train]) > 1]
     total = int(scan.in_train.sum())
@@ -71,7 +71,7 @@ def _check_equal(scan: ImageScan, duplicates: Duplicates) -> Finding:
     return _with_kinds(scan, finding, _Kind(extra, said, equal, "Equal images", "A group a row."))
 
 
-def _check_near_duplicates(scan: ImageScan, duplicates: Duplicates) -> Finding:
+def _check_near_duplicates(scan: ImageScan, duplicates: _Duplicates) -> Finding:
     train, total = len(scan.prepared.train), int(scan.in_train.sum())
     resaved, similar = (
         connected_groups(pairs[(pairs < train).all(1)]) for pairs in (duplicates.resaved, duplicates.similar)
@@ -95,7 +95,7 @@ def _check_near_duplicates(scan: ImageScan, duplicates: Duplicates) -> Finding:
     )
 
 
-def _check_leakage(scan: ImageScan, duplicates: Duplicates) -> Finding:
+def _check_leakage(scan: ImageScan, duplicates: _Duplicates) -> Finding:
     train, held_out = len(scan.prepared.train), int((~scan.in_train).sum())
     # Rows of held-out images follow those of training images, so the ends of a sorted group show whether it has both.
     equal = [group for group in duplicates.equal if group[0] < train <= group[-1]]
@@ -177,7 +177,7 @@ def _examples(scan: ImageScan, groups: Sequence[Indices], sign: str) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class Duplicates:
+class _Duplicates:
     """Images that repeat others, as rows of an `ImageScan`. Blank images, which are all equal, are left out."""
 
     equal: list[Indices]
@@ -190,7 +190,7 @@ class Duplicates:
     """False if there were too many candidates to compare them all."""
 
 
-def find_duplicates(scan: ImageScan, progress: Progress | None = None) -> Duplicates:
+def find_duplicates(scan: ImageScan, progress: Progress | None = None) -> _Duplicates:
     """Return all duplicates of a scan; `progress` is called as (pairs compared, total pairs)."""
     content = np.flatnonzero(scan.statistics.spread >= BLANK_DEVIATION)
     digests = scan.statistics.digest[content]
@@ -207,7 +207,7 @@ def find_duplicates(scan: ImageScan, progress: Progress | None = None) -> Duplic
     # By the first row, so that a batch reads neighbouring parts of the file.
     pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
     resaved, similar = _compare_pairs(scan, scan.rows[pairs], progress)
-    return Duplicates(equal, scan.rows[pairs[resaved]], scan.rows[pairs[similar & ~resaved]], complete)
+    return _Duplicates(equal, scan.rows[pairs[resaved]], scan.rows[pairs[similar & ~resaved]], complete)
 
 
 def _likely_pairs(hashes: NDArray[np.uint64], small: NDArray[np.uint8]) -> Indices:

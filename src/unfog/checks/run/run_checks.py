@@ -1,7 +1,7 @@
 """Checks of a run, from what it has recorded and from what its newest weights do, and how to run all of them.
 
-To add a check, write a function that returns a Finding, or None if it does not apply, in one of the modules beside
-this one, and call it in that module's `check_progress`, `check_costs`, `check_trends` or `check_samples`.
+To add a check, write a function that returns a Finding, or None if it does not apply, here or in one of the modules
+beside this one, and call it in that module's `check_progress`, `check_costs`, `check_trends` or `check_samples`.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ class BrokenCheckpoint(NamedTuple):
 
 
 # What `CheckpointInfo.read` raises.
-INVALID = (OSError, ValueError, KeyError, TypeError, ArithmeticError, AttributeError, RecursionError)
+_INVALID = (OSError, ValueError, KeyError, TypeError, ArithmeticError, AttributeError, RecursionError)
 
 
 def best_of(saved: list[CheckpointInfo]) -> CheckpointInfo | None:
@@ -189,7 +189,7 @@ def list_checkpoints(checkpoints: Path) -> tuple[list[CheckpointInfo], list[Brok
             continue  # somebody's notes, say
         try:
             found.append(_with_retries(partial(CheckpointInfo.read, folder)))
-        except INVALID as error:
+        except _INVALID as error:
             reason = (isinstance(error, OSError) and error.strerror) or str(error)
             broken.append(BrokenCheckpoint(folder, f"{MANIFEST}: {reason}", _is_unreadable(error)))
     # By contents, as a folder may have been renamed or copied.
@@ -373,7 +373,7 @@ def _is_broken(folder: Path) -> bool:
     """Read a checkpoint, and return whether it is broken. Raises OSError or RunError if it cannot be read now."""
     try:
         return _with_retries(partial(CheckpointInfo.read, folder)).find_damage() is not None
-    except INVALID as error:
+    except _INVALID as error:
         if _is_unreadable(error):
             raise
         return True

@@ -2,7 +2,7 @@
 
 Tensors of a step go through torch's process group. Work that may take long (previews, evaluation, saving, reading
 images) is done by rank 0 while the other ranks poll torchrun's store, and compute the parts that rank 0 gives them
-(`SharedWork`). The store allows waits of any length, as long as every rank sends heartbeats (`watchdog`).
+(`_SharedWork`). The store allows waits of any length, as long as every rank sends heartbeats (`watchdog`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ProcessGroup:
         # Keys in the store are numbered, so all ranks must count the same messages and barriers.
         self._messages = self._barriers = 0
         self._begun = False
-        self._shared: SharedWork | None = None  # while the other ranks wait for jobs
+        self._shared: _SharedWork | None = None  # while the other ranks wait for jobs
         self.part: Part | None = None  # how this rank, if it is not rank 0, computes its part of a job
         self._sent, self._read = 0, Counter[int]()  # reports of this rank, and those read of each other rank
 
@@ -181,9 +181,9 @@ class ProcessGroup:
         assert self._store is not None
         self._store.set(key, json.dumps(message, default=float))
 
-    def _shared_work(self, key: str) -> SharedWork:
+    def _shared_work(self, key: str) -> _SharedWork:
         assert self._store is not None
-        return SharedWork(self._store, f"{key}/job", self.rank, self.size)
+        return _SharedWork(self._store, f"{key}/job", self.rank, self.size)
 
     def _receive(self, key: str, shared: bool) -> Any:
         jobs, part = self._shared_work(key), self.part
@@ -288,7 +288,7 @@ def agree_on_name(store: Store, rank: int, size: int, timeout: float = Training.
     raise RunError(f"rank {rank} waited {timeout:.0f} s for the others; check that their machines run")
 
 
-class SharedWork:
+class _SharedWork:
     """The jobs of one message of rank 0. Both sides count them, so all ranks make one of these at the same place.
 
     Rank 0 sends jobs and receives arrays through torchrun's store. So it can be interrupted at any moment without
