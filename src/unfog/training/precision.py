@@ -180,9 +180,9 @@ def default_memory_format(device: torch.device, precision: PrecisionName) -> tup
 class HalfWeights:
     """16-bit copies of the weights of linear layers and convolutions, which these compute with while `in_use`.
 
-    They are made once a step. Autocast would cast each weight at each use, in hundreds of launches.
-    Gradients are the same as those of autocast to the bit, as long as a layer is called once in a forward pass: with
-    more calls, autocast adds their gradients in float32.
+    They are made once a step. Autocast would cast each weight at each use, in hundreds of launches. Gradients are the
+    same as those of autocast to the bit, as long as a layer is called once in a forward pass: with more calls, autocast
+    adds their gradients in float32.
     """
 
     def __init__(self, network: nn.Module, dtype: torch.dtype):
