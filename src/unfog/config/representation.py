@@ -14,6 +14,7 @@ from unfog.data.settings import Data
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError
 from unfog.models.autoencoder_settings import AutoencoderFolder, Latents, check_multiple
+from unfog.settings import is_auto
 
 if TYPE_CHECKING:
     import numpy as np
@@ -237,12 +238,12 @@ class LatentSpace(Representation):
                     f"data.{name} = {getattr(data, name)} changes pixels, but latents are encoded once, from "
                     "unchanged images; omit it, or train without --autoencoder (--flip is possible)"
                 )
-        if data.channels not in (0, described.image_channels):
+        if not is_auto(data, "channels") and data.channels != described.image_channels:
             raise RequestError(
                 f"data.channels = {data.channels}, but the autoencoder in {self.folder} is for "
                 f"images of {described.image_channels}; omit --data.channels, or use another autoencoder"
             )
-        if data.size:
+        if not is_auto(data, "size"):
             check_multiple(data.size, described.factor)
         return described.factor
 
