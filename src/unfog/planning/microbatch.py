@@ -150,7 +150,7 @@ def _largest_that_fits(batch: int, fits: Callable[[int], bool]) -> int:
 
 
 def memory_upper_bound(config: Config, at_once: int) -> float:
-    """Return bytes that training with this micro-batch never exceeds, nor sampling, in host memory or on a device.
+    """Return bytes that training or sampling with so many images at once never exceeds, on the host or on a device.
 
     Infinite for an open network. The bound takes microseconds, where an estimate takes a second or more, and in most
     runs it is all that is needed.
