@@ -35,7 +35,7 @@ from unfog.planning.microbatch import (  # given any limit, and compared with th
     MARGIN,
     MicrobatchChoice,
     _largest_that_fits,
-    _memory_upper_bound,
+    memory_upper_bound,
 )
 from unfog.process import device as memory
 from unfog.process.device import _control_group, available_memory
@@ -374,7 +374,7 @@ def test_the_glance_is_never_below_the_prediction(given):
     captured = replace(given, training=replace(given.training, capture=True))
     for device, one in (("cpu", given), ("cuda", given), ("cuda", captured)):
         batch = given.training.batch
-        assert _memory_upper_bound(one, batch) > MemoryEstimator(one, device).training(batch, False)
+        assert memory_upper_bound(one, batch) > MemoryEstimator(one, device).training(batch, False)
 
 
 def test_what_a_control_group_leaves(tmp_path):

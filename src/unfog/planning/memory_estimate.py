@@ -181,6 +181,15 @@ class MemoryEstimator:
         return _persistent_bytes(step) + call.total - (0 if self._divided else call.parts["parameters"])
 
 
+def sampling_memory(config: Config, device: str, images: int, half: torch.dtype | None = None) -> int:
+    """Return the bytes that generating so many images at once takes on a type of device, beside the network's weights.
+
+    `half` is the type that the network computes in, None for fp32. Latents are counted, and not their decoding.
+    """
+    peak = _trace_call(config, device, images, half).peak(device)
+    return peak.total - peak.parts["parameters"]
+
+
 def _traceable(config: Config) -> Config:
     """Return the configuration, with AdamW for an optimiser that reads values, which fake tensors do not have.
 
@@ -302,8 +311,8 @@ def _allocate_moments(recorder: Recorder, state: TrainState) -> None:
     recorder.name("moments", map(to_local, optim.optimizer_tensors(state.optimizer, state.model).values()))
 
 
-def _trace_call(config: Config, device: str, images: int) -> Trace:
-    """Trace a forward pass of sampling: in fp32 without gradients."""
+def _trace_call(config: Config, device: str, images: int, half: torch.dtype | None = None) -> Trace:
+    """Trace a forward pass of sampling without gradients, in fp32 or under autocast to `half`."""
     shape = (images, *config.input_shape)
 
     def work(recorder: Recorder) -> None:
@@ -312,7 +321,8 @@ def _trace_call(config: Config, device: str, images: int) -> Trace:
         recorder.kind = "workspace"
         with torch.no_grad():
             x, logsnr = torch.zeros(shape), torch.zeros(images)
-            x0 = Denoiser(network, config.diffusion)(x, logsnr, config.conditions.blank(images))
+            denoise = Denoiser(network, config.diffusion, dtype=half if device == "cpu" else None)
+            x0 = denoise(x, logsnr, config.conditions.blank(images))
             del x, x0
 
-    return Trace.record(work, device)
+    return Trace.record(work, device, half)

@@ -71,8 +71,8 @@ def run_worker() -> None:
             if config.training.shard:
                 checkpoints = Path(received["checkpoints"])
                 _check_visible(checkpoints, "where each rank of a sharded run writes its part of a checkpoint", world)
-            if config.autoencoder_folder:
-                _check_visible(Path(config.autoencoder_folder), "the run's autoencoder", world)
+            for folder in config.representation.folders:
+                _check_visible(folder, "the run's autoencoder", world)
             dataset, found = load_images(config, stop, lost=received["lost"])
             if found.fingerprint != config.fingerprint:
                 raise RunError(
