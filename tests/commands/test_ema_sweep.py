@@ -14,7 +14,7 @@ from command import exit_status
 from conftest import TRANSFORMER
 from unfog.errors import RequestError, RunError
 from unfog.inference import ema_sweep
-from unfog.inference.ema_sweep import PAGE_FILE, EmaSweepResult, _WidthResult
+from unfog.inference.ema_sweep import PAGE_FILE, EmaSweepResult, WidthResult
 from unfog.inference.loaded_run import SWEEP_FILE, swept_width
 from unfog.inference.run import Run
 from unfog.reporting.records import read_events, read_metrics
@@ -113,7 +113,7 @@ def test_how_much_more_the_usual_length_has(best, usual, said):
         9,
         "",
         0.1,
-        (_WidthResult(0.05, best, None, 0.0), _WidthResult(0.1, usual, None, 0.0), _WidthResult(0.2, 9, None, 0.0)),
+        (WidthResult(0.05, best, None, 0.0), WidthResult(0.1, usual, None, 0.0), WidthResult(0.2, 9, None, 0.0)),
     )
     assert said in swept.finding().evidence
 

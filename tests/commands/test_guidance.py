@@ -38,7 +38,7 @@ from unfog.pipeline.generate import GenerationSettings, generate_images, proport
 from unfog.planning.sampling_cost import cost_per_sample
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.records import read_events
-from unfog.runs.resume import _omit_tuned_settings
+from unfog.runs.resume import omit_tuned_settings
 from unfog.training import precision
 from unfog.training.precision import drawing_precision
 from unfog.values.columns import CLASS
@@ -538,10 +538,10 @@ def test_what_is_no_word_of_tune_hides_nothing(run, tmp_path):
     folder, lines = RunFolder(tmp_path), ["sampler.steps: 20 -> 5", "log.every: 1 -> 2"]
     for text in ("", '{"kind": "tuned"}\n', '{"kind": "tuned", "sampler": [5]}\n', '{"kind": "started"}\n[]\n{'):
         (tmp_path / "events.jsonl").write_text(text)
-        assert _omit_tuned_settings(lines, folder.events, Sampler(steps=5)) == lines
+        assert omit_tuned_settings(lines, folder.events, Sampler(steps=5)) == lines
     (tmp_path / "events.jsonl").write_text('{"kind": "tuned", "sampler": {"steps": 5}}\n')
-    assert _omit_tuned_settings(lines, folder.events, Sampler(steps=5)) == lines[1:]
-    assert _omit_tuned_settings(lines, folder.events, Sampler(steps=6)) == lines
+    assert omit_tuned_settings(lines, folder.events, Sampler(steps=5)) == lines[1:]
+    assert omit_tuned_settings(lines, folder.events, Sampler(steps=6)) == lines
 
 
 def test_many_steps_begin_where_the_run_does(run, monkeypatch):

@@ -14,7 +14,7 @@ from torch.distributions import Normal, kl_divergence
 import unfog
 from unfog.cli.main import main
 from unfog.config.presets import AutoencoderRunSettings, autoencoder_recipe
-from unfog.config.resume_rules import _flatten
+from unfog.config.resume_rules import walk_settings
 from unfog.config.schema import Config
 from unfog.errors import RequestError
 from unfog.models.autoencoder import AutoencoderModel
@@ -147,7 +147,8 @@ def test_what_makes_no_autoencoder_is_refused():
 
 def test_help_shows_what_an_autoencoder_reads_and_no_more(capsys):
     names, all_names = (
-        {name for name, _ in _flatten(each)} for each in (AutoencoderRunSettings.of(autoencoder_recipe()), Config())
+        {name for name, *_ in walk_settings(each)}
+        for each in (AutoencoderRunSettings.of(autoencoder_recipe()), Config())
     )
     assert names < all_names
     with pytest.raises(SystemExit):

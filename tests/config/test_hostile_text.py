@@ -17,8 +17,8 @@ import torch
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from unfog.cli.main import _in_a_line
-from unfog.cli.parse import _flags_of, parse_args
+from unfog.cli.main import one_line
+from unfog.cli.parse import flags_of, parse_args
 from unfog.cli.read_request import REQUESTS, read_request
 from unfog.config import values as kinds
 from unfog.config.presets import PRESETS, preset
@@ -279,7 +279,7 @@ def test_a_diffusion_that_is_accepted_has_finite_weights_and_levels(data):
 
 # The command line
 
-FLAGS = sorted({flag for kind in REQUESTS.values() for flag in _flags_of(kind)})
+FLAGS = sorted({flag for kind in REQUESTS.values() for flag in flags_of(kind)})
 WORD = st.one_of(
     st.sampled_from(FLAGS),
     st.sampled_from(
@@ -315,7 +315,7 @@ def test_any_settings_of_a_training_are_a_config_or_refused(tmp_path, pairs):
 @given(st.text())
 @example("a\nb\x1b[2J\u202e\ud800")
 def test_what_is_said_is_a_line(text):
-    assert _in_a_line(text).isprintable()
+    assert one_line(text).isprintable()
 
 
 # The record

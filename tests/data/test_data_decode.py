@@ -16,7 +16,7 @@ from PIL import Image
 
 from unfog.data import decode as decoding
 from unfog.data.decode import ImageInfo, decode
-from unfog.data.scan import _read_size
+from unfog.data.scan import read_size
 from unfog.data.sources.base import ImageError
 from unfog.data.sources.image_files import open_bytes, open_image
 from unfog.values.image_format import ImageFormat
@@ -115,7 +115,7 @@ def test_exif_orientation_is_undone(orientation: int) -> None:
     expected, _ = decoded(saved(upright), 20)
     assert np.abs(pixels - expected).max() <= 1  # rounding after each direction, in another order
     assert (facts.width, facts.height) == (60, 40)
-    assert _read_size(saved(stored, exif=tags)) == (60, 40)
+    assert read_size(saved(stored, exif=tags)) == (60, 40)
     assert ("rotated" in facts.actions) is (orientation != 1)
 
 

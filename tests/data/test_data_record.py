@@ -36,7 +36,7 @@ from unfog.process.signals import StopSignals
 from unfog.reporting.log_settings import Log
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.records import read_events
-from unfog.runs.session import _write_data_report
+from unfog.runs.session import write_data_report
 
 TREATMENTS = (("resized",), ("flattened", "resized"), ("rotated",), ())
 
@@ -176,12 +176,12 @@ def test_the_sheet_is_augmented_and_repeatable_and_leaves_the_random_numbers_alo
 
 
 def test_both_files_are_written_or_the_disk_s_refusal_is_raised(tmp_path: Path) -> None:
-    _write_data_report(RunFolder(tmp_path), prepared(20), Augment(), seed=0)
+    write_data_report(RunFolder(tmp_path), prepared(20), Augment(), seed=0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["contact-sheet.png", "data.json"]
     with Image.open(tmp_path / "contact-sheet.png") as image:
         assert np.array_equal(np.asarray(image), contact_sheet(prepared(20), Augment(), seed=0))
     with pytest.raises(OSError, match="No such file"):
-        _write_data_report(RunFolder(tmp_path / "gone"), prepared(20), Augment(), seed=0)
+        write_data_report(RunFolder(tmp_path / "gone"), prepared(20), Augment(), seed=0)
 
 
 @pytest.mark.slow
@@ -190,7 +190,7 @@ def test_it_is_quick(tmp_path: Path) -> None:
     for n, limit in ((10_000, 1.5), (1_000_000, 4.0)):
         images = prepared(n, classes=10, size=4)
         started = time.process_time()
-        _write_data_report(RunFolder(tmp_path), images, Augment(flip=True), seed=0)
+        write_data_report(RunFolder(tmp_path), images, Augment(flip=True), seed=0)
         assert time.process_time() - started < limit
 
 

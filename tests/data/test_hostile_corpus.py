@@ -36,7 +36,7 @@ from unfog.data.sources.image_files import open_bytes, open_image
 from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError
 from unfog.process.run_folder import RunFolder
-from unfog.runs.session import _write_data_report
+from unfog.runs.session import write_data_report
 from unfog.values.image_format import ImageFormat
 
 pytestmark = [
@@ -307,7 +307,7 @@ def files_of(record: Path) -> dict[str, dict[str, object]]:
 
 def recorded(folder: Path, prepared: Dataset) -> dict[str, dict[str, object]]:
     folder.mkdir(exist_ok=True)
-    _write_data_report(RunFolder(folder), prepared, Augment(), seed=0)
+    write_data_report(RunFolder(folder), prepared, Augment(), seed=0)
     return files_of(folder / "data.json")
 
 

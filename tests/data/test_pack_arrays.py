@@ -213,12 +213,12 @@ def as_parquet(one: Any, folder: Path) -> Path:
 @pytest.mark.parametrize("how", [saved, as_parquet])
 @pytest.mark.slow
 def test_a_dataset_with_its_classes(datasets: Any, tmp_path: Path, how: Callable[[Any, Path], Path]) -> None:
-    from unfog.data.sources.huggingface import HuggingFaceSource, _is_parquet
+    from unfog.data.sources.huggingface import HuggingFaceSource, is_parquet
 
     names = ["cat", "dog", "owl"]
     place = how(dataset(datasets, label=datasets.ClassLabel(names=names)), tmp_path / "set")
     source = HuggingFaceSource(str(place), "set")
-    assert _is_parquet(place) == (how is as_parquet)
+    assert is_parquet(place) == (how is as_parquet)
     assert np.array_equal(opened(source), RGB)
     assert source.classes == ("cat", "dog", "owl")
     assert source.labels is not None

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from unfog.checks.run import run_checks as examination
-from unfog.checks.settings.overfit_one_batch import _OverfitBatch
+from unfog.checks.settings.overfit_one_batch import OverfitBatch
 from unfog.config.presets import preset
 from unfog.data import decode_pool as bulk
 from unfog.data import lazy, scan
@@ -24,7 +24,7 @@ from unfog.data import prepare as preparing
 from unfog.data import stream as ahead
 from unfog.data.augmentation import Augment
 from unfog.data.dataset import Dataset
-from unfog.data.lazy import LazyPixels, _training_index
+from unfog.data.lazy import LazyPixels, training_index
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.base import ImageError, TransientImageError
@@ -102,7 +102,7 @@ def test_rows_skip_those_held_out(held: set[int], more: int) -> None:
     n = max(held, default=0) + 1 + more
     indices = np.array(sorted(held), np.int64)
     train = np.arange(n - len(held))
-    assert _training_index(indices, train).tolist() == [i for i in range(n) if i not in held]
+    assert training_index(indices, train).tolist() == [i for i in range(n) if i not in held]
 
 
 def test_of_very_many_images_those_held_out_are_evenly_spaced(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,7 +298,7 @@ def test_whoever_takes_images_gets_the_labels_of_those_that_stand_in(photos: Pat
     shown, own = examination._training_pixels(fresh().train, (0, 1))
     at_the_end = Damaged(photos, "damaged")
     at_the_end.bad = frozenset([299])  # for which the first stands in, of the other class
-    batch = _OverfitBatch.of(
+    batch = OverfitBatch.of(
         prepare(at_the_end, replace(ASKED, held_out=0)).train,
         objective,
         cpu,

@@ -29,7 +29,7 @@ from unfog.data.sources import remote_errors
 from unfog.data.sources import storage as remote
 from unfog.data.sources.base import RemotePolicy
 from unfog.data.sources.registry import open_source
-from unfog.data.stream import ImageStream, _ReadOrder
+from unfog.data.stream import ImageStream, ReadOrder
 from unfog.data.webdataset import byte_range_cache as member_cache
 from unfog.data.webdataset import remote_shards as remote_shards
 from unfog.data.webdataset.byte_range_cache import ByteRangeCache
@@ -87,7 +87,7 @@ def numbers(stream: ImageStream, first: int, count: int, batch: int = 10) -> lis
 
 def test_a_course_counts_its_positions_in_turns() -> None:
     for first, batch, begin, share in ((0, 1, 0, 1), (0, 10, 0, 10), (7, 10, 3, 4), (5, 4, 3, 1), (0, 6, 6, 0)):
-        course = _ReadOrder(first, batch, begin, share)
+        course = ReadOrder(first, batch, begin, share)
         wanted = [p for p in range(60) if p >= first and begin <= (p - first) % batch < begin + share]
         if share:
             assert course.positions(0, len(wanted)).tolist() == wanted

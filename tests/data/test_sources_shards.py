@@ -24,8 +24,8 @@ from unfog.config.validate import check_source
 from unfog.data.sources import storage
 from unfog.data.sources.base import ImageError, Source
 from unfog.data.sources.labels import read_labels
-from unfog.data.sources.registry import _expand_braces, open_source
-from unfog.data.sources.storage import BlockReader, _LocalStorage
+from unfog.data.sources.registry import expand_braces, open_source
+from unfog.data.sources.storage import BlockReader, open_storage
 from unfog.data.webdataset import index_entry as shard_files
 from unfog.data.webdataset import index_entry as shard_piece
 from unfog.data.webdataset import shard_index
@@ -97,10 +97,10 @@ def test_braces_are_expanded_as_by_a_shell() -> None:
     patterns = ["a-{000..003}.tar", "{x,y}/a-{8..11}.tar", "{b,a}{1..0}", "a{0..01}", "no{}", "{one}", "a-{1,2}{x,}"]
     lines = "\n".join(f"echo {pattern}" for pattern in patterns)
     said = subprocess.run(["bash", "-c", lines], capture_output=True, text=True, check=True).stdout
-    assert [_expand_braces(pattern) for pattern in patterns] == [line.split() for line in said.splitlines()]
+    assert [expand_braces(pattern) for pattern in patterns] == [line.split() for line in said.splitlines()]
     for pattern in ("{0..99999999}", "{0..999}" * 3):
         with pytest.raises(RequestError, match="matches over 1,000,000 files"):
-            _expand_braces(pattern)
+            expand_braces(pattern)
 
 
 def test_wrong_patterns_say_what_is_wrong(sets: Path) -> None:
@@ -139,7 +139,7 @@ def test_every_format_reads_as_tarfile_reads_it(tmp_path: Path, format: int) -> 
             archive.addfile(link)
     with tarfile.open(path) as archive:
         theirs = [(m.name, m.offset_data, m.size, m.isreg()) for m in archive if not m.isdir()]
-    found = TarMember.iterate(BlockReader(_LocalStorage(), str(path), path.stat().st_size, 4096))
+    found = TarMember.iterate(BlockReader(open_storage(str(path)), str(path), path.stat().st_size, 4096))
     assert [(m.name.decode(), m.start, m.size, m.regular) for m in found] == theirs
     source = open_source(path)
     assert [name.removeprefix("a.tar/") for name in source.names] == names
@@ -496,8 +496,9 @@ def test_building_stops_at_once_and_keeps_what_is_done(tmp_path: Path, monkeypat
             slow.wait(0.05)
         return original(self, path, start, size)
 
-    original = _LocalStorage.read
-    monkeypatch.setattr(_LocalStorage, "read", read)
+    local = type(open_storage(str(tmp_path)))
+    original = local.read
+    monkeypatch.setattr(local, "read", read)
     monkeypatch.setattr(shard_piece, "_REPORT_EVERY", 1)
     monkeypatch.setattr(shard_index, "_POLL", 0.01)
 
@@ -636,7 +637,7 @@ def test_every_cut_and_flip_of_a_shard_ends(tmp_path: Path) -> None:
             path = tmp_path / "bad.tar"
             path.write_bytes(data)
             try:
-                found = list(TarMember.iterate(BlockReader(_LocalStorage(), str(path), len(data), 4096)))
+                found = list(TarMember.iterate(BlockReader(open_storage(str(path)), str(path), len(data), 4096)))
             except DamagedTarError:
                 said += 1
                 continue

@@ -17,7 +17,7 @@ from unfog.evaluation.feature_networks import (  # compared with the resize of T
     parse_network_file,
 )
 from unfog.evaluation.features import open_features
-from unfog.evaluation.metrics import _is_inception
+from unfog.evaluation.metrics import is_inception
 
 INCEPTION = inception_path()
 """Of whoever runs the tests, which have a cache of their own later."""
@@ -95,7 +95,7 @@ def test_features_have_names_that_tell_them_apart(net):
     assert one.name.startswith("net@")
     assert one.name.split("@")[1] == again.name.split("@")[1]
     assert (one.resize, two.resize) == ("bicubic antialiased 16", "TF1 bilinear 24")
-    assert not _is_inception(one)
+    assert not is_inception(one)
 
 
 def test_a_network_is_in_evaluation_mode_and_in_full_precision(tmp_path):
@@ -177,7 +177,7 @@ def test_inception_sees_what_tensorflow_would_have_given_it(monkeypatch):
         expected = network((torch.tensor(np.array(resized)).float() - 128) / 128)
     found = features(x)
     assert found.shape == (2, 2048)
-    assert _is_inception(features)
+    assert is_inception(features)
     assert (found - expected).abs().max() < 1e-3 * expected.abs().max()
     assert open_features(str(inception_path()), only_known=True).digest == features.digest
 

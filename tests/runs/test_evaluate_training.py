@@ -27,7 +27,7 @@ from unfog.evaluation.metrics import compare_features
 from unfog.inference.run import Run
 from unfog.pipeline.generate import GenerationSettings, generate_images
 from unfog.pipeline.load_data import load_images
-from unfog.planning.sampling_cost import _trial_steps
+from unfog.planning.sampling_cost import trial_steps
 from unfog.process.signals import StopSignals
 from unfog.reporting.records import read_events, read_metrics
 from unfog.runs import previews
@@ -182,9 +182,9 @@ def test_metrics_follow_the_stretched_evaluations():
 
 
 def test_the_adaptive_sampler_is_timed_as_it_draws():
-    assert _trial_steps(Sampler("adaptive", steps=20)) == 20
-    assert _trial_steps(Sampler("dpmpp", steps=20)) == 2
-    assert _trial_steps(Sampler("dpmpp", steps=1)) == 1
+    assert trial_steps(Sampler("adaptive", steps=20)) == 20
+    assert trial_steps(Sampler("dpmpp", steps=20)) == 2
+    assert trial_steps(Sampler("dpmpp", steps=1)) == 1
 
 
 def test_what_is_affordable_is_used():

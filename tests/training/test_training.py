@@ -17,7 +17,7 @@ from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.levels import Levels
 from unfog.diffusion.objective import Loss, Objective
 from unfog.errors import Interrupted, RequestError, RunError
-from unfog.training.distributed.micro_batches import _split_range
+from unfog.training.distributed.micro_batches import split_range
 from unfog.training.ema import Ema
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import Intervals, LoopSettings, train
@@ -151,7 +151,7 @@ def test_noise_of_the_whole_batch_is_the_same_however_it_is_cut(microbatch):
 
 
 def test_micro_batches_cover_the_batch_once():
-    assert list(_split_range(64, 8, 3)) == [(64, 3), (67, 3), (70, 2)]
+    assert list(split_range(64, 8, 3)) == [(64, 3), (67, 3), (70, 2)]
 
 
 def test_stopped_and_continued_in_memory_is_bit_identical():

@@ -27,7 +27,7 @@ from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
 from unfog.data.sources.stored_images import Report, StoredImages
 from unfog.errors import RequestError
-from unfog.inference.evaluate import _load_both
+from unfog.inference.evaluate import load_both
 from unfog.pipeline.pack import pack
 from unfog.pipeline.skipped_images import data_json, describe_changes
 from unfog.process.run_folder import RunFolder
@@ -560,12 +560,12 @@ def test_evaluation_scales_integers_of_both_sets_by_the_range_of_the_reference(t
     made = folder(tmp_path / "made", {f"{i:02}.png": image for i, image in enumerate(dark)})
     full = folder(tmp_path / "full", {f"{i:02}.png": image * 16 for i, image in enumerate(TWELVE)})
     with StopSignals() as stop:
-        samples, reference = _load_both(str(made), str(real), 0, stop)
+        samples, reference = load_both(str(made), str(real), 0, stop)
         assert np.array_equal(reference.pixels[:][:, 0], EXPECTED)
         assert np.array_equal(samples.pixels[:][:, 0], np.rint(dark * (255 / 4095)))
-        samples, _ = _load_both(str(made), str(full), 0, stop)
+        samples, _ = load_both(str(made), str(full), 0, stop)
         assert np.array_equal(samples.pixels[:][:, 0], np.rint(dark / 257))
-        samples, _ = _load_both(str(full), str(real), 0, stop)  # brighter than the reference can be
+        samples, _ = load_both(str(full), str(real), 0, stop)  # brighter than the reference can be
         assert np.array_equal(samples.pixels[:][:, 0], np.rint(np.minimum(TWELVE * 16, 4095) * (255 / 4095)))
 
 
