@@ -268,7 +268,7 @@ def in_shell(shell: str, script: str, folder: Path) -> str:
     program = shutil.which(shell)
     if program is None:
         pytest.skip(f"{shell} is not installed")
-    with redirect_stdout(io.StringIO()) as script_of_shell:
+    with redirect_stdout(io.StringIO()) as script_of_shell, pytest.raises(SystemExit):
         main(["completion", shell])
     (folder / "unfog").write_text(script_of_shell.getvalue())
     plain = {"bash": ["--norc"], "zsh": ["-f"], "fish": ["--no-config"]}[shell]

@@ -200,9 +200,7 @@ def test_settings_that_mean_nothing_to_an_autoencoder_are_refused_from_python_an
         ({"codec": "x"}, "autoencoder_folder"),
         ({"evaluate": {"metrics": ["kid"]}}, "evaluate.metrics"),
     ):
-        with pytest.raises(
-            RequestError, match=f"{name} is a setting of unfog train; training an autoencoder does not use it"
-        ):
+        with pytest.raises(RequestError, match=f"{name} is a setting of unfog train"):
             unfog.train_autoencoder("fashion", **settings)
     (tmp_path / "recipe.toml").write_text("guidance = 2.0\n")
     with pytest.raises(SystemExit):
@@ -262,7 +260,7 @@ def test_folders_that_hold_no_autoencoder_are_refused(tmp_path):
             AutoencoderFolder.open(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps({"_class_name": "AutoencoderKL", "block_out_channels": [8, 8]}))
     (tmp_path / "diffusion_pytorch_model.bin").write_bytes(b"\x80\x04K\x01.")
-    with pytest.raises(RequestError, match=r"diffusion_pytorch_model\.bin is a pickle, which is never read"):
+    with pytest.raises(RequestError, match=r"diffusion_pytorch_model\.bin is a pickle"):
         AutoencoderFolder.open(str(tmp_path))
 
 

@@ -317,7 +317,7 @@ def test_a_guide_sees_the_same_latents(on_latents):
     zero = Diffusion(path=VP(), schedule=Cosine(steps=100, zero_terminal=True), target=V())
     asked = replace(plain, diffusion=zero)
     eps = replace(plain, diffusion=Diffusion(path=VP(), schedule=Cosine(), target=Eps()))
-    with pytest.raises(RequestError, match="the guide cannot be used at the noise levels of this run"):
+    with pytest.raises(RequestError, match=r"guide .*noise levels"):
         check_guide(asked, eps)
     check_guide(asked, asked)
     check_guide(

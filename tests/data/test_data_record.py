@@ -211,18 +211,14 @@ def said(source: Path, data: Data, capsys: pytest.CaptureFixture[str]) -> str:
 
 def test_why_nothing_is_held_out_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = Data(size=8, cache="memory", held_out=0.0001)
-    assert "sets of fewer than 100 images are used for training entirely" in said(
-        pictures(tmp_path / "few", 20), asked, capsys
-    )
+    assert "fewer than 100 images" in said(pictures(tmp_path / "few", 20), asked, capsys)
     assert "none of the 140 images fell below that share" in said(pictures(tmp_path / "more", 140), asked, capsys)
 
 
 def test_a_background_that_a_pack_does_not_have_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scan, key = scan_source(open_source(pictures(tmp_path / "set", 20)), Data(size=8))
     made = write_pack(scan.resolve(), tmp_path / "pack", key, "").path
-    assert "background = black changes nothing: the pack was made with white" in said(
-        made, Data(background="black"), capsys
-    )
+    assert "background = black changes nothing" in said(made, Data(background="black"), capsys)
     assert "background" not in said(made, Data(), capsys)
 
 
@@ -231,9 +227,7 @@ def test_clipping_that_a_pack_was_made_without_is_said(tmp_path: Path, capsys: p
     for clip in (False, True):
         scan, key = scan_source(open_source(folder), Data(size=8, clip=clip))
         made = write_pack(scan.resolve(), tmp_path / f"pack-{clip}", key, "").path
-        assert (
-            "data.clip changes nothing: the pack was made without it" in said(made, Data(clip=True), capsys)
-        ) != clip
+        assert ("data.clip changes nothing" in said(made, Data(clip=True), capsys)) != clip
         assert "data.clip" not in said(made, Data(), capsys)
 
 

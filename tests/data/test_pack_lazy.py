@@ -327,7 +327,7 @@ def test_when_everything_is_gone_it_says_so_at_the_batch_that_needs_it(photos: P
     source.bad = frozenset(range(300))
     stream.close()
     fresh = ImageStream(prepare(source, replace(ASKED, held_out=0)).train, seed=0)
-    with pytest.raises(RunError, match=r"100 images in a row in damaged cannot be decoded \(the last: empty\)"):
+    with pytest.raises(RunError, match=r"100 images in a row .*the last: empty"):
         fresh.batch(0, 8)
     source.bad = frozenset()
     fresh = ImageStream(prepare(source, replace(ASKED, held_out=0)).train, seed=0)
@@ -490,7 +490,7 @@ def test_large_sets_are_decoded_once_if_that_pays(
     monkeypatch.setattr(preparing, "_MEMORY_FILES", 100)
     few = chosen(photos, to_draw=100)
     assert isinstance(few.train.pixels, LazyPixels)
-    assert "as this run needs 100 of 300; --data.cache disk decodes all" in few.placement
+    assert "100 of 300; --data.cache disk" in few.placement
     many = chosen(photos, to_draw=200)
     assert many.placement.startswith("decoded once, for all runs: 0.1 MB decoded, in ")
     found = chosen(photos, to_draw=1)  # once it is there, it is used
@@ -513,7 +513,7 @@ def test_a_run_that_goes_on_decodes_as_it_began(photos: Path, monkeypatch: pytes
         with pytest.raises(RequestError, match=f"resume with cache = auto.*cache = {cache}"):
             prepare(source, replace(asked, cache=cache), known=known)  # type: ignore[arg-type]
     monkeypatch.setattr("unfog.data.cache.shutil.disk_usage", lambda folder: type("", (), {"free": 1000}))
-    with pytest.raises(RequestError, match=r"UNFOG_CACHE in a folder with enough space \(images are decoded"):
+    with pytest.raises(RequestError, match=r"UNFOG_CACHE .*enough space"):
         prepare(source, replace(asked, size=12), known=disk)
 
 

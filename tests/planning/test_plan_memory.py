@@ -326,7 +326,7 @@ def test_a_micro_batch_does_not_depend_on_what_is_free_at_the_moment(monkeypatch
     )
     assert settled(10**12) == usual
     for training in ({}, {"microbatch": 8}):
-        with pytest.raises(RequestError, match=r"are available now; close other programs, or give --microbatch"):
+        with pytest.raises(RequestError, match=r"available now.*--microbatch"):
             settled(int(1.3 * takes[1]), **training)
 
 
@@ -352,7 +352,7 @@ def test_gradient_checkpointing_only_where_one_image_does_not_fit_without():
     fit = MicrobatchChoice.largest(given, CPU, int((one + recomputed) / 2 / MARGIN))
     assert fit.checkpointing
     assert fit.microbatch >= 1
-    with pytest.raises(RequestError, match=r"one image of 32x32 pixels .* smaller --size or --network"):
+    with pytest.raises(RequestError, match=r"32x32 .*--size or --network"):
         MicrobatchChoice.largest(given, CPU, int(0.9 * recomputed / MARGIN))
 
 

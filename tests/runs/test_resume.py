@@ -153,7 +153,7 @@ def test_broken_newest_checkpoint_is_named_and_passed_over(whole, tmp_path):
     assert saved.step == 18
     assert [one.folder.name for one in broken] == ["00000024", "00000036", "00000030"]
     said = finish(command("resume", folder))
-    assert "checkpoint 00000036 is broken and is passed over: model.safetensors" in said
+    assert "00000036 is broken and is passed over: model.safetensors" in said
     passed = [event for event in read_events(folder / "events.jsonl") if event["kind"] == "passed_over"]
     assert [(event["step"], event["checkpoint"]) for event in passed] == [(18, one.name) for one, *_ in broken]
     assert "passed_over" in (folder / "report.html").read_text()

@@ -246,7 +246,7 @@ def test_a_divided_run_is_killed_stopped_and_damaged_and_goes_on(tmp_path):
     part = saved.folder / "optimizer-00002-of-00002.safetensors"
     os.truncate(part, part.stat().st_size - 1)
     said = alone("resume", run, "--steps", saved.step + 1)
-    assert f"checkpoint {saved.folder.name} is broken and is passed over: {part.name} has" in said
+    assert f"{saved.folder.name} is broken and is passed over: {part.name}" in said
     assert f"steps {saved.step - 1:,} to {saved.step + 1:,}" in said
 
 
@@ -268,7 +268,7 @@ def test_what_other_processes_have_written_is_seen_or_said(tmp_path, monkeypatch
     post.set(1, {"files": {"here": {"bytes": 4}}})
     assert writer._wait_for_shard(1, tmp_path, post, off) == {"here": {"bytes": 4}}
     post.set(2, {"files": {"elsewhere": {"bytes": 4}}})
-    with pytest.raises(RunError, match=r"rank 2 .* has written .*elsewhere, which cannot be found from here.* share"):
+    with pytest.raises(RunError, match=r"rank 2 .*elsewhere.* share"):
         writer._wait_for_shard(2, tmp_path, post, off)
     post.set(3, {"failed": "Permission denied"})
     with pytest.raises(RunError, match=r"rank 3 .*Permission denied"):

@@ -332,7 +332,7 @@ def test_log_window_and_guard_measure_the_error_and_not_what_was_made_of_it():
 def test_patience_ends_in_a_roll_back_and_roll_backs_in_a_diagnosis():
     into = linear_state()
     diary = with_good_weights(into)
-    with pytest.raises(RunError, match=r"diverged 3 times.*step 9.*not finite in 3 steps in a row.*--lr"):
+    with pytest.raises(RunError, match=r"diverged 3 times.*step 9.*--lr"):
         run(into, overflow_at(range(100)), diary, patience=3, rollbacks=2)
     assert len(diary.roll_backs) == 3
     assert into.guard.lr_scale == 1 / 8
