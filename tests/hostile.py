@@ -61,11 +61,16 @@ def without(tree: Any, place: Sequence[Any]) -> Any:
 KINDS = ["link", "dangling", "pipe", "folder", "device"]
 
 
-def plant(path: Path, kind: str, victim: Path) -> None:
-    """Put something else in the place of a file or folder; `victim` is where a link leads."""
+def clear(path: Path) -> None:
+    """Remove whatever lies at a path."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     path.unlink(missing_ok=True)
+
+
+def plant(path: Path, kind: str, victim: Path) -> None:
+    """Put something else in the place of a file or folder; `victim` is where a link leads."""
+    clear(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     match kind:
         case "link":
@@ -223,6 +228,13 @@ def _planted(kind: str) -> Damage:
     return damage
 
 
+_NPY = {
+    "npy without a header": b"\x93NUMPY",
+    "vast npy": npy("(1000000000, 1000, 1000, 3)"),
+    "npy of objects": npy("(2, 4, 4)", "|O", b"x" * 99),
+    "npy of a negative side": npy("(-1, 4, 4)"),
+    "npy of a shape that is none": npy("nonsense"),
+}
 CONTENTS: dict[str, bytes] = {
     "empty": b"",
     "text": b"a note that somebody named badly\n",
@@ -241,8 +253,8 @@ CONTENTS: dict[str, bytes] = {
     "SVG": b"<svg xmlns='http://www.w3.org/2000/svg'><script>alert(1)</script></svg>",
     "begin of a GIF": b"GIF89a",
     "vast PNG": png(100_000, 100_000, 8, 2, b""),
-    "vast npy": npy("(1000000000, 1000, 1000, 3)"),
-    "npy of objects": npy("(2, 4, 4)", "|O", b"x" * 99),
+    **_NPY,
+    **{f"{name}, in an archive": _archive(data, zipfile.ZIP_STORED) for name, data in _NPY.items()},
     "zip bomb": _archive(bytes(2**25), zipfile.ZIP_DEFLATED),
     "zip directory of 4 GB": struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, 65535, 65535, 2**32 - 2, 0, 0),
     **FORGED_TENSORS,
@@ -252,7 +264,7 @@ DAMAGES: dict[str, Damage] = {
     "cut to half": _changed(lambda data: data[: len(data) // 2]),
     "cut by a byte": _changed(lambda data: data[:-1]),
     "zeros": _changed(lambda data: bytes(len(data))),
-    "first byte changed": _changed(lambda data: bytes([data[0] ^ 0x81]) + data[1:]),
+    "first byte changed": _changed(lambda data: bytes([one ^ 0x81 for one in data[:1]]) + data[1:]),
     "sparse end of 256 GiB": _sparse,
     "pickle": _pickled,
     "pickle of torch": _torch_pickled,

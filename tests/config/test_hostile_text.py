@@ -449,6 +449,18 @@ def test_numbers_that_no_step_can_be(saved, tmp_path, key, value):
     assert key == "held_out_loss" or value == 10**400 or (not found and broken[0].reason.startswith("manifest.json: "))
 
 
+def test_sizes_are_compared_before_anything_is_read(saved, tmp_path, monkeypatch):
+    folder, _manifest = saved
+    there = copied(folder, tmp_path)
+    with (there / "ema.safetensors").open("r+b") as file:
+        file.truncate(2**40)  # with holes, so that it takes no room
+    monkeypatch.setattr(
+        checkpoint, "file_digest", lambda path: pytest.fail("read") if path.stat().st_size > 2**30 else ""
+    )
+    found, _ = checkpoint.list_checkpoints(there.parent)
+    assert "bytes" in str(found[0]._replace(files={"ema.safetensors": found[0].files["ema.safetensors"]}).find_damage())
+
+
 @fuzz(200)
 @given(data=st.data())
 def test_damaged_weights_are_read_or_refused(saved, tmp_path, data):
