@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import pickle
 import shutil
 import time
 import zipfile
@@ -17,7 +18,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from hostile import DAMAGES, POSSIBLE, clear, peak_memory, snapshot
+from hostile import DAMAGES, PICKLES, clear, peak_memory, snapshot
 from unfog.config.presets import preset
 from unfog.config.requests.pack import PackRequest
 from unfog.config.schema import Config
@@ -240,7 +241,7 @@ def test_a_damaged_file_is_read_as_it_was_or_refused(name: str, sound: Path, tmp
         expected = reader.read(sound / reader.file)
     except RequestError as error:  # weights of a network that is not known
         expected = error
-    for damage in POSSIBLE:
+    for damage in DAMAGES:
         if reader.holds is rows and damage.startswith("sparse"):
             continue  # a record may have a gigabyte
         DAMAGES[damage](place / reader.file, sprung)
@@ -260,3 +261,15 @@ def test_a_damaged_file_is_read_as_it_was_or_refused(name: str, sound: Path, tmp
         clear(place / reader.file)
         shutil.copy(sound / reader.file, place / reader.file)
     assert not failed, "\n".join(failed)
+
+
+def test_traps_spring_where_a_pickle_is_loaded(tmp_path: Path) -> None:
+    load = {"pickle": pickle.load, "pickle of torch": functools.partial(torch.load, weights_only=False)}
+    for name, damage in PICKLES.items():
+        path, sprung = tmp_path / name, tmp_path / f"{name} sprung"
+        path.touch()
+        damage(path, sprung)
+        if name in load:
+            with path.open("rb") as file:
+                load[name](file)
+            assert sprung.exists(), name

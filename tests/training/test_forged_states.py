@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 import unfog
-from hostile import VALUES, peak_memory, places, plant, put, snapshot, without
+from hostile import VALUES, peak_memory, places, plant, put, snapshot
 from test_hostile_text import TINY
 from test_resume_settings import sealed, trained
 from unfog.cli.read_request import read_request
@@ -47,11 +47,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def mutations(state: dict) -> list[tuple[tuple, object]]:
     """Every place with every value; of lists of numbers, only the first two."""
     kept = [at for at in places(state) if not any(isinstance(key, int) and key > 1 for key in at)]
-    return [(at, value) for at in kept for value in (*VALUES, "absent")]
-
-
-def mutated(state: dict, at: tuple, value: object) -> object:
-    return without(state, at) if value == "absent" else put(state, at, value)
+    return [(at, value) for at in kept for value in VALUES]
 
 
 def holds(state: TrainState, value: object) -> bool:
@@ -76,7 +72,7 @@ def test_a_mutated_state_is_refused_or_loads(some: slice) -> None:
     every = mutations(good)
     assert len(every) > 400
     for at, value in every[some]:
-        assert holds(state, mutated(good, at, value)), (at, value)
+        assert holds(state, put(good, at, value)), (at, value)
 
 
 def forge(folder: Path, **values: object) -> None:
@@ -183,7 +179,7 @@ def test_a_run_with_a_mutated_state_goes_on_or_says_why_not(run: Path, tmp_path:
     good = json.loads((run / "checkpoints/00000004/state.json").read_text())
     for number, (at, value) in enumerate(mutations(good)):
         copy = Path(shutil.copytree(run, tmp_path / str(number)))
-        (copy / "checkpoints/00000004/state.json").write_text(json.dumps(mutated(good, at, value)))
+        (copy / "checkpoints/00000004/state.json").write_text(json.dumps(put(good, at, value)))
         sealed(copy / "checkpoints/00000004")
         folder = RunFolder(copy)
         with suppress(UnfogError):  # anything else is a defect
