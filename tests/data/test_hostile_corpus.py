@@ -194,10 +194,7 @@ def contents() -> dict[str, tuple[bytes, tuple[str, ...] | str]]:
         "float 255.tif": (encoded(floats * np.float32(255), "TIFF"), BEYOND),
         "float infinite.tif": (encoded(infinite, "TIFF"), "floating point with NaN or infinity in it"),
         "float undefined.tif": (encoded(undefined, "TIFF"), "floating point with NaN or infinity in it"),
-        "float range.tif": (
-            encoded(floats * 1000 - 1, "TIFF"),
-            BEYOND,
-        ),
+        "float range.tif": (encoded(floats * 1000 - 1, "TIFF"), BEYOND),
         "palette.gif": (encoded(Image.fromarray(RGB).quantize(64), "GIF"), (PALETTE,)),
         "palette transparent.png": (palette(), (FLAT, PALETTE)),
         "hidden.png": (encoded(hidden), (FLAT,)),
