@@ -94,7 +94,7 @@ def _read(path: Path) -> Weights:
     except OSError as error:
         raise RequestError(f"{path} cannot be read: {error.strerror or error}") from None
     except Exception as error:  # a damaged file raises any kind, and a forbidden one an error of the pickle module
-        # The first sentence: those behind it tell how to load a pickle unsafely, in terminal colours.
+        # Only the first sentence: the following ones explain how to load a pickle unsafely, in terminal colours.
         reason = sanitize(" ".join(str(error).split()).partition(". ")[0])[:160]
         raise RequestError(
             f"{path} cannot be read as plain tensors: {reason}. Whatever else a pickle holds could run code; save the "
