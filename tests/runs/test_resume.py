@@ -237,7 +237,7 @@ def test_verify_repeats_a_part_of_the_run(whole, tmp_path):
     (newest / "manifest.json").write_text(json.dumps(manifest | {"sha256": checkpoint.manifest_digest(manifest)}))
     said = " ".join(finish(command("resume", folder, "--verify"), status=1).split())
     assert f"with 77 threads, and now by torch {torch.__version__}" in said
-    assert f"with {torch.get_num_threads()} threads, which may round differently" in said
+    assert f"with {torch.get_num_threads()} threads" in said
     config = folder / "config.toml"
     config.write_text(config.read_text().replace("seed = 0", "seed = 1"))
     assert "settings were changed" in finish(command("resume", folder, "--verify"), status=2)
