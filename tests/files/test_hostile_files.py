@@ -154,10 +154,11 @@ def weights(path: Path) -> list[bytes]:
     return [tensor.numpy().tobytes() for tensor in model.state_dict().values()]
 
 
-def newest(path: Path) -> int:
-    found = checkpoint.newest(path.parents[1])[0]
-    assert found is not None
-    return found.step
+def newest(path: Path) -> int | None:
+    """Return the step of the newest checkpoint; None if it is damaged. Damage is never "cannot be read now"."""
+    found, broken = checkpoint.newest_intact(path.parents[1])
+    assert found or broken
+    return found.step if found else None
 
 
 def labels(path: Path) -> list[str]:
@@ -187,7 +188,10 @@ READERS = {
         PICTURE, lambda path: read_png(path, path.parents[1]).tobytes(), errors=(OSError, ValueError)
     ),
     "width of a picture": Reader(PICTURE, lambda path: (png_data_uri(path, path.parents[1], 64) or (0, None))[1]),
-    **{f"{name} of a checkpoint": Reader(f"{STEP}/{name}", newest) for name in ("manifest.json", *checkpoint.FILES)},
+    **{
+        f"{name} of a checkpoint": Reader(f"{STEP}/{name}", newest, errors=())
+        for name in ("manifest.json", *checkpoint.FILES)
+    },
     **{f"{name} as weights": Reader(f"{STEP}/{name}.safetensors", weights) for name in ("model", "ema")},
     "snapshot of averages": Reader(
         "run/averages/00000002.safetensors",
