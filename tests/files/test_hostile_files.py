@@ -31,7 +31,7 @@ from unfog.data.sources.labels import apply_label_table
 from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError, RunError
 from unfog.evaluation.features import open_features
-from unfog.export.elsewhere import read_model
+from unfog.export.foreign_weights import read_model
 from unfog.inference.evaluation_files import Evaluation
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.models.autoencoder_settings import Autoencoder, AutoencoderFolder
