@@ -36,6 +36,7 @@ from unfog.reporting.progress import Progress
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import LoopSettings, train
 from unfog.training.precision import DTYPES, drawing_precision
+from unfog.training.settings import SamplingPrecision
 from unfog.training.stability.out_of_memory import microbatch_size
 from unfog.training.state import TrainState
 
@@ -156,10 +157,10 @@ def _usual_drawing(config: Config, steps: int) -> GenerationSettings:
 
 
 @torch.inference_mode()
-def seconds_per_call(config: Config, device: torch.device) -> float:
-    """Return the median wall time of a forward pass of one micro-batch, in the precision of drawing on the device."""
+def seconds_per_call(config: Config, device: torch.device, precision: SamplingPrecision = "auto") -> float:
+    """Return the median wall time of a forward pass of one micro-batch, as samples are drawn in a precision."""
     network = build_network(config).to(device).eval()
-    dtype = DTYPES.get(drawing_precision("auto", device, config.training.precision))
+    dtype = DTYPES.get(drawing_precision(precision, device, config.training.precision))
     denoise, count = Denoiser(network, config.diffusion, dtype=dtype), microbatch_size(config.training)
     x, logsnr = torch.zeros(count, *config.input_shape, device=device), torch.zeros(count, device=device)
     conditions = config.conditions.blank(count).to(device)
