@@ -30,6 +30,7 @@ from parts import Setting, attempt
 from rows import Row, mfu
 
 _SECONDS, _SECONDS_ON_CPU = 3.0, 0.05  # for each way, after its first steps
+_CAPTURED = 12  # steps at least of one that is captured: the first four are not replays
 _LEAST = 10.0  # seconds that must be left for a way to be tried
 _COMPILING = {"cifar10": 75.0, "dit-latents": 50.0, "unet-64": 90.0}
 """The same for a way that is compiled: one that would be killed in the compiler is left out."""
@@ -132,7 +133,7 @@ def _ours_captured(config: Config, device: torch.device) -> StepTime:
     """Time captured steps of one training: each call of the loop would capture anew."""
     config = _changed(config, capture=True)
     with must_capture():
-        return measure_step(config, random_images(config, 2048), device, lambda: False, _SECONDS)
+        return measure_step(config, random_images(config, 2048), device, lambda: False, _SECONDS, _CAPTURED)
 
 
 class _Timer:

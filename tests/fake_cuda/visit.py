@@ -7,6 +7,7 @@ import queue
 import sys
 import tempfile
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers
 from unfog.config import validate
 from unfog.data.stream import ImageStream
 from unfog.diffusion import noise
+from unfog.pipeline import compile_network
 from unfog.process import device as devices
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks/gpu"))
@@ -29,8 +31,14 @@ import part_ranks
 import part_steps
 import part_values
 import parts
+import steps
 
 import values
+
+with suppress(ImportError):  # before names of torch that it takes for types are replaced
+    from diffusers import DDPMScheduler, DiTTransformer2DModel, UNet2DModel  # noqa: F401
+    from diffusers.optimization import get_scheduler  # noqa: F401
+    from diffusers.training_utils import EMAModel  # noqa: F401
 
 H100 = SimpleNamespace(name="NVIDIA H100", major=9, minor=0, total_memory=80 * 2**30, uuid="GPU-1")
 ANSWERS = {
@@ -68,7 +76,10 @@ class VisitedFakeCuda(cases.FakeCuda):
         self.set(noise.NoiseSource, "draw", cases._fake_noise(self.mode))
 
     def _leave_out(self):
-        """Leave out what no fake device has: files of tensors without values, kernels to profile, and a compiler."""
+        """Leave out what no fake device has: files of tensors without values, kernels to profile, a compiler, ranks.
+
+        The capture of a bare step is not on the stream of the loop, which the fake graph asks for.
+        """
         self.set(part_exact, "resumed", lambda setting: iter(()))
         self.set(part_values, "_checkpoints", lambda *a: iter(()))
         self.set(part_profile, "profile", lambda activities: _Profile())
@@ -77,8 +88,10 @@ class VisitedFakeCuda(cases.FakeCuda):
         # Tiny networks, as in the rehearsal on a CPU: what is called, and where tensors are, is the same.
         tiny = {name: changes | {"training": {"batch": 4}} for name, changes in networks._TINY.items()}
         self.set(networks, "_FULL", tiny)
-        small = values.cases(True)
-        self.set(values, "cases", lambda cpu: small)
+        small = values.cases
+        self.set(values, "cases", lambda cpu: small(True))
+        self.set(steps, "_captured", lambda step: step)
+        self.set(compile_network, "check_can_compile", lambda device: None)
         networks.disable_compiler()
 
 

@@ -52,8 +52,10 @@ TOO_SLOW = 2e13
 class _StepTimer(TrainingHooks):
     """Training hooks that record the time after each step."""
 
-    def __init__(self, seconds: float, progress: Progress, stop_requested: Callable[[], bool], compiles: bool):
-        self.seconds, self.compiles = seconds, compiles
+    def __init__(
+        self, seconds: float, progress: Progress, stop_requested: Callable[[], bool], compiles: bool, least: int = 0
+    ):
+        self.seconds, self.compiles, self.least = seconds, compiles, least
         self.progress = progress
         self.interrupted = stop_requested
         self.times = [time.perf_counter()]
@@ -64,8 +66,13 @@ class _StepTimer(TrainingHooks):
         self.progress.update(step)
 
     def stop_requested(self) -> bool:
-        """Return True once the time is over after two steps or more, or one very slow one, or a stop is requested."""
+        """Return True once the time is over after two steps or more, or one very slow one, or a stop is requested.
+
+        The first `least` steps are taken however long they last.
+        """
         taken = len(self.times) - 1
+        if taken < self.least:
+            return self.interrupted()
         # The first step may compile for a minute, which says nothing about the second.
         spent = self.times[-1] - self.times[min(taken, int(self.compiles))]
         enough = spent > self.seconds if taken > 1 + self.compiles else taken and spent > _SLOW * self.seconds
@@ -77,12 +84,17 @@ class _StepTimer(TrainingHooks):
 
 
 def measure_step(
-    config: Config, images: ImageSet, device: torch.device, stop_requested: Callable[[], bool], limit: float = 3.0
+    config: Config,
+    images: ImageSet,
+    device: torch.device,
+    stop_requested: Callable[[], bool],
+    limit: float = 3.0,
+    least: int = 0,
 ) -> StepTime:
-    """Return the wall time of an optimiser step, from about `limit` seconds of real training."""
+    """Return the wall time of an optimiser step, from about `limit` seconds of real training, or `least` steps."""
     trial = TrialTraining(config, images, device)
     with Progress(f"measuring steps in {config.training.precision}", None) as progress:
-        clock = _StepTimer(limit, progress, stop_requested, bool(config.training.compile))
+        clock = _StepTimer(limit, progress, stop_requested, bool(config.training.compile), least)
         trial.train(clock, stop_requested)
     if stop_requested():
         raise Interrupted
