@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import cases  # isort: skip - it loads the device, and torch after it
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import DeviceType
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers its backend
 
@@ -28,6 +29,7 @@ import networks
 import part_exact
 import part_profile
 import part_ranks
+import part_smoke
 import part_steps
 import part_values
 import parts
@@ -70,6 +72,8 @@ class VisitedFakeCuda(cases.FakeCuda):
             self.set(owner, "check_device", lambda name: None)
         self.set(torch, "equal", lambda one, other: one.shape == other.shape)
         self.set(nn.Module, "_apply", _apply)
+        # A copy of a network would copy the mode with it, whose references to storages would be freed twice.
+        self.set(FakeTensorMode, "__deepcopy__", lambda mode, known: mode)
         self.set(ImageStream, "batch", _batch_of(self.mode, ImageStream.batch))
         for owner, name in cases.HOST_ARITHMETIC:
             self.set(owner, name, cases._for_real(getattr(owner, name)))
@@ -85,6 +89,8 @@ class VisitedFakeCuda(cases.FakeCuda):
         self.set(part_profile, "profile", lambda activities: _Profile())
         self.set(part_ranks, "init_device_mesh", cases._for_real(part_ranks.init_device_mesh))
         self.set(part_steps, "_SECONDS", 0.01)
+        self.set(part_smoke, "_STEPS", 5)  # the fourth is captured
+        self.set(part_exact, "_STEPS", 2)
         # Tiny networks, as in the rehearsal on a CPU: what is called, and where tensors are, is the same.
         tiny = {name: changes | {"training": {"batch": 4}} for name, changes in networks._TINY.items()}
         self.set(networks, "_FULL", tiny)
