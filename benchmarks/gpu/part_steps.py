@@ -34,6 +34,7 @@ _CAPTURED = 12  # steps at least of one that is captured: the first four are not
 _LEAST = 10.0  # seconds that must be left for a way to be tried
 _COMPILING = {"cifar10": 75.0, "dit-latents": 50.0, "unet-64": 90.0}
 """The same for a way that is compiled: one that would be killed in the compiler is left out."""
+_STORED = 30.0  # the same, if the program was compiled before, so that its code is stored
 
 
 class _Way(NamedTuple):
@@ -164,7 +165,7 @@ class _Timer:
         on_gpu = self.device.type == "cuda"
         if way.needs_cuda and not on_gpu:
             return Row(self.part, way.name, "needs CUDA", "skipped")
-        left, least = self.deadline - steps.time.monotonic(), self.compiling if way.compiled and on_gpu else _LEAST
+        left, least = self.deadline - steps.time.monotonic(), self.least_seconds(way)
         if left < least:
             return Row(self.part, way.name, f"{left:.0f} s are left, and it may take {least:.0f}", "skipped")
         gc.collect()
@@ -179,6 +180,14 @@ class _Timer:
         except Exception as error:
             return attempt(self.part, way.name, error)
         return self._row(way, time)
+
+    def least_seconds(self, way: _Way) -> float:
+        """Return the seconds that must be left for a way to be tried."""
+        if not way.compiled or self.device.type != "cuda":
+            return _LEAST
+        program = way.name.split()[0]
+        stored = any(name.startswith(f"{program} compiled") for name in self.found)
+        return _STORED if stored else self.compiling
 
     def _row(self, way: _Way, time: StepTime) -> Row:
         name = way.name

@@ -325,6 +325,17 @@ def test_ways_get_copies_of_one_network_and_constants_are_put_back(bench):
     assert build._WEIGHTS_CHANNELS_LAST_ON
 
 
+def test_a_compiled_way_needs_less_time_once_its_code_is_stored(bench):
+    steps, config = bench("part_steps"), bench("networks").settings_of("tiny", cpu=True)
+    timer = steps._Timer("steps", config, torch.device("cpu"), seconds=60, compiling=75)
+    ours, bare = (steps._Way(name, lambda: None, compiled=True) for name in ("unfog compiled", "bare compiled"))
+    assert timer.least_seconds(ours) == steps._LEAST  # where the rehearsal does not compile
+    timer.device = torch.device("cuda")
+    assert (timer.least_seconds(ours), timer.least_seconds(bare)) == (75, 75)
+    timer.found["unfog compiled, captured"] = steps.StepTime(60, 0.1)
+    assert (timer.least_seconds(ours), timer.least_seconds(bare)) == (steps._STORED, 75)
+
+
 def test_a_step_that_is_silently_not_captured_is_a_failure(bench):
     """On a CPU nothing can be captured; training goes on without, and says why."""
     networks, capture, timing = bench("networks"), bench("capture"), importlib.import_module("unfog.planning.timing")
