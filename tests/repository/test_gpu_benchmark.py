@@ -284,11 +284,11 @@ def test_a_bare_step_and_diffusers_step_train_the_network_that_ours_is(bench, mo
     """diffusers' U-Net has our weights and answers the same."""
     networks, steps = bench("networks"), bench("steps")
     config = networks.settings_of("cifar10", cpu=True)
-    ours = steps.build_network(config)
+    ours = steps.build.build_network(config)
     x, t = torch.randn(2, *config.input_shape), torch.tensor([3.0, 700.0])
     for tensor in ours.parameters():
         torch.nn.init.normal_(tensor, std=0.05)
-    monkeypatch.setattr(steps, "build_network", lambda config: ours)
+    monkeypatch.setattr(steps.build, "build_network", lambda config: ours)
     theirs, call = steps._counterpart(config)
     with torch.no_grad():
         assert (call(theirs.eval(), x, t) - ours.eval()(x, t)).abs().max() < 1e-4
