@@ -26,7 +26,7 @@ from unfog.models.unet import UNetModel
 from unfog.pipeline.build import build_network
 from unfog.planning import auto_settings, disk, timing
 from unfog.planning.auto_settings import AutoSettings
-from unfog.planning.flops import _DEVICES, GB, Device, NetworkCost, TimeRange
+from unfog.planning.flops import GB, Device, NetworkCost, TimeRange
 from unfog.planning.memory_estimate import MemoryEstimator
 from unfog.planning.microbatch import MARGIN, Machine
 from unfog.planning.plan import (  # given machines that are not there
@@ -210,7 +210,8 @@ def test_time_is_arithmetic_or_launches():
 
 
 def test_devices_are_found_however_they_are_written():
-    assert Device.find("RTX 4090") is Device.find("nvidia_rtx_4090") is _DEVICES["4090"]
+    assert Device.find("RTX 4090") is Device.find("nvidia_rtx_4090")
+    assert Device.find("RTX 4090").memory == 24 * GB
     assert Device.find("H200").memory == 141 * GB
     with pytest.raises(RequestError, match=r"'h1000'; give one of b200, .* omit --for \(device="):
         Device.find("h1000")
@@ -330,6 +331,17 @@ def test_a_step_that_compiles_first_is_not_taken_for_the_pace(monkeypatch):
             timer.on_step_end(step + 1)
         assert timer.stop_requested()
         assert timer.step_time() == StepTime(50.0, 1.0 if compiles else 50.0)
+
+
+def test_so_many_steps_are_timed_at_least_however_slow_they_are(monkeypatch):
+    """A step that is captured after three others is not reached within the limit on a slow GPU."""
+    clock = itertools.count(step=50.0)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
+    timer = timing._StepTimer(3.0, Progress("", None), lambda: False, False, least=4)
+    for step in range(4):
+        assert not timer.stop_requested()
+        timer.on_step_end(step + 1)
+    assert timer.stop_requested()
 
 
 def test_a_plan_leaves_random_numbers_alone():

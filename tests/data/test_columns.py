@@ -15,17 +15,15 @@ from unfog.data import decode_pool
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.decode import decode
 from unfog.data.packs.latent_cache import EncodeJob, LatentArrays
-from unfog.data.packs.pack import Pack
-from unfog.data.packs.pack_journal import Journal
-from unfog.data.packs.pack_source import PackSource
-from unfog.data.packs.pack_writer import write_pack
+from unfog.data.packs.pack import Pack, PackSource
+from unfog.data.packs.pack_writer import Journal, write_pack
 from unfog.data.prepare import prepare, scan_source
 from unfog.data.settings import Data
 from unfog.data.sources.base import ImageError, Source
 from unfog.data.sources.labels import apply_label_table, read_columns
 from unfog.errors import RequestError
 from unfog.pipeline import load_data
-from unfog.pipeline.pack import _check_same_pack, _packed_before
+from unfog.pipeline.pack import check_same_pack, packed_before
 from unfog.pipeline.skipped_images import DATA_FILE, data_json, describe_changes
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
@@ -204,12 +202,12 @@ def test_an_interrupted_pack_goes_on_with_its_own_columns_alone(
     assert 100 < Journal.read(out).done < N
     other, other_key = scan_source(Numbered(shift=1), ASKED)
     with pytest.raises(RequestError, match="with the columns in another state"):
-        _packed_before(out, other.resolve(), other_key)
-    assert _packed_before(out, scan, key) > 100
+        packed_before(out, other.resolve(), other_key)
+    assert packed_before(out, scan, key) > 100
     check(write_pack(scan, out, key, "").images)
-    _check_same_pack(Pack.open(out), scan_source(Numbered(), ASKED)[0])
+    check_same_pack(Pack.open(out), scan_source(Numbered(), ASKED)[0])
     with pytest.raises(RequestError, match="already a pack"):
-        _check_same_pack(Pack.open(out), other)
+        check_same_pack(Pack.open(out), other)
 
 
 def test_a_pack_of_labels_alone_has_the_files_and_keys_of_before(tmp_path: Path) -> None:
@@ -408,5 +406,5 @@ def test_an_unknown_kind_is_refused_before_an_image_is_read(monkeypatch: pytest.
     source = Numbered()
     monkeypatch.setattr(source, "read", lambda i: pytest.fail("an image was read"))
     monkeypatch.setattr(load_data, "open_source", lambda *_: source)
-    with pytest.raises(RequestError, match="column 'number': kind 'number' of a condition is unknown"):
+    with pytest.raises(RequestError, match=r"column 'number'.*is unknown"):
         load_data.load_images(Config(source="numbered", data=ASKED), StopSignals())

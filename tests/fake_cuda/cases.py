@@ -21,12 +21,12 @@ from unfog.config.toml import update
 from unfog.data.dataset import ImageSet
 from unfog.data.stream import DeviceStream, ImageStream
 from unfog.device.copies import to_device
-from unfog.diffusion import ddpm, denoiser, likelihood, noise, sampler, steps, variance
+from unfog.diffusion import ddpm_schedules, denoiser, likelihood, noise, sampler, steps, variance
 from unfog.diffusion.editing import Edit
 from unfog.evaluation import feature_networks
 from unfog.evaluation.features import Features, open_features
 from unfog.evaluation.held_out import HeldOut, midpoints
-from unfog.inference.compute_metrics import _bits_per_value
+from unfog.inference.compute_metrics import bits_per_value
 from unfog.pipeline import build
 from unfog.pipeline.generate import GenerationSettings, generate_images
 from unfog.training.checkpoints.snapshot import take_snapshot
@@ -254,9 +254,9 @@ HOST_ARITHMETIC = (
     (feature_networks, "_neighbours"),
     *(
         (variance, "deviation"),
-        (likelihood, "_groups"),
-        (ddpm.TimestepSchedule, "table"),
-        (ddpm.TimestepSchedule, "limits"),
+        (likelihood, "group_steps"),
+        (ddpm_schedules.TimestepSchedule, "table"),
+        (ddpm_schedules.TimestepSchedule, "limits"),
     ),
 )
 """Functions that compute coefficients on the CPU, whose values the host needs."""
@@ -342,7 +342,7 @@ def _held_out(fake, images, config=None):
 def _bits(fake, images, config=None):
     config = config or config_of(SMALL)
     network, held_out = _held_out(fake, images, config)
-    _bits_per_value(SimpleNamespace(config=config, network=network), held_out, held_out, 1, 0, lambda images: None)
+    bits_per_value(SimpleNamespace(config=config, network=network), held_out, held_out, 1, 0, lambda images: None)
 
 
 def _features(fake, images, name=None, network=None):

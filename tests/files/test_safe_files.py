@@ -5,7 +5,6 @@ import errno
 import inspect
 import os
 import re
-import shutil
 import subprocess
 import sys
 from contextlib import suppress
@@ -14,9 +13,10 @@ from pathlib import Path
 import pytest
 
 import unfog
+from hostile import KINDS, plant
 from package_source import trees
 from unfog.files import safe_files
-from unfog.files.folder_lock import lock_of
+from unfog.files.locks import lock_of
 from unfog.files.safe_files import (
     check_folder,
     discard,
@@ -85,7 +85,7 @@ GIVEN_SAFELY = re.compile(r"(str\()?(regular|tensor)_file\(|(io\.)?BytesIO\(|Blo
 READ_BY_NAME = {
     "checks/gpu_checks.py": "a file of /proc",
     "config/toml.py": "a file that --config names may be a link or a shell's pipe; a pipe in a run is refused there",
-    "data/files/file_rows.py": "a file of /proc",
+    "data/file_rows.py": "a file of /proc",
     "data/sources/": "images that a person names, which may lie behind links",
     "device/cores.py": "files of /proc and /sys",
     "errors.py": "the description of this installed package",
@@ -145,28 +145,6 @@ def test_the_root_has_no_default():
             names = [one.name for one in inspect.signature(function).parameters.values() if one.default is one.empty]
             assert "root" in names, name
     assert inspect.signature(read_file).parameters["limit"].default is inspect.Parameter.empty
-
-
-KINDS = ["link", "dangling", "pipe", "folder", "device"]
-
-
-def plant(path: Path, kind: str, victim: Path) -> None:
-    """Put something else in the place of a file or folder of ours."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    path.unlink(missing_ok=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    match kind:
-        case "link":
-            path.symlink_to(victim)
-        case "dangling":
-            path.symlink_to(victim.parent / "made")
-        case "pipe":
-            os.mkfifo(path)
-        case "folder":
-            path.mkdir()
-        case "device":
-            os.mknod(path, 0o666 | 0o020000, os.makedev(1, 5))  # /dev/zero, which never ends
 
 
 @pytest.fixture(params=KINDS)

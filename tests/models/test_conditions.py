@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from unfog.checks.run.run_checks import _conditions_of_samples
+from unfog.checks.run.run_checks import conditions_of_samples
 from unfog.config.resume_rules import check_changes
 from unfog.config.schema import Config
 from unfog.config.toml import from_toml, to_toml
@@ -17,17 +17,22 @@ from unfog.diffusion.denoiser import Denoiser, Guided
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Objective
 from unfog.errors import RequestError
-from unfog.models.label_adapter import take_conditions
 from unfog.models.layers import ConditionalNetwork
-from unfog.models.network_settings import build_model
+from unfog.models.network_settings import build_model, take_conditions
 from unfog.models.settings import DiT
 from unfog.pipeline.generate import proportional_given, proportional_labels
 from unfog.runs.previews import conditions_of_images
 from unfog.training.settings import Preview
-from unfog.values import condition_kinds
+from unfog.values import condition_format
 from unfog.values.columns import Column
-from unfog.values.condition_format import AUGMENT_INPUTS, ConditionFormat, facts_of
-from unfog.values.condition_kinds import ColumnFacts, ConditionKind, conditions_of
+from unfog.values.condition_format import (
+    AUGMENT_INPUTS,
+    ColumnFacts,
+    ConditionFormat,
+    ConditionKind,
+    conditions_of,
+    facts_of,
+)
 from unfog.values.conditions import NO_CONDITIONS, Conditions
 
 LABEL, AUGMENT = torch.tensor([2, 0, 1, 2, 0]), torch.arange(45.0).reshape(5, 9)
@@ -265,7 +270,7 @@ class NumberKind(ConditionKind):
 
 @pytest.fixture
 def two_kinds(monkeypatch):
-    monkeypatch.setitem(condition_kinds.KINDS, "number", NumberKind())
+    monkeypatch.setitem(condition_format.KINDS, "number", NumberKind())
     facts = (ColumnFacts("age", "number", statistics=(40.0, 1.5)), ColumnFacts("mass", "number"))
     return ConditionFormat(("cat", "dog", "a,b"), columns=facts)
 
@@ -346,10 +351,10 @@ def test_a_resume_with_other_columns_is_refused_in_words(two_kinds):
 def test_the_check_of_a_run_draws_with_conditions_of_training_images(two_kinds):
     columns = {name: Column(name, "number", np.arange(20.0)) for name in ("age", "mass")}
     images = ImageSet(np.zeros((20, 1, 4, 4), np.uint8), [str(i) for i in range(20)], columns)
-    assert len({*dict(_conditions_of_samples(ConditionFormat(columns=two_kinds.columns), images, 8))["age"]}) == 8
+    assert len({*dict(conditions_of_samples(ConditionFormat(columns=two_kinds.columns), images, 8))["age"]}) == 8
     many = ConditionFormat.numbered(100)
-    assert _conditions_of_samples(many, images, 3) == (("class", (0, 50, 99)),)
-    assert _conditions_of_samples(ConditionFormat(), images, 3) == ()
+    assert conditions_of_samples(many, images, 3) == (("class", (0, 50, 99)),)
+    assert conditions_of_samples(ConditionFormat(), images, 3) == ()
 
 
 def test_facts_on_columns_are_stored_with_the_settings(two_kinds):

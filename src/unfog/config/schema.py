@@ -31,8 +31,7 @@ from unfog.training.settings import (
     Training,
 )
 from unfog.values.buckets import Bucket, parse_buckets
-from unfog.values.condition_format import AUGMENT_INPUTS, ConditionFormat
-from unfog.values.condition_kinds import ColumnFacts
+from unfog.values.condition_format import AUGMENT_INPUTS, ColumnFacts, ConditionFormat
 from unfog.values.image_format import ImageFormat, Size, area
 
 Network = Architecture | None  # None: chosen for the device and the image size
@@ -214,8 +213,8 @@ class Config:
 
     @property
     def with_most_pixels(self) -> Config:
-        """The settings at the size of the largest images of the run, by which memory is planned."""
-        return self.at_size(max((bucket.size for bucket in self.size_buckets), key=area, default=self.data.size))
+        """The settings at the largest of `data.size` and the sizes of the buckets, by which memory is planned."""
+        return self.at_size(max((*(bucket.size for bucket in self.size_buckets), self.data.size), key=area))
 
     def at_size(self, size: Size) -> Config:
         """Return the settings of the same run for images of another size."""

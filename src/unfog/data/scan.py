@@ -15,16 +15,15 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from unfog.data.bit_depth import FULL_RANGE, Extent, Ranges, ValueRange, extent_of, outward, without_alpha
 from unfog.data.data_report import DataReport, SkippedFile
 from unfog.data.decode import Opener, is_deep, parse_colour, read_deep, upright_sides
 from unfog.data.decode_pool import DecodeStatistics, PixelFormat, Progress, decode_with_retries, with_retries
-from unfog.data.label_checks import warn_of_masks_beside_images
 from unfog.data.settings import Data
 from unfog.data.sources.base import ImageError, MissingImageError, Source, TransientImageError
 from unfog.data.sources.image_files import ARCHIVE_GONE, CHANGED, GONE, image_error
 from unfog.data.sources.label_tables import strip_shard
-from unfog.data.sources.labels import apply_label_table, labels_setting, read_columns
-from unfog.data.values.value_range import FULL_RANGE, Extent, Ranges, ValueRange, extent_of, outward, without_alpha
+from unfog.data.sources.labels import apply_label_table, labels_setting, read_columns, warn_of_masks_beside_images
 from unfog.errors import RequestError, RunError
 from unfog.settings import is_auto
 from unfog.text import sanitize
@@ -294,7 +293,7 @@ def _sampled_sizes(source: Source, without: Sequence[str] = ()) -> list[tuple[in
 def _sides_of(source: Source, i: int) -> tuple[int, int] | None:
     """Return width and height of image i; None if it is not a usable image. RunError if it cannot be read now."""
     try:
-        sides = _read_size(partial(source.read_image, i))
+        sides = read_size(partial(source.read_image, i))
         source.outage.last_read = i
         return sides
     except (TransientImageError, MissingImageError):  # retried, as the images without it could have another size
@@ -484,7 +483,7 @@ def side_statistics(sides: NDArray[np.int32]) -> dict[str, int]:
     return {f"{side}_{name}": int(values[k]) for k, side in columns for name, values in found.items()}
 
 
-def _read_size(opener: Opener) -> tuple[int, int]:
+def read_size(opener: Opener) -> tuple[int, int]:
     """Read (width, height) of the upright image, without decoding its pixels. Raises ImageError."""
     try:
         with opener() as image:

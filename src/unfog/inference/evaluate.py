@@ -18,12 +18,12 @@ from torch import nn
 
 from unfog.config.requests.evaluate import LOSSES, METRICS, ON_REQUEST, EvaluationRequest
 from unfog.config.schema import Config
-from unfog.data.buckets.view import join_sets
+from unfog.data.bit_depth import FULL_RANGE
+from unfog.data.buckets.joined_set import join_sets
 from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
 from unfog.data.scan import common_size
 from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
-from unfog.data.values.value_range import FULL_RANGE
 from unfog.errors import RequestError, RunError
 from unfog.evaluation.feature_networks import inception_path
 from unfog.evaluation.features import Features, delete_features, open_features
@@ -357,7 +357,7 @@ def evaluate_images(images: str, request: EvaluationRequest, size: Size, device:
     with init_world() as world, StopSignals() as stop:
         started, name = time.monotonic(), sanitize(request.reference)
         features = open_request_features(request, choose_device(device))
-        samples, reference = _load_both(images, request.reference, size, stop)
+        samples, reference = load_both(images, request.reference, size, stop)
         rows = _rows_without_grids(samples)
         check_enough(len(rows), sanitize(images))
         rows = rows[evenly_spaced(len(rows), len(rows) if is_auto(request, "n") else request.n)]
@@ -375,7 +375,7 @@ def evaluate_images(images: str, request: EvaluationRequest, size: Size, device:
         return Evaluation(None, drawn, found, verdict=verdict(found), spectrum=spectrum, seconds=seconds)
 
 
-def _load_both(images: str, reference: str, size: Size, stop: StopSignals) -> tuple[ImageSet, ImageSet]:
+def load_both(images: str, reference: str, size: Size, stop: StopSignals) -> tuple[ImageSet, ImageSet]:
     """Return both sets at one size and with equal channels. RequestError if that cannot be, or images are missing."""
     samples = _load(images, Data(size=size or common_size(open_source(images), _GRIDS)), stop)
     side = samples.settings.size

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from unfog.data.files.own_files import XMP
+from unfog.data.sources.folder import XMP
 from unfog.diffusion.noise import Path as NoisePath
 from unfog.diffusion.noise import Schedule
 from unfog.diffusion.steps import SamplingStep

@@ -8,8 +8,7 @@ from pathlib import Path
 from unfog.config.requests.pack import PackRequest
 from unfog.data.cache import entry_key
 from unfog.data.packs.pack import Pack
-from unfog.data.packs.pack_journal import Journal, remove_work_files
-from unfog.data.packs.pack_writer import write_pack
+from unfog.data.packs.pack_writer import Journal, remove_work_files, write_pack
 from unfog.data.prepare import scan_source, silence_pillow
 from unfog.data.scan import Scan
 from unfog.data.settings import TRAINING_ONLY, Data
@@ -44,14 +43,14 @@ def pack(request: PackRequest) -> Path:
         for left_out in scan.warnings:
             warn(left_out)
         if Pack.is_at(out):
-            _check_same_pack(Pack.open(out), scan)
+            check_same_pack(Pack.open(out), scan)
             remove_work_files(out)
             say(f"{printable(str(out))} is already complete, with these images and settings")
             return out
         with silence_pillow(), Progress("packing", len(source.names)) as progress:
             scan = scan.resolve()
             key = entry_key(scan, scan.settings)
-            begun = _packed_before(out, scan, key)
+            begun = packed_before(out, scan, key)
             started = time.monotonic()
             try:
                 made = write_pack(scan, out, key, "give another folder", stop.watching(progress))
@@ -65,7 +64,7 @@ def pack(request: PackRequest) -> Path:
     return out
 
 
-def _check_same_pack(found: Pack, scan: Scan) -> None:
+def check_same_pack(found: Pack, scan: Scan) -> None:
     """Raise `RequestError` unless the pack that is there has these images and settings."""
     asked, kept = scan.settings, found.settings
     same = found.manifest["stamp"] == scan.stamp
@@ -82,7 +81,7 @@ def _check_same_pack(found: Pack, scan: Scan) -> None:
         )
 
 
-def _packed_before(out: Path, scan: Scan, key: str) -> int:
+def packed_before(out: Path, scan: Scan, key: str) -> int:
     """Return the number of images that an interrupted call has packed.
 
     RequestError if they are other images or settings, and are not to be overwritten unasked.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from unfog.device.compile_for_gpu import compiled_with, is_compiled
+from unfog.device.compilation import compiled_with, is_compiled
 from unfog.settings import AUTO
 from unfog.training.settings import MemoryFormat, PrecisionName, SamplingPrecision
 from unfog.training.sharded_tensors import to_local, total_norm

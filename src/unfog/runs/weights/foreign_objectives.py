@@ -14,15 +14,14 @@ from torch import Tensor
 from unfog.config.presets import preset
 from unfog.config.schema import Config
 from unfog.config.values import quote
-from unfog.diffusion.ddpm import TimestepSchedule
+from unfog.diffusion.ddpm_schedules import Sigmoid, TimestepSchedule
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.noise import VP, Cosine, Flow, FlowUniform, Linear, LogNormal
 from unfog.diffusion.sampler import Sampler
-from unfog.diffusion.sigmoid import Sigmoid
 from unfog.diffusion.target import X0, Eps, FlowVelocity, Target, V
 from unfog.diffusion.weighting import MinSnr, Plain, Snr
 from unfog.errors import RequestError
-from unfog.export.elsewhere import ElsewhereModel
+from unfog.export.foreign_weights import ForeignModel
 from unfog.models.autoencoder_settings import AutoencoderFolder, Latents
 from unfog.values.image_format import Size, scaled
 
@@ -77,7 +76,7 @@ class ForeignObjective(NamedTuple):
     reason: str
 
     @classmethod
-    def of(cls, model: ElsewhereModel, base: Diffusion, known: bool) -> ForeignObjective:
+    def of(cls, model: ForeignModel, base: Diffusion, known: bool) -> ForeignObjective:
         """Return the objective of weights, with everything else, such as the weighting, of `base` where it is open.
 
         `known`: path, schedule and target are given, so `base` is the objective. RequestError if nothing states it.

@@ -1,0 +1,256 @@
+"""Queue of the playground: a bounded list of drawings, what was drawn so far, and a thread that feeds the worker."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from unfog.config.requests.sample import SampleRequest
+from unfog.errors import RequestError, RunError
+from unfog.serve.playground.channel import Message, Worker
+from unfog.serve.playground.drawing import Job, Step, job_of, key_of, newest_checkpoint
+from unfog.text import sanitize
+
+MOST_WAITING = 32
+_MOST_JOBS = 300  # in the history
+_KEPT_BYTES = 2**28  # of pixels; the oldest jobs are forgotten first
+_NICE = 10  # of the worker beside a run that trains here
+_PATIENCE = 20.0  # seconds for a job to end after it was cancelled; then the worker is killed
+_RETRIES = 5
+_IDLE_SECONDS = 300.0  # without a drawing; then the worker ends, and the memory of the device is free for others
+_ENDED = ("done", "cancelled", "failed")
+
+
+class JobList:
+    """All jobs, newest last. Safe to use from several threads.
+
+    Args:
+        publish: called with the progress of a job that has changed.
+        training: returns True while a run trains on this machine.
+        worker: draws them.
+        restore: returns the drawings of an earlier server, done and oldest first.
+        keep: called with each drawing that is done, so that it can be restored.
+    """
+
+    def __init__(
+        self,
+        publish: Callable[[dict[str, Any]], None],
+        training: Callable[[], bool],
+        worker: Worker | None = None,
+        restore: Callable[[], Iterable[Job]] = tuple,
+        keep: Callable[[Job], None] = lambda _: None,
+    ) -> None:
+        self._publish, self._training, self.worker = publish, training, worker or Worker()
+        self._restore, self._keep = restore, keep
+        self._known: dict[int, Job] | None = None
+        self._waiting: deque[tuple[str, Job]] = deque()
+        self._numbers = itertools.count(1)
+        self._changed = threading.Condition(threading.RLock())
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self.current: Job | None = None
+        self.busy_seconds = 0.0
+
+    @property
+    def _jobs(self) -> dict[int, Job]:
+        """Jobs by number, with those of an earlier server, which are read when somebody first asks."""
+        with self._changed:
+            if self._known is None:
+                self._known = {job.id: job for job in self._restore()}
+                self._numbers = itertools.count(max(self._known, default=0) + 1)
+            return self._known
+
+    def __getitem__(self, number: int) -> Job:
+        """Return a job by its number. KeyError if there is none, or not any more."""
+        return self._jobs[number]
+
+    def list(self) -> list[Job]:
+        with self._changed:
+            return [*self._jobs.values()]
+
+    def submit(
+        self, run: int, name: str, request: SampleRequest, image: bytes = b"", mask: bytes = b"", newest: bool = False
+    ) -> Job:
+        """Queue a drawing and return its job; an earlier one with the same weights and settings if there is one.
+
+        With `newest` a checkpoint that the run deletes meanwhile is replaced by its newest one. RequestError if too
+        many wait already.
+        """
+        body = image + mask
+        key = _key(request, body, len(image))
+        with self._changed:
+            for job in self._jobs.values():
+                if job.key == key and job.state not in ("cancelled", "failed") and not job.cancelled:
+                    return job
+            self._make_room()
+            job = Job(next(self._numbers), run, name, request, key, body, len(image), newest)
+            self._jobs[job.id] = job
+            self._enqueue("draw", job)
+        self._publish(job.progress())
+        return job
+
+    def find_copies(self, number: int) -> Job:
+        """Queue the search for the training images nearest to the pictures of a job that is done."""
+        with self._changed:
+            job = self._jobs[number]
+            if job.pictures is None or not len(job.pictures):
+                raise RequestError("there is no picture yet; wait until they are drawn")
+            if not job.copies and ("copies", job) not in self._waiting:
+                self._make_room()
+                job.copies = {"state": "waiting"}
+                self._enqueue("copies", job)
+        return job
+
+    def cancel(self, number: int) -> Job:
+        """End a job: at once if it waits, within a step if it is drawn."""
+        with self._changed:
+            job = self._jobs[number]
+            if job.state in _ENDED:
+                return job
+            job.cancelled = True
+            if ("draw", job) in self._waiting:
+                self._waiting.remove(("draw", job))
+                job.state = "cancelled"
+        if job.state == "cancelled":
+            self._publish(job.progress())
+        else:
+            self.worker.cancel(number)
+            timer = threading.Timer(_PATIENCE, self._kill_if_stuck, (job,))
+            timer.daemon = True
+            timer.start()
+        return job
+
+    def close(self) -> None:
+        """End the worker, and forget what waits for it."""
+        with self._changed:
+            self._closed = True
+            self._waiting.clear()
+            self._changed.notify_all()
+        self.worker.kill()
+
+    def _kill_if_stuck(self, job: Job) -> None:
+        if self.current is job and job.state not in _ENDED:
+            self.worker.kill()
+
+    def _make_room(self) -> None:
+        if len(self._waiting) >= MOST_WAITING:
+            raise RequestError(f"{len(self._waiting)} drawings wait already; cancel some, or wait until one is done")
+
+    def _enqueue(self, what: str, job: Job) -> None:
+        self._waiting.append((what, job))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._feed, daemon=True)
+            self._thread.start()
+        self._changed.notify_all()
+
+    def _feed(self) -> None:
+        """Give the worker one job after another."""
+        while True:
+            with self._changed:
+                while not self._waiting and not self._closed:
+                    if not self._changed.wait(_IDLE_SECONDS):
+                        self.worker.kill()
+                if self._closed:
+                    return
+                what, job = self._waiting.popleft()
+                self.current = job
+            began = time.monotonic()
+            try:
+                self._draw(job) if what == "draw" else self._search(job)
+            except (RunError, RequestError, ValueError, KeyError, TypeError) as error:
+                self._fail(what, job, str(error))
+            self.busy_seconds += time.monotonic() - began
+            if what == "draw" and job.state == "done":
+                self._keep(job)
+            with self._changed:
+                self.current = None
+                self._forget_old()
+            self._publish(job.progress())
+
+    def _head(self, op: str, job: Job) -> dict[str, Any]:
+        return {"op": op, "job": job.id, "nice": _NICE if self._training() else 0}
+
+    def _draw(self, job: Job) -> None:
+        for _ in range(_RETRIES):
+            self._try_to_draw(job)
+            newest = newest_checkpoint(job.request.run)
+            # A run that trains deletes old checkpoints, maybe between the choice of one and its reading.
+            if job.state != "failed" or not job.newest or newest in (None, job.request.checkpoint):
+                return
+            job.request = replace(job.request, checkpoint=newest)
+            job.key, job.error = _key(job.request, job.body, job.image_bytes), ""
+
+    def _try_to_draw(self, job: Job) -> None:
+        job.state = "drawing"
+        self._publish(job.progress())
+        head = {**self._head("draw", job), **job_of(job.request), "image_bytes": job.image_bytes}
+        for message in self.worker.work(head, job.body, ("done", "failed")):
+            self._take(job, message)
+            if job.cancelled:  # it may have been cancelled before the worker knew of it
+                self.worker.cancel(job.id)
+            self._publish(job.progress())
+
+    def _take(self, job: Job, message: Message) -> None:
+        """Take what the worker says of a drawing."""
+        facts = message.head
+        match facts["event"]:
+            case "began":
+                job.facts = {name: facts[name] for name in ("steps", "batches", "device", "size")}
+            case "step":
+                tiles = np.frombuffer(message.body, np.uint8).reshape(2, *facts["tiles"])
+                step = job.steps.setdefault(facts["number"], Step(facts["share"]))
+                for i, (noisy, guess) in enumerate(zip(*tiles, strict=True)):
+                    step.noisy[facts["first"] + i], step.guess[facts["first"] + i] = noisy, guess
+                job.computed = facts.get("time", 0.0)
+                job.at, job.done_steps = (facts["number"], facts["share"]), job.done_steps + 1
+            case "done":
+                if facts["images"][0]:
+                    job.pictures = np.frombuffer(message.body, np.uint8).reshape(facts["images"])
+                job.facts |= {name: facts[name] for name in ("seconds", "calls", "kept") if name in facts}
+                job.state = "cancelled" if facts["stopped"] else "done"
+            case "failed":
+                self._fail("draw", job, facts["error"])
+
+    def _search(self, job: Job) -> None:
+        assert job.pictures is not None
+        head = {**self._head("copies", job), "run": str(job.request.run), "images": job.pictures.shape}
+        for message in self.worker.work(head, job.pictures.tobytes(), ("copies", "failed")):
+            facts = message.head
+            if facts["event"] == "failed":
+                self._fail("copies", job, facts["error"])
+            else:
+                job.nearest = np.frombuffer(message.body, np.uint8).reshape(facts["images"])
+                names = ("pictures", "limit", "searched", "unseen", "shown")
+                job.copies = {"state": "done", **{name: facts[name] for name in names}}
+
+    def _fail(self, what: str, job: Job, error: str) -> None:
+        """Note why a job has no result. One that was cancelled is not a failure, whatever the worker made of it."""
+        if what == "copies":
+            job.copies = {"state": "failed", "error": sanitize(error)}
+        elif job.cancelled:
+            job.state = "cancelled"
+        else:
+            job.state, job.error = "failed", sanitize(error)
+
+    def _forget_old(self) -> None:
+        """Forget the oldest jobs while there are too many, or too many pixels."""
+        total = sum(job.pixels for job in self._jobs.values())
+        for job in [*self._jobs.values()]:
+            if total <= _KEPT_BYTES and len(self._jobs) <= _MOST_JOBS:
+                return
+            if job.state in _ENDED and job is not next(reversed(self._jobs.values())):
+                total -= job.pixels
+                with suppress(KeyError):
+                    del self._jobs[job.id]
+
+
+def _key(request: SampleRequest, body: bytes, image_bytes: int) -> str:
+    return key_of(request, image_bytes.to_bytes(8, "little") + body)
