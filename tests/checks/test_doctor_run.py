@@ -21,8 +21,8 @@ from unfog.training.checkpoints.load import read_state, read_tensors
 
 pytestmark = pytest.mark.slow
 
-STEPS = 200
-SMALL = "unet:channels=8/16,attention=0/0,mid_attention=0,norm_groups=4"
+STEPS = 120
+SMALL = "unet:channels=16,attention=0,mid_attention=0,norm_groups=4"
 
 
 def picture(i: int) -> Image.Image:
@@ -56,7 +56,7 @@ def _one_cache(cache, monkeypatch):
 def trained(photos, tmp_path_factory):
     settings = {"network": SMALL, "device": "cpu", "precision": "fp32", "batch": 16, "steps": STEPS, "lr": 6e-3}
     rest = {"log": {"every": 5}, "preview": {"every": -1}, "sampler": {"steps": 8}, "data": {"held_out": 0.2}}
-    rest |= {"evaluate": {"every": 25}, "checkpoint": {"every": 50}}
+    rest |= {"evaluate": {"every": 20, "levels": 8}, "checkpoint": {"every": 40}}
     return unfog.train(photos, out=tmp_path_factory.mktemp("run") / "run", **settings, **rest).path
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import unfog
 from command import exit_status
-from conftest import NETWORK, few_images
+from conftest import TRANSFORMER, few_images
 from gaussians import gaussian_denoiser
 from unfog.config.schema import Config
 from unfog.config.toml import from_toml, to_toml
@@ -48,7 +48,7 @@ from unfog.values.image_format import BYTES
 pytestmark = pytest.mark.slow
 
 SETTINGS = {
-    "network": NETWORK,
+    "network": TRANSFORMER,
     "device": "cpu",
     "precision": "fp32",
     "batch": 16,

@@ -305,6 +305,7 @@ def test_flags_of_a_baseline_are_its_own(bench):
         flags.set_flags(*before)
 
 
+@pytest.mark.slow
 def test_a_step_that_is_silently_not_captured_is_a_failure(bench):
     """On a CPU nothing can be captured; training goes on without, and says why."""
     networks, capture, timing = bench("networks"), bench("capture"), importlib.import_module("unfog.planning.timing")

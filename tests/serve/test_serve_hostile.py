@@ -196,6 +196,7 @@ def test_a_picture_that_cannot_be_shown_is_said_in_a_sentence(client, run):
     assert client.get(f"/api/runs/{number}/preview/10.webp").status_code == 200
 
 
+@pytest.mark.slow
 def test_no_answer_waits_for_pictures_or_for_the_record_of_another_run(server, client, run, monkeypatch):
     number, other = client.get("/api/runs").json()[0]["id"], make_run(run.parent / "b", rows=3)
     server.runs.scan()

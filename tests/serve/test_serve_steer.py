@@ -195,6 +195,7 @@ def quick_child(monkeypatch, code):
     monkeypatch.setattr(subprocess, "Popen", lambda words, **more: START([sys.executable, "-c", code], **more))
 
 
+@pytest.mark.slow
 def test_output_of_a_child_is_kept_up_to_a_limit(monkeypatch):
     monkeypatch.setattr("unfog.serve.tasks._MOST_BYTES", 10**6)
     quick_child(monkeypatch, "print('x' * 3_000_000); input()")
