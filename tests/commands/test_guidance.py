@@ -299,7 +299,7 @@ def test_bf16_is_of_the_networks_alone(run, tmp_path):
         seen.append((inputs[0].dtype, output.dtype))
 
     plain = run.sample(**asked)
-    hook = run.network.conv_out.register_forward_hook(note)
+    hook = run.network.patch_out.register_forward_hook(note)
     half = run.sample(**asked, precision="bf16")
     assert {after for _, after in seen} == {torch.bfloat16}
     hook.remove()
