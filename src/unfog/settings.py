@@ -4,6 +4,10 @@ To add a setting, add one field:
 
     lr: float = setting(0.0, short="lr", at_least=0, usual="1e-4 to 3e-3", resume="free")
 
+A setting that may be chosen automatically names the value that means this, as config.toml and the digests hold it:
+`auto=0`. `is_auto(settings, "lr")` is the question, and the word "auto" gives that value on the command line, in TOML
+and from Python.
+
 `config.schema` collects the short flags, `config.resume_rules` the rules of a resume. Imports nothing heavy.
 """
 
@@ -15,6 +19,12 @@ from typing import Any, Literal, TypeVar
 from unfog.errors import RequestError
 
 T = TypeVar("T")
+
+# The word for a setting that is chosen automatically.
+AUTO: Literal["auto"] = "auto"
+
+# `Rules.auto` of a setting that cannot be chosen automatically. Not None, which is the value of some that can.
+NO_AUTO: Any = object()
 
 # Rule of a change on resume: allowed, allowed with --force as it makes another run, or refused.
 _Resume = Literal["free", "force", "fixed"]
@@ -35,6 +45,8 @@ class Rules:
     above: float | None = None
     below: float | None = None
     usual: str = ""
+    auto: Any = NO_AUTO
+    """Value that means "chosen automatically"."""
     resume: _Resume | None = None
     affects: Affects | None = None
     added_later: bool = False
@@ -103,6 +115,21 @@ def rules_of(f: Any) -> Rules:
     """Return the rules of a dataclass field."""
     rules: Rules = f.metadata.get("rules", _NO_RULES)
     return rules
+
+
+def auto_value(settings: Any, name: str) -> Any:
+    """Return the value of a field that means "chosen automatically". TypeError if the field has none."""
+    value = rules_of(settings.__dataclass_fields__[name]).auto
+    if value is NO_AUTO:
+        raise TypeError(
+            f"{type(settings).__name__}.{name} cannot be chosen automatically; declare its field with auto="
+        )
+    return value
+
+
+def is_auto(settings: Any, *names: str) -> bool:
+    """Return whether any of these fields is to be chosen automatically. TypeError if one cannot be."""
+    return any(bool(getattr(settings, name) == auto_value(settings, name)) for name in names)
 
 
 def check_bounds(settings: Any) -> None:

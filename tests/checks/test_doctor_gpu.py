@@ -194,7 +194,7 @@ def test_waits_are_counted_by_place_where_torch_tells_of_them(monkeypatch):
 
     found = waits_for_device(work, torch.device("cuda"))
     assert list(found.values()) == [3]
-    assert next(iter(found)).startswith("tests/checks/test_doctor_gpu.py:")
+    assert next(iter(found)).startswith("checks/test_doctor_gpu.py:")
     assert modes == ["warn", "default"]
 
 

@@ -86,9 +86,9 @@ GIVEN_SAFELY = re.compile(r"(str\()?(regular|tensor)_file\(|(io\.)?BytesIO\(|Blo
 READ_BY_NAME = {
     "checks/gpu_checks.py": "a file of /proc",
     "config/toml.py": "a file that --config names may be a link or a shell's pipe; a pipe in a run is refused there",
-    "cores.py": "files of /proc and /sys",
     "data/files/file_rows.py": "a file of /proc",
     "data/sources/": "images that a person names, which may lie behind links",
+    "device/cores.py": "files of /proc and /sys",
     "errors.py": "the description of this installed package",
     "evaluation/feature_networks.py": "a network that a person names",
     "export/sample_onnx.py": "copied into an export, where unfog may be missing",

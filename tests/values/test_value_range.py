@@ -241,7 +241,6 @@ def test_values_beyond_a_given_range_are_named(tmp_path: Path) -> None:
     for wrong in ((1.0,), (5, 5), (9, 0), (0, 1, 2)):
         with pytest.raises(RequestError, match="range"):
             Data(range=wrong)
-    assert parse_value(tuple[float, ...], ["auto"]) == ()
     assert update(Data(range=(0, 1)), {"range": "auto"}, "data").range == ()
 
 

@@ -27,10 +27,10 @@ from unfog.process.gpus import architecture, unused_gpu
 from unfog.process.signals import StopSignals
 from unfog.reporting.findings import Finding, Severity
 from unfog.reporting.progress import Progress, format_bytes, format_number
+from unfog.settings import is_auto
 from unfog.text import sanitize
 from unfog.training.distributed.world import SINGLE_PROCESS
 from unfog.training.precision import gpu_has_bf16
-from unfog.training.settings import USUAL_BATCH
 from unfog.training.updates.obstacles import why_not_masked
 from unfog.values.image_format import colour_channels
 
@@ -56,7 +56,7 @@ def check_gpu(config: Config, stop: StopSignals) -> list[Finding]:
 def iter_gpu_checks(config: Config, stop: StopSignals, compiled: bool = True) -> Iterator[Finding]:
     """Yield the findings of `check_gpu`, each as soon as it is there; the compiled step only with `compiled`."""
     device = choose_device(config.training.device)
-    if config.training.device == "auto" and device.type == "cpu":
+    if is_auto(config.training, "device") and device.type == "cpu":
         why = unused_gpu() or "torch finds neither CUDA, ROCm nor MPS"
         raise RequestError(f"there is no GPU to check: {why}; --device cpu runs the same checks on the CPU")
     steps = _StepChecks(config, device, stop)
@@ -275,8 +275,9 @@ class _StepChecks:
 
 def trial_settings(config: Config, device: torch.device, stop: Callable[[], bool]) -> Config:
     """Return settings with size, network, rate, precision and memory format chosen as a run would choose them."""
-    data = replace(config.data, size=config.data.size or _SIZE, channels=config.data.channels or colour_channels(True))
-    training = replace(config.training, steps=0, budget="", images=config.training.batch or USUAL_BATCH)
+    usual: dict[str, Any] = {"size": _SIZE, "channels": colour_channels(True)}
+    data = replace(config.data, **{name: value for name, value in usual.items() if is_auto(config.data, name)})
+    training = replace(config.training, steps=0, budget="", images=config.training.likely_batch)
     config = replace(config, data=data, training=training)
     auto = AutoSettings(config, random_images(config), device, stop)
     auto.resolve_training()

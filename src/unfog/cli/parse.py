@@ -16,6 +16,7 @@ from unfog.config.aliases import OUT, SAMPLING, USUAL, advice_on, current_name
 from unfog.config.describe import describe
 from unfog.config.values import FormatError, describe_type, parse_spec, parse_value, quote, registry_of
 from unfog.errors import RequestError
+from unfog.settings import AUTO, NO_AUTO
 
 # Names of other trainers, for the message about an unknown flag; `aliases.USUAL` has those of settings.
 _ELSEWHERE = {"gpus": "gpus-per-node", **dict.fromkeys(OUT, "out")}
@@ -28,6 +29,8 @@ class _Flag:
     path: tuple[str, ...]
     """Place of the setting in the tree of the request."""
     annotation: Any
+    auto: Any = NO_AUTO
+    """Value that the word "auto" stands for."""
     switch: bool | None = None
     """Value of a flag that takes no word: True for --data.flip, False for --data.no-flip."""
 
@@ -50,6 +53,8 @@ class _Flag:
         """Return the value of these words. Raise RequestError with the flag as it was written."""
         if self.switch is not None:
             return self.switch
+        if self.auto is not NO_AUTO and [*words] == [AUTO]:
+            return self.auto
         try:
             if (registry := registry_of(self.annotation)) is not None:
                 return parse_spec(registry, words[0])
@@ -95,7 +100,9 @@ def _flags_of(kind: type) -> dict[str, _Flag]:
         for number, spelling in enumerate([] if setting.positional else setting.flags):
             switch = number < len(setting.flags) / 2 if annotation is bool else None
             dashes = "-" if len(spelling) == 1 else "--"
-            flags |= dict.fromkeys((f"{dashes}{spelling}", f"--{spelling}"), _Flag(path, annotation, switch))
+            flags |= dict.fromkeys(
+                (f"{dashes}{spelling}", f"--{spelling}"), _Flag(path, annotation, setting.rules.auto, switch)
+            )
     return flags
 
 

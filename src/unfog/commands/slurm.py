@@ -17,7 +17,7 @@ from unfog.errors import RequestError
 from unfog.files.safe_files import open_file
 from unfog.process.child import hide_secrets
 from unfog.reporting.progress import print_result, say
-from unfog.settings import setting
+from unfog.settings import is_auto, setting
 from unfog.text import without_secrets
 
 _SAVE_SECONDS = 300  # before the limit, a run saves and ends; Slurm may be a minute early
@@ -82,7 +82,7 @@ class SlurmRequest:
     """Number of nodes."""
     gpus_per_node: int = 1
     """GPUs of each node, with one process for each. 0: one process per node, on its CPU."""
-    cpus_per_task: int = 0
+    cpus_per_task: int = setting(0, auto=0)
     """CPU cores of each node. 0: 8 for each GPU."""
     time: str = "24:00:00"
     """Time limit of one job: minutes, hours:minutes:seconds or days-hours:minutes:seconds. A run may take many jobs."""
@@ -131,7 +131,8 @@ class SlurmRequest:
     @property
     def cores(self) -> int:
         """Number of CPU cores of each node."""
-        return self.cpus_per_task or _CORES_PER_GPU * max(1, self.gpus_per_node)
+        usual = _CORES_PER_GPU * max(1, self.gpus_per_node)
+        return usual if is_auto(self, "cpus_per_task") else self.cpus_per_task
 
 
 def main(request: SlurmRequest) -> int:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from unfog.config.schema import SHORT
-from unfog.config.values import AUTO, field_types, format_spec, registry_of, strip_optional
-from unfog.settings import Rules, rules_of
+from unfog.config.values import field_types, format_spec, registry_of, strip_optional
+from unfog.settings import AUTO, Rules, rules_of
 from unfog.values.image_format import Size
 
 
@@ -94,7 +94,7 @@ class Description:
         value = self.field.default if tree is None else tree
         for name in self.path if tree is not None else ():
             value = getattr(value, name)
-        if value is None and self.annotation is bool:  # a switch that is left open
+        if value is None and self.rules.auto is None:
             return AUTO
         return format_value(value, registry_of(self.annotation) is not None)
 

@@ -16,7 +16,7 @@ from unfog.config.presets import PRESETS
 from unfog.config.schema import Config
 from unfog.config.values import format_spec, quote, registry_of
 from unfog.errors import RequestError
-from unfog.settings import rules_of
+from unfog.settings import AUTO, NO_AUTO, rules_of
 from unfog.text import manual
 
 _WIDTH = 100
@@ -91,6 +91,7 @@ def _explain_setting(each: Description) -> str:
         "in TOML": f"{each.path[-1]}, {f'below [{section}]' if section else 'above all sections'}",
         "default": _defaults(each),
         "allowed": f"{bounds}{usual}" if bounds else "" if registry else ", ".join(each.choices),
+        "auto": _automatic(each),
         "on resume": _resume_rule(each),
         "compare": _COMPARES.get(rules.affects or "", ""),
         "why": rules.why,
@@ -121,6 +122,12 @@ def _defaults(each: Description) -> str:
     usual = values.pop("default")
     others = "".join(f"; {value} with --preset {name}" for name, value in values.items() if value != usual)
     return usual + others
+
+
+def _automatic(each: Description) -> str:
+    """Return the value that the word "auto" stands for; "" if there is no such value, or it is empty."""
+    value = each.rules.auto
+    return "" if value in (NO_AUTO, AUTO, None, ()) else f"the same as {format_value(value)}"
 
 
 def _resume_rule(each: Description) -> str:

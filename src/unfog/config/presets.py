@@ -17,6 +17,7 @@ from unfog.diffusion.weighting import Edm, Plain
 from unfog.errors import RequestError
 from unfog.models.settings import SIZES
 from unfog.reporting.log_settings import Log
+from unfog.settings import setting
 from unfog.text import suggest
 from unfog.training.settings import (
     Checkpoint,
@@ -104,7 +105,7 @@ def preset(name: str) -> Config:
 class _Evaluate:
     """Evaluation during training: error and PSNR of reconstructed held-out images."""
 
-    every: int = 0
+    every: int = setting(0, auto=0)
     """Steps between evaluations. 0: about ten in the run, fewer in a short one; -1: none."""
     images: int = 128
     """Number of held-out images."""

@@ -13,7 +13,7 @@ from unfog.config.toml import update
 from unfog.config.validate import override_sampler
 from unfog.data.settings import UNREAD
 from unfog.errors import RequestError
-from unfog.settings import Affects, Rules, rules_of
+from unfog.settings import Affects, Rules, is_auto, rules_of
 
 # The digests that a setting enters, by what it affects.
 _DIGESTS: dict[Affects, tuple[str, ...]] = {
@@ -152,7 +152,7 @@ def check_changes(old: Config, new: Config, force: bool = False, images: Callabl
             continue  # only the place; copying it into the run checks that it is the same autoencoder
         elif rules.resume == "free":
             # A length is kept in images, but asked for in steps.
-            batch = new.training.batch or old.training.batch
+            batch = (old if is_auto(new.training, "batch") else new).training.batch
             steps = f" ({now // batch:,} steps of {batch})" if name == "training.images" else ""
             lines.append(f"{name}: {before!r} -> {now!r}{steps}")
         elif rules.resume != "force":

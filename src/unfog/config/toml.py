@@ -8,7 +8,7 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass, replace
 from numbers import Integral, Real
 from pathlib import Path
@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 from unfog._version import __version__
 from unfog.config.aliases import current_name
 from unfog.config.values import (
-    AUTO,
     MAX_INT,
     FormatError,
     describe_mismatch,
@@ -31,6 +30,7 @@ from unfog.config.values import (
 )
 from unfog.custom import consent, is_own_choice
 from unfog.errors import RequestError
+from unfog.settings import AUTO, NO_AUTO, rules_of
 from unfog.text import not_utf8, sanitize, suggest
 from unfog.values.image_format import Size, parse_size
 
@@ -155,7 +155,7 @@ def _version_remedy(text: str) -> str:
 def update(base: T, table: Mapping[str, Any], where: str) -> T:
     """Return `base` with the changes of a nested dict; `where` is the dotted name of `base`."""
     hints = field_types(type(base))
-    known = [f.name for f in fields(base)]  # type: ignore[arg-type]
+    known = {f.name: f for f in fields(base)}  # type: ignore[arg-type]
     changes: dict[str, Any] = {}
     for key, value in table.items():
         given = f"{where}.{key}" if where else str(key)
@@ -167,14 +167,17 @@ def update(base: T, table: Mapping[str, Any], where: str) -> T:
             raise RequestError(f"{name} is given twice, once by its old name; give one of them")
         if key not in known:
             raise RequestError(f"{_UNKNOWN} {quote(name)[1:-1]}{suggest(key, known)}")
-        changes[key] = _convert(hints[key], getattr(base, key), value, name)
+        if isinstance(value, str) and value == AUTO and (automatic := rules_of(known[key]).auto) is not NO_AUTO:
+            changes[key] = automatic
+        else:
+            changes[key] = _convert(hints[key], getattr(base, key), value, name)
     try:
         return replace(base, **changes)  # type: ignore[type-var]
     except RequestError as error:
         raise RequestError(_in_full(str(error), where, known)) from None
 
 
-def _in_full(message: str, where: str, known: list[str]) -> str:
+def _in_full(message: str, where: str, known: Collection[str]) -> str:
     """Return a message of a section with the section's full name in front."""
     if not where or message.startswith(where):
         return message
@@ -227,11 +230,9 @@ def _checked(instance: Any, name: str) -> Any:
 def of_type(annotation: Any, value: Any, name: str) -> Any:
     """Return a value as the type of a setting: lists become tuples, NumPy numbers plain ones. Else RequestError."""
     optional, annotation = types.NoneType in typing.get_args(annotation), strip_optional(annotation)
-    if optional and (value is None or (annotation is bool and type(value) is str and value == AUTO)):
+    if optional and value is None:
         return None
     args = typing.get_args(annotation)
-    if args == (float, ...) and isinstance(value, str) and value == AUTO:
-        return ()
     if typing.get_origin(annotation) is tuple and isinstance(value, list | tuple):
         if args[-1] is not Ellipsis and len(value) != len(args):
             raise RequestError(f"{name} = {quote(value)} must have {len(args)} values")

@@ -30,6 +30,7 @@ from unfog.models.autoencoder_settings import AutoencoderFolder, check_multiple
 from unfog.models.settings import Architecture
 from unfog.reporting.log_settings import check_installed
 from unfog.reporting.progress import plural, say
+from unfog.settings import is_auto
 from unfog.values.image_format import scaled, sides_of, size_of
 
 # Factor of the noise from which on a step of Heun in 2 or 3 steps is refused.
@@ -54,7 +55,7 @@ def check_request(config: Config) -> None:
     check_installed(config.log.sinks)
     check_buckets(config)
     factor = check_autoencoder(config)
-    if config.network is not None and config.data.size:
+    if config.network is not None and not is_auto(config.data, "size"):
         height, width = sides_of(config.data.size)
         check_network_size(config.network, (height // factor, width // factor), factor)
     if not config.fingerprint and not config.source.startswith(PYTHON):  # which runs code, and is announced first
@@ -107,7 +108,7 @@ def check_autoencoder(config: Config) -> int:
     Raises:
         RequestError: there is no such autoencoder, or it does not suit the images or their augmentation.
     """
-    if config.autoencoder.factor and config.data.size:
+    if config.autoencoder.factor and not is_auto(config.data, "size"):
         config.autoencoder.check(config.data.size)
     if not config.autoencoder_folder:
         return 1
@@ -118,12 +119,12 @@ def check_autoencoder(config: Config) -> int:
                 f"data.{name} = {getattr(data, name)} changes pixels, but latents are encoded once, from "
                 "unchanged images; omit it, or train without --autoencoder (--flip is possible)"
             )
-    if data.channels not in (0, described.image_channels):
+    if not is_auto(data, "channels") and data.channels != described.image_channels:
         raise RequestError(
             f"data.channels = {data.channels}, but the autoencoder in {config.autoencoder_folder} is for "
             f"images of {described.image_channels}; omit --data.channels, or use another autoencoder"
         )
-    if data.size:
+    if not is_auto(data, "size"):
         check_multiple(data.size, described.factor)
     return described.factor
 

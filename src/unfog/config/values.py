@@ -31,6 +31,7 @@ from unfog.models.elsewhere.settings import ELSEWHERE
 from unfog.models.given_network import GivenNetwork
 from unfog.models.network_settings import CustomNetwork
 from unfog.models.settings import ARCHITECTURES, SIZES
+from unfog.settings import AUTO
 from unfog.text import is_address, suggest, without_secrets
 from unfog.training.settings import EMA_SCHEDULES, OPTIMIZERS
 from unfog.values.image_format import Size, parse_size
@@ -44,7 +45,6 @@ _NUMBER = re.compile(
 # 10k, 1.5k, 2M; m might be thousandths.
 _THOUSANDS = re.compile(r"([+-]?[0-9]{1,15}(?:\.[0-9]{1,6})?)([kKM])")
 _LONGEST = 60  # characters of a value that a message repeats
-AUTO = "auto"  # the word for a list of numbers, or a switch, that is left open
 # What TOML, and so config.toml, can hold.
 MAX_INT = 2**63 - 1
 
@@ -118,8 +118,6 @@ def parse_value(annotation: Any, words: Sequence[str]) -> Any:
     annotation = strip_optional(annotation)
     args = typing.get_args(annotation)
     if typing.get_origin(annotation) is tuple:
-        if args == (float, ...) and [*words] == [AUTO]:
-            return ()
         return tuple(parse_value(args[0], [word]) for word in words)
     (word,) = words
     if typing.get_origin(annotation) is typing.Literal:
@@ -238,7 +236,7 @@ def parse_spec(words: Mapping[str, Any], text: str) -> Any:
 def format_spec(part: Any) -> str:
     """Return the shortest spec string of a part."""
     if part is None:
-        return "auto"
+        return AUTO
     # Against the kind's defaults, not those of a named size: `small` and `unet` with the same fields are one part.
     default = type(part)()
     changed = [

@@ -24,6 +24,7 @@ from unfog.errors import RequestError
 from unfog.files.cache_folder import cache_folder, cache_limit, fits_limit
 from unfog.files.safe_files import disk_usage
 from unfog.files.work_folder import work_folders
+from unfog.settings import AUTO, is_auto
 from unfog.text import format_bytes
 
 # cache = auto keeps images in memory up to these sizes, as decoding them anew for each command takes about a second.
@@ -59,10 +60,10 @@ def prepare(
     with_labels = replace(settings, labels=labels_setting(scan.source, scan.labels))
     unread = known.startswith(UNREAD)
     # Before the scan is resolved, which opens images: an entry knows their size and channels.
-    may_reuse = settings.cache in ("auto", "disk") and not unread
+    may_reuse = settings.cache in (AUTO, "disk") and not unread
     entry = cache.load(key) if may_reuse else None
     # Without `range`, an entry is by the types of its values, as in a run that began without it.
-    if entry and (known or settings.range or not entry.report.has_deep_images):
+    if entry and (known or not is_auto(settings, "range") or not entry.report.has_deep_images):
         return replace(entry.dataset(with_labels, source.name), warnings=scan.warnings)
     with silence_pillow():
         # Before the sample is read, so that it is not fetched a second time.
@@ -127,7 +128,7 @@ def choose_placement(scan: Scan, key: str, to_draw: int = 0, known: str = "") ->
 def _placement_on_resume(scan: Scan, key: str, unread: bool) -> tuple[Placement, str]:
     """Return `_placement` for a resume. Raises RequestError if images would not be decoded as in the run so far."""
     # The fingerprint of undecoded images is of another kind, so the two could not be compared.
-    if unread and scan.settings.cache == "auto":
+    if unread and is_auto(scan.settings, "cache"):
         return "none", ""
     where, why = _placement(scan, key, to_draw=0)
     if unread == (where == "none"):
@@ -146,7 +147,7 @@ def _placement(scan: Scan, key: str, to_draw: int) -> tuple[Placement, str]:
     A small set stays in memory. A larger one is packed into the cache if that takes at most half of the free space and
     most images will be drawn. Otherwise each image is decoded when it is drawn.
     """
-    if scan.settings.cache != "auto":
+    if scan.settings.cache != AUTO:  # not `is_auto`, which narrows no type
         return scan.settings.cache, ""
     n = len(scan.source.names)
     pixel_bytes = n * scan.image_format.nbytes

@@ -26,6 +26,7 @@ from unfog.data.sources.label_tables import strip_shard
 from unfog.data.sources.labels import apply_label_table, labels_setting, read_columns
 from unfog.data.values.value_range import FULL_RANGE, Extent, Ranges, ValueRange, extent_of, outward, without_alpha
 from unfog.errors import RequestError, RunError
+from unfog.settings import is_auto
 from unfog.text import sanitize
 from unfog.values.columns import Column, classes_of, labels_of, of_labels, rows_of
 from unfog.values.image_format import LEAST, MOST, ImageFormat, Size, colour_channels, size_of
@@ -95,7 +96,7 @@ class Scan:
         stamp, file_bytes = source.stamp()
         return cls(
             *(source, settings, columns, stamp, file_bytes, settings.size, settings.channels),
-            channels_certain=settings.channels != 0,
+            channels_certain=not is_auto(settings, "channels"),
             ranges=Ranges.of_setting(settings.range, settings.clip) if source.ranges is None else source.ranges,
             warnings=tuple(warnings),
         )
@@ -111,9 +112,9 @@ class Scan:
         """
         size, ranges, settings = self.size or _choose_size(self.source), self.ranges, self.settings
         decided = self.source.ranges is not None
-        warnings = [] if began or decided or not settings.range else check_range(self.source, ranges)
+        warnings = [] if began or decided or is_auto(settings, "range") else check_range(self.source, ranges)
         # A run on remote shards, some of which may have failed since, has the range of its values in its settings.
-        if not (settings.range or decided or (began and self.source.remote)):
+        if is_auto(settings, "range") and not (decided or (began and self.source.remote)):
             ranges = find_ranges(self.source, integers=not began)._replace(clip=settings.clip)
             settings = settings if began else replace(settings, range=ranges.setting)
             if began and ranges.floats is not None:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from unfog.errors import RequestError
-from unfog.settings import check_bounds, setting
+from unfog.settings import AUTO, check_bounds, is_auto, setting
 from unfog.values.image_format import CHANNELS, ImageFormat, Size, parse_size
 
-LABELS = ("auto", "folders", "none")
+LABELS = (AUTO, "folders", "none")
 # Values of `Data.labels`, and suffixes of the tables that it may name instead.
 TABLES = (".csv", ".tsv", ".jsonl", ".ndjson")
 _TABLE = re.compile(r"(.*\.(?:csv|tsv|jsonl|ndjson))(?::(.+))?", re.IGNORECASE | re.DOTALL)
@@ -36,7 +36,7 @@ UNREAD = "unread:"
 class Data:
     """Settings of decoding, labels, augmentation and the held-out split. 0 or "auto" is chosen to suit the images."""
 
-    size: Size = setting(0, short="size", common=True)
+    size: Size = setting(0, short="size", auto=0, common=True)
     """Pixels that the network sees: 64, or width x height: 96x64; 0 = to suit the images, short side up to 64."""
     aspect: Literal["crop", "keep"] = setting(
         "crop",
@@ -46,15 +46,15 @@ class Data:
         see="docs/guide.md",
     )
     """crop: cut all images to `size`. keep: batches of one aspect each, of about as many pixels as `size`."""
-    channels: int = 0
+    channels: int = setting(0, auto=0)
     """1 = grey, 3 = RGB; 0 = grey if every image is grey, else RGB."""
     background: str = setting("white", affects="objective", resume="force")
     """Colour put behind transparent pixels: a name such as "white", or "#rrggbb"."""
-    range: tuple[float, ...] = setting((), affects="objective", resume="force", added_later=True)
+    range: tuple[float, ...] = setting((), auto=(), affects="objective", resume="force", added_later=True)
     """Values of 16-bit, 32-bit and floating-point images that become black and white; auto = that of the set."""
     clip: bool = setting(False, affects="objective", resume="force", added_later=True)
     """Cut values beyond `range` at its ends; without it, images with such values are left out."""
-    labels: str = setting("auto", affects="nothing", resume="free")
+    labels: str = setting(AUTO, auto=AUTO, affects="nothing", resume="free")
     """Classes: folders = the top sub-folders, or what shards say; none; auto = whichever fit; or TABLE[:FILE,LABEL]."""
     flip: bool = setting(False, short="flip", resume="free", common=True)
     """Mirror half of the images left to right; off, as text and digits do not survive it."""
@@ -86,7 +86,7 @@ class Data:
     """With `augment`: share of the stretches that are along the sides of the image; others are in any direction."""
     held_out: float = setting(0.05, at_least=0, at_most=0.5, usual="0.05", affects="objective", resume="force")
     """Fraction kept from training to measure it; at most 1,000 images, none of fewer than 100; 0 = none."""
-    cache: Literal["auto", "memory", "disk", "none"] = setting("auto", affects="nothing", resume="free")
+    cache: Literal["auto", "memory", "disk", "none"] = setting(AUTO, auto=AUTO, affects="nothing", resume="free")
     """Place of decoded images: "disk" = a pack that later runs reuse; "none" = each is decoded when drawn."""
     cache_limit: str = setting("10gb", affects="nothing", resume="free")
     """Disk space for what is read of remote shards while training (500mb, 50gb; 0 = none)."""
@@ -97,10 +97,10 @@ class Data:
         if self.labels not in LABELS:
             table_and_columns(self.labels)
         object.__setattr__(self, "size", parse_size(self.size))  # "64x64" is 64
-        if self.channels not in (0, *CHANNELS):
+        if not is_auto(self, "channels") and self.channels not in CHANNELS:
             raise RequestError(f"channels = {self.channels} is not 1 (grey), 3 (RGB) or 0 (choose)")
         low, high = self.range[::2], self.range[1::2]
-        if len(self.range) not in (0, 2, 4) or not all(a < b for a, b in zip(low, high)):
+        if not is_auto(self, "range") and (len(self.range) not in (2, 4) or not all(a < b for a, b in zip(low, high))):
             given = " ".join(f"{value:g}" for value in self.range)
             raise RequestError(
                 f"range = {given} is not LOW HIGH with LOW below HIGH; give both, such as 0 4095, or auto"

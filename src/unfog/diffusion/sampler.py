@@ -78,6 +78,7 @@ class Sampler:
     """Noise levels: of the training schedule, EDM's (karras), evenly spaced in logsnr, or tuned for this run."""
     last: float = setting(
         0.0,
+        auto=0.0,
         added_later=True,
         measured="detail of deviation 0.02 that an exact denoiser keeps in 20 steps: 12% down to 0.05, 95% to 0.005",
         see="docs/decisions/0019-sampling-grid.md",

@@ -31,6 +31,7 @@ from unfog.process.torch_flags import caller_flags_kept
 from unfog.reporting.charts import line_chart
 from unfog.reporting.findings import Figure, Finding, write_result
 from unfog.reporting.progress import Progress, align_columns, say
+from unfog.settings import is_auto
 from unfog.training.checkpoints.posthoc_ema import EmaSnapshotFile, Mixture
 from unfog.training.settings import PowerEma
 
@@ -161,7 +162,7 @@ def _checked(request: EmaSweepRequest) -> tuple[str, int, tuple[float, ...], int
     of_type(str, request.features, "features")
     if n < 0:
         raise RequestError(f"n = {n} must be at least 1, or 0 for the usual number")
-    return metric, n or _USUAL_N[metric], widths, step
+    return metric, _USUAL_N[metric] if is_auto(request, "n") else n, widths, step
 
 
 def _rebuildable_widths(
@@ -206,8 +207,10 @@ def _build_measure(
         raise RequestError(f"n = {n} samples: {metric} needs at least 10; {_USUAL_N[metric]} is usual")
     # Rather images that were not trained on, if they are enough for the metric.
     images = prepared.held_out if len(prepared.held_out) >= n else prepared.train
-    usual = "inception" if metric == "fid" else "texture"
-    features = None if metric in PIXEL_METRICS else open_features(request.features or usual, device)
+    name = request.features
+    if is_auto(request, "features"):
+        name = "inception" if metric == "fid" else "texture"
+    features = None if metric in PIXEL_METRICS else open_features(name, device)
     compared = Comparison((metric,), features, images, evenly_spaced(len(images), n))
     compared.check_count(metric, n, "--metric")
     # Classes in proportion to the data, or the metric would compare the proportions.

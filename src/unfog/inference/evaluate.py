@@ -50,6 +50,7 @@ from unfog.process.signals import StopSignals
 from unfog.process.torch_flags import caller_flags_kept
 from unfog.reporting.image_grids import Pixels
 from unfog.reporting.progress import Progress, format_bytes, format_duration, plural, say
+from unfog.settings import is_auto
 from unfog.text import manual, sanitize
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.distributed.world import World, init_world
@@ -105,7 +106,7 @@ def _resolve_request(
     run: LoadedRun, request: EvaluationRequest, dataset: Dataset, world: World, stop: StopSignals
 ) -> EvaluationSetup:
     """Choose what the request left open, and say which metrics are left out."""
-    config, n = run.config, request.n or (1000 if run.device.type == "cpu" else 10_000)
+    config, n = run.config, request.samples_on(run.device.type)
     features = open_request_features(request, run.device)
     real, name = _load_reference(run, request, dataset, stop)
     reference = real.train
@@ -150,8 +151,10 @@ def open_request_features(request: EvaluationRequest, device: torch.device) -> F
     """Return the feature network of the request, or the best one at hand; None if no metric needs one."""
     if all(name in (*PIXEL_METRICS, *LOSSES) for name in request.metrics or METRICS):
         return None
-    if request.features or {"fid", "fid_infinity"} & {*request.metrics} or inception_path().is_file():
-        return open_features(request.features or "inception", device)
+    if not is_auto(request, "features"):
+        return open_features(request.features, device)
+    if {"fid", "fid_infinity"} & {*request.metrics} or inception_path().is_file():
+        return open_features("inception", device)
     say(
         f"comparing texture statistics: the Inception network of published figures is not in {inception_path()}. "
         f"{manual('docs/metrics.md')} says where to get it; --features takes another network"
@@ -357,7 +360,7 @@ def evaluate_images(images: str, request: EvaluationRequest, size: Size, device:
         samples, reference = _load_both(images, request.reference, size, stop)
         rows = _rows_without_grids(samples)
         check_enough(len(rows), sanitize(images))
-        rows = rows[evenly_spaced(len(rows), request.n or len(rows))]
+        rows = rows[evenly_spaced(len(rows), len(rows) if is_auto(request, "n") else request.n)]
         real = reference_rows(reference, len(rows))
         compared = Comparison(_metrics(request, features is not None), features, reference, real, world)
         if set(request.metrics) == {"fid"}:

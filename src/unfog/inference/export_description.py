@@ -23,6 +23,7 @@ from unfog.diffusion.target import X0, Eps, V
 from unfog.errors import RequestError
 from unfog.inference.loaded_run import LoadedRun
 from unfog.models.settings import UNet
+from unfog.settings import is_auto
 from unfog.text import sanitize
 
 _VERSION = 1
@@ -136,7 +137,7 @@ def _is_flow(config: Config, sampler: Sampler) -> bool:
 
 def _ends_with_schedule(sampler: Sampler) -> bool:
     """Return True if the noise levels are the schedule's own, down to the last."""
-    return sampler.grid == "schedule" and not sampler.last
+    return sampler.grid == "schedule" and is_auto(sampler, "last")
 
 
 def _has_solver(config: Config, sampler: Sampler) -> bool:
@@ -201,7 +202,7 @@ def _grid(config: Config, sampler: Sampler) -> dict[str, Any]:
     """Return the noise levels of our scheduler: a formula for any number of steps, or a list."""
     diffusion, grid = config.diffusion, sampler.grid
     own = isinstance(diffusion.schedule, LogNormal) and grid == "schedule"  # EDM's, which are karras
-    if (own or grid in ("karras", "logsnr")) and not sampler.last and _condition(config)["kind"] != "timestep":
+    if (own or grid in ("karras", "logsnr")) and is_auto(sampler, "last") and _condition(config)["kind"] != "timestep":
         noisiest, cleanest = diffusion.schedule.limits()
         ends = {"noisiest": max(noisiest, EDM_LIMITS[0]), "cleanest": min(cleanest, EDM_LIMITS[1])}
         return {"grid": "karras" if own else grid, **ends}

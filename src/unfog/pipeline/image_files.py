@@ -33,6 +33,7 @@ from unfog.errors import RequestError, RunError
 from unfog.files.safe_files import write_atomic
 from unfog.pipeline.latents import Show
 from unfog.reporting.image_grids import Pixels, grid, labelled_strip
+from unfog.settings import is_auto
 from unfog.text import MARK, format_bytes, sanitize
 from unfog.values.image_format import CHANNELS, ImageFormat, to_pillow
 
@@ -57,7 +58,7 @@ def build_edit(
         raise RequestError(f"repeats = {repeats} is for inpainting with a mask; give a mask, or omit repeats")
     data = config.data
     # Of the set that the run was trained on, so that the image is as bright as its images.
-    ranges = Ranges.of_setting(data.range, data.clip) if data.range else None
+    ranges = None if is_auto(data, "range") else Ranges.of_setting(data.range, data.clip)
     pixels, facts = _read_image(image, "image", config.image_format, data.background, ranges)
     unknown = None
     if mask is not None:

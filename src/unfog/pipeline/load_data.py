@@ -25,7 +25,7 @@ from unfog.pipeline.outage_notice import OutageNotice
 from unfog.process.run_folder import printable
 from unfog.process.signals import StopSignals
 from unfog.reporting.progress import Progress, say, warn
-from unfog.training.settings import USUAL_BATCH
+from unfog.settings import AUTO, is_auto
 from unfog.values.buckets import bucket_texts
 from unfog.values.condition_format import facts_of
 from unfog.values.condition_kinds import kind_of
@@ -45,9 +45,9 @@ def _warn_of_no_effect(settings: Data, dataset: Dataset, from_python: bool) -> N
     if settings.background not in (Data().background, made):
         warn(f"data.background = {settings.background} changes nothing: the pack was made with {made}")
     report, packed = dataset.report, dataset.settings.range
-    if settings.range and settings.range != packed:
+    if not is_auto(settings, "range") and settings.range != packed:
         warn(f"data.range changes nothing: the images of a pack have 8 bits{_made_with(packed)}")
-    elif settings.range and report.read and not report.has_deep_images and not from_python:
+    elif not is_auto(settings, "range") and report.read and not report.has_deep_images and not from_python:
         warn("data.range changes nothing: no image has values deeper than 8 bits")
     if settings.clip and not dataset.settings.clip:
         warn("data.clip changes nothing: the pack was made without it")
@@ -103,8 +103,8 @@ def _read_source(
         kind_of(column.kind, column.name)  # an unknown kind raises here, before anything is decoded
     source.outage.on_wait = OutageNotice(stop, source.outage.patience)
     with Progress("decoding", None) as progress:
-        wanted = config.training.images or config.training.steps * (config.training.batch or USUAL_BATCH)
-        data = replace(config.data, cache="auto") if few else config.data
+        wanted = config.training.images or config.training.steps * config.training.likely_batch
+        data = replace(config.data, cache=AUTO) if few else config.data
         to_draw, watched = 1 if few else wanted, stop.watching(progress)
         if data.aspect == "keep":
             choice = _bucket_choice(config)
@@ -123,7 +123,7 @@ def _bucket_choice(config: Config) -> BucketChoice:
             return True
         return False
 
-    return BucketChoice(fits, config.training.batch or USUAL_BATCH, known)
+    return BucketChoice(fits, config.training.likely_batch, known)
 
 
 def _say_of_buckets(line: str) -> None:
@@ -138,9 +138,9 @@ def _report(config: Config, source: Source, dataset: Dataset, few: bool) -> None
     packed = type(source).decoded_dataset is not Source.decoded_dataset  # then the size was chosen long ago
     if dataset.buckets:
         say(f"  data.size = {dataset.settings.size}: the bucket with most images; previews and samples have all sizes")
-    elif not (config.data.size or packed) and (chosen := dataset.report.chosen_size_line()):
+    elif is_auto(config.data, "size") and not packed and (chosen := dataset.report.chosen_size_line()):
         say(f"  {chosen}")
-    if 0 < len(dataset.train) < (batch := config.training.batch or USUAL_BATCH):
+    if 0 < len(dataset.train) < (batch := config.training.likely_batch):
         warn(f"batch = {batch} is more than the {len(dataset.train)} images, so some images are used twice in a batch")
     for warning in dataset.warnings:
         warn(warning)

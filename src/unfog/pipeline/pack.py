@@ -18,6 +18,7 @@ from unfog.errors import RequestError
 from unfog.process.run_folder import printable
 from unfog.process.signals import StopSignals
 from unfog.reporting.progress import Progress, format_bytes, format_duration, say, warn
+from unfog.settings import is_auto
 from unfog.values.columns import columns_digest
 from unfog.values.image_format import ImageFormat
 
@@ -60,7 +61,7 @@ def pack(request: PackRequest) -> Path:
                 if done:
                     say(f"{done:,} of {len(source.names):,} images are saved; repeat the command to continue")
                 raise
-        _report_pack(made, scan, begun, time.monotonic() - started, size_was_open=not data.size)
+        _report_pack(made, scan, begun, time.monotonic() - started, size_was_open=is_auto(data, "size"))
     return out
 
 

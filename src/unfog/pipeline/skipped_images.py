@@ -17,6 +17,7 @@ from unfog.files.safe_files import read_file, write_atomic
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.progress import plural
 from unfog.reporting.recorder import Recorder
+from unfog.settings import is_auto
 from unfog.text import sanitize, valid_text
 from unfog.values.columns import columns_digest, without_class
 
@@ -103,7 +104,7 @@ def describe_changes(folder: RunFolder, dataset: Dataset) -> str:
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return ""
     names = f"the {len(before):,} names are the same"
-    if dataset.settings.range == () and "float" in dataset.report.actions:
+    if is_auto(dataset.settings, "range") and "float" in dataset.report.actions:
         return (
             f"{names}, but {dataset.report.values}, one range for the set, and the version of Unfog that began the run "
             "read each image by its own range: resume with that version, which config.toml names"

@@ -21,6 +21,7 @@ from unfog.planning.microbatch import Machine, MicrobatchChoice
 from unfog.planning.timing import StepTime, forward_passes, measure_step
 from unfog.process.gpus import choose_gpu, unused_gpu
 from unfog.reporting.progress import format_bytes, plural
+from unfog.settings import AUTO, is_auto
 from unfog.training.learning_rate import FINE_TUNING_FACTOR, default_learning_rate
 from unfog.training.precision import default_memory_format, default_precision
 from unfog.training.settings import USUAL_BATCH, MemoryFormat, PrecisionName
@@ -71,10 +72,10 @@ class AutoSettings:
         """Store the device that was found, rather than auto, and note why it was chosen."""
         device = self.machine.device
         # Of several GPUs not the number, as another one may have more free memory when the run is resumed.
-        self._set_training(device=device.type if wanted in ("auto", "cuda") else str(device))
-        if wanted == "auto" and (reason := unused_gpu()):
+        self._set_training(device=device.type if wanted in (AUTO, "cuda") else str(device))
+        if wanted == AUTO and (reason := unused_gpu()):
             self._note("device", device, f"torch cannot use the NVIDIA GPU: {reason}")
-        if wanted in ("auto", "cuda") and device.index is not None and self.processes == 1 and (gpu := choose_gpu()):
+        if wanted in (AUTO, "cuda") and device.index is not None and self.processes == 1 and (gpu := choose_gpu()):
             self._note("device", device, gpu.reason)
 
     def resolve(self) -> None:
@@ -142,7 +143,7 @@ class AutoSettings:
 
     def _resolve_batch(self) -> None:
         """Choose the batch: larger where a GPU would wait for launches more than for arithmetic."""
-        if self.config.training.batch:
+        if not is_auto(self.config.training, "batch"):
             return
         small = self._side <= _SMALL_SIDE and self.config.task.chooses_network
         large = small and self.machine.device.type in _LARGE_BATCH_ON
@@ -157,7 +158,7 @@ class AutoSettings:
     def resolve_learning_rate(self) -> None:
         """Choose the learning rate by the size of network and batch; lower for pretrained weights."""
         optimizer, batch = self.config.optimizer, self.config.training.batch
-        if optimizer.lr:
+        if not is_auto(optimizer, "lr"):
             return
         parameters = self._parameters
         network, tuned = self.config.network or UNet(), bool(self.config.init.folder)
@@ -182,7 +183,7 @@ class AutoSettings:
         noise, so a repeated command would train another model. A run that goes on takes a smaller one rather than end.
         RequestError if not even one image fits, or what was chosen or asked for does not fit what is free now.
         """
-        if not (self.config.training.microbatch or resuming):
+        if is_auto(self.config.training, "microbatch") and not resuming:
             self._adopt(self.machine.largest_microbatch(self.process_config(), self.processes))
         needed, available = self.machine.memory_needed(self.process_config(), self.processes)  # without a margin
         if needed < available:
@@ -209,7 +210,7 @@ class AutoSettings:
 
     def resolve_precision(self) -> None:
         """Choose the precision by hardware and network; a timing could choose another one when repeated."""
-        if self.config.training.precision != "auto":
+        if not is_auto(self.config.training, "precision"):
             return
         name: PrecisionName
         sheet = self.machine.data_sheet
@@ -222,7 +223,7 @@ class AutoSettings:
 
     def resolve_memory_format(self) -> None:
         """Choose the memory format by rule, as with the precision."""
-        if self.config.training.memory_format != "auto":
+        if not is_auto(self.config.training, "memory_format"):
             return
         name: MemoryFormat = "contiguous"
         if self.config.network is not None and self.config.network.prefers_channels_last:
@@ -233,7 +234,7 @@ class AutoSettings:
     def resolve_compile(self) -> None:
         """Compile the network where the run is so long that a compiled one is ahead early, as by `plan`."""
         training, device = self.config.training, self._gpu_sheet
-        if training.compile is not None:
+        if not is_auto(training, "compile"):
             return
         self._set_training(compile=False)
         if device is None or self.sharded or not self.config.task.chooses_network:
@@ -255,7 +256,7 @@ class AutoSettings:
     def resolve_capture(self) -> None:
         """Capture steps where launches take longer than their arithmetic, and there is memory to keep what they use."""
         training, device = self.config.training, self._gpu_sheet
-        if training.capture is not None:
+        if not is_auto(training, "capture"):
             return
         self._set_training(capture=False)
         if device is None or self.processes > 1 or microbatch_size(training) < training.batch:
@@ -281,7 +282,7 @@ class AutoSettings:
 
     def resolve_determinism(self) -> None:
         """Let the run repeat to the bit, unless the settings say otherwise."""
-        if self.config.training.deterministic == "auto":
+        if is_auto(self.config.training, "deterministic"):
             self._set_training(deterministic="on")
 
     def resolve_length(self, seen: int = 0) -> None:

@@ -10,6 +10,7 @@ from unfog.config.schema import Config
 from unfog.pipeline.build import build_network
 from unfog.planning.disk import snapshot_bytes
 from unfog.reporting.progress import format_bytes, plural
+from unfog.settings import is_auto
 from unfog.training.checkpoints.writer import free_bytes
 
 _SNAPSHOTS = 24  # of a run: an EMA 0.3 to 2 times as wide is rebuilt from so many to within 0.1%
@@ -44,9 +45,9 @@ def choose_intervals(config: Config) -> tuple[Changes, list[Choice]]:
             choices.append(Choice(f"{section}.{name}", value, reason))
 
     steps = config.training.images // config.training.batch
-    if config.optimizer.warmup == 0:
+    if is_auto(config.optimizer, "warmup"):
         choose("optimizer", "warmup", max(1, min(5000, steps // 20)), "5% of the run, at most 5000 steps")
-    if config.log.every == 0:
+    if is_auto(config.log, "every"):
         every = min(50, round_down_to_125(steps / 20))
         choose("log", "every", every, "at least 20 times in the run, and at least every 50 steps")
     if config.ema_snapshots.every >= 0:
@@ -62,10 +63,10 @@ def choose_intervals(config: Config) -> tuple[Changes, list[Choice]]:
 
 def _snapshot_interval(config: Config, steps: int) -> tuple[int, str]:
     """Return the interval of EMA snapshots, -1 for none, and why; no reason if there was nothing to choose."""
-    asked = config.ema_snapshots.every
+    asked, is_open = config.ema_snapshots.every, is_auto(config.ema_snapshots, "every")
     if config.ema_snapshots.second_schedule(config.ema) is None:
-        return -1, "an EMA of fixed decay cannot be rebuilt at other widths" if asked else ""
-    if asked:
+        return -1, "" if is_open else "an EMA of fixed decay cannot be rebuilt at other widths"
+    if not is_open:
         return asked, ""
     if steps < _FEWEST_STEPS_FOR_SNAPSHOTS:
         return -1, ""
@@ -87,7 +88,7 @@ def open_intervals(config: Config) -> dict[str, int]:
         "evaluate": max(every, _least_interval(config, evaluated, steps)),
         "checkpoint": min(every, _MOST_STEPS_LOST),
     }
-    return {section: steps for section, steps in usual.items() if getattr(config, section).every == 0}
+    return {section: steps for section, steps in usual.items() if is_auto(getattr(config, section), "every")}
 
 
 def _least_interval(config: Config, calls: int, steps: int) -> int:

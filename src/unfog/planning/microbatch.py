@@ -17,6 +17,7 @@ from unfog.planning.memory_estimate import MemoryEstimator
 from unfog.planning.memory_recorder import CUDA_CONTEXT, CUDNN_WORKSPACE, ONEDNN_HALF
 from unfog.process.device import available_memory, total_memory
 from unfog.reporting.progress import format_bytes, plural
+from unfog.settings import is_auto
 from unfog.text import manual
 from unfog.training.distributed.process_group import local_world_size, processes_per_gpu
 
@@ -174,6 +175,6 @@ def _processes_per_device(device: torch.device) -> int:
 
 def with_precision(config: Config) -> Config:
     """Return the configuration with fp32, which takes the most memory, if its precision is open."""
-    if config.training.precision != "auto":
+    if not is_auto(config.training, "precision"):
         return config
     return replace(config, training=replace(config.training, precision="fp32"))

@@ -33,6 +33,7 @@ from unfog.planning.flops import TimeRange
 from unfog.planning.sampling_cost import sample_calls
 from unfog.process.device import synchronize
 from unfog.reporting.progress import Progress
+from unfog.settings import AUTO, is_auto
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import LoopSettings, train
 from unfog.training.precision import DTYPES, drawing_precision
@@ -108,10 +109,10 @@ def forward_passes(config: Config, held_out: int) -> dict[str, float]:
     training = config.training.images * (3.0 if config.training.precision == "fp32" else 2.0)
     metrics = 0.0
     if evaluate.metrics and evaluate.metrics_every >= 0:
-        fixed = evaluate.samples and evaluate.metrics_every
+        is_open = is_auto(evaluate, "samples", "metrics_every")
         # Metrics run at the first evaluation after each multiple of their interval, and after the last step.
         count = 1 + max(0, steps - 1) // max(evaluate.metrics_every, evaluate.every, 1)
-        metrics = float(count * evaluate.samples * calls) if fixed else evaluate.share * training
+        metrics = evaluate.share * training if is_open else float(count * evaluate.samples * calls)
     evaluated = min(evaluate.images, held_out) * evaluate.levels * (evaluate.every > 0)
     return {
         "training": training,
@@ -159,7 +160,7 @@ def _usual_drawing(config: Config, steps: int) -> GenerationSettings:
 def seconds_per_call(config: Config, device: torch.device) -> float:
     """Return the median wall time of a forward pass of one micro-batch, in the precision of drawing on the device."""
     network = build_network(config).to(device).eval()
-    dtype = DTYPES.get(drawing_precision("auto", device, config.training.precision))
+    dtype = DTYPES.get(drawing_precision(AUTO, device, config.training.precision))
     denoise, count = Denoiser(network, config.diffusion, dtype=dtype), microbatch_size(config.training)
     x, logsnr = torch.zeros(count, *config.input_shape, device=device), torch.zeros(count, device=device)
     conditions = config.conditions.blank(count).to(device)

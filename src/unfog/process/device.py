@@ -15,6 +15,7 @@ from unfog.device.cores import control_groups, describe_quota, threads_are_given
 from unfog.errors import RequestError
 from unfog.process.gpus import OTHER_BUILD, choose_gpu, missing_code
 from unfog.process.torch_flags import compute_fp32_exactly
+from unfog.settings import AUTO
 
 _UNTOLD = 4 * 2**30  # bytes assumed if the system does not report them
 # Of a control group of version 2 and 1: limit, use, and what of the use can be reclaimed.
@@ -34,9 +35,9 @@ def choose_device(name: str) -> torch.device:
         RequestError: torch does not have that device here, or no code for it.
     """
     check_device(name)
-    if name in ("auto", "cuda") and (gpu := choose_gpu()):
+    if name in (AUTO, "cuda") and (gpu := choose_gpu()):
         name = gpu.name
-    elif name == "auto":
+    elif name == AUTO:
         name = "mps" if torch.backends.mps.is_available() else "cpu"
     if describe_quota() and not threads_are_given():
         torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))

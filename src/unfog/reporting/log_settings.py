@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from unfog.custom import PREFIX
 from unfog.errors import RequestError, install_command
+from unfog.settings import setting
 
 # tracker -> the package that it needs, and the extra that brings it
 _PACKAGES = {
@@ -26,7 +27,7 @@ _PACKAGES = {
 class Log:
     """Settings of logging: its interval, and the trackers that get a copy."""
 
-    every: int = 0
+    every: int = setting(0, auto=0)
     """Steps between two lines of metrics.jsonl. 0: twenty lines or more in the run, at most 50 steps apart."""
 
     sinks: tuple[str, ...] = ()

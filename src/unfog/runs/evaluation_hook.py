@@ -31,6 +31,7 @@ from unfog.reporting.recorder import Recorder
 from unfog.reporting.records import read_events, read_metrics
 from unfog.runs.previews import Previews
 from unfog.runs.ranks import RunContext
+from unfog.settings import is_auto
 from unfog.training.length import Plan
 from unfog.training.settings import Evaluate
 
@@ -70,7 +71,7 @@ def resolve_metrics(auto: AutoSettings, images: ImageSet, device: torch.device) 
         raise RequestError(
             f"evaluate.metrics need at least {TRIAL_SAMPLES} training images, but there are only {len(images)}"
         )
-    is_open = not (evaluate.samples and evaluate.reference and evaluate.metrics_every)
+    is_open = is_auto(evaluate, "samples", "reference", "metrics_every")
     has_fid = "fid" in evaluate.metrics
     if is_open or (has_fid and evaluate.metrics_every >= 0):
         features = open_features(evaluate.features, device, only_known=True)
@@ -142,19 +143,22 @@ def _fit_to_budget(
     """
     evaluate, steps = config.evaluate, config.training.images // config.training.batch
     affordable = int(allowed / 4 / max(costs.features, 1e-9))  # features of the reference take a quarter, once
-    reference = evaluate.reference or max(MIN_SAMPLES, min(affordable, _MAX_REFERENCE))
+    reference = evaluate.reference
+    if is_auto(evaluate, "reference"):
+        reference = max(MIN_SAMPLES, min(affordable, _MAX_REFERENCE))
     reference = min(images, reference)
     left = allowed - reference * costs.features
     wanted = int(left / _TARGET_TIMES / max(costs.sample + costs.features, 1e-9))
-    samples = evaluate.samples or max(MIN_SAMPLES, min(wanted, _MAX_SAMPLES))
+    is_open = is_auto(evaluate, "samples")
+    samples = max(MIN_SAMPLES, min(wanted, _MAX_SAMPLES)) if is_open else evaluate.samples
     each = once(samples, reference)
     # The metrics' own time is not in `wanted`, and grows faster than the number of samples.
-    while not evaluate.samples and samples > MIN_SAMPLES and _TARGET_TIMES * each > left:
+    while is_open and samples > MIN_SAMPLES and _TARGET_TIMES * each > left:
         samples = max(MIN_SAMPLES, samples * 2 // 3)
         each = once(samples, reference)
     times = int(left / max(each, 1e-9))
     every = evaluate.metrics_every
-    if every == 0:
+    if is_auto(evaluate, "metrics_every"):
         # A multiple of the interval of evaluations, rounded up so that there are at most `times`.
         apart = max(1, math.ceil(steps / max(times, 1) / evaluate.every))
         every = apart * evaluate.every if times > 0 else -1

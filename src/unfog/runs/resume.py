@@ -34,6 +34,7 @@ from unfog.runs.ranks import RunContext, broadcast_config
 from unfog.runs.time_budget import TimeBudget, resume_length
 from unfog.runs.train import check_custom_parts, open_session, train_session
 from unfog.runs.weights.init_weights import load_initial_weights
+from unfog.settings import is_auto
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import rotation
 from unfog.training.checkpoints.format import CheckpointInfo
@@ -191,7 +192,7 @@ def _check_resume_request(stored: Config, config: Config) -> None:
 
 def _disable_impossible_snapshots(config: Config, point: _ResumePoint) -> Config:
     """Resolve an open interval of EMA snapshots to none if the run has not kept a second EMA from its beginning."""
-    if point.saved is None or point.saved.holds(checkpoint.EMA2) or config.ema_snapshots.every != 0:
+    if point.saved is None or point.saved.holds(checkpoint.EMA2) or not is_auto(config.ema_snapshots, "every"):
         return config
     return replace(config, ema_snapshots=replace(config.ema_snapshots, every=-1))
 

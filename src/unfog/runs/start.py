@@ -17,6 +17,7 @@ from unfog.config.values import quote
 from unfog.errors import RequestError
 from unfog.models.autoencoder_settings import FACTORS, WIDTHS, Autoencoder, Latents
 from unfog.process.run_folder import RunFolder, next_folder
+from unfog.settings import auto_value, is_auto
 from unfog.text import suggest
 from unfog.training.settings import USUAL_BATCH
 
@@ -47,8 +48,9 @@ def train(request: TrainRequest, callbacks: Sequence[object] = ()) -> tuple[RunF
 def base_settings(recipe: Config, file: Path | None, changes: Mapping[str, Any]) -> Config:
     """Return the recipe, changed by the weights to start from (--init) and then by the TOML file (--config)."""
     # A learning rate that a recipe sets was tuned with its batch, which is kept then.
-    if not recipe.optimizer.lr and recipe.training.batch == USUAL_BATCH:
-        recipe = replace(recipe, training=replace(recipe.training, batch=0))  # chosen with the device
+    if is_auto(recipe.optimizer, "lr") and recipe.training.batch == USUAL_BATCH:
+        automatic = replace(recipe.training, batch=auto_value(recipe.training, "batch"))  # chosen with the device
+        recipe = replace(recipe, training=automatic)
     init = read_toml(file, recipe.without_length()).init if file else recipe.init
     base, given = recipe, changes.get("init", {})
     if init.folder or (given.get("folder") if isinstance(given, Mapping) else given):

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from unfog.settings import AUTO
 from unfog.training.settings import MemoryFormat, PrecisionName, SamplingPrecision
 from unfog.training.sharded_tensors import to_local, total_norm
 
@@ -147,7 +148,7 @@ def default_precision(device: torch.device, parameters: Callable[[], int]) -> tu
 
 def drawing_precision(asked: SamplingPrecision, device: torch.device, trained: PrecisionName) -> SamplingPrecision:
     """Return the precision in which samples are drawn: as `asked`, or by the device and how the run `trained`."""
-    if asked != "auto":
+    if asked != AUTO:
         return asked
     if device.type not in _HALF_DRAWING_ON:
         return "fp32"

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from unfog.custom import CustomPart
 from unfog.errors import RequestError
-from unfog.settings import check_bounds, setting
+from unfog.settings import AUTO, check_bounds, is_auto, setting
 
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
 USUAL_BATCH = 64
@@ -31,6 +31,7 @@ class Training:
     batch: int = setting(
         USUAL_BATCH,
         short="batch",
+        auto=0,
         at_least=0,
         at_most=1000000,
         usual="64",
@@ -39,16 +40,17 @@ class Training:
         see="docs/decisions/0007-default-recipe.md",
     )
     """Images for one optimiser step. 0: 64, and 256 on CUDA where the network sees at most 32x32 pixels or latents."""
-    microbatch: int = setting(0, short="microbatch", at_least=0, affects="steps", resume="free")
+    microbatch: int = setting(0, short="microbatch", auto=0, at_least=0, affects="steps", resume="free")
     """Images in one forward and backward pass; gradients add up to `batch`. 0: the whole batch."""
     noise: Literal["microbatch", "batch"] = setting("microbatch", affects="steps", resume="free", added_later=True)
     """batch: draw the same noise whatever the micro-batch and the number of processes. microbatch: draw it for each."""
     clip: float = setting(1.0, at_least=0, resume="free")
     """Gradient norm above which the gradient is scaled down to it. 0: no clipping."""
-    precision: PrecisionName = setting("auto", short="precision", resume="free")
+    precision: PrecisionName = setting(AUTO, short="precision", auto=AUTO, resume="free")
     """Of forward and backward; weights stay fp32. auto: by hardware and size of the network."""
     memory_format: MemoryFormat = setting(
-        "auto",
+        AUTO,
+        auto=AUTO,
         affects="steps",
         resume="free",
         added_later=True,
@@ -57,10 +59,10 @@ class Training:
     )
     """Memory format of convolutions. auto: channels_last in fp32 on a CPU and in 16 bits on CUDA."""
     deterministic: Deterministic = setting(
-        "auto", affects="steps", resume="free", added_later=True, see="docs/devices.md"
+        AUTO, auto=AUTO, affects="steps", resume="free", added_later=True, see="docs/devices.md"
     )
     """off: let CUDA take kernels whose sums vary, so a resume goes on but not to the bit. auto: on."""
-    device: str = setting("auto", short="device", affects="nothing", resume="free", common=True)
+    device: str = setting(AUTO, short="device", auto=AUTO, affects="nothing", resume="free", common=True)
     """auto, cpu, cuda, cuda:1 or mps. auto: cuda, else mps, else cpu."""
     seed: int = setting(0, short="seed", at_least=0, at_most=9223372036854775807, resume="force", common=True)
     """Seed of the initial weights, the order of images, noise and dropout."""
@@ -78,9 +80,11 @@ class Training:
     """Shard weights, gradients, EMAs and optimiser state over the processes of torchrun, for large networks."""
     checkpointing: bool = setting(False, affects="nothing", resume="free")
     """Gradient checkpointing: a third more time, for a third to a half less peak memory."""
-    compile: bool | None = setting(None, short="compile", affects="nothing", resume="free", see="docs/devices.md")
+    compile: bool | None = setting(
+        None, short="compile", auto=None, affects="nothing", resume="free", see="docs/devices.md"
+    )
     """Compile the network with torch.compile: slow to start, faster after that on GPUs. auto: off."""
-    capture: bool | None = setting(None, affects="nothing", resume="free", see="docs/devices.md")
+    capture: bool | None = setting(None, auto=None, affects="nothing", resume="free", see="docs/devices.md")
     """Capture each step as one CUDA graph, for networks whose launches take longer than their arithmetic. auto: off."""
 
     def __post_init__(self) -> None:
@@ -91,10 +95,15 @@ class Training:
         # Compression hooks into DistributedDataParallel, and FSDP2 reduces gradients by itself.
         if self.shard and self.compress != "none":
             raise RequestError("training.compress and training.shard cannot be combined; omit one of them")
-        if 0 < self.batch < self.microbatch:
+        if not is_auto(self, "batch") and self.batch < self.microbatch:
             raise RequestError(
                 f"microbatch = {self.microbatch} must be at most batch = {self.batch}; lower it, or omit it"
             )
+
+    @property
+    def likely_batch(self) -> int:
+        """Images for one optimiser step, as far as that is known before the device is: where open, those of a CPU."""
+        return USUAL_BATCH if is_auto(self, "batch") else self.batch
 
     def is_sharded(self, processes: int) -> bool:
         """Return whether so many processes shard the network."""
@@ -155,6 +164,7 @@ class Optimizer:
     lr: float = setting(
         0.0,
         short="lr",
+        auto=0.0,
         at_least=0,
         usual="1e-4 to 3e-3, or 0 to choose it,",
         common=True,
@@ -163,7 +173,7 @@ class Optimizer:
         see="docs/decisions/0007-default-recipe.md",
     )
     """Peak learning rate. 0: by size: 0.006 with Muon, 0.003 with AdamW for a U-Net of 1M, batch 64."""
-    warmup: int = setting(0, at_least=0)
+    warmup: int = setting(0, auto=0, at_least=0)
     """Steps of linear rise to the peak; the first step is not zero. 0: 5% of the run, at most 5000 steps."""
     schedule: Literal["constant", "cosine", "inverse-sqrt", "cooldown"] = "constant"
     """After warm-up: cosine to zero; constant, with no end yet; cooldown, which ends a constant one; or 1/sqrt."""
@@ -282,29 +292,31 @@ MAX_EMA_SNAPSHOTS = 48
 class EmaSnapshots:
     """Snapshots of two EMAs, from which `unfog ema-sweep` rebuilds one of any length after training."""
 
-    every: int = 0
+    every: int = setting(0, auto=0)
     """Steps between snapshots. 0: about 24 in a run of 200 steps or more with --ema power; -1: none, no second EMA."""
-    second: float = 0.0
+    second: float = setting(0.0, auto=0.0)
     """Width of the second EMA, which only these snapshots need. 0: half of that of --ema."""
 
     def __post_init__(self) -> None:
         _check_interval("ema_snapshots.every", self.every)
-        if self.second:
+        if not is_auto(self, "second"):
             PowerEma(self.second)
 
     def second_schedule(self, ema: EmaSchedule) -> PowerEma | None:
         """Return the schedule of the second EMA, or None."""
         if self.every < 0 or not isinstance(ema, PowerEma):
             return None
+        if not is_auto(self, "second"):
+            return PowerEma(self.second)
         # Half of a width below 0.02 would be out of the bounds of a width.
-        return PowerEma(self.second or (ema.width / 2 if ema.width >= 0.02 else 2 * ema.width))
+        return PowerEma(ema.width / 2 if ema.width >= 0.02 else 2 * ema.width)
 
 
 @dataclass(frozen=True)
 class Preview:
     """Sample grids during training, from the same noise each time."""
 
-    every: int = 0
+    every: int = setting(0, auto=0)
     """Steps between previews. 0: about ten in the run, fewer in a short one; -1: only the first and the last."""
     images: int = setting(16, at_least=1, at_most=10000)
     """Samples in a preview. With classes, they cycle through them."""
@@ -329,7 +341,7 @@ class Evaluate:
     HIGHER: ClassVar[tuple[str, ...]] = ("precision", "recall", "density", "coverage")
     """Metrics that are better when higher."""
 
-    every: int = 0
+    every: int = setting(0, auto=0)
     """Steps between evaluations. 0: about ten in the run, fewer in a short one; -1: none."""
     images: int = setting(64, at_least=1, at_most=1000000, affects="held_out_loss")
     """Held-out images to use."""
@@ -339,11 +351,11 @@ class Evaluate:
     """Metrics of samples: kid, fid, precision, recall, density, coverage, sliced, with commas between."""
     features: str = setting("texture", affects="samples")
     """Features that the metrics compare: texture, pixels (coarser), or inception, which needs its file."""
-    samples: int = setting(0, affects="samples")
+    samples: int = setting(0, auto=0, affects="samples")
     """Samples to generate for the metrics. 0: as many as `share` permits, up to 5000."""
-    reference: int = setting(0, affects="samples")
+    reference: int = setting(0, auto=0, affects="samples")
     """Training images to compare them with. 0: as many as `share` permits, up to 10000."""
-    metrics_every: int = 0
+    metrics_every: int = setting(0, auto=0)
     """Steps between evaluations that generate samples. 0: as often as `share` permits; -1: never."""
     share: float = setting(0.05, above=0, at_most=0.5, usual="0.05")
     """Share of the arithmetic of training that the metrics may take, where `samples` or `metrics_every` is 0."""
@@ -368,7 +380,8 @@ class Evaluate:
             asked = f" of --evaluate.metrics {','.join((*self.metrics, self.best))}" if self.best in self.DRAWN else ""
             raise RequestError(f"evaluate.best = {self.best} is not measured; give held_out_loss, or one{asked}")
         for name in ("samples", "reference"):
-            if (value := getattr(self, name)) and not 10 <= value <= 1_000_000:
+            value = getattr(self, name)
+            if not (is_auto(self, name) or 10 <= value <= 1_000_000):
                 raise RequestError(f"evaluate.{name} = {value} must be 0 to choose it, or from 10 to 1000000")
 
 
@@ -376,7 +389,7 @@ class Evaluate:
 class Checkpoint:
     """Saving of checkpoints, and which of them are kept."""
 
-    every: int = 0
+    every: int = setting(0, auto=0)
     """Steps between checkpoints. 0: about ten in the run; -1: only the first and the last."""
     keep: int = setting(3, at_least=1)
     """Newest checkpoints to keep, besides the best one by `evaluate.best`."""

@@ -16,6 +16,7 @@ from unfog.reporting.charts import line_chart
 from unfog.reporting.findings import Figure, Finding, Severity
 from unfog.reporting.progress import format_duration, plural
 from unfog.reporting.records import finite_number, smoothed
+from unfog.settings import is_auto
 from unfog.text import without_secrets
 from unfog.training.statistics import batch_advice
 from unfog.training.statistics import noise_scale as ratio_of_means
@@ -70,7 +71,7 @@ def _pack(config: Config) -> str:
     command = f"unfog pack {source} OUT --size {data.size} --data.channels {data.channels}"
     if data.background != Data().background:
         command += f" --data.background {shlex.quote(data.background)}"
-    if data.range:
+    if not is_auto(data, "range"):
         command += f" --data.range {' '.join(f'{value:.17g}' for value in data.range)}{' --data.clip' * data.clip}"
     return command
 

@@ -17,6 +17,7 @@ from unfog.inference.compare_images import luma_spectra, spectrum_chart
 from unfog.reporting.charts import Floats
 from unfog.reporting.findings import Figure, Finding, Severity
 from unfog.reporting.image_grids import Pixels, grid
+from unfog.settings import is_auto
 from unfog.training.settings import PowerEma
 from unfog.values.image_format import channel_names
 
@@ -82,8 +83,9 @@ def _lower_end(record: RunRecord) -> str:
     ends = last if sampler.kind == "adaptive" else float(sampler.visits(schedule)[-2])
     if ends > lowest - 0.1:  # logsnr
         return ""
-    flag = "--sampler.last 0" if sampler.last and sampler.grid in ("karras", "logsnr") else "--sampler.grid karras"
-    if sampler.last and flag != "--sampler.last 0":
+    is_given = not is_auto(sampler, "last")
+    flag = "--sampler.last 0" if is_given and sampler.grid in ("karras", "logsnr") else "--sampler.grid karras"
+    if is_given and flag != "--sampler.last 0":
         flag = "--sampler.last 0" if sampler.kind == "adaptive" else f"{flag} --sampler.last 0"
     return (
         f"{record.resume_command(flag)}, which ends sampling at a lower noise level: more detail, and after a short "

@@ -8,7 +8,7 @@ from typing import Literal
 
 from unfog.config.requests.sample import check_at_least_one, check_one_checkpoint, check_usual, is_model
 from unfog.errors import RequestError
-from unfog.settings import argument, setting
+from unfog.settings import argument, is_auto, setting
 from unfog.training.settings import Evaluate, SamplingPrecision, split_names
 from unfog.values.image_format import Size
 
@@ -31,9 +31,9 @@ class EvaluationRequest:
     metrics: tuple[str, ...] = setting((), metavar="M,M,…")
     """Any of fid, kid, precision, recall, density, coverage, sliced, detail, held_out, bits, fid_infinity.
     Default: all that are possible but the last two."""
-    n: int = 0
+    n: int = setting(0, auto=0)
     """Number of samples. Default: 1000 on a CPU, 10000 elsewhere."""
-    features: str = ""
+    features: str = setting("", auto="")
     """Features to compare: inception, texture, pixels or a TorchScript file. Default: inception if its file exists."""
     reference: str = setting("", metavar="SOURCE")
     """Images to compare with: held-out, or any SOURCE. Default: the training images."""
@@ -62,11 +62,16 @@ class EvaluationRequest:
         for name in self.metrics:
             if name not in METRICS:
                 raise RequestError(f"metrics names {name!r}, which is not one of {', '.join(METRICS)}")
-        if self.n and not 10 <= self.n <= 10_000_000:
+        if not is_auto(self, "n") and not 10 <= self.n <= 10_000_000:
             raise RequestError(f"n = {self.n} samples: metrics need at least 10; 1000 give a first impression")
         check_at_least_one(batch=self.batch, guide_every=self.guide_every)
         if self.against is not None and self.metrics and "held_out" not in self.metrics:
             raise RequestError("--against compares held-out losses, so --metrics must have held_out")
+
+    def samples_on(self, device: str) -> int:
+        """Return the number of samples: the given one, or that which is usual on a device of this type."""
+        usual = 1000 if device == "cpu" else 10_000
+        return usual if is_auto(self, "n") else self.n
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ from unfog.data.settings import Data
 from unfog.data.sources.base import LazyNames
 from unfog.errors import RequestError
 from unfog.files.safe_files import file_digest, open_file, read_file, regular_file
+from unfog.settings import is_auto
 from unfog.text import sanitize
 
 MANIFEST, JOURNAL = "pack.json", "journal.jsonl"
@@ -123,7 +124,7 @@ class Pack:
 
     def resolve_settings(self, settings: Data) -> Data:
         """Return the settings with those of the pack in place; their `labels` are kept unless automatic."""
-        labels = self.settings["labels"] if settings.labels == "auto" else settings.labels
+        labels = self.settings["labels"] if is_auto(settings, "labels") else settings.labels
         return replace(settings, **self.settings | {"labels": labels})
 
     def dataset(self, settings: Data, source: str) -> Dataset:

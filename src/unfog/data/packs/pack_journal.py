@@ -22,6 +22,7 @@ from unfog.files.flock import LOCK
 from unfog.files.folder_lock import lock_of
 from unfog.files.owner import OwnedError
 from unfog.files.safe_files import read_file, remove
+from unfog.settings import is_auto
 from unfog.text import sanitize
 from unfog.values.columns import columns_digest
 
@@ -83,7 +84,7 @@ class Journal:
             "size": scan.size,
             "proved": scan.channels_certain,
             # Absent from journals that were begun before there were these.
-            **({"range": list(scan.settings.range)} if scan.settings.range else {}),
+            **({} if is_auto(scan.settings, "range") else {"range": list(scan.settings.range)}),
             **({"columns": columns} if (columns := columns_digest(scan.columns)) else {}),
         }
 

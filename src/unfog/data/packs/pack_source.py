@@ -14,6 +14,7 @@ from unfog.data.packs.pack import Pack
 from unfog.data.settings import Data
 from unfog.data.sources.base import OpenOptions, Source, SourceLocation
 from unfog.errors import RequestError
+from unfog.settings import is_auto
 from unfog.text import sanitize
 from unfog.values.columns import without_class
 from unfog.values.image_format import ImageFormat, sides_of
@@ -65,8 +66,8 @@ class PackSource(Source):
                 f"size = {settings.size}, but {sanitize(self.name)} holds images of {format.sides}; pack the "
                 f"originals again with --size {settings.size}, or omit --size"
             )
-        fits = settings.size in (0, size) and settings.channels in (0, packed["channels"])
-        fits = fits and settings.labels in ("auto", "none", packed["labels"])
+        fitting = {"size": (size,), "channels": (packed["channels"],), "labels": ("none", packed["labels"])}
+        fits = all(is_auto(settings, name) or getattr(settings, name) in values for name, values in fitting.items())
         if not (fits and (settings.held_out == 0 or self._has_split(settings.held_out))):
             return None
         dataset = pack.dataset(settings, self.name)
@@ -90,4 +91,5 @@ class PackSource(Source):
 
     def fill_settings(self, settings: Data) -> Data:
         resolved = self.pack.resolve_settings(settings)
-        return replace(settings, size=settings.size or resolved.size, labels=resolved.labels)
+        size = resolved.size if is_auto(settings, "size") else settings.size
+        return replace(settings, size=size, labels=resolved.labels)

@@ -16,6 +16,7 @@ from unfog.data.settings import LABELS, TABLES, table_and_columns
 from unfog.data.sources.base import LabelTable, SomeImages, Source
 from unfog.data.sources.label_tables import match_rows, read_table, sort_labels, strip_shard
 from unfog.errors import RequestError
+from unfog.settings import AUTO
 from unfog.text import sanitize
 from unfog.values.columns import (
     CLASS,
@@ -67,7 +68,7 @@ def read_labels(
             f"{sanitize(source.name)} has a label that is none of its {len(classes):,} classes: it is damaged; "
             "make it again from the originals"
         )
-    elif mode == "auto" and are_measurements(classes, labels):
+    elif mode == AUTO and are_measurements(classes, labels):
         warn(
             f"the labels are not used: they are {len(np.unique(labels)):,} numbers for {len(labels):,} images, fewer "
             "than four images each; --data.labels folders takes each for a class all the same"
@@ -109,7 +110,7 @@ def _read_folders(source: Source, mode: str) -> tuple[tuple[str, ...], NDArray[n
     of_folders = _class_of_folders(source, mode, parts, codes)
     if of_folders is None:
         return (), None
-    if mode == "auto" and not source.remote:
+    if mode == AUTO and not source.remote:
         check_masks(source, of_folders, codes, parts)
     classes = source.classes or tuple(sorted(set(of_folders)))
     index = {name: i for i, name in enumerate(classes)}
@@ -137,7 +138,7 @@ def _class_of_folders(
         tops = [folder[shared + 1] for folder in parts]
         found, split = sorted(set(tops)), False
     unclear = len(found) < 2 or found[0] == "" or split or len(codes) < 4 * len(found)
-    return None if mode == "auto" and not source.classes and unclear else tops
+    return None if mode == AUTO and not source.classes and unclear else tops
 
 
 def _folders(source: Source) -> tuple[list[tuple[str, ...]], NDArray[np.int64]]:
@@ -202,7 +203,7 @@ def apply_label_table(source: Source, mode: str, warn: Callable[[str], None] = l
     if mode in LABELS:
         if mode != "none" and source.label_warning:
             warn(source.label_warning)
-        return _find_labels(source, warn) if mode == "auto" and _own_labels(source)[1] is None else source
+        return _find_labels(source, warn) if mode == AUTO and _own_labels(source)[1] is None else source
     if isinstance(source, _LabelTableSource):
         return source
     path, columns = table_and_columns(mode)
@@ -220,7 +221,7 @@ def labels_setting(source: Source, labels: NDArray[np.int64] | None) -> str:
 def _find_labels(source: Source, warn: Callable[[str], None]) -> Source:
     tables = [table for name in _AUTO_TABLES if (table := source.table(name)) is not None]
     chosen, used = source, ""
-    if tables and read_labels(source, "auto")[1] is not None:
+    if tables and read_labels(source, AUTO)[1] is not None:
         used = "the folders are the classes"
     for table in tables:
         insist = f"--data.labels {sanitize(table.base_name)} uses it all the same"

@@ -20,6 +20,7 @@ from unfog.planning.intervals import Choice
 from unfog.process.run_folder import printable
 from unfog.runs.weights.objectives import objective_from_scheduler
 from unfog.runs.weights.weights_source import WeightsSource
+from unfog.settings import auto_value
 from unfog.training.checkpoints.load import sha256_of
 from unfog.values.image_format import CHANNELS, scaled, size_of
 
@@ -48,7 +49,7 @@ def recipe_from_weights(base: Config, table: Mapping[str, Any]) -> Config:
     autoencoder = table.get("autoencoder_folder", base.autoencoder_folder)
     if autoencoder and not trained.autoencoder_folder:  # diffusers' folder states the size and channels of the latents
         factor = AutoencoderFolder.open(str(autoencoder)).factor
-        data = replace(data, size=scaled(source.input[1], factor), channels=0)
+        data = replace(data, size=scaled(source.input[1], factor), channels=auto_value(data, "channels"))
     return replace(
         base,
         init=init,

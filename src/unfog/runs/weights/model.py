@@ -21,6 +21,7 @@ from unfog.process.device import choose_device
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.progress import say
 from unfog.runs.weights.weights_source import WeightsSource
+from unfog.settings import is_auto
 from unfog.text import sanitize
 from unfog.training.checkpoints.format import CheckpointInfo
 from unfog.values.image_format import CHANNELS, Size
@@ -68,7 +69,7 @@ class Model(Run):
         names = (metrics,) if isinstance(metrics, str) else tuple(metrics)
         request = update(EvaluateRequest(run=self.path), {"metrics": names, "n": n, **settings}, "")
         request.check_without_run()
-        count = request.n or (1000 if self.device.type == "cpu" else 10_000)
+        count = request.samples_on(self.device.type)
         chosen = {name: value for name in (*DRAWN, "batch") if (value := getattr(request, name)) is not None}
         samples = self.sample(count, **chosen)
         # As a source, so that they are compared by the way that images of any program take.
@@ -100,12 +101,12 @@ def _settings(path: Path, source: WeightsSource, size: Size) -> Config:
             f"{path} generates latents, and has no AutoencoderKL or AutoencoderTiny in a folder vae that decodes them; "
             "start a run from it: unfog train SOURCE --init and --autoencoder"
         )
-    if size and config.data.size not in (0, size):
+    if size and not is_auto(config.data, "size") and config.data.size != size:
         raise RequestError(f"size = {size}, and {path} states {config.data.size}; omit it")
-    if not config.data.size and not size:
+    if is_auto(config.data, "size") and not size:
         state = "states no size: give --size" if model is not None else "states no sample_size: add it to config.json"
         raise RequestError(f"{path} {state}")
-    config = replace(config, data=replace(config.data, size=config.data.size or size))
+    config = replace(config, data=replace(config.data, size=size if is_auto(config.data, "size") else config.data.size))
     assert config.network is not None  # it is that of the weights
     _, height, width = config.input_shape
     config.network.check((height, width))

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from unfog.errors import Interrupted, LostProcess, RunError, UnfogError
+from unfog.settings import AUTO
 from unfog.training.distributed.shared_work import Part, SharedWork
 from unfog.training.distributed.watchdog import STOP, Watchdog
 from unfog.training.settings import Training
@@ -249,7 +250,7 @@ def _gpu_identity() -> str:
 def local_device(name: str) -> str:
     """Return this process's device: processes on one machine take its GPUs in turn."""
     local = os.environ.get("LOCAL_RANK")
-    if local is None or world_size() == 1 or name.partition(":")[0] not in ("auto", "cuda"):
+    if local is None or world_size() == 1 or name.partition(":")[0] not in (AUTO, "cuda"):
         return name
     if not torch.cuda.is_available():
         return name
