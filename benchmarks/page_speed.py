@@ -24,7 +24,7 @@ from waiting import wait_until
 
 # Zooms to and fro for five seconds, and gives the frames' times in milliseconds.
 ZOOM = """async () => {
-  const {zoom} = await import('./static/range.js'), times = [], begun = performance.now();
+  const {zoom} = await import('./static/zoom.js'), times = [], begun = performance.now();
   const last = document.querySelector('unfog-chart').series[0].x.at(-1);
   for (let now = begun; now - begun < 5000;) {
     const share = 0.02 + 0.48 * (1 + Math.cos((now - begun) / 800));

@@ -1,4 +1,4 @@
-"""Write the map of the code into CONTRIBUTING.md, from the tree and the first line of each module.
+"""Write docs/code-map.md, the map of the code, from the tree and the first line of each module.
 
 `python scripts/code_map.py --check` writes nothing and exits with 1 if the map is out of date; the tests call it so.
 """
@@ -11,12 +11,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "unfog"
-PAGE = ROOT / "CONTRIBUTING.md"
-BEGIN, END = "<!-- map: made by scripts/code_map.py -->", "<!-- end of map -->"
+PAGE = ROOT / "docs" / "code-map.md"
+HEAD = """\
+# Map of the code
+
+Every folder and module of the package with the first line of its docstring, from the command line down to the modules
+that import nothing else. `python scripts/code_map.py` writes this page; a test checks that it is current.
+
+"""
 # From the command line down to what imports nothing else; folders that are not named here come last.
 ORDER = (
-    *("", "cli", "commands", "runs", "checks", "inference", "planning", "pipeline", "process", "config", "training"),
-    *("export", "data", "diffusion", "models", "evaluation", "reporting"),
+    *("", "cli", "serve", "commands", "runs", "checks", "inference", "planning", "pipeline", "process", "config"),
+    *("training", "export", "data", "diffusion", "models", "evaluation", "reporting"),
 )
 
 
@@ -38,23 +44,20 @@ def draw() -> str:
     lines = []
     for folder in sorted({module.parent for module in SOURCE.rglob("*.py")}, key=rank):
         name = "/".join(("unfog", *folder.relative_to(SOURCE).parts))
-        lines += [f"**`{name}/`** {first_sentence(folder / '__init__.py')}.", ""]
+        lines += [f"## `{name}/`", "", f"{first_sentence(folder / '__init__.py')}.", ""]
         modules = sorted(m for m in folder.glob("*.py") if not m.name.startswith("__"))
         lines += [f"- `{module.stem}`: {first_sentence(module)}" for module in modules]
         lines += [""] if modules else []
-    return "\n".join(lines)
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def main() -> int:
     """Write or check the map."""
-    page = PAGE.read_text(encoding="utf-8")
-    head, _, rest = page.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    current = f"{head}{BEGIN}\n\n{draw()}{END}{tail}"
-    if current == page:
+    current = HEAD + draw()
+    if PAGE.exists() and PAGE.read_text(encoding="utf-8") == current:
         return 0
     if "--check" in sys.argv:
-        print("the map in CONTRIBUTING.md is out of date; run: python scripts/code_map.py")
+        print("docs/code-map.md is out of date; run: python scripts/code_map.py")
         return 1
     PAGE.write_text(current, encoding="utf-8")
     return 0

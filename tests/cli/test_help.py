@@ -16,8 +16,8 @@ from unfog.cli.completion import _completion_script
 from unfog.cli.main import main
 from unfog.cli.parse import parse_args
 from unfog.cli.read_request import REQUESTS, read_request
+from unfog.commands.explain import explain
 from unfog.config.describe import describe
-from unfog.config.explain import explain
 from unfog.config.presets import PRESETS, autoencoder_recipe, preset
 from unfog.config.requests.evaluate import METRICS
 from unfog.config.requests.pack import PackRequest

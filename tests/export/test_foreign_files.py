@@ -42,7 +42,7 @@ def test_what_a_small_file_unpacks_to_or_claims_is_looked_at_before(tmp_path, ca
             archive.writestr(name, bytes(10**6) if name.endswith(".pkl") else content)
     monkeypatch.setattr(torch, "load", None)  # nothing is unpickled
     assert "compressed members" in _refusal(tmp_path / "deflated.pt", capsys)
-    monkeypatch.setattr("unfog.export.elsewhere._LARGEST_PICKLE", 10)
+    monkeypatch.setattr("unfog.export.foreign_weights._LARGEST_PICKLE", 10)
     assert "a pickle of over" in _refusal(tmp_path / "plain.pt", capsys)
     monkeypatch.undo()
     wide = {

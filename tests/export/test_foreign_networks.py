@@ -11,7 +11,7 @@ from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.noise import VE, LogNormal
 from unfog.diffusion.target import EdmF
-from unfog.export.elsewhere import read_model
+from unfog.export.foreign_weights import read_model
 from unfog.models.network_settings import build_model
 from unfog.values.condition_format import ConditionFormat
 

@@ -19,7 +19,7 @@ from unfog.diffusion.noise import NoiseSource
 from unfog.diffusion.objective import Objective
 from unfog.diffusion.weighting import MinSnr, Snr
 from unfog.errors import RequestError
-from unfog.export.elsewhere import from_dit, read_model
+from unfog.export.foreign_weights import from_dit, read_model
 from unfog.inference.run import Run
 from unfog.models.elsewhere.settings import DdpmPytorch, DiffusersDiT, Edm, Edm2
 from unfog.models.network_settings import build_model

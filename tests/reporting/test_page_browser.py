@@ -565,7 +565,7 @@ def test_a_long_run_comes_thinned_and_is_exact_where_it_is_zoomed(browser, tmp_p
         raw = "document.querySelector('unfog-chart').series[0]"
         assert page.evaluate(f"{raw}.x.length") <= 4000
         assert page.evaluate(f"Math.max(...{raw}.high)") == 9
-        page.evaluate("import('./static/range.js').then((module) => module.zoom([77700, 77900]))")
+        page.evaluate("import('./static/zoom.js').then((module) => module.zoom([77700, 77900]))")
         until(page, f"{raw}.x.length && !{raw}.high")
         assert page.evaluate(f"{raw}.y[{raw}.x.indexOf(77777)]") == 9
         assert page.evaluate(f"{raw}.x.filter((x) => x >= 77700 && x <= 77900).length") == 201

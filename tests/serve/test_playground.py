@@ -25,12 +25,19 @@ from served import make_run
 from unfog.cli.read_request import read_request as from_words
 from unfog.errors import RequestError, RunError
 from unfog.files.cache_folder import CacheEntry
-from unfog.serve.playground import blind, jobs
+from unfog.serve.playground import blind_comparison
 from unfog.serve.playground.channel import ProtocolError, Worker, read_message, write_message
-from unfog.serve.playground.drawing_request import command_of, key_of, python_of, read_request, settings_of
+from unfog.serve.playground.drawing import (
+    History,
+    StoredDrawing,
+    command_of,
+    key_of,
+    python_of,
+    read_request,
+    settings_of,
+)
 from unfog.serve.playground.images import Uploads, at_run_size, disagreement, sheet
-from unfog.serve.playground.job import History, StoredDrawing
-from unfog.serve.playground.jobs import MOST_WAITING, JobList
+from unfog.serve.playground.queue import MOST_WAITING, JobList
 from unfog.serve.server import Server
 from unfog.values.image_format import ImageFormat
 
@@ -101,11 +108,11 @@ def stored(number, **facts):
 
 
 def test_drawings_outlive_the_server_in_the_cache_and_the_oldest_go_first(tmp_path, monkeypatch):
-    monkeypatch.setattr("unfog.serve.playground.job._MOST_FILES", 3)
+    monkeypatch.setattr("unfog.serve.playground.drawing._MOST_FILES", 3)
     store = History(tmp_path)
     for n in range(1, 6):
         store.add(stored(n))
-    monkeypatch.setattr("unfog.serve.playground.job._LARGEST", 40)
+    monkeypatch.setattr("unfog.serve.playground.drawing._LARGEST", 40)
     store.add(StoredDrawing(9, {}, np.zeros((3, 4, 4, 1), np.uint8)))  # too large to be kept
     found = [(one.number, one.facts["key"], one.pictures.mean()) for one in History(tmp_path).read()]
     assert found == [(3, "3", 3), (4, "4", 4), (5, "5", 5)]
@@ -129,7 +136,7 @@ def test_a_damaged_drawing_is_left_out(tmp_path, data):
 
 @pytest.mark.slow
 def test_the_worker_leaves_when_nobody_draws(queue, run, monkeypatch):
-    monkeypatch.setattr(jobs, "_IDLE_SECONDS", 0.2)
+    monkeypatch.setattr("unfog.serve.playground.queue._IDLE_SECONDS", 0.2)
     wait(submit(queue, run))
     wait_until(lambda: queue.worker.pid is None)
     wait(submit(queue, run, seed=1))  # the next drawing starts another
@@ -354,7 +361,7 @@ def test_a_checkpoint_that_the_run_deletes_is_replaced_by_its_newest(queue, run)
 
 
 def test_the_oldest_drawings_are_forgotten_first(queue, run, monkeypatch):
-    monkeypatch.setattr(jobs, "_KEPT_BYTES", 1000)
+    monkeypatch.setattr("unfog.serve.playground.queue._KEPT_BYTES", 1000)
     drawn = [wait(submit(queue, run, n=4, seed=seed)) for seed in range(4)]
     wait_until(lambda: len(queue.list()) <= 2)
     assert drawn[-1] in queue.list()
@@ -450,36 +457,36 @@ def test_old_uploads_are_forgotten():
 
 def test_wilson_interval():
     # 10 of 20: (0.299, 0.701); 0 of 10: (0, 0.278) (Brown, Cai and DasGupta 2001).
-    assert blind._wilson_interval(10, 20) == pytest.approx((0.2993, 0.7007), abs=1e-4)
-    assert blind._wilson_interval(0, 10) == pytest.approx((0, 0.2775), abs=1e-4)
-    assert blind._wilson_interval(0, 0) == (0, 1)
+    assert blind_comparison._wilson_interval(10, 20) == pytest.approx((0.2993, 0.7007), abs=1e-4)
+    assert blind_comparison._wilson_interval(0, 10) == pytest.approx((0, 0.2775), abs=1e-4)
+    assert blind_comparison._wilson_interval(0, 0) == (0, 1)
 
 
 def test_votes_are_kept_in_the_run_and_counted_whatever_the_order(run):
     old, new = (read_request(run, {"checkpoint": step, "seed": 3}, False, False) for step in (10, 20))
-    blind.add_vote(run, old, new, 0, "second")
-    blind.add_vote(run, new, old, 1, "first")
-    blind.add_vote(run, old, new, 2, "neither")
-    blind.add_vote(run, old, new, 3, "second")
-    (found,) = blind.add_vote(run, old, new, 3, "first")  # changed one's mind
+    blind_comparison.add_vote(run, old, new, 0, "second")
+    blind_comparison.add_vote(run, new, old, 1, "first")
+    blind_comparison.add_vote(run, old, new, 2, "neither")
+    blind_comparison.add_vote(run, old, new, 3, "second")
+    (found,) = blind_comparison.add_vote(run, old, new, 3, "first")  # changed one's mind
     assert (found["first"], found["second"]) == ({"checkpoint": 10}, {"checkpoint": 20})
     assert (found["first_wins"], found["second_wins"], found["ties"]) == (1, 2, 1)
-    assert found["interval"] == [round(one, 4) for one in blind._wilson_interval(1, 3)]
+    assert found["interval"] == [round(one, 4) for one in blind_comparison._wilson_interval(1, 3)]
     with (run / "blind-comparisons.jsonl").open("ab") as file:
         file.write(b'{"torn\n[1]\n' + b"[" * 100_000 + b"\n")
-    assert blind.tallies(run) == [found]
+    assert blind_comparison.tallies(run) == [found]
 
 
 def test_votes_that_mean_nothing_are_refused(run):
     old, new = (read_request(run, {"checkpoint": step}, False, False) for step in (10, 20))
     for sides, choice in (((old, old), "first"), ((old, new), "left")):
         with pytest.raises(RequestError):
-            blind.add_vote(run, *sides, 0, choice)
+            blind_comparison.add_vote(run, *sides, 0, choice)
     with pytest.raises(RequestError, match="same noise"):
-        blind.add_vote(run, old, read_request(run, {"checkpoint": 20, "seed": 1}, False, False), 0, "first")
+        blind_comparison.add_vote(run, old, read_request(run, {"checkpoint": 20, "seed": 1}, False, False), 0, "first")
     (run / "blind-comparisons.jsonl").symlink_to(run.parent / "elsewhere")
     with pytest.raises(OSError, match="link"):
-        blind.add_vote(run, old, new, 0, "first")
+        blind_comparison.add_vote(run, old, new, 0, "first")
     assert not (run.parent / "elsewhere").exists()
 
 
@@ -488,7 +495,7 @@ def test_votes_that_mean_nothing_are_refused(run):
 
 @pytest.fixture
 def client(run, monkeypatch):
-    monkeypatch.setattr(jobs, "Worker", lambda: Worker(FAKE))
+    monkeypatch.setattr("unfog.serve.playground.queue.Worker", lambda: Worker(FAKE))
     server = Server(run.parent)
     yield TestClient(build_app(server, routes.playground_routes(server)), raise_server_exceptions=False)
     server.close()

@@ -20,11 +20,11 @@ from conftest import NETWORK, few_images
 from unfog.config.toml import to_toml
 from unfog.errors import RequestError, RunError
 from unfog.inference import memorization
-from unfog.serve.playground import generation, worker
+from unfog.serve.playground import studio, worker_process
 from unfog.serve.playground.channel import Channel, Message, Worker, read_message, write_message
-from unfog.serve.playground.drawing_request import newest_checkpoint, python_of, read_request
-from unfog.serve.playground.generation import Studio, find_copies
-from unfog.serve.playground.jobs import JobList
+from unfog.serve.playground.drawing import newest_checkpoint, python_of, read_request
+from unfog.serve.playground.queue import JobList
+from unfog.serve.playground.studio import Studio, find_copies
 
 
 @pytest.fixture(scope="module")
@@ -118,9 +118,9 @@ def test_the_adaptive_sampler_is_shown_image_by_image(run):
 
 @pytest.mark.slow
 def test_large_pictures_are_drawn_in_several_batches_and_shown_smaller(run, monkeypatch):
-    monkeypatch.setattr(generation, "_BATCH_PIXELS", 2 * 64)
-    monkeypatch.setattr(generation, "_TILE", 4)
-    monkeypatch.setattr(generation, "_STEP_BYTES", 2 * 3 * 4 * 4 * 3 * 2)
+    monkeypatch.setattr(studio, "_BATCH_PIXELS", 2 * 64)
+    monkeypatch.setattr(studio, "_TILE", 4)
+    monkeypatch.setattr(studio, "_STEP_BYTES", 2 * 3 * 4 * 4 * 3 * 2)
     said = draw(run, n=3)
     assert [(step.head["first"], step.head["number"]) for step in said.of("step")] == [(0, 0), (0, 2), (2, 0), (2, 2)]
     assert said.of("step")[0].head["tiles"] == (2, 4, 4, 3)
@@ -137,7 +137,7 @@ def test_known_pixels_are_checked_to_the_bit(run, monkeypatch):
     assert done.head["kept"] == {"pixels": 40, "equal": True}
     assert (pixels(done)[:, :, :5] == photo[:, :5]).all()
     assert said.of("began")[0].head["steps"] == said.count("step") == 8
-    monkeypatch.setattr(generation.Run, "sample", lambda *args, **more: np.zeros((2, 8, 8, 3), np.uint8))
+    monkeypatch.setattr(studio.Run, "sample", lambda *args, **more: np.zeros((2, 8, 8, 3), np.uint8))
     assert not draw(run, image=png(photo), mask=png(mask), repeats=2).of("done")[0].head["kept"]["equal"]
 
 
@@ -180,7 +180,7 @@ def test_the_limit_of_a_copy_falls_where_unseen_images_have_near_relatives():
 def test_training_images_that_have_changed_are_not_searched(run, monkeypatch):
     drawn = np.zeros((1, 8, 8, 3), np.uint8)
     monkeypatch.setattr(memorization, "FEWEST", 4)
-    monkeypatch.setattr("unfog.serve.playground.generation.FEWEST", 1000)
+    monkeypatch.setattr("unfog.serve.playground.studio.FEWEST", 1000)
     with pytest.raises(RequestError, match="at least 1000"):
         find_copies(Said(), 7, Message({"run": str(run.path), "images": drawn.shape}, drawn.tobytes()))
 
@@ -190,7 +190,7 @@ def working():
     """A worker in a thread of this process; yields what sends it a message, and returns its answer of an event."""
     (source, out), (answers, target) = os.pipe(), os.pipe()
     channel = Channel(os.fdopen(source, "rb"), os.fdopen(target, "wb"))
-    thread = threading.Thread(target=worker.serve, args=(channel,))
+    thread = threading.Thread(target=worker_process.serve, args=(channel,))
     thread.start()
     with os.fdopen(out, "wb") as pipe, os.fdopen(answers, "rb") as told:
 
@@ -219,7 +219,7 @@ def test_an_unexpected_error_is_said(monkeypatch):
     def fail(self, channel, job, message):
         raise MemoryError("no room")
 
-    monkeypatch.setattr(generation.Studio, "draw", fail)
+    monkeypatch.setattr(studio.Studio, "draw", fail)
     with working() as ask:
         assert ask("failed", op="draw", job=1)["error"] == "MemoryError: no room"
 
@@ -248,13 +248,13 @@ def test_a_worker_ends_with_its_gpu(error, ends, monkeypatch):
     def fail(self, channel, job, message):
         raise error
 
-    monkeypatch.setattr(generation.Studio, "draw", fail)
+    monkeypatch.setattr(studio.Studio, "draw", fail)
     jobs = [Message({"op": "draw", "job": number}) for number in (1, 2)]
     said = []
     channel = SimpleNamespace(
         next_job=lambda: jobs.pop(0) if jobs else None, send=lambda event, job, **facts: said.append((job, facts))
     )
-    worker.serve(channel)
+    worker_process.serve(channel)
     assert [job for job, _ in said] == ([1] if ends else [1, 2])
     assert str(error) in said[0][1]["error"]
     assert said[0][1]["ends"] == ends

@@ -23,8 +23,7 @@ from unfog.process.console_log import console_log
 from unfog.process.run_folder import RunFolder
 from unfog.process.run_status import RunStatus
 from unfog.reporting.progress import say
-from unfog.serve.columns.metric_columns import MetricColumns
-from unfog.serve.columns.thinning import _REDUCE, Thinner
+from unfog.serve.metric_columns import _REDUCE, MetricColumns, Thinner
 from unfog.serve.run_files import _read_webp
 from unfog.serve.runs import RunList
 from unfog.serve.server import Hub, Server
@@ -80,7 +79,7 @@ def test_a_page_that_polls_sees_new_runs_and_new_steps_without_a_stream(client, 
 @pytest.mark.slow
 def test_a_long_record_is_seen_in_a_sample_until_all_of_it_was_read(client, run, monkeypatch):
     monkeypatch.setattr("unfog.serve.runs.LONG", 100_000)
-    monkeypatch.setattr("unfog.serve.columns.sample._PLACES", 20)
+    monkeypatch.setattr("unfog.serve.metric_columns._PLACES", 20)
     (run / "metrics.jsonl").write_text("".join(json.dumps(row_of(i)) + "\n" for i in range(10, 60_010, 10)))
     address = f"/api/runs/{number(client)}"
     detail = client.get(address).json()
@@ -274,9 +273,9 @@ def test_a_column_that_comes_late_begins_with_gaps(tmp_path):
 
 
 def test_a_file_of_a_stranger_takes_a_limited_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("unfog.serve.columns.metric_columns._MOST_COLUMNS", 10)
-    monkeypatch.setattr("unfog.serve.columns.metric_columns._MOST_CELLS", 1000)
-    monkeypatch.setattr("unfog.serve.columns.metric_columns._BLOCK", 4096)
+    monkeypatch.setattr("unfog.serve.metric_columns._MOST_COLUMNS", 10)
+    monkeypatch.setattr("unfog.serve.metric_columns._MOST_CELLS", 1000)
+    monkeypatch.setattr("unfog.serve.metric_columns._BLOCK", 4096)
     path = tmp_path / "metrics.jsonl"
     with path.open("w") as file:
         for i in range(5000):
@@ -372,7 +371,7 @@ def test_a_pyramid_costs_as_much_as_there_are_new_rows(tmp_path, monkeypatch):
     thinner.thin("step", ["loss"], -np.inf, np.inf, 100)
     reduced = []
     counting = [lambda blocks, reduce=reduce: reduced.append(blocks.size) or reduce(blocks) for reduce in _REDUCE]
-    monkeypatch.setattr("unfog.serve.columns.thinning._REDUCE", counting)
+    monkeypatch.setattr("unfog.serve.metric_columns._REDUCE", counting)
     with path.open("a") as file:
         file.writelines(json.dumps({"step": 20_000 + i, "loss": i}) + "\n" for i in range(32))
     columns.update()

@@ -112,12 +112,8 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
     settings = {f.name: getattr(request, f.name) for f in fields(SamplingRequest)}
     guide = request.guide if request.guide_checkpoint is None else request.guide_checkpoint
     prepared = run.prepare(**settings, given=asked, guide=guide, image=request.image, mask=request.mask)
-    parts, digest = [_Part(run, prepared)], run.digest(prepared)
     of_one_size = request.size or edit or strip or animation or request.to_seed is not None
-    if run.config.size_buckets and not of_one_size:
-        parts = _parts_by_bucket(run, prepared)
-        shares = [(part.run.config.data.size, part.prepared.generation.count) for part in parts]
-        digest = hashlib.sha256(f"{digest} {shares}".encode()).hexdigest()
+    parts, digest = _parts(run, prepared, split=not of_one_size)
     if request.out is None:  # in the run, into which a stranger may have put unfinished samples of any pictures
         digest = seal_of(machine_key(), "samples", digest.encode()).hex()
     with SampleFolder.reserve(request.out, run.path / "pictures", digest) as out:
@@ -132,23 +128,29 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
 
 
 class _Part(NamedTuple):
-    """Samples of one size."""
+    """Samples of one size: the run at that size, and the sampling of its share."""
 
     run: Run
     """A run that generates this size."""
     prepared: PreparedSampling
 
 
-def _parts_by_bucket(run: Run, prepared: PreparedSampling) -> list[_Part]:
-    """Split samples by the buckets of a run, in proportion to their images."""
-    generation, buckets = prepared.generation, run.config.size_buckets
+def _parts(run: Run, prepared: PreparedSampling, split: bool) -> tuple[list[_Part], str]:
+    """Return the parts of the samples, and a digest of everything that their pixels depend on.
+
+    With `split`, the buckets of a run have a part each, in proportion to their images.
+    """
+    generation, buckets, digest = prepared.generation, run.config.size_buckets, run.digest(prepared)
+    if not (buckets and split):
+        return [_Part(run, prepared)], digest
     parts, first = [], 0
     for bucket, count in zip(buckets, share_samples(buckets, generation.count)):
         if count:
             own = replace(generation, first=first, count=count)
             parts.append(_Part(run.at_size(bucket.size), prepared._replace(generation=own)))
             first += count
-    return parts
+    shares = [(part.run.config.data.size, part.prepared.generation.count) for part in parts]
+    return parts, hashlib.sha256(f"{digest} {shares}".encode()).hexdigest()
 
 
 def _draw(part: _Part, folder: SampleFolder, observe: Observe | None) -> None:

@@ -134,12 +134,7 @@ def check_changes(old: Config, new: Config, force: bool = False, images: Callabl
     for name, before, now, rules in _differences(old, new):
         if name == "fingerprint":
             if not force:
-                what = f" ({said})" if (said := images()) else ""
-                raise RequestError(
-                    f"the images in {new.source} are not those that this run was trained on{what}; restore them, "
-                    "start a new run, or continue with these by "
-                    f"--force{_COPIED if str(before).startswith(UNREAD) else ''}"
-                )
+                raise _other_images(new.source, images(), str(before))
             lines.append("images: others from here on (forced)")
         elif name == "columns":
             # Also with --force, as the layer that embeds them is another one.
@@ -167,3 +162,12 @@ def check_changes(old: Config, new: Config, force: bool = False, images: Callabl
         else:
             lines.append(f"{name}: {before!r} -> {now!r} (forced)")
     return lines
+
+
+def _other_images(source: str, difference: str, fingerprint: str) -> RequestError:
+    """Return the error for images that are not those of the run, whose fingerprint is given."""
+    what = f" ({difference})" if difference else ""
+    return RequestError(
+        f"the images in {source} are not those that this run was trained on{what}; restore them, start a new run, or "
+        f"continue with these by --force{_COPIED if fingerprint.startswith(UNREAD) else ''}"
+    )

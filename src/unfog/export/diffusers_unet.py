@@ -1,4 +1,4 @@
-"""Convert the U-Net to diffusers' `UNet2DModel` and back, and read the folders that diffusers wrote.
+"""Convert the U-Net to diffusers' `UNet2DModel` and back.
 
 Configuration and weights are only renamed; settings without an equivalent raise errors. Nothing here imports diffusers:
 the caller runs `UNet2DModel(**config).load_state_dict(state)`. `num_class_embeds` is our `num_classes + 1`, as the null

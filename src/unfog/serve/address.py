@@ -1,7 +1,10 @@
-"""Address of the page: its sockets, a secret that is new at each start, and a proof for pages that are still open.
+"""Address of the page: its sockets, a secret for each start, a proof for open pages, and the start of the browser.
 
 After Ctrl-C anybody on this machine may listen at the port. An open page therefore sends no secret before the server
 has proved that it has the key of the folder. The key is in no address: it stays in a private file and in open pages.
+
+Everybody on this machine can read the arguments of a process. The browser therefore gets the name of a private file,
+which leads to an address that works once.
 """
 
 from __future__ import annotations
@@ -11,11 +14,18 @@ import hmac
 import os
 import re
 import secrets
+import shutil
 import socket
+import tempfile
+import threading
+import webbrowser
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from unfog.errors import RequestError
+from unfog.files.safe_files import write_atomic
 from unfog.files.seals import stored_key
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -147,3 +157,44 @@ def _shown_host(host: str) -> str:
 
 def _signed(key: str, text: str) -> str:
     return hmac.digest(key.encode(), text.encode(), "sha256").hex()
+
+
+def open_page(address: Address, runs: Path) -> Callable[[], None]:
+    """Open the page in the browser, if there is one. Return a function that removes the file of it."""
+    try:
+        webbrowser.get()  # on a machine without a browser no file is written
+    except webbrowser.Error:
+        return lambda: None
+    place = _private_folder(runs)
+    if place is None:
+        return lambda: None
+    remove = partial(shutil.rmtree, place, ignore_errors=True)
+    file = (place / "open.html").absolute()
+    try:
+        _write_redirect(file, address.one_time(remove))
+    except OSError:  # a full disk; the address was printed
+        return remove
+    # In a thread, as some browsers are waited for until they end.
+    threading.Thread(target=webbrowser.open, args=[file.as_uri()], daemon=True).start()
+    return remove
+
+
+def _write_redirect(file: Path, address: str) -> None:
+    refresh = f'<meta http-equiv="refresh" content="0; url={address}">'
+    text = f'<!doctype html><meta charset="utf-8">{refresh}<title>Unfog</title>\n'
+    write_atomic(file, text.encode(), file.parent, private=True)
+
+
+def _private_folder(runs: Path) -> Path | None:
+    """Return a new folder that its owner alone can read; None if none can be made.
+
+    It is in the folder of the runs if possible: a browser in a sandbox (snap, flatpak) reads files of the home folder,
+    but no temporary ones.
+    """
+    for parent in (runs, None):
+        with suppress(OSError):
+            place = Path(tempfile.mkdtemp(prefix=".open-", dir=parent))
+            if not place.stat().st_mode & 0o077:
+                return place
+            place.rmdir()  # the file system has no permissions
+    return None

@@ -14,8 +14,7 @@ from unfog.config.values import quote
 from unfog.custom import consent
 from unfog.errors import RequestError
 from unfog.reporting.progress import print_result, say
-from unfog.serve.address import LOOPBACK, Address, folder_key, listen
-from unfog.serve.browser import open_page
+from unfog.serve.address import LOOPBACK, Address, folder_key, listen, open_page
 
 if TYPE_CHECKING:
     from unfog.serve.server import Server

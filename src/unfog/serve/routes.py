@@ -1,4 +1,4 @@
-"""Routes of the server: runs and their pictures, the stream of events, and the buttons. Others have a module each.
+"""Routes of the server: runs, their pictures and columns of numbers, the stream of events, and the buttons.
 
 Everything that a page sends is a number or a setting.
 """
@@ -6,10 +6,13 @@ Everything that a page sends is a number or a setting.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import json
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -20,19 +23,20 @@ from unfog import __version__
 from unfog.errors import RequestError
 from unfog.process.console_log import read_tail
 from unfog.reporting.page.bundle import shell_html
-from unfog.serve import run_detail, steering
-from unfog.serve.columns.routes import column_routes
+from unfog.serve import controls, run_detail
+from unfog.serve.metric_columns import Floats, Thinner
 from unfog.serve.runs import RunEntry
 from unfog.serve.server import Json, Server, json_body, run_of, whole_number
 from unfog.text import sanitize
 
 _SHOWN_BYTES = 2**16  # of a log, from its end
+_MOST_NAMES, _MOST_POINTS = 256, 20_000  # of a request
 
 
 def build_app(server: Server, more: list[Route]) -> Starlette:
     """Return the application behind the guard and the page's files. `more`: routes of other parts of the page."""
     return Starlette(
-        routes=[*_run_routes(_Runs(server)), *column_routes(server), *_button_routes(_Buttons(server)), *more],
+        routes=[*_run_routes(_Runs(server)), *_column_routes(server), *_button_routes(_Buttons(server)), *more],
         exception_handlers={
             RequestError: _bad_request,
             HTTPException: _http_error,
@@ -71,7 +75,7 @@ class _Runs:
         return Response(await asyncio.to_thread(shell_html), media_type="text/html")
 
     async def state(self, _: Request) -> Response:
-        sources = await asyncio.to_thread(steering.SourceList(self._server).as_json)
+        sources = await asyncio.to_thread(controls.SourceList(self._server).as_json)
         facts = {"folder": sanitize(str(self._server.folder)), "sources": sources, "consent": self._server.consent}
         return Json({"version": __version__, "train_here": True, **facts})
 
@@ -152,19 +156,19 @@ class _Buttons:
 
     async def ask(self, request: Request) -> Response:
         entry, body = run_of(self._server, request), await json_body(request)
-        return Json(await asyncio.to_thread(steering.send_request, entry, body.get("what")))
+        return Json(await asyncio.to_thread(controls.send_request, entry, body.get("what")))
 
     async def resume(self, request: Request) -> Response:
         entry, body = run_of(self._server, request), await json_body(request)
         if "finding" in body:  # its remedy, read on the server: the page names it only
             findings = run_detail.read_findings(entry.path, self._server.newest_check(entry)) or []
             remedy = next((one["remedy"] for one in findings if one["id"] == body["finding"]), "")
-            body = {"settings": steering.remedy_settings(remedy) or {}}
-        return await self._start(request, lambda: steering.resume_command(entry, body), entry)
+            body = {"settings": controls.remedy_settings(remedy) or {}}
+        return await self._start(request, lambda: controls.resume_command(entry, body), entry)
 
     async def train(self, request: Request) -> Response:
         body = await json_body(request)
-        return await self._start(request, lambda: steering.train_command(self._server, body))
+        return await self._start(request, lambda: controls.train_command(self._server, body))
 
     async def doctor(self, request: Request) -> Response:
         body = await json_body(request)
@@ -174,15 +178,15 @@ class _Buttons:
                 entry = self._server.runs[body["run"]]
             except (KeyError, TypeError):
                 raise RequestError("the run must be the number of one in the list") from None
-        return await self._start(request, lambda: steering.doctor_command(self._server, entry, body), entry)
+        return await self._start(request, lambda: controls.doctor_command(self._server, entry, body), entry)
 
     async def plan(self, request: Request) -> Response:
         body = await json_body(request)
-        return await self._start(request, lambda: steering.plan_command(self._server, body))
+        return await self._start(request, lambda: controls.plan_command(self._server, body))
 
     async def settings(self, request: Request) -> Response:
         command = request.query_params.get("command", "train")
-        return Json(await asyncio.to_thread(steering.form_fields, command))
+        return Json(await asyncio.to_thread(controls.form_fields, command))
 
     async def tasks(self, _: Request) -> Response:
         return Json([task.summary() for task in self._server.tasks.list()])
@@ -197,7 +201,7 @@ class _Buttons:
         return Json(one.summary())
 
     async def _start(
-        self, request: Request, command: Callable[[], steering.Command], entry: RunEntry | None = None
+        self, request: Request, command: Callable[[], controls.Command], entry: RunEntry | None = None
     ) -> Response:
         """Check a command, and start it unless the page only asks what it would be."""
         made = await asyncio.to_thread(command)
@@ -206,6 +210,78 @@ class _Buttons:
         subject = entry.id if entry is not None else made.new_run
         task = await asyncio.to_thread(self._server.tasks.start, made.words, made.trains, made.result, subject)
         return Json({"task": task.id, "command": task.command})
+
+
+def _column_routes(server: Server) -> list[Route]:
+    """Return the routes of the numbers for charts: new rows of a record, and blocks of many rows, as binary columns."""
+
+    async def metrics(request: Request) -> Response:
+        return await server.read(run := run_of(server, request), lambda: _metrics(server, run, request))
+
+    async def thinned(request: Request) -> Response:
+        return await server.read(run := run_of(server, request), lambda: _thinned(server, run, request))
+
+    return [Route("/api/runs/{run:number}/metrics", metrics), Route("/api/runs/{run:number}/thinned", thinned)]
+
+
+def _metrics(server: Server, entry: RunEntry, request: Request) -> Response:
+    """Answer the rows after `from`. All of them, with `reset`, if the file is not the one that the page knows."""
+    start, known = whole_number(request, "from"), request.query_params.get("identity")
+    with entry.lock:
+        columns = server.runs.read_columns(entry)
+        reset = start > columns.offset or (start > 0 and known is not None and known != columns.identity(start))
+        first = 0 if reset else columns.row_after(start)
+        wanted = _names(request) or columns.names[:_MOST_NAMES]
+        found = {name: columns.column(name)[first : columns.rows] for name in wanted}
+        end = columns.offset
+        identity = columns.identity(end)
+    return _columns_answer({"from": start, "offset": end, "identity": identity, "reset": reset}, found)
+
+
+def _thinned(server: Server, entry: RunEntry, request: Request) -> Response:
+    """Answer about `points` blocks of the rows with x from `low` to `high`.
+
+    With `sample=1`, of a long record that has not been read yet lines at even distances are answered, marked `sampled`.
+    """
+    points = min(max(1, whole_number(request, "points", 1000)), _MOST_POINTS)
+    low, high = _number(request, "low", -math.inf), _number(request, "high", math.inf)
+    x = request.query_params.get("x", "step")
+    if request.query_params.get("sample") and (sample := entry.sample()) is not None:
+        columns = sample.columns
+        found = Thinner(columns).thin(x, _names(request) or columns.names[:_MOST_NAMES], low, high, points)
+        header = {"from": 0, "offset": 0, "identity": "", "reset": False, "sampled": True}
+        return _columns_answer({**header, "block": found.block}, found.columns)
+    with entry.lock:
+        columns = server.runs.read_columns(entry)
+        found = entry.thinner.thin(x, _names(request) or columns.names[:_MOST_NAMES], low, high, points)
+        header = {"from": 0, "offset": columns.offset, "identity": columns.identity(columns.offset), "reset": False}
+    return _columns_answer({**header, "block": found.block}, found.columns)
+
+
+def _columns_answer(header: Mapping[str, Any], columns: Mapping[str, Floats]) -> Response:
+    """Return columns as binary: length of a JSON header (uint32), the header, and float64 values, little-endian."""
+    rows = len(next(iter(columns.values()), ()))
+    head = json.dumps({"columns": list(columns), "rows": rows, **header}, allow_nan=False).encode()
+    head = head.ljust(-(-(len(head) + 4) // 8) * 8 - 4)  # the values begin at a multiple of 8
+    values = b"".join(np.ascontiguousarray(column, "<f8").tobytes() for column in columns.values())
+    return Response(len(head).to_bytes(4, "little") + head + values, media_type="application/octet-stream")
+
+
+def _names(request: Request) -> list[str]:
+    names = [name for name in request.query_params.get("columns", "").split(",") if name]
+    if len(names) > _MOST_NAMES:
+        raise RequestError(f"at most {_MOST_NAMES} columns can be asked for at once")
+    return names
+
+
+def _number(request: Request, name: str, default: float) -> float:
+    try:
+        value = float(request.query_params.get(name) or default)
+    except ValueError:
+        value = math.nan
+    if math.isnan(value):
+        raise RequestError(f"{name} must be a number")
+    return value
 
 
 async def _bad_request(_: Request, error: Exception) -> Response:

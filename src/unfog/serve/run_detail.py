@@ -17,12 +17,11 @@ from unfog.errors import RequestError
 from unfog.files.safe_files import open_file
 from unfog.reporting.page.run_data import event_rows, read_choices, read_data_report, read_evaluations
 from unfog.reporting.records import SESSION_STARTS, Row, drop_undone_events, json_values
-from unfog.serve.columns.metric_columns import parse_lines
-from unfog.serve.columns.sample import Sample
+from unfog.serve.child_processes import command_text
+from unfog.serve.controls import remedy_settings, run_commands, setting_words
+from unfog.serve.metric_columns import Sample, parse_lines
 from unfog.serve.run_files import checkpoint_steps, numbered_files, plain_settings, read_json, read_settings, stat_of
 from unfog.serve.runs import RunEntry
-from unfog.serve.steering import remedy_settings, run_commands, setting_words
-from unfog.serve.tasks import command_text
 from unfog.text import sanitize
 
 _FINDINGS, _MOST_EVENTS = 200, 5000  # shown, at most

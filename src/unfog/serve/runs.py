@@ -22,9 +22,7 @@ from unfog.process.heartbeat import Heartbeat
 from unfog.process.run_place import PATIENCE, folder_identity
 from unfog.process.run_status import RunStatus, best_metric, find_runs
 from unfog.reporting.records import ALIVE, Row, read_events, read_metrics
-from unfog.serve.columns.metric_columns import MetricColumns
-from unfog.serve.columns.sample import LONG, Sample, read_sample
-from unfog.serve.columns.thinning import Thinner
+from unfog.serve.metric_columns import LONG, MetricColumns, Sample, Thinner, read_sample
 from unfog.serve.run_files import machine_use, numbered_files, saved_values, stat_of
 from unfog.text import sanitize
 from unfog.training.settings import Evaluate

@@ -21,9 +21,9 @@ from starlette.responses import JSONResponse
 from unfog.errors import RequestError
 from unfog.process.console_log import LOG_FILE
 from unfog.reporting.records import json_values
+from unfog.serve.child_processes import TaskList
 from unfog.serve.run_files import PictureCache, stat_of
 from unfog.serve.runs import RunEntry, RunList
-from unfog.serve.tasks import TaskList
 
 T = TypeVar("T")
 

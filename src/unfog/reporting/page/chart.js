@@ -2,7 +2,7 @@
 
 import {html, nothing} from "./vendor/lit.js";
 import {View, COLOURS, count, number, download, swatch, table} from "./util.js";
-import {charts, pan, point, pointed, visible, zoom, zoomBy} from "./range.js";
+import {charts, pan, point, pointed, visible, zoom, zoomBy} from "./zoom.js";
 import {lower, thin, ticks, logTicks, ranking, sentence, place} from "./curves.js";
 
 const HEIGHT = 210, LEFT = 52, RIGHT = 22, TOP = 8, BOTTOM = 30; // pixels of the canvas, and around the curves in it

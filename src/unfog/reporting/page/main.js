@@ -4,15 +4,15 @@ import {html, nothing} from "./vendor/lit.js";
 import {View, alive, announce, download, route, select} from "./util.js";
 import {FileData, ServerData} from "./data.js";
 import {repaint} from "./chart.js";
-import {zoomFromAddress} from "./range.js";
-import {keptPage} from "./keep.js";
-import "./levels.js";
+import {zoomFromAddress} from "./zoom.js";
+import {keptPage} from "./saved_page.js";
+import "./loss_by_level.js";
 import "./pictures.js";
 import "./panels.js";
 import "./runs.js";
 import "./run.js";
 import "./compare.js";
-import "./steer.js";
+import "./controls.js";
 
 // Read or write what the browser keeps; some keep nothing for files.
 function stored(name, value) {

@@ -3,7 +3,7 @@
 import {html} from "./vendor/lit.js";
 import {View, COLOURS, DASHES, keep, range, route, select} from "./util.js";
 import {smooth} from "./curves.js";
-import {zoomBy, zoom, zoomed} from "./range.js";
+import {zoomBy, zoom, zoomed} from "./zoom.js";
 
 // [title, columns with the labels of their curves, unit, from zero, how to read it]
 const CHARTS = [

@@ -4,9 +4,9 @@ import {html, nothing} from "./vendor/lit.js";
 import {View, announce, command, count, keep, radios, range, route, select, sidesOf} from "./util.js";
 import {Sheets, tile} from "./playground_sheets.js";
 import {ENDED, values} from "./playground_grid.js";
-import "./playground_levels.js";
+import "./playground_noise_levels.js";
 import "./playground_mask.js";
-import "./playground_blind.js";
+import "./playground_blind_comparison.js";
 
 const USUAL = {n: 8, seed: 0};
 const VIEWS = {x0: "guess of the image", x: "noisy state"};

@@ -24,7 +24,7 @@ from unfog.diffusion.target import X0, Eps, FlowVelocity, Target, V
 from unfog.diffusion.weighting import MinSnr, Plain, Snr
 from unfog.errors import RequestError
 from unfog.export.diffusers_unet import Network
-from unfog.export.elsewhere import ElsewhereModel
+from unfog.export.foreign_weights import ForeignModel
 from unfog.inference.export_description import check_conditions_map
 from unfog.inference.run import Run
 from unfog.models.autoencoder_settings import AutoencoderFolder, Latents
@@ -125,7 +125,7 @@ class Objective(NamedTuple):
     reason: str
 
     @classmethod
-    def of(cls, model: ElsewhereModel, base: Diffusion, known: bool) -> Objective:
+    def of(cls, model: ForeignModel, base: Diffusion, known: bool) -> Objective:
         """Return the objective of weights, with everything else, such as the weighting, of `base` where it is open.
 
         `known`: path, schedule and target are given, so `base` is the objective. RequestError if nothing states it.

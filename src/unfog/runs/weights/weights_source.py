@@ -17,9 +17,8 @@ from unfog.data.settings import Data
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError
-from unfog.export.diffusers_folder import DiffusersFolder
 from unfog.export.diffusers_unet import Network, unet2d_settings
-from unfog.export.elsewhere import SUFFIXES, ElsewhereModel, from_dit, read_model
+from unfog.export.foreign_weights import SUFFIXES, DiffusersFolder, ForeignModel, from_dit, read_model
 from unfog.models.layers import ConditionalNetwork
 from unfog.pipeline.build import build_network, limited_parameters
 from unfog.planning.intervals import Choice
@@ -45,7 +44,7 @@ class WeightsSource(NamedTuple):
     what: str  # description for messages
     unet2d: dict[str, Any] | None = None  # `UNet2DModel`'s configuration; None for a run
     scheduler: dict[str, Any] | None = None  # that of diffusers' scheduler, if there is one
-    elsewhere: ElsewhereModel | None = None  # weights of another program; None for a run and for a `UNet2DModel`
+    elsewhere: ForeignModel | None = None  # weights of another program; None for a run and for a `UNet2DModel`
     objective_reason: str = "as it was trained with"
     known_input: tuple[int, Size] | None = None  # channels and size of the network's input; None: as `config` has it
 
@@ -174,7 +173,7 @@ def _in_file(path: Path, diffusion: Diffusion, known: bool) -> WeightsSource:
     return WeightsSource(config, path, f"weights of {model.what}", None, None, model, objective.reason, known_input)
 
 
-def _settings_of(model: ElsewhereModel, diffusion: Diffusion, sampler: Sampler | None) -> Config:
+def _settings_of(model: ForeignModel, diffusion: Diffusion, sampler: Sampler | None) -> Config:
     base = Config()
     learned = model.learned_variance
     diffusion = replace(diffusion, learned_variance=learned) if learned != diffusion.learned_variance else diffusion

@@ -113,7 +113,7 @@ class Channel:
 class Worker:
     """The worker process, started by `command` when it is needed. Safe to use from several threads."""
 
-    def __init__(self, command: Sequence[str] = python_command("unfog.serve.playground.worker")) -> None:
+    def __init__(self, command: Sequence[str] = python_command("unfog.serve.playground.worker_process")) -> None:
         self._command = command
         self._process: subprocess.Popen[bytes] | None = None
         # Writing has a lock of its own: a worker that reads no more is to be killed all the same.

@@ -20,7 +20,7 @@ from unfog.data.sources.base import ImageError
 from unfog.data.sources.image_files import open_bytes
 from unfog.errors import RequestError
 from unfog.reporting.image_grids import Pixels
-from unfog.serve.playground.job import Job
+from unfog.serve.playground.drawing import Job
 from unfog.serve.run_files import decode_picture, read_settings
 from unfog.serve.run_files import webp as encode_webp
 from unfog.values.image_format import CHANNELS, ImageFormat, parse_size, to_pillow

@@ -16,11 +16,19 @@ from starlette.routing import Route
 from unfog import __version__
 from unfog.errors import RequestError
 from unfog.reporting.image_grids import Pixels, encode_png
-from unfog.serve.playground import blind, images
-from unfog.serve.playground.drawing_request import GRIDS, MOST_IMAGES, SAMPLERS, read_request, settings_of
+from unfog.serve.playground import blind_comparison, images
+from unfog.serve.playground.drawing import (
+    GRIDS,
+    MOST_IMAGES,
+    SAMPLERS,
+    History,
+    Job,
+    StoredDrawing,
+    read_request,
+    settings_of,
+)
 from unfog.serve.playground.images import Uploads
-from unfog.serve.playground.job import History, Job, StoredDrawing
-from unfog.serve.playground.jobs import MOST_WAITING, JobList
+from unfog.serve.playground.queue import MOST_WAITING, JobList
 from unfog.serve.server import Json, Server, json_body, whole_number
 
 
@@ -171,7 +179,7 @@ class _Playground:
 
     async def votes(self, request: Request) -> Response:
         run = self._run(whole_number(request, "run"))
-        return Json(await asyncio.to_thread(blind.tallies, run.path))
+        return Json(await asyncio.to_thread(blind_comparison.tallies, run.path))
 
     async def vote(self, request: Request) -> Response:
         body = await json_body(request)
@@ -181,7 +189,7 @@ class _Playground:
         if first.run != second.run:
             raise RequestError("both drawings of a comparison must be of one run")
         run = self._run(first.run)
-        add = lambda: blind.add_vote(run.path, first.request, second.request, index, body.get("choice"))  # noqa: E731
+        add = lambda: blind_comparison.add_vote(run.path, first.request, second.request, index, body.get("choice"))  # noqa: E731
         return Json(await asyncio.to_thread(add))
 
     async def stop_worker(self, _: Request) -> Response:

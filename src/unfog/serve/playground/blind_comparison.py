@@ -12,7 +12,7 @@ from typing import Any
 from unfog.config.requests.sample import SampleRequest
 from unfog.errors import RequestError
 from unfog.files.safe_files import open_file, read_file
-from unfog.serve.playground.drawing_request import settings_of
+from unfog.serve.playground.drawing import settings_of
 
 _FILE = "blind-comparisons.jsonl"
 _MOST_BYTES = 2**22

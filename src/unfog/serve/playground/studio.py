@@ -1,4 +1,4 @@
-"""Jobs of the worker: draw pictures, every step of which is sent as small pixels, and search for copies."""
+"""Studio of the worker: draw pictures, every step of which is sent as small pixels, and search for copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steering: forms made of the settings, requests to a run that trains, and checked commands that the page starts.
+"""Controls of the page: forms made of the settings, requests to a run that trains, and checked commands to start.
 
 Words of a command are made from the fields of its request dataclass, each a list item of its own: no shell takes part.
 The page sends names of settings and values, and numbers of runs and sources. It sends no path and no code: settings
@@ -25,10 +25,10 @@ from unfog.data.settings import LABELS
 from unfog.errors import RequestError
 from unfog.process.heartbeat import Heartbeat, Request
 from unfog.process.run_folder import RunFolder, next_folder
+from unfog.serve.child_processes import command_text
 from unfog.serve.run_files import read_source
 from unfog.serve.runs import RunEntry, number_of
 from unfog.serve.server import Server
-from unfog.serve.tasks import command_text
 from unfog.text import sanitize
 
 _REQUESTS: dict[str, Request] = {"save": "SAVE", "preview": "PREVIEW", "stop": "STOP"}

@@ -1,7 +1,8 @@
-"""Weights of other programs: read, recognised by their names and shapes, and converted to the networks of ours."""
+"""Weights of other programs: files, recognised by names and shapes, and folders of diffusers, read and converted."""
 
 from __future__ import annotations
 
+import json
 import re
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from unfog.errors import RequestError
-from unfog.files.safe_files import regular_file, tensor_file
+from unfog.files.safe_files import read_file, regular_file, tensor_file
 from unfog.models.elsewhere.settings import DdpmPytorch, DiffusersDiT, Edm, Edm2, Elsewhere
 
 _PICKLES = (".pt", ".pth")
@@ -37,9 +38,13 @@ _IN_BLOCK = {
 }
 _OUTSIDE = {"pos_embed.proj": "patch_in", "proj_out_1": "modulation_out", "proj_out_2": "patch_out"}
 _EMBEDDINGS = ("timestep_embedder.linear_1", "timestep_embedder.linear_2", "class_embedder.embedding_table")
+_DIFFUSERS = ("UNet2DModel", "DiTTransformer2DModel")  # networks that can be converted
+_CONFIG, _WEIGHTS = "config.json", "diffusion_pytorch_model.safetensors"
+_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".json")
+_LARGEST_JSON = 2**20
 
 
-class ElsewhereModel(NamedTuple):
+class ForeignModel(NamedTuple):
     """Weights of another program as those of one of our networks."""
 
     what: str
@@ -57,7 +62,7 @@ class ElsewhereModel(NamedTuple):
     """Of the program's diffusion process, where they are stored beside the weights."""
 
 
-def read_model(path: Path) -> ElsewhereModel:
+def read_model(path: Path) -> ForeignModel:
     """Read a file of weights. RequestError with the reason if it is of no network that we know, or cannot be read."""
     weights = _read(path)
     for what, marks, convert in _KNOWN:
@@ -149,7 +154,7 @@ def _count(names: Iterable[str], pattern: str) -> int:
     return max(numbers) + 1
 
 
-def _ddpm_pytorch(weights: Weights, others: Weights) -> ElsewhereModel:
+def _ddpm_pytorch(weights: Weights, others: Weights) -> ForeignModel:
     """Convert the U-Net of denoising-diffusion-pytorch 2; its EMA object has the noise levels beside it."""
     if not any(name.endswith("block1.norm.g") for name in weights) or "mid_attn.mem_kv" not in weights:
         raise ValueError("it is of a version before 2, whose blocks differ; train it on there, or start anew")
@@ -175,7 +180,7 @@ def _ddpm_pytorch(weights: Weights, others: Weights) -> ElsewhereModel:
     state = dict(weights)
     buffers = {name.rpartition(".")[2]: tensor for name, tensor in others.items()}
     learned = out == 2 * channels
-    return ElsewhereModel("denoising-diffusion-pytorch", network, int(channels), 0, 0, learned, state, buffers)
+    return ForeignModel("denoising-diffusion-pytorch", network, int(channels), 0, 0, learned, state, buffers)
 
 
 def _by_levels(weights: Weights) -> tuple[dict[str, Tensor], int, int]:
@@ -200,7 +205,7 @@ def _level_settings(weights: Weights, levels: int, width: int, last_conv: str) -
     return {"mults": tuple(out // width for out in outs), "attention": attends}
 
 
-def _edm(weights: Weights, others: Weights) -> ElsewhereModel:
+def _edm(weights: Weights, others: Weights) -> ForeignModel:
     """Convert EDM's SongUNet or DhariwalUNet, whose levels are named by their resolutions."""
     if any("aux_down" in name or "aux_skip" in name or "aux_up" in name for name in weights):
         raise ValueError("its encoder or decoder is of the kind `skip`, which none of EDM's training settings has")
@@ -229,10 +234,10 @@ def _edm(weights: Weights, others: Weights) -> ElsewhereModel:
         rows = torch.cat([rows, torch.zeros(1, rows.shape[1])])
         state["class_embedding.weight"] = rows + named.get("map_label.bias", torch.zeros(())).float()
     channels = int(named["enc.0_conv.weight"].shape[1])
-    return ElsewhereModel(f"EDM's {architecture}", network, channels, side, int(classes), False, state, {})
+    return ForeignModel(f"EDM's {architecture}", network, channels, side, int(classes), False, state, {})
 
 
-def _edm2(weights: Weights, others: Weights) -> ElsewhereModel:
+def _edm2(weights: Weights, others: Weights) -> ForeignModel:
     """Convert EDM2's U-Net, without the network that learned its loss weights."""
     named, side, levels = _by_levels(weights)
     width = int(named["emb_fourier.freqs"].shape[0])
@@ -250,11 +255,11 @@ def _edm2(weights: Weights, others: Weights) -> ElsewhereModel:
         rows = (table / (rms + 1e-4)).T
         state["class_embedding.weight"] = torch.cat([rows, torch.zeros(1, rows.shape[1])])
     channels = int(named["enc.0_conv.weight"].shape[1]) - 1
-    return ElsewhereModel("EDM2", network, channels, side, int(classes), False, state, {})
+    return ForeignModel("EDM2", network, channels, side, int(classes), False, state, {})
 
 
 # A network in messages, ends of names that it alone has, and its conversion.
-_KNOWN: tuple[tuple[str, tuple[str, ...], Callable[[Weights, Weights], ElsewhereModel]], ...] = (
+_KNOWN: tuple[tuple[str, tuple[str, ...], Callable[[Weights, Weights], ForeignModel]], ...] = (
     ("EDM2's U-Net", ("emb_fourier.freqs", "emb_noise.weight"), _edm2),
     ("EDM's SongUNet or DhariwalUNet", ("map_layer0.weight", "map_layer1.weight"), _edm),
     (
@@ -265,7 +270,7 @@ _KNOWN: tuple[tuple[str, tuple[str, ...], Callable[[Weights, Weights], Elsewhere
 )
 
 
-def from_dit(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> ElsewhereModel:
+def from_dit(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> ForeignModel:
     """Return a DiT of diffusers as one of ours. RequestError if its settings or weights have no equal here."""
     for name, usual in _FIXED.items():
         if config.get(name, usual) != usual:
@@ -276,7 +281,7 @@ def from_dit(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Elsewh
         raise RequestError(f"this DiT's weights do not fit its config.json: {error}") from None
 
 
-def _converted(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> ElsewhereModel:
+def _converted(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> ForeignModel:
     depth, patch = int(config.get("num_layers", 28)), int(config.get("patch_size", 2))
     width, channels = weights["pos_embed.proj.weight"].shape[:2]
     embedded = [_embedding(weights, i) for i in range(depth)]
@@ -307,7 +312,7 @@ def _converted(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Else
     if out not in (channels, 2 * channels):
         raise ValueError(f"{out} channels of its output are neither {channels} nor twice that")
     size = int(config.get("sample_size", 32))
-    return ElsewhereModel("DiT", network, int(channels), size, int(classes), out == 2 * channels, state, {})
+    return ForeignModel("DiT", network, int(channels), size, int(classes), out == 2 * channels, state, {})
 
 
 def _embedding(weights: Mapping[str, Tensor], block: int) -> dict[str, Tensor]:
@@ -327,3 +332,59 @@ def _block(weights: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
         qkv = [weights[f"{start}attn1.to_{letter}.{kind}"] for letter in ("q", "k", "v")]
         state[f"blocks.{number}.qkv.{kind}"] = torch.cat(qkv)
     return state
+
+
+class DiffusersFolder(NamedTuple):
+    """A network of diffusers on disk, and its scheduler. Only JSON and safetensors are read; nothing is unpickled."""
+
+    kind: str
+    """One of _DIFFUSERS."""
+    config: dict[str, Any]
+    """Its config.json."""
+    weights: Path
+    """The file of its weights."""
+    scheduler: dict[str, Any] | None
+    """Settings of the scheduler beside it; None if there are none."""
+    pipeline: Path
+    """The folder of the whole pipeline, or that of the network."""
+
+    @classmethod
+    def open(cls, folder: Path) -> DiffusersFolder:
+        """Read the settings of a network that `save_pretrained` wrote, alone or within a pipeline.
+
+        RequestError if it is none that is known, or its weights are in a pickle or in several files.
+        """
+        places = (folder / "unet", folder / "transformer", folder)
+        model = next((place for place in places if (place / _CONFIG).is_file()), None)
+        if model is None:
+            raise RequestError(
+                f"{folder} is neither a run nor a folder of diffusers: it has no config.toml, {_CONFIG} or "
+                f"unet/{_CONFIG}; give a run or such a folder"
+            )
+        config = _read_json(model / _CONFIG)
+        kind = str(config.get("_class_name", _DIFFUSERS[0]))
+        if kind not in _DIFFUSERS:
+            why = ": that one is conditioned on text" if kind == "UNet2DConditionModel" else ""
+            raise RequestError(f"{model} holds a {kind!r}; only a {' or '.join(_DIFFUSERS)} can be started from{why}")
+        weights = model / _WEIGHTS
+        if not weights.is_file():
+            there = sorted(path.name for path in model.iterdir() if path.suffix in _OTHER_WEIGHTS)
+            raise RequestError(
+                f"{model} has no {_WEIGHTS} ({', '.join(there)}); load it with diffusers in an environment of its own, "
+                "and write it by save_pretrained(FOLDER, safe_serialization=True, max_shard_size='100GB'): pickles can "
+                "run code"
+            )
+        # A pipeline's scheduler is in a folder beside the network's; some models were saved with it in their own.
+        places = (folder / "scheduler", folder.parent / "scheduler", folder)
+        settings = next((path for place in places if (path := place / "scheduler_config.json").is_file()), None)
+        return cls(kind, config, weights, _read_json(settings) if settings else None, folder)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(read_file(path, path.parent, _LARGEST_JSON, follow=True))
+        if not isinstance(value, dict):
+            raise ValueError("not a JSON object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise RequestError(f"{path} cannot be read: {error}; write it again with diffusers") from None
+    return value

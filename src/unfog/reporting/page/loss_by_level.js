@@ -3,7 +3,7 @@
 import {html} from "./vendor/lit.js";
 import {View, number, download, select} from "./util.js";
 import {lower, place} from "./curves.js";
-import {zoomed} from "./range.js";
+import {zoomed} from "./zoom.js";
 
 // Dark blue to yellow, even in lightness, readable by people who see no red or green (after cividis).
 const RAMP = [[0, 34, 78], [53, 69, 108], [102, 105, 112], [148, 142, 119], [200, 182, 97], [254, 232, 56]];

@@ -1,7 +1,7 @@
-"""Worker of the playground: the process that owns model and device. It draws one job at a time for the server.
+"""Process of the worker, which owns model and device. It draws one job at a time for the server.
 
-Started as `python -m unfog.serve.playground.worker`. It reads messages on its standard input, and answers on its
-standard output. It ends when its input does, so no worker outlives a server that is killed.
+Started as `python -m unfog.serve.playground.worker_process`. It reads messages on its standard input, and answers on
+its standard output. It ends when its input does, so no worker outlives a server that is killed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _CUDA_ERRORS = ("CUDA error", "CUDA driver error", "cuDNN error", "CUDNN_STATUS"
 
 def serve(channel: Channel) -> None:
     """Do what the server asks for, job after job, until it goes."""
-    from unfog.serve.playground.generation import Studio, find_copies
+    from unfog.serve.playground.studio import Studio, find_copies
 
     studio = Studio()
     work = {"draw": studio.draw, "copies": find_copies}

@@ -23,12 +23,12 @@ from served import make_run, serving
 from unfog.config.requests.train import ResumeRequest, TrainRequest
 from unfog.errors import RequestError
 from unfog.process.heartbeat import Heartbeat
-from unfog.serve import steering as steer
+from unfog.serve import controls
+from unfog.serve.child_processes import TaskList
+from unfog.serve.controls import form_fields, page_settings
 from unfog.serve.run_detail import read_findings
 from unfog.serve.runs import number_of
 from unfog.serve.server import Server
-from unfog.serve.steering import form_fields, page_settings
-from unfog.serve.tasks import TaskList
 from waiting import wait_until
 
 
@@ -39,12 +39,12 @@ def server(tmp_path):
 
 
 def body(server, source="fashion", **settings):
-    found = {text: number for number, text in steer.SourceList(server).texts().items()}
+    found = {text: number for number, text in controls.SourceList(server).texts().items()}
     return {"source": found[source], "settings": {name.replace("__", "."): value for name, value in settings.items()}}
 
 
 def test_a_form_becomes_the_command_that_a_person_would_type(server):
-    command = steer.train_command(
+    command = controls.train_command(
         server,
         body(server, data__size="16", optimizer__lr="0.001", data__flip=True, optimizer__betas="0.9 0.99"),
     )
@@ -53,7 +53,7 @@ def test_a_form_becomes_the_command_that_a_person_would_type(server):
     assert command.trains
     (run,) = server.runs
     assert command.new_run == number_of("fashion") != run.id  # as the list will name it
-    off = steer.train_command(server, body(server, data__flip="off"))
+    off = controls.train_command(server, body(server, data__flip="off"))
     assert "--no-flip" in off.words
 
 
@@ -62,18 +62,18 @@ def test_sources_are_the_built_in_one_those_of_the_command_line_and_those_of_run
     config = tmp_path / "runs" / "b" / "config.toml"
     config.write_text(config.read_text().replace('"fashion"', '"https://me:word@example.org/x.tar?sign=1"'))
     server.runs.scan()
-    names = [one["name"] for one in steer.SourceList(server).as_json()]
+    names = [one["name"] for one in controls.SourceList(server).as_json()]
     assert names == ["fashion", few_images(), "https://example.org/x.tar"]
 
 
 def test_a_run_may_be_given_a_name_that_is_no_path(server):
-    command = steer.train_command(server, body(server) | {"name": "bags-2.b"})
+    command = controls.train_command(server, body(server) | {"name": "bags-2.b"})
     assert (command.words[-1], command.new_run) == (str(server.folder / "bags-2.b"), number_of("bags-2.b"))
     for name in ("../x", "a/b", ".hidden", "-n", "a b", "a\n", "x" * 61, "ä", 3, ["a"], "a\\b", "c:d"):
         with pytest.raises(RequestError, match="name of a run"):
-            steer.train_command(server, body(server) | {"name": name})
+            controls.train_command(server, body(server) | {"name": name})
     with pytest.raises(RequestError, match="already"):
-        steer.train_command(server, body(server) | {"name": "a"})
+        controls.train_command(server, body(server) | {"name": "a"})
 
 
 @pytest.mark.parametrize(
@@ -90,17 +90,17 @@ def test_a_run_may_be_given_a_name_that_is_no_path(server):
 )
 def test_settings_are_checked_by_the_rules_of_the_command_line(server, settings, message):
     with pytest.raises(RequestError, match=message):
-        steer.train_command(server, body(server) | {"settings": settings})
+        controls.train_command(server, body(server) | {"settings": settings})
     assert server.tasks.list() == []
 
 
 def test_a_resume_follows_the_rules_of_resumes(server):
     (run,) = server.runs
-    assert steer.resume_command(run, {"settings": {"training.steps": "900"}}).words[-1] == "--steps=900"
+    assert controls.resume_command(run, {"settings": {"training.steps": "900"}}).words[-1] == "--steps=900"
     with pytest.raises(RequestError, match="cannot become"):
-        steer.resume_command(run, {"settings": {"data.size": "64"}})
+        controls.resume_command(run, {"settings": {"data.size": "64"}})
     with pytest.raises(RequestError, match="--force"):
-        steer.resume_command(run, {"settings": {"training.seed": "7"}})
+        controls.resume_command(run, {"settings": {"training.seed": "7"}})
 
 
 def test_a_run_that_names_code_is_resumed_only_with_consent_and_never_imported_here(server, monkeypatch):
@@ -108,7 +108,7 @@ def test_a_run_that_names_code_is_resumed_only_with_consent_and_never_imported_h
     (run,) = server.runs
     text = (run.path / "config.toml").read_text()
     (run.path / "config.toml").write_text(text.replace('source = "fashion"', 'source = "python:evil:x"'))
-    for button in (lambda: steer.resume_command(run, {}), lambda: steer.doctor_command(server, run, {})):
+    for button in (lambda: controls.resume_command(run, {}), lambda: controls.doctor_command(server, run, {})):
         monkeypatch.delenv("UNFOG_TRUST", raising=False)
         with pytest.raises(RequestError, match="set UNFOG_TRUST=evil:x and run the command once in a terminal"):
             button()
@@ -151,18 +151,18 @@ def test_the_remedy_of_a_finding_is_a_button(server, tmp_path, monkeypatch):
     assert (loss["id"], loss["text"]) == ("run.loss", "it rises")
     assert loss["command"] == f"unfog resume {run.path} --lr=0.0005 --steps=80"
     assert other["command"] is None  # the page may not give --out
-    settings = steer.remedy_settings(loss["remedy"])
-    assert steer.resume_command(run, {"settings": settings}).text == loss["command"]
+    settings = controls.remedy_settings(loss["remedy"])
+    assert controls.resume_command(run, {"settings": settings}).text == loss["command"]
 
 
 def test_nobody_is_asked_where_nothing_runs(server):
     (run,) = server.runs
     for what in ("save", "preview", "stop"):
         with pytest.raises(RequestError, match="is not running"):
-            steer.send_request(run, what)
+            controls.send_request(run, what)
     for what in ("../x", None, "SAVE", 1):
         with pytest.raises(RequestError, match="asked for"):
-            steer.send_request(run, what)
+            controls.send_request(run, what)
     assert not [name for name in os.listdir(run.path) if name.isupper()]
 
 
@@ -173,8 +173,8 @@ def test_a_request_that_cannot_be_written_is_answered(server):
     (run.path / "heartbeat.json").write_text(json.dumps(beat))
     (run.path / "SAVE").mkdir()
     with pytest.raises(RequestError, match="cannot be written: "):
-        steer.send_request(run, "save")
-    assert steer.send_request(run, "stop") == {"command": f"touch {run.path / 'STOP'}"}
+        controls.send_request(run, "save")
+    assert controls.send_request(run, "stop") == {"command": f"touch {run.path / 'STOP'}"}
     assert (run.path / "STOP").exists()
 
 
@@ -197,7 +197,7 @@ def quick_child(monkeypatch, code):
 
 @pytest.mark.slow
 def test_output_of_a_child_is_kept_up_to_a_limit(monkeypatch):
-    monkeypatch.setattr("unfog.serve.tasks._MOST_BYTES", 10**6)
+    monkeypatch.setattr("unfog.serve.child_processes._MOST_BYTES", 10**6)
     quick_child(monkeypatch, "print('x' * 3_000_000); input()")
     published = []
     tasks = TaskList(published.append)
@@ -212,8 +212,8 @@ def test_output_of_a_child_is_kept_up_to_a_limit(monkeypatch):
 
 
 def test_too_many_children_are_refused_and_old_ones_forgotten(monkeypatch):
-    monkeypatch.setattr("unfog.serve.tasks._MOST_RUNNING", 2)
-    monkeypatch.setattr("unfog.serve.tasks._MOST_KEPT", 3)
+    monkeypatch.setattr("unfog.serve.child_processes._MOST_RUNNING", 2)
+    monkeypatch.setattr("unfog.serve.child_processes._MOST_KEPT", 3)
     quick_child(monkeypatch, "import time; time.sleep(60)")
     tasks = TaskList(lambda task: None)
     for _ in range(2):

@@ -1,4 +1,4 @@
-// Steering: requests to a running run, forms made from the settings' own fields, and the output of commands.
+// Controls: requests to a running run, forms made from the settings' own fields, and the output of commands.
 
 import {html, nothing} from "./vendor/lit.js";
 import {View, announce, command, finder, options, route, select} from "./util.js";

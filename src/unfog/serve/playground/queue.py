@@ -1,4 +1,4 @@
-"""Jobs of the playground: a bounded queue, what was drawn so far, and a thread that feeds the worker."""
+"""Queue of the playground: a bounded list of drawings, what was drawn so far, and a thread that feeds the worker."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ import numpy as np
 from unfog.config.requests.sample import SampleRequest
 from unfog.errors import RequestError, RunError
 from unfog.serve.playground.channel import Message, Worker
-from unfog.serve.playground.drawing_request import job_of, key_of, newest_checkpoint
-from unfog.serve.playground.job import Job, Step
+from unfog.serve.playground.drawing import Job, Step, job_of, key_of, newest_checkpoint
 from unfog.text import sanitize
 
 MOST_WAITING = 32
