@@ -27,8 +27,8 @@ def train(source, out, **settings):
 
 
 def test_eight_pictures_trained_long_come_back(tmp_path):
-    rare = {"every": 110}
-    run = train(pictures(tmp_path / "few", 8), tmp_path / "run", steps=220, lr=1e-2, batch=8, size=8, checkpoint=rare)
+    rare = {"every": 125}
+    run = train(pictures(tmp_path / "few", 8), tmp_path / "run", steps=250, lr=1e-2, batch=8, size=8, checkpoint=rare)
     found = examined(run)
     assert found["run.memorised"].severity == "warning"
     assert found["run.memorised"].facts["share"] > 0.3
