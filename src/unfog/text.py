@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 MARK = "Unfog"
-"""Text "Software" of a PNG file, and comment of a GIF file, that Unfog has written; see `data.files.own_files`."""
+"""Text "Software" of a PNG file, and comment of a GIF file, that Unfog has written; see `data.sources.folder`."""
 
 # A scheme of any length would take the square of the length of a long word.
 # `Path` leaves one slash, which is taken for that of a URL after these alone: /usr/bin:/home is a list of folders.

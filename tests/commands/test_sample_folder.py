@@ -17,7 +17,7 @@ from command import exit_status
 from conftest import TRANSFORMER
 from forked import Forked
 from unfog.errors import RequestError
-from unfog.files.folder_lock import lock_of
+from unfog.files.locks import lock_of
 from unfog.files.seals import seal_of
 from unfog.inference.run import Run
 from unfog.pipeline.sample_folder import UNFINISHED, SampleFolder

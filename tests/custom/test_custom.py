@@ -26,7 +26,7 @@ from unfog.cli.read_request import read_request
 from unfog.config.schema import Config, nest_settings
 from unfog.config.toml import from_toml, read_toml, to_toml, update
 from unfog.config.values import format_spec, parse_spec, registry_of
-from unfog.custom import consent, module_code
+from unfog.custom import consent
 from unfog.data.sources.registry import open_source
 from unfog.diffusion.sampler import Sampler
 from unfog.diffusion.weighting import Weighting
@@ -411,9 +411,9 @@ def test_settings_that_name_code_import_nothing_until_it_is_announced(mine, monk
     config = update(Config(), {"network": f"custom:path={mine}.Net"}, "")
     assert from_toml(to_toml(config), Config()) == config
     assert format_spec(config.network) == f"custom:path={mine}.Net"
-    monkeypatch.setattr(module_code, "import_module", lambda name: pytest.fail("not announced"))
+    monkeypatch.setattr(consent, "import_module", lambda name: pytest.fail("not announced"))
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(module_code, "import_module", lambda name: capsys.readouterr().err.index(name) and torch)
+    monkeypatch.setattr(consent, "import_module", lambda name: capsys.readouterr().err.index(name) and torch)
     with pytest.raises(RequestError, match="cannot be imported"):
         config.network.load()
 

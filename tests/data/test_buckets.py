@@ -21,9 +21,8 @@ from unfog.checks.images.image_scan import ImageScan, unusable_files
 from unfog.config.schema import Config
 from unfog.config.validate import check_request
 from unfog.data.buckets.prepare import BucketChoice, prepare_buckets
-from unfog.data.buckets.schedule import BucketSchedule
 from unfog.data.buckets.sizes import BucketPlan, cropped_away, least_images, nearest_bucket, possible_sizes
-from unfog.data.buckets.stream import BucketStream
+from unfog.data.buckets.stream import BucketSchedule, BucketStream
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.prepare import prepare
 from unfog.data.scan import read_sides

@@ -22,7 +22,7 @@ from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.arrays import ArraySource
 from unfog.data.sources.registry import open_source
-from unfog.data.webdataset.byte_range_cache import ByteRangeCache
+from unfog.data.webdataset.remote_shards import ByteRangeCache
 from unfog.errors import Interrupted, RequestError
 from unfog.evaluation.feature_networks import inception_path
 from unfog.evaluation.features import compute_features, compute_statistics, open_features

@@ -15,10 +15,8 @@ from unfog.data import decode_pool
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.decode import decode
 from unfog.data.packs.latent_cache import EncodeJob, LatentArrays
-from unfog.data.packs.pack import Pack
-from unfog.data.packs.pack_journal import Journal
-from unfog.data.packs.pack_source import PackSource
-from unfog.data.packs.pack_writer import write_pack
+from unfog.data.packs.pack import Pack, PackSource
+from unfog.data.packs.pack_writer import Journal, write_pack
 from unfog.data.prepare import prepare, scan_source
 from unfog.data.settings import Data
 from unfog.data.sources.base import ImageError, Source

@@ -15,7 +15,7 @@ from PIL import Image
 
 from test_checkpoint import trained, write
 from unfog.config.schema import Config
-from unfog.data.packs import pack_journal
+from unfog.data.packs import pack_writer
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
@@ -131,12 +131,12 @@ def test_pixels_of_a_pack_are_on_disk_before_its_journal_tells_of_them(tmp_path,
     (tmp_path / "set").mkdir()
     for i in range(3):
         Image.fromarray(rng.integers(0, 256, (8, 8, 3), np.uint8)).save(tmp_path / f"set/{i}.png")
-    append, seen = pack_journal.append, []
+    append, seen = pack_writer.append, []
 
     def watched(file, data):
         written = path_of(file.fileno())
-        if written.name == pack_journal.JOURNAL:
-            seen.extend(disk.holds(written.parent / name) for name in ("pixels.u8", pack_journal.FACTS_FILE))
+        if written.name == pack_writer.JOURNAL:
+            seen.extend(disk.holds(written.parent / name) for name in ("pixels.u8", pack_writer.FACTS_FILE))
         append(file, data)
 
     monkeypatch.setattr("unfog.data.packs.pack_writer.append", watched)

@@ -10,7 +10,6 @@ from threading import Thread
 import pytest
 
 from shard_server import Server, serving
-from unfog.data.sources import remote_errors
 from unfog.data.sources import storage as remote
 from unfog.data.sources.base import ImageError
 from unfog.data.sources.registry import open_source
@@ -41,7 +40,7 @@ except ImageError as error:
 
 @pytest.fixture
 def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(remote_errors, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(remote, "_FIRST_PAUSE", 0.01)
     with serving() as server:
         yield server
 
@@ -64,7 +63,7 @@ def test_no_more_is_read_than_was_asked_for(web: Server, fault: str, said: str) 
 
 def test_headers_that_never_end_are_not_waited_for(web: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "_SILENCE", 0.3)
-    monkeypatch.setattr(remote_errors, "_TRIES", 1)
+    monkeypatch.setattr(remote, "_TRIES", 1)
     web.faults["s-000.tar"] = "dripping"
     began = time.monotonic()
     with pytest.raises(RequestError, match="did not answer in time"):
@@ -136,7 +135,7 @@ def test_an_answer_that_is_not_http_is_said(monkeypatch: pytest.MonkeyPatch) -> 
         def handle(self) -> None:
             self.request.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
 
-    monkeypatch.setattr(remote_errors, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(remote, "_FIRST_PAUSE", 0.01)
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Other) as server:
         Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         with pytest.raises(RequestError, match=r"answers are not HTTP; check the host and port"):

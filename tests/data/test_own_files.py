@@ -11,7 +11,7 @@ from PIL import Image
 
 import unfog
 from conftest import TRANSFORMER
-from unfog.data.files.own_files import is_own
+from unfog.data.sources.folder import is_own
 from unfog.data.sources.registry import open_source
 from unfog.reporting.image_grids import save_png
 

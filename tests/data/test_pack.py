@@ -27,10 +27,8 @@ from unfog.config.schema import Config
 from unfog.data.augmentation import Augment
 from unfog.data.dataset import Dataset
 from unfog.data.packs import pack_writer as packing
-from unfog.data.packs.pack import Pack
-from unfog.data.packs.pack_journal import BusyError, remove_work_files
-from unfog.data.packs.pack_source import PackSource
-from unfog.data.packs.pack_writer import write_pack
+from unfog.data.packs.pack import Pack, PackSource
+from unfog.data.packs.pack_writer import BusyError, remove_work_files, write_pack
 from unfog.data.prepare import prepare, scan_source
 from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source

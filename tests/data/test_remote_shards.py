@@ -25,14 +25,12 @@ from unfog.data.lazy import LazyPixels
 from unfog.data.packs.latent_cache import EncodeJob
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data, bytes_of
-from unfog.data.sources import remote_errors
 from unfog.data.sources import storage as remote
 from unfog.data.sources.base import RemotePolicy
 from unfog.data.sources.registry import open_source
 from unfog.data.stream import ImageStream, _ReadOrder
-from unfog.data.webdataset import byte_range_cache as member_cache
-from unfog.data.webdataset import remote_shards as remote_shards
-from unfog.data.webdataset.byte_range_cache import ByteRangeCache
+from unfog.data.webdataset import remote_shards
+from unfog.data.webdataset.remote_shards import ByteRangeCache
 from unfog.errors import RequestError, RunError
 from unfog.files.cache_folder import cache_folder
 from unfog.pipeline.skipped_images import FailureReporter
@@ -52,7 +50,7 @@ CARE = RemotePolicy(max_failed=0.2)
 
 @pytest.fixture
 def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(remote_errors, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(remote, "_FIRST_PAUSE", 0.01)
     monkeypatch.setattr(bulk, "_FIRST_PAUSE", 0.01)
     with serving() as server:
         yield server
@@ -221,9 +219,9 @@ def test_a_member_is_kept_whole_for_its_shard_its_place_and_its_size_or_not_at_a
 def fill(cache: ByteRangeCache, key: str, parts: int, size: int = 2**16) -> int:
     """Write members of that size all over so many parts of a shard; how many are there then."""
     starts = [
-        part * member_cache._SEGMENT_BYTES + at
+        part * remote_shards._SEGMENT_BYTES + at
         for part in range(parts)
-        for at in range(0, member_cache._SEGMENT_BYTES, size)
+        for at in range(0, remote_shards._SEGMENT_BYTES, size)
     ]
     for start in starts:
         cache.write(key, start, key[:1].encode() * size)
@@ -235,7 +233,7 @@ def taken(folder: Path) -> int:
 
 
 def test_the_limit_holds_and_what_was_used_last_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(member_cache, "_SEGMENT_BYTES", 2**20)
+    monkeypatch.setattr(remote_shards, "_SEGMENT_BYTES", 2**20)
     limit = 16 * 2**20
     folder, mine = tmp_path / "members", tmp_path / "members/holiday.jpg"
     folder.mkdir()
@@ -255,7 +253,7 @@ def test_the_limit_holds_and_what_was_used_last_stays(tmp_path: Path, monkeypatc
 
 
 def test_the_limit_holds_for_many_processes_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(member_cache, "_SEGMENT_BYTES", 2**18)
+    monkeypatch.setattr(remote_shards, "_SEGMENT_BYTES", 2**18)
     limit, total, size, processes = 16 * 2**20, 12 * 2**20, 2**16, 32
     old = ByteRangeCache(tmp_path, limit, total)
     new = [ByteRangeCache(tmp_path, limit, total, processes) for _ in range(processes)]
@@ -271,7 +269,7 @@ def test_of_a_set_that_does_not_fit_always_the_same_part_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By least recently used, images that come once an epoch in ever another order would nearly never be found."""
-    monkeypatch.setattr(member_cache, "_SEGMENT_BYTES", 2**18)
+    monkeypatch.setattr(remote_shards, "_SEGMENT_BYTES", 2**18)
     parts, size = 200, 2**16
     limit = parts * 2**18 // 2
     cache = ByteRangeCache(tmp_path, limit, parts * 2**18)
@@ -295,7 +293,7 @@ def test_a_disk_that_refuses_is_gone_without(web: Server) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     stream = opened(web, care)
     # A file may grow to no more than this: so it is on a full disk, too, but for the number of the error.
-    resource.setrlimit(resource.RLIMIT_FSIZE, (member_cache._SEGMENT_BYTES // 128 + 4000, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (remote_shards._SEGMENT_BYTES // 128 + 4000, before[1]))
     try:
         assert numbers(stream, 0, N) == numbers(opened(web), 0, N)
     finally:
@@ -309,9 +307,9 @@ def test_a_disk_that_refuses_is_gone_without(web: Server) -> None:
 SEVERAL = """
 import random, sys
 from pathlib import Path
-from unfog.data.webdataset import byte_range_cache as member_cache
-member_cache.PART = 2**18
-cache, dice = member_cache.ByteRangeCache(Path(sys.argv[1]), 2**22, 2**22), random.Random(sys.argv[2])
+from unfog.data.webdataset import remote_shards
+remote_shards.PART = 2**18
+cache, dice = remote_shards.ByteRangeCache(Path(sys.argv[1]), 2**22, 2**22), random.Random(sys.argv[2])
 found = 0
 for _ in range(4000):
     key, place = dice.choice("abcde") * 32, dice.randrange(64) * 16384

@@ -13,7 +13,7 @@ from unfog.data.dataset import ImageSet
 from unfog.data.lazy import remote_shards_of
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.data.sources import remote_errors
+from unfog.data.sources import storage
 from unfog.data.sources.base import RemotePolicy
 from unfog.data.sources.registry import open_source
 from unfog.errors import RunError
@@ -48,7 +48,7 @@ class Bucket:
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
-    monkeypatch.setattr(remote_errors, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(storage, "_FIRST_PAUSE", 0.01)
     monkeypatch.setattr(bulk, "_FIRST_PAUSE", 0.05)
     made = Bucket()
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{made.port}")

@@ -23,12 +23,11 @@ from unfog.data import decode_pool as bulk
 from unfog.data.decode import decode
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.data.sources import remote_errors
 from unfog.data.sources import storage as remote
 from unfog.data.sources.base import TransientImageError
 from unfog.data.sources.labels import read_labels
 from unfog.data.sources.registry import open_source
-from unfog.data.sources.remote_errors import is_permanent
+from unfog.data.sources.storage import is_permanent
 from unfog.errors import RequestError, RunError, install_command
 from unfog.values.image_format import ImageFormat
 
@@ -219,7 +218,7 @@ class Web(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(remote_errors, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(remote, "_FIRST_PAUSE", 0.01)
     monkeypatch.setattr(Web, "faults", Counter())
     monkeypatch.setattr(Web, "asked", [])
     server = ThreadingHTTPServer(("127.0.0.1", 0), Web)

@@ -21,8 +21,8 @@ from unfog.diffusion.weighting import MinSnr, Snr
 from unfog.errors import RequestError
 from unfog.export.foreign_weights import from_dit, read_model
 from unfog.inference.run import Run
-from unfog.models.elsewhere.settings import DdpmPytorch, DiffusersDiT, Edm, Edm2
 from unfog.models.network_settings import build_model
+from unfog.models.settings import DdpmPytorch, DiffusersDiT, Edm, Edm2
 from unfog.values.condition_format import ConditionFormat
 
 QUICK = {"device": "cpu", "precision": "fp32", "batch": 4, "steps": 1, "preview": {"images": 1}}

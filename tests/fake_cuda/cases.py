@@ -21,7 +21,7 @@ from unfog.config.toml import update
 from unfog.data.dataset import ImageSet
 from unfog.data.stream import DeviceStream, ImageStream
 from unfog.device.copies import to_device
-from unfog.diffusion import ddpm, denoiser, likelihood, noise, sampler, steps, variance
+from unfog.diffusion import ddpm_schedules, denoiser, likelihood, noise, sampler, steps, variance
 from unfog.diffusion.editing import Edit
 from unfog.evaluation import feature_networks
 from unfog.evaluation.features import Features, open_features
@@ -255,8 +255,8 @@ HOST_ARITHMETIC = (
     *(
         (variance, "deviation"),
         (likelihood, "_groups"),
-        (ddpm.TimestepSchedule, "table"),
-        (ddpm.TimestepSchedule, "limits"),
+        (ddpm_schedules.TimestepSchedule, "table"),
+        (ddpm_schedules.TimestepSchedule, "limits"),
     ),
 )
 """Functions that compute coefficients on the CPU, whose values the host needs."""

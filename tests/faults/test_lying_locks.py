@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from faults.harness import USUAL, Job, assert_same, long_form, newest, snapshot, step_reached, steps_saved
-from unfog.files.flock import LOCK
-from unfog.files.owner import Owner
+from unfog.files.locks import LOCK, Owner
 
 LYING = "import fcntl; fcntl.flock = lambda *_: None\nfrom unfog.cli.main import main\nmain()"
 

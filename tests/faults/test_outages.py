@@ -21,7 +21,7 @@ from served import make_run
 from unfog.config.requests.pack import PackRequest
 from unfog.data import outages
 from unfog.data.dataset import ImageSet
-from unfog.data.files.file_rows import FileRows, load_rows
+from unfog.data.file_rows import FileRows, load_rows
 from unfog.data.lazy import outage_of
 from unfog.data.outages import Outage
 from unfog.data.prepare import prepare

@@ -18,11 +18,9 @@ from pathlib import Path
 import pytest
 
 from unfog.errors import RequestError, RunError
-from unfog.files import flock, folder_lock, owner
+from unfog.files import locks
 from unfog.files.cache_folder import clear_cache, hold, release
-from unfog.files.flock import LOCK, is_at, lock_alone, lock_shared
-from unfog.files.folder_lock import lock_of
-from unfog.files.owner import OwnedError, Owner, started_at
+from unfog.files.locks import LOCK, OwnedError, Owner, is_at, lock_alone, lock_of, lock_shared, started_at
 from unfog.files.work_folder import whole_folder, work_folder
 from unfog.process.run_folder import RunFolder
 from waiting import wait_until
@@ -30,7 +28,7 @@ from waiting import wait_until
 HOLDS = """
 import sys, time
 from pathlib import Path
-from unfog.files.folder_lock import lock_of
+from unfog.files.locks import lock_of
 with lock_of(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)
@@ -166,8 +164,8 @@ LYING = "import fcntl; fcntl.flock = lambda *_: None\n"
 ENTERS = """
 import sys, time
 from pathlib import Path
-from unfog.files.owner import OwnedError
-from unfog.files.folder_lock import lock_of
+from unfog.files.locks import OwnedError
+from unfog.files.locks import lock_of
 sys.stdin.readline()
 try:
     with lock_of(Path(sys.argv[1])):
@@ -220,7 +218,7 @@ def test_with_locks_that_lie_the_mark_of_a_living_process_refuses_and_that_of_a_
     with lock_of(tmp_path) as lock:
         assert not lock.supported
         assert lock.before.pid == first.pid
-    assert time.monotonic() - began < owner.OVERDUE / 2
+    assert time.monotonic() - began < locks.OVERDUE / 2
     assert not list(tmp_path.iterdir())
 
 
@@ -271,12 +269,12 @@ def test_an_owner_on_another_machine_is_watched_until_its_mark_is_overdue(tmp_pa
     os.utime(tmp_path / LOCK, (time.time() - 60,) * 2)
     with lock_of(tmp_path):  # overdue for long
         pass
-    monkeypatch.setattr(owner, "OVERDUE", 0.5)
+    monkeypatch.setattr(locks, "OVERDUE", 0.5)
     marked(tmp_path, kernel="0" * 8, host="elsewhere")
     began = time.monotonic()
     with lock_of(tmp_path):
         assert time.monotonic() - began > 0.3
-    monkeypatch.setattr(owner, "OVERDUE", 20)
+    monkeypatch.setattr(locks, "OVERDUE", 20)
     marked(tmp_path, kernel="0" * 8, host="elsewhere")
     alive = threading.Timer(0.2, os.utime, [tmp_path / LOCK])
     alive.start()
@@ -291,11 +289,11 @@ def test_a_lock_that_works_needs_no_other_sign_of_processes_of_this_machine(tmp_
     began = time.monotonic()
     with lock_of(tmp_path) as lock:
         assert lock.supported
-    assert time.monotonic() - began < owner.OVERDUE / 2
+    assert time.monotonic() - began < locks.OVERDUE / 2
 
 
 def test_who_is_taken_over_finds_out_and_leaves_the_mark_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder_lock, "REFRESH", 0.05)
+    monkeypatch.setattr(locks, "REFRESH", 0.05)
     with lock_of(tmp_path) as lock:
         assert lock.new_owner() is None
         other = marked(tmp_path, pid=1)
@@ -307,20 +305,20 @@ def test_who_is_taken_over_finds_out_and_leaves_the_mark_alone(tmp_path, monkeyp
 
 
 def test_a_mark_is_refreshed(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder_lock, "REFRESH", 0.05)
+    monkeypatch.setattr(locks, "REFRESH", 0.05)
     with lock_of(tmp_path):
         os.utime(tmp_path / LOCK, (0, 0))
         wait_until(lambda: (tmp_path / LOCK).stat().st_mtime > 0)
 
 
 def test_a_file_system_that_does_not_answer_is_given_up_and_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(flock, "_SAY_AFTER", 0.1)
-    monkeypatch.setattr(flock, "_GIVE_UP_AFTER", 0.3)
-    monkeypatch.setattr(flock._flock, "__defaults__", (0.3,))
-    monkeypatch.setattr(flock, "_silent_for", {})
+    monkeypatch.setattr(locks, "_SAY_AFTER", 0.1)
+    monkeypatch.setattr(locks, "_GIVE_UP_AFTER", 0.3)
+    monkeypatch.setattr(locks._flock, "__defaults__", (0.3,))
+    monkeypatch.setattr(locks, "_silent_for", {})
     monkeypatch.setattr(fcntl, "flock", lambda *_: time.sleep(20))
     said = []
-    monkeypatch.setattr(flock, "listener", said.append)
+    monkeypatch.setattr(locks, "listener", said.append)
     with lock_of(tmp_path) as lock:
         assert not lock.supported
         with pytest.raises(OwnedError), lock_of(tmp_path):

@@ -16,7 +16,7 @@ import pytest
 import unfog
 from package_source import trees
 from unfog.files import safe_files
-from unfog.files.folder_lock import lock_of
+from unfog.files.locks import lock_of
 from unfog.files.safe_files import (
     check_folder,
     discard,
@@ -86,7 +86,7 @@ GIVEN_SAFELY = re.compile(r"(str\()?(regular|tensor)_file\(|(io\.)?BytesIO\(|Blo
 READ_BY_NAME = {
     "checks/gpu_checks.py": "a file of /proc",
     "config/toml.py": "a file that --config names may be a link or a shell's pipe; a pipe in a run is refused there",
-    "data/files/file_rows.py": "a file of /proc",
+    "data/file_rows.py": "a file of /proc",
     "data/sources/": "images that a person names, which may lie behind links",
     "device/cores.py": "files of /proc and /sys",
     "errors.py": "the description of this installed package",

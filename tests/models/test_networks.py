@@ -466,8 +466,8 @@ def test_work_is_counted(name):
 
 def test_words_and_toml():
     words = kinds.registry_of(Network)
-    elsewhere = {"ddpm-pytorch", "edm", "edm2", "diffusers-dit"}
-    assert {cls.kind for cls in ARCHITECTURES} | set(SIZES) | {"auto", "custom", "given"} | elsewhere == set(words)
+    foreign = {"ddpm-pytorch", "edm", "edm2", "diffusers-dit"}
+    assert {cls.kind for cls in ARCHITECTURES} | set(SIZES) | {"auto", "custom", "given"} | foreign == set(words)
     assert kinds.parse_spec(words, "dit:patch=4,modulation=block") == DiT(patch=4, modulation="block")
     assert kinds.parse_spec(words, "mp-small:dropout=0.1") == replace(SIZES["mp-small"], dropout=0.1)
     for size, settings in SIZES.items():

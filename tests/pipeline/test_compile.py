@@ -12,7 +12,7 @@ import torch
 import unfog
 from conftest import few_images
 from unfog.config.schema import Config
-from unfog.device import compile_cache
+from unfog.device import compilation
 from unfog.errors import Interrupted, RunError
 from unfog.files.cache_folder import CacheEntry, make_room, release
 from unfog.planning import lr_range_test, timing
@@ -68,11 +68,11 @@ def home(tmp_path, monkeypatch):
     monkeypatch.setenv("UNFOG_CACHE", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
     yield tmp_path
-    release(tmp_path / compile_cache.NAME)
+    release(tmp_path / compilation.NAME)
 
 
 def test_compiled_code_is_an_entry_of_the_cache(home):
-    compile_cache.keep_compiled_code()
+    compilation.keep_compiled_code()
     folder = home / "compiled"
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -86,7 +86,7 @@ def test_compiled_code_is_an_entry_of_the_cache(home):
 
 
 def test_a_file_of_somebody_keeps_compiled_code_from_being_removed(home):
-    compile_cache.keep_compiled_code()
+    compilation.keep_compiled_code()
     (home / "compiled" / "notes.txt").write_text("mine")
     release(home / "compiled")
     make_room(0, limit=0)
@@ -107,43 +107,43 @@ def test_compiled_code_stays_where_torch_puts_it(why, home, monkeypatch):
         case "a link":
             (home / "elsewhere").mkdir(mode=0o700)
             folder.symlink_to(home / "elsewhere")
-    compile_cache.keep_compiled_code()
+    compilation.keep_compiled_code()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == before
 
 
 def test_compiled_code_that_has_grown_too_large_is_begun_anew(home, monkeypatch):
-    monkeypatch.setattr(compile_cache, "_MOST", 1000)
+    monkeypatch.setattr(compilation, "_MOST", 1000)
     (home / "compiled" / "ab").mkdir(parents=True)
     (home / "compiled" / "ab" / "old.py").write_bytes(bytes(5000))
-    compile_cache.keep_compiled_code()
+    compilation.keep_compiled_code()
     assert list((home / "compiled").iterdir()) == []
 
 
 def test_code_that_is_damaged_is_removed_and_the_remedy_said(home):
-    compile_cache.keep_compiled_code()
+    compilation.keep_compiled_code()
     from torch._inductor.exc import CppCompileError  # sets TORCHINDUCTOR_CACHE_DIR, where it is not set
 
     (home / "compiled" / "ab").mkdir()
     (home / "compiled" / "ab" / "half.so").write_bytes(b"half")
     why = r"removed: resume the run, with --training.no-compile"
-    with pytest.raises(RunError, match=why), compile_cache.compile_errors_explained("resume the run"):
+    with pytest.raises(RunError, match=why), compilation.compile_errors_explained("resume the run"):
         raise CppCompileError(["g++", "x.cpp"], "file too short")
     assert not (home / "compiled").exists()
-    with pytest.raises(ValueError, match="other"), compile_cache.compile_errors_explained():
+    with pytest.raises(ValueError, match="other"), compilation.compile_errors_explained():
         raise ValueError("other")
 
 
 def test_a_compiler_that_a_stop_has_ended_is_a_stop(home):
-    compile_cache.keep_compiled_code()
+    compilation.keep_compiled_code()
     from torch._inductor.exc import CppCompileError
 
     (home / "compiled" / "ab").mkdir(parents=True)
     answers = iter([False, False, True])  # the signal reaches the compiler first
-    explained = compile_cache.compile_errors_explained("resume the run", lambda: next(answers))
+    explained = compilation.compile_errors_explained("resume the run", lambda: next(answers))
     with pytest.raises(Interrupted), explained:
         raise CppCompileError(["g++", "x.cpp"], "terminated")
     assert (home / "compiled" / "ab").exists()
-    with pytest.raises(BrokenProcessPool), compile_cache.compile_errors_explained():
+    with pytest.raises(BrokenProcessPool), compilation.compile_errors_explained():
         raise BrokenProcessPool
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from unfog.device.compile_for_gpu import compiled_with
+from unfog.device.compilation import compiled_with
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Objective, noised, stratified, weighted_error
 from unfog.pipeline import compile_network

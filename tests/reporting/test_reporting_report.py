@@ -87,7 +87,7 @@ def embedded(text):
 
 
 def columns_of(run):
-    """Decode what `pack_columns` wrote, as the page does."""
+    """Decode what `_pack_columns` wrote, as the page does."""
     raw = base64.b64decode(run["metrics"])
     (length,) = struct.unpack_from("<I", raw)
     assert (4 + length) % 8 == 0

@@ -42,19 +42,17 @@ ALLOWED = {
 }
 # Folders inside a layer: which of the layer's other folders each may import ("" is the layer's own modules).
 SUBFOLDERS = {
-    "data.files": {"", "sources"},
-    "data.buckets": {"", "sources", "values"},
-    "data.values": set(),
-    "data.sources": {"", "files", "values"},
-    "data.webdataset": {"", "sources", "files", "values"},
-    "data.packs": {"", "files", "sources", "values"},
+    "data.buckets": {"", "sources"},
+    "data.sources": {""},
+    "data.webdataset": {"", "sources"},
+    "data.packs": {"", "sources"},
     "training.stability": {""},
     "training.checkpoints": {""},
     "training.distributed": {"", "checkpoints", "stability"},
     "training.updates": {"", "distributed", "stability"},
     "checks.images": {""},
     "checks.settings": {""},
-    "models.elsewhere": {""},
+    "models.foreign": {""},
     "runs.weights": set(),
 }
 

@@ -16,9 +16,8 @@ from unfog.config.presets import preset
 from unfog.config.schema import Network, nest_settings
 from unfog.config.values import format_spec, parse_spec, registry_of
 from unfog.errors import RequestError
-from unfog.models.elsewhere.settings import DdpmPytorch, DiffusersDiT, Edm, Edm2
 from unfog.models.network_settings import build_model
-from unfog.models.settings import SIZES
+from unfog.models.settings import SIZES, DdpmPytorch, DiffusersDiT, Edm, Edm2
 from unfog.models.unet import UNetModel
 from unfog.planning.memory_estimate import MemoryEstimator, _checkpoint_bytes, _persistent_bytes
 from unfog.planning.microbatch import with_precision

@@ -14,7 +14,7 @@ from conftest import advance
 from unfog.data.augmentation import Augment
 from unfog.device.sharded_rng import seed_generators
 from unfog.diffusion.diffusion import Diffusion
-from unfog.diffusion.levels import Levels
+from unfog.diffusion.loss_by_level import LossByLevel
 from unfog.diffusion.objective import Loss, Objective
 from unfog.errors import Interrupted, RequestError, RunError
 from unfog.training.distributed.micro_batches import _split_range
@@ -84,7 +84,7 @@ def state(model=None, precision="fp32", ema=None, **optimizer):
 
 def following(into):
     """The same, keeping up the loss by level, as for an objective that follows it."""
-    into.levels = Levels(CPU)
+    into.levels = LossByLevel(CPU)
     into.register("levels", into.levels, rolled_back=True)
     return into
 

@@ -31,8 +31,7 @@ from unfog.training.settings import (
     Training,
 )
 from unfog.values.buckets import Bucket, parse_buckets
-from unfog.values.condition_format import AUGMENT_INPUTS, ConditionFormat
-from unfog.values.condition_kinds import ColumnFacts
+from unfog.values.condition_format import AUGMENT_INPUTS, ColumnFacts, ConditionFormat
 from unfog.values.image_format import ImageFormat, Size, area
 
 Network = Architecture | None  # None: chosen for the device and the image size

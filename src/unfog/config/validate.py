@@ -25,7 +25,7 @@ from unfog.data.sources.registry import PYTHON, locate, open_source
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.sampler import TWO_CALLS, Sampler
 from unfog.errors import RequestError
-from unfog.files.flock import LOCK
+from unfog.files.locks import LOCK
 from unfog.models.autoencoder_settings import AutoencoderFolder, check_multiple
 from unfog.models.settings import Architecture
 from unfog.reporting.log_settings import check_installed

@@ -27,10 +27,9 @@ from unfog.diffusion.noise import PATHS, SCHEDULES
 from unfog.diffusion.target import TARGETS
 from unfog.diffusion.weighting import WEIGHTINGS, CustomWeighting
 from unfog.errors import RequestError
-from unfog.models.elsewhere.settings import ELSEWHERE
 from unfog.models.given_network import GivenNetwork
 from unfog.models.network_settings import CustomNetwork
-from unfog.models.settings import ARCHITECTURES, SIZES
+from unfog.models.settings import ARCHITECTURES, FOREIGN_NETWORKS, SIZES
 from unfog.settings import AUTO
 from unfog.text import is_address, suggest, without_secrets
 from unfog.training.settings import EMA_SCHEDULES, OPTIMIZERS
@@ -188,7 +187,7 @@ _REGISTRIES = (
     _registry("weighting", (*WEIGHTINGS, CustomWeighting)),
     _registry("ema", EMA_SCHEDULES),
     _registry("optimizer", OPTIMIZERS),
-    _registry("network", (*ARCHITECTURES, *ELSEWHERE, CustomNetwork, GivenNetwork), auto=None, **SIZES),
+    _registry("network", (*ARCHITECTURES, *FOREIGN_NETWORKS, CustomNetwork, GivenNetwork), auto=None, **SIZES),
 )
 
 

@@ -23,14 +23,12 @@ from numpy.typing import NDArray
 
 from unfog.data.decode_pool import Progress
 from unfog.data.packs.pack import FORMAT, Pack
-from unfog.data.packs.pack_journal import FILES, BusyError, check_replaceable, locked
-from unfog.data.packs.pack_writer import write_pack
+from unfog.data.packs.pack_writer import FILES, BusyError, check_replaceable, locked, write_pack
 from unfog.data.scan import Scan, read_sides
 from unfog.data.settings import Data
 from unfog.errors import RequestError, RunError
 from unfog.files.cache_folder import cache_folder, cache_limit, hold, make_room
-from unfog.files.flock import LOCK, notify
-from unfog.files.owner import OWNER, OwnedError
+from unfog.files.locks import LOCK, OWNER, OwnedError, notify
 from unfog.files.safe_files import LARGEST_TEXT, read_file, remove, remove_tree, write_atomic
 from unfog.files.work_folder import work_folder
 from unfog.text import format_bytes

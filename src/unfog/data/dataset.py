@@ -18,7 +18,7 @@ from unfog.data.settings import Data
 from unfog.errors import RequestError
 from unfog.values.buckets import Bucket
 from unfog.values.columns import Column, classes_of, labels_of, of_labels, rows_of, update_digest
-from unfog.values.condition_kinds import conditions_of
+from unfog.values.condition_format import conditions_of
 from unfog.values.image_format import Size
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class _ImageBatch(NamedTuple):
 
     @property
     def labels(self) -> NDArray[np.int64] | None:
-        """[B]; None without classes."""
+        """[B], an index into the classes of the set; None without classes."""
         return labels_of(self.columns)
 
     @property
@@ -205,7 +205,7 @@ class ImageSet:
 
     def subset(self, rows: slice, fingerprint: str = "") -> ImageSet:
         """Return some of the images, sharing the memory of this set."""
-        part = getattr(self.pixels, "rows", None)  # of `files.file_rows.FileRows`, whose slices are copies
+        part = getattr(self.pixels, "rows", None)  # of `file_rows.FileRows`, whose slices are copies
         return ImageSet(
             part(rows) if part else self.pixels[rows],
             self.names[rows],
@@ -234,7 +234,7 @@ class Dataset:
     """(train, held_out) with latents in place of pixels, for latent diffusion: see `data.latent_cache`."""
     buckets: tuple[Dataset, ...] = ()
     """Sets of the same classes by their size, where aspects are kept; () otherwise. `train` and `held_out` then have
-    the images of all of them in this order, scaled to one size: see `data.buckets.view`."""
+    the images of all of them in this order, scaled to one size: see `data.buckets.joined_set`."""
 
     @classmethod
     def split(

@@ -21,11 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageCms, ImageColor, ImageFile, JpegImagePlugin
 
-from unfog.data.files.image_heads import MOST_EXIF_BYTES
+from unfog.data.bit_depth import DeepImage, OutOfRangeError, Ranges, ValueRange, as_image, extent_of
 from unfog.data.sources.base import FailedShardError, ImageError, ShardReadError
-from unfog.data.sources.image_files import TEXT_TOO_LARGE, count_pages, image_error
-from unfog.data.values.deep_image import DeepImage, as_image
-from unfog.data.values.value_range import OutOfRangeError, Ranges, ValueRange, extent_of
+from unfog.data.sources.image_files import MOST_EXIF_BYTES, TEXT_TOO_LARGE, count_pages, image_error
 from unfog.errors import RequestError
 from unfog.values.image_format import ImageFormat, in_colour, pillow_mode
 

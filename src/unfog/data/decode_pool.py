@@ -16,10 +16,10 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from unfog.data.bit_depth import Ranges
 from unfog.data.decode import ImageInfo, decode
 from unfog.data.sources.base import ImageError, MissingImageError, ShardReadError, Source, TransientImageError
 from unfog.data.sources.image_files import image_error
-from unfog.data.values.value_range import Ranges
 from unfog.device.cores import thread_pool, usable_cores
 from unfog.errors import RunError
 from unfog.text import sanitize

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from unfog.data.data_report import SkippedFile
 from unfog.data.dataset import ComputedPixels, Dataset, ImageSet
 from unfog.data.decode_pool import PixelFormat, decode_with_retries, thread_count
-from unfog.data.files.file_rows import FileRows
+from unfog.data.file_rows import FileRows
 from unfog.data.outages import Outage
 from unfog.data.permutation import epoch_keys, permute
 from unfog.data.scan import COLOURS_SAMPLED, Scan

@@ -15,16 +15,15 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from unfog.data.bit_depth import FULL_RANGE, Extent, Ranges, ValueRange, extent_of, outward, without_alpha
 from unfog.data.data_report import DataReport, SkippedFile
 from unfog.data.decode import Opener, is_deep, parse_colour, read_deep, upright_sides
 from unfog.data.decode_pool import DecodeStatistics, PixelFormat, Progress, decode_with_retries, with_retries
-from unfog.data.label_checks import warn_of_masks_beside_images
 from unfog.data.settings import Data
 from unfog.data.sources.base import ImageError, MissingImageError, Source, TransientImageError
 from unfog.data.sources.image_files import ARCHIVE_GONE, CHANGED, GONE, image_error
 from unfog.data.sources.label_tables import strip_shard
-from unfog.data.sources.labels import apply_label_table, labels_setting, read_columns
-from unfog.data.values.value_range import FULL_RANGE, Extent, Ranges, ValueRange, extent_of, outward, without_alpha
+from unfog.data.sources.labels import apply_label_table, labels_setting, read_columns, warn_of_masks_beside_images
 from unfog.errors import RequestError, RunError
 from unfog.settings import is_auto
 from unfog.text import sanitize

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from unfog.device.copies import to_device
-from unfog.diffusion.ddpm import TimestepSchedule
+from unfog.diffusion.ddpm_schedules import TimestepSchedule
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.noise import Schedule
 from unfog.diffusion.variance import Prediction, decoder_nll, step_kl

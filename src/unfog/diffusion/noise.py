@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from unfog.device.copies import to_device
-from unfog.diffusion.ddpm import LAST, Cosine, Linear, trailing
-from unfog.diffusion.sigmoid import Sigmoid
+from unfog.diffusion.ddpm_schedules import LAST, Cosine, Linear, Sigmoid, trailing
 from unfog.errors import RequestError
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from unfog.device.sharded_rng import draw_rows
 from unfog.diffusion.diffusion import Diffusion, Network
-from unfog.diffusion.levels import Levels
+from unfog.diffusion.loss_by_level import LossByLevel
 from unfog.diffusion.variance import variational_bound
 from unfog.diffusion.weighting import Snr, Uncertainty
 from unfog.errors import RequestError
@@ -120,7 +120,7 @@ class Objective:
     """Chance of hiding an image's conditions, for classifier-free guidance; 0.1 is usual (Ho & Salimans 2022)."""
     interleaved: bool = False
     """Interleave the levels, so that each part of a batch covers all of them, instead of going from clean to noisy."""
-    levels: Levels | None = field(default=None, compare=False)
+    levels: LossByLevel | None = field(default=None, compare=False)
     """The measured loss by noise level, which `uncertainty` and `adaptive` use; the trainer updates it if
     `diffusion.follows_losses`."""
     stratified: Callable[[Tensor, int], Tensor] = field(default=stratified, compare=False, repr=False)

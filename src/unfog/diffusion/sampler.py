@@ -1,7 +1,7 @@
 """Samplers: from noise to image in steps on E[x0 | x_t], over a grid of noise levels.
 
-`steps` has the steps, `adaptive` the one sampler that chooses its own levels. Any sampler works with any network, on
-any path, and from pure noise.
+`steps` has the steps, `adaptive_sampler` the one sampler that chooses its own levels. Any sampler works with any
+network, on any path, and from pure noise.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, get_args
 
 from unfog.custom import is_own_choice, open_literal, resolve_step
-from unfog.diffusion.adaptive import adaptive
+from unfog.diffusion.adaptive_sampler import adaptive
 from unfog.diffusion.noise import Grid, Path, Schedule, cleanest_level, noise_levels
 from unfog.diffusion.steps import (
     PURE_NOISE,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from unfog.diffusion.ddpm import TimestepSchedule
+from unfog.diffusion.ddpm_schedules import TimestepSchedule
 from unfog.diffusion.noise import Path
 
 if TYPE_CHECKING:

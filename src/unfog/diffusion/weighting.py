@@ -140,7 +140,7 @@ class Uncertainty(Plain):
     """EDM2's learned weighting: every level is divided by its expected loss (Karras et al. 2024, eq. 14).
 
     Weight own / E[own (x0 error)^2] on x0. The loss is measured and reported as plain MSE, which for EDM's F is EDM's
-    loss; `Objective` divides that by its running mean at the level (`diffusion.levels`).
+    loss; `Objective` divides that by its running mean at the level (`diffusion.loss_by_level`).
     """
 
     kind: ClassVar[str] = "uncertainty"

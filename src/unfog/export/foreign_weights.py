@@ -15,7 +15,7 @@ from torch import Tensor
 
 from unfog.errors import RequestError
 from unfog.files.safe_files import read_file, regular_file, tensor_file
-from unfog.models.elsewhere.settings import DdpmPytorch, DiffusersDiT, Edm, Edm2, Elsewhere
+from unfog.models.settings import DdpmPytorch, DiffusersDiT, Edm, Edm2, ForeignNetwork
 
 _PICKLES = (".pt", ".pth")
 SUFFIXES = (".safetensors", *_PICKLES)
@@ -49,7 +49,7 @@ class ForeignModel(NamedTuple):
 
     what: str
     """The program and its network, for messages."""
-    network: Elsewhere
+    network: ForeignNetwork
     channels: int
     """Of the images or latents."""
     size: int

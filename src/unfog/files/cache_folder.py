@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from unfog.errors import RequestError
-from unfog.files.flock import LOCK, is_at, lock_alone, lock_shared, notify
-from unfog.files.owner import OWNER
+from unfog.files.locks import LOCK, OWNER, is_at, lock_alone, lock_shared, notify
 from unfog.files.safe_files import (
     LARGEST_TEXT,
     discard,

@@ -10,9 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from unfog.files.flock import LOCK
-from unfog.files.folder_lock import lock_of
-from unfog.files.owner import OVERDUE, OWNER, OwnedError, Owner, changed, now_at
+from unfog.files.locks import LOCK, OVERDUE, OWNER, OwnedError, Owner, changed, lock_of, now_at
 from unfog.files.safe_files import move, remove, remove_tree
 
 

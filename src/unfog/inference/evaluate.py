@@ -18,11 +18,11 @@ from torch import nn
 
 from unfog.config.requests.evaluate import LOSSES, METRICS, ON_REQUEST, EvaluationRequest
 from unfog.config.schema import Config
-from unfog.data.buckets.view import join_sets
+from unfog.data.bit_depth import FULL_RANGE
+from unfog.data.buckets.joined_set import join_sets
 from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
 from unfog.data.scan import common_size
 from unfog.data.sources.registry import open_source
-from unfog.data.values.value_range import FULL_RANGE
 from unfog.errors import RequestError, RunError
 from unfog.evaluation.feature_networks import inception_path
 from unfog.evaluation.features import Features, delete_features, open_features

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from unfog.data.buckets.view import Rows, scale
+from unfog.data.buckets.joined_set import Rows, scale
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.diffusion.denoiser import Denoiser
 from unfog.errors import RunError

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
+from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from unfog.custom import CustomPart
@@ -13,6 +16,8 @@ from unfog.values.condition_format import ConditionFormat
 from unfog.values.image_format import CHANNELS, check_sides, describe_channels, size_of
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
     from unfog.models.layers import ConditionalNetwork
 
 
@@ -198,8 +203,39 @@ def build_model(
     Returns:
         (x [B, C, H, W], c_noise [B], `Conditions`) -> y [B, C', H, W].
     """
-    from unfog.models.label_adapter import take_conditions
-
     network: ConditionalNetwork = settings.build(channels, conditions, out_channels)
     take_conditions(network, conditions)
     return network
+
+
+def take_conditions(network: nn.Module, format: ConditionFormat) -> None:
+    """Let a network be called with `Conditions` as its third argument, whatever its `forward` takes.
+
+    A `forward` whose third parameter is not named `conditions` gets the label, int64 [B] or None, in which the number
+    of classes stands for a hidden class; and the augmentation as a fourth argument, if there is one.
+    RequestError if there are other conditions, which it would not see.
+    """
+    import torch
+
+    # By name and not by type: somebody's own network need not import anything of this package.
+    if next(islice(inspect.signature(network.forward).parameters, 2, None), "") != "conditions":
+        if format.columns:
+            names = ", ".join(one.name for one in format.columns)
+            raise RequestError(
+                f"{type(network).__name__}.forward takes a label alone, and the images have {names}: name its third "
+                "parameter `conditions`, and read them from it; or train without these columns"
+            )
+        # A hook rather than a module around it, which would change the names of the weights. It is not compiled, as it
+        # would be a graph of its own: torch compiles no call around hooks as one.
+        network.register_forward_pre_hook(partial(torch.compiler.disable(_unpack), len(format.classes)))  # type: ignore[no-untyped-call]
+
+
+def _unpack(classes: int, network: nn.Module, inputs: tuple[Any, ...]) -> tuple[Tensor | None, ...] | None:
+    """Return the inputs with the label in place of the conditions; None if a label was given."""
+    from unfog.values.conditions import Conditions
+
+    if len(inputs) < 3 or not isinstance(inputs[2], Conditions):
+        return None  # called with a label
+    conditions = inputs[2]
+    augment = () if conditions.augment is None else (conditions.augment,)
+    return *inputs[:2], conditions.label_or(classes), *augment

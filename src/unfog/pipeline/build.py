@@ -19,14 +19,13 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from unfog.config.schema import Config
 from unfog.config.task import AutoencoderTask, DiffusionTask, Task
 from unfog.config.validate import check_network_size
+from unfog.data.buckets.joined_set import Rows
 from unfog.data.buckets.stream import BucketStream
-from unfog.data.buckets.view import Rows
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.stream import DeviceStream, ImageStream
-from unfog.device.compile_cache import keep_compiled_code
-from unfog.device.compile_for_gpu import compiled_with
+from unfog.device.compilation import compiled_with, keep_compiled_code
 from unfog.diffusion.diffusion import Network
-from unfog.diffusion.levels import Levels
+from unfog.diffusion.loss_by_level import LossByLevel
 from unfog.diffusion.objective import Objective, noised, stratified, weighted_error
 from unfog.errors import RequestError, RunError
 from unfog.evaluation.held_out import HeldOut, HeldOutBuckets, LossAt, midpoints
@@ -198,7 +197,7 @@ class _Parts(NamedTuple):
 
     network: Callable[[Config], ConditionalNetwork | AutoencoderModel]
     loss: Callable[[Config, TrainState | None], LossFunction]
-    levels: Callable[[Config, torch.device], Levels | None]
+    levels: Callable[[Config, torch.device], LossByLevel | None]
     """The noise levels that follow losses, if any do."""
 
 
@@ -206,7 +205,7 @@ _PARTS: dict[type[Task], _Parts] = {
     DiffusionTask: _Parts(
         _build_diffusion_network,
         _build_diffusion_loss,
-        lambda config, device: Levels(device) if config.diffusion.follows_losses else None,
+        lambda config, device: LossByLevel(device) if config.diffusion.follows_losses else None,
     ),
     AutoencoderTask: _Parts(
         _build_autoencoder,

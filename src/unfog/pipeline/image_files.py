@@ -18,13 +18,12 @@ from PIL import Image
 from unfog.config.schema import Config
 from unfog.config.toml import of_type
 from unfog.config.values import quote
+from unfog.data.bit_depth import DeepImage, Ranges
 from unfog.data.decode import ImageInfo, Opener, decode, parse_colour, spread_two_values
-from unfog.data.files.own_files import XMP
 from unfog.data.prepare import silence_pillow
 from unfog.data.sources.base import ImageError
+from unfog.data.sources.folder import XMP
 from unfog.data.sources.image_files import open_image
-from unfog.data.values.deep_image import DeepImage
-from unfog.data.values.value_range import Ranges
 from unfog.diffusion.editing import Edit
 from unfog.diffusion.noise import Path as NoisePath
 from unfog.diffusion.noise import Schedule

@@ -27,8 +27,7 @@ from unfog.process.signals import StopSignals
 from unfog.reporting.progress import Progress, say, warn
 from unfog.settings import AUTO, is_auto
 from unfog.values.buckets import bucket_texts
-from unfog.values.condition_format import facts_of
-from unfog.values.condition_kinds import kind_of
+from unfog.values.condition_format import facts_of, kind_of
 
 _TOP = re.compile(r"/|(?:[-_.\d][-\w]*)?\.tar/", re.IGNORECASE)  # ends the top folder, or the word that names a shard
 _NAMES_SAMPLED = 10_000  # file names, evenly spaced, that are searched for folders called train, test or similar

@@ -8,8 +8,7 @@ from pathlib import Path
 from unfog.config.requests.pack import PackRequest
 from unfog.data.cache import entry_key
 from unfog.data.packs.pack import Pack
-from unfog.data.packs.pack_journal import Journal, remove_work_files
-from unfog.data.packs.pack_writer import write_pack
+from unfog.data.packs.pack_writer import Journal, remove_work_files, write_pack
 from unfog.data.prepare import scan_source, silence_pillow
 from unfog.data.scan import Scan
 from unfog.data.settings import TRAINING_ONLY, Data

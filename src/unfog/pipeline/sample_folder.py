@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from unfog.errors import RequestError, RunError
-from unfog.files.flock import LOCK
-from unfog.files.folder_lock import lock_of
+from unfog.files.locks import LOCK, lock_of
 from unfog.files.safe_files import LARGEST_TEXT, read_file, remove, write_atomic
 from unfog.process.run_folder import new_folder
 from unfog.reporting.image_grids import Pixels, padded, read_png, save_png

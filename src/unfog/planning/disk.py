@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset
-from unfog.data.files.file_rows import FileRows
+from unfog.data.file_rows import FileRows
 from unfog.errors import RequestError
 from unfog.pipeline.build import build_network
 from unfog.process.run_folder import next_folder

@@ -20,7 +20,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from unfog.device.compile_cache import compile_errors_explained
+from unfog.device.compilation import compile_errors_explained
 from unfog.diffusion.objective import Objective
 from unfog.errors import Interrupted
 from unfog.evaluation.held_out import fixed_losses

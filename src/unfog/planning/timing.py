@@ -18,7 +18,7 @@ import torch
 from unfog.config.schema import GUIDE_SHARE, Config
 from unfog.data.dataset import ImageSet, evenly_spaced
 from unfog.data.stream import ImageStream
-from unfog.device.compile_cache import compile_errors_explained
+from unfog.device.compilation import compile_errors_explained
 from unfog.diffusion.denoiser import Denoiser
 from unfog.errors import Interrupted
 from unfog.pipeline.build import (

@@ -18,9 +18,7 @@ from unfog.config.toml import read_toml, to_toml, with_version
 from unfog.config.validate import check_out, reason_of
 from unfog.errors import RequestError, RunError
 from unfog.files.cache_folder import note_run
-from unfog.files.flock import LOCK
-from unfog.files.folder_lock import FolderLock, lock_of
-from unfog.files.owner import OwnedError, Owner
+from unfog.files.locks import LOCK, FolderLock, OwnedError, Owner, lock_of
 from unfog.files.safe_files import (
     LARGEST_TEXT,
     check_folder,

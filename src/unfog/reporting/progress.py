@@ -19,7 +19,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-from unfog.files import flock
+from unfog.files import locks
 from unfog.reporting.notebook import LiveText
 from unfog.text import format_bytes as format_bytes
 
@@ -66,7 +66,7 @@ def warn(text: str) -> None:
     say(f"warning: {text}", style="yellow")
 
 
-flock.listener = warn
+locks.listener = warn
 
 
 def say_from_signal(text: str) -> None:

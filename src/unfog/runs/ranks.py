@@ -16,7 +16,7 @@ from unfog.config.toml import to_toml
 from unfog.custom import consent
 from unfog.data.dataset import Dataset
 from unfog.data.lazy import outage_of
-from unfog.files.folder_lock import FolderLock
+from unfog.files.locks import FolderLock
 from unfog.pipeline.outage_notice import OutageNotice
 from unfog.process.console_log import console_log
 from unfog.process.device import choose_device

@@ -17,7 +17,7 @@ from unfog.custom import PREFIX, resolve_path, resolve_step
 from unfog.data.buckets.stream import BucketStream
 from unfog.data.dataset import Dataset
 from unfog.data.stream import ImageStream
-from unfog.device.compile_cache import compile_errors_explained
+from unfog.device.compilation import compile_errors_explained
 from unfog.diffusion.weighting import CustomWeighting
 from unfog.errors import Interrupted, LostProcess
 from unfog.evaluation.features import open_features

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from unfog.device.compile_for_gpu import compiled_with, is_compiled
+from unfog.device.compilation import compiled_with, is_compiled
 from unfog.training.precision import DTYPES, Precision
 
 

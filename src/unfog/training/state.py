@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from unfog.diffusion.levels import Levels
+from unfog.diffusion.loss_by_level import LossByLevel
 from unfog.diffusion.objective import Loss
 from unfog.training import optimizers as optim
 from unfog.training.ema import Ema
@@ -69,7 +69,7 @@ class TrainState:
         ema: EmaSchedule,
         precision: Precision,
         second: PowerEma | None = None,
-        levels: Levels | None = None,
+        levels: LossByLevel | None = None,
     ):
         self.model = model
         self.precision = precision

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unfog.device.compile_for_gpu import compiled_with
+from unfog.device.compilation import compiled_with
 
 _BINS = 10  # of the noise quantile u
 

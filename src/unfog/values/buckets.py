@@ -26,7 +26,7 @@ class Bucket(NamedTuple):
 
     @property
     def aspect(self) -> float:
-        """Width over height."""
+        """Width of the images over their height."""
         height, width = sides_of(self.size)
         return width / height
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from unfog.data.bit_depth import Ranges
+from unfog.data.buckets.joined_set import join_sets
 from unfog.data.buckets.sizes import BucketPlan, Fits, least_images, possible_sizes
-from unfog.data.buckets.source import BucketSource
-from unfog.data.buckets.view import join_sets
 from unfog.data.cache import sides_of_images
 from unfog.data.data_report import DataReport
 from unfog.data.dataset import Dataset, ImageSet
@@ -21,11 +21,11 @@ from unfog.data.decode_pool import Progress
 from unfog.data.prepare import choose_placement, prepare, scan_source, silence_pillow
 from unfog.data.scan import NoUsableImageError, Scan, side_statistics
 from unfog.data.settings import UNREAD, Data
-from unfog.data.sources.base import Source
+from unfog.data.sources.base import SomeImages, Source
 from unfog.errors import RequestError
 from unfog.text import sanitize
 from unfog.values.buckets import Bucket
-from unfog.values.columns import of_labels
+from unfog.values.columns import Column, of_labels
 from unfog.values.image_format import Size
 
 _UNREADABLE = 1  # side of images where no head can be read
@@ -82,11 +82,12 @@ def prepare_buckets(
     own = replace(scan.settings, size=scan.size, aspect="crop", cache=where)
     if scan.channels_certain:
         own = replace(own, channels=scan.channels)
-    parts, plan = _prepare_usable_parts(scan, plan, own, say, progress, to_draw, known)
+    preparation = _Preparation(scan, progress, to_draw, known)
+    parts, plan = preparation.usable_parts(plan, own, say)
     channels = {part.settings.channels for part in parts}
     if len(channels) > 1:  # a bucket of grey images among others in colour
         own = replace(own, channels=max(channels))
-        parts = _prepare_parts(scan, plan, own, progress, to_draw, known)
+        parts = preparation.parts(plan, own)
     dataset = _join(scan, parts)
     resolved = replace(dataset.settings, cache=settings.cache)
     return replace(dataset, settings=resolved, placement=why, warnings=scan.warnings)
@@ -113,29 +114,6 @@ def _plan(scan: Scan, sides: NDArray[np.int32], choice: BucketChoice) -> BucketP
     return BucketPlan.of(sizes, sides, least_images(len(sides), choice.batch))
 
 
-def _prepare_usable_parts(
-    scan: Scan,
-    plan: BucketPlan,
-    settings: Data,
-    say: Callable[[str], None],
-    progress: Progress | None,
-    to_draw: int,
-    known: str,
-) -> tuple[list[Dataset], BucketPlan]:
-    """Prepare the images of each bucket, and return the plan for them: without buckets that have only damaged images.
-
-    Those images go to other buckets, where they are counted as damaged.
-    """
-    while True:
-        try:
-            return _prepare_parts(scan, plan, settings, progress, to_draw, known), plan
-        except _UnusableBucketError as error:
-            if known or len(plan.sizes) == 1:
-                raise
-            say(f"no bucket {Bucket(error.size, 0).sides}, as its images are damaged")
-            plan = plan.without(error.size)
-
-
 class _UnusableBucketError(NoUsableImageError):
     """No image of a bucket can be decoded."""
 
@@ -144,38 +122,61 @@ class _UnusableBucketError(NoUsableImageError):
         self.size = size
 
 
-def _prepare_parts(
-    scan: Scan, plan: BucketPlan, settings: Data, progress: Progress | None, to_draw: int, known: str
-) -> list[Dataset]:
-    """Prepare the images of each bucket that has some, with the same classes."""
-    source, n = scan.source, len(plan.bucket)
-    held = frozenset(source.names[i] for i in scan.held_out_indices().tolist())
-    settings = replace(
-        settings,
-        labels="none" if scan.labels is None else "folders",
-        held_out=settings.held_out if held else 0.0,
-    )
-    parts = []
-    for number, size in enumerate(plan.sizes):
-        rows = np.flatnonzero(plan.bucket == number)
-        if not len(rows):
-            if not known:
-                continue
-            raise RequestError(
-                f"no image of {sanitize(source.name)} is for the bucket {size} of this run; restore the images, or "
-                "start a new run"
-            )
-        bucket = BucketSource(source, rows, scan.columns, held, scan.ranges)
-        try:
-            parts.append(prepare(bucket, replace(settings, size=size), progress, to_draw * len(rows) // n, known))
-        except NoUsableImageError as error:
-            raise _UnusableBucketError(size, error) from error
-    found = {name for part in parts for name in part.train.classes}
-    classes = tuple(name for name in scan.classes if name in found)
-    return [
-        replace(part, train=_with_classes(part.train, classes), held_out=_with_classes(part.held_out, classes))
-        for part in parts
-    ]
+@dataclass(frozen=True)
+class _Preparation:
+    """The arguments of `prepare` that all buckets of a scan share."""
+
+    scan: Scan
+    progress: Progress | None
+    to_draw: int
+    known: str
+
+    def usable_parts(
+        self, plan: BucketPlan, settings: Data, say: Callable[[str], None]
+    ) -> tuple[list[Dataset], BucketPlan]:
+        """Prepare the images of each bucket, and return the plan for them: without buckets of damaged images alone.
+
+        Those images go to other buckets, where they are counted as damaged.
+        """
+        while True:
+            try:
+                return self.parts(plan, settings), plan
+            except _UnusableBucketError as error:
+                if self.known or len(plan.sizes) == 1:
+                    raise
+                say(f"no bucket {Bucket(error.size, 0).sides}, as its images are damaged")
+                plan = plan.without(error.size)
+
+    def parts(self, plan: BucketPlan, settings: Data) -> list[Dataset]:
+        """Prepare the images of each bucket that has some, with the same classes."""
+        scan, source, n = self.scan, self.scan.source, len(plan.bucket)
+        held = frozenset(source.names[i] for i in scan.held_out_indices().tolist())
+        settings = replace(
+            settings,
+            labels="none" if scan.labels is None else "folders",
+            held_out=settings.held_out if held else 0.0,
+        )
+        parts = []
+        for number, size in enumerate(plan.sizes):
+            rows = np.flatnonzero(plan.bucket == number)
+            if not len(rows):
+                if not self.known:
+                    continue
+                raise RequestError(
+                    f"no image of {sanitize(source.name)} is for the bucket {size} of this run; restore the images, or "
+                    "start a new run"
+                )
+            bucket, to_draw = BucketSource(source, rows, scan.columns, held, scan.ranges), self.to_draw * len(rows) // n
+            try:
+                parts.append(prepare(bucket, replace(settings, size=size), self.progress, to_draw, self.known))
+            except NoUsableImageError as error:
+                raise _UnusableBucketError(size, error) from error
+        found = {name for part in parts for name in part.train.classes}
+        classes = tuple(name for name in scan.classes if name in found)
+        return [
+            replace(part, train=_with_classes(part.train, classes), held_out=_with_classes(part.held_out, classes))
+            for part in parts
+        ]
 
 
 def _with_classes(images: ImageSet, classes: tuple[str, ...]) -> ImageSet:
@@ -244,3 +245,33 @@ def _join_reports(scan: Scan, parts: Sequence[Dataset], settings: Data) -> DataR
         values=scan.ranges.describe(),
         unused_pages=sum(report.unused_pages for report in reports),
     )
+
+
+class BucketSource(SomeImages):
+    """Some of the images of a source, with columns and held-out images that were decided on all of them.
+
+    Args:
+        source: with all images.
+        rows: indices of the images in the source, increasing.
+        columns: of all images of the source.
+        held_out: names of all held-out images.
+        ranges: of values, for all images of the source.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        rows: NDArray[np.int64],
+        columns: Mapping[str, Column],
+        held_out: frozenset[str],
+        ranges: Ranges,
+    ) -> None:
+        super().__init__(source, rows, columns)
+        self.held_out = held_out.intersection(self.names)
+        self.ranges = ranges
+
+    def stamp(self) -> tuple[str, int]:
+        digest, size = self._source.stamp()
+        of_bucket = hashlib.sha256(f"{digest} bucket {self.ranges}".encode())
+        of_bucket.update(np.ascontiguousarray(self._rows).data)
+        return of_bucket.hexdigest(), size * len(self._rows) // max(1, len(self._source.names))

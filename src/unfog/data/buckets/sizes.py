@@ -106,7 +106,7 @@ class BucketPlan:
 
     @property
     def _counts(self) -> NDArray[np.int64]:
-        """Images of each bucket."""
+        """Number of images that go to each bucket."""
         return np.bincount(self.bucket, minlength=len(self.sizes))
 
     @classmethod

@@ -27,14 +27,14 @@ from torch import Tensor
 from unfog.data.cache import free_bytes, over_limit, remove_stale_entries
 from unfog.data.dataset import ImageSet, PixelArray
 from unfog.data.decode_pool import Progress
-from unfog.data.files.file_rows import FileRows, is_local
+from unfog.data.file_rows import FileRows, is_local
 from unfog.data.outages import Outage
-from unfog.data.packs.pack_journal import BusyError, locked, sync
+from unfog.data.packs.pack_writer import BusyError, locked, sync
 from unfog.device.copies import to_device
 from unfog.device.sharded_rng import draw_rows
 from unfog.errors import RequestError, RunError
 from unfog.files.cache_folder import cache_folder, hold, make_room
-from unfog.files.owner import OwnedError
+from unfog.files.locks import OwnedError
 from unfog.files.safe_files import (
     LARGEST_TEXT,
     disk_usage,

@@ -3,7 +3,7 @@
     pack.json        shape, split, settings, classes, data report, statistics, a checksum of each file
     pixels.u8        uint8 [N, C, H, W], first the training images, then those held out
     labels.npy       int64 [N], an index into the classes; absent without classes
-    column-0.npy …   [N, …], other columns, if there are any: see `pack_columns`
+    column-0.npy …   [N, …], column k of the others, in the order of their names; entry k of "columns" in pack.json
     names.bin        the names of the images in UTF-8; names.npy int64 [N + 1] has the offset of each
     treatment.npy    int32 [N], sides.npy int32 [N, 2], grey.npy bool [N]: see `DataReport` and `ImageSet`
     chunks.json      [row behind it, sha256] of each chunk of pixels.u8
@@ -30,15 +30,16 @@ from numpy.typing import NDArray
 
 from unfog.data.data_report import DataReport
 from unfog.data.dataset import Dataset, ImageSet, PixelArray
-from unfog.data.files.file_rows import FileRows, is_local
+from unfog.data.file_rows import FileRows, is_local
 from unfog.data.outages import Outage
-from unfog.data.packs.pack_columns import mapped, open_columns
 from unfog.data.settings import Data
-from unfog.data.sources.base import LazyNames
+from unfog.data.sources.base import LazyNames, OpenOptions, Source, SourceLocation
 from unfog.errors import RequestError
 from unfog.files.safe_files import file_digest, open_file, read_file, regular_file
 from unfog.settings import is_auto
 from unfog.text import sanitize
+from unfog.values.columns import CLASS, MOST_COLUMNS, Column, columns_digest, name_problem, of_labels, without_class
+from unfog.values.image_format import ImageFormat, sides_of
 
 MANIFEST, JOURNAL = "pack.json", "journal.jsonl"
 FORMAT = 1
@@ -48,6 +49,11 @@ PACK_SETTINGS = ("size", "channels", "background", "labels", "held_out")
 _LARGEST_MANIFEST = 2**28
 _LONGEST_HEADER = 2**16
 _LARGE_SHARE = 4  # a pack above 1/4 of the memory is read without read-ahead, which would evict needed pages
+_LABELS = "labels.npy"
+# Types of the values, in the byte order of x86 and ARM.
+_COLUMN_TYPES = frozenset(["|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8"])
+COLUMN_FILES = (_LABELS, *(f"column-{k}.npy" for k in range(MOST_COLUMNS)))
+"""Every file that a column may have."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -279,3 +285,146 @@ def _mapped_pixels(path: Path, shape: tuple[int, ...], dtype: np.dtype[Any]) -> 
         # Images are read in a shuffled order, so that what lies behind one is not what is wanted next.
         mapped.madvise(mmap.MADV_RANDOM)
     return np.frombuffer(mapped, dtype).reshape(shape)
+
+
+def column_arrays(columns: Mapping[str, Column]) -> dict[str, NDArray[Any]]:
+    """Return file name -> array to write."""
+    arrays = {_LABELS: columns[CLASS].values.astype(np.int64)} if CLASS in columns else {}
+    return arrays | {f"column-{k}.npy": column.values for k, column in enumerate(without_class(columns).values())}
+
+
+def column_facts(columns: Mapping[str, Column], of_source: Mapping[str, Column]) -> dict[str, Any]:
+    """Return the entries of the manifest for the columns but that of the labels; {} if there are none.
+
+    `of_source` are the columns of all images of the source, by which a later call knows whether they have changed.
+    """
+    facts = [
+        {
+            "name": column.name,
+            "kind": column.kind,
+            "categories": list(column.categories),
+            "dtype": column.values.dtype.str,
+            "shape": list(column.values.shape[1:]),
+        }
+        for column in without_class(columns).values()
+    ]
+    return {"columns": facts, "columns_digest": columns_digest(of_source)} if facts else {}
+
+
+def open_columns(path: Path, manifest: Mapping[str, Any]) -> dict[str, Column]:
+    """Map the columns of a pack. Raises ValueError, RequestError and others unless all files fit the manifest."""
+    n = manifest["shape"][0]
+    labels = mapped(path / _LABELS, (n,), np.int64) if manifest["labelled"] else None
+    columns = of_labels(labels, tuple(manifest["classes"]))
+    for k, facts in enumerate(_checked_facts(manifest.get("columns", []))):
+        values = mapped(path / f"column-{k}.npy", (n, *facts["shape"]), np.dtype(facts["dtype"]))
+        categories = tuple(map(sanitize, facts["categories"]))
+        columns[facts["name"]] = Column(facts["name"], facts["kind"], values, categories)
+    return columns
+
+
+def _checked_facts(facts: Any) -> list[dict[str, Any]]:
+    """Return the entries of the manifest unchanged. ValueError unless each is one that `column_facts` writes."""
+    if type(facts) is not list or len(facts) > MOST_COLUMNS:
+        raise ValueError(f"more than {MOST_COLUMNS:,} columns, or no list of them")
+    for one in facts:
+        match one:
+            case {"name": str(), "kind": str(), "dtype": str(dtype), "categories": list(named), "shape": list(sides)}:
+                valid = dtype in _COLUMN_TYPES and all(isinstance(name, str) for name in named)
+                valid = valid and all(type(side) is int and 0 < side < 2**48 for side in sides)
+            case _:
+                valid = False
+        if not valid:
+            raise ValueError("a column is not described by name, kind, dtype, categories and shape")
+        if problem := name_problem(one["name"], one["kind"]):
+            raise ValueError(f"a column {one['name'][:100]!r}: {problem}")
+    names = [one["name"] for one in facts]
+    if CLASS in names or names != sorted(set(names)):
+        raise ValueError("its columns are not in the order of their names")
+    return facts
+
+
+def mapped(path: Path, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+    """Return the array in a file of a pack. ValueError if it has another shape or type; OSError if it is not there."""
+    # Mapping reads the header alone, and fails for a file that is shorter than its header says.
+    file = regular_file(path, path.parent)
+    array = np.load(file, mmap_mode="r", allow_pickle=False)
+    if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous:
+        raise ValueError(f"{path.name} holds something else")
+    # All but the pixels take a few bytes an image, so that they are read whole where mapping is not safe.
+    return np.asarray(array if is_local(path) else np.load(file, allow_pickle=False))
+
+
+class PackSource(Source):
+    """A pack as a source, for settings other than its own: its images are resized anew."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name, self.pack = folder, name, Pack.open(folder)
+        self.resolved = str(folder.resolve())
+        self.names = self.pack.images.names
+        self.classes = self.pack.images.classes
+        self.labels = self.pack.images.labels
+        self.columns = self.pack.images.columns
+        if isinstance(self.pack.images.pixels, FileRows) and self.pack.images.pixels.waits is not None:
+            self.outage = self.pack.images.pixels.waits
+
+    @classmethod
+    def match(cls, location: SourceLocation) -> SourceLocation | None:
+        if location.form != "folder":
+            return None
+        folder = Path(location.resolved)
+        if Pack.is_at(folder):
+            return location
+        if Pack.is_unfinished_at(folder):
+            raise RequestError(
+                f"{sanitize(location.name)} is an unfinished pack; repeat the same `unfog pack` to finish it"
+            )
+        return None
+
+    @classmethod
+    def load(cls, location: SourceLocation, options: OpenOptions) -> PackSource:
+        return cls(Path(location.resolved), location.name)
+
+    def read(self, i: int) -> NDArray[Any]:
+        return self.pack.images.pixels[i].transpose(1, 2, 0)
+
+    def stamp(self) -> tuple[str, int]:
+        # The manifest's digest covers a checksum of every file.
+        return str(self.pack.manifest["digest"]), self.pack.nbytes
+
+    def decoded_dataset(self, settings: Data) -> Dataset | None:
+        # Automatic settings fit, and so does the default `held_out`.
+        pack, packed = self.pack, self.pack.settings
+        size, format = packed["size"], ImageFormat.of(packed["channels"], packed["size"])
+        if any(wanted > held for wanted, held in zip(sides_of(settings.size), sides_of(size))):
+            raise RequestError(
+                f"size = {settings.size}, but {sanitize(self.name)} holds images of {format.sides}; pack the "
+                f"originals again with --size {settings.size}, or omit --size"
+            )
+        fitting = {"size": (size,), "channels": (packed["channels"],), "labels": ("none", packed["labels"])}
+        fits = all(is_auto(settings, name) or getattr(settings, name) in values for name, values in fitting.items())
+        if not (fits and (settings.held_out == 0 or self._has_split(settings.held_out))):
+            return None
+        dataset = pack.dataset(settings, self.name)
+        drop_labels = settings.labels == "none" and packed["labels"] != "none"
+        join = len(dataset.held_out) > 0 and not self._has_split(settings.held_out)
+        if not (drop_labels or join):
+            return dataset
+        images, train, report, resolved = pack.images, pack.train, dataset.report, dataset.settings
+        if drop_labels:
+            images, report = replace(images, columns=without_class(images.columns)), replace(report, class_counts={})
+        if settings.held_out == 0:
+            train, report, resolved = len(images), replace(report, held_out=0), replace(resolved, held_out=0.0)
+        return Dataset.split(images, train, resolved, report)
+
+    def _has_split(self, held_out: float) -> bool:
+        # The default means "no wish", so it takes the pack's own split, whatever fraction that has.
+        return held_out in (Data().held_out, self.pack.settings["held_out"])
+
+    def train_count(self, held_out: float) -> int | None:
+        return self.pack.train if self._has_split(held_out) else None
+
+    def fill_settings(self, settings: Data) -> Data:
+        resolved = self.pack.resolve_settings(settings)
+        size = resolved.size if is_auto(settings, "size") else settings.size
+        return replace(settings, size=size, labels=resolved.labels)

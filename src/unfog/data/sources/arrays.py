@@ -1,7 +1,7 @@
 """Images in an array: a .npy or .npz file, or an array or tensor in memory.
 
 Images of 8 bits are used as they are. Deeper integers and floating point are scaled by one range for the whole set, as
-those of image files are (`data.values.value_range`); of booleans, True is white.
+those of image files are (`data.bit_depth`); of booleans, True is white.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.data.cache import remove_stale_entries
-from unfog.data.files.file_rows import FileRows, load_rows
+from unfog.data.file_rows import FileRows, load_rows
 from unfog.data.sources.base import LazyNames, OpenOptions, Source, SourceLocation
 from unfog.data.sources.folder import sample_digest
 from unfog.data.sources.image_objects import CHANNELS, as_array, channel_axis
@@ -109,15 +109,10 @@ class ArraySource(Source):
         if reading:
             say(f"  {reading}")
         arrays: dict[str, Any] = {"images": images}
-        shape = repr(images.shape) if images.dtype == np.uint8 else repr((images.shape, images.dtype.str))
-        digest = hashlib.sha256(shape.encode())
-        for start in range(0, len(images), 4096):
-            digest.update(np.ascontiguousarray(images[start : start + 4096]).data)
         if labels is not None:
             arrays["labels"] = _without_objects(as_array(labels))
             _index_labels("the array", arrays["labels"], len(images))  # only to refuse what are not labels
-            digest.update(repr(arrays["labels"].tolist()).encode())
-        path = cache_folder() / f"array-{digest.hexdigest()[:32]}.npz"
+        path = cache_folder() / f"array-{_content_digest(images, arrays.get('labels'))[:32]}.npz"
         hold(path)
         if path.exists():
             return path
@@ -145,6 +140,16 @@ class ArraySource(Source):
             with suppress(OSError):
                 return _file_digest(self._path), self._images.nbytes
         return self._stamp, self._images.nbytes
+
+
+def _content_digest(images: NDArray[Any], labels: NDArray[Any] | None) -> str:
+    shape = repr(images.shape) if images.dtype == np.uint8 else repr((images.shape, images.dtype.str))
+    digest = hashlib.sha256(shape.encode())
+    for start in range(0, len(images), 4096):
+        digest.update(np.ascontiguousarray(images[start : start + 4096]).data)
+    if labels is not None:
+        digest.update(repr(labels.tolist()).encode())
+    return digest.hexdigest()
 
 
 def _file_digest(path: Path) -> str:

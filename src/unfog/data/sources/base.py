@@ -22,12 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from unfog.data.bit_depth import DeepImage, Ranges, as_image
 from unfog.data.data_report import SkippedFile
 from unfog.data.dataset import Dataset
 from unfog.data.outages import Outage
 from unfog.data.settings import Data
-from unfog.data.values.deep_image import DeepImage, as_image
-from unfog.data.values.value_range import Ranges
 from unfog.errors import RequestError
 from unfog.text import sanitize
 from unfog.values.columns import Column, rows_of

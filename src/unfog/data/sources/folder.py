@@ -1,30 +1,49 @@
-"""A folder of image files: which files count as images, and a digest that shows when one has changed."""
+"""A folder of image files: which files count as images, and a digest that shows when one has changed.
+
+Pictures that Unfog has written, and run folders, do not count.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 import stat
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from PIL import Image
 
 from unfog.data.data_report import OWN, RUN, SECOND_NAME, SkippedFile
-from unfog.data.files.own_files import own_pictures
 from unfog.data.outages import FolderIdentity, KnownFolders, folder_identity
 from unfog.data.sources.base import LabelTable, OpenOptions, Source, SourceLocation
 from unfog.data.sources.image_files import SUFFIXES, open_image, os_error_reason
 from unfog.errors import RequestError
+from unfog.text import MARK
 
 _ICLOUD = ".icloud"  # .NAME.png.icloud stands for NAME.png, which is not on this disk
 _SKIPPED_FOLDERS = frozenset(["__MACOSX", "@eaDir", "$RECYCLE.BIN"])
 # Number of files of which `files_digest` reads a sample, and bytes at the beginning, middle and end of each.
 _SAMPLED_FILES, _SAMPLED_BYTES = 256, 64
+
+_HEAD_BYTES = 2048  # with the largest palette of a GIF
+# "Settings" is what samples of earlier versions hold in place of the mark.
+_OWN_SIGNS = (f"tEXtSoftware\0{MARK}".encode(), b"tEXtSettings\0", b"\x21\xfe\x05%b\0" % MARK.encode())
+XMP = f"<{MARK}/>".encode()
+"""Metadata of a WebP file that Unfog has written."""
+_MAX_ANIMATION = 2**26  # bytes
+# Names that Unfog gives to pictures: samples and previews by number, grids and sheets by a word.
+_OWN_NAMES = re.compile(
+    r"(\d{6}(-[\w-]*)?|\d{8}|grid|strip|samples|contact-sheet|drawn)(-\d+)?\.png|.*\.(gif|webp)", re.I
+)
+_PROBES = 16  # files of a folder that are read before all candidates are
+
+Head = Callable[[str, int], bytes]
+"""Function of (name, n) that returns the first n bytes of a file, or all of them; b"" if it cannot be read."""
 
 
 class FolderSource(Source):
@@ -217,3 +236,51 @@ def files_digest(folder: Path, names: Sequence[str]) -> tuple[str, int]:
         digest.update(f"{name}\0{size}\0{changed}\0".encode("utf-8", "surrogateescape"))
         total += size
     return digest.hexdigest(), total
+
+
+def is_own(start: bytes) -> bool:
+    """Return True if an image file that begins with these bytes was written by Unfog."""
+    return any(sign in start[:_HEAD_BYTES] for sign in _OWN_SIGNS) or (_is_animation(start) and XMP in start)
+
+
+def own_pictures(names: Iterable[str], read_head: Head) -> set[str]:
+    """Return those of the names, paths with "/", that are pictures which Unfog has written.
+
+    Only files with a name that Unfog gives are read, and of many in one folder a few first.
+    """
+    folders = defaultdict[str, list[str]](list)
+    for name in names:
+        folder, _, base = name.rpartition("/")
+        if _OWN_NAMES.fullmatch(base):
+            folders[folder].append(name)
+    return {name for candidates in folders.values() for name in _own_of_folder(candidates, read_head)}
+
+
+def _own_of_folder(names: list[str], read_head: Head) -> list[str]:
+    probes = names[:: max(1, len(names) // _PROBES)]
+    if len(probes) < len(names) and not any(_probe(name, read_head) for name in probes):
+        return []  # an image set whose files are numbered, too
+    return [name for name in names if _probe(name, read_head)]
+
+
+def _probe(name: str, read_head: Head) -> bool:
+    head = read_head(name, _HEAD_BYTES)
+    return is_own(read_head(name, _MAX_ANIMATION) if _is_animation(head) else head)
+
+
+def _is_animation(start: bytes) -> bool:
+    """Return True for an animated WebP file, whose metadata stand at its end."""
+    return start[:4] == b"RIFF" and start[8:16] == b"WEBPVP8X" and bool(start[20] & 2)
+
+
+def run_folders(names: Iterable[str]) -> set[str]:
+    """Return the folders in an archive that hold config.toml and checkpoints/. Each ends in "/" or is ""."""
+    configs, checkpoints = set[str](), set[str]()
+    for name in names:
+        parts = PurePosixPath(name).parts
+        if parts[-1:] == ("config.toml",):
+            configs.add(name.removesuffix("config.toml"))
+        if "checkpoints" in parts[:-1]:
+            above = parts[: parts.index("checkpoints")]
+            checkpoints.add("".join(f"{part}/" for part in above))
+    return configs & checkpoints

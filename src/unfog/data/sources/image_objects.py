@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from unfog.data.sources.image_files import has_image_signature
-from unfog.data.values.value_range import (
+from unfog.data.bit_depth import (
     FLOAT_RANGES,
     Extent,
     OutOfRangeError,
@@ -28,6 +27,7 @@ from unfog.data.values.value_range import (
     extent_of,
     usual_or_outward,
 )
+from unfog.data.sources.image_files import has_image_signature
 from unfog.errors import RequestError
 from unfog.values.image_format import to_pillow
 

@@ -22,7 +22,7 @@ from unfog.text import sanitize, without_secrets
 # MODULE:CLASS of each source, in the order in which they are asked.
 BUILT_IN = (
     "unfog.data.sources.builtin_fashion:FashionSource",
-    "unfog.data.packs.pack_source:PackSource",
+    "unfog.data.packs.pack:PackSource",
     "unfog.data.sources.huggingface:HuggingFaceSource",
     "unfog.data.webdataset.shard_source:ShardSource",
     "unfog.data.sources.zip_archive:ZipSource",

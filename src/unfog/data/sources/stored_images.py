@@ -18,6 +18,7 @@ from numpy.lib.format import MAGIC_PREFIX
 from numpy.typing import NDArray
 from PIL import Image
 
+from unfog.data.bit_depth import DeepImage, Ranges, ValueRange, extent_of
 from unfog.data.cache import remove_stale_entries
 from unfog.data.data_report import SkippedFile
 from unfog.data.sources.arrays import ArraySource
@@ -33,8 +34,6 @@ from unfog.data.sources.image_objects import (
     float_range,
 )
 from unfog.data.sources.zip_archive import ZipSource
-from unfog.data.values.deep_image import DeepImage
-from unfog.data.values.value_range import Ranges, ValueRange, extent_of
 from unfog.errors import RequestError
 from unfog.files.cache_folder import cache_folder, hold, make_room
 from unfog.files.safe_files import move, open_file, remove

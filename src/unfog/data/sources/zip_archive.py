@@ -14,14 +14,13 @@ from typing import NamedTuple
 
 from PIL import Image
 
+from unfog.data.bit_depth import DeepImage
 from unfog.data.data_report import OWN, RUN, SkippedFile
-from unfog.data.files.own_files import own_pictures, run_folders
 from unfog.data.settings import TABLES
 from unfog.data.sources.base import ImageError, LabelTable, Source, SourceLocation, TransientImageError
-from unfog.data.sources.folder import ignored_kind, normalize_path, sample_digest
+from unfog.data.sources.folder import ignored_kind, normalize_path, own_pictures, run_folders, sample_digest
 from unfog.data.sources.image_files import MAX_FILE_BYTES, has_image_signature, open_bytes
 from unfog.data.sources.storage import BlockReader, FileState, open_storage
-from unfog.data.values.deep_image import DeepImage
 from unfog.errors import RequestError
 from unfog.text import sanitize
 

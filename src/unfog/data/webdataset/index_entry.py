@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.data.data_report import OWN, RUN, SkippedFile
-from unfog.data.files.own_files import own_pictures, run_folders
-from unfog.data.sources.folder import ignored_kind, normalize_path
+from unfog.data.sources.folder import ignored_kind, normalize_path, own_pictures, run_folders
 from unfog.data.sources.image_files import MAX_FILE_BYTES
 from unfog.data.sources.label_tables import normalize_label
 from unfog.data.sources.storage import BlockReader, FileState, Storage

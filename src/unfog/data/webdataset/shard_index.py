@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.data.data_report import SkippedFile
-from unfog.data.files.file_rows import is_local
+from unfog.data.file_rows import is_local
 from unfog.data.sources.base import ImageError
 from unfog.data.sources.image_files import MAX_FILE_BYTES, os_error_reason
 from unfog.data.sources.label_tables import sort_labels

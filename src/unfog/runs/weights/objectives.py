@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from unfog.config.presets import preset
 from unfog.config.schema import Config
 from unfog.config.values import quote
-from unfog.diffusion.ddpm import TimestepSchedule
+from unfog.diffusion.ddpm_schedules import Sigmoid, TimestepSchedule
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.noise import VP, Cosine, Flow, FlowUniform, Linear, LogNormal
 from unfog.diffusion.sampler import Sampler
-from unfog.diffusion.sigmoid import Sigmoid
 from unfog.diffusion.target import X0, Eps, FlowVelocity, Target, V
 from unfog.diffusion.weighting import MinSnr, Plain, Snr
 from unfog.errors import RequestError

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from unfog.device.compile_for_gpu import compiled_with
+from unfog.device.compilation import compiled_with
 from unfog.device.copies import to_host
 from unfog.diffusion.objective import Loss
 from unfog.training.distributed.coordination import StepResult, judge, reduce_step

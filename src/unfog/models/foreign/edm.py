@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from unfog.models import layers
-from unfog.models.elsewhere.settings import Edm
 from unfog.models.group_norm import GroupNorm
 from unfog.models.layers import ConditionalNetwork, sinusoids, zero_
+from unfog.models.settings import Edm
 from unfog.values.conditions import ConditionsLike
 
 _SMOOTH = (1.0, 3.0, 3.0, 1.0)  # filter of NCSN++ before and after a change of resolution (Song et al. 2021)

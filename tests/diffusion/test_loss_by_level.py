@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from unfog.diffusion.diffusion import Diffusion
-from unfog.diffusion.levels import _LEAST, _NODES, Levels
+from unfog.diffusion.loss_by_level import _LEAST, _NODES, LossByLevel
 from unfog.diffusion.noise import VE, VP, Cosine, Flow, LogitNormal, LogNormal
 from unfog.diffusion.objective import Objective, stratified
 from unfog.diffusion.target import EdmF, Eps, V
@@ -36,9 +36,9 @@ def expected_error(diffusion: Diffusion, u: Tensor) -> Tensor:
     return diffusion.weight(logsnr) * (a.square() * STD**2 + b.square())
 
 
-def trained(diffusion: Diffusion, steps: int, batch: int = 64) -> Levels:
+def trained(diffusion: Diffusion, steps: int, batch: int = 64) -> LossByLevel:
     torch.manual_seed(0)
-    levels = Levels(CPU)
+    levels = LossByLevel(CPU)
     objective = Objective(diffusion, levels=levels)
     for _ in range(steps):
         loss = objective(nothing, gaussian(batch))
@@ -89,7 +89,7 @@ def test_a_head_trained_by_gradient_goes_to_the_same_place() -> None:
 def test_before_anything_is_known_it_changes_nothing() -> None:
     x0 = gaussian(8)
     losses = []
-    for levels in (None, Levels(CPU)):
+    for levels in (None, LossByLevel(CPU)):
         torch.manual_seed(1)
         losses.append(Objective(EDM, levels=levels)(nothing, x0))
     assert torch.equal(losses[0].per_image, losses[1].per_image)
@@ -109,7 +109,7 @@ def test_what_is_reported_does_not_depend_on_what_was_learned() -> None:
 
 
 def test_it_follows_a_loss_that_falls() -> None:
-    levels, u = Levels(CPU), stratified(torch.rand(64), 1)
+    levels, u = LossByLevel(CPU), stratified(torch.rand(64), 1)
     for value, images in ((1.0, 10 * _LEAST), (0.01, 20 * _LEAST)):
         for _ in range(images // 64):
             levels.add(u, torch.full((64,), value))
@@ -131,7 +131,7 @@ def test_importance_cancels_the_density(share: float) -> None:
 
 
 def test_the_density_is_the_root_of_the_mean_square_loss() -> None:
-    levels, u = Levels(CPU), torch.linspace(0, 1, 6401)
+    levels, u = LossByLevel(CPU), torch.linspace(0, 1, 6401)
     levels.add(u, 0.2 + 3 * u)
     v = (torch.arange(100_000) + 0.5) / 100_000
     drawn = levels.draw(v, 0.999)[0]
@@ -141,7 +141,7 @@ def test_the_density_is_the_root_of_the_mean_square_loss() -> None:
 
 def test_the_density_follows_the_square_and_under_uncertainty_what_is_trained() -> None:
     """A mean of 1 and 4 by half; in the noisy half the loss is 0 or twice its mean, so its root mean square is more."""
-    levels, u = Levels(CPU), torch.linspace(0, 1, 6401)
+    levels, u = LossByLevel(CPU), torch.linspace(0, 1, 6401)
     noisy = u > 0.5
     levels.add(u, torch.where(noisy, 8 * (torch.arange(6401) % 2), torch.ones(6401)))
     v = (torch.arange(100_000) + 0.5) / 100_000
@@ -153,7 +153,7 @@ def test_the_density_follows_the_square_and_under_uncertainty_what_is_trained() 
 
 
 def test_means_remember_the_least_number_of_images_and_then_a_share_of_all() -> None:
-    levels, u = Levels(CPU), stratified(torch.rand(512), 1)
+    levels, u = LossByLevel(CPU), stratified(torch.rand(512), 1)
     for count in range(1, 401):
         levels.add(u, torch.ones(512))
         if count == 30:
@@ -211,14 +211,14 @@ def test_an_autocast_rounds_none_of_it() -> None:
 
 
 def test_extreme_losses_leave_finite_numbers() -> None:
-    levels, u = Levels(CPU), stratified(torch.rand(64), 1)
+    levels, u = LossByLevel(CPU), stratified(torch.rand(64), 1)
     for value in (1e30, 0.0, 3e38):
         levels.add(u, torch.full((64,), value))
         assert levels.sums.isfinite().all()
         assert levels.log_mean(u).isfinite().all()
         assert all(part.isfinite().all() for part in levels.draw(u, 0.5))
     assert json.dumps(levels.state_dict(), allow_nan=False)
-    empty = Levels(CPU)
+    empty = LossByLevel(CPU)
     empty.add(u, torch.zeros(64))
     assert empty.log_mean(u).min().item() == pytest.approx(math.log(1e-6))
     assert all(part.isfinite().all() for part in empty.draw(u, 0.5))
@@ -226,12 +226,12 @@ def test_extreme_losses_leave_finite_numbers() -> None:
 
 def test_it_survives_a_file_to_the_bit_and_an_older_one_lacks_it() -> None:
     levels = trained(EDM, 7)
-    again = Levels(CPU)
+    again = LossByLevel(CPU)
     again.load_state_dict(json.loads(json.dumps(levels.state_dict())))
     assert torch.equal(again.sums, levels.sums)
     assert again.seen == levels.seen
     again.load_state_dict(None)
-    assert again.state_dict() == Levels(CPU).state_dict()
+    assert again.state_dict() == LossByLevel(CPU).state_dict()
 
 
 def test_a_share_beyond_one_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Compiled code of `--compile`, kept in Unfog's cache folder, so that a second start takes seconds."""
+"""Compilation for `--compile`: code that is kept in Unfog's cache folder, and functions compiled for a GPU."""
 
 from __future__ import annotations
 
@@ -7,9 +7,17 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor
 from contextlib import contextmanager, suppress
+from functools import cache
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from unfog.errors import Interrupted, RunError
 from unfog.files.cache_folder import CacheEntry, cache_folder, hold, is_private, make_room, release
+
+if TYPE_CHECKING:
+    import torch
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 NAME = "compiled"
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
@@ -80,3 +88,20 @@ def _comes_true(stopped: Callable[[], bool]) -> bool:
             return False
         time.sleep(0.02)
     return True
+
+
+def compiled_with(network: Any, device: torch.device, function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Return a function of tensors on `device`, compiled if that is a GPU and `network` is compiled in place."""
+    return _compiled(function) if device.type == "cuda" and is_compiled(network) else function
+
+
+def is_compiled(network: Any) -> bool:
+    """Return True if `network.compile` was called, so that its forward pass is compiled."""
+    return getattr(network, "_compiled_call_impl", None) is not None
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    import torch
+
+    return torch.compile(function, dynamic=False)

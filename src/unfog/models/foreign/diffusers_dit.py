@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from unfog.models import layers
-from unfog.models.elsewhere.settings import DiffusersDiT
 from unfog.models.layers import ConditionalNetwork, sinusoids, zero_
+from unfog.models.settings import DiffusersDiT
 from unfog.values.conditions import ConditionsLike
 
 _WAVES = 256  # sinusoids of the noise level

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from unfog.models import layers
-from unfog.models.elsewhere.settings import DdpmPytorch
 from unfog.models.layers import ConditionalNetwork, sinusoids, zero_
+from unfog.models.settings import DdpmPytorch
 from unfog.values.conditions import ConditionsLike
 
 

@@ -20,7 +20,7 @@ _MOST_LOSS = 1e15  # upper limit of losses, so that their squares stay finite in
 _LEAST_LOSS = 1e-6  # lower limit of means, so that a level with nothing left to learn gets no infinite weight
 
 
-class Levels:
+class LossByLevel:
     """Running means of the loss and of its square, by noise quantile; kept on the device, and never read from there.
 
     An image at u counts for the two nodes around it, with linear weights.

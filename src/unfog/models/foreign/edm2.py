@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from unfog.models import layers
-from unfog.models.elsewhere.settings import Edm2
 from unfog.models.layers import ConditionalNetwork
+from unfog.models.settings import Edm2
 from unfog.values.conditions import ConditionsLike
 
 _SILU_RMS = 0.596  # eq. 81

@@ -1,1 +1,0 @@
-"""Image files looked at before they are decoded: limits on their heads, and pictures that Unfog has written."""

@@ -1,1 +1,0 @@
-"""Values deeper than 8 bits: their range, and images of them."""
