@@ -492,7 +492,7 @@ def test_samples_have_the_sizes_of_the_buckets_or_the_one_that_is_asked_for(run:
     assert "20x12" in loaded.sampled
     usual = loaded.sample(2, steps=2)
     assert np.array_equal(usual, loaded.sample(2, steps=2, size=loaded.config.data.size))
-    with pytest.raises(RequestError, match=r"size = 18x12.*multiple of 4"):
+    with pytest.raises(RequestError, match=r"size = 18x12.*multiple of patch = 4"):
         loaded.sample(2, size="18x12")
 
 
