@@ -13,7 +13,7 @@ from PIL import Image
 
 from test_hostile_corpus import corpus  # noqa: F401
 from unfog.checks.images import image_scan
-from unfog.checks.images.dataset_checks import _recommended_side
+from unfog.checks.images.dataset_checks import recommended_side
 from unfog.checks.images.image_checks import check_images, quick_check_images
 from unfog.checks.images.image_scan import ImageScan
 from unfog.config.schema import Config
@@ -235,7 +235,7 @@ def test_labels_outside_the_classes_are_fatal(clean: tuple[Path, Dataset]) -> No
 )
 def test_recommended_size(sides: list[tuple[int, int]], size: int) -> None:
     originals = np.array(sides, np.int32)
-    assert _recommended_side(originals, originals.min(1)) == size
+    assert recommended_side(originals, originals.min(1)) == size
 
 
 def test_crop_is_measured_on_the_originals(clean: tuple[Path, Dataset]) -> None:

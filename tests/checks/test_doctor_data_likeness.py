@@ -19,7 +19,7 @@ from unfog.checks.images.duplicate_search import (  # the search is counted, and
     connected_groups,
     find_duplicates,
 )
-from unfog.checks.images.image_scan import ImageScan, _perceptual_hash, thumbnails
+from unfog.checks.images.image_scan import ImageScan, perceptual_hash, thumbnails
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
@@ -61,9 +61,9 @@ def test_thumbnails_are_means_of_cells(size: int) -> None:
 @pytest.mark.slow
 def test_a_hash_survives_what_leaves_the_picture_alone_and_tells_pictures_apart() -> None:
     images = CLOTHES[::20]
-    one = _perceptual_hash(thumbnails(images))
-    again = _perceptual_hash(thumbnails(np.stack([saved(image, 60) for image in images])))
-    dimmed = _perceptual_hash(thumbnails((images * 0.8 + 10).astype(np.uint8)))
+    one = perceptual_hash(thumbnails(images))
+    again = perceptual_hash(thumbnails(np.stack([saved(image, 60) for image in images])))
+    dimmed = perceptual_hash(thumbnails((images * 0.8 + 10).astype(np.uint8)))
     assert np.quantile(bits(one, again), 0.95) <= 3
     assert np.quantile(bits(one, dimmed), 0.95) <= 3
     assert np.median(bits(one, np.roll(one, 250))) > 12  # another kind of clothes

@@ -260,7 +260,7 @@ def test_what_was_before_a_change_is_no_sign_of_the_settings_now(tmp_path):
 def test_roll_backs_are_forgotten_where_the_run_forgets_them():
     """The settings that a run may change and that its roll-backs depend on."""
     names = tuple(set(FRESH_START_SETTINGS) - {"images"})
-    for name, _, rules in resume_rules._walk(replace(Config(), network=UNet())):
+    for name, _, rules in resume_rules.walk_settings(replace(Config(), network=UNet())):
         forgets = rules.resume in ("free", "force") and (rules.affects or "loss") in ("loss", "objective")
         listed = any(name == one or name.startswith(f"{one.rstrip('.')}.") for one in names)
         # Other images change both of these, and are named as "images".

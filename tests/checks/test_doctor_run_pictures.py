@@ -15,9 +15,9 @@ from unfog.checks.run.sample_checks import (  # each check is given pictures tha
 from unfog.inference.memorization import (  # each check is given pictures that no run has to draw
     COPY,
     Nearness,
-    _check_memorization,
     _find_nearest,
     _pixel_features,
+    check_memorization,
 )
 
 # Copies.
@@ -70,7 +70,7 @@ def verdict(drawn, bank, unseen=None):
         usual = _find_nearest(torch.from_numpy(unseen), bank)
     pictures = drawn.transpose(0, 2, 3, 1)
     matches = bank[found.image[:, 0].numpy()].transpose(0, 2, 3, 1)
-    return _check_memorization(pictures, matches, Nearness(found, usual, "others", len(bank)))
+    return check_memorization(pictures, matches, Nearness(found, usual, "others", len(bank)))
 
 
 @pytest.mark.parametrize("count", [20, 140, 1000])

@@ -11,12 +11,12 @@ from typing import NamedTuple
 import pytest
 
 import unfog
-from unfog.cli.parse import _flags_of
+from unfog.cli.parse import flags_of
 from unfog.cli.read_request import REQUESTS
 
 ROOT = Path(unfog.__file__).parent
 MODULES = [*(ROOT / "checks").rglob("*.py"), *(ROOT / "runs").glob("dry_run*.py")]
-FLAGS = {command: _flags_of(kind) for command, kind in REQUESTS.items()}
+FLAGS = {command: flags_of(kind) for command, kind in REQUESTS.items()}
 EVERYWHERE = {"--debug", "--help", "--help-all"}
 """Flags of every command."""
 FILLED = "\N{SECTION SIGN}"

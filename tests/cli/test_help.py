@@ -6,13 +6,13 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
 from package_source import trees
-from unfog.cli.completion import _completion_script
 from unfog.cli.main import main
 from unfog.cli.parse import parse_args
 from unfog.cli.read_request import REQUESTS, read_request
@@ -269,7 +269,9 @@ def in_shell(shell: str, script: str, folder: Path) -> str:
     program = shutil.which(shell)
     if program is None:
         pytest.skip(f"{shell} is not installed")
-    (folder / "unfog").write_text(_completion_script(shell))
+    with redirect_stdout(io.StringIO()) as script_of_shell, pytest.raises(SystemExit):
+        main(["completion", shell])
+    (folder / "unfog").write_text(script_of_shell.getvalue())
     plain = {"bash": ["--norc"], "zsh": ["-f"], "fish": ["--no-config"]}[shell]
     words = [program, *plain, "-c", script]
     done = subprocess.run(words, capture_output=True, text=True, cwd=folder, timeout=300, check=True)

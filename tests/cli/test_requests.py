@@ -166,7 +166,7 @@ def test_a_run_of_no_steps_and_a_key_of_another_version_are_refused(refused, her
             unfog.train("fashion", **{name: 0})
     (here / "mine.toml").write_text("[training]\nbatsch = 5\n")
     said = refused("train", "fashion", "--config", "mine.toml")
-    assert f"did you mean 'batch'? (this is unfog {unfog.__version__}; a newer version may know it" in said
+    assert f"did you mean 'batch'? (this is unfog {unfog.__version__};" in said
 
 
 @pytest.mark.parametrize(("name", "annotation"), FLAGGED, ids=[name for name, _ in FLAGGED])

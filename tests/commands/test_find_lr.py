@@ -40,7 +40,7 @@ from unfog.planning.lr_range_test import (  # the ramp is given losses of known 
 )
 from unfog.planning.microbatch import MicrobatchChoice
 from unfog.runs import find_lr as command
-from unfog.runs.find_lr import _lr_chart, find_lr
+from unfog.runs.find_lr import find_lr, lr_chart
 from unfog.training.precision import Precision
 from unfog.training.settings import Optimizer, PowerEma, Training
 from unfog.training.state import TrainState
@@ -351,7 +351,7 @@ def test_what_cannot_be_is_refused_before_the_images_are_read(folder, tmp_path):
 
 def test_a_ramp_that_ends_in_no_number_has_a_chart(folder):
     ramp = Ramp(1.0, (1e-5, 1e-4, 1e-3), (1.0, 0.9, math.nan), "not finite")
-    assert "<svg" in _lr_chart(LrRangeResult(ramp, (), None, "it never learned"))
+    assert "<svg" in lr_chart(LrRangeResult(ramp, (), None, "it never learned"))
 
 
 def test_finding_says_how_far_the_settings_are_from_it(folder, monkeypatch):

@@ -497,6 +497,23 @@ def test_samples_have_the_sizes_of_the_buckets_or_the_one_that_is_asked_for(run:
 
 
 @pytest.mark.slow
+def test_a_size_that_memory_cannot_hold_is_refused_with_a_batch_that_it_can(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, free = unfog.load(run), 8 * 10**9
+    monkeypatch.setattr("unfog.inference.run.available_memory", lambda device: free)
+    with pytest.raises(RequestError, match=r"2000x2000: 16 images at once need .* free; give --batch") as refused:
+        loaded.sample(16, size="2000x2000", steps=2)
+    batch = int(str(refused.value).rsplit(" ", 1)[1])
+    sized = loaded.at_size("2000x2000")
+    assert sized.prepare(16, batch=batch).generation.batch == batch < 16
+    assert loaded.sample(2, size="64x48", steps=2).shape == (2, 48, 64, 3)
+    free = 10**8
+    with pytest.raises(RequestError, match=r"2000x2000: 1 image at once needs .* give a smaller --size"):
+        sized.prepare(1)
+
+
+@pytest.mark.slow
 def test_a_bucket_is_evaluated_with_its_own_images(run: Path) -> None:
     loaded = unfog.load(run)
     found = loaded.at_size("20x12").evaluate("kid,held_out", n=20, features="texture", steps=2)

@@ -379,7 +379,7 @@ def test_a_cache_that_is_no_folder_is_refused(tmp_path: Path, monkeypatch: pytes
 def test_a_cache_at_an_address_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("UNFOG_CACHE", given)
-    with pytest.raises(RequestError, match=r"UNFOG_CACHE = .*is an address.*set UNFOG_CACHE to a path") as refused:
+    with pytest.raises(RequestError, match=r"UNFOG_CACHE = .*is an address") as refused:
         cache_folder()
     assert "SECRET" not in str(refused.value)
     monkeypatch.setenv("UNFOG_INCEPTION", given)

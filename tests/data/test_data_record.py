@@ -36,7 +36,7 @@ from unfog.process.signals import StopSignals
 from unfog.reporting.log_settings import Log
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.records import read_events
-from unfog.runs.session import _write_data_report
+from unfog.runs.session import write_data_report
 
 TREATMENTS = (("resized",), ("flattened", "resized"), ("rotated",), ())
 
@@ -177,12 +177,12 @@ def test_the_sheet_is_augmented_and_repeatable_and_leaves_the_random_numbers_alo
 
 
 def test_both_files_are_written_or_the_disk_s_refusal_is_raised(tmp_path: Path) -> None:
-    _write_data_report(RunFolder(tmp_path), prepared(20), Augment(), seed=0)
+    write_data_report(RunFolder(tmp_path), prepared(20), Augment(), seed=0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["contact-sheet.png", "data.json"]
     with Image.open(tmp_path / "contact-sheet.png") as image:
         assert np.array_equal(np.asarray(image), contact_sheet(prepared(20), Augment(), seed=0))
     with pytest.raises(OSError, match="No such file"):
-        _write_data_report(RunFolder(tmp_path / "gone"), prepared(20), Augment(), seed=0)
+        write_data_report(RunFolder(tmp_path / "gone"), prepared(20), Augment(), seed=0)
 
 
 @pytest.mark.slow
@@ -191,7 +191,7 @@ def test_it_is_quick(tmp_path: Path) -> None:
     for n, limit in ((10_000, 1.5), (1_000_000, 4.0)):
         images = prepared(n, classes=10, size=4)
         started = time.process_time()
-        _write_data_report(RunFolder(tmp_path), images, Augment(flip=True), seed=0)
+        write_data_report(RunFolder(tmp_path), images, Augment(flip=True), seed=0)
         assert time.process_time() - started < limit
 
 
@@ -212,18 +212,14 @@ def said(source: Path, data: Data, capsys: pytest.CaptureFixture[str]) -> str:
 
 def test_why_nothing_is_held_out_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = Data(size=8, cache="memory", held_out=0.0001)
-    assert "sets of fewer than 100 images are used for training entirely" in said(
-        pictures(tmp_path / "few", 20), asked, capsys
-    )
+    assert "fewer than 100 images" in said(pictures(tmp_path / "few", 20), asked, capsys)
     assert "none of the 140 images fell below that share" in said(pictures(tmp_path / "more", 140), asked, capsys)
 
 
 def test_a_background_that_a_pack_does_not_have_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scan, key = scan_source(open_source(pictures(tmp_path / "set", 20)), Data(size=8))
     made = write_pack(scan.resolve(), tmp_path / "pack", key, "").path
-    assert "background = black changes nothing: the pack was made with white" in said(
-        made, Data(background="black"), capsys
-    )
+    assert "background = black changes nothing" in said(made, Data(background="black"), capsys)
     assert "background" not in said(made, Data(), capsys)
 
 
@@ -232,9 +228,7 @@ def test_clipping_that_a_pack_was_made_without_is_said(tmp_path: Path, capsys: p
     for clip in (False, True):
         scan, key = scan_source(open_source(folder), Data(size=8, clip=clip))
         made = write_pack(scan.resolve(), tmp_path / f"pack-{clip}", key, "").path
-        assert (
-            "data.clip changes nothing: the pack was made without it" in said(made, Data(clip=True), capsys)
-        ) != clip
+        assert ("data.clip changes nothing" in said(made, Data(clip=True), capsys)) != clip
         assert "data.clip" not in said(made, Data(), capsys)
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from unfog.checks.run import run_checks as examination
-from unfog.checks.settings.overfit_one_batch import _OverfitBatch
+from unfog.checks.settings.overfit_one_batch import OverfitBatch
 from unfog.config.presets import preset
 from unfog.data import decode_pool as bulk
 from unfog.data import lazy, scan
@@ -24,7 +24,7 @@ from unfog.data import prepare as preparing
 from unfog.data import stream as ahead
 from unfog.data.augmentation import Augment
 from unfog.data.dataset import Dataset
-from unfog.data.lazy import LazyPixels, _training_index
+from unfog.data.lazy import LazyPixels, training_index
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.base import ImageError, TransientImageError
@@ -104,7 +104,7 @@ def test_rows_skip_those_held_out(held: set[int], more: int) -> None:
     n = max(held, default=0) + 1 + more
     indices = np.array(sorted(held), np.int64)
     train = np.arange(n - len(held))
-    assert _training_index(indices, train).tolist() == [i for i in range(n) if i not in held]
+    assert training_index(indices, train).tolist() == [i for i in range(n) if i not in held]
 
 
 def test_of_very_many_images_those_held_out_are_evenly_spaced(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,7 +302,7 @@ def test_whoever_takes_images_gets_the_labels_of_those_that_stand_in(photos: Pat
     shown, own = examination._training_pixels(fresh().train, (0, 1))
     at_the_end = Damaged(photos, "damaged")
     at_the_end.bad = frozenset([299])  # for which the first stands in, of the other class
-    batch = _OverfitBatch.of(
+    batch = OverfitBatch.of(
         prepare(at_the_end, replace(ASKED, held_out=0)).train,
         objective,
         cpu,
@@ -332,7 +332,7 @@ def test_when_everything_is_gone_it_says_so_at_the_batch_that_needs_it(photos: P
     source.bad = frozenset(range(300))
     stream.close()
     fresh = ImageStream(prepare(source, replace(ASKED, held_out=0)).train, seed=0)
-    with pytest.raises(RunError, match=r"100 images in a row in damaged cannot be decoded \(the last: empty\)"):
+    with pytest.raises(RunError, match=r"100 images in a row .*the last: empty"):
         fresh.batch(0, 8)
     source.bad = frozenset()
     fresh = ImageStream(prepare(source, replace(ASKED, held_out=0)).train, seed=0)
@@ -499,7 +499,7 @@ def test_large_sets_are_decoded_once_if_that_pays(
     monkeypatch.setattr(preparing, "_MEMORY_FILES", 100)
     few = chosen(photos, to_draw=100)
     assert isinstance(few.train.pixels, LazyPixels)
-    assert "as this run needs 100 of 300; --data.cache disk decodes all" in few.placement
+    assert "100 of 300; --data.cache disk" in few.placement
     many = chosen(photos, to_draw=200)
     assert many.placement.startswith("decoded once, for all runs: 0.1 MB decoded, in ")
     found = chosen(photos, to_draw=1)  # once it is there, it is used
@@ -523,7 +523,7 @@ def test_a_run_that_goes_on_decodes_as_it_began(photos: Path, monkeypatch: pytes
         with pytest.raises(RequestError, match=f"resume with cache = auto.*cache = {cache}"):
             prepare(source, replace(asked, cache=cache), known=known)  # type: ignore[arg-type]
     monkeypatch.setattr("unfog.data.cache.shutil.disk_usage", lambda folder: type("", (), {"free": 1000}))
-    with pytest.raises(RequestError, match=r"UNFOG_CACHE in a folder with enough space \(images are decoded"):
+    with pytest.raises(RequestError, match=r"UNFOG_CACHE .*enough space"):
         prepare(source, replace(asked, size=12), known=disk)
 
 

@@ -364,11 +364,11 @@ def test_noise_levels(grid: str) -> None:
 def test_nonsense_is_refused() -> None:
     with pytest.raises(RequestError, match="at least one"):
         Sampler(steps=0)
-    with pytest.raises(RequestError, match="'euler' is unknown to the sampler; choose from ddpm, ddim"):
+    with pytest.raises(RequestError, match=r"'euler' is unknown .*ddpm, ddim"):
         Sampler("euler")  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="'linear' is unknown"):
         Sampler(grid="linear")  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match="1001 sampling steps are more than the schedule's 1000 levels"):
+    with pytest.raises(RequestError, match=r"1001 sampling steps .*1000 levels"):
         noise_levels(Linear(), 1001, "schedule")
     assert len(noise_levels(Linear(), 1001, "karras")) == 1002
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from unfog.errors import RequestError, RunError
 from unfog.evaluation import features as store
 from unfog.evaluation.distances import FeatureStatistics
-from unfog.evaluation.features import Features, _features_folder, compute_features, compute_statistics, open_features
+from unfog.evaluation.features import Features, compute_features, compute_statistics, features_folder, open_features
 
 
 class Source:
@@ -64,10 +64,10 @@ def test_what_was_interrupted_goes_on_where_it_was():
 def test_an_entry_is_of_these_pictures_by_this_extractor():
     features = open_features("pixels")
     kept = {
-        _features_folder("key", 70, features),
-        _features_folder("other", 70, features),
-        _features_folder("key", 71, features),
-        _features_folder("key", 70, of(features.embed)),
+        features_folder("key", 70, features),
+        features_folder("other", 70, features),
+        features_folder("key", 71, features),
+        features_folder("key", 70, of(features.embed)),
     }
     assert len(kept) == 4
     compute_features(Source(70), features, "key")
@@ -80,7 +80,7 @@ def test_an_entry_is_of_these_pictures_by_this_extractor():
 def test_a_damaged_chunk_is_made_again(harm):
     features = open_features("pixels")
     plain = compute_features(Source(70), features, "key")
-    path = _features_folder("key", 70, features) / "00000020.safetensors"
+    path = features_folder("key", 70, features) / "00000020.safetensors"
     if harm in ("cut", "nothing"):
         path.write_bytes(path.read_bytes()[: 500 if harm == "cut" else 0])
     else:
@@ -164,7 +164,7 @@ def test_features_that_are_no_numbers_are_not_kept():
 
     with pytest.raises(RunError, match="not finite"):
         compute_features(Source(20), of(broken), "key")
-    assert not _features_folder("key", 20, of(broken)).exists()
+    assert not features_folder("key", 20, of(broken)).exists()
 
 
 def test_a_cache_that_cannot_be_written_is_no_reason_to_stop(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from test_export import DIT, DOCS, UNET, drawn, latent_run, run_card_code, run_o
 from unfog.errors import RequestError
 from unfog.evaluation.metrics import MetricResult
 from unfog.inference.evaluation_files import Evaluation
-from unfog.inference.model_card import _yaml
+from unfog.inference.model_card import to_yaml
 from unfog.process.machine_key import machine_key
 
 HERE = "/home/somebody/secret-place/holiday"
@@ -106,7 +106,7 @@ def test_names_of_classes_cannot_become_markdown_or_html(tmp_path):
 def test_yaml_is_read_back_as_it_was():
     parser = pytest.importorskip("yaml")
     value = {"a": ["x: y", "#", "ä😀", "- no", ""], "b": [{"c": 1.5, "d": [{"e": "yes"}]}], "f": "null"}
-    assert parser.safe_load(_yaml(value)) == value
+    assert parser.safe_load(to_yaml(value)) == value
 
 
 CASES = {

@@ -5,7 +5,6 @@ import errno
 import inspect
 import os
 import re
-import shutil
 import subprocess
 import sys
 from contextlib import suppress
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import unfog
+from hostile import KINDS, plant
 from package_source import trees
 from unfog.files import safe_files
 from unfog.files.locks import lock_of
@@ -147,28 +147,6 @@ def test_the_root_has_no_default():
             names = [one.name for one in inspect.signature(function).parameters.values() if one.default is one.empty]
             assert "root" in names, name
     assert inspect.signature(read_file).parameters["limit"].default is inspect.Parameter.empty
-
-
-KINDS = ["link", "dangling", "pipe", "folder", "device"]
-
-
-def plant(path: Path, kind: str, victim: Path) -> None:
-    """Put something else in the place of a file or folder of ours."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    path.unlink(missing_ok=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    match kind:
-        case "link":
-            path.symlink_to(victim)
-        case "dangling":
-            path.symlink_to(victim.parent / "made")
-        case "pipe":
-            os.mkfifo(path)
-        case "folder":
-            path.mkdir()
-        case "device":
-            os.mknod(path, 0o666 | 0o020000, os.makedev(1, 5))  # /dev/zero, which never ends
 
 
 @pytest.fixture(params=KINDS)

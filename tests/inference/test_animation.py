@@ -7,7 +7,7 @@ from PIL import Image
 
 from unfog.cli.read_request import REQUESTS
 from unfog.commands import sample
-from unfog.commands.sample import _check_animation, _observe_all
+from unfog.commands.sample import check_animation, observe_all
 from unfog.diffusion.noise import VE, Flow
 from unfog.diffusion.steps import SamplingStep
 from unfog.errors import RequestError
@@ -75,17 +75,17 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
         kind(run=tmp_path, animate=tmp_path / "a.avi")
     (tmp_path / "a.gif").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(RequestError, match="exists"):
-        _check_animation(tmp_path / "a.gif")
+        check_animation(tmp_path / "a.gif")
     with pytest.raises(RequestError, match="is not a folder"):
-        _check_animation(tmp_path / "nowhere" / "a.gif")
+        check_animation(tmp_path / "nowhere" / "a.gif")
     monkeypatch.setattr(sample, "find_spec", lambda name: None)
     with pytest.raises(RequestError, match=r"pip install 'unfog\[video\]'"):
-        _check_animation(tmp_path / "a.mp4")
+        check_animation(tmp_path / "a.mp4")
 
 
 def test_several_observers_see_the_same_steps():
     seen = []
-    both = _observe_all(None, lambda step: seen.append(("one", step)), lambda step: seen.append(("two", step)))
+    both = observe_all(None, lambda step: seen.append(("one", step)), lambda step: seen.append(("two", step)))
     both("step")
     assert seen == [("one", "step"), ("two", "step")]
-    assert _observe_all(None, None) is None
+    assert observe_all(None, None) is None

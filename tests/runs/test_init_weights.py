@@ -84,6 +84,13 @@ def test_a_size_of_any_form_is_taken_or_left(tmp_path, size, seen):
     assert recipe_from_weights(Config(), {"init": {"folder": str(tmp_path)}}).data.size == seen
 
 
+def test_weights_of_latents_ask_for_their_autoencoder(photos, tmp_path):
+    written(tmp_path / "theirs", in_channels=4, out_channels=4)
+    with pytest.raises(RequestError, match=r"generates latents of 4 channels, and .* 3; .*--autoencoder"):
+        unfog.train(photos, out=tmp_path / "run", init=tmp_path / "theirs", data={"labels": "none"}, **QUICK)
+    assert not (tmp_path / "run").exists()
+
+
 @torch.no_grad()
 def difference(run, model, label=None, their_label=None):
     """Of the answers of a run's network and of a UNet2DModel."""

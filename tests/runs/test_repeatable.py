@@ -18,7 +18,7 @@ from unfog.config.schema import Network
 from unfog.config.values import parse_spec, registry_of
 from unfog.data.dataset import ImageSet
 from unfog.data.settings import Data
-from unfog.device.cores import _limit_spinning
+from unfog.device.cores import SPINNING_LIMITED
 from unfog.planning import auto_settings
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.timing import StepTime
@@ -141,7 +141,7 @@ def test_idle_threads_sleep_soon_unless_somebody_has_said_how_they_wait():
 @pytest.mark.slow
 def test_tests_and_the_processes_that_they_start_do_not_spin(monkeypatch):
     assert os.environ["GOMP_SPINCOUNT"] == "1000"
-    assert _limit_spinning()
+    assert SPINNING_LIMITED
     process = Forked([], "import os; print(os.environ['GOMP_SPINCOUNT'])", stdout=subprocess.PIPE)
     assert process.communicate()[0] == "1000\n"
 

@@ -25,7 +25,7 @@ from unfog.planning.auto_settings import AutoSettings
 from unfog.process import command_clock
 from unfog.reporting.records import read_events, read_metrics
 from unfog.runs.session import Session
-from unfog.runs.time_budget import CallTimes, Pace, TimeBudget, _recorded_plans, resume_length
+from unfog.runs.time_budget import CallTimes, Pace, TimeBudget, recorded_plans, resume_length
 from unfog.training.checkpoints import state_schema
 from unfog.training.checkpoints.load import read_state, read_tensors
 from unfog.training.distributed.coordination import CoordinatedHooks, _RankStatus  # the ranks are in one process
@@ -335,8 +335,8 @@ def test_a_damaged_length_does_not_load(saved):
 def test_plans_are_read_from_events():
     row = {"kind": "length", "step": 4, "first": 9, "steps": 20, "stretch": 2, "position": 4.5}
     rows = [row, row | {"step": 2}, row | {"first": 8}, row | {"steps": "x"}, {"kind": "log"}, row | {"steps": 21}]
-    assert _recorded_plans(rows, 9, 3) == [Plan(4, 21, 2, 4.5)]
-    assert _recorded_plans([row, row | {"step": 2}], 9, 2) == [Plan(2, 20, 2, 4.5)], "a later budget voids it"
+    assert recorded_plans(rows, 9, 3) == [Plan(4, 21, 2, 4.5)]
+    assert recorded_plans([row, row | {"step": 2}], 9, 2) == [Plan(2, 20, 2, 4.5)], "a later budget voids it"
 
 
 def test_a_plan_is_kept_once():

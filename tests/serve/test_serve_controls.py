@@ -110,7 +110,7 @@ def test_a_run_that_names_code_is_resumed_only_with_consent_and_never_imported_h
     (run.path / "config.toml").write_text(text.replace('source = "fashion"', 'source = "python:evil:x"'))
     for button in (lambda: controls.resume_command(run, {}), lambda: controls.doctor_command(server, run, {})):
         monkeypatch.delenv("UNFOG_TRUST", raising=False)
-        with pytest.raises(RequestError, match="set UNFOG_TRUST=evil:x and run the command once in a terminal"):
+        with pytest.raises(RequestError, match="set UNFOG_TRUST=evil:x"):
             button()
         monkeypatch.setenv("UNFOG_TRUST", "evil:x")
         assert button().words[0] in ("resume", "doctor")

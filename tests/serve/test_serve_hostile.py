@@ -16,6 +16,7 @@ pytest.importorskip("orjson")
 pytest.importorskip("starlette")
 
 import unfog.serve
+from hostile import places
 from served import make_run
 from unfog.serve import run_files
 from unfog.serve.playground.routes import playground_routes
@@ -61,12 +62,6 @@ def client(server):
         yield client
 
 
-def keys(value, above=()):
-    yield above
-    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
-        yield from keys(value[key], (*above, key))
-
-
 def with_odd(value, at, odd):
     """JSON of a value in which the part of that key is replaced by a text."""
     if not at:
@@ -87,7 +82,7 @@ def with_odd(value, at, odd):
 def hostile_files(run):
     """(name, content) of files of a run in which one value is another than anybody would write."""
     for name, usual in FILES.items():
-        for at in keys(usual):
+        for at in places(usual):
             yield from ((name, with_odd(usual, at, odd) + "\n") for odd in ODD)
     lines = (run / "config.toml").read_text().splitlines()
     for i, line in enumerate(lines):

@@ -13,7 +13,7 @@ from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Loss, Objective
 from unfog.models.settings import UNet
 from unfog.models.unet import UNetModel
-from unfog.training.distributed.micro_batches import _split_range
+from unfog.training.distributed.micro_batches import split_range
 from unfog.training.precision import Precision
 from unfog.training.settings import Optimizer, PowerEma
 from unfog.training.stability.nan_debug import NanReport
@@ -22,7 +22,7 @@ from unfog.values.condition_format import ConditionFormat
 from unfog.values.conditions import NO_CONDITIONS
 from unfog.values.image_format import BYTES
 
-PASSES = list(_split_range(100, 8, 3))  # of 3, 3 and 2 images
+PASSES = list(split_range(100, 8, 3))  # of 3, 3 and 2 images
 WHITE = 104  # the second image of the second pass; all others are between -0.5 and 0.5
 UNKNOWN = NanReport("unknown", "", (), (), False)
 
@@ -354,7 +354,7 @@ def test_an_infinite_output_is_blamed_for_the_gradient():
 @pytest.mark.parametrize("microbatch", [1, 2, 3, 5, 7, 8])
 @pytest.mark.parametrize("white", [100, 104, 107])
 def test_however_the_batch_is_cut_the_image_is_found(microbatch, white):
-    passes = list(_split_range(100, 8, microbatch))
+    passes = list(split_range(100, 8, microbatch))
     for model, augment in ((straight(1), poison), (straight(1, At(NanBackward.apply)), lambda x0: x0)):
         into = state(model)
         forward = replay(into, augment=augment, white=white)
@@ -366,7 +366,7 @@ def test_however_the_batch_is_cut_the_image_is_found(microbatch, white):
 @pytest.mark.parametrize("spoil", [lambda x: x / 0, lambda x: NanBackward.apply(x * 0 + 1)])
 def test_a_network_is_blamed_for_what_hits_every_image(microbatch, spoil):
     into = state(straight(1, At(spoil)))
-    found = NanReport.find(into, replay(into), list(_split_range(100, 8, microbatch)))
+    found = NanReport.find(into, replay(into), list(split_range(100, 8, microbatch)))
     assert (found.images, found.levels, found.every) == ((), (), True)
 
 

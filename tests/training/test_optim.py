@@ -19,7 +19,7 @@ from unfog.errors import RequestError
 from unfog.models.network_settings import build_model
 from unfog.models.settings import SIZES, DdpmPytorch, DiffusersDiT, Edm, Edm2
 from unfog.models.unet import UNetModel
-from unfog.planning.memory_estimate import MemoryEstimator, _checkpoint_bytes, _persistent_bytes
+from unfog.planning.memory_estimate import MemoryEstimator, checkpoint_bytes, persistent_bytes
 from unfog.planning.microbatch import with_precision
 from unfog.training import optimizers as optim
 from unfog.training.checkpoints import snapshot
@@ -367,7 +367,7 @@ def test_plan_counts_the_moments_that_there_are(method, copies):
     step = MemoryEstimator(with_precision(config), "cpu").step(1, False)
     assert step.parts["moments"] / step.parts["parameters"] == pytest.approx(copies, abs=0.1)
     assert step.parts["average"] == pytest.approx(2 * step.parts["parameters"], rel=0.01)
-    assert _persistent_bytes(step) + 3 * step.parts["parameters"] == _checkpoint_bytes(step)
+    assert persistent_bytes(step) + 3 * step.parts["parameters"] == checkpoint_bytes(step)
 
 
 class Counting(torch.optim.SGD):

@@ -17,7 +17,7 @@ from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.loss_by_level import LossByLevel
 from unfog.diffusion.objective import Loss, Objective
 from unfog.errors import Interrupted, RequestError, RunError
-from unfog.training.distributed.micro_batches import _split_range
+from unfog.training.distributed.micro_batches import split_range
 from unfog.training.ema import Ema
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import Intervals, LoopSettings, train
@@ -152,7 +152,7 @@ def test_noise_of_the_whole_batch_is_the_same_however_it_is_cut(microbatch):
 
 
 def test_micro_batches_cover_the_batch_once():
-    assert list(_split_range(64, 8, 3)) == [(64, 3), (67, 3), (70, 2)]
+    assert list(split_range(64, 8, 3)) == [(64, 3), (67, 3), (70, 2)]
 
 
 @pytest.mark.slow
@@ -335,7 +335,7 @@ def test_log_window_and_guard_measure_the_error_and_not_what_was_made_of_it():
 def test_patience_ends_in_a_roll_back_and_roll_backs_in_a_diagnosis():
     into = linear_state()
     diary = with_good_weights(into)
-    with pytest.raises(RunError, match=r"diverged 3 times.*step 9.*not finite in 3 steps in a row.*--lr"):
+    with pytest.raises(RunError, match=r"diverged 3 times.*step 9.*--lr"):
         run(into, overflow_at(range(100)), diary, patience=3, rollbacks=2)
     assert len(diary.roll_backs) == 3
     assert into.guard.lr_scale == 1 / 8

@@ -59,7 +59,7 @@ def iter_gpu_checks(config: Config, stop: StopSignals, compiled: bool = True) ->
     if is_auto(config.training, "device") and device.type == "cpu":
         why = unused_gpu() or "torch finds neither CUDA, ROCm nor MPS"
         raise RequestError(f"there is no GPU to check: {why}; --device cpu runs the same checks on the CPU")
-    steps = _StepChecks(config, device, stop)
+    steps = StepChecks(config, device, stop)
     checks: dict[str, Callable[[], Finding]] = {
         "build": partial(_check_build, device),
         "memory": partial(_check_memory, device),
@@ -191,7 +191,7 @@ def _check_copies(device: torch.device) -> Finding:
     )
 
 
-class _StepChecks:
+class StepChecks:
     """Checks of one training step on images of noise, with the settings that a run would choose."""
 
     def __init__(self, config: Config, device: torch.device, stop: StopSignals):

@@ -175,7 +175,7 @@ def compute_features(
         raise RequestError("there are no images to take features of")
     if world > 1 and cache_key is None:
         raise RequestError("several processes share features through the cache: give cache_key")
-    folder = None if cache_key is None else _features_folder(cache_key, len(pixels), features)
+    folder = None if cache_key is None else features_folder(cache_key, len(pixels), features)
     starts = range(0, len(pixels), CHUNK)
     mine = starts[rank::world]  # in turns, so that each rank has about as many, and no chunk depends on their number
     if folder is not None:
@@ -206,7 +206,7 @@ def _cached_chunk(pixels: PixelSource, features: Features, first: int, folder: P
 
 def compute_statistics(x: Tensor, features: Features, cache_key: str) -> FeatureStatistics:
     """Return mean and covariance of features [N, D] that `compute_features` gave under this key, cached on disk."""
-    folder = _features_folder(cache_key, len(x), features)
+    folder = features_folder(cache_key, len(x), features)
     path = folder / "statistics.safetensors"
     with suppress(OSError, SafetensorError, KeyError):
         kept = load_file(tensor_file(path, cache_folder()))
@@ -219,7 +219,7 @@ def compute_statistics(x: Tensor, features: Features, cache_key: str) -> Feature
     return made
 
 
-def _features_folder(cache_key: str, count: int, features: Features) -> Path:
+def features_folder(cache_key: str, count: int, features: Features) -> Path:
     """Return the cache folder of features of these images by this extractor; it need not exist."""
     # The size of a chunk too: other chunks round otherwise, and must not be mixed.
     name = hashlib.sha256(repr((_FORMAT, CHUNK, cache_key, count, features.digest)).encode()).hexdigest()[:32]
@@ -228,7 +228,7 @@ def _features_folder(cache_key: str, count: int, features: Features) -> Path:
 
 def delete_features(cache_key: str, count: int, features: Features) -> None:
     """Delete the cached features of these images; no process may still be reading them."""
-    remove_tree(_features_folder(cache_key, count, features), cache_folder())
+    remove_tree(features_folder(cache_key, count, features), cache_folder())
 
 
 def _compute(pixels: PixelSource, features: Features, first: int) -> Tensor:

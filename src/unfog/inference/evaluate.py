@@ -357,7 +357,7 @@ def evaluate_images(images: str, request: EvaluationRequest, size: Size, device:
     with init_world() as world, StopSignals() as stop:
         started, name = time.monotonic(), sanitize(request.reference)
         features = open_request_features(request, choose_device(device))
-        samples, reference = _load_both(images, request.reference, size, stop)
+        samples, reference = load_both(images, request.reference, size, stop)
         rows = _rows_without_grids(samples)
         check_enough(len(rows), sanitize(images))
         rows = rows[evenly_spaced(len(rows), len(rows) if is_auto(request, "n") else request.n)]
@@ -375,7 +375,7 @@ def evaluate_images(images: str, request: EvaluationRequest, size: Size, device:
         return Evaluation(None, drawn, found, verdict=verdict(found), spectrum=spectrum, seconds=seconds)
 
 
-def _load_both(images: str, reference: str, size: Size, stop: StopSignals) -> tuple[ImageSet, ImageSet]:
+def load_both(images: str, reference: str, size: Size, stop: StopSignals) -> tuple[ImageSet, ImageSet]:
     """Return both sets at one size and with equal channels. RequestError if that cannot be, or images are missing."""
     samples = _load(images, size or common_size(open_source(images), _GRIDS), 0, stop)
     side = samples.settings.size

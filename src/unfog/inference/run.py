@@ -24,11 +24,15 @@ from unfog.diffusion.editing import Edit
 from unfog.diffusion.sampler import Observe
 from unfog.errors import RequestError
 from unfog.inference.guide import Guide, resolve_guidance
-from unfog.inference.loaded_run import LoadedRun, weights_digest
+from unfog.inference.loaded_run import FAR, LoadedRun, weights_digest
 from unfog.pipeline.generate import GenerationSettings, generate_batches
 from unfog.pipeline.image_files import ImageInput, build_edit
+from unfog.process.device import available_memory
 from unfog.reporting.image_grids import Pixels
 from unfog.reporting.notebook import table
+from unfog.reporting.progress import plural
+from unfog.text import format_bytes
+from unfog.training.precision import DTYPES
 from unfog.values.image_format import Size
 
 if TYPE_CHECKING:
@@ -141,7 +145,33 @@ class Run(LoadedRun):
             remedy = "--guidance 2" if conditions.can_be_dropped and self.config.label_dropout else "a --guide"
             raise RequestError(f"guidance_interval has no effect with guidance = 1; give {remedy}, or omit it")
         generation = replace(generation, guidance=guidance.scale)
+        if self.enlarged > FAR:
+            self._check_memory(generation, guidance.guide is not None)
         return PreparedSampling(generation, guidance.guide, edit, self._describe(generation, guidance.name))
+
+    def _check_memory(self, generation: GenerationSettings, guided: bool) -> None:
+        """Raise RequestError if the memory that is free cannot hold a batch of images larger than those of the run."""
+        # Loaded only here, so that images of the run's size start without it.
+        from unfog.planning.memory_estimate import sampling_memory
+        from unfog.planning.microbatch import memory_upper_bound
+
+        count, half = min(generation.count, generation.batch), DTYPES.get(generation.precision)
+        passes = 1 if guided or generation.guidance == 1 else 2  # with and without conditions, in one call
+        free = available_memory(self.device)
+        if memory_upper_bound(self.config, passes * count) < free:  # saves the second that a trace takes
+            return
+
+        def needed(images: int) -> int:
+            return sampling_memory(self.config, self.device.type, passes * images, half)
+
+        if (need := needed(count)) <= free:
+            return
+        fits = int(count * free / need)  # as most of it is in proportion to the images
+        remedy = f"give --batch {fits}" if fits and needed(fits) <= free else "give a smaller --size"
+        raise RequestError(
+            f"size = {self.config.image_format.sides}: {plural(count, 'image')} at once need{'s' * (count == 1)} "
+            f"{format_bytes(need)} of memory, and {self.device.type} has {format_bytes(free)} free; {remedy}"
+        )
 
     def draw(
         self,

@@ -72,7 +72,7 @@ class GenerationSettings:
             return NoiseSource(self.seed, indices, shape, device).draw
         one, other = (NoiseSource(seed, [0], shape) for seed in (self.seed, self.to_seed))
         shares = [i / max(1, self.count - 1) for i in indices]
-        return lambda: _interpolate_noise(one.draw()[0], other.draw()[0], shares).to(device)
+        return lambda: interpolate_noise(one.draw()[0], other.draw()[0], shares).to(device)
 
     def conditions(self, config: Config, indices: Sequence[int], device: torch.device) -> Conditions:
         """Return the conditions of these samples of a run."""
@@ -160,7 +160,7 @@ def _evaluation_mode(network: nn.Module, device: torch.device, precision: Sampli
         network.channels_last = memory_format  # type: ignore[assignment]
 
 
-def _interpolate_noise(a: Tensor, b: Tensor, shares: Sequence[float]) -> Tensor:
+def interpolate_noise(a: Tensor, b: Tensor, shares: Sequence[float]) -> Tensor:
     """Return noise [N, …] between noises a and b, at these shares of the great circle: 0 is a, and 1 is b, exactly.
 
     Along the circle noise keeps its length; on a straight line it would be too weak in the middle, and images grey.

@@ -38,11 +38,12 @@ def cost_per_sample(
     guide: Conditional | None = None,
 ) -> float:
     """Extrapolate `measure` of one sample from two steps of the sampler in `drawing`, by the network calls."""
-    trial = replace(drawing, sampler=replace(drawing.sampler, steps=_trial_steps(drawing.sampler)))
+    trial = replace(drawing, sampler=replace(drawing.sampler, steps=trial_steps(drawing.sampler)))
     whole, part = (sample_calls(one, config.diffusion.schedule) for one in (drawing, trial))
     return measure(lambda: generate_images(network, config, trial, guide=guide)) / drawing.count * whole / part
 
 
-def _trial_steps(sampler: Sampler) -> int:
+def trial_steps(sampler: Sampler) -> int:
+    """Return the sampler steps of a timing trial: two at most, or all of an adaptive sampler."""
     # The adaptive sampler decides itself how many steps it takes, so a part of them says nothing.
     return sampler.steps if sampler.kind == "adaptive" else min(2, sampler.steps)

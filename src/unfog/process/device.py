@@ -103,7 +103,7 @@ def available_memory(device: torch.device) -> int:
         return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
     if device.type == "mps":
         return int(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
-    return min(limit for limit in (_system(), _control_group(), _addresses()) if limit is not None)
+    return min(limit for limit in (_system(), control_group_memory(), _addresses()) if limit is not None)
 
 
 def total_memory(device: torch.device) -> int:
@@ -113,7 +113,9 @@ def total_memory(device: torch.device) -> int:
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
     # Of addresses, what is left: no other process takes any.
-    return min(limit for limit in (_system("MemTotal"), _control_group(free=False), _addresses()) if limit is not None)
+    return min(
+        limit for limit in (_system("MemTotal"), control_group_memory(free=False), _addresses()) if limit is not None
+    )
 
 
 def _system(name: str = "MemAvailable") -> int:
@@ -125,7 +127,7 @@ def _system(name: str = "MemAvailable") -> int:
     return _UNTOLD
 
 
-def _control_group(
+def control_group_memory(
     root: Path = Path("/sys/fs/cgroup"), me: Path = Path("/proc/self/cgroup"), free: bool = True
 ) -> int | None:
     """Memory that the control groups of this process leave, or allow if not `free`, version 2 or 1; None: no limit."""

@@ -66,7 +66,7 @@ def say_what_resume_promises(config: Config, device: torch.device) -> None:
         say("  deterministic = off: a resume continues the same state, but is not bit-identical to a run without it")
 
 
-def _last_logged(step: int, due: Sequence[str]) -> int:
+def last_logged_step(step: int, due: Sequence[str]) -> int:
     """Return the last step whose line of the record stays; a log that is still due will write its line again."""
     return step - ("log" in due or "evaluate" in due)
 
@@ -79,7 +79,7 @@ def _other_threads(now: str, before: str) -> str:
     return f", but not with OMP_NUM_THREADS={threads[1]}"
 
 
-def _write_data_report(folder: RunFolder, dataset: Dataset, augment: Augment, seed: int) -> None:
+def write_data_report(folder: RunFolder, dataset: Dataset, augment: Augment, seed: int) -> None:
     """Write contact-sheet.png and data.json into a run folder, each atomically. OSError if that is impossible.
 
     `seed` is that of the stream and of the augmentation; the random state of torch is left as it is.
@@ -193,7 +193,7 @@ class Session(StoppableHooks):
         """Write data.json and the contact sheet; if that fails, warn and train without."""
         augment = Augment.from_settings(self.config.data)
         try:
-            _write_data_report(self.context.folder, self.dataset, augment, self.config.training.seed)
+            write_data_report(self.context.folder, self.dataset, augment, self.config.training.seed)
         except OSError as error:
             warn(f"data.json and contact-sheet.png could not be written: {error.strerror or error}")
 
@@ -274,7 +274,7 @@ class Session(StoppableHooks):
             remove(self.context.folder.metrics, self.context.folder.path)
             return 0, None
         self._load(saved)
-        return _last_logged(self.step, self.state.due), self._resume_length()
+        return last_logged_step(self.step, self.state.due), self._resume_length()
 
     def _load(self, saved: checkpoint.CheckpointInfo) -> None:
         """Restore a checkpoint; of a sharded state only the progress, as each rank reads its own rows later."""

@@ -238,7 +238,7 @@ class TimeBudget:
         return self._calls.seconds(kind) / self.step_seconds
 
 
-def _recorded_plans(events: list[Row], first: int, after: int) -> list[Plan]:
+def recorded_plans(events: list[Row], first: int, after: int) -> list[Plan]:
     """Return the plans of events for a run of `first` steps in its settings, from the step `after` on.
 
     That step is among them, as a resume plans before it trains: its checkpoint does not have that plan.
@@ -259,7 +259,7 @@ def resume_length(length: Length, first: int, step: int, events: list[Row], anew
     another. Returns the plan that says so, which is to be recorded; None if nothing changes.
     """
     length.adopt(first)
-    length.add(_recorded_plans(events, first, step))
+    length.add(recorded_plans(events, first, step))
     if not length.plans:
         return None
     if anew:

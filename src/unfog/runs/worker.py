@@ -70,9 +70,9 @@ def run_worker() -> None:
         with StopSignals(quiet=True) as stop:
             if config.training.shard:
                 checkpoints = Path(received["checkpoints"])
-                _check_visible(checkpoints, "where each rank of a sharded run writes its part of a checkpoint", world)
-            if config.autoencoder_folder:
-                _check_visible(Path(config.autoencoder_folder), "the run's autoencoder", world)
+                check_visible(checkpoints, "where each rank of a sharded run writes its part of a checkpoint", world)
+            for folder in config.representation.folders:
+                check_visible(folder, "the run's autoencoder", world)
             dataset, found = load_images(config, stop, lost=received["lost"])
             if found.fingerprint != config.fingerprint:
                 raise RunError(
@@ -82,7 +82,7 @@ def run_worker() -> None:
             _train_worker(config, dataset, stop, world)
 
 
-def _check_visible(folder: Path, what: str, world: World) -> None:
+def check_visible(folder: Path, what: str, world: World) -> None:
     """RunError if this rank does not see a part of the run folder that it needs."""
     if not folder.is_dir():
         raise RunError(

@@ -215,7 +215,7 @@ def _check_samples(
 ) -> list[Finding]:
     """Check images generated with the EMA weights, without guidance, which would shift colours."""
     config, network = weights.config, weights.networks["ema"].to(weights.device)
-    given = _conditions_of_samples(config.conditions, prepared.train, samples)
+    given = conditions_of_samples(config.conditions, prepared.train, samples)
     labels = given_labels(given)
     batch = config.training.microbatch or config.training.batch
     with Progress("generating images", samples) as progress:
@@ -232,7 +232,7 @@ def _check_samples(
     return findings
 
 
-def _conditions_of_samples(format: ConditionFormat, images: ImageSet, samples: int) -> Given:
+def conditions_of_samples(format: ConditionFormat, images: ImageSet, samples: int) -> Given:
     """Return all classes in turn; if the run has other conditions too, all conditions of some training images."""
     if format.columns:
         return proportional_given(format, images, samples)

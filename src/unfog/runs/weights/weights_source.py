@@ -60,6 +60,11 @@ class WeightsSource(NamedTuple):
         return self.weights.parents[2] if self.is_run else self.weights.parent
 
     @property
+    def names_autoencoder(self) -> bool:
+        """False for weights that see pixels, and for those of latents that come without their autoencoder."""
+        return bool(self.config.autoencoder_folder)
+
+    @property
     def is_run(self) -> bool:
         return self.unet2d is None and self.elsewhere is None
 

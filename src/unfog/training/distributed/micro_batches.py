@@ -56,13 +56,13 @@ def split_batch(first: int, batch: int, rng_size: int, share: range, most: int) 
 
     The batch has `batch` images from position `first` on. Noise is drawn for `rng_size` images together.
     """
-    for rng_first, rng_count in _split_range(first, batch, rng_size):
+    for rng_first, rng_count in split_range(first, batch, rng_size):
         start, stop = max(rng_first, share.start), min(rng_first + rng_count, share.stop)
-        for place, count in _split_range(start, stop - start, most):
+        for place, count in split_range(start, stop - start, most):
             yield MicroBatch(place, count, rng_first, rng_count)
 
 
-def _split_range(first: int, count: int, size: int) -> Iterator[tuple[int, int]]:
+def split_range(first: int, count: int, size: int) -> Iterator[tuple[int, int]]:
     """Yield (first position, count) of consecutive parts of `size` positions; the last may be smaller."""
     for start in range(first, first + count, size):
         yield start, min(size, first + count - start)
