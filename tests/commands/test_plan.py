@@ -334,6 +334,17 @@ def test_a_step_that_compiles_first_is_not_taken_for_the_pace(monkeypatch):
         assert timer.step_time() == StepTime(50.0, 1.0 if compiles else 50.0)
 
 
+def test_so_many_steps_are_timed_at_least_however_slow_they_are(monkeypatch):
+    """A step that is captured after three others is not reached within the limit on a slow GPU."""
+    clock = itertools.count(step=50.0)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
+    timer = timing._StepTimer(3.0, Progress("", None), lambda: False, False, least=4)
+    for step in range(4):
+        assert not timer.stop_requested()
+        timer.on_step_end(step + 1)
+    assert timer.stop_requested()
+
+
 def test_a_plan_leaves_random_numbers_alone():
     pixels = np.zeros((8, 1, 16, 16), np.uint8)
     config = replace(asked(batch=2, precision="fp32", device="cpu"), data=Data(size=16, channels=1))
