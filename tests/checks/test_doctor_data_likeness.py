@@ -59,6 +59,7 @@ def test_thumbnails_are_means_of_cells(size: int) -> None:
     np.testing.assert_allclose(thumbnails(pixels), np.moveaxis(np.array(expected), (0, 1), (2, 3)), atol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_hash_survives_what_leaves_the_picture_alone_and_tells_pictures_apart() -> None:
     images = CLOTHES[::20]
     one = perceptual_hash(thumbnails(images))
@@ -69,6 +70,7 @@ def test_a_hash_survives_what_leaves_the_picture_alone_and_tells_pictures_apart(
     assert np.median(bits(one, np.roll(one, 250))) > 12  # another kind of clothes
 
 
+@pytest.mark.slow
 def test_candidates_find_close_hashes_among_many() -> None:
     generator = np.random.default_rng(0)
     hashes = generator.integers(0, 2**64, 20_000, np.uint64, endpoint=False)
@@ -80,6 +82,7 @@ def test_candidates_find_close_hashes_among_many() -> None:
     assert all(bits(hashes[[a]], hashes[[b]])[0] <= 9 for a, b in found)
 
 
+@pytest.mark.slow
 def test_many_equal_hashes_take_no_longer() -> None:
     """What is alike by nature, as blank pages or passport photographs are, must not cost the square of its number."""
     started = time.process_time()
@@ -88,6 +91,7 @@ def test_many_equal_hashes_take_no_longer() -> None:
     assert time.process_time() - started < 10  # measured 0.5
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=20))
 def test_groups_are_connected_components(pairs: list[tuple[int, int]]) -> None:
     group = {one: one for pair in pairs for one in pair}

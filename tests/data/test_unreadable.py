@@ -142,6 +142,7 @@ def test_names_that_could_not_be_read_again_are_refused_before_training(tmp_path
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_long_state_is_read_again_and_one_too_long_replaces_nothing(tmp_path, monkeypatch):
     state = trained()
     state.lost_shards = {f"https://example.org/photos-{i:06d}.tar": "it answered 503" for i in range(20_000)}

@@ -65,6 +65,7 @@ def _writes(call: ast.Call) -> bool:
     return name in WRITERS and bool(owner)
 
 
+@pytest.mark.slow
 def test_nothing_else_writes_by_name():
     found = []
     for place, tree in trees().items():
@@ -126,6 +127,7 @@ def test_nothing_else_reads_by_name():
     assert not found, "\n".join(found)
 
 
+@pytest.mark.slow
 def test_pillow_is_always_given_the_formats_that_it_may_read():
     """Among its readers is one of PostScript, which starts Ghostscript on what the file says."""
     found = []

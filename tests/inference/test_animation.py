@@ -30,6 +30,7 @@ def animated(steps=5, path=Flow()):  # noqa: B008 - frozen
     return observer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".gif", ".webp"])
 def test_every_step_is_a_frame_and_the_samples_are_the_last(tmp_path, suffix):
     file = tmp_path / f"denoising{suffix}"

@@ -119,17 +119,20 @@ def test_previews_evaluation_and_checkpoints_take_a_tenth_at_most(seconds):
     assert abs(ended.now - seconds) < max(0.05 * seconds, 1.0)
 
 
+@pytest.mark.slow
 def test_cheap_previews_stay_as_they_are():
     ended = Machine(lambda t: 0.1).run()
     assert {plan.stretch for plan in ended.length.plans} <= {1}
 
 
+@pytest.mark.slow
 def test_a_slow_moment_does_not_stretch_the_intervals_for_good():
     found = Machine(lambda t: 1.0 if t < 25 else 0.1, {"preview": 2.0, "evaluate": 1.0, "save": 0.5}, every=20).run()
     most = max(plan.stretch for plan in found.length.plans)
     assert found.length.at(found.step).stretch < most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noticed", [True, False], ids=["suspended", "stalled"])
 @pytest.mark.parametrize(
     ("pace", "seconds", "pauses"),
@@ -170,6 +173,7 @@ def test_a_pause_in_a_preview_or_a_save_does_not_make_it_dear(kind):
     assert {plan.stretch for plan in ended.length.plans} == {1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("told", [0.1, 0.4, 1.6])
 def test_samples_timed_before_training_are_believed_in_seconds(told):
     """A step was timed while the machine was idle or busy, and a preview is dear and drawn at the end only."""

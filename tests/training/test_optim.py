@@ -200,6 +200,7 @@ def test_muon_leaves_the_first_and_the_last_matrix_of_any_other_network():
     assert matrices[0] is model[1].weight
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [AdamW(), Muon(), MOMENTUM, Custom("torch.optim.Adafactor"), "odd"])
 def test_saved_and_restored_in_the_middle_is_bit_identical(tmp_path, method, odd):
     method = odd if method == "odd" else method
