@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFont
 
-from unfog.checks.images import duplicate_checks, duplicate_search
-from unfog.checks.images.duplicate_checks import _report_duplicates, check_duplicates  # the report is given pairs
-from unfog.checks.images.duplicate_search import (  # the search is counted, and given hashes
+from unfog.checks.images import duplicate_checks
+from unfog.checks.images.duplicate_checks import (  # the report is given pairs; the search is counted, and given hashes
     _candidate_pairs,
     _compare_thumbnails,
+    _report_duplicates,
+    check_duplicates,
     connected_groups,
     find_duplicates,
 )
@@ -184,7 +185,7 @@ def test_names_listed_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_no_more_pairs_are_looked_at_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(duplicate_search, "_MOST_PAIRS", 10)
+    monkeypatch.setattr(duplicate_checks, "_MOST_PAIRS", 10)
     trousers = CLOTHES[1000:2000]
     looked = ImageScan.create(as_prepared(trousers, trousers[:0]))
     copies = find_duplicates(looked)

@@ -213,7 +213,7 @@ def test_noise_blank_and_clipped_pictures_are_found():
 
 def detail_finding(drawn, data, unready=""):
     mine, theirs = (x.transpose(0, 2, 3, 1) for x in (drawn, data))
-    return _check_detail(mine, _color_statistics(mine), theirs, _color_statistics(theirs), unready)
+    return _check_detail(_color_statistics(mine), _color_statistics(theirs), unready)
 
 
 @pytest.mark.slow
@@ -247,9 +247,9 @@ def test_detail_counts_every_class_alike():
     data, labels = np.concatenate([rough[:30], plain[:270]]), np.repeat([0, 1], [30, 270])
     drawn, own = np.concatenate([rough[100:130], plain[270:]]), np.repeat([0, 1], [30, 30])
     counted = [_color_statistics(x, y) for x, y in ((drawn, own), (data, labels))]
-    assert _check_detail(drawn, counted[0], data, counted[1]).severity == "fine"
+    assert _check_detail(*counted).severity == "fine"
     unlabelled = [_color_statistics(x) for x in (drawn, data)]
-    assert _check_detail(drawn, unlabelled[0], data, unlabelled[1]).severity == "hint"
+    assert _check_detail(*unlabelled).severity == "hint"
 
 
 def test_flat_pictures_and_flat_data_have_a_finding_too():

@@ -34,8 +34,7 @@ from unfog.inference.tune import (  # the search runs on errors of known shape
     _levels_are_valid,
     _search_levels,
 )
-from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_labels
-from unfog.planning.sampling_cost import cost_per_sample
+from unfog.pipeline.generate import GenerationSettings, cost_per_sample, generate_images, proportional_labels
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.records import read_events
 from unfog.runs.resume import omit_tuned_settings

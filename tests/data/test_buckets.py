@@ -35,7 +35,7 @@ from unfog.models.settings import SIZES, DiT
 from unfog.pipeline.build import build_network
 from unfog.pipeline.skipped_images import FailureReporter
 from unfog.process.run_folder import RunFolder
-from unfog.training.distributed.micro_batches import split_batch
+from unfog.training.batches import split_batch
 from unfog.training.distributed.world import World
 from unfog.values.buckets import Bucket, bucket_texts, parse_buckets, share_samples
 from unfog.values.columns import Column

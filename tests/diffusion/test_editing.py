@@ -15,8 +15,8 @@ from unfog.diffusion.editing import Edit, renoise
 from unfog.diffusion.noise import VE, VP, Cosine, Flow, LogitNormal, LogNormal, NoiseSource
 from unfog.diffusion.sampler import Level, Sampler
 from unfog.errors import RequestError
+from unfog.pipeline.edit_images import build_edit
 from unfog.pipeline.generate import interpolate_noise
-from unfog.pipeline.image_files import build_edit
 from unfog.serve.run_files import decode_picture
 
 PATHS = [(VP(), Cosine()), (VE(), LogNormal()), (Flow(), LogitNormal())]

@@ -26,7 +26,7 @@ from faults.harness import (
 from faults.mounts import SmallDisk
 from unfog.diffusion.noise import Flow
 from unfog.errors import RunError
-from unfog.pipeline.image_files import DenoisingAnimation
+from unfog.pipeline.denoising_pictures import DenoisingAnimation
 from unfog.values.image_format import ImageFormat
 
 SIZE = "size=40m"

@@ -94,7 +94,7 @@ READ_BY_NAME = {
     "export/sample_onnx.py": "copied into an export, where unfog may be missing",
     "export/sample_torch.py": "copied into an export, where unfog may be missing",
     "export/source_code.py": "a file of this package",
-    "pipeline/image_files.py": "a file that it wrote into a temporary folder of its own",
+    "pipeline/denoising_pictures.py": "a file that it wrote into a temporary folder of its own",
     "process/command_clock.py": "a file of /proc",
     "process/identity.py": "files of /proc",
     "process/device.py": "files of /proc and /sys",

@@ -7,7 +7,7 @@ from torch import nn
 from unfog.models.dit import DiTModel
 from unfog.models.settings import DiT, UNet
 from unfog.models.unet import UNetModel
-from unfog.training.half_weights import HalfWeights
+from unfog.training.precision import HalfWeights
 from unfog.values.condition_format import ConditionFormat
 
 CLASSES = ConditionFormat.numbered(2)

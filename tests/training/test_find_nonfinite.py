@@ -13,7 +13,7 @@ from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Loss, Objective
 from unfog.models.settings import UNet
 from unfog.models.unet import UNetModel
-from unfog.training.distributed.micro_batches import split_range
+from unfog.training.batches import split_range
 from unfog.training.precision import Precision
 from unfog.training.settings import Optimizer, PowerEma
 from unfog.training.stability.nan_debug import NanReport

@@ -24,7 +24,7 @@ from unfog.training.precision import Precision
 from unfog.training.settings import AdamW, FixedEma, Muon, Optimizer, PowerEma
 from unfog.training.stability.divergence import DivergenceGuard
 from unfog.training.state import TrainState
-from unfog.training.updates import obstacles, updater
+from unfog.training.updates import updater
 from unfog.values.condition_format import ConditionFormat
 
 STEPS = 9
@@ -38,7 +38,7 @@ def when(monkeypatch):
     """Have the device decide, and the host read its verdict at once, or a step late."""
 
     def choose(how):
-        monkeypatch.setattr(obstacles, "_LATE_ON", () if how == "usual" else ("cpu",))
+        monkeypatch.setattr(updater, "_LATE_ON", () if how == "usual" else ("cpu",))
         monkeypatch.setattr(updater, "_LAG", int(how == "late"))
 
     return choose
@@ -298,7 +298,7 @@ def test_weights_that_are_not_finite_are_found(when):
 def test_what_cannot_be_masked_is_decided_at_once(when, monkeypatch):
     when("late")
     world = type("World", (), {"size": 1})()
-    why = obstacles.why_not_masked
+    why = updater.why_not_masked
     assert why(state(), world) is None
     assert "several processes" in why(state(), type("World", (), {"size": 2})())
     buffered = TrainState(
@@ -314,7 +314,7 @@ def test_what_cannot_be_masked_is_decided_at_once(when, monkeypatch):
     assert "project" in why(foreign, world)
     foreign.levels = object()
     assert "follow the losses" in why(foreign, world)
-    monkeypatch.setattr(obstacles, "_LATE_ON", ("cuda",))
+    monkeypatch.setattr(updater, "_LATE_ON", ("cuda",))
     assert "cpu" in why(state(), world)
 
 

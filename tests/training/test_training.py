@@ -17,7 +17,7 @@ from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.loss_by_level import LossByLevel
 from unfog.diffusion.objective import Loss, Objective
 from unfog.errors import Interrupted, RequestError, RunError
-from unfog.training.distributed.micro_batches import split_range
+from unfog.training.batches import split_range
 from unfog.training.ema import Ema
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import Intervals, LoopSettings, train
