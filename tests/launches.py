@@ -74,8 +74,8 @@ elastic_launch(launch, rank)(sys.argv[3:])
 """What torchrun does, but that ranks are forked instead of starting interpreters that import torch."""
 
 
-def launched(size, command, folder, *words, restarts=0):
-    source = (few_images(), "--out") if command == "train" else ()
+def launched(size, command, folder, *words, restarts=0, images=None):
+    source = (images or few_images(), "--out") if command == "train" else ()
     return forked(
         [size, restarts, Path(unfog.__file__).with_name("__main__.py"), command, *source, folder, *words], AGENT
     )

@@ -20,7 +20,7 @@ from unfog.pipeline.build import build_network
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.flops import GB
 from unfog.planning.memory_estimate import MemoryEstimator
-from unfog.planning.microbatch import MARGIN, _memory_upper_bound
+from unfog.planning.microbatch import MARGIN, memory_upper_bound
 from unfog.planning.plan import plan
 from unfog.training.settings import AdamW, EmaSnapshots, Optimizer
 
@@ -84,7 +84,7 @@ def test_one_process_has_the_whole_for_checkpoints_and_pictures():
 def test_the_glance_is_not_below_the_prediction_for_two_processes(shard):
     for device in ("cpu", "cuda"):
         given = config(shard=shard)
-        assert _memory_upper_bound(given, given.training.batch) > MemoryEstimator(given, device, 2).training(4, False)
+        assert memory_upper_bound(given, given.training.batch) > MemoryEstimator(given, device, 2).training(4, False)
 
 
 @pytest.mark.exhaustive

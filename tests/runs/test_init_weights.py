@@ -23,8 +23,8 @@ from unfog.models.settings import UNet
 from unfog.models.unet import UNetModel
 from unfog.planning.lr_range_test import LrTestSetup
 from unfog.reporting.records import read_events
+from unfog.runs.weights.foreign_objectives import objective_from_scheduler
 from unfog.runs.weights.init_weights import recipe_from_weights
-from unfog.runs.weights.objectives import objective_from_scheduler
 from unfog.values.condition_format import ConditionFormat
 
 pytestmark = pytest.mark.slow
@@ -82,6 +82,13 @@ def test_a_size_of_any_form_is_taken_or_left(tmp_path, size, seen):
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"sample_size": size}))
     assert recipe_from_weights(Config(), {"init": {"folder": str(tmp_path)}}).data.size == seen
+
+
+def test_weights_of_latents_ask_for_their_autoencoder(photos, tmp_path):
+    written(tmp_path / "theirs", in_channels=4, out_channels=4)
+    with pytest.raises(RequestError, match=r"generates latents of 4 channels, and .* 3; .*--autoencoder"):
+        unfog.train(photos, out=tmp_path / "run", init=tmp_path / "theirs", data={"labels": "none"}, **QUICK)
+    assert not (tmp_path / "run").exists()
 
 
 @torch.no_grad()

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from unfog.data.settings import Data
 from unfog.diffusion.sampler import Sampler
-from unfog.models.autoencoder_settings import AutoencoderFolder, Latents
+from unfog.errors import RequestError
+from unfog.models.autoencoder_settings import AutoencoderFolder, Latents, check_multiple
+from unfog.settings import is_auto
 
 if TYPE_CHECKING:
     import numpy as np
@@ -61,6 +63,18 @@ class Representation(ABC):
     @abstractmethod
     def problem(self) -> str:
         """Missing part of the stored settings, as a sentence; "" if they are complete."""
+
+    @property
+    @abstractmethod
+    def folders(self) -> tuple[Path, ...]:
+        """Folders beside the images and the run that every rank reads."""
+
+    @abstractmethod
+    def check(self) -> int:
+        """Return `factor` before images are read, when the stored settings may be incomplete.
+
+        RequestError if there is no such autoencoder, or it does not suit the images or their augmentation.
+        """
 
     @abstractmethod
     def autoencoder(self) -> AutoencoderFolder | None:
@@ -121,6 +135,7 @@ class PixelSpace(Representation):
     one_size = ""
     factor = 1
     problem = ""
+    folders = ()
 
     @property
     def no_bits(self) -> str:  # type: ignore[override]
@@ -135,6 +150,9 @@ class PixelSpace(Representation):
     @property
     def stored_shape(self) -> tuple[int, ...]:
         return self.shape
+
+    def check(self) -> int:
+        return self.factor
 
     def autoencoder(self) -> None:
         return None
@@ -219,6 +237,27 @@ class LatentSpace(Representation):
     def problem(self) -> str:
         complete = self.latents.factor and self.latents.channels
         return "" if complete else "it names an autoencoder_folder, and has no [latents], which training writes"
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        return (Path(self.folder),)
+
+    def check(self) -> int:
+        described, data = self.autoencoder(), self.data
+        for name in ("jitter", "crop", "augment"):
+            if getattr(data, name):
+                raise RequestError(
+                    f"data.{name} = {getattr(data, name)} changes pixels, but latents are encoded once, from "
+                    "unchanged images; omit it, or train without --autoencoder (--flip is possible)"
+                )
+        if not is_auto(data, "channels") and data.channels != described.image_channels:
+            raise RequestError(
+                f"data.channels = {data.channels}, but the autoencoder in {self.folder} is for "
+                f"images of {described.image_channels}; omit --data.channels, or use another autoencoder"
+            )
+        if not is_auto(data, "size"):
+            check_multiple(data.size, described.factor)
+        return described.factor
 
     def autoencoder(self) -> AutoencoderFolder:
         return AutoencoderFolder.open(self.folder)

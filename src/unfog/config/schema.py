@@ -226,8 +226,8 @@ class Config:
 
     @property
     def with_most_pixels(self) -> Config:
-        """The settings at the size of the largest images of the run, by which memory is planned."""
-        return self.at_size(max((bucket.size for bucket in self.size_buckets), key=area, default=self.data.size))
+        """The settings at the largest of `data.size` and the sizes of the buckets, by which memory is planned."""
+        return self.at_size(max((*(bucket.size for bucket in self.size_buckets), self.data.size), key=area))
 
     def at_size(self, size: Size) -> Config:
         """Return the settings of the same run for images of another size."""

@@ -26,7 +26,7 @@ from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.sampler import TWO_CALLS, Sampler
 from unfog.errors import RequestError
 from unfog.files.locks import LOCK
-from unfog.models.autoencoder_settings import AutoencoderFolder, check_multiple
+from unfog.models.autoencoder_settings import check_multiple
 from unfog.models.settings import Architecture
 from unfog.reporting.log_settings import check_installed
 from unfog.reporting.progress import plural, say
@@ -110,23 +110,7 @@ def check_autoencoder(config: Config) -> int:
     """
     if config.autoencoder.factor and not is_auto(config.data, "size"):
         config.autoencoder.check(config.data.size)
-    if not config.autoencoder_folder:
-        return 1
-    described, data = AutoencoderFolder.open(config.autoencoder_folder), config.data
-    for name in ("jitter", "crop", "augment"):
-        if getattr(data, name):
-            raise RequestError(
-                f"data.{name} = {getattr(data, name)} changes pixels, but latents are encoded once, from "
-                "unchanged images; omit it, or train without --autoencoder (--flip is possible)"
-            )
-    if not is_auto(data, "channels") and data.channels != described.image_channels:
-        raise RequestError(
-            f"data.channels = {data.channels}, but the autoencoder in {config.autoencoder_folder} is for "
-            f"images of {described.image_channels}; omit --data.channels, or use another autoencoder"
-        )
-    if not is_auto(data, "size"):
-        check_multiple(data.size, described.factor)
-    return described.factor
+    return config.representation.check()
 
 
 def check_device(name: str) -> None:

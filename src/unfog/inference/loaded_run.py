@@ -36,7 +36,7 @@ from unfog.values.image_format import Size, parse_size
 
 # Result of `unfog ema-sweep`; the width in it is the default of the run from then on.
 SWEEP_FILE = "ema-sweep.json"
-_FAR = 2.0  # factor between the pixels of an image and those of training images, beyond which a size is far
+FAR = 2.0  # factor between the pixels of an image and those of training images, beyond which a size is far
 
 
 class LoadedRun:
@@ -60,6 +60,8 @@ class LoadedRun:
     """Step of the weights. That of an EMA of a given width may have no checkpoint."""
     resized = False
     """True if it generates images of one given size, and not of the size or the buckets of the run: see `at_size`."""
+    enlarged = 1.0
+    """Pixels of an image over those of an image of the run."""
     earlier: LoadedRun | None = None
     """The run at an earlier step, once it has been loaded to guide this one."""
 
@@ -98,12 +100,12 @@ class LoadedRun:
             return self
         config = self.config.at_size(size)
         check_sample_size(config)
-        area, trained = config.image_format.pixels, self.config.image_format.pixels
-        if not trained / _FAR <= area <= trained * _FAR:
-            far = f"{config.image_format.sides} has {area / trained:.2g} times the pixels of the images of the run"
-            warn(f"size = {far}; what it generates may repeat itself or fall apart")
         other = copy(self)
         other.config, other.resized = config, True
+        other.enlarged = config.image_format.pixels / self.config.image_format.pixels
+        if not 1 / FAR <= other.enlarged <= FAR:
+            far = f"{config.image_format.sides} has {other.enlarged:.2g} times the pixels of the images of the run"
+            warn(f"size = {far}; what it generates may repeat itself or fall apart")
         return other
 
     def load_network(self, saved: checkpoint.CheckpointInfo, step: int | None) -> tuple[nn.Module, int]:
@@ -212,7 +214,7 @@ def load_ema_weights(network: nn.Module, folder: RunFolder, width: float, step: 
     """
     mix = Mixture.solve(EmaSnapshotFile.read_all(folder.averages), width, step)
     try:
-        network.load_state_dict(_rebuild(mix), strict=True)
+        network.load_state_dict(rebuild_ema(mix), strict=True)
     except RuntimeError as error:
         raise RunError(f"the snapshots in {folder.averages} are of another network: {str(error)[:120]} ...") from None
     return mix
@@ -228,7 +230,7 @@ def swept_width(run: Path) -> float | None:
 
 
 @torch.no_grad()
-def _rebuild(mix: Mixture) -> dict[str, Tensor]:
+def rebuild_ema(mix: Mixture) -> dict[str, Tensor]:
     """Sum a mixture to the EMA, float32 by the network's names; buffers are those of the newest snapshot.
 
     Raises RunError if a snapshot cannot be read.

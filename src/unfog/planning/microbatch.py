@@ -45,7 +45,7 @@ class MicrobatchChoice(NamedTuple):
         `name` is that of the device in messages; "" is torch's. RequestError if not even one image fits.
         """
         batch, checkpointing = config.training.batch, config.training.checkpointing
-        bound = _memory_upper_bound(config, batch)
+        bound = memory_upper_bound(config, batch)
         if bound < available * MARGIN:  # almost always; saves the second that a trace takes
             reason = f"needs less than {format_bytes(bound)} of {format_bytes(available)} available"
             return cls(batch, checkpointing, reason)
@@ -127,7 +127,7 @@ def _more_devices_remedy(config: Config, processes: int) -> str:
 def _required_memory(config: Config, device: torch.device, available: int, processes: int = 1) -> int:
     """Return bytes of training with the micro-batch of `config`, or an upper bound if that is available anyway."""
     at_once = config.training.microbatch or config.training.batch
-    bound = _memory_upper_bound(config, at_once)
+    bound = memory_upper_bound(config, at_once)
     if bound < available:
         return int(bound)
     estimator = MemoryEstimator(with_precision(config), device.type, processes)
@@ -149,8 +149,8 @@ def _largest_that_fits(batch: int, fits: Callable[[int], bool]) -> int:
     return divisor if 2 * divisor > low else -(-batch // -(-batch // low))
 
 
-def _memory_upper_bound(config: Config, at_once: int) -> float:
-    """Return bytes that training with this micro-batch never exceeds, in host memory or on a device.
+def memory_upper_bound(config: Config, at_once: int) -> float:
+    """Return bytes that training or sampling with so many images at once never exceeds, on the host or on a device.
 
     Infinite for an open network. The bound takes microseconds, where an estimate takes a second or more, and in most
     runs it is all that is needed.

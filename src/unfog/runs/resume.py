@@ -36,7 +36,6 @@ from unfog.runs.train import check_custom_parts, open_session, train_session
 from unfog.runs.weights.init_weights import load_initial_weights
 from unfog.settings import is_auto
 from unfog.training.checkpoints import format as checkpoint
-from unfog.training.checkpoints import rotation
 from unfog.training.checkpoints.format import CheckpointInfo
 from unfog.training.checkpoints.load import read_state
 from unfog.training.checkpoints.posthoc_ema import remove_after
@@ -81,7 +80,7 @@ def resume(
         restart = bool(config.init.folder) and point.saved is None
         session = open_session(run, resumed, dataset, load_initial_weights(resumed).state if restart else None)
         session.keep_budget(auto)
-        changes = _omit_tuned_settings(check_changes(point.config, resumed, force), folder.events, resumed.sampler)
+        changes = omit_tuned_settings(check_changes(point.config, resumed, force), folder.events, resumed.sampler)
         if any(line.startswith("evaluate.") for line in changes):
             session.evaluation.dry_run()  # an error of the next evaluation surfaces now
         # Only now, as all that can be refused is refused above.
@@ -144,7 +143,7 @@ class _ResumePoint:
                 for one in self.broken:
                     say(str(one))
                     events.write("passed_over", self.step, {"checkpoint": one.folder.name, "reason": one.reason})
-        rotation.remove_leftovers(folder.checkpoints, self.broken)
+        checkpoint.remove_leftovers(folder.checkpoints, self.broken)
         remove_after(folder.averages, self.saved.step if self.saved else -1)
 
 
@@ -154,7 +153,7 @@ def find_resume_point(folder: RunFolder, stored: Config) -> _ResumePoint:
     RunError if steps were trained, and no checkpoint of them is left.
     """
     make_folder(folder.checkpoints, folder.path)  # a start that was killed may not have come so far
-    rotation.restore_replaced(folder.checkpoints)
+    checkpoint.restore_replaced(folder.checkpoints)
     saved, broken = checkpoint.newest(folder.checkpoints)
     if saved is None and any(finite_number(row.get("step")) > 0 for row in read_metrics(folder.metrics)):
         raise RunError(
@@ -165,7 +164,7 @@ def find_resume_point(folder: RunFolder, stored: Config) -> _ResumePoint:
     return _ResumePoint(saved, broken, config)
 
 
-def _omit_tuned_settings(lines: list[str], events: Path, sampler: Sampler) -> list[str]:
+def omit_tuned_settings(lines: list[str], events: Path, sampler: Sampler) -> list[str]:
     """Return the lines of `check_changes`, without those on sampler settings that `unfog tune` set last."""
     rows = [row for row in read_events(events) if row.get("kind") == TUNED_EVENT]
     found: object = rows[-1].get("sampler") if rows else None

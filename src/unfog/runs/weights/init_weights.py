@@ -18,7 +18,7 @@ from unfog.errors import RequestError
 from unfog.models.autoencoder_settings import AutoencoderFolder
 from unfog.planning.intervals import Choice
 from unfog.process.run_folder import printable
-from unfog.runs.weights.objectives import objective_from_scheduler
+from unfog.runs.weights.foreign_objectives import objective_from_scheduler
 from unfog.runs.weights.weights_source import WeightsSource
 from unfog.settings import auto_value
 from unfog.training.checkpoints.load import sha256_of
@@ -47,7 +47,7 @@ def recipe_from_weights(base: Config, table: Mapping[str, Any]) -> Config:
     trained = source.config
     data = replace(base.data, size=trained.data.size, channels=trained.data.channels)
     autoencoder = table.get("autoencoder_folder", base.autoencoder_folder)
-    if autoencoder and not trained.autoencoder_folder:  # diffusers' folder states the size and channels of the latents
+    if autoencoder and not source.names_autoencoder:  # diffusers' folder states the size and channels of the latents
         factor = AutoencoderFolder.open(str(autoencoder)).factor
         data = replace(data, size=scaled(source.input[1], factor), channels=auto_value(data, "channels"))
     return replace(
@@ -68,12 +68,12 @@ def adopt_latent_statistics(config: Config) -> Config:
     of another autoencoder.
     """
     source = WeightsSource.describe(config.init, config.diffusion) if config.init.folder else None
-    if source is None or not (source.is_run or source.config.autoencoder_folder):  # it does not name its autoencoder
+    if source is None or not (source.is_run or source.names_autoencoder):
         return config
     trained = source.config
     autoencoder = config.representation.autoencoder()
     ours = "" if autoencoder is None else autoencoder.sha256()
-    theirs = trained.latents.sha256 if trained.autoencoder_folder else ""
+    theirs = trained.latents.sha256
     if ours != theirs:
         trained_on = "latents of another autoencoder" if ours and theirs else "latents" if theirs else "pixels"
         raise RequestError(
@@ -121,16 +121,12 @@ def _check_network(source: WeightsSource, config: Config) -> None:
             f"{format_spec(theirs)}; omit --network, or change only its dropout"
         )
     channels, known = config.input_shape[0], source.input[0]
-    if channels != known and not config.autoencoder_folder and known not in CHANNELS:
-        raise RequestError(
-            f"the network in {config.init.folder} generates latents of {known} channels; give its autoencoder: "
-            "--autoencoder FOLDER"
-        )
     if channels != known:
-        what = config.representation.channels_from
-        raise RequestError(
-            f"the network in {config.init.folder} has {known} channel(s), and {what} {channels}; omit that setting"
-        )
+        folder, given = config.init.folder, f"{config.representation.channels_from} {channels}"
+        if known not in CHANNELS:
+            remedy = "give its autoencoder: --autoencoder FOLDER"
+            raise RequestError(f"the network in {folder} generates latents of {known} channels, and {given}; {remedy}")
+        raise RequestError(f"the network in {folder} has {known} channel(s), and {given}; omit that setting")
     learned = config.diffusion.learned_variance
     if learned != (source.unet2d is None and source.config.diffusion.learned_variance):
         has = "no learned variance, and here it has" if learned else "a learned variance, and here it has none"

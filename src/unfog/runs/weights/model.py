@@ -96,7 +96,7 @@ def _settings(path: Path, source: WeightsSource, size: Size) -> Config:
             "the whole pipeline, or train on from it: unfog train SOURCE --init"
         )
     latents = (path / "vae").is_dir() or (path / "vqvae").is_dir() or source.input[0] not in CHANNELS
-    if latents and not config.autoencoder_folder:
+    if latents and not source.names_autoencoder:
         raise RequestError(
             f"{path} generates latents, and has no AutoencoderKL or AutoencoderTiny in a folder vae that decodes them; "
             "start a run from it: unfog train SOURCE --init and --autoencoder"
