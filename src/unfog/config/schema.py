@@ -211,7 +211,7 @@ class Config:
         return self.data.image_format
 
     def view(self, images: NDArray[Any]) -> NDArray[np.uint8]:
-        """Return what people see of stored images [N, H, W, C], by `preview.view`: uint8 [N, H, W, 3]."""
+        """Return pictures uint8 [N, H, W, 3] of stored images [N, H, W, C], by `preview.view`."""
         return self.image_format.view(images, parse_view(self.preview.view))
 
     def with_view(self, view: str) -> Config:

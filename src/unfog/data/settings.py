@@ -148,7 +148,7 @@ class Data:
         return ImageFormat.of(self.channels, self.size, self.stored_values)
 
     @property
-    def asked_dtype(self) -> KeptType | Literal[""]:
+    def requested_dtype(self) -> KeptType | Literal[""]:
         """The stored type that the settings ask for in place of 8 bits; "" if they do not."""
         if self.dtype != AUTO and self.dtype != "uint8":
             return self.dtype

@@ -165,7 +165,7 @@ class Run(LoadedRun):
         return Samples.of(np.concatenate(samples or [none]), ", ".join(run.sampled))
 
     def view(self, samples: NDArray[Any], channels: str = "") -> NDArray[np.uint8]:
-        """Return pictures uint8 [n, H, W, 3] of samples [n, H, W, C] of a run on values that are no pictures.
+        """Return pictures uint8 [n, H, W, 3] of samples [n, H, W, C] of a run that keeps the values of its arrays.
 
         `channels` are one, such as "0", or three for red, green and blue, such as "3,2,1"; "" shows those of
         `preview.view`. RequestError if there are no such channels.

@@ -129,7 +129,7 @@ def _keep_values(config: Config, dataset: Dataset) -> Dataset:
             say("  values deeper than 8 bits become 8 bits; --data.dtype float32 (or uint16) keeps them")
         return dataset
     _check_for_pictures(config, dataset.settings)
-    if is_auto(config.data, "dtype") and not config.data.asked_dtype:
+    if is_auto(config.data, "dtype") and not config.data.requested_dtype:
         say(f"  {kept_line(dataset.settings.image_format)}")
     dataset, line = fit_values(dataset)
     if line:
@@ -139,7 +139,7 @@ def _keep_values(config: Config, dataset: Dataset) -> Dataset:
 
 def _check_for_pictures(config: Config, data: Data) -> None:
     """Raise RequestError for settings of the run that are for pictures alone."""
-    kind = f"{data.image_format}, which is no picture of 8 bits"
+    kind = f"{data.image_format}, and not pictures of 8 bits"
     if data.jitter:
         raise RequestError(f"data.jitter changes brightness and colours, and these images are {kind}; omit it")
     if data.aspect == "keep":

@@ -70,7 +70,7 @@ def check_same_pack(found: Pack, scan: Scan) -> None:
     # 0 leaves a size open, which the finished pack has settled.
     same = same and all(getattr(asked, name) in (0, kept[name]) for name in ("size", "channels"))
     same = same and asked.range in ((), kept["range"]) and asked.clip == kept["clip"]
-    same = same and asked.axes == kept["axes"] and (asked.asked_dtype or asked.dtype) in (AUTO, kept["dtype"])
+    same = same and asked.axes == kept["axes"] and (asked.requested_dtype or asked.dtype) in (AUTO, kept["dtype"])
     same = same and (asked.background, asked.held_out) == (kept["background"], kept["held_out"])
     same = same and columns_digest(scan.columns) == found.manifest.get("columns_digest", "")
     same = same and (scan.labels is None) == (kept["labels"] == "none")

@@ -210,7 +210,7 @@ class ImageFormat:
 
     @property
     def is_picture(self) -> bool:
-        """True for grey or RGB images of 8 bits, which people, Inception and colour jitter take as they are."""
+        """True for grey or RGB images of 8 bits, which people, Inception and colour jitter expect."""
         return self.channels in (0, *CHANNELS) and self.values == BYTES
 
     @property
@@ -294,7 +294,7 @@ class ImageFormat:
         return self.view(self.to_pictures(x0), channels)
 
     def view(self, pictures: NDArray[Any], channels: Sequence[int] = ()) -> NDArray[np.uint8]:
-        """Return what people see of stored images [N, H, W, C]: uint8 [N, H, W, 3].
+        """Return pictures uint8 [N, H, W, 3] of stored images [N, H, W, C].
 
         `channels` are one channel to show in grey, or three to show as red, green and blue; () shows the first three,
         or the first one. RequestError for other channels.

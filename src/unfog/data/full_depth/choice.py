@@ -36,11 +36,11 @@ def kept_line(format: ImageFormat) -> str:
 def choose_kept(source: Source, settings: Data, began: bool = False) -> Kept | None:
     """Return how the images of a source keep their values, by the settings and the first image; None for pictures.
 
-    Arrays are no pictures if they have other channels than 1, 3 or 4. Their values are looked at by `find_ranges`,
+    Arrays with other channels than 1, 3 or 4 keep their values. Their values are looked at by `find_ranges`,
     which fails without a usual range: see `keep_array`. A run that began without the setting has pictures.
     RequestError if the settings do not fit the images.
     """
-    asked, wanted = settings.asked_dtype, settings.channels
+    asked, wanted = settings.requested_dtype, settings.channels
     if began and not asked and wanted in (0, *CHANNELS):
         return None
     first = _first_image(source)

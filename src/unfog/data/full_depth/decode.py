@@ -45,4 +45,4 @@ def _check_type(planes: NDArray[Any], dtype: np.dtype[Any]) -> None:
         return
     ends = np.iinfo(dtype)
     if planes.dtype.kind not in "uib" or planes.min() < ends.min or planes.max() > ends.max:
-        raise ImageError(f"values that are no integers from {ends.min:,} to {ends.max:,} (--data.dtype float32)")
+        raise ImageError(f"values beside the integers from {ends.min:,} to {ends.max:,} (--data.dtype float32)")

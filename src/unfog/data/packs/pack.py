@@ -407,7 +407,7 @@ class PackSource(Source):
             )
         fitting = {"size": (size,), "channels": (packed["channels"],), "labels": ("none", packed["labels"])}
         fits = all(is_auto(settings, name) or getattr(settings, name) in values for name, values in fitting.items())
-        fits = fits and (settings.asked_dtype or settings.dtype) in (AUTO, Data(**packed).stored_values.dtype)
+        fits = fits and (settings.requested_dtype or settings.dtype) in (AUTO, Data(**packed).stored_values.dtype)
         if not (fits and (settings.held_out == 0 or self._has_split(settings.held_out))):
             return None
         dataset = pack.dataset(settings, self.name)

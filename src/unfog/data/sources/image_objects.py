@@ -178,7 +178,7 @@ def as_array(values: Any) -> NDArray[Any]:
 
 
 class Storing(NamedTuple):
-    """How images given as arrays are stored."""
+    """Settings of storing images that are given as arrays."""
 
     range: tuple[float, ...] = ()
     """`data.range`; () for the range that most images of floating point have."""
@@ -191,8 +191,8 @@ class Storing(NamedTuple):
 
     @classmethod
     def of(cls, data: Data) -> Storing:
-        """Return what the settings of a run ask for."""
-        keeps = bool(data.asked_dtype) or data.channels not in (0, 1, 3)
+        """Return the settings of storing for a run."""
+        keeps = bool(data.requested_dtype) or data.channels not in (0, 1, 3)
         return cls(data.range, data.axes, keeps, may_keep=data.dtype == AUTO and not (data.range or data.clip))
 
 
