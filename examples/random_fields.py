@@ -5,7 +5,8 @@
 Each field has a power spectrum (1 + (k / 2)^2)^-1.5 and a known covariance across its channels. Every channel has its
 own unit: means of 0, 5, 100 and -3000, deviations of 1, 10, 100 and 1000. The values reach training as float32, and
 samples come in the same units. The last lines compare mean, covariance and spectrum of samples with the truth, and with
-what as many true fields give. Eight minutes of one core give errors of 3% of the covariance, and of 16% in the band that is worst.
+what as many true fields give. Eight minutes of one core give errors of 3% of the covariance, and of 16% in the worst
+band.
 """
 
 from __future__ import annotations
