@@ -19,6 +19,7 @@ from unfog.data.sources.image_objects import Storing
 from unfog.data.sources.registry import open_source
 from unfog.data.sources.stored_images import StoredImages
 from unfog.errors import RequestError
+from unfog.inference.compare_images import Comparison
 from unfog.values import value_maps
 from unfog.values.image_format import ImageFormat, StoredValues
 
@@ -277,3 +278,10 @@ def test_exports_edits_and_metrics_of_pictures_are_refused(tmp_path: Path) -> No
         run.sample(1, image=np.zeros((12, 16), np.uint8))
     with pytest.raises(RequestError, match="compare pictures"):
         run.evaluate("kid", n=10)
+
+
+def test_metrics_of_pictures_are_refused_for_any_set_of_other_values(tmp_path: Path) -> None:
+    made = prepare(open_source(saved(tmp_path, FIELDS)), Data(cache="memory"))
+    with pytest.raises(RequestError, match="4 channels of float32"):
+        Comparison(("sliced",), None, made.train, np.arange(10))
+    assert Comparison(("held_out",), None, made.train, np.arange(10)).real_features is None

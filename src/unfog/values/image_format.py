@@ -168,7 +168,7 @@ class StoredValues:
 
         if stored.dtype == np.uint8 and not self.maps:
             return stored
-        x0 = self.to_model(torch.from_numpy(np.ascontiguousarray(stored)))
+        x0 = self.to_model(torch.from_numpy(np.array(stored)))  # a copy, as mapped files are read-only
         shown: NDArray[np.uint8] = ((x0 + 1) * 127.5).round().clamp(0, 255).byte().numpy()
         return shown
 
