@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from os import PathLike
 from pathlib import Path
@@ -34,6 +35,19 @@ class _Indexed(Protocol):
 
 PathLikeText = str | PathLike[str]
 Source = PathLikeText | _SupportsArray | _Indexed | Iterable[Any]
+
+
+def check_one_process(command: str, argument: str) -> None:
+    """Raise RequestError in a script that torchrun has started on several ranks: only commands join ranks.
+
+    Otherwise each rank would begin a separate run in the same folder. The error names `command` and its `argument`.
+    """
+    if (ranks := os.environ.get("WORLD_SIZE", "1")) == "1":
+        return
+    raise RequestError(
+        f"WORLD_SIZE = {ranks}, but unfog.{command.replace('-', '_')} trains on one process; for several, replace the "
+        f"script in the torchrun command by `-m unfog {command} {argument}`, else start the script without torchrun"
+    )
 
 
 def training_settings(source: Source, preset: str, settings: dict[str, Any]) -> Config:

@@ -38,7 +38,7 @@ from unfog.serve.playground.drawing import (
     settings_of,
 )
 from unfog.serve.playground.images import Uploads, at_run_size, disagreement, sheet
-from unfog.serve.playground.queue import MOST_WAITING, JobList
+from unfog.serve.playground.queue import MOST_WAITING, DrawingQueue
 from unfog.serve.server import Server
 from unfog.values.image_format import ImageFormat
 
@@ -74,7 +74,7 @@ def run(tmp_path):
 def queue(monkeypatch):
     """A queue with the false worker; `queue.said` is what it has published."""
     said = []
-    made = JobList(said.append, lambda: False, Worker(FAKE))
+    made = DrawingQueue(said.append, lambda: False, Worker(FAKE))
     made.said = said
     yield made
     made.close()
@@ -362,7 +362,7 @@ def test_the_oldest_drawings_are_forgotten_first(queue, run, monkeypatch):
 
 def test_a_worker_yields_to_a_run_that_trains(run):
     training = True
-    queue = JobList(lambda _: None, lambda: training, Worker(FAKE))
+    queue = DrawingQueue(lambda _: None, lambda: training, Worker(FAKE))
     with contextlib.closing(queue):
         wait(submit(queue, run, n=1))
         assert queue.worker.nice == 10
