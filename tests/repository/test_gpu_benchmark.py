@@ -24,6 +24,7 @@ import torch
 from packaging.tags import sys_tags
 from PIL import Image
 
+from unfog.cli.read_request import read_request
 from unfog.models.network_settings import build_model
 from unfog.models.settings import DiT
 from unfog.planning.flops import NetworkCost
@@ -516,6 +517,20 @@ def test_a_visit_that_is_stopped_writes_what_it_has(tmp_path):
         assert "results/parts/values.log" in archive.getnames()
     rows = json.loads((out / "gpu.json").read_text())["rows"]
     assert line.split(": ")[1] in {row["name"] for row in rows}
+
+
+def test_the_recipe_of_cifar10_is_captured_compiled_and_drawn_in_16_bits(bench, tmp_path, monkeypatch):
+    """The rehearsal on the CPU trains a tiny network instead, so the words of the recipe are read here."""
+    script, called = bench("cifar10"), []
+    monkeypatch.setattr(script, "within", lambda words, deadline: called.append(words) or len(called) // 2)
+    assert script.main([str(tmp_path), "--source", "fashion", "--fid", "inception.pt"]) == 1
+    (command, *words), evaluation = called
+    for words_of in called:
+        assert words_of[words_of.index("--device") + 1] == "cuda"
+    words[words.index("cuda")] = "auto"  # as this build of torch may have no CUDA
+    settings = read_request(command, words).settings.training
+    assert (settings.compile, settings.capture, settings.images) == (True, True, script.IMAGES)
+    assert evaluation[evaluation.index("--precision") + 1] == "bf16"
 
 
 @pytest.mark.slow

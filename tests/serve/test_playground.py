@@ -138,7 +138,10 @@ def test_a_damaged_drawing_is_left_out(tmp_path, data):
 def test_the_worker_leaves_when_nobody_draws(queue, run, monkeypatch):
     monkeypatch.setattr("unfog.serve.playground.queue._IDLE_SECONDS", 0.2)
     wait(submit(queue, run))
-    wait_until(lambda: queue.worker.pid is None)
+    wait_until(lambda: queue.said[-1] == {"job": 0})  # a page that names the process reads the list anew
+    assert queue.worker.pid is None
+    time.sleep(0.5)
+    assert queue.said.count({"job": 0}) == 1, "a worker that has ended is not ended again"
     wait(submit(queue, run, seed=1))  # the next drawing starts another
 
 

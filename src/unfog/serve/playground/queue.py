@@ -27,13 +27,14 @@ _PATIENCE = 20.0  # seconds for a job to end after it was cancelled; then the wo
 _RETRIES = 5
 _IDLE_SECONDS = 300.0  # without a drawing; then the worker ends, and the memory of the device is free for others
 _ENDED = ("done", "cancelled", "failed")
+_OF_WORKER = 0  # in place of the number of a drawing, in the event that the worker has ended: pages read the list anew
 
 
 class DrawingQueue:
     """All drawings, newest last; each is a job of the worker. Safe to use from several threads.
 
     Args:
-        publish: called with the progress of a job that has changed.
+        publish: called with the progress of a job that has changed, and with a job 0 when the worker was ended.
         training: returns True while a run trains on this machine.
         worker: draws them.
         restore: returns the drawings of an earlier server, done and oldest first.
@@ -128,6 +129,12 @@ class DrawingQueue:
             timer.start()
         return job
 
+    def end_worker(self) -> None:
+        """End the worker and free its memory, also that of a GPU. The next drawing starts another."""
+        if self.worker.pid is not None:
+            self.worker.kill()
+            self._publish({"job": _OF_WORKER})
+
     def close(self) -> None:
         """End the worker, and forget what waits for it."""
         with self._changed:
@@ -157,7 +164,7 @@ class DrawingQueue:
             with self._changed:
                 while not self._waiting and not self._closed:
                     if not self._changed.wait(_IDLE_SECONDS):
-                        self.worker.kill()
+                        self.end_worker()
                 if self._closed:
                     return
                 what, job = self._waiting.popleft()

@@ -193,7 +193,7 @@ class _Playground:
         return Json(await asyncio.to_thread(add))
 
     async def stop_worker(self, _: Request) -> Response:
-        await asyncio.to_thread(self.jobs.worker.kill)
+        await asyncio.to_thread(self.jobs.end_worker)
         return Json({"stopped": True})
 
     def _run(self, number: Any) -> Any:
