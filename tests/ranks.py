@@ -43,10 +43,8 @@ from unfog.values.condition_format import ConditionFormat
 from unfog.values.conditions import NO_CONDITIONS, Conditions
 
 CPU = torch.device("cpu")
-TINY = UNet(channels=(8, 16), attention=(False, True), mid_attention=False, norm_groups=4, head_channels=8)
-DROPOUT = UNet(
-    channels=(8, 16), attention=(False, True), mid_attention=False, norm_groups=4, head_channels=8, dropout=0.2
-)
+TINY = UNet(channels=(8,), attention=(True,), mid_attention=False, norm_groups=4, head_channels=8)
+DROPOUT = replace(TINY, dropout=0.2)
 MP = MPUNet(channels=(8, 16), attention=(False, True))
 DIT = DiT(width=40, depth=2, head_channels=8)
 OPTIMIZER = Optimizer(lr=1e-3, eps=1e-4)  # so that what is rounding is not taken for a direction

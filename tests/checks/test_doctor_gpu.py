@@ -15,7 +15,7 @@ from unfog.config.toml import update
 from unfog.errors import RequestError
 from unfog.planning.flops import Device, NetworkCost
 from unfog.planning.timing import StepTime, TrialTraining, differing_tensors, random_images, waits_for_device
-from unfog.process.gpus import has_code_for
+from unfog.process.device import has_code_for
 from unfog.process.signals import StopSignals
 
 TINY = "unet:channels=8/8,attention=0/0,mid_attention=0,norm_groups=4,head_channels=8"

@@ -27,13 +27,13 @@ from unfog.checks.run.loss_checks import (  # each check is given records that n
     held_out_history,
     measure_losses,
 )
-from unfog.checks.run.run_checks import _baseline_losses  # each check is given records that no run has to make
-from unfog.checks.run.run_record import FRESH_START_SETTINGS, RunRecord
-from unfog.checks.run.sample_checks import SampleRemedies
-from unfog.checks.run.status_checks import (  # each check is given records that no run has to make
+from unfog.checks.run.run_checks import (  # each check is given records that no run has to make
+    _baseline_losses,  # each check is given records that no run has to make
     _check_state,
     check_progress,
 )
+from unfog.checks.run.run_record import FRESH_START_SETTINGS, RunRecord
+from unfog.checks.run.sample_checks import SampleRemedies
 from unfog.checks.run.trend_checks import (  # each check is given records that no run has to make
     _check_learning_rate,
     _check_loss,

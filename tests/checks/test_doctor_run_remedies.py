@@ -98,6 +98,7 @@ def faults(piece: Written) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_every_remedy_can_be_typed():
     pieces = [piece for path in MODULES for piece in written(ast.parse(path.read_text()), str(path.relative_to(ROOT)))]
     told = [piece for piece in pieces if FLAG.search(piece.text)]

@@ -369,6 +369,7 @@ def test_what_is_said(refused, words, said):
     assert said in refused(*words.split())
 
 
+@pytest.mark.slow
 def test_odd_places(refused, here, tmp_path):
     (here / "file").write_text("")
     (here / "empty").mkdir()
@@ -433,6 +434,7 @@ def test_places_without_permission(refused, here):
     assert "ermission" in refused("train", "blind")
 
 
+@pytest.mark.slow
 def test_odd_files_of_settings(refused, here):
     (here / "deep.toml").write_text("a = " + "[" * 100_000)
     (here / "tables.toml").write_text("a" + ".a" * 5000 + " = 1")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import unfog
 from command import exit_status
-from conftest import NETWORK, few_images
+from conftest import TRANSFORMER, few_images
 from gaussians import gaussian_denoiser
 from unfog.config.schema import Config
 from unfog.config.toml import from_toml, to_toml
@@ -34,8 +34,7 @@ from unfog.inference.tune import (  # the search runs on errors of known shape
     _levels_are_valid,
     _search_levels,
 )
-from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_labels
-from unfog.planning.sampling_cost import cost_per_sample
+from unfog.pipeline.generate import GenerationSettings, cost_per_sample, generate_images, proportional_labels
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.records import read_events
 from unfog.runs.resume import omit_tuned_settings
@@ -48,7 +47,7 @@ from unfog.values.image_format import BYTES
 pytestmark = pytest.mark.slow
 
 SETTINGS = {
-    "network": NETWORK,
+    "network": TRANSFORMER,
     "device": "cpu",
     "precision": "fp32",
     "batch": 16,
@@ -299,7 +298,7 @@ def test_bf16_is_of_the_networks_alone(run, tmp_path):
         seen.append((inputs[0].dtype, output.dtype))
 
     plain = run.sample(**asked)
-    hook = run.network.conv_out.register_forward_hook(note)
+    hook = run.network.patch_out.register_forward_hook(note)
     half = run.sample(**asked, precision="bf16")
     assert {after for _, after in seen} == {torch.bfloat16}
     hook.remove()

@@ -47,6 +47,7 @@ pytestmark = pytest.mark.slow
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SMALL = UNet((8,), attention=(False,), mid_attention=False, norm_groups=4, head_channels=8)
+WIDE = replace(SMALL, channels=(256,))
 
 
 def asked(**training) -> Config:
@@ -88,9 +89,9 @@ def test_the_note_of_a_larger_batch_names_latents():
 def test_a_gpu_compiles_and_captures_by_itself_only_once_that_is_on(monkeypatch):
     h100 = Machine(CUDA, "H100", memory=80 * GB, data_sheet=Device.find("h100"))
 
-    def chosen(network="cifar10", **training):
+    def chosen(network=WIDE, **training):
         config = asked(precision="bf16", batch=256, **training)
-        config = replace(config, data=Data(size=32, channels=3), network=SIZES[network])
+        config = replace(config, data=Data(size=32, channels=3), network=network)
         auto = AutoSettings(config, None, h100, lambda: False)
         auto.resolve_compile()
         auto.resolve_capture()
@@ -100,12 +101,12 @@ def test_a_gpu_compiles_and_captures_by_itself_only_once_that_is_on(monkeypatch)
     assert chosen(steps=1_000_000, compile=True, capture=True) == (True, True)
     monkeypatch.setattr(auto_settings, "_FASTER_BY_ITSELF", True)
     assert chosen(steps=1_000_000)[0]
-    assert not chosen(steps=1000)[0]
-    assert chosen("tiny", steps=100)[1]
-    assert not chosen("tiny", steps=100, microbatch=64)[1]
+    assert not chosen(SMALL, steps=1000)[0]
+    assert chosen(SMALL, steps=100)[1]
+    assert not chosen(SMALL, steps=100, microbatch=64)[1]
     # A setting that is off by a flag stays off.
     assert chosen(steps=1_000_000, compile=False)[0] is False
-    assert chosen("tiny", steps=100, capture=False)[1] is False
+    assert chosen(SMALL, steps=100, capture=False)[1] is False
 
 
 def test_a_resume_keeps_what_was_chosen_when_the_run_began(monkeypatch):

@@ -170,6 +170,7 @@ def test_pixels_of_sixteen_bits_in_all_are_not_deep(tmp_path: Path) -> None:
     assert np.abs(made.train.pixels[0].transpose(1, 2, 0).astype(int) - colours).max() <= 8
 
 
+@pytest.mark.slow
 def test_the_range_of_a_set_of_floats_is_that_of_most_images(tmp_path: Path) -> None:
     x = RNG.random((12, 16, 16)).astype(np.float32)
     x[0, 0, 0], x[1, 0, 0] = 1.0004, -0.0001  # a resize overshoots
@@ -202,6 +203,7 @@ def test_overshoots_of_most_images_are_no_range_of_bytes(tmp_path: Path) -> None
             make()
 
 
+@pytest.mark.slow
 def test_an_unknown_range_is_refused_and_its_remedy_works(tmp_path: Path) -> None:
     for k, (low, high, kind) in enumerate([(0, 4095, "f4"), (-1024, 3071, "i2"), (-3, 2.5, "f8"), (0, 70000, "i4")]):
         x = (RNG.random((8, 16, 16)) * (high - low) + low).astype(kind)
@@ -236,6 +238,7 @@ def test_values_beyond_a_given_range_are_named(tmp_path: Path) -> None:
     assert update(Data(range=(0, 1)), {"range": "auto"}, "data").range == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["integers", "floats", "colours"])
 def test_a_range_narrower_than_the_values_is_refused_or_cuts_them_and_is_said(tmp_path: Path, kind: str) -> None:
     files: dict[str, Any] = {f"{i:02}.png": image for i, image in enumerate(TWELVE)}
@@ -533,6 +536,7 @@ def test_the_doctor_gives_the_range_of_deep_files_and_a_factor_for_eight_bits(tm
         assert np.array_equal(saved, np.minimum(x.astype(int) * 8, 255))  # nothing wraps
 
 
+@pytest.mark.slow
 def test_a_constant_channel_is_found(tmp_path: Path) -> None:
     x = RNG.integers(0, 256, (12, 16, 16, 3), np.uint8)
     assert findings(stored(x))["data.channels"].severity == "fine"

@@ -102,6 +102,7 @@ def test_values_stay_with_their_images_in_each_place(cache: Any, labels: str) ->
             check(images.subset(slice(5, 30)), labels == "auto")
 
 
+@pytest.mark.slow
 def test_values_stay_with_their_images_in_a_pack(made: Path) -> None:
     names = {path.name for path in made.iterdir()}
     assert {"labels.npy", "column-0.npy", "column-1.npy", "column-2.npy"} <= names
@@ -139,6 +140,7 @@ def fingerprints(dataset: Dataset) -> tuple[str, str]:
     return dataset.train.fingerprint, dataset.held_out.fingerprint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", PLACES)
 def test_a_column_shifted_by_one_row_makes_another_set(cache: Any) -> None:
     asked = replace(ASKED, cache=cache)
@@ -159,6 +161,7 @@ def test_a_resume_says_which_columns_differ(cache: Any, tmp_path: Path) -> None:
     assert "columns with other values: number" in describe_changes(folder, prepare(other, asked))
 
 
+@pytest.mark.slow
 def test_memory_cache_and_pack_have_one_fingerprint(made: Path) -> None:
     memory, disk = (fingerprints(prepare(Numbered(), replace(ASKED, cache=cache))) for cache in ("memory", "disk"))
     assert memory == disk == tuple(Pack.open(made).manifest["fingerprints"])

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from io import BytesIO
 from pathlib import Path
 
@@ -40,6 +40,7 @@ def decoded(
     return pixels.astype(int), facts
 
 
+@cache
 def photograph(width: int, height: int, seed: int = 0) -> np.ndarray:
     """Noise with the 1/f spectrum of photographs: uint8 [H, W, 3]."""
     rng = np.random.default_rng(seed)

@@ -145,6 +145,7 @@ def test_adobe_rgb_becomes_srgb() -> None:
     assert np.abs(pixels.transpose(1, 2, 0) - expected).max() < 1.5
 
 
+@pytest.mark.slow
 def test_resizing_before_converting_is_the_same_on_photographs() -> None:
     """Channels that go together, as in photographs. (Where colours leave sRGB, it clips less, for the better.)"""
     x = photograph(400, 400).astype(float)

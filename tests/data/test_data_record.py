@@ -126,6 +126,7 @@ def test_names_that_are_no_text_do_not_spoil_the_file(tmp_path: Path) -> None:
     assert {file["name"] for file in said} == {"a\\xff.png", "a\\xfe.png", "a\nb \u202e.png", "empty\\xff.png"}
 
 
+@pytest.mark.slow
 def test_the_sheet_begins_with_the_unusual_and_spreads_over_classes() -> None:
     n = 3000
     unusual = {7: 1, 1900: 1, 44: 2}
@@ -261,6 +262,7 @@ def test_damaged_images_are_told_of_once_also_those_held_out(
         assert told.count(f"{name} cannot be used: empty; the next image replaces it") == 1
 
 
+@pytest.mark.slow
 def test_a_picture_that_stands_in_is_shown_with_its_own_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in range(2):
         (tmp_path / f"set/{kind}").mkdir(parents=True)
@@ -315,6 +317,7 @@ def test_a_resume_says_which_images_are_gone_and_new(tmp_path):
     assert describe_changes(folder, before) == ""
 
 
+@pytest.mark.slow
 def test_a_resume_says_what_else_differs_where_the_names_are_the_same(tmp_path):
     (tmp_path / "set").mkdir()
     for name in ("cat", "dog"):

@@ -138,6 +138,7 @@ def test_classes_of_numbers_are_in_their_order() -> None:
     assert open_source(ArraySource.store(RGB, [10, 2, 2] * 4)).classes == ("2", "10")
 
 
+@pytest.mark.slow
 def test_an_array_is_trained_on_and_a_run_of_it_resumed(tmp_path: Path) -> None:
     settings = {"steps": 1, "batch": 4, "network": TRANSFORMER, "precision": "fp32", "sampler": {"steps": 2}}
     run = unfog.train(RGB, labels=[0, 1] * 6, out=tmp_path / "run", **settings)
@@ -263,6 +264,7 @@ def test_other_columns_that_may_be_labels(datasets: Any, tmp_path: Path) -> None
     assert HuggingFaceSource(str(saved(unknown, tmp_path / "c")), "c").labels is None  # -1 is how a test set hides them
 
 
+@pytest.mark.slow
 def test_a_column_that_lacks_values_is_said_to_be_left_out(datasets: Any, tmp_path: Path) -> None:
     from unfog.data.sources.huggingface import HuggingFaceSource
 
@@ -504,6 +506,7 @@ def test_a_mapped_file_that_changes_meanwhile_is_another_state(tmp_path: Path) -
     assert source.stamp() != before
 
 
+@pytest.mark.slow
 def test_every_flip_of_an_array_file_is_said_in_a_line(tmp_path: Path) -> None:
     np.savez_compressed(tmp_path / "a.npz", images=RGB[:2, :4, :4])
     np.save(tmp_path / "a.npy", RGB[:2, :4, :4])

@@ -422,6 +422,7 @@ def test_codes_out_of_range_are_built_anew(tmp_path: Path, labelled: bool) -> No
         assert np.array_equal(found[1], wanted)
 
 
+@pytest.mark.slow
 def test_every_flip_of_a_piece_ends(tmp_path: Path) -> None:
     shard(tmp_path / "a.tar", [("a.png", png(0)), ("b.png", png(1)), ("a.cls", b"1")])
     open_source(tmp_path / "a.tar")
@@ -619,6 +620,7 @@ def test_doubles_empty_and_hostile_names(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.tar"], "nothing is unpacked"
 
 
+@pytest.mark.slow
 def test_every_cut_and_flip_of_a_shard_ends(tmp_path: Path) -> None:
     long = [(f"{'n' * 150}.png", png(0)), ("b.png", png(1)), ("b.json", b'{"label": 1}')]
     dice, said = random.Random(0), 0

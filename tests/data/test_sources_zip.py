@@ -71,6 +71,7 @@ def test_a_member_without_a_name_is_no_image(tmp_path: Path) -> None:
     assert source.ignored == {"without suffix": 1}
 
 
+@pytest.mark.slow
 def test_threads_share_an_archive(tmp_path: Path) -> None:
     images = {f"{i}.png": png(i) for i in range(100)}
     source = open_source(put(tmp_path / "many.zip", images))
@@ -280,6 +281,7 @@ def test_archives_that_are_none_are_refused(tmp_path: Path) -> None:
         open_source(tmp_path / "photos.rar")
 
 
+@pytest.mark.slow
 def test_every_cut_and_flip_of_an_archive_is_said_in_a_line(tmp_path: Path) -> None:
     whole = put(tmp_path / "a.zip", {"a.png": png(0), "b/c.png": png(1)}).read_bytes()
     dice, said, opened = np.random.default_rng(0), [], 0

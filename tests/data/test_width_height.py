@@ -37,7 +37,7 @@ from unfog.models.autoencoder import AutoencoderModel
 from unfog.models.autoencoder_settings import Autoencoder
 from unfog.models.network_settings import build_model
 from unfog.models.settings import DiT, MPUNet, UNet
-from unfog.pipeline.image_files import build_edit
+from unfog.pipeline.edit_images import build_edit
 from unfog.pipeline.latents import save_autoencoder
 from unfog.pipeline.load_data import load_images
 from unfog.process.signals import StopSignals

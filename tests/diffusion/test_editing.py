@@ -15,8 +15,8 @@ from unfog.diffusion.editing import Edit, renoise
 from unfog.diffusion.noise import VE, VP, Cosine, Flow, LogitNormal, LogNormal, NoiseSource
 from unfog.diffusion.sampler import Level, Sampler
 from unfog.errors import RequestError
+from unfog.pipeline.edit_images import build_edit
 from unfog.pipeline.generate import interpolate_noise
-from unfog.pipeline.image_files import build_edit
 from unfog.serve.run_files import decode_picture
 
 PATHS = [(VP(), Cosine()), (VE(), LogNormal()), (Flow(), LogitNormal())]
@@ -45,6 +45,7 @@ def painted(path, schedule, kind, repeats, n=3000):
     return x0[:, 0, 0, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "schedule"), PATHS, ids=["vp", "ve", "flow"])
 @pytest.mark.parametrize("kind", ["ddpm", "ddim", "heun", "dpmpp"])
 def test_painted_beside_a_pixel_is_its_conditional_distribution(path, schedule, kind):
@@ -57,6 +58,7 @@ def test_painted_beside_a_pixel_is_its_conditional_distribution(path, schedule, 
     assert 0.75 * deviation < float(drawn.std()) < 1.2 * deviation
 
 
+@pytest.mark.slow
 def test_repeats_are_what_makes_it_fit():
     gaps = [abs(float(painted(*PATHS[2], "dpmpp", repeats).mean()) - 0.2) for repeats in (1, 4, 20)]
     assert gaps[0] > 2 * gaps[1] > 4 * gaps[2]
@@ -120,6 +122,7 @@ def files(tmp_path):
     return tmp_path, upright[:, 2:10], mask[:, 2:10]
 
 
+@pytest.mark.slow
 def test_known_pixels_stay_to_the_bit_and_files_as_they_are(run, files):
     folder, square, mask = files
     before = {path: path.read_bytes() for path in folder.iterdir()}

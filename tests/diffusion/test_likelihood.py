@@ -154,6 +154,7 @@ def test_a_wild_guess_leaves_finite_gradients() -> None:
         assert y.grad.isfinite().all()
 
 
+@pytest.mark.slow
 def test_the_bound_is_least_at_the_true_variance() -> None:
     """Of a Gaussian it is the lower one, and what the unknown image adds."""
     diffusion = Diffusion(VP(), Cosine(steps=20), V(), learned_variance=True)
@@ -226,6 +227,7 @@ def shades(std: float, seed: int = 5) -> tuple[Tensor, float]:
     return x0, float(-(chance * chance.log2()).sum() / chance.sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "schedule"), [(Flow(), LogitNormal()), (VE(), LogNormal()), (Flow(), FlowUniform())])
 def test_the_bound_of_a_known_gaussian_is_its_bits(path: Path, schedule: Schedule) -> None:
     """Half a shade is a share of noise of 0.004: an end below it adds a bit, as the exact denoiser knows no shades."""

@@ -46,6 +46,7 @@ def trained(diffusion: Diffusion, steps: int, batch: int = 64) -> LossByLevel:
     return levels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "diffusion",
     [
@@ -71,6 +72,7 @@ def test_it_finds_the_optimum_of_edm2s_loss(diffusion: Diffusion) -> None:
     torch.testing.assert_close(weighed, torch.ones(16), rtol=0.12, atol=0)
 
 
+@pytest.mark.slow
 def test_a_head_trained_by_gradient_goes_to_the_same_place() -> None:
     """EDM2's own way: u as parameters, moved down the gradient of error / e^u + u."""
     levels = trained(EDM, 200)
@@ -161,6 +163,7 @@ def test_means_remember_the_least_number_of_images_and_then_a_share_of_all() -> 
     assert levels.sums[0].sum().item() == pytest.approx(400 * 512 / 11, rel=0.03)
 
 
+@pytest.mark.slow
 def test_adaptive_levels_stay_even_where_uncertainty_evens_the_loss() -> None:
     diffusion = Diffusion(VP(), Cosine(), V(), Uncertainty(), adaptive=0.9)
     objective = Objective(diffusion, levels=trained(diffusion, 200))

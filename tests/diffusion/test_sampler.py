@@ -58,6 +58,7 @@ def error_before_last_step(kind: str, path: Path, schedule: Schedule, steps: int
     return (x1 - exact).square().mean().sqrt().item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "order"), [("ddim", 1), ("heun", 2), ("dpmpp", 2)])
 @pytest.mark.parametrize(("path", "schedule"), [(VP(), Linear(steps=0)), (VE(), LogNormal()), (Flow(), FlowUniform())])
 def test_order_of_convergence(kind: str, order: int, path: Path, schedule: Schedule) -> None:
@@ -198,6 +199,7 @@ def test_ddim_is_that_of_diffusers(schedule: Linear | Cosine, target: Eps | V, s
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "clip"), [(1000, True), *((steps, clip) for steps in (50, 15, 1) for clip in (False, True))]
 )

@@ -40,6 +40,7 @@ def one_by_one(image: np.ndarray, size: int) -> np.ndarray:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("side", "size"), [(32, 299), (28, 299), (31, 40), (64, 50), (400, 299), (5, 5)])
 def test_the_resize_is_that_of_tensorflow_1(side, size):
     image = pixels(1, 1, side).float()

@@ -142,6 +142,7 @@ def run_card_code(folder: Path, size: tuple[int, int]) -> dict:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("network", [UNET, MPUNET, DIT], ids=lambda network: network.kind)
 @pytest.mark.parametrize("name", ["default", "ddpm", "edm"])
 def test_some_thirty_lines_draw_the_samples_of_a_safetensors_export(tmp_path, name, network):
@@ -317,6 +318,7 @@ def test_a_pipeline_takes_classes_steps_and_noise(tmp_path):
         pipeline(1, class_labels=[9])
 
 
+@pytest.mark.slow
 def test_a_list_of_levels_is_for_its_number_of_steps(tmp_path):
     from diffusers.utils import dynamic_modules_utils
 
@@ -357,6 +359,7 @@ def test_a_sampler_without_levels_is_refused(tmp_path):
         run_of().export(tmp_path / "out", sampler="adaptive")
 
 
+@pytest.mark.slow
 def test_what_is_written_is_compared_and_an_export_that_differs_leaves_nothing(tmp_path, monkeypatch):
     run = run_of()
     real = exporting.plain_weights

@@ -33,6 +33,7 @@ def contents(folder):
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["safetensors", "diffusers"])
 def test_an_export_is_pushed_to_a_private_repository_in_one_commit(tmp_path, hub, kind):
     run_of().export(tmp_path / "out", format=kind, push_to_hub="photos")
@@ -47,6 +48,7 @@ def test_an_export_is_pushed_to_a_private_repository_in_one_commit(tmp_path, hub
     assert TOKEN.encode() not in b"".join(files.values())
 
 
+@pytest.mark.slow
 def test_a_repository_is_public_only_if_that_is_asked_for(tmp_path, hub):
     run_of().export(tmp_path / "a", push_to_hub="me/open", public=True)
     assert not hub.repositories["me/open"]["private"]

@@ -65,6 +65,7 @@ def _writes(call: ast.Call) -> bool:
     return name in WRITERS and bool(owner)
 
 
+@pytest.mark.slow
 def test_nothing_else_writes_by_name():
     found = []
     for place, tree in trees().items():
@@ -93,7 +94,7 @@ READ_BY_NAME = {
     "export/sample_onnx.py": "copied into an export, where unfog may be missing",
     "export/sample_torch.py": "copied into an export, where unfog may be missing",
     "export/source_code.py": "a file of this package",
-    "pipeline/image_files.py": "a file that it wrote into a temporary folder of its own",
+    "pipeline/denoising_pictures.py": "a file that it wrote into a temporary folder of its own",
     "process/command_clock.py": "a file of /proc",
     "process/identity.py": "files of /proc",
     "process/device.py": "files of /proc and /sys",
@@ -126,6 +127,7 @@ def test_nothing_else_reads_by_name():
     assert not found, "\n".join(found)
 
 
+@pytest.mark.slow
 def test_pillow_is_always_given_the_formats_that_it_may_read():
     """Among its readers is one of PostScript, which starts Ghostscript on what the file says."""
     found = []

@@ -11,8 +11,8 @@ from unfog.commands.sample import check_animation, observe_all
 from unfog.diffusion.noise import VE, Flow
 from unfog.diffusion.steps import SamplingStep
 from unfog.errors import RequestError
-from unfog.pipeline import image_files
-from unfog.pipeline.image_files import DenoisingAnimation
+from unfog.pipeline import denoising_pictures
+from unfog.pipeline.denoising_pictures import DenoisingAnimation
 from unfog.values.image_format import ImageFormat
 
 SAMPLES = np.random.default_rng(0).integers(0, 256, (20, 9, 9, 3), dtype=np.uint8)
@@ -30,6 +30,7 @@ def animated(steps=5, path=Flow()):  # noqa: B008 - frozen
     return observer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".gif", ".webp"])
 def test_every_step_is_a_frame_and_the_samples_are_the_last(tmp_path, suffix):
     file = tmp_path / f"denoising{suffix}"
@@ -43,7 +44,7 @@ def test_every_step_is_a_frame_and_the_samples_are_the_last(tmp_path, suffix):
             times.append(image.info["duration"])
         last = np.asarray(image.convert("RGB")).astype(float)
     assert times == [200] * 5 + [1500]
-    expected = image_files.grid(SAMPLES[:16])
+    expected = denoising_pictures.grid(SAMPLES[:16])
     assert last.shape == expected.shape
     assert np.abs(last - expected).mean() < 25  # 256 colours, or a lossy format
 
@@ -56,7 +57,7 @@ def test_an_mp4_can_be_decoded(tmp_path):
     width, height = next(frames)["size"]
     pictures = [np.frombuffer(frame, np.uint8).reshape(height, width, 3) for frame in frames]
     assert len(pictures) == 6 + 8
-    expected = image_files.grid(SAMPLES[:16])
+    expected = denoising_pictures.grid(SAMPLES[:16])
     assert (height, width) == tuple(side + side % 2 for side in expected.shape[:2])
     assert np.abs(pictures[-1][: expected.shape[0], : expected.shape[1]].astype(float) - expected).mean() < 25
 

@@ -231,6 +231,7 @@ def test_own_networks_are_trained_and_guided_alike():
     assert own.seen[1].tolist() == [*LABEL.tolist(), *[3] * 5]
 
 
+@pytest.mark.slow
 def test_an_own_network_compiles_to_one_graph():
     class Plain(Own):
         def forward(self, x, noise, label=None):

@@ -58,6 +58,7 @@ def scattered(settings, image_channels=1, num_classes=0, augment_inputs=0, **mor
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "millions"),
     [
@@ -75,6 +76,7 @@ def test_parameter_counts(name, millions):
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.006)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SIZES)
 def test_every_size_begins_as_zero(name):
     torch.manual_seed(0)
@@ -86,6 +88,7 @@ def test_every_size_begins_as_zero(name):
     assert torch.equal(y, torch.zeros(2, 1, 16, 16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", MICRO.values(), ids=MICRO)
 def test_every_parameter_learns(settings):
     # The last layer moves in the first update, what scales a branch in the second, the rest from then on.
@@ -118,6 +121,7 @@ def test_learns_what_a_label_means(settings):
     assert loss < 0.1  # two thirds when the label is not seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", MICRO.values(), ids=MICRO)
 def test_output_depends_on_label_noise_augmentation_and_image(settings):
     model = scattered(settings, 1, 2, 9).eval()
@@ -195,6 +199,7 @@ def test_dropout_only_while_training(settings):
     assert torch.equal(model.eval()(x, c_noise), model(x, c_noise))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [MICRO[name] for name in NEW], ids=NEW)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_is_close_to_float32(settings, dtype):

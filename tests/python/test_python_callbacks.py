@@ -85,6 +85,7 @@ def test_every_kind_of_event_is_passed_on(watched):
         events[0].step = 3
 
 
+@pytest.mark.slow
 def test_the_run_is_the_same_to_the_bit_without_it(watched, tmp_path):
     plain = unfog.train(IMAGES, out=tmp_path / "run", **SETTINGS)
     ours, theirs = (run.checkpoint.folder / "model.safetensors" for run in (plain, watched[0]))
@@ -109,12 +110,14 @@ def test_an_error_of_a_callback_ends_the_run_saved_and_named(tmp_path):
     assert [one.step for one in again.events if isinstance(one, LogEvent)] == [4]
 
 
+@pytest.mark.slow
 def test_a_keyboard_interrupt_of_a_callback_is_a_ctrl_c(tmp_path):
     with pytest.raises(KeyboardInterrupt, match="stopped, and saved in"):
         unfog.train(IMAGES, out=tmp_path / "run", callbacks=[Raises(KeyboardInterrupt())], **SETTINGS)
     assert (tmp_path / "run" / "checkpoints" / "00000002").is_dir()
 
 
+@pytest.mark.slow
 def test_an_error_of_the_run_itself_reaches_the_callbacks(tmp_path, monkeypatch):
     seen = Everything()
     monkeypatch.setattr("unfog.runs.train.run_training_loop", lambda *given: 1 / 0)

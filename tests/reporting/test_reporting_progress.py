@@ -34,6 +34,7 @@ print_result("runs/photos")
 ENVIRONMENT = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "PYTHONIOENCODING": "utf-8"}
 
 
+@pytest.mark.slow
 def test_piped_output_is_plain_lines():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, env=ENVIRONMENT, check=True)
     assert done.stdout == b"runs/photos\n"
@@ -50,6 +51,7 @@ def test_piped_output_is_plain_lines():
     assert len(lines) == 6  # first and last; nothing between within five seconds, and no trace of the short one
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_a_live_line_and_gets_its_cursor_back():
     main, side = pty.openpty()
     child = subprocess.Popen(
@@ -79,6 +81,7 @@ def test_a_terminal_shows_a_live_line_and_gets_its_cursor_back():
     assert "\x1b[31m" not in text.split("bad name")[1][:12]
 
 
+@pytest.mark.slow
 def test_plain_lines_come_at_most_every_few_seconds(monkeypatch, capsys):
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])

@@ -390,6 +390,7 @@ def test_a_compiled_way_needs_less_time_once_its_code_is_stored(timer):
     assert (timer.least_seconds(ours), timer.least_seconds(bare)) == (steps._STORED, 75)
 
 
+@pytest.mark.slow
 def test_a_step_that_is_silently_not_captured_is_a_failure(bench):
     """On a CPU nothing can be captured; training goes on without, and says why."""
     networks, capture, timing = bench("networks"), bench("capture"), importlib.import_module("unfog.planning.timing")

@@ -25,9 +25,8 @@ from unfog.errors import RequestError
 from unfog.evaluation.features import open_features
 from unfog.evaluation.metrics import compare_features
 from unfog.inference.run import Run
-from unfog.pipeline.generate import GenerationSettings, generate_images
+from unfog.pipeline.generate import GenerationSettings, generate_images, trial_steps
 from unfog.pipeline.load_data import load_images
-from unfog.planning.sampling_cost import trial_steps
 from unfog.process.signals import StopSignals
 from unfog.reporting.records import read_events, read_metrics
 from unfog.runs import previews
@@ -39,7 +38,7 @@ from unfog.runs.evaluation_hook import (  # costs are given, as a clock would no
     _metrics_due,
 )
 from unfog.training.checkpoints import format as checkpoint
-from unfog.training.length import Plan
+from unfog.training.length import LengthPlan
 from unfog.training.settings import Evaluate, Training
 from unfog.values.condition_format import given_labels
 
@@ -161,7 +160,7 @@ def test_the_share_is_never_exceeded(draw, features, compute, step, share, steps
     chosen, each = _fit_to_budget(config, images, _Costs(draw, features, 192), allowed, once)
     settled = replace(config, evaluate=chosen)
     evaluations = [s for s in range(1, steps + 1) if s % chosen.every == 0 or s == steps]
-    drawn = [s for s in evaluations if _metrics_due(settled, s, Plan(0, steps, 1, 0.0))]
+    drawn = [s for s in evaluations if _metrics_due(settled, s, LengthPlan(0, steps, 1, 0.0))]
     assert len(drawn) * each + bool(drawn) * chosen.reference * features <= allowed * (1 + 1e-9)
     assert each == once(chosen.samples, chosen.reference)
     if drawn:
@@ -175,10 +174,10 @@ def test_metrics_follow_the_stretched_evaluations():
     config = Config(evaluate=Evaluate(metrics=("kid",), every=10, metrics_every=30))
     found = {}
     for stretch in (1, 2, 4):
-        plan = Plan(0, 370, stretch, 0.0)
+        plan = LengthPlan(0, 370, stretch, 0.0)
         found[stretch] = [s for s in range(10 * stretch, 361, 10 * stretch) if _metrics_due(config, s, plan)]
     assert found == {1: [*range(30, 361, 30)], 2: [*range(60, 361, 60)], 4: [120, 240, 360]}
-    assert _metrics_due(config, 370, Plan(5, 370, 4, 0)), "the last step"
+    assert _metrics_due(config, 370, LengthPlan(5, 370, 4, 0)), "the last step"
 
 
 def test_the_adaptive_sampler_is_timed_as_it_draws():

@@ -24,7 +24,6 @@ from unfog.errors import RequestError, RunError
 from unfog.files.safe_files import file_digest
 from unfog.reporting.records import read_events, read_metrics
 from unfog.training.checkpoints import format as checkpoint
-from unfog.training.checkpoints import rotation
 from unfog.training.checkpoints.load import read_tensors
 
 pytestmark = pytest.mark.slow
@@ -459,7 +458,7 @@ def test_last_few_and_milestones_are_kept(whole, tmp_path):
     from unfog.training.settings import Checkpoint
 
     shutil.copytree(whole / "checkpoints", tmp_path / "checkpoints")
-    rotation.remove_old_checkpoints(tmp_path / "checkpoints", Checkpoint(keep=2, milestones=12))
+    checkpoint.remove_old_checkpoints(tmp_path / "checkpoints", Checkpoint(keep=2, milestones=12))
     left = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
     assert left == ["00000000", "00000012", "00000024", "00000030", "00000036"]
 
@@ -475,7 +474,7 @@ def test_the_best_and_the_one_to_roll_back_to_are_kept(whole, tmp_path):
         manifest = json.loads(file.read_text()) | changes
         del manifest["sha256"]
         file.write_text(json.dumps(manifest | {"sha256": checkpoint.manifest_digest(manifest)}))
-    rotation.remove_old_checkpoints(tmp_path / "checkpoints", Checkpoint(keep=1))
+    checkpoint.remove_old_checkpoints(tmp_path / "checkpoints", Checkpoint(keep=1))
     left = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
     assert left == ["00000000", "00000012", "00000024", "00000036"]
 

@@ -21,8 +21,8 @@ from unfog.diffusion.noise import VP, Cosine, LogitNormal, NoiseSource
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError
 from unfog.models.settings import SIZES
+from unfog.pipeline.denoising_pictures import DenoisingStrip
 from unfog.pipeline.generate import sample_grid
-from unfog.pipeline.image_files import DenoisingStrip
 from unfog.pipeline.sample_folder import SampleFolder
 from unfog.planning.auto_settings import AutoSettings, parse_duration
 from unfog.planning.intervals import choose_intervals, round_down_to_125

@@ -76,6 +76,7 @@ def test_a_page_that_polls_sees_new_runs_and_new_steps_without_a_stream(client, 
     assert [row["step"] for row in client.get("/api/runs").json()] == [50, 3]
 
 
+@pytest.mark.slow
 def test_a_long_record_is_seen_in_a_sample_until_all_of_it_was_read(client, run, monkeypatch):
     monkeypatch.setattr("unfog.serve.runs.LONG", 100_000)
     monkeypatch.setattr("unfog.serve.metric_columns._PLACES", 20)

@@ -63,6 +63,7 @@ def test_profiles_are_integrals_of_powers_and_their_products_are_in_closed_form(
         assert got[0] == pytest.approx(weights @ theirs, rel=2e-3)  # a sum over updates against an integral
 
 
+@pytest.mark.slow
 def test_the_average_that_is_there_is_found_exactly():
     gammas = np.repeat([PowerEma(w).gamma for w in (0.1, 0.05)], 24)
     ends = np.tile(np.arange(1, 25) * 1000.0, 2)

@@ -13,7 +13,7 @@ from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Loss, Objective
 from unfog.models.settings import UNet
 from unfog.models.unet import UNetModel
-from unfog.training.distributed.micro_batches import split_range
+from unfog.training.batches import split_range
 from unfog.training.precision import Precision
 from unfog.training.settings import Optimizer, PowerEma
 from unfog.training.stability.nan_debug import NanReport
@@ -124,6 +124,7 @@ class NanBackward(torch.autograd.Function):
         return gradient.masked_fill(ctx.white, math.nan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_broken_image(precision):
     into = state(unet(), precision)
@@ -143,6 +144,7 @@ def test_a_broken_image_in_a_network_that_mixes_images():
     assert found == NanReport("forward", "input", (WHITE,), (level(forward),), False)
 
 
+@pytest.mark.slow
 def test_an_infinite_loss_of_one_image():
     def loss(model, x0, conditions):
         found = OBJECTIVE(model, x0, conditions)
@@ -183,6 +185,7 @@ def test_the_layer_that_overflows_for_one_image(precision, large):
     assert found == NanReport("forward", "2", (WHITE,), (level(forward),), False)
 
 
+@pytest.mark.slow
 def test_the_layer_of_the_unet_that_overflows_for_every_image():
     into = state(unet(), "fp16")
     with torch.no_grad():
@@ -376,11 +379,13 @@ def test_at_most_eight_images_are_named_in_order():
     assert not found.every
 
 
+@pytest.mark.slow
 def test_a_step_that_is_finite_when_replayed():
     into = state(unet())
     assert NanReport.find(into, replay(into, OBJECTIVE), PASSES) == UNKNOWN
 
 
+@pytest.mark.slow
 def test_compiled_networks_are_searched_too():
     into = state(straight(1, At(lambda x: x + infinity(x)), nn.Conv2d(1, 1, 1)))
     into.model.compile(backend="eager")

@@ -166,6 +166,7 @@ def test_a_linked_picture_is_not_shown_in_a_notebook(run: Path, tmp_path: Path) 
     assert "data:image/png" not in unfog.load(copy)._repr_html_()
 
 
+@pytest.mark.slow
 def test_a_backup_by_hard_links_is_not_written_to(run: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "run", copy_function=os.link))
     before = snapshot(run)
@@ -187,6 +188,7 @@ def test_a_run_with_a_mutated_state_goes_on_or_says_why_not(run: Path, tmp_path:
         shutil.rmtree(copy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [{"width": 8192}, {"depth": 90}])
 def test_a_network_larger_than_its_weights_is_not_allocated(run: Path, tmp_path: Path, change: dict[str, Any]) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "run"))

@@ -34,13 +34,13 @@ from unfog.models.network_settings import build_model
 from unfog.models.settings import DiT, MPUNet, UNet
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.memory_recorder import fake_process_group
-from unfog.runs.worker import check_visible
+from unfog.runs.train import check_visible
+from unfog.training.batches import local_micro_batches
 from unfog.training.checkpoints import format as checkpoint
-from unfog.training.checkpoints import rotation, snapshot, writer
+from unfog.training.checkpoints import snapshot, writer
 from unfog.training.checkpoints.load import load_weights, read_tensors, write_merged
 from unfog.training.checkpoints.writer import ShardStatusStore
 from unfog.training.distributed.fsdp import build_mesh, compile_blocks, shard_network, shardable_blocks
-from unfog.training.distributed.micro_batches import local_micro_batches
 from unfog.training.distributed.watchdog import Watchdog
 from unfog.training.distributed.world import World
 from unfog.training.precision import Precision
@@ -220,7 +220,7 @@ def test_a_process_that_is_killed_in_the_middle_of_a_checkpoint_leaves_the_one_b
     assert list((checkpoints / ".partial-00000008").glob("*-00002-of-00002.safetensors"))
     saved, broken = checkpoint.newest(checkpoints)
     assert (saved.images, broken) == (0, [])
-    rotation.remove_leftovers(checkpoints, broken)
+    checkpoint.remove_leftovers(checkpoints, broken)
     assert [path.name for path in checkpoints.iterdir()] == ["00000000"]
 
 

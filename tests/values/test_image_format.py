@@ -198,6 +198,7 @@ def _offenders(tree: ast.Module) -> list[str]:
     return [f"{node.lineno}: {why}" for node in ast.walk(tree) if (why := _knows_the_format(node, lone))]
 
 
+@pytest.mark.slow
 def test_no_other_module_knows_the_values_and_channels_of_images():
     found = {place: _offenders(tree) for place, tree in trees().items() if Path(place).parent != Path("values")}
     assert len(found) > 300

@@ -212,7 +212,7 @@ def _serve_request(words: list[str]) -> object | None:
 def _run_worker_rank(words: list[str]) -> int:
     """Run a rank other than 0, which gets its settings from rank 0. Return its exit status."""
     if not {"-h", "--help", "--help-all", "--verify"} & set(words):  # which train nothing
-        from unfog.runs.worker import run_worker
+        from unfog.runs.train import run_worker
 
         run_worker()
     return 0

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from unfog.diffusion.sampler import Observe, Sampler
     from unfog.diffusion.steps import SamplingStep
     from unfog.inference.run import PreparedSampling, Run
-    from unfog.pipeline.image_files import DenoisingStrip
+    from unfog.pipeline.denoising_pictures import DenoisingStrip
     from unfog.values.image_format import ImageFormat
 
 _MAX_IN_GRID = 1000  # samples; a grid of ten thousand takes more memory than generating them, and few programs open it
@@ -93,7 +93,8 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
     if request.animate is not None:
         check_animation(request.animate)
     # Imported only now, as torch takes seconds: a wrong request is refused before.
-    from unfog.pipeline.image_files import MOST_SAMPLES, DenoisingAnimation, DenoisingStrip, build_edit
+    from unfog.pipeline.denoising_pictures import MOST_SAMPLES, DenoisingAnimation, DenoisingStrip
+    from unfog.pipeline.edit_images import build_edit
 
     format = stored.conditions
     asked = format.with_label(format.read_words(request.given), request.label)

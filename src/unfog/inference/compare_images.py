@@ -18,7 +18,7 @@ from torch import Tensor
 from unfog.config.requests.evaluate import LOSSES, ON_REQUEST
 from unfog.data.dataset import ImageSet, evenly_spaced
 from unfog.errors import RequestError
-from unfog.evaluation.features import Features, PixelSource, compute_features, compute_statistics
+from unfog.evaluation.features import Features, PixelSource, Ranks, compute_features, compute_statistics
 from unfog.evaluation.metrics import MetricResult, check_count, compare_features
 from unfog.evaluation.pixel_metrics import PIXEL_METRICS, compare_pixels, radial_spectrum
 from unfog.reporting.charts import line_chart
@@ -96,7 +96,7 @@ class Comparison:
         if features is None:
             return None
         with Progress(f"{features.name} of {what}", len(images)) as progress:
-            return compute_features(images, features, key, progress.set, world.rank, world.size, world.barrier)
+            return compute_features(images, features, key, progress.set, Ranks(world.rank, world.size, world.barrier))
 
     def check_count(self, metric: str, samples: int, instead: str, larger: str = "-n") -> None:
         """Raise RequestError if a metric would be refused for so many samples. See `evaluation.metrics.check_count`."""

@@ -25,10 +25,10 @@ from unfog.files.safe_files import make_folder, write_atomic
 from unfog.inference.compare_images import FEWEST_COMPARED, reference_rows, spectrum_chart, verdict
 from unfog.inference.evaluation_files import (
     Evaluation,
+    EvaluationSamples,
     EvaluationSetup,
     GeneratedSamples,
     MixedSamples,
-    Samples,
 )
 from unfog.inference.loaded_run import LoadedRun
 from unfog.inference.memorization import (
@@ -52,7 +52,9 @@ _FOR_END = 16  # training images by which the cleanest level of the bits is chos
 LEVELS = 64  # network calls per image for the bits; with 64 the bound is within a percent
 
 
-def compute_metrics(run: LoadedRun, setup: EvaluationSetup, samples: Samples, world: World, out: Path) -> Evaluation:
+def compute_metrics(
+    run: LoadedRun, setup: EvaluationSetup, samples: EvaluationSamples, world: World, out: Path
+) -> Evaluation:
     """Compute the metrics of `setup`, and search the samples for copies of training images, shown in the folder `out`.
 
     Metrics of a run with buckets are of the samples of all sizes, then of each size.

@@ -19,8 +19,8 @@ from unfog.planning.memory_recorder import (
     HOLES,
     HOLES_RECOMPUTING,
     ONEDNN_HALF,
+    MemoryRecorder,
     Peak,
-    Recorder,
     Trace,
     fake_process_group,
 )
@@ -243,7 +243,7 @@ def _trace_step(step: _TracedStep) -> Trace:
     config, training = step.config, step.config.training
     augment, objective = build_augmentation(config), build_loss(config)
 
-    def work(recorder: Recorder) -> None:
+    def work(recorder: MemoryRecorder) -> None:
         state = _build_state(recorder, step, mesh)
         for _ in range(step.passes):
             _run_micro_batch(recorder, step, state, augment, objective)
@@ -260,7 +260,7 @@ def _trace_step(step: _TracedStep) -> Trace:
         return Trace.record(work, step.device, DTYPES.get(training.precision))
 
 
-def _build_state(recorder: Recorder, step: _TracedStep, mesh: DeviceMesh | None) -> TrainState:
+def _build_state(recorder: MemoryRecorder, step: _TracedStep, mesh: DeviceMesh | None) -> TrainState:
     """Build what a run holds all the time: network, EMAs and optimiser."""
     config, precision = step.config, step.config.training.precision
     # fp16 is traced as bf16, as its loss scaler reads values. Elsewhere than on a CPU, _AutocastEmulation casts.
@@ -286,7 +286,7 @@ def _build_state(recorder: Recorder, step: _TracedStep, mesh: DeviceMesh | None)
 
 
 def _run_micro_batch(
-    recorder: Recorder, step: _TracedStep, state: TrainState, augment: Augmentation, objective: LossFunction
+    recorder: MemoryRecorder, step: _TracedStep, state: TrainState, augment: Augmentation, objective: LossFunction
 ) -> None:
     config, network = step.config, state.model
     conditions = config.conditions.blank(step.microbatch)
@@ -302,7 +302,7 @@ def _run_micro_batch(
     recorder.name("gradients", (to_local(p.grad) for p in network.parameters() if p.grad is not None))
 
 
-def _allocate_moments(recorder: Recorder, state: TrainState) -> None:
+def _allocate_moments(recorder: MemoryRecorder, state: TrainState) -> None:
     """Let the optimiser allocate its state, as its first step does."""
     for parameter in state.model.parameters():
         parameter.grad = torch.empty_like(parameter)
@@ -315,7 +315,7 @@ def _trace_call(config: Config, device: str, images: int, half: torch.dtype | No
     """Trace a forward pass of sampling without gradients, in fp32 or under autocast to `half`."""
     shape = (images, *config.input_shape)
 
-    def work(recorder: Recorder) -> None:
+    def work(recorder: MemoryRecorder) -> None:
         recorder.kind = "parameters"
         network = build_network(config).eval()
         recorder.kind = "workspace"

@@ -28,9 +28,8 @@ from unfog.pipeline.build import (
     build_state,
     open_task_stream,
 )
-from unfog.pipeline.generate import GenerationSettings
+from unfog.pipeline.generate import GenerationSettings, sample_calls
 from unfog.planning.flops import TimeRange
-from unfog.planning.sampling_cost import sample_calls
 from unfog.process.device import synchronize
 from unfog.reporting.progress import Progress
 from unfog.settings import AUTO, is_auto

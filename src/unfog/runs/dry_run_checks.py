@@ -22,6 +22,7 @@ from torch import Tensor
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset
 from unfog.errors import Interrupted, RequestError, install_command
+from unfog.inference.export_diffusers import export_difference
 from unfog.inference.run import Run
 from unfog.planning.disk import disk_space_needed
 from unfog.process.device import peak_bytes, resident_bytes
@@ -38,7 +39,6 @@ from unfog.runs.replay import differing_tensors, replay_newest
 from unfog.runs.resume import find_resume_point
 from unfog.runs.session import Session
 from unfog.runs.train import open_session, train_session
-from unfog.runs.weights.objectives import export_difference
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.writer import free_bytes
 from unfog.training.settings import Evaluate

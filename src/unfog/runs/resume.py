@@ -36,7 +36,6 @@ from unfog.runs.train import check_custom_parts, open_session, train_session
 from unfog.runs.weights.init_weights import load_initial_weights
 from unfog.settings import is_auto
 from unfog.training.checkpoints import format as checkpoint
-from unfog.training.checkpoints import rotation
 from unfog.training.checkpoints.format import CheckpointInfo
 from unfog.training.checkpoints.load import read_state
 from unfog.training.checkpoints.posthoc_ema import remove_after
@@ -144,7 +143,7 @@ class _ResumePoint:
                 for one in self.broken:
                     say(str(one))
                     events.write("passed_over", self.step, {"checkpoint": one.folder.name, "reason": one.reason})
-        rotation.remove_leftovers(folder.checkpoints, self.broken)
+        checkpoint.remove_leftovers(folder.checkpoints, self.broken)
         remove_after(folder.averages, self.saved.step if self.saved else -1)
 
 
@@ -154,7 +153,7 @@ def find_resume_point(folder: RunFolder, stored: Config) -> _ResumePoint:
     RunError if steps were trained, and no checkpoint of them is left.
     """
     make_folder(folder.checkpoints, folder.path)  # a start that was killed may not have come so far
-    rotation.restore_replaced(folder.checkpoints)
+    checkpoint.restore_replaced(folder.checkpoints)
     saved, broken = checkpoint.newest(folder.checkpoints)
     if saved is None and any(finite_number(row.get("step")) > 0 for row in read_metrics(folder.metrics)):
         raise RunError(

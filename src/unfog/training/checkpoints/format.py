@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole or absent, named by step, verified by content.
+"""Checkpoints on disk: whole or absent, named by step, verified by content; and their replacement and removal.
 
     checkpoints/00001000/manifest.json           step, images, what made it, size and sha256 of every other file
     checkpoints/00001000/model.safetensors       weights under the network's own names
@@ -13,24 +13,28 @@ model-00001-of-00004.safetensors and so on, and likewise for the other tensor fi
 `load.TensorFile`.
 
 Names that begin with a dot are work in progress, or broken and set aside; they are never read. Nothing is a pickle, so
-nothing in a checkpoint can run code. `snapshot` and `writer` write checkpoints, `rotation` removes them.
+nothing in a checkpoint can run code. `snapshot` and `writer` write checkpoints; the functions that replace and remove
+them leave at least one after a crash. An error of the system that may pass is not taken for damage.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
+import os
 import re
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from unfog.errors import RequestError, RunError
-from unfog.files.safe_files import file_digest, list_folder, read_file
-from unfog.training.checkpoints.retries import is_unreadable, with_retries
+from unfog.files.safe_files import discard, file_digest, list_folder, move, read_file, remove_tree
 from unfog.training.checkpoints.state_schema import check_state
+from unfog.training.settings import Checkpoint
 from unfog.training.state import HELD_OUT_LOSS, is_better
 
 FORMAT, FORMAT_SHARDED = 2, 3
@@ -40,6 +44,14 @@ EMA2 = "ema2.safetensors"
 LARGEST_JSON = 2**24  # bytes; ours have a few thousand, and with 100,000 failed shards ten million
 SHARDING = "DCP_SHARDING_INFO"  # torch's key for the rows of a shard, in the metadata of a file
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.safetensors)")
+# Nothing, or no regular file, is under the name.
+_MISSING = frozenset(
+    getattr(errno, name)
+    for name in ("ENOENT", "ENOTDIR", "EISDIR", "ELOOP", "EINVAL", "ENXIO", "ENODEV", "ENAMETOOLONG")
+)
+_RETRY_SECONDS = (0.2, 1.0)  # pauses after an error that may pass
+
+_T = TypeVar("_T")
 
 
 class _CheckpointFile(NamedTuple):
@@ -87,7 +99,7 @@ class CheckpointInfo(NamedTuple):
             RunError: a file cannot be read now, and may be whole.
         """
         try:
-            return with_retries(partial(_find_damage, self))
+            return _with_retries(partial(_find_damage, self))
         except OSError as error:
             name = Path(error.filename or "").name
             raise RunError(str(BrokenCheckpoint(self.folder, f"{name}: {error.strerror}", unreadable=True))) from None
@@ -147,7 +159,7 @@ class BrokenCheckpoint(NamedTuple):
 
 
 # What `CheckpointInfo.read` raises.
-INVALID = (OSError, ValueError, KeyError, TypeError, ArithmeticError, AttributeError, RecursionError)
+_INVALID = (OSError, ValueError, KeyError, TypeError, ArithmeticError, AttributeError, RecursionError)
 
 
 def best_of(saved: list[CheckpointInfo]) -> CheckpointInfo | None:
@@ -176,10 +188,10 @@ def list_checkpoints(checkpoints: Path) -> tuple[list[CheckpointInfo], list[Brok
         if folder.name.startswith(".") or not (folder.is_dir() or folder.name.isdecimal()):
             continue  # somebody's notes, say
         try:
-            found.append(with_retries(partial(CheckpointInfo.read, folder)))
-        except INVALID as error:
+            found.append(_with_retries(partial(CheckpointInfo.read, folder)))
+        except _INVALID as error:
             reason = (isinstance(error, OSError) and error.strerror) or str(error)
-            broken.append(BrokenCheckpoint(folder, f"{MANIFEST}: {reason}", is_unreadable(error)))
+            broken.append(BrokenCheckpoint(folder, f"{MANIFEST}: {reason}", _is_unreadable(error)))
     # By contents, as a folder may have been renamed or copied.
     return sorted(found, key=lambda saved: (saved.images, saved.folder.name)), broken
 
@@ -220,7 +232,7 @@ def _find_damage(saved: CheckpointInfo) -> str | None:
             if file_digest(path, run_of(saved.folder)) != file.sha256:
                 return f"{name} is not what was saved (sha256 differs)"
         except OSError as error:
-            if is_unreadable(error):
+            if _is_unreadable(error):
                 raise
             return f"{name}: {error.strerror}"
     try:
@@ -307,3 +319,96 @@ def _merge_shard_names(names: Iterable[str]) -> set[str]:
         complete = ranks == set(range(1, int(size) + 1)) and name not in found
         found.add(name if complete else f"{len(ranks)} of {int(size)} parts of {name}")
     return found
+
+
+def remove_old_checkpoints(checkpoints: Path, keep: Checkpoint) -> None:
+    """Remove all checkpoints but the newest `keep.keep`, the milestones, the best one and two rollback checkpoints.
+
+    Broken ones count here by their manifests; `remove_leftovers` sets them aside when a run is resumed.
+    """
+    saved, _ = list_checkpoints(checkpoints)
+    # The newest stays even if it was saved for its metric alone, as a resume begins there.
+    wanted = {old.step for old in [old for old in saved if not old.for_best][-keep.keep :] + saved[-1:]}
+    wanted |= {old.step for old in saved if keep.milestones and old.step % keep.milestones == 0}
+    # Two, as a run that diverges again soon after a roll-back returns to the one before.
+    wanted |= {old.step for old in [old for old in saved if old.anchor][-2:]}
+    if (best := best_of(saved)) is not None:
+        wanted.add(best.step)
+    for old in saved:
+        if old.step not in wanted:
+            _remove_checkpoint(old.folder)
+
+
+def _remove_checkpoint(folder: Path) -> None:
+    """Delete a checkpoint by renaming it first, so that it is whole or gone under its name."""
+    aside = folder.with_name(f".old-{folder.name}")
+    remove_tree(aside, run_of(aside))
+    discard(folder, aside, run_of(folder))
+
+
+def replace_checkpoint(written: Path, folder: Path) -> None:
+    """Move a checkpoint to its place, then remove an older one of the same step."""
+    if not os.path.lexists(folder):
+        move(written, folder, run_of(folder))
+        return
+    # The old one goes only once the new one is in place; `restore_replaced` undoes a crash between the two renames.
+    aside = folder.with_name(f".replaced-{folder.name}")
+    remove_tree(aside, run_of(aside))
+    move(folder, aside, run_of(folder))
+    move(written, folder, run_of(folder))
+    _remove_checkpoint(aside)
+
+
+def restore_replaced(checkpoints: Path) -> None:
+    """Undo a `replace_checkpoint` that was interrupted before the new one was in place, or that put a broken one."""
+    for aside in checkpoints.glob(".replaced-*"):
+        folder = aside.with_name(aside.name.removeprefix(".replaced-"))
+        if os.path.lexists(folder) and _is_broken(folder):
+            _set_aside(folder)
+        if not os.path.lexists(folder):
+            move(aside, folder, run_of(folder))
+
+
+def _is_broken(folder: Path) -> bool:
+    """Read a checkpoint, and return whether it is broken. Raises OSError or RunError if it cannot be read now."""
+    try:
+        return _with_retries(partial(CheckpointInfo.read, folder)).find_damage() is not None
+    except _INVALID as error:
+        if _is_unreadable(error):
+            raise
+        return True
+
+
+def _set_aside(folder: Path) -> None:
+    """Hide a broken checkpoint, and leave those of the same step that were hidden before: nothing is deleted."""
+    aside, number = folder.with_name(f".broken-{folder.name}"), 1
+    while os.path.lexists(aside):
+        number += 1
+        aside = folder.with_name(f".broken-{folder.name}-{number}")
+    move(folder, aside, run_of(folder))
+
+
+def remove_leftovers(checkpoints: Path, broken: list[BrokenCheckpoint]) -> None:
+    """Remove what a crash left half done, and hide broken checkpoints, so that they are not counted."""
+    for folder in checkpoints.glob(".[por]*"):
+        if folder.name.startswith((".partial-", ".old-", ".replaced-")):
+            remove_tree(folder, run_of(folder))
+    for folder in (one.folder for one in broken if not one.unreadable):
+        _set_aside(folder)
+
+
+def _is_unreadable(error: BaseException) -> bool:
+    """Return True for an error of the system after which a file may still be whole, such as EIO, EACCES or EMFILE."""
+    return isinstance(error, OSError) and error.errno is not None and error.errno not in _MISSING
+
+
+def _with_retries(read: Callable[[], _T]) -> _T:
+    """Call `read`, and again after an error that may pass. Raises its last error."""
+    for pause in _RETRY_SECONDS:
+        try:
+            return read()
+        except OSError as error:
+            if not _is_unreadable(error):
+                raise
+        time.sleep(pause)
+    return read()
