@@ -45,8 +45,8 @@ def check_one_process(command: str, argument: str) -> None:
     if (ranks := os.environ.get("WORLD_SIZE", "1")) == "1":
         return
     raise RequestError(
-        f"WORLD_SIZE = {ranks}, but unfog.{command.replace('-', '_')} trains on one process; for several, replace the "
-        f"script in the torchrun command by `-m unfog {command} {argument}`, else start the script without torchrun"
+        f"WORLD_SIZE = {ranks}, but unfog.{command.replace('-', '_')} trains on one process; replace the script in "
+        f"the torchrun command by `-m unfog {command} {argument}`, or start the script without torchrun"
     )
 
 
