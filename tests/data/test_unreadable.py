@@ -14,6 +14,7 @@ from unfog.diffusion.objective import Objective
 from unfog.errors import RequestError, RunError
 from unfog.reporting.records import read_events
 from unfog.training.checkpoints import format as checkpoint
+from unfog.training.checkpoints import rotation
 from unfog.training.checkpoints.load import find_rollback_checkpoint, read_state
 from unfog.training.settings import Checkpoint
 
@@ -49,8 +50,8 @@ def test_what_cannot_be_read_now_stops_with_the_reason(tmp_path, failing, name, 
         with pytest.raises(RunError, match=rf"checkpoint 0000000\d cannot be read now .*{os.strerror(number)}"):
             read()
     assert len(attempts) >= 6
-    checkpoint.remove_leftovers(tmp_path, checkpoint.list_checkpoints(tmp_path)[1])
-    checkpoint.remove_old_checkpoints(tmp_path, Checkpoint(keep=1))
+    rotation.remove_leftovers(tmp_path, checkpoint.list_checkpoints(tmp_path)[1])
+    rotation.remove_old_checkpoints(tmp_path, Checkpoint(keep=1))
     assert {path.name for path in tmp_path.iterdir()} >= {"00000003"}
     assert not list(tmp_path.glob(".broken-*"))
 
@@ -67,7 +68,7 @@ def test_a_second_broken_checkpoint_of_a_step_does_not_remove_the_first(tmp_path
     for _ in range(3):
         folder = write(trained(), tmp_path)
         (folder / "manifest.json").write_text("{}")
-        checkpoint.remove_leftovers(tmp_path, checkpoint.list_checkpoints(tmp_path)[1])
+        rotation.remove_leftovers(tmp_path, checkpoint.list_checkpoints(tmp_path)[1])
     assert {path.name for path in tmp_path.iterdir()} == {f".broken-00000003{end}" for end in ("", "-2", "-3")}
 
 
@@ -75,7 +76,7 @@ def test_what_a_broken_checkpoint_has_replaced_comes_back(tmp_path):
     old = write(trained(), tmp_path)
     old.rename(tmp_path / ".replaced-00000003")
     (write(trained(), tmp_path) / "model.safetensors").write_bytes(b"torn")
-    checkpoint.restore_replaced(tmp_path)
+    rotation.restore_replaced(tmp_path)
     saved, broken = checkpoint.newest(tmp_path)
     assert (saved.step, broken) == (3, [])
     assert {path.name for path in tmp_path.iterdir()} == {"00000003", ".broken-00000003"}
@@ -93,7 +94,7 @@ def test_a_broken_one_is_set_aside_where_folders_cannot_be_renamed(tmp_path, mon
         replace(source, target, **named)
 
     monkeypatch.setattr(os, "replace", refuse)
-    checkpoint.remove_leftovers(tmp_path, checkpoint.list_checkpoints(tmp_path)[1])
+    rotation.remove_leftovers(tmp_path, checkpoint.list_checkpoints(tmp_path)[1])
     assert [path.name for path in tmp_path.iterdir()] == [".broken-00000003"]
     assert (tmp_path / ".broken-00000003/manifest.json").read_text() == "{}"
 

@@ -24,6 +24,7 @@ from unfog.errors import RequestError, RunError
 from unfog.files.safe_files import file_digest
 from unfog.reporting.records import read_events, read_metrics
 from unfog.training.checkpoints import format as checkpoint
+from unfog.training.checkpoints import rotation
 from unfog.training.checkpoints.load import read_tensors
 
 pytestmark = pytest.mark.slow
@@ -458,7 +459,7 @@ def test_last_few_and_milestones_are_kept(whole, tmp_path):
     from unfog.training.settings import Checkpoint
 
     shutil.copytree(whole / "checkpoints", tmp_path / "checkpoints")
-    checkpoint.remove_old_checkpoints(tmp_path / "checkpoints", Checkpoint(keep=2, milestones=12))
+    rotation.remove_old_checkpoints(tmp_path / "checkpoints", Checkpoint(keep=2, milestones=12))
     left = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
     assert left == ["00000000", "00000012", "00000024", "00000030", "00000036"]
 
@@ -474,7 +475,7 @@ def test_the_best_and_the_one_to_roll_back_to_are_kept(whole, tmp_path):
         manifest = json.loads(file.read_text()) | changes
         del manifest["sha256"]
         file.write_text(json.dumps(manifest | {"sha256": checkpoint.manifest_digest(manifest)}))
-    checkpoint.remove_old_checkpoints(tmp_path / "checkpoints", Checkpoint(keep=1))
+    rotation.remove_old_checkpoints(tmp_path / "checkpoints", Checkpoint(keep=1))
     left = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
     assert left == ["00000000", "00000012", "00000024", "00000036"]
 

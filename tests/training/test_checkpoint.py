@@ -21,7 +21,7 @@ from unfog.device import copies as device_copies
 from unfog.errors import RunError
 from unfog.runs.saver import Saver
 from unfog.training.checkpoints import format as checkpoint
-from unfog.training.checkpoints import snapshot
+from unfog.training.checkpoints import rotation, snapshot
 from unfog.training.checkpoints.load import find_rollback_checkpoint, load_checkpoint, read_tensors, roll_back
 from unfog.training.checkpoints.writer import CheckpointWriter
 from unfog.training.precision import Precision
@@ -329,19 +329,19 @@ def test_another_network_is_told_apart(tmp_path):
 def test_the_same_step_once_more_never_leaves_none(tmp_path, monkeypatch):
     state = trained()
     write(state, tmp_path)
-    move = checkpoint.move
+    move = rotation.move
 
     def cut_short(path, target, root):
         if path.name.startswith(".partial-"):
             raise KeyboardInterrupt  # as good as a kill between the two renames
         return move(path, target, root)
 
-    monkeypatch.setattr(checkpoint, "move", cut_short)
+    monkeypatch.setattr(rotation, "move", cut_short)
     with pytest.raises(KeyboardInterrupt):
         write(state, tmp_path)
     monkeypatch.undo()
     assert checkpoint.newest(tmp_path) == (None, [])
-    checkpoint.restore_replaced(tmp_path)
+    rotation.restore_replaced(tmp_path)
     assert checkpoint.newest(tmp_path)[0].step == 3
     write(state, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["00000003"]
@@ -351,7 +351,7 @@ def test_old_ones_that_cannot_be_removed_stop_nothing(tmp_path, monkeypatch):
     def refuse(checkpoints, keep):
         raise OSError(errno.EBUSY, "Device or resource busy")
 
-    monkeypatch.setattr(checkpoint, "remove_old_checkpoints", refuse)
+    monkeypatch.setattr(rotation, "remove_old_checkpoints", refuse)
     writer = CheckpointWriter(tmp_path, Checkpoint())
     writer.submit(snapshot.take_snapshot(trained(), 3))
     assert writer.wait(20)
@@ -380,14 +380,14 @@ def test_best_only_ones_do_not_push_out_the_others(tmp_path):
         step(state)
         state.last = {"held_out_loss": 1 / number}
         write(state, tmp_path, number, for_best=number % 3 != 0)
-        checkpoint.remove_old_checkpoints(tmp_path, Checkpoint(keep=2))
+        rotation.remove_old_checkpoints(tmp_path, Checkpoint(keep=2))
     state.settings_digests = {"measure": "another"}
     state.last = {"held_out_loss": 0.9}
     write(state, tmp_path, 8, for_best=True)
     assert checkpoint.best_of(checkpoint.list_checkpoints(tmp_path)[0]).step == 8, (
         "only what was measured alike compares"
     )
-    checkpoint._remove_checkpoint(tmp_path / "00000008")
+    rotation._remove_checkpoint(tmp_path / "00000008")
     assert sorted(int(path.name) for path in tmp_path.iterdir()) == [3, 6, 7]
     assert checkpoint.best_of(checkpoint.list_checkpoints(tmp_path)[0]).step == 7
 

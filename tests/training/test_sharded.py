@@ -37,7 +37,7 @@ from unfog.planning.memory_recorder import fake_process_group
 from unfog.runs.train import check_visible
 from unfog.training.batches import local_micro_batches
 from unfog.training.checkpoints import format as checkpoint
-from unfog.training.checkpoints import snapshot, writer
+from unfog.training.checkpoints import rotation, snapshot, writer
 from unfog.training.checkpoints.load import load_weights, read_tensors, write_merged
 from unfog.training.checkpoints.writer import ShardStatusStore
 from unfog.training.distributed.fsdp import build_mesh, compile_blocks, shard_network, shardable_blocks
@@ -220,7 +220,7 @@ def test_a_process_that_is_killed_in_the_middle_of_a_checkpoint_leaves_the_one_b
     assert list((checkpoints / ".partial-00000008").glob("*-00002-of-00002.safetensors"))
     saved, broken = checkpoint.newest(checkpoints)
     assert (saved.images, broken) == (0, [])
-    checkpoint.remove_leftovers(checkpoints, broken)
+    rotation.remove_leftovers(checkpoints, broken)
     assert [path.name for path in checkpoints.iterdir()] == ["00000000"]
 
 

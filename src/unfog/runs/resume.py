@@ -36,6 +36,7 @@ from unfog.runs.train import check_custom_parts, open_session, train_session
 from unfog.runs.weights.init_weights import load_initial_weights
 from unfog.settings import is_auto
 from unfog.training.checkpoints import format as checkpoint
+from unfog.training.checkpoints import rotation
 from unfog.training.checkpoints.format import CheckpointInfo
 from unfog.training.checkpoints.load import read_state
 from unfog.training.checkpoints.posthoc_ema import remove_after
@@ -143,7 +144,7 @@ class _ResumePoint:
                 for one in self.broken:
                     say(str(one))
                     events.write("passed_over", self.step, {"checkpoint": one.folder.name, "reason": one.reason})
-        checkpoint.remove_leftovers(folder.checkpoints, self.broken)
+        rotation.remove_leftovers(folder.checkpoints, self.broken)
         remove_after(folder.averages, self.saved.step if self.saved else -1)
 
 
@@ -153,7 +154,7 @@ def find_resume_point(folder: RunFolder, stored: Config) -> _ResumePoint:
     RunError if steps were trained, and no checkpoint of them is left.
     """
     make_folder(folder.checkpoints, folder.path)  # a start that was killed may not have come so far
-    checkpoint.restore_replaced(folder.checkpoints)
+    rotation.restore_replaced(folder.checkpoints)
     saved, broken = checkpoint.newest(folder.checkpoints)
     if saved is None and any(finite_number(row.get("step")) > 0 for row in read_metrics(folder.metrics)):
         raise RunError(

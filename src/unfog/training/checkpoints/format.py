@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole or absent, named by step, verified by content; and their replacement and removal.
+"""Checkpoints on disk: whole or absent, named by step, verified by content.
 
     checkpoints/00001000/manifest.json           step, images, what made it, size and sha256 of every other file
     checkpoints/00001000/model.safetensors       weights under the network's own names
@@ -13,8 +13,8 @@ model-00001-of-00004.safetensors and so on, and likewise for the other tensor fi
 `load.TensorFile`.
 
 Names that begin with a dot are work in progress, or broken and set aside; they are never read. Nothing is a pickle, so
-nothing in a checkpoint can run code. `snapshot` and `writer` write checkpoints; the functions that replace and remove
-them leave at least one after a crash. An error of the system that may pass is not taken for damage.
+nothing in a checkpoint can run code. `snapshot` and `writer` write checkpoints, and
+`rotation` replaces and removes them. An error of the system that may pass is not taken for damage.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import errno
 import hashlib
 import json
 import math
-import os
 import re
 import time
 from collections.abc import Callable, Iterable
@@ -32,9 +31,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from unfog.errors import RequestError, RunError
-from unfog.files.safe_files import discard, file_digest, list_folder, move, read_file, remove_tree
+from unfog.files.safe_files import file_digest, list_folder, read_file
 from unfog.training.checkpoints.state_schema import check_state
-from unfog.training.settings import Checkpoint
 from unfog.training.state import HELD_OUT_LOSS, is_better
 
 FORMAT, FORMAT_SHARDED = 2, 3
@@ -321,55 +319,7 @@ def _merge_shard_names(names: Iterable[str]) -> set[str]:
     return found
 
 
-def remove_old_checkpoints(checkpoints: Path, keep: Checkpoint) -> None:
-    """Remove all checkpoints but the newest `keep.keep`, the milestones, the best one and two rollback checkpoints.
-
-    Broken ones count here by their manifests; `remove_leftovers` sets them aside when a run is resumed.
-    """
-    saved, _ = list_checkpoints(checkpoints)
-    # The newest stays even if it was saved for its metric alone, as a resume begins there.
-    wanted = {old.step for old in [old for old in saved if not old.for_best][-keep.keep :] + saved[-1:]}
-    wanted |= {old.step for old in saved if keep.milestones and old.step % keep.milestones == 0}
-    # Two, as a run that diverges again soon after a roll-back returns to the one before.
-    wanted |= {old.step for old in [old for old in saved if old.anchor][-2:]}
-    if (best := best_of(saved)) is not None:
-        wanted.add(best.step)
-    for old in saved:
-        if old.step not in wanted:
-            _remove_checkpoint(old.folder)
-
-
-def _remove_checkpoint(folder: Path) -> None:
-    """Delete a checkpoint by renaming it first, so that it is whole or gone under its name."""
-    aside = folder.with_name(f".old-{folder.name}")
-    remove_tree(aside, run_of(aside))
-    discard(folder, aside, run_of(folder))
-
-
-def replace_checkpoint(written: Path, folder: Path) -> None:
-    """Move a checkpoint to its place, then remove an older one of the same step."""
-    if not os.path.lexists(folder):
-        move(written, folder, run_of(folder))
-        return
-    # The old one goes only once the new one is in place; `restore_replaced` undoes a crash between the two renames.
-    aside = folder.with_name(f".replaced-{folder.name}")
-    remove_tree(aside, run_of(aside))
-    move(folder, aside, run_of(folder))
-    move(written, folder, run_of(folder))
-    _remove_checkpoint(aside)
-
-
-def restore_replaced(checkpoints: Path) -> None:
-    """Undo a `replace_checkpoint` that was interrupted before the new one was in place, or that put a broken one."""
-    for aside in checkpoints.glob(".replaced-*"):
-        folder = aside.with_name(aside.name.removeprefix(".replaced-"))
-        if os.path.lexists(folder) and _is_broken(folder):
-            _set_aside(folder)
-        if not os.path.lexists(folder):
-            move(aside, folder, run_of(folder))
-
-
-def _is_broken(folder: Path) -> bool:
+def is_broken(folder: Path) -> bool:
     """Read a checkpoint, and return whether it is broken. Raises OSError or RunError if it cannot be read now."""
     try:
         return _with_retries(partial(CheckpointInfo.read, folder)).find_damage() is not None
@@ -377,24 +327,6 @@ def _is_broken(folder: Path) -> bool:
         if _is_unreadable(error):
             raise
         return True
-
-
-def _set_aside(folder: Path) -> None:
-    """Hide a broken checkpoint, and leave those of the same step that were hidden before: nothing is deleted."""
-    aside, number = folder.with_name(f".broken-{folder.name}"), 1
-    while os.path.lexists(aside):
-        number += 1
-        aside = folder.with_name(f".broken-{folder.name}-{number}")
-    move(folder, aside, run_of(folder))
-
-
-def remove_leftovers(checkpoints: Path, broken: list[BrokenCheckpoint]) -> None:
-    """Remove what a crash left half done, and hide broken checkpoints, so that they are not counted."""
-    for folder in checkpoints.glob(".[por]*"):
-        if folder.name.startswith((".partial-", ".old-", ".replaced-")):
-            remove_tree(folder, run_of(folder))
-    for folder in (one.folder for one in broken if not one.unreadable):
-        _set_aside(folder)
 
 
 def _is_unreadable(error: BaseException) -> bool:

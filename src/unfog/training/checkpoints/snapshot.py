@@ -31,6 +31,7 @@ from unfog.files.safe_files import (
     write_atomic,
 )
 from unfog.training.checkpoints import format as checkpoint
+from unfog.training.checkpoints import rotation
 from unfog.training.checkpoints.format import SHARDING, run_of
 from unfog.training.sharded_tensors import first_local_row, is_sharded, to_local
 from unfog.training.state import HELD_OUT_LOSS, TrainState, best_metric
@@ -76,7 +77,7 @@ class Snapshot(NamedTuple):
         checkpoint.read_state_json(partial)
         # The folder's names too: after a power cut a renamed folder with no files in it would be a broken checkpoint.
         sync(partial)
-        checkpoint.replace_checkpoint(partial, folder)
+        rotation.replace_checkpoint(partial, folder)
         sync(folder.parent)
 
     def verify_files(self, folder: Path) -> None:

@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import Store
 from unfog.errors import RunError
 from unfog.files.safe_files import make_folder, remove
 from unfog.training.checkpoints import format as checkpoint
-from unfog.training.checkpoints import snapshot
+from unfog.training.checkpoints import rotation, snapshot
 from unfog.training.checkpoints.snapshot import FileEntry, Snapshot
 from unfog.training.settings import Checkpoint
 
@@ -111,7 +111,7 @@ class CheckpointWriter:
             costs = {"snapshot_seconds": round(taken.seconds, 4), "write_seconds": seconds, "bytes": size}
             self._tell("checkpoint", taken, folder=f"{taken.step:08d}", **costs)
             try:
-                checkpoint.remove_old_checkpoints(self.checkpoints, self.keep)
+                rotation.remove_old_checkpoints(self.checkpoints, self.keep)
             except OSError as error:  # no reason to stop training
                 self._tell("not_removed", taken, reason=str(error))
         except Exception as error:  # raised again by `wait`, in the thread that can act on it
