@@ -97,7 +97,7 @@ def autoencoder_request(source: Source, out: PathLikeText | None, settings: dict
 
 def adopt_network(config: Config, network: object) -> None:
     """Use an object as the network of a run that was trained with one like it. RequestError if it is another."""
-    from unfog.config.values import quote
+    from unfog.config.spec_strings import quote
     from unfog.models.given_network import GivenNetwork
 
     if not GivenNetwork.accepts(network):
