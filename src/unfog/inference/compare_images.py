@@ -81,11 +81,12 @@ class Comparison:
 
     def __post_init__(self) -> None:
         pixels = self.reference.pixels
-        picture = pixels.shape[1] in CHANNELS and getattr(pixels, "dtype", np.uint8) == np.uint8
+        dtype = np.dtype(getattr(pixels, "dtype", np.uint8))
+        picture = pixels.shape[1] in CHANNELS and dtype == np.uint8
         if not picture and not set(self.metrics) <= {*LOSSES}:
             raise RequestError(
                 f"{', '.join(self.metrics)} compare pictures of 8 bits, and these images have "
-                f"{describe_channels(pixels.shape[1])} of {pixels.dtype}; held-out losses compare runs on them"
+                f"{describe_channels(pixels.shape[1])} of {dtype}; held-out losses compare runs on them"
             )
 
     @property
