@@ -41,12 +41,17 @@ _TOLERANCE = 1e-3
 _SAMPLES = 16  # on the model card
 _BUILD = '''
 
-def build(settings, image_channels, num_classes=0, out_channels=None):
-    """Return the network: (x [B, C, H, W], c_noise [B], label int64 [B] or None) -> y."""
+def build(settings, image_channels, num_classes=0, out_channels=None, wrap=""):
+    """Return the network: (x [B, C, H, W], c_noise [B], label int64 [B] or None) -> y.
+
+    Images continue at their other side along the axes `wrap`: "x", "y" or "xy".
+    """
     from types import SimpleNamespace
 
     conditions = SimpleNamespace(classes=range(num_classes), augment_inputs=0, columns=())
-    return {name}(SimpleNamespace(**settings), image_channels, conditions, out_channels)
+    network = {name}(SimpleNamespace(**settings), image_channels, conditions, out_channels)
+    network.wrap_edges(wrap)
+    return network
 '''
 _DECODE = '''
 
@@ -179,7 +184,8 @@ def _write_safetensors(job: _Export) -> float:
         copy_into([described.folder / CONFIG, described.weights], job.folder / "autoencoder", job.folder)
     model, settings = job.description, job.run.config.network
     assert settings is not None  # a run's is settled
-    rebuilt = build_model(settings, model["input"][0], ConditionFormat(job.run.classes), model["out_channels"])
+    conditions = ConditionFormat(job.run.classes)
+    rebuilt = build_model(settings, model["input"][0], conditions, model["out_channels"], model["wrap"])
     rebuilt.load_state_dict(load_file(tensor_file(job.folder / _WEIGHTS, job.folder)))
     return _relative_difference(job.network, rebuilt.eval(), _example_inputs(model))
 

@@ -46,6 +46,7 @@ def describe_model(run: LoadedRun, sampler: Sampler) -> dict[str, Any]:
         "network": {"kind": network.kind, "settings": asdict(network)},
         "input": list(config.input_shape),
         "out_channels": config.input_shape[0] * (1 + config.diffusion.learned_variance),
+        "wrap": config.data.wrapped,
         "classes": classes,
         "null_label": len(classes) if classes else None,
         "guidance": config.usual_guidance,
@@ -91,6 +92,15 @@ def check_conditions_map(config: Config) -> None:
         raise RequestError(
             f"this run has conditions besides the class ({names}), which no format of an export holds; the weights in "
             "RUN/checkpoints are safetensors, and unfog.load(run).network takes all conditions"
+        )
+
+
+def check_network_maps(config: Config) -> None:
+    """Raise RequestError if no pipeline holds the network of a run."""
+    if config.data.wrapped and isinstance(config.network, UNet):
+        raise RequestError(
+            f"wrap = {config.data.wrap} has no equivalent in diffusers, whose UNet2DModel pads with zeros, and would "
+            "draw seams; give --format safetensors, onnx or pt2"
         )
 
 

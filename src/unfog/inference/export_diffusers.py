@@ -21,6 +21,7 @@ from unfog.export.diffusers_unet import Network, sample_size
 from unfog.export.source_code import NETWORK_MODULES, OF_TRAINING, package_file, plain_source
 from unfog.files.safe_files import copy_into, write_atomic
 from unfog.inference.export_description import (
+    check_network_maps,
     check_sampler_maps,
     custom_scheduler,
     describe_objective,
@@ -49,10 +50,11 @@ class UnfogNetwork(ModelMixin, ConfigMixin):
     """The network as a model of diffusers."""
 
     @register_to_config
-    def __init__(self, settings, in_channels, out_channels, sample_size, num_classes):
+    def __init__(self, settings, in_channels, out_channels, sample_size, num_classes, wrap=""):
         super().__init__()
         conditions = SimpleNamespace(classes=range(num_classes), augment_inputs=0, columns=())
         self.network = {name}(SimpleNamespace(**settings), in_channels, conditions, out_channels)
+        self.network.wrap_edges(wrap)
 
     def forward(self, sample, timestep, class_labels=None):
         return SimpleNamespace(sample=self.network(sample, timestep, class_labels))
@@ -88,6 +90,7 @@ def write_pipeline(run: LoadedRun, network: nn.Module, sampler: Sampler, folder:
     """
     config = run.config
     sampler = config.representation.sampler(sampler)
+    check_network_maps(config)
     check_sampler_maps(config, sampler)
     stock = is_stock(config, sampler)
     scheduler = (stock_scheduler if stock else custom_scheduler)(config, sampler)
@@ -124,7 +127,7 @@ def _write_network(run: LoadedRun, network: nn.Module, folder: Path) -> list[str
     module, _, name = settings.model.partition(":")
     source = plain_source(f"The network of an Unfog run: {name}.", [*NETWORK_MODULES, module], OF_TRAINING)
     described = {"settings": asdict(settings), "in_channels": channels, "out_channels": out}
-    described["sample_size"] = sample_size(size)
+    described |= {"sample_size": sample_size(size), "wrap": config.data.wrapped}
     _write_model(folder, "UnfogNetwork", described | {"num_classes": classes}, _prefixed(weights))
     file = f"unfog_{settings.kind.replace('-', '_')}"
     write_atomic(folder / f"{file}.py", (source + _MODEL.format(name=name)).encode(), folder)

@@ -96,6 +96,7 @@ def _data(run: LoadedRun) -> _Data:
         ("source", name),
         ("images", f"{used:,}, of which {held_out:,} were held out of training" if known else "not recorded"),
         ("size", str(config.image_format)),
+        *([("seamless along", " and ".join(config.data.wrapped))] if config.data.wrapped else []),
         ("classes", ", ".join([*named, *more]) or "none"),
     ]
     return _Data(name, rows)

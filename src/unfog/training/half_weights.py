@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from unfog.device.compilation import compiled_with, is_compiled
+from unfog.models.layers import Conv2d
 from unfog.training.precision import DTYPES, Precision
 
 
@@ -30,8 +31,8 @@ class HalfWeights:
         self._weights: list[Tensor] = []
         self._copies: list[Tensor] = []
         for layer in network.modules():
-            # Not subclasses, which may do anything with their weights.
-            if type(layer) in (nn.Linear, nn.Conv2d):
+            # Not other subclasses, which may do anything with their weights.
+            if type(layer) in (nn.Linear, nn.Conv2d, Conv2d):
                 self._wrap(cast("nn.Linear | nn.Conv2d", layer), dtype)
 
     @classmethod
