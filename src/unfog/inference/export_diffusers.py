@@ -165,10 +165,11 @@ def plain_weights(network: nn.Module) -> dict[str, Tensor]:
     return {name: w for name, w in network.state_dict().items() if not name.startswith("augment_embedding.")}
 
 
-def save_weights(weights: dict[str, Tensor], path: Path) -> None:
-    """Write a safetensors file. OSError if it cannot be written."""
+def save_weights(weights: dict[str, Tensor], path: Path, described: str = "") -> None:
+    """Write a safetensors file, with a description in its metadata. OSError if it cannot be written."""
     # From memory, as the library reports a full disk by an error of its own and writes files for the owner alone.
-    content = save({name: tensor.contiguous() for name, tensor in weights.items()}, {"format": "pt"})
+    metadata = {"format": "pt"} | ({"unfog": described} if described else {})
+    content = save({name: tensor.contiguous() for name, tensor in weights.items()}, metadata)
     write_atomic(path, content, path.parent)
 
 
