@@ -1,5 +1,6 @@
 """Seamless images: networks whose images continue at their other side, random rolls, and what refuses them."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -7,18 +8,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import unfog
 from random_weights import randomized
+from unfog.checks.settings.settings_checks import _check_edges
+from unfog.config.resume_rules import check_changes, settings_digests
 from unfog.config.schema import Config
 from unfog.config.validate import check_request
 from unfog.data.augmentation import Augment
 from unfog.data.settings import Data
 from unfog.device.sharded_rng import rows_of
 from unfog.errors import RequestError
+from unfog.models.autoencoder import AutoencoderModel
+from unfog.models.autoencoder_settings import Autoencoder
 from unfog.models.edm2_unet import MPUNetModel
 from unfog.models.layers import Conv2d, pad
 from unfog.models.network_settings import CustomNetwork, build_model
 from unfog.models.settings import FOREIGN_NETWORKS, DiT, MPUNet, UNet
 from unfog.pipeline.build import build_network
+from unfog.pipeline.latents import save_autoencoder
 from unfog.values.condition_format import ConditionFormat
 from unfog.values.image_format import BYTES
 
@@ -194,6 +201,58 @@ def test_other_networks_are_refused(settings):
         build_model(settings, 3, wrap="xy")
     with pytest.raises(RequestError, match="wrap = xy needs a network"):
         check_request(Config(source="fashion", network=settings, data=Data(wrap="xy")))
+
+
+CODEC = Autoencoder(factor=4, channels=(8, 8), norm_groups=4)
+
+
+def test_an_autoencoder_is_refused():
+    with pytest.raises(RequestError, match="wrap = x is not for autoencoders"):
+        check_request(Config(source="fashion", data=Data(wrap="x"), autoencoder=CODEC))
+
+
+def test_latents_are_refused(tmp_path):
+    save_autoencoder(tmp_path / "autoencoder", AutoencoderModel(CODEC, 1))
+    with pytest.raises(RequestError, match=r"wrap = x joins the edges of pixels.*omit --wrap"):
+        check_request(Config(source="fashion", data=Data(wrap="x"), autoencoder_folder=str(tmp_path / "autoencoder")))
+
+
+def test_digests_and_packs_do_not_know_a_run_without_wrap():
+    assert settings_digests(Config()) == settings_digests(Config(data=Data(wrap="none", roll=True)))
+    assert settings_digests(Config()) != settings_digests(Config(data=Data(wrap="x")))
+    assert Data(wrap="xy").later_key == Data().later_key
+
+
+def test_a_resume_keeps_its_wrap():
+    before, now = Config(data=Data(wrap="xy")), Config(data=Data(wrap="x"))
+    for force in (False, True):
+        with pytest.raises(RequestError, match=r"data.wrap is 'xy' in this run and cannot become 'x' on resume"):
+            check_changes(before, now, force)
+    assert check_changes(before, Config(data=Data(wrap="xy", roll=False)))
+
+
+def test_the_start_warns_of_images_with_a_seam():
+    ramp = torch.linspace(-1, 1, 16).expand(3, 1, 16, 16)
+    wave = (2 * math.pi * torch.arange(16) / 16).sin().expand(3, 1, 16, 16)
+    assert _check_edges(wave, "xy").severity == "fine"
+    found = _check_edges(ramp, "xy")
+    assert (found.code, found.severity) == ("settings.wrap", "warning")
+    assert "omit x from --wrap" in found.remedy
+    assert _check_edges(ramp, "y").severity == "fine"
+
+
+@pytest.mark.slow
+def test_a_run_its_resume_and_what_starts_from_it_are_seamless(tmp_path):
+    images = (numbered(12, 8, 8).repeat(1, 3, 1, 1).permute(0, 2, 3, 1) * 3).numpy()
+    settings = {"network": UNet(channels=(8, 16), attention=(False, True), norm_groups=4, head_channels=8), "batch": 4}
+    settings |= {"device": "cpu", "preview": {"every": -1}, "evaluate": {"every": -1}}
+    run = unfog.train(images, out=tmp_path / "run", steps=1, wrap="x", **settings)
+    run = unfog.resume(tmp_path / "run", steps=2)
+    assert run.config.data.wrap == "x"
+    assert run.network.conv_in.wrap == run.network.wrap == "x"
+    del settings["network"]
+    other = unfog.train(images, out=tmp_path / "other", steps=1, init=str(tmp_path / "run"), **settings)
+    assert other.config.data.wrap == "x"
 
 
 def test_a_run_builds_its_network_with_its_wrap():

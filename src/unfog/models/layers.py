@@ -80,7 +80,8 @@ class Conv2d(nn.Conv2d):
     # Where torch pads by other modes than zeros. Its own "circular" is of both axes.
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if not self.wrap:
-            return super()._conv_forward(input, weight, bias)
+            plain: Tensor = super()._conv_forward(input, weight, bias)
+            return plain
         down, across = (int(side) for side in self.padding)
         return F.conv2d(pad(input, (across, across, down, down), self.wrap), weight, bias, self.stride)
 

@@ -246,7 +246,7 @@ def _lay_out_weights(network: nn.Module) -> None:
     # Only where nothing else looks at the weights, which may view them as matrices.
     if getattr(network, "channels_last", False) and getattr(network, "calls_layers_once", False):
         for layer in network.modules():
-            if type(layer) in (nn.Conv2d, Conv2d):
+            if isinstance(layer, Conv2d) or type(layer) is nn.Conv2d:
                 layer.weight.data = layer.weight.data.contiguous(memory_format=torch.channels_last)
 
 
