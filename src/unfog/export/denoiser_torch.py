@@ -13,7 +13,7 @@ class Denoiser(nn.Module):
 
     Images are float [B, C, H, W] with values of about -1 to 1, see `to_model`; `shape` is (C, H, W). Levels `sigma` are
     a number or a tensor [B], at most `sigma_max`. One below `sigma_min`, the least that was trained, counts as
-    `sigma_min`. `label` is int64 [B] in 0 to len(classes) - 1; None, or len(classes), is no class.
+    `sigma_min`. `label` is int64 [B] in 0 to len(classes) - 1; None, or len(classes), stands for no class.
     """
 
     def __init__(self, network, model, levels):
@@ -21,7 +21,7 @@ class Denoiser(nn.Module):
         self.network, self.model = network, model
         self.shape, self.classes = tuple(model["input"]), model["classes"]
         self.sigma_min, self.sigma_max = model["sigma"]
-        self.register_buffer("levels", levels)  # log SNR of each timestep, if the network is told timesteps
+        self.register_buffer("levels", levels)  # log SNR of each timestep, if the network receives timesteps
 
     def forward(self, x, sigma, label=None):
         if label is not None and not self.classes:
@@ -86,7 +86,7 @@ class Denoiser(nn.Module):
         if condition["kind"] == "flow":
             return 1000 * (-logsnr / 2 - math.log(condition["shift"])).sigmoid()
         noisiness = -self.levels
-        k = (torch.searchsorted(noisiness, -logsnr) - 1).clamp(0, len(noisiness) - 2)
+        k = torch.searchsorted(noisiness, -logsnr).sub(1).clamp(0, len(noisiness) - 2)
         between = (-logsnr - noisiness[k]) / (noisiness[k + 1] - noisiness[k])
         return condition["first"] + condition["step"] * (k + between.clamp(0, 1).nan_to_num(nan=1.0))
 

@@ -82,7 +82,7 @@ _TABLE = 20_000  # levels of a continuous schedule of timesteps
 def describe_denoiser(run: LoadedRun, sampler: Sampler) -> tuple[dict[str, Any], torch.Tensor]:
     """Return the description of a run's denoiser, as plain values for JSON, and the log SNR of its timesteps.
 
-    They are float32 [T], or [0] where the network is told no timesteps. `sampler` is that of the model card.
+    They are float32 [T], or [0] where the network receives none. `sampler` is that of the model card.
     """
     config, model = run.config, describe_model(run, sampler)
     diffusion, values = config.diffusion, config.image_format.values

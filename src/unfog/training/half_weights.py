@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from unfog.device.compilation import compiled_with, is_compiled
-from unfog.models.layers import Conv2d
 from unfog.training.precision import DTYPES, Precision
 
 
@@ -31,8 +30,8 @@ class HalfWeights:
         self._weights: list[Tensor] = []
         self._copies: list[Tensor] = []
         for layer in network.modules():
-            # Not other subclasses, which may do anything with their weights.
-            if type(layer) in (nn.Linear, nn.Conv2d, Conv2d):
+            # Not subclasses with a forward of their own, which may do anything with their weights.
+            if type(layer).forward in (nn.Linear.forward, nn.Conv2d.forward):
                 self._wrap(cast("nn.Linear | nn.Conv2d", layer), dtype)
 
     @classmethod
