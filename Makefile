@@ -41,7 +41,7 @@ test-faults: $(VENV)/.dev
 test-cuda-aot: $(if $(filter $(BIN)/python,$(CUDA_PYTHON)),$(VENV)/.dev)
 	PYTHONPATH=src $(CUDA_PYTHON) -m pytest tests/training/test_cuda_aot.py
 
-# Tests of less than half a second each. They wait for nothing, so each core has one worker.
+# Tests of less than a tenth of a second each. They wait for nothing, so each core has one worker.
 quick: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not exhaustive"
 

@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -73,8 +74,9 @@ def build() -> list[Path]:
 def try_out(wheel: Path) -> None:
     """Install the wheel in an environment that holds nothing but torch and what the wheel asks for, and use it."""
     shutil.rmtree(EMPTY.parent, ignore_errors=True)
-    # The Makefile knows how to get a torch without CUDA, and the constraints that go with it.
-    run("make", f"VENV={EMPTY}", f"{EMPTY}/.torch")
+    run("make", f"VENV={EMPTY}", f"{EMPTY}/bin/python")
+    lend_torch()
+    run("make", f"VENV={EMPTY}", f"{EMPTY}/.torch")  # writes the constraints that go with that torch
     python, pinned = EMPTY / "bin" / "python", EMPTY / "constraints.txt"
     run(python, "-m", "pip", "--disable-pip-version-check", "-q", "install", "-c", pinned, wheel)
     run(python, "-m", "pip", "check")
@@ -84,6 +86,13 @@ def try_out(wheel: Path) -> None:
     run(unfog, *["export", "run", "exported", "--format", "safetensors"])
     made = sorted(path.name for path in (EMPTY.parent / "samples").glob("0*.png"))
     assert len(made) == 2, made
+
+
+def lend_torch() -> None:
+    """Link the torch of this environment into the empty one. Packages that torch needs are installed there by pip."""
+    torch, (packages,) = metadata.distribution("torch"), EMPTY.glob("lib/python3*/site-packages")
+    for name in {file.parts[0] for file in torch.files or ()} - {".."}:
+        (packages / name).symlink_to(Path(str(torch.locate_file(name))).resolve())
 
 
 def run(*words: object) -> None:

@@ -30,7 +30,7 @@ from unfog.process.signals import StopSignals
 from unfog.runs.previews import Previews
 from unfog.training.checkpoints import snapshot, writer
 from unfog.training.checkpoints.load import read_tensors, roll_back
-from unfog.training.distributed.fsdp import _full_tensor
+from unfog.training.distributed.fsdp import full_tensor
 from unfog.training.distributed.world import SINGLE_PROCESS, init_world
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import Intervals, LoopSettings, train
@@ -43,10 +43,8 @@ from unfog.values.condition_format import ConditionFormat
 from unfog.values.conditions import NO_CONDITIONS, Conditions
 
 CPU = torch.device("cpu")
-TINY = UNet(channels=(8, 16), attention=(False, True), mid_attention=False, norm_groups=4, head_channels=8)
-DROPOUT = UNet(
-    channels=(8, 16), attention=(False, True), mid_attention=False, norm_groups=4, head_channels=8, dropout=0.2
-)
+TINY = UNet(channels=(8,), attention=(True,), mid_attention=False, norm_groups=4, head_channels=8)
+DROPOUT = replace(TINY, dropout=0.2)
 MP = MPUNet(channels=(8, 16), attention=(False, True))
 DIT = DiT(width=40, depth=2, head_channels=8)
 OPTIMIZER = Optimizer(lr=1e-3, eps=1e-4)  # so that what is rounding is not taken for a direction
@@ -155,7 +153,7 @@ def trained(
         diary,
         world,
     )
-    into.found = [_full_tensor(t).clone() for part in into.tensors().values() for t in part.values()]
+    into.found = [full_tensor(t).clone() for part in into.tensors().values() for t in part.values()]
     world.shards = None
     return into, diary
 
@@ -330,7 +328,7 @@ def goes_back(world):
     settings, every = Training(batch=8, images=32, patience=2), EVERY._replace(checkpoint=2)
     train(LoopSettings(settings, OPTIMIZER, every), into, Task(Images(), Augment(), loss), diary, world)
     world.shards = None
-    held = {file: {name: _full_tensor(t) for name, t in part.items()} for file, part in into.tensors().items()}
+    held = {file: {name: full_tensor(t) for name, t in part.items()} for file, part in into.tensors().items()}
     saved = {file: read_tensors(diary.saved / f"{file}.safetensors", diary.saved) for file in held}
     same = [
         tensors.keys() == saved[file].keys() and tensors[name].equal(saved[file][name])

@@ -1,9 +1,13 @@
-"""torch's flags for speed and determinism, which each way of training sets for itself."""
+"""What a way of training changes for itself: flags of torch, constants of Unfog, and how networks are built."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+
+from unfog.pipeline import build
 
 import torch
 
@@ -27,3 +31,28 @@ def set_flags(deterministic: bool, cudnn_deterministic: bool, benchmark: bool) -
     """Set the flags of this process."""
     torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn_deterministic, benchmark
+
+
+@contextmanager
+def constant(owner: Any, name: str, value: object) -> Iterator[None]:
+    """Inside, a constant of a module has another value."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextmanager
+def built_once() -> Iterator[None]:
+    """Inside, steps get copies of the first network of its settings: random weights take 5 times as long as a copy."""
+    real, made = build.build_network, dict[Any, Any]()
+
+    def copied(config: Any) -> Any:
+        if config.network not in made:
+            made[config.network] = real(config)
+        return copy.deepcopy(made[config.network])
+
+    with constant(build, "build_network", copied):
+        yield

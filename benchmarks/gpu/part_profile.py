@@ -115,7 +115,11 @@ def kind_of(name: str) -> str:
 
 
 def kernels(name: str, events: list[tuple[str, float, float]], seconds: float, top: int = _TOP) -> Iterator[Row]:
-    """Yield the rows of kernels (name, start, end in microseconds) that ran within so many seconds."""
+    """Yield the rows of kernels (name, start, end in microseconds) of so many seconds; a failure if there are none."""
+    if not events:
+        said = "the profiler saw none; see NVreg_RestrictProfilingToAdminUsers, or run as an administrator"
+        yield Row("profile", f"kernels of {name}", said, "failed")
+        return
     ran = busy((start, end) for _, start, end in events) / 1e6
     launches, idle = len(events) / _STEPS, max(0.0, 1 - ran / seconds)
     said = f"{launches:,.0f} a step of {seconds / _STEPS * 1e3:.1f} ms (under the profiler), idle {idle:.0%}"

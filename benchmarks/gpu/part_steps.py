@@ -11,25 +11,30 @@ from typing import Any, NamedTuple
 
 from unfog.checks.gpu_checks import half_type
 from unfog.config.schema import Config
-from unfog.pipeline.build import build_network
+from unfog.models import group_norm
+from unfog.pipeline import build
 from unfog.planning.flops import Device, NetworkCost, matmul_seconds
 from unfog.planning.memory_estimate import MemoryEstimator
-from unfog.planning.timing import StepTime, TrialTraining, measure_step, random_images
+from unfog.planning.timing import StepTime, TrialTraining, measure_step, random_images, seconds_per_call
 from unfog.process.device import choose_device
 from unfog.process.torch_flags import caller_flags_kept
+from unfog.training.precision import drawing_precision
+from unfog.training.settings import SamplingPrecision
 
 import networks
 import steps
 import torch
 from capture import must_capture
-from flags import torch_flags
+from flags import built_once, constant, torch_flags
 from parts import Setting, attempt
 from rows import Row, mfu
 
 _SECONDS, _SECONDS_ON_CPU = 3.0, 0.05  # for each way, after its first steps
+_CAPTURED = 12  # steps at least of one that is captured: the first four are not replays
 _LEAST = 10.0  # seconds that must be left for a way to be tried
 _COMPILING = {"cifar10": 75.0, "dit-latents": 50.0, "unet-64": 90.0}
 """The same for a way that is compiled: one that would be killed in the compiler is left out."""
+_STORED = 30.0  # the same, if the program was compiled before, so that its code is stored
 
 
 class _Way(NamedTuple):
@@ -40,6 +45,8 @@ class _Way(NamedTuple):
     compiled: bool = False
     needs_cuda: bool = False
     flags: Callable[[], AbstractContextManager[None]] = nullcontext
+    batch: int = 0
+    """Images of a step, if it has a batch of its own."""
 
 
 def measure(setting: Setting, name: str) -> Iterator[Row]:
@@ -50,14 +57,19 @@ def measure(setting: Setting, name: str) -> Iterator[Row]:
     timer = _Timer(part, config, device, setting.seconds, _COMPILING[name])
     yield timer.describe()
     yield from memory(part, config, device)
-    # What takes longest comes last; of this network only the ways without a compiler are timed.
-    for way in ways(config, device):
-        if not (way.compiled and name == "unet-64"):
+    # Of this network only training is timed, and only without a compiler.
+    brief = name == "unet-64"
+    if not brief:
+        yield from drawing(part, config, device)
+    with built_once():
+        trials = on_trial(config, device) if name == "cifar10" else []
+        plain, compiled = ways(config, device)
+        for way in (*plain, *trials, *([] if brief else compiled)):  # what takes longest comes last
             yield timer.time(way)
 
 
-def ways(config: Config, device: torch.device) -> list[_Way]:
-    """Return all ways: ours, a bare step, and diffusers' script."""
+def ways(config: Config, device: torch.device) -> tuple[list[_Way], list[_Way]]:
+    """Return all ways, ours, a bare step, and diffusers' script: those without a compiler, and those with one."""
     ours, planar = partial(_ours, config, device), _changed(config, memory_format="contiguous")
     seconds = _SECONDS if device.type == "cuda" else _SECONDS_ON_CPU
     fastest, usual = partial(torch_flags, False, True), partial(torch_flags, False, False)
@@ -85,7 +97,19 @@ def ways(config: Config, device: torch.device) -> list[_Way]:
         _Way("diffusers compiled", theirs(True), flags=usual),
         _Way("bare compiled", bare(compiled=True), flags=fastest),
     ]
-    return [*plain, *(way._replace(compiled=True) for way in compiled)]
+    return plain, [way._replace(compiled=True) for way in compiled]
+
+
+def on_trial(config: Config, device: torch.device) -> list[_Way]:
+    """Return our eager step with each choice that one constant of the package makes, made the other way."""
+    ours, small = partial(_ours, config, device), max(1, config.training.batch // 4)
+    planar = partial(constant, build, "_WEIGHTS_CHANNELS_LAST_ON", ())
+    fused = partial(constant, group_norm, "_FUSED", True)
+    return [
+        _Way("unfog eager, weights in NCHW", ours, needs_cuda=True, flags=planar),
+        _Way("unfog eager, fused norm", partial(_ours_fused, config, device), needs_cuda=True, flags=fused),
+        _Way(f"unfog eager, batch {small}", partial(_ours, _changed(config, batch=small), device), batch=small),
+    ]
 
 
 def _changed(config: Config, **training: Any) -> Config:
@@ -100,11 +124,17 @@ def _ours(config: Config, device: torch.device, deterministic: bool = True) -> S
     return StepTime.measure(trial.run, _SECONDS if on_gpu else _SECONDS_ON_CPU)
 
 
+def _ours_fused(config: Config, device: torch.device) -> StepTime:
+    import triton  # noqa: F401  without it nothing is fused
+
+    return _ours(config, device)
+
+
 def _ours_captured(config: Config, device: torch.device) -> StepTime:
     """Time captured steps of one training: each call of the loop would capture anew."""
     config = _changed(config, capture=True)
     with must_capture():
-        return measure_step(config, random_images(config, 2048), device, lambda: False, _SECONDS)
+        return measure_step(config, random_images(config, 2048), device, lambda: False, _SECONDS, _CAPTURED)
 
 
 class _Timer:
@@ -113,12 +143,14 @@ class _Timer:
     def __init__(self, part: str, config: Config, device: torch.device, seconds: float, compiling: float):
         self.part, self.config, self.device, self.compiling = part, config, device, compiling
         self.deadline = steps.time.monotonic() + seconds
-        self.cost = NetworkCost.of(lambda: build_network(config), config.input_shape)
+        self.cost = NetworkCost.of(lambda: build.build_network(config), config.input_shape)
         self.peak, self.source = _peak(device)
         self.found: dict[str, StepTime] = {}
+        self.rates: dict[str, float] = {}
+        """Images/s."""
 
     def describe(self) -> Row:
-        count = sum(p.numel() for p in build_network(self.config).parameters())
+        count = sum(p.numel() for p in build.build_network(self.config).parameters())
         channels, side, _ = self.config.input_shape
         training = self.config.training
         said = (
@@ -132,8 +164,8 @@ class _Timer:
         """Return the row of one way: images/s, MFU, and the ratio to diffusers' and to the bare step."""
         on_gpu = self.device.type == "cuda"
         if way.needs_cuda and not on_gpu:
-            return Row(self.part, way.name, "CUDA graphs need CUDA", "skipped")
-        left, least = self.deadline - steps.time.monotonic(), self.compiling if way.compiled and on_gpu else _LEAST
+            return Row(self.part, way.name, "needs CUDA", "skipped")
+        left, least = self.deadline - steps.time.monotonic(), self.least_seconds(way)
         if left < least:
             return Row(self.part, way.name, f"{left:.0f} s are left, and it may take {least:.0f}", "skipped")
         gc.collect()
@@ -149,10 +181,18 @@ class _Timer:
             return attempt(self.part, way.name, error)
         return self._row(way, time)
 
+    def least_seconds(self, way: _Way) -> float:
+        """Return the seconds that must be left for a way to be tried."""
+        if not way.compiled or self.device.type != "cuda":
+            return _LEAST
+        program = way.name.split()[0]
+        stored = any(name.startswith(f"{program} compiled") for name in self.found)
+        return _STORED if stored else self.compiling
+
     def _row(self, way: _Way, time: StepTime) -> Row:
         name = way.name
         self.found[name] = time
-        rate = self.config.training.batch / time.step
+        self.rates[name] = rate = (way.batch or self.config.training.batch) / time.step
         used = mfu(self.cost.training, rate, self.peak)
         figures = {"images_per_second": rate, "milliseconds": time.step * 1e3, "first_seconds": time.first}
         said = f"{rate:,.0f} images/s, {time.step * 1e3:.1f} ms, "
@@ -163,7 +203,7 @@ class _Timer:
         said += ", compiler off" * (self.device.type == "cpu" and way.compiled)
         for other in ("bare eager", "diffusers eager", "unfog eager"):
             if other in self.found and other != name:
-                figures[f"times_{other.replace(' ', '_')}"] = gain = self.found[other].step / time.step
+                figures[f"times_{other.replace(' ', '_')}"] = gain = rate / self.rates[other]
                 said += f", {gain:.2f} x {other}"
         ours = [one for one in self.found if one.startswith("unfog compiled")]
         # Of the first one alone: the others load the code that it has stored.
@@ -180,6 +220,20 @@ def _peak(device: torch.device) -> tuple[float, str]:
         return sheet.half, "data sheet"
     side = 8192 if device.type == "cuda" else 512
     return 2 * side**3 / matmul_seconds(half_type(device)[1], device, side), "a measured product"
+
+
+def drawing(part: str, config: Config, device: torch.device) -> Iterator[Row]:
+    """Yield how long a call of the network takes as samples are drawn: in fp32, and in 16 bits."""
+    usual, count = drawing_precision("auto", device, config.training.precision), config.training.batch
+    half: SamplingPrecision = "bf16" if usual == "fp32" else usual
+    try:
+        exact, fast = (seconds_per_call(config, device, precision) for precision in ("fp32", half))
+    except Exception as error:
+        yield attempt(part, "drawing", error)
+        return
+    said = f"a call for {count} images in fp32 {exact * 1e3:.1f} ms, in {half} {fast * 1e3:.1f} ms: "
+    said += f"{exact / fast:.2f} times as fast"
+    yield Row(part, "drawing", said, figures={"fp32": exact, "half": fast})
 
 
 def memory(part: str, config: Config, device: torch.device) -> Iterator[Row]:

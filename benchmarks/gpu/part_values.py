@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import unfog
 from unfog.data.augmentation import Augment
 from unfog.evaluation.features import open_features
 from unfog.inference.run import Run
+from unfog.models import group_norm as norms
 from unfog.models.group_norm import GroupNorm, group_norm
 from unfog.process.device import choose_device
 from unfog.reporting.records import read_metrics
@@ -23,6 +26,7 @@ import numpy as np
 import reference
 import torch
 import values
+from flags import constant
 from parts import Setting, attempt
 from photos import draw_photos
 from rows import Row
@@ -51,6 +55,7 @@ def measure(setting: Setting) -> Iterator[Row]:
     checks: dict[str, Callable[[], Iterator[Row]]] = {
         "updates": partial(_updates, small[0], device),
         "group norm": partial(_group_norm, device),
+        "fused norm": partial(_fused_norm, device),
         "samplers": partial(_samplers, [small[0], small[2]], device),
         "augmentation": partial(_augmentation, device),
         "features": partial(_features, device),
@@ -135,12 +140,42 @@ def _group_norm(device: torch.device) -> Iterator[Row]:
         yield _row(f"group norm, channels last, {str(dtype)[6:]}", said, good, error=max(errors))
 
 
+def _fused_norm(device: torch.device) -> Iterator[Row]:
+    """Yield group norm, scale, shift and SiLU in the kernels of Triton, forward and backward, against float64."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        yield Row("values", "fused norm", "needs CUDA and Triton", "skipped")
+        return
+    inputs = [values.drawn(1, 4, 64, 16, 16) + 3, values.drawn(2, 4, 64, 1, 1), values.drawn(3, 4, 64, 1, 1)]
+    norm, gradient = GroupNorm(8, 64), values.drawn(4, 4, 64, 16, 16)
+    torch.nn.init.normal_(norm.weight, generator=torch.Generator().manual_seed(5))
+
+    def computed(module: GroupNorm, place: torch.device, dtype: torch.dtype) -> list[Tensor]:
+        x, scale, shift = (t.to(place, dtype).detach() for t in inputs)
+        leaves = [x.contiguous(memory_format=torch.channels_last), scale, shift]
+        for leaf in leaves:
+            leaf.requires_grad_()
+        output = module.silu(*leaves)
+        output.backward(gradient.to(place, output.dtype))
+        found = [output.detach(), *(leaf.grad for leaf in (*leaves, *module.parameters()))]
+        return [t.cpu() for t in found if t is not None]
+
+    right = computed(copy.deepcopy(norm).double(), torch.device("cpu"), torch.float64)
+    for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
+        with constant(norms, "_FUSED", True), values.poisoned(device):
+            first, second = (computed(copy.deepcopy(norm).to(device), device, dtype) for _ in range(2))
+        errors, same = [*map(values.relative, first, right)], all(map(torch.equal, first, second))
+        good = max(errors) < bound and not any(map(math.isnan, errors)) and len(errors) == 6 and same
+        said = f"output {errors[0]:.1e} off, gradients {max(errors[1:]):.1e} at most"
+        said += "; twice equal to the bit" if same else "; twice NOT equal"
+        yield _row(f"fused norm, {str(dtype)[6:]}", said, good, error=max(errors))
+
+
 def _samplers(cases: list[values.Case], device: torch.device) -> Iterator[Row]:
     """Yield how far images are, drawn in ten steps from the same noise; the last sampler alone by all networks."""
     for case, kind in [*((cases[0], kind) for kind in _KINDS), *((case, _KINDS[-1]) for case in cases[1:])]:
         exact = values.sampled(case, kind, torch.device("cpu"), torch.float64, None)
-        off = (values.sampled(case, kind, device, torch.float32, None) - exact).abs().max()
-        yield _row(f"{kind}, {case.name}", f"pixels {off:.1e} off at most, of 2", float(off) < _DRAWN, most=float(off))
+        most = float((values.sampled(case, kind, device, torch.float32, None) - exact).abs().max())
+        yield _row(f"{kind}, {case.name}", f"pixels {most:.1e} off at most, of 2", most < _DRAWN, most=most)
     half = (values.sampled(case, kind, device, torch.float32, torch.bfloat16) - exact).abs()
     most, spread = float(half.max()), float(half.square().mean().sqrt())
     said = f"pixels {most:.1e} off at most, of 2; root mean square {spread:.1e}"

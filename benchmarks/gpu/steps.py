@@ -10,7 +10,7 @@ from typing import Any
 from unfog.config.schema import Config
 from unfog.export.diffusers_unet import Network
 from unfog.models.settings import DiT, UNet
-from unfog.pipeline.build import build_network
+from unfog.pipeline import build
 from unfog.process.device import synchronize
 from unfog.training.precision import Precision
 
@@ -41,7 +41,7 @@ def bare(config: Config, device: torch.device, compiled: bool = False, captured:
 
     A captured step is one CUDA graph, so that the host launches nothing.
     """
-    network = build_network(config).to(device).train()
+    network = build.build_network(config).to(device).train()
     if compiled:
         network.compile(dynamic=False)
     step = _squared_error_step(network, config, device, capturable=captured)
@@ -132,7 +132,7 @@ def _counterpart(config: Config) -> tuple[nn.Module, Callable[[nn.Module, Tensor
     if isinstance(config.network, UNet):
         from diffusers import UNet2DModel
 
-        ours = Network(config.network, channels, 0, build_network(config).state_dict())
+        ours = Network(config.network, channels, 0, build.build_network(config).state_dict())
         described, weights = ours.to_unet2d(side)
         network = UNet2DModel(**described)
         network.load_state_dict(weights)

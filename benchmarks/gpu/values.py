@@ -19,9 +19,8 @@ from unfog.models.autoencoder_settings import WIDTHS, Autoencoder
 from unfog.models.network_settings import build_model
 from unfog.models.settings import SIZES, DiT, MPUNet, UNet
 from unfog.training.ema import Ema
-from unfog.training.half_weights import HalfWeights
 from unfog.training.optimizers import build_optimizer
-from unfog.training.precision import Precision, default_memory_format
+from unfog.training.precision import HalfWeights, Precision, default_memory_format
 from unfog.training.settings import Optimizer, PowerEma, PrecisionName
 from unfog.values.condition_format import ConditionFormat
 from unfog.values.conditions import Conditions

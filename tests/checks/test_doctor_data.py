@@ -13,7 +13,7 @@ from PIL import Image
 
 from test_hostile_corpus import corpus  # noqa: F401
 from unfog.checks.images import image_scan
-from unfog.checks.images.dataset_checks import _recommended_side
+from unfog.checks.images.dataset_checks import recommended_side
 from unfog.checks.images.image_checks import check_images, quick_check_images
 from unfog.checks.images.image_scan import ImageScan
 from unfog.config.schema import Config
@@ -145,6 +145,7 @@ def test_glance_is_quick_and_sees_what_a_sample_shows() -> None:
     assert "data.duplicates" not in found
 
 
+@pytest.mark.slow
 def test_glance_at_a_small_set_is_the_whole_examination(clean: tuple[Path, Dataset]) -> None:
     assert [str(f) for f in quick_check_images(clean[1], Config())] == [
         str(f) for f in check_images(clean[1], Config())
@@ -172,6 +173,7 @@ def test_images_may_be_decoded_on_the_fly(clean: tuple[Path, Dataset], tmp_path:
     assert found["data.duplicates"].severity == "fine"
 
 
+@pytest.mark.slow
 def test_how_much_is_read_at_a_time_changes_nothing(
     clean: tuple[Path, Dataset], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,6 +188,7 @@ def test_how_much_is_read_at_a_time_changes_nothing(
     assert calls[-1] == (400, 400)
 
 
+@pytest.mark.slow
 def test_measured_moments_are_those_of_the_pixels(clean: tuple[Path, Dataset]) -> None:
     x = clean[1].train.pixels / 127.5 - 1
     facts = by_code(check_images(clean[1], Config()))
@@ -195,6 +198,7 @@ def test_measured_moments_are_those_of_the_pixels(clean: tuple[Path, Dataset]) -
     assert facts["data.sigma_data"].facts["sigma_data"] == pytest.approx(np.sqrt((centred**2).mean()))
 
 
+@pytest.mark.slow
 def test_latents_have_the_deviation_that_is_configured(clean: tuple[Path, Dataset]) -> None:
     config = replace(Config(), diffusion=Diffusion(target=EdmF(), sigma_data=3.0))
     assert by_code(quick_check_images(clean[1], config))["data.sigma_data"].severity == "warning"
@@ -206,6 +210,7 @@ def test_latents_have_the_deviation_that_is_configured(clean: tuple[Path, Datase
     )
 
 
+@pytest.mark.slow
 def test_labels_outside_the_classes_are_fatal(clean: tuple[Path, Dataset]) -> None:
     train = clean[1].train
     labels = train.labels.copy()  # type: ignore[union-attr]
@@ -230,7 +235,7 @@ def test_labels_outside_the_classes_are_fatal(clean: tuple[Path, Dataset]) -> No
 )
 def test_recommended_size(sides: list[tuple[int, int]], size: int) -> None:
     originals = np.array(sides, np.int32)
-    assert _recommended_side(originals, originals.min(1)) == size
+    assert recommended_side(originals, originals.min(1)) == size
 
 
 def test_crop_is_measured_on_the_originals(clean: tuple[Path, Dataset]) -> None:

@@ -11,15 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFont
 
-from unfog.checks.images import duplicate_checks, duplicate_search
-from unfog.checks.images.duplicate_checks import _report_duplicates, check_duplicates  # the report is given pairs
-from unfog.checks.images.duplicate_search import (  # the search is counted, and given hashes
+from unfog.checks.images import duplicate_checks
+from unfog.checks.images.duplicate_checks import (  # the report is given pairs; the search is counted, and given hashes
     _candidate_pairs,
     _compare_thumbnails,
+    _report_duplicates,
+    check_duplicates,
     connected_groups,
     find_duplicates,
 )
-from unfog.checks.images.image_scan import ImageScan, _perceptual_hash, thumbnails
+from unfog.checks.images.image_scan import ImageScan, perceptual_hash, thumbnails
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
@@ -58,16 +59,18 @@ def test_thumbnails_are_means_of_cells(size: int) -> None:
     np.testing.assert_allclose(thumbnails(pixels), np.moveaxis(np.array(expected), (0, 1), (2, 3)), atol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_hash_survives_what_leaves_the_picture_alone_and_tells_pictures_apart() -> None:
     images = CLOTHES[::20]
-    one = _perceptual_hash(thumbnails(images))
-    again = _perceptual_hash(thumbnails(np.stack([saved(image, 60) for image in images])))
-    dimmed = _perceptual_hash(thumbnails((images * 0.8 + 10).astype(np.uint8)))
+    one = perceptual_hash(thumbnails(images))
+    again = perceptual_hash(thumbnails(np.stack([saved(image, 60) for image in images])))
+    dimmed = perceptual_hash(thumbnails((images * 0.8 + 10).astype(np.uint8)))
     assert np.quantile(bits(one, again), 0.95) <= 3
     assert np.quantile(bits(one, dimmed), 0.95) <= 3
     assert np.median(bits(one, np.roll(one, 250))) > 12  # another kind of clothes
 
 
+@pytest.mark.slow
 def test_candidates_find_close_hashes_among_many() -> None:
     generator = np.random.default_rng(0)
     hashes = generator.integers(0, 2**64, 20_000, np.uint64, endpoint=False)
@@ -79,6 +82,7 @@ def test_candidates_find_close_hashes_among_many() -> None:
     assert all(bits(hashes[[a]], hashes[[b]])[0] <= 9 for a, b in found)
 
 
+@pytest.mark.slow
 def test_many_equal_hashes_take_no_longer() -> None:
     """What is alike by nature, as blank pages or passport photographs are, must not cost the square of its number."""
     started = time.process_time()
@@ -87,6 +91,7 @@ def test_many_equal_hashes_take_no_longer() -> None:
     assert time.process_time() - started < 10  # measured 0.5
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=20))
 def test_groups_are_connected_components(pairs: list[tuple[int, int]]) -> None:
     group = {one: one for pair in pairs for one in pair}
@@ -180,7 +185,7 @@ def test_names_listed_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_no_more_pairs_are_looked_at_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(duplicate_search, "_MOST_PAIRS", 10)
+    monkeypatch.setattr(duplicate_checks, "_MOST_PAIRS", 10)
     trousers = CLOTHES[1000:2000]
     looked = ImageScan.create(as_prepared(trousers, trousers[:0]))
     copies = find_duplicates(looked)

@@ -8,14 +8,14 @@ import torch
 
 import unfog
 from unfog.checks import gpu_checks
-from unfog.checks.gpu_checks import _StepChecks, check_gpu
+from unfog.checks.gpu_checks import StepChecks, check_gpu
 from unfog.cli.main import main
 from unfog.config.presets import preset
 from unfog.config.toml import update
 from unfog.errors import RequestError
 from unfog.planning.flops import Device, NetworkCost
 from unfog.planning.timing import StepTime, TrialTraining, differing_tensors, random_images, waits_for_device
-from unfog.process.gpus import has_code_for
+from unfog.process.device import has_code_for
 from unfog.process.signals import StopSignals
 
 TINY = "unet:channels=8/8,attention=0/0,mid_attention=0,norm_groups=4,head_channels=8"
@@ -95,7 +95,7 @@ def test_each_planted_fault_is_found(config, monkeypatch):
         return product(a, b) * (1.1 if a.dtype == torch.bfloat16 else 1)
 
     with StopSignals(saves=False) as stop:
-        repeat = _StepChecks(config, CPU, stop).check_repeat
+        repeat = StepChecks(config, CPU, stop).check_repeat
         faults = (
             ("fatal", lambda: gpu_checks._check_copies(CPU), gpu_checks, "to_host", lambda tensor: tensor.roll(1)),
             ("fatal", lambda: gpu_checks._check_rounding(CPU), torch.Tensor, "__matmul__", wrong),
@@ -119,7 +119,7 @@ def test_a_compiled_step_is_judged_by_what_it_gains(config, monkeypatch):
     monkeypatch.setattr(torch._dynamo.config, "disable", True)
     monkeypatch.setattr(NetworkCost, "of", lambda *_: NetworkCost(1e6, 3e6, 100))
     with StopSignals(saves=False) as stop:
-        checks = _StepChecks(config, CPU, stop)
+        checks = StepChecks(config, CPU, stop)
         assert "not timed" in checks.check_compiled().evidence
         checks.check_eager()
         times = iter([StepTime(1.0, 0.4), StepTime(41.0, 0.2), StepTime(41.0, 0.39)])

@@ -21,8 +21,8 @@ from unfog.training.checkpoints.load import read_state, read_tensors
 
 pytestmark = pytest.mark.slow
 
-STEPS = 200
-SMALL = "unet:channels=8/16,attention=0/0,mid_attention=0,norm_groups=4"
+STEPS, IMAGES = 120, 140
+SMALL = "unet:channels=16,attention=0,mid_attention=0,norm_groups=4"
 
 
 def picture(i: int) -> Image.Image:
@@ -37,7 +37,7 @@ def picture(i: int) -> Image.Image:
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
     folder = tmp_path_factory.mktemp("photos")
-    for i in range(240):
+    for i in range(IMAGES):
         picture(i).save(folder / f"{i:03d}.png")
     return folder
 
@@ -56,7 +56,7 @@ def _one_cache(cache, monkeypatch):
 def trained(photos, tmp_path_factory):
     settings = {"network": SMALL, "device": "cpu", "precision": "fp32", "batch": 16, "steps": STEPS, "lr": 6e-3}
     rest = {"log": {"every": 5}, "preview": {"every": -1}, "sampler": {"steps": 8}, "data": {"held_out": 0.2}}
-    rest |= {"evaluate": {"every": 25}, "checkpoint": {"every": 50}}
+    rest |= {"evaluate": {"every": 20, "levels": 8}, "checkpoint": {"every": 40}}
     return unfog.train(photos, out=tmp_path_factory.mktemp("run") / "run", **settings, **rest).path
 
 
@@ -149,7 +149,7 @@ def test_copies_of_few_training_images_are_found(run, photos, tmp_path, monkeypa
     from unfog.checks.run import run_checks as examination
 
     def copies(network, config, drawing, *rest):
-        chosen = np.random.default_rng(0).choice(240, drawing.count)
+        chosen = np.random.default_rng(0).choice(IMAGES, drawing.count)
         pixels = np.stack([np.asarray(picture(int(i))) for i in chosen]).astype(float)
         return (pixels + np.random.default_rng(1).normal(0, 6, pixels.shape)).clip(0, 255).astype(np.uint8)
 

@@ -27,13 +27,13 @@ from unfog.checks.run.loss_checks import (  # each check is given records that n
     held_out_history,
     measure_losses,
 )
-from unfog.checks.run.run_checks import _baseline_losses  # each check is given records that no run has to make
-from unfog.checks.run.run_record import FRESH_START_SETTINGS, RunRecord
-from unfog.checks.run.sample_checks import SampleRemedies
-from unfog.checks.run.status_checks import (  # each check is given records that no run has to make
+from unfog.checks.run.run_checks import (  # each check is given records that no run has to make
+    _baseline_losses,  # each check is given records that no run has to make
     _check_state,
     check_progress,
 )
+from unfog.checks.run.run_record import FRESH_START_SETTINGS, RunRecord
+from unfog.checks.run.sample_checks import SampleRemedies
 from unfog.checks.run.trend_checks import (  # each check is given records that no run has to make
     _check_learning_rate,
     _check_loss,
@@ -260,7 +260,7 @@ def test_what_was_before_a_change_is_no_sign_of_the_settings_now(tmp_path):
 def test_roll_backs_are_forgotten_where_the_run_forgets_them():
     """The settings that a run may change and that its roll-backs depend on."""
     names = tuple(set(FRESH_START_SETTINGS) - {"images"})
-    for name, _, rules in resume_rules._walk(replace(Config(), network=UNet())):
+    for name, _, rules in resume_rules.walk_settings(replace(Config(), network=UNet())):
         forgets = rules.resume in ("free", "force") and (rules.affects or "loss") in ("loss", "objective")
         listed = any(name == one or name.startswith(f"{one.rstrip('.')}.") for one in names)
         # Other images change both of these, and are named as "images".

@@ -15,9 +15,9 @@ from unfog.checks.run.sample_checks import (  # each check is given pictures tha
 from unfog.inference.memorization import (  # each check is given pictures that no run has to draw
     COPY,
     Nearness,
-    _check_memorization,
     _find_nearest,
     _pixel_features,
+    check_memorization,
 )
 
 # Copies.
@@ -70,7 +70,7 @@ def verdict(drawn, bank, unseen=None):
         usual = _find_nearest(torch.from_numpy(unseen), bank)
     pictures = drawn.transpose(0, 2, 3, 1)
     matches = bank[found.image[:, 0].numpy()].transpose(0, 2, 3, 1)
-    return _check_memorization(pictures, matches, Nearness(found, usual, "others", len(bank)))
+    return check_memorization(pictures, matches, Nearness(found, usual, "others", len(bank)))
 
 
 @pytest.mark.parametrize("count", [20, 140, 1000])
@@ -86,6 +86,7 @@ def test_copies_are_told_from_fresh_pictures_of_the_same_kind(count):
         assert verdict(blobs(64, seed), bank, blobs(60, 100 + seed)).severity == "fine"
 
 
+@pytest.mark.slow
 def test_near_duplicates_in_the_data_are_not_held_against_the_network():
     twice = np.concatenate([blobs(200, 0), (blobs(200, 0) * 0.98).astype(np.uint8)])
     like_the_data = np.concatenate([blobs(32, 3), (twice[:32] * 0.97).astype(np.uint8)])
@@ -126,6 +127,7 @@ def test_pictures_that_are_all_alike_are_no_copies_of_each_other():
     assert verdict(bank[:64], bank).severity == "fine"
 
 
+@pytest.mark.slow
 def test_a_few_copies_among_many_are_a_hint():
     bank = blobs(2000, 0)
     mixed = np.concatenate([blobs(60, 5), bank[:4]])
@@ -211,9 +213,10 @@ def test_noise_blank_and_clipped_pictures_are_found():
 
 def detail_finding(drawn, data, unready=""):
     mine, theirs = (x.transpose(0, 2, 3, 1) for x in (drawn, data))
-    return _check_detail(mine, _color_statistics(mine), theirs, _color_statistics(theirs), unready)
+    return _check_detail(_color_statistics(mine), _color_statistics(theirs), unready)
 
 
+@pytest.mark.slow
 def test_smooth_and_grainy_pictures_are_found_by_their_spectrum():
     random = np.random.default_rng(3)
 
@@ -244,9 +247,9 @@ def test_detail_counts_every_class_alike():
     data, labels = np.concatenate([rough[:30], plain[:270]]), np.repeat([0, 1], [30, 270])
     drawn, own = np.concatenate([rough[100:130], plain[270:]]), np.repeat([0, 1], [30, 30])
     counted = [_color_statistics(x, y) for x, y in ((drawn, own), (data, labels))]
-    assert _check_detail(drawn, counted[0], data, counted[1]).severity == "fine"
+    assert _check_detail(*counted).severity == "fine"
     unlabelled = [_color_statistics(x) for x in (drawn, data)]
-    assert _check_detail(drawn, unlabelled[0], data, unlabelled[1]).severity == "hint"
+    assert _check_detail(*unlabelled).severity == "hint"
 
 
 def test_flat_pictures_and_flat_data_have_a_finding_too():

@@ -11,12 +11,12 @@ from typing import NamedTuple
 import pytest
 
 import unfog
-from unfog.cli.parse import _flags_of
+from unfog.cli.parse import flags_of
 from unfog.cli.read_request import REQUESTS
 
 ROOT = Path(unfog.__file__).parent
 MODULES = [*(ROOT / "checks").rglob("*.py"), *(ROOT / "runs").glob("dry_run*.py")]
-FLAGS = {command: _flags_of(kind) for command, kind in REQUESTS.items()}
+FLAGS = {command: flags_of(kind) for command, kind in REQUESTS.items()}
 EVERYWHERE = {"--debug", "--help", "--help-all"}
 """Flags of every command."""
 FILLED = "\N{SECTION SIGN}"
@@ -98,6 +98,7 @@ def faults(piece: Written) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_every_remedy_can_be_typed():
     pieces = [piece for path in MODULES for piece in written(ast.parse(path.read_text()), str(path.relative_to(ROOT)))]
     told = [piece for piece in pieces if FLAG.search(piece.text)]

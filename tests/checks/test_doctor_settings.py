@@ -21,7 +21,7 @@ from unfog.checks.settings.learning_rate_checks import (  # each rule is given i
     _ema_share_before,
 )
 from unfog.checks.settings.machine_checks import _check_precision  # each rule is given a machine that is not there
-from unfog.checks.settings.overfit_one_batch import LEARNED, STUCK, _OverfitBatch, overfit_one_batch
+from unfog.checks.settings.overfit_one_batch import LEARNED, STUCK, OverfitBatch, overfit_one_batch
 from unfog.checks.settings.settings_checks import (  # each check is given its settings alone
     _check_range,
     _check_sampler,
@@ -499,8 +499,8 @@ def test_what_each_pixel_alone_tells_is_what_least_squares_makes_of_it(fashion):
     pixels = np.full((8, 1, 16, 16), 255, np.uint8)
     pixels[:, :, 6:10, 6:10] = np.random.default_rng(0).integers(0, 256, (8, 1, 4, 4))
     maps = (CPU, BYTES.to_model, ImageFormat(1, 16, 16).to_view)
-    of_white = _OverfitBatch.of(replace(fashion.train, pixels=pixels, columns={}), objective, *maps)
-    alone = _OverfitBatch.of(replace(fashion.train, pixels=pixels[:, :, 6:10, 6:10], columns={}), objective, *maps)
+    of_white = OverfitBatch.of(replace(fashion.train, pixels=pixels, columns={}), objective, *maps)
+    alone = OverfitBatch.of(replace(fashion.train, pixels=pixels[:, :, 6:10, 6:10], columns={}), objective, *maps)
     alone.noise = of_white.noise[:, :, 6:10, 6:10]
     assert torch.allclose(of_white.pixelwise_loss(), alone.pixelwise_loss() * (4 / 16) ** 2, rtol=1e-4)
 

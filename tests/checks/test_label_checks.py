@@ -226,6 +226,7 @@ def test_a_pointer_of_git_lfs_is_named(tmp_path):
     assert "pointer of Git LFS" in read(tmp_path / "a")[0].report.skipped[0].reason
 
 
+@pytest.mark.slow
 def test_columns_of_a_hugging_face_set_that_are_not_used_are_said(tmp_path):
     datasets = pytest.importorskip("datasets")
     columns = {"image": [Image.fromarray(image) for image in IMAGES], "breed": ["a", "b"] * 20}

@@ -6,13 +6,13 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
 from package_source import trees
-from unfog.cli.completion import _completion_script
 from unfog.cli.main import main
 from unfog.cli.parse import parse_args
 from unfog.cli.read_request import REQUESTS, read_request
@@ -147,6 +147,7 @@ OTHERS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_every_flag_that_a_message_names_exists():
     known = OTHERS | {flag for kind in REQUESTS.values() for each in describe(kind) for flag in each.flags}
     unknown = []
@@ -154,7 +155,7 @@ def test_every_flag_that_a_message_names_exists():
         if Path(place).name == "slurm.py":  # a batch file with flags of five other programs
             continue
         for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and "--" in node.value:
                 named = re.findall(r"(?<![\w/-])--([a-z][a-z0-9.-]*[a-z0-9])", node.value)
                 unknown += [f"{place}:{node.lineno}: --{flag}" for flag in named if flag not in known]
     assert not unknown
@@ -268,7 +269,9 @@ def in_shell(shell: str, script: str, folder: Path) -> str:
     program = shutil.which(shell)
     if program is None:
         pytest.skip(f"{shell} is not installed")
-    (folder / "unfog").write_text(_completion_script(shell))
+    with redirect_stdout(io.StringIO()) as script_of_shell, pytest.raises(SystemExit):
+        main(["completion", shell])
+    (folder / "unfog").write_text(script_of_shell.getvalue())
     plain = {"bash": ["--norc"], "zsh": ["-f"], "fish": ["--no-config"]}[shell]
     words = [program, *plain, "-c", script]
     done = subprocess.run(words, capture_output=True, text=True, cwd=folder, timeout=300, check=True)

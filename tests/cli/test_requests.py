@@ -166,7 +166,7 @@ def test_a_run_of_no_steps_and_a_key_of_another_version_are_refused(refused, her
             unfog.train("fashion", **{name: 0})
     (here / "mine.toml").write_text("[training]\nbatsch = 5\n")
     said = refused("train", "fashion", "--config", "mine.toml")
-    assert f"did you mean 'batch'? (this is unfog {unfog.__version__}; a newer version may know it" in said
+    assert f"did you mean 'batch'? (this is unfog {unfog.__version__};" in said
 
 
 @pytest.mark.parametrize(("name", "annotation"), FLAGGED, ids=[name for name, _ in FLAGGED])
@@ -369,6 +369,7 @@ def test_what_is_said(refused, words, said):
     assert said in refused(*words.split())
 
 
+@pytest.mark.slow
 def test_odd_places(refused, here, tmp_path):
     (here / "file").write_text("")
     (here / "empty").mkdir()
@@ -433,6 +434,7 @@ def test_places_without_permission(refused, here):
     assert "ermission" in refused("train", "blind")
 
 
+@pytest.mark.slow
 def test_odd_files_of_settings(refused, here):
     (here / "deep.toml").write_text("a = " + "[" * 100_000)
     (here / "tables.toml").write_text("a" + ".a" * 5000 + " = 1")

@@ -14,7 +14,7 @@ from command import exit_status
 from conftest import TRANSFORMER
 from unfog.errors import RequestError, RunError
 from unfog.inference import ema_sweep
-from unfog.inference.ema_sweep import PAGE_FILE, EmaSweepResult, _WidthResult
+from unfog.inference.ema_sweep import PAGE_FILE, EmaSweepResult, WidthResult
 from unfog.inference.loaded_run import SWEEP_FILE, swept_width
 from unfog.inference.run import Run
 from unfog.reporting.records import read_events, read_metrics
@@ -113,7 +113,7 @@ def test_how_much_more_the_usual_length_has(best, usual, said):
         9,
         "",
         0.1,
-        (_WidthResult(0.05, best, None, 0.0), _WidthResult(0.1, usual, None, 0.0), _WidthResult(0.2, 9, None, 0.0)),
+        (WidthResult(0.05, best, None, 0.0), WidthResult(0.1, usual, None, 0.0), WidthResult(0.2, 9, None, 0.0)),
     )
     assert said in swept.finding().evidence
 
@@ -193,7 +193,7 @@ def test_what_is_of_another_type_is_refused_in_a_line(run, asked, said):
 
 def test_what_cannot_be_measured_is_refused_before_drawing(run, monkeypatch):
     monkeypatch.setattr("unfog.inference.ema_sweep.generate_images", lambda *given: pytest.fail("pictures were drawn"))
-    with pytest.raises(RequestError, match=r"fd is refused: 40 images .* 192 features of pixels.*--metric kid"):
+    with pytest.raises(RequestError, match=r"fd .*40 images .*192 features.*--metric kid"):
         unfog.ema_sweep(run, metric="fd", n=40, widths=[0.1], features="pixels")
     with pytest.raises(RequestError, match="n = 3 samples: sliced needs at least 10"):
         unfog.ema_sweep(run, metric="sliced", n=3, widths=[0.1])
@@ -201,7 +201,7 @@ def test_what_cannot_be_measured_is_refused_before_drawing(run, monkeypatch):
 
 def test_a_sweep_that_cannot_be_written_is_printed(run, capsys):
     (run / SWEEP_FILE).mkdir()
-    with pytest.raises(RunError, match=r"cannot be written to: .*the result is printed above"):
+    with pytest.raises(RunError, match=r"cannot be written to"):
         unfog.ema_sweep(run, widths=[0.1, 0.2], n=8)
     rows = [line.split() for line in capsys.readouterr().err.splitlines()]
     assert {"0.1", "0.2"} <= {row[0] for row in rows if row}

@@ -26,7 +26,7 @@ from unfog.models.unet import UNetModel
 from unfog.pipeline.build import build_network
 from unfog.planning import auto_settings, disk, timing
 from unfog.planning.auto_settings import AutoSettings
-from unfog.planning.flops import _DEVICES, GB, Device, NetworkCost, TimeRange
+from unfog.planning.flops import GB, Device, NetworkCost, TimeRange
 from unfog.planning.memory_estimate import MemoryEstimator
 from unfog.planning.microbatch import MARGIN, Machine
 from unfog.planning.plan import (  # given machines that are not there
@@ -47,6 +47,7 @@ pytestmark = pytest.mark.slow
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SMALL = UNet((8,), attention=(False,), mid_attention=False, norm_groups=4, head_channels=8)
+WIDE = replace(SMALL, channels=(256,))
 
 
 def asked(**training) -> Config:
@@ -88,9 +89,9 @@ def test_the_note_of_a_larger_batch_names_latents():
 def test_a_gpu_compiles_and_captures_by_itself_only_once_that_is_on(monkeypatch):
     h100 = Machine(CUDA, "H100", memory=80 * GB, data_sheet=Device.find("h100"))
 
-    def chosen(network="cifar10", **training):
+    def chosen(network=WIDE, **training):
         config = asked(precision="bf16", batch=256, **training)
-        config = replace(config, data=Data(size=32, channels=3), network=SIZES[network])
+        config = replace(config, data=Data(size=32, channels=3), network=network)
         auto = AutoSettings(config, None, h100, lambda: False)
         auto.resolve_compile()
         auto.resolve_capture()
@@ -100,12 +101,12 @@ def test_a_gpu_compiles_and_captures_by_itself_only_once_that_is_on(monkeypatch)
     assert chosen(steps=1_000_000, compile=True, capture=True) == (True, True)
     monkeypatch.setattr(auto_settings, "_FASTER_BY_ITSELF", True)
     assert chosen(steps=1_000_000)[0]
-    assert not chosen(steps=1000)[0]
-    assert chosen("tiny", steps=100)[1]
-    assert not chosen("tiny", steps=100, microbatch=64)[1]
+    assert not chosen(SMALL, steps=1000)[0]
+    assert chosen(SMALL, steps=100)[1]
+    assert not chosen(SMALL, steps=100, microbatch=64)[1]
     # A setting that is off by a flag stays off.
     assert chosen(steps=1_000_000, compile=False)[0] is False
-    assert chosen("tiny", steps=100, capture=False)[1] is False
+    assert chosen(SMALL, steps=100, capture=False)[1] is False
 
 
 def test_a_resume_keeps_what_was_chosen_when_the_run_began(monkeypatch):
@@ -210,7 +211,8 @@ def test_time_is_arithmetic_or_launches():
 
 
 def test_devices_are_found_however_they_are_written():
-    assert Device.find("RTX 4090") is Device.find("nvidia_rtx_4090") is _DEVICES["4090"]
+    assert Device.find("RTX 4090") is Device.find("nvidia_rtx_4090")
+    assert Device.find("RTX 4090").memory == 24 * GB
     assert Device.find("H200").memory == 141 * GB
     with pytest.raises(RequestError, match=r"'h1000'; give one of b200, .* omit --for \(device="):
         Device.find("h1000")
@@ -330,6 +332,17 @@ def test_a_step_that_compiles_first_is_not_taken_for_the_pace(monkeypatch):
             timer.on_step_end(step + 1)
         assert timer.stop_requested()
         assert timer.step_time() == StepTime(50.0, 1.0 if compiles else 50.0)
+
+
+def test_so_many_steps_are_timed_at_least_however_slow_they_are(monkeypatch):
+    """A step that is captured after three others is not reached within the limit on a slow GPU."""
+    clock = itertools.count(step=50.0)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
+    timer = timing._StepTimer(3.0, Progress("", None), lambda: False, False, least=4)
+    for step in range(4):
+        assert not timer.stop_requested()
+        timer.on_step_end(step + 1)
+    assert timer.stop_requested()
 
 
 def test_a_plan_leaves_random_numbers_alone():

@@ -107,6 +107,7 @@ def test_without_a_folder_the_unfinished_one_of_these_settings_is_found(run, cap
     assert Path(capsys.readouterr().out.strip()) not in (first, second)
 
 
+@pytest.mark.slow
 def test_a_strip_is_of_the_first_batch_also_when_that_is_there(run, tmp_path, capsys):
     out = tmp_path / "out"
     assert sample(run, "-n", 4, "--batch", 2, "--out", out) == 0

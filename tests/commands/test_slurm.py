@@ -22,7 +22,7 @@ from launches import (
     weights,
 )
 from unfog.cli.main import main
-from unfog.commands.slurm import SlurmRequest, _batch_script
+from unfog.commands.slurm import SlurmRequest, batch_script
 from unfog.config.schema import Config
 from unfog.config.toml import to_toml
 from unfog.custom import consent
@@ -171,7 +171,7 @@ def test_the_documented_file_is_the_one_that_is_written(here):
     words = command[command.index("train") :]
     place = {"run": Path("/shared/runs/photos"), "source": "/data/photos"}
     job = SlurmRequest(2, 8, time="12:00:00", words=tuple(command), command=tuple(words), **place)
-    script = _batch_script(job)
+    script = batch_script(job)
     assert script.replace(str(here), "/home/me").replace(sys.executable, "/home/me/.venv/bin/python") == shown
 
 

@@ -21,8 +21,8 @@ from unfog.diffusion.noise import VP, Cosine, NoiseSource
 from unfog.diffusion.objective import Objective
 from unfog.diffusion.target import X0, Eps, V
 from unfog.errors import RequestError
-from unfog.inference.compute_metrics import LEVELS, _bits_per_value
-from unfog.inference.guide import _check_guide
+from unfog.inference.compute_metrics import LEVELS, bits_per_value
+from unfog.inference.guide import check_guide
 from unfog.inference.loaded_run import weights_digest
 from unfog.inference.run import Run
 from unfog.models.autoencoder import AutoencoderModel
@@ -30,13 +30,13 @@ from unfog.models.autoencoder_settings import Autoencoder
 from unfog.models.network_settings import build_model
 from unfog.models.settings import DiT, MPUNet, UNet
 from unfog.pipeline.build import build_held_out_set, without_augmentation
-from unfog.pipeline.image_files import build_edit
+from unfog.pipeline.edit_images import build_edit
 from unfog.pipeline.latents import ImageMap, open_run_autoencoder, save_autoencoder
 from unfog.pipeline.load_data import load_images
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.records import read_metrics
-from unfog.runs.dry_run_checks import _shortened_evaluation
+from unfog.runs.dry_run_checks import shorten_evaluation
 from unfog.runs.replay import verify
 from unfog.training.precision import Precision
 from unfog.training.settings import Evaluate, Optimizer, PowerEma
@@ -183,11 +183,11 @@ def test_all_that_a_run_is_for(photos, autoencoder, tmp_path, network, seen, ans
 
 def test_a_dry_run_measures_few_pictures_and_is_refused_none():
     settled = Evaluate(10, metrics=("kid", "fid"), samples=5000, reference=10_000, metrics_every=50, best="fid")
-    small = _shortened_evaluation(settled, 2)
+    small = shorten_evaluation(settled, 2)
     assert (small.every, small.metrics_every, small.samples, small.reference) == (2, 2, 10, 100)
     assert (small.metrics, small.best) == (("kid", "fid"), "held_out_loss")
-    assert _shortened_evaluation(Evaluate(10), 2) == Evaluate(2)
-    assert _shortened_evaluation(Evaluate(-1, metrics=("kid",)), 2) == Evaluate(-1, metrics=("kid",))
+    assert shorten_evaluation(Evaluate(10), 2) == Evaluate(2)
+    assert shorten_evaluation(Evaluate(-1, metrics=("kid",)), 2) == Evaluate(-1, metrics=("kid",))
 
 
 @pytest.mark.parametrize("kind", NETWORKS)
@@ -273,7 +273,7 @@ def test_a_learned_variance_counts_in_bits(photos, autoencoder, tmp_path):
                 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
             )
     held_out = build_held_out_set(images_of(run), run.config, CPU, 4)
-    found = _bits_per_value(run, held_out, held_out, 4, 0, lambda done: None)
+    found = bits_per_value(run, held_out, held_out, 4, 0, lambda done: None)
     assert "down to a share of noise of" in found.note
 
     def by_hand(variance):
@@ -307,20 +307,20 @@ def test_a_learned_variance_is_sampled_with_from_an_image_and_with_a_guide(photo
 
 def test_a_guide_sees_the_same_latents(on_latents):
     config = on_latents.config
-    _check_guide(config, config)
+    check_guide(config, config)
     loud = replace(config, diffusion=replace(config.diffusion, sigma_data=1.0))
     other = replace(config, latents=replace(config.latents, mean=(0.0, 0.0, 0.0)))
     for guide in (replace(config, autoencoder_folder=""), loud, other):
         with pytest.raises(RequestError, match="trained on the same kind of input"):
-            _check_guide(config, guide)
+            check_guide(config, guide)
     plain = replace(config, autoencoder_folder="")
     zero = Diffusion(path=VP(), schedule=Cosine(steps=100, zero_terminal=True), target=V())
     asked = replace(plain, diffusion=zero)
     eps = replace(plain, diffusion=Diffusion(path=VP(), schedule=Cosine(), target=Eps()))
-    with pytest.raises(RequestError, match="the guide cannot be used at the noise levels of this run"):
-        _check_guide(asked, eps)
-    _check_guide(asked, asked)
-    _check_guide(
+    with pytest.raises(RequestError, match=r"guide .*noise levels"):
+        check_guide(asked, eps)
+    check_guide(asked, asked)
+    check_guide(
         plain, replace(loud, autoencoder_folder="")
     )  # pixels are pixels whatever deviation they are taken to have
 

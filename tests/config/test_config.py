@@ -16,7 +16,7 @@ from unfog.config import values as kinds
 from unfog.config.describe import describe
 from unfog.config.presets import PRESETS, preset
 from unfog.config.requests.train import TrainRequest as Train
-from unfog.config.resume_rules import _flatten
+from unfog.config.resume_rules import walk_settings
 from unfog.config.schema import SHORT, Config, nest_settings
 from unfog.config.toml import from_toml, read_toml, to_toml, update, with_version
 from unfog.diffusion.noise import Cosine, LogNormal
@@ -154,7 +154,7 @@ def test_unions_that_are_no_parts_are_left_alone():
 
 
 def test_short_names_lead_somewhere():
-    names = {name for name, _ in _flatten(Config())}
+    names = {name for name, *_ in walk_settings(Config())}
     assert {"lr", "size", "steps", "optimizer", "init", "autoencoder"} <= set(SHORT)
     for short, long in SHORT.items():
         assert long in names or f"{long}.kind" in names, short

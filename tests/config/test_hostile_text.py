@@ -2,9 +2,7 @@
 
 import json
 import math
-import os
 import shutil
-import struct
 import typing
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,8 +15,9 @@ import torch
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from unfog.cli.main import _in_a_line
-from unfog.cli.parse import _flags_of, parse_args
+from hostile import DEEP, NUMBERS, places, png, put
+from unfog.cli.main import one_line
+from unfog.cli.parse import flags_of, parse_args
 from unfog.cli.read_request import REQUESTS, read_request
 from unfog.config import values as kinds
 from unfog.config.presets import PRESETS, preset
@@ -50,25 +49,7 @@ def fuzz(examples: int):
     return settings(max_examples=int(share * examples), deadline=20_000, suppress_health_check=quiet)
 
 
-SPECIAL = [
-    0,
-    1,
-    -1,
-    2**31,
-    2**63,
-    2**64,
-    10**30,
-    0.0,
-    -0.0,
-    1e-300,
-    1e300,
-    math.inf,
-    -math.inf,
-    math.nan,
-    True,
-    False,
-    "",
-]
+SPECIAL = [*NUMBERS, 1, 2**31, 2**64, 0.0, -0.0, 1e-300, 1e300, True, False, ""]
 NAMES = sorted({"", "kind", "nosuch", "a.b", *(f.name for f in fields(Config)), *(f.name for f in fields(Data))})
 SCALARS = st.one_of(
     st.none(),
@@ -86,28 +67,6 @@ JSON = st.recursive(
     ),
     max_leaves=12,
 )
-DEEP = "[" * 100_000
-
-
-def places(tree: object, above: tuple = ()) -> list[tuple]:
-    """Every place in a JSON value, as keys and indices from its root."""
-    found = [above]
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
-    for key, value in items:
-        found += places(value, (*above, key))
-    return found
-
-
-def put(tree: object, place: tuple, value: object) -> object:
-    """`tree` with another value at a place."""
-    if not place:
-        return value
-    tree = deepcopy(tree)
-    inner = tree
-    for key in place[:-1]:
-        inner = inner[key]
-    inner[place[-1]] = value
-    return tree
 
 
 @contextmanager
@@ -279,7 +238,7 @@ def test_a_diffusion_that_is_accepted_has_finite_weights_and_levels(data):
 
 # The command line
 
-FLAGS = sorted({flag for kind in REQUESTS.values() for flag in _flags_of(kind)})
+FLAGS = sorted({flag for kind in REQUESTS.values() for flag in flags_of(kind)})
 WORD = st.one_of(
     st.sampled_from(FLAGS),
     st.sampled_from(
@@ -315,7 +274,7 @@ def test_any_settings_of_a_training_are_a_config_or_refused(tmp_path, pairs):
 @given(st.text())
 @example("a\nb\x1b[2J\u202e\ud800")
 def test_what_is_said_is_a_line(text):
-    assert _in_a_line(text).isprintable()
+    assert one_line(text).isprintable()
 
 
 # The record
@@ -384,9 +343,7 @@ def test_the_report_of_a_damaged_run(tmp_path):
     (tmp_path / "config.toml").write_text("a = " + DEEP)
     (tmp_path / "samples").mkdir()
     (tmp_path / "samples/00000001.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"\0\0\0\rIHDR" + b"\xff" * 30)
-    (tmp_path / "samples/00000002.png").write_bytes(
-        b"\x89PNG\r\n\x1a\n" + struct.pack(">I4sII5B", 13, b"IHDR", 2**31 - 1, 2**31 - 1, 8, 2, 0, 0, 0)
-    )
+    (tmp_path / "samples/00000002.png").write_bytes(png(2**31 - 1, 2**31 - 1, 8, 2, b""))
     (tmp_path / "samples/00000003.png").mkdir()
     (tmp_path / "samples/٣.png").write_bytes(b"")
     (tmp_path / "checkpoints/00000001").mkdir(parents=True)
@@ -488,18 +445,8 @@ def test_numbers_that_no_step_can_be(saved, tmp_path, key, value):
     there = copied(folder, tmp_path)
     (there / "manifest.json").write_text(signed({**manifest, key: value}))
     none_or_passed_over(there.parent)
-
-
-@pytest.mark.parametrize("what", ["manifest.json", "model.safetensors", "state.json", "00000001"])
-def test_links_are_not_followed(saved, tmp_path, what):
-    folder, _ = saved
-    there = copied(folder, tmp_path)
-    place = there if what == there.name else there / what
-    place.rename(tmp_path / "elsewhere")
-    place.symlink_to(tmp_path / "elsewhere")
-    # Damage, which another checkpoint makes up for, rather than a file that cannot be read now.
-    with pytest.raises(RunError, match="no intact checkpoint"):
-        checkpoint.newest(tmp_path / "checkpoints")
+    found, broken = checkpoint.list_checkpoints(there.parent)
+    assert key == "held_out_loss" or value == 10**400 or (not found and broken[0].reason.startswith("manifest.json: "))
 
 
 def test_sizes_are_compared_before_anything_is_read(saved, tmp_path, monkeypatch):
@@ -514,42 +461,6 @@ def test_sizes_are_compared_before_anything_is_read(saved, tmp_path, monkeypatch
     assert "bytes" in str(found[0]._replace(files={"ema.safetensors": found[0].files["ema.safetensors"]}).find_damage())
 
 
-def header(table: object, body: bytes = b"", length: int | None = None) -> bytes:
-    text = table if isinstance(table, bytes) else json.dumps(table).encode()
-    return struct.pack("<Q", len(text) if length is None else length) + text + body
-
-
-FORGED = [
-    b"",
-    b"\0" * 7,
-    header({}, length=2**63),
-    header({}, length=2**40),
-    header(b"[" * 100_000),
-    header(b"\xff\xfe"),
-    header({"a": {"dtype": "F32", "shape": [2**62], "data_offsets": [0, 4]}}, b"1234"),
-    header({"a": {"dtype": "F32", "shape": [2**32, 2**32], "data_offsets": [0, 4]}}, b"1234"),
-    header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 2**50]}}, b"1234"),
-    header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 0]}}, b"1234"),
-    header({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}, b"1234"),
-    header({"a": {"dtype": "F99", "shape": [1], "data_offsets": [0, 4]}}, b"1234"),
-    header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"1234"),
-    header({"a": 5}),
-    header([]),
-    header({}),
-]
-
-
-@pytest.mark.parametrize("content", FORGED, ids=range(len(FORGED)))
-def test_forged_weights_are_refused(tmp_path, content):
-    for kind in ("model", "ema", "optimizer"):
-        (tmp_path / f"{kind}.safetensors").write_bytes(content)
-    state = build_state(TINY, torch.device("cpu"))
-    with pytest.raises(RunError):
-        load_weights(tmp_path, "model", state.model)
-    with pytest.raises(RunError):
-        load_weights(tmp_path, "ema", state.model)
-
-
 @fuzz(200)
 @given(data=st.data())
 def test_damaged_weights_are_read_or_refused(saved, tmp_path, data):
@@ -562,26 +473,3 @@ def test_damaged_weights_are_read_or_refused(saved, tmp_path, data):
     state = build_state(TINY, torch.device("cpu"))
     with suppress(RunError):
         load_weights(tmp_path, "model", state.model)
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes in folders here")
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", ["manifest.json", "state.json", "ema.safetensors"])
-def test_a_pipe_in_place_of_a_file_is_not_waited_for(saved, tmp_path, name):
-    folder, _ = saved
-    there = copied(folder, tmp_path)
-    (there / name).unlink()
-    os.mkfifo(there / name)
-    with pytest.raises(RunError):
-        checkpoint.newest(tmp_path / "checkpoints")
-
-
-@pytest.mark.parametrize("key", ["step", "images"])
-@pytest.mark.parametrize("value", [math.inf, math.nan, "x", None, [], -math.inf])
-def test_numbers_that_no_step_can_be_make_no_checkpoint(saved, tmp_path, key, value):
-    folder, manifest = saved
-    there = copied(folder, tmp_path)
-    (there / "manifest.json").write_text(signed({**manifest, key: value}))
-    found, broken = checkpoint.list_checkpoints(there.parent)
-    assert not found
-    assert broken[0].reason.startswith("manifest.json: ")

@@ -13,7 +13,13 @@ import torch
 
 import unfog
 from conftest import TRANSFORMER
-from launches import TORCHRUN
+from launches import (
+    AGENT,
+    TORCHRUN,
+    ended,  # noqa: F401  a fixture
+    forked,
+    output,
+)
 from unfog import custom
 from unfog.cli.main import main
 from unfog.cli.read_request import read_request
@@ -182,6 +188,7 @@ for i in range(20):
 """
 
 
+@pytest.mark.slow
 def test_no_consent_is_lost_where_processes_store_theirs_at_once(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     kept = tmp_path / "dotfiles"
@@ -464,14 +471,13 @@ def test_a_registered_weighting_has_settings():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("ended")
 def test_ranks_import_what_a_flag_of_rank_0_names_and_a_resume_has_the_stored_consent(images, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "own"))
     (tmp_path / "ranked.py").write_text(MODULE)
-    torchrun = [sys.executable, *map(str, TORCHRUN[1:]), "2", "-m", "unfog"]
+    monkeypatch.chdir(tmp_path)
+    ranks = [2, 0, Path(unfog.__file__).with_name("__main__.py")]
     flags = ["--network", "custom:path=ranked.Net", "--size", "8", "--batch", "4", "--lr", "1e-3", "--device", "cpu"]
     for words in (["train", "photos", "--out", "run", "--steps", "2", *flags], ["resume", "run", "--steps", "3"]):
-        done = subprocess.run(
-            [*torchrun, *words], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
-        )
-        assert done.returncode == 0, done.stderr
+        output(forked([*ranks, *words], AGENT))
     assert (tmp_path / "run/checkpoints/00000003").is_dir()

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 import unfog
 from command import exit_status
+from conftest import TRANSFORMER
 from unfog.checks.images.image_scan import ImageScan, unusable_files
 from unfog.config.schema import Config
 from unfog.config.validate import check_request
@@ -34,7 +35,7 @@ from unfog.models.settings import SIZES, DiT
 from unfog.pipeline.build import build_network
 from unfog.pipeline.skipped_images import FailureReporter
 from unfog.process.run_folder import RunFolder
-from unfog.training.distributed.micro_batches import split_batch
+from unfog.training.batches import split_batch
 from unfog.training.distributed.world import World
 from unfog.values.buckets import Bucket, bucket_texts, parse_buckets, share_samples
 from unfog.values.columns import Column
@@ -158,6 +159,7 @@ def test_samples_are_shared_in_proportion(images: list[int], count: int) -> None
 COUNTS = st.lists(st.integers(0, 300), min_size=1, max_size=6).filter(any)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(COUNTS, st.integers(1, 70), st.integers(0, 2**40))
 def test_every_bucket_has_its_share_of_the_steps(counts: list[int], batch: int, seed: int) -> None:
@@ -236,6 +238,7 @@ def test_micro_batches_and_ranks_read_the_same_bucket() -> None:
 # Data sets
 
 
+@pytest.mark.slow
 def test_buckets_hold_out_the_images_that_a_crop_holds_out(mixed: Path) -> None:
     cropped = prepare(open_source(str(mixed)), Data(size=16, held_out=0.2, cache="memory"))
     kept = prepared(mixed, held_out=0.2)
@@ -246,6 +249,7 @@ def test_buckets_hold_out_the_images_that_a_crop_holds_out(mixed: Path) -> None:
     assert labels == dict(zip(kept.train.names, kept.train.labels))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", ["memory", "disk", "none"])
 def test_all_buckets_have_the_range_of_values_of_the_whole_set(tmp_path: Path, cache: str) -> None:
     """The tall images alone would be of 10 bits."""
@@ -259,6 +263,7 @@ def test_all_buckets_have_the_range_of_values_of_the_whole_set(tmp_path: Path, c
     assert prepared(tmp_path, cache=cache, range=(0.0, 1000.0), clip=True).buckets[0].train.pixels[0:1].max() > 200
 
 
+@pytest.mark.slow
 def test_few_values_beyond_a_given_range_are_judged_by_the_whole_set(tmp_path: Path) -> None:
     for i in range(100):
         values = np.full((32, 48), 2000 if i in (0, 9, 12) else 500, np.uint16)
@@ -267,6 +272,7 @@ def test_few_values_beyond_a_given_range_are_judged_by_the_whole_set(tmp_path: P
     assert [one.name for one in kept.report.skipped] == ["00.png", "09.png", "12.png"]
 
 
+@pytest.mark.slow
 def test_a_bucket_of_damaged_images_is_left_out(mixed: Path) -> None:
     for path in mixed.rglob("*.png"):
         with Image.open(path) as image:
@@ -285,6 +291,7 @@ def test_a_bucket_of_damaged_images_is_left_out(mixed: Path) -> None:
         prepared(mixed)
 
 
+@pytest.mark.slow
 def test_the_cache_keeps_the_sides_of_many_images(mixed: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("unfog.data.cache._KEPT_SIDES", 100)
     monkeypatch.setenv("UNFOG_CACHE", str(tmp_path / "cache"))
@@ -302,6 +309,7 @@ def test_the_cache_keeps_the_sides_of_many_images(mixed: Path, monkeypatch: pyte
     assert len(reads) == 3
 
 
+@pytest.mark.slow
 def test_each_image_is_in_the_bucket_of_its_aspect_and_nothing_is_cut(mixed: Path) -> None:
     said: list[str] = []
     kept = prepared(mixed, said=said, size=24)
@@ -321,6 +329,7 @@ def test_each_image_is_in_the_bucket_of_its_aspect_and_nothing_is_cut(mixed: Pat
     assert "the size of a bucket" in kept.report.line()
 
 
+@pytest.mark.slow
 def test_the_images_of_all_buckets_are_one_set_for_what_needs_one_size(mixed: Path) -> None:
     kept = prepared(mixed, held_out=0.2)
     n, size = len(kept.train), kept.settings.image_format
@@ -332,6 +341,7 @@ def test_the_images_of_all_buckets_are_one_set_for_what_needs_one_size(mixed: Pa
     assert len(kept.of_one_size.train) == max(len(part.train) for part in kept.buckets)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", ["memory", "disk", "none"])
 def test_a_run_that_goes_on_finds_its_buckets(mixed: Path, cache: str) -> None:
     first = prepared(mixed, cache=cache)
@@ -348,6 +358,7 @@ def test_a_run_that_goes_on_finds_its_buckets(mixed: Path, cache: str) -> None:
     assert [first.train.names[i] for i in a.index] == [again.train.names[i] for i in b.index]
 
 
+@pytest.mark.slow
 def test_columns_go_with_their_images(mixed: Path) -> None:
     source = open_source(str(mixed))
     numbers = np.array([int(Path(name).stem) for name in source.names], np.float32)
@@ -357,6 +368,7 @@ def test_columns_go_with_their_images(mixed: Path) -> None:
         assert images.columns["number"].values.tolist() == [int(Path(name).stem) for name in images.names]
 
 
+@pytest.mark.slow
 def test_images_that_are_damaged_are_reported_and_left_out(mixed: Path) -> None:
     (mixed / "a" / "000.png").write_bytes(b"no image")
     kept = prepared(mixed)
@@ -364,6 +376,7 @@ def test_images_that_are_damaged_are_reported_and_left_out(mixed: Path) -> None:
     assert len(kept.train) + len(kept.held_out) == 119
 
 
+@pytest.mark.slow
 def test_an_image_that_is_found_damaged_while_it_is_read_is_reported_and_not_counted_twice(mixed: Path) -> None:
     damaged = sorted(mixed.glob("b/*.png"))[7]
     damaged.write_bytes(damaged.read_bytes()[:60])
@@ -387,6 +400,7 @@ def test_one_bucket_in_colour_makes_all_rgb(tmp_path: Path) -> None:
     assert {part.train.pixels.shape[1] for part in kept.buckets} == {3}
 
 
+@pytest.mark.slow
 def test_a_pack_is_refused_with_a_way_out(mixed: Path, tmp_path: Path) -> None:
     unfog.pack(mixed, tmp_path / "images.pack", size=16)
     with pytest.raises(RequestError, match="cut to one size"):
@@ -406,6 +420,7 @@ def test_what_needs_one_size_is_refused(mixed: Path, changes: dict[str, dict[str
         check_request(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("network", ["tiny", "mp-tiny", "dit-tiny"])
 def test_networks_take_images_of_all_buckets(network: str) -> None:
     config = Config(network=SIZES[network], data=Data(size=16, channels=3), buckets=("12x20:5", "16x16:5", "24x12:5"))
@@ -420,7 +435,7 @@ def test_networks_take_images_of_all_buckets(network: str) -> None:
 
 # Runs
 
-TINY = {"network": "tiny", "size": 16, "batch": 8, "device": "cpu", "aspect": "keep"}
+TINY = {"network": TRANSFORMER, "size": 16, "batch": 8, "device": "cpu", "aspect": "keep"}
 
 
 @pytest.fixture(scope="module")
@@ -477,7 +492,7 @@ def test_samples_have_the_sizes_of_the_buckets_or_the_one_that_is_asked_for(run:
     assert "20x12" in loaded.sampled
     usual = loaded.sample(2, steps=2)
     assert np.array_equal(usual, loaded.sample(2, steps=2, size=loaded.config.data.size))
-    with pytest.raises(RequestError, match=r"size = 18x12.*multiple of 4"):
+    with pytest.raises(RequestError, match=r"size = 18x12.*multiple of patch = 4"):
         loaded.sample(2, size="18x12")
 
 

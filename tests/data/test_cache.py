@@ -168,6 +168,7 @@ def test_what_the_datasets_library_keeps_goes_only_when_asked_for(
     assert not found.path.exists()
 
 
+@pytest.mark.slow
 def test_an_entry_in_use_stays(four: list[Path]) -> None:
     code = "import sys, pathlib, unfog.files.cache_folder as c\n"
     code += "c.hold(pathlib.Path(sys.argv[1])); print(1, flush=True); input()"
@@ -190,6 +191,7 @@ def stopped(done: int, total: int) -> None:
         raise Interrupted
 
 
+@pytest.mark.slow
 def test_all_that_unfog_writes_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unfog.data.decode_pool._CHUNK", 16)
     pixels = np.random.default_rng(0).integers(0, 256, (60, 3, 8, 8), np.uint8)
@@ -304,6 +306,7 @@ def shared_place() -> Iterator[Path]:
         yield Path(name)
 
 
+@pytest.mark.slow
 def test_a_user_without_a_writable_home_has_a_private_folder(shared_place: Path) -> None:
     assert as_user(12345, shared_place, HOME="/nonexistent") == f"{shared_place}/unfog-12345 700\n"
     assert as_user(12346, shared_place, HOME="/nonexistent") == f"{shared_place}/unfog-12346 700\n"
@@ -376,7 +379,7 @@ def test_a_cache_that_is_no_folder_is_refused(tmp_path: Path, monkeypatch: pytes
 def test_a_cache_at_an_address_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("UNFOG_CACHE", given)
-    with pytest.raises(RequestError, match=r"UNFOG_CACHE = .*is an address.*set UNFOG_CACHE to a path") as refused:
+    with pytest.raises(RequestError, match=r"UNFOG_CACHE = .*is an address") as refused:
         cache_folder()
     assert "SECRET" not in str(refused.value)
     monkeypatch.setenv("UNFOG_INCEPTION", given)

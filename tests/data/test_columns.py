@@ -23,7 +23,7 @@ from unfog.data.sources.base import ImageError, Source
 from unfog.data.sources.labels import apply_label_table, read_columns
 from unfog.errors import RequestError
 from unfog.pipeline import load_data
-from unfog.pipeline.pack import _check_same_pack, _packed_before
+from unfog.pipeline.pack import check_same_pack, packed_before
 from unfog.pipeline.skipped_images import DATA_FILE, data_json, describe_changes
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
@@ -102,6 +102,7 @@ def test_values_stay_with_their_images_in_each_place(cache: Any, labels: str) ->
             check(images.subset(slice(5, 30)), labels == "auto")
 
 
+@pytest.mark.slow
 def test_values_stay_with_their_images_in_a_pack(made: Path) -> None:
     names = {path.name for path in made.iterdir()}
     assert {"labels.npy", "column-0.npy", "column-1.npy", "column-2.npy"} <= names
@@ -139,6 +140,7 @@ def fingerprints(dataset: Dataset) -> tuple[str, str]:
     return dataset.train.fingerprint, dataset.held_out.fingerprint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", PLACES)
 def test_a_column_shifted_by_one_row_makes_another_set(cache: Any) -> None:
     asked = replace(ASKED, cache=cache)
@@ -159,6 +161,7 @@ def test_a_resume_says_which_columns_differ(cache: Any, tmp_path: Path) -> None:
     assert "columns with other values: number" in describe_changes(folder, prepare(other, asked))
 
 
+@pytest.mark.slow
 def test_memory_cache_and_pack_have_one_fingerprint(made: Path) -> None:
     memory, disk = (fingerprints(prepare(Numbered(), replace(ASKED, cache=cache))) for cache in ("memory", "disk"))
     assert memory == disk == tuple(Pack.open(made).manifest["fingerprints"])
@@ -202,12 +205,12 @@ def test_an_interrupted_pack_goes_on_with_its_own_columns_alone(
     assert 100 < Journal.read(out).done < N
     other, other_key = scan_source(Numbered(shift=1), ASKED)
     with pytest.raises(RequestError, match="with the columns in another state"):
-        _packed_before(out, other.resolve(), other_key)
-    assert _packed_before(out, scan, key) > 100
+        packed_before(out, other.resolve(), other_key)
+    assert packed_before(out, scan, key) > 100
     check(write_pack(scan, out, key, "").images)
-    _check_same_pack(Pack.open(out), scan_source(Numbered(), ASKED)[0])
+    check_same_pack(Pack.open(out), scan_source(Numbered(), ASKED)[0])
     with pytest.raises(RequestError, match="already a pack"):
-        _check_same_pack(Pack.open(out), other)
+        check_same_pack(Pack.open(out), other)
 
 
 def test_a_pack_of_labels_alone_has_the_files_and_keys_of_before(tmp_path: Path) -> None:
@@ -406,5 +409,5 @@ def test_an_unknown_kind_is_refused_before_an_image_is_read(monkeypatch: pytest.
     source = Numbered()
     monkeypatch.setattr(source, "read", lambda i: pytest.fail("an image was read"))
     monkeypatch.setattr(load_data, "open_source", lambda *_: source)
-    with pytest.raises(RequestError, match="column 'number': kind 'number' of a condition is unknown"):
+    with pytest.raises(RequestError, match=r"column 'number'.*is unknown"):
         load_data.load_images(Config(source="numbered", data=ASKED), StopSignals())

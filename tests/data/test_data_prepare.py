@@ -103,6 +103,7 @@ def test_automatic_size(tmp_path: Path, sizes: list[tuple[int, int]], expected: 
     assert run(tmp_path, Data()).settings.size == expected
 
 
+@pytest.mark.slow
 def test_automatic_channels_take_grey_rgb_files_for_grey(tmp_path: Path) -> None:
     folder = fill(tmp_path / "grey", 150, mode="L")
     for path in list(folder.iterdir())[:100]:
@@ -113,6 +114,7 @@ def test_automatic_channels_take_grey_rgb_files_for_grey(tmp_path: Path) -> None
     assert prepared.train.pixels.shape[1] == 1
 
 
+@pytest.mark.slow
 def test_one_image_in_colour_among_many_grey_makes_all_rgb(tmp_path: Path) -> None:
     folder = fill(tmp_path / "grey", 300, mode="L")
     Image.new("RGB", (20, 20), "red").save(folder / "0299.png")  # not one of the 64 looked at first
@@ -144,6 +146,7 @@ def test_held_out_stays_when_images_are_added(tmp_path: Path) -> None:
     assert len(run(folder, Data(size=4, held_out=0, cache="memory")).held_out) == 0
 
 
+@pytest.mark.slow
 def test_held_out_is_capped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(survey, "_MAX_HELD_OUT", 10)
     folder = fill(tmp_path / "many", 200)
@@ -152,6 +155,7 @@ def test_held_out_is_capped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert prepared.report.held_out == 10
 
 
+@pytest.mark.slow
 def test_rows_names_and_labels_stay_together_when_images_are_skipped(tmp_path: Path) -> None:
     for kind, colour in (("blue", (0, 0, 255)), ("red", (255, 0, 0))):
         fill(tmp_path / kind, 0)
@@ -167,6 +171,7 @@ def test_rows_names_and_labels_stay_together_when_images_are_skipped(tmp_path: P
             assert [name.split("/")[0] for name in part.names] == [part.classes[label] for label in part.labels]
 
 
+@pytest.mark.slow
 def test_the_ledger_tells_of_each_image_in_the_order_of_the_sets(tmp_path: Path) -> None:
     folder = fill(tmp_path / "set", 200, size=(16, 16))
     for i in range(0, 200, 3):
@@ -183,6 +188,7 @@ def test_the_ledger_tells_of_each_image_in_the_order_of_the_sets(tmp_path: Path)
         assert [one.name for one in prepared.report.skipped] == [f"{i:04}.png" for i in range(0, 200, 20)]
 
 
+@pytest.mark.slow
 def test_a_folder_is_decoded_once_and_again_when_a_file_changes(
     tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,6 +266,7 @@ def test_an_entry_that_another_process_has_made_meanwhile_is_used(
     assert (other.path / "pixels.u8").stat().st_ino == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["memory", "disk"])
 @pytest.mark.parametrize("kind", ["folder", "zip"])
 def test_a_source_that_goes_away_while_it_is_read_is_no_smaller_set(
@@ -364,6 +371,7 @@ def test_a_cache_in_a_folder_of_other_things_leaves_them_alone(
     assert {path.name: path.read_text() for path in (cache_folder / name).iterdir()} == files
 
 
+@pytest.mark.slow
 def test_an_interrupted_preparation_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unfog.data.decode_pool._CHUNK", 16)
     folder, calls = fill(tmp_path / "set", 120), []
@@ -420,6 +428,7 @@ def test_settings_out_of_range_are_refused(wrong: dict[str, float]) -> None:
         Data(**wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_held_out_images_that_are_measured_are_spread_over_all(tmp_path):
     prepared = run(fill(tmp_path / "set", 300), Data(size=16, cache="memory", held_out=0.2))
     config = replace(Config(), data=prepared.settings, evaluate=Evaluate(images=4))
@@ -454,6 +463,7 @@ def test_an_entry_is_of_this_version_of_pillow(tmp_path, monkeypatch):
     assert scan_source(source, asked)[1] != before
 
 
+@pytest.mark.slow
 def test_an_entry_is_of_this_share_held_out(tmp_path):
     folder = fill(tmp_path / "set", 200)
     counts = [len(run(folder, Data(size=16, cache="disk", held_out=share)).held_out) for share in (0, 0.3, 0.1)]

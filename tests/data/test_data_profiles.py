@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageCms
 
 from test_data_decode import decoded, photograph, saved
-from unfog.data.decode import _to_srgb
+from unfog.data.decode import to_srgb
 
 BRADFORD = np.array([[0.8951, 0.2664, -0.1614], [-0.7502, 1.7135, 0.0367], [0.0389, -0.0685, 1.0296]])
 D50, D65 = np.array([0.9642, 1, 0.8249]), np.array([0.95046, 1, 1.08906])
@@ -145,13 +145,14 @@ def test_adobe_rgb_becomes_srgb() -> None:
     assert np.abs(pixels.transpose(1, 2, 0) - expected).max() < 1.5
 
 
+@pytest.mark.slow
 def test_resizing_before_converting_is_the_same_on_photographs() -> None:
     """Channels that go together, as in photographs. (Where colours leave sRGB, it clips less, for the better.)"""
     x = photograph(400, 400).astype(float)
     x = (0.75 * x.mean(2, keepdims=True) * 3**0.5 - 128 * 0.75 * (3**0.5 - 1) + 0.25 * x).clip(0, 255).astype(np.uint8)
     for primaries, tone in ((P3_PRIMARIES, SRGB_CURVE), (ADOBE_PRIMARIES, gamma(2.2))):
         wide = rgb_profile(primaries, tone)
-        expected, _ = decoded(saved(_to_srgb(Image.fromarray(x), wide)[0]), 64)
+        expected, _ = decoded(saved(to_srgb(Image.fromarray(x), wide)[0]), 64)
         pixels, facts = decoded(saved(Image.fromarray(x), icc_profile=wide), 64)
         assert facts.actions == ["srgb", "resized"]
         assert np.sqrt(((pixels - expected) ** 2).mean()) < 1  # each of the two rounds twice
@@ -190,7 +191,7 @@ def test_a_press_profile_says_what_inks_look_like() -> None:
     opener = saved(Image.fromarray(amounts, "CMYK"), "TIFF", icc_profile=inks())
     pixels, facts = decoded(opener, 8)
     assert facts.actions == ["cmyk", "srgb", "cropped"]
-    square = _to_srgb(opener(), inks())[0]
+    square = to_srgb(opener(), inks())[0]
     lightness, a = (255 - 12) / 255 * 100, 12.0
     f = (lightness + 16) / 116
     xyz = D50 * np.array([f + a / 500, f, f]) ** 3
@@ -242,7 +243,7 @@ def test_no_damage_to_a_profile_raises(flips: list[tuple[int, int]], data: st.Da
         for place, value in flips:
             damaged[place % len(damaged)] = value
         damaged = damaged[: data.draw(st.integers(0, len(damaged)))] if data.draw(st.booleans()) else damaged
-        converted, actions = _to_srgb(Image.new(mode, (2, 2)), bytes(damaged))
+        converted, actions = to_srgb(Image.new(mode, (2, 2)), bytes(damaged))
         assert converted.mode == ("L" if mode == "L" else "RGB")
         assert actions in ([], ["srgb"], ["profile_ignored"])
 
@@ -252,7 +253,7 @@ def test_threads_agree_with_one() -> None:
     def convert(i: int) -> bytes:
         # Few colours, so that littleCMS's memory of the last pixel matters; a profile each three share.
         image = Image.fromarray(noise(40, 40, 3, seed=i) // 128 * 127)
-        return _to_srgb(image, rgb_profile(P3_PRIMARIES, gamma(1.5 + i % 70 / 64)))[0].tobytes()
+        return to_srgb(image, rgb_profile(P3_PRIMARIES, gamma(1.5 + i % 70 / 64)))[0].tobytes()
 
     expected = [convert(i) for i in range(210)]
     with ThreadPoolExecutor(16) as pool:
@@ -267,9 +268,9 @@ def test_pillow_without_littlecms_still_decodes() -> None:
 import sys
 sys.modules["PIL._imagingcms"] = None
 from PIL import Image
-from unfog.data.decode import _to_srgb
+from unfog.data.decode import to_srgb
 image = Image.new("RGB", (4, 4), "red")
-converted, actions = _to_srgb(image, sys.stdin.buffer.read())
+converted, actions = to_srgb(image, sys.stdin.buffer.read())
 assert actions == ["profile_ignored"], actions
 assert converted.tobytes() == image.tobytes()
 """

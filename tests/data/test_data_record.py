@@ -36,7 +36,7 @@ from unfog.process.signals import StopSignals
 from unfog.reporting.log_settings import Log
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.records import read_events
-from unfog.runs.session import _write_data_report
+from unfog.runs.session import write_data_report
 
 TREATMENTS = (("resized",), ("flattened", "resized"), ("rotated",), ())
 
@@ -126,6 +126,7 @@ def test_names_that_are_no_text_do_not_spoil_the_file(tmp_path: Path) -> None:
     assert {file["name"] for file in said} == {"a\\xff.png", "a\\xfe.png", "a\nb \u202e.png", "empty\\xff.png"}
 
 
+@pytest.mark.slow
 def test_the_sheet_begins_with_the_unusual_and_spreads_over_classes() -> None:
     n = 3000
     unusual = {7: 1, 1900: 1, 44: 2}
@@ -176,12 +177,12 @@ def test_the_sheet_is_augmented_and_repeatable_and_leaves_the_random_numbers_alo
 
 
 def test_both_files_are_written_or_the_disk_s_refusal_is_raised(tmp_path: Path) -> None:
-    _write_data_report(RunFolder(tmp_path), prepared(20), Augment(), seed=0)
+    write_data_report(RunFolder(tmp_path), prepared(20), Augment(), seed=0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["contact-sheet.png", "data.json"]
     with Image.open(tmp_path / "contact-sheet.png") as image:
         assert np.array_equal(np.asarray(image), contact_sheet(prepared(20), Augment(), seed=0))
     with pytest.raises(OSError, match="No such file"):
-        _write_data_report(RunFolder(tmp_path / "gone"), prepared(20), Augment(), seed=0)
+        write_data_report(RunFolder(tmp_path / "gone"), prepared(20), Augment(), seed=0)
 
 
 @pytest.mark.slow
@@ -190,7 +191,7 @@ def test_it_is_quick(tmp_path: Path) -> None:
     for n, limit in ((10_000, 1.5), (1_000_000, 4.0)):
         images = prepared(n, classes=10, size=4)
         started = time.process_time()
-        _write_data_report(RunFolder(tmp_path), images, Augment(flip=True), seed=0)
+        write_data_report(RunFolder(tmp_path), images, Augment(flip=True), seed=0)
         assert time.process_time() - started < limit
 
 
@@ -211,18 +212,14 @@ def said(source: Path, data: Data, capsys: pytest.CaptureFixture[str]) -> str:
 
 def test_why_nothing_is_held_out_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = Data(size=8, cache="memory", held_out=0.0001)
-    assert "sets of fewer than 100 images are used for training entirely" in said(
-        pictures(tmp_path / "few", 20), asked, capsys
-    )
+    assert "fewer than 100 images" in said(pictures(tmp_path / "few", 20), asked, capsys)
     assert "none of the 140 images fell below that share" in said(pictures(tmp_path / "more", 140), asked, capsys)
 
 
 def test_a_background_that_a_pack_does_not_have_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scan, key = scan_source(open_source(pictures(tmp_path / "set", 20)), Data(size=8))
     made = write_pack(scan.resolve(), tmp_path / "pack", key, "").path
-    assert "background = black changes nothing: the pack was made with white" in said(
-        made, Data(background="black"), capsys
-    )
+    assert "background = black changes nothing" in said(made, Data(background="black"), capsys)
     assert "background" not in said(made, Data(), capsys)
 
 
@@ -231,9 +228,7 @@ def test_clipping_that_a_pack_was_made_without_is_said(tmp_path: Path, capsys: p
     for clip in (False, True):
         scan, key = scan_source(open_source(folder), Data(size=8, clip=clip))
         made = write_pack(scan.resolve(), tmp_path / f"pack-{clip}", key, "").path
-        assert (
-            "data.clip changes nothing: the pack was made without it" in said(made, Data(clip=True), capsys)
-        ) != clip
+        assert ("data.clip changes nothing" in said(made, Data(clip=True), capsys)) != clip
         assert "data.clip" not in said(made, Data(), capsys)
 
 
@@ -267,6 +262,7 @@ def test_damaged_images_are_told_of_once_also_those_held_out(
         assert told.count(f"{name} cannot be used: empty; the next image replaces it") == 1
 
 
+@pytest.mark.slow
 def test_a_picture_that_stands_in_is_shown_with_its_own_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in range(2):
         (tmp_path / f"set/{kind}").mkdir(parents=True)
@@ -321,6 +317,7 @@ def test_a_resume_says_which_images_are_gone_and_new(tmp_path):
     assert describe_changes(folder, before) == ""
 
 
+@pytest.mark.slow
 def test_a_resume_says_what_else_differs_where_the_names_are_the_same(tmp_path):
     (tmp_path / "set").mkdir()
     for name in ("cat", "dog"):

@@ -182,6 +182,7 @@ def test_a_source_that_knows_its_folders_is_not_asked_for_names(animals: Path) -
     assert labels.tolist() == [0] * 5 + [1] * 5
 
 
+@pytest.mark.slow
 def test_a_folder_and_archives_of_it_hold_out_the_same_images(tmp_path: Path) -> None:
     folder = tmp_path / "set"
     for kind in ("cats", "dogs"):
@@ -205,6 +206,7 @@ def test_a_folder_and_archives_of_it_hold_out_the_same_images(tmp_path: Path) ->
     assert held == [held[0]] * 6
 
 
+@pytest.mark.slow
 def test_members_of_one_name_in_many_shards_are_held_out_each_for_itself(tmp_path: Path) -> None:
     put(tmp_path / "x.png")
     for shard in range(40):
@@ -241,7 +243,7 @@ def test_messages_for_a_wrong_path_say_what_to_do(animals: Path, tmp_path: Path)
             open_source(wrong)
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(RequestError, match=r"found 0 images; looked for \.png .*empty \(0 other files\)"):
+    with pytest.raises(RequestError, match=r"0 images.*\.png .*0 other files"):
         open_source(empty)
     (empty / "a.txt").write_text("")
     (empty / "b.txt").write_text("")
@@ -288,6 +290,7 @@ def test_fashion_is_ten_classes_of_a_thousand_and_loads_at_once() -> None:
     assert means[FashionSource.classes.index("sandal")] < 40 < 90 < means[FashionSource.classes.index("pullover")]
 
 
+@pytest.mark.slow
 def test_fashion_is_what_the_package_ships() -> None:
     digest = hashlib.sha256(FashionSource().tiles.tobytes()).hexdigest()
     assert digest == "857ec1da8e1a30302125760f72f6ceda7b3ebbd20c7589331271c6d207d88c91"
@@ -331,6 +334,7 @@ def test_a_class_of_ones_own_is_a_source(tmp_path: Path, monkeypatch: pytest.Mon
             open_source(text)
 
 
+@pytest.mark.slow
 def test_a_registered_source_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
     class Dots(FashionSource):
         @classmethod

@@ -28,6 +28,7 @@ def shuffle(n: int, seed: int, epoch: int) -> np.ndarray:
     return permute(np.arange(n), n, epoch_keys(seed, np.array([epoch])))
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(n=st.integers(1, 5000), seed=st.integers(-(2**70), 2**70), epoch=st.integers(0, 2**50))
 def test_every_shuffle_is_a_permutation(n: int, seed: int, epoch: int) -> None:

@@ -1,6 +1,5 @@
 """Whatever lies in a person's folder: each file is used, converted or quarantined, by name; none is changed."""
 
-import hashlib
 import json
 import os
 import shutil
@@ -25,6 +24,7 @@ from PIL import Image
 
 import forked
 from conftest import TRANSFORMER
+from hostile import chunk, png, snapshot
 from test_data_profiles import P3, PILLOW_SRGB, grey_profile, inks
 from unfog.data.augmentation import Augment
 from unfog.data.dataset import Dataset
@@ -36,7 +36,7 @@ from unfog.data.sources.image_files import open_bytes, open_image
 from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError
 from unfog.process.run_folder import RunFolder
-from unfog.runs.session import _write_data_report
+from unfog.runs.session import write_data_report
 from unfog.values.image_format import ImageFormat
 
 pytestmark = [
@@ -72,19 +72,8 @@ def encoded(pixels: np.ndarray | Image.Image, kind: str = "PNG", **options: obje
     return data.getvalue()
 
 
-def chunk(name: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
-
-def png(side: int, bits: int, colour: int, rows: bytes, before: bytes = b"", after: bytes = b"") -> bytes:
-    """A square PNG file by hand, unfiltered; colour 0 = grey, 2 = RGB."""
-    head = chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, bits, colour, 0, 0, 0))
-    body = chunk(b"IDAT", zlib.compress(rows))
-    return b"\x89PNG\r\n\x1a\n" + head + before + body + after + chunk(b"IEND", b"")
-
-
 def plain_png(before: bytes = b"", after: bytes = b"") -> bytes:
-    return png(16, 8, 2, b"".join(b"\0" + row.tobytes() for row in RGB), before=before, after=after)
+    return png(16, 16, 8, 2, b"".join(b"\0" + row.tobytes() for row in RGB), before=before, after=after)
 
 
 def tiff(width: int, height: int, samples: int = 1) -> bytes:
@@ -174,7 +163,7 @@ def contents() -> dict[str, tuple[bytes, tuple[str, ...] | str]]:
     gif[6:10] = struct.pack("<HH", 60000, 60000)
     size_at = huge_jpeg.index(b"\xff\xc0") + 5
     huge_jpeg[size_at : size_at + 4] = struct.pack(">HH", 60000, 60000)
-    huge = png(60000, 1, 0, bytes(100))
+    huge = png(60000, 60000, 1, 0, bytes(100))
     return {
         "plain.png": (encoded(RGB), USED),
         "plain.webp": (encoded(RGB, "WEBP", lossless=True), USED),
@@ -199,16 +188,13 @@ def contents() -> dict[str, tuple[bytes, tuple[str, ...] | str]]:
         "grey.png": (encoded(RAMP), (GREY,)),
         "grey 16.png": (encoded(sixteen), (SIXTEEN, GREY)),
         "grey 16.tif": (encoded(sixteen, "TIFF"), (SIXTEEN, GREY)),
-        "rgb 16.png": (png(16, 16, 2, rgb16), (SIXTEEN,)),
+        "rgb 16.png": (png(16, 16, 16, 2, rgb16), (SIXTEEN,)),
         "float 1.tif": (encoded(floats, "TIFF"), (FLOAT, GREY)),
         "float 1 too.tif": (encoded(floats, "TIFF"), (FLOAT, GREY)),
         "float 255.tif": (encoded(floats * np.float32(255), "TIFF"), BEYOND),
         "float infinite.tif": (encoded(infinite, "TIFF"), "floating point with NaN or infinity in it"),
         "float undefined.tif": (encoded(undefined, "TIFF"), "floating point with NaN or infinity in it"),
-        "float range.tif": (
-            encoded(floats * 1000 - 1, "TIFF"),
-            BEYOND,
-        ),
+        "float range.tif": (encoded(floats * 1000 - 1, "TIFF"), BEYOND),
         "palette.gif": (encoded(Image.fromarray(RGB).quantize(64), "GIF"), (PALETTE,)),
         "palette transparent.png": (palette(), (FLAT, PALETTE)),
         "hidden.png": (encoded(hidden), (FLAT,)),
@@ -282,19 +268,6 @@ def corpus(tmp_path: Path) -> tuple[Path, dict[str, tuple[str, ...] | str]]:
     return folder, {**expected, "linked.png": USED, "pipe.png": "not a regular file"}
 
 
-def snapshot(folder: Path) -> dict[str, tuple[str, int, int]]:
-    """Everything there is: content, change time and mode of each file and folder, links not followed."""
-    found = {}
-    for top, folders, names in os.walk(folder):
-        for name in (*folders, *names, "."):
-            path = os.path.join(top, name)
-            status = os.lstat(path)
-            regular = os.path.isfile(path) and not os.path.islink(path)
-            digest = hashlib.sha256(Path(path).read_bytes()).hexdigest() if regular else ""
-            found[path] = (digest, status.st_mtime_ns, status.st_mode)
-    return found
-
-
 def run(folder: Path, data: Data = MEMORY) -> Dataset:
     return prepare(open_source(folder), data)
 
@@ -307,7 +280,7 @@ def files_of(record: Path) -> dict[str, dict[str, object]]:
 
 def recorded(folder: Path, prepared: Dataset) -> dict[str, dict[str, object]]:
     folder.mkdir(exist_ok=True)
-    _write_data_report(RunFolder(folder), prepared, Augment(), seed=0)
+    write_data_report(RunFolder(folder), prepared, Augment(), seed=0)
     return files_of(folder / "data.json")
 
 
@@ -617,10 +590,6 @@ def test_a_damaged_image_is_decoded_or_unusable(kind: str, flips: list[tuple[flo
     assert reason.isprintable()
 
 
-def _png_chunk(kind: bytes, content: bytes = b"") -> bytes:
-    return struct.pack(">I4s", len(content), kind) + content + struct.pack(">I", zlib.crc32(kind + content))
-
-
 def _tiff_of_strips(count: int) -> bytes:
     """A grey TIFF of one row a strip, all of them the same bytes."""
     tags = [(256, 8), (257, count), (258, 8), (259, 1), (262, 1), (273, -1), (277, 1), (278, 1), (279, -1)]
@@ -635,14 +604,14 @@ def _slow_files() -> dict[str, tuple[bytes, str]]:
     """Files of a few megabytes that Pillow alone works on for seconds a megabyte, and part of the reason."""
     many, (png, jpeg, gif) = 3 * 10**6, (encoded(NOISE, kind) for kind in ("PNG", "JPEG", "GIF"))
     exif = b"\xff\xe1\x80\x06Exif\0\0" + bytes(2**15 - 2)
-    profile = _png_chunk(b"iCCP", b"a\0\0" + zlib.compress(bytes(10**6)))
+    profile = chunk(b"iCCP", b"a\0\0" + zlib.compress(bytes(10**6)))
     image = gif.index(b",", 13 + 3 * 2 ** ((gif[10] & 7) + 1))
     return {
         "a PPM with a long comment": (b"P6\n#" + b"a" * many + b"\n2 2\n255\n" + bytes(12), "pieces"),
         "a PPM as text with many comments": (b"P3\n2 2\n255\n" + b"#\n" * (many // 2) + b"1 " * 12, "PPM as text"),
         "a float map behind blanks": (b"Pf\n2 2\n" + b" " * many + b"1.0\n" + bytes(16), "pieces"),
-        "a PNG of empty chunks": (png[:33] + _png_chunk(b"abCd") * (many // 12) + png[33:], "chunks"),
-        "a PNG of empty chunks behind": (png[:-12] + _png_chunk(b"abCd") * (many // 12) + png[-12:], "chunks"),
+        "a PNG of empty chunks": (png[:33] + chunk(b"abCd") * (many // 12) + png[33:], "chunks"),
+        "a PNG of empty chunks behind": (png[:-12] + chunk(b"abCd") * (many // 12) + png[-12:], "chunks"),
         "a PNG of many profiles": (png[:33] + profile * 1000 + png[33:], "colour profiles"),
         "a JPEG of empty comments": (jpeg[:2] + b"\xff\xfe\0\2" * (many // 4) + jpeg[2:], "pieces"),
         "a JPEG of fill bytes": (jpeg[:2] + b"\xff" * many + jpeg[2:], "pieces"),
@@ -675,9 +644,9 @@ def test_usual_large_files_are_within_the_limits() -> None:
     data = _tiff_of_strips(9000)
     rows = b"".join(b"\0" + NOISE.tobytes()[: 3 * 64] for _ in range(64))
     small = zlib.compress(rows * 20, 0)
-    parts = b"".join(_png_chunk(b"IDAT", small[i : i + 64]) for i in range(0, len(small), 64))
-    png = b"\x89PNG\r\n\x1a\n" + _png_chunk(b"IHDR", struct.pack(">IIBBBBB", 64, 1280, 8, 2, 0, 0, 0)) + parts
+    parts = b"".join(chunk(b"IDAT", small[i : i + 64]) for i in range(0, len(small), 64))
+    small_chunks = png(64, 1280, 8, 2, b"")[:33] + parts + chunk(b"IEND")
     ppm = b"P6\n200 200\n1023\n" + bytes(200 * 200 * 6)
-    for content in (data, png + _png_chunk(b"IEND"), ppm, encoded(NOISE, "PPM")):
+    for content in (data, small_chunks, ppm, encoded(NOISE, "PPM")):
         pixels, _ = decode(lambda: open_bytes(content, "a.png"), ImageFormat(3, 16, 16), (0, 0, 0))  # noqa: B023
         assert pixels.shape == (3, 16, 16)

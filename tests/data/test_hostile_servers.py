@@ -124,7 +124,7 @@ def test_a_listing_without_end_is_refused(web: Server, monkeypatch: pytest.Monke
         <KeyCount>1</KeyCount><MaxKeys>1000</MaxKeys><Delimiter>/</Delimiter><IsTruncated>true</IsTruncated>
         <NextContinuationToken>more</NextContinuationToken><Contents><Key>s-000.tar</Key><ETag>"1"</ETag>
         <LastModified>2026-01-01T00:00:00.000Z</LastModified><Size>512</Size></Contents></ListBucketResult>"""
-    with pytest.raises(RequestError, match=r"is in a folder of over a million names; name the shards"):
+    with pytest.raises(RequestError, match=r"over a million names"):
         open_source("s3://album/s-*.tar")
 
 

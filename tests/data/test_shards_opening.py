@@ -10,7 +10,7 @@ import pytest
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
-from unfog.data.sources.storage import _LocalStorage
+from unfog.data.sources.storage import open_storage
 from unfog.data.webdataset import shard_index
 from unfog.data.webdataset.index_entry import ROW_DTYPE, IndexEntry
 
@@ -30,7 +30,7 @@ def make(folder: Path, images: int) -> Path:
     paths = sorted(str(path) for path in folder.iterdir())
     kept = shard_index.cache_folder() / "shards"
     kept.mkdir(parents=True, exist_ok=True)
-    for path, state in _LocalStorage().states(paths).items():
+    for path, state in open_storage(paths[0]).states(paths).items():
         rows = np.zeros(each, ROW_DTYPE)
         rows["start"], rows["size"], rows["name"] = np.arange(each) * 1024 + 512, 512, np.arange(each) * 12
         rows["label"] = np.arange(each) % 10

@@ -142,7 +142,7 @@ def test_s3_zip_is_read_in_place() -> None:
 
 @pytest.mark.usefixtures("bucket")
 def test_s3_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RequestError, match=r"set-003\.tar is not there; check the URL and, for S3, AWS_ENDPOINT_URL"):
+    with pytest.raises(RequestError, match=r"set-003\.tar is not there.*AWS_ENDPOINT_URL"):
         open_source("s3://pictures/sets/set-{000..003}.tar")
     with pytest.raises(RequestError, match=r"nothing is there under s3://pictures/none/\*\.tar"):
         open_source("s3://pictures/none/")
@@ -273,7 +273,7 @@ def test_what_fails_twice_is_read_the_third_time_and_else_unreachable_for_now(we
     Web.faults[which] = 2
     assert source.open(1).size == (16, 16)
     Web.faults[which] = 3
-    with pytest.raises(TransientImageError, match=r"could not be reached in 3 tries \(the server answers 503"):
+    with pytest.raises(TransientImageError, match=r"3 tries .*503"):
         source.open(1)
     assert source.open(1).size == (16, 16)
 
@@ -307,7 +307,7 @@ def test_a_zip_whose_signature_expires_meanwhile_is_no_smaller_set(web: str, mon
     def expire(done: int, total: int) -> None:
         monkeypatch.setattr(Web, "expired", "signature=old")
 
-    with pytest.raises(RunError, match=r"is refused \(the server answers 403\).*`unfog resume`"):
+    with pytest.raises(RunError, match=r"403.*`unfog resume`"):
         prepare(open_source(f"{web}/sets/a.zip?signature=old"), Data(size=16, cache="disk"), expire)
     whole = prepare(open_source(f"{web}/sets/a.zip?signature=new"), Data(size=16, cache="disk"))
     assert (whole.report.used, whole.report.skipped) == (48, ())

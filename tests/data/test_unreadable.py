@@ -14,7 +14,7 @@ from unfog.diffusion.objective import Objective
 from unfog.errors import RequestError, RunError
 from unfog.reporting.records import read_events
 from unfog.training.checkpoints import format as checkpoint
-from unfog.training.checkpoints import retries, rotation
+from unfog.training.checkpoints import rotation
 from unfog.training.checkpoints.load import find_rollback_checkpoint, read_state
 from unfog.training.settings import Checkpoint
 
@@ -22,7 +22,7 @@ from unfog.training.settings import Checkpoint
 @pytest.fixture
 def failing(monkeypatch):
     """Returns a function after which opening a file of this name fails so many times, and lists the attempts."""
-    monkeypatch.setattr(retries, "_RETRY_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(checkpoint, "_RETRY_SECONDS", (0.0, 0.0))
     opened = os.open
 
     def install(name: str, number: int, times: int = 1000) -> list[str]:
@@ -143,6 +143,7 @@ def test_names_that_could_not_be_read_again_are_refused_before_training(tmp_path
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_long_state_is_read_again_and_one_too_long_replaces_nothing(tmp_path, monkeypatch):
     state = trained()
     state.lost_shards = {f"https://example.org/photos-{i:06d}.tar": "it answered 503" for i in range(20_000)}

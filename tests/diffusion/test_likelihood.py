@@ -11,7 +11,7 @@ from torch.distributions import Normal, kl_divergence
 import gaussians
 from gaussians import gaussian_denoiser
 from unfog.diffusion.diffusion import Diffusion
-from unfog.diffusion.likelihood import _groups, best_end, bits_per_dim
+from unfog.diffusion.likelihood import best_end, bits_per_dim, group_steps
 from unfog.diffusion.noise import (
     PATHS,
     VE,
@@ -154,6 +154,7 @@ def test_a_wild_guess_leaves_finite_gradients() -> None:
         assert y.grad.isfinite().all()
 
 
+@pytest.mark.slow
 def test_the_bound_is_least_at_the_true_variance() -> None:
     """Of a Gaussian it is the lower one, and what the unknown image adds."""
     diffusion = Diffusion(VP(), Cosine(steps=20), V(), learned_variance=True)
@@ -226,6 +227,7 @@ def shades(std: float, seed: int = 5) -> tuple[Tensor, float]:
     return x0, float(-(chance * chance.log2()).sum() / chance.sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "schedule"), [(Flow(), LogitNormal()), (VE(), LogNormal()), (Flow(), FlowUniform())])
 def test_the_bound_of_a_known_gaussian_is_its_bits(path: Path, schedule: Schedule) -> None:
     """Half a shade is a share of noise of 0.004: an end below it adds a bit, as the exact denoiser knows no shades."""
@@ -293,10 +295,10 @@ def test_few_levels_stand_for_all_timesteps_without_bias(schedule: Linear | Cosi
 def test_groups_of_steps_hold_each_once() -> None:
     for schedule in (Linear(), Cosine(), Cosine(steps=30, zero_terminal=True)):
         for count in (2, 3, 16, 64, 999, 1000, 2000):
-            groups = _groups(schedule.table(), count)
+            groups = group_steps(schedule.table(), count)
             assert sorted(link for group in groups for link in group) == list(range(schedule.steps - 1))
             assert len(groups) <= max(count, 2)
-    assert _groups(Cosine(steps=30, zero_terminal=True).table(), 5)[-1] == [28]  # pure noise is alone
+    assert group_steps(Cosine(steps=30, zero_terminal=True).table(), 5)[-1] == [28]  # pure noise is alone
 
 
 def test_a_learned_variance_tightens_the_bound_of_few_steps() -> None:

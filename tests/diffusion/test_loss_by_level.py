@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from unfog.diffusion.diffusion import Diffusion
-from unfog.diffusion.loss_by_level import _LEAST, _NODES, LossByLevel
+from unfog.diffusion.loss_by_level import LEAST_IMAGES, LossByLevel
 from unfog.diffusion.noise import VE, VP, Cosine, Flow, LogitNormal, LogNormal
 from unfog.diffusion.objective import Objective, stratified
 from unfog.diffusion.target import EdmF, Eps, V
@@ -46,6 +46,7 @@ def trained(diffusion: Diffusion, steps: int, batch: int = 64) -> LossByLevel:
     return levels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "diffusion",
     [
@@ -71,11 +72,12 @@ def test_it_finds_the_optimum_of_edm2s_loss(diffusion: Diffusion) -> None:
     torch.testing.assert_close(weighed, torch.ones(16), rtol=0.12, atol=0)
 
 
+@pytest.mark.slow
 def test_a_head_trained_by_gradient_goes_to_the_same_place() -> None:
     """EDM2's own way: u as parameters, moved down the gradient of error / e^u + u."""
     levels = trained(EDM, 200)
-    nodes = torch.linspace(0, 1, _NODES).clamp(1e-4, 1 - 1e-4)
-    head = torch.zeros(_NODES, requires_grad=True)
+    nodes = torch.linspace(0, 1, 33).clamp(1e-4, 1 - 1e-4)
+    head = torch.zeros(33, requires_grad=True)
     optimizer = torch.optim.Adam([head], lr=0.05)
     for _ in range(300):
         optimizer.zero_grad()
@@ -108,7 +110,7 @@ def test_what_is_reported_does_not_depend_on_what_was_learned() -> None:
 
 def test_it_follows_a_loss_that_falls() -> None:
     levels, u = LossByLevel(CPU), stratified(torch.rand(64), 1)
-    for value, images in ((1.0, 10 * _LEAST), (0.01, 20 * _LEAST)):
+    for value, images in ((1.0, 10 * LEAST_IMAGES), (0.01, 20 * LEAST_IMAGES)):
         for _ in range(images // 64):
             levels.add(u, torch.full((64,), value))
         torch.testing.assert_close(levels.log_mean(u).exp(), torch.full((64,), value), rtol=0.02, atol=0)
@@ -155,12 +157,13 @@ def test_means_remember_the_least_number_of_images_and_then_a_share_of_all() -> 
     for count in range(1, 401):
         levels.add(u, torch.ones(512))
         if count == 30:
-            remembered = 512 / (1 - math.exp(-512 / _LEAST))
+            remembered = 512 / (1 - math.exp(-512 / LEAST_IMAGES))
             assert levels.sums[0].sum().item() == pytest.approx(remembered, rel=0.01)
     # With a horizon of a tenth an image at n of N counts (n / N)^10.
     assert levels.sums[0].sum().item() == pytest.approx(400 * 512 / 11, rel=0.03)
 
 
+@pytest.mark.slow
 def test_adaptive_levels_stay_even_where_uncertainty_evens_the_loss() -> None:
     diffusion = Diffusion(VP(), Cosine(), V(), Uncertainty(), adaptive=0.9)
     objective = Objective(diffusion, levels=trained(diffusion, 200))

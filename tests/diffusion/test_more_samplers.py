@@ -176,6 +176,7 @@ def test_the_sde_solver_is_that_of_diffusers(
     compare(scheduler, Sampler("dpmpp-sde", steps, clip=clip), Diffusion(VP(), schedule, target), trailing(steps))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "schedule"), WHERE)
 @pytest.mark.parametrize(
     "sampler",
@@ -291,6 +292,7 @@ def asked(sampler: Sampler, denoise: Callable, path: Path, schedule: Schedule) -
     return calls, x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "schedule"), [(VP(), Cosine(zero_terminal=True)), (VE(), LogNormal()), (Flow(), FlowUniform())]
 )
@@ -336,6 +338,7 @@ def test_adaptive_beats_even_steps_at_the_same_cost() -> None:
     assert rms(x - truth) < min(rms(even - truth), rms(karras - truth))
 
 
+@pytest.mark.slow
 def test_an_adaptive_picture_does_not_depend_on_its_batch() -> None:
     diffusion = Diffusion()
     denoiser = Denoiser(fake_network, diffusion)
@@ -392,6 +395,7 @@ def test_nonsense_is_refused(settings: dict, message: str) -> None:
         Sampler(**settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddim", "heun", "dpmpp", "unipc", "adaptive"])
 def test_a_walk_in_stretches_ends_where_the_whole_one_does(kind: str) -> None:
     sampler = Sampler(kind, 400, clip=False, tolerance=1e-4)  # type: ignore[arg-type]

@@ -130,6 +130,7 @@ def test_stratified_u_never_touches_the_ends() -> None:
         assert ((u > 0) & (u < 1)).all()
 
 
+@pytest.mark.slow
 def test_stratification_lowers_the_variance() -> None:
     x0 = images(64)
     objective = Objective(DDPM)

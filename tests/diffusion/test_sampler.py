@@ -58,6 +58,7 @@ def error_before_last_step(kind: str, path: Path, schedule: Schedule, steps: int
     return (x1 - exact).square().mean().sqrt().item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "order"), [("ddim", 1), ("heun", 2), ("dpmpp", 2)])
 @pytest.mark.parametrize(("path", "schedule"), [(VP(), Linear(steps=0)), (VE(), LogNormal()), (Flow(), FlowUniform())])
 def test_order_of_convergence(kind: str, order: int, path: Path, schedule: Schedule) -> None:
@@ -198,6 +199,7 @@ def test_ddim_is_that_of_diffusers(schedule: Linear | Cosine, target: Eps | V, s
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "clip"), [(1000, True), *((steps, clip) for steps in (50, 15, 1) for clip in (False, True))]
 )
@@ -362,11 +364,11 @@ def test_noise_levels(grid: str) -> None:
 def test_nonsense_is_refused() -> None:
     with pytest.raises(RequestError, match="at least one"):
         Sampler(steps=0)
-    with pytest.raises(RequestError, match="'euler' is unknown to the sampler; choose from ddpm, ddim"):
+    with pytest.raises(RequestError, match=r"'euler' is unknown .*ddpm, ddim"):
         Sampler("euler")  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="'linear' is unknown"):
         Sampler(grid="linear")  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match="1001 sampling steps are more than the schedule's 1000 levels"):
+    with pytest.raises(RequestError, match=r"1001 sampling steps .*1000 levels"):
         noise_levels(Linear(), 1001, "schedule")
     assert len(noise_levels(Linear(), 1001, "karras")) == 1002
 

@@ -85,6 +85,7 @@ def test_a_blur_scales_each_frequency_by_its_known_response():
         assert by_name[f"detail_{i + 1}"] == pytest.approx(float(expected[mask].mean()), rel=0.03)
 
 
+@pytest.mark.slow
 def test_errors_are_those_of_a_bootstrap():
     real, fake = natural(300, 2), natural(200, 3)
     generator = torch.Generator().manual_seed(0)

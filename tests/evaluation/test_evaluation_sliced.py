@@ -74,6 +74,7 @@ def test_texture_tells_real_pictures_from_slightly_worse_ones(clothes, worse: Ca
     assert found.low > floor.high
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dead", [[2], [0, 1, 2]])
 def test_a_channel_that_does_not_vary_is_scaled_by_the_rounding_of_levels(dead):
     generator = torch.Generator().manual_seed(0)

@@ -10,7 +10,14 @@ from torch import Tensor
 from unfog.errors import RequestError, RunError
 from unfog.evaluation import features as store
 from unfog.evaluation.distances import FeatureStatistics
-from unfog.evaluation.features import Features, _features_folder, compute_features, compute_statistics, open_features
+from unfog.evaluation.features import (
+    Features,
+    Ranks,
+    compute_features,
+    compute_statistics,
+    features_folder,
+    open_features,
+)
 
 
 class Source:
@@ -64,10 +71,10 @@ def test_what_was_interrupted_goes_on_where_it_was():
 def test_an_entry_is_of_these_pictures_by_this_extractor():
     features = open_features("pixels")
     kept = {
-        _features_folder("key", 70, features),
-        _features_folder("other", 70, features),
-        _features_folder("key", 71, features),
-        _features_folder("key", 70, of(features.embed)),
+        features_folder("key", 70, features),
+        features_folder("other", 70, features),
+        features_folder("key", 71, features),
+        features_folder("key", 70, of(features.embed)),
     }
     assert len(kept) == 4
     compute_features(Source(70), features, "key")
@@ -80,7 +87,7 @@ def test_an_entry_is_of_these_pictures_by_this_extractor():
 def test_a_damaged_chunk_is_made_again(harm):
     features = open_features("pixels")
     plain = compute_features(Source(70), features, "key")
-    path = _features_folder("key", 70, features) / "00000020.safetensors"
+    path = features_folder("key", 70, features) / "00000020.safetensors"
     if harm in ("cut", "nothing"):
         path.write_bytes(path.read_bytes()[: 500 if harm == "cut" else 0])
     else:
@@ -97,16 +104,16 @@ def test_ranks_compute_their_share_and_read_the_others():
 
     def barrier() -> None:  # the other rank does its part while this one waits
         with pytest.raises(RunError, match="missing"):
-            compute_features(second, features, "key", rank=1, world=3)
+            compute_features(second, features, "key", ranks=Ranks(1, 3))
 
     first = Source(110)
     with pytest.raises(RunError, match="00000040"):
-        compute_features(first, features, "key", lambda *now: seen.append(now), rank=0, world=3, barrier=barrier)
+        compute_features(first, features, "key", lambda *now: seen.append(now), ranks=Ranks(0, 3, barrier))
     assert first.asked == [0, 60]
     assert second.asked == [20, 80]
     assert seen == [(20, 40), (40, 40)]
     third = Source(110)
-    assert torch.equal(compute_features(third, features, "key", rank=2, world=3), plain)
+    assert torch.equal(compute_features(third, features, "key", ranks=Ranks(2, 3)), plain)
     assert third.asked == [40, 100]
 
 
@@ -114,14 +121,14 @@ WORKER = """
 import sys, numpy as np, torch, torch.distributed as dist
 from safetensors.torch import save_file
 from unfog.evaluation import features as store
-from unfog.evaluation.features import open_features
+from unfog.evaluation.features import Ranks, open_features
 rank, net, rendezvous, out = int(sys.argv[1]), *sys.argv[2:]
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
 store.CHUNK = 20
 pixels = np.random.default_rng(0).integers(0, 256, (130, 3, 8, 8), dtype=np.uint8)
 features = open_features(net)
-found = store.compute_features(pixels, features, "key", rank=rank, world=2, barrier=dist.barrier)
+found = store.compute_features(pixels, features, "key", ranks=Ranks(rank, 2, dist.barrier))
 save_file({"x": found}, out)
 dist.destroy_process_group()
 """
@@ -148,7 +155,7 @@ def test_two_processes_end_with_the_features_of_one(tmp_path: Path):
 
 def test_several_processes_need_a_key():
     with pytest.raises(RequestError, match="cache_key"):
-        compute_features(Source(20), open_features("pixels"), rank=0, world=2)
+        compute_features(Source(20), open_features("pixels"), ranks=Ranks(0, 2))
 
 
 def test_nothing_has_no_features():
@@ -164,7 +171,7 @@ def test_features_that_are_no_numbers_are_not_kept():
 
     with pytest.raises(RunError, match="not finite"):
         compute_features(Source(20), of(broken), "key")
-    assert not _features_folder("key", 20, of(broken)).exists()
+    assert not features_folder("key", 20, of(broken)).exists()
 
 
 def test_a_cache_that_cannot_be_written_is_no_reason_to_stop(tmp_path, monkeypatch):
@@ -173,7 +180,7 @@ def test_a_cache_that_cannot_be_written_is_no_reason_to_stop(tmp_path, monkeypat
     features, source = open_features("pixels"), Source(30)
     assert len(compute_features(source, features, "key")) == 30
     with pytest.raises(RunError, match="set UNFOG_CACHE"):
-        compute_features(source, features, "key", rank=0, world=2)
+        compute_features(source, features, "key", ranks=Ranks(0, 2))
 
 
 def test_statistics_are_kept_and_read():

@@ -142,6 +142,7 @@ def run_card_code(folder: Path, size: tuple[int, int]) -> dict:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("network", [UNET, MPUNET, DIT], ids=lambda network: network.kind)
 @pytest.mark.parametrize("name", ["default", "ddpm", "edm"])
 def test_some_thirty_lines_draw_the_samples_of_a_safetensors_export(tmp_path, name, network):
@@ -334,10 +335,11 @@ def test_a_pipeline_takes_classes_steps_and_noise(tmp_path):
     assert (2 * by_noise - 1 - drawn(run).clamp(-1, 1)).abs().max() < 1e-3
     other = pipeline(COUNT, class_labels=1, latents=noise, num_inference_steps=3, guidance_scale=1.0).images
     assert [image.size for image in other] == [(8, 8)] * COUNT
-    with pytest.raises(ValueError, match=r"class_labels = \[9\] must be from 0 to 2: class 0, class 1, class 2"):
+    with pytest.raises(ValueError, match=r"class_labels = \[9\] .*from 0 to 2"):
         pipeline(1, class_labels=[9])
 
 
+@pytest.mark.slow
 def test_a_list_of_levels_is_for_its_number_of_steps(tmp_path):
     from diffusers.utils import dynamic_modules_utils
 
@@ -348,7 +350,7 @@ def test_a_list_of_levels_is_for_its_number_of_steps(tmp_path):
     assert not Path(inspect.getfile(type(pipeline))).is_relative_to(modules)
     assert (sys.path, dynamic_modules_utils.HF_MODULES_CACHE) == (path, modules)
     assert len(pipeline().images) == 1
-    with pytest.raises(ValueError, match=r"exported for 4 steps; export it again with --steps 5"):
+    with pytest.raises(ValueError, match=r"for 4 steps.*--steps 5"):
         pipeline(num_inference_steps=5)
 
 
@@ -383,6 +385,7 @@ def test_a_sampler_without_levels_is_refused(tmp_path):
         run_of().export(tmp_path / "out", sampler="adaptive")
 
 
+@pytest.mark.slow
 def test_what_is_written_is_compared_and_an_export_that_differs_leaves_nothing(tmp_path, monkeypatch):
     run = run_of()
     real = exporting.plain_weights
@@ -395,7 +398,7 @@ def test_what_is_written_is_compared_and_an_export_that_differs_leaves_nothing(t
 def test_a_network_of_other_code_is_refused_with_the_remedy(tmp_path):
     run = run_of()
     run.config = replace(run.config, network=CustomNetwork(path="mine.Net"))
-    with pytest.raises(RequestError, match=r"mine\.Net, whose code is not ours to copy; --format onnx"):
+    with pytest.raises(RequestError, match=r"mine\.Net.*--format onnx"):
         run.export(tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 

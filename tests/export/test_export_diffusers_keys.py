@@ -100,6 +100,7 @@ def pair(request) -> tuple[UNet2DModel, UNetModel, Network]:
     return theirs.eval(), build(network).eval(), network
 
 
+@pytest.mark.slow
 def test_outputs_equal_at_square_and_other_sizes(pair):
     theirs, ours, network = pair
     factor = 2 ** (len(network.settings.channels) - 1)
@@ -110,6 +111,7 @@ def test_outputs_equal_at_square_and_other_sizes(pair):
             torch.testing.assert_close(ours(x, timestep, label), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_gradients_equal(pair):
     # In float64, so that a gradient that is wrong by little cannot hide behind rounding.
     theirs, ours, network = pair
@@ -129,6 +131,7 @@ def test_gradients_equal(pair):
         assert (gradients[name] - parameter.grad).abs().max() <= 1e-9 * scale + 1e-11, name
 
 
+@pytest.mark.slow
 def test_round_trip_is_exact_and_strict(pair):
     theirs, ours, network = pair
     config, state = network.to_unet2d(size=16)
@@ -182,6 +185,7 @@ def test_any_settings_export_to_the_same_function(unet: UNet, image_channels: in
     assert Network.from_unet2d(config, state)[:3] == network[:3]
 
 
+@pytest.mark.slow
 def test_no_label_is_the_last_class_of_the_export():
     torch.manual_seed(0)
     model = UNetModel(SIZES["tiny"], 1, ConditionFormat.numbered(10)).eval()

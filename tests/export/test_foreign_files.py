@@ -1,6 +1,5 @@
 """Files of weights that hold more than tensors run nothing; commands of docs/from parse."""
 
-import json
 import pickle
 import re
 import shlex
@@ -11,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from hostile import Trap, safetensors
 from test_foreign_networks import SHAPES, references
 from unfog.cli.main import main
 from unfog.cli.read_request import read_request
@@ -19,15 +19,12 @@ PAGES = sorted((Path(__file__).parents[2] / "docs/from").glob("*.md"))
 
 
 def test_a_pickle_runs_nothing(tmp_path, capsys):
-    class Trap:
-        def __reduce__(self):
-            return (open, (str(tmp_path / "ran"), "w"))
-
-    (tmp_path / "old.pt").write_bytes(pickle.dumps(Trap()))
+    trap = Trap(tmp_path / "ran")
+    (tmp_path / "old.pt").write_bytes(pickle.dumps(trap))
     assert "a pickle of torch before 1.6" in _refusal(tmp_path / "old.pt", capsys)
-    (tmp_path / "network.pkl").write_bytes(pickle.dumps(Trap()))
+    (tmp_path / "network.pkl").write_bytes(pickle.dumps(trap))
     assert "is not a folder" in _refusal(tmp_path / "network.pkl", capsys)
-    torch.save({"model": Trap()}, tmp_path / "model-1.pt")
+    torch.save({"model": trap}, tmp_path / "model-1.pt")
     assert "cannot be read as plain tensors" in _refusal(tmp_path / "model-1.pt", capsys)
     assert not (tmp_path / "ran").exists()
 
@@ -53,8 +50,7 @@ def test_what_a_small_file_unpacks_to_or_claims_is_looked_at_before(tmp_path, ca
     torch.save({name: torch.zeros(1).expand(shape) for name, shape in wide.items()}, tmp_path / "wide.pt")
     assert "bytes in a file of" in _refusal(tmp_path / "wide.pt", capsys)
     entries = {f"t{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(50_001)}
-    header = json.dumps(entries, separators=(",", ":")).encode()
-    (tmp_path / "many.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    (tmp_path / "many.safetensors").write_bytes(safetensors(entries))
     assert "over 50,000 tensors" in _refusal(tmp_path / "many.safetensors", capsys)
 
 

@@ -54,6 +54,7 @@ def checkpoint(path, buffers, case="ddpm"):
     return path
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_samples_of_a_checkpoint_are_those_of_its_noise_levels_and_objective(tmp_path):
     buffers = sigmoid_buffers(gamma=5)
@@ -75,6 +76,7 @@ def test_samples_of_a_checkpoint_are_those_of_its_noise_levels_and_objective(tmp
     assert np.abs(ours - theirs).max() <= 1.01  # one of 255, by rounding
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("objective", "gamma"), [("noise", None), ("x0", 5), ("v", None), ("noise", 5)])
 def test_the_objective_of_a_checkpoint_is_read_off_its_loss_weights(tmp_path, objective, gamma):
     model = unfog.load(checkpoint(tmp_path / "m.pt", sigmoid_buffers(25, objective, gamma)), size=8)
@@ -90,6 +92,7 @@ def loss_of_the_program(buffers, objective, output, x0, noise, t):
     return (output - target).square().mean((1, 2, 3)) * buffers["loss_weight"][t]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gamma", [None, 5, 2.5])
 @pytest.mark.parametrize("objective", ["noise", "x0", "v"])
 def test_training_goes_on_with_the_loss_of_the_program(tmp_path, objective, gamma):
@@ -105,6 +108,7 @@ def test_training_goes_on_with_the_loss_of_the_program(tmp_path, objective, gamm
         assert diffusion.weighting == MinSnr(gamma)
 
 
+@pytest.mark.slow
 def test_unknown_loss_weights_of_a_checkpoint_are_refused_until_the_objective_is_given(tmp_path):
     buffers = sigmoid_buffers(25, "v")
     buffers["loss_weight"][:5] *= 0.5
@@ -126,6 +130,7 @@ def test_weights_alone_are_of_the_usual_objective_which_is_said_and_can_be_chang
     assert (changed.target.kind, changed.schedule.kind) == ("eps", "cosine")
 
 
+@pytest.mark.slow
 def test_a_guide_of_a_model_is_used_or_refused(tmp_path):
     model = unfog.load(checkpoint(tmp_path / "m.pt", sigmoid_buffers()), size=8)
     with pytest.raises(RequestError, match="is not a run"):  # its own earlier average, which no file of weights has
@@ -134,6 +139,7 @@ def test_a_guide_of_a_model_is_used_or_refused(tmp_path):
         model.evaluate("sliced", n=10, guide_every=3, reference="fashion", features="texture")
 
 
+@pytest.mark.slow
 def test_a_size_is_asked_for_where_the_weights_do_not_tell_it(tmp_path):
     path = checkpoint(tmp_path / "m.pt", sigmoid_buffers())
     with pytest.raises(RequestError, match="states no size: give --size"):
@@ -145,6 +151,7 @@ def test_a_size_is_asked_for_where_the_weights_do_not_tell_it(tmp_path):
         unfog.load(tmp_path / "edm.safetensors", size=16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["ncsnpp", "adm, classes", "edm2, classes"])
 def test_edm_weights_sample_by_its_sampler_at_its_noise_levels(tmp_path, case):
     weights = {f"model.{name}": tensor for name, tensor in references.weights(SHAPES[case]).items()}
@@ -240,6 +247,7 @@ def test_a_dit_of_diffusers_gives_its_outputs(tmp_path, shared):
     assert (network(x, t, label) - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_dit_pipeline_samples_through_its_own_autoencoder(tmp_path):
     pipeline = dit_pipeline(tmp_path / "dit")
@@ -303,6 +311,7 @@ def test_what_does_not_map_is_refused_with_the_reason(tmp_path, weights, reason)
         unfog.load(tmp_path / "w.safetensors", size=8)
 
 
+@pytest.mark.slow
 def test_noise_levels_of_no_known_schedule_are_refused_until_the_objective_is_given(tmp_path):
     path = checkpoint(tmp_path / "m.pt", sigmoid_buffers() | {"betas": torch.linspace(0.1, 0.2, 40)})
     words = ["fashion", "--init", str(path), "--target", "v"]
@@ -312,6 +321,7 @@ def test_noise_levels_of_no_known_schedule_are_refused_until_the_objective_is_gi
     assert given.schedule.kind == "linear"
 
 
+@pytest.mark.slow
 def test_the_commands_take_a_file(tmp_path, capsys):
     path = checkpoint(tmp_path / "model-1.pt", sigmoid_buffers())
     np.save(tmp_path / "real.npy", np.random.default_rng(0).integers(0, 256, (40, 8, 8, 3), np.uint8))

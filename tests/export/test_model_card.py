@@ -14,7 +14,7 @@ from test_export import DIT, DOCS, UNET, drawn, latent_run, run_card_code, run_o
 from unfog.errors import RequestError
 from unfog.evaluation.metrics import MetricResult
 from unfog.inference.evaluation_files import Evaluation
-from unfog.inference.model_card import _yaml
+from unfog.inference.model_card import to_yaml
 from unfog.process.machine_key import machine_key
 
 HERE = "/home/somebody/secret-place/holiday"
@@ -37,6 +37,7 @@ def measured(folder, name, weights="ema", value=3.25, low=3.0, **more):
     Evaluation(7, drawn, [one], verdict="Fine.").write(folder / "evaluations" / name, machine_key())
 
 
+@pytest.mark.slow
 def test_figures_of_another_machine_are_marked_in_the_text_and_in_the_index(tmp_path, monkeypatch):
     run = run_of()
     measured(on_disk(tmp_path, run), "00000007-a.json")
@@ -47,6 +48,7 @@ def test_figures_of_another_machine_are_marked_in_the_text_and_in_the_index(tmp_
     assert "not measured on the machine" in card.data.eval_results[0].metric_name
 
 
+@pytest.mark.slow
 def test_the_front_matter_is_what_the_hub_reads_with_metrics_and_their_errors(tmp_path):
     run = run_of()
     folder = on_disk(tmp_path, run)
@@ -70,6 +72,7 @@ def test_the_front_matter_is_what_the_hub_reads_with_metrics_and_their_errors(tm
     assert "class 0 (700), class 1 (400), class 2" in card.text
 
 
+@pytest.mark.slow
 def test_an_export_tells_neither_places_nor_credentials_nor_names_of_files(tmp_path):
     run = run_of()
     measured(on_disk(tmp_path, run), "00000007-a.json")
@@ -79,6 +82,7 @@ def test_an_export_tells_neither_places_nor_credentials_nor_names_of_files(tmp_p
             assert secret not in file.read_bytes(), (file, secret)
 
 
+@pytest.mark.slow
 def test_a_card_without_licence_and_metrics_says_so_and_has_no_index(tmp_path):
     run_of(classes=0).export(tmp_path / "out")
     card = ModelCard.load(tmp_path / "out/README.md")
@@ -88,6 +92,7 @@ def test_a_card_without_licence_and_metrics_says_so_and_has_no_index(tmp_path):
     assert "Not measured." in card.text
 
 
+@pytest.mark.slow
 def test_names_of_classes_cannot_become_markdown_or_html(tmp_path):
     run = run_of()
     run.config = replace(run.config, classes=("[a](http://evil)", "<script>", "x|y\n# z"))
@@ -101,7 +106,7 @@ def test_names_of_classes_cannot_become_markdown_or_html(tmp_path):
 def test_yaml_is_read_back_as_it_was():
     parser = pytest.importorskip("yaml")
     value = {"a": ["x: y", "#", "ä😀", "- no", ""], "b": [{"c": 1.5, "d": [{"e": "yes"}]}], "f": "null"}
-    assert parser.safe_load(_yaml(value)) == value
+    assert parser.safe_load(to_yaml(value)) == value
 
 
 CASES = {

@@ -26,7 +26,7 @@ from unfog.diffusion.editing import Edit
 from unfog.evaluation import feature_networks
 from unfog.evaluation.features import Features, open_features
 from unfog.evaluation.held_out import HeldOut, midpoints
-from unfog.inference.compute_metrics import _bits_per_value
+from unfog.inference.compute_metrics import bits_per_value
 from unfog.pipeline import build
 from unfog.pipeline.generate import GenerationSettings, generate_images
 from unfog.training.checkpoints.snapshot import take_snapshot
@@ -254,7 +254,7 @@ HOST_ARITHMETIC = (
     (feature_networks, "_neighbours"),
     *(
         (variance, "deviation"),
-        (likelihood, "_groups"),
+        (likelihood, "group_steps"),
         (ddpm_schedules.TimestepSchedule, "table"),
         (ddpm_schedules.TimestepSchedule, "limits"),
     ),
@@ -342,7 +342,7 @@ def _held_out(fake, images, config=None):
 def _bits(fake, images, config=None):
     config = config or config_of(SMALL)
     network, held_out = _held_out(fake, images, config)
-    _bits_per_value(SimpleNamespace(config=config, network=network), held_out, held_out, 1, 0, lambda images: None)
+    bits_per_value(SimpleNamespace(config=config, network=network), held_out, held_out, 1, 0, lambda images: None)
 
 
 def _features(fake, images, name=None, network=None):

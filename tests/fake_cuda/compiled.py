@@ -229,7 +229,8 @@ def figures(watch):
 
 def _without_layouts(state):
     inductor.force_layout_optimization = False
-    state.model.channels_last = False  # or the format of the 16-bit weights would choose that of the convolutions
+    # The format of the 16-bit weights would choose that of the convolutions, as those of the state would.
+    state.model.channels_last = False
 
 
 def _by_time(state):
@@ -255,7 +256,7 @@ CASES = {
     "dit": lambda: compiled_step_of(cases.config_of(cases.DIT, **cases.ADAMW), binaries=True),
     "dropout": lambda: compiled_step_of(cases.config_of(DROPOUT, **cases.ADAMW)),
     "planted time": lambda: compiled_step_of(cases.config_of(**cases.ADAMW), mutate=_by_time),
-    "planted layout": lambda: compiled_step_of(cases.config_of(**cases.ADAMW), mutate=_without_layouts),
+    "planted layout": lambda: compiled_step_of(cases.config_of(**cases.ADAMW), mutate=_without_layouts, converted=True),
     "planted break": lambda: compiled_step_of(cases.config_of(cases.DIT, **cases.ADAMW), mutate=_with_a_break),
 }
 

@@ -194,6 +194,13 @@ class _Stream:
     def wait_stream(self, other):
         """A wait of the device for itself."""
 
+    wait_event = wait_stream
+
+    def record_event(self):
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
 
 class _Event:
     """An event behind a step's verdict: waiting for it while the next step is queued leaves the device at work."""
@@ -201,7 +208,7 @@ class _Event:
     def __init__(self, fake):
         self.fake, self.recorded = fake, None
 
-    def record(self):
+    def record(self, stream=None):
         self.recorded = _updates.total()
 
     def synchronize(self):
@@ -333,7 +340,7 @@ class FakeCuda(ExitStack):
         self.set(torch.cuda, "manual_seed_all", lambda seed: None)
         self.stream = self.first_stream = _Stream()
         self.set(torch.cuda, "current_stream", lambda *device: self.stream)
-        self.set(torch.cuda, "Stream", lambda *device: _Stream())
+        self.set(torch.cuda, "Stream", lambda *device, priority=0: _Stream())
         self.set(torch.cuda, "stream", lambda stream: _OnStream(self, stream))
         self.set(torch.cuda, "graph_pool_handle", lambda: (0, len(self.pools) + 1))
         self.set(torch.cuda, "Event", lambda: _Event(self))

@@ -26,7 +26,7 @@ from faults.harness import (
 from faults.mounts import SmallDisk
 from unfog.diffusion.noise import Flow
 from unfog.errors import RunError
-from unfog.pipeline.image_files import DenoisingAnimation
+from unfog.pipeline.denoising_pictures import DenoisingAnimation
 from unfog.values.image_format import ImageFormat
 
 SIZE = "size=40m"
@@ -191,7 +191,7 @@ def test_read_only_while_training(whole, small_disk, faults, what):
         assert_same(run, whole, pictures=False)
 
 
-@pytest.mark.parametrize("size", ["8k", "100k", "400k"])
+@pytest.mark.parametrize("size", ["8k", pytest.param("100k", marks=long_form), "400k"])
 def test_a_video_for_which_the_temporary_disk_has_no_room_is_refused(small_disk, tmp_path, monkeypatch, size):
     pytest.importorskip("imageio_ffmpeg")
     rng = np.random.default_rng(0)

@@ -28,7 +28,7 @@ from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
 from unfog.errors import Interrupted, RunError
-from unfog.pipeline.outage_notice import OutageNotice
+from unfog.pipeline.load_data import OutageNotice
 from unfog.pipeline.pack import pack
 from unfog.process.run_place import RunPlace
 from unfog.process.run_status import RunStatus, find_runs

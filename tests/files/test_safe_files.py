@@ -5,7 +5,6 @@ import errno
 import inspect
 import os
 import re
-import shutil
 import subprocess
 import sys
 from contextlib import suppress
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import unfog
+from hostile import KINDS, plant
 from package_source import trees
 from unfog.files import safe_files
 from unfog.files.locks import lock_of
@@ -65,6 +65,7 @@ def _writes(call: ast.Call) -> bool:
     return name in WRITERS and bool(owner)
 
 
+@pytest.mark.slow
 def test_nothing_else_writes_by_name():
     found = []
     for place, tree in trees().items():
@@ -93,7 +94,7 @@ READ_BY_NAME = {
     "export/sample_onnx.py": "copied into an export, where unfog may be missing",
     "export/sample_torch.py": "copied into an export, where unfog may be missing",
     "export/source_code.py": "a file of this package",
-    "pipeline/image_files.py": "a file that it wrote into a temporary folder of its own",
+    "pipeline/denoising_pictures.py": "a file that it wrote into a temporary folder of its own",
     "process/command_clock.py": "a file of /proc",
     "process/identity.py": "files of /proc",
     "process/device.py": "files of /proc and /sys",
@@ -126,6 +127,7 @@ def test_nothing_else_reads_by_name():
     assert not found, "\n".join(found)
 
 
+@pytest.mark.slow
 def test_pillow_is_always_given_the_formats_that_it_may_read():
     """Among its readers is one of PostScript, which starts Ghostscript on what the file says."""
     found = []
@@ -145,28 +147,6 @@ def test_the_root_has_no_default():
             names = [one.name for one in inspect.signature(function).parameters.values() if one.default is one.empty]
             assert "root" in names, name
     assert inspect.signature(read_file).parameters["limit"].default is inspect.Parameter.empty
-
-
-KINDS = ["link", "dangling", "pipe", "folder", "device"]
-
-
-def plant(path: Path, kind: str, victim: Path) -> None:
-    """Put something else in the place of a file or folder of ours."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    path.unlink(missing_ok=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    match kind:
-        case "link":
-            path.symlink_to(victim)
-        case "dangling":
-            path.symlink_to(victim.parent / "made")
-        case "pipe":
-            os.mkfifo(path)
-        case "folder":
-            path.mkdir()
-        case "device":
-            os.mknod(path, 0o666 | 0o020000, os.makedev(1, 5))  # /dev/zero, which never ends
 
 
 @pytest.fixture(params=KINDS)

@@ -7,12 +7,12 @@ from PIL import Image
 
 from unfog.cli.read_request import REQUESTS
 from unfog.commands import sample
-from unfog.commands.sample import _check_animation, _observe_all
+from unfog.commands.sample import check_animation, observe_all
 from unfog.diffusion.noise import VE, Flow
 from unfog.diffusion.steps import SamplingStep
 from unfog.errors import RequestError
-from unfog.pipeline import image_files
-from unfog.pipeline.image_files import DenoisingAnimation
+from unfog.pipeline import denoising_pictures
+from unfog.pipeline.denoising_pictures import DenoisingAnimation
 from unfog.values.image_format import ImageFormat
 
 SAMPLES = np.random.default_rng(0).integers(0, 256, (20, 9, 9, 3), dtype=np.uint8)
@@ -30,6 +30,7 @@ def animated(steps=5, path=Flow()):  # noqa: B008 - frozen
     return observer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".gif", ".webp"])
 def test_every_step_is_a_frame_and_the_samples_are_the_last(tmp_path, suffix):
     file = tmp_path / f"denoising{suffix}"
@@ -43,7 +44,7 @@ def test_every_step_is_a_frame_and_the_samples_are_the_last(tmp_path, suffix):
             times.append(image.info["duration"])
         last = np.asarray(image.convert("RGB")).astype(float)
     assert times == [200] * 5 + [1500]
-    expected = image_files.grid(SAMPLES[:16])
+    expected = denoising_pictures.grid(SAMPLES[:16])
     assert last.shape == expected.shape
     assert np.abs(last - expected).mean() < 25  # 256 colours, or a lossy format
 
@@ -56,7 +57,7 @@ def test_an_mp4_can_be_decoded(tmp_path):
     width, height = next(frames)["size"]
     pictures = [np.frombuffer(frame, np.uint8).reshape(height, width, 3) for frame in frames]
     assert len(pictures) == 6 + 8
-    expected = image_files.grid(SAMPLES[:16])
+    expected = denoising_pictures.grid(SAMPLES[:16])
     assert (height, width) == tuple(side + side % 2 for side in expected.shape[:2])
     assert np.abs(pictures[-1][: expected.shape[0], : expected.shape[1]].astype(float) - expected).mean() < 25
 
@@ -74,17 +75,17 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
         kind(run=tmp_path, animate=tmp_path / "a.avi")
     (tmp_path / "a.gif").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(RequestError, match="exists"):
-        _check_animation(tmp_path / "a.gif")
+        check_animation(tmp_path / "a.gif")
     with pytest.raises(RequestError, match="is not a folder"):
-        _check_animation(tmp_path / "nowhere" / "a.gif")
+        check_animation(tmp_path / "nowhere" / "a.gif")
     monkeypatch.setattr(sample, "find_spec", lambda name: None)
     with pytest.raises(RequestError, match=r"pip install 'unfog\[video\]'"):
-        _check_animation(tmp_path / "a.mp4")
+        check_animation(tmp_path / "a.mp4")
 
 
 def test_several_observers_see_the_same_steps():
     seen = []
-    both = _observe_all(None, lambda step: seen.append(("one", step)), lambda step: seen.append(("two", step)))
+    both = observe_all(None, lambda step: seen.append(("one", step)), lambda step: seen.append(("two", step)))
     both("step")
     assert seen == [("one", "step"), ("two", "step")]
-    assert _observe_all(None, None) is None
+    assert observe_all(None, None) is None

@@ -25,18 +25,18 @@ from unfog.data.settings import Data
 from unfog.errors import RequestError, RunError
 from unfog.evaluation import features as store
 from unfog.evaluation.distances import FeatureStatistics
-from unfog.evaluation.features import _features_folder, open_features
+from unfog.evaluation.features import features_folder, open_features
 from unfog.evaluation.held_out import HeldOut, MeanEstimate, fixed_losses, midpoints, summarize_losses
 from unfog.evaluation.metrics import compare_features
-from unfog.inference.compute_metrics import _paired_difference
+from unfog.inference.compute_metrics import paired_difference
 from unfog.inference.evaluation_files import Evaluation, GeneratedSamples
 from unfog.inference.memorization import (
     Nearness,
     UnseenImages,
-    _check_memorization,
-    _find_nearest_features,
+    check_memorization,
     check_memorization_by_features,
     check_memorization_by_pixels,
+    find_nearest_features,
 )
 from unfog.inference.run import Run
 from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_labels
@@ -143,7 +143,7 @@ def test_pairs_tell_apart_what_lies_within_each_others_intervals():
     a, b, difference = (
         MeanEstimate.over_images(common),
         MeanEstimate.over_images(better),
-        _paired_difference(better, common),
+        paired_difference(better, common),
     )
     assert abs(a.value - b.value) < min(a.error, b.error)
     assert difference.value < -10 * difference.error
@@ -152,7 +152,7 @@ def test_pairs_tell_apart_what_lies_within_each_others_intervals():
     assert difference.error == pytest.approx(by_image.std(ddof=1) / math.sqrt(200))
     assert math.isnan(MeanEstimate.over_images(common[:, :1]).error)
     with pytest.raises(ValueError, match="same images"):
-        _paired_difference(common, better[:, :10])
+        paired_difference(common, better[:, :10])
 
 
 def test_everything_is_measured_stored_and_shown(run, capsys):
@@ -190,7 +190,7 @@ def test_everything_is_measured_stored_and_shown(run, capsys):
 def test_statistics_of_the_real_images_are_kept_for_the_next_checkpoint(run):
     found = run.evaluate("fid,kid", n=10, features="texture", batch=16)["fd"]
     real, features = _prepared(run).train, open_features("texture")
-    kept = _features_folder(f"{real.fingerprint} spread", found.n_reference, features) / "statistics.safetensors"
+    kept = features_folder(f"{real.fingerprint} spread", found.n_reference, features) / "statistics.safetensors"
     x = features(torch.from_numpy(np.ascontiguousarray(real.pixels[:])))
     torch.testing.assert_close(load_file(kept)["covariance"], FeatureStatistics.of(x).covariance)
 
@@ -205,7 +205,7 @@ def test_features_of_drawn_pictures_are_kept_until_the_result_is_stored(run, mon
     with pytest.raises(RunError, match="cannot be written"):
         run.evaluate(**asked)
     (folder,) = (run.path / "evaluations" / "drawn").iterdir()
-    drawn = _features_folder(f"{folder.name} sealed", 30, open_features("texture"))
+    drawn = features_folder(f"{folder.name} sealed", 30, open_features("texture"))
     assert drawn in set(kept.glob("*"))
     monkeypatch.setattr(Evaluation, "write", write)
     compute = store._compute
@@ -216,7 +216,7 @@ def test_features_of_drawn_pictures_are_kept_until_the_result_is_stored(run, mon
 
     monkeypatch.setattr(store, "_compute", not_again)
     found = run.evaluate(**asked)
-    real = _features_folder(
+    real = features_folder(
         f"{_prepared(run).train.fingerprint} spread", found["kid"].n_reference, open_features("texture")
     )
     assert real.is_dir()
@@ -384,13 +384,13 @@ def test_copies_are_found_in_features_and_unseen_pictures_are_not():
     unseen, fresh = torch.randn(60, 64, generator=generator), torch.randn(40, 64, generator=generator)
     copied = train[:40] + 0.05 * torch.randn(40, 64, generator=generator)
     pictures = np.zeros((40, 8, 8, 1), np.uint8)
-    usual = _find_nearest_features(unseen, train)
+    usual = find_nearest_features(unseen, train)
     for drawn, severity in ((copied, "warning"), (fresh, "fine")):
-        found = _find_nearest_features(drawn, train)
-        finding = _check_memorization(pictures, pictures, Nearness(found, usual, "held-out images", 140, 1e-3))
+        found = find_nearest_features(drawn, train)
+        finding = check_memorization(pictures, pictures, Nearness(found, usual, "held-out images", 140, 1e-3))
         assert finding.severity == severity
-    assert _find_nearest_features(copied, train).image[:, 0].tolist() == list(range(40))
-    without_self = _find_nearest_features(train, train, list(range(140)))
+    assert find_nearest_features(copied, train).image[:, 0].tolist() == list(range(40))
+    without_self = find_nearest_features(train, train, list(range(140)))
     assert (without_self.image[:, 0] != torch.arange(140)).all()
     assert without_self.distance.isfinite().all()
 

@@ -67,6 +67,7 @@ def test_the_verdict_tells_like_images_from_others(folders, tmp_path):
     assert good["kid"].value < bad["kid"].value < worst["kid"].value
 
 
+@pytest.mark.slow
 def test_other_sizes_are_resized_and_said(folders, tmp_path, capsys):
     small = _folder(tmp_path / "small", _blobs(20, 3, side=48))
     found = unfog.evaluate(small, folders[1], "sliced", device="cpu")
@@ -75,6 +76,7 @@ def test_other_sizes_are_resized_and_said(folders, tmp_path, capsys):
     assert unfog.evaluate(small, folders[1], "sliced", size=32, n=12, device="cpu")["sliced"].n == 12
 
 
+@pytest.mark.slow
 def test_grey_images_are_compared_as_rgb_with_coloured_ones(folders):
     grey = _blobs(20, 3)[..., 0]
     assert unfog.evaluate(grey, folders[1], "sliced", device="cpu")["sliced"].value > 0
@@ -112,6 +114,7 @@ def test_what_needs_a_run_is_refused(folders, words, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_too_few_images_are_refused(folders, tmp_path):
     for name in [*(f"{i}.png" for i in range(9)), "grid.png"]:  # which is not an image to count
         Image.new("RGB", (16, 16)).save(tmp_path / name)

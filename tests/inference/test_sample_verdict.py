@@ -7,9 +7,9 @@ import pytest
 import torch
 from PIL import Image
 
-from unfog.commands.sample import _write_grid
+from unfog.commands.sample import write_grid
 from unfog.evaluation.metrics import MetricResult
-from unfog.inference.compare_images import _real_baseline, verdict
+from unfog.inference.compare_images import real_baseline, verdict
 from unfog.inference.evaluation_files import Evaluation
 from unfog.pipeline.sample_folder import SampleFolder
 
@@ -53,11 +53,11 @@ def test_a_distance_alone_gives_a_verdict_and_losses_give_none():
 
 def test_real_images_are_compared_with_other_real_images():
     real = torch.randn(400, 4, generator=torch.Generator().manual_seed(0))
-    found = _real_baseline(["kid", "precision", "fid_infinity"], real, 100, None)
+    found = real_baseline(["kid", "precision", "fid_infinity"], real, 100, None)
     assert set(found) == {"kid", "precision"}
     assert abs(found["kid"]) < 0.01
     assert 0.8 < found["precision"] <= 1
-    assert _real_baseline(["kid"], real[:15], 100, None) == {}
+    assert real_baseline(["kid"], real[:15], 100, None) == {}
 
 
 def test_the_table_has_the_verdict_first_and_each_note_once():
@@ -74,7 +74,7 @@ def test_files_carry_their_class_and_settings_and_the_grid_its_captions(tmp_path
     folder = SampleFolder(tmp_path, "digest", 4, ["T-shirt/top", "été"], ("photos", "step 1,200", "seed 0"))
     folder.write(range(4), samples)
     assert SampleFolder.is_unfinished(tmp_path)
-    _write_grid(folder)
+    write_grid(folder)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["000000-T-shirt_top.png", "000001-été.png", "000002-T-shirt_top.png", "000003-été.png", "grid.png"]
     with Image.open(tmp_path / names[2]) as image:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from unfog.checks.run.run_checks import _conditions_of_samples
+from unfog.checks.run.run_checks import conditions_of_samples
 from unfog.config.resume_rules import check_changes
 from unfog.config.schema import Config
 from unfog.config.toml import from_toml, to_toml
@@ -231,6 +231,7 @@ def test_own_networks_are_trained_and_guided_alike():
     assert own.seen[1].tolist() == [*LABEL.tolist(), *[3] * 5]
 
 
+@pytest.mark.slow
 def test_an_own_network_compiles_to_one_graph():
     class Plain(Own):
         def forward(self, x, noise, label=None):
@@ -351,10 +352,10 @@ def test_a_resume_with_other_columns_is_refused_in_words(two_kinds):
 def test_the_check_of_a_run_draws_with_conditions_of_training_images(two_kinds):
     columns = {name: Column(name, "number", np.arange(20.0)) for name in ("age", "mass")}
     images = ImageSet(np.zeros((20, 1, 4, 4), np.uint8), [str(i) for i in range(20)], columns)
-    assert len({*dict(_conditions_of_samples(ConditionFormat(columns=two_kinds.columns), images, 8))["age"]}) == 8
+    assert len({*dict(conditions_of_samples(ConditionFormat(columns=two_kinds.columns), images, 8))["age"]}) == 8
     many = ConditionFormat.numbered(100)
-    assert _conditions_of_samples(many, images, 3) == (("class", (0, 50, 99)),)
-    assert _conditions_of_samples(ConditionFormat(), images, 3) == ()
+    assert conditions_of_samples(many, images, 3) == (("class", (0, 50, 99)),)
+    assert conditions_of_samples(ConditionFormat(), images, 3) == ()
 
 
 def test_facts_on_columns_are_stored_with_the_settings(two_kinds):

@@ -7,7 +7,7 @@ from torch import nn
 from unfog.models.dit import DiTModel
 from unfog.models.settings import DiT, UNet
 from unfog.models.unet import UNetModel
-from unfog.training.half_weights import HalfWeights
+from unfog.training.precision import HalfWeights
 from unfog.values.condition_format import ConditionFormat
 
 CLASSES = ConditionFormat.numbered(2)
@@ -39,6 +39,7 @@ def gradients_of(network: nn.Module, dtype: torch.dtype, half: HalfWeights | Non
     return {name: parameter.grad for name, parameter in network.named_parameters() if parameter.grad is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_gradients_are_those_of_autocast_to_the_bit(name, recomputed):

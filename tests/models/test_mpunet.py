@@ -160,6 +160,7 @@ def trained(model: MPUNetModel, steps: int, lr: float) -> TrainState:
     return state
 
 
+@pytest.mark.slow
 def test_magnitudes_of_a_fresh_network():
     torch.manual_seed(0)
     seen = magnitudes(MPUNetModel(MPUNet(channels=(32, 64, 64)), 3, ConditionFormat.numbered(4)))

@@ -58,6 +58,7 @@ def scattered(settings, image_channels=1, num_classes=0, augment_inputs=0, **mor
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "millions"),
     [
@@ -75,6 +76,7 @@ def test_parameter_counts(name, millions):
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.006)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SIZES)
 def test_every_size_begins_as_zero(name):
     torch.manual_seed(0)
@@ -86,6 +88,7 @@ def test_every_size_begins_as_zero(name):
     assert torch.equal(y, torch.zeros(2, 1, 16, 16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", MICRO.values(), ids=MICRO)
 def test_every_parameter_learns(settings):
     # The last layer moves in the first update, what scales a branch in the second, the rest from then on.
@@ -118,6 +121,7 @@ def test_learns_what_a_label_means(settings):
     assert loss < 0.1  # two thirds when the label is not seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", MICRO.values(), ids=MICRO)
 def test_output_depends_on_label_noise_augmentation_and_image(settings):
     model = scattered(settings, 1, 2, 9).eval()
@@ -195,6 +199,7 @@ def test_dropout_only_while_training(settings):
     assert torch.equal(model.eval()(x, c_noise), model(x, c_noise))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [MICRO[name] for name in NEW], ids=NEW)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_is_close_to_float32(settings, dtype):
@@ -497,11 +502,9 @@ def test_contradictions_are_refused(kind, wrong, message):
 
 
 def test_sizes_are_checked():
-    with pytest.raises(
-        RequestError, match=r"size = 30 must be a multiple of 4 and at least 8 for a network of 3 levels; try size = 32"
-    ):
+    with pytest.raises(RequestError, match=r"size = 30 .*multiple of 4 .*size = 32"):
         MPUNet().check(30)
-    with pytest.raises(RequestError, match=r"size = 27x28: both sides must be a multiple of patch = 2; try size = 28"):
+    with pytest.raises(RequestError, match=r"size = 27x28.*patch = 2.*size = 28"):
         DiT().check((28, 27))
     DiT(patch=4).check((28, 4))
 
@@ -524,5 +527,5 @@ def test_rates_follow_the_kind_and_decay_is_left_to_free_weights():
 @pytest.mark.parametrize("name", NEW)
 def test_what_diffusers_has_no_network_for_is_said(name):
     model = build_model(MICRO[name], 1)
-    with pytest.raises(RequestError, match=rf"network = {MICRO[name].kind} has no equivalent in UNet2DModel"):
+    with pytest.raises(RequestError, match=rf"{MICRO[name].kind} has no equivalent"):
         Exported(MICRO[name], 1, 0, model.state_dict()).to_unet2d(8)

@@ -44,6 +44,7 @@ def test_parameter_counts(name, millions):
     assert count / 1e6 == pytest.approx(millions, abs=0.005)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, settings in SIZES.items() if isinstance(settings, UNet)])
 def test_a_fresh_network_is_the_zero_map(name):
     model = UNetModel(SIZES[name], 1, ConditionFormat.numbered(3)).eval()
@@ -64,6 +65,7 @@ def test_output_of_other_channels_leaves_the_rest_as_it_begins():
     assert different == {"conv_out.weight", "conv_out.bias"}
 
 
+@pytest.mark.slow
 def test_every_parameter_learns():
     # The last convolution moves in the first update, every block's last layer in the second, the rest from then on.
     torch.manual_seed(0)
@@ -143,6 +145,7 @@ def test_dropout_only_while_training():
     assert torch.equal(model.eval()(x, c_noise), model(x, c_noise))
 
 
+@pytest.mark.slow
 def test_a_step_is_deterministic():
     def gradients() -> list[torch.Tensor]:
         model = scattered(SIZES["tiny"], num_classes=10)
@@ -155,6 +158,7 @@ def test_a_step_is_deterministic():
     assert all(torch.equal(a, b) for a, b in zip(gradients(), gradients()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_is_close_to_float32(dtype):
     model = scattered(UNet(channels=(32, 64), attention=(False, True)), 3, num_classes=4)
@@ -262,6 +266,7 @@ def test_contradictions_are_refused(wrong, message):
     assert message in str(refused.value)
 
 
+@pytest.mark.slow
 def test_settings_load_without_torch():
     code = "import sys, unfog.models.settings; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -288,6 +293,7 @@ def gradients(model: UNetModel, bf16: bool) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters()} | {"output": output, "next": torch.rand(1)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_checkpointing_changes_no_bit(bf16, dropout):
@@ -315,6 +321,7 @@ def saved_bytes(model: UNetModel) -> int:
     return kept
 
 
+@pytest.mark.slow
 def test_checkpointing_keeps_a_fraction():
     settings = UNet(channels=(16, 32), blocks=2, attention=(False, True), head_channels=8, norm_groups=4)
     model = UNetModel(settings, 1, ConditionFormat())
@@ -323,6 +330,7 @@ def test_checkpointing_keeps_a_fraction():
     assert saved_bytes(model) < 0.3 * plain
 
 
+@pytest.mark.slow
 def test_checkpointing_allows_no_gradient_and_two():
     model = scattered(MICRO)
     model.checkpointing = True

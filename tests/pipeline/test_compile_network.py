@@ -68,6 +68,7 @@ class _HalfCondition(nn.Module):
             return self.conv(x) + condition
 
 
+@pytest.mark.slow
 def test_a_bias_that_moves_leaves_the_precision_of_autocast():
     network, inputs = _HalfCondition(), (torch.randn(4, 2, 6, 6), torch.randn(4, 3, 1, 1).bfloat16())
     output, _, graph = moved(network, *inputs)
@@ -76,6 +77,7 @@ def test_a_bias_that_moves_leaves_the_precision_of_autocast():
     torch.testing.assert_close(output, network(*inputs), rtol=0.02, atol=0.02)  # two roundings to eight bits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "in_place", "is_compiled"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
 )

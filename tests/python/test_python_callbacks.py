@@ -85,6 +85,7 @@ def test_every_kind_of_event_is_passed_on(watched):
         events[0].step = 3
 
 
+@pytest.mark.slow
 def test_the_run_is_the_same_to_the_bit_without_it(watched, tmp_path):
     plain = unfog.train(IMAGES, out=tmp_path / "run", **SETTINGS)
     ours, theirs = (run.checkpoint.folder / "model.safetensors" for run in (plain, watched[0]))
@@ -96,9 +97,7 @@ def test_the_run_is_the_same_to_the_bit_without_it(watched, tmp_path):
 @pytest.mark.slow
 def test_an_error_of_a_callback_ends_the_run_saved_and_named(tmp_path):
     after = Everything()
-    with pytest.raises(
-        RunError, match=r"the callback Raises.on_log raised ValueError: odd; the run is saved"
-    ) as caught:
+    with pytest.raises(RunError, match=r"Raises.on_log raised ValueError: odd") as caught:
         unfog.train(IMAGES, out=tmp_path / "run", callbacks=[Raises(ValueError("odd")), after], **SETTINGS)
     frames = [frame.name for frame in traceback.extract_tb(caught.value.__cause__.__traceback__)]
     assert frames[-1] == "on_log"
@@ -111,12 +110,14 @@ def test_an_error_of_a_callback_ends_the_run_saved_and_named(tmp_path):
     assert [one.step for one in again.events if isinstance(one, LogEvent)] == [4]
 
 
+@pytest.mark.slow
 def test_a_keyboard_interrupt_of_a_callback_is_a_ctrl_c(tmp_path):
     with pytest.raises(KeyboardInterrupt, match="stopped, and saved in"):
         unfog.train(IMAGES, out=tmp_path / "run", callbacks=[Raises(KeyboardInterrupt())], **SETTINGS)
     assert (tmp_path / "run" / "checkpoints" / "00000002").is_dir()
 
 
+@pytest.mark.slow
 def test_an_error_of_the_run_itself_reaches_the_callbacks(tmp_path, monkeypatch):
     seen = Everything()
     monkeypatch.setattr("unfog.runs.train.run_training_loop", lambda *given: 1 / 0)

@@ -12,9 +12,9 @@ import unfog
 from conftest import NETWORK
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError
-from unfog.inference.ema_sweep import EmaSweepResult, _WidthResult
+from unfog.inference.ema_sweep import EmaSweepResult, WidthResult
 from unfog.inference.evaluation_files import Evaluation
-from unfog.inference.samples import Samples
+from unfog.inference.run import Samples
 from unfog.inference.tune import TuneResult
 from unfog.reporting.findings import Finding
 from unfog.reporting.notebook import LiveText, figure, preformatted
@@ -55,7 +55,7 @@ def test_what_is_computed_from_samples_is_an_array_like_any_other():
     scaled = samples / 255
     assert repr(scaled) == repr(IMAGES / 255)
     assert scaled._repr_html_() is None
-    with pytest.raises(RequestError, match="float64 of shape 12x8x8x3 is not an array of images"):
+    with pytest.raises(RequestError, match="float64 of shape 12x8x8x3"):
         scaled.pil()
     assert samples.mean() == IMAGES.mean()
     assert Samples.of(IMAGES[..., :1], "").pil()[0].mode == "L"
@@ -90,7 +90,7 @@ def test_results_say_what_they_are_in_a_line():
     tuned = TuneResult(Sampler(kind="heun", steps=5), {"schedule": 0.02, "tuned": 0.01}, 0.001, 7)
     assert repr(tuned) == "<noise levels of heun in 5 steps, by error: tuned 0.0100, schedule 0.0200>"
     assert "RMS" in tuned._repr_html_()
-    widths = (_WidthResult(0.05, 0.3, None, 0.0), _WidthResult(0.1, 0.2, None, 0.0))
+    widths = (WidthResult(0.05, 0.3, None, 0.0), WidthResult(0.1, 0.2, None, 0.0))
     swept = EmaSweepResult("held_out_loss", 9, 1000, "", 0.1, widths)
     assert repr(swept) == "<EMA widths at step 1,000: 0.1 is the best of 2, held_out_loss 0.2>"
     assert repr(Evaluation(5, {}, [])) == "<evaluation of step 5: no metrics>"

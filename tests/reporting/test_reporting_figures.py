@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from unfog.reporting.charts import _POINTS, _Axis, line_chart  # axes of any range
-from unfog.reporting.findings import Finding, _render
+from unfog.reporting.findings import Finding, write_findings
 from unfog.reporting.image_grids import encode_png, grid, labelled_strip, png_data_uri, printable_name, save_png
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -188,8 +188,9 @@ def test_ticks_are_few_round_and_within(log):
         assert all(float(f"{tick:.4g}") == pytest.approx(tick, rel=1e-9) or high / low < 2 for tick in ticks)
 
 
-def test_findings_are_shown_as_text():
-    page = _render("<i>run</i>", [Finding("data.names", "warning", "<script>alert(1)</script>", "rename <b>")])
+def test_findings_are_shown_as_text(tmp_path):
+    finding = Finding("data.names", "warning", "<script>alert(1)</script>", "rename <b>")
+    page = write_findings(tmp_path, "<i>run</i>", [finding]).read_text()
     assert "&lt;script&gt;alert(1)" in page
     assert "rename &lt;b&gt;" in page
     assert "<script" not in page

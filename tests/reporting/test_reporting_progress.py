@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from unfog.reporting.progress import Progress, _Rate, format_duration, format_number
+from unfog.reporting.progress import Progress, Rate, format_duration, format_number
 
 SCRIPT = """
 import time
@@ -34,6 +34,7 @@ print_result("runs/photos")
 ENVIRONMENT = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "PYTHONIOENCODING": "utf-8"}
 
 
+@pytest.mark.slow
 def test_piped_output_is_plain_lines():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, env=ENVIRONMENT, check=True)
     assert done.stdout == b"runs/photos\n"
@@ -50,6 +51,7 @@ def test_piped_output_is_plain_lines():
     assert len(lines) == 6  # first and last; nothing between within five seconds, and no trace of the short one
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_a_live_line_and_gets_its_cursor_back():
     main, side = pty.openpty()
     child = subprocess.Popen(
@@ -79,6 +81,7 @@ def test_a_terminal_shows_a_live_line_and_gets_its_cursor_back():
     assert "\x1b[31m" not in text.split("bad name")[1][:12]
 
 
+@pytest.mark.slow
 def test_plain_lines_come_at_most_every_few_seconds(monkeypatch, capsys):
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
@@ -112,7 +115,7 @@ def test_progress_without_an_end_has_no_time_left(capsys):
 
 
 def test_pace_is_exact_for_steady_work_and_follows_a_change():
-    pace = _Rate(1000, 0.0)
+    pace = Rate(1000, 0.0)
     assert math.isnan(pace.rate)
     for second in range(1, 101):
         pace.update(1000 + 5 * second, float(second))
@@ -125,7 +128,7 @@ def test_pace_is_exact_for_steady_work_and_follows_a_change():
 
 
 def test_pauses_count_in_the_time_left():
-    pace, now, done = _Rate(0, 0.0), 0.0, 0
+    pace, now, done = Rate(0, 0.0), 0.0, 0
     for i in range(1, 2001):
         now, done = now + 1 + (50 if i % 100 == 0 else 0), done + 1
         pace.update(done, now)

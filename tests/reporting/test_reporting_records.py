@@ -14,7 +14,7 @@ import pytest
 
 from unfog.files.safe_files import write_atomic
 from unfog.reporting import records
-from unfog.reporting.records import Events, Metrics, _JsonLines, read_events, read_metrics
+from unfog.reporting.records import Events, Metrics, read_events, read_metrics
 from waiting import wait_until
 
 WRITER = """
@@ -168,7 +168,7 @@ def test_an_untouched_file_is_not_rewritten(tmp_path):
 
 def test_lines_wait_for_room_on_the_disk_and_arrive_in_order(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    lines = _JsonLines(path)
+    lines = Metrics(path, start=-1)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # as if the disk filled up in mid-line
     try:

@@ -29,6 +29,7 @@ def accumulated(folder):
     return EventAccumulator(str(folder), size_guidance={"scalars": 0, "images": 0, "histograms": 0}).Reload()
 
 
+@pytest.mark.slow
 def test_tensorboard_reads_back_scalars_lists_and_pictures(tmp_path):
     with Recorder(tmp_path, Log(every=1, sinks=("tensorboard",)), total=3) as run:
         for step in (1, 2, 3):

@@ -259,5 +259,5 @@ def test_a_resume_that_logs_steps_again_says_what_the_tracker_has(tmp_path, monk
         assert "logged again" not in capsys.readouterr().err
     with Recorder(tmp_path / "run", log, total=5, start=2):
         told = capsys.readouterr().err
-    assert ("steps 3 to 5 are logged again: ours has both records of each" in told) == said
+    assert ("steps 3 to 5 are logged again" in told) == said
     assert told.count("logged again") == said

@@ -96,6 +96,7 @@ class _Zero(torch.nn.Module):
         return SimpleNamespace(sample=torch.zeros_like(x))
 
 
+@pytest.mark.slow
 def test_edm_of_a_peer_draws_what_it_was_told_the_data_is(peers):
     # With an answer of zero the guess is c_skip x, exact for a Gaussian of deviation sigma_data.
     assert float(peers["edm"].heun(_Zero(), 64, 60).std()) == pytest.approx(0.5, abs=0.01)

@@ -132,6 +132,7 @@ def test_a_step(method, monkeypatch):
     assert set(counting.operations) == {*OWN, *TORCH, "optimizer"}
 
 
+@pytest.mark.slow
 def test_an_image_is_copied_once_as_bytes_and_once_as_numbers(monkeypatch):
     """Out of the set, and to float32; on a GPU the first copy is what goes there."""
     counting = counted_steps(configured(), monkeypatch)
@@ -139,6 +140,7 @@ def test_an_image_is_copied_once_as_bytes_and_once_as_numbers(monkeypatch):
     assert counting.image_bytes == STEPS * [4 * BATCH * NUMBERS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"training": {"microbatch": 4}}, {"diffusion": {"adaptive": 0.5}}])
 def test_a_step_waits_once_for_the_device(settings, monkeypatch):
     """For whether it is accepted. Not for each micro-batch, and not to follow the losses."""
@@ -163,6 +165,7 @@ def test_sampling_leaves_a_network_in_its_mode(training):
     assert network.training == training
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "guidance"), SAMPLING)
 def test_a_call_of_the_network_in_a_drawing(kind, guidance, monkeypatch):
     few, more = (counted_drawing(kind, guidance, steps, monkeypatch) for steps in (10, 12))

@@ -28,6 +28,11 @@ from unfog.models.settings import DiT
 from unfog.planning.flops import NetworkCost
 
 FOLDER = Path(__file__).parents[2] / "benchmarks/gpu"
+FAKES = Path(__file__).parents[1] / "fake_cuda"
+sys.path.insert(0, str(FAKES))
+
+from compile_device import compile_device  # noqa: E402
+
 MODULES = tuple(path.stem for path in FOLDER.glob("*.py"))
 
 
@@ -72,6 +77,8 @@ def test_the_time_in_which_a_kernel_runs_counts_overlaps_once(bench):
     assert total.figures == {"launches": 1.0, "idle": pytest.approx(0.5)}
     assert first.said.startswith("66.7%, 0.666667 a step: conv")
     assert second.figures["share"] == pytest.approx(1 / 3)
+    # A driver may let nobody count: that is no idle device.
+    assert [row.state for row in profile.kernels("net", [], seconds=1.0)] == ["failed"]
 
 
 @pytest.mark.parametrize(
@@ -277,11 +284,11 @@ def test_a_bare_step_and_diffusers_step_train_the_network_that_ours_is(bench, mo
     """diffusers' U-Net has our weights and answers the same."""
     networks, steps = bench("networks"), bench("steps")
     config = networks.settings_of("cifar10", cpu=True)
-    ours = steps.build_network(config)
+    ours = steps.build.build_network(config)
     x, t = torch.randn(2, *config.input_shape), torch.tensor([3.0, 700.0])
     for tensor in ours.parameters():
         torch.nn.init.normal_(tensor, std=0.05)
-    monkeypatch.setattr(steps, "build_network", lambda config: ours)
+    monkeypatch.setattr(steps.build, "build_network", lambda config: ours)
     theirs, call = steps._counterpart(config)
     with torch.no_grad():
         assert (call(theirs.eval(), x, t) - ours.eval()(x, t)).abs().max() < 1e-4
@@ -305,6 +312,31 @@ def test_flags_of_a_baseline_are_its_own(bench):
         flags.set_flags(*before)
 
 
+def test_ways_get_copies_of_one_network_and_constants_are_put_back(bench):
+    build, flags, networks = importlib.import_module("unfog.pipeline.build"), bench("flags"), bench("networks")
+    config, real = networks.settings_of("tiny", cpu=True), build.build_network
+    with flags.built_once():
+        one, other = build.build_network(config), build.build_network(config)
+    assert one is not other
+    assert all(a is not b and torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters()))
+    assert build.build_network is real
+    with flags.constant(build, "_WEIGHTS_CHANNELS_LAST_ON", ()):
+        assert not build._WEIGHTS_CHANNELS_LAST_ON
+    assert build._WEIGHTS_CHANNELS_LAST_ON
+
+
+def test_a_compiled_way_needs_less_time_once_its_code_is_stored(bench):
+    steps, config = bench("part_steps"), bench("networks").settings_of("tiny", cpu=True)
+    timer = steps._Timer("steps", config, torch.device("cpu"), seconds=60, compiling=75)
+    ours, bare = (steps._Way(name, lambda: None, compiled=True) for name in ("unfog compiled", "bare compiled"))
+    assert timer.least_seconds(ours) == steps._LEAST  # where the rehearsal does not compile
+    timer.device = torch.device("cuda")
+    assert (timer.least_seconds(ours), timer.least_seconds(bare)) == (75, 75)
+    timer.found["unfog compiled, captured"] = steps.StepTime(60, 0.1)
+    assert (timer.least_seconds(ours), timer.least_seconds(bare)) == (steps._STORED, 75)
+
+
+@pytest.mark.slow
 def test_a_step_that_is_silently_not_captured_is_a_failure(bench):
     """On a CPU nothing can be captured; training goes on without, and says why."""
     networks, capture, timing = bench("networks"), bench("capture"), importlib.import_module("unfog.planning.timing")
@@ -383,6 +415,36 @@ def check_rehearsal(visit, out, printed, progress):
     assert {"environment.txt", "ledger.md", "table.md", "summary.txt", "gpu.png", "parts/smoke-eager.jsonl"} <= names
     assert f"torch {torch.__version__}" in head
     assert "CUBLAS_WORKSPACE_CONFIG=:4096:8" in head
+
+
+# What a part of a visit has to yield on a device without values.
+FAKE = {
+    "smoke captured": {"5 steps"},
+    "values": NAMES["first"]["values"] - {"a checkpoint there and back"} | {"group norm, channels last, bfloat16"},
+    "exact": {"2 steps twice, small in fp32", "steps plain and captured, dit-256 in bf16"},
+    "steps cifar10": STEPS | {"unfog eager, weights in NCHW", "unfog eager, batch 1", "drawing"},
+    "profile": {"waits", "kernels of cifar10 eager", "kernels of cifar10 captured"},
+    "ranks": {"all-reduce, fake", "FSDP2, fake"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1500)
+def test_parts_of_a_visit_run_on_fake_cuda(tmp_path):
+    """Each row is there, and no error is among them. Nothing is computed, so values differ, and are not looked at."""
+    try:
+        library = compile_device(tmp_path / "device.so")
+    except FileNotFoundError:
+        pytest.skip("needs g++")
+    environment = os.environ | {"FAKE_CUDA": str(library), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(FAKES / "visit.py"), *FAKE]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert not [row for row in rows if row["figures"].get("error") is True], done.stderr[-3000:]
+    for part, names in FAKE.items():
+        assert names <= {row["name"] for row in rows if row["part"] == part}, part
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import pytest
 import forked
 import unfog
 from conftest import TRANSFORMER
-from test_safe_files import KINDS, plant
+from hostile import KINDS, plant, snapshot
 
 pytestmark = pytest.mark.slow
 
@@ -61,12 +61,6 @@ def finished(tmp_path_factory) -> Path:
     return place / "run"
 
 
-def contents(folder: Path) -> dict[str, bytes | str]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else "folder" for path in folder.rglob("*")
-    }
-
-
 def attack(finished: Path, place: Path, name: str, kind: str, command: str) -> None:
     """Plant something in a copy of a run, run a command, and look what became of the files outside."""
     shutil.copytree(finished, place / "run")
@@ -76,7 +70,7 @@ def attack(finished: Path, place: Path, name: str, kind: str, command: str) -> N
         (outside / victim).write_text("untouched")
     (outside / "00000004").mkdir()
     (outside / "00000004/manifest.json").write_text("untouched")
-    before = contents(outside)
+    before = snapshot(outside)
     is_folder = (place / "run" / name).is_dir() or "." not in name.removeprefix(".")
     plant(place / "run" / name, kind, outside if is_folder and kind == "link" else outside / "key")
     paths = {"RUN": place / "run", "OUT": place / "out", "IMAGES": finished.with_name("images.npy")}
@@ -86,7 +80,7 @@ def attack(finished: Path, place: Path, name: str, kind: str, command: str) -> N
     printed = (place / "stderr").read_text()
     said = f"{command} with {name} as a {kind}: {status}\n{printed}"
     assert status is not None, f"it waits, or does not end: {said}"
-    assert contents(outside) == before, said
+    assert snapshot(outside) == before, said
     assert "bug in unfog" not in printed, said
     assert "Traceback" not in printed, said
     assert status in (0, 1, 2), said

@@ -52,6 +52,7 @@ def brought_by(name: str, extras: frozenset[str] = frozenset()) -> set[str]:
     return {found_name for found_name, _ in found}
 
 
+@pytest.mark.slow
 def test_every_package_is_pinned_at_the_version_installed():
     try:
         names = brought_by("unfog", frozenset(["dev"])) - {"unfog"}
@@ -153,6 +154,7 @@ def test_the_search_lets_pass_what_is_harmless():
     assert not complaints(ast.parse(harmless))
 
 
+@pytest.mark.slow
 def test_nothing_runs_what_it_reads():
     assert len(trees()) > 30
     found = {place: complaints(tree) for place, tree in trees().items()}

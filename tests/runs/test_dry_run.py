@@ -24,7 +24,7 @@ from unfog.reporting.findings import DRY_RUN
 from unfog.runs import dry_run_checks as small
 from unfog.runs import previews as looks
 from unfog.runs import replay, session
-from unfog.runs.dry_run_checks import _failed, _shortened, check_dry_run
+from unfog.runs.dry_run_checks import check_dry_run, failure_finding, shorten
 
 pytestmark = pytest.mark.slow
 
@@ -121,7 +121,7 @@ def test_what_fails_is_named_and_what_needs_it_is_left_out(fashion, tmp_path, mo
 
 def test_it_is_the_run_in_small_without_trackers(fashion):
     config = settled(fashion, log={"sinks": ["tensorboard"]}, training={"microbatch": 4}, preview={"images": 100})
-    short = _shortened(config, 2)
+    short = shorten(config, 2)
     assert short.log.sinks == ()
     assert short.training.images == 2 * config.training.batch
     assert short.preview.images == 4  # one pass as large as those of training
@@ -210,12 +210,12 @@ def test_no_room_for_the_dry_run_is_no_fault_of_the_run(fashion, tmp_path, monke
     assert "17 MB free" in findings["room"].evidence
 
     full = OSError(errno.ENOSPC, "No space left on device")
-    assert _failed("checkpoint", full, "").severity == "hint"
-    assert _failed("checkpoint", OSError(errno.EACCES, "Permission denied"), "").severity == "fatal"
+    assert failure_finding("checkpoint", full, "").severity == "hint"
+    assert failure_finding("checkpoint", OSError(errno.EACCES, "Permission denied"), "").severity == "fatal"
 
 
 def test_only_what_is_part_of_the_run_is_said_to_fail_in_it():
-    said = {part: _failed(part, ValueError("it"), "").remedy for part in PARTS if part not in ("ema", "memory")}
+    said = {part: failure_finding(part, ValueError("it"), "").remedy for part in PARTS if part not in ("ema", "memory")}
     in_run = {part for part, remedy in said.items() if "the run would" in remedy}
     assert in_run == {"training", "preview", "evaluation", "checkpoint", "report"}
     assert "sample RUN" in said["sample"]

@@ -23,8 +23,8 @@ from unfog.models.settings import UNet
 from unfog.models.unet import UNetModel
 from unfog.planning.lr_range_test import LrTestSetup
 from unfog.reporting.records import read_events
+from unfog.runs.weights.foreign_objectives import objective_from_scheduler
 from unfog.runs.weights.init_weights import recipe_from_weights
-from unfog.runs.weights.objectives import objective_from_scheduler
 from unfog.values.condition_format import ConditionFormat
 
 pytestmark = pytest.mark.slow

@@ -18,7 +18,7 @@ from unfog.config.schema import Network
 from unfog.config.values import parse_spec, registry_of
 from unfog.data.dataset import ImageSet
 from unfog.data.settings import Data
-from unfog.device.cores import _limit_spinning
+from unfog.device.cores import SPINNING_LIMITED
 from unfog.planning import auto_settings
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.timing import StepTime
@@ -70,6 +70,7 @@ def test_no_automatic_setting_of_a_length_in_steps_is_timed(monkeypatch):
     assert found.config.training.precision == "bf16"
 
 
+@pytest.mark.slow
 def test_metrics_are_planned_by_counting_and_not_by_the_clock(monkeypatch):
     monkeypatch.setattr(auto_settings, "measure_step", lambda *asked: pytest.fail("a step was timed"))
     clock = iter(range(10**9))
@@ -129,6 +130,7 @@ def variables_after(code, **given):
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True).stdout.strip()
 
 
+@pytest.mark.slow
 def test_idle_threads_sleep_soon_unless_somebody_has_said_how_they_wait():
     assert variables_after("") == "['1000', '1', None] True"
     assert variables_after("", OMP_WAIT_POLICY="ACTIVE") == "[None, None, 'ACTIVE'] True"
@@ -136,9 +138,10 @@ def test_idle_threads_sleep_soon_unless_somebody_has_said_how_they_wait():
     assert variables_after("import sys; sys.modules['torch'] = None") == "['1000', '1', None] False"
 
 
+@pytest.mark.slow
 def test_tests_and_the_processes_that_they_start_do_not_spin(monkeypatch):
     assert os.environ["GOMP_SPINCOUNT"] == "1000"
-    assert _limit_spinning()
+    assert SPINNING_LIMITED
     process = Forked([], "import os; print(os.environ['GOMP_SPINCOUNT'])", stdout=subprocess.PIPE)
     assert process.communicate()[0] == "1000\n"
 

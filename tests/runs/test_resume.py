@@ -153,7 +153,7 @@ def test_broken_newest_checkpoint_is_named_and_passed_over(whole, tmp_path):
     assert saved.step == 18
     assert [one.folder.name for one in broken] == ["00000024", "00000036", "00000030"]
     said = finish(command("resume", folder))
-    assert "checkpoint 00000036 is broken and is passed over: model.safetensors" in said
+    assert "00000036 is broken and is passed over: model.safetensors" in said
     passed = [event for event in read_events(folder / "events.jsonl") if event["kind"] == "passed_over"]
     assert [(event["step"], event["checkpoint"]) for event in passed] == [(18, one.name) for one, *_ in broken]
     assert "passed_over" in (folder / "report.html").read_text()
@@ -237,7 +237,7 @@ def test_verify_repeats_a_part_of_the_run(whole, tmp_path):
     (newest / "manifest.json").write_text(json.dumps(manifest | {"sha256": checkpoint.manifest_digest(manifest)}))
     said = " ".join(finish(command("resume", folder, "--verify"), status=1).split())
     assert f"with 77 threads, and now by torch {torch.__version__}" in said
-    assert f"with {torch.get_num_threads()} threads, which may round differently" in said
+    assert f"with {torch.get_num_threads()} threads" in said
     config = folder / "config.toml"
     config.write_text(config.read_text().replace("seed = 0", "seed = 1"))
     assert "settings were changed" in finish(command("resume", folder, "--verify"), status=2)

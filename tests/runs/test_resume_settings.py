@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 import unfog
 from conftest import NETWORK, TRANSFORMER, without_clock
 from unfog.config.presets import preset
-from unfog.config.resume_rules import _walk, check_changes, settings_digests
+from unfog.config.resume_rules import check_changes, settings_digests, walk_settings
 from unfog.config.schema import Config, nest_settings
 from unfog.config.toml import from_toml, update
 from unfog.data.augmentation import Augment
@@ -28,11 +28,11 @@ from unfog.models.settings import ARCHITECTURES, UNet
 from unfog.pipeline.build import build_loss, build_state
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.records import read_metrics
-from unfog.runs.session import Session, _last_logged
+from unfog.runs.session import Session, last_logged_step
 from unfog.settings import setting
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.load import read_state
-from unfog.training.checkpoints.posthoc_ema import _to_float16
+from unfog.training.checkpoints.posthoc_ema import to_float16
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import LoopSettings, train
 from unfog.training.settings import EmaSnapshots, Evaluate
@@ -326,13 +326,13 @@ def test_a_line_that_is_due_again_is_cut_off_first(tmp_path, due, left):
         step=9, steps=20, config=Config(), defer_interrupts=nullcontext,
         context=SimpleNamespace(folder=RunFolder(tmp_path)),
     )  # fmt: skip
-    Session._open_recorder(session, _last_logged(9, due)).close()
+    Session._open_recorder(session, last_logged_step(9, due)).close()
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == left
 
 
 def test_every_setting_is_in_one_list_of_what_a_resume_may_change():
     for network in (None, *(kind() for kind in ARCHITECTURES)):
-        for name, _, rules in _walk(replace(Config(), network=network)):
+        for name, _, rules in walk_settings(replace(Config(), network=network)):
             if name in ("data.kind", "diffusion.kind", "training.kind"):  # of a section that is of no kind: no setting
                 continue
             refused = among(REFUSED, name) and name != "network.dropout"
@@ -447,7 +447,7 @@ def test_a_snapshot_of_averages_waits_once_for_all_whether_they_fit_in_float16()
     state = build_state(configured(network=MPUNET), torch.device("cpu"))
     assert len(state.ema.parameters) > 20
     with Waits() as waits:
-        _to_float16(state.ema.parameters)
+        to_float16(state.ema.parameters)
     assert waits.found == ["tolist"]
 
 

@@ -15,14 +15,14 @@ from PIL import Image
 import forked
 import unfog
 from conftest import NETWORK, few_images
-from unfog.commands.sample import _MAX_IN_GRID, _write_grid
+from unfog.commands.sample import write_grid
 from unfog.config.presets import preset
 from unfog.diffusion.noise import VP, Cosine, LogitNormal, NoiseSource
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError
 from unfog.models.settings import SIZES
+from unfog.pipeline.denoising_pictures import DenoisingStrip
 from unfog.pipeline.generate import sample_grid
-from unfog.pipeline.image_files import DenoisingStrip
 from unfog.pipeline.sample_folder import SampleFolder
 from unfog.planning.auto_settings import AutoSettings, parse_duration
 from unfog.planning.intervals import choose_intervals, round_down_to_125
@@ -201,12 +201,12 @@ def test_sample_command(run, tmp_path):
 
 
 def test_a_grid_of_very_many_pictures_shows_the_first(tmp_path, capsys):
-    pictures = np.random.default_rng(0).integers(0, 256, (_MAX_IN_GRID + 1, 1, 1, 1), np.uint8)
+    pictures = np.random.default_rng(0).integers(0, 256, (1001, 1, 1, 1), np.uint8)
     folder = SampleFolder(tmp_path, "digest", len(pictures))
     folder.write(range(len(pictures)), pictures)
-    _write_grid(folder)
-    assert len(list(tmp_path.glob("0*.png"))) == _MAX_IN_GRID + 1
-    assert np.array_equal(np.asarray(Image.open(tmp_path / "grid.png")), sample_grid(pictures[:_MAX_IN_GRID], []))
+    write_grid(folder)
+    assert len(list(tmp_path.glob("0*.png"))) == 1001
+    assert np.array_equal(np.asarray(Image.open(tmp_path / "grid.png")), sample_grid(pictures[:1000], []))
     assert "grid.png shows the first 1,000 of 1,001 samples" in capsys.readouterr().err
 
 

@@ -25,13 +25,13 @@ from unfog.planning.auto_settings import AutoSettings
 from unfog.process import command_clock
 from unfog.reporting.records import read_events, read_metrics
 from unfog.runs.session import Session
-from unfog.runs.time_budget import CallTimes, Pace, TimeBudget, _recorded_plans, resume_length
+from unfog.runs.time_budget import CallTimes, Pace, TimeBudget, recorded_plans, resume_length
 from unfog.training.checkpoints import state_schema
 from unfog.training.checkpoints.load import read_state, read_tensors
 from unfog.training.distributed.coordination import CoordinatedHooks, _RankStatus  # the ranks are in one process
 from unfog.training.distributed.world import World
 from unfog.training.hooks import TrainingHooks
-from unfog.training.length import Length, Plan
+from unfog.training.length import Length, LengthPlan
 from unfog.training.loop import Intervals
 from unfog.training.settings import Optimizer
 from waiting import wait_until
@@ -119,17 +119,20 @@ def test_previews_evaluation_and_checkpoints_take_a_tenth_at_most(seconds):
     assert abs(ended.now - seconds) < max(0.05 * seconds, 1.0)
 
 
+@pytest.mark.slow
 def test_cheap_previews_stay_as_they_are():
     ended = Machine(lambda t: 0.1).run()
     assert {plan.stretch for plan in ended.length.plans} <= {1}
 
 
+@pytest.mark.slow
 def test_a_slow_moment_does_not_stretch_the_intervals_for_good():
     found = Machine(lambda t: 1.0 if t < 25 else 0.1, {"preview": 2.0, "evaluate": 1.0, "save": 0.5}, every=20).run()
     most = max(plan.stretch for plan in found.length.plans)
     assert found.length.at(found.step).stretch < most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noticed", [True, False], ids=["suspended", "stalled"])
 @pytest.mark.parametrize(
     ("pace", "seconds", "pauses"),
@@ -170,6 +173,7 @@ def test_a_pause_in_a_preview_or_a_save_does_not_make_it_dear(kind):
     assert {plan.stretch for plan in ended.length.plans} == {1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("told", [0.1, 0.4, 1.6])
 def test_samples_timed_before_training_are_believed_in_seconds(told):
     """A step was timed while the machine was idle or busy, and a preview is dear and drawn at the end only."""
@@ -266,14 +270,14 @@ def test_a_stall_that_comes_again_and_again_is_a_part_of_the_pace():
 
 
 def test_a_resume_without_a_budget_lifts_the_limit_of_the_last_plan():
-    length, plan = Length(), Plan(10, 50, 2, 12.0, 15.0)
+    length, plan = Length(), LengthPlan(10, 50, 2, 12.0, 15.0)
     row = {"kind": "length", "first": 40, **plan._asdict()}
-    assert resume_length(length, 40, 6, [row], anew=False) == Plan(10, 50, 2, 12.0)
+    assert resume_length(length, 40, 6, [row], anew=False) == LengthPlan(10, 50, 2, 12.0)
     assert length.position(50) == 40
     length = Length()
     length.adopt(40)
     length.add([plan])
-    assert resume_length(length, 40, 20, [], anew=False) == Plan(20, 50, 2, 15.0)
+    assert resume_length(length, 40, 20, [], anew=False) == LengthPlan(20, 50, 2, 15.0)
     assert length.position(50) == 40
     assert resume_length(length, 40, 20, [], anew=False) is None
 
@@ -288,7 +292,7 @@ def test_the_schedule_ends_with_the_run_and_never_jumps():
     length = Length()
     length.adopt(1000)
     for step, steps in ((300, 500), (450, 2000), (1900, 1950)):
-        length.add([Plan(step, steps, 1, length.position(step))])
+        length.add([LengthPlan(step, steps, 1, length.position(step))])
     rates = [settings.learning_rate(length.position(step), 1000, length.warmed(step)) for step in range(1950)]
     assert rates[-1] < 0.15
     assert length.position(1950) == 1000
@@ -301,8 +305,8 @@ def test_without_plans_the_position_is_the_step():
     length.adopt(7)
     assert [length.position(step) for step in range(8)] == list(range(8))
     assert length.state_dict() == {}
-    length.add([Plan(2, 30, 1, 2.0)])
-    assert length.at(1) == Plan(0, 7, 1, 0.0)
+    length.add([LengthPlan(2, 30, 1, 2.0)])
+    assert length.at(1) == LengthPlan(0, 7, 1, 0.0)
     length.adopt(8)  # another length from the settings
     assert (length.steps, length.plans) == (8, [])
 
@@ -331,12 +335,12 @@ def test_a_damaged_length_does_not_load(saved):
 def test_plans_are_read_from_events():
     row = {"kind": "length", "step": 4, "first": 9, "steps": 20, "stretch": 2, "position": 4.5}
     rows = [row, row | {"step": 2}, row | {"first": 8}, row | {"steps": "x"}, {"kind": "log"}, row | {"steps": 21}]
-    assert _recorded_plans(rows, 9, 3) == [Plan(4, 21, 2, 4.5)]
-    assert _recorded_plans([row, row | {"step": 2}], 9, 2) == [Plan(2, 20, 2, 4.5)], "a later budget voids it"
+    assert recorded_plans(rows, 9, 3) == [LengthPlan(4, 21, 2, 4.5)]
+    assert recorded_plans([row, row | {"step": 2}], 9, 2) == [LengthPlan(2, 20, 2, 4.5)], "a later budget voids it"
 
 
 def test_a_plan_is_kept_once():
-    length, plans = Length(), [Plan(5, 20, 1, 5.0), Plan(9, 12, 1, 8.0)]
+    length, plans = Length(), [LengthPlan(5, 20, 1, 5.0), LengthPlan(9, 12, 1, 8.0)]
     length.adopt(10)
     for _ in range(3):  # resumes, each with the plans of the events
         length.add(plans[1:])
@@ -353,7 +357,7 @@ def test_a_plan_in_the_warm_up_makes_no_jump(schedule, changes):
     settings, length = Optimizer(lr=1.0, warmup=50, schedule=schedule), Length()
     length.adopt(1000)
     for step, steps in changes:
-        length.add([Plan(step, steps, 1, length.position(step))])
+        length.add([LengthPlan(step, steps, 1, length.position(step))])
     rates = [settings.learning_rate(length.position(n), 1000, length.warmed(n)) for n in range(length.steps)]
     assert max(rates) <= 1.0
     assert max(b - a for a, b in pairwise(rates)) <= 1 / 50 + 1e-9
@@ -381,7 +385,7 @@ def test_other_ranks_take_the_plan_of_rank_0():
     statuses[0, _RankStatus._fields.index("plan")] = 1
     hooks.apply_statuses(statuses.flatten().tolist(), statuses, SimpleNamespace(microbatch=0))
     assert hooks.plan_due(), "rank 0 decides"
-    assert hooks.plan_length(None) == Plan(4, 20, 2, 4.5)
+    assert hooks.plan_length(None) == LengthPlan(4, 20, 2, 4.5)
 
 
 SMALL = {
@@ -415,7 +419,7 @@ class Script:
 
     def plan(self, step, length):
         steps, stretch = self.plans.get(step, (0, 0))
-        return Plan(step, steps, stretch, length.position(step)) if steps else None
+        return LengthPlan(step, steps, stretch, length.position(step)) if steps else None
 
     def describe(self, plan):
         return "by script"
@@ -479,7 +483,7 @@ def test_a_run_with_plans_repeats_to_the_bit_after_a_kill(tmp_path, monkeypatch,
 def test_the_doctor_sees_a_schedule_that_ended_before_its_run_and_its_remedy_works(tmp_path, monkeypatch):
     class Over(Script):
         def plan(self, step, length):
-            return Plan(6, 30, 1, float(length.first)) if step == 6 else None
+            return LengthPlan(6, 30, 1, float(length.first)) if step == 6 else None
 
     with monkeypatch.context() as patched:
         patched.setattr(Session, "keep_budget", lambda self, auto: setattr(self, "budget", Over({6: ()})))

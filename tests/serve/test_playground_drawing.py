@@ -86,6 +86,7 @@ def test_the_python_that_the_page_shows_draws_the_pictures(run):
     assert not np.array_equal(names["images"], run.sample(2, seed=3, steps=2))
 
 
+@pytest.mark.slow
 def test_every_step_is_sent_and_the_pictures_are_those_of_sample(run):
     said = draw(run, seed=3)
     (began,), (done,) = said.of("began"), said.of("done")
@@ -115,6 +116,7 @@ def test_the_adaptive_sampler_is_shown_image_by_image(run):
     assert {tuple(step.head["tiles"]) for step in said.of("step")} == {(1, 8, 8, 3)}
 
 
+@pytest.mark.slow
 def test_large_pictures_are_drawn_in_several_batches_and_shown_smaller(run, monkeypatch):
     monkeypatch.setattr(studio, "_BATCH_PIXELS", 2 * 64)
     monkeypatch.setattr(studio, "_TILE", 4)
@@ -125,6 +127,7 @@ def test_large_pictures_are_drawn_in_several_batches_and_shown_smaller(run, monk
     assert np.array_equal(pixels(said.of("done")[0]), run.sample(3, batch=2))
 
 
+@pytest.mark.slow
 def test_known_pixels_are_checked_to_the_bit(run, monkeypatch):
     photo = np.random.default_rng(1).integers(0, 256, (8, 8, 3), np.uint8)
     mask = np.zeros((8, 8), np.uint8)
@@ -138,6 +141,7 @@ def test_known_pixels_are_checked_to_the_bit(run, monkeypatch):
     assert not draw(run, image=png(photo), mask=png(mask), repeats=2).of("done")[0].head["kept"]["equal"]
 
 
+@pytest.mark.slow
 def test_image_to_image_and_interpolation(run):
     photo = np.random.default_rng(1).integers(0, 256, (8, 8, 3), np.uint8)
     said = draw(run, image=png(photo), strength=0.5)

@@ -19,6 +19,7 @@ pytest.importorskip("uvicorn")
 
 import unfog
 from conftest import TRANSFORMER
+from hostile import png
 from served import make_run, serving
 from unfog.config.schema import Config
 from unfog.config.toml import from_toml, to_toml
@@ -255,15 +256,7 @@ def test_large_bodies_are_not_read_cve_2026_33332_cve_2026_111985(web):
 
 
 def test_a_huge_picture_is_not_decoded_cve_2026_111985(web, place):
-    import struct
-    import zlib
-
-    def chunk(kind, data):
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = struct.pack(">IIBBBBB", 100_000, 100_000, 8, 2, 0, 0, 0)
-    bomb = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
-    (place / "runs" / "a" / "samples" / "00000050.png").write_bytes(bomb)
+    (place / "runs" / "a" / "samples" / "00000050.png").write_bytes(png(100_000, 100_000, 8, 2, b""))
     status, _, answer = web.send("GET", f"api/runs/{number(web)}/preview/50.webp")
     assert status == 400
     assert b"megapixels" in answer
@@ -381,7 +374,7 @@ def test_no_button_imports_from_the_current_folder_cwe_427(strangers_place, stra
 def test_a_run_that_is_named_like_code_gives_no_consent(strangers_place, strangers_web, button):
     status, body = press(strangers_web, button, "custom:path=tuned.step")
     error = body["error"] if status == 400 else finished(strangers_web, (status, body))["error"]
-    assert "set UNFOG_TRUST=tuned.step and run the command once in a terminal" in error
+    assert "set UNFOG_TRUST=tuned.step" in error
     assert not (strangers_place / "ran").exists()
 
 

@@ -103,6 +103,7 @@ def test_an_answer_may_take_any_time_and_a_connection_is_used_again(place):
         assert is_closed(used, 5)
 
 
+@pytest.mark.slow
 def test_the_oldest_stranger_makes_room(place, monkeypatch):
     monkeypatch.setattr(connections, "_MOST_CONNECTIONS", 6)
     monkeypatch.setattr(connections, "_FIRST_SECONDS", 60)

@@ -110,7 +110,7 @@ def test_a_run_that_names_code_is_resumed_only_with_consent_and_never_imported_h
     (run.path / "config.toml").write_text(text.replace('source = "fashion"', 'source = "python:evil:x"'))
     for button in (lambda: controls.resume_command(run, {}), lambda: controls.doctor_command(server, run, {})):
         monkeypatch.delenv("UNFOG_TRUST", raising=False)
-        with pytest.raises(RequestError, match="set UNFOG_TRUST=evil:x and run the command once in a terminal"):
+        with pytest.raises(RequestError, match="set UNFOG_TRUST=evil:x"):
             button()
         monkeypatch.setenv("UNFOG_TRUST", "evil:x")
         assert button().words[0] in ("resume", "doctor")
@@ -195,6 +195,7 @@ def quick_child(monkeypatch, code):
     monkeypatch.setattr(subprocess, "Popen", lambda words, **more: START([sys.executable, "-c", code], **more))
 
 
+@pytest.mark.slow
 def test_output_of_a_child_is_kept_up_to_a_limit(monkeypatch):
     monkeypatch.setattr("unfog.serve.child_processes._MOST_BYTES", 10**6)
     quick_child(monkeypatch, "print('x' * 3_000_000); input()")
@@ -276,8 +277,8 @@ def train_watched(run: Path, steps: int) -> int:
 def test_a_run_that_is_watched_and_asked_for_previews_is_that_of_nobody(tmp_path):
     """Curves, details, checkpoints and previews for the page: the same bits come out."""
     alone, watched = tmp_path / "alone", tmp_path / "runs" / "watched"
-    assert forked.run(train_words(alone, 300)).returncode == 0
-    requests = train_watched(watched, 300)
+    assert forked.run(train_words(alone, 160)).returncode == 0
+    requests = train_watched(watched, 160)
     assert digest(alone) == digest(watched)
     more = len(list((watched / "samples").iterdir())) - len(list((alone / "samples").iterdir()))
     assert 0 < more <= requests

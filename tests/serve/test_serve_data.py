@@ -23,8 +23,8 @@ from unfog.process.console_log import console_log
 from unfog.process.run_folder import RunFolder
 from unfog.process.run_status import RunStatus
 from unfog.reporting.progress import say
-from unfog.serve.metric_columns import _REDUCE, MetricColumns, Thinner
-from unfog.serve.run_files import _read_webp
+from unfog.serve.metric_columns import REDUCTIONS, MetricColumns, Thinner
+from unfog.serve.run_files import read_webp
 from unfog.serve.runs import RunList
 from unfog.serve.server import Hub, Server
 
@@ -76,6 +76,7 @@ def test_a_page_that_polls_sees_new_runs_and_new_steps_without_a_stream(client, 
     assert [row["step"] for row in client.get("/api/runs").json()] == [50, 3]
 
 
+@pytest.mark.slow
 def test_a_long_record_is_seen_in_a_sample_until_all_of_it_was_read(client, run, monkeypatch):
     monkeypatch.setattr("unfog.serve.runs.LONG", 100_000)
     monkeypatch.setattr("unfog.serve.metric_columns._PLACES", 20)
@@ -369,8 +370,8 @@ def test_a_pyramid_costs_as_much_as_there_are_new_rows(tmp_path, monkeypatch):
     path, columns, thinner = thinner_of(tmp_path, range(20_000), np.arange(20_000))
     thinner.thin("step", ["loss"], -np.inf, np.inf, 100)
     reduced = []
-    counting = [lambda blocks, reduce=reduce: reduced.append(blocks.size) or reduce(blocks) for reduce in _REDUCE]
-    monkeypatch.setattr("unfog.serve.metric_columns._REDUCE", counting)
+    counting = [lambda blocks, reduce=reduce: reduced.append(blocks.size) or reduce(blocks) for reduce in REDUCTIONS]
+    monkeypatch.setattr("unfog.serve.metric_columns.REDUCTIONS", counting)
     with path.open("a") as file:
         file.writelines(json.dumps({"step": 20_000 + i, "loss": i}) + "\n" for i in range(32))
     columns.update()
@@ -435,7 +436,7 @@ def test_texts_and_scripts_in_a_picture_are_not_passed_on_cve_2026_56670(tmp_pat
     Image.new("RGB", (4, 4)).save(file, "PNG", pnginfo=texts)
     assert b"<script>" in file.getvalue()
     (tmp_path / "a.png").write_bytes(file.getvalue() + b"<script>")
-    assert b"script" not in _read_webp(tmp_path / "a.png", tmp_path)
+    assert b"script" not in read_webp(tmp_path / "a.png", tmp_path)
 
 
 def test_the_stream_greets_replays_and_replaces():

@@ -6,7 +6,6 @@ import math
 import os
 import re
 import stat
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -330,14 +329,14 @@ def test_another_network_is_told_apart(tmp_path):
 def test_the_same_step_once_more_never_leaves_none(tmp_path, monkeypatch):
     state = trained()
     write(state, tmp_path)
-    move = rotation.move
+    move = checkpoint.move
 
     def cut_short(path, target, root):
         if path.name.startswith(".partial-"):
             raise KeyboardInterrupt  # as good as a kill between the two renames
         return move(path, target, root)
 
-    monkeypatch.setattr(rotation, "move", cut_short)
+    monkeypatch.setattr(checkpoint, "move", cut_short)
     with pytest.raises(KeyboardInterrupt):
         write(state, tmp_path)
     monkeypatch.undo()
@@ -414,20 +413,11 @@ def test_manifests_of_other_makers_are_refused(tmp_path):
     assert "over" in checkpoint.list_checkpoints(tmp_path)[1][0].reason
 
 
-def test_a_size_that_is_wrong_is_noticed_without_reading(tmp_path, monkeypatch):
-    folder = write(trained(), tmp_path)
-    os.truncate(folder / "model.safetensors", 2**40)  # a sparse file: hashing it would take an hour
-    started = time.perf_counter()
-    saved, _ = checkpoint.list_checkpoints(tmp_path)
-    assert "bytes of" in saved[0].find_damage()
-    assert time.perf_counter() - started < 5
-
-
 def test_moments_of_another_network_are_refused(tmp_path):
     folder = write(trained(), tmp_path)
     held = read_tensors(folder / "optimizer.safetensors", folder)
     snapshot.save_file(held | {"exp_avg/nosuch": torch.ones(1)}, folder / "optimizer.safetensors")
-    with pytest.raises(RunError, match=r"moments in .* do not fit the network: exp_avg/nosuch is of no parameter"):
+    with pytest.raises(RunError, match=r"moments .*do not fit .*exp_avg/nosuch"):
         load_checkpoint(folder, fresh())
 
 

@@ -33,8 +33,8 @@ from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Objective
 from unfog.errors import RequestError
 from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
+from unfog.training.batches import split_batch
 from unfog.training.distributed.coordination import CoordinatedHooks, _RankStatus  # the ranks are in one process
-from unfog.training.distributed.micro_batches import split_batch
 from unfog.training.distributed.process_group import local_device
 from unfog.training.distributed.watchdog import (  # the ranks are in one process
     AWAITING_IMAGES,

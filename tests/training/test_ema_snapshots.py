@@ -13,7 +13,7 @@ from torch import nn
 from conftest import advance
 from test_training import CPU, Diary, denoising, run
 from unfog.errors import RequestError, RunError
-from unfog.inference.loaded_run import _rebuild
+from unfog.inference.loaded_run import rebuild_ema
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import posthoc_ema as averages
 from unfog.training.checkpoints import snapshot
@@ -63,6 +63,7 @@ def test_profiles_are_integrals_of_powers_and_their_products_are_in_closed_form(
         assert got[0] == pytest.approx(weights @ theirs, rel=2e-3)  # a sum over updates against an integral
 
 
+@pytest.mark.slow
 def test_the_average_that_is_there_is_found_exactly():
     gammas = np.repeat([PowerEma(w).gamma for w in (0.1, 0.05)], 24)
     ends = np.tile(np.arange(1, 25) * 1000.0, 2)
@@ -161,7 +162,7 @@ def test_any_length_is_rebuilt_to_a_thousandth(trained, width, step):
     mix = Mixture.solve(EmaSnapshotFile.read_all(folder), width, step + EVERY - 1 if step < STEPS else None)
     assert mix.step == step  # of the snapshot before: between two, the newest weights are in none
     direct = share(PowerEma(width).gamma, np.arange(1, step + 1), step) @ history[:step]
-    error = np.linalg.norm(flat(_rebuild(mix), state) - direct) / np.linalg.norm(direct)
+    error = np.linalg.norm(flat(rebuild_ema(mix), state) - direct) / np.linalg.norm(direct)
     assert error < (1e-3 if (width, step) != (0.2, 400) else 2e-3)  # which wants more than 20 snapshots
 
 
@@ -181,7 +182,7 @@ def test_the_solver_alone_is_exact_to_the_profiles(trained):
 
 def test_buffers_are_those_of_the_newest_snapshot_and_what_is_rebuilt_fits(trained):
     folder, _, state = trained
-    rebuilt = _rebuild(Mixture.solve(EmaSnapshotFile.read_all(folder), 0.08))
+    rebuilt = rebuild_ema(Mixture.solve(EmaSnapshotFile.read_all(folder), 0.08))
     assert rebuilt.keys() == state.model.state_dict().keys()
     for name, buffer in state.model.named_buffers():
         assert torch.equal(rebuilt[name], buffer)
@@ -322,7 +323,7 @@ def test_what_cannot_be_rebuilt_is_refused_and_what_is_damaged_passed_over(train
         Mixture.solve(kept, 0.1, 481)
     with pytest.raises(RequestError, match=r"width = 0\.5 must be from 0\.01"):
         Mixture.solve(kept, 0.5)
-    with pytest.raises(RequestError, match=r"ema = 0.2 cannot be rebuilt at step 20.* nearer to 0.1 or 0.05"):
+    with pytest.raises(RequestError, match=r"ema = 0.2 .*step 20.* 0.1 or 0.05"):
         Mixture.solve(kept, 0.2, 20)
     for path in folder.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
@@ -341,7 +342,7 @@ def test_what_cannot_be_rebuilt_is_refused_and_what_is_damaged_passed_over(train
     mix = Mixture.solve(EmaSnapshotFile.read_all(tmp_path), 0.07)
     (tmp_path / "00000080.safetensors").unlink()
     with pytest.raises(RunError, match="cannot be read"):
-        _rebuild(mix)
+        rebuild_ema(mix)
 
 
 def test_the_second_average_is_another_one():

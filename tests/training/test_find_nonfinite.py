@@ -13,7 +13,7 @@ from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Loss, Objective
 from unfog.models.settings import UNet
 from unfog.models.unet import UNetModel
-from unfog.training.distributed.micro_batches import _split_range
+from unfog.training.batches import split_range
 from unfog.training.precision import Precision
 from unfog.training.settings import Optimizer, PowerEma
 from unfog.training.stability.nan_debug import NanReport
@@ -22,7 +22,7 @@ from unfog.values.condition_format import ConditionFormat
 from unfog.values.conditions import NO_CONDITIONS
 from unfog.values.image_format import BYTES
 
-PASSES = list(_split_range(100, 8, 3))  # of 3, 3 and 2 images
+PASSES = list(split_range(100, 8, 3))  # of 3, 3 and 2 images
 WHITE = 104  # the second image of the second pass; all others are between -0.5 and 0.5
 UNKNOWN = NanReport("unknown", "", (), (), False)
 
@@ -124,6 +124,7 @@ class NanBackward(torch.autograd.Function):
         return gradient.masked_fill(ctx.white, math.nan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_broken_image(precision):
     into = state(unet(), precision)
@@ -143,6 +144,7 @@ def test_a_broken_image_in_a_network_that_mixes_images():
     assert found == NanReport("forward", "input", (WHITE,), (level(forward),), False)
 
 
+@pytest.mark.slow
 def test_an_infinite_loss_of_one_image():
     def loss(model, x0, conditions):
         found = OBJECTIVE(model, x0, conditions)
@@ -183,6 +185,7 @@ def test_the_layer_that_overflows_for_one_image(precision, large):
     assert found == NanReport("forward", "2", (WHITE,), (level(forward),), False)
 
 
+@pytest.mark.slow
 def test_the_layer_of_the_unet_that_overflows_for_every_image():
     into = state(unet(), "fp16")
     with torch.no_grad():
@@ -351,7 +354,7 @@ def test_an_infinite_output_is_blamed_for_the_gradient():
 @pytest.mark.parametrize("microbatch", [1, 2, 3, 5, 7, 8])
 @pytest.mark.parametrize("white", [100, 104, 107])
 def test_however_the_batch_is_cut_the_image_is_found(microbatch, white):
-    passes = list(_split_range(100, 8, microbatch))
+    passes = list(split_range(100, 8, microbatch))
     for model, augment in ((straight(1), poison), (straight(1, At(NanBackward.apply)), lambda x0: x0)):
         into = state(model)
         forward = replay(into, augment=augment, white=white)
@@ -363,7 +366,7 @@ def test_however_the_batch_is_cut_the_image_is_found(microbatch, white):
 @pytest.mark.parametrize("spoil", [lambda x: x / 0, lambda x: NanBackward.apply(x * 0 + 1)])
 def test_a_network_is_blamed_for_what_hits_every_image(microbatch, spoil):
     into = state(straight(1, At(spoil)))
-    found = NanReport.find(into, replay(into), list(_split_range(100, 8, microbatch)))
+    found = NanReport.find(into, replay(into), list(split_range(100, 8, microbatch)))
     assert (found.images, found.levels, found.every) == ((), (), True)
 
 
@@ -376,11 +379,13 @@ def test_at_most_eight_images_are_named_in_order():
     assert not found.every
 
 
+@pytest.mark.slow
 def test_a_step_that_is_finite_when_replayed():
     into = state(unet())
     assert NanReport.find(into, replay(into, OBJECTIVE), PASSES) == UNKNOWN
 
 
+@pytest.mark.slow
 def test_compiled_networks_are_searched_too():
     into = state(straight(1, At(lambda x: x + infinity(x)), nn.Conv2d(1, 1, 1)))
     into.model.compile(backend="eager")

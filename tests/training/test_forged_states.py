@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-import resource
 import shutil
 import subprocess
 from contextlib import suppress
@@ -18,9 +17,9 @@ import torch
 from safetensors.torch import save_file
 
 import unfog
-from test_hostile_text import TINY, places, put
+from hostile import VALUES, peak_memory, places, plant, put, snapshot
+from test_hostile_text import TINY
 from test_resume_settings import sealed, trained
-from test_safe_files import plant
 from unfog.cli.read_request import read_request
 from unfog.config.schema import Config
 from unfog.config.toml import to_toml
@@ -38,26 +37,6 @@ from unfog.training.settings import Checkpoint
 from unfog.training.state import TrainState
 
 SNAPSHOT = {"step": 2, "updates": 2, "widths": [0.05]}
-VALUES = [
-    None,
-    True,
-    -1,
-    0,
-    7,
-    10**30,
-    2**63,
-    1.5,
-    math.nan,
-    math.inf,
-    "x",
-    "",
-    [],
-    [[]],
-    [None],
-    {},
-    {"a": 1},
-    "absent",
-]
 
 
 @pytest.fixture(scope="module")
@@ -69,18 +48,6 @@ def mutations(state: dict) -> list[tuple[tuple, object]]:
     """Every place with every value; of lists of numbers, only the first two."""
     kept = [at for at in places(state) if not any(isinstance(key, int) and key > 1 for key in at)]
     return [(at, value) for at in kept for value in VALUES]
-
-
-def mutated(state: dict, at: tuple, value: object) -> object:
-    if value != "absent":
-        return put(state, at, value)
-    changed = json.loads(json.dumps(state))
-    inner = changed
-    for key in at[:-1]:
-        inner = inner[key]
-    if at:
-        del inner[at[-1]]
-    return changed
 
 
 def holds(state: TrainState, value: object) -> bool:
@@ -105,7 +72,7 @@ def test_a_mutated_state_is_refused_or_loads(some: slice) -> None:
     every = mutations(good)
     assert len(every) > 400
     for at, value in every[some]:
-        assert holds(state, mutated(good, at, value)), (at, value)
+        assert holds(state, put(good, at, value)), (at, value)
 
 
 def forge(folder: Path, **values: object) -> None:
@@ -159,9 +126,7 @@ def test_a_run_whose_folders_or_records_are_none_is_not_trained_into(
         lambda: unfog.resume(copy, steps=8),
         lambda: resume(RunFolder(copy)),
     ):
-        with pytest.raises(
-            RequestError, match=rf"run/{name} cannot be trained into \(a (link|pipe).*move the whole run"
-        ):
+        with pytest.raises(RequestError, match=rf"run/{name} .*a (link|pipe).*move"):
             begin()
     after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert after == {path: content for path, content in before.items() if copy / name not in (path, *path.parents)}
@@ -201,11 +166,12 @@ def test_a_linked_picture_is_not_shown_in_a_notebook(run: Path, tmp_path: Path) 
     assert "data:image/png" not in unfog.load(copy)._repr_html_()
 
 
+@pytest.mark.slow
 def test_a_backup_by_hard_links_is_not_written_to(run: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "run", copy_function=os.link))
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    before = snapshot(run)
     unfog.resume(copy, steps=6)
-    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    assert snapshot(run) == before
     assert (copy / "metrics.jsonl").read_bytes().startswith((run / "metrics.jsonl").read_bytes())
 
 
@@ -214,7 +180,7 @@ def test_a_run_with_a_mutated_state_goes_on_or_says_why_not(run: Path, tmp_path:
     good = json.loads((run / "checkpoints/00000004/state.json").read_text())
     for number, (at, value) in enumerate(mutations(good)):
         copy = Path(shutil.copytree(run, tmp_path / str(number)))
-        (copy / "checkpoints/00000004/state.json").write_text(json.dumps(mutated(good, at, value)))
+        (copy / "checkpoints/00000004/state.json").write_text(json.dumps(put(good, at, value)))
         sealed(copy / "checkpoints/00000004")
         folder = RunFolder(copy)
         with suppress(UnfogError):  # anything else is a defect
@@ -222,6 +188,7 @@ def test_a_run_with_a_mutated_state_goes_on_or_says_why_not(run: Path, tmp_path:
         shutil.rmtree(copy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [{"width": 8192}, {"depth": 90}])
 def test_a_network_larger_than_its_weights_is_not_allocated(run: Path, tmp_path: Path, change: dict[str, Any]) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "run"))
@@ -235,11 +202,6 @@ def test_a_network_larger_than_its_weights_is_not_allocated(run: Path, tmp_path:
         with pytest.raises(RunError, match=r"do not fit the network that config\.toml describes"):
             use(copy)
     assert peak_memory() - before < 100e6
-
-
-def peak_memory() -> float:
-    """Bytes of memory that this process held at the most, so far."""
-    return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def test_an_evaluation_holds_no_credentials_and_is_for_its_owner(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from unfog.training.precision import Precision
 from unfog.training.settings import AdamW, FixedEma, Muon, Optimizer, PowerEma
 from unfog.training.stability.divergence import DivergenceGuard
 from unfog.training.state import TrainState
-from unfog.training.updates import obstacles, updater
+from unfog.training.updates import updater
 from unfog.values.condition_format import ConditionFormat
 
 STEPS = 9
@@ -38,7 +38,7 @@ def when(monkeypatch):
     """Have the device decide, and the host read its verdict at once, or a step late."""
 
     def choose(how):
-        monkeypatch.setattr(obstacles, "_LATE_ON", () if how == "usual" else ("cpu",))
+        monkeypatch.setattr(updater, "_LATE_ON", () if how == "usual" else ("cpu",))
         monkeypatch.setattr(updater, "_LAG", int(how == "late"))
 
     return choose
@@ -153,6 +153,7 @@ def test_the_verdict_is_read_while_the_next_step_is_on_its_way(when, monkeypatch
     assert events == [*["launch", "launch", "read", "read"] * 2, "launch", "read"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planted", [[5], [4, 5], [5, 6]])
 def test_a_checkpoint_holds_the_step_that_it_follows(planted, when):
     """The checkpoint after step 5, counted from 0, where the last step, this one or the next one is left out."""
@@ -186,6 +187,7 @@ def test_a_trial_takes_as_many_steps_as_are_asked_for(when):
         assert trial.state.seen - before == 4 * steps
 
 
+@pytest.mark.slow
 def test_learning_a_batch_by_heart_compares_with_the_first_step(when, monkeypatch):
     monkeypatch.setattr(overfitting, "_MOST_STEPS", 6)
     monkeypatch.setattr(overfitting, "_finding", lambda config, state, batch, monitor: monitor.fallen)
@@ -198,6 +200,7 @@ def test_learning_a_batch_by_heart_compares_with_the_first_step(when, monkeypatc
     assert fallen["usual"][0] == 1 != fallen["usual"][5]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", range(3, 8))
 def test_killed_or_stopped_beside_a_bad_step_and_resumed_ends_like_one_that_was_not(stop, when):
     when("late")
@@ -212,6 +215,7 @@ def test_killed_or_stopped_beside_a_bad_step_and_resumed_ends_like_one_that_was_
     same(saved(again), saved(straight))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("poll", range(1, 30, 2))
 def test_interrupted_anywhere(poll, when):
     when("late")
@@ -250,6 +254,7 @@ def rolling_back(into):
     return diary
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [1e4, math.nan])
 def test_a_roll_back_undoes_what_was_launched_before_it_was_known(factor, when):
     ends = {}
@@ -264,6 +269,7 @@ def test_a_roll_back_undoes_what_was_launched_before_it_was_known(factor, when):
     assert ends["late"][2] == ends["at once"][2]
 
 
+@pytest.mark.slow
 def test_roll_backs_end_in_the_same_diagnosis(when):
     messages = []
     for how in ("at once", "late"):
@@ -292,7 +298,7 @@ def test_weights_that_are_not_finite_are_found(when):
 def test_what_cannot_be_masked_is_decided_at_once(when, monkeypatch):
     when("late")
     world = type("World", (), {"size": 1})()
-    why = obstacles.why_not_masked
+    why = updater.why_not_masked
     assert why(state(), world) is None
     assert "several processes" in why(state(), type("World", (), {"size": 2})())
     buffered = TrainState(
@@ -308,7 +314,7 @@ def test_what_cannot_be_masked_is_decided_at_once(when, monkeypatch):
     assert "project" in why(foreign, world)
     foreign.levels = object()
     assert "follow the losses" in why(foreign, world)
-    monkeypatch.setattr(obstacles, "_LATE_ON", ("cuda",))
+    monkeypatch.setattr(updater, "_LATE_ON", ("cuda",))
     assert "cpu" in why(state(), world)
 
 

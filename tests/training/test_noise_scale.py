@@ -41,6 +41,7 @@ def test_average_over_all_possible_batches_is_exact():
         assert found["noise_scale"] == pytest.approx(noise / signal, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_known_gradient_and_covariance():
     # G = (1, …, 1) / 2 in 16 dimensions, Sigma = diag(1, …, 16): |G|^2 = 4, tr(Sigma) = 136, ratio 34.
     generator = torch.Generator().manual_seed(0)

@@ -19,7 +19,7 @@ from unfog.errors import RequestError
 from unfog.models.network_settings import build_model
 from unfog.models.settings import SIZES, DdpmPytorch, DiffusersDiT, Edm, Edm2
 from unfog.models.unet import UNetModel
-from unfog.planning.memory_estimate import MemoryEstimator, _checkpoint_bytes, _persistent_bytes
+from unfog.planning.memory_estimate import MemoryEstimator, checkpoint_bytes, persistent_bytes
 from unfog.planning.microbatch import with_precision
 from unfog.training import optimizers as optim
 from unfog.training.checkpoints import snapshot
@@ -27,7 +27,6 @@ from unfog.training.checkpoints.load import load_checkpoint, roll_back
 from unfog.training.precision import Precision
 from unfog.training.settings import AdamW, Custom, Muon, Optimizer, OptimizerKind, PowerEma, Training
 from unfog.training.state import TrainState
-from unfog.training.updates import muon
 from unfog.values.condition_format import ConditionFormat
 
 CPU = torch.device("cpu")
@@ -109,10 +108,10 @@ def test_orthogonalised_applies_its_polynomial_to_the_singular_values(shape):
     x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     u, s, vt = torch.linalg.svd(x, full_matrices=False)
     s = s / s.norm(dim=1, keepdim=True)
-    a, b, c = muon._NEWTON_SCHULZ
+    a, b, c = optim._NEWTON_SCHULZ
     for _ in range(5):
         s = a * s + b * s**3 + c * s**5
-    torch.testing.assert_close(muon._orthogonalize(x, 5), u @ s.diag_embed() @ vt, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(optim._orthogonalize(x, 5), u @ s.diag_embed() @ vt, rtol=1e-10, atol=1e-12)
     assert s.min() > 0.6
     assert s.max() < 1.25
 
@@ -124,7 +123,7 @@ def test_muon_moves_matrices_and_kernels_as_torch_does():
     theirs = [nn.Parameter(p.detach().reshape(len(p), -1).clone()) for p in ours]
     rest = nn.Parameter(torch.randn(5))
     settings = Optimizer(lr=0.02, weight_decay=0.1, method=Muon())
-    mine = muon.MuonAdamW(ours, optim._build_adamw([rest], settings), 0.95, 5, torch.bfloat16)
+    mine = optim.MuonAdamW(ours, optim._build_adamw([rest], settings), 0.95, 5, torch.bfloat16)
     reference = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
     begun = [p.detach().clone() for p in theirs]
     for _ in range(3):
@@ -201,6 +200,7 @@ def test_muon_leaves_the_first_and_the_last_matrix_of_any_other_network():
     assert matrices[0] is model[1].weight
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [AdamW(), Muon(), MOMENTUM, Custom("torch.optim.Adafactor"), "odd"])
 def test_saved_and_restored_in_the_middle_is_bit_identical(tmp_path, method, odd):
     method = odd if method == "odd" else method
@@ -366,7 +366,7 @@ def test_plan_counts_the_moments_that_there_are(method, copies):
     step = MemoryEstimator(with_precision(config), "cpu").step(1, False)
     assert step.parts["moments"] / step.parts["parameters"] == pytest.approx(copies, abs=0.1)
     assert step.parts["average"] == pytest.approx(2 * step.parts["parameters"], rel=0.01)
-    assert _persistent_bytes(step) + 3 * step.parts["parameters"] == _checkpoint_bytes(step)
+    assert persistent_bytes(step) + 3 * step.parts["parameters"] == checkpoint_bytes(step)
 
 
 class Counting(torch.optim.SGD):

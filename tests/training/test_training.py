@@ -17,7 +17,7 @@ from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.loss_by_level import LossByLevel
 from unfog.diffusion.objective import Loss, Objective
 from unfog.errors import Interrupted, RequestError, RunError
-from unfog.training.distributed.micro_batches import _split_range
+from unfog.training.batches import split_range
 from unfog.training.ema import Ema
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import Intervals, LoopSettings, train
@@ -135,6 +135,7 @@ def test_gradient_is_the_exact_mean_however_the_batch_is_cut(microbatch):
     torch.testing.assert_close(weights(cut), weights(whole), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatch", [1, 2, 3])
 def test_noise_of_the_whole_batch_is_the_same_however_it_is_cut(microbatch):
     objective = Objective(Diffusion(), interleaved=True)
@@ -151,9 +152,10 @@ def test_noise_of_the_whole_batch_is_the_same_however_it_is_cut(microbatch):
 
 
 def test_micro_batches_cover_the_batch_once():
-    assert list(_split_range(64, 8, 3)) == [(64, 3), (67, 3), (70, 2)]
+    assert list(split_range(64, 8, 3)) == [(64, 3), (67, 3), (70, 2)]
 
 
+@pytest.mark.slow
 def test_stopped_and_continued_in_memory_is_bit_identical():
     straight, broken = state(), state()
     run(straight, microbatch=3)
@@ -242,6 +244,7 @@ def with_good_weights(into, **options):
     return diary
 
 
+@pytest.mark.slow
 def test_levels_are_those_of_accepted_steps_and_go_back_with_the_weights():
     into = following(linear_state())
     run(into, overflow_at([3, 4]), images=80)
@@ -332,7 +335,7 @@ def test_log_window_and_guard_measure_the_error_and_not_what_was_made_of_it():
 def test_patience_ends_in_a_roll_back_and_roll_backs_in_a_diagnosis():
     into = linear_state()
     diary = with_good_weights(into)
-    with pytest.raises(RunError, match=r"diverged 3 times.*step 9.*not finite in 3 steps in a row.*--lr"):
+    with pytest.raises(RunError, match=r"diverged 3 times.*step 9.*--lr"):
         run(into, overflow_at(range(100)), diary, patience=3, rollbacks=2)
     assert len(diary.roll_backs) == 3
     assert into.guard.lr_scale == 1 / 8
@@ -397,6 +400,7 @@ def test_a_batch_that_weighs_nothing_is_no_trouble():
     assert into.updates == 10
 
 
+@pytest.mark.slow
 def test_a_spike_that_passes_is_chance_and_one_that_stays_is_rolled_back():
     into = linear_state()
     diary = with_good_weights(into)
@@ -652,6 +656,7 @@ def test_settings_that_train_on_nothing_are_refused(wrong):
         Training(**wrong)
 
 
+@pytest.mark.slow
 def test_the_noise_scale_does_not_see_the_loss_scale():
     records = []
     for precision in ("fp32", "fp16"):

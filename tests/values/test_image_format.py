@@ -128,7 +128,7 @@ def test_what_is_no_size_is_refused(given):
 
 
 def test_a_number_of_thousands_of_digits_is_refused():
-    with pytest.raises(RequestError, match="size = a number of thousands of digits is not a size"):
+    with pytest.raises(RequestError, match="thousands of digits"):
         Data(size=10**5000)
 
 
@@ -151,7 +151,7 @@ def test_one_number_stays_one_number_in_a_file_of_settings():
 def test_sides_that_do_not_fit_are_named_with_a_size_that_does():
     rule = "a multiple of 8"
     check_sides(64, 96, lambda side: round(side / 8) * 8, rule)
-    with pytest.raises(RequestError, match=r"size = 90x64: both sides must be a multiple of 8; try size = 88x64"):
+    with pytest.raises(RequestError, match=r"size = 90x64.*multiple of 8.*88x64"):
         check_sides(64, 90, lambda side: round(side / 8) * 8, rule)
     with pytest.raises(RequestError, match=r"size = 30 must be a multiple of 8; try size = 32"):
         check_sides(30, 30, lambda side: round(side / 8) * 8, rule)
@@ -198,6 +198,7 @@ def _offenders(tree: ast.Module) -> list[str]:
     return [f"{node.lineno}: {why}" for node in ast.walk(tree) if (why := _knows_the_format(node, lone))]
 
 
+@pytest.mark.slow
 def test_no_other_module_knows_the_values_and_channels_of_images():
     found = {place: _offenders(tree) for place, tree in trees().items() if Path(place).parent != Path("values")}
     assert len(found) > 300

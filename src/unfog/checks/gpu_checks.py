@@ -22,8 +22,7 @@ from unfog.pipeline.compile_network import check_can_compile
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.flops import Device, NetworkCost, matmul_seconds
 from unfog.planning.timing import StepTime, TrialTraining, differing_tensors, random_images, waits_for_device
-from unfog.process.device import available_memory, choose_device, synchronize, total_memory
-from unfog.process.gpus import architecture, unused_gpu
+from unfog.process.device import architecture, available_memory, choose_device, synchronize, total_memory, unused_gpu
 from unfog.process.signals import StopSignals
 from unfog.reporting.findings import Finding, Severity
 from unfog.reporting.progress import Progress, format_bytes, format_number
@@ -31,7 +30,7 @@ from unfog.settings import is_auto
 from unfog.text import sanitize
 from unfog.training.distributed.world import SINGLE_PROCESS
 from unfog.training.precision import gpu_has_bf16
-from unfog.training.updates.obstacles import why_not_masked
+from unfog.training.updates.updater import why_not_masked
 from unfog.values.image_format import colour_channels
 
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -59,7 +58,7 @@ def iter_gpu_checks(config: Config, stop: StopSignals, compiled: bool = True) ->
     if is_auto(config.training, "device") and device.type == "cpu":
         why = unused_gpu() or "torch finds neither CUDA, ROCm nor MPS"
         raise RequestError(f"there is no GPU to check: {why}; --device cpu runs the same checks on the CPU")
-    steps = _StepChecks(config, device, stop)
+    steps = StepChecks(config, device, stop)
     checks: dict[str, Callable[[], Finding]] = {
         "build": partial(_check_build, device),
         "memory": partial(_check_memory, device),
@@ -191,7 +190,7 @@ def _check_copies(device: torch.device) -> Finding:
     )
 
 
-class _StepChecks:
+class StepChecks:
     """Checks of one training step on images of noise, with the settings that a run would choose."""
 
     def __init__(self, config: Config, device: torch.device, stop: StopSignals):

@@ -92,7 +92,7 @@ def _main(arguments: Sequence[str] | None) -> None:
     except UnfogError as error:
         if debug:
             raise
-        sys.stderr.write(f"unfog: {_in_a_line(str(error))}\n")
+        sys.stderr.write(f"unfog: {one_line(str(error))}\n")
         sys.exit(error.exit_status)
     except KeyboardInterrupt as stopped:
         if os.environ.get("RANK", "0") == "0":
@@ -116,7 +116,7 @@ def _describe_unexpected(error: Exception) -> str:
     if isinstance(error, OSError):
         reason = error.strerror or str(error)
         said = f"{error.filename}: {reason}" if error.filename else reason
-        return f"unfog: {_in_a_line(said)}; correct that, then repeat the command\n"
+        return f"unfog: {one_line(said)}; correct that, then repeat the command\n"
     from unfog.device.cores import is_thread_limit
 
     # Only now, as it imports torch, which a wrong request need not wait for.
@@ -128,10 +128,10 @@ def _describe_unexpected(error: Exception) -> str:
         advice = "lower --microbatch: the effective batch stays the same; or choose a smaller --size or --network"
     else:
         advice = "this is a bug in unfog; --debug shows where"
-    return f"unfog: {type(error).__name__}: {_in_a_line(str(error))}\n({advice})\n"
+    return f"unfog: {type(error).__name__}: {one_line(str(error))}\n({advice})\n"
 
 
-def _in_a_line(message: str) -> str:
+def one_line(message: str) -> str:
     """Return a message in one line, with control characters escaped: file names may hold anything."""
     message = message.replace("\n", " ")
     if len(message) > _MAX_MESSAGE:
@@ -212,7 +212,7 @@ def _serve_request(words: list[str]) -> object | None:
 def _run_worker_rank(words: list[str]) -> int:
     """Run a rank other than 0, which gets its settings from rank 0. Return its exit status."""
     if not {"-h", "--help", "--help-all", "--verify"} & set(words):  # which train nothing
-        from unfog.runs.worker import run_worker
+        from unfog.runs.train import run_worker
 
         run_worker()
     return 0

@@ -92,7 +92,7 @@ class ParsedArgs:
 
 
 @cache  # resolving the annotations of all settings takes longer than reading a command
-def _flags_of(kind: type) -> dict[str, _Flag]:
+def flags_of(kind: type) -> dict[str, _Flag]:
     """Return every flag of a command by its spelling, short names included."""
     flags: dict[str, _Flag] = {}
     for setting in describe(kind):
@@ -114,7 +114,7 @@ def parse_args(words: Sequence[str], kind: type, prog: str, others: Mapping[str,
         prog: name of the command in messages: "unfog train".
         others: the other commands and their dataclasses, to recognise a flag of theirs.
     """
-    flags, args = _flags_of(kind), ParsedArgs()
+    flags, args = flags_of(kind), ParsedArgs()
     positionals = [setting for setting in describe(kind) if setting.positional]
     metavars = [setting.metavar for setting in positionals]
     needed = [setting.metavar for setting in positionals if setting.field.default is MISSING]
@@ -216,7 +216,7 @@ def _unknown_flag(spelled: str, flags: Mapping[str, _Flag], prog: str, others: M
         return f"{quote(spelled)[1:-1]} is not a flag of {prog}; {advice.text}"
     meant = meant or [flag for flag in flags if flag.startswith(f"{named}.") and ".no-" not in flag]
     meant = meant or [flag for flag in flags if last and flag.rpartition(".")[2] == last]
-    owners = [command for command, kind in others.items() if named in _flags_of(kind)]
+    owners = [command for command, kind in others.items() if named in flags_of(kind)]
     theirs = f", but of {' and '.join(filter(None, [', '.join(owners[:-1]), *owners[-1:]]))}" if owners else ""
     # A flag of another command is meant as it is, unless one here is spelled nearly the same.
     meant = meant or difflib.get_close_matches(named[:40], flags, n=1, cutoff=0.9 if theirs else 0.7)

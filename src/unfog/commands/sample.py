@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from unfog.diffusion.sampler import Observe, Sampler
     from unfog.diffusion.steps import SamplingStep
     from unfog.inference.run import PreparedSampling, Run
-    from unfog.pipeline.image_files import DenoisingStrip
+    from unfog.pipeline.denoising_pictures import DenoisingStrip
     from unfog.values.image_format import ImageFormat
 
 _MAX_IN_GRID = 1000  # samples; a grid of ten thousand takes more memory than generating them, and few programs open it
@@ -91,9 +91,10 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
     if request.out is None or not SampleFolder.is_unfinished(request.out):
         check_out(request.out or unused_path(request.run / "pictures"), what="the folder of the samples")
     if request.animate is not None:
-        _check_animation(request.animate)
+        check_animation(request.animate)
     # Imported only now, as torch takes seconds: a wrong request is refused before.
-    from unfog.pipeline.image_files import MOST_SAMPLES, DenoisingAnimation, DenoisingStrip, build_edit
+    from unfog.pipeline.denoising_pictures import MOST_SAMPLES, DenoisingAnimation, DenoisingStrip
+    from unfog.pipeline.edit_images import build_edit
 
     format = stored.conditions
     asked = format.with_label(format.read_words(request.given), request.label)
@@ -120,10 +121,10 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
         told = "Given" if format.columns else "Class"
         folder = SampleFolder(out, digest, request.n, format.names(given, request.n), prepared.caption, told)
         for part in parts:
-            _draw(part, folder, _observe_all(strip, animation))
+            _draw(part, folder, observe_all(strip, animation))
         if animation is not None and request.animate is not None:
             animation.save(request.animate, folder.first(MOST_SAMPLES))
-        _write_grid(folder, _edited(edit, run.config.image_format) if edit else (), strip)
+        write_grid(folder, _edited(edit, run.config.image_format) if edit else (), strip)
     return out
 
 
@@ -173,7 +174,7 @@ def _draw(part: _Part, folder: SampleFolder, observe: Observe | None) -> None:
         say(f"  adaptive took up to {run.calls} network calls")
 
 
-def _observe_all(*observers: Observe | None) -> Observe | None:
+def observe_all(*observers: Observe | None) -> Observe | None:
     """Return one observer that calls those that are there; None without any."""
     given = [observer for observer in observers if observer is not None]
 
@@ -192,7 +193,7 @@ def _edited(edit: Edit, format: ImageFormat) -> list[Pixels]:
     return first
 
 
-def _write_grid(folder: SampleFolder, edited: Sequence[Pixels] = (), strip: DenoisingStrip | None = None) -> None:
+def write_grid(folder: SampleFolder, edited: Sequence[Pixels] = (), strip: DenoisingStrip | None = None) -> None:
     """Write grid.png of the first thousand samples, and strip.png if sampling was observed; the folder is done then.
 
     The samples of an edit come after `edited`, its image and mask.
@@ -211,7 +212,7 @@ def _write_grid(folder: SampleFolder, edited: Sequence[Pixels] = (), strip: Deno
     folder.finish()
 
 
-def _check_animation(file: Path) -> None:
+def check_animation(file: Path) -> None:
     """Raise RequestError unless an animation can be written to this file."""
     if file.suffix == ".mp4" and not find_spec("imageio_ffmpeg"):
         raise RequestError("an MP4 needs imageio-ffmpeg: pip install 'unfog[video]'; or animate as .gif or .webp")

@@ -141,7 +141,7 @@ def main(request: SlurmRequest) -> int:
     try:
         with open_file(file, "xb", file.parent) as batch:  # a batch file that is there may have been edited
             os.chmod(batch.fileno(), 0o600)
-            batch.write(_batch_script(request).encode())
+            batch.write(batch_script(request).encode())
     except FileExistsError:
         raise RequestError(f"{quote(str(file))[1:-1]} exists; give another --file, or remove it") from None
     except (OSError, ValueError) as error:
@@ -154,7 +154,8 @@ def main(request: SlurmRequest) -> int:
     return 0
 
 
-def _batch_script(request: SlurmRequest) -> str:
+def batch_script(request: SlurmRequest) -> str:
+    """Return the batch file: the job with its flags, without the secrets of the command, requeued until it ends."""
     # Slurm keeps batch files, and may show them to others, as every node shows the words of its processes.
     shown, secrets = hide_secrets(request.command)
     command = shlex.join(shown)

@@ -54,7 +54,7 @@ def settings_digests(config: Config) -> dict[str, str]:
     # Also where its part is of another kind than the usual one, as a network always is: there its own default is usual.
     usual = {*_flatten(Config()), *_added_later(config)}
     pairs: dict[str, list[tuple[str, Any]]] = {purpose: [] for purpose in _PURPOSES}
-    for name, value, rules in _walk(config):
+    for name, value, rules in walk_settings(config):
         if in_use.get(name.partition(".")[0], True) and not (rules.added_later and (name, value) in usual):
             for purpose in _DIGESTS[rules.affects or "loss"]:
                 pairs[purpose].append((stored_name(name), value))
@@ -64,7 +64,7 @@ def settings_digests(config: Config) -> dict[str, str]:
     return digests | {"best": best if best == "held_out_loss" else f"{best}:{digests['best']}"}
 
 
-def _walk(settings: Any, where: str = "", rules: Rules = Rules()) -> Iterator[tuple[str, Any, Rules]]:  # noqa: B008
+def walk_settings(settings: Any, where: str = "", rules: Rules = Rules()) -> Iterator[tuple[str, Any, Rules]]:  # noqa: B008
     """Yield (dotted name, value, rules) of each setting in a tree, and the kind of each part."""
     if not is_dataclass(settings):
         yield where, settings, rules
@@ -74,12 +74,12 @@ def _walk(settings: Any, where: str = "", rules: Rules = Rules()) -> Iterator[tu
         yield f"{where}.kind", getattr(type(settings), "kind", ""), rules
     for f in fields(settings):
         name = f"{where}.{f.name}" if where else f.name
-        yield from _walk(getattr(settings, f.name), name, rules_of(f).inside(rules))
+        yield from walk_settings(getattr(settings, f.name), name, rules_of(f).inside(rules))
 
 
 def _flatten(settings: Any) -> list[tuple[str, Any]]:
     """Return (dotted name, value) of each setting in a tree, and the kind of each part."""
-    return [(name, value) for name, value, _ in _walk(settings)]
+    return [(name, value) for name, value, _ in walk_settings(settings)]
 
 
 def _added_later(settings: Any, where: str = "") -> Iterator[tuple[str, Any]]:

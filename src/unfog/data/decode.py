@@ -280,7 +280,7 @@ def _decode(
     actions += changes
     if "icc_profile" in fitted.info:
         # After the resize: next to free, and on photographs the same to within 1 of 255 (RMSE).
-        fitted, changes = _to_srgb(fitted, fitted.info["icc_profile"] or b"")
+        fitted, changes = to_srgb(fitted, fitted.info["icc_profile"] or b"")
         actions += changes
     actions += fit.actions
     if orientation != 1:
@@ -365,7 +365,7 @@ def _flatten(
         rgba = image.convert("RGBA")
         if not _is_opaque(rgba):
             if "icc_profile" in image.info:  # the background is sRGB, so what is laid on it must be
-                rgba, changes = _to_srgb(rgba, image.info["icc_profile"] or b"")
+                rgba, changes = to_srgb(rgba, image.info["icc_profile"] or b"")
                 actions += changes
             # Before the resize: a transparent pixel's hidden colour must not bleed into its neighbours.
             flat = Image.alpha_composite(Image.new("RGBA", rgba.size, background), rgba)
@@ -443,7 +443,7 @@ class _Fit(NamedTuple):
         return image.resize(self.result, Image.Resampling.LANCZOS, box, reducing_gap=_REDUCING_GAP)
 
 
-def _to_srgb(image: Image.Image, profile: bytes) -> tuple[Image.Image, list[str]]:
+def to_srgb(image: Image.Image, profile: bytes) -> tuple[Image.Image, list[str]]:
     """Convert an image of mode "L", "RGB", "RGBA" or "CMYK" to sRGB, "CMYK" to "RGB". Return it and the actions.
 
     Pixel values stay as they are if the profile is sRGB, and also if it is broken or of another kind of image, or if
@@ -454,7 +454,7 @@ def _to_srgb(image: Image.Image, profile: bytes) -> tuple[Image.Image, list[str]
     transform = _transform(profile, image.mode)
     if transform is None and image.mode == "L" and _transform(profile, "RGB") is not None:
         # Some programs write grey images with a colour profile.
-        converted, actions = _to_srgb(image.convert("RGB"), profile)
+        converted, actions = to_srgb(image.convert("RGB"), profile)
         return converted.getchannel("G"), actions
     if isinstance(transform, ImageCms.ImageCmsTransform):
         converted = transform.apply(image)

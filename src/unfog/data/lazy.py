@@ -206,7 +206,7 @@ def lazy_dataset(scan: Scan) -> Dataset:
     state = repr((*matters, *settings.later_key))
 
     def subset(inside: bool) -> ImageSet:
-        count, index = (len(held), held.__getitem__) if inside else (n - len(held), partial(_training_index, held))
+        count, index = (len(held), held.__getitem__) if inside else (n - len(held), partial(training_index, held))
         columns = rows_of(scan.columns, held if inside else _outside(held, n)) if scan.columns else {}
         digest = hashlib.sha256(f"{state} {inside} {held.tobytes().hex()}".encode())
         update_digest(digest, columns)
@@ -227,7 +227,7 @@ def _outside(held: NDArray[np.int64], n: int) -> NDArray[np.bool_]:
     return mask
 
 
-def _training_index(held: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
+def training_index(held: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
     """Map training rows [B] to indices in the source [B], given the sorted indices of the images held out."""
     # Computed, as a list of all indices would take a gigabyte for a hundred million images.
     rows_before = held - np.arange(len(held))  # training rows before each image held out

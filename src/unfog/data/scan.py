@@ -293,7 +293,7 @@ def _sampled_sizes(source: Source, without: Sequence[str] = ()) -> list[tuple[in
 def _sides_of(source: Source, i: int) -> tuple[int, int] | None:
     """Return width and height of image i; None if it is not a usable image. RunError if it cannot be read now."""
     try:
-        sides = _read_size(partial(source.read_image, i))
+        sides = read_size(partial(source.read_image, i))
         source.outage.last_read = i
         return sides
     except (TransientImageError, MissingImageError):  # retried, as the images without it could have another size
@@ -483,7 +483,7 @@ def side_statistics(sides: NDArray[np.int32]) -> dict[str, int]:
     return {f"{side}_{name}": int(values[k]) for k, side in columns for name, values in found.items()}
 
 
-def _read_size(opener: Opener) -> tuple[int, int]:
+def read_size(opener: Opener) -> tuple[int, int]:
     """Read (width, height) of the upright image, without decoding its pixels. Raises ImageError."""
     try:
         with opener() as image:

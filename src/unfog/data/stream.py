@@ -79,7 +79,7 @@ class ImageStream:
         if not 0 <= begin <= begin + count <= batch or batch < 1 or first < 0:
             raise ValueError(f"positions {begin} to {begin + count} of batches of {batch} from {first} on")
         if self._prefetcher is not None:
-            self._prefetcher.set_order(_ReadOrder(first, batch, begin, count))
+            self._prefetcher.set_order(ReadOrder(first, batch, begin, count))
 
     def close(self) -> None:
         """End the threads that prefetch, if any. The next read starts them anew."""
@@ -98,7 +98,7 @@ def _index(n: int, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]
     return permute(place, n, keys)
 
 
-class _ReadOrder(NamedTuple):
+class ReadOrder(NamedTuple):
     """The positions that a rank will read: of each `batch` positions from `first` on, the `share` behind `begin`.
 
     Index 0 is position first + begin. The default reads all positions.
@@ -131,12 +131,12 @@ class _Prefetcher:
     """
 
     def __init__(self, pixels: LazyPixels, index: Callable[[NDArray[np.int64]], NDArray[np.int64]]) -> None:
-        self._pixels, self._index, self._order = pixels, index, _ReadOrder()
+        self._pixels, self._index, self._order = pixels, index, ReadOrder()
         self._blocks: dict[int, PendingDecode] = {}  # by their first index
         # The index at which the followed reader goes on, and that at which another reader's last call ended.
         self._next = self._last = -1
 
-    def set_order(self, order: _ReadOrder) -> None:
+    def set_order(self, order: ReadOrder) -> None:
         """Prefetch only positions of this order from now on, beginning with its first."""
         self._cancel(list(self._blocks))
         self._order, self._next, self._last = order, 0, -1

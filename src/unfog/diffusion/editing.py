@@ -88,7 +88,7 @@ class Edit:
             if watch and watch.stopped:
                 break
             if again:
-                x = _renoise(x, levels[there], levels[here], draw)
+                x = renoise(x, levels[there], levels[here], draw)
         return torch.where(unknown, x, image)
 
     def steps(self, steps: int) -> int:
@@ -111,7 +111,7 @@ class Edit:
                 yield here, min(here + length, last), walk < self.repeats - 1
 
 
-def _renoise(x: Tensor, now: Level, noisier: Level, draw: Callable[[], Tensor]) -> Tensor:
+def renoise(x: Tensor, now: Level, noisier: Level, draw: Callable[[], Tensor]) -> Tensor:
     """Draw from q(x at the noisier level | x now): the forward process between two levels (DDPM, eq. 2)."""
     kept = noisier.alpha / now.alpha
     return kept * x + math.sqrt(noisier.sigma**2 - (kept * now.sigma) ** 2) * draw()

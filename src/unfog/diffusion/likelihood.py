@@ -149,7 +149,7 @@ def _chain(predict: _Predict, diffusion: Diffusion, x0: Tensor, levels: int, noi
         return to_device(values.to(wide), x0.device)
 
     levels_there = there(table)
-    for links in _groups(table, levels):
+    for links in group_steps(table, levels):
         share, chosen = gain[links] / gain[links].sum(), torch.zeros(len(x0), dtype=torch.long, device=x0.device)
         if len(links) > 1:
             # From the same stream as the noise, which an image has to itself: the choice depends on no other image.
@@ -170,7 +170,7 @@ def _decoder(predict: _Predict, diffusion: Diffusion, x0: Tensor, logsnr: float,
     return nll.mean((1, 2, 3))
 
 
-def _groups(table: Tensor, count: int) -> list[list[int]]:
+def group_steps(table: Tensor, count: int) -> list[list[int]]:
     """Group the links i of a chain, from level i + 1 to i: each alone, or in `count` groups even in logsnr.
 
     The link to a level of pure noise is infinitely long, and alone in its group. Empty groups are left out.

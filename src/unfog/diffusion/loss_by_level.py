@@ -15,7 +15,7 @@ from torch import Tensor
 
 _NODES = 33  # quantiles 0, 1/32, …, 1 at which means are kept; linear in between
 _HORIZON = 0.1  # share of the images so far that the means remember: steady, yet they follow a falling loss
-_LEAST = 2048  # images that they remember at least: sixty for each node, and no more than a short run has
+LEAST_IMAGES = 2048  # images that they remember at least: sixty for each node, and no more than a short run has
 _MOST_LOSS = 1e15  # upper limit of losses, so that their squares stay finite in float32
 _LEAST_LOSS = 1e-6  # lower limit of means, so that a level with nothing left to learn gets no infinite weight
 
@@ -33,7 +33,7 @@ class LossByLevel:
     def add(self, u: Tensor, loss: Tensor) -> None:
         """Count the losses [B] of one step at noise quantiles u [B] in (0, 1)."""
         self.seen += len(u)
-        self.sums *= math.exp(-len(u) / max(_LEAST, _HORIZON * self.seen))
+        self.sums *= math.exp(-len(u) / max(LEAST_IMAGES, _HORIZON * self.seen))
         loss = loss.clamp(max=_MOST_LOSS)
         moments = torch.stack([torch.ones_like(loss), loss, loss.square()])
         # A sum over products, not a matrix product, which autocast would round.

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -152,20 +152,31 @@ class PixelSource(Protocol):
     def __getitem__(self, key: slice, /) -> NDArray[np.uint8]: ...
 
 
+class Ranks(NamedTuple):
+    """Processes that share the computation of features."""
+
+    rank: int = 0
+    """Of this process."""
+    size: int = 1
+    barrier: Callable[[], None] = lambda: None
+    """Waits for all of them."""
+
+
+_ALONE = Ranks()
+
+
 def compute_features(
     pixels: PixelSource,
     features: Features,
     cache_key: str | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
-    rank: int = 0,
-    world: int = 1,
-    barrier: Callable[[], None] = lambda: None,
+    ranks: Ranks = _ALONE,
 ) -> Tensor:
     """Compute features of all images, float32 [N, D] on the CPU, the same on every rank.
 
     `cache_key` identifies the images: the data's fingerprint, which covers their size, or a hash of all that generated
     ones depend on; None caches nothing. `progress` gets the number of this rank's images that are done, and of all.
-    Each of `world` processes computes every `world`-th chunk, waits at `barrier`, and reads the others' from the cache.
+    Of several `ranks` each computes every `size`-th chunk, waits at `barrier`, and reads the others' from the cache.
 
     Raises:
         RequestError: there are no images; several processes without a key.
@@ -173,21 +184,23 @@ def compute_features(
     """
     if not len(pixels):
         raise RequestError("there are no images to take features of")
-    if world > 1 and cache_key is None:
+    if ranks.size > 1 and cache_key is None:
         raise RequestError("several processes share features through the cache: give cache_key")
-    folder = None if cache_key is None else _features_folder(cache_key, len(pixels), features)
+    folder = None if cache_key is None else features_folder(cache_key, len(pixels), features)
     starts = range(0, len(pixels), CHUNK)
-    mine = starts[rank::world]  # in turns, so that each rank has about as many, and no chunk depends on their number
+    mine = starts[
+        ranks.rank :: ranks.size
+    ]  # in turns, so that each rank has about as many, and no chunk depends on their number
     if folder is not None:
         hold(folder)
     found, total = dict[int, Tensor](), sum(min(CHUNK, len(pixels) - first) for first in mine)
     for first in mine:
-        found[first] = _cached_chunk(pixels, features, first, folder, must=world > 1)
+        found[first] = _cached_chunk(pixels, features, first, folder, must=ranks.size > 1)
         progress(sum(map(len, found.values())), total)
     if folder is not None:
         make_room()
-        if world > 1:
-            barrier()
+        if ranks.size > 1:
+            ranks.barrier()
             others = [first for first in starts if first not in found]
             found |= {first: _of_other_process(folder, first, len(pixels)) for first in others}
         release(folder)
@@ -206,7 +219,7 @@ def _cached_chunk(pixels: PixelSource, features: Features, first: int, folder: P
 
 def compute_statistics(x: Tensor, features: Features, cache_key: str) -> FeatureStatistics:
     """Return mean and covariance of features [N, D] that `compute_features` gave under this key, cached on disk."""
-    folder = _features_folder(cache_key, len(x), features)
+    folder = features_folder(cache_key, len(x), features)
     path = folder / "statistics.safetensors"
     with suppress(OSError, SafetensorError, KeyError):
         kept = load_file(tensor_file(path, cache_folder()))
@@ -219,7 +232,7 @@ def compute_statistics(x: Tensor, features: Features, cache_key: str) -> Feature
     return made
 
 
-def _features_folder(cache_key: str, count: int, features: Features) -> Path:
+def features_folder(cache_key: str, count: int, features: Features) -> Path:
     """Return the cache folder of features of these images by this extractor; it need not exist."""
     # The size of a chunk too: other chunks round otherwise, and must not be mixed.
     name = hashlib.sha256(repr((_FORMAT, CHUNK, cache_key, count, features.digest)).encode()).hexdigest()[:32]
@@ -228,7 +241,7 @@ def _features_folder(cache_key: str, count: int, features: Features) -> Path:
 
 def delete_features(cache_key: str, count: int, features: Features) -> None:
     """Delete the cached features of these images; no process may still be reading them."""
-    remove_tree(_features_folder(cache_key, count, features), cache_folder())
+    remove_tree(features_folder(cache_key, count, features), cache_folder())
 
 
 def _compute(pixels: PixelSource, features: Features, first: int) -> Tensor:

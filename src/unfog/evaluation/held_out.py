@@ -86,7 +86,7 @@ class HeldOut(NamedTuple):
 
     @property
     def images(self) -> int:
-        """Number of images."""
+        """Number of held-out images of this size."""
         return len(self.x0)
 
 
@@ -108,7 +108,7 @@ class HeldOutBuckets(NamedTuple):
 
     @property
     def images(self) -> int:
-        """Number of images."""
+        """Number of held-out images of all sizes."""
         return sum(part.images for part in self.parts)
 
 

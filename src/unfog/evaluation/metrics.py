@@ -131,7 +131,7 @@ def compare_features(
         raise RequestError(f"{len(fake)} images against {len(real)} real images are too few; give at least 10 of each")
     sets = _FeatureSets(real, fake, reference)
     extractor = (features.name, features.resize) if features else ("given", "none")
-    frechet = "fid" if _is_inception(features) else "fd"
+    frechet = "fid" if is_inception(features) else "fd"
     results = []
     for name in names:
         if name not in METRICS:
@@ -275,6 +275,6 @@ METRICS: dict[str, Callable[[_FeatureSets], _Estimate]] = {
 }
 
 
-def _is_inception(features: Features | None) -> bool:
+def is_inception(features: Features | None) -> bool:
     """Return True if a Frechet distance of these features is FID as in the literature."""
     return features is not None and features.digest == INCEPTION_DIGEST

@@ -16,6 +16,7 @@ from torch import Tensor
 from unfog.errors import RequestError
 from unfog.files.safe_files import read_file, regular_file, tensor_file
 from unfog.models.settings import DdpmPytorch, DiffusersDiT, Edm, Edm2, ForeignNetwork
+from unfog.text import sanitize
 
 _PICKLES = (".pt", ".pth")
 SUFFIXES = (".safetensors", *_PICKLES)
@@ -98,7 +99,8 @@ def _read(path: Path) -> Weights:
     except OSError as error:
         raise RequestError(f"{path} cannot be read: {error.strerror or error}") from None
     except Exception as error:  # a damaged file raises any kind, and a forbidden one an error of the pickle module
-        reason = " ".join(str(error).split())[:160]
+        # Only the first sentence: the following ones explain how to load a pickle unsafely, in terminal colours.
+        reason = sanitize(" ".join(str(error).split()).partition(". ")[0])[:160]
         raise RequestError(
             f"{path} cannot be read as plain tensors: {reason}. Whatever else a pickle holds could run code; save the "
             "state_dict of the network as safetensors where you trust it"

@@ -120,9 +120,10 @@ def _copy_in_place(path: Path, root: Path) -> None:
 def read_file(path: Path, root: Path, limit: int, follow: bool = False) -> bytes:
     """Return the content of a regular file. OSError if it is another kind or a link; ValueError above `limit` bytes."""
     with open_file(path, "rb", root, follow) as file:
-        # read() sets aside all the memory that it is asked for, and a file may grow while it is read.
-        data = file.read(min(limit, max(os.fstat(file.fileno()).st_size, 2**16)) + 1)
-    if len(data) > limit:
+        # A large file is refused unread. read() sets aside all the memory that it is asked for, and a file may grow.
+        size = os.fstat(file.fileno()).st_size
+        data = file.read(min(limit, max(size, 2**16)) + 1) if size <= limit else b""
+    if max(size, len(data)) > limit:
         raise ValueError(f"{path.name} has over {limit:,} bytes")
     return data
 

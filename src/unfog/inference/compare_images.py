@@ -18,7 +18,7 @@ from torch import Tensor
 from unfog.config.requests.evaluate import LOSSES, ON_REQUEST
 from unfog.data.dataset import ImageSet, evenly_spaced
 from unfog.errors import RequestError
-from unfog.evaluation.features import Features, PixelSource, compute_features, compute_statistics
+from unfog.evaluation.features import Features, PixelSource, Ranks, compute_features, compute_statistics
 from unfog.evaluation.metrics import MetricResult, check_count, compare_features
 from unfog.evaluation.pixel_metrics import PIXEL_METRICS, compare_pixels, radial_spectrum
 from unfog.reporting.charts import line_chart
@@ -96,7 +96,7 @@ class Comparison:
         if features is None:
             return None
         with Progress(f"{features.name} of {what}", len(images)) as progress:
-            return compute_features(images, features, key, progress.set, world.rank, world.size, world.barrier)
+            return compute_features(images, features, key, progress.set, Ranks(world.rank, world.size, world.barrier))
 
     def check_count(self, metric: str, samples: int, instead: str, larger: str = "-n") -> None:
         """Raise RequestError if a metric would be refused for so many samples. See `evaluation.metrics.check_count`."""
@@ -122,7 +122,7 @@ class Comparison:
             known = compute_statistics(real, features, self.real.key) if "fid" in names else None
             # In one call, as the metrics share distances and statistics.
             by_features = compare_features(names, real, fake, features=features, reference=known)
-            reached = _real_baseline(names, real, len(fake), features) if baseline else {}
+            reached = real_baseline(names, real, len(fake), features) if baseline else {}
             by_features = [replace(one, real=reached.get(one.metric)) for one in by_features]
             found = {name: [one] for name, one in zip(names, by_features, strict=True)}
         if by_pixels := [name for name in self.metrics if name in PIXEL_METRICS]:
@@ -175,9 +175,7 @@ def reference_rows(reference: ImageSet, count: int) -> NDArray[np.int64]:
     return evenly_spaced(len(reference), max(_MOST_REFERENCE, count))
 
 
-def _real_baseline(
-    names: Sequence[str], real: Tensor, count: int, features: Features | None
-) -> dict[str, float | None]:
+def real_baseline(names: Sequence[str], real: Tensor, count: int, features: Features | None) -> dict[str, float | None]:
     """Return the metrics of `count` real images, or half of them if there are fewer, against the other real images."""
     count = min(count, len(real) // 2)
     names = [name for name in names if name not in ON_REQUEST]

@@ -25,10 +25,10 @@ from unfog.files.safe_files import make_folder, write_atomic
 from unfog.inference.compare_images import FEWEST_COMPARED, reference_rows, spectrum_chart, verdict
 from unfog.inference.evaluation_files import (
     Evaluation,
+    EvaluationSamples,
     EvaluationSetup,
     GeneratedSamples,
     MixedSamples,
-    Samples,
 )
 from unfog.inference.loaded_run import LoadedRun
 from unfog.inference.memorization import (
@@ -52,7 +52,9 @@ _FOR_END = 16  # training images by which the cleanest level of the bits is chos
 LEVELS = 64  # network calls per image for the bits; with 64 the bound is within a percent
 
 
-def compute_metrics(run: LoadedRun, setup: EvaluationSetup, samples: Samples, world: World, out: Path) -> Evaluation:
+def compute_metrics(
+    run: LoadedRun, setup: EvaluationSetup, samples: EvaluationSamples, world: World, out: Path
+) -> Evaluation:
     """Compute the metrics of `setup`, and search the samples for copies of training images, shown in the folder `out`.
 
     Metrics of a run with buckets are of the samples of all sizes, then of each size.
@@ -190,7 +192,7 @@ def _held_out_metrics(run: LoadedRun, setup: EvaluationSetup) -> list[MetricResu
         choosing = _held_out_set(replace(setup.dataset, held_out=setup.dataset.train), run, _FOR_END)
         with Progress("measuring bits", len(held_out.x0)) as progress:
             seed = setup.generation.seed
-            found.append(_bits_per_value(run, held_out, choosing, batch, seed, progress.advance))
+            found.append(bits_per_value(run, held_out, choosing, batch, seed, progress.advance))
     return found
 
 
@@ -218,14 +220,14 @@ def held_out_losses(
 
 def _held_out_difference(losses: Tensor, others: Tensor, step: int) -> MetricResult:
     """Return how much higher the loss is than that of another checkpoint, paired by image."""
-    difference = _paired_difference(losses, others)
+    difference = paired_difference(losses, others)
     sure = abs(difference.value) > Z * difference.error
     which = "lower" if difference.value < 0 else "higher"
     note = f"{which} than at step {step:,}" if sure else f"not significantly different from step {step:,}"
     return _as_metric("held_out_difference", difference, f"{note}, by the same images and noise")
 
 
-def _bits_per_value(
+def bits_per_value(
     run: LoadedRun, held_out: HeldOut, others: HeldOut, batch: int, seed: int, progress: Callable[[int], None]
 ) -> MetricResult:
     """Return the variational bound on the bits per dimension (VDM, Kingma et al. 2021).
@@ -261,7 +263,7 @@ def _as_metric(name: str, mean: MeanEstimate, note: str) -> MetricResult:
     return MetricResult(name, mean.value, low, high, mean.error, mean.n, 0, "none", "none", note)
 
 
-def _paired_difference(a: Tensor, b: Tensor) -> MeanEstimate:
+def paired_difference(a: Tensor, b: Tensor) -> MeanEstimate:
     """Mean of the differences a - b of losses [L, N] on the same images with the same noise, with its standard error.
 
     What the images and the noise have in common drops out, so it separates two checkpoints that lie far within each

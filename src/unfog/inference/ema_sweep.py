@@ -43,7 +43,9 @@ DRAWN = ("kid", "fid", "fd", "sliced")
 _USUAL_N = {_LOSS: 512, "kid": 1000, "fid": 10_000, "fd": 1000, "sliced": 1000}
 
 
-class _WidthResult(NamedTuple):
+class WidthResult(NamedTuple):
+    """Metric of one EMA width."""
+
     width: float
     value: float
     error: float | None
@@ -63,10 +65,10 @@ class EmaSweepResult:
     """Feature network; "" for the held-out loss."""
     before: float
     """Width of the run's `--ema`."""
-    rows: tuple[_WidthResult, ...]
+    rows: tuple[WidthResult, ...]
 
     @property
-    def best(self) -> _WidthResult:
+    def best(self) -> WidthResult:
         return min(self.rows, key=lambda row: row.value)
 
     def __repr__(self) -> str:
@@ -145,7 +147,7 @@ def ema_sweep(request: EmaSweepRequest) -> EmaSweepResult:
                 stop.leave_if_requested()
                 progress.update(done, f"width {width:g}")
                 mix = load_ema_weights(network, folder, width, step)
-                rows.append(_WidthResult(width, *measured(network), mix.error))
+                rows.append(WidthResult(width, *measured(network), mix.error))
     swept = EmaSweepResult(metric, n, step, by, getattr(config.ema, "width", 0.0), tuple(rows))
     with folder.saving_results(swept.lines):
         _write_result(swept, folder)

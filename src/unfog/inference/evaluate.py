@@ -22,6 +22,7 @@ from unfog.data.bit_depth import FULL_RANGE
 from unfog.data.buckets.joined_set import join_sets
 from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
 from unfog.data.scan import common_size
+from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError, RunError
 from unfog.evaluation.feature_networks import inception_path
@@ -34,16 +35,15 @@ from unfog.inference.evaluation_files import (
     FORMAT,
     Evaluation,
     EvaluationPart,
+    EvaluationSamples,
     EvaluationSetup,
     GeneratedSamples,
     MixedSamples,
-    Samples,
 )
 from unfog.inference.guide import resolve_guidance
 from unfog.inference.loaded_run import LoadedRun, load_run_images, weights_digest
-from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_given
+from unfog.pipeline.generate import GenerationSettings, cost_per_sample, generate_images, proportional_given
 from unfog.pipeline.load_data import load_images
-from unfog.planning.sampling_cost import cost_per_sample
 from unfog.process.device import choose_device
 from unfog.process.machine_key import machine_key
 from unfog.process.signals import StopSignals
@@ -260,10 +260,10 @@ def _samples_key(part: EvaluationPart, setup: EvaluationSetup) -> str:
     return hashlib.sha256(repr((FORMAT, settings, generation.batch)).encode()).hexdigest()[:16]
 
 
-def _generate_samples(setup: EvaluationSetup, world: World, stop: StopSignals, key: bytes) -> Samples:
+def _generate_samples(setup: EvaluationSetup, world: World, stop: StopSignals, key: bytes) -> EvaluationSamples:
     """Return the samples, after generating those that are missing or not sealed; no metric may need any."""
     if all(name in LOSSES for name in setup.compared.metrics):
-        return Samples((), None)
+        return EvaluationSamples((), None)
     samples = [_open_samples(part, setup, key) for part in setup.parts]
     missing = [one.count_in(one.missing()) for one in samples]
     if any(missing):
@@ -283,7 +283,7 @@ def _generate_samples(setup: EvaluationSetup, world: World, stop: StopSignals, k
             own.generate_missing(generate, world, show)
             done += count
     mixed = MixedSamples(samples, setup.dataset.settings.image_format) if len(samples) > 1 else samples[0]
-    return Samples(tuple(samples), mixed)
+    return EvaluationSamples(tuple(samples), mixed)
 
 
 def _open_samples(part: EvaluationPart, setup: EvaluationSetup, key: bytes) -> GeneratedSamples:
@@ -357,7 +357,7 @@ def evaluate_images(images: str, request: EvaluationRequest, size: Size, device:
     with init_world() as world, StopSignals() as stop:
         started, name = time.monotonic(), sanitize(request.reference)
         features = open_request_features(request, choose_device(device))
-        samples, reference = _load_both(images, request.reference, size, stop)
+        samples, reference = load_both(images, request.reference, size, stop)
         rows = _rows_without_grids(samples)
         check_enough(len(rows), sanitize(images))
         rows = rows[evenly_spaced(len(rows), len(rows) if is_auto(request, "n") else request.n)]
@@ -375,11 +375,11 @@ def evaluate_images(images: str, request: EvaluationRequest, size: Size, device:
         return Evaluation(None, drawn, found, verdict=verdict(found), spectrum=spectrum, seconds=seconds)
 
 
-def _load_both(images: str, reference: str, size: Size, stop: StopSignals) -> tuple[ImageSet, ImageSet]:
+def load_both(images: str, reference: str, size: Size, stop: StopSignals) -> tuple[ImageSet, ImageSet]:
     """Return both sets at one size and with equal channels. RequestError if that cannot be, or images are missing."""
-    samples = _load(images, size or common_size(open_source(images), _GRIDS), 0, stop)
+    samples = _load(images, Data(size=size or common_size(open_source(images), _GRIDS)), stop)
     side = samples.settings.size
-    real = _load(reference, side, 0, stop)
+    real = _load(reference, Data(size=side), stop)
     if real.settings.size != side:
         raise RequestError(
             f"{sanitize(reference)} has images of {real.settings.size} pixels and {sanitize(images)} of "
@@ -389,9 +389,9 @@ def _load_both(images: str, reference: str, size: Size, stop: StopSignals) -> tu
     values = _shared_range(samples, real)
     other = values != samples.settings.range
     if other or channels[0] < max(channels):  # grey ones are compared as RGB
-        samples = _load(images, side, max(channels), stop, values, clip=other)
+        samples = _load(images, Data(size=side, channels=max(channels), range=values, clip=other), stop)
     if channels[1] < max(channels):
-        real = _load(reference, side, max(channels), stop)
+        real = _load(reference, Data(size=side, channels=max(channels)), stop)
     check_enough(len(real.train), "the reference")
     return samples.train, real.train
 
@@ -406,16 +406,9 @@ def _shared_range(samples: Dataset, real: Dataset) -> tuple[float, ...]:
     return other or (FULL_RANGE.low, FULL_RANGE.high)
 
 
-def _load(
-    source: str,
-    size: Size,
-    channels: int,
-    stop: StopSignals,
-    value_range: tuple[float, ...] = (),
-    clip: bool = False,
-) -> Dataset:
-    base = Config(source=source)
-    data = replace(base.data, size=size, channels=channels, held_out=0.0, labels="none", range=value_range, clip=clip)
+def _load(source: str, data: Data, stop: StopSignals) -> Dataset:
+    """Load all images of a source, without classes."""
+    base, data = Config(source=source), replace(data, held_out=0.0, labels="none")
     # A batch of one, as there is no training that could want more images than there are.
     dataset, _ = load_images(replace(base, data=data, training=replace(base.training, batch=1)), stop)
     return dataset

@@ -301,8 +301,8 @@ class MixedSamples:
         return out
 
 
-class Samples(NamedTuple):
-    """The samples of an evaluation."""
+class EvaluationSamples(NamedTuple):
+    """Samples of an evaluation, by size and all together."""
 
     parts: tuple[GeneratedSamples, ...]
     """Of each size; () if no metric needs any."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from copy import deepcopy
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,6 +22,7 @@ from unfog.export.diffusers_unet import Network, sample_size
 from unfog.export.source_code import NETWORK_MODULES, OF_TRAINING, package_file, plain_source
 from unfog.files.safe_files import copy_into, write_atomic
 from unfog.inference.export_description import (
+    check_conditions_map,
     check_network_maps,
     check_sampler_maps,
     custom_scheduler,
@@ -33,6 +35,7 @@ from unfog.models.autoencoder_settings import OURS
 from unfog.models.settings import UNet
 from unfog.pipeline.generate import GenerationSettings, conditional_denoiser
 from unfog.pipeline.latents import ImageMap, open_run_autoencoder
+from unfog.values.conditions import Conditions
 from unfog.values.image_format import size_of
 
 _DIFFUSERS = "0.35.0"  # the oldest version that reads these files
@@ -224,3 +227,44 @@ def draw_samples(config: Config, network: nn.Module, sampler: Sampler, count: in
     denoise = conditional_denoiser(Denoiser(network, config.diffusion), config, settings, conditions)
     x0 = config.representation.sampler(sampler)(denoise, config.diffusion.path, config.diffusion.schedule, noise.draw)
     return ImageMap.of(config, cpu).decode(x0)
+
+
+@torch.inference_mode()
+def export_difference(run: LoadedRun) -> float:
+    """Return the largest output difference between a run's network and its export to diffusers, relative to ours.
+
+    RequestError if diffusers has no equivalent network, or none for the conditions of the run.
+    """
+    from diffusers import UNet2DModel
+
+    check_conditions_map(run.config)
+
+    # Many branches of a network start at zero and are nearly zero after two steps, so that an exchanged weight would
+    # go unnoticed: both get random weights.
+    config, network = run.config, _randomized(run.network.cpu())
+    assert config.network is not None  # a run's is settled
+    channels, height, width = config.input_shape
+    out = channels * (2 if config.diffusion.learned_variance else 1)
+    plain = Network(config.network, channels, len(config.classes), network.state_dict(), out)
+    settings, state = plain.to_unet2d(size_of(height, width))
+    exported = UNet2DModel(**settings).eval()
+    exported.load_state_dict(state)
+    x = torch.randn(2, channels, height, width, generator=torch.Generator().manual_seed(1))
+    level = torch.tensor([10.0, 500.0])
+    told = Conditions(torch.tensor([0, -1]) if config.classes else None)  # a class, and no class
+    expected = network(x, level, told)
+    difference = (exported(x, level, class_labels=told.label_or(len(config.classes))).sample - expected).abs().max()
+    # A network may output 0 everywhere, and 0 cannot be a divisor.
+    return float(difference / expected.abs().max().clamp_min(1e-12))
+
+
+def _randomized(network: nn.Module) -> nn.Module:
+    """Return a copy of a network with random weights of ordinary size, so that all of them affect the output."""
+    copy, generator = deepcopy(network), torch.Generator().manual_seed(0)
+    for parameter in copy.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.ndim > 1:
+            parameter.copy_(noise * (parameter.numel() / parameter.shape[0]) ** -0.5)
+        else:  # biases about 0, the scales of normalisations about 1
+            parameter.copy_(parameter.round().clamp(0, 1) + 0.1 * noise)
+    return copy

@@ -101,7 +101,7 @@ def _open_guide(run: LoadedRun, guide: Guide) -> Denoiser:
             f"guide = step {other.step} is the checkpoint that samples; give an earlier one, or a smaller network"
         )
     sized = other.at_size(run.config.data.size) if run.resized else other
-    _check_guide(run.config, sized.config)
+    check_guide(run.config, sized.config)
     return Denoiser(other.network, other.config.diffusion)
 
 
@@ -130,7 +130,7 @@ def _names(config: Config) -> list[str]:
     return [one.name for one in config.columns]
 
 
-def _check_guide(config: Config, other: Config) -> None:
+def check_guide(config: Config, other: Config) -> None:
     """Raise `RequestError` unless both networks can denoise the same noisy image."""
     for what, mine, its in (
         ("image size", config.data.size, other.data.size),

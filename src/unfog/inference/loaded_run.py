@@ -210,7 +210,7 @@ def load_ema_weights(network: nn.Module, folder: RunFolder, width: float, step: 
     """
     mix = Mixture.solve(EmaSnapshotFile.read_all(folder.averages), width, step)
     try:
-        network.load_state_dict(_rebuild(mix), strict=True)
+        network.load_state_dict(rebuild_ema(mix), strict=True)
     except RuntimeError as error:
         raise RunError(f"the snapshots in {folder.averages} are of another network: {str(error)[:120]} ...") from None
     return mix
@@ -226,7 +226,7 @@ def swept_width(run: Path) -> float | None:
 
 
 @torch.no_grad()
-def _rebuild(mix: Mixture) -> dict[str, Tensor]:
+def rebuild_ema(mix: Mixture) -> dict[str, Tensor]:
     """Sum a mixture to the EMA, float32 by the network's names; buffers are those of the newest snapshot.
 
     Raises RunError if a snapshot cannot be read.

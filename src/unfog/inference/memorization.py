@@ -92,7 +92,7 @@ def _find_nearest(
     return _NearestImages(best, index)
 
 
-def _find_nearest_features(queries: Tensor, reference: Tensor, rows: Sequence[int] | None = None) -> _NearestImages:
+def find_nearest_features(queries: Tensor, reference: Tensor, rows: Sequence[int] | None = None) -> _NearestImages:
     """Find the nearest images by features [Q, D] of the queries and [N, D] of the images, in the extractor's scale."""
     # Mirrored copies are found only by an extractor that ignores mirroring: features of mirrored images would have to
     # be computed too.
@@ -155,7 +155,7 @@ class Nearness(NamedTuple):
         return share, expected, share - expected > 3 * error
 
 
-def _check_memorization(drawn: Pixels, matches: Pixels, search: Nearness) -> Finding:
+def check_memorization(drawn: Pixels, matches: Pixels, search: Nearness) -> Finding:
     """Make the finding run.memorised of generated images and the training image nearest to each, [N, H, W, C]."""
     ratio, usual, what, searched = search.found.ratio, search.unseen.ratio, search.what, search.searched
     limit, (share, expected, certain) = COPY, search.copy_shares(COPY)
@@ -242,7 +242,7 @@ def check_memorization_by_pixels(drawn: Pixels, prepared: Dataset, progress: Cal
     """Compare generated images [N, H, W, C] with all training images by pixels."""
     near, train = find_nearest_images(drawn, prepared, progress), prepared.train
     matches = train.pixels[near.found.image[:, 0].numpy()].transpose(0, 2, 3, 1)
-    return _check_memorization(drawn, matches, near)
+    return check_memorization(drawn, matches, near)
 
 
 def check_memorization_by_features(
@@ -252,12 +252,12 @@ def check_memorization_by_features(
     usual = UnseenImages(prepared)
     place = {int(row): i for i, row in enumerate(rows)}
     own = [place.get(row, -1) for row in usual.own]
-    both = _find_nearest_features(torch.cat([features, unseen]), real, [-1] * len(features) + own)
+    both = find_nearest_features(torch.cat([features, unseen]), real, [-1] * len(features) + own)
     found, other = _split_queries(both, len(features))
     matches = prepared.train.pixels[rows[found.image[:, 0].numpy()]].transpose(0, 2, 3, 1)
     # Distance of equal images in this scale: a thousandth of the distance of real images to their neighbours.
     same = 1e-3 * float(other.distance[:, 1:].median())
-    return _check_memorization(drawn, matches, Nearness(found, other, usual.what, len(rows), same))
+    return check_memorization(drawn, matches, Nearness(found, other, usual.what, len(rows), same))
 
 
 def _split_queries(both: _NearestImages, count: int) -> tuple[_NearestImages, _NearestImages]:

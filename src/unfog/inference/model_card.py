@@ -69,7 +69,7 @@ def model_card(run: LoadedRun, settings: CardSettings) -> str:
         _metrics_section(evaluations),
         _license_section(settings.license),
     ]
-    return f"---\n{_yaml(front)}---\n\n" + "\n\n".join(sections) + "\n"
+    return f"---\n{to_yaml(front)}---\n\n" + "\n\n".join(sections) + "\n"
 
 
 def _weights(run: LoadedRun) -> str:
@@ -223,7 +223,7 @@ def _escaped(text: str) -> str:
     return text
 
 
-def _yaml(value: Any, indent: str = "") -> str:
+def to_yaml(value: Any, indent: str = "") -> str:
     """Return plain values as YAML in blocks; texts are quoted as in JSON, which YAML contains."""
     if isinstance(value, Mapping):
         return "".join(f"{indent}{key}:{_yaml_item(one, indent)}" for key, one in value.items())
@@ -232,5 +232,5 @@ def _yaml(value: Any, indent: str = "") -> str:
 
 def _yaml_item(value: Any, indent: str) -> str:
     if isinstance(value, Mapping | list):
-        return "\n" + _yaml(value, f"{indent}  ")
+        return "\n" + to_yaml(value, f"{indent}  ")
     return f" {json.dumps(value, ensure_ascii=False)}\n"

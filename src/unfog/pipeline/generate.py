@@ -1,4 +1,4 @@
-"""Generate samples from a network: conditions, noise by sample, guidance, sampler, uint8 images."""
+"""Generate samples from a network: conditions, noise by sample, guidance, sampler, uint8 images; and their cost."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch.nn.functional import cosine_similarity
 
 from unfog.config.schema import Config, check_guidance_interval
 from unfog.data.dataset import ImageSet
-from unfog.diffusion.denoiser import Autoguided, Conditional, Denoiser, Guided, Within
+from unfog.diffusion.denoiser import Autoguided, Conditional, Denoiser, Guided, Within, inside_interval
 from unfog.diffusion.editing import Edit
-from unfog.diffusion.noise import NoiseSource
-from unfog.diffusion.sampler import Denoise, Observe, Sampler
-from unfog.diffusion.steps import Watch
+from unfog.diffusion.noise import NoiseSource, Schedule
+from unfog.diffusion.sampler import TWO_CALLS, Denoise, Observe, Sampler
+from unfog.diffusion.steps import PURE_NOISE, Watch
 from unfog.errors import RequestError
 from unfog.pipeline.latents import ImageMap
 from unfog.reporting.image_grids import GAP, Pixels, grid, printable_name, with_column_captions
@@ -72,7 +72,7 @@ class GenerationSettings:
             return NoiseSource(self.seed, indices, shape, device).draw
         one, other = (NoiseSource(seed, [0], shape) for seed in (self.seed, self.to_seed))
         shares = [i / max(1, self.count - 1) for i in indices]
-        return lambda: _interpolate_noise(one.draw()[0], other.draw()[0], shares).to(device)
+        return lambda: interpolate_noise(one.draw()[0], other.draw()[0], shares).to(device)
 
     def conditions(self, config: Config, indices: Sequence[int], device: torch.device) -> Conditions:
         """Return the conditions of these samples of a run."""
@@ -160,7 +160,7 @@ def _evaluation_mode(network: nn.Module, device: torch.device, precision: Sampli
         network.channels_last = memory_format  # type: ignore[assignment]
 
 
-def _interpolate_noise(a: Tensor, b: Tensor, shares: Sequence[float]) -> Tensor:
+def interpolate_noise(a: Tensor, b: Tensor, shares: Sequence[float]) -> Tensor:
     """Return noise [N, …] between noises a and b, at these shares of the great circle: 0 is a, and 1 is b, exactly.
 
     Along the circle noise keeps its length; on a straight line it would be too weak in the middle, and images grey.
@@ -261,3 +261,35 @@ def proportional_given(format: ConditionFormat, images: ImageSet, count: int) ->
 def _fractions(count: int) -> NDArray[np.float64]:
     fractions: NDArray[np.float64] = (np.arange(count, dtype=np.float64) + 0.5) * _GOLDEN % 1
     return fractions
+
+
+def sample_calls(drawing: GenerationSettings, schedule: Schedule) -> int:
+    """Return the network calls for a sample; those for its guidance, by a class or a guide, count as well."""
+    levels = drawing.sampler.visits(schedule)[:-1]
+    if drawing.sampler.kind in TWO_CALLS:
+        # Once more where a step ends, but for those from pure noise and into the clean image: see `steps.heun`.
+        levels = torch.cat([levels, levels[1:][levels[:-1] >= -2 * math.log(PURE_NOISE)]])
+    if drawing.guidance == 1:
+        return len(levels)
+    # In float32, as the sampler gives the levels to the denoiser: some are at the ends of the interval.
+    guided = inside_interval(levels.float(), drawing.interval)
+    return len(levels) + math.ceil(sum(guided) / drawing.guide_every)
+
+
+def cost_per_sample(
+    network: nn.Module,
+    config: Config,
+    drawing: GenerationSettings,
+    measure: Callable[[Callable[[], object]], float],
+    guide: Conditional | None = None,
+) -> float:
+    """Extrapolate `measure` of one sample from two steps of the sampler in `drawing`, by the network calls."""
+    trial = replace(drawing, sampler=replace(drawing.sampler, steps=trial_steps(drawing.sampler)))
+    whole, part = (sample_calls(one, config.diffusion.schedule) for one in (drawing, trial))
+    return measure(lambda: generate_images(network, config, trial, guide=guide)) / drawing.count * whole / part
+
+
+def trial_steps(sampler: Sampler) -> int:
+    """Return the sampler steps of a timing trial: two at most, or all of an adaptive sampler."""
+    # The adaptive sampler decides itself how many steps it takes, so a part of them says nothing.
+    return sampler.steps if sampler.kind == "adaptive" else min(2, sampler.steps)

@@ -43,14 +43,14 @@ def pack(request: PackRequest) -> Path:
         for left_out in scan.warnings:
             warn(left_out)
         if Pack.is_at(out):
-            _check_same_pack(Pack.open(out), scan)
+            check_same_pack(Pack.open(out), scan)
             remove_work_files(out)
             say(f"{printable(str(out))} is already complete, with these images and settings")
             return out
         with silence_pillow(), Progress("packing", len(source.names)) as progress:
             scan = scan.resolve()
             key = entry_key(scan, scan.settings)
-            begun = _packed_before(out, scan, key)
+            begun = packed_before(out, scan, key)
             started = time.monotonic()
             try:
                 made = write_pack(scan, out, key, "give another folder", stop.watching(progress))
@@ -64,7 +64,7 @@ def pack(request: PackRequest) -> Path:
     return out
 
 
-def _check_same_pack(found: Pack, scan: Scan) -> None:
+def check_same_pack(found: Pack, scan: Scan) -> None:
     """Raise `RequestError` unless the pack that is there has these images and settings."""
     asked, kept = scan.settings, found.settings
     same = found.manifest["stamp"] == scan.stamp
@@ -81,7 +81,7 @@ def _check_same_pack(found: Pack, scan: Scan) -> None:
         )
 
 
-def _packed_before(out: Path, scan: Scan, key: str) -> int:
+def packed_before(out: Path, scan: Scan, key: str) -> int:
     """Return the number of images that an interrupted call has packed.
 
     RequestError if they are other images or settings, and are not to be overwritten unasked.

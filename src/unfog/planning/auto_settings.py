@@ -19,7 +19,7 @@ from unfog.planning.flops import Device, NetworkCost, TimeRange
 from unfog.planning.intervals import Changes, Choice, choose_intervals, open_intervals
 from unfog.planning.microbatch import Machine, MicrobatchChoice
 from unfog.planning.timing import StepTime, forward_passes, measure_step
-from unfog.process.gpus import choose_gpu, unused_gpu
+from unfog.process.device import choose_gpu, unused_gpu
 from unfog.reporting.progress import format_bytes, plural
 from unfog.settings import AUTO, is_auto
 from unfog.training.learning_rate import FINE_TUNING_FACTOR, default_learning_rate

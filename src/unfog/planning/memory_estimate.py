@@ -19,8 +19,8 @@ from unfog.planning.memory_recorder import (
     HOLES,
     HOLES_RECOMPUTING,
     ONEDNN_HALF,
+    MemoryRecorder,
     Peak,
-    Recorder,
     Trace,
     fake_process_group,
 )
@@ -145,7 +145,7 @@ class MemoryEstimator:
         """
         training = self.config.training
         captured = training.capture and self.device == "cuda" and self.processes == 1 and microbatch == training.batch
-        return step.total - _persistent_bytes(step) if captured else 0
+        return step.total - persistent_bytes(step) if captured else 0
 
     def _weights(self, step: Peak) -> int:
         return self._unsharded_bytes if self._divided else step.parts["parameters"]
@@ -158,7 +158,7 @@ class MemoryEstimator:
 
     def _snapshot(self, step: Peak) -> int:
         # Of a sharded network, rank 0 writes the first checkpoint whole; later ones take a part of it on each rank.
-        return round(_checkpoint_bytes(step) * self._weights(step) / step.parts["parameters"])
+        return round(checkpoint_bytes(step) * self._weights(step) / step.parts["parameters"])
 
     def _traced(self, microbatch: int, passes: int, checkpointing: bool) -> Trace:
         step = _TracedStep(self.config, self.device, microbatch, passes, checkpointing, self.processes)
@@ -178,7 +178,7 @@ class MemoryEstimator:
         """Return the peak of a forward pass without gradients, on top of what the run holds all the time."""
         call = _trace_call(self.config, self.device, images).peak(self.device)
         # A sharded network is gathered into a whole copy for it.
-        return _persistent_bytes(step) + call.total - (0 if self._divided else call.parts["parameters"])
+        return persistent_bytes(step) + call.total - (0 if self._divided else call.parts["parameters"])
 
 
 def sampling_memory(config: Config, device: str, images: int, half: torch.dtype | None = None) -> int:
@@ -222,16 +222,16 @@ def _trace_key(config: Config, device: str) -> Config:
     return replace(config, training=training, optimizer=optimizer, ema_snapshots=averages, **asides)
 
 
-def _persistent_bytes(step: Peak) -> int:
+def persistent_bytes(step: Peak) -> int:
     """Return bytes of what a run holds all the time: weights, moments, EMA."""
     return sum(step.parts[part] for part in ("parameters", "moments", "average"))
 
 
-def _checkpoint_bytes(step: Peak) -> int:
+def checkpoint_bytes(step: Peak) -> int:
     """Return host memory of a checkpoint while it is written and read back."""
     weights = step.parts["parameters"]
     # All tensors, and the largest file twice. With two averages, an EMA snapshot of them in float16 may be on its way.
-    return _persistent_bytes(step) + (3 if step.parts["average"] > 1.5 * weights else 2) * weights
+    return persistent_bytes(step) + (3 if step.parts["average"] > 1.5 * weights else 2) * weights
 
 
 def _with_snapshot(peak: int, snapshot: int, device: str) -> int:
@@ -243,7 +243,7 @@ def _trace_step(step: _TracedStep) -> Trace:
     config, training = step.config, step.config.training
     augment, objective = build_augmentation(config), build_loss(config)
 
-    def work(recorder: Recorder) -> None:
+    def work(recorder: MemoryRecorder) -> None:
         state = _build_state(recorder, step, mesh)
         for _ in range(step.passes):
             _run_micro_batch(recorder, step, state, augment, objective)
@@ -260,7 +260,7 @@ def _trace_step(step: _TracedStep) -> Trace:
         return Trace.record(work, step.device, DTYPES.get(training.precision))
 
 
-def _build_state(recorder: Recorder, step: _TracedStep, mesh: DeviceMesh | None) -> TrainState:
+def _build_state(recorder: MemoryRecorder, step: _TracedStep, mesh: DeviceMesh | None) -> TrainState:
     """Build what a run holds all the time: network, EMAs and optimiser."""
     config, precision = step.config, step.config.training.precision
     # fp16 is traced as bf16, as its loss scaler reads values. Elsewhere than on a CPU, _AutocastEmulation casts.
@@ -286,7 +286,7 @@ def _build_state(recorder: Recorder, step: _TracedStep, mesh: DeviceMesh | None)
 
 
 def _run_micro_batch(
-    recorder: Recorder, step: _TracedStep, state: TrainState, augment: Augmentation, objective: LossFunction
+    recorder: MemoryRecorder, step: _TracedStep, state: TrainState, augment: Augmentation, objective: LossFunction
 ) -> None:
     config, network = step.config, state.model
     conditions = config.conditions.blank(step.microbatch)
@@ -302,7 +302,7 @@ def _run_micro_batch(
     recorder.name("gradients", (to_local(p.grad) for p in network.parameters() if p.grad is not None))
 
 
-def _allocate_moments(recorder: Recorder, state: TrainState) -> None:
+def _allocate_moments(recorder: MemoryRecorder, state: TrainState) -> None:
     """Let the optimiser allocate its state, as its first step does."""
     for parameter in state.model.parameters():
         parameter.grad = torch.empty_like(parameter)
@@ -315,7 +315,7 @@ def _trace_call(config: Config, device: str, images: int, half: torch.dtype | No
     """Trace a forward pass of sampling without gradients, in fp32 or under autocast to `half`."""
     shape = (images, *config.input_shape)
 
-    def work(recorder: Recorder) -> None:
+    def work(recorder: MemoryRecorder) -> None:
         recorder.kind = "parameters"
         network = build_network(config).eval()
         recorder.kind = "workspace"

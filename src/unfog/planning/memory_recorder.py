@@ -111,13 +111,13 @@ class Trace:
         return Peak(total, dict(parts))
 
     @classmethod
-    def record(cls, work: Callable[[Recorder], None], device: str, half: torch.dtype | None = None) -> Trace:
+    def record(cls, work: Callable[[MemoryRecorder], None], device: str, half: torch.dtype | None = None) -> Trace:
         """Return the trace of `work`, which builds what it needs, names storages by the recorder, and reads no values.
 
         A device other than "cpu" is emulated on fake CPU tensors, as PyTorch cannot differentiate fake tensors of a
         missing device. `half` is the type that its autocast casts to.
         """
-        recorder, attention = Recorder(), layers.attention
+        recorder, attention = MemoryRecorder(), layers.attention
         clear_package_caches()
         try:
             with FakeTensorMode(), recorder, recorder.resizing():
@@ -132,7 +132,7 @@ class Trace:
         return recorder.trace
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records a `Trace` of the operations inside its `with`; to be entered after a `FakeTensorMode`.
 
     `kind` is the purpose of new storages, until `name` changes it.

@@ -28,15 +28,15 @@ from unfog.pipeline.build import (
     build_state,
     open_task_stream,
 )
-from unfog.pipeline.generate import GenerationSettings
+from unfog.pipeline.generate import GenerationSettings, sample_calls
 from unfog.planning.flops import TimeRange
-from unfog.planning.sampling_cost import sample_calls
 from unfog.process.device import synchronize
 from unfog.reporting.progress import Progress
 from unfog.settings import AUTO, is_auto
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import LoopSettings, train
 from unfog.training.precision import DTYPES, drawing_precision
+from unfog.training.settings import SamplingPrecision
 from unfog.training.stability.out_of_memory import microbatch_size
 from unfog.training.state import TrainState
 
@@ -52,8 +52,10 @@ TOO_SLOW = 2e13
 class _StepTimer(TrainingHooks):
     """Training hooks that record the time after each step."""
 
-    def __init__(self, seconds: float, progress: Progress, stop_requested: Callable[[], bool], compiles: bool):
-        self.seconds, self.compiles = seconds, compiles
+    def __init__(
+        self, seconds: float, progress: Progress, stop_requested: Callable[[], bool], compiles: bool, least: int = 0
+    ):
+        self.seconds, self.compiles, self.least = seconds, compiles, least
         self.progress = progress
         self.interrupted = stop_requested
         self.times = [time.perf_counter()]
@@ -64,8 +66,13 @@ class _StepTimer(TrainingHooks):
         self.progress.update(step)
 
     def stop_requested(self) -> bool:
-        """Return True once the time is over after two steps or more, or one very slow one, or a stop is requested."""
+        """Return True once the time is over after two steps or more, or one very slow one, or a stop is requested.
+
+        The first `least` steps are taken however long they last.
+        """
         taken = len(self.times) - 1
+        if taken < self.least:
+            return self.interrupted()
         # The first step may compile for a minute, which says nothing about the second.
         spent = self.times[-1] - self.times[min(taken, int(self.compiles))]
         enough = spent > self.seconds if taken > 1 + self.compiles else taken and spent > _SLOW * self.seconds
@@ -77,12 +84,17 @@ class _StepTimer(TrainingHooks):
 
 
 def measure_step(
-    config: Config, images: ImageSet, device: torch.device, stop_requested: Callable[[], bool], limit: float = 3.0
+    config: Config,
+    images: ImageSet,
+    device: torch.device,
+    stop_requested: Callable[[], bool],
+    limit: float = 3.0,
+    least: int = 0,
 ) -> StepTime:
-    """Return the wall time of an optimiser step, from about `limit` seconds of real training."""
+    """Return the wall time of an optimiser step, from about `limit` seconds of real training, or `least` steps."""
     trial = TrialTraining(config, images, device)
     with Progress(f"measuring steps in {config.training.precision}", None) as progress:
-        clock = _StepTimer(limit, progress, stop_requested, bool(config.training.compile))
+        clock = _StepTimer(limit, progress, stop_requested, bool(config.training.compile), least)
         trial.train(clock, stop_requested)
     if stop_requested():
         raise Interrupted
@@ -157,10 +169,10 @@ def _usual_drawing(config: Config, steps: int) -> GenerationSettings:
 
 
 @torch.inference_mode()
-def seconds_per_call(config: Config, device: torch.device) -> float:
-    """Return the median wall time of a forward pass of one micro-batch, in the precision of drawing on the device."""
+def seconds_per_call(config: Config, device: torch.device, precision: SamplingPrecision = AUTO) -> float:
+    """Return the median wall time of a forward pass of one micro-batch, as samples are drawn in a precision."""
     network = build_network(config).to(device).eval()
-    dtype = DTYPES.get(drawing_precision(AUTO, device, config.training.precision))
+    dtype = DTYPES.get(drawing_precision(precision, device, config.training.precision))
     denoise, count = Denoiser(network, config.diffusion, dtype=dtype), microbatch_size(config.training)
     x, logsnr = torch.zeros(count, *config.input_shape, device=device), torch.zeros(count, device=device)
     conditions = config.conditions.blank(count).to(device)

@@ -123,7 +123,7 @@ def format_number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-class _Rate:
+class Rate:
     """Smoothed rate of some work, for the time left.
 
     Work and time are averaged with the same exponential window, so pauses (previews, evaluation) count. The
@@ -169,7 +169,7 @@ class Progress:
     def restart(self) -> None:
         """Estimate the time left from now on."""
         self._started = self._drawn = time.monotonic()
-        self._pace = _Rate(self._done, self._started)
+        self._pace = Rate(self._done, self._started)
         self._printed: tuple[int, str] | None = None  # what the last plain line said
 
     def update(self, done: int, note: str = "") -> None:

@@ -78,7 +78,7 @@ def _record(run_dir: Path, events: Sequence[Row]) -> dict[str, Any]:
         "steps": next((count for count in reversed(steps) if count > 0), None),
         "columns": list(columns),
         "rows": len(metrics),
-        "metrics": base64.b64encode(_pack_columns(_thinned(columns, _BINS))).decode(),
+        "metrics": base64.b64encode(pack_columns(thin_columns(columns, _BINS))).decode(),
         "events": run_data.event_rows(events[-_EVENTS:]),
         "events_left_out": max(0, len(events) - _EVENTS),
         "counts": {kind: sum(event.get("kind") == kind for event in kept) for kind in ("step_refused", "rolled_back")},
@@ -176,7 +176,7 @@ def _number_columns(metrics: Sequence[Row]) -> dict[str, Floats]:
     return columns
 
 
-def _thinned(columns: Mapping[str, Floats], bins: int) -> dict[str, Floats]:
+def thin_columns(columns: Mapping[str, Floats], bins: int) -> dict[str, Floats]:
     """Return NAME.mean, NAME.min, NAME.max and NAME.last of so many parts of the rows, each of finite values alone.
 
     Of lists only the mean: a map shows no spikes. Columns of up to four values a bin are returned as they are.
@@ -202,7 +202,7 @@ def _thinned(columns: Mapping[str, Floats], bins: int) -> dict[str, Floats]:
     return found
 
 
-def _pack_columns(columns: Mapping[str, Floats]) -> bytes:
+def pack_columns(columns: Mapping[str, Floats]) -> bytes:
     """Return columns of one length as bytes that the page decodes: a header, and float32 values little-endian."""
     rows = len(next(iter(columns.values()))) if columns else 0
     header = {"columns": list(columns), "rows": rows, "from": 0, "offset": 0, "identity": "", "reset": True, "bits": 32}

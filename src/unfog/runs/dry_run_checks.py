@@ -22,6 +22,7 @@ from torch import Tensor
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset
 from unfog.errors import Interrupted, RequestError, install_command
+from unfog.inference.export_diffusers import export_difference
 from unfog.inference.run import Run
 from unfog.planning.disk import disk_space_needed
 from unfog.process.device import peak_bytes, resident_bytes
@@ -38,7 +39,6 @@ from unfog.runs.replay import differing_tensors, replay_newest
 from unfog.runs.resume import find_resume_point
 from unfog.runs.session import Session
 from unfog.runs.train import open_session, train_session
-from unfog.runs.weights.objectives import export_difference
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.writer import free_bytes
 from unfog.training.settings import Evaluate
@@ -102,7 +102,7 @@ class _DryRun:
 
     def __init__(self, config: Config, dataset: Dataset, device: torch.device, stop: StopSignals, folder: RunFolder):
         self.steps = _STEPS
-        self.config, self.dataset, self.device = _shortened(config, _STEPS), dataset, device
+        self.config, self.dataset, self.device = shorten(config, _STEPS), dataset, device
         self.stop, self.folder = stop, folder
         self.findings: list[Finding] = []
 
@@ -126,7 +126,7 @@ class _DryRun:
             with contextlib.redirect_stderr(output):
                 self.findings += action()
         except Exception as error:  # any error that would end the run later is a finding
-            self.findings.append(_failed(self.part, error, output.getvalue()))
+            self.findings.append(failure_finding(self.part, error, output.getvalue()))
             return False
         return True
 
@@ -163,7 +163,7 @@ class _DryRun:
         while not session.state.updates and session.state.precision.may_overflow and self.steps < _MAX_STEPS:
             # Every step overflowed: a run spends its first steps on finding fp16's loss scale.
             self.steps = min(2 * self.steps, _MAX_STEPS)
-            self.config = _shortened(self.config, self.steps)
+            self.config = shorten(self.config, self.steps)
             session = self._session(self.config, find_resume_point(self.folder, self.config).saved)
         seconds, self.state = time.perf_counter() - self.started, session.state
         saved = checkpoint.list_checkpoints(self.folder.checkpoints)[0][-1]
@@ -207,7 +207,7 @@ class _DryRun:
     def _resume(self) -> list[Finding]:
         """Train one step from the newest checkpoint, as `unfog resume` does."""
         saved = find_resume_point(self.folder, self.config).saved
-        config = _shortened(self.config, self.steps + 1)
+        config = shorten(self.config, self.steps + 1)
         session = self._session(replace(config, preview=replace(config.preview, images=1)), saved)
         if session.step != self.steps + 1:
             raise ValueError(f"it ended at step {session.step} instead of {self.steps + 1}")
@@ -234,7 +234,7 @@ class _DryRun:
         return self._finding(said, difference=difference)
 
 
-def _shortened(config: Config, steps: int) -> Config:
+def shorten(config: Config, steps: int) -> Config:
     """Return the same run in so many steps, with every hook due in it, and without trackers."""
     training = config.training
     at_once = training.microbatch or training.batch  # a larger preview would take more memory than training
@@ -243,14 +243,14 @@ def _shortened(config: Config, steps: int) -> Config:
         training=replace(training, images=steps * training.batch, steps=0, budget=""),
         log=Log(every=1),
         preview=replace(config.preview, every=-1, images=min(config.preview.images, at_once)),
-        evaluate=_shortened_evaluation(config.evaluate, steps),
+        evaluate=shorten_evaluation(config.evaluate, steps),
         # After every step, as two checkpoints are needed to repeat the steps between.
         checkpoint=replace(config.checkpoint, every=1, milestones=0),
         ema_snapshots=replace(config.ema_snapshots, every=min(config.ema_snapshots.every, 1)),
     )
 
 
-def _shortened_evaluation(evaluate: Evaluate, steps: int) -> Evaluate:
+def shorten_evaluation(evaluate: Evaluate, steps: int) -> Evaluate:
     """Return settings with one evaluation, at the end, of as few samples as can be measured."""
     every = steps if evaluate.every > 0 else -1
     if every < 0 or not evaluate.metrics or evaluate.metrics_every < 0:
@@ -275,7 +275,7 @@ def _passed(part: str, said: str, **facts: Any) -> Finding:
     return Finding(f"{DRY_RUN}.{part}", "fine", said, facts=facts)
 
 
-def _failed(part: str, error: Exception, output: str) -> Finding:
+def failure_finding(part: str, error: Exception, output: str) -> Finding:
     """Return the finding for an error, with its message and the remedy where that is known."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         remedy = "free some space there, or set TMPDIR to a folder on another disk"  # it is not a fault of the run

@@ -20,11 +20,10 @@ from unfog.errors import RequestError
 from unfog.evaluation.features import Features, open_features
 from unfog.inference.compare_images import Comparison
 from unfog.pipeline.build import build_network
-from unfog.pipeline.generate import GenerationSettings, proportional_given
+from unfog.pipeline.generate import GenerationSettings, cost_per_sample, proportional_given
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.flops import measure_flops
 from unfog.planning.intervals import Choice
-from unfog.planning.sampling_cost import cost_per_sample
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import Progress, warn
 from unfog.reporting.recorder import Recorder
@@ -32,7 +31,7 @@ from unfog.reporting.records import read_events, read_metrics
 from unfog.runs.previews import Previews
 from unfog.runs.ranks import RunContext
 from unfog.settings import is_auto
-from unfog.training.length import Plan
+from unfog.training.length import LengthPlan
 from unfog.training.settings import Evaluate
 
 MIN_SAMPLES, _MAX_SAMPLES, _MAX_REFERENCE = 100, 5000, 10_000  # limits of what is chosen automatically
@@ -191,7 +190,7 @@ def _metric_flops(config: Config, samples: int, reference: int, width: int) -> f
     return pairs + covariances + 20 * _PER_VALUE * values * (_PIXEL_METRIC in names)
 
 
-def _metrics_due(config: Config, step: int, plan: Plan) -> bool:
+def _metrics_due(config: Config, step: int, plan: LengthPlan) -> bool:
     """Return True if metrics are due after this step: the last one, or the first evaluation after their interval.
 
     Under a plan that stretches the interval of evaluations, that of metrics is as many times as long.

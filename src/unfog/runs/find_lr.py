@@ -78,7 +78,7 @@ class FindLrResult:
                 evidence += f"; the {usual:g} of these settings is {factor:.2g} times {side}"
                 severity, remedy = "hint", f"train with --lr {found.suggestion:g}"
         facts = {"suggestion": found.suggestion, "usual": usual}
-        figures = (Figure("Loss by learning rate", svg=_lr_chart(found), caption=_CAPTION),)
+        figures = (Figure("Loss by learning rate", svg=lr_chart(found), caption=_CAPTION),)
         return Finding("lr.range", severity, evidence, remedy, facts, figures)
 
 
@@ -163,7 +163,8 @@ def _write_result(result: FindLrResult, config: Config, out: Path) -> None:
     write_result(out / _JSON_FILE, record, out / _PAGE_FILE, title, result.finding())
 
 
-def _lr_chart(found: LrRangeResult) -> str:
+def lr_chart(found: LrRangeResult) -> str:
+    """Draw losses by learning rate as SVG: the ramp, its smoothed values, and the trials if there are any."""
     ramp = found.ramp
     x = [math.log10(rate) for rate in ramp.rates]
     # A loss that explodes would leave no room for the rest of the curve.

@@ -21,10 +21,9 @@ from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
 from unfog.evaluation.held_out import HeldOut, HeldOutBuckets, LossAt, midpoints, summarize_losses
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.pipeline.build import build_held_out_set, build_loss, build_loss_at, build_network, without_augmentation
-from unfog.pipeline.generate import GenerationSettings, generate_images, sample_grid
-from unfog.pipeline.image_files import DenoisingStrip
+from unfog.pipeline.denoising_pictures import DenoisingStrip
+from unfog.pipeline.generate import GenerationSettings, cost_per_sample, generate_images, sample_grid
 from unfog.pipeline.latents import ImageMap, autoencoder_batch, save_autoencoder
-from unfog.planning.sampling_cost import cost_per_sample
 from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.charts import Floats

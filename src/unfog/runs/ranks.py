@@ -17,7 +17,7 @@ from unfog.custom import consent
 from unfog.data.dataset import Dataset
 from unfog.data.lazy import outage_of
 from unfog.files.locks import FolderLock
-from unfog.pipeline.outage_notice import OutageNotice
+from unfog.pipeline.load_data import OutageNotice
 from unfog.process.console_log import console_log
 from unfog.process.device import choose_device
 from unfog.process.heartbeat import Heartbeat

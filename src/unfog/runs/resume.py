@@ -81,7 +81,7 @@ def resume(
         restart = bool(config.init.folder) and point.saved is None
         session = open_session(run, resumed, dataset, load_initial_weights(resumed).state if restart else None)
         session.keep_budget(auto)
-        changes = _omit_tuned_settings(check_changes(point.config, resumed, force), folder.events, resumed.sampler)
+        changes = omit_tuned_settings(check_changes(point.config, resumed, force), folder.events, resumed.sampler)
         if any(line.startswith("evaluate.") for line in changes):
             session.evaluation.dry_run()  # an error of the next evaluation surfaces now
         # Only now, as all that can be refused is refused above.
@@ -165,7 +165,7 @@ def find_resume_point(folder: RunFolder, stored: Config) -> _ResumePoint:
     return _ResumePoint(saved, broken, config)
 
 
-def _omit_tuned_settings(lines: list[str], events: Path, sampler: Sampler) -> list[str]:
+def omit_tuned_settings(lines: list[str], events: Path, sampler: Sampler) -> list[str]:
     """Return the lines of `check_changes`, without those on sampler settings that `unfog tune` set last."""
     rows = [row for row in read_events(events) if row.get("kind") == TUNED_EVENT]
     found: object = rows[-1].get("sampler") if rows else None

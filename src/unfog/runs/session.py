@@ -44,7 +44,7 @@ from unfog.text import without_secrets
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.load import load_checkpoint, read_state
 from unfog.training.checkpoints.writer import ShardStatusStore
-from unfog.training.length import Plan
+from unfog.training.length import LengthPlan
 from unfog.training.loop import run_due_hooks
 from unfog.training.stability.nan_debug import NanReport
 from unfog.training.stability.out_of_memory import microbatch_size
@@ -66,7 +66,7 @@ def say_what_resume_promises(config: Config, device: torch.device) -> None:
         say("  deterministic = off: a resume continues the same state, but is not bit-identical to a run without it")
 
 
-def _last_logged(step: int, due: Sequence[str]) -> int:
+def last_logged_step(step: int, due: Sequence[str]) -> int:
     """Return the last step whose line of the record stays; a log that is still due will write its line again."""
     return step - ("log" in due or "evaluate" in due)
 
@@ -79,7 +79,7 @@ def _other_threads(now: str, before: str) -> str:
     return f", but not with OMP_NUM_THREADS={threads[1]}"
 
 
-def _write_data_report(folder: RunFolder, dataset: Dataset, augment: Augment, seed: int) -> None:
+def write_data_report(folder: RunFolder, dataset: Dataset, augment: Augment, seed: int) -> None:
     """Write contact-sheet.png and data.json into a run folder, each atomically. OSError if that is impossible.
 
     `seed` is that of the stream and of the augmentation; the random state of torch is left as it is.
@@ -193,11 +193,11 @@ class Session(StoppableHooks):
         """Write data.json and the contact sheet; if that fails, warn and train without."""
         augment = Augment.from_settings(self.config.data)
         try:
-            _write_data_report(self.context.folder, self.dataset, augment, self.config.training.seed)
+            write_data_report(self.context.folder, self.dataset, augment, self.config.training.seed)
         except OSError as error:
             warn(f"data.json and contact-sheet.png could not be written: {error.strerror or error}")
 
-    def _resume_length(self) -> Plan | None:
+    def _resume_length(self) -> LengthPlan | None:
         """Take up the length of the run where a checkpoint left it; return the plan if a resume has given another."""
         length, events = self.state.length, read_events(self.context.folder.events)
         first = self.config.training.images // self.config.training.batch
@@ -208,7 +208,7 @@ class Session(StoppableHooks):
             self.state.due = [name for name in due if name != "log" or not self.state.window.empty]
         return fixed
 
-    def _record_length(self, fixed: Plan | None) -> None:
+    def _record_length(self, fixed: LengthPlan | None) -> None:
         """Record the length that a resume has given, or plan it by the time budget."""
         if fixed is not None:
             reason = "the length was given" if self._new_length else "there is no time budget any more"
@@ -263,7 +263,7 @@ class Session(StoppableHooks):
         _, settings = folder.shown_settings(self.config)
         return Recorder(folder.path, self.config.log, self.steps, self.step, settings, logged, self.defer_interrupts)
 
-    def _restore(self, saved: checkpoint.CheckpointInfo | None) -> tuple[int, Plan | None]:
+    def _restore(self, saved: checkpoint.CheckpointInfo | None) -> tuple[int, LengthPlan | None]:
         """Go back to the state of a checkpoint, or to the beginning.
 
         Returns:
@@ -274,7 +274,7 @@ class Session(StoppableHooks):
             remove(self.context.folder.metrics, self.context.folder.path)
             return 0, None
         self._load(saved)
-        return _last_logged(self.step, self.state.due), self._resume_length()
+        return last_logged_step(self.step, self.state.due), self._resume_length()
 
     def _load(self, saved: checkpoint.CheckpointInfo) -> None:
         """Restore a checkpoint; of a sharded state only the progress, as each rank reads its own rows later."""
@@ -464,7 +464,7 @@ class Session(StoppableHooks):
             self.recorder.event(PAUSE_EVENT, self.step, seconds=round(seconds, 3))
         return due
 
-    def plan_length(self, state: TrainState) -> Plan | None:
+    def plan_length(self, state: TrainState) -> LengthPlan | None:
         """Return how the run goes on to end in time, if that changes; print and record it."""
         if self.budget is None or (plan := self.budget.plan(self.step, state.length)) is None:
             return None
@@ -481,6 +481,6 @@ class Session(StoppableHooks):
             say(f"  {what}, so that they and checkpoints take at most a tenth of the budget")
         return plan
 
-    def _record_plan(self, plan: Plan, **facts: object) -> None:
+    def _record_plan(self, plan: LengthPlan, **facts: object) -> None:
         fields = {"first": self.state.length.first, "steps": plan.steps, "stretch": plan.stretch}
         self.recorder.event(LENGTH_EVENT, self.step, **fields, position=plan.position, limit=plan.limit, **facts)

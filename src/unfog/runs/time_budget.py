@@ -15,7 +15,7 @@ from unfog.errors import RequestError
 from unfog.planning.timing import forward_passes, repetitions
 from unfog.reporting.progress import format_duration
 from unfog.reporting.records import LENGTH_EVENT, Row
-from unfog.training.length import NO_LIMIT, Length, Plan
+from unfog.training.length import NO_LIMIT, Length, LengthPlan
 from unfog.training.loop import Intervals
 
 _CHECKS = 200  # of a run: often enough for its last percent, and few enough for state.json
@@ -135,7 +135,7 @@ class TimeBudget:
             self.pauses.append(pause)
         return last or now - self._checked >= self.seconds / _CHECKS
 
-    def plan(self, step: int, length: Length) -> Plan | None:
+    def plan(self, step: int, length: Length) -> LengthPlan | None:
         """Return how the run goes on after `step` steps if that is not as planned."""
         self._checked = self._clock()
         self._measure_pace()
@@ -149,7 +149,7 @@ class TimeBudget:
         tolerance = max(_TOLERANCE * self.seconds / self.step_seconds, _TOLERANCE_LEFT * left)
         if abs(steps - before.steps) <= tolerance and stretch == before.stretch and self._reaches(step, length, limit):
             return None
-        return Plan(step, steps, stretch, length.position(step), limit)
+        return LengthPlan(step, steps, stretch, length.position(step), limit)
 
     def _limit(self, step: int, length: Length, left: float) -> float:
         """Return up to where a plan may move the position in the schedule, with time for `left` more steps.
@@ -181,7 +181,7 @@ class TimeBudget:
     def _awake(self) -> float:
         return self._clock() - self._suspended()
 
-    def describe(self, plan: Plan) -> str:
+    def describe(self, plan: LengthPlan) -> str:
         """Return the reason of a plan that was made just now."""
         left = self._began + self.seconds - self._checked
         return f"{self.step_seconds:.3g} s a step, and {format_duration(left)} of {format_duration(self.seconds)} left"
@@ -238,7 +238,7 @@ class TimeBudget:
         return self._calls.seconds(kind) / self.step_seconds
 
 
-def _recorded_plans(events: list[Row], first: int, after: int) -> list[Plan]:
+def recorded_plans(events: list[Row], first: int, after: int) -> list[LengthPlan]:
     """Return the plans of events for a run of `first` steps in its settings, from the step `after` on.
 
     That step is among them, as a resume plans before it trains: its checkpoint does not have that plan.
@@ -248,25 +248,25 @@ def _recorded_plans(events: list[Row], first: int, after: int) -> list[Plan]:
         if row.get("kind") == LENGTH_EVENT and row.get("first") == first:
             with suppress(KeyError, TypeError, ValueError, OverflowError):
                 limit = float(row.get("limit", NO_LIMIT))  # which older versions have not recorded
-                found.add([Plan.of(row["step"], row["steps"], row["stretch"], row["position"], limit)])
+                found.add([LengthPlan.of(row["step"], row["steps"], row["stretch"], row["position"], limit)])
     return [plan for plan in found.plans if plan.step >= after]
 
 
-def resume_length(length: Length, first: int, step: int, events: list[Row], anew: bool) -> Plan | None:
+def resume_length(length: Length, first: int, step: int, events: list[Row], anew: bool) -> LengthPlan | None:
     """Continue a length at `step`, with `first` steps in the settings and the plans that events have for later steps.
 
     If the length is given `anew`, such plans are void; else the last one holds to the end, as no time budget makes
     another. Returns the plan that says so, which is to be recorded; None if nothing changes.
     """
     length.adopt(first)
-    length.add(_recorded_plans(events, first, step))
+    length.add(recorded_plans(events, first, step))
     if not length.plans:
         return None
     if anew:
-        fixed = Plan(step, first, 1, float(step))
+        fixed = LengthPlan(step, first, 1, float(step))
     elif (last := length.plans[-1]).limit < first:
         at = max(step, last.step)
-        fixed = Plan(at, last.steps, last.stretch, length.position(at))
+        fixed = LengthPlan(at, last.steps, last.stretch, length.position(at))
     else:
         return None
     length.add([fixed])

@@ -1,49 +1,68 @@
-"""`unfog train`: from a configuration to a run that has ended."""
+"""`unfog train`: from a configuration to a run that has ended, on rank 0 and on the worker ranks."""
 
 from __future__ import annotations
 
+import math
 import shlex
+import socket
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from unfog.checks.images.image_checks import quick_check_images
 from unfog.config.schema import Config
+from unfog.config.toml import from_toml
 from unfog.config.validate import check_request
-from unfog.custom import PREFIX, resolve_path, resolve_step
+from unfog.custom import PREFIX, consent, resolve_path, resolve_step
 from unfog.data.buckets.stream import BucketStream
 from unfog.data.dataset import Dataset
 from unfog.data.stream import ImageStream
 from unfog.device.compilation import compile_errors_explained
 from unfog.diffusion.weighting import CustomWeighting
-from unfog.errors import Interrupted, LostProcess
+from unfog.errors import Interrupted, LostProcess, RunError
 from unfog.evaluation.features import open_features
 from unfog.files.safe_files import write_atomic
 from unfog.models.given_network import SOURCE_FILE, GivenNetwork
 from unfog.models.network_settings import CustomNetwork
-from unfog.pipeline.build import build_augmentation, build_intervals, build_loss, build_state, open_task_stream
+from unfog.pipeline.build import (
+    build_augmentation,
+    build_intervals,
+    build_loss,
+    build_state,
+    open_stream,
+    open_task_stream,
+)
 from unfog.pipeline.latents import copy_autoencoder_into_run
 from unfog.pipeline.load_data import load_images
+from unfog.pipeline.skipped_images import FailureReporter
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.disk import check_disk_room
 from unfog.planning.intervals import Choice
 from unfog.process import command_clock
 from unfog.process.run_folder import RunFolder, next_folder
+from unfog.process.signals import StopSignals
 from unfog.process.torch_flags import caller_flags_kept
 from unfog.reporting.findings import Finding
 from unfog.reporting.log_settings import check_installed
 from unfog.reporting.progress import say
 from unfog.runs.evaluation_hook import resolve_metrics
 from unfog.runs.previews import Previews
-from unfog.runs.ranks import RunContext, broadcast_config, device_for
+from unfog.runs.ranks import RunContext, StoppableHooks, broadcast_config, device_for, watch_outages
 from unfog.runs.session import Session
 from unfog.runs.weights.init_weights import adopt_latent_statistics, load_initial_weights
+from unfog.text import sanitize
+from unfog.training.checkpoints import snapshot
 from unfog.training.checkpoints.format import CheckpointInfo
+from unfog.training.checkpoints.writer import CheckpointWriter, ShardStatusStore
 from unfog.training.distributed.coordination import CoordinatedHooks
-from unfog.training.distributed.world import World
+from unfog.training.distributed.world import World, init_world
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import LoopSettings
 from unfog.training.loop import train as advance
@@ -136,35 +155,41 @@ def run_training_loop(
     ended or does not answer.
     """
     # A signal must not interrupt one rank alone while the others wait for it: they agree to stop.
-    with hooks.defer_interrupts() if world.size > 1 else nullcontext():
-        try:
-            world.init_process_group(state.precision.device, config.training.timeout)
-            if config.training.is_sharded(world.size):
-                world.shard_state(state, saved)
-            world.broadcast_state(state)
-            if world.size > 1 and (own := world.batch_range(0, config.training.batch)):
-                # Otherwise each rank would prefetch the images of all of them.
-                stream.prefetch_share(own.start, len(own), config.training.batch, state.seen)
-            settings = LoopSettings(config.training, config.optimizer, build_intervals(config, state))
-            task = Task(
-                open_task_stream(stream, state.precision.device),
-                build_augmentation(config),
-                build_loss(config, state),
-            )
-            # With several ranks, the others must not be left waiting.
-            with (
-                suppress(Interrupted) if world.size == 1 else nullcontext(),
-                compile_errors_explained("resume the run", hooks.stop_requested),
-            ):
-                advance(settings, state, task, hooks, world)
-            CoordinatedHooks(hooks, world).finish(state)
-        except RuntimeError as error:
-            if world.size == 1 or not _is_lost_process(error):
-                raise
-            raise LostProcess(
-                f"rank {world.rank} has lost another rank, which ended or does not answer; unfog resume continues "
-                f"from the newest checkpoint, as torchrun does by itself with --max-restarts ({str(error)[:160]})"
-            ) from error
+    with hooks.defer_interrupts() if world.size > 1 else nullcontext(), _lost_process_explained(world):
+        world.init_process_group(state.precision.device, config.training.timeout)
+        if config.training.is_sharded(world.size):
+            world.shard_state(state, saved)
+        world.broadcast_state(state)
+        if world.size > 1 and (own := world.batch_range(0, config.training.batch)):
+            # Otherwise each rank would prefetch the images of all of them.
+            stream.prefetch_share(own.start, len(own), config.training.batch, state.seen)
+        settings = LoopSettings(config.training, config.optimizer, build_intervals(config, state))
+        task = Task(
+            open_task_stream(stream, state.precision.device),
+            build_augmentation(config),
+            build_loss(config, state),
+        )
+        # With several ranks, the others must not be left waiting.
+        with (
+            suppress(Interrupted) if world.size == 1 else nullcontext(),
+            compile_errors_explained("resume the run", hooks.stop_requested),
+        ):
+            advance(settings, state, task, hooks, world)
+        CoordinatedHooks(hooks, world).finish(state)
+
+
+@contextmanager
+def _lost_process_explained(world: World) -> Iterator[None]:
+    """Raise LostProcess in place of torch's error if another rank ended or does not answer."""
+    try:
+        yield
+    except RuntimeError as error:
+        if world.size == 1 or not _is_lost_process(error):
+            raise
+        raise LostProcess(
+            f"rank {world.rank} has lost another rank, which ended or does not answer; unfog resume continues "
+            f"from the newest checkpoint, as torchrun does by itself with --max-restarts ({str(error)[:160]})"
+        ) from error
 
 
 def _is_lost_process(error: BaseException) -> bool:
@@ -222,3 +247,87 @@ def check_custom_parts(config: Config) -> None:
             resolve_path(tracker, "a tracker")
     if isinstance(config.optimizer.method, Custom):
         check_resumable(config.optimizer.method)
+
+
+class _WorkerHooks(StoppableHooks):
+    """Hooks of a worker rank: it writes its part of sharded checkpoints, and reports unusable images to rank 0."""
+
+    def __init__(self, stop: StopSignals, dataset: Dataset, world: World, config: Config):
+        super().__init__(stop)
+        self._dataset, self._world, self._config = dataset, world, config
+        self._reported: set[tuple[str, ...]] = set()
+        self._writer: CheckpointWriter | None = None
+
+    def log(self, step: int, images: int, record: dict[str, Any]) -> None:
+        """Send rank 0 the images and shards that could not be read here since the last log."""
+        # Each rank reads other images, and rank 0 alone writes the record.
+        found = FailureReporter.on_this_rank(self._dataset.train)
+        self._world.send_report([list(one) for one in sorted(found - self._reported)])
+        self._reported |= found
+
+    def save_shards(self, state: TrainState, for_best: bool, place: str, post: ShardStatusStore) -> None:
+        self.finish(math.inf)  # rank 0 has seen the last checkpoint complete
+        if not state.non_finite():
+            self._writer = CheckpointWriter(Path(place), self._config.checkpoint)
+            self._writer.submit(snapshot.take_snapshot(state, state.seen // self._config.training.batch), post)
+
+    def finish(self, seconds: float) -> None:
+        """Wait at most so long for the checkpoint that is being written."""
+        deadline = time.monotonic() + seconds
+        while self._writer is not None and self._writer.busy and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+
+def run_worker() -> None:
+    """Train as a worker rank, to the end of the run or until rank 0 ends. RunError if this rank sees other images."""
+    with init_world() as world:
+        received: dict[str, Any] = world.broadcast_object({})
+        if not received:  # the run is at its end already
+            return
+        config = from_toml(received["config"], Config())
+        for path in received["trusted"]:  # by the person who has started rank 0
+            consent.give(path)
+        with StopSignals(quiet=True) as stop:
+            if config.training.shard:
+                checkpoints = Path(received["checkpoints"])
+                check_visible(checkpoints, "where each rank of a sharded run writes its part of a checkpoint", world)
+            for folder in config.representation.folders:
+                check_visible(folder, "the run's autoencoder", world)
+            dataset, found = load_images(config, stop, lost=received["lost"])
+            if found.fingerprint != config.fingerprint:
+                raise RunError(
+                    f"rank {world.rank} finds other images in {sanitize(config.source)} than rank 0 does; each machine "
+                    "needs the same ones there"
+                )
+            _train_worker(config, dataset, stop, world)
+
+
+def check_visible(folder: Path, what: str, world: World) -> None:
+    """RunError if this rank does not see a part of the run folder that it needs."""
+    if not folder.is_dir():
+        raise RunError(
+            f"rank {world.rank} ({socket.gethostname()}) does not see {folder}, {what}; give an --out on a disk that "
+            "all machines share"
+        )
+
+
+def _train_worker(config: Config, dataset: Dataset, stop: StopSignals, world: World) -> None:
+    device = device_for(config)
+    # Ranks on one machine compute on devices of their own; the configuration names that of rank 0.
+    own_config = replace(config, training=replace(config.training, device=str(device)))
+    state = build_state(own_config, device, home=world.init_device(config.training.shard, device))
+    stream = open_stream(dataset, config)
+    hooks = _WorkerHooks(stop, dataset, world, config)
+    watch_outages(dataset, config, world, stop)
+
+    @cache
+    def previews() -> Previews:
+        return Previews.build(own_config, dataset, state, stop, world)
+
+    if not config.training.shard:  # else this rank never has the whole network
+        world.part = lambda job, rank, ranks: previews().part(job, rank, ranks)
+    try:
+        run_training_loop(config, state, stream, hooks, world)
+    finally:
+        hooks.finish(0.8 * config.training.grace)  # a checkpoint counts when all ranks have written their parts
+        stream.close()

@@ -276,11 +276,11 @@ class _Pyramid:
         level, source = 0, _as_blocks(values)
         while True:
             if level == len(self.levels):
-                self.levels.append([Growing() for _ in _REDUCE])
+                self.levels.append([Growing() for _ in REDUCTIONS])
             width, done = (2 if level else _BASE), self.levels[level][0].rows
             whole = len(source[0]) // width
             if whole > done:
-                for reduce, grown, part in zip(_REDUCE, self.levels[level], source):
+                for reduce, grown, part in zip(REDUCTIONS, self.levels[level], source):
                     grown.append(reduce(part[done * width : whole * width].reshape(-1, width)))
             if whole < 2:
                 return
@@ -292,7 +292,7 @@ class _Pyramid:
         whole = self.levels[level][0].rows if level < len(self.levels) else 0
         rest = values[max(whole, first) * width : end * width]
         parts = []
-        for kind, (reduce, part) in enumerate(zip(_REDUCE, _as_blocks(rest))):
+        for kind, (reduce, part) in enumerate(zip(REDUCTIONS, _as_blocks(rest))):
             stored = self.levels[level][kind].values[first : min(end, whole)] if whole else np.empty(0)
             # At most one block, or all rows if there is no whole block yet.
             parts.append(np.concatenate([stored, reduce(part[None])] if len(part) else [stored]))
@@ -315,7 +315,7 @@ def _sum(blocks: Floats) -> Floats:
     return np.asarray(blocks.sum(axis=1), np.float64)
 
 
-_REDUCE: tuple[Callable[[Floats], Floats], ...] = (
+REDUCTIONS: tuple[Callable[[Floats], Floats], ...] = (
     lambda blocks: np.asarray(np.fmin.reduce(blocks, axis=1), np.float64),
     lambda blocks: np.asarray(np.fmax.reduce(blocks, axis=1), np.float64),
     _last_finite,

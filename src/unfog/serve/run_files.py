@@ -163,7 +163,7 @@ class PictureCache:
         key = (path, *found)
         encoded = self._find(key)
         if encoded is None:
-            encoded = await self.decode(lambda: self._find(key) or self._keep(key, _read_webp(path, run)))
+            encoded = await self.decode(lambda: self._find(key) or self._keep(key, read_webp(path, run)))
         return encoded, f"{found[0]:x}-{found[1]:x}"
 
     def _find(self, key: tuple[object, ...]) -> bytes | None:
@@ -180,7 +180,8 @@ class PictureCache:
         return encoded
 
 
-def _read_webp(path: Path, run: Path) -> bytes:
+def read_webp(path: Path, run: Path) -> bytes:
+    """Encode a PNG of a run as WebP, pixels alone. Raises RequestError if the file is not a PNG."""
     try:
         image = read_png(path, run).convert("RGB")  # Unfog writes no others, and other decoders take any time
     except ValueError as error:

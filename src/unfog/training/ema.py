@@ -1,9 +1,9 @@
-"""Exponential moving average of a network's weights."""
+"""Exponential moving average of a network's weights, and the average of tensors that the device may leave out."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from unfog.training.settings import EmaSchedule, PowerEma
 from unfog.training.sharded_tensors import to_local
-from unfog.training.updates.masked import lerp_unless
 
 
 class Ema:
@@ -92,3 +91,25 @@ class Ema:
     def _named(self, model: nn.Module) -> dict[str, Tensor]:
         names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
         return dict(zip(names, (*self.parameters, *self.buffers), strict=True))
+
+
+def lerp_unless(skip: Tensor, tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: float | Tensor) -> None:
+    """Move `tensors` towards `ends` by a share `weight` of the way, in place; change no bit if `skip` is 1.
+
+    As `torch._foreach_lerp_`, up to rounding. `skip` is float32, 0 or 1, and so is a `weight` on the device, both 0-d.
+    """
+    # Gradient ascent whose gradient is `ends` less `tensors`, by weight decay. It is torch's only fused kernel for
+    # this that takes both its weight and its mask from the device; a product with 0 would let NaN through.
+    torch._fused_sgd_(
+        list(tensors),
+        list(ends),
+        [],
+        weight_decay=1.0,
+        momentum=0.0,
+        lr=weight,
+        dampening=0.0,
+        nesterov=False,
+        maximize=True,
+        is_first_step=False,
+        found_inf=skip,
+    )

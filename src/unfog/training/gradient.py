@@ -14,12 +14,10 @@ from torch import Tensor, nn
 from unfog.device.sharded_rng import rows_of, seed_generators, with_own_seed
 from unfog.diffusion.objective import Loss
 from unfog.errors import Interrupted
-from unfog.training.batch_reader import BatchReader
-from unfog.training.distributed.micro_batches import MicroBatch, local_micro_batches, rng_batch_size
+from unfog.training.batches import BatchReader, MicroBatch, local_micro_batches, rng_batch_size
 from unfog.training.distributed.world import World
-from unfog.training.half_weights import HalfWeights
 from unfog.training.hooks import Task, TrainingHooks
-from unfog.training.precision import gradients
+from unfog.training.precision import HalfWeights, gradients
 from unfog.training.settings import Training
 from unfog.training.sharded_tensors import total_norm
 from unfog.training.state import TrainState

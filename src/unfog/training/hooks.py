@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from unfog.diffusion.objective import Loss
 from unfog.errors import RunError
 from unfog.training.checkpoints.writer import ShardStatusStore
-from unfog.training.length import Plan
+from unfog.training.length import LengthPlan
 from unfog.training.stability.nan_debug import NanReport
 from unfog.training.state import TrainState
 from unfog.values.conditions import Conditions
@@ -111,7 +111,7 @@ class TrainingHooks:
         return False
 
     # Apart from `plan_due`: with several ranks planning is work of rank 0 that the others wait for.
-    def plan_length(self, state: TrainState) -> Plan | None:
+    def plan_length(self, state: TrainState) -> LengthPlan | None:
         """Return how the run goes on from here to its end, if that is to change."""
         return None
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 NO_LIMIT = 1e12  # of a plan's position
 
 
-class Plan(NamedTuple):
+class LengthPlan(NamedTuple):
     """A decision on the rest of a run with a time budget. It holds from `step` on."""
 
     step: int
@@ -26,7 +26,7 @@ class Plan(NamedTuple):
     """Position that it moves to at most under this plan: another one follows before, unless the pace was wrong."""
 
     @classmethod
-    def of(cls, step: int, steps: int, stretch: int, position: float, limit: float = NO_LIMIT) -> Plan:
+    def of(cls, step: int, steps: int, stretch: int, position: float, limit: float = NO_LIMIT) -> LengthPlan:
         """Return a plan from numbers of a file. ValueError or TypeError if they are not those of a plan."""
         plan = cls(int(step), int(steps), int(stretch), float(position), float(limit))
         counts = 0 <= plan.step <= plan.steps <= 10**12 and 0 <= plan.stretch <= 10**6
@@ -45,7 +45,7 @@ class Length:
     def __init__(self) -> None:
         self.first = 0
         """Steps that the settings give."""
-        self.plans: list[Plan] = []
+        self.plans: list[LengthPlan] = []
         """By step; later ones than the step of the run are taken when it gets there."""
 
     def adopt(self, first: int) -> None:
@@ -53,14 +53,14 @@ class Length:
         if first != self.first:
             self.first, self.plans = first, []
 
-    def add(self, plans: Iterable[Plan]) -> None:
+    def add(self, plans: Iterable[LengthPlan]) -> None:
         """Add plans in the order in which they were made. Each voids those at its step and later."""
         for plan in plans:
             self.plans = [*(before for before in self.plans if before.step < plan.step), plan]
 
-    def at(self, step: int) -> Plan:
+    def at(self, step: int) -> LengthPlan:
         """Return the plan that holds once so many steps are done."""
-        return next((plan for plan in reversed(self.plans) if plan.step <= step), Plan(0, self.first, 1, 0.0))
+        return next((plan for plan in reversed(self.plans) if plan.step <= step), LengthPlan(0, self.first, 1, 0.0))
 
     def position(self, step: int) -> float:
         """Return where step `step` stands in the schedule of `first` steps: at its end when the run ends as planned."""
@@ -98,7 +98,7 @@ class Length:
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore the values of `state_dict`. Raises ValueError, TypeError or KeyError for anything else."""
-        first, plans = int(saved["first"]), [Plan.of(*row) for row in saved["plans"]]
+        first, plans = int(saved["first"]), [LengthPlan.of(*row) for row in saved["plans"]]
         if [plan.step for plan in plans] != sorted({plan.step for plan in plans}):
             raise ValueError("the plans are not in order")
         self.first, self.plans = first, plans

@@ -7,9 +7,9 @@ from contextlib import nullcontext, suppress
 from typing import NamedTuple
 
 from unfog.errors import Interrupted
+from unfog.training.batches import rng_batch_size
 from unfog.training.checkpoints.posthoc_ema import snapshot_interval
 from unfog.training.distributed.coordination import CoordinatedHooks, StepResult
-from unfog.training.distributed.micro_batches import rng_batch_size
 from unfog.training.distributed.world import SINGLE_PROCESS, World
 from unfog.training.gradient import Gradient, GradientComputer
 from unfog.training.hooks import Task, TrainingHooks

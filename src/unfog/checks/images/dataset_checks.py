@@ -146,14 +146,14 @@ def _shape(format: ImageFormat) -> tuple[int, int]:
     return format.width // common, format.height // common
 
 
-def _short_sides(sides: NDArray[np.int32], format: ImageFormat) -> NDArray[np.int64]:
+def short_sides(sides: NDArray[np.int32], format: ImageFormat) -> NDArray[np.int64]:
     """Return the short side of what the crop to the format's shape keeps of originals [N, 2], in pixels."""
     width, height = _shape(format)
     kept = np.minimum(sides[:, 0].astype(np.int64) * height, sides[:, 1].astype(np.int64) * width)
     return kept // max(width, height)
 
 
-def _size_with_short_side(side: int, format: ImageFormat) -> Size:
+def size_with_short_side(side: int, format: ImageFormat) -> Size:
     """Return a size of the format's shape with this short side, the other one a multiple of 8."""
     if format.width == format.height:
         return side
@@ -161,10 +161,10 @@ def _size_with_short_side(side: int, format: ImageFormat) -> Size:
     return size_of(*((side, other) if format.width > format.height else (other, side)))
 
 
-def _recommended_side(sides: NDArray[np.int32], short: NDArray[np.int64]) -> int:
+def recommended_side(sides: NDArray[np.int32], short: NDArray[np.int64]) -> int:
     """Return the largest common size that upscales under 5% of the originals [N, 2], and less than half at all.
 
-    Originals that are all one square of at most 64 pixels, divisible by 4, keep their size. `short` is `_short_sides`.
+    Originals that are all one square of at most 64 pixels, divisible by 4, keep their size. `short` is `short_sides`.
     """
     if (sides == sides[0, 0]).all() and 8 <= short[0] <= 64 and short[0] % 4 == 0:
         return int(short[0])
@@ -174,9 +174,9 @@ def _recommended_side(sides: NDArray[np.int32], short: NDArray[np.int64]) -> int
 
 def _check_original_sizes(sides: NDArray[np.int32], format: ImageFormat) -> Finding:
     """Report the range of sizes, and the largest size there are pixels for."""
-    short = _short_sides(sides, format)
-    best = _recommended_side(sides, short)
-    recommended = _size_with_short_side(best, format)
+    short = short_sides(sides, format)
+    best = recommended_side(sides, short)
+    recommended = size_with_short_side(best, format)
     low, middle, high = (int(x) for x in (short.min(), np.median(short), short.max()))
     facts = {"shortest": low, "median": middle, "longest_short": high, "size": format.size, "recommended": recommended}
     width, height = (int(side) for side in sides[0])
@@ -198,10 +198,10 @@ def _check_original_sizes(sides: NDArray[np.int32], format: ImageFormat) -> Find
 def _check_upscaling(scan: ImageScan, rows: Indices, sides: NDArray[np.int32]) -> Finding:
     """Check that few originals are smaller than the training resolution."""
     format = scan.prepared.settings.image_format
-    short, size = _short_sides(sides, format), min(format.height, format.width)
+    short, size = short_sides(sides, format), min(format.height, format.width)
     upscaled = np.flatnonzero(short * _SLIGHT < size)
-    best, part = _recommended_side(sides, short), len(upscaled) / len(sides)
-    recommended = _size_with_short_side(best, format)
+    best, part = recommended_side(sides, short), len(upscaled) / len(sides)
+    recommended = size_with_short_side(best, format)
     facts = {"images": len(upscaled), "share": part, "size": format.size, "recommended": recommended}
     if not len(upscaled):
         return Finding("data.upscaled", "fine", f"no image is upscaled to {format.sides}", facts=facts)

@@ -51,7 +51,7 @@ class _PixelStatistics(NamedTuple):
     """Equal for equal pixels."""
 
     hash: Hashes
-    """See `_perceptual_hash`."""
+    """See `perceptual_hash`."""
 
     small: NDArray[np.uint8]
     """Brightness, [N, 8, 8]."""
@@ -231,7 +231,7 @@ def _statistics(pixels: NDArray[np.uint8]) -> _PixelStatistics:
     digests = b"".join(blake2b(image, digest_size=8).digest() for image in np.ascontiguousarray(flat))
     return _PixelStatistics(
         digest=np.frombuffer(digests, np.uint64),
-        hash=_perceptual_hash(thumbs),
+        hash=perceptual_hash(thumbs),
         small=np.rint(thumbnails(bright[:, None], _SMALL_SIDE)[:, 0]).astype(np.uint8),
         spread=pixels.reshape(*pixels.shape[:2], -1).std(2, dtype=np.float32).max(1),
         lowest=flat.min(1),
@@ -271,7 +271,7 @@ def luma(x: Floats) -> Floats:
     return np.tensordot(x, np.array(luma_weights(x.shape[1]), np.float32), (1, 0))
 
 
-def _perceptual_hash(thumbs: Floats) -> Hashes:
+def perceptual_hash(thumbs: Floats) -> Hashes:
     """Hash thumbnails [N, C, h, w] to uint64 [N]: the signs of the low frequencies of the brightness."""
     bright = luma(thumbs)
     waves = [_cosines(side) for side in bright.shape[1:]]

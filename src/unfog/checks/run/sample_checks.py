@@ -94,8 +94,10 @@ def _lower_end(record: RunRecord) -> str:
 
 
 class _ColorStatistics(NamedTuple):
-    """Statistics of N images with C channels, in levels of 0 to 255."""
+    """N images with C channels and their statistics, in levels of 0 to 255."""
 
+    pixels: Pixels
+    """[N, H, W, C]."""
     means: Floats
     """[N, C]."""
     contrast: Floats
@@ -118,6 +120,7 @@ def _color_statistics(pixels: Pixels, classes: NDArray[np.int64] | None = None) 
     group = np.zeros(len(x), np.int64) if classes is None else classes
     counts = np.bincount(group)
     return _ColorStatistics(
+        pixels,
         x.mean((1, 2)),
         x.reshape(len(x), -1).std(1),
         np.square(inner - around).mean((1, 2, 3)),
@@ -169,7 +172,7 @@ def check_samples(generated: _Labelled, training: _Labelled, unready: str, remed
         _check_color_cast(drawn, data, figure, unready, remedies),
         _check_contrast(drawn, data, unready, remedies),
         _check_saturation(drawn, data, unready, remedies),
-        _check_detail(generated[0], drawn, training[0], data, unready, remedies),
+        _check_detail(drawn, data, unready, remedies),
     ]
 
 
@@ -241,15 +244,10 @@ def _check_saturation(
 
 
 def _check_detail(
-    mine: Pixels,
-    drawn: _ColorStatistics,
-    theirs: Pixels,
-    data: _ColorStatistics,
-    unready: str = "",
-    remedies: SampleRemedies = _NO_RUN,
+    drawn: _ColorStatistics, data: _ColorStatistics, unready: str = "", remedies: SampleRemedies = _NO_RUN
 ) -> Finding:
     """run.detail: compare the variance of luma at high frequencies, generated over training."""
-    generated, real = images = [torch.from_numpy(x.transpose(0, 3, 1, 2).copy()) for x in (mine, theirs)]
+    generated, real = images = [torch.from_numpy(of.pixels.transpose(0, 3, 1, 2).copy()) for of in (drawn, data)]
     fine = [band_powers(pixels).numpy()[:, -FINE:].sum(1) for pixels in images]
     (value, error), (usual, usual_error) = (_weighted_mean(x, of) for x, of in zip(fine, (drawn, data)))
     # The floor is what rounding to 8 bits adds; a ratio of two roundings says nothing.

@@ -98,16 +98,7 @@ def _check_loss(
         and record.step >= _SOON
         and (relative > _UNLEARNED or of_pixelwise > 1)
     ):
-        evidence = (
-            f"the loss is {relative:.2f} of the loss of predicting 0, and {of_pixelwise:.2f} of that of predicting "
-            "each pixel by itself: the network has learned almost nothing"
-        )
-        source, settings = map(shlex.quote, (without_secrets(record.config.source), str(record.path / "config.toml")))
-        remedy = f"another learning rate: unfog find-lr {source} --config {settings}"
-        if (idle := _idle_share(record)) >= _IDLE:
-            remedy = f"the learning rate was 0 for {idle:.0%} of the run, which is why: see run.lr_zero"
-        severity: Severity = "fatal" if record.step >= 0.5 * record.steps else "warning"
-        return Finding("run.not_learning", severity, evidence, remedy, facts, figures)
+        return _not_learning(record, relative, of_pixelwise, facts, figures)
     finding, trend = partial(Finding, "run.loss", facts=facts, figures=figures), _loss_trend(record)
     if trend is None:
         return finding("fine", f"the loss is {values[-1]:.3g}; it is too early for a trend")
@@ -125,6 +116,21 @@ def _check_loss(
     return finding(
         "fine", f"the loss has levelled off at {trend.last:.3g}{known} ({-trend.fall:+.1%} with twice the images)"
     )
+
+
+def _not_learning(
+    record: RunRecord, relative: float, of_pixelwise: float, facts: dict[str, Any], figures: tuple[Figure, ...]
+) -> Finding:
+    evidence = (
+        f"the loss is {relative:.2f} of the loss of predicting 0, and {of_pixelwise:.2f} of that of predicting "
+        "each pixel by itself: the network has learned almost nothing"
+    )
+    source, settings = map(shlex.quote, (without_secrets(record.config.source), str(record.path / "config.toml")))
+    remedy = f"another learning rate: unfog find-lr {source} --config {settings}"
+    if (idle := _idle_share(record)) >= _IDLE:
+        remedy = f"the learning rate was 0 for {idle:.0%} of the run, which is why: see run.lr_zero"
+    severity: Severity = "fatal" if record.step >= 0.5 * record.steps else "warning"
+    return Finding("run.not_learning", severity, evidence, remedy, facts, figures)
 
 
 def _loss_figure(record: RunRecord) -> Figure:

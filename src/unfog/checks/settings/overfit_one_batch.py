@@ -65,7 +65,7 @@ def overfit_one_batch(
     each at a noise level of its own. Interrupted is raised once `stop` returns True.
     """
     device, see = state.precision.device, without_augmentation(config)
-    batch = _OverfitBatch.of(images, build_objective(config), device, see, ImageMap.of(config, device).view)
+    batch = OverfitBatch.of(images, build_objective(config), device, see, ImageMap.of(config, device).view)
     batch.at_once = min(_IMAGES, config.training.microbatch or _IMAGES)
     settings = replace(config.training, batch=_IMAGES, microbatch=batch.at_once, images=10**6 * _IMAGES)
     settings = replace(settings, capture=False)  # the loss of each image is read in each step
@@ -81,7 +81,7 @@ def overfit_one_batch(
 
 
 @dataclass(eq=False)
-class _OverfitBatch:
+class OverfitBatch:
     """Eight images with conditions, noise levels and noise; serves as data stream and as loss function."""
 
     x0: Tensor
@@ -105,7 +105,7 @@ class _OverfitBatch:
     @classmethod
     def of(
         cls, images: ImageSet, objective: Objective, device: torch.device, see: _ToModel, show: Show
-    ) -> _OverfitBatch:
+    ) -> OverfitBatch:
         """Take eight evenly spread images of a set, without dropout, which would hide conditions."""
         index = np.unique(np.linspace(0, len(images) - 1, _IMAGES).astype(np.int64))
         index = np.resize(index, _IMAGES)  # of a smaller set each comes at several levels
@@ -192,7 +192,7 @@ class _OverfitBatch:
 class _OverfitMonitor(TrainingHooks):
     """Training hooks that watch the loss and stop when the images are learned or the time is up."""
 
-    def __init__(self, batch: _OverfitBatch, progress: Progress, interrupted: Callable[[], bool]):
+    def __init__(self, batch: OverfitBatch, progress: Progress, interrupted: Callable[[], bool]):
         self.batch, self.progress, self.interrupted = batch, progress, interrupted
         self.deadline = time.monotonic() + _MOST_SECONDS
         self.pixelwise = batch.pixelwise_loss()
@@ -229,7 +229,7 @@ def _ratio(loss: Tensor, other: Tensor) -> float:
     return float((loss.double().clamp_min(1e-30) / other.double().clamp_min(1e-30)).log().mean().exp())
 
 
-def _finding(config: Config, state: TrainState, batch: _OverfitBatch, monitor: _OverfitMonitor) -> Finding:
+def _finding(config: Config, state: TrainState, batch: OverfitBatch, monitor: _OverfitMonitor) -> Finding:
     steps, (relative, fallen) = len(monitor.relative), monitor.reached
     facts: dict[str, Any] = {"steps": steps, "images": _IMAGES, "loss_to_blind": relative, "loss_to_first": fallen}
     facts = json_values(facts) | {"lr": config.optimizer.lr, "precision": config.training.precision}
@@ -262,7 +262,7 @@ def _finding(config: Config, state: TrainState, batch: _OverfitBatch, monitor: _
     return finding("hint", f"{said} when time ran out: the network learns, but has not memorized them yet", remedy)
 
 
-def _figures(batch: _OverfitBatch, monitor: _OverfitMonitor, network: nn.Module) -> tuple[Figure, ...]:
+def _figures(batch: OverfitBatch, monitor: _OverfitMonitor, network: nn.Module) -> tuple[Figure, ...]:
     steps = list(range(1, len(monitor.relative) + 1))
     curves = {
         "of the first step": (steps, monitor.fallen),

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, overload
 
@@ -28,8 +28,11 @@ from unfog.data.dataset import Dataset
 from unfog.data.outages import Outage
 from unfog.data.settings import Data
 from unfog.errors import RequestError
+from unfog.files.safe_files import read_file
 from unfog.text import sanitize
 from unfog.values.columns import Column, rows_of
+
+_LARGEST_TABLE = 2**30  # bytes of a label table: ten million images have half of that
 
 
 class ImageError(Exception):
@@ -117,14 +120,14 @@ class LabelTable:
     """A path that means the same table from any working directory; of a member, ARCHIVE.zip/labels.csv."""
 
     read: Callable[[], bytes]
-    """Return its content. Raises OSError or ImageError."""
+    """Return its content. Raises OSError, ImageError, or ValueError if it is too large."""
 
     columns: tuple[str, str] = ("", "")
     """Names of the columns of files and of labels; "" to find one by its usual names."""
 
     @classmethod
     def from_path(cls, path: Path) -> LabelTable:
-        return cls(str(path), str(path.resolve()), path.read_bytes)
+        return cls(str(path), str(path.resolve()), partial(read_file, path, path.parent, _LARGEST_TABLE, follow=True))
 
     @classmethod
     def find(cls, path: str, *folders: str) -> LabelTable:

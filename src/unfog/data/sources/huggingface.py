@@ -84,7 +84,7 @@ class HuggingFaceSource(Source):
         self.classes, self.labels, self.label_warning = _read_labels(dataset, datasets)
         # The only folders from which images that are files are read.
         self._roots = [(local if local.is_dir() else local.parent).resolve()] if there else _download_folders(datasets)
-        state = _parquet_state(local) if there and _is_parquet(local) else str(dataset._fingerprint)
+        state = _parquet_state(local) if there and is_parquet(local) else str(dataset._fingerprint)
         self._stamp = state, int(dataset.data.nbytes)
         self._image_files = _image_files(_column(self._images, self._column), self._roots[0]) if there else []
         self.reading_warnings = _mapping_warnings(self.name, dataset)
@@ -143,7 +143,7 @@ class HuggingFaceSource(Source):
         return hashlib.sha256(fingerprint.encode()).hexdigest(), size
 
 
-def _is_parquet(path: Path) -> bool:
+def is_parquet(path: Path) -> bool:
     """Return True for a parquet file, or a folder of parquet files with at most .md and .json beside them."""
     if path.is_file():
         return path.suffix.lower() == ".parquet"

@@ -152,7 +152,7 @@ def _unknown_file(location: SourceLocation) -> RequestError:
     return RequestError(f"{sanitize(location.name)} {problem}")
 
 
-def _expand_braces(pattern: str) -> list[str]:
+def expand_braces(pattern: str) -> list[str]:
     """Expand braces as a shell does: "a-{00..02}" -> a-00, a-01, a-02; "{a,b}" -> a, b.
 
     Raises:
@@ -200,7 +200,7 @@ def _parse_url(text: str) -> SourceLocation:
         raise RequestError(f"{protocol}:// needs {package}, which is not installed: {command}")
     if text.endswith("/"):
         return SourceLocation(without_secrets(text), text, "files", (f"{text}*.tar",), text)
-    return _parse_files(text, text, _expand_braces(text))
+    return _parse_files(text, text, expand_braces(text))
 
 
 def _parse_folder(text: str, path: str) -> SourceLocation:
@@ -246,7 +246,7 @@ def _glob(pattern: str) -> list[str]:
         return []
     found: list[str] = []
     missing: list[str] = []
-    for path in map(os.path.abspath, _expand_braces(pattern)):
+    for path in map(os.path.abspath, expand_braces(pattern)):
         if re.search(r"[*?\[]", path) and not os.path.exists(path):
             found += (match for match in glob.iglob(path) if os.path.isfile(match))
         else:

@@ -18,7 +18,7 @@ from unfog.errors import RequestError
 from unfog.models.autoencoder_settings import AutoencoderFolder
 from unfog.planning.intervals import Choice
 from unfog.process.run_folder import printable
-from unfog.runs.weights.objectives import objective_from_scheduler
+from unfog.runs.weights.foreign_objectives import objective_from_scheduler
 from unfog.runs.weights.weights_source import WeightsSource
 from unfog.settings import auto_value
 from unfog.training.checkpoints.load import sha256_of

@@ -24,7 +24,7 @@ from unfog.pipeline.build import build_network, limited_parameters
 from unfog.planning.intervals import Choice
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.progress import warn
-from unfog.runs.weights.objectives import Objective, objective_from_scheduler, with_latents_of
+from unfog.runs.weights.foreign_objectives import ForeignObjective, objective_from_scheduler, with_latents_of
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.load import read_tensors
 from unfog.values.image_format import CHANNELS, LEAST, Size, size_of
@@ -172,7 +172,7 @@ def _in_diffusers(folder: Path, diffusion: Diffusion, known: bool) -> WeightsSou
 
 def _in_file(path: Path, diffusion: Diffusion, known: bool) -> WeightsSource:
     model = read_model(path)
-    objective = Objective.of(model, diffusion, known)
+    objective = ForeignObjective.of(model, diffusion, known)
     config = _settings_of(model, objective.diffusion, objective.sampler)
     known_input = (model.channels, model.size)
     return WeightsSource(config, path, f"weights of {model.what}", None, None, model, objective.reason, known_input)

@@ -20,7 +20,7 @@ from unfog.errors import RequestError
 from unfog.inference.loaded_run import load_run_images
 from unfog.inference.memorization import FEWEST, find_nearest_images
 from unfog.inference.run import Run
-from unfog.pipeline.image_files import build_edit
+from unfog.pipeline.edit_images import build_edit
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.image_grids import Pixels

@@ -13,23 +13,25 @@ model-00001-of-00004.safetensors and so on, and likewise for the other tensor fi
 `load.TensorFile`.
 
 Names that begin with a dot are work in progress, or broken and set aside; they are never read. Nothing is a pickle, so
-nothing in a checkpoint can run code. `snapshot` and `writer` write checkpoints, `rotation` removes them.
+nothing in a checkpoint can run code. `snapshot` and `writer` write checkpoints, and
+`rotation` replaces and removes them. An error of the system that may pass is not taken for damage.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
 import re
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from unfog.errors import RequestError, RunError
 from unfog.files.safe_files import file_digest, list_folder, read_file
-from unfog.training.checkpoints.retries import is_unreadable, with_retries
 from unfog.training.checkpoints.state_schema import check_state
 from unfog.training.state import HELD_OUT_LOSS, is_better
 
@@ -40,6 +42,14 @@ EMA2 = "ema2.safetensors"
 LARGEST_JSON = 2**24  # bytes; ours have a few thousand, and with 100,000 failed shards ten million
 SHARDING = "DCP_SHARDING_INFO"  # torch's key for the rows of a shard, in the metadata of a file
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.safetensors)")
+# Nothing, or no regular file, is under the name.
+_MISSING = frozenset(
+    getattr(errno, name)
+    for name in ("ENOENT", "ENOTDIR", "EISDIR", "ELOOP", "EINVAL", "ENXIO", "ENODEV", "ENAMETOOLONG")
+)
+_RETRY_SECONDS = (0.2, 1.0)  # pauses after an error that may pass
+
+_T = TypeVar("_T")
 
 
 class _CheckpointFile(NamedTuple):
@@ -87,7 +97,7 @@ class CheckpointInfo(NamedTuple):
             RunError: a file cannot be read now, and may be whole.
         """
         try:
-            return with_retries(partial(_find_damage, self))
+            return _with_retries(partial(_find_damage, self))
         except OSError as error:
             name = Path(error.filename or "").name
             raise RunError(str(BrokenCheckpoint(self.folder, f"{name}: {error.strerror}", unreadable=True))) from None
@@ -147,7 +157,7 @@ class BrokenCheckpoint(NamedTuple):
 
 
 # What `CheckpointInfo.read` raises.
-INVALID = (OSError, ValueError, KeyError, TypeError, ArithmeticError, AttributeError, RecursionError)
+_INVALID = (OSError, ValueError, KeyError, TypeError, ArithmeticError, AttributeError, RecursionError)
 
 
 def best_of(saved: list[CheckpointInfo]) -> CheckpointInfo | None:
@@ -176,10 +186,10 @@ def list_checkpoints(checkpoints: Path) -> tuple[list[CheckpointInfo], list[Brok
         if folder.name.startswith(".") or not (folder.is_dir() or folder.name.isdecimal()):
             continue  # somebody's notes, say
         try:
-            found.append(with_retries(partial(CheckpointInfo.read, folder)))
-        except INVALID as error:
+            found.append(_with_retries(partial(CheckpointInfo.read, folder)))
+        except _INVALID as error:
             reason = (isinstance(error, OSError) and error.strerror) or str(error)
-            broken.append(BrokenCheckpoint(folder, f"{MANIFEST}: {reason}", is_unreadable(error)))
+            broken.append(BrokenCheckpoint(folder, f"{MANIFEST}: {reason}", _is_unreadable(error)))
     # By contents, as a folder may have been renamed or copied.
     return sorted(found, key=lambda saved: (saved.images, saved.folder.name)), broken
 
@@ -220,7 +230,7 @@ def _find_damage(saved: CheckpointInfo) -> str | None:
             if file_digest(path, run_of(saved.folder)) != file.sha256:
                 return f"{name} is not what was saved (sha256 differs)"
         except OSError as error:
-            if is_unreadable(error):
+            if _is_unreadable(error):
                 raise
             return f"{name}: {error.strerror}"
     try:
@@ -307,3 +317,30 @@ def _merge_shard_names(names: Iterable[str]) -> set[str]:
         complete = ranks == set(range(1, int(size) + 1)) and name not in found
         found.add(name if complete else f"{len(ranks)} of {int(size)} parts of {name}")
     return found
+
+
+def is_broken(folder: Path) -> bool:
+    """Read a checkpoint, and return whether it is broken. Raises OSError or RunError if it cannot be read now."""
+    try:
+        return _with_retries(partial(CheckpointInfo.read, folder)).find_damage() is not None
+    except _INVALID as error:
+        if _is_unreadable(error):
+            raise
+        return True
+
+
+def _is_unreadable(error: BaseException) -> bool:
+    """Return True for an error of the system after which a file may still be whole, such as EIO, EACCES or EMFILE."""
+    return isinstance(error, OSError) and error.errno is not None and error.errno not in _MISSING
+
+
+def _with_retries(read: Callable[[], _T]) -> _T:
+    """Call `read`, and again after an error that may pass. Raises its last error."""
+    for pause in _RETRY_SECONDS:
+        try:
+            return read()
+        except OSError as error:
+            if not _is_unreadable(error):
+                raise
+        time.sleep(pause)
+    return read()

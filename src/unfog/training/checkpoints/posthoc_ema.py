@@ -165,7 +165,7 @@ def take_ema_snapshot(state: TrainState, step: int) -> _EmaSnapshot:
     tensors = {
         f"{number}/{name}": tensor.to("cpu", copy=True).contiguous()
         for number, average in enumerate(averages)
-        for name, tensor in zip(names, _to_float16(average.parameters))
+        for name, tensor in zip(names, to_float16(average.parameters))
     }
     buffers = (name for name, _ in state.model.named_buffers())
     # Without what the network does not store, such as tables that it computes.
@@ -174,7 +174,7 @@ def take_ema_snapshot(state: TrainState, step: int) -> _EmaSnapshot:
     return _EmaSnapshot(step, state.updates, tuple(average.width for average in averages), tensors)
 
 
-def _to_float16(tensors: list[Tensor]) -> list[Tensor]:
+def to_float16(tensors: list[Tensor]) -> list[Tensor]:
     """Cast to float16, except tensors with values that would be infinite there."""
     halves = [tensor.to(torch.float16) for tensor in tensors]
     return [half if good else tensor for half, good, tensor in zip(halves, all_finite(halves), tensors)]

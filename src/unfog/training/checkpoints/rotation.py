@@ -1,21 +1,12 @@
-"""Removal and replacement of checkpoints, so that a crash always leaves at least one."""
+"""Replacement and removal of checkpoints: at least one whole checkpoint is left after a crash."""
 
 from __future__ import annotations
 
 import os
-from functools import partial
 from pathlib import Path
 
 from unfog.files.safe_files import discard, move, remove_tree
-from unfog.training.checkpoints.format import (
-    INVALID,
-    BrokenCheckpoint,
-    CheckpointInfo,
-    best_of,
-    list_checkpoints,
-    run_of,
-)
-from unfog.training.checkpoints.retries import is_unreadable, with_retries
+from unfog.training.checkpoints.format import BrokenCheckpoint, best_of, is_broken, list_checkpoints, run_of
 from unfog.training.settings import Checkpoint
 
 
@@ -44,16 +35,16 @@ def _remove_checkpoint(folder: Path) -> None:
     discard(folder, aside, run_of(folder))
 
 
-def replace_checkpoint(partial: Path, folder: Path) -> None:
+def replace_checkpoint(written: Path, folder: Path) -> None:
     """Move a checkpoint to its place, then remove an older one of the same step."""
     if not os.path.lexists(folder):
-        move(partial, folder, run_of(folder))
+        move(written, folder, run_of(folder))
         return
     # The old one goes only once the new one is in place; `restore_replaced` undoes a crash between the two renames.
     aside = folder.with_name(f".replaced-{folder.name}")
     remove_tree(aside, run_of(aside))
     move(folder, aside, run_of(folder))
-    move(partial, folder, run_of(folder))
+    move(written, folder, run_of(folder))
     _remove_checkpoint(aside)
 
 
@@ -61,20 +52,10 @@ def restore_replaced(checkpoints: Path) -> None:
     """Undo a `replace_checkpoint` that was interrupted before the new one was in place, or that put a broken one."""
     for aside in checkpoints.glob(".replaced-*"):
         folder = aside.with_name(aside.name.removeprefix(".replaced-"))
-        if os.path.lexists(folder) and _is_broken(folder):
+        if os.path.lexists(folder) and is_broken(folder):
             _set_aside(folder)
         if not os.path.lexists(folder):
             move(aside, folder, run_of(folder))
-
-
-def _is_broken(folder: Path) -> bool:
-    """Read a checkpoint, and return whether it is broken. Raises OSError or RunError if it cannot be read now."""
-    try:
-        return with_retries(partial(CheckpointInfo.read, folder)).find_damage() is not None
-    except INVALID as error:
-        if is_unreadable(error):
-            raise
-        return True
 
 
 def _set_aside(folder: Path) -> None:

@@ -18,7 +18,7 @@ from unfog.training.checkpoints.load import roll_back
 from unfog.training.distributed.world import World
 from unfog.training.gradient import Gradient
 from unfog.training.hooks import TrainingHooks
-from unfog.training.length import Plan
+from unfog.training.length import LengthPlan
 from unfog.training.precision import clip_factor
 from unfog.training.settings import Training
 from unfog.training.stability.nan_debug import NanReport
@@ -235,9 +235,9 @@ class CoordinatedHooks(TrainingHooks):
     def plan_due(self) -> bool:
         return self.planning
 
-    def plan_length(self, state: TrainState) -> Plan | None:
+    def plan_length(self, state: TrainState) -> LengthPlan | None:
         plan = self.world.run_on_main("length", lambda: self.hooks.plan_length(state))
-        return plan and Plan(*plan)  # a list on the other ranks
+        return plan and LengthPlan(*plan)  # a list on the other ranks
 
     def stop_requested(self) -> bool:
         return self.stopping

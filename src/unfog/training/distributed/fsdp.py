@@ -108,7 +108,7 @@ class ShardedState:
         found: dict[str, dict[str, Tensor]] = {}
         for file, tensors in state.tensors().items():
             for name, tensor in tensors.items() if file in files else ():
-                full = _full_tensor(tensor)  # freed before the next one is gathered, as a device has no room for two
+                full = full_tensor(tensor)  # freed before the next one is gathered, as a device has no room for two
                 if self.world.is_main:
                     found.setdefault(file, {})[name] = full.to("cpu", copy=full is tensor).contiguous()
         return found
@@ -168,12 +168,13 @@ def shard_network(model: nn.Module, mesh: DeviceMesh, half: bool) -> None:
     exact = MixedPrecisionPolicy(cast_forward_inputs=False)
     scalars = {p for p in model.parameters() if p.ndim == 0}
     # Blocks first, then the whole: what is left for the outer call are the layers around them.
-    for block in _blocks(model):
+    for block in shardable_blocks(model):
         fully_shard(block, mesh=mesh, mp_policy=policy or exact, ignored_params=scalars)
     fully_shard(model, mesh=mesh, mp_policy=exact, ignored_params=scalars)
 
 
-def _blocks(model: nn.Module) -> list[nn.Module]:
+def shardable_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of the class that the network names as its block; [] if it names no class."""
     kind = getattr(model, "block", ())
     return [module for module in model.modules() if isinstance(module, kind)]
 
@@ -184,7 +185,7 @@ def compile_blocks(model: nn.Module) -> None:
     # block, and equal blocks would not share their code.
     from torch import _dynamo as dynamo  # takes seconds, which only compiling needs
 
-    blocks = _blocks(model) or [model]  # an autoencoder is sharded as one
+    blocks = shardable_blocks(model) or [model]  # an autoencoder is sharded as one
     # Blocks share a forward function, of which torch gives up after eight versions; allow as many for each block.
     dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, 8 * len(blocks))
     for block in blocks:
@@ -210,6 +211,6 @@ def _scatter_rows(tensor: Tensor | None, like: Tensor) -> Tensor:
     )
 
 
-def _full_tensor(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """Gather all rows of a tensor on every rank. A collective if the tensor is sharded."""
     return cast(Any, tensor.detach()).full_tensor() if is_sharded(tensor) else tensor

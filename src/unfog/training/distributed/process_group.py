@@ -2,12 +2,13 @@
 
 Tensors of a step go through torch's process group. Work that may take long (previews, evaluation, saving, reading
 images) is done by rank 0 while the other ranks poll torchrun's store, and compute the parts that rank 0 gives them
-(`shared_work`). The store allows waits of any length, as long as every rank sends heartbeats (`watchdog`).
+(`_SharedWork`). The store allows waits of any length, as long as every rank sends heartbeats (`watchdog`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import socket
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
@@ -26,12 +28,14 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from unfog.errors import Interrupted, LostProcess, RunError, UnfogError
 from unfog.settings import AUTO
-from unfog.training.distributed.shared_work import Part, SharedWork
 from unfog.training.distributed.watchdog import STOP, Watchdog
 from unfog.training.settings import Training
 
-_POLL_SECONDS = 0.05
+_POLL_SECONDS, _PART_POLL_SECONDS = 0.05, 0.005
+_PIECE = 2**22  # bytes; the store refuses values above 8 MiB
 T = TypeVar("T")
+# (job, rank, ranks) -> the part of the job that this rank computes, an array of numbers.
+Part = Callable[[dict[str, Any], int, int], NDArray[Any]]
 
 
 class ProcessGroup:
@@ -46,7 +50,7 @@ class ProcessGroup:
         # Keys in the store are numbered, so all ranks must count the same messages and barriers.
         self._messages = self._barriers = 0
         self._begun = False
-        self._shared: SharedWork | None = None  # while the other ranks wait for jobs
+        self._shared: _SharedWork | None = None  # while the other ranks wait for jobs
         self.part: Part | None = None  # how this rank, if it is not rank 0, computes its part of a job
         self._sent, self._read = 0, Counter[int]()  # reports of this rank, and those read of each other rank
 
@@ -178,9 +182,9 @@ class ProcessGroup:
         assert self._store is not None
         self._store.set(key, json.dumps(message, default=float))
 
-    def _shared_work(self, key: str) -> SharedWork:
+    def _shared_work(self, key: str) -> _SharedWork:
         assert self._store is not None
-        return SharedWork(self._store, f"{key}/job", self.rank, self.size)
+        return _SharedWork(self._store, f"{key}/job", self.rank, self.size)
 
     def _receive(self, key: str, shared: bool) -> Any:
         jobs, part = self._shared_work(key), self.part
@@ -283,3 +287,57 @@ def agree_on_name(store: Store, rank: int, size: int, timeout: float = Training.
             return name
         time.sleep(_POLL_SECONDS)
     raise RunError(f"rank {rank} waited {timeout:.0f} s for the others; check that their machines run")
+
+
+class _SharedWork:
+    """The jobs of one message of rank 0. Both sides count them, so all ranks make one of these at the same place.
+
+    Rank 0 sends jobs and receives arrays through torchrun's store. So it can be interrupted at any moment without
+    leaving the others in a collective that never ends.
+    """
+
+    def __init__(self, store: Store, name: str, rank: int, size: int):
+        self._store, self._name, self._rank, self._size = store, name, rank, size
+        self._jobs = 0
+
+    def compute(self, job: dict[str, Any], part: Part) -> list[NDArray[Any]]:
+        """Return the parts of all ranks, in order of rank. On rank 0. RunError if another rank failed."""
+        self._jobs += 1
+        self._store.set(self._key(), json.dumps(job))
+        own = part(job, 0, self._size)
+        return [own, *(self._receive(rank) for rank in range(1, self._size))]
+
+    def help(self, part: Part) -> None:
+        """Compute and send this rank's part, if rank 0 has asked for one since the last call."""
+        if not self._store.check([self._key(1)]):
+            return
+        self._jobs += 1
+        data = io.BytesIO()
+        try:
+            np.save(data, part(json.loads(self._store.get(self._key())), self._rank, self._size), allow_pickle=False)
+            pieces, failed = [data.getvalue()[i : i + _PIECE] for i in range(0, data.tell(), _PIECE)], ""
+        except Exception as error:  # any of them is rank 0's to report
+            pieces, failed = [], f"{type(error).__name__}: {error}"
+        for i, piece in enumerate(pieces):
+            self._store.set(f"{self._key()}/{self._rank}/{i}", piece)  # type: ignore[arg-type]  # bytes are taken too
+        self._store.set(f"{self._key()}/{self._rank}", json.dumps({"pieces": len(pieces), "failed": failed}))
+
+    def _key(self, ahead: int = 0) -> str:
+        return f"{self._name}/{self._jobs + ahead}"
+
+    def _receive(self, rank: int) -> NDArray[Any]:
+        key = f"{self._key()}/{rank}"
+        while not self._store.check([key]):
+            time.sleep(_PART_POLL_SECONDS)  # in Python, so that a signal can interrupt it
+        answer = json.loads(self._take(key))
+        data = b"".join(self._take(f"{key}/{i}") for i in range(answer["pieces"]))
+        if answer["failed"]:
+            raise RunError(f"rank {rank} failed: {answer['failed']}")
+        found: NDArray[Any] = np.load(io.BytesIO(data), allow_pickle=False)
+        return found
+
+    def _take(self, key: str) -> bytes:
+        """Return a value and delete it, as samples of an evaluation may take hundreds of megabytes."""
+        value: bytes = self._store.get(key)
+        self._store.delete_key(key)
+        return value

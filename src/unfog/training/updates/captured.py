@@ -11,9 +11,10 @@ from torch import Tensor
 
 from unfog.diffusion.objective import Loss
 from unfog.errors import RunError
+from unfog.training.autoencoder_loss import AutoencoderLoss
 from unfog.training.gradient import Gradient, GradientComputer
 from unfog.training.hooks import TrainingHooks
-from unfog.training.updates.obstacles import why_not_captured
+from unfog.training.stability.out_of_memory import microbatch_size
 from unfog.training.updates.updater import Updater
 from unfog.values.conditions import Conditions
 
@@ -48,7 +49,7 @@ class CapturedStep:
     """Captures the step of a run, and replays it for as long as it is the same step.
 
     A graph is a list of kernels with their addresses. Decisions and results of the host would be frozen in
-    it, so only a step without any is captured: see `why_not_captured`. The hooks are notified once of the outcome.
+    it, so only a step without any is captured: see `_why_not_captured`. The hooks are notified once of the outcome.
     """
 
     def __init__(self, computer: GradientComputer, updater: Updater, hooks: TrainingHooks):
@@ -65,7 +66,7 @@ class CapturedStep:
         """Return the gradient of the next batch, which its `replay` computes; None if it must be computed without."""
         if self._is_off:
             return None
-        if reason := why_not_captured(self._computer, self._updater.why_at_once):
+        if reason := _why_not_captured(self._computer, self._updater.why_at_once):
             self._give_up(reason)
             return None
         # At first, and after a roll-back, which loads an optimiser with new tensors.
@@ -129,6 +130,24 @@ class CapturedStep:
         # Copies, because the next replay writes to the same places before the host has read these.
         losses = [Loss(*(None if part is None else part.clone() for part in loss)) for loss in gradient.losses]  # type: ignore[arg-type]
         return losses, numbers.clone()
+
+
+def _why_not_captured(computer: GradientComputer, why_at_once: str | None) -> str | None:
+    """Return the work of the host in each step that prevents its capture; None if there is none."""
+    settings, state = computer.settings, computer.state
+    if state.precision.device.type != "cuda":
+        return f"{state.precision.device.type} has none"
+    if why_at_once is not None:
+        return why_at_once
+    if microbatch_size(settings, state) < settings.batch:
+        return "a batch is several micro-batches, each with random numbers of its own"
+    if isinstance(computer.task.loss_function, AutoencoderLoss):
+        return "the loss of an autoencoder copies a filter from the host"
+    if not type(state.model).__module__.startswith("unfog."):
+        return "a network of your own may compute on the host"
+    if getattr(state.model, "checkpointing", False) and getattr(state.model, "is_random", True):
+        return "gradient checkpointing reads the state of the random numbers, to repeat dropout"
+    return None
 
 
 def _in_one_line(error: Exception) -> str:

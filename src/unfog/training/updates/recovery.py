@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from unfog.errors import Interrupted, RunError
-from unfog.training.distributed.micro_batches import rng_batch_size, split_batch
+from unfog.training.batches import rng_batch_size, split_batch
 from unfog.training.gradient import GradientComputer
 from unfog.training.hooks import TrainingHooks
 from unfog.training.settings import Training

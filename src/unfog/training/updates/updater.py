@@ -9,6 +9,7 @@ anything.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -21,11 +22,12 @@ from unfog.training.distributed.coordination import StepResult, judge, reduce_st
 from unfog.training.distributed.world import World
 from unfog.training.gradient import Gradient
 from unfog.training.hooks import TrainingHooks
+from unfog.training.optimizers import can_be_masked
 from unfog.training.settings import Training
 from unfog.training.state import TrainState
-from unfog.training.updates.obstacles import why_not_masked
 
 _LAG = 1  # steps by which the verdict is read late
+_LATE_ON = ("cuda",)  # device types; elsewhere nothing is gained
 
 
 class Updater:
@@ -120,3 +122,20 @@ class Updater:
         if self.why_at_once is None:
             self._halted.zero_()
         return count
+
+
+def why_not_masked(state: TrainState, world: World) -> str | None:
+    """Return why a step cannot be left out by the device alone, or is not worth it; None if it can and is."""
+    project = getattr(state.model, "project", None)
+    if world.size > 1:
+        return "several processes decide on each step together"
+    if state.precision.device.type not in _LATE_ON:
+        return f"{state.precision.device.type} gains nothing from it"
+    if state.levels is not None:
+        return "noise levels or weights follow the losses"
+    if not can_be_masked(state.optimizer):
+        return f"{type(state.optimizer).__name__} cannot leave out a step by itself"
+    if project is not None and "skip" not in inspect.signature(project).parameters:
+        return "the network's project cannot leave out a step by itself"
+    # Such as running statistics, which a pass of a step that is left out would change.
+    return "the network has buffers" if any(True for _ in state.model.buffers()) else None

@@ -1,16 +1,15 @@
-"""Objectives of weights from elsewhere, read from their files; and the check of an export to diffusers."""
+"""Objectives of weights from diffusers and other programs, read from their files."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from unfog.config.presets import preset
 from unfog.config.schema import Config
@@ -22,14 +21,11 @@ from unfog.diffusion.sampler import Sampler
 from unfog.diffusion.target import X0, Eps, FlowVelocity, Target, V
 from unfog.diffusion.weighting import MinSnr, Plain, Snr
 from unfog.errors import RequestError
-from unfog.export.diffusers_unet import Network
 from unfog.export.foreign_weights import ForeignModel
-from unfog.inference.export_description import check_conditions_map
-from unfog.inference.run import Run
 from unfog.models.autoencoder_settings import AutoencoderFolder, Latents
-from unfog.values.conditions import Conditions
-from unfog.values.image_format import Size, scaled, size_of
+from unfog.values.image_format import Size, scaled
 
+_LEVELS = {"edm": LogNormal(), "edm2": LogNormal(mean=-0.4, std=1.0)}  # for EDM2: Karras et al. 2024, table 5
 _TARGETS: dict[str, Target] = {"epsilon": Eps(), "sample": X0(), "v_prediction": V()}
 
 
@@ -71,51 +67,7 @@ def _untranslatable(what: str, reason: str) -> RequestError:
     return RequestError(f"{scheduler} {reason}; give --path, --schedule and --target")
 
 
-@torch.inference_mode()
-def export_difference(run: Run) -> float:
-    """Return the largest output difference between a run's network and its export to diffusers, relative to ours.
-
-    RequestError if diffusers has no equivalent network, or none for the conditions of the run.
-    """
-    from diffusers import UNet2DModel
-
-    check_conditions_map(run.config)
-
-    # Many branches of a network start at zero and are nearly zero after two steps, so that an exchanged weight would
-    # go unnoticed: both get random weights.
-    config, network = run.config, _randomized(run.network.cpu())
-    assert config.network is not None  # a run's is settled
-    channels, height, width = config.input_shape
-    out = channels * (2 if config.diffusion.learned_variance else 1)
-    plain = Network(config.network, channels, len(config.classes), network.state_dict(), out)
-    settings, state = plain.to_unet2d(size_of(height, width))
-    exported = UNet2DModel(**settings).eval()
-    exported.load_state_dict(state)
-    x = torch.randn(2, channels, height, width, generator=torch.Generator().manual_seed(1))
-    level = torch.tensor([10.0, 500.0])
-    told = Conditions(torch.tensor([0, -1]) if config.classes else None)  # a class, and no class
-    expected = network(x, level, told)
-    difference = (exported(x, level, class_labels=told.label_or(len(config.classes))).sample - expected).abs().max()
-    # A network may output 0 everywhere, and 0 cannot be a divisor.
-    return float(difference / expected.abs().max().clamp_min(1e-12))
-
-
-def _randomized(network: nn.Module) -> nn.Module:
-    """Return a copy of a network with random weights of ordinary size, so that all of them affect the output."""
-    copy, generator = deepcopy(network), torch.Generator().manual_seed(0)
-    for parameter in copy.parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        if parameter.ndim > 1:
-            parameter.copy_(noise * (parameter.numel() / parameter.shape[0]) ** -0.5)
-        else:  # biases about 0, the scales of normalisations about 1
-            parameter.copy_(parameter.round().clamp(0, 1) + 0.1 * noise)
-    return copy
-
-
-_LEVELS = {"edm": LogNormal(), "edm2": LogNormal(mean=-0.4, std=1.0)}  # for EDM2: Karras et al. 2024, table 5
-
-
-class Objective(NamedTuple):
+class ForeignObjective(NamedTuple):
     """The objective that weights were trained with, and their usual sampler."""
 
     diffusion: Diffusion
@@ -124,7 +76,7 @@ class Objective(NamedTuple):
     reason: str
 
     @classmethod
-    def of(cls, model: ForeignModel, base: Diffusion, known: bool) -> Objective:
+    def of(cls, model: ForeignModel, base: Diffusion, known: bool) -> ForeignObjective:
         """Return the objective of weights, with everything else, such as the weighting, of `base` where it is open.
 
         `known`: path, schedule and target are given, so `base` is the objective. RequestError if nothing states it.
