@@ -190,7 +190,7 @@ READERS = {
     "width of a picture": Reader(PICTURE, lambda path: (png_data_uri(path, path.parents[1], 64) or (0, None))[1]),
     **{
         f"{name} of a checkpoint": Reader(f"{STEP}/{name}", newest, errors=())
-        for name in ("manifest.json", *checkpoint.FILES)
+        for name in ("manifest.json", *sorted(checkpoint.FILES))
     },
     **{f"{name} as weights": Reader(f"{STEP}/{name}.safetensors", weights) for name in ("model", "ema")},
     "snapshot of averages": Reader(

@@ -329,14 +329,14 @@ def test_another_network_is_told_apart(tmp_path):
 def test_the_same_step_once_more_never_leaves_none(tmp_path, monkeypatch):
     state = trained()
     write(state, tmp_path)
-    move = checkpoint.move
+    move = rotation.move
 
     def cut_short(path, target, root):
         if path.name.startswith(".partial-"):
             raise KeyboardInterrupt  # as good as a kill between the two renames
         return move(path, target, root)
 
-    monkeypatch.setattr(checkpoint, "move", cut_short)
+    monkeypatch.setattr(rotation, "move", cut_short)
     with pytest.raises(KeyboardInterrupt):
         write(state, tmp_path)
     monkeypatch.undo()
