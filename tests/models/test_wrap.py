@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch.nn import functional as F
 
 import unfog
 from random_weights import randomized
+from unfog.checks.run.loss_checks import _overfitting_remedy
+from unfog.checks.run.run_record import RunRecord
 from unfog.checks.settings.settings_checks import _check_edges
 from unfog.config.resume_rules import check_changes, settings_digests
 from unfog.config.schema import Config
@@ -239,6 +242,14 @@ def test_the_start_warns_of_images_with_a_seam():
     assert (found.code, found.severity) == ("settings.wrap", "warning")
     assert "omit x from --wrap" in found.remedy
     assert _check_edges(ramp, "y").severity == "fine"
+
+
+def test_checks_recommend_no_augmentation_that_is_refused():
+    for wrap, advised in (("none", True), ("xy", False)):
+        config = Config(data=Data(size=8, channels=1, wrap=wrap))
+        remedy = _overfitting_remedy(RunRecord(Path("run"), config))
+        assert ("--data.augment" in remedy) == advised
+        assert "--flip" in remedy
 
 
 @pytest.mark.slow
