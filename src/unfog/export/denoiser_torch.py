@@ -104,7 +104,10 @@ def load(path):
 
 
 def for_deepinv(denoiser):
-    """Return the denoiser for deepinv: images from 0 to 1, `sigma` on that scale, `label=` as an argument."""
+    """Return the denoiser for deepinv: images from 0 to 1, `sigma` on that scale, `label=` as an argument.
+
+    A sigma above the trained range counts as its end, as solvers begin at levels of their own.
+    """
     from deepinv.models import Denoiser as Base
 
     class UnitRange(Base):
