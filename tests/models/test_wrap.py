@@ -29,6 +29,7 @@ from unfog.models.network_settings import CustomNetwork, build_model
 from unfog.models.settings import FOREIGN_NETWORKS, DiT, MPUNet, UNet
 from unfog.pipeline.build import build_network
 from unfog.pipeline.latents import save_autoencoder
+from unfog.training.precision import HalfWeights
 from unfog.values.condition_format import ConditionFormat
 from unfog.values.image_format import BYTES
 
@@ -142,6 +143,18 @@ def test_gradient_checkpointing_and_gradients_know_of_it():
         model(x, torch.ones(2)).square().mean().backward()
         grads.append([p.grad.clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*grads))
+
+
+def test_copies_of_16_bits_are_of_wrapped_convolutions_too():
+    model = build_model(UNET, 2, wrap="x")
+    copies = HalfWeights(model, torch.bfloat16)
+    layers = [layer for layer in model.modules() if isinstance(layer, torch.nn.Conv2d | torch.nn.Linear)]
+    assert len(copies._copies) == sum(1 + (layer.bias is not None) for layer in layers)
+    x = images().float()
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        expected = model.conv_in(x)
+        with copies.in_use():
+            assert torch.equal(model.conv_in(x), expected)
 
 
 # Rolls.

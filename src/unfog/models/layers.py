@@ -76,6 +76,8 @@ class Conv2d(nn.Conv2d):
     """A convolution whose input continues at its other side along the axes `wrap`."""
 
     wrap = ""
+    takes_copies = True
+    """`_conv_forward` computes with any weight and bias, as those of the base, so that they may be copies of 16 bits."""
 
     # Where torch pads by other modes than zeros. Its own "circular" is of both axes.
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
