@@ -77,7 +77,7 @@ class Conv2d(nn.Conv2d):
 
     wrap = ""
     takes_copies = True
-    """`_conv_forward` computes with any weight and bias, as those of the base, so that they may be copies of 16 bits."""
+    """`_conv_forward` computes with any weight and bias, as that of torch, so that they may be 16-bit copies."""
 
     # Where torch pads by other modes than zeros. Its own "circular" is of both axes.
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
