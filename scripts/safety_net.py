@@ -21,12 +21,13 @@ import tarfile
 import tempfile
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
-BASE = "2941532"
+BASE = "3c275a1c"  # an earlier base may need packages that are not installed any more
 NETWORK = "unet:channels=8/16,attention=0/1,mid_attention=0,norm_groups=4,head_channels=8,dropout=0.1"
 # Everything that is timed to be chosen is given, so that only the code decides what comes out.
 USUAL = {
@@ -71,8 +72,7 @@ class Version:
     def call(self, *words: object, processes: int = 1) -> None:
         """Run `unfog WORDS` to its end."""
         if status := self.start(*words, processes=processes).wait():
-            log = (self.work / "log.txt").read_text()[-3000:]
-            raise SystemExit(f"{self.name}: unfog {' '.join(map(str, words))} ended with {status}\n{log}")
+            self._fail(f"unfog {' '.join(map(str, words))} ended with {status}")
 
     def training(self, out: str, variant: str = "run") -> list[object]:
         """Words of a training command."""
@@ -85,10 +85,14 @@ class Version:
         process = self.start(*self.training(out))
         while not (self.work / out / "checkpoints" / f"{step:08}" / "manifest.json").exists():
             if process.poll() is not None:
-                raise SystemExit(f"{self.name}: training ended before it could be killed")
+                self._fail("training ended before it could be killed")
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
         process.wait()
+
+    def _fail(self, reason: str) -> NoReturn:
+        """End with the reason and the last lines of what the commands printed."""
+        raise SystemExit(f"{self.name}: {reason}\n{(self.work / 'log.txt').read_text()[-3000:]}")
 
 
 def make_images(folder: Path) -> None:

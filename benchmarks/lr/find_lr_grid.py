@@ -21,7 +21,7 @@ from typing import NamedTuple
 from unfog.config.presets import preset
 from unfog.config.requests.find_lr import FindLrRequest
 from unfog.config.schema import Config, Network
-from unfog.config.values import parse_spec, registry_of
+from unfog.config.spec_strings import parse_spec, registry_of
 from unfog.errors import RunError
 from unfog.models.settings import SIZES
 from unfog.reporting.records import read_metrics

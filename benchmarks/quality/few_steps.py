@@ -26,8 +26,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import unfog
+from unfog.config.spec_strings import parse_value
 from unfog.config.toml import update
-from unfog.config.values import parse_value
 from unfog.data.prepare import prepare
 from unfog.data.sources.registry import open_source
 from unfog.diffusion.denoiser import Denoiser

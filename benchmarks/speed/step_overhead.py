@@ -28,7 +28,7 @@ from pathlib import Path
 
 from unfog.config.presets import preset
 from unfog.config.schema import Config, Network
-from unfog.config.values import parse_spec, registry_of
+from unfog.config.spec_strings import parse_spec, registry_of
 from unfog.data.dataset import Dataset
 from unfog.data.prepare import prepare
 from unfog.data.sources.registry import open_source

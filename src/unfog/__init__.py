@@ -32,6 +32,7 @@ from unfog.from_python import (
     Source,
     adopt_network,
     autoencoder_request,
+    check_one_process,
     folder_of,
     out_path,
     path_of,
@@ -92,6 +93,7 @@ def train(
     from unfog.inference.run import Run
     from unfog.runs.start import train as start
 
+    check_one_process("train", "SOURCE")
     callbacks = check_callbacks(callbacks)
     folder = out_path(out, settings)
     config = training_settings(source, preset, settings)
@@ -108,6 +110,7 @@ def train_autoencoder(
     from unfog.callbacks import check_callbacks
     from unfog.runs.start import train_autoencoder as start
 
+    check_one_process("train-autoencoder", "SOURCE")
     callbacks = check_callbacks(callbacks)
     return _finished(*start(autoencoder_request(source, out, settings), callbacks))
 
@@ -117,6 +120,7 @@ def train_codec(source: Source, *, out: PathLikeText | None = None, **settings: 
     from unfog.config.aliases import with_old_defaults
     from unfog.runs.start import train_autoencoder as start
 
+    check_one_process("train-autoencoder", "SOURCE")
     return _finished(*start(with_old_defaults("train-codec", autoencoder_request(source, out, settings))))
 
 
@@ -134,6 +138,7 @@ def resume(path: PathLikeText, *, force: bool = False, callbacks: Sequence[objec
     from unfog.models.given_network import GivenNetwork
     from unfog.runs.start import resume as go_on
 
+    check_one_process("resume", "RUN")
     callbacks, folder = check_callbacks(callbacks), _run_folder(path)
     if "source" in settings:
         settings["source"] = stored_source(settings["source"], settings.pop("labels", None))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from os import PathLike
 from pathlib import Path
@@ -34,6 +35,19 @@ class _Indexed(Protocol):
 
 PathLikeText = str | PathLike[str]
 Source = PathLikeText | _SupportsArray | _Indexed | Iterable[Any]
+
+
+def check_one_process(command: str, argument: str) -> None:
+    """Raise RequestError in a script that torchrun has started on several ranks: only commands join ranks.
+
+    Otherwise each rank would begin a separate run in the same folder. The error names `command` and its `argument`.
+    """
+    if (ranks := os.environ.get("WORLD_SIZE", "1")) == "1":
+        return
+    raise RequestError(
+        f"WORLD_SIZE = {ranks}, but unfog.{command.replace('-', '_')} trains on one process; replace the script in "
+        f"the torchrun command by `-m unfog {command} {argument}`, or start the script without torchrun"
+    )
 
 
 def training_settings(source: Source, preset: str, settings: dict[str, Any]) -> Config:
@@ -83,7 +97,7 @@ def autoencoder_request(source: Source, out: PathLikeText | None, settings: dict
 
 def adopt_network(config: Config, network: object) -> None:
     """Use an object as the network of a run that was trained with one like it. RequestError if it is another."""
-    from unfog.config.values import quote
+    from unfog.config.spec_strings import quote
     from unfog.models.given_network import GivenNetwork
 
     if not GivenNetwork.accepts(network):

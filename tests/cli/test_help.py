@@ -22,8 +22,8 @@ from unfog.config.presets import PRESETS, autoencoder_recipe, preset
 from unfog.config.requests.evaluate import METRICS
 from unfog.config.requests.pack import PackRequest
 from unfog.config.schema import SHORT, Config
+from unfog.config.spec_strings import registry_of
 from unfog.config.toml import from_toml, read_toml, to_toml, update
-from unfog.config.values import registry_of
 from unfog.data.settings import TRAINING_ONLY, Data
 from unfog.errors import RequestError
 from unfog.pipeline.pack import pack

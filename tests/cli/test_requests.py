@@ -21,7 +21,7 @@ from PIL import Image
 import unfog
 from unfog.cli.main import main
 from unfog.cli.read_request import read_request
-from unfog.config import values as kinds
+from unfog.config import spec_strings as kinds
 from unfog.config.presets import preset
 from unfog.config.schema import Config
 from unfog.config.toml import to_toml

@@ -15,7 +15,7 @@ from conftest import TRANSFORMER
 from unfog.config.presets import preset
 from unfog.config.requests.find_lr import FindLrRequest
 from unfog.config.schema import Network
-from unfog.config.values import parse_spec, registry_of
+from unfog.config.spec_strings import parse_spec, registry_of
 from unfog.data.augmentation import Augment
 from unfog.data.dataset import ImageSet
 from unfog.data.stream import ImageStream

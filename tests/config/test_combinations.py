@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 import unfog
-from unfog.config.values import parse_spec
+from unfog.config.spec_strings import parse_spec
 from unfog.data.packs.latent_cache import Normalise
 from unfog.device.sharded_rng import seed_generators
 from unfog.diffusion.denoiser import Autoguided, Denoiser

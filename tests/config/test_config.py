@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from unfog import __version__
 from unfog.cli.parse import parse_args
-from unfog.config import values as kinds
+from unfog.config import spec_strings as kinds
 from unfog.config.describe import describe
 from unfog.config.presets import PRESETS, preset
 from unfog.config.requests.train import TrainRequest as Train

@@ -19,7 +19,7 @@ from hostile import DEEP, NUMBERS, places, png, put
 from unfog.cli.main import one_line
 from unfog.cli.parse import flags_of, parse_args
 from unfog.cli.read_request import REQUESTS, read_request
-from unfog.config import values as kinds
+from unfog.config import spec_strings as kinds
 from unfog.config.presets import PRESETS, preset
 from unfog.config.schema import Config
 from unfog.config.toml import from_toml, read_toml, to_toml, update

@@ -24,8 +24,8 @@ from unfog import custom
 from unfog.cli.main import main
 from unfog.cli.read_request import read_request
 from unfog.config.schema import Config, nest_settings
+from unfog.config.spec_strings import format_spec, parse_spec, registry_of
 from unfog.config.toml import from_toml, read_toml, to_toml, update
-from unfog.config.values import format_spec, parse_spec, registry_of
 from unfog.custom import consent
 from unfog.data.sources.registry import open_source
 from unfog.diffusion.sampler import Sampler

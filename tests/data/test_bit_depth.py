@@ -17,8 +17,8 @@ from hostile import chunk, png
 from unfog.checks.images.image_checks import check_images
 from unfog.config.requests.pack import PackRequest
 from unfog.config.schema import Config
+from unfog.config.spec_strings import parse_value
 from unfog.config.toml import update
-from unfog.config.values import parse_value
 from unfog.data import cache
 from unfog.data.dataset import Dataset
 from unfog.data.packs.pack import Pack

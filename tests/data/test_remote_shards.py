@@ -308,7 +308,7 @@ SEVERAL = """
 import random, sys
 from pathlib import Path
 from unfog.data.webdataset import remote_shards
-remote_shards.PART = 2**18
+remote_shards._SEGMENT_BYTES = 2**18
 cache, dice = remote_shards.ByteRangeCache(Path(sys.argv[1]), 2**22, 2**22), random.Random(sys.argv[2])
 found = 0
 for _ in range(4000):

@@ -14,7 +14,7 @@ from test_export import run_of, shown
 from test_foreign_networks import SHAPES, converted, references
 from unfog.cli.main import main
 from unfog.cli.read_request import read_request
-from unfog.config.values import format_spec
+from unfog.config.spec_strings import format_spec
 from unfog.diffusion.noise import NoiseSource
 from unfog.diffusion.objective import Objective
 from unfog.diffusion.weighting import MinSnr, Snr

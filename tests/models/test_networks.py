@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from unfog.config import values as kinds
+from unfog.config import spec_strings as kinds
 from unfog.config.schema import Config, Network
 from unfog.config.toml import from_toml, to_toml
 from unfog.data.augmentation import Augment

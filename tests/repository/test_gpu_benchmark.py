@@ -1,5 +1,6 @@
 """The benchmark for a machine with a GPU: its counting, what becomes of parts that fail, and a rehearsal on the CPU."""
 
+import functools
 import importlib
 import importlib.util
 import json
@@ -23,9 +24,11 @@ import torch
 from packaging.tags import sys_tags
 from PIL import Image
 
+from unfog.cli.read_request import read_request
 from unfog.models.network_settings import build_model
 from unfog.models.settings import DiT
 from unfog.planning.flops import NetworkCost
+from unfog.process.torch_flags import set_repeatable
 
 FOLDER = Path(__file__).parents[2] / "benchmarks/gpu"
 FAKES = Path(__file__).parents[1] / "fake_cuda"
@@ -298,6 +301,58 @@ def test_a_bare_step_and_diffusers_step_train_the_network_that_ours_is(bench, mo
     assert steps.diffusers(config, torch.device("cpu"))(1) > 0
 
 
+def test_what_matters_most_comes_first(bench, tmp_path, monkeypatch):
+    """A part that is killed keeps its rows: a resume before repeats, ways without a compiler before the others."""
+    exact, device, rows = bench("part_exact"), bench("part_device"), bench("rows")
+    setting = bench("parts").Setting(True, tmp_path, 60)
+    monkeypatch.setattr(exact, "resumed", lambda setting: iter([rows.Row("exact", "a run resumed", "equal")]))
+    assert next(exact.measure(setting)).name == "a run resumed"
+
+    def checks(config, stop, compiled):
+        assert not compiled
+        yield importlib.import_module("unfog.reporting.findings").Finding("gpu.build", "info", "torch has code for it")
+        raise RuntimeError("the next check is never finished")
+
+    monkeypatch.setattr(device, "iter_gpu_checks", checks)
+    assert next(device.measure(setting)).name == "build"
+
+    steps = bench("part_steps")
+    plain, compiled = steps.ways(bench("networks").settings_of("tiny", cpu=True), torch.device("cpu"))
+    assert "unfog captured" in [way.name for way in plain]
+    assert not any(way.compiled or "compiled" in way.name for way in plain)
+    assert all(way.compiled for way in compiled)
+    assert compiled[0].name == "unfog compiled, captured"
+
+
+@pytest.fixture
+def timer(bench, monkeypatch):
+    """Return the part that times ways of training, and a timer of a network whose FLOPs are not counted."""
+    steps, config = bench("part_steps"), bench("networks").settings_of("tiny", cpu=True)
+    monkeypatch.setattr(steps.NetworkCost, "of", lambda build, shape: NetworkCost(1e6, 3e6, 10))
+    return steps, steps._Timer("steps", config, torch.device("cpu"), seconds=60, compiling=75)
+
+
+def test_a_way_of_training_leaves_the_flags_of_torch_to_the_next(timer, monkeypatch):
+    """Ours is deterministic; a bare step, or one of diffusers, that comes after it is not."""
+    (steps, timer), cudnn, seen = timer, torch.backends.cudnn, []
+    monkeypatch.setattr("unfog.process.torch_flags._products_repeat", lambda device: True)  # without a GPU
+
+    def ours():
+        set_repeatable(torch.device("cuda"), True)
+        assert torch.are_deterministic_algorithms_enabled()
+        return steps.StepTime(1, 0.1)
+
+    def bare():
+        seen.append((torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark))
+        return steps.StepTime(1, 0.1)
+
+    fastest = functools.partial(steps.torch_flags, False, True)
+    with steps.torch_flags(False, False):
+        for way in (steps._Way("ours", ours), steps._Way("bare", bare), steps._Way("fast", bare, flags=fastest)):
+            assert timer.time(way).state == "ok"
+    assert seen == [(False, False, False), (False, False, True)]
+
+
 def test_flags_of_a_baseline_are_its_own(bench):
     flags, cudnn = bench("flags"), torch.backends.cudnn
     before = torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark
@@ -325,9 +380,8 @@ def test_ways_get_copies_of_one_network_and_constants_are_put_back(bench):
     assert build._WEIGHTS_CHANNELS_LAST_ON
 
 
-def test_a_compiled_way_needs_less_time_once_its_code_is_stored(bench):
-    steps, config = bench("part_steps"), bench("networks").settings_of("tiny", cpu=True)
-    timer = steps._Timer("steps", config, torch.device("cpu"), seconds=60, compiling=75)
+def test_a_compiled_way_needs_less_time_once_its_code_is_stored(timer):
+    steps, timer = timer
     ours, bare = (steps._Way(name, lambda: None, compiled=True) for name in ("unfog compiled", "bare compiled"))
     assert timer.least_seconds(ours) == steps._LEAST  # where the rehearsal does not compile
     timer.device = torch.device("cuda")
@@ -464,6 +518,20 @@ def test_a_visit_that_is_stopped_writes_what_it_has(tmp_path):
         assert "results/parts/values.log" in archive.getnames()
     rows = json.loads((out / "gpu.json").read_text())["rows"]
     assert line.split(": ")[1] in {row["name"] for row in rows}
+
+
+def test_the_recipe_of_cifar10_is_captured_compiled_and_drawn_in_16_bits(bench, tmp_path, monkeypatch):
+    """The rehearsal on the CPU trains a tiny network instead, so the words of the recipe are read here."""
+    script, called = bench("cifar10"), []
+    monkeypatch.setattr(script, "within", lambda words, deadline: called.append(words) or len(called) // 2)
+    assert script.main([str(tmp_path), "--source", "fashion", "--fid", "inception.pt"]) == 1
+    (command, *words), evaluation = called
+    for words_of in called:
+        assert words_of[words_of.index("--device") + 1] == "cuda"
+    words[words.index("cuda")] = "auto"  # as this build of torch may have no CUDA
+    settings = read_request(command, words).settings.training
+    assert (settings.compile, settings.capture, settings.images) == (True, True, script.IMAGES)
+    assert evaluation[evaluation.index("--precision") + 1] == "bf16"
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from forked import Forked
 from forked import run as run_forked
 from unfog.config.presets import preset
 from unfog.config.schema import Network
-from unfog.config.values import parse_spec, registry_of
+from unfog.config.spec_strings import parse_spec, registry_of
 from unfog.data.dataset import ImageSet
 from unfog.data.settings import Data
 from unfog.device.cores import SPINNING_LIMITED

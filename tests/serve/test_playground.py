@@ -38,7 +38,7 @@ from unfog.serve.playground.drawing import (
     settings_of,
 )
 from unfog.serve.playground.images import Uploads, at_run_size, disagreement, sheet
-from unfog.serve.playground.queue import MOST_WAITING, JobList
+from unfog.serve.playground.queue import MOST_WAITING, DrawingQueue
 from unfog.serve.server import Server
 from unfog.values.image_format import ImageFormat
 
@@ -74,7 +74,7 @@ def run(tmp_path):
 def queue(monkeypatch):
     """A queue with the false worker; `queue.said` is what it has published."""
     said = []
-    made = JobList(said.append, lambda: False, Worker(FAKE))
+    made = DrawingQueue(said.append, lambda: False, Worker(FAKE))
     made.said = said
     yield made
     made.close()
@@ -139,7 +139,10 @@ def test_a_damaged_drawing_is_left_out(tmp_path, data):
 def test_the_worker_leaves_when_nobody_draws(queue, run, monkeypatch):
     monkeypatch.setattr("unfog.serve.playground.queue._IDLE_SECONDS", 0.2)
     wait(submit(queue, run))
-    wait_until(lambda: queue.worker.pid is None)
+    wait_until(lambda: queue.said[-1] == {"job": 0})  # a page that names the process reads the list anew
+    assert queue.worker.pid is None
+    time.sleep(0.5)
+    assert queue.said.count({"job": 0}) == 1, "a worker that has ended is not ended again"
     wait(submit(queue, run, seed=1))  # the next drawing starts another
 
 
@@ -373,7 +376,7 @@ def test_the_oldest_drawings_are_forgotten_first(queue, run, monkeypatch):
 @pytest.mark.slow
 def test_a_worker_yields_to_a_run_that_trains(run):
     training = True
-    queue = JobList(lambda _: None, lambda: training, Worker(FAKE))
+    queue = DrawingQueue(lambda _: None, lambda: training, Worker(FAKE))
     with contextlib.closing(queue):
         wait(submit(queue, run, n=1))
         assert queue.worker.nice == 10

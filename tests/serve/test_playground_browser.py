@@ -341,6 +341,10 @@ def test_copies_are_searched(page):
 def test_the_page_recovers_from_a_killed_worker(page):
     draw(page, Pictures=1, Steps=2)
     until(page, f"{PLAYGROUND}.about.worker.pid > 0")
+    page.evaluate(f"{PLAYGROUND}.data.post('api/worker/stop', {{}})")  # not by the button, after which the page reloads
+    page.wait_for_selector("text=The worker is not running")
+    draw(page, Pictures=1, Steps=4)
+    until(page, f"{PLAYGROUND}.about.worker.pid > 0")
     pid = page.evaluate(f"{PLAYGROUND}.about.worker.pid")
     fill(page, "Steps", 900)
     page.click(".controls button.accent")

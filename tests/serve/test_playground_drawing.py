@@ -23,7 +23,7 @@ from unfog.inference import memorization
 from unfog.serve.playground import studio, worker_process
 from unfog.serve.playground.channel import Channel, Message, Worker, read_message, write_message
 from unfog.serve.playground.drawing import newest_checkpoint, python_of, read_request
-from unfog.serve.playground.queue import JobList
+from unfog.serve.playground.queue import DrawingQueue
 from unfog.serve.playground.studio import Studio, find_copies
 
 
@@ -291,7 +291,7 @@ class Watching:
 def test_a_run_that_is_drawn_from_while_it_trains_has_the_bits_of_one_that_nobody_watched(tmp_path):
     settings = {"network": NETWORK, "device": "cpu", "precision": "fp32", "batch": 8, "preview": {"images": 1}}
     more = {"steps": 4, "checkpoint": {"every": 1}, "evaluate": {"every": 4}, "sampler": {"steps": 2}}
-    with closing(JobList(lambda _: None, lambda: True, Worker())) as queue:
+    with closing(DrawingQueue(lambda _: None, lambda: True, Worker())) as queue:
         watching = Watching(tmp_path / "watched", queue)
         for name, callbacks in (("alone", []), ("watched", [watching])):
             unfog.train(few_images(), out=tmp_path / name, callbacks=callbacks, **settings, **more)

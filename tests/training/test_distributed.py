@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+import unfog
 from launches import (
     AGENT,
     SETTINGS,
@@ -262,6 +263,24 @@ def test_a_device_is_given_to_each_process_of_a_machine(monkeypatch):
         monkeypatch.setenv("LOCAL_RANK", local)
         assert local_device("auto") == local_device("cuda:0") == device
         assert local_device("cpu") == "cpu"
+
+
+def test_a_script_that_torchrun_starts_is_told_the_command_that_joins_ranks(tmp_path, monkeypatch):
+    """Each rank would take itself for rank 0, and all but one would find the folder locked."""
+    out = tmp_path / "run"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for call, command in (
+        (lambda: unfog.train([], out=out), "-m unfog train SOURCE"),
+        (lambda: unfog.train_autoencoder([], out=out), "-m unfog train-autoencoder SOURCE"),
+        (lambda: unfog.train_codec([], out=out), "-m unfog train-autoencoder SOURCE"),
+        (lambda: unfog.resume(out), "-m unfog resume RUN"),
+    ):
+        with pytest.raises(RequestError, match=command):
+            call()
+    assert not out.exists()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(RequestError, match="not a run"):
+        unfog.resume(out)
 
 
 AWAY = """

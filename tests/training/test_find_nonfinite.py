@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from conftest import NETWORK
-from unfog.config.values import parse_spec
+from unfog.config.spec_strings import parse_spec
 from unfog.device.sharded_rng import seed_generators
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Loss, Objective

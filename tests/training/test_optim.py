@@ -14,7 +14,7 @@ import unfog
 from conftest import NETWORK, advance
 from unfog.config.presets import preset
 from unfog.config.schema import Network, nest_settings
-from unfog.config.values import format_spec, parse_spec, registry_of
+from unfog.config.spec_strings import format_spec, parse_spec, registry_of
 from unfog.errors import RequestError
 from unfog.models.network_settings import build_model
 from unfog.models.settings import SIZES, DdpmPytorch, DiffusersDiT, Edm, Edm2

@@ -10,8 +10,8 @@ import torch
 import unfog
 from package_source import trees
 from unfog.config.schema import Config
+from unfog.config.spec_strings import FormatError, parse_value
 from unfog.config.toml import from_toml, to_toml
-from unfog.config.values import FormatError, parse_value
 from unfog.data.settings import Data
 from unfog.errors import RequestError
 from unfog.values.image_format import (

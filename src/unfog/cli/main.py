@@ -162,7 +162,7 @@ def _run(words: list[str]) -> int:
         return 0
     # Imported only now, so that the above answers at once.
     from unfog.config.aliases import COMMANDS, with_old_defaults
-    from unfog.config.values import quote
+    from unfog.config.spec_strings import quote
     from unfog.process.child import reveal_secrets
     from unfog.text import suggest
 

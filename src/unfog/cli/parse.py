@@ -14,7 +14,7 @@ from typing import Any, get_args, get_origin
 
 from unfog.config.aliases import OUT, SAMPLING, USUAL, advice_on, current_name
 from unfog.config.describe import describe
-from unfog.config.values import FormatError, describe_type, parse_spec, parse_value, quote, registry_of
+from unfog.config.spec_strings import FormatError, describe_type, parse_spec, parse_value, quote, registry_of
 from unfog.errors import RequestError
 from unfog.settings import AUTO, NO_AUTO
 

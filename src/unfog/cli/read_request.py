@@ -33,9 +33,9 @@ from unfog.config.requests.tune import TuneRequest
 from unfog.config.resume_rules import apply_changes as apply_resume_changes
 from unfog.config.resume_rules import check_changes
 from unfog.config.schema import Config
+from unfog.config.spec_strings import quote
 from unfog.config.toml import update
 from unfog.config.validate import check_device, check_out, check_request, check_source, reason_of
-from unfog.config.values import quote
 from unfog.custom import consent
 from unfog.errors import RequestError
 from unfog.process.run_folder import RunFolder, next_folder

@@ -15,7 +15,7 @@ from unfog.config.describe import Description, describe, field_texts, format_val
 from unfog.config.presets import PRESETS
 from unfog.config.requests.explain import ExplainRequest
 from unfog.config.schema import Config
-from unfog.config.values import format_spec, quote, registry_of
+from unfog.config.spec_strings import format_spec, quote, registry_of
 from unfog.errors import RequestError
 from unfog.reporting.progress import print_result
 from unfog.settings import AUTO, NO_AUTO, rules_of

@@ -15,9 +15,9 @@ from unfog.config.describe import Description, describe, field_texts
 from unfog.config.presets import preset
 from unfog.config.requests.init import InitRequest
 from unfog.config.schema import Config
+from unfog.config.spec_strings import format_spec, registry_of
 from unfog.config.toml import literal, with_version
 from unfog.config.validate import check_device, check_source, parse_duration
-from unfog.config.values import format_spec, registry_of
 from unfog.data.sources.image_files import SUFFIXES
 from unfog.errors import RequestError
 from unfog.files.safe_files import open_file

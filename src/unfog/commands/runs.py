@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from unfog.config.requests.runs import RunsRequest
+from unfog.config.spec_strings import quote
 from unfog.config.validate import reason_of
-from unfog.config.values import quote
 from unfog.errors import RequestError
 from unfog.files.safe_files import disk_usage, remove_tree
 from unfog.process.run_status import RunStatus, broken_checkpoints, find_runs

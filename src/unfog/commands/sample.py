@@ -13,8 +13,8 @@ import numpy as np
 
 from unfog.config.requests.export import ExportRequest, ExportSettings
 from unfog.config.requests.sample import SampleRequest, SamplingRequest, is_model
+from unfog.config.spec_strings import quote
 from unfog.config.validate import check_out, check_sample_size, report_dropped_levels, resolve_sampler
-from unfog.config.values import quote
 from unfog.errors import RequestError
 from unfog.files.seals import seal_of
 from unfog.pipeline.sample_folder import SampleFolder

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from unfog.config.spec_strings import quote
 from unfog.config.validate import reason_of
-from unfog.config.values import quote
 from unfog.custom.consent import TRUST, given_paths
 from unfog.errors import RequestError
 from unfog.files.safe_files import open_file

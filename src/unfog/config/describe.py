@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from unfog.config.schema import SHORT
-from unfog.config.values import field_types, format_spec, registry_of, strip_optional
+from unfog.config.spec_strings import field_types, format_spec, registry_of, strip_optional
 from unfog.settings import AUTO, Rules, rules_of
 from unfog.values.image_format import Size
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from unfog.config.describe import Description, describe
 from unfog.config.schema import Config
-from unfog.config.values import parse_spec, registry_of
+from unfog.config.spec_strings import parse_spec, registry_of
 from unfog.custom import CustomPart, consent
 from unfog.errors import RequestError
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 from unfog.config.schema import Config
+from unfog.config.spec_strings import quote
 from unfog.config.task import AutoencoderTask, DiffusionTask, Task
-from unfog.config.values import quote
 from unfog.data.settings import Data
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.noise import VE, VP, Cosine, Flow, LogitNormal, LogNormal

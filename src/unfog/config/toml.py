@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from unfog._version import __version__
 from unfog.config.aliases import current_name
-from unfog.config.values import (
+from unfog.config.spec_strings import (
     MAX_INT,
     FormatError,
     describe_mismatch,

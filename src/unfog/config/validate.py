@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from unfog.config.schema import LENGTH, Config
+from unfog.config.spec_strings import FormatError, parse_path, quote
 from unfog.config.toml import update
-from unfog.config.values import FormatError, parse_path, quote
 from unfog.custom import consent
 from unfog.data.decode import parse_colour
 from unfog.data.settings import LABELS, table_and_columns

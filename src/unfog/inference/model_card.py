@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from unfog._version import __version__
-from unfog.config.values import format_spec
+from unfog.config.spec_strings import format_spec
 from unfog.evaluation.metrics import MetricResult
 from unfog.files.safe_files import list_folder
 from unfog.inference.evaluation_files import Evaluation

@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 
 from unfog.config.schema import Config
+from unfog.config.spec_strings import quote
 from unfog.config.toml import of_type
-from unfog.config.values import quote
 from unfog.data.bit_depth import DeepImage, Ranges
 from unfog.data.decode import ImageInfo, Opener, decode, parse_colour, spread_two_values
 from unfog.data.prepare import silence_pillow

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from unfog.config.values import quote
+from unfog.config.spec_strings import quote
 from unfog.errors import RequestError, RunError, install_command
 from unfog.reporting.progress import say
 from unfog.text import sanitize

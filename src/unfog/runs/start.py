@@ -11,9 +11,9 @@ from typing import Any
 from unfog.config.requests.train import ResumeRequest, TrainAutoencoderRequest, TrainRequest
 from unfog.config.resume_rules import check_changes
 from unfog.config.schema import Config, check_given_length
+from unfog.config.spec_strings import quote
 from unfog.config.toml import read_toml, update
 from unfog.config.validate import check_autoencoder, check_out
-from unfog.config.values import quote
 from unfog.errors import RequestError
 from unfog.models.autoencoder_settings import FACTORS, WIDTHS, Autoencoder, Latents
 from unfog.process.run_folder import RunFolder, next_folder

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unfog.config.requests.runs import ServeRequest
-from unfog.config.values import quote
+from unfog.config.spec_strings import quote
 from unfog.custom import consent
 from unfog.errors import RequestError
 from unfog.reporting.progress import print_result, say

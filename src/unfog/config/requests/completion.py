@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from unfog.config.values import quote
+from unfog.config.spec_strings import quote
 from unfog.errors import RequestError
 from unfog.settings import argument
 

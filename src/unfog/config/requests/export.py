@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from unfog.config.requests.sample import check_one_checkpoint
-from unfog.config.values import quote
+from unfog.config.spec_strings import quote
 from unfog.diffusion.sampler import Kind
 from unfog.errors import RequestError
 from unfog.settings import argument

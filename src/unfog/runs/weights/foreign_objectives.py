@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unfog.config.presets import preset
 from unfog.config.schema import Config
-from unfog.config.values import quote
+from unfog.config.spec_strings import quote
 from unfog.diffusion.ddpm_schedules import Sigmoid, TimestepSchedule
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.noise import VP, Cosine, Flow, FlowUniform, Linear, LogNormal

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from unfog.config.schema import Config
+from unfog.config.spec_strings import format_spec, quote
 from unfog.config.toml import update
-from unfog.config.values import format_spec, quote
 from unfog.errors import RequestError
 from unfog.models.autoencoder_settings import AutoencoderFolder
 from unfog.planning.intervals import Choice

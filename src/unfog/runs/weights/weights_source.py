@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from unfog.config.schema import Config, Init
+from unfog.config.spec_strings import quote
 from unfog.config.validate import reason_of
-from unfog.config.values import quote
 from unfog.data.settings import Data
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.sampler import Sampler

@@ -52,7 +52,7 @@ class Step:
 
 
 @dataclass
-class Job:
+class Drawing:
     """A drawing: what was asked for, and what there is of it."""
 
     id: int

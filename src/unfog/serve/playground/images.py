@@ -20,7 +20,7 @@ from unfog.data.sources.base import ImageError
 from unfog.data.sources.image_files import open_bytes
 from unfog.errors import RequestError
 from unfog.reporting.image_grids import Pixels
-from unfog.serve.playground.drawing import Job
+from unfog.serve.playground.drawing import Drawing
 from unfog.serve.run_files import decode_picture, read_settings
 from unfog.serve.run_files import webp as encode_webp
 from unfog.values.image_format import CHANNELS, ImageFormat, parse_size, to_pillow
@@ -46,7 +46,7 @@ def sheet(pictures: Sequence[Pixels | None], columns: int = 0) -> bytes:
     return webp(body)
 
 
-def step_sheet(job: Job, number: int, guess: bool) -> bytes | None:
+def step_sheet(job: Drawing, number: int, guess: bool) -> bytes | None:
     """Return the sheet of a step, or of the last step that is kept before it; None before the first.
 
     A picture that has not come so far yet is shown as it is.

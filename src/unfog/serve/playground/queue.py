@@ -16,7 +16,7 @@ import numpy as np
 from unfog.config.requests.sample import SampleRequest
 from unfog.errors import RequestError, RunError
 from unfog.serve.playground.channel import Message, Worker
-from unfog.serve.playground.drawing import Job, Step, job_of, key_of, newest_checkpoint
+from unfog.serve.playground.drawing import Drawing, Step, job_of, key_of, newest_checkpoint
 from unfog.text import sanitize
 
 MOST_WAITING = 32
@@ -27,13 +27,14 @@ _PATIENCE = 20.0  # seconds for a job to end after it was cancelled; then the wo
 _RETRIES = 5
 _IDLE_SECONDS = 300.0  # without a drawing; then the worker ends, and the memory of the device is free for others
 _ENDED = ("done", "cancelled", "failed")
+_OF_WORKER = 0  # in place of the number of a drawing, in the event that the worker has ended: pages read the list anew
 
 
-class JobList:
-    """All jobs, newest last. Safe to use from several threads.
+class DrawingQueue:
+    """All drawings, newest last; each is a job of the worker. Safe to use from several threads.
 
     Args:
-        publish: called with the progress of a job that has changed.
+        publish: called with the progress of a job that has changed, and with a job 0 when the worker was ended.
         training: returns True while a run trains on this machine.
         worker: draws them.
         restore: returns the drawings of an earlier server, done and oldest first.
@@ -45,22 +46,22 @@ class JobList:
         publish: Callable[[dict[str, Any]], None],
         training: Callable[[], bool],
         worker: Worker | None = None,
-        restore: Callable[[], Iterable[Job]] = tuple,
-        keep: Callable[[Job], None] = lambda _: None,
+        restore: Callable[[], Iterable[Drawing]] = tuple,
+        keep: Callable[[Drawing], None] = lambda _: None,
     ) -> None:
         self._publish, self._training, self.worker = publish, training, worker or Worker()
         self._restore, self._keep = restore, keep
-        self._known: dict[int, Job] | None = None
-        self._waiting: deque[tuple[str, Job]] = deque()
+        self._known: dict[int, Drawing] | None = None
+        self._waiting: deque[tuple[str, Drawing]] = deque()
         self._numbers = itertools.count(1)
         self._changed = threading.Condition(threading.RLock())
         self._thread: threading.Thread | None = None
         self._closed = False
-        self.current: Job | None = None
+        self.current: Drawing | None = None
         self.busy_seconds = 0.0
 
     @property
-    def _jobs(self) -> dict[int, Job]:
+    def _jobs(self) -> dict[int, Drawing]:
         """Jobs by number, with those of an earlier server, which are read when somebody first asks."""
         with self._changed:
             if self._known is None:
@@ -68,17 +69,17 @@ class JobList:
                 self._numbers = itertools.count(max(self._known, default=0) + 1)
             return self._known
 
-    def __getitem__(self, number: int) -> Job:
+    def __getitem__(self, number: int) -> Drawing:
         """Return a job by its number. KeyError if there is none, or not any more."""
         return self._jobs[number]
 
-    def list(self) -> list[Job]:
+    def list(self) -> list[Drawing]:
         with self._changed:
             return [*self._jobs.values()]
 
     def submit(
         self, run: int, name: str, request: SampleRequest, image: bytes = b"", mask: bytes = b"", newest: bool = False
-    ) -> Job:
+    ) -> Drawing:
         """Queue a drawing and return its job; an earlier one with the same weights and settings if there is one.
 
         With `newest` a checkpoint that the run deletes meanwhile is replaced by its newest one. RequestError if too
@@ -91,13 +92,13 @@ class JobList:
                 if job.key == key and job.state not in ("cancelled", "failed") and not job.cancelled:
                     return job
             self._make_room()
-            job = Job(next(self._numbers), run, name, request, key, body, len(image), newest)
+            job = Drawing(next(self._numbers), run, name, request, key, body, len(image), newest)
             self._jobs[job.id] = job
             self._enqueue("draw", job)
         self._publish(job.progress())
         return job
 
-    def find_copies(self, number: int) -> Job:
+    def find_copies(self, number: int) -> Drawing:
         """Queue the search for the training images nearest to the pictures of a job that is done."""
         with self._changed:
             job = self._jobs[number]
@@ -109,7 +110,7 @@ class JobList:
                 self._enqueue("copies", job)
         return job
 
-    def cancel(self, number: int) -> Job:
+    def cancel(self, number: int) -> Drawing:
         """End a job: at once if it waits, within a step if it is drawn."""
         with self._changed:
             job = self._jobs[number]
@@ -128,6 +129,12 @@ class JobList:
             timer.start()
         return job
 
+    def end_worker(self) -> None:
+        """End the worker and free its memory, also that of a GPU. The next drawing starts another."""
+        if self.worker.pid is not None:
+            self.worker.kill()
+            self._publish({"job": _OF_WORKER})
+
     def close(self) -> None:
         """End the worker, and forget what waits for it."""
         with self._changed:
@@ -136,7 +143,7 @@ class JobList:
             self._changed.notify_all()
         self.worker.kill()
 
-    def _kill_if_stuck(self, job: Job) -> None:
+    def _kill_if_stuck(self, job: Drawing) -> None:
         if self.current is job and job.state not in _ENDED:
             self.worker.kill()
 
@@ -144,7 +151,7 @@ class JobList:
         if len(self._waiting) >= MOST_WAITING:
             raise RequestError(f"{len(self._waiting)} drawings wait already; cancel some, or wait until one is done")
 
-    def _enqueue(self, what: str, job: Job) -> None:
+    def _enqueue(self, what: str, job: Drawing) -> None:
         self._waiting.append((what, job))
         if self._thread is None:
             self._thread = threading.Thread(target=self._feed, daemon=True)
@@ -157,7 +164,7 @@ class JobList:
             with self._changed:
                 while not self._waiting and not self._closed:
                     if not self._changed.wait(_IDLE_SECONDS):
-                        self.worker.kill()
+                        self.end_worker()
                 if self._closed:
                     return
                 what, job = self._waiting.popleft()
@@ -175,10 +182,10 @@ class JobList:
                 self._forget_old()
             self._publish(job.progress())
 
-    def _head(self, op: str, job: Job) -> dict[str, Any]:
+    def _head(self, op: str, job: Drawing) -> dict[str, Any]:
         return {"op": op, "job": job.id, "nice": _NICE if self._training() else 0}
 
-    def _draw(self, job: Job) -> None:
+    def _draw(self, job: Drawing) -> None:
         for _ in range(_RETRIES):
             self._try_to_draw(job)
             newest = newest_checkpoint(job.request.run)
@@ -188,7 +195,7 @@ class JobList:
             job.request = replace(job.request, checkpoint=newest)
             job.key, job.error = _key(job.request, job.body, job.image_bytes), ""
 
-    def _try_to_draw(self, job: Job) -> None:
+    def _try_to_draw(self, job: Drawing) -> None:
         job.state = "drawing"
         self._publish(job.progress())
         head = {**self._head("draw", job), **job_of(job.request), "image_bytes": job.image_bytes}
@@ -198,7 +205,7 @@ class JobList:
                 self.worker.cancel(job.id)
             self._publish(job.progress())
 
-    def _take(self, job: Job, message: Message) -> None:
+    def _take(self, job: Drawing, message: Message) -> None:
         """Take what the worker says of a drawing."""
         facts = message.head
         match facts["event"]:
@@ -219,7 +226,7 @@ class JobList:
             case "failed":
                 self._fail("draw", job, facts["error"])
 
-    def _search(self, job: Job) -> None:
+    def _search(self, job: Drawing) -> None:
         assert job.pictures is not None
         head = {**self._head("copies", job), "run": str(job.request.run), "images": job.pictures.shape}
         for message in self.worker.work(head, job.pictures.tobytes(), ("copies", "failed")):
@@ -231,7 +238,7 @@ class JobList:
                 names = ("pictures", "limit", "searched", "unseen", "shown")
                 job.copies = {"state": "done", **{name: facts[name] for name in names}}
 
-    def _fail(self, what: str, job: Job, error: str) -> None:
+    def _fail(self, what: str, job: Drawing, error: str) -> None:
         """Note why a job has no result. One that was cancelled is not a failure, whatever the worker made of it."""
         if what == "copies":
             job.copies = {"state": "failed", "error": sanitize(error)}

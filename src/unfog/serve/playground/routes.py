@@ -21,14 +21,14 @@ from unfog.serve.playground.drawing import (
     GRIDS,
     MOST_IMAGES,
     SAMPLERS,
+    Drawing,
     History,
-    Job,
     StoredDrawing,
     read_request,
     settings_of,
 )
 from unfog.serve.playground.images import Uploads
-from unfog.serve.playground.queue import MOST_WAITING, JobList
+from unfog.serve.playground.queue import MOST_WAITING, DrawingQueue
 from unfog.serve.server import Json, Server, json_body, whole_number
 
 
@@ -57,7 +57,7 @@ def playground_routes(server: Server) -> list[Route]:
 class _Playground:
     def __init__(self, server: Server) -> None:
         self._server = server
-        self.jobs = JobList(
+        self.jobs = DrawingQueue(
             lambda progress: server.hub.publish("draw", progress, f"draw {progress['job']}"),
             lambda: any(run.running for run in server.runs),
             restore=self._restored,
@@ -67,20 +67,20 @@ class _Playground:
         self.uploads = Uploads()
         server.on_close.append(self.jobs.close)
 
-    def _store(self, job: Job) -> None:
+    def _store(self, job: Drawing) -> None:
         if job.pictures is None:
             return
         facts = {"run": job.run, "key": job.key, "settings": settings_of(job.request), "facts": job.facts}
         inputs = [job.request.image is not None, job.request.mask is not None]
         self._history.add(StoredDrawing(job.id, {**facts, "inputs": inputs}, job.pictures))
 
-    def _restored(self) -> Iterator[Job]:
+    def _restored(self) -> Iterator[Drawing]:
         """Yield the drawings of an earlier server, of runs that are still here. What they started from is not kept."""
         for number, facts, pictures in self._history.read():
             with suppress(KeyError, TypeError, ValueError, RequestError):
                 run = self._server.runs[facts["run"]]
                 asked = read_request(run.path, facts["settings"], *facts["inputs"])
-                job = Job(number, run.id, run.name, asked, str(facts["key"]), state="done", pictures=pictures)
+                job = Drawing(number, run.id, run.name, asked, str(facts["key"]), state="done", pictures=pictures)
                 job.facts = dict(facts["facts"])
                 yield job
 
@@ -97,7 +97,7 @@ class _Playground:
         job = await asyncio.to_thread(self._submit, run, body)
         return Json({"job": job.id, **job.detail()})
 
-    def _submit(self, run: Any, body: dict[str, Any]) -> Job:
+    def _submit(self, run: Any, body: dict[str, Any]) -> Drawing:
         settings = body.get("settings", {})
         if not isinstance(settings, dict):
             raise RequestError("settings must be an object")
@@ -193,7 +193,7 @@ class _Playground:
         return Json(await asyncio.to_thread(add))
 
     async def stop_worker(self, _: Request) -> Response:
-        await asyncio.to_thread(self.jobs.worker.kill)
+        await asyncio.to_thread(self.jobs.end_worker)
         return Json({"stopped": True})
 
     def _run(self, number: Any) -> Any:
@@ -202,13 +202,13 @@ class _Playground:
         except (KeyError, TypeError):
             raise HTTPException(404, "there is no such run any more; reload the list") from None
 
-    def _job(self, number: Any) -> Job:
+    def _job(self, number: Any) -> Drawing:
         try:
             return self.jobs[number]
         except (KeyError, TypeError):
             raise HTTPException(404, "there is no such drawing any more; draw it again") from None
 
-    def _pictures(self, job: Job) -> Pixels:
+    def _pictures(self, job: Drawing) -> Pixels:
         if job.pictures is None:
             raise HTTPException(404, "these pictures are not finished")
         return job.pictures

@@ -1,4 +1,4 @@
-"""Values and spec strings: parse them, and describe types in messages; the same for command line, TOML and Python.
+"""Spec strings and other values: parse them, and describe types; the same for command line, TOML and Python.
 
 A spec string, `kind` or `kind:name=value,name=value`, names a schedule, target, network or other part. Lists have
 slashes: `channels=32/64/96`. In TOML a part is a spec string or a table with a `kind`. Fields that are not given have
