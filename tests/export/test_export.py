@@ -161,6 +161,24 @@ def test_some_thirty_lines_draw_the_samples_of_a_safetensors_export(tmp_path, na
     assert "unfog" not in re.sub(r'""".*?"""', "", (tmp_path / "out/network.py").read_text(), flags=re.DOTALL)
 
 
+SEAMLESS = Data(size="16x8", channels=3, wrap="x")
+
+
+@pytest.mark.parametrize("network", [UNET, MPUNET, DIT], ids=lambda network: network.kind)
+@pytest.mark.slow
+def test_a_safetensors_export_keeps_the_edges_joined(tmp_path, network):
+    run = run_of(network=network, data=SEAMLESS)
+    run.export(tmp_path / "out")
+    code = shown("safetensors")
+    model, rebuilt = code.load(tmp_path / "out")
+    noise, label = inputs(run)
+    samples = code.sample(model, rebuilt, noise, label)
+    assert (samples - drawn(run)).abs().max() < 1e-3
+    assert (code.sample(model, rebuilt, noise.roll(6, 3), label) - samples.roll(6, 3)).abs().max() < 1e-3
+    assert (code.sample(model, rebuilt, noise.roll(2, 2), label) - samples.roll(2, 2)).abs().max() > 1e-2
+    assert "| seamless along | x |" in (tmp_path / "out/README.md").read_text()
+
+
 @pytest.mark.parametrize("network", [UNET, MPUNET, DIT], ids=lambda network: network.kind)
 @pytest.mark.slow
 def test_a_safetensors_export_of_wide_images_draws_them(tmp_path, network):
@@ -179,6 +197,7 @@ GRAPHS = {
     "mpunet": ("edm", replace(MPUNET, channels=(8,), attention=(True,)), 3),
     "dit": ("ddpm", DIT, 0),
     "wide": ("default", replace(UNET, channels=(8,), attention=(True,), mid_attention=False), 0),
+    "seamless": ("default", replace(UNET, channels=(8,), attention=(True,), mid_attention=False), 0),
 }
 
 
@@ -186,12 +205,13 @@ GRAPHS = {
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=name, marks=[pytest.mark.exhaustive] * (name not in ("dit", "wide")))
+        pytest.param(case, id=name, marks=[pytest.mark.exhaustive] * (name not in ("dit", "seamless")))
         for name, case in GRAPHS.items()
     ],
 )
 def test_forty_lines_of_numpy_draw_the_samples_of_an_onnx_export(tmp_path, case):
-    run = run_of(*case[:3], **({"data": WIDE} if case is GRAPHS["wide"] else {}))
+    data = {id(GRAPHS["wide"]): {"data": WIDE}, id(GRAPHS["seamless"]): {"data": SEAMLESS}}
+    run = run_of(*case[:3], **data.get(id(case), {}))
     run.export(tmp_path / "out", format="onnx")
     code = shown("onnx")
     noise, label = (x if x is None else x.numpy() for x in inputs(run))
@@ -247,6 +267,7 @@ DIFFUSERS = {
     "wide": ("ddpm", UNET, 0, {"data": WIDE}, "DPMSolverMultistepScheduler"),
     "wide, mpunet": ("edm", MPUNET, 3, {"data": WIDE}, "LevelsScheduler"),
     "wide, dit": ("default", DIT, 3, {"data": WIDE}, "DPMSolverMultistepScheduler"),
+    "seamless, dit": ("default", DIT, 3, {"data": SEAMLESS}, "DPMSolverMultistepScheduler"),
 }
 
 
@@ -346,6 +367,11 @@ def test_what_no_pipeline_can_do_is_refused(tmp_path, changes):
     with pytest.raises(RequestError, match=r"equivalent in diffusers.*--sampler ddim"):
         run_of(**changes).export(tmp_path / "out", format="diffusers")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_seamless_unet_has_no_equal_in_diffusers(tmp_path):
+    with pytest.raises(RequestError, match=r"wrap = x has no equivalent in diffusers.*--format safetensors"):
+        run_of(data=SEAMLESS).export(tmp_path / "out", format="diffusers")
 
 
 def test_a_missing_package_is_named_before_any_work(tmp_path, monkeypatch):

@@ -24,7 +24,7 @@ usage: unfog COMMAND …
   ema-sweep RUN    find the best EMA length after training
   tune RUN         find the best noise levels for sampling in few steps
   report RUN       write report.html: settings, loss curves, samples over time
-  export RUN OUT   write the network for other programs: diffusers, safetensors, onnx, pt2
+  export RUN OUT   write the network for other programs: diffusers, safetensors, onnx, pt2, denoiser
   runs [FOLDER]    list runs: state, step, best metric, disk space, age
   watch RUN        show live charts of a run in the terminal
   serve [FOLDER]   show all runs on a page in the browser: live charts, samples, buttons, drawing

@@ -250,6 +250,11 @@ class LatentSpace(Representation):
                     f"data.{name} = {getattr(data, name)} changes pixels, but latents are encoded once, from "
                     "unchanged images; omit it, or train without --autoencoder (--flip is possible)"
                 )
+        if data.wrapped:
+            raise RequestError(
+                f"wrap = {data.wrap} joins the edges of pixels, and the autoencoder in {self.folder} pads with zeros, "
+                "so that its images would have a seam; omit --wrap, or train without --autoencoder"
+            )
         if not is_auto(data, "channels") and data.channels != described.image_channels:
             raise RequestError(
                 f"data.channels = {data.channels}, but the autoencoder in {self.folder} is for "

@@ -55,6 +55,8 @@ def check_request(config: Config) -> None:
     check_installed(config.log.sinks)
     check_buckets(config)
     factor = check_autoencoder(config)
+    if config.network is not None:
+        config.network.check_wrap(config.data.wrapped)
     if config.network is not None and not is_auto(config.data, "size"):
         height, width = sides_of(config.data.size)
         check_network_size(config.network, (height // factor, width // factor), factor)
@@ -108,6 +110,8 @@ def check_autoencoder(config: Config) -> int:
     Raises:
         RequestError: there is no such autoencoder, or it does not suit the images or their augmentation.
     """
+    if config.autoencoder.factor and config.data.wrapped:
+        raise RequestError(f"wrap = {config.data.wrap} is not for autoencoders, which pad with zeros; omit --wrap")
     if config.autoencoder.factor and not is_auto(config.data, "size"):
         config.autoencoder.check(config.data.size)
     return config.representation.check()

@@ -1,4 +1,4 @@
-"""Augmentation of whole batches on their device: flip, colour jitter, crop, and EDM's non-leaking augmentation.
+"""Augmentation of whole batches on their device: flip, colour jitter, crop, roll, and EDM's non-leaking augmentation.
 
 `flip`, `jitter` and `crop` show in the samples, which are mirrored, tinted and enlarged as the training images were.
 `augment` does not show: the network is conditioned on nine numbers that describe how its input was mirrored, rotated
@@ -47,19 +47,22 @@ class Augment:
     crop: float = 0.0
     augment: float = 0.0
     upright: float = 0.0
+    roll: str = ""
+    """Axes, "x", "y" or "xy", along which each image is moved around its edges."""
     values: StoredValues = BYTES
 
     @classmethod
     def from_settings(cls, settings: Data) -> Augment:
-        values = settings.image_format.values
-        return cls(settings.flip, settings.jitter, settings.crop, settings.augment, settings.upright, values)
+        values, roll = settings.image_format.values, settings.wrapped if settings.roll else ""
+        return cls(settings.flip, settings.jitter, settings.crop, settings.augment, settings.upright, roll, values)
 
     def __call__(self, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
         """Augment each image of a batch on its own.
 
         Flip it with probability 1/2. Scale its brightness, contrast and saturation, in this order, by factors uniform
-        in [1 - jitter, 1 + jitter]. Enlarge a square of it, with a side uniform in [1 - crop, 1], to the whole. Apply
-        each of EDM's changes with probability `augment`; the condition describes these alone.
+        in [1 - jitter, 1 + jitter]. Enlarge a square of it, with a side uniform in [1 - crop, 1], to the whole. Move it
+        around its edges by a number of pixels uniform along each axis of `roll`. Apply each of EDM's changes with
+        probability `augment`; the condition describes these alone.
         """
         pixels = pixels.float() if pixels.dtype == torch.uint16 else pixels  # torch flips no uint16
         if self.flip:
@@ -70,6 +73,8 @@ class Augment:
         x0 = self.values.to_model(pixels)
         if self.crop:
             x0 = self._crop(x0)
+        if self.roll:
+            x0 = self._moved_around(x0)
         if not self.augment:
             return x0, None
         geometry = _draw_geometry(x0, self.augment, self.upright)
@@ -90,6 +95,17 @@ class Augment:
         margins = _sides(x) * (1 - side)[:, None]
         linear = side[:, None, None] * torch.eye(2, device=x.device)
         return _warp(x, linear, (draws[:, 1:] - 0.5) * margins)
+
+    def _moved_around(self, x: Tensor) -> Tensor:
+        draws = draw_rows(len(x), lambda n: torch.rand(n, 2, device=x.device))
+        for axis, draw in zip("xy", draws.unbind(1)):
+            if axis in self.roll:
+                dim = 3 if axis == "x" else 2
+                side = x.shape[dim]
+                place = (torch.arange(side, device=x.device) + (draw * side).long()[:, None]) % side
+                shape = (len(x), 1, 1, side) if axis == "x" else (len(x), 1, side, 1)
+                x = x.gather(dim, place.view(shape).expand_as(x))
+        return x
 
 
 def _grey(x: Tensor) -> Tensor:

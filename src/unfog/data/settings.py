@@ -32,17 +32,8 @@ def _floats(values: Iterable[float]) -> tuple[float, ...]:
 _LATER: dict[str, Callable[[Any], object]] = {"range": _floats, "clip": bool, "dtype": str, "axes": str}
 # Settings that act in training, so that a pack does not depend on them.
 TRAINING_ONLY = (
-    "map",
-    "map_values",
-    "flip",
-    "jitter",
-    "crop",
-    "augment",
-    "upright",
-    "aspect",
-    "cache",
-    "cache_limit",
-    "failed_shards",
+    *("map", "map_values", "flip", "jitter", "crop", "augment", "upright", "wrap", "roll", "aspect"),
+    *("cache", "cache_limit", "failed_shards"),
 )
 # Prefix of the fingerprint of images that are decoded while training: a digest of their source's state.
 UNREAD = "unread:"
@@ -112,6 +103,16 @@ class Data:
         paper="Karras et al. 2022, appendix F.2 (aniso_rotate_prob)",
     )
     """With `augment`: share of the stretches that are along the sides of the image; others are in any direction."""
+    wrap: Literal["none", "x", "y", "xy"] = setting(
+        "none",
+        short="wrap",
+        added_later=True,
+        why="photographs end at their edges; textures and periodic fields continue at the other side",
+        see="docs/guide.md",
+    )
+    """Axes along which images are seamless, x = left to right: samples continue at their other side."""
+    roll: bool = setting(True, resume="free", added_later=True)
+    """With `wrap`: move each training image around its edges by a random number of pixels."""
     held_out: float = setting(0.05, at_least=0, at_most=0.5, usual="0.05", affects="objective", resume="force")
     """Fraction kept from training to measure it; at most 1,000 images, none of fewer than 100; 0 = none."""
     cache: Literal["auto", "memory", "disk", "none"] = setting(AUTO, auto=AUTO, affects="nothing", resume="free")
@@ -140,7 +141,18 @@ class Data:
                 f"range = {given} is not LOW HIGH with LOW below HIGH; give both, such as 0 4095, or auto"
             )
         check_bounds(self)
+        self._check_wrap()
         bytes_of(self.cache_limit)
+
+    def _check_wrap(self) -> None:
+        """Raise RequestError if images that are joined at their edges would be cut or turned."""
+        whole = {"aspect": "crop", "crop": 0, "augment": 0}
+        if self.wrapped and (name := next((each for each in whole if getattr(self, each) != whole[each]), "")):
+            raise RequestError(
+                f"wrap = {self.wrap} needs whole images, and {name} = {getattr(self, name)} cuts or turns them, so "
+                f"that their edges no longer meet; omit {name} or wrap (data.flip, data.jitter and data.roll are "
+                "possible)"
+            )
 
     @property
     def image_format(self) -> ImageFormat:
@@ -171,6 +183,11 @@ class Data:
         if self.map in (AUTO, "linear") and (self.range or self.dtype != "float32"):
             return ""
         return "standard" if self.map == AUTO else self.map
+
+    @property
+    def wrapped(self) -> str:
+        """Axes along which images continue at their other side: "", "x", "y" or "xy"."""
+        return "" if self.wrap == "none" else self.wrap
 
     @property
     def later(self) -> dict[str, Any]:

@@ -15,7 +15,8 @@ def load(folder):
     if (Path(folder) / "model.pt2").exists():
         return model, torch.export.load(f"{folder}/model.pt2").module()
     build = runpy.run_path(f"{folder}/network.py")["build"]
-    network = build(model["network"]["settings"], model["input"][0], len(model["classes"]), model["out_channels"])
+    shape = model["input"][0], len(model["classes"]), model["out_channels"]
+    network = build(model["network"]["settings"], *shape, model["wrap"])
     network.load_state_dict(load_file(f"{folder}/model.safetensors"))
     return model, network.eval()
 

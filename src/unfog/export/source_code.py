@@ -19,7 +19,7 @@ from unfog.values.image_format import BYTES, StoredValues
 
 _HEAD = '''"""{title}
 
-Plain torch, written by Unfog: this file needs no package but torch. `build` makes the network.
+Plain torch, written by Unfog: this file needs no package but {packages}. `build` makes the network.
 """
 
 from __future__ import annotations
@@ -69,6 +69,24 @@ x = code["sample"](model, network, noise{label})
 {decode}pixels = ({stored}).round().byte().permute(0, 2, 3, 1).numpy()
 Image.fromarray(pixels[0].squeeze()).save("sample.png")
 """
+_DENOISER = """\
+import runpy
+
+import torch
+from PIL import Image
+
+{folder}
+code = runpy.run_path(f"{{folder}}/denoiser.py")  # plain torch
+denoiser = code["load"](f"{{folder}}/denoiser.safetensors")  # denoiser(x, sigma{argument}) is E[x0 | x]
+first, last = min(denoiser.sigma_max, 80.0), max(denoiser.sigma_min, 0.01)
+levels = first * (last / first) ** torch.linspace(0, 1, 30)
+x = levels[0] * torch.randn(4, *denoiser.shape, generator=torch.Generator().manual_seed(0))
+for sigma, then in zip(levels, [*levels[1:], 0.0]):  # DDIM
+    x0 = denoiser(x, sigma{label})
+    x = x0 + then / sigma * (x - x0)
+pixels = ({stored}).round().byte().permute(0, 2, 3, 1).numpy()
+Image.fromarray(pixels[0].squeeze()).save("sample.png")
+"""
 _ONNX = """\
 import runpy
 
@@ -102,7 +120,10 @@ def plain_source(title: str, names: Iterable[str], left_out: Iterable[str] = ())
     bodies = [_body(import_module(name), imports, frozenset(left_out)) for name in names]
     code = "".join(bodies)
     used = filter(None, (_used_names(line, code) for line in imports))
-    head = _HEAD.format(title=title, imports="\n".join(sorted(used, key=lambda line: (line.startswith("f"), line))))
+    packages = "torch and safetensors" if "safe_open" in code else "torch"
+    head = _HEAD.format(
+        title=title, packages=packages, imports="\n".join(sorted(used, key=lambda line: (line.startswith("f"), line)))
+    )
     return head + (_GROUP_NORM if re.search(r"(?<![\w.])GroupNorm\(", code) else "") + code
 
 
@@ -162,6 +183,10 @@ def usage(kind: str, name: str, model: Mapping[str, Any], custom: bool, values: 
         folder = f"from huggingface_hub import snapshot_download\n\nfolder = snapshot_download({place})"
     else:
         folder = f"folder = {place}"
+    if kind == "denoiser":
+        label, argument = (f", torch.arange(4) % {classes}", ", label") if classes else ("", "")
+        stored = values.formula("x.clamp(-1, 1)")
+        return _block(_DENOISER.format(folder=folder, label=label, argument=argument, stored=stored))
     if kind == "onnx":
         label = f", np.arange(4) % {classes}" if classes else ""
         return _block(_ONNX.format(folder=folder, label=label, stored=values.formula("x")))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 import torch
@@ -15,13 +17,14 @@ from torch import Tensor, nn
 
 from unfog.config.requests.export import ExportSettings
 from unfog.config.validate import check_out
+from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError, RunError
 from unfog.export.graphs import Decoder, check_packages, write_graph
 from unfog.export.source_code import NETWORK_MODULES, OF_TRAINING, plain_source, sample_file, usage
 from unfog.files.safe_files import copy_into, tensor_file, write_atomic
 from unfog.files.work_folder import whole_folder
-from unfog.inference.export_description import check_conditions_map, describe_model
+from unfog.inference.export_description import check_conditions_map, describe_denoiser, describe_model
 from unfog.inference.export_diffusers import draw_samples, plain_weights, save_weights, write_pipeline
 from unfog.inference.loaded_run import LoadedRun
 from unfog.inference.model_card import GRID, CardSettings, model_card
@@ -34,19 +37,27 @@ from unfog.reporting.image_grids import Pixels, save_png
 from unfog.reporting.progress import say
 from unfog.text import sanitize
 from unfog.values.condition_format import ConditionFormat
+from unfog.values.conditions import Conditions
 
 _DESCRIPTION, _WEIGHTS, SOURCE = "model.json", "model.safetensors", "network.py"
 # Largest difference between the outputs of the run and of its export, over the largest output.
-_TOLERANCE = 1e-3
+_TOLERANCE = {"denoiser": 1e-5}
+_USUAL_TOLERANCE = 1e-3
+_LEVELS = 9  # at which a denoiser is compared
 _SAMPLES = 16  # on the model card
 _BUILD = '''
 
-def build(settings, image_channels, num_classes=0, out_channels=None):
-    """Return the network: (x [B, C, H, W], c_noise [B], label int64 [B] or None) -> y."""
+def build(settings, image_channels, num_classes=0, out_channels=None, wrap=""):
+    """Return the network: (x [B, C, H, W], c_noise [B], label int64 [B] or None) -> y.
+
+    Images continue at their other side along the axes `wrap`: "x", "y" or "xy".
+    """
     from types import SimpleNamespace
 
     conditions = SimpleNamespace(classes=range(num_classes), augment_inputs=0, columns=())
-    return {name}(SimpleNamespace(**settings), image_channels, conditions, out_channels)
+    network = {name}(SimpleNamespace(**settings), image_channels, conditions, out_channels)
+    network.wrap_edges(wrap)
+    return network
 '''
 _DECODE = '''
 
@@ -118,7 +129,7 @@ def export(run: LoadedRun, out: Path, settings: ExportSettings) -> float:
     with whole_folder(out) as folder, torch.no_grad():
         job = _Export(run, network, sampler, describe_model(run, sampler), folder)
         difference = _WRITERS[settings.format](job)
-        if not difference <= _TOLERANCE:
+        if not difference <= _TOLERANCE.get(settings.format, _USUAL_TOLERANCE):
             raise RunError(
                 f"the export differs from the run by {difference:.2g} of the largest output; this is a bug in unfog"
             )
@@ -164,7 +175,12 @@ def _check(run: LoadedRun, sampler: Sampler, kind: str) -> None:
             "`unfog sample` writes .npy files in the units of the source"
         )
     check_conditions_map(run.config)
-    if isinstance(run.config.network, CustomNetwork) and kind in ("safetensors", "diffusers"):
+    if kind == "denoiser" and run.config.representation.scaling():
+        raise RequestError(
+            "--format denoiser is of pixels, and this run generates latents, in which a measurement of pixels is not "
+            "linear; give --format safetensors"
+        )
+    if isinstance(run.config.network, CustomNetwork) and kind in ("safetensors", "diffusers", "denoiser"):
         raise RequestError(
             f"the network of this run is {run.config.network.path}, whose code is not ours to copy; "
             "--format onnx or pt2 exports its graph"
@@ -184,14 +200,44 @@ def _write_safetensors(job: _Export) -> float:
         copy_into([described.folder / CONFIG, described.weights], job.folder / "autoencoder", job.folder)
     model, settings = job.description, job.run.config.network
     assert settings is not None  # a run's is settled
-    rebuilt = build_model(settings, model["input"][0], ConditionFormat(job.run.classes), model["out_channels"])
+    conditions = ConditionFormat(job.run.classes)
+    rebuilt = build_model(settings, model["input"][0], conditions, model["out_channels"], model["wrap"])
     rebuilt.load_state_dict(load_file(tensor_file(job.folder / _WEIGHTS, job.folder)))
     return _relative_difference(job.network, rebuilt.eval(), _example_inputs(model))
+
+
+def _write_denoiser(job: _Export) -> float:
+    model, levels = describe_denoiser(job.run, job.sampler)
+    weights, code = job.folder / "denoiser.safetensors", job.folder / "denoiser.py"
+    save_weights(plain_weights(job.network) | {"levels": levels}, weights, json.dumps(model))
+    write_atomic(code, _denoiser_source(job.run).encode(), job.folder)
+    # The code was written a moment ago, by this process, from this package.
+    written = run_path(str(code))["load"](tensor_file(weights, job.folder))
+    ours, generator, differences = Denoiser(job.network, job.run.config.diffusion), torch.Generator().manual_seed(1), []
+    low, high = written.sigma_min, min(written.sigma_max, 1e3)
+    label = torch.tensor([0, len(job.run.classes)]) if job.run.classes else None
+    for sigma in torch.logspace(math.log10(low), math.log10(high), _LEVELS).clamp(low, high):
+        x = torch.randn(2, *model["input"], generator=generator) * (0.25 + sigma.square()).sqrt()
+        logsnr = (-2 * sigma.log()).expand(2)
+        alpha, _ = job.run.config.diffusion.path(logsnr[0])
+        expected = ours(alpha * x, logsnr, Conditions.of(label))
+        differences.append(float((written(x, sigma, label) - expected).abs().max() / expected.abs().max()))
+    return max(differences)
 
 
 def _write_description(job: _Export) -> None:
     text = f"{json.dumps(job.description, indent=1)}\n"
     write_atomic(job.folder / _DESCRIPTION, text.encode(), job.folder)
+
+
+def _denoiser_source(run: LoadedRun) -> str:
+    """Return the network's code and that of its denoiser as one file of plain torch and safetensors."""
+    settings = run.config.network
+    assert settings is not None  # a run's is settled
+    module, _, name = settings.model.partition(":")
+    names = [*NETWORK_MODULES, module, "unfog.export.denoiser_torch"]
+    title = f"The denoiser of an Unfog run: {name}."
+    return plain_source(title, names, OF_TRAINING) + _BUILD.format(name=name)
 
 
 def _network_source(run: LoadedRun) -> str:
@@ -247,4 +293,5 @@ _WRITERS: dict[str, Callable[[_Export], float]] = {
     "safetensors": _write_safetensors,
     "onnx": lambda job: _write_graphs(job, ".onnx"),
     "pt2": lambda job: _write_graphs(job, ".pt2"),
+    "denoiser": _write_denoiser,
 }

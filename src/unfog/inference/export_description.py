@@ -10,12 +10,14 @@ A pipeline of diffusers has a scheduler that samples as the run does, and the ob
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
 
 from unfog.config.schema import Config
+from unfog.diffusion.ddpm_schedules import TimestepSchedule
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.noise import EDM_LIMITS, VP, Cosine, Flow, FlowUniform, Linear, LogitNormal, LogNormal
 from unfog.diffusion.sampler import RANDOM, Level, Sampler
@@ -46,6 +48,7 @@ def describe_model(run: LoadedRun, sampler: Sampler) -> dict[str, Any]:
         "network": {"kind": network.kind, "settings": asdict(network)},
         "input": list(config.input_shape),
         "out_channels": config.input_shape[0] * (1 + config.diffusion.learned_variance),
+        "wrap": config.data.wrapped,
         "classes": classes,
         "null_label": len(classes) if classes else None,
         "guidance": config.usual_guidance,
@@ -73,6 +76,43 @@ def _coefficients(diffusion: Diffusion, level: Level) -> dict[str, float]:
     return {"alpha": level.alpha, "sigma": level.sigma} | {name: value.item() for name, value in names.items()}
 
 
+_TABLE = 20_000  # levels of a continuous schedule of timesteps
+
+
+def describe_denoiser(run: LoadedRun, sampler: Sampler) -> tuple[dict[str, Any], torch.Tensor]:
+    """Return the description of a run's denoiser, as plain values for JSON, and the log SNR of its timesteps.
+
+    They are float32 [T], or [0] where the network receives none. `sampler` is that of the model card.
+    """
+    config, model = run.config, describe_model(run, sampler)
+    diffusion, values = config.diffusion, config.image_format.values
+    schedule, condition, levels = diffusion.schedule, _condition(config), torch.zeros(0)
+    if condition["kind"] == "timestep":
+        assert isinstance(schedule, TimestepSchedule)  # what `_condition` leaves
+        first, step = (0.0, 1.0) if schedule.steps else (1e-3, (1000 - 2e-3) / (_TABLE - 1))
+        u = (first + step * torch.arange(_TABLE, dtype=torch.float64)) / 1000
+        levels = (schedule.table() if schedule.steps else schedule(u)).float()
+        condition |= {"first": first, "step": step}
+    noisiest, cleanest = schedule.limits()
+    if math.isinf(noisiest):
+        noisiest = float(levels[-2])  # of a schedule whose last level is pure noise
+    names = ("run", "network", "input", "out_channels", "wrap", "classes", "null_label")
+    return {
+        "format": "unfog-denoiser",
+        "version": _VERSION,
+        **{name: model[name] for name in names},
+        "objective": {
+            "path": diffusion.path.kind,
+            "target": diffusion.target.kind,
+            "sigma_data": diffusion.sigma_data,
+            "scale_input": diffusion.scale_input,
+            "condition": {name: value for name, value in condition.items() if name != "scale"},
+        },
+        "sigma": [math.exp(-cleanest / 2), math.exp(-noisiest / 2)],
+        "values": {"dtype": values.dtype, "low": values.low, "high": values.high},
+    }, levels
+
+
 class _Scheduler(NamedTuple):
     """A scheduler of diffusers, or ours in a file of its own, and its settings."""
 
@@ -91,6 +131,15 @@ def check_conditions_map(config: Config) -> None:
         raise RequestError(
             f"this run has conditions besides the class ({names}), which no format of an export holds; the weights in "
             "RUN/checkpoints are safetensors, and unfog.load(run).network takes all conditions"
+        )
+
+
+def check_network_maps(config: Config) -> None:
+    """Raise RequestError if no pipeline holds the network of a run."""
+    if config.data.wrapped and isinstance(config.network, UNet):
+        raise RequestError(
+            f"wrap = {config.data.wrap} has no equivalent in diffusers, whose UNet2DModel pads with zeros, and would "
+            "draw seams; give --format safetensors, onnx or pt2"
         )
 
 

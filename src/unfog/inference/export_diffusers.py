@@ -23,6 +23,7 @@ from unfog.export.source_code import NETWORK_MODULES, OF_TRAINING, package_file,
 from unfog.files.safe_files import copy_into, write_atomic
 from unfog.inference.export_description import (
     check_conditions_map,
+    check_network_maps,
     check_sampler_maps,
     custom_scheduler,
     describe_objective,
@@ -52,10 +53,11 @@ class UnfogNetwork(ModelMixin, ConfigMixin):
     """The network as a model of diffusers."""
 
     @register_to_config
-    def __init__(self, settings, in_channels, out_channels, sample_size, num_classes):
+    def __init__(self, settings, in_channels, out_channels, sample_size, num_classes, wrap=""):
         super().__init__()
         conditions = SimpleNamespace(classes=range(num_classes), augment_inputs=0, columns=())
         self.network = {name}(SimpleNamespace(**settings), in_channels, conditions, out_channels)
+        self.network.wrap_edges(wrap)
 
     def forward(self, sample, timestep, class_labels=None):
         return SimpleNamespace(sample=self.network(sample, timestep, class_labels))
@@ -91,6 +93,7 @@ def write_pipeline(run: LoadedRun, network: nn.Module, sampler: Sampler, folder:
     """
     config = run.config
     sampler = config.representation.sampler(sampler)
+    check_network_maps(config)
     check_sampler_maps(config, sampler)
     stock = is_stock(config, sampler)
     scheduler = (stock_scheduler if stock else custom_scheduler)(config, sampler)
@@ -127,7 +130,7 @@ def _write_network(run: LoadedRun, network: nn.Module, folder: Path) -> list[str
     module, _, name = settings.model.partition(":")
     source = plain_source(f"The network of an Unfog run: {name}.", [*NETWORK_MODULES, module], OF_TRAINING)
     described = {"settings": asdict(settings), "in_channels": channels, "out_channels": out}
-    described["sample_size"] = sample_size(size)
+    described |= {"sample_size": sample_size(size), "wrap": config.data.wrapped}
     _write_model(folder, "UnfogNetwork", described | {"num_classes": classes}, _prefixed(weights))
     file = f"unfog_{settings.kind.replace('-', '_')}"
     write_atomic(folder / f"{file}.py", (source + _MODEL.format(name=name)).encode(), folder)
@@ -165,10 +168,11 @@ def plain_weights(network: nn.Module) -> dict[str, Tensor]:
     return {name: w for name, w in network.state_dict().items() if not name.startswith("augment_embedding.")}
 
 
-def save_weights(weights: dict[str, Tensor], path: Path) -> None:
-    """Write a safetensors file. OSError if it cannot be written."""
+def save_weights(weights: dict[str, Tensor], path: Path, described: str = "") -> None:
+    """Write a safetensors file, with a description in its metadata. OSError if it cannot be written."""
     # From memory, as the library reports a full disk by an error of its own and writes files for the owner alone.
-    content = save({name: tensor.contiguous() for name, tensor in weights.items()}, {"format": "pt"})
+    metadata = {"format": "pt"} | ({"unfog": described} if described else {})
+    content = save({name: tensor.contiguous() for name, tensor in weights.items()}, metadata)
     write_atomic(path, content, path.parent)
 
 

@@ -21,7 +21,7 @@ from unfog.text import sanitize
 GRID = "samples.png"
 _LARGEST_REPORT = 2**30  # bytes of data.json, which names every file
 _CLASSES_NAMED = 100
-_LIBRARIES = {"diffusers": "diffusers", "safetensors": "pytorch", "onnx": "onnx", "pt2": "pytorch"}
+_LIBRARIES = {"diffusers": "diffusers", "onnx": "onnx"}  # other formats are of torch
 # The Hub has no other task for images that come without a prompt; a class changes nothing in that.
 _TASK = "unconditional-image-generation"
 
@@ -50,7 +50,7 @@ def model_card(run: LoadedRun, settings: CardSettings) -> str:
     data = _data(run)
     front = {
         **({"license": settings.license} if settings.license else {}),
-        "library_name": _LIBRARIES[settings.format],
+        "library_name": _LIBRARIES.get(settings.format, "pytorch"),
         "pipeline_tag": _TASK,
         "tags": ["unfog", "diffusion", *(["class-conditional"] if run.config.classes else [])],
         "metrics": sorted({one.metric for one, _ in measured}),
@@ -96,6 +96,7 @@ def _data(run: LoadedRun) -> _Data:
         ("source", name),
         ("images", f"{used:,}, of which {held_out:,} were held out of training" if known else "not recorded"),
         ("size", str(config.image_format)),
+        *([("seamless along", " and ".join(config.data.wrapped))] if config.data.wrapped else []),
         ("classes", ", ".join([*named, *more]) or "none"),
     ]
     return _Data(name, rows)

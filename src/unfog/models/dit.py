@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -43,16 +45,37 @@ class _SwiGLU(nn.Module):
         return output
 
 
-def _rotations(rows: int, columns: int, head_channels: int, device: torch.device) -> Tensor:
+def _rotations(
+    rows: int,
+    columns: int,
+    head_channels: int,
+    device: torch.device,
+    wrap: str = "",
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
     """Return the angles of rotary position embedding (Su et al. 2021), [rows * columns, head_channels / 2].
 
-    The first half of them depends on the row, the other on the column.
+    The first half of them depends on the row, the other on the column. Positions are periodic along the axes `wrap`.
     """
     count = head_channels // 4
-    frequencies = _BASE ** -(torch.arange(count, dtype=torch.float32, device=device) / count)
-    row = torch.arange(rows, dtype=torch.float32, device=device)[:, None, None] * frequencies
-    column = torch.arange(columns, dtype=torch.float32, device=device)[None, :, None] * frequencies
+    share = torch.arange(count, dtype=dtype, device=device) / count
+    row = _angles(rows, share, "y" in wrap)[:, None]
+    column = _angles(columns, share, "x" in wrap)[None]
     return torch.cat([row.expand(rows, columns, count), column.expand(rows, columns, count)], dim=2).flatten(0, 1)
+
+
+def _angles(side: int, share: Tensor, periodic: bool) -> Tensor:
+    """Return the angles of each position along a side, [side, N], for frequencies from the highest, share [N] = 0, on.
+
+    If `periodic`, a side has whole periods: from side / 4 of them down to one.
+    """
+    position = torch.arange(side, device=share.device)[:, None]
+    if not periodic:
+        return position.to(share.dtype) * _BASE**-share
+    # Halves are rounded up on every device, whose powers differ in the last bit.
+    periods = (max(1.0, side / 4) ** (1 - share) + 1e-3).round().long()
+    # Reduced as whole numbers, so that a position and those a side further have the same angles to the bit.
+    return (position * periods % side).to(share.dtype) * (2 * math.pi / side)
 
 
 def _rotate(x: Tensor, angles: Tensor) -> Tensor:
@@ -165,7 +188,8 @@ class DiTModel(ConditionalNetwork):
         # With the linear layer this is the strided convolution of other code; `patch_out` has the same order of pixels.
         squares = F.pixel_unshuffle(x, patch)  # [B, C patch^2, rows, columns]
         rows, columns = squares.shape[2:]
-        angles = _rotations(rows, columns, self.settings.head_channels, x.device)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        angles = _rotations(rows, columns, self.settings.head_channels, x.device, self.wrap, wide)
         tokens: Tensor = self.patch_in(squares.flatten(2).transpose(1, 2))
         for block in self.blocks:
             tokens = self._run(block, tokens, condition, angles)

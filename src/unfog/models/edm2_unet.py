@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from unfog.models import layers
-from unfog.models.layers import ConditionalNetwork, Runner, sinusoids
+from unfog.models.layers import ConditionalNetwork, Runner, pad, sinusoids
 from unfog.models.settings import MPUNet
 from unfog.values.conditions import ConditionsLike
 
@@ -74,12 +74,17 @@ class _MPLinear(_Weights):
 class _MPConv(_Weights):
     """Convolution without bias, [B, in, H, W] -> [B, out, H, W], with an odd kernel; `gain` scales the unit rows."""
 
+    wrap = ""
+
     def __init__(self, in_channels: int, out_channels: int, kernel: int):
         super().__init__(out_channels, in_channels, kernel, kernel)
 
     def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
         weight = self.unit if gain is None else self.unit * gain
-        return F.conv2d(x, weight, padding=weight.shape[-1] // 2)
+        margin = weight.shape[-1] // 2
+        if not self.wrap or not margin:
+            return F.conv2d(x, weight, padding=margin)
+        return F.conv2d(pad(x, (margin, margin, margin, margin), self.wrap), weight)
 
 
 class _MPEmbedding(_Weights):

@@ -60,6 +60,34 @@ def _expand_pixels(x: Tensor) -> Tensor:
     return x[:, :, :, None, :, None].expand(-1, -1, -1, 2, -1, 2).flatten(4, 5).flatten(2, 3)
 
 
+def pad(x: Tensor, sides: tuple[int, int, int, int], wrap: str) -> Tensor:
+    """Add `sides` = (left, right, top, bottom) pixels to x [B, C, H, W]: zeros, or along `wrap` the other side's."""
+    left, right, top, bottom = sides
+    if "x" in wrap:
+        x = torch.cat([x[..., x.shape[3] - left :], x, x[..., :right]], dim=3)
+        left = right = 0
+    if "y" in wrap:
+        x = torch.cat([x[:, :, x.shape[2] - top :], x, x[:, :, :bottom]], dim=2)
+        top = bottom = 0
+    return F.pad(x, (left, right, top, bottom)) if left or right or top or bottom else x
+
+
+class Conv2d(nn.Conv2d):
+    """A convolution whose input continues at its other side along the axes `wrap`."""
+
+    wrap = ""
+    takes_copies = True
+    """`_conv_forward` computes with any weight and bias, as that of torch, so that they may be 16-bit copies."""
+
+    # Where torch pads by other modes than zeros. Its own "circular" is of both axes.
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if not self.wrap:
+            plain: Tensor = super()._conv_forward(input, weight, bias)
+            return plain
+        down, across = (int(side) for side in self.padding)
+        return F.conv2d(pad(input, (across, across, down, down), self.wrap), weight, bias, self.stride)
+
+
 class ConditionalNetwork(nn.Module):
     """Base of all networks: embeds conditions, a null class among them, and recomputes blocks for the gradient.
 
@@ -78,6 +106,8 @@ class ConditionalNetwork(nn.Module):
     """Recompute each block for the gradient: less memory, more time, the same bits."""
     channels_last = False
     """Compute in torch's channels_last memory format: other bits, and faster on some machines."""
+    wrap = ""
+    """Axes along which images continue at their other side: "", "x", "y" or "xy"; see `wrap_edges`."""
     calls_layers_once: ClassVar[bool] = False
     """Whether a forward pass calls each linear layer and convolution once, and uses their weights nowhere else."""
     embeddings: ClassVar[tuple[str, ...]] = ("class_embedding", "augment_embedding")
@@ -126,6 +156,12 @@ class ConditionalNetwork(nn.Module):
     def _class_table(self, width: int) -> nn.Embedding | None:
         """Return a vector for each class and for the null class; None for a network without classes."""
         return nn.Embedding(self.num_classes + 1, width) if self.num_classes else None
+
+    def wrap_edges(self, axes: str) -> None:
+        """Let images continue at their other side along the axes: "x", "y", "xy", or "" for none."""
+        for module in self.modules():
+            if hasattr(type(module), "wrap"):
+                module.wrap = axes  # type: ignore[assignment]
 
     def _laid_out(self, h: Tensor) -> Tensor:
         """Return hidden [B, C, H, W] in the memory format that all later layers keep."""

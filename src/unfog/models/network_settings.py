@@ -39,6 +39,17 @@ class NetworkSettings:
     muon_lr_factor: ClassVar[float] = 1.0
     """Learning rate of Muon over that of AdamW."""
 
+    wraps: ClassVar[bool] = False
+    """Whether the edges of its images may be joined, by `data.wrap`."""
+
+    def check_wrap(self, wrap: str) -> None:
+        """Raise `RequestError` if images are to be joined at their edges, and the network cannot do that."""
+        if wrap and not self.wraps:
+            raise RequestError(
+                f"wrap = {wrap} needs a network whose edges can be joined: --network unet, mpunet, dit or a size of "
+                f"them; {self.kind} pads with zeros or has positions without a period"
+            )
+
     def build(self, channels: int, conditions: ConditionFormat, out_channels: int | None) -> Any:
         """Return the network, a torch.nn.Module with fresh weights."""
         # By name, as the modules of networks import torch, and settings must load without it.
@@ -191,6 +202,7 @@ def build_model(
     channels: int,
     conditions: ConditionFormat = ConditionFormat(),  # noqa: B008
     out_channels: int | None = None,
+    wrap: str = "",
 ) -> ConditionalNetwork:
     """Return a network with fresh weights from torch's global generator; the built-in ones begin with an output of 0.
 
@@ -199,11 +211,18 @@ def build_model(
         channels: C of the images.
         conditions: of the images; by default there are none.
         out_channels: C' if it differs from C.
+        wrap: axes along which images continue at their other side, "x", "y" or "xy".
 
     Returns:
         (x [B, C, H, W], c_noise [B], `Conditions`) -> y [B, C', H, W].
+
+    Raises:
+        RequestError: the network cannot join the edges of images, or somebody's own network cannot be built.
     """
+    settings.check_wrap(wrap)
     network: ConditionalNetwork = settings.build(channels, conditions, out_channels)
+    if wrap:
+        network.wrap_edges(wrap)
     take_conditions(network, conditions)
     return network
 

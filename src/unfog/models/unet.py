@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from unfog.models import layers
 from unfog.models.group_norm import GroupNorm
-from unfog.models.layers import ConditionalNetwork, Runner, sinusoids, zero_
+from unfog.models.layers import ConditionalNetwork, Conv2d, Runner, pad, sinusoids, zero_
 from unfog.models.settings import UNet
 from unfog.values.conditions import ConditionsLike
 
@@ -23,11 +22,11 @@ class _ResidualBlock(nn.Module):
         super().__init__()
         self.scale_shift = settings.scale_shift
         self.norm1 = GroupNorm(settings.norm_groups, in_channels, settings.norm_eps)
-        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, padding=1)
+        self.conv1 = Conv2d(in_channels, out_channels, 3, padding=1)
         self.condition = nn.Linear(width, 2 * out_channels if settings.scale_shift else out_channels)
         self.norm2 = GroupNorm(settings.norm_groups, out_channels, settings.norm_eps)
         self.dropout = nn.Dropout(settings.dropout)
-        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1)
+        self.conv2 = Conv2d(out_channels, out_channels, 3, padding=1)
         same = in_channels == out_channels
         self.shortcut = nn.Identity() if same else nn.Conv2d(in_channels, out_channels, 1)
         zero_(self.conv2)  # so that a fresh block is its shortcut alone
@@ -80,14 +79,16 @@ class _Block(nn.Module):
 class _Downsample(nn.Module):
     """Strided 3x3 convolution, [B, C, H, W] -> [B, C, H/2, W/2]; both sides must be even."""
 
+    wrap = ""
+
     def __init__(self, settings: UNet, channels: int):
         super().__init__()
         # DDPM's TensorFlow code pads "SAME": for even sides and stride 2 that is right and below alone.
         self.right_below = settings.downsample_padding == 0
-        self.conv = nn.Conv2d(channels, channels, 3, stride=2, padding=settings.downsample_padding)
+        self.conv = Conv2d(channels, channels, 3, stride=2, padding=settings.downsample_padding)
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.conv(F.pad(x, (0, 1, 0, 1)) if self.right_below else x)
+        output: Tensor = self.conv(pad(x, (0, 1, 0, 1), self.wrap) if self.right_below else x)
         return output
 
 
@@ -96,7 +97,7 @@ class _Upsample(nn.Module):
 
     def __init__(self, channels: int):
         super().__init__()
-        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+        self.conv = Conv2d(channels, channels, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.conv(layers.repeat_pixels(x))
@@ -147,7 +148,7 @@ class UNetModel(ConditionalNetwork):
     def _build(self, settings: UNet, out_channels: int) -> int:
         # The embedding has 4 times the channels of the first level, as in DDPM.
         first, width = settings.channels[0], 4 * settings.channels[0]
-        self.conv_in = nn.Conv2d(self.image_channels, first, 3, padding=1)
+        self.conv_in = Conv2d(self.image_channels, first, 3, padding=1)
         self.time_embedding = nn.Sequential(nn.Linear(first, width), nn.SiLU(), nn.Linear(width, width))
         self.class_embedding = self._class_table(width)
         if self.class_embedding is not None:
@@ -157,7 +158,7 @@ class UNetModel(ConditionalNetwork):
         self.mid = nn.ModuleList([_Block(settings, last, last, width, a) for a in (settings.mid_attention, False)])
         self.up = _up(settings, width, skips)
         self.norm_out = GroupNorm(settings.norm_groups, first, settings.norm_eps)
-        self.conv_out = nn.Conv2d(first, out_channels, 3, padding=1)
+        self.conv_out = Conv2d(first, out_channels, 3, padding=1)
         zero_(self.conv_out)
         return width
 

@@ -30,7 +30,7 @@ from unfog.diffusion.objective import Objective, noised, stratified, weighted_er
 from unfog.errors import RequestError, RunError
 from unfog.evaluation.held_out import HeldOut, HeldOutBuckets, LossAt, midpoints
 from unfog.models.autoencoder import AutoencoderModel
-from unfog.models.layers import ConditionalNetwork
+from unfog.models.layers import ConditionalNetwork, Conv2d
 from unfog.models.network_settings import CustomNetwork, build_model
 from unfog.pipeline.compile_network import compile_network
 from unfog.process.device import total_memory
@@ -178,7 +178,7 @@ def _build_diffusion_network(config: Config) -> ConditionalNetwork:
         out = 2 * channels if config.diffusion.learned_variance else None
         own = isinstance(config.network, CustomNetwork)  # somebody's code, which may build and drop other modules
         with nullcontext() if own else _only_stored_shapes():
-            network = build_model(config.network, channels, told, out)
+            network = build_model(config.network, channels, told, out, config.data.wrapped)
         if isinstance(config.network, CustomNetwork) and not told.augment_inputs:
             for shape in config.input_shapes:
                 config.network.try_out(network, shape, told, out or channels)
@@ -246,7 +246,7 @@ def _lay_out_weights(network: nn.Module) -> None:
     # Only where nothing else looks at the weights, which may view them as matrices.
     if getattr(network, "channels_last", False) and getattr(network, "calls_layers_once", False):
         for layer in network.modules():
-            if type(layer) is nn.Conv2d:
+            if isinstance(layer, Conv2d) or type(layer) is nn.Conv2d:
                 layer.weight.data = layer.weight.data.contiguous(memory_format=torch.channels_last)
 
 

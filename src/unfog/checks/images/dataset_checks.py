@@ -55,8 +55,8 @@ def _check_count(scan: ImageScan) -> Finding:
     prepared, settings = scan.prepared, scan.prepared.settings
     train, held_out = len(prepared.train), len(prepared.held_out)
     flip = "--flip if mirrored images make sense, " * (not settings.flip)
-    # Augmentation needs pixels.
-    augment = "--data.augment 0.15, " * (prepared.latents is None and not settings.augment)
+    # Augmentation needs pixels, and cuts edges that are joined.
+    augment = "--data.augment 0.15, " * (prepared.latents is None and not settings.augment and not settings.wrapped)
     more = (
         f"add images. Otherwise use {flip}{augment}--network tiny:dropout=0.2, and compare samples with their nearest "
         "training images"

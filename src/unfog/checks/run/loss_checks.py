@@ -163,7 +163,8 @@ def _overfitting_remedy(record: RunRecord) -> str:
     """Return remedies for overfitting, most helpful first."""
     flip = "" if record.config.data.flip else "--flip, "
     config = record.config
-    augment = "--data.augment 0.15, " if config.representation.augmentable and not config.data.augment else ""
+    possible = config.representation.augmentable and not config.data.augment and not config.data.wrapped
+    augment = "--data.augment 0.15, " if possible else ""
     by = "" if record.config.evaluate.best == "held_out_loss" else f", by {record.config.evaluate.best},"
     return (
         f"the best checkpoint{by} is kept: {record.command('sample', '--best')}; next time {flip}{augment}"

@@ -30,6 +30,8 @@ _MOST_SIGNAL = 0.07
 _HOPELESS_SIGNAL = 0.5
 # Root mean square of what a network is shown; VP and flow stay below 1, EDM on the VE path reaches 80 unscaled.
 _LOUDEST = 3.0
+# Difference of opposite edges over that of neighbours: 1 of seamless images, 3 to 10 of photographs.
+_SEAM = 2.0
 _FEW_STEPS, _FEW_DDPM_STEPS = 5, 50
 _FEW_HELD_OUT = 16
 # Images, of fewer of which none is held out.
@@ -55,6 +57,7 @@ def check_settings(
     return [
         network,
         _check_range(_evenly_spread_pixels(images), Augment.from_settings(config.data)),
+        *([_check_edges(_network_input(config, prepared), config.data.wrapped)] if config.data.wrapped else []),
         _check_timesteps(config.diffusion),
         _check_terminal_signal(config),
         _check_input_scale(config.diffusion, _network_input(config, prepared)),
@@ -80,10 +83,11 @@ def _check_network(config: Config, prepared: Dataset) -> Finding:
         return Finding("settings.network", "fatal", str(error), "--network small, or another --size")
     # Initial weights are drawn from torch's global generator, which a check must leave as it is.
     with torch.random.fork_rng(devices=[]):
-        network = build_model(config.network, channels, config.conditions)
+        network = build_model(config.network, channels, config.conditions, wrap=config.data.wrapped)
     parameters = sum(p.numel() for p in network.parameters())
     facts = {"parameters": parameters, "height": height, "width": width, "channels": channels}
-    said = f"{parameters / 1e6:.2f}M parameters {config.network.layout(height, width)}"
+    seamless = f", seamless along {' and '.join(config.data.wrapped)}" if config.data.wrapped else ""
+    said = f"{parameters / 1e6:.2f}M parameters {config.network.layout(height, width)}{seamless}"
     return Finding("settings.network", "fine", said, facts=facts)
 
 
@@ -120,6 +124,28 @@ def _check_range(pixels: Tensor, augment: Augment) -> Finding:
         remedy = "the network expects float32 from -1 to 1; this is a bug: please report it"
         return Finding("settings.range", "fatal", f"{evidence} ({x0.dtype})", remedy, facts)
     return Finding("settings.range", "fine", f"{evidence}, mean {mean:.2f}, deviation {std:.2f}", facts=facts)
+
+
+def _check_edges(x0: Tensor, wrap: str) -> Finding:
+    """Check that images [B, C, H, W] are seamless along the axes `wrap`: that their opposite edges meet."""
+    jumps = {axis: _jump_at_edge(x0, 3 if axis == "x" else 2) for axis in wrap}
+    worst = max(jumps, key=lambda axis: jumps[axis])
+    said = " and ".join(f"{jump:.2g} times along {axis}" for axis, jump in jumps.items())
+    seam = ", so the images have a seam, and samples will have one anywhere"
+    remedy = f"omit {worst} from --wrap; if the files are seamless, give a --size of their shape, which crops nothing"
+    return Finding.graded(
+        "settings.wrap",
+        f"opposite edges differ {said} as much as neighbouring pixels",
+        (jumps[worst] > _SEAM, "warning", seam, remedy),
+        facts=jumps,
+    )
+
+
+def _jump_at_edge(x0: Tensor, dim: int) -> float:
+    """Return the mean difference of the first and last pixels along `dim`, over that of neighbours."""
+    side = x0.shape[dim]
+    edge = (x0.select(dim, 0) - x0.select(dim, side - 1)).abs().mean()
+    return float(edge / x0.diff(dim=dim).abs().mean().clamp_min(1e-6))
 
 
 def _check_timesteps(diffusion: Diffusion) -> Finding:

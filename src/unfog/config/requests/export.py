@@ -13,7 +13,7 @@ from unfog.diffusion.sampler import Kind
 from unfog.errors import RequestError
 from unfog.settings import argument
 
-_ExportFormat = Literal["diffusers", "safetensors", "onnx", "pt2"]
+_ExportFormat = Literal["diffusers", "safetensors", "onnx", "pt2", "denoiser"]
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,8 @@ class ExportSettings:
     """Settings of `unfog export` and of `Run.export`."""
 
     format: _ExportFormat = "safetensors"
-    """diffusers: a pipeline folder; safetensors: weights, JSON and the network in plain torch; onnx, pt2: its graph."""
+    """diffusers: a pipeline folder; safetensors: weights, JSON and the network in plain torch; onnx, pt2: its graph;
+    denoiser: D(x, sigma) in plain torch, for solvers of inverse problems."""
     sampler: Kind | None = None
     """Sampler whose noise levels are stored. Default: the run's."""
     steps: int | None = None

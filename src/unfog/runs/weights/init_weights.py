@@ -45,7 +45,7 @@ def recipe_from_weights(base: Config, table: Mapping[str, Any]) -> Config:
     known = isinstance(given, Mapping) and {"path", "schedule", "target"} <= given.keys()
     source = WeightsSource.describe(init, base.diffusion, known)
     trained = source.config
-    data = replace(base.data, size=trained.data.size, channels=trained.data.channels)
+    data = replace(base.data, size=trained.data.size, channels=trained.data.channels, wrap=trained.data.wrap)
     autoencoder = table.get("autoencoder_folder", base.autoencoder_folder)
     if autoencoder and not source.names_autoencoder:  # diffusers' folder states the size and channels of the latents
         factor = AutoencoderFolder.open(str(autoencoder)).factor
