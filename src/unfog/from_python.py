@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,6 +13,7 @@ from unfog.errors import RequestError
 if TYPE_CHECKING:
     from unfog.config.requests.train import TrainAutoencoderRequest
     from unfog.config.schema import Config
+    from unfog.data.settings import Data
 
 # Modules are imported inside functions, so that `import unfog` is quick.
 
@@ -71,7 +72,7 @@ def training_settings(source: Source, preset: str, settings: dict[str, Any]) -> 
     changes = nest_settings(settings)
     consent_to_settings(changes)
     config = new_run_settings(base_settings(recipe(preset), None, changes), changes, "")
-    return replace(config, source=stored_source(source, labels, config.data.range))  # last, as it may take long
+    return replace(config, source=stored_source(source, labels, config.data))  # last, as it may take long
 
 
 def autoencoder_request(source: Source, out: PathLikeText | None, settings: dict[str, Any]) -> TrainAutoencoderRequest:
@@ -90,7 +91,7 @@ def autoencoder_request(source: Source, out: PathLikeText | None, settings: dict
     changes = nest_settings(settings)
     consent_to_settings(changes)
     config = new_run_settings(autoencoder_recipe(), changes, "")
-    place = stored_source(source, labels, config.data.range)
+    place = stored_source(source, labels, config.data)
     own = AutoencoderRunSettings.of(replace(config, source=place))
     return TrainAutoencoderRequest(place, own, out=folder, **options)
 
@@ -108,21 +109,23 @@ def adopt_network(config: Config, network: object) -> None:
     config.network.adopt(network)
 
 
-def stored_source(source: Any, labels: Any = None, value_range: Sequence[float] = ()) -> str:
+def stored_source(source: Any, labels: Any = None, data: Data | None = None) -> str:
     """Return SOURCE as text; images that are given as objects are written to the cache, with their labels.
 
-    `value_range` is `data.range`.
+    `data` are the settings of the run that are about the values of arrays.
     """
     if isinstance(source, str | PathLike):
         from unfog.custom import consent
 
         consent.give_to_source(source)
         return path_of(source, "source")
+    from unfog.data.settings import Data
+    from unfog.data.sources.image_objects import Storing
     from unfog.data.sources.stored_images import Report, StoredImages
     from unfog.reporting.progress import Progress, say
 
     with Progress("storing images", None) as progress:
-        return str(StoredImages.store(source, labels, Report(say, progress.set), value_range))
+        return str(StoredImages.store(source, labels, Report(say, progress.set), Storing.of(data or Data())))
 
 
 def path_of(given: object, name: str = "path") -> str:

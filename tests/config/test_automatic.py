@@ -25,6 +25,9 @@ STORED = {
     "data.size": 0,
     "data.channels": 0,
     "data.range": (),
+    "data.dtype": "auto",
+    "data.axes": "auto",
+    "data.map": "auto",
     "data.labels": "auto",
     "data.cache": "auto",
     "network": None,
@@ -53,7 +56,17 @@ STORED = {
 GIVEN = preset("demo")
 GIVEN = replace(
     GIVEN,
-    data=replace(GIVEN.data, size=16, channels=3, range=(0.0, 9.0), labels="none", cache="disk"),
+    data=replace(
+        GIVEN.data,
+        size=16,
+        channels=3,
+        range=(0.0, 9.0),
+        dtype="float32",
+        axes="NHWC",
+        map="log",
+        labels="none",
+        cache="disk",
+    ),
     training=Training(
         batch=8,
         microbatch=4,

@@ -24,6 +24,7 @@ from unfog.data.dataset import Dataset
 from unfog.data.packs.pack import Pack
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
+from unfog.data.sources.image_objects import Storing
 from unfog.data.sources.registry import open_source
 from unfog.data.sources.stored_images import Report, StoredImages
 from unfog.errors import RequestError
@@ -76,7 +77,9 @@ def folder(path: Path, files: dict[str, bytes | Image.Image | np.ndarray]) -> Pa
 
 
 def stored(source: Any, said: list[str] | None = None, value_range: tuple[float, ...] = ()) -> Path:
-    return StoredImages.store(source, None, Report(said.append if said is not None else lambda _: None), value_range)
+    return StoredImages.store(
+        source, None, Report(said.append if said is not None else lambda _: None), Storing(tuple(value_range))
+    )
 
 
 def prepared(source: Any, **settings: Any) -> Dataset:
@@ -210,7 +213,7 @@ def test_an_unknown_range_is_refused_and_its_remedy_works(tmp_path: Path) -> Non
         x[:, 0, :2] = low, high
         np.save(tmp_path / f"{k}.npy", x)
         with pytest.raises(RequestError, match=r"--data\.range") as refused:
-            prepared(tmp_path / f"{k}.npy")
+            prepared(tmp_path / f"{k}.npy", dtype="uint8")  # else arrays keep such values
         said = re.search(r"--data.range (\S+) (\S+),", str(refused.value))
         assert said is not None
         given = parse_value(tuple[float, ...], said.groups())

@@ -266,8 +266,9 @@ def test_the_command_lists_and_clears(four: list[Path], capsys: pytest.CaptureFi
 def test_entries_from_before_a_setting_keep_their_names() -> None:
     assert Data().later_key == ()
     assert Data(range=(0.0, 1.0), clip=True).later_key == ((0.0, 1.0), "clip")
-    assert Data.later_of({}) == {"range": (), "clip": False}
-    assert Data.later_of({"range": [0, 4095], "clip": True}) == {"range": (0.0, 4095.0), "clip": True}
+    usual = {"range": (), "clip": False, "dtype": "auto", "axes": "auto"}
+    assert Data.later_of({}) == usual
+    assert Data.later_of({"range": [0, 4095], "clip": True}) == usual | {"range": (0.0, 4095.0), "clip": True}
 
 
 def test_a_limit_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,7 @@ def test_labels_become_classes(tmp_path: Path, labels: list[object], name: str) 
     [
         (RGB.astype(np.complex64), None, "complex64, and images are integers, floating point or booleans"),
         (RGB[0, 0], None, r"shape 16x3; images are \[N, H, W\]"),
-        (RGB[..., :2], None, "shape 12x16x16x2"),
+        (RGB[..., [0] * 9], None, "shape 12x16x16x9, .* --data.axes NCHW"),
         (RGB[:0], None, "shape 0x16x16x3"),
         (RGB, np.zeros(11, np.int64), "give a whole number or a text for each of the 12 images"),
         (RGB, np.zeros((12, 10)), "labels of .* are 10 values for each image"),

@@ -137,7 +137,8 @@ def test_floating_point_of_a_known_range_is_converted_with_a_line_that_says_so(l
     floats = RGB.astype(np.float32) / 255 * (1 - low) + low
     said: list[str] = []
     assert np.array_equal(pixels(stored(floats if together else list(floats), said=said)), RGB)
-    assert said == [f"  images of floating point, from {low} to 1, are stored as uint8, from 0 to 255"]
+    line = f"  images of floating point, from {low} to 1, are stored as uint8, from 0 to 255"
+    assert said == [f"{line} (data={{'dtype': 'float32'}} keeps them)"]
 
 
 def test_names_of_classes_come_with_a_dataset() -> None:
@@ -162,7 +163,7 @@ REFUSED = [
     (["gone.png"], "image 0, gone.png, cannot be read: No such file"),
     ([RGB[:4]], "image 0 is a batch of shape 4x16x16x3; give single images, of a DataLoader its .dataset"),
     ([RGB[0].astype(np.complex64)], "image 0 is complex64; images are integers, booleans, or floating point"),
-    ([np.zeros((16, 16, 2), np.uint8)], "image 0 has the shape 16x16x2"),
+    ([np.zeros((16, 16, 9), np.uint8)], "image 0 has the shape 16x16x9"),
     ([np.zeros((0, 4), np.uint8)], "image 0 has the shape 0x4"),
     (list(NORMALISED), "one of the first 12 images has values from -2 to 2, and images are from 0 to 1, from -1 to 1"),
     (NORMALISED, "the array has values from -2 to 2"),

@@ -68,6 +68,12 @@ def test_photos_to_pictures(photos, tmp_path, monkeypatch, capsys):
     assert len(list(tmp_path.glob("runs/*/picture-*.png"))) == 16
 
 
+def test_random_fields(tmp_path, monkeypatch, capsys):
+    example(monkeypatch, "random_fields.py", tmp_path, "0.2")
+    samples, truth = capsys.readouterr().out.splitlines()[-2:]
+    assert (samples.split()[0], truth.split()[0]) == ("samples", "true")
+
+
 def test_own_network(photos, tmp_path, monkeypatch):
     example(monkeypatch, "own_network.py", photos, "--steps", 2, "--out", tmp_path / "run")
     assert Image.open(tmp_path / "run" / "first.png").size == (32, 32)

@@ -96,6 +96,7 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
     from unfog.pipeline.denoising_pictures import MOST_SAMPLES, DenoisingAnimation, DenoisingStrip
     from unfog.pipeline.edit_images import build_edit
 
+    stored = stored.with_view(request.view) if request.view else stored
     format = stored.conditions
     asked = format.with_label(format.read_words(request.given), request.label)
     given = format.parse(asked)  # before the weights are read
@@ -106,6 +107,8 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
         shown = f"strength = {request.strength} leaves none of {plural(sampler.steps, 'step')} to show"
         raise RequestError(f"{shown}; raise it, or omit --strip and --animate")
     run = load()
+    if request.view:
+        run.show_channels(request.view)
     report_dropped_levels(stored.sampler, sampler)
     diffusion = run.config.diffusion
     strip = DenoisingStrip(diffusion.schedule, run.show) if request.strip else None
@@ -119,7 +122,8 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
         digest = seal_of(machine_key(), "samples", digest.encode()).hex()
     with SampleFolder.reserve(request.out, run.path / "pictures", digest) as out:
         told = "Given" if format.columns else "Class"
-        folder = SampleFolder(out, digest, request.n, format.names(given, request.n), prepared.caption, told)
+        view = None if run.config.image_format.is_picture else run.config.view
+        folder = SampleFolder(out, digest, request.n, format.names(given, request.n), prepared.caption, told, view)
         for part in parts:
             _draw(part, folder, observe_all(strip, animation))
         if animation is not None and request.animate is not None:

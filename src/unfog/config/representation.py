@@ -132,10 +132,16 @@ class PixelSpace(Representation):
     name = "pixels"
     channels_from = "data.channels ="
     augmentable = True
-    no_bits = one_size = ""
+    one_size = ""
     factor = 1
     problem = ""
     folders = ()
+
+    @property
+    def no_bits(self) -> str:  # type: ignore[override]
+        if self.data.image_format.is_picture:
+            return ""
+        return f"bits are of values of 8 bits, and these images are {self.data.image_format}; held_out compares losses"
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -170,10 +176,16 @@ class PixelSpace(Representation):
         return ""
 
     def sampler(self, sampler: Sampler) -> Sampler:
-        return sampler
+        return sampler if self.data.image_format.values.bounded else replace(sampler, clip=False)
 
     def random(self, count: int, rng: np.random.Generator) -> NDArray[Any]:
-        dtype = self.data.image_format.dtype
+        format, dtype = self.data.image_format, self.data.image_format.dtype
+        if not format.values.bounded:
+            import torch
+
+            x0 = rng.standard_normal((count, *self.stored_shape), dtype="float32") / 2
+            stored: NDArray[Any] = format.to_stored(torch.from_numpy(x0)).numpy()
+            return stored
         return rng.integers(0, 256, (count, *self.stored_shape), dtype="uint8").astype(dtype, copy=False)
 
     def zeros(self, images: int) -> Tensor:

@@ -6,7 +6,7 @@ import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from unfog.config.aliases import EPOCHS, USUAL, advice_on, current_name
 from unfog.config.representation import LatentSpace, PixelSpace, Representation
@@ -32,7 +32,11 @@ from unfog.training.settings import (
 )
 from unfog.values.buckets import Bucket, parse_buckets
 from unfog.values.condition_format import AUGMENT_INPUTS, ColumnFacts, ConditionFormat
-from unfog.values.image_format import ImageFormat, Size, area
+from unfog.values.image_format import ImageFormat, Size, area, check_view, parse_view
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 Network = Architecture | None  # None: chosen for the device and the image size
 
@@ -205,6 +209,15 @@ class Config:
     def image_format(self) -> ImageFormat:
         """The format of the images, which latents are decoded to."""
         return self.data.image_format
+
+    def view(self, images: NDArray[Any]) -> NDArray[np.uint8]:
+        """Return pictures uint8 [N, H, W, 3] of stored images [N, H, W, C], by `preview.view`."""
+        return self.image_format.view(images, parse_view(self.preview.view))
+
+    def with_view(self, view: str) -> Config:
+        """Return the settings with another `preview.view`. RequestError if the images do not have such channels."""
+        check_view(parse_view(view), self.data.channels)
+        return replace(self, preview=replace(self.preview, view=view))
 
     @property
     def size_buckets(self) -> tuple[Bucket, ...]:

@@ -36,7 +36,7 @@ _REACH = len(_DOWNSAMPLE) - 1  # of the halving, in fine pixels; a fine pixel is
 
 @dataclass(frozen=True)
 class Augment:
-    """Callable on uint8 [B, C, H, W] that returns (images float32 in [-1, 1], augmentation condition [B, 9] or None).
+    """Callable on stored values [B, C, H, W] that returns (images float32, augmentation condition [B, 9] or None).
 
     It draws from torch's global generator of the batch's device, which training seeds by position in the stream. With
     all settings 0 it draws nothing.
@@ -64,6 +64,7 @@ class Augment:
         around its edges by a number of pixels uniform along each axis of `roll`. Apply each of EDM's changes with
         probability `augment`; the condition describes these alone.
         """
+        pixels = pixels.float() if pixels.dtype == torch.uint16 else pixels  # torch flips no uint16
         if self.flip:
             mirrored = draw_rows(len(pixels), lambda n: torch.rand(n, device=pixels.device)) < 0.5
             pixels = torch.where(mirrored.view(-1, 1, 1, 1), pixels.flip(-1), pixels)

@@ -212,7 +212,7 @@ class DeepImage:
     """An image of integers or floating point that Pillow has no mode for. It is opened as Pillow's images are."""
 
     def __init__(self, values: NDArray[Any], info: dict[Any, Any] | None = None) -> None:
-        """Take values [H, W] or [H, W, C] with C from 1 to 4, and the colour profile and EXIF of `Image.info`."""
+        """Take values [H, W] or [H, W, C], and the colour profile and EXIF of `Image.info`."""
         self.values = values[..., 0] if values.ndim == 3 and values.shape[2] == 1 else values
         self.size = (values.shape[1], values.shape[0])
         self.mode = str(values.dtype)
@@ -225,7 +225,7 @@ class DeepImage:
         if np.lib.format.read_magic(file) != (1, 0):
             raise ValueError("a .npy file of another version")
         shape, by_column, dtype = np.lib.format.read_array_header_1_0(file)
-        if by_column or dtype.kind not in "iuf" or len(shape) != 3 or shape[2] not in (1, 3, 4) or 0 in shape:
+        if by_column or dtype.kind not in "iufb" or len(shape) != 3 or 0 in shape:
             raise ValueError("no image")
         return cls(np.frombuffer(data, dtype, math.prod(shape), file.tell()).reshape(shape))
 
@@ -246,15 +246,18 @@ class DeepImage:
 
 
 def as_image(picture: Image.Image | DeepImage | NDArray[Any]) -> Image.Image | DeepImage:
-    """Return an array [H, W] or [H, W, C] with C = 1, 3 or 4 as an image, True as white; an image unchanged.
+    """Return an array [H, W] or [H, W, C] as an image, True as white; an image unchanged.
+
+    With other channels than 1, 3 or 4 it is a `DeepImage` of any type.
 
     ValueError if the array is not an image.
     """
     if not isinstance(picture, np.ndarray):
         return picture
     sides, channels = picture.shape[:2], picture.shape[2:]
-    if channels not in ((), (1,), (3,), (4,)) or len(sides) != 2 or 0 in sides or picture.dtype.kind not in "uifb":
+    if len(channels) > 1 or len(sides) != 2 or 0 in picture.shape or picture.dtype.kind not in "uifb":
         raise ValueError(f"an array of {picture.dtype} {list(picture.shape)}")
     if picture.dtype == np.bool_:
         picture = picture.astype(np.uint8) * np.uint8(255)
-    return to_pillow(picture) if picture.dtype == np.uint8 else DeepImage(picture)
+    is_picture = picture.dtype == np.uint8 and channels in ((), (1,), (3,), (4,))
+    return to_pillow(picture) if is_picture else DeepImage(picture)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from unfog.errors import RequestError
 from unfog.text import sanitize
-from unfog.values.image_format import ImageFormat, Size, scaled, sides_of
+from unfog.values.image_format import ImageFormat, Size, StoredValues, scaled, sides_of
 
 _REASONS_LISTED, _NAMES_LISTED = 10, 3
 # Each change that decoding can make to an image -> its description. Several may apply to one image.
@@ -48,7 +48,7 @@ LEFT_OUT = {
 COMMON_ACTIONS = frozenset(["resized", "upscaled", "cropped"])
 
 # Values of packs that were written before these keys.
-_ADDED_LATER = {"values": "", "unused_pages": 0}
+_ADDED_LATER = {"values": "", "unused_pages": 0, "dtype": "uint8"}
 _KEYS_ON_DISK = {"skipped": "quarantined"}  # a field -> its key in data.json and pack.json, which must stay
 
 
@@ -95,6 +95,8 @@ class DataReport:
     """Ranges of the images deeper than 8 bits, as `Ranges.describe` says them; "" for those of the type."""
     unused_pages: int = 0
     """Pages or frames that are not used, as the first of each file is."""
+    dtype: str = "uint8"
+    """Type of the stored values."""
 
     def __post_init__(self) -> None:
         # A list when it comes from JSON; mapped from the file when it comes from a pack.
@@ -136,7 +138,7 @@ class DataReport:
 
     @property
     def image_format(self) -> ImageFormat:
-        return ImageFormat.of(self.channels, self.size)
+        return ImageFormat.of(self.channels, self.size, StoredValues(self.dtype))
 
     @property
     def size_text(self) -> str:
@@ -172,7 +174,8 @@ class DataReport:
         more = {"first_frame": f" ({self.unused_pages:,} of {pages:,} pages are not used)" * (self.unused_pages > 0)}
         known = (key for key in ACTIONS if key in actions)
         done = ", ".join(f"{actions[key]:,} {self.phrase(key)}{more.get(key, '')}" for key in known)
-        unchanged = f"as they are ({self.size_text})"
+        format = self.image_format
+        unchanged = f"as they are ({format.sides if format.is_picture else format})"
         unread = f"decoded during training ({self.image_format}), so not checked yet"
         parts = [
             f"{self.found:,} image{'s' * (self.found != 1)}{classes}",
@@ -205,6 +208,8 @@ class DataReport:
         """Return plain values for JSON, under the keys of data.json and pack.json."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         values |= {"treatment": self.treatment.tolist(), "known_counts": self.counts}
+        if self.dtype == _ADDED_LATER["dtype"]:
+            del values["dtype"]  # so that packs of pictures stay as they were
         return {_KEYS_ON_DISK.get(name, name): value for name, value in values.items()}
 
     @classmethod

@@ -15,13 +15,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from io import BytesIO
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageCms, ImageColor, ImageFile, JpegImagePlugin
 
-from unfog.data.bit_depth import DeepImage, OutOfRangeError, Ranges, ValueRange, as_image, extent_of
+from unfog.data.bit_depth import FULL, DeepImage, OutOfRangeError, Ranges, ValueRange, as_image, extent_of
+from unfog.data.full_depth.decode import to_planes
 from unfog.data.sources.base import FailedShardError, ImageError, ShardReadError
 from unfog.data.sources.image_files import MOST_EXIF_BYTES, TEXT_TOO_LARGE, count_pages, image_error
 from unfog.errors import RequestError
@@ -99,8 +100,8 @@ def decode(
     format: ImageFormat,
     background: tuple[int, int, int],
     ranges: Ranges | None = None,
-) -> tuple[NDArray[np.uint8], ImageInfo]:
-    """Decode what `read` returns, such as an array [H, W, C], to an image of this format, uint8 [C, H, W].
+) -> tuple[NDArray[Any], ImageInfo]:
+    """Decode what `read` returns, such as an array [H, W, C], to an image of this format, [C, H, W] in its type.
 
     `ranges` are those of the set that the image belongs to; None for an image by itself.
 
@@ -111,6 +112,8 @@ def decode(
     """
     try:
         found = read()
+        if not format.is_picture:
+            return _decode_kept(found, lambda: as_image(read()), format, background)
         if (unchanged := _as_it_is(found, format)) is not None:
             return unchanged
         with as_image(found) as image, _large_image_slot(image):
@@ -136,6 +139,31 @@ def _as_it_is(found: object, format: ImageFormat) -> tuple[NDArray[np.uint8], Im
         return None
     grey = bool((pixels == pixels[:1]).all())
     return pixels, ImageInfo(grey, format.width, format.height, pillow_mode(format.channels), [])
+
+
+def _decode_kept(
+    found: Image.Image | DeepImage | NDArray[Any], opener: Opener, format: ImageFormat, background: tuple[int, int, int]
+) -> tuple[NDArray[Any], ImageInfo]:
+    """Decode an image to a format that keeps its values. Raises as `to_planes`."""
+    orientation, pages = 1, 1
+    if isinstance(found, Image.Image):
+        orientation, pages = _orientation(found), count_pages(found)
+        if is_deep(found):
+            values = read_deep(opener)
+        else:
+            values = np.asarray(_flatten(found, background, None, FULL)[0].convert(pillow_mode(format.channels)))
+    else:
+        values = found.values if isinstance(found, DeepImage) else found
+    fit = _Fit.of(values.shape[1], values.shape[0], format, orientation)
+    width, height = fit.original[:: -1 if orientation >= _QUARTER_TURN else 1]
+
+    def upright(plane: Image.Image) -> Image.Image:
+        fitted = fit.apply(plane, 1)
+        return fitted if orientation == 1 else fitted.transpose(_UPRIGHT[orientation])
+
+    planes = to_planes(values, format, upright if fit.actions or orientation != 1 else None)
+    actions = [*fit.actions, *["rotated"] * (orientation != 1)]
+    return planes, ImageInfo(bool((planes == planes[:1]).all()), width, height, str(values.dtype), actions, pages)
 
 
 def upright_sides(image: Image.Image | DeepImage) -> tuple[int, int]:
@@ -182,30 +210,6 @@ def read_deep(opener: Opener) -> NDArray[Any]:
         image.tile = [_with_raw_mode(tile, _LOW_BYTE[mode]) for tile, mode in zip(tiles, raw)]
         both: NDArray[Any] = upper * 256 + np.asarray(image)
         return both
-
-
-def spread_two_values(opener: Opener) -> DeepImage:
-    """Return an image of two values, such as 0 and 1, or 0 and 255 in 16 bits, as black and white.
-
-    Colours of 8 bits count by their brightness. ImageError if it has another number of values, two that are both bright
-    or not finite, transparency, or deeper colours.
-    """
-    with opener() as image:
-        info, deep = dict(image.info), is_deep(image)
-        values = read_deep(opener) if deep else np.asarray(cast(Image.Image, image).convert("L"))
-        clear = isinstance(image, Image.Image) and image.has_transparency_data and (deep or not _is_opaque(image))
-    grey = values[..., 0] if values.ndim == 3 else values
-    found = np.unique(grey)
-    bright = len(found) == 2 and values.dtype.kind in "iu" and found[0] > np.iinfo(values.dtype).max // 2
-    if (
-        clear
-        or bright
-        or len(found) != 2
-        or not np.isfinite(found).all()
-        or (values.ndim == 3 and (values != grey[..., None]).any())
-    ):
-        raise ImageError("no image of two values")
-    return DeepImage((grey == found[1]).astype(np.float32), info)
 
 
 def _deep_colours(opener: Opener, info: dict[Any, Any]) -> DeepImage:
@@ -363,7 +367,7 @@ def _flatten(
         actions.append("colour_space")
     if image.has_transparency_data:
         rgba = image.convert("RGBA")
-        if not _is_opaque(rgba):
+        if not is_opaque(rgba):
             if "icc_profile" in image.info:  # the background is sRGB, so what is laid on it must be
                 rgba, changes = to_srgb(rgba, image.info["icc_profile"] or b"")
                 actions += changes
@@ -374,7 +378,7 @@ def _flatten(
     return image.convert("L" if image.mode in ("1", "L") else "RGB"), actions
 
 
-def _is_opaque(image: Image.Image) -> bool:
+def is_opaque(image: Image.Image) -> bool:
     """Return True if the transparency of an image of 8 bits hides nothing."""
     return image.convert("RGBA").getchannel("A").getextrema()[0] == 255
 

@@ -155,6 +155,8 @@ def _placement(scan: Scan, key: str, to_draw: int) -> tuple[Placement, str]:
         return "memory", ""
     each, folder = "images are decoded during training", cache_folder()
     remedy = "`unfog pack SOURCE OUT` decodes them once, on any disk"
+    if scan.source.in_place and not scan.image_format.is_picture:
+        return "none", f"images are read from {scan.source.name} in place, and checked as they are read"
     # Less than half of a set is drawn: decoding all of it would cost more than it saves.
     if to_draw and 2 * to_draw < n:
         return "none", (

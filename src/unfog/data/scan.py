@@ -6,19 +6,21 @@ import hashlib
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from unfog.data.bit_depth import FULL_RANGE, Extent, Ranges, ValueRange, extent_of, outward, without_alpha
+from unfog.data.bit_depth import Ranges
 from unfog.data.data_report import DataReport, SkippedFile
-from unfog.data.decode import Opener, is_deep, parse_colour, read_deep, upright_sides
-from unfog.data.decode_pool import DecodeStatistics, PixelFormat, Progress, decode_with_retries, with_retries
+from unfog.data.decode import Opener, parse_colour, upright_sides
+from unfog.data.decode_pool import DecodeStatistics, PixelFormat, Progress, decode_with_retries
+from unfog.data.full_depth.choice import Kept, choose_kept, keep_array
+from unfog.data.full_depth.ranges import check_range, find_ranges, spread
 from unfog.data.settings import Data
 from unfog.data.sources.base import ImageError, MissingImageError, Source, TransientImageError
 from unfog.data.sources.image_files import ARCHIVE_GONE, CHANGED, GONE, image_error
@@ -37,13 +39,6 @@ COLOURS_SAMPLED = 64
 # An automatic size keeps a shape that so many of the sampled images share within this logarithm of the aspect, if its
 # sides differ by more than this factor. Its long side has at most so many steps of a quarter of the short one.
 _MOST_ALIKE, _ALIKE, _NEARLY_SQUARE, _LONGEST = 0.75, 0.03, 1.2, 16
-
-# Images, evenly spread, whose headers say whether values are deeper than 8 bits; of a network, a read each.
-_RANGES_SAMPLED, _RANGES_SAMPLED_REMOTE = 256, 64
-_MANY_BEYOND = 0.05  # share of images, or of values to cut, beyond a given range from which on that is said
-_VALUES_READ, _FEWEST_VALUES_READ = 64_000_000, 16  # pixels of those that are, and at least so many images
-
-T = TypeVar("T")
 
 _MAX_HELD_OUT = 1000
 # From so many undecoded images on, those held out are evenly spaced, as hashing every name would take minutes.
@@ -109,12 +104,19 @@ class Scan:
             RequestError: most images have values of an unknown range, or many have values beyond a given one.
             RunError: an image cannot be read now.
         """
+        if (kept := choose_kept(self.source, self.settings, began)) is not None:
+            return self._keeping(kept)
         size, ranges, settings = self.size or _choose_size(self.source), self.ranges, self.settings
         decided = self.source.ranges is not None
         warnings = [] if began or decided or is_auto(settings, "range") else check_range(self.source, ranges)
         # A run on remote shards, some of which may have failed since, has the range of its values in its settings.
         if is_auto(settings, "range") and not (decided or (began and self.source.remote)):
-            ranges = find_ranges(self.source, integers=not began)._replace(clip=settings.clip)
+            try:
+                ranges = find_ranges(self.source, integers=not began)._replace(clip=settings.clip)
+            except RequestError:
+                if began or (kept := keep_array(self.source, settings)) is None:
+                    raise
+                return self._keeping(kept)
             settings = settings if began else replace(settings, range=ranges.setting)
             if began and ranges.floats is not None:
                 warnings.append(
@@ -127,6 +129,14 @@ class Scan:
         certain = self.channels_certain or channels == in_colour.channels
         found = replace(self, size=size, channels=channels, channels_certain=certain)
         return replace(found, settings=settings, ranges=ranges, warnings=(*self.warnings, *warnings))
+
+    def _keeping(self, kept: Kept) -> Scan:
+        """Return the scan for images that keep their values."""
+        settings = replace(self.settings, dtype=kept.dtype, channels=kept.channels)
+        if kept.dtype == "uint16" and not settings.range:
+            settings = replace(settings, range=find_ranges(self.source).setting[:2])
+        found = replace(self, size=self.size or _choose_size(self.source), channels=kept.channels, settings=settings)
+        return replace(found, channels_certain=True, ranges=Ranges())
 
     def as_rgb(self) -> Scan:
         """Return the scan for RGB, after an image in colour was found among grey ones."""
@@ -214,6 +224,7 @@ class Scan:
             source=self.source.name,
             size=self.size,
             channels=self.channels,
+            dtype=self.image_format.values.dtype,
             background=self.settings.background,
             values=self.ranges.describe(),
             class_counts={name: int(count) for name, count in zip(classes, counts)},
@@ -286,7 +297,7 @@ def _common_sides(sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 def _sampled_sizes(source: Source, without: Sequence[str] = ()) -> list[tuple[int, int]]:
     """Return width and height of images that are evenly spread over a source."""
-    sampled = (i for i in _spread(len(source.names), _HEADERS_SAMPLED) if source.names[i] not in without)
+    sampled = (i for i in spread(len(source.names), _HEADERS_SAMPLED) if source.names[i] not in without)
     return [sides for i in sampled if (sides := _sides_of(source, i)) is not None]
 
 
@@ -319,91 +330,9 @@ def read_sides(source: Source, progress: Progress | None = None) -> NDArray[np.i
     return sides
 
 
-def find_ranges(source: Source, integers: bool = True) -> Ranges:
-    """Find the ranges of the images deeper than 8 bits in a sample, whose headers are read first.
-
-    Without `integers`, these keep the range of their type. RequestError if most images have values of an unknown range,
-    RunError if an image cannot be read now.
-    """
-    extents: dict[bool, list[Extent]] = {True: [], False: []}  # of floating point, and of integers
-    for values in _deep_values(source):
-        if (extent := extent_of(values)) is not None:
-            extents[values.dtype.kind == "f"].append(extent)
-    name = sanitize(source.name)
-    floats = ValueRange.of_floats(extents[True], name) if extents[True] else None
-    whole = ValueRange.of_integers(extents[False], name) if extents[False] and integers else None
-    # The range of the type needs no setting, unless one of floating point would hold for both.
-    return Ranges(None if whole == FULL_RANGE and floats is None else whole, floats)
-
-
-def check_range(source: Source, ranges: Ranges) -> list[str]:
-    """Compare the values of a sample with ranges that were given. Return warnings.
-
-    RequestError if many images have values beyond them, which are not to be cut; RunError if one cannot be read now.
-    """
-    extents, beyond, cut, every = list[Extent](), 0, 0, 0
-    for values in map(without_alpha, _deep_values(source)):
-        own, extent, floating = ranges.of(values), extent_of(values), values.dtype.kind == "f"
-        if own is not None and extent is not None:
-            extents.append(extent)
-            every += values.size
-            if not own.holds(extent, floating):
-                beyond += 1
-                cut += int(((values < own.low) | (values > own.high)).sum())
-    given, name = " ".join(f"{value:g}" for value in ranges.setting), sanitize(source.name)
-    if ranges.clip:
-        share = cut / max(1, every)
-        said = f"{share:.1%} of the values of {name} are beyond data.range = {given}, and are cut at its ends"
-        return [f"{said}; a wider range keeps their differences"] if share > _MANY_BEYOND else []
-    if beyond > max(1, _MANY_BEYOND * len(extents)):
-        least, most = min(low for low, _ in extents), max(high for _, high in extents)
-        low, high = outward(least, most)
-        raise RequestError(
-            f"{beyond:,} of {len(extents):,} images of {name} that were looked at have values beyond data.range = "
-            f"{given}: they are from {least:.4g} to {most:.4g}; give --data.range {low:.10g} {high:.10g}, or "
-            "--data.clip to cut values at the ends of the range"
-        )
-    return []
-
-
-def _deep_values(source: Source) -> Iterator[NDArray[Any]]:
-    """Yield the values of the images deeper than 8 bits in a sample, whose headers are read first."""
-    deep = list[tuple[int, int]]()  # (image, its pixels)
-    for i in _spread(len(source.names), _RANGES_SAMPLED_REMOTE if source.remote else _RANGES_SAMPLED):
-        with suppress(ImageError):
-            if pixels := _read_now(source, i, _deep_pixels):
-                deep.append((i, pixels))
-    most = max(_FEWEST_VALUES_READ, _VALUES_READ // max((pixels for _, pixels in deep), default=1))
-    for k in _spread(len(deep), most):
-        with suppress(ImageError):
-            yield _read_now(source, deep[k][0], read_deep)
-
-
-def _deep_pixels(opener: Opener) -> int:
-    """Return the number of pixels of an image whose values are deeper than 8 bits, else 0. Reads its header alone."""
-    with opener() as image:
-        # Grey of 12 bits in a TIFF is scaled by its own type.
-        return image.size[0] * image.size[1] if is_deep(image) and ";12" not in str(getattr(image, "tile", "")) else 0
-
-
-def _read_now(source: Source, i: int, read: Callable[[Opener], T]) -> T:
-    """Call `read` for image i. Raises ImageError, and RunError if it cannot be read now, after retries.
-
-    Of remote shards one may be out of reach, without which a run can begin: an image there is not tried again.
-    """
-
-    def attempt() -> T:
-        try:
-            return read(partial(source.read_image, i))
-        except Exception as error:
-            raise image_error(error) from error
-
-    return attempt() if source.remote else with_retries(attempt, source, i)
-
-
 def _guess_channels(source: Source, format: PixelFormat) -> int:
     """Return the channels of images in colour if one of the sample is, else of grey ones."""
-    for i in _spread(len(source.names), COLOURS_SAMPLED):
+    for i in spread(len(source.names), COLOURS_SAMPLED):
         try:
             _, info = decode_with_retries(source, i, format)
         except ImageError:
@@ -411,10 +340,6 @@ def _guess_channels(source: Source, format: PixelFormat) -> int:
         if not info.grey:
             return colour_channels(True)
     return colour_channels(False)
-
-
-def _spread(n: int, count: int) -> range:
-    return range(0, n, max(1, -(-n // count)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,11 @@ from typing import Any, Literal
 
 from unfog.errors import RequestError
 from unfog.settings import AUTO, check_bounds, is_auto, setting
-from unfog.values.image_format import CHANNELS, ImageFormat, Size, parse_size
+from unfog.values.image_format import BYTES, MOST_CHANNELS, STORED, ImageFormat, Size, StoredValues, parse_size
+from unfog.values.value_maps import maps_of, parse_maps
+
+# Types of the stored values: see `image_format.STORED`.
+KeptType = Literal["uint16", "float32"]
 
 LABELS = (AUTO, "folders", "none")
 # Values of `Data.labels`, and suffixes of the tables that it may name instead.
@@ -25,10 +29,10 @@ def _floats(values: Iterable[float]) -> tuple[float, ...]:
 
 # Settings of decoding that came after the first packs, and their types as read from JSON. Caches are named by them, and
 # packs hold them, only where they are set, so that those from before are found again.
-_LATER: dict[str, Callable[[Any], object]] = {"range": _floats, "clip": bool}
+_LATER: dict[str, Callable[[Any], object]] = {"range": _floats, "clip": bool, "dtype": str, "axes": str}
 # Settings that act in training, so that a pack does not depend on them.
 TRAINING_ONLY = (
-    *("flip", "jitter", "crop", "augment", "upright", "wrap", "roll", "aspect"),
+    *("map", "map_values", "flip", "jitter", "crop", "augment", "upright", "wrap", "roll", "aspect"),
     *("cache", "cache_limit", "failed_shards"),
 )
 # Prefix of the fingerprint of images that are decoded while training: a digest of their source's state.
@@ -50,13 +54,25 @@ class Data:
     )
     """crop: cut all images to `size`. keep: batches of one aspect each, of about as many pixels as `size`."""
     channels: int = setting(0, auto=0)
-    """1 = grey, 3 = RGB; 0 = grey if every image is grey, else RGB."""
+    """1 = grey, 3 = RGB; 0 = grey if every image is grey, else RGB. Arrays may have 1 to 64, which are kept."""
     background: str = setting("white", affects="objective", resume="force")
     """Colour put behind transparent pixels: a name such as "white", or "#rrggbb"."""
     range: tuple[float, ...] = setting((), auto=(), affects="objective", resume="force", added_later=True)
     """Values of 16-bit, 32-bit and floating-point images that become black and white; auto = that of the set."""
     clip: bool = setting(False, affects="objective", resume="force", added_later=True)
     """Cut values beyond `range` at its ends; without it, images with such values are left out."""
+    dtype: Literal["auto", "uint8", "uint16", "float32"] = setting(
+        AUTO, auto=AUTO, affects="objective", resume="fixed", added_later=True, see="docs/arrays.md"
+    )
+    """Type of the stored values. auto = 8 bits for pictures; float32 for arrays whose values have no usual range."""
+    axes: Literal["auto", "NCHW", "NHWC"] = setting(
+        AUTO, auto=AUTO, affects="objective", resume="fixed", added_later=True, see="docs/arrays.md"
+    )
+    """Order of the axes of an array of images: channels first, or channels last; auto = by their sizes."""
+    map: str = setting(AUTO, auto=AUTO, affects="objective", resume="fixed", added_later=True, see="docs/arrays.md")
+    """Map from stored values to the network's, for all channels or each: linear, minmax, percentile, standard, …"""
+    map_values: tuple[float, ...] = setting((), affects="objective", resume="fixed", added_later=True, hidden=True)
+    """Knee, middle and half of the fitted map of each channel, as found in the training images."""
     labels: str = setting(AUTO, auto=AUTO, affects="nothing", resume="free")
     """Classes: folders = the top sub-folders, or what shards say; none; auto = whichever fit; or TABLE[:FILE,LABEL]."""
     flip: bool = setting(False, short="flip", resume="free", common=True)
@@ -110,8 +126,14 @@ class Data:
         if self.labels not in LABELS:
             table_and_columns(self.labels)
         object.__setattr__(self, "size", parse_size(self.size))  # "64x64" is 64
-        if not is_auto(self, "channels") and self.channels not in CHANNELS:
-            raise RequestError(f"channels = {self.channels} is not 1 (grey), 3 (RGB) or 0 (choose)")
+        if not 0 <= self.channels <= MOST_CHANNELS:
+            raise RequestError(
+                f"channels = {self.channels} is not 1 (grey), 3 (RGB), 0 (choose), or up to {MOST_CHANNELS} of arrays"
+            )
+        if not is_auto(self, "map"):
+            parse_maps(self.map)
+            if self.dtype == "uint8":
+                raise RequestError(f"data.map = {self.map} keeps values as float32; omit data.dtype = uint8")
         low, high = self.range[::2], self.range[1::2]
         if not is_auto(self, "range") and (len(self.range) not in (2, 4) or not all(a < b for a, b in zip(low, high))):
             given = " ".join(f"{value:g}" for value in self.range)
@@ -135,7 +157,32 @@ class Data:
     @property
     def image_format(self) -> ImageFormat:
         """The format of the images; 0 in it is not chosen yet."""
-        return ImageFormat.of(self.channels, self.size)
+        return ImageFormat.of(self.channels, self.size, self.stored_values)
+
+    @property
+    def requested_dtype(self) -> KeptType | Literal[""]:
+        """The stored type that the settings ask for in place of 8 bits; "" if they do not."""
+        if self.dtype != AUTO and self.dtype != "uint8":
+            return self.dtype
+        return "" if is_auto(self, "map") else "float32"
+
+    @property
+    def stored_values(self) -> StoredValues:
+        """The type of the stored values and their map, linear until it is fitted."""
+        if self.dtype in (AUTO, "uint8"):
+            return BYTES
+        usual = STORED[self.dtype]
+        low, high = self.range[:2] or (usual.low, usual.high)
+        return StoredValues(self.dtype, low, high, maps_of(self.fitted_map, self.map_values))
+
+    @property
+    def fitted_map(self) -> str:
+        """The map to fit to training images; "" if the linear one of `range` or of the type needs no fit."""
+        if self.dtype in (AUTO, "uint8"):
+            return ""
+        if self.map in (AUTO, "linear") and (self.range or self.dtype != "float32"):
+            return ""
+        return "standard" if self.map == AUTO else self.map
 
     @property
     def wrapped(self) -> str:

@@ -24,6 +24,7 @@ from unfog.evaluation.pixel_metrics import PIXEL_METRICS, compare_pixels, radial
 from unfog.reporting.charts import line_chart
 from unfog.reporting.progress import Progress
 from unfog.training.distributed.world import SINGLE_PROCESS, World
+from unfog.values.image_format import CHANNELS, describe_channels
 
 _MOST_PIXELS = 20_000  # samples whose pixels are compared
 # Fewest real images that are compared with other real images, and fewest images of a size that has its own metrics.
@@ -77,6 +78,16 @@ class Comparison:
     """Rows of the reference images whose features are compared."""
     world: World = SINGLE_PROCESS
     """The ranks that share the computation of features."""
+
+    def __post_init__(self) -> None:
+        pixels = self.reference.pixels
+        dtype = np.dtype(getattr(pixels, "dtype", np.uint8))
+        picture = pixels.shape[1] in CHANNELS and dtype == np.uint8
+        if not picture and not set(self.metrics) <= {*LOSSES}:
+            raise RequestError(
+                f"{', '.join(self.metrics)} compare pictures of 8 bits, and these images have "
+                f"{describe_channels(pixels.shape[1])} of {dtype}; held-out losses compare runs on them"
+            )
 
     @property
     def real(self) -> ImageRows:

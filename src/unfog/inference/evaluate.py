@@ -215,6 +215,13 @@ def _possible_metrics(
         for name in METRICS
         if name not in ON_REQUEST and (features is not None or name in (*PIXEL_METRICS, *LOSSES))
     )
+    format = run.config.image_format
+    if not format.is_picture and not set(metrics) <= {*LOSSES}:
+        if request.metrics:
+            named = ", ".join(name for name in metrics if name not in LOSSES)
+            raise RequestError(f"{named} compare pictures of 8 bits, and {run.path} has {format}; give held_out")
+        say(f"metrics of samples are skipped: they compare pictures of 8 bits, and this run has {format}")
+        metrics = tuple(name for name in metrics if name in LOSSES)
     if (reason := run.config.representation.no_bits) and "bits" in metrics:
         raise RequestError(f"{run.path}: {reason}")
     if dataset.buckets and "bits" in metrics:

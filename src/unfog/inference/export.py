@@ -169,6 +169,11 @@ def _card_grid(job: _Export) -> tuple[Pixels, str]:
 def _check(run: LoadedRun, sampler: Sampler, kind: str) -> None:
     """Raise RequestError if a format cannot hold a run and its sampler."""
     check_packages(kind)
+    if not run.config.image_format.is_picture:
+        raise RequestError(
+            f"exports write pictures of 8 bits, and this run has {run.config.image_format} with a map of its own; "
+            "`unfog sample` writes .npy files in the units of the source"
+        )
     check_conditions_map(run.config)
     if kind == "denoiser" and run.config.representation.scaling():
         raise RequestError(

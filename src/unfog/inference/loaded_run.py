@@ -175,6 +175,10 @@ class LoadedRun:
         """Map what the network generates to pictures as people see them, uint8 [B, H, W, 3]."""
         return ImageMap.of(self.config, self.device).view
 
+    def show_channels(self, view: str) -> None:
+        """Show these channels, such as "0" or "3,2,1", in pictures of samples. RequestError if there are none such."""
+        self.config = self.config.with_view(view)
+
     def sampler(
         self,
         kind: str | None = None,

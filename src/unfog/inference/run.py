@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 
 from unfog.config.aliases import SAMPLING, usual_arguments
@@ -72,7 +73,8 @@ class Samples(np.ndarray[tuple[int, ...], np.dtype[np.uint8]]):
         if not images._are_images:
             shape = "x".join(map(str, self.shape))
             raise RequestError(
-                f"{self.dtype} of shape {shape} is not an array of images; use pil() of uint8 [n, H, W, C]"
+                f"{self.dtype} of shape {shape} is not an array of images; use pil() of uint8 [n, H, W, 1 or 3]; "
+                "run.view(samples) makes such of other values"
             )
         plain = np.asarray(images)
         made = [to_pillow(one) for one in plain]
@@ -128,6 +130,8 @@ class Run(LoadedRun):
     ) -> Samples:
         """Generate n images, an array uint8 [n, H, W, C], from noise or from `image`; `.pil()` gives PIL images.
 
+        A run on values of another type generates that type, in the units of its source; `view` makes pictures of it.
+
         Image i is the same whatever n and batch are, to within the last bit of floating-point sums.
 
         Args:
@@ -159,6 +163,15 @@ class Run(LoadedRun):
         self.sampled, self.calls = run.sampled, run.calls
         none = run.config.image_format.empty()  # where it was stopped at once
         return Samples.of(np.concatenate(samples or [none]), ", ".join(run.sampled))
+
+    def view(self, samples: NDArray[Any], channels: str = "") -> NDArray[np.uint8]:
+        """Return pictures uint8 [n, H, W, 3] of samples [n, H, W, C] of a run that keeps the values of its arrays.
+
+        `channels` are one, such as "0", or three for red, green and blue, such as "3,2,1"; "" shows those of
+        `preview.view`. RequestError if there are no such channels.
+        """
+        config = self.config.with_view(channels) if channels else self.config
+        return config.view(np.asarray(samples))
 
     def prepare(
         self,

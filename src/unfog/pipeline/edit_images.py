@@ -16,7 +16,8 @@ from unfog.config.schema import Config
 from unfog.config.spec_strings import quote
 from unfog.config.toml import of_type
 from unfog.data.bit_depth import DeepImage, Ranges
-from unfog.data.decode import ImageInfo, Opener, decode, parse_colour, spread_two_values
+from unfog.data.decode import ImageInfo, Opener, decode, parse_colour
+from unfog.data.full_depth.two_values import spread_two_values
 from unfog.data.prepare import silence_pillow
 from unfog.data.sources.base import ImageError
 from unfog.data.sources.image_files import open_image
@@ -46,6 +47,10 @@ def build_edit(
     if mask is None and repeats is not None:
         raise RequestError(f"repeats = {repeats} is for inpainting with a mask; give a mask, or omit repeats")
     data = config.data
+    if not config.image_format.is_picture:
+        raise RequestError(
+            f"this run generates {config.image_format}, and images to edit are pictures of 8 bits; omit the image"
+        )
     # Of the set that the run was trained on, so that the image is as bright as its images.
     ranges = None if is_auto(data, "range") else Ranges.of_setting(data.range, data.clip)
     pixels, facts = _read_image(image, "image", config.image_format, data.background, ranges)

@@ -161,7 +161,7 @@ class ImageMap:
 
     def view(self, x0: Tensor) -> NDArray[np.uint8]:
         """Return the pictures uint8 [B, H', W', 3] of network output, as people see them."""
-        return self._config.image_format.to_view(self.decode(x0))
+        return self._config.view(self._config.image_format.to_pictures(self.decode(x0)))
 
     def encode_edit(self, edit: Edit) -> Edit:
         """Return an edit of an image as an edit of the network's input."""

@@ -17,6 +17,8 @@ from unfog.config.schema import Config, ImageFacts
 from unfog.config.toml import to_toml
 from unfog.data.buckets.prepare import BucketChoice, prepare_buckets
 from unfog.data.dataset import Dataset
+from unfog.data.full_depth.choice import kept_line
+from unfog.data.full_depth.fit import fit_values
 from unfog.data.prepare import prepare
 from unfog.data.scan import MIN_TO_HOLD_OUT
 from unfog.data.settings import Data, bytes_of
@@ -83,6 +85,7 @@ def load_images(
     config = apply_autoencoder_settings(config)
     source, dataset = _read_source(config, stop, few, lost)
     _report(config, source, dataset, few)
+    dataset = _keep_values(config, dataset)
     data = replace(dataset.settings, cache=config.data.cache) if few else dataset.settings
     classes = tuple(printable(name) for name in dataset.train.classes)
     columns = facts_of(dataset.train.columns.values())
@@ -102,7 +105,7 @@ def _read_source(
     begun = lost if lost is not None else {} if config.fingerprint else None
     policy = RemotePolicy(bytes_of(config.data.cache_limit), config.data.failed_shards, begun)
     with Progress("indexing shards (MB)", None) as progress:
-        source = open_source(config.source, stop.watching(progress), policy)
+        source = open_source(config.source, stop.watching(progress), policy, config.data.axes)
     for column in source.columns.values():
         kind_of(column.kind, column.name)  # an unknown kind raises here, before anything is decoded
     source.outage.on_wait = OutageNotice(stop, source.outage.patience)
@@ -114,6 +117,39 @@ def _read_source(
             choice = _bucket_choice(config)
             return source, prepare_buckets(source, data, choice, _say_of_buckets, watched, to_draw, config.fingerprint)
         return source, prepare(source, data, watched, to_draw, config.fingerprint)
+
+
+def _keep_values(config: Config, dataset: Dataset) -> Dataset:
+    """Return the dataset with its map of values fitted, if its images keep their values, and say how it was.
+
+    RequestError if settings of the run are for pictures alone.
+    """
+    if dataset.settings.image_format.is_picture:
+        if dataset.report.has_deep_images and is_auto(config.data, "dtype"):
+            say("  values deeper than 8 bits become 8 bits; --data.dtype float32 (or uint16) keeps them")
+        return dataset
+    _check_for_pictures(config, dataset.settings)
+    if is_auto(config.data, "dtype") and not config.data.requested_dtype:
+        say(f"  {kept_line(dataset.settings.image_format)}")
+    dataset, line = fit_values(dataset)
+    if line:
+        say(f"  {line}")
+    return dataset
+
+
+def _check_for_pictures(config: Config, data: Data) -> None:
+    """Raise RequestError for settings of the run that are for pictures alone."""
+    kind = f"{data.image_format}, and not pictures of 8 bits"
+    if data.jitter:
+        raise RequestError(f"data.jitter changes brightness and colours, and these images are {kind}; omit it")
+    if data.aspect == "keep":
+        raise RequestError(f"data.aspect = keep scales pictures, and these images are {kind}; omit it")
+    if config.autoencoder_folder or config.autoencoder.factor:
+        raise RequestError(f"autoencoders take pictures, and these images are {kind}; train on their values instead")
+    if config.evaluate.metrics:
+        raise RequestError(
+            f"evaluate.metrics compare pictures, and these images are {kind}; omit them: the held-out loss is measured"
+        )
 
 
 def _bucket_choice(config: Config) -> BucketChoice:

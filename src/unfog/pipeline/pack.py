@@ -17,9 +17,8 @@ from unfog.errors import RequestError
 from unfog.process.run_folder import printable
 from unfog.process.signals import StopSignals
 from unfog.reporting.progress import Progress, format_bytes, format_duration, say, warn
-from unfog.settings import is_auto
+from unfog.settings import AUTO, is_auto
 from unfog.values.columns import columns_digest
-from unfog.values.image_format import ImageFormat
 
 
 def pack(request: PackRequest) -> Path:
@@ -38,7 +37,7 @@ def pack(request: PackRequest) -> Path:
     # Around the indexing too: the headers of remote shards take minutes.
     with StopSignals() as stop:
         with Progress("indexing shards (MB)", None) as progress:
-            source = open_source(request.source, stop.watching(progress))
+            source = open_source(request.source, stop.watching(progress), axes=data.axes)
         scan, _ = scan_source(source, data)
         for left_out in scan.warnings:
             warn(left_out)
@@ -71,6 +70,7 @@ def check_same_pack(found: Pack, scan: Scan) -> None:
     # 0 leaves a size open, which the finished pack has settled.
     same = same and all(getattr(asked, name) in (0, kept[name]) for name in ("size", "channels"))
     same = same and asked.range in ((), kept["range"]) and asked.clip == kept["clip"]
+    same = same and asked.axes == kept["axes"] and (asked.requested_dtype or asked.dtype) in (AUTO, kept["dtype"])
     same = same and (asked.background, asked.held_out) == (kept["background"], kept["held_out"])
     same = same and columns_digest(scan.columns) == found.manifest.get("columns_digest", "")
     same = same and (scan.labels is None) == (kept["labels"] == "none")
@@ -100,13 +100,13 @@ def packed_before(out: Path, scan: Scan, key: str) -> int:
 
 
 def _report_pack(made: Pack, scan: Scan, begun: int, seconds: float, size_was_open: bool) -> None:
-    n, channels, height, width = made.images.pixels.shape
+    n = len(made.images)
     pace = (len(scan.source.names) - begun) / max(seconds, 1e-9)
     say(made.report.line())
     if size_was_open and (chosen := made.report.chosen_size_line()):
         say(f"  {chosen}")
     say(
-        f"packed {n:,} images of {ImageFormat(channels, height, width)} into {printable(str(made.path))}: "
+        f"packed {n:,} images of {made.report.image_format} into {printable(str(made.path))}: "
         f"{format_bytes(made.nbytes)} in {format_duration(seconds)}, {pace:,.0f} images/s"
     )
     # A pack of images from before and after a change is of neither set, and nothing in it shows that.

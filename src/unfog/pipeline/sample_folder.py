@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,8 @@ class SampleFolder:
         names: class or conditions of each sample, which the samples cycle through; () without conditions.
         settings: how the samples are generated, stored in each file.
         told: title of the name in each file.
+        view: returns pictures uint8 [n, H, W, 3] of samples that are none, which are also written as they are, in
+            000000-NAME.npy, …; None for pictures.
     """
 
     def __init__(
@@ -42,9 +45,11 @@ class SampleFolder:
         names: Sequence[str] = (),
         settings: Sequence[str] = (),
         told: str = "Class",
+        view: Callable[[Pixels], Pixels] | None = None,
     ):
         self.path, self.digest, self.count = path, digest, count
         self.names, self.settings, self.told = [sanitize(name) for name in names], settings, told
+        self._view = view
 
     def file(self, number: int) -> Path:
         """Return the path of a sample."""
@@ -55,7 +60,7 @@ class SampleFolder:
         return all(self.file(number).is_file() for number in numbers)
 
     def write(self, numbers: range, samples: Pixels) -> None:
-        """Write samples, uint8 [n, H, W, C]; those that are there stay."""
+        """Write samples [n, H, W, C]; those that are there stay."""
         # With the first samples, as an error before them should leave nothing behind.
         if _digest_of(self.path) != self.digest:
             begun = json.dumps({"digest": self.digest, "count": self.count})
@@ -67,6 +72,9 @@ class SampleFolder:
             text = {self.told: name} if name else {}
             if self.settings:
                 text["Settings"] = sanitize(", ".join([*self.settings, f"sample {number}"]))
+            if self._view is not None:
+                write_atomic(self.file(number).with_suffix(".npy"), _npy(sample), self.path)
+                sample = self._view(sample[None])[0]
             save_png(self.file(number), self.path, sample, text=text)
 
     def first(self, count: int) -> Pixels:
@@ -125,6 +133,13 @@ class SampleFolder:
 
     def _name(self, number: int) -> str:
         return self.names[number % len(self.names)] if self.names else ""
+
+
+def _npy(values: Pixels) -> bytes:
+    """Return the content of a .npy file."""
+    file = BytesIO()
+    np.lib.format.write_array(file, np.ascontiguousarray(values), (1, 0), allow_pickle=False)
+    return file.getvalue()
 
 
 def _enter(folder: Path, stack: ExitStack) -> bool:

@@ -91,7 +91,7 @@ class Previews:
         """
         count, buckets, names = self.config.preview.images, self.config.size_buckets, self.config.conditions.names
         if not buckets:
-            return sample_grid(self.samples(count, self._given), names(self._given, count))
+            return sample_grid(self.config.view(self.samples(count, self._given)), names(self._given, count))
         shares = [(bucket, n) for bucket, n in zip(buckets, share_samples(buckets, count)) if n]
         return stack([sample_grid(self.samples(n, self._given, b.size), names(self._given, n)) for b, n in shares])
 

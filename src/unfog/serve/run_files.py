@@ -23,7 +23,8 @@ from typing import Any, TypeVar
 import numpy as np
 from PIL import Image
 
-from unfog.data.decode import is_deep, spread_two_values, to_eight_bits
+from unfog.data.decode import is_deep, to_eight_bits
+from unfog.data.full_depth.two_values import spread_two_values
 from unfog.data.sources.base import ImageError
 from unfog.data.sources.image_files import image_error, open_bytes
 from unfog.errors import RequestError

@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 from unfog.custom import CustomPart
 from unfog.errors import RequestError
 from unfog.settings import AUTO, check_bounds, is_auto, setting
+from unfog.values.image_format import parse_view
 
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
 USUAL_BATCH = 64
@@ -320,10 +321,13 @@ class Preview:
     """Steps between previews. 0: about ten in the run, fewer in a short one; -1: only the first and the last."""
     images: int = setting(16, at_least=1, at_most=10000)
     """Samples in a preview. With classes, they cycle through them."""
+    view: str = setting("", added_later=True)
+    """Channels to show of arrays with other values: one, such as 0, or three, such as 3,2,1. Default: the first."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
         _check_interval("preview.every", self.every)
+        parse_view(self.view)
 
 
 def split_names(words: tuple[str, ...]) -> tuple[str, ...]:

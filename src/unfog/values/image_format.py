@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from unfog.errors import RequestError
+from unfog.values import value_maps
+from unfog.values.value_maps import ChannelMap
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,7 +26,9 @@ if TYPE_CHECKING:
 
 _GREY, _RGB = 1, 3
 CHANNELS = (_GREY, _RGB)
-"""Numbers of channels that an image of a run may have."""
+"""Numbers of channels that a picture has: grey or colours."""
+MOST_CHANNELS = 64
+"""Most channels that an image of a run may have."""
 _NAMES = {_GREY: ("grey",), _RGB: ("red", "green", "blue")}
 _KINDS = {_GREY: "grey", _RGB: "RGB"}
 _MODES = {_GREY: "L", _RGB: "RGB"}
@@ -97,6 +101,8 @@ class StoredValues:
     dtype: str = "uint8"
     low: float = 0.0
     high: float = 255.0
+    maps: tuple[ChannelMap, ...] = ()
+    """Fitted map of each channel, in place of the linear one; () without any."""
 
     @cached_property
     def half(self) -> float:
@@ -109,6 +115,11 @@ class StoredValues:
         return (self.high + self.low) / 2
 
     @property
+    def bounded(self) -> bool:
+        """True if model values are within [-1, 1], so that samplers may clip to that."""
+        return self.dtype != "float32" and not self.maps
+
+    @property
     def torch_type(self) -> torch.dtype:
         import torch
 
@@ -116,42 +127,67 @@ class StoredValues:
         return kind
 
     def to_model(self, stored: Tensor) -> Tensor:
-        """Convert stored values of any shape to float32 in about [-1, 1]."""
-        return (stored / self.half).sub_(self.middle / self.half)
+        """Convert stored values [..., C, H, W] to float32, about in [-1, 1]."""
+        if self.maps:
+            return value_maps.to_model(self.maps, stored)
+        if self.dtype == "float32":  # the difference first, as the range may be far from 0
+            return (stored - self.middle).div_(self.half)
+        values = stored if self.dtype == "uint8" else stored.float()  # torch has no arithmetic of uint16
+        return (values / self.half).sub_(self.middle / self.half)
 
     def to_stored(self, x0: Tensor) -> Tensor:
-        """Convert model values of any shape to the stored type: the inverse of `to_model`."""
+        """Convert model values [..., C, H, W] to the stored type: the inverse of `to_model`."""
+        if self.maps:
+            return self.rounded(value_maps.to_stored(self.maps, x0))
+        if self.dtype == "float32":
+            return x0 * self.half + self.middle
         return self.rounded((x0 + self.middle / self.half) * self.half)
 
     def rounded(self, values: Tensor) -> Tensor:
         """Return values in stored units, rounded and clamped as the stored type requires."""
+        import torch
+
         kind = self.torch_type
-        return values.to(kind) if kind.is_floating_point else values.round().clamp(self.low, self.high).to(kind)
+        if kind.is_floating_point:
+            return values.to(kind)
+        ends = torch.iinfo(kind)
+        low, high = (ends.min, ends.max) if self.maps else (self.low, self.high)
+        return values.round().clamp(low, high).to(kind)
 
     def formula(self, x: str) -> str:
         """Return source code that converts a float in [-1, 1] of this name to stored values, not rounded yet."""
         return f"({x} + {self.middle / self.half:g}) * {self.half:g}"
 
     def to_bytes(self, stored: NDArray[Any]) -> NDArray[np.uint8]:
-        """Return stored values of any shape as 8 bits, for code that takes images of 8 bits; bytes stay unchanged."""
-        import numpy as np
+        """Return stored values [..., C, H, W] as 8 bits to look at: model values of -1 to 1 as 0 to 255, cut there.
 
-        if stored.dtype == np.uint8:
+        Bytes stay unchanged.
+        """
+        import numpy as np
+        import torch
+
+        if stored.dtype == np.uint8 and not self.maps:
             return stored
-        scaled = (stored - np.float64(self.low)) * (255 / (self.high - self.low))
-        return scaled.round().clip(0, 255).astype(np.uint8)
+        x0 = self.to_model(torch.from_numpy(np.array(stored)))  # a copy, as mapped files are read-only
+        shown: NDArray[np.uint8] = ((x0 + 1) * 127.5).round().clamp(0, 255).byte().numpy()
+        return shown
 
     def levels(self) -> NDArray[np.float64]:
-        """Return the model values of all levels of an integer type, in order."""
+        """Return the model values of the 256 levels of `to_bytes`, in order."""
         import numpy as np
 
-        stored = np.arange(self.low, self.high + 1)
-        values: NDArray[np.float64] = stored / self.half - self.middle / self.half
+        values: NDArray[np.float64] = np.arange(256.0) / BYTES.half - BYTES.middle / BYTES.half
         return values
 
 
 BYTES = StoredValues()
-"""Values of all images so far: 0 to 255, sRGB or grey."""
+"""Values of pictures: 0 to 255, sRGB or grey."""
+STORED = {
+    "uint8": BYTES,
+    "uint16": StoredValues("uint16", 0.0, 65535.0),
+    "float32": StoredValues("float32", -1.0, 1.0),
+}
+"""Types that stored values may have, with the range that a linear map has by default."""
 
 
 @dataclass(frozen=True)
@@ -169,8 +205,13 @@ class ImageFormat:
         return cls(channels, *sides_of(size), values)
 
     def __str__(self) -> str:
-        """Return width x height and the kind of channels: "96x64 RGB"."""
-        return f"{self.sides} {self.kind}"
+        """Return width x height and the kind of channels: "96x64 RGB", "96x64 4 channels float32"."""
+        return f"{self.sides} {self.kind}{f' {self.values.dtype}' * (self.values.dtype != BYTES.dtype)}"
+
+    @property
+    def is_picture(self) -> bool:
+        """True for grey or RGB images of 8 bits, which people, Inception and colour jitter expect."""
+        return self.channels in (0, *CHANNELS) and self.values == BYTES
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -248,9 +289,40 @@ class ImageFormat:
         pictures: NDArray[Any] = self.to_stored(x0).permute(0, 2, 3, 1).cpu().numpy()
         return pictures
 
-    def to_view(self, x0: Tensor) -> NDArray[np.uint8]:
-        """Convert model values [B, C, H, W] to what people see: an array uint8 [B, H, W, 3]."""
-        return to_rgb(self.to_pictures(x0))
+    def to_view(self, x0: Tensor, channels: Sequence[int] = ()) -> NDArray[np.uint8]:
+        """Convert model values [B, C, H, W] to what people see: an array uint8 [B, H, W, 3]. Raises as `view`."""
+        return self.view(self.to_pictures(x0), channels)
+
+    def view(self, pictures: NDArray[Any], channels: Sequence[int] = ()) -> NDArray[np.uint8]:
+        """Return pictures uint8 [N, H, W, 3] of stored images [N, H, W, C].
+
+        `channels` are one channel to show in grey, or three to show as red, green and blue; () shows the first three,
+        or the first one. RequestError for other channels.
+        """
+        if self.is_picture and not channels:
+            return to_rgb(pictures)
+        chosen = list(check_view(channels, self.channels) or range(_RGB if self.channels >= _RGB else _GREY))
+        values = replace(self.values, maps=tuple(self.values.maps[i] for i in chosen)) if self.values.maps else None
+        planes = (values or self.values).to_bytes(pictures[..., chosen].transpose(0, 3, 1, 2))
+        return to_rgb(planes.transpose(0, 2, 3, 1))
+
+
+def parse_view(text: str) -> tuple[int, ...]:
+    """Return the channels of a view: "0", or "3,2,1" for red, green and blue; "" is (). RequestError for others."""
+    parts = [part.strip() for part in text.split(",")] if text.strip() else []
+    if len(parts) not in (0, _GREY, _RGB) or not all(part.isdecimal() for part in parts):
+        raise RequestError(
+            f"view = {text} is not one channel, or three for red, green and blue; give such as 0, or 3,2,1"
+        )
+    return tuple(map(int, parts))
+
+
+def check_view(channels: Sequence[int], count: int) -> tuple[int, ...]:
+    """Return the channels of a view of images with so many channels. RequestError if they do not have one of them."""
+    if channels and max(channels) >= count:
+        shown = ",".join(map(str, channels))
+        raise RequestError(f"view = {shown}: the images have channels 0 to {count - 1}; give some of these")
+    return tuple(channels)
 
 
 def describe_channels(count: int) -> str:

@@ -58,6 +58,14 @@ def quick_check_images(prepared: Dataset, config: Config) -> list[Finding]:
 
 
 def _run_checks(scan: ImageScan, config: Config, progress: Progress | None = None) -> list[Finding]:
+    format = scan.prepared.settings.image_format
+    if not format.is_picture:
+        said = f"brightness, colours and duplicates are checked of pictures of 8 bits, and these are {format}"
+        return [
+            *dataset_checks.check_dataset(scan, config),
+            _check_all_equal(scan),
+            Finding("data.range", "fine", said),
+        ]
     equal, value_range = _check_all_equal(scan), _check_value_range(scan)
     found = [*dataset_checks.check_dataset(scan, config), equal, value_range]
     # Of images that are black or all the same, the other statistics would only repeat that.

@@ -19,7 +19,7 @@ from unfog.device.cores import thread_pool, usable_cores
 from unfog.reporting.findings import Figure
 from unfog.reporting.image_grids import Pixels, grid
 from unfog.text import sanitize
-from unfog.values.image_format import luma_weights
+from unfog.values.image_format import are_pictures, luma_weights
 
 Indices = NDArray[np.int64]
 Progress = Callable[[int, int], None]
@@ -105,7 +105,7 @@ class ImageScan:
         return [self.name(row) for row in rows[:MOST_NAMES].tolist()]
 
     def pixels(self, rows: Indices) -> NDArray[np.uint8]:
-        """Read uint8 [n, C, H, W]."""
+        """Read the images as bytes, see `StoredValues.to_bytes`: uint8 [n, C, H, W]."""
         return _read(self.prepared, rows)
 
     def images_figure(self, rows: Indices, title: str) -> Figure:
@@ -128,7 +128,8 @@ class ImageScan:
         if (longest := max(pixels.shape[2:])) > _LARGEST:
             small = [max(1, side * _LARGEST // longest) for side in pixels.shape[2:]]
             pixels = np.rint(thumbnails(pixels, *small)).astype(np.uint8)
-        return pixels.transpose(0, 2, 3, 1)
+        shown: Pixels = pixels.transpose(0, 2, 3, 1)
+        return shown if are_pictures(shown) else shown[..., :1]
 
     @classmethod
     def create(

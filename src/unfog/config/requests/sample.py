@@ -13,7 +13,7 @@ from unfog.diffusion.sampler import Kind
 from unfog.errors import RequestError
 from unfog.settings import argument, setting
 from unfog.training.settings import SamplingPrecision
-from unfog.values.image_format import Size
+from unfog.values.image_format import Size, parse_view
 
 _MODEL_FILES = ("config.json", "unet/config.json", "transformer/config.json", "model_index.json")
 _WEIGHTS = (".safetensors", ".pt", ".pth")
@@ -99,6 +99,8 @@ class SampleRequest(SamplingRequest):
     """Also write strip.png: x_t and the predicted x0 of the first image at several steps."""
     animate: Path | None = setting(None, metavar="FILE")
     """Also write an animation of the denoising of the first 16 images: a file .gif, .webp or .mp4."""
+    view: str = setting("", metavar="C[,C,C]")
+    """Channels that PNGs show of arrays with other values, such as 0 or 3,2,1. Default: the run's, or the first."""
     size: Size = 0
     """Pixels of the images, 64 or 96x64 (width x height). Default: the run's; those of its buckets, in proportion."""
 
@@ -106,6 +108,7 @@ class SampleRequest(SamplingRequest):
         super().__post_init__()
         if self.animate is not None and self.animate.suffix not in (".gif", ".webp", ".mp4"):
             raise RequestError(f"--animate {self.animate} must end in .gif, .webp or .mp4")
+        parse_view(self.view)
         check_one_checkpoint(self.best, self.checkpoint)
         if self.guide is not None and self.guide_checkpoint is not None:
             raise RequestError(f"--guide {self.guide} and --guide-checkpoint both name a guide; give one of them")

@@ -1,7 +1,7 @@
 """A pack: decoded images in a folder of flat files, which opens at once because the files are mapped and not parsed.
 
     pack.json        shape, split, settings, classes, data report, statistics, a checksum of each file
-    pixels.u8        uint8 [N, C, H, W], first the training images, then those held out
+    pixels.u8        [N, C, H, W] of uint8, or of the "dtype" in settings; first the training images, then the others
     labels.npy       int64 [N], an index into the classes; absent without classes
     column-0.npy …   [N, …], column k of the others, in the order of their names; entry k of "columns" in pack.json
     names.bin        the names of the images in UTF-8; names.npy int64 [N + 1] has the offset of each
@@ -36,7 +36,7 @@ from unfog.data.settings import Data
 from unfog.data.sources.base import LazyNames, OpenOptions, Source, SourceLocation
 from unfog.errors import RequestError
 from unfog.files.safe_files import file_digest, open_file, read_file, regular_file
-from unfog.settings import is_auto
+from unfog.settings import AUTO, is_auto
 from unfog.text import sanitize
 from unfog.values.columns import CLASS, MOST_COLUMNS, Column, columns_digest, name_problem, of_labels, without_class
 from unfog.values.image_format import ImageFormat, sides_of
@@ -129,9 +129,13 @@ class Pack:
         return sum(int(file["bytes"]) for file in self.manifest["files"].values())
 
     def resolve_settings(self, settings: Data) -> Data:
-        """Return the settings with those of the pack in place; their `labels` are kept unless automatic."""
+        """Return the settings with those of the pack in place.
+
+        Their `labels` are kept unless automatic, and so is the `range` that a map of floating point takes to -1 and 1.
+        """
         labels = self.settings["labels"] if is_auto(settings, "labels") else settings.labels
-        return replace(settings, **self.settings | {"labels": labels})
+        given = self.settings["dtype"] == "float32" and not is_auto(settings, "range")
+        return replace(settings, **self.settings | {"labels": labels} | ({"range": settings.range} if given else {}))
 
     def dataset(self, settings: Data, source: str) -> Dataset:
         """Return the pack's images as a dataset, decoding nothing. The settings must fit; `source` is its name."""
@@ -403,6 +407,7 @@ class PackSource(Source):
             )
         fitting = {"size": (size,), "channels": (packed["channels"],), "labels": ("none", packed["labels"])}
         fits = all(is_auto(settings, name) or getattr(settings, name) in values for name, values in fitting.items())
+        fits = fits and (settings.requested_dtype or settings.dtype) in (AUTO, Data(**packed).stored_values.dtype)
         if not (fits and (settings.held_out == 0 or self._has_split(settings.held_out))):
             return None
         dataset = pack.dataset(settings, self.name)

@@ -97,7 +97,7 @@ class _PackWriter:
         self.statistics = DecodeStatistics.empty(len(self.order))
         self.journal = Journal(header)
         self.treatments_written = 0
-        self.sums = [[0] * scan.channels, [0] * scan.channels]  # of values and of their squares
+        self.sums: list[list[float]] = [[0] * scan.channels, [0] * scan.channels]  # of values and of their squares
         if found.header != header or not self._resume(found.lines):
             self._begin()
 
@@ -175,15 +175,16 @@ class _PackWriter:
                 append(journal, json.dumps(line).encode() + b"\n")  # last, as it vouches for the others
                 self.journal.lines.append(line)
 
-    def _journal_line(self, stop: int, images: NDArray[np.uint8]) -> dict[str, Any]:
+    def _journal_line(self, stop: int, images: NDArray[Any]) -> dict[str, Any]:
         start, statistics = self.journal.done, self.statistics
         treatments = [list(actions) for actions in statistics.treatments]
         new, self.treatments_written = treatments[self.treatments_written :], len(treatments)
         skipped = start + np.flatnonzero(~statistics.used[start:stop])
         for channel in range(images.shape[1]):
             values = images[:, channel].astype(np.float64).ravel()  # whose sums are exact far beyond a chunk's
-            self.sums[0][channel] += int(values.sum())
-            self.sums[1][channel] += int(values @ values)
+            kind = float if images.dtype.kind == "f" else int
+            self.sums[0][channel] += kind(values.sum())
+            self.sums[1][channel] += kind(values @ values)
         return {
             "done": stop,
             "rows": self.journal.rows + len(images),
@@ -274,7 +275,7 @@ class _PackWriter:
         return fingerprints, whole.hexdigest()
 
     def _pixel_statistics(self) -> dict[str, list[float]]:
-        """Return mean and standard deviation of each channel over all images, in 0 to 255."""
+        """Return mean and standard deviation of each channel over all images, in stored units."""
         count = self.journal.rows * self.scan.image_format.pixels
         means = [total / count for total in self.sums[0]]
         squares = [total / count for total in self.sums[1]]
@@ -365,8 +366,9 @@ def _follows(line: Any, last: dict[str, Any]) -> bool:
             # Of few digits, as int() takes long for a text of thousands.
             images = images and all(row.isdecimal() and len(row) < 16 and begin <= int(row) < done for row in reasons)
             actions = all(isinstance(one, list) and all(isinstance(text, str) for text in one) for one in treatments)
-            counts = (*modes.values(), *sums, *squares, line.get("unused_pages", 0))
+            counts = (*modes.values(), line.get("unused_pages", 0))
             numbers = all(isinstance(number, int) for number in counts)
+            numbers = numbers and all(isinstance(number, int | float) for number in (*sums, *squares))
             return images and actions and numbers and all(isinstance(text, str) for text in reasons.values())
     return False
 

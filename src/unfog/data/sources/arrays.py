@@ -26,11 +26,13 @@ from unfog.data.cache import remove_stale_entries
 from unfog.data.file_rows import FileRows, load_rows
 from unfog.data.sources.base import LazyNames, OpenOptions, Source, SourceLocation
 from unfog.data.sources.folder import sample_digest
-from unfog.data.sources.image_objects import CHANNELS, as_array, channel_axis
+from unfog.data.sources.image_objects import as_array
 from unfog.errors import RequestError
 from unfog.files.cache_folder import cache_folder, hold, make_room
 from unfog.files.safe_files import replace_file
 from unfog.text import sanitize
+from unfog.values.axes import USUAL, channel_axis
+from unfog.values.image_format import MOST_CHANNELS
 
 _IMAGE_KEYS, _LABEL_KEYS = ("x", "images", "arr_0"), ("y", "labels")
 
@@ -41,7 +43,8 @@ _DAMAGE_ERRORS = (
     *(NotImplementedError, RuntimeError, struct.error, zlib.error, LZMAError, TokenError),
 )
 _MAX_MEMORY_SHARE = 0.5  # of the free memory, for what an .npz file unpacks to
-_SHAPES = "[N, H, W], [N, H, W, C] or [N, C, H, W] with C = 1, 3 or 4"
+_AXES = "axes"  # an array in an .npz file: NCHW or NHWC
+_SHAPES = "[N, H, W], [N, H, W, C] or [N, C, H, W]"
 
 
 class ArraySource(Source):
@@ -54,10 +57,10 @@ class ArraySource(Source):
 
     suffixes = (".npy", ".npz")
 
-    def __init__(self, path: Path, name: str) -> None:
+    def __init__(self, path: Path, name: str, axes: str = "auto") -> None:
         self._path, self.name, self.resolved = path, name, str(path.resolve())
         try:
-            images, labels, unused = _read(path, name)
+            images, labels, unused, stored_axes = _read(path, name)
             self._stamp = _file_digest(path)
         except RequestError:
             raise
@@ -67,10 +70,12 @@ class ArraySource(Source):
         except zipfile.BadZipFile:
             raise RequestError(f"{sanitize(name)} is not an .npz file, or is damaged") from None
         self._mapped = isinstance(images, np.memmap | FileRows)
+        self.in_place = isinstance(images, np.memmap)
         self._rows = images if isinstance(images, FileRows) else None
         if isinstance(images, FileRows):  # its shape decides how each image is turned
             images = np.broadcast_to(np.zeros((), images.dtype), images.shape)
-        self._images, reading = _as_nhwc(name, images)
+        self._axes = stored_axes or axes
+        self._images, reading = _as_nhwc(name, images, axes=self._axes)
         self.reading_warnings = [reading] if reading else []
         self.names = LazyNames("{:08}".format, range(len(images)))
         if labels is not None:
@@ -83,7 +88,7 @@ class ArraySource(Source):
 
     @classmethod
     def load(cls, location: SourceLocation, options: OpenOptions) -> ArraySource:
-        return cls(Path(location.resolved), location.name)
+        return cls(Path(location.resolved), location.name, options.axes)
 
     @staticmethod
     def store(
@@ -91,6 +96,7 @@ class ArraySource(Source):
         labels: Any = None,
         say: Callable[[str], None] = lambda line: None,
         channels_first: bool | None = None,
+        axes: str = "auto",
     ) -> Path:
         """Write images from memory into the cache, once, as an .npz file that is a SOURCE, and return its path.
 
@@ -100,19 +106,24 @@ class ArraySource(Source):
             say: called with a line on how the shape was understood, where it could be meant otherwise.
             channels_first: read the first axis of an image as its channels where the last could be, too; None for
                 tensors alone.
+            axes: order of the axes, NCHW or NHWC; auto = by their lengths.
 
         Raises:
             RequestError: they are not images or not as many labels, or the cache cannot be written.
         """
         first = hasattr(array, "detach") if channels_first is None else channels_first
-        images, reading = _as_nhwc("the array", as_array(array), first)
+        images, reading = _as_nhwc("the array", as_array(array), first, axes)
         if reading:
             say(f"  {reading}")
         arrays: dict[str, Any] = {"images": images}
         if labels is not None:
             arrays["labels"] = _without_objects(as_array(labels))
             _index_labels("the array", arrays["labels"], len(images))  # only to refuse what are not labels
-        path = cache_folder() / f"array-{_content_digest(images, arrays.get('labels'))[:32]}.npz"
+        # What the lengths of the axes leave open, a later reader would ask for.
+        if axes != "auto" or images.shape[3] not in USUAL:
+            arrays[_AXES] = np.array("NHWC")
+        digest = _content_digest(images, arrays.get("labels"), _AXES in arrays)
+        path = cache_folder() / f"array-{digest[:32]}.npz"
         hold(path)
         if path.exists():
             return path
@@ -132,7 +143,7 @@ class ArraySource(Source):
         if self._rows is None:
             return np.asarray(self._images[i])
         row = self._rows[i]
-        return np.asarray(_as_nhwc(self.name, np.broadcast_to(row, (2, *row.shape)))[0][0])
+        return np.asarray(_as_nhwc(self.name, np.broadcast_to(row, (2, *row.shape)), axes=self._axes)[0][0])
 
     def stamp(self) -> tuple[str, int]:
         # An .npz file was read whole, so changes since do not matter; a mapped one shows them.
@@ -142,13 +153,14 @@ class ArraySource(Source):
         return self._stamp, self._images.nbytes
 
 
-def _content_digest(images: NDArray[Any], labels: NDArray[Any] | None) -> str:
+def _content_digest(images: NDArray[Any], labels: NDArray[Any] | None, with_axes: bool) -> str:
     shape = repr(images.shape) if images.dtype == np.uint8 else repr((images.shape, images.dtype.str))
     digest = hashlib.sha256(shape.encode())
     for start in range(0, len(images), 4096):
         digest.update(np.ascontiguousarray(images[start : start + 4096]).data)
     if labels is not None:
         digest.update(repr(labels.tolist()).encode())
+    digest.update(b"NHWC" * with_axes)
     return digest.hexdigest()
 
 
@@ -159,13 +171,13 @@ def _file_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _read(path: Path, name: str) -> tuple[NDArray[Any] | FileRows, NDArray[Any] | None, list[str]]:
-    """Return (images, labels or None, names of other arrays)."""
+def _read(path: Path, name: str) -> tuple[NDArray[Any] | FileRows, NDArray[Any] | None, list[str], str]:
+    """Return (images, labels or None, names of other arrays, order of the axes or "")."""
     if path.suffix.lower() == ".npy":
         array = load_rows(path, path.parent)
         if not isinstance(array, np.ndarray | FileRows):
             raise ValueError("it is an .npz file by another name")
-        return array, None, []
+        return array, None, [], ""
     with zipfile.ZipFile(path) as archive:
         keys = [entry.removesuffix(".npy") for entry in archive.namelist()]
         images = next((key for key in _IMAGE_KEYS if key in keys), None)
@@ -173,9 +185,12 @@ def _read(path: Path, name: str) -> tuple[NDArray[Any] | FileRows, NDArray[Any] 
         if images is None:
             held = ", ".join(sanitize(key) for key in keys[:5]) or "nothing"
             raise ValueError(f"it holds {held}, and no array called {', '.join(_IMAGE_KEYS)}")
-        unused = [sanitize(key) for key in keys if key not in (images, labels)]
+        axes = str(_read_member(archive, _AXES, name)) if _AXES in keys else ""
+        if axes not in ("", "NCHW", "NHWC"):
+            raise ValueError(f"{_AXES} is {sanitize(axes):.20}, and neither NCHW nor NHWC")
+        unused = [sanitize(key) for key in keys if key not in (images, labels, _AXES)]
         found = None if labels is None else _read_member(archive, labels, name)
-        return _read_member(archive, images, name), found, unused[:5]
+        return _read_member(archive, images, name), found, unused[:5], axes
 
 
 def _read_member(archive: zipfile.ZipFile, key: str, name: str) -> NDArray[Any]:
@@ -212,11 +227,14 @@ def _free_memory() -> int | None:
     return None
 
 
-def _as_nhwc(name: str, images: NDArray[Any], channels_first: bool = False) -> tuple[NDArray[Any], str]:
+def _as_nhwc(
+    name: str, images: NDArray[Any], channels_first: bool = False, axes: str = "auto"
+) -> tuple[NDArray[Any], str]:
     """Return images as [N, H, W, C], a view, and a line on how they were read if they could be meant otherwise.
 
-    Where both sides of an image could be channels, these are the last, as NumPy and Pillow have them, or the first of a
-    tensor. RequestError if they are not images.
+    Where both sides of an image could be channels of a picture, these are the last, as NumPy and Pillow have them, or
+    the first of a tensor, unless `axes` says otherwise. RequestError if they are not images, or nothing says which
+    axis is that of channels.
     """
     if images.dtype.kind not in "uifb" or images.dtype.itemsize > 8:
         raise RequestError(
@@ -224,7 +242,7 @@ def _as_nhwc(name: str, images: NDArray[Any], channels_first: bool = False) -> t
             "numbers, give their magnitude: x = np.abs(x)"
         )
     shape, sides = "x".join(map(str, images.shape)), images.shape
-    if images.ndim == 3 and (sides[2] in CHANNELS or (sides[0] in (3, 4) and sides[2] not in CHANNELS)):
+    if images.ndim == 3 and (sides[2] in USUAL or (sides[0] in (3, 4) and sides[2] not in USUAL)):
         raise RequestError(
             f"{sanitize(name)} has the shape {shape}, which is one image or {sides[0]} grey ones; give x[None] for one "
             "image, or x[..., None] for grey ones"
@@ -232,14 +250,25 @@ def _as_nhwc(name: str, images: NDArray[Any], channels_first: bool = False) -> t
     reading = ""
     if images.ndim == 3:
         images = images[..., None]
-    elif images.ndim == 4 and (axis := channel_axis(sides[1:], channels_first)) is not None:
-        if sides[1] in CHANNELS and sides[3] in CHANNELS and sides[1:] != (1, 1, 1):
+    elif images.ndim == 4 and 0 not in sides:
+        axis = channel_axis(sides[1:], channels_first, axes)
+        if axis is None:
+            raise RequestError(
+                f"{sanitize(name)} has the shape {shape}, which does not show the channels of an image; say where they "
+                "are: --data.axes NCHW (first) or NHWC (last)"
+            )
+        if axes == "auto" and sides[1] in USUAL and sides[3] in USUAL and sides[1:] != (1, 1, 1):
             order = ("[N, C, H, W], as tensors have it", "[N, H, W, C], as arrays have it")[axis == 2]
             reading = f"{sanitize(name)} has the shape {shape}, with channels first or last; it is read as {order}"
         images = images.transpose(0, 2, 3, 1) if axis == 0 else images
-    if images.ndim != 4 or images.shape[3] not in CHANNELS or 0 in images.shape:
+    if images.ndim != 4 or 0 in images.shape:
         single = "; x[None] makes one image of it" * (images.ndim == 2)
         raise RequestError(f"{sanitize(name)} has the shape {shape}; images are {_SHAPES}{single}")
+    if images.shape[3] > MOST_CHANNELS:
+        raise RequestError(
+            f"{sanitize(name)} has the shape {shape}, and {images.shape[3]} channels; images have at most "
+            f"{MOST_CHANNELS}; choose some, or give the other order: --data.axes {'NHWC' if axis == 0 else 'NCHW'}"
+        )
     return images, reading
 
 

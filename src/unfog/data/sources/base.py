@@ -108,6 +108,9 @@ class OpenOptions:
 
     remote: RemotePolicy = field(default_factory=RemotePolicy)
 
+    axes: str = "auto"
+    """`data.axes`: order of the axes of arrays."""
+
 
 @dataclass(frozen=True)
 class LabelTable:
@@ -244,6 +247,9 @@ class Source(ABC):
     remote: bool = False
     """True if `read` waits for a network, so that more threads than cores read faster."""
 
+    in_place: bool = False
+    """True if `read` returns a part of a local file that is mapped, so that a copy in the cache reads no faster."""
+
     remote_shards: ShardFailures | None = None
     """The state of remote shards, which may fail one by one while training reads them."""
 
@@ -279,9 +285,10 @@ class Source(ABC):
         raise NotImplementedError("the source has no open or read")
 
     def read(self, i: int) -> Image.Image | DeepImage | NDArray[Any]:
-        """Return image i as `open` does, or as an array [H, W, C] with C = 1, 3 or 4; called as `open` is.
+        """Return image i as `open` does, or as an array [H, W, C]; called as `open` is.
 
         An array of uint8 is used as it is, booleans with True as white, and other numbers as those of a `DeepImage`.
+        With other channels than 1, 3 or 4, or without a usual range, it keeps its values.
         """
         return self.open(i)
 

@@ -27,11 +27,13 @@ from unfog.data.bit_depth import (
     extent_of,
     usual_or_outward,
 )
+from unfog.data.settings import Data
 from unfog.data.sources.image_files import has_image_signature
 from unfog.errors import RequestError
+from unfog.settings import AUTO
+from unfog.values.axes import USUAL, channel_axis
 from unfog.values.image_format import to_pillow
 
-CHANNELS = (1, 3, 4)
 _IMAGE_KEYS = (
     *("image", "images", "img", "pixel_values", "picture", "x", "png", "jpg"),
     *("path", "file", "file_name", "filename", "filepath"),
@@ -175,25 +177,45 @@ def as_array(values: Any) -> NDArray[Any]:
     return np.asarray(values)
 
 
-def channel_axis(shape: Sequence[int], channels_first: bool) -> int | None:
-    """Return the axis of the channels of an image of three axes, 0 or 2; None if neither side can be channels."""
-    sides = (0, 2) if channels_first else (2, 0)
-    return next((axis for axis in sides if shape[axis] in CHANNELS), None)
+class Storing(NamedTuple):
+    """Settings of storing images that are given as arrays."""
+
+    range: tuple[float, ...] = ()
+    """`data.range`; () for the range that most images of floating point have."""
+    axes: str = "auto"
+    """`data.axes`."""
+    keeps: bool = False
+    """Values are stored as they are, as `data.dtype` or `data.map` asks; else floating point becomes 8 bits."""
+    may_keep: bool = False
+    """Values without a usual range are stored as they are."""
+
+    @classmethod
+    def of(cls, data: Data) -> Storing:
+        """Return the settings of storing for a run."""
+        keeps = bool(data.requested_dtype) or data.channels not in (0, 1, 3)
+        return cls(data.range, data.axes, keeps, may_keep=data.dtype == AUTO and not (data.range or data.clip))
 
 
-def find_float_range(
-    items: Iterator[_Item], setting: Sequence[float] = ()
-) -> tuple[ValueRange | None, Iterator[_Item]]:
-    """Return the range of the first images, None without images of floating point; and all items.
+def find_float_range(items: Iterator[_Item], storing: Storing) -> tuple[ValueRange | None, Iterator[_Item], Storing]:
+    """Return the range of the first images, None without images of floating point; all items; and how to store them.
 
-    `setting` is `data.range`, which decides where it is given. RequestError if most images have another range than one
-    that images have.
+    `storing.range` decides where it is given. RequestError if most images have another range than one that images have,
+    and such values are not to be kept.
     """
+    if storing.keeps:
+        return None, items, storing
     first = list(islice(items, _LOOKED_AT))
     arrays = [as_array(image) for image, _ in first if _is_array(image)]
     floats = [array for array in arrays if array.dtype.kind == "f" and array.size]
     subject = "image 0" if len(first) == 1 else f"one of the first {len(first)} images"
-    return float_range(map(extent_of, floats), subject, setting) if floats else None, chain(first, items)
+    found = None
+    try:
+        found = float_range(map(extent_of, floats), subject, storing.range) if floats else None
+    except RequestError:
+        if not storing.may_keep:
+            raise
+        storing = storing._replace(keeps=True)
+    return found, chain(first, items), storing
 
 
 def float_range(extents: Iterable[Extent | None], subject: str, setting: Sequence[float] = ()) -> ValueRange:
@@ -236,15 +258,16 @@ def _is_array(image: Any) -> bool:
     return hasattr(image, "__array__") and not isinstance(image, Image.Image)
 
 
-def encode_image(image: Any, i: int, floats: ValueRange | None) -> bytes:
+def encode_image(image: Any, i: int, floats: ValueRange | None, storing: Storing) -> bytes:
     """Return an image as the content of a file: an image file unchanged, others encoded without loss.
 
-    Integers deeper than 8 bits become a .npy file, [H, W, C], as Pillow has no file for their colours.
+    Arrays deeper than 8 bits, or of other channels, become a .npy file, [H, W, C], as Pillow has no file for them.
 
     Args:
         image: a PIL image, an array or tensor, a path, or the bytes of a file.
         i: its number, for messages.
         floats: the range of images of floating point.
+        storing: how arrays are stored.
 
     Raises:
         RequestError: it is not an image.
@@ -260,8 +283,8 @@ def encode_image(image: Any, i: int, floats: ValueRange | None) -> bytes:
             raise RequestError(f"{subject} is {len(image):,} bytes of something else; give the content of image files")
         return image
     if not isinstance(image, Image.Image):
-        pixels = _to_pixels(image, subject, floats)
-        if pixels.dtype != np.uint8:
+        pixels = _to_pixels(image, subject, floats, storing)
+        if pixels.dtype != np.uint8 or pixels.shape[2] not in USUAL:
             file = BytesIO()
             np.lib.format.write_array(file, pixels, (1, 0), allow_pickle=False)
             return file.getvalue()
@@ -272,8 +295,8 @@ def encode_image(image: Any, i: int, floats: ValueRange | None) -> bytes:
         raise RequestError(f"{subject} cannot be read: {error}; leave it out") from error
 
 
-def _to_pixels(image: Any, subject: str, floats: ValueRange | None) -> NDArray[Any]:
-    """Return an array or tensor as [H, W, C]: uint8, or integers deeper than that."""
+def _to_pixels(image: Any, subject: str, floats: ValueRange | None, storing: Storing) -> NDArray[Any]:
+    """Return an array or tensor as [H, W, C]: uint8, deeper integers, or what keeps its values."""
     if not _is_array(image):
         found = "missing" if image is None else f"of type {type(image).__name__}"
         raise RequestError(
@@ -291,12 +314,13 @@ def _to_pixels(image: Any, subject: str, floats: ValueRange | None) -> NDArray[A
             f"{subject} is {pixels.dtype}; images are integers, booleans, or floating point {FLOAT_RANGES}"
         )
     # Where both sides could be channels, tensors have theirs first and arrays theirs last.
-    axis = channel_axis(pixels.shape, hasattr(image, "detach")) if pixels.ndim == 3 else None
+    axis = channel_axis(pixels.shape, hasattr(image, "detach"), storing.axes) if pixels.ndim == 3 else None
     if pixels.ndim not in (2, 3) or 0 in pixels.shape or (pixels.ndim == 3 and axis is None):
-        raise RequestError(f"{subject} has the shape {shape}; images are [H, W], [H, W, C] or [C, H, W], C = 1, 3 or 4")
+        ask = "; say which axis is that of channels: data={'axes': 'NCHW'} or 'NHWC'" * (pixels.ndim == 3)
+        raise RequestError(f"{subject} has the shape {shape}; images are [H, W], [H, W, C] or [C, H, W]{ask}")
     if axis == 0:
         pixels = pixels.transpose(1, 2, 0)
-    if pixels.dtype.kind == "f":  # with the channels last, of which the last may be transparency
+    if pixels.dtype.kind == "f" and not storing.keeps:  # the last of the channels may be transparency
         pixels = scale_floats(pixels, floats or float_range([extent_of(pixels)], subject), subject)
     return np.ascontiguousarray(pixels if pixels.ndim == 3 else pixels[..., None])
 

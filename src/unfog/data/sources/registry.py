@@ -28,6 +28,7 @@ BUILT_IN = (
     "unfog.data.sources.zip_archive:ZipSource",
     "unfog.data.sources.arrays:ArraySource",
     "unfog.data.sources.stored_images:StoredImages",
+    "unfog.data.sources.array_folder:ArrayFolder",
     "unfog.data.sources.folder:FolderSource",  # last, as it matches every folder
 )
 
@@ -77,7 +78,10 @@ def locate(text: str) -> tuple[type[Source], SourceLocation]:
 
 
 def open_source(
-    text: str | Path, progress: Callable[[int, int], None] | None = None, policy: RemotePolicy | None = None
+    text: str | Path,
+    progress: Callable[[int, int], None] | None = None,
+    policy: RemotePolicy | None = None,
+    axes: str = "auto",
 ) -> Source:
     """Open the source that a text means.
 
@@ -87,12 +91,13 @@ def open_source(
         progress: called with (megabytes done, megabytes in all) while an index of shards is built, which may take
             minutes once. It may raise to stop; what is done by then is kept.
         policy: for remote shards.
+        axes: `data.axes`.
 
     Raises:
         RequestError: there is no such thing, it has no image, or it cannot be read.
     """
     source, location = locate(str(text))
-    return source.load(location, OpenOptions(progress, policy or RemotePolicy()))
+    return source.load(location, OpenOptions(progress, policy or RemotePolicy(), axes))
 
 
 def _match(sources: list[type[Source]], location: SourceLocation) -> tuple[type[Source], SourceLocation] | None:

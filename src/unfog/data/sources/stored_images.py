@@ -26,8 +26,8 @@ from unfog.data.sources.base import SourceLocation
 from unfog.data.sources.image_files import open_bytes
 from unfog.data.sources.image_objects import (
     ImageItems,
+    Storing,
     as_array,
-    channel_axis,
     cut_or_range,
     encode_image,
     find_float_range,
@@ -38,11 +38,13 @@ from unfog.errors import RequestError
 from unfog.files.cache_folder import cache_folder, hold, make_room
 from unfog.files.safe_files import move, open_file, remove
 from unfog.text import sanitize
+from unfog.values.axes import USUAL, channel_axis
 
 _LABELS = "labels.json"
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # so that the same images make the same file
 _CHUNK = 1024  # images that are converted at a time
 _NAMED = 5  # images that a message names
+USUAL_STORING = Storing()
 
 
 class Report(NamedTuple):
@@ -66,13 +68,17 @@ class StoredImages(ZipSource):
         for info in self._stored_labels:
             self._read_labels(info)
 
+    def read(self, i: int) -> Image.Image | NDArray[Any]:
+        image = self.open(i)
+        return image.values if isinstance(image, DeepImage) else image
+
     def open(self, i: int) -> Image.Image | DeepImage:
         name = self.names[i]
         data = self._content(self._members[name])
         return DeepImage.from_npy(data) if data.startswith(MAGIC_PREFIX) else open_bytes(data, name)
 
     @staticmethod
-    def store(source: Any, labels: Any = None, report: Report | None = None, value_range: Sequence[float] = ()) -> Path:
+    def store(source: Any, labels: Any = None, report: Report | None = None, storing: Storing = USUAL_STORING) -> Path:
         """Write images given as objects into the cache, once, and return the path of the file, which is a SOURCE.
 
         The name of the file is a digest of the images and labels, so that the same list is the same file. Images are
@@ -82,7 +88,7 @@ class StoredImages(ZipSource):
             source: an array or tensor of all images, or what `ImageItems.read` takes.
             labels: a whole number or a text for each image, where the source has none itself.
             report: functions to call meanwhile.
-            value_range: `data.range`; () for the range that most images of floating point have.
+            storing: how arrays are stored.
 
         Raises:
             RequestError: there are no images, one is none, the labels do not fit, or the cache cannot be written.
@@ -91,15 +97,15 @@ class StoredImages(ZipSource):
         source = _plain_source(source)
         if hasattr(source, "__array__"):
             first = hasattr(source, "detach")
-            pixels = _without_floats(as_array(source), first, report, value_range)
-            return ArraySource.store(pixels, labels, report.say, channels_first=first)
+            pixels = _without_floats(as_array(source), first, report, storing)
+            return ArraySource.store(pixels, labels, report.say, channels_first=first, axes=storing.axes)
         items, folder = ImageItems.read(source), cache_folder()
         partial = folder / f"images-{os.getpid()}-{time.time_ns()}.partial"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             remove_stale_entries(folder)
             try:
-                digest = _write(partial, items, labels, report, value_range)
+                digest = _write(partial, items, labels, report, storing)
                 path = folder / f"images-{digest}.images"
                 hold(path)
                 # The name is a digest of the content: one that is there is the same file.
@@ -146,14 +152,23 @@ def _plain_source(source: Any) -> Any:
     return source
 
 
-def _without_floats(
-    array: NDArray[Any], channels_first: bool, report: Report, value_range: Sequence[float]
-) -> NDArray[Any]:
-    """Return an array of floating point as uint8, and others unchanged. RequestError names images out of range."""
-    if array.dtype.kind != "f" or array.ndim < 3 or not array.size:
+def _without_floats(array: NDArray[Any], channels_first: bool, report: Report, storing: Storing) -> NDArray[Any]:
+    """Return an array of floating point as uint8, and others unchanged. RequestError names images out of range.
+
+    Values that are kept are unchanged: those without a usual range, and those of other channels than pictures have.
+    """
+    if array.dtype.kind != "f" or array.ndim < 3 or not array.size or storing.keeps:
+        return array
+    axis = channel_axis(array.shape[1:], channels_first, storing.axes) if array.ndim == 4 else None
+    if array.ndim == 4 and (axis is None or array.shape[1 + axis] not in USUAL):
         return array
     extents = [extent_of(image[..., None]) for image in array]
-    floats = float_range(extents, "the array", value_range)
+    try:
+        floats = float_range(extents, "the array", storing.range)
+    except RequestError:
+        if not storing.may_keep:
+            raise
+        return array
     low, high = f"{floats.low:g}", f"{floats.high:g}"
     if broken := [i for i, extent in enumerate(extents) if extent is None]:
         raise RequestError(
@@ -169,7 +184,7 @@ def _without_floats(
         )
     report.say(_float_line(floats))
     # The channels, of which the last may be transparency, are the last axis meanwhile.
-    turned = array.ndim == 4 and channel_axis(array.shape[1:], channels_first) == 0
+    turned = axis == 0
     last, ranges = np.moveaxis(array, 1, -1) if turned else array, Ranges(floats=floats)
     parts = [_scaled(last[i : i + _CHUNK], ranges) for i in range(0, len(array), _CHUNK)]
     pixels: NDArray[Any] = np.concatenate(parts)
@@ -185,7 +200,8 @@ def _scaled(images: NDArray[Any], ranges: Ranges) -> NDArray[np.uint8]:
 
 def _float_line(floats: ValueRange) -> str:
     low, high = f"{floats.low:g}", f"{floats.high:g}"
-    return f"  images of floating point, from {low} to {high}, are stored as uint8, from 0 to 255"
+    kept = "data={'dtype': 'float32'} keeps them"
+    return f"  images of floating point, from {low} to {high}, are stored as uint8, from 0 to 255 ({kept})"
 
 
 def _named(images: Sequence[int]) -> str:
@@ -194,7 +210,7 @@ def _named(images: Sequence[int]) -> str:
     return f"images {', '.join(map(str, images[:_NAMED]))}{more}"
 
 
-def _write(partial: Path, source: ImageItems, labels: Any, report: Report, value_range: Sequence[float]) -> str:
+def _write(partial: Path, source: ImageItems, labels: Any, report: Report, storing: Storing) -> str:
     """Write the archive, and return the digest of images and labels."""
     given = None if labels is None else [_plain_label(label, i) for i, label in enumerate(labels)]
     found: list[int | str | None] = []
@@ -203,11 +219,11 @@ def _write(partial: Path, source: ImageItems, labels: Any, report: Report, value
     with open_file(partial, "xb", partial.parent) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         if source.unused:
             report.say(f"  {source.unused}")
-        floats, items = find_float_range(source.items, value_range)
+        floats, items, storing = find_float_range(source.items, storing)
         if floats is not None:
             report.say(_float_line(floats))
         for i, (image, label) in enumerate(items):
-            content = encode_image(image, i, floats)
+            content = encode_image(image, i, floats, storing)
             digest.update(hashlib.sha256(content).digest())
             archive.writestr(zipfile.ZipInfo(f"{i:08}.png", _EPOCH), content)
             found.append(_plain_label(label, i))

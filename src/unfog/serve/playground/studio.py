@@ -50,12 +50,16 @@ class Studio:
         """Draw a job, and send its steps and its pictures. One that is cancelled ends within a step."""
         head = message.head
         run = self._load(head["run"], **head["weights"])
+        if not (format := run.config.image_format).is_picture:
+            raise RequestError(
+                f"the playground draws pictures of 8 bits, and this run has {format}; use `unfog sample`"
+            )
         if channel.is_cancelled(job):
             channel.send("done", job, stopped=True, images=[0], seconds=0.0, calls=0)
             return
         image, mask = _inputs(message)
         settings = dict(head["settings"])
-        count, format = settings.pop("n"), run.config.image_format
+        count = settings.pop("n")
         edit = build_edit(run.config, image, mask, settings.get("strength"), settings.get("repeats"))
         kind, steps, grid = (settings.get(name) for name in ("sampler", "steps", "grid"))
         sampler = run.sampler(kind, steps, grid, settings.get("levels", ()))

@@ -1,0 +1,89 @@
+"""Choose the stored type and the channels of a source: 8 bits for pictures, and float32 for arrays that are none."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from unfog.data.bit_depth import DeepImage
+from unfog.data.settings import Data, KeptType
+from unfog.data.sources.base import ImageError, Source
+from unfog.errors import RequestError
+from unfog.settings import AUTO
+from unfog.text import sanitize
+from unfog.values.image_format import CHANNELS, MOST_CHANNELS, ImageFormat, describe_channels
+
+_LOOKED_AT = 16  # first images, of which one that can be read is looked at
+_TRANSPARENT = 4  # channels of a picture with transparency
+
+
+class Kept(NamedTuple):
+    """The stored type and the channels of images that keep their values."""
+
+    dtype: Literal["uint8"] | KeptType
+    channels: int
+
+
+def kept_line(format: ImageFormat) -> str:
+    """Return a line that says which values are kept, and how to make pictures of them instead."""
+    kind = f"{format.kind} {format.values.dtype}"
+    remedy = "; --data.range LOW HIGH makes pictures of 8 bits of them" if format.channels in CHANNELS else ""
+    return f"values are kept as they are: {kind}{remedy}"
+
+
+def choose_kept(source: Source, settings: Data, began: bool = False) -> Kept | None:
+    """Return how the images of a source keep their values, by the settings and the first image; None for pictures.
+
+    Arrays with other channels than 1, 3 or 4 keep their values. Their values are looked at by `find_ranges`,
+    which fails without a usual range: see `keep_array`. A run that began without the setting has pictures.
+    RequestError if the settings do not fit the images.
+    """
+    asked, wanted = settings.requested_dtype, settings.channels
+    if began and not asked and wanted in (0, *CHANNELS):
+        return None
+    first = _first_image(source)
+    if first is None:
+        return None
+    is_array, held = isinstance(first, np.ndarray), _channels(first)
+    unusual = is_array and (held not in (*CHANNELS, _TRANSPARENT) or wanted == held == _TRANSPARENT)
+    if not (asked or unusual) and wanted in (0, *CHANNELS):
+        return None
+    if wanted not in (0, held) and (is_array or wanted not in CHANNELS):
+        raise RequestError(
+            f"data.channels = {wanted}, and {sanitize(source.name)} has images of {describe_channels(held)}; omit it"
+        )
+    if held > MOST_CHANNELS:
+        raise RequestError(
+            f"{sanitize(source.name)} has {held} channels, and images have at most {MOST_CHANNELS}; choose some: "
+            f"x[..., :{MOST_CHANNELS}]"
+        )
+    if settings.clip:
+        raise RequestError("data.clip cuts values that become 8 bits, and these keep their values; omit it")
+    eight = isinstance(first, np.ndarray) and first.dtype in (np.uint8, np.bool_)
+    return Kept(asked or ("uint8" if eight else "float32"), wanted or held)
+
+
+def keep_array(source: Source, settings: Data) -> Kept | None:
+    """Return how arrays without a usual range keep their values; None if these images are not, or must be pictures."""
+    first = _first_image(source)
+    if settings.dtype != AUTO or settings.clip or not isinstance(first, np.ndarray):
+        return None
+    return Kept("float32", _channels(first))
+
+
+def _first_image(source: Source) -> object | None:
+    """Return one of the first images, as the source reads it; None if all fail, which decoding reports."""
+    for i in range(min(_LOOKED_AT, len(source.names))):
+        with suppress(ImageError, OSError, ValueError, SyntaxError):
+            return source.read(i)
+    return None
+
+
+def _channels(image: object) -> int:
+    """Return the channels of an image; of a file those without transparency."""
+    if isinstance(image, np.ndarray | DeepImage):
+        shape = image.shape if isinstance(image, np.ndarray) else image.values.shape
+        return 1 if len(shape) == 2 else int(shape[2])
+    return 1 if getattr(image, "mode", "") in ("1", "L", "LA", "F") or getattr(image, "mode", "")[:1] == "I" else 3

@@ -1,0 +1,287 @@
+"""Arrays that are no pictures: stored types, channels, axes and value maps, from files to samples in their units."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import unfog
+from conftest import TRANSFORMER
+from unfog.data.packs.pack import Pack
+from unfog.data.prepare import prepare
+from unfog.data.settings import Data
+from unfog.data.sources.image_objects import Storing
+from unfog.data.sources.registry import open_source
+from unfog.data.sources.stored_images import StoredImages
+from unfog.errors import RequestError
+from unfog.inference.compare_images import Comparison
+from unfog.values import value_maps
+from unfog.values.image_format import ImageFormat, StoredValues
+
+RNG = np.random.default_rng(0)
+NEVER = {"every": -1}
+TINY = {"network": TRANSFORMER, "steps": 2, "batch": 4, "device": "cpu", "preview": NEVER, "evaluate": NEVER}
+FIELDS = (RNG.normal(size=(24, 12, 16, 4)) * [1, 10, 100, 1000] + [0, 5, 100, -3000]).astype(np.float32)
+
+
+def saved(tmp_path: Path, values: np.ndarray, name: str = "x.npy") -> Path:
+    np.save(tmp_path / name, values)
+    return tmp_path / name
+
+
+def planes(values: np.ndarray) -> np.ndarray:
+    return values.transpose(0, 3, 1, 2)
+
+
+@pytest.mark.parametrize("cache", ["memory", "disk", "none"])
+@pytest.mark.parametrize("kind", ["last", "first", "folder", "python", "list"])
+def test_floats_of_four_channels_keep_their_values(tmp_path: Path, kind: str, cache: str) -> None:
+    place: Path = tmp_path / "x.npy"
+    match kind:
+        case "last":
+            saved(tmp_path, FIELDS)
+        case "first":
+            saved(tmp_path, planes(FIELDS))
+        case "folder":
+            (place := tmp_path / "images").mkdir()
+            for i, image in enumerate(FIELDS):
+                np.save(place / f"{i:03}.npy", image)
+        case "python":
+            place = StoredImages.store(FIELDS, storing=Storing.of(Data()))
+        case "list":
+            place = StoredImages.store(list(FIELDS), storing=Storing.of(Data()))
+    made = prepare(open_source(place), Data(cache=cache))
+    assert (made.settings.dtype, made.settings.channels, made.settings.size) == ("float32", 4, "16x12")
+    assert np.array_equal(made.train.take(np.arange(24)).pixels, planes(FIELDS))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "expected"),
+    [
+        ((6, 8, 12, 5), np.uint8, None),
+        ((6, 8, 40, 2), np.uint8, ("uint8", 2, "40x8")),
+        ((6, 64, 272, 64), np.uint8, None),
+        ((6, 7, 40, 32), np.int16, ("float32", 7, "32x40")),
+        ((6, 12, 16), np.int16, ("float32", 1, "16x12")),
+        ((6, 12, 16, 3), np.uint8, ("auto", 3, "16x12")),
+        ((6, 4, 12, 16), np.uint8, ("auto", 3, "16x12")),
+        ((6, 12, 16), np.uint16, ("auto", 1, "16x12")),
+    ],
+)
+def test_types_and_channels_are_chosen_by_the_array(
+    tmp_path: Path, shape: tuple[int, ...], dtype: type, expected: tuple[str, int, object] | None
+) -> None:
+    low = -1024 if dtype == np.int16 else 0
+    place = saved(tmp_path, RNG.integers(low, 250, shape).astype(dtype))
+    if expected is None:
+        with pytest.raises(RequestError, match=r"--data\.axes NCHW"):
+            open_source(place)
+        assert open_source(place, axes="NHWC").read(0).shape == shape[1:]
+        return
+    made = prepare(open_source(place), Data(cache="memory")).settings
+    assert (made.dtype, made.channels, made.size) == expected
+
+
+def test_axes_decide_and_more_than_64_channels_are_refused(tmp_path: Path) -> None:
+    place = saved(tmp_path, np.zeros((6, 8, 8, 8), np.uint8))
+    with pytest.raises(RequestError, match=r"--data\.axes"):
+        open_source(place)
+    x = RNG.integers(0, 255, (3, 8, 8, 6)).astype(np.uint8)
+    place = saved(tmp_path, x)
+    assert np.array_equal(open_source(place, axes="NCHW").read(1), x[1].transpose(1, 2, 0))
+    with pytest.raises(RequestError, match="at most 64"):
+        open_source(saved(tmp_path, np.zeros((2, 8, 8, 65))), axes="NHWC")
+    # A stored array has its axes with it, whatever is asked for later.
+    stored = StoredImages.store(x, storing=Storing(axes="NCHW", keeps=True))
+    for axes in ("auto", "NCHW", "NHWC"):
+        assert np.array_equal(open_source(stored, axes=axes).read(1), x[1].transpose(1, 2, 0))
+
+
+def test_four_channels_of_a_usual_range_are_kept_if_asked_for(tmp_path: Path) -> None:
+    x = RNG.random((6, 12, 16, 4)).astype(np.float32)
+    place = saved(tmp_path, x)
+    assert prepare(open_source(place), Data(cache="memory")).settings.channels == 3  # with transparency, as before
+    for asked in (Data(channels=4), Data(dtype="float32"), Data(map="standard")):
+        made = prepare(open_source(place), asked)
+        assert np.array_equal(made.train.pixels, planes(x))
+    with pytest.raises(RequestError, match=r"data\.clip"):
+        prepare(open_source(place), Data(dtype="float32", clip=True))
+    with pytest.raises(RequestError, match=r"channels = 5.* 4 channels"):
+        prepare(open_source(place), Data(channels=5))
+
+
+def test_nan_and_what_a_type_does_not_hold_are_named(tmp_path: Path) -> None:
+    x = FIELDS.copy()
+    x[3, 0, 0, 1], x[17, 2, 2, 0] = np.nan, np.inf
+    made = prepare(open_source(saved(tmp_path, x)), Data(cache="memory"))
+    assert [(file.name, "NaN" in file.reason) for file in made.report.skipped] == [
+        ("00000003", True),
+        ("00000017", True),
+    ]
+    assert "4 channels float32" in made.report.line()
+    x = RNG.integers(0, 4096, (6, 12, 16)).astype(np.int32)
+    x[2, 0, 0] = 70000
+    made = prepare(open_source(saved(tmp_path, x)), Data(dtype="uint16", cache="memory", range=(0, 4095)))
+    assert [file.name for file in made.report.skipped] == ["00000002"]
+    assert made.train.pixels.dtype == np.uint16
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif"])
+def test_scans_of_sixteen_bits_keep_all_levels(tmp_path: Path, suffix: str) -> None:
+    x = RNG.integers(0, 4096, (6, 12, 16)).astype(np.uint16)
+    x[0, 0, 0] = 4095
+    (tmp_path / "scans").mkdir()
+    for i, image in enumerate(x):
+        Image.fromarray(image).save(tmp_path / "scans" / f"{i}.{suffix}")
+    made = prepare(open_source(tmp_path / "scans"), Data(dtype="uint16", cache="memory"))
+    assert made.settings.range == (0, 4095), "the bits of the sensor are the range"
+    assert np.array_equal(made.train.pixels[:, 0], x)
+    small = prepare(open_source(tmp_path / "scans"), Data(dtype="float32", size="8x6", cache="memory"))
+    assert abs(small.train.pixels.mean() - x.mean()) < 100
+
+
+def test_a_pack_of_floats_is_read_back(tmp_path: Path) -> None:
+    from unfog.config.requests.pack import PackRequest
+    from unfog.pipeline.pack import pack
+
+    place = saved(tmp_path, FIELDS)
+    made = pack(PackRequest(str(place), tmp_path / "pack", Data()))
+    assert Pack.verify(made) == []
+    again = prepare(open_source(made), Data())
+    assert np.array_equal(again.train.pixels, planes(FIELDS))
+    assert Pack.open(made).manifest["statistics"]["mean"] == pytest.approx(FIELDS.mean((0, 1, 2)), abs=0.01)
+    smaller = prepare(open_source(made), Data(size="8x6", dtype="float32", cache="memory"))
+    assert smaller.train.pixels.shape == (24, 4, 6, 8)
+
+
+KINDS = ["linear", "minmax", "percentile", "percentile:5", "standard", "log", "arcsinh", "log,standard,minmax,arcsinh"]
+
+
+@pytest.mark.parametrize("text", KINDS)
+def test_every_map_has_an_exact_inverse_also_far_outside(text: str) -> None:
+    positive = np.abs(planes(FIELDS)) + 0.5
+    maps = value_maps.fit(text, positive)
+    values = StoredValues("float32", maps=maps)
+    for scale in (1, 100):
+        x = torch.from_numpy(positive * scale)
+        assert torch.allclose(values.to_stored(values.to_model(x)), x, rtol=2e-4, atol=1e-3 * scale)
+    below = torch.from_numpy(-positive)
+    assert torch.allclose(values.to_stored(values.to_model(below)), below, rtol=1e-3, atol=1e-2)
+    assert value_maps.maps_of(text, value_maps.flat(maps)) == maps, "settings hold all of a map"
+
+
+def test_maps_are_what_their_names_say() -> None:
+    x = torch.from_numpy(planes(FIELDS))
+    for text, expected in [("standard", 0.5), ("minmax", 1.0)]:
+        seen = StoredValues("float32", maps=value_maps.fit(text, x.numpy())).to_model(x)
+        found = seen.std((0, 2, 3)) if text == "standard" else seen.abs().amax((0, 2, 3))
+        assert torch.allclose(found, torch.full((4,), expected), atol=2e-3)
+    linear = StoredValues("float32", maps=value_maps.fit("linear", x.numpy())).to_model(x)
+    assert (linear.min(), linear.max()) == (pytest.approx(-1), pytest.approx(1))
+    ranged = Data(dtype="float32", channels=4, size="16x12", map="linear", range=(-1000, 1000)).image_format
+    assert torch.allclose(ranged.to_model(x), x / 1000)
+    assert torch.allclose(ranged.to_stored(ranged.to_model(x)), x, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("cubic", "linear, minmax"), ("percentile:60", "0 to 50"), ("log,log", "2 maps"), ("log", "arcsinh")],
+)
+def test_maps_that_do_not_fit_are_refused_with_a_remedy(text: str, said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        value_maps.fit(text, planes(FIELDS))
+
+
+def test_a_constant_channel_is_named() -> None:
+    x = planes(FIELDS).copy()
+    x[:, 2] = 7
+    with pytest.raises(RequestError, match="channel 2 has the value 7"):
+        value_maps.fit("standard", x)
+
+
+def test_views_show_one_channel_or_three() -> None:
+    maps = value_maps.fit("minmax", planes(FIELDS))
+    format = ImageFormat(4, 12, 16, StoredValues("float32", maps=maps))
+    grey = format.view(FIELDS, (2,))
+    assert grey.shape == (24, 12, 16, 3)
+    assert np.array_equal(grey[..., 0], grey[..., 1])
+    assert (grey.min(), grey.max()) == (0, 255)
+    colours = format.view(FIELDS, (3, 2, 1))
+    assert np.array_equal(colours[..., 1], grey[..., 0])
+    assert np.array_equal(format.view(FIELDS), format.view(FIELDS, (0, 1, 2)))
+    with pytest.raises(RequestError, match="channels 0 to 3"):
+        format.view(FIELDS, (4,))
+
+
+@pytest.mark.slow
+def test_a_run_trains_and_samples_in_the_units_of_its_source(tmp_path: Path) -> None:
+    run = unfog.train(saved(tmp_path, FIELDS), out=tmp_path / "run", **TINY)
+    samples = np.asarray(run.sample(3, steps=3))
+    assert (samples.dtype, samples.shape) == (np.float32, (3, 12, 16, 4))
+    assert samples[..., 3].mean() < -500, "the units of the source"
+    assert run.view(samples, "3,2,1").shape == (3, 12, 16, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["uint16", "float32"])
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(tmp_path: Path, dtype: str) -> None:
+    place = saved(tmp_path, RNG.integers(0, 4096, (24, 12, 16)).astype(np.uint16))
+    settings = TINY | {"steps": 4, "flip": True, "data": {"dtype": dtype}}
+    whole = unfog.train(place, out=tmp_path / "whole", **settings, checkpoint={"every": 2})
+    shutil.copytree(tmp_path / "whole", tmp_path / "half")
+    shutil.rmtree(tmp_path / "half" / "checkpoints" / "00000004")
+    again = unfog.resume(tmp_path / "half")
+    assert again.step == 4
+    assert np.array_equal(np.asarray(again.sample(3, steps=3)), np.asarray(whole.sample(3, steps=3)))
+
+
+@pytest.mark.slow
+def test_pictures_of_samples_are_beside_their_values(tmp_path: Path) -> None:
+    from unfog.cli.main import main
+
+    run = unfog.train(saved(tmp_path, FIELDS), out=tmp_path / "run", **TINY)
+    out = tmp_path / "samples"
+    with pytest.raises(SystemExit) as ended:
+        main(["sample", str(run.path), "-n", "2", "--steps", "2", "--view", "0", "--out", str(out)])
+    assert ended.value.code == 0
+    values = np.load(out / "000001.npy")
+    assert (values.dtype, values.shape) == (np.float32, (12, 16, 4))
+    assert np.array_equal(np.asarray(Image.open(out / "000001.png").convert("RGB")), run.view(values[None], "0")[0])
+    assert (out / "grid.png").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"data": {"jitter": 0.1}}, r"data\.jitter"),
+        ({"evaluate": {"metrics": "kid"}}, r"evaluate\.metrics"),
+        ({"data": {"aspect": "keep"}}, r"data\.aspect"),
+    ],
+)
+def test_what_is_for_pictures_alone_is_refused(tmp_path: Path, settings: dict[str, object], said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        unfog.train(saved(tmp_path, FIELDS), out=tmp_path / "run", **TINY | settings)
+
+
+@pytest.mark.slow
+def test_exports_edits_and_metrics_of_pictures_are_refused(tmp_path: Path) -> None:
+    run = unfog.train(saved(tmp_path, FIELDS), out=tmp_path / "run", **TINY)
+    with pytest.raises(RequestError, match="exports write pictures"):
+        run.export(tmp_path / "model")
+    with pytest.raises(RequestError, match="images to edit are pictures"):
+        run.sample(1, image=np.zeros((12, 16), np.uint8))
+    with pytest.raises(RequestError, match="compare pictures"):
+        run.evaluate("kid", n=10)
+
+
+def test_metrics_of_pictures_are_refused_for_any_set_of_other_values(tmp_path: Path) -> None:
+    made = prepare(open_source(saved(tmp_path, FIELDS)), Data(cache="memory"))
+    with pytest.raises(RequestError, match="4 channels of float32"):
+        Comparison(("sliced",), None, made.train, np.arange(10))
+    assert Comparison(("held_out",), None, made.train, np.arange(10)).real_features is None
