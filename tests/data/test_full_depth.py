@@ -204,6 +204,55 @@ def test_a_constant_channel_is_named() -> None:
         value_maps.fit("standard", x)
 
 
+@pytest.mark.parametrize("text", ["linear", "minmax", "standard"])
+def test_values_that_are_all_equal_are_refused_without_another_map(text: str) -> None:
+    with pytest.raises(RequestError, match="nothing to learn"):
+        value_maps.fit(text, np.full((4, 2, 8, 8), -3, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("text", "ends", "said"),
+    [
+        ("standard", (-3.4e38, 3.4e38), "missing values, store NaN"),
+        ("minmax", (0, 3.4e38), "missing values, store NaN"),
+        ("minmax", (0, 1e-44), "multiply"),
+        ("arcsinh", (3.3e38, 3.4e38), "missing values, store NaN"),
+        ("arcsinh", (1e3, 1e-42), "minmax"),
+    ],
+)
+def test_a_map_that_neither_float32_nor_settings_hold_is_refused_before_training(
+    text: str, ends: tuple[float, float], said: str
+) -> None:
+    """Settings that cannot be read back would lose a run."""
+    values = np.where(np.arange(256).reshape(2, 2, 8, 8) % 3 > 0, *map(np.float32, ends))
+    with pytest.raises(RequestError, match=said):
+        value_maps.fit(text, values)
+
+
+def test_types_that_do_not_hold_the_values_are_refused(tmp_path: Path) -> None:
+    place = saved(tmp_path, np.concatenate([FIELDS, FIELDS[..., :1]], axis=3))
+    for dtype, said in [("uint8", "5 channels; omit it"), ("uint16", "give float32")]:
+        with pytest.raises(RequestError, match=said):
+            prepare(open_source(place, axes="NHWC"), Data(dtype=dtype))
+    bytes_of_two = saved(tmp_path, RNG.integers(0, 255, (6, 8, 40, 2)).astype(np.uint8))
+    assert prepare(open_source(bytes_of_two), Data(dtype="uint8")).settings.dtype == "uint8"
+
+
+def test_a_range_is_said_to_change_nothing_only_where_it_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from unfog.pipeline.load_data import _warn_of_no_effect
+
+    source = open_source(saved(tmp_path, FIELDS))
+    for settings, said in [
+        (Data(dtype="float32", range=(-1000, 1000)), ""),
+        (Data(map="arcsinh", range=(-1000, 1000)), "data.map = arcsinh"),
+    ]:
+        _warn_of_no_effect(settings, prepare(source, settings), from_python=False)
+        found = capsys.readouterr().err
+        assert said in found if said else not found
+
+
 def test_views_show_one_channel_or_three() -> None:
     maps = value_maps.fit("minmax", planes(FIELDS))
     format = ImageFormat(4, 12, 16, StoredValues("float32", maps=maps))
