@@ -215,9 +215,11 @@ def test_values_that_are_all_equal_are_refused_without_another_map(text: str) ->
     [
         ("standard", (-3.4e38, 3.4e38), "missing values, store NaN"),
         ("minmax", (0, 3.4e38), "missing values, store NaN"),
-        ("minmax", (0, 1e-44), "multiply"),
+        ("linear", (0, 3.4e38), "missing values, store NaN"),
+        ("standard", (-9e29, 9e29), "another unit"),
+        ("minmax", (0, 1e-44), "another unit"),
         ("arcsinh", (3.3e38, 3.4e38), "missing values, store NaN"),
-        ("arcsinh", (1e3, 1e-42), "minmax"),
+        ("arcsinh", (1e-42, 1e3), "minmax"),
     ],
 )
 def test_a_map_that_neither_float32_nor_settings_hold_is_refused_before_training(

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 KINDS = ("linear", "minmax", "percentile", "standard", "log", "arcsinh")
 _USUAL_PERCENTILE = 1.0
 _NUMBERS = 3  # that settings hold for each channel
-# Numbers of a map, as settings hold none beyond, and float32 has little beyond.
-_LEAST_HALF, _LARGEST = 1e-30, 1e30
+# Bounds of the numbers of a map: settings hold none above, and float32 loses digits below and has little above.
+_LEAST_HALF, _LARGEST = 1e-37, 1e30
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,7 @@ def _fit_channel(
     import numpy as np
 
     low, high, knee = float(values.min()), float(values.max()), 1.0
+    _check_size(channel, kind, *(whole if kind == "linear" else (low, high)))
     if low == high and kind != "linear":
         raise RequestError(
             f"channel {channel} has the value {low:g} in all training images, so no map can be fitted to it; leave it "
@@ -142,25 +143,30 @@ def _fit_channel(
             "minmax or standard"
         )
     fitted = ChannelMap(kind, knee, (low + high) / 2, (high - low) / 2)
-    _check_float32(channel, fitted, values)
+    _check_numbers(channel, fitted, values)
     return fitted
 
 
-def _check_float32(channel: int, fitted: ChannelMap, values: NDArray[Any]) -> None:
-    """Raise RequestError if float32 or the settings cannot hold the numbers of a map, or values on its way."""
+def _check_size(channel: int, kind: str, low: float, high: float) -> None:
+    """Raise RequestError if the values of a channel are too large for their map; a logarithm makes them small."""
+    if kind != "log" and max(abs(low), abs(high)) > _LARGEST:
+        raise RequestError(
+            f"channel {channel} has values from {low:g} to {high:g}, and data.map = {kind} takes values up to "
+            f"{_LARGEST:g}; if some stand for missing values, store NaN there, which leaves those images out; else "
+            "divide all values by a constant"
+        )
+
+
+def _check_numbers(channel: int, fitted: ChannelMap, values: NDArray[Any]) -> None:
+    """Raise RequestError if float32 or the settings cannot hold the numbers of a map, or a value on its curve."""
     low, high = float(values.min()), float(values.max())
     curved = max(abs(low), abs(high)) / fitted.knee if fitted.kind == "arcsinh" else 0.0
-    largest = max(abs(fitted.middle), fitted.half, fitted.knee)
-    if max(largest, curved) <= _LARGEST and fitted.half >= _LEAST_HALF:
-        return
-    remedy = "multiply the values by a constant"
-    if largest > _LARGEST:
-        remedy += "; if some of them stand for missing values, store NaN there, which leaves those images out"
-    elif curved > _LARGEST:
-        remedy = "give data.map = minmax"
-    raise RequestError(
-        f"channel {channel} has values from {low:g} to {high:g}, for which float32 has no map {fitted.kind}; {remedy}"
-    )
+    if max(abs(fitted.middle), fitted.half, fitted.knee, curved) > _LARGEST or fitted.half < _LEAST_HALF:
+        remedy = "data.map = minmax" if curved > _LARGEST else "the values in another unit, multiplied by a constant"
+        raise RequestError(
+            f"channel {channel} has values from {low:g} to {high:g}, for which float32 has no map {fitted.kind}; give "
+            f"{remedy}"
+        )
 
 
 def _percentiles(values: NDArray[Any], percentile: float) -> tuple[float, float]:
