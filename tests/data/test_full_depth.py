@@ -131,6 +131,28 @@ def test_nan_and_what_a_type_does_not_hold_are_named(tmp_path: Path) -> None:
     assert made.train.pixels.dtype == np.uint16
 
 
+HEADERS = (
+    "{'descr': '<f4', 'fortran_order': False, 'shape': (12,16,4",
+    "{'descr': '<f4', 'fortran_order': False, 'shape': (99999999999999999999,16,4)}",
+    "{'descr': '<f4', 'fortran_order': False, 'shape': (-12,16,4)}",
+    "\0\1'''{'descr'",
+    "{'descr': 3, 'fortran_order': False, 'shape': (12,16,4)}",
+    "{'descr': '|O', 'fortran_order': False, 'shape': (12,16,4)}",
+)
+
+
+def test_files_of_a_folder_with_damaged_headers_are_left_out(tmp_path: Path) -> None:
+    for i, header in enumerate(HEADERS):
+        text = header.encode() + b"\n"
+        head = b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little")
+        (tmp_path / f"0{i}.npy").write_bytes(head + text + b"\0" * 64)
+    for i, image in enumerate(FIELDS):
+        np.save(tmp_path / f"1{i:02}.npy", image)
+    made = prepare(open_source(tmp_path), Data(cache="memory"))
+    assert [file.name for file in made.report.skipped] == [f"0{i}.npy" for i in range(len(HEADERS))]
+    assert np.array_equal(made.train.pixels, planes(FIELDS))
+
+
 @pytest.mark.parametrize("suffix", ["png", "tif"])
 def test_scans_of_sixteen_bits_keep_all_levels(tmp_path: Path, suffix: str) -> None:
     x = RNG.integers(0, 4096, (6, 12, 16)).astype(np.uint16)
