@@ -13,8 +13,8 @@ class Denoiser(nn.Module):
 
     Images are float [B, C, H, W] with values of about -1 to 1, see `to_model`; `shape` is (C, H, W). Levels `sigma` are
     a number or a tensor [B], from 0 to `sigma_max`. One below `sigma_min`, the least that was trained, counts as
-    `sigma_min`. `label` is int64 [B] in 0 to len(classes) - 1; None, or len(classes), stands for no class. The network
-    computes in the type of its weights. Other shapes, levels and labels raise ValueError.
+    `sigma_min`. `label` is int64 [B] in 0 to len(classes) - 1; None, or len(classes), stands for no class. Other
+    shapes, levels and labels raise ValueError. The network computes in float32, that of its weights.
     """
 
     def __init__(self, network, model, levels):
