@@ -495,7 +495,7 @@ def test_copies_are_told_where_nothing_is_held_out_by_pixels(copied):
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"), [({"wrap": "x"}, True), ({"wrap": "x", "roll": False}, False), ({}, False)]
+    ("settings", "said"), [({"wrap": "x"}, True), ({"wrap": "x", "roll": False}, True), ({}, False)]
 )
 def test_the_search_by_pixels_states_that_it_finds_no_rolled_copies(settings, said):
     prepared, _ = without_held_out()

@@ -238,7 +238,8 @@ def find_nearest_images(
     unseen = UnseenImages(prepared)
     queries = torch.cat([torch.from_numpy(drawn.copy()).permute(0, 3, 1, 2), torch.from_numpy(unseen.pixels)])
     both = _find_nearest(queries, prepared.train.pixels, [-1] * len(drawn) + unseen.own, progress)
-    rolled = prepared.settings.roll and bool(prepared.settings.wrapped)
+    # Samples of a network without edges begin anywhere, whether or not its training images were moved.
+    rolled = bool(prepared.settings.wrapped)
     return Nearness(*_split_queries(both, len(drawn)), unseen.what, len(prepared.train), rolled=rolled)
 
 
