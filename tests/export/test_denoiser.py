@@ -1,5 +1,6 @@
 """The denoiser export: D(x, sigma) and its score without Unfog, with the run's values, and adapters for solvers."""
 
+import copy
 import math
 import re
 import runpy
@@ -94,6 +95,51 @@ def test_a_label_of_no_class_is_refused(tmp_path):
     denoiser = code["load"](tmp_path / "out/denoiser.safetensors")
     with pytest.raises(ValueError, match="no classes"):
         denoiser(torch.zeros(1, *denoiser.shape), 1.0, torch.tensor([0]))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("denoiser") / "out"
+    return exported(run_of("default", DIT, 3), folder)["load"](folder / "denoiser.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("sigma", "label", "word"),
+    [
+        (math.nan, None, "not a level"),
+        (-1.0, None, "not a level"),
+        ([1.0, 1.0], None, "sigma has 2 values for 3 images"),
+        (1.0, 4, "whole number from 0 to 3"),
+        (1.0, [0, 1, -1], "whole number from 0 to 3"),
+        (1.0, [0.0, 1.0, 2.0], "whole number from 0 to 3"),
+        (1.0, [0, 1], "label has 2 values for 3 images"),
+    ],
+)
+def test_what_is_no_level_or_label_is_refused(small, sigma, label, word):
+    with pytest.raises(ValueError, match=word):
+        small(torch.zeros(3, *small.shape), sigma, label)
+
+
+def test_what_is_no_batch_of_its_images_is_refused(small):
+    for x in (torch.zeros(small.shape), torch.zeros(3, 1 + small.shape[0], *small.shape[1:])):
+        with pytest.raises(ValueError, match="x has the shape"):
+            small(x, 1.0)
+
+
+@pytest.mark.parametrize("given", [torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("weights", [torch.float32, torch.float64])
+def test_images_of_other_types_are_taken(small, given, weights):
+    x = torch.randn(2, *small.shape, generator=torch.Generator().manual_seed(0)).to(given)
+    found = copy.deepcopy(small).to(weights)(x, 0.5)
+    assert found.dtype == (torch.float64 if torch.float64 in (given, weights) else torch.float32)
+    torch.testing.assert_close(found.float(), small(x.float(), 0.5), atol=1e-5, rtol=1e-5)
+
+
+def test_weights_of_another_file_are_refused(tmp_path):
+    run_of("default", DIT, 0).export(tmp_path / "weights", format="safetensors")
+    code = exported(run_of("default", DIT, 0), tmp_path / "out")
+    with pytest.raises(ValueError, match="--format denoiser"):
+        code["load"](tmp_path / "weights/model.safetensors")
 
 
 def test_the_card_of_a_denoiser_draws(tmp_path):

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -491,6 +492,17 @@ def test_copies_are_told_where_nothing_is_held_out_by_pixels(copied):
     assert check_memorization_by_pixels(drawn, prepared, lambda done: None).severity == (
         "warning" if copied else "fine"
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"), [({"wrap": "x"}, True), ({"wrap": "x", "roll": False}, True), ({}, False)]
+)
+def test_the_search_by_pixels_states_that_it_finds_no_rolled_copies(settings, said):
+    prepared, _ = without_held_out()
+    prepared = replace(prepared, settings=Data(size=8, channels=3, **settings))
+    drawn = np.roll(prepared.train.pixels[:40], 4, axis=3).transpose(0, 2, 3, 1)
+    finding = check_memorization_by_pixels(drawn, prepared, lambda done: None)
+    assert ("moved around" in finding.evidence) == said
 
 
 @pytest.mark.parametrize("copied", [True, False])

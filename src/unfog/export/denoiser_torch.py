@@ -12,8 +12,9 @@ class Denoiser(nn.Module):
     """D(x, sigma) = E[x0 | x], the clean image that is expected behind x = x0 + sigma * noise.
 
     Images are float [B, C, H, W] with values of about -1 to 1, see `to_model`; `shape` is (C, H, W). Levels `sigma` are
-    a number or a tensor [B], at most `sigma_max`. One below `sigma_min`, the least that was trained, counts as
-    `sigma_min`. `label` is int64 [B] in 0 to len(classes) - 1; None, or len(classes), stands for no class.
+    a number or a tensor [B], from 0 to `sigma_max`. One below `sigma_min`, the least that was trained, counts as
+    `sigma_min`. `label` is int64 [B] in 0 to len(classes) - 1; None, or len(classes), stands for no class. Other
+    shapes, levels and labels raise ValueError. The network computes in float32, that of its weights.
     """
 
     def __init__(self, network, model, levels):
@@ -24,6 +25,8 @@ class Denoiser(nn.Module):
         self.register_buffer("levels", levels)  # log SNR of each timestep, if the network receives timesteps
 
     def forward(self, x, sigma, label=None):
+        if x.ndim != 4 or x.shape[1] != self.shape[0]:
+            raise ValueError(f"x has the shape {list(x.shape)}; give [B, {', '.join(map(str, self.shape))}]")
         if label is not None and not self.classes:
             raise ValueError("this denoiser has no classes; give no label")
         told = () if not self.classes else (self._label(x, label),)
@@ -32,7 +35,8 @@ class Denoiser(nn.Module):
         objective, x_t = self.model["objective"], alpha * x
         deviation = objective["sigma_data"]
         c_in = (noise.square() + (deviation * alpha).square()).rsqrt() if objective["scale_input"] else 1
-        y = self.network(c_in * x_t, self._c_noise(logsnr), *told)[:, : x.shape[1]]
+        typed = (c_in * x_t).to(next(self.network.parameters()).dtype)
+        y = self.network(typed, self._c_noise(logsnr), *told)[:, : x.shape[1]]
         a, b = self._target(alpha, noise, deviation)
         return (b * x_t - noise * y) / (alpha * b - noise * a)
 
@@ -53,12 +57,20 @@ class Denoiser(nn.Module):
 
     def _label(self, x, label):
         null = len(self.classes)
-        return torch.full((len(x),), null, device=x.device) if label is None else torch.as_tensor(label).to(x.device)
+        if label is None:
+            return torch.full((len(x),), null, device=x.device)
+        label = _for_each(x, torch.as_tensor(label, device=x.device), "label")
+        # Looked up in the table of classes, such a label would stop the process on CUDA.
+        if label.is_floating_point() or bool(((label < 0) | (label > null)).any()):
+            raise ValueError(f"a label is a whole number from 0 to {null}, which stands for no class; see `classes`")
+        return label.long()
 
     def _level(self, x, sigma):
-        sigma = torch.as_tensor(sigma, dtype=torch.float32, device=x.device).reshape(-1).expand(len(x))
+        sigma = _for_each(x, torch.as_tensor(sigma, dtype=torch.float32, device=x.device), "sigma")
         if bool((sigma > 1.001 * self.sigma_max).any()):
             raise ValueError(f"sigma = {float(sigma.max()):g} is above the most that was trained, {self.sigma_max:g}")
+        if not bool((sigma >= 0).all()):
+            raise ValueError(f"sigma = {float(sigma.min()):g} is not a level of noise; give 0 to {self.sigma_max:g}")
         return sigma.clamp(self.sigma_min, self.sigma_max)
 
     def _path(self, logsnr):
@@ -91,10 +103,23 @@ class Denoiser(nn.Module):
         return condition["first"] + condition["step"] * (k + between.clamp(0, 1).nan_to_num(nan=1.0))
 
 
+def _for_each(x, value, name):
+    """Return a tensor of one value or B values as [B], for images [B, C, H, W]."""
+    if value.numel() not in (1, len(x)):
+        raise ValueError(f"{name} has {value.numel()} values for {len(x)} images; give one for each, or one for all")
+    return value.reshape(-1).expand(len(x))
+
+
 def load(path):
-    """Return the `Denoiser` of a file denoiser.safetensors, on the CPU, without gradients of its weights."""
+    """Return the `Denoiser` of a file denoiser.safetensors, on the CPU, without gradients of its weights.
+
+    ValueError if the file is another, such as the weights of another export.
+    """
     with safe_open(path, "pt") as file:
-        model = json.loads(file.metadata()["unfog"])
+        described = (file.metadata() or {}).get("unfog")
+        if described is None:
+            raise ValueError(f"{path} is not the file denoiser.safetensors of an export with --format denoiser")
+        model = json.loads(described)
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
     shape = model["input"][0], len(model["classes"]), model["out_channels"]
     network = build(model["network"]["settings"], *shape, model["wrap"])  # noqa: F821 (above in the file)

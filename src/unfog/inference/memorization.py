@@ -131,6 +131,8 @@ class Nearness(NamedTuple):
     """Number of training images searched."""
     same: float = _SAME
     """Distance below which two images are the same."""
+    rolled: bool = False
+    """Whether copies may be moved around their edges, which the search does not find."""
 
     @property
     def limit(self) -> float:
@@ -188,6 +190,7 @@ def check_memorization(drawn: Pixels, matches: Pixels, search: Nearness) -> Find
         f"no sign of copies: the nearest training image is at {facts['median_ratio']:.2f} of the distance of the next "
         f"ones, and for {len(usual)} {what} at {facts['median_ratio_of_unseen']:.2f} ({searched:,} searched)"
     )
+    evidence += "; copies that are moved around their edges are not found" * search.rolled
     return Finding("run.memorised", "fine", evidence, "", facts, figures)
 
 
@@ -235,7 +238,9 @@ def find_nearest_images(
     unseen = UnseenImages(prepared)
     queries = torch.cat([torch.from_numpy(drawn.copy()).permute(0, 3, 1, 2), torch.from_numpy(unseen.pixels)])
     both = _find_nearest(queries, prepared.train.pixels, [-1] * len(drawn) + unseen.own, progress)
-    return Nearness(*_split_queries(both, len(drawn)), unseen.what, len(prepared.train))
+    # Samples of a network without edges begin anywhere, whether or not its training images were moved.
+    rolled = bool(prepared.settings.wrapped)
+    return Nearness(*_split_queries(both, len(drawn)), unseen.what, len(prepared.train), rolled=rolled)
 
 
 def check_memorization_by_pixels(drawn: Pixels, prepared: Dataset, progress: Callable[[int], None]) -> Finding:
