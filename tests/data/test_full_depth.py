@@ -153,6 +153,17 @@ def test_files_of_a_folder_with_damaged_headers_are_left_out(tmp_path: Path) -> 
     assert np.array_equal(made.train.pixels, planes(FIELDS))
 
 
+def test_a_damaged_header_in_a_pack_is_said_in_words(tmp_path: Path) -> None:
+    from unfog.config.requests.pack import PackRequest
+    from unfog.pipeline.pack import pack
+
+    pack(PackRequest(str(saved(tmp_path, FIELDS)), tmp_path / "pack", Data()))
+    for file in tmp_path.glob("pack/*.npy"):
+        file.write_bytes(file.read_bytes().replace(b"}", b" ", 1))
+    with pytest.raises(RequestError, match="damaged"):
+        open_source(tmp_path / "pack")
+
+
 @pytest.mark.parametrize("suffix", ["png", "tif"])
 def test_scans_of_sixteen_bits_keep_all_levels(tmp_path: Path, suffix: str) -> None:
     x = RNG.integers(0, 4096, (6, 12, 16)).astype(np.uint16)

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from unfog.data.file_rows import map_array
 from unfog.data.sources.base import ImageError, OpenOptions, Source, SourceLocation
 from unfog.data.sources.folder import files_digest, list_only
-from unfog.data.sources.image_files import image_error
 from unfog.errors import RequestError
 from unfog.files.safe_files import regular_file
 from unfog.text import sanitize
@@ -63,10 +63,7 @@ class ArrayFolder(Source):
     def _open(self, i: int) -> NDArray[Any]:
         # Mapped, as a damaged header may claim any size, and reading would make room for it.
         path = self.folder / self.names[i]
-        try:
-            values = np.load(regular_file(path, self.folder, follow=True), mmap_mode="r", allow_pickle=False)
-        except Exception as error:  # NumPy parses headers as Python, which raises errors of many types
-            raise image_error(error) from error
+        values = map_array(regular_file(path, self.folder, follow=True))
         if not isinstance(values, np.ndarray):
             raise ImageError("an .npz file by another name")
         return values
@@ -74,5 +71,5 @@ class ArrayFolder(Source):
     def _shape(self, i: int) -> tuple[int, ...]:
         try:
             return tuple(self._open(i).shape)
-        except ImageError:  # which decoding reports
+        except (ImageError, OSError, ValueError):  # which decoding reports
             return ()
