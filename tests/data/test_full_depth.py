@@ -131,6 +131,39 @@ def test_nan_and_what_a_type_does_not_hold_are_named(tmp_path: Path) -> None:
     assert made.train.pixels.dtype == np.uint16
 
 
+HEADERS = (
+    "{'descr': '<f4', 'fortran_order': False, 'shape': (12,16,4",
+    "{'descr': '<f4', 'fortran_order': False, 'shape': (99999999999999999999,16,4)}",
+    "{'descr': '<f4', 'fortran_order': False, 'shape': (-12,16,4)}",
+    "\0\1'''{'descr'",
+    "{'descr': 3, 'fortran_order': False, 'shape': (12,16,4)}",
+    "{'descr': '|O', 'fortran_order': False, 'shape': (12,16,4)}",
+)
+
+
+def test_files_of_a_folder_with_damaged_headers_are_left_out(tmp_path: Path) -> None:
+    for i, header in enumerate(HEADERS):
+        text = header.encode() + b"\n"
+        head = b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little")
+        (tmp_path / f"0{i}.npy").write_bytes(head + text + b"\0" * 64)
+    for i, image in enumerate(FIELDS):
+        np.save(tmp_path / f"1{i:02}.npy", image)
+    made = prepare(open_source(tmp_path), Data(cache="memory"))
+    assert [file.name for file in made.report.skipped] == [f"0{i}.npy" for i in range(len(HEADERS))]
+    assert np.array_equal(made.train.pixels, planes(FIELDS))
+
+
+def test_a_damaged_header_in_a_pack_is_said_in_words(tmp_path: Path) -> None:
+    from unfog.config.requests.pack import PackRequest
+    from unfog.pipeline.pack import pack
+
+    pack(PackRequest(str(saved(tmp_path, FIELDS)), tmp_path / "pack", Data()))
+    for file in tmp_path.glob("pack/*.npy"):
+        file.write_bytes(file.read_bytes().replace(b"}", b" ", 1))
+    with pytest.raises(RequestError, match="damaged"):
+        open_source(tmp_path / "pack")
+
+
 @pytest.mark.parametrize("suffix", ["png", "tif"])
 def test_scans_of_sixteen_bits_keep_all_levels(tmp_path: Path, suffix: str) -> None:
     x = RNG.integers(0, 4096, (6, 12, 16)).astype(np.uint16)
@@ -202,6 +235,57 @@ def test_a_constant_channel_is_named() -> None:
     x[:, 2] = 7
     with pytest.raises(RequestError, match="channel 2 has the value 7"):
         value_maps.fit("standard", x)
+
+
+@pytest.mark.parametrize("text", ["linear", "minmax", "standard"])
+def test_values_that_are_all_equal_are_refused_without_another_map(text: str) -> None:
+    with pytest.raises(RequestError, match="nothing to learn"):
+        value_maps.fit(text, np.full((4, 2, 8, 8), -3, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("text", "ends", "said"),
+    [
+        ("standard", (-3.4e38, 3.4e38), "missing values, store NaN"),
+        ("minmax", (0, 3.4e38), "missing values, store NaN"),
+        ("linear", (0, 3.4e38), "missing values, store NaN"),
+        ("standard", (-9e29, 9e29), "another unit"),
+        ("minmax", (0, 1e-44), "another unit"),
+        ("arcsinh", (3.3e38, 3.4e38), "missing values, store NaN"),
+        ("arcsinh", (1e-42, 1e3), "minmax"),
+    ],
+)
+def test_a_map_that_neither_float32_nor_settings_hold_is_refused_before_training(
+    text: str, ends: tuple[float, float], said: str
+) -> None:
+    """Settings that cannot be read back would lose a run."""
+    values = np.where(np.arange(256).reshape(2, 2, 8, 8) % 3 > 0, *map(np.float32, ends))
+    with pytest.raises(RequestError, match=said):
+        value_maps.fit(text, values)
+
+
+def test_types_that_do_not_hold_the_values_are_refused(tmp_path: Path) -> None:
+    place = saved(tmp_path, np.concatenate([FIELDS, FIELDS[..., :1]], axis=3))
+    for dtype, said in [("uint8", "5 channels; omit it"), ("uint16", "give float32")]:
+        with pytest.raises(RequestError, match=said):
+            prepare(open_source(place, axes="NHWC"), Data(dtype=dtype))
+    bytes_of_two = saved(tmp_path, RNG.integers(0, 255, (6, 8, 40, 2)).astype(np.uint8))
+    assert prepare(open_source(bytes_of_two), Data(dtype="uint8")).settings.dtype == "uint8"
+
+
+def test_a_range_is_said_to_change_nothing_only_where_it_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from unfog.pipeline.load_data import _warn_of_no_effect
+
+    source = open_source(saved(tmp_path, FIELDS))
+    for settings, said in [
+        (Data(dtype="float32", range=(-1000, 1000)), ""),
+        (Data(map="arcsinh", range=(-1000, 1000)), "data.map = arcsinh"),
+    ]:
+        _warn_of_no_effect(settings, prepare(source, settings), from_python=False)
+        found = capsys.readouterr().err
+        assert said in found if said else not found
 
 
 def test_views_show_one_channel_or_three() -> None:

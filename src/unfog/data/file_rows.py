@@ -42,13 +42,23 @@ def is_local(path: Path) -> bool:
     return True
 
 
+def map_array(file: Path) -> Any:
+    """Map the array in a .npy file, of which the header alone is read. ValueError or OSError if there is none."""
+    try:
+        return np.load(file, mmap_mode="r", allow_pickle=False)
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # NumPy parses headers as Python, which raises errors of many types
+        raise ValueError(str(error) or type(error).__name__) from error
+
+
 def load_rows(path: Path, root: Path, waits: Outage | None = None) -> NDArray[Any] | FileRows:
     """Return the array in a .npy file: mapped, or as `FileRows` if its file system is not local.
 
     In column-major order, in which a row is not contiguous, the whole array is read instead. ValueError or
     OSError if there is none. `waits` as in `FileRows`.
     """
-    array = np.load(regular_file(path, root, follow=True), mmap_mode="r", allow_pickle=False)  # reads the header alone
+    array = map_array(regular_file(path, root, follow=True))
     if is_local(path) or not isinstance(array, np.memmap):
         return array  # type: ignore[no-any-return]
     if not array.flags.c_contiguous or array.ndim == 0 or not array.size:

@@ -35,6 +35,7 @@ from unfog.settings import AUTO, is_auto
 from unfog.training.distributed.watchdog import AWAITING_IMAGES
 from unfog.values.buckets import bucket_texts
 from unfog.values.condition_format import facts_of, kind_of
+from unfog.values.image_format import BYTES
 
 _TOP = re.compile(r"/|(?:[-_.\d][-\w]*)?\.tar/", re.IGNORECASE)  # ends the top folder, or the word that names a shard
 _NAMES_SAMPLED = 10_000  # file names, evenly spaced, that are searched for folders called train, test or similar
@@ -51,9 +52,12 @@ def _warn_of_no_effect(settings: Data, dataset: Dataset, from_python: bool) -> N
     if settings.background not in (Data().background, made):
         warn(f"data.background = {settings.background} changes nothing: the pack was made with {made}")
     report, packed = dataset.report, dataset.settings.range
+    deep = report.has_deep_images or report.dtype != BYTES.dtype
     if not is_auto(settings, "range") and settings.range != packed:
         warn(f"data.range changes nothing: the images of a pack have 8 bits{_made_with(packed)}")
-    elif not is_auto(settings, "range") and report.read and not report.has_deep_images and not from_python:
+    elif not is_auto(settings, "range") and (fitted := dataset.settings.fitted_map):
+        warn(f"data.range changes nothing: data.map = {fitted} is fitted to the values")
+    elif not is_auto(settings, "range") and report.read and not deep and not from_python:
         warn("data.range changes nothing: no image has values deeper than 8 bits")
     if settings.clip and not dataset.settings.clip:
         warn("data.clip changes nothing: the pack was made without it")

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 KINDS = ("linear", "minmax", "percentile", "standard", "log", "arcsinh")
 _USUAL_PERCENTILE = 1.0
 _NUMBERS = 3  # that settings hold for each channel
+# Bounds of the numbers of a map: settings hold none above, and float32 loses digits below and has little above.
+_LEAST_HALF, _LARGEST = 1e-37, 1e30
 
 
 @dataclass(frozen=True)
@@ -95,10 +97,13 @@ def fit(text: str, values: NDArray[Any]) -> tuple[ChannelMap, ...]:
 
     linear takes the least and the most value of all channels to -1 and 1, minmax those of each channel, percentile its
     percentiles. standard takes the mean to 0 and two standard deviations to 1. log and arcsinh take the ends of their
-    curves to -1 and 1. RequestError if a channel has values that the map does not take.
+    curves to -1 and 1. RequestError if a channel has values that the map does not take, or that are too large or too
+    alike for float32.
     """
     kinds = parse_maps(text, values.shape[1])
     whole = (float(values.min()), float(values.max()))
+    if whole[0] == whole[1]:
+        raise RequestError(f"all values of the training images are {whole[0]:g}, so there is nothing to learn")
     return tuple(_fit_channel(i, kind, p, values[:, i], whole) for i, (kind, p) in enumerate(kinds))
 
 
@@ -108,6 +113,7 @@ def _fit_channel(
     import numpy as np
 
     low, high, knee = float(values.min()), float(values.max()), 1.0
+    _check_size(channel, kind, *(whole if kind == "linear" else (low, high)))
     if low == high and kind != "linear":
         raise RequestError(
             f"channel {channel} has the value {low:g} in all training images, so no map can be fitted to it; leave it "
@@ -136,7 +142,31 @@ def _fit_channel(
             f"data.map = {kind} finds no range in channel {channel}: all that counts is {low:g}; give data.map = "
             "minmax or standard"
         )
-    return ChannelMap(kind, knee, (low + high) / 2, (high - low) / 2)
+    fitted = ChannelMap(kind, knee, (low + high) / 2, (high - low) / 2)
+    _check_numbers(channel, fitted, values)
+    return fitted
+
+
+def _check_size(channel: int, kind: str, low: float, high: float) -> None:
+    """Raise RequestError if the values of a channel are too large for their map; a logarithm makes them small."""
+    if kind != "log" and max(abs(low), abs(high)) > _LARGEST:
+        raise RequestError(
+            f"channel {channel} has values from {low:g} to {high:g}, and data.map = {kind} takes values up to "
+            f"{_LARGEST:g}; if some stand for missing values, store NaN there, which leaves those images out; else "
+            "divide all values by a constant"
+        )
+
+
+def _check_numbers(channel: int, fitted: ChannelMap, values: NDArray[Any]) -> None:
+    """Raise RequestError if float32 or the settings cannot hold the numbers of a map, or a value on its curve."""
+    low, high = float(values.min()), float(values.max())
+    curved = max(abs(low), abs(high)) / fitted.knee if fitted.kind == "arcsinh" else 0.0
+    if max(abs(fitted.middle), fitted.half, fitted.knee, curved) > _LARGEST or fitted.half < _LEAST_HALF:
+        remedy = "data.map = minmax" if curved > _LARGEST else "the values in another unit, multiplied by a constant"
+        raise RequestError(
+            f"channel {channel} has values from {low:g} to {high:g}, for which float32 has no map {fitted.kind}; give "
+            f"{remedy}"
+        )
 
 
 def _percentiles(values: NDArray[Any], percentile: float) -> tuple[float, float]:

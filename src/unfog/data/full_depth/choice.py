@@ -52,16 +52,26 @@ def choose_kept(source: Source, settings: Data, began: bool = False) -> Kept | N
         return None
     if wanted not in (0, held) and (is_array or wanted not in CHANNELS):
         raise RequestError(
-            f"data.channels = {wanted}, and {sanitize(source.name)} has images of {describe_channels(held)}; omit it"
+            f"data.channels = {wanted}, which may come from init, and {sanitize(source.name)} has images of "
+            f"{describe_channels(held)}; omit it"
         )
     if held > MOST_CHANNELS:
         raise RequestError(
             f"{sanitize(source.name)} has {held} channels, and images have at most {MOST_CHANNELS}; choose some: "
             f"x[..., :{MOST_CHANNELS}]"
         )
+    eight = isinstance(first, np.ndarray) and first.dtype in (np.uint8, np.bool_)
+    if unusual and settings.dtype == "uint8" and not eight:
+        raise RequestError(
+            f"data.dtype = uint8 makes pictures of 8 bits, and {sanitize(source.name)} has images of "
+            f"{describe_channels(held)}; omit it"
+        )
+    if asked == "uint16" and _is_floating(first):
+        raise RequestError(
+            f"data.dtype = uint16 keeps integers, and {sanitize(source.name)} has floating point; give float32"
+        )
     if settings.clip:
         raise RequestError("data.clip cuts values that become 8 bits, and these keep their values; omit it")
-    eight = isinstance(first, np.ndarray) and first.dtype in (np.uint8, np.bool_)
     return Kept(asked or ("uint8" if eight else "float32"), wanted or held)
 
 
@@ -79,6 +89,11 @@ def _first_image(source: Source) -> object | None:
         with suppress(ImageError, OSError, ValueError, SyntaxError):
             return source.read(i)
     return None
+
+
+def _is_floating(image: object) -> bool:
+    values = image.values if isinstance(image, DeepImage) else image
+    return values.dtype.kind == "f" if isinstance(values, np.ndarray) else getattr(image, "mode", "") == "F"
 
 
 def _channels(image: object) -> int:

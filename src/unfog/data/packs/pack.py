@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from unfog.data.data_report import DataReport
 from unfog.data.dataset import Dataset, ImageSet, PixelArray
-from unfog.data.file_rows import FileRows, is_local
+from unfog.data.file_rows import FileRows, is_local, map_array
 from unfog.data.outages import Outage
 from unfog.data.settings import Data
 from unfog.data.sources.base import LazyNames, OpenOptions, Source, SourceLocation
@@ -352,7 +352,7 @@ def mapped(path: Path, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
     """Return the array in a file of a pack. ValueError if it has another shape or type; OSError if it is not there."""
     # Mapping reads the header alone, and fails for a file that is shorter than its header says.
     file = regular_file(path, path.parent)
-    array = np.load(file, mmap_mode="r", allow_pickle=False)
+    array = map_array(file)
     if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous:
         raise ValueError(f"{path.name} holds something else")
     # All but the pixels take a few bytes an image, so that they are read whole where mapping is not safe.

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from unfog.data.file_rows import map_array
 from unfog.data.sources.base import ImageError, OpenOptions, Source, SourceLocation
 from unfog.data.sources.folder import files_digest, list_only
 from unfog.errors import RequestError
@@ -62,7 +63,7 @@ class ArrayFolder(Source):
     def _open(self, i: int) -> NDArray[Any]:
         # Mapped, as a damaged header may claim any size, and reading would make room for it.
         path = self.folder / self.names[i]
-        values = np.load(regular_file(path, self.folder, follow=True), mmap_mode="r", allow_pickle=False)
+        values = map_array(regular_file(path, self.folder, follow=True))
         if not isinstance(values, np.ndarray):
             raise ImageError("an .npz file by another name")
         return values
@@ -70,5 +71,5 @@ class ArrayFolder(Source):
     def _shape(self, i: int) -> tuple[int, ...]:
         try:
             return tuple(self._open(i).shape)
-        except (ImageError, OSError, ValueError, EOFError):  # which decoding reports
+        except (ImageError, OSError, ValueError):  # which decoding reports
             return ()
