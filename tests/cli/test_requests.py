@@ -58,6 +58,7 @@ HIDDEN = (
     "columns",
     "buckets",
     "fingerprint",
+    "data.map_values",
     "init.sha256",
     "latents.",
     "autoencoder.",

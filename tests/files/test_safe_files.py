@@ -91,6 +91,7 @@ READ_BY_NAME = {
     "device/cores.py": "files of /proc and /sys",
     "errors.py": "the description of this installed package",
     "evaluation/feature_networks.py": "a network that a person names",
+    "export/denoiser_torch.py": "copied into an export, where unfog may be missing",
     "export/sample_onnx.py": "copied into an export, where unfog may be missing",
     "export/sample_torch.py": "copied into an export, where unfog may be missing",
     "export/source_code.py": "a file of this package",

@@ -29,6 +29,7 @@ from unfog.errors import RequestError
 from unfog.values.image_format import ImageFormat, in_colour, pillow_mode
 
 _ORIENTATION = 0x0112  # EXIF tag
+_ARRAY_CHANNELS = ((), (1,), (3,), (4,))  # of an array that becomes a picture of 8 bits
 _QUARTER_TURN = 5  # orientations from here on exchange width and height
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -116,6 +117,8 @@ def decode(
             return _decode_kept(found, lambda: as_image(read()), format, background)
         if (unchanged := _as_it_is(found, format)) is not None:
             return unchanged
+        if isinstance(found, np.ndarray) and found.shape[2:] not in _ARRAY_CHANNELS:
+            raise ImageError(f"an array of {found.dtype} {list(found.shape)}")
         with as_image(found) as image, _large_image_slot(image):
             if isinstance(image, Image.Image) and not (has_deep_colours(image) and ranges and ranges.integers):
                 return _decode(image, format, background, ranges)

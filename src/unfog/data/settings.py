@@ -130,6 +130,8 @@ class Data:
             raise RequestError(
                 f"channels = {self.channels} is not 1 (grey), 3 (RGB), 0 (choose), or up to {MOST_CHANNELS} of arrays"
             )
+        if len(self.map_values) % 3:
+            raise RequestError(f"map_values has {len(self.map_values)} numbers, and each channel has three; omit it")
         if not is_auto(self, "map"):
             parse_maps(self.map)
             if self.dtype == "uint8":
