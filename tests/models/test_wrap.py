@@ -253,7 +253,7 @@ def test_the_start_warns_of_images_with_a_seam():
     assert _check_edges(wave, "xy").severity == "fine"
     found = _check_edges(ramp, "xy")
     assert (found.code, found.severity) == ("settings.wrap", "warning")
-    assert "omit x from --wrap" in found.remedy
+    assert "omit x from wrap" in found.remedy
     assert _check_edges(ramp, "y").severity == "fine"
 
 

@@ -132,7 +132,7 @@ def _check_edges(x0: Tensor, wrap: str) -> Finding:
     worst = max(jumps, key=lambda axis: jumps[axis])
     said = " and ".join(f"{jump:.2g} times along {axis}" for axis, jump in jumps.items())
     seam = ", so the images have a seam, and samples will have one anywhere"
-    remedy = f"omit {worst} from --wrap; if the files are seamless, give a --size of their shape, which crops nothing"
+    remedy = f"omit {worst} from wrap; if the files are seamless, choose a size of their shape, which crops nothing"
     return Finding.graded(
         "settings.wrap",
         f"opposite edges differ {said} as much as neighbouring pixels",
