@@ -9,7 +9,7 @@ import numpy as np
 
 from unfog.data.bit_depth import DeepImage
 from unfog.data.settings import Data, KeptType
-from unfog.data.sources.base import ImageError, Source
+from unfog.data.sources.base import Source
 from unfog.errors import RequestError
 from unfog.settings import AUTO
 from unfog.text import sanitize
@@ -86,7 +86,7 @@ def keep_array(source: Source, settings: Data) -> Kept | None:
 def _first_image(source: Source) -> object | None:
     """Return one of the first images, as the source reads it; None if all fail, which decoding reports."""
     for i in range(min(_LOOKED_AT, len(source.names))):
-        with suppress(ImageError, OSError, ValueError, SyntaxError):
+        with suppress(Exception):  # decoders raise almost anything on damaged files
             return source.read(i)
     return None
 
