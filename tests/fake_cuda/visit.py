@@ -1,6 +1,6 @@
 """Parts of the GPU benchmark on fake CUDA, in a process of their own: `python visit.py NAME ...` prints their rows.
 
-Whatever is compared differs, as nothing is computed: what counts is that each row comes, and that none is an error.
+Nothing is computed, so that compared values differ. The test checks that each row comes and that no row is an error.
 """
 
 import queue
@@ -37,7 +37,7 @@ import steps
 
 import values
 
-with suppress(ImportError):  # before names of torch that it takes for types are replaced
+with suppress(ImportError):  # before fakes replace names of torch that diffusers uses as types
     from diffusers import DDPMScheduler, DiTTransformer2DModel, UNet2DModel  # noqa: F401
     from diffusers.optimization import get_scheduler  # noqa: F401
     from diffusers.training_utils import EMAModel  # noqa: F401
@@ -82,7 +82,7 @@ class VisitedFakeCuda(cases.FakeCuda):
     def _leave_out(self):
         """Leave out what no fake device has: files of tensors without values, kernels to profile, a compiler, ranks.
 
-        The capture of a bare step is not on the stream of the loop, which the fake graph asks for.
+        A bare step is not captured either: the fake graph accepts the stream of the training loop alone.
         """
         self.set(part_exact, "resumed", lambda setting: iter(()))
         self.set(part_values, "_checkpoints", lambda *a: iter(()))
@@ -144,7 +144,7 @@ def _ranks(folder):
 
 
 def _error(part, name, error):
-    """Return the row of an error, which no wrong value is taken for."""
+    """Return the row of an error, marked so that it differs from the row of a wrong value."""
     row = real_attempt(part, name, error)
     return type(row)(row.part, row.name, row.said, row.state, {"error": True})
 
