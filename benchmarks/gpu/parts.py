@@ -59,6 +59,7 @@ PARTS = {
         Part("commands", "part_commands", 60),
         Part("steps cifar10", "part_steps", 200, "cifar10"),
         Part("steps dit-latents", "part_steps", 150, "dit-latents"),
+        Part("steps small", "part_steps", 50, "small"),
         Part("steps unet-64", "part_steps", 60, "unet-64"),
         Part("profile", "part_profile", 40, "cifar10"),
         Part("ranks", "part_ranks", 30),
