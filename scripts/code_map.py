@@ -15,11 +15,11 @@ PAGE = ROOT / "docs" / "code-map.md"
 HEAD = """\
 # Map of the code
 
-Every folder and module of the package with the first line of its docstring, from the command line down to the modules
-that import nothing else. `python scripts/code_map.py` writes this page; a test checks that it is current.
+Every folder and module of the package with the first line of its docstring, from the command line down to the folders
+that all others may import. `python scripts/code_map.py` writes this page; a test checks that it is current.
 
 """
-# From the command line down to what imports nothing else; folders that are not named here come last.
+# From the command line down. Folders that all others may import are not named here, and come last.
 ORDER = (
     *("", "cli", "serve", "commands", "runs", "checks", "inference", "planning", "pipeline", "process", "config"),
     *("training", "export", "data", "diffusion", "models", "evaluation", "reporting"),

@@ -78,10 +78,10 @@ def plant(path: Path, kind: str, victim: Path) -> None:
             os.mknod(path, 0o666 | 0o020000, os.makedev(1, 5))  # /dev/zero, which never ends
 
 
-def snapshot(folder: Path) -> dict[str, tuple[int, int, int]]:
-    """Return size, time of change and mode of everything below a folder, links not followed."""
-    found = {str(path): path.lstat() for path in folder.rglob("*")}
-    return {name: (stat.st_size, stat.st_mtime_ns, stat.st_mode) for name, stat in found.items()}
+def snapshot(folder: Path) -> dict[str, tuple[int, int, int, int]]:
+    """Return inode, size, time of change and mode of a folder and everything below it, links not followed."""
+    found = {str(path): path.lstat() for path in (folder, *folder.rglob("*"))}
+    return {name: (stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_mode) for name, stat in found.items()}
 
 
 def peak_memory() -> float:
@@ -114,8 +114,12 @@ def safetensors(table: object, body: bytes = b"", length: int | None = None) -> 
 
 def npy(shape: str, kind: str = "|u1", data: bytes = b"") -> bytes:
     """Return an .npy file that claims any shape and type."""
-    header = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': {shape}, }}".encode()
-    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + data
+    return npy_with(f"{{'descr': '{kind}', 'fortran_order': False, 'shape': {shape}, }}", data)
+
+
+def npy_with(header: str, data: bytes = b"") -> bytes:
+    """Return an .npy file with any header."""
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + data
 
 
 class Trap:

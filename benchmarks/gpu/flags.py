@@ -46,7 +46,7 @@ def constant(owner: Any, name: str, value: object) -> Iterator[None]:
 
 @contextmanager
 def built_once() -> Iterator[None]:
-    """Inside, steps get copies of the first network of its settings: random weights take 5 times as long as a copy."""
+    """Inside, networks of the same settings are copies of one: random weights take 5 times as long as a copy."""
     real, made = build.build_network, dict[Any, Any]()
 
     def copied(config: Any) -> Any:

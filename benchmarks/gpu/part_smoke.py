@@ -11,6 +11,7 @@ from unfog.planning.timing import TrialTraining, random_images
 from unfog.process.device import choose_device
 
 import networks
+import torch
 from capture import must_capture
 from parts import Setting, attempt
 from rows import Row
@@ -38,6 +39,8 @@ def measure(setting: Setting, way: str) -> Iterator[Row]:
     except Exception as error:
         yield attempt(f"smoke {way}", f"{_STEPS} steps", error)
         return
+    if way == "compiled":
+        print(torch._dynamo.utils.compile_times(repr="str", aggregate=True))  # for the log: where the seconds went
     good = math.isfinite(length) and trial.state.updates == _STEPS
     said = f"{trial.state.updates} of {_STEPS} steps taken, {seconds:.1f} s of {time.perf_counter() - started:.1f} s; "
     said += f"weights of length {length:.6g}, {config.training.precision}, {config.training.memory_format}"

@@ -32,7 +32,7 @@ from rows import Row, mfu
 _SECONDS, _SECONDS_ON_CPU = 3.0, 0.05  # for each way, after its first steps
 _CAPTURED = 12  # steps at least of one that is captured: the first four are not replays
 _LEAST = 10.0  # seconds that must be left for a way to be tried
-_COMPILING = {"cifar10": 75.0, "dit-latents": 50.0, "unet-64": 90.0}
+_COMPILING = {"cifar10": 75.0, "dit-latents": 50.0, "unet-64": 90.0, "small": 75.0}
 """The same for a way that is compiled: one that would be killed in the compiler is left out."""
 _STORED = 30.0  # the same, if the program was compiled before, so that its code is stored
 
@@ -58,11 +58,11 @@ def measure(setting: Setting, name: str) -> Iterator[Row]:
     yield timer.describe()
     yield from memory(part, config, device)
     # Of this network only training is timed, and only without a compiler.
-    brief = name == "unet-64"
+    brief = name in ("unet-64", "small")
     if not brief:
         yield from drawing(part, config, device)
     with built_once():
-        trials = on_trial(config, device) if name == "cifar10" else []
+        trials = on_trial(config, device) if name in ("cifar10", "small") else []
         plain, compiled = ways(config, device)
         for way in (*plain, *trials, *([] if brief else compiled)):  # what takes longest comes last
             yield timer.time(way)
@@ -104,10 +104,11 @@ def on_trial(config: Config, device: torch.device) -> list[_Way]:
     """Return our eager step with each choice that one constant of the package makes, made the other way."""
     ours, small = partial(_ours, config, device), max(1, config.training.batch // 4)
     planar = partial(constant, build, "_WEIGHTS_CHANNELS_LAST_ON", ())
-    fused = partial(constant, group_norm, "_FUSED", True)
+    apart = partial(constant, group_norm, "_FUSED", False)
     return [
         _Way("unfog eager, weights in NCHW", ours, needs_cuda=True, flags=planar),
-        _Way("unfog eager, fused norm", partial(_ours_fused, config, device), needs_cuda=True, flags=fused),
+        _Way("unfog eager, norm not fused", ours, needs_cuda=True, flags=apart),
+        _Way("unfog captured, norm not fused", partial(_ours_captured, config, device), needs_cuda=True, flags=apart),
         _Way(f"unfog eager, batch {small}", partial(_ours, _changed(config, batch=small), device), batch=small),
     ]
 
@@ -122,12 +123,6 @@ def _ours(config: Config, device: torch.device, deterministic: bool = True) -> S
         config = _changed(config, deterministic="off")
     trial = TrialTraining(config, random_images(config, 2048 if on_gpu else 64), device)
     return StepTime.measure(trial.run, _SECONDS if on_gpu else _SECONDS_ON_CPU)
-
-
-def _ours_fused(config: Config, device: torch.device) -> StepTime:
-    import triton  # noqa: F401  without it nothing is fused
-
-    return _ours(config, device)
 
 
 def _ours_captured(config: Config, device: torch.device) -> StepTime:

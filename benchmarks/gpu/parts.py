@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import os
 import signal
@@ -51,13 +52,14 @@ PARTS = {
     for part in (
         Part("smoke eager", "part_smoke", 40, "eager"),  # the first one reads torch from the disk
         Part("smoke captured", "part_smoke", 25, "captured"),
-        Part("smoke compiled", "part_smoke", 60, "compiled"),
+        Part("smoke compiled", "part_smoke", 120, "compiled"),
         Part("values", "part_values", 70),
         Part("exact", "part_exact", 60),
         Part("device", "part_device", 40),
         Part("commands", "part_commands", 60),
         Part("steps cifar10", "part_steps", 200, "cifar10"),
         Part("steps dit-latents", "part_steps", 150, "dit-latents"),
+        Part("steps small", "part_steps", 50, "small"),
         Part("steps unet-64", "part_steps", 60, "unet-64"),
         Part("profile", "part_profile", 40, "cifar10"),
         Part("ranks", "part_ranks", 30),
@@ -74,6 +76,7 @@ VISITS = {
 }
 """Parts of each visit, in order of what a person wants to know first: the last ones get what time is left."""
 MINUTES = {"first": 4.0, "second": 7.5, "all": 9.0, "quality": 9.0}
+_FOR_STACKS = 0.5  # seconds in which a part that is not finished writes the stacks of its threads
 _ON_CPU = 4  # times the seconds of a part: a loaded CPU takes its time, and nothing waits for it
 
 
@@ -103,6 +106,9 @@ def run_part(
         process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             status = _follow(process, result, time.monotonic() + seconds, tell)
+            if status is None:  # the log says where the part was
+                process.send_signal(signal.SIGUSR1)
+                time.sleep(_FOR_STACKS)
         finally:
             # The part may have left ranks or compilers behind, which would disturb the next one.
             with suppress(ProcessLookupError, PermissionError):
@@ -146,6 +152,7 @@ def attempt(part: str, name: str, error: BaseException) -> Row:
 
 def _main(module: str, argument: str, result: str, folder: str, seconds: str, *flags: str) -> None:
     """Measure one part, writing each row as soon as it is there."""
+    faulthandler.register(signal.SIGUSR1)
     setting = Setting("--cpu" in flags, Path(folder), float(seconds))
     began = time.monotonic()
     with Path(result).open("w") as file:

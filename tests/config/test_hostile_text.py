@@ -1,4 +1,4 @@
-"""Whatever a person, a disk or an enemy puts into a file or a command, the readers say so or pass over it."""
+"""Random settings, words of commands, records and checkpoints: each reader takes them or refuses them in a line."""
 
 import json
 import math

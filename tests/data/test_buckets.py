@@ -506,6 +506,7 @@ def test_a_size_that_memory_cannot_hold_is_refused_with_a_batch_that_it_can(
         loaded.sample(16, size="2000x2000", steps=2)
     batch = int(str(refused.value).rsplit(" ", 1)[1])
     sized = loaded.at_size("2000x2000")
+    assert sized.at_size("64x48").enlarged == pytest.approx(loaded.at_size("64x48").enlarged)
     assert sized.prepare(16, batch=batch).generation.batch == batch < 16
     assert loaded.sample(2, size="64x48", steps=2).shape == (2, 48, 64, 3)
     free = 10**8

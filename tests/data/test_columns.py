@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from hostile import npy
 from unfog.config.schema import Config
 from unfog.data import decode_pool
 from unfog.data.dataset import Dataset, ImageSet
@@ -236,8 +237,7 @@ def test_forged_columns_are_refused(made: Path, tmp_path: Path, values: Any) -> 
     if isinstance(values, np.ndarray):
         np.save(forged / "column-2.npy", values, allow_pickle=True)
     elif values:
-        header = b"{'descr': '<f4', 'fortran_order': False, 'shape': (1000000000000000,), }"
-        (forged / "column-2.npy").write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
+        (forged / "column-2.npy").write_bytes(npy("(1000000000000000,)", "<f4"))
     else:
         (forged / "column-2.npy").unlink()
     seal(forged, {})

@@ -12,6 +12,9 @@ from PIL import Image
 
 import unfog
 from conftest import TRANSFORMER
+from hostile import npy_with
+from unfog.cli.main import main
+from unfog.config.requests.pack import PackRequest
 from unfog.data.packs.pack import Pack
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
@@ -20,6 +23,8 @@ from unfog.data.sources.registry import open_source
 from unfog.data.sources.stored_images import StoredImages
 from unfog.errors import RequestError
 from unfog.inference.compare_images import Comparison
+from unfog.pipeline.load_data import _warn_of_no_effect
+from unfog.pipeline.pack import pack
 from unfog.values import value_maps
 from unfog.values.image_format import ImageFormat, StoredValues
 
@@ -144,9 +149,7 @@ HEADERS = (
 
 def test_files_of_a_folder_with_damaged_headers_are_left_out(tmp_path: Path) -> None:
     for i, header in enumerate(HEADERS):
-        text = header.encode() + b"\n"
-        head = b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little")
-        (tmp_path / f"0{i}.npy").write_bytes(head + text + b"\0" * 64)
+        (tmp_path / f"0{i}.npy").write_bytes(npy_with(f"{header}\n", bytes(64)))
     for i, image in enumerate(FIELDS):
         np.save(tmp_path / f"1{i:02}.npy", image)
     made = prepare(open_source(tmp_path), Data(cache="memory"))
@@ -155,9 +158,6 @@ def test_files_of_a_folder_with_damaged_headers_are_left_out(tmp_path: Path) -> 
 
 
 def test_a_damaged_header_in_a_pack_is_said_in_words(tmp_path: Path) -> None:
-    from unfog.config.requests.pack import PackRequest
-    from unfog.pipeline.pack import pack
-
     pack(PackRequest(str(saved(tmp_path, FIELDS)), tmp_path / "pack", Data()))
     for file in tmp_path.glob("pack/*.npy"):
         file.write_bytes(file.read_bytes().replace(b"}", b" ", 1))
@@ -180,9 +180,6 @@ def test_scans_of_sixteen_bits_keep_all_levels(tmp_path: Path, suffix: str) -> N
 
 
 def test_a_pack_of_floats_is_read_back(tmp_path: Path) -> None:
-    from unfog.config.requests.pack import PackRequest
-    from unfog.pipeline.pack import pack
-
     place = saved(tmp_path, FIELDS)
     made = pack(PackRequest(str(place), tmp_path / "pack", Data()))
     assert Pack.verify(made) == []
@@ -277,8 +274,6 @@ def test_types_that_do_not_hold_the_values_are_refused(tmp_path: Path) -> None:
 def test_a_range_is_said_to_change_nothing_only_where_it_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from unfog.pipeline.load_data import _warn_of_no_effect
-
     source = open_source(saved(tmp_path, FIELDS))
     for settings, said in [
         (Data(dtype="float32", range=(-1000, 1000)), ""),
@@ -327,8 +322,6 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(tmp_path: Path, 
 
 @pytest.mark.slow
 def test_pictures_of_samples_are_beside_their_values(tmp_path: Path) -> None:
-    from unfog.cli.main import main
-
     run = unfog.train(saved(tmp_path, FIELDS), out=tmp_path / "run", **TINY)
     out = tmp_path / "samples"
     with pytest.raises(SystemExit) as ended:

@@ -24,7 +24,7 @@ from unfog.process.torch_flags import caller_flags_kept, set_repeatable
 from unfog.runs.session import say_what_resume_promises
 from unfog.training.precision import Precision
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU, CUDA, FIRST_GPU = torch.device("cpu"), torch.device("cuda"), torch.device("cuda:0")
 SMALL = "unet:channels=8/8,attention=false/true,blocks=1,norm_groups=4,head_channels=8"
 H100, V100 = ("NVIDIA H100", (9, 0)), ("Tesla V100", (7, 0))
 
@@ -47,7 +47,9 @@ def machine(monkeypatch, tmp_path):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
         monkeypatch.setattr(torch.cuda, "get_arch_list", built_for.split)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda one: found[getattr(one, "index", one) or 0])
-        monkeypatch.setattr(torch.cuda, "set_device", current.append)
+        # As torch's own, it refuses a GPU without a number.
+        numbered = torch._utils._get_device_index
+        monkeypatch.setattr(torch.cuda, "set_device", lambda one: current.append(torch.device("cuda", numbered(one))))
         lines = [f"GPU-uuid-{i}, {mib}" for i, mib in enumerate(free)][::-1]
         program = tmp_path / "nvidia-smi"
         program.write_text("#!/bin/sh\n" + ("\n".join(f"echo '{line}'" for line in lines) or "exit 9"))
@@ -84,10 +86,11 @@ def test_of_several_gpus_the_one_with_the_most_free_memory_is_taken_and_the_run_
     assert "device = cuda:1: of 3 GPUs, with 68.4 GiB" in note
 
 
-def test_one_gpu_is_taken_without_a_word(machine):
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_one_gpu_is_taken_without_a_word(name, machine):
     machine(H100, free=(900,))
-    assert device.choose_device("auto") == CUDA
-    assert settled("auto", CUDA) == ("cuda", [])
+    assert device.choose_device(name) == FIRST_GPU
+    assert settled(name, FIRST_GPU) == ("cuda", [])
 
 
 @pytest.mark.parametrize("how", ["chosen", "used"])

@@ -188,9 +188,8 @@ def compute_features(
         raise RequestError("several processes share features through the cache: give cache_key")
     folder = None if cache_key is None else features_folder(cache_key, len(pixels), features)
     starts = range(0, len(pixels), CHUNK)
-    mine = starts[
-        ranks.rank :: ranks.size
-    ]  # in turns, so that each rank has about as many, and no chunk depends on their number
+    # In turns, so that each rank has about as many, and no chunk depends on the number of ranks.
+    mine = starts[ranks.rank :: ranks.size]
     if folder is not None:
         hold(folder)
     found, total = dict[int, Tensor](), sum(min(CHUNK, len(pixels) - first) for first in mine)

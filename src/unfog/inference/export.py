@@ -232,25 +232,24 @@ def _write_description(job: _Export) -> None:
 
 def _denoiser_source(run: LoadedRun) -> str:
     """Return the network's code and that of its denoiser as one file of plain torch and safetensors."""
-    settings = run.config.network
-    assert settings is not None  # a run's is settled
-    module, _, name = settings.model.partition(":")
-    names = [*NETWORK_MODULES, module, "unfog.export.denoiser_torch"]
-    title = f"The denoiser of an Unfog run: {name}."
-    return plain_source(title, names, OF_TRAINING) + _BUILD.format(name=name)
+    return _plain_network(run, "denoiser", ["unfog.export.denoiser_torch"])
 
 
 def _network_source(run: LoadedRun) -> str:
     """Return the network's code, and the autoencoder's if it is ours, as one file of plain torch."""
+    described = run.config.representation.autoencoder()
+    kind = "" if described is None else described.kind
+    decode = _DECODE if kind == OURS else _DECODE_BY_DIFFUSERS.format(name=kind) if kind else ""
+    return _plain_network(run, "network", ["unfog.models.autoencoder"] * (kind == OURS)) + decode
+
+
+def _plain_network(run: LoadedRun, what: str, modules: list[str]) -> str:
+    """Return the code of a run's network and of further modules, and `build`; `what` is named in the title."""
     settings = run.config.network
     assert settings is not None  # a run's is settled
     module, _, name = settings.model.partition(":")
-    described = run.config.representation.autoencoder()
-    kind = "" if described is None else described.kind
-    names = [*NETWORK_MODULES, module, *["unfog.models.autoencoder"] * (kind == OURS)]
-    title = f"The network of an Unfog run: {name}."
-    decode = _DECODE if kind == OURS else _DECODE_BY_DIFFUSERS.format(name=kind) if kind else ""
-    return plain_source(title, names, ["DiffusersAutoencoder", *OF_TRAINING]) + _BUILD.format(name=name) + decode
+    title, left_out = f"The {what} of an Unfog run: {name}.", ["DiffusersAutoencoder", *OF_TRAINING]
+    return plain_source(title, [*NETWORK_MODULES, module, *modules], left_out) + _BUILD.format(name=name)
 
 
 def _write_graphs(job: _Export, suffix: str) -> float:

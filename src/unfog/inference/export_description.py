@@ -29,6 +29,7 @@ from unfog.settings import is_auto
 from unfog.text import sanitize
 
 _VERSION = 1
+_TABLE = 20_000  # log SNRs that a denoiser has of a continuous schedule of timesteps
 _KINDS = ("ddim", "dpmpp", "heun", "ddpm", "dpmpp-sde", "unipc")
 # Kind -> algorithm of diffusers' DPM-Solver.
 _SOLVERS = {"ddim": "dpmsolver++", "dpmpp": "dpmsolver++", "dpmpp-sde": "sde-dpmsolver++"}
@@ -76,22 +77,21 @@ def _coefficients(diffusion: Diffusion, level: Level) -> dict[str, float]:
     return {"alpha": level.alpha, "sigma": level.sigma} | {name: value.item() for name, value in names.items()}
 
 
-_TABLE = 20_000  # levels of a continuous schedule of timesteps
-
-
 def describe_denoiser(run: LoadedRun, sampler: Sampler) -> tuple[dict[str, Any], torch.Tensor]:
     """Return the description of a run's denoiser, as plain values for JSON, and the log SNR of its timesteps.
 
-    They are float32 [T], or [0] where the network receives none. `sampler` is that of the model card.
+    The log SNR is float32 [T], or [0] if the network receives no timesteps. `sampler` is that of the model card.
     """
     config, model = run.config, describe_model(run, sampler)
     diffusion, values = config.diffusion, config.image_format.values
     schedule, condition, levels = diffusion.schedule, _condition(config), torch.zeros(0)
     if condition["kind"] == "timestep":
-        assert isinstance(schedule, TimestepSchedule)  # what `_condition` leaves
-        first, step = (0.0, 1.0) if schedule.steps else (1e-3, (1000 - 2e-3) / (_TABLE - 1))
-        u = (first + step * torch.arange(_TABLE, dtype=torch.float64)) / 1000
-        levels = (schedule.table() if schedule.steps else schedule(u)).float()
+        assert isinstance(schedule, TimestepSchedule)  # others have another kind of condition
+        if schedule.steps:
+            first, step, levels = 0.0, 1.0, schedule.table().float()
+        else:
+            first, step = 1e-3, (1000 - 2e-3) / (_TABLE - 1)
+            levels = schedule((first + step * torch.arange(_TABLE, dtype=torch.float64)) / 1000).float()
         condition |= {"first": first, "step": step}
     noisiest, cleanest = schedule.limits()
     if math.isinf(noisiest):
@@ -135,7 +135,7 @@ def check_conditions_map(config: Config) -> None:
 
 
 def check_network_maps(config: Config) -> None:
-    """Raise RequestError if no pipeline holds the network of a run."""
+    """Raise RequestError if the network of a run has no equivalent in a pipeline of diffusers."""
     if config.data.wrapped and isinstance(config.network, UNet):
         raise RequestError(
             f"wrap = {config.data.wrap} has no equivalent in diffusers, whose UNet2DModel pads with zeros, and would "

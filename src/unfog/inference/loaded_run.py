@@ -102,7 +102,7 @@ class LoadedRun:
         check_sample_size(config)
         other = copy(self)
         other.config, other.resized = config, True
-        other.enlarged = config.image_format.pixels / self.config.image_format.pixels
+        other.enlarged = self.enlarged * config.image_format.pixels / self.config.image_format.pixels
         if not 1 / FAR <= other.enlarged <= FAR:
             far = f"{config.image_format.sides} has {other.enlarged:.2g} times the pixels of the images of the run"
             warn(f"size = {far}; what it generates may repeat itself or fall apart")

@@ -132,7 +132,7 @@ class Nearness(NamedTuple):
     same: float = _SAME
     """Distance below which two images are the same."""
     rolled: bool = False
-    """Whether copies may be moved around their edges, which the search does not find."""
+    """Whether samples may be copies that are moved around their edges, which the search does not find."""
 
     @property
     def limit(self) -> float:

@@ -41,9 +41,10 @@ if TYPE_CHECKING:
 
 
 class Samples(np.ndarray[tuple[int, ...], np.dtype[np.uint8]]):
-    """Images, uint8 [n, H, W, C]: an array of NumPy, with `pil()`, and shown as a grid in notebooks.
+    """Images [n, H, W, C]: an array of NumPy. Pictures, which are uint8, have `pil()` and are a grid in notebooks.
 
-    A part of it, such as `samples[:4]`, is the same; what is computed from it is an array like any other.
+    A part of it, such as `samples[:4]`, is the same; what is computed from it is an array like any other. Samples of a
+    run that keeps the values of its arrays have the type of these.
     """
 
     caption: str

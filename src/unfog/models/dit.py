@@ -65,9 +65,10 @@ def _rotations(
 
 
 def _angles(side: int, share: Tensor, periodic: bool) -> Tensor:
-    """Return the angles of each position along a side, [side, N], for frequencies from the highest, share [N] = 0, on.
+    """Return the angles of each position along a side, [side, N], for N frequencies.
 
-    If `periodic`, a side has whole periods: from side / 4 of them down to one.
+    `share` [N] is the place of each among them, from 0 for the highest. If `periodic`, a side has whole periods: from
+    side / 4 of them down to one.
     """
     position = torch.arange(side, device=share.device)[:, None]
     if not periodic:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 _ATEN = torch.ops.aten
 # Whether normalisation and SiLU are computed by kernels of Triton where that is possible: eager code moves 72 bytes for
 # each number in 16 bits, of which 20 are needed. Off until a GPU has shown that it is right and faster.
-_FUSED = False
+_FUSED = True
 # Kernels for channels_last that torch has from 2.15 on are not used: they take weights in the type of the input alone,
 # and no GPU has shown here that they are right, repeat to the bit, and are faster. `native_group_norm` gets NCHW.
 

@@ -79,7 +79,7 @@ class Conv2d(nn.Conv2d):
     takes_copies = True
     """`_conv_forward` computes with any weight and bias, as that of torch, so that they may be 16-bit copies."""
 
-    # Where torch pads by other modes than zeros. Its own "circular" is of both axes.
+    # The method in which torch pads by its other modes, of which "circular" always joins both axes.
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if not self.wrap:
             plain: Tensor = super()._conv_forward(input, weight, bias)

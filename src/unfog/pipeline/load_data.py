@@ -124,7 +124,7 @@ def _read_source(
 
 
 def _keep_values(config: Config, dataset: Dataset) -> Dataset:
-    """Return the dataset with its map of values fitted, if its images keep their values, and say how it was.
+    """Return the dataset, with its map of values fitted and printed if its images keep their values.
 
     RequestError if settings of the run are for pictures alone.
     """

@@ -33,8 +33,8 @@ class SampleFolder:
         names: class or conditions of each sample, which the samples cycle through; () without conditions.
         settings: how the samples are generated, stored in each file.
         told: title of the name in each file.
-        view: returns pictures uint8 [n, H, W, 3] of samples that are none, which are also written as they are, in
-            000000-NAME.npy, …; None for pictures.
+        view: returns pictures uint8 [n, H, W, 3] of samples of other values. The samples themselves are written too, to
+            000000-NAME.npy, …; None if the samples are pictures.
     """
 
     def __init__(

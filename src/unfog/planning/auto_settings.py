@@ -75,7 +75,8 @@ class AutoSettings:
         self._set_training(device=device.type if wanted in (AUTO, "cuda") else str(device))
         if wanted == AUTO and (reason := unused_gpu()):
             self._note("device", device, f"torch cannot use the NVIDIA GPU: {reason}")
-        if wanted in (AUTO, "cuda") and device.index is not None and self.processes == 1 and (gpu := choose_gpu()):
+        of_this_machine = wanted in (AUTO, "cuda") and device.index is not None
+        if of_this_machine and self.processes == 1 and (gpu := choose_gpu()) and gpu.reason:
             self._note("device", device, gpu.reason)
 
     def resolve(self) -> None:

@@ -35,7 +35,7 @@ _DRIVERS = {"12": "525", "13": "580"}  # the oldest ones that a version of CUDA 
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device called `name`, and make it torch's current one.
+    """Return the device called `name`, of GPUs with its number, and make it torch's current one.
 
     "auto" is the GPU that "cuda" stands for (`choose_gpu`), else MPS, else the CPU. Under a CPU quota, torch has as
     many threads as that allows from here on, unless the environment says how many.
@@ -57,6 +57,7 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cuda":
         if missing := _missing_code(device):
             raise RequestError(f"device = {name}: {missing}; {_OTHER_BUILD}, or give --device cpu")
+        device = torch.device("cuda", device.index or 0)  # torch takes none without a number for the current one
         torch.cuda.set_device(device)  # some of torch's questions are answered for the current device alone
         compute_fp32_exactly()
     return device

@@ -195,7 +195,7 @@ class HalfWeights:
         self._weights: list[Tensor] = []
         self._copies: list[Tensor] = []
         for layer in network.modules():
-            # Not subclasses, which may do anything with their weights, unless they state that they take others.
+            # A subclass may do anything with its weights, unless it states that they may be copies.
             if type(layer) in (nn.Linear, nn.Conv2d) or getattr(layer, "takes_copies", False):
                 self._wrap(cast("nn.Linear | nn.Conv2d", layer), dtype)
 

@@ -103,7 +103,7 @@ class Training:
 
     @property
     def likely_batch(self) -> int:
-        """Images for one optimiser step, as far as that is known before the device is: where open, those of a CPU."""
+        """Images for one optimiser step before the device is known: if `batch` is open, the number usual on a CPU."""
         return USUAL_BATCH if is_auto(self, "batch") else self.batch
 
     def is_sharded(self, processes: int) -> bool:

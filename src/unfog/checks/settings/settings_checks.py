@@ -108,10 +108,9 @@ def _check_range(pixels: Tensor, augment: Augment) -> Finding:
         x0, _ = augment(pixels)
     low, high, mean, std = (float(v) for v in (x0.min(), x0.max(), x0.mean(), x0.std()))
     if not augment.values.bounded:
-        finite = bool(torch.isfinite(x0).all())
-        said = f"values of {len(pixels)} images become {float(x0.min()):.3f} to {float(x0.max()):.3f}"
-        remedy = "choose another --data.map, such as percentile or arcsinh"
-        if not finite:
+        said = f"values of {len(pixels)} images become {low:.3f} to {high:.3f}"
+        if not torch.isfinite(x0).all():
+            remedy = "choose another --data.map, such as percentile or arcsinh"
             return Finding("settings.range", "fatal", f"{said}, and are not all finite", remedy)
         return Finding("settings.range", "fine", said, facts={"images": len(pixels)})
     seen = augment.values.to_bytes(pixels.numpy())

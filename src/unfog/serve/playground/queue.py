@@ -27,7 +27,7 @@ _PATIENCE = 20.0  # seconds for a job to end after it was cancelled; then the wo
 _RETRIES = 5
 _IDLE_SECONDS = 300.0  # without a drawing; then the worker ends, and the memory of the device is free for others
 _ENDED = ("done", "cancelled", "failed")
-_OF_WORKER = 0  # in place of the number of a drawing, in the event that the worker has ended: pages read the list anew
+_OF_WORKER = 0  # number of no drawing, published when the worker was ended, so that pages read the list anew
 
 
 class DrawingQueue:

@@ -1,1 +1,1 @@
-"""Checkpoints on disk: format, snapshots, background writer, loading, and post-hoc EMA."""
+"""Checkpoints on disk: format, snapshots, background writer, loading, rotation, and post-hoc EMA."""

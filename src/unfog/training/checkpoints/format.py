@@ -13,8 +13,8 @@ model-00001-of-00004.safetensors and so on, and likewise for the other tensor fi
 `load.TensorFile`.
 
 Names that begin with a dot are work in progress, or broken and set aside; they are never read. Nothing is a pickle, so
-nothing in a checkpoint can run code. `snapshot` and `writer` write checkpoints, and
-`rotation` replaces and removes them. An error of the system that may pass is not taken for damage.
+nothing in a checkpoint can run code. `snapshot` and `writer` write checkpoints, and `rotation` replaces and removes
+them. An error of the system that may pass is not taken for damage.
 """
 
 from __future__ import annotations
