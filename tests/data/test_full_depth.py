@@ -143,6 +143,7 @@ HEADERS = (
     "\0\1'''{'descr'",
     "{'descr': 3, 'fortran_order': False, 'shape': (12,16,4)}",
     "{'descr': '|O', 'fortran_order': False, 'shape': (12,16,4)}",
+    "-" * 9000 + "1",
 )
 
 

@@ -316,6 +316,24 @@ def test_every_file_is_accounted_for_and_none_is_changed(
     assert not recwarn.list
 
 
+def test_a_file_too_large_may_be_the_first_and_have_a_mask_of_its_name(tmp_path: Path) -> None:
+    good = encoded(NOISE)
+    for number, (name, (data, said)) in enumerate(contents().items()):
+        if said == TOO_LARGE:
+            names = [f"{top}/0{Path(name).suffix}" for top in ("a", "masks")]
+            for top, file in zip(("a", "masks"), names):
+                (tmp_path / f"{number}" / top).mkdir(parents=True)
+                (tmp_path / f"{number}" / file).write_bytes(data)
+                for i in range(1, 10):
+                    (tmp_path / f"{number}" / top / f"{i}.png").write_bytes(good)
+            report = run(tmp_path / f"{number}").report
+            assert (name, list(report.class_counts), [file.name for file in report.skipped]) == (
+                name,
+                ["a", "masks"],
+                names,
+            )
+
+
 def test_what_is_used_is_what_a_viewer_shows(corpus: tuple[Path, dict[str, tuple[str, ...] | str]]) -> None:
     train = run(corpus[0]).train
     pixels = dict(zip(train.names, train.pixels.transpose(0, 2, 3, 1).astype(int)))

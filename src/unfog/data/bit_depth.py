@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from unfog.errors import RequestError
+from unfog.values.axes import USUAL
 from unfog.values.image_format import to_pillow
 
 # Least and most value of an image.
@@ -259,5 +260,9 @@ def as_image(picture: Image.Image | DeepImage | NDArray[Any]) -> Image.Image | D
         raise ValueError(f"an array of {picture.dtype} {list(picture.shape)}")
     if picture.dtype == np.bool_:
         picture = picture.astype(np.uint8) * np.uint8(255)
-    is_picture = picture.dtype == np.uint8 and channels in ((), (1,), (3,), (4,))
-    return to_pillow(picture) if is_picture else DeepImage(picture)
+    return to_pillow(picture) if picture.dtype == np.uint8 and has_usual_channels(picture) else DeepImage(picture)
+
+
+def has_usual_channels(array: NDArray[Any]) -> bool:
+    """Return True for an array [H, W] or [H, W, C] of the channels of a picture, with transparency or without."""
+    return array.ndim <= 2 or (array.ndim == 3 and array.shape[2] in USUAL)

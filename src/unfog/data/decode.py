@@ -21,7 +21,16 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageCms, ImageColor, ImageFile, JpegImagePlugin
 
-from unfog.data.bit_depth import FULL, DeepImage, OutOfRangeError, Ranges, ValueRange, as_image, extent_of
+from unfog.data.bit_depth import (
+    FULL,
+    DeepImage,
+    OutOfRangeError,
+    Ranges,
+    ValueRange,
+    as_image,
+    extent_of,
+    has_usual_channels,
+)
 from unfog.data.full_depth.decode import to_planes
 from unfog.data.sources.base import FailedShardError, ImageError, ShardReadError
 from unfog.data.sources.image_files import MOST_EXIF_BYTES, TEXT_TOO_LARGE, count_pages, image_error
@@ -29,7 +38,6 @@ from unfog.errors import RequestError
 from unfog.values.image_format import ImageFormat, in_colour, pillow_mode
 
 _ORIENTATION = 0x0112  # EXIF tag
-_ARRAY_CHANNELS = ((), (1,), (3,), (4,))  # of an array that becomes a picture of 8 bits
 _QUARTER_TURN = 5  # orientations from here on exchange width and height
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -117,7 +125,7 @@ def decode(
             return _decode_kept(found, lambda: as_image(read()), format, background)
         if (unchanged := _as_it_is(found, format)) is not None:
             return unchanged
-        if isinstance(found, np.ndarray) and found.shape[2:] not in _ARRAY_CHANNELS:
+        if isinstance(found, np.ndarray) and not has_usual_channels(found):
             raise ImageError(f"an array of {found.dtype} {list(found.shape)}")
         with as_image(found) as image, _large_image_slot(image):
             if isinstance(image, Image.Image) and not (has_deep_colours(image) and ranges and ranges.integers):
@@ -181,6 +189,11 @@ def upright_sides(image: Image.Image | DeepImage) -> tuple[int, int]:
 def is_deep(image: Image.Image | DeepImage) -> bool:
     """Return True if an image, which need not be loaded, has integers deeper than 8 bits, or floating point."""
     return isinstance(image, DeepImage) or image.mode[0] in "IF" or has_deep_colours(image)
+
+
+def is_grey(mode: str) -> bool:
+    """Return True for a mode of Pillow that has no colours, with transparency or without."""
+    return mode in ("1", "L", "LA", "F") or mode.startswith("I")
 
 
 def has_deep_colours(image: Image.Image | DeepImage) -> bool:
@@ -300,7 +313,7 @@ def _decode(
     coloured = in_colour(format.channels)
     if not coloured and not grey:
         actions.append("rgb_to_grey")
-    if coloured and (mode in ("1", "L", "LA", "F") or mode.startswith("I")):
+    if coloured and is_grey(mode):
         actions.append("grey_to_rgb")
     return pixels, ImageInfo(grey, width, height, mode, actions, pages)
 

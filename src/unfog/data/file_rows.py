@@ -28,6 +28,7 @@ _SERVED = re.compile(
     r"fuse(?!blk$|ctl$).*|nfs[34]?|cifs|smb.*|9p|virtiofs|ceph|lustre|afs|beegfs|gpfs|pvfs2|orangefs|davfs|coda|glusterfs"
 )
 _WHOLE = slice(None)
+_MOST_HEADER = 1000  # characters of a .npy header; parsing thousands of nested ones is a MemoryError
 
 
 def is_local(path: Path) -> bool:
@@ -45,7 +46,7 @@ def is_local(path: Path) -> bool:
 def map_array(file: Path) -> Any:
     """Map the array in a .npy file, of which the header alone is read. ValueError or OSError if there is none."""
     try:
-        return np.load(file, mmap_mode="r", allow_pickle=False)
+        return np.load(file, mmap_mode="r", allow_pickle=False, max_header_size=_MOST_HEADER)
     except (OSError, MemoryError):
         raise
     except Exception as error:  # NumPy parses headers as Python, which raises errors of many types

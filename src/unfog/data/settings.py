@@ -11,7 +11,16 @@ from typing import Any, Literal
 
 from unfog.errors import RequestError
 from unfog.settings import AUTO, check_bounds, is_auto, setting
-from unfog.values.image_format import BYTES, MOST_CHANNELS, STORED, ImageFormat, Size, StoredValues, parse_size
+from unfog.values.image_format import (
+    BYTES,
+    CHANNELS,
+    MOST_CHANNELS,
+    STORED,
+    ImageFormat,
+    Size,
+    StoredValues,
+    parse_size,
+)
 from unfog.values.value_maps import maps_of, parse_maps
 
 # Types of the stored values: see `image_format.STORED`.
@@ -167,6 +176,16 @@ class Data:
         if self.dtype != AUTO and self.dtype != "uint8":
             return self.dtype
         return "" if is_auto(self, "map") else "float32"
+
+    @property
+    def asks_to_keep(self) -> bool:
+        """True if the type, the map or the number of channels says that images keep their values."""
+        return bool(self.requested_dtype) or self.channels not in (0, *CHANNELS)
+
+    @property
+    def may_keep(self) -> bool:
+        """True if arrays without a usual range may keep their values: no setting makes 8 bits of them."""
+        return self.dtype == AUTO and is_auto(self, "range") and not self.clip
 
     @property
     def stored_values(self) -> StoredValues:

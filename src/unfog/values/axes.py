@@ -23,11 +23,11 @@ def channel_axis(shape: Sequence[int], channels_first: bool = False, axes: str =
     usual = [axis for axis in sides if shape[axis] in USUAL]
     if usual:
         return usual[0]
-    few = [axis for axis in sides if is_few(shape, axis)]
+    few = [axis for axis in sides if _is_few(shape, axis)]
     return few[0] if len(few) == 1 else None
 
 
-def is_few(shape: Sequence[int], axis: int) -> bool:
+def _is_few(shape: Sequence[int], axis: int) -> bool:
     """Return True if an axis of an image is so much shorter than both others that its values are channels."""
     others = min(side for i, side in enumerate(shape) if i != axis)
     return shape[axis] <= MOST_CHANNELS and _FEWER * shape[axis] <= others

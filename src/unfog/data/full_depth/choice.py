@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
 
 from unfog.data.bit_depth import DeepImage
+from unfog.data.decode import is_grey
 from unfog.data.settings import Data, KeptType
-from unfog.data.sources.base import ImageError, Source
+from unfog.data.sources.base import Source
 from unfog.errors import RequestError
-from unfog.settings import AUTO
 from unfog.text import sanitize
-from unfog.values.image_format import CHANNELS, MOST_CHANNELS, ImageFormat, describe_channels
+from unfog.values.axes import USUAL
+from unfog.values.image_format import CHANNELS, MOST_CHANNELS, ImageFormat, colour_channels, describe_channels
 
 _LOOKED_AT = 16  # first images, of which one that can be read is looked at
-_TRANSPARENT = 4  # channels of a picture with transparency
+_Image: TypeAlias = "Image.Image | DeepImage | NDArray[Any]"
 
 
 class Kept(NamedTuple):
@@ -36,19 +39,20 @@ def kept_line(format: ImageFormat) -> str:
 def choose_kept(source: Source, settings: Data, began: bool = False) -> Kept | None:
     """Return how the images of a source keep their values, by the settings and the first image; None for pictures.
 
-    Arrays with other channels than 1, 3 or 4 keep their values. Their values are looked at by `find_ranges`,
-    which fails without a usual range: see `keep_array`. A run that began without the setting has pictures.
+    Arrays of other channels than 1, 3 or 4 keep their values. Whether other arrays do is found by their values, which
+    `find_ranges` looks at later: see `keep_array`. A run that began without settings of kept values has pictures.
     RequestError if the settings do not fit the images.
     """
     asked, wanted = settings.requested_dtype, settings.channels
-    if began and not asked and wanted in (0, *CHANNELS):
+    if began and not settings.asks_to_keep:
         return None
     first = _first_image(source)
     if first is None:
         return None
     is_array, held = isinstance(first, np.ndarray), _channels(first)
-    unusual = is_array and (held not in (*CHANNELS, _TRANSPARENT) or wanted == held == _TRANSPARENT)
-    if not (asked or unusual) and wanted in (0, *CHANNELS):
+    # The fourth channel is transparency, unless four are asked for.
+    unusual = is_array and held not in (CHANNELS if wanted == held else USUAL)
+    if not (settings.asks_to_keep or unusual):
         return None
     if wanted not in (0, held) and (is_array or wanted not in CHANNELS):
         raise RequestError(
@@ -78,27 +82,27 @@ def choose_kept(source: Source, settings: Data, began: bool = False) -> Kept | N
 def keep_array(source: Source, settings: Data) -> Kept | None:
     """Return how arrays without a usual range keep their values; None if these images are not, or must be pictures."""
     first = _first_image(source)
-    if settings.dtype != AUTO or settings.clip or not isinstance(first, np.ndarray):
+    if not (settings.may_keep and isinstance(first, np.ndarray)):
         return None
     return Kept("float32", _channels(first))
 
 
-def _first_image(source: Source) -> object | None:
+def _first_image(source: Source) -> _Image | None:
     """Return one of the first images, as the source reads it; None if all fail, which decoding reports."""
     for i in range(min(_LOOKED_AT, len(source.names))):
-        with suppress(ImageError, OSError, ValueError, SyntaxError):
+        with suppress(Exception):  # decoders raise almost anything on damaged files
             return source.read(i)
     return None
 
 
-def _is_floating(image: object) -> bool:
+def _is_floating(image: _Image) -> bool:
     values = image.values if isinstance(image, DeepImage) else image
-    return values.dtype.kind == "f" if isinstance(values, np.ndarray) else getattr(image, "mode", "") == "F"
+    return values.dtype.kind == "f" if isinstance(values, np.ndarray) else values.mode == "F"
 
 
-def _channels(image: object) -> int:
+def _channels(image: _Image) -> int:
     """Return the channels of an image; of a file those without transparency."""
-    if isinstance(image, np.ndarray | DeepImage):
-        shape = image.shape if isinstance(image, np.ndarray) else image.values.shape
-        return 1 if len(shape) == 2 else int(shape[2])
-    return 1 if getattr(image, "mode", "") in ("1", "L", "LA", "F") or getattr(image, "mode", "")[:1] == "I" else 3
+    values = image.values if isinstance(image, DeepImage) else image
+    if isinstance(values, np.ndarray):
+        return 1 if values.ndim == 2 else int(values.shape[2])
+    return colour_channels(not is_grey(values.mode))

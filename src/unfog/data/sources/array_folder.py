@@ -17,17 +17,19 @@ from unfog.files.safe_files import regular_file
 from unfog.text import sanitize
 from unfog.values.axes import channel_axis
 
+_LOOKED_AT = 16  # first images, whose shapes are read when the folder is opened
+
 
 class ArrayFolder(Source):
     """Images [H, W], [H, W, C] or [C, H, W], one in each .npy file of a folder without sub-folders and picture files.
 
-    RequestError if the axes of the first image leave open which of them are channels.
+    RequestError if the axes of one of the first images leave open which of them are channels.
     """
 
     def __init__(self, folder: Path, name: str, names: list[str], axes: str = "auto") -> None:
         self.folder, self.name, self.names, self._axes = folder, name, names, axes
         self.resolved = str(folder.resolve())
-        for i in range(min(16, len(names))):
+        for i in range(min(_LOOKED_AT, len(names))):
             shape = self._shape(i)
             if len(shape) == 3 and channel_axis(shape, axes=axes) is None:
                 raise RequestError(
@@ -71,5 +73,5 @@ class ArrayFolder(Source):
     def _shape(self, i: int) -> tuple[int, ...]:
         try:
             return tuple(self._open(i).shape)
-        except (ImageError, OSError, ValueError):  # which decoding reports
+        except Exception:  # NumPy raises almost anything on damaged files, which decoding reports
             return ()

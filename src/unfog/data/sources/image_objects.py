@@ -25,13 +25,13 @@ from unfog.data.bit_depth import (
     Ranges,
     ValueRange,
     extent_of,
+    has_usual_channels,
     usual_or_outward,
 )
 from unfog.data.settings import Data
 from unfog.data.sources.image_files import has_image_signature
 from unfog.errors import RequestError
-from unfog.settings import AUTO
-from unfog.values.axes import USUAL, channel_axis
+from unfog.values.axes import channel_axis
 from unfog.values.image_format import to_pillow
 
 _IMAGE_KEYS = (
@@ -192,8 +192,7 @@ class Storing(NamedTuple):
     @classmethod
     def of(cls, data: Data) -> Storing:
         """Return the settings of storing for a run."""
-        keeps = bool(data.requested_dtype) or data.channels not in (0, 1, 3)
-        return cls(data.range, data.axes, keeps, may_keep=data.dtype == AUTO and not (data.range or data.clip))
+        return cls(data.range, data.axes, data.asks_to_keep, data.may_keep)
 
 
 def find_float_range(items: Iterator[_Item], storing: Storing) -> tuple[ValueRange | None, Iterator[_Item], Storing]:
@@ -284,7 +283,7 @@ def encode_image(image: Any, i: int, floats: ValueRange | None, storing: Storing
         return image
     if not isinstance(image, Image.Image):
         pixels = _to_pixels(image, subject, floats, storing)
-        if pixels.dtype != np.uint8 or pixels.shape[2] not in USUAL:
+        if pixels.dtype != np.uint8 or not has_usual_channels(pixels):
             file = BytesIO()
             np.lib.format.write_array(file, pixels, (1, 0), allow_pickle=False)
             return file.getvalue()
