@@ -54,7 +54,7 @@ def build(settings, image_channels, num_classes=0, out_channels=None, wrap=""):
     """
     from types import SimpleNamespace
 
-    conditions = SimpleNamespace(classes=range(num_classes), augment_inputs=0, columns=())
+    conditions = SimpleNamespace(classes=range(num_classes), augment_inputs=0, columns=(), mask_channels=0)
     network = {name}(SimpleNamespace(**settings), image_channels, conditions, out_channels)
     network.wrap_edges(wrap)
     return network
@@ -169,6 +169,11 @@ def _card_grid(job: _Export) -> tuple[Pixels, str]:
 def _check(run: LoadedRun, sampler: Sampler, kind: str) -> None:
     """Raise RequestError if a format cannot hold a run and its sampler."""
     check_packages(kind)
+    if run.config.data.has_unknown:
+        raise RequestError(
+            f"data.unknown = {run.config.data.unknown}: the network of this run has an input for the mask of unknown "
+            "pixels, which no export has; `unfog sample` writes .npy files in the units of the source"
+        )
     if not run.config.image_format.is_picture:
         raise RequestError(
             f"exports write pictures of 8 bits, and this run has {run.config.image_format} with a map of its own; "

@@ -135,8 +135,8 @@ def _keep_values(config: Config, dataset: Dataset) -> Dataset:
     _check_for_pictures(config, dataset.settings)
     if is_auto(config.data, "dtype") and not config.data.requested_dtype:
         say(f"  {kept_line(dataset.settings.image_format)}")
-    dataset, line = fit_values(dataset)
-    if line:
+    dataset, lines = fit_values(dataset)
+    for line in lines:
         say(f"  {line}")
     return dataset
 
