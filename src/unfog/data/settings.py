@@ -215,6 +215,12 @@ class Data:
         """True if pixels may be unknown."""
         return self.unknown != NONE
 
+    @property
+    def masks_vary(self) -> bool:
+        """True if values are unknown in some training images, and known in others, so that samples have them."""
+        known = self.known_in_samples()
+        return self.unknown_share > (0.0 if known is None else float((~known).mean()))
+
     def known_in_samples(self) -> NDArray[np.bool_] | None:
         """Return which values [C, H, W] of samples are known; None if all are. RequestError for another size."""
         return None if not self.unknown_mask else ~mask_from_text(self.unknown_mask, self.image_format.shape)

@@ -32,6 +32,8 @@ from unfog.values.conditions import NO_CONDITIONS, Conditions
 
 # Weight of the variational bound, in bits per dimension, beside the squared error (Nichol & Dhariwal 2021, eq. 16).
 _VLB_SHARE = 0.001
+# Largest share of an image's pixels that `hides_more` hides, and the share of the images that it hides some of.
+_MOST_HIDDEN, _HIDDEN_FROM = 0.7, 0.7
 
 
 class Loss(NamedTuple):
@@ -128,7 +130,7 @@ def stratified(draws: Tensor, step: int) -> Tensor:
 class Objective:
     """Mean squared error on the network's output, weighted by noise level.
 
-    All randomness comes from torch's global generator of x0's device, in the order u, noise, dropout.
+    All randomness comes from torch's global generator of x0's device, in the order u, noise, dropout, hidden pixels.
     """
 
     diffusion: Diffusion
@@ -138,6 +140,9 @@ class Objective:
     """Interleave the levels, so that each part of a batch covers all of them, instead of going from clean to noisy."""
     has_unknown: bool = False
     """Images may have NaN where they are unknown: it is left out of the loss, and the network is given a mask."""
+    hides_more: bool = False
+    """Hide further pixels of most images, as many as vary, so that the network learns what more or fewer known pixels
+    change, and may be asked for complete images (as Daras et al. 2023, Ambient Diffusion, do)."""
     levels: LossByLevel | None = field(default=None, compare=False)
     """The measured loss by noise level, which `uncertainty` and `adaptive` use; the trainer updates it if
     `diffusion.follows_losses`."""
@@ -172,7 +177,7 @@ class Objective:
         x0, conditions = self._with_known(x0, conditions)
         u, importance = self._draw_levels(x0) if u is None else (u, None)
         noise = draw_rows(len(x0), lambda n: _normal_like(x0, n)) if noise is None else noise
-        conditions = self._hide_some(conditions, x0)
+        conditions = self._hide_pixels(self._hide_some(conditions, x0), x0)
 
         logsnr, weight, null_loss, x_t, inputs, target = self.noised(self.diffusion, x0, noise, u)
         y = network(*inputs, conditions)
@@ -212,6 +217,15 @@ class Objective:
             return conditions
         hidden = draw_rows(len(x0), lambda n: torch.rand(n, device=x0.device)) < self.dropout
         return conditions.dropped(hidden)
+
+    def _hide_pixels(self, conditions: Conditions, x0: Tensor) -> Conditions:
+        """Return the conditions with a mask that hides a random share of the pixels, too, from most images x0."""
+        if conditions.known is None or not self.hides_more:
+            return conditions
+        draws = draw_rows(len(x0), lambda n: torch.rand(n, 2, 1, 1, 1, device=x0.device))
+        share = _MOST_HIDDEN * draws[:, 0] * (draws[:, 1] < _HIDDEN_FROM)
+        shown = draw_rows(len(x0), lambda n: torch.rand(n, 1, *x0.shape[2:], device=x0.device)) >= share
+        return conditions._replace(known=conditions.known * shown)
 
     def at(
         self, network: Network, x0: Tensor, conditions: Conditions, logsnr: Tensor, noise: Tensor

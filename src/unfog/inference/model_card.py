@@ -97,6 +97,7 @@ def _data(run: LoadedRun) -> _Data:
         ("images", f"{used:,}, of which {held_out:,} were held out of training" if known else "not recorded"),
         ("size", str(config.image_format)),
         *([("seamless along", " and ".join(config.data.wrapped))] if config.data.wrapped else []),
+        *([("unknown values", f"{config.data.unknown_share:.2%}, left out")] if config.data.has_unknown else []),
         ("classes", ", ".join([*named, *more]) or "none"),
     ]
     return _Data(name, rows)

@@ -84,7 +84,7 @@ def _run_checks(scan: ImageScan, config: Config, progress: Progress | None = Non
 def _check_unknown(data: Data) -> Finding:
     """Say how many values are unknown, and check that there are some and that not nearly all are."""
     mask = data.known_in_samples()
-    always = 0.0 if mask is None else float(1 - mask.mean())
+    always = 0.0 if mask is None else float((~mask).mean())
     remedy = (
         "omit data.unknown, as the mask is an input of the network" if not data.unknown_share else "leave images out"
     )

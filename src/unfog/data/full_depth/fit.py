@@ -33,7 +33,8 @@ def fit_values(dataset: Dataset) -> tuple[Dataset, list[str]]:
     of = f"{len(values):,} of " * (len(values) < len(dataset.train)) + f"{len(dataset.train):,} training images"
     lines = []
     if settings.filler is not None:
-        unknown = find_unknown(values, settings.filler)
+        # Floating point is stored with NaN, whatever stood for it.
+        unknown = np.isnan(values) | find_unknown(values, settings.filler)
         values[unknown] = np.nan
         settings = replace(settings, unknown_share=float(unknown.mean()), unknown_mask=mask_to_text(np.all(unknown, 0)))
         lines.append(_unknown_line(settings, unknown, of))
