@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Objective
-from unfog.models.network_settings import build_model
+from unfog.errors import RequestError
+from unfog.models.network_settings import build_model, take_conditions
 from unfog.models.settings import DiT, MPUNet, UNet
 from unfog.values.condition_format import ConditionFormat
 from unfog.values.conditions import Conditions
@@ -46,7 +47,7 @@ def test_the_loss_is_that_of_the_cropped_images(batch):
     x0, noise, u = batch
     torch.manual_seed(0)
     network, diffusion = Pixelwise(), Diffusion()
-    known = torch.cat([x0[..., 4:]], -1)
+    known = x0[..., 4:]
     masked = x0.clone()
     masked[..., :4] = math.nan
     found = Objective(diffusion, has_unknown=True)(network, masked, u=u, noise=noise)
@@ -105,9 +106,31 @@ def test_outputs_do_not_depend_on_what_stands_in_unknown_pixels(kind, batch):
 
 def test_a_network_without_the_input_refuses_a_mask(batch):
     x = batch[0].float()
-    with pytest.raises(Exception, match="data.unknown"):
-        randomised("unet")(x, torch.ones(3), Conditions(known=torch.ones_like(x)))
-    with pytest.raises(Exception, match="third parameter `conditions`"):
-        from unfog.models.network_settings import take_conditions
-
+    network = randomised("unet")
+    with pytest.raises(RequestError, match=r"data\.unknown"):
+        network(x, torch.ones(3), Conditions(known=torch.ones_like(x)))
+    with pytest.raises(RequestError, match="third parameter `conditions`"):
         take_conditions(nn.Identity(), ConditionFormat(mask_channels=1))
+
+
+def test_further_pixels_are_hidden_at_random_and_do_not_count(batch):
+    x0, noise, u = (each.float() for each in batch)
+    seen: list[Tensor] = []
+
+    def network(x: Tensor, c_noise: Tensor, conditions: Conditions) -> Tensor:
+        assert conditions.known is not None
+        seen.append(conditions.known)
+        return torch.zeros_like(x)
+
+    x0 = x0.repeat(100, 1, 1, 1)
+    x0[:, 0, :2] = math.nan
+    torch.manual_seed(0)
+    Objective(Diffusion(), has_unknown=True, hides_more=True)(
+        network, x0, u=u.repeat(100), noise=noise.repeat(100, 1, 1, 1)
+    )
+    (known,) = seen
+    assert not known[:, 0, :2].any()
+    assert torch.equal(known[:, 0, 2:], known[:, 1, 2:])  # all channels of a pixel
+    shares = known[:, 1].mean((1, 2))
+    assert 0.2 < (shares == 1).float().mean() < 0.4
+    assert shares.min() < 0.5

@@ -198,7 +198,7 @@ class Data:
         if self.dtype == "uint8":
             raise RequestError(f"{said} keeps values as float32; omit data.dtype = uint8")
         if self.dtype == "uint16" and filler not in range(2**16):
-            raise RequestError(f"{said} is no value of uint16; give one from 0 to 65535, or --data.dtype float32")
+            raise RequestError(f"{said} is not a value of uint16; give one from 0 to 65535, or --data.dtype float32")
         if name := next((each for each in ("crop", "augment") if getattr(self, each)), ""):
             raise RequestError(
                 f"{said}, and {name} = {getattr(self, name)} computes pixels from their neighbours, which may be "

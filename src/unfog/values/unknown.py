@@ -19,7 +19,7 @@ NONE, NAN = "none", "nan"
 
 
 def filler_of(text: str) -> float | None:
-    """Return what stands for unknown values: NaN or a number; None for `NONE`. RequestError for anything else."""
+    """Return NaN or the number that stands for unknown values; None for `NONE`. RequestError for anything else."""
     if text == NONE:
         return None
     try:

@@ -161,7 +161,7 @@ def _check_size(channel: int, kind: str, low: float, high: float) -> None:
     if kind != "log" and max(abs(low), abs(high)) > _LARGEST:
         raise RequestError(
             f"channel {channel} has values from {low:g} to {high:g}, and data.map = {kind} takes values up to "
-            f"{_LARGEST:g}; if some stand for missing values, store NaN there, which leaves those images out; else "
+            f"{_LARGEST:g}; if some stand for missing values, store NaN there and give --data.unknown nan; else "
             "divide all values by a constant"
         )
 
