@@ -169,17 +169,12 @@ def _card_grid(job: _Export) -> tuple[Pixels, str]:
 def _check(run: LoadedRun, sampler: Sampler, kind: str) -> None:
     """Raise RequestError if a format cannot hold a run and its sampler."""
     check_packages(kind)
-    if run.config.data.has_unknown:
-        raise RequestError(
-            f"data.unknown = {run.config.data.unknown}: the network of this run has an input for the mask of unknown "
-            "pixels, which no export has; `unfog sample` writes .npy files in the units of the source"
-        )
+    check_conditions_map(run.config)
     if not run.config.image_format.is_picture:
         raise RequestError(
             f"exports write pictures of 8 bits, and this run has {run.config.image_format} with a map of its own; "
             "`unfog sample` writes .npy files in the units of the source"
         )
-    check_conditions_map(run.config)
     if kind == "denoiser" and run.config.representation.scaling():
         raise RequestError(
             "--format denoiser is of pixels, and this run generates latents, in which a measurement of pixels is not "
